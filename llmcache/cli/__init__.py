@@ -1,0 +1,94 @@
+"""The `llmcache` command: a table of commands, each imported only when it is called.
+
+A command is one click command in one file of this package, without logic of its own. `run` gives every entry point
+the same errors and exit codes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from llmcache import __version__
+from llmcache.errors import EXIT_OK, UsageError, run_cli
+
+# name: (module:attribute, the line `llmcache --help` shows); help must not import the commands, so it is kept here.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "mount": ("llmcache.cli.mount:command", "Mount a model directory with a cache budget (also: llmcachefs)."),
+    "umount": ("llmcache.cli.umount:command", "Unmount, giving back all memory; --force cleans a dead mount."),
+    "stats": ("llmcache.cli.stats:command", "Show what a mount keeps, hits, misses and reads."),
+}
+
+EPILOG = """\b
+Examples:
+  llmcachefs ~/models /mnt/models --cache 6G
+  llama-cli -m /mnt/models/llama-8b-q8_0.gguf -p "Hello"
+  llmcache stats /mnt/models 1
+  llmcache umount /mnt/models
+
+\b
+Exit codes: 0 success (also Ctrl-C), 1 bug, 2 usage, 3 environment, 4 mount, 5 bad data."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are looked up in `COMMANDS` and imported when they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all commands, in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command called `cmd_name`, imported now; None if there is no such command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{module}:{attribute} is not a click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table of commands from `COMMANDS`, importing none of them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+@click.command(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version", prog_name="llmcache")
+def app() -> None:
+    """Run models and contexts larger than memory without the page cache falling off a cliff."""
+
+
+def run(command: click.Command, prog_name: str, args: Sequence[str] | None = None) -> NoReturn:
+    """Run `command` on `args` (default: the command line) and leave the process with the documented exit code."""
+    sys.exit(run_cli(lambda: _invoke(command, prog_name, args)))
+
+
+def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) -> int:
+    """Exit code of `command`, with click's own exceptions turned into ours."""
+    color = False if os.environ.get("NO_COLOR") else None
+    try:
+        result = command.main(args, prog_name, standalone_mode=False, color=color)
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else prog_name
+        raise UsageError(error.format_message(), f"'{path} --help' shows the usage") from error
+    except click.ClickException as error:
+        raise UsageError(error.format_message()) from error
+    except click.Abort as error:
+        raise KeyboardInterrupt from error
+    except SystemExit as error:
+        # click leaves with 1 when the reader of our output has gone (`llmcache stats … | head`): no failure of ours.
+        if isinstance(error.__context__, BrokenPipeError):
+            return EXIT_OK
+        raise
+    return result if isinstance(result, int) else EXIT_OK
+
+
+def main() -> NoReturn:
+    """Entry point of `llmcache`."""
+    run(app, "llmcache")

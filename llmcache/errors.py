@@ -1,0 +1,69 @@
+"""The errors a user can cause or cure, and the exit code of each.
+
+0 success (also Ctrl-C) · 1 a bug in llmcache · 2 usage · 3 environment · 4 mount · 5 bad data
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+
+EXIT_OK = 0
+EXIT_BUG = 1
+
+
+class LlmcacheError(Exception):
+    """Something outside the program is wrong: `message` says what, `hint` how to cure it, `exit_code` which kind."""
+
+    exit_code: int = 3
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(LlmcacheError):
+    """The command line asks for something that cannot be understood (exit code 2)."""
+
+    exit_code = 2
+
+
+class EnvironmentProblem(LlmcacheError):
+    """The machine lacks something: a package, a device, a privilege, memory (exit code 3)."""
+
+    exit_code = 3
+
+
+class MountProblem(LlmcacheError):
+    """A mount cannot be made, reached or ended (exit code 4)."""
+
+    exit_code = 4
+
+
+class DataError(LlmcacheError):
+    """A file does not hold what it should (exit code 5)."""
+
+    exit_code = 5
+
+
+def report(error: LlmcacheError) -> None:
+    """Print `error` and its hint on stderr, in the form every command uses."""
+    print(f"llmcache: error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+
+
+def run_cli(command: Callable[[], int]) -> int:
+    """Exit code of `command()`: its own, or that of the error that ended it; anything unexpected is a bug (1)."""
+    try:
+        return command()
+    except LlmcacheError as error:
+        report(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_OK
+    except Exception:  # noqa: BLE001 - the outermost frame: what arrives here is a bug, shown whole
+        traceback.print_exc()
+        return EXIT_BUG

@@ -1,0 +1,114 @@
+"""Sizes, rates and durations: text to base units (bytes, bytes/s, nanoseconds) and back.
+
+`70M` is 70e6 and `70Mi` is 70 * 2**20; a trailing `B` changes nothing. Parsers raise `UsageError` naming the value.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from llmcache.errors import UsageError
+
+_PREFIXES = "KMGTPE"
+_FACTORS = {"": 1}
+_FACTORS |= {letter.lower(): 1000 ** (power + 1) for power, letter in enumerate(_PREFIXES)}
+_FACTORS |= {letter.lower() + "i": 1024 ** (power + 1) for power, letter in enumerate(_PREFIXES)}
+
+# Digits are limited so that a mistyped value cannot become a number of a million digits.
+_NUMBER = r"([0-9]{1,19}(?:\.[0-9]{1,19})?)"
+_SIZE = re.compile(_NUMBER + r"\s*([kmgtpe]i?|)b?", re.IGNORECASE)
+_DURATION_PART = re.compile(_NUMBER + r"\s*(ns|us|µs|ms|s|min|m|h|d|)\s*")
+
+_NANOSECONDS = {
+    "ns": 1,
+    "us": 10**3,
+    "µs": 10**3,
+    "ms": 10**6,
+    "s": 10**9,
+    "": 10**9,
+    "m": 60 * 10**9,
+    "min": 60 * 10**9,
+    "h": 3600 * 10**9,
+    "d": 86400 * 10**9,
+}
+_LARGEST = 2**63 - 1
+
+
+def parse_size(text: str) -> int:
+    """Bytes meant by `text`: "70M", "70MB", "1.5Gi", "4096"."""
+    return _parse_bytes(text, "size", "write a number of bytes, or one with K M G T (1000) or Ki Mi Gi Ti (1024): 700M")
+
+
+def parse_rate(text: str) -> int:
+    """Bytes per second meant by `text`: "500M", "500MB/s", "2Gi/s"."""
+    bare = re.sub(r"\s*/\s*s(ec)?$", "", text.strip(), flags=re.IGNORECASE)
+    return _parse_bytes(bare, "rate", "write bytes per second: 500M, 500MB/s or 2Gi/s", shown=text)
+
+
+def _parse_bytes(text: str, kind: str, hint: str, shown: str | None = None) -> int:
+    shown = text if shown is None else shown
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"'{shown}' is not a {kind}", hint)
+    value = Decimal(match[1]) * _FACTORS[match[2].lower()]
+    if not match[2] and value != int(value):
+        raise UsageError(f"'{shown}' is not a whole number of bytes", hint)
+    if value > _LARGEST:
+        raise UsageError(f"'{shown}' is too large for a {kind}", hint)
+    return int(value)
+
+
+def parse_duration(text: str) -> int:
+    """Nanoseconds meant by `text`: "250ms", "2s", "1.5h", "1m30s"; a number without a unit is seconds."""
+    hint = "write a number with ns, us, ms, s, m, h or d: 250ms, 2s, 1m30s"
+    stripped, position, total = text.strip(), 0, Decimal(0)
+    while match := _DURATION_PART.match(stripped, position):
+        # Only a lone number may go without a unit: "1m30" would be read in two ways.
+        if not match[2] and match[0] != stripped:
+            break
+        total += Decimal(match[1]) * _NANOSECONDS[match[2]]
+        position = match.end()
+    if not stripped or position != len(stripped):
+        raise UsageError(f"'{text}' is not a duration", hint)
+    if total > _LARGEST:
+        raise UsageError(f"'{text}' is too large for a duration", hint)
+    return int(total)
+
+
+def format_size(size_bytes: float) -> str:
+    """`size_bytes` in decimal units with three digits: "701 MB", "1.50 GB", "0 B"."""
+    sign, value = ("-" if size_bytes < 0 else ""), abs(size_bytes)
+    if value < 1000:
+        return f"{sign}{value:.0f} B" if round(value) < 1000 else f"{sign}1.00 KB"
+    for prefix in _PREFIXES:
+        value /= 1000
+        if float(f"{value:.3g}") < 1000 or prefix == _PREFIXES[-1]:
+            return f"{sign}{_three_digits(value)} {prefix}B"
+    raise AssertionError("unreachable: the last prefix always returns")
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """`bytes_per_s` in decimal units: "500 MB/s"."""
+    return format_size(bytes_per_s) + "/s"
+
+
+def format_duration(duration_ns: float) -> str:
+    """`duration_ns` with three digits in the unit that suits it: "470 ms", "1.05 s", "2 min 5 s", "3 h 20 min"."""
+    if duration_ns < 0:
+        return "-" + format_duration(-duration_ns)
+    for unit, factor in (("ns", 1), ("µs", 10**3), ("ms", 10**6)):
+        if float(f"{duration_ns / factor:.3g}") < 1000:
+            return f"{_three_digits(duration_ns / factor) if factor > 1 else f'{duration_ns:.0f}'} {unit}"
+    if duration_ns < 59_950_000_000:
+        return f"{_three_digits(duration_ns / 10**9)} s"
+    minutes, seconds = divmod(round(duration_ns / 10**9), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+def _three_digits(value: float) -> str:
+    for digits, limit in ((2, 9.995), (1, 99.95)):
+        if value < limit:
+            return f"{value:.{digits}f}"
+    return f"{value:.0f}"
