@@ -1,0 +1,149 @@
+# Set-up shared by tools/test, tools/demo and the benchmarks; source it, then call `setup` or `setup_llama`.
+#
+#   setup        system packages, .venv with the pinned versions, this package (editable)
+#   setup_llama  setup, and llama-cpp-python: compiled once per CPU, the wheel kept in ~/.cache/llmcache/wheels
+#
+# Afterwards $root is the repository, $venv the environment and $python its interpreter. A second run takes a moment:
+# it compares a stamp. Exit code 3, after a list of what is missing, when that can be neither found nor installed.
+# LLMCACHE_VENV and LLMCACHE_WHEELS move the two directories; LLMCACHE_PYTHON names another interpreter.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${LLMCACHE_VENV:-$root/.venv}
+python=$venv/bin/python
+wheels=${LLMCACHE_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/llmcache/wheels}
+
+say() { printf '%s\n' "$*" >&2; }
+
+# Why the commands stop here, and how the user goes on: a message and a hint in the form of llmcache itself.
+give_up() {
+    say "llmcache: error: $1"
+    say "hint: $2"
+    exit 3
+}
+
+find_python() {
+    local candidate
+    for candidate in ${LLMCACHE_PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 /usr/bin/python3}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    return 0
+}
+
+# Debian packages for what is not there, found by looking for the thing itself and not for its package: a Python from
+# elsewhere needs no python3-venv. The argument `compiler` asks for what llama-cpp-python is built with as well.
+missing_packages() {
+    local interpreter
+    interpreter=$(find_python)
+    if [[ -z $interpreter ]]; then
+        echo python3 python3-venv
+    elif ! "$interpreter" -c 'import ensurepip, venv' 2>/dev/null; then
+        # Debian splits venv off per version; python3-venv serves only the default one.
+        [[ $interpreter -ef /usr/bin/python3 ]] && echo python3-venv || echo "$(basename "$interpreter")-venv"
+    fi
+    # fuse3 depends on libfuse3, whatever its package is called in this release (libfuse3-3, libfuse3-4).
+    if ! command -v fusermount3 >/dev/null || ! PATH=$PATH:/sbin:/usr/sbin ldconfig -p | grep -q 'libfuse3\.so\.'; then
+        echo fuse3
+    fi
+    [[ ${1:-} == compiler ]] || return 0
+    command -v c++ >/dev/null && command -v make >/dev/null || echo build-essential
+    command -v cmake >/dev/null || echo cmake
+}
+
+# Runs a command as root: directly, or through sudo, which may ask for a password only where someone can answer.
+as_root() {
+    if [[ $EUID -eq 0 ]]; then
+        "$@"
+    elif [[ -t 0 ]]; then
+        sudo "$@"
+    else
+        sudo -n "$@"
+    fi
+}
+
+can_be_root() {
+    [[ $EUID -eq 0 ]] || { command -v sudo >/dev/null && { [[ -t 0 ]] || sudo -n true 2>/dev/null; }; }
+}
+
+install_packages() {
+    local packages
+    # shellcheck disable=SC2046 # one line of words is wanted
+    packages=$(echo $(missing_packages "$@"))
+    [[ -n $packages ]] || return 0
+    command -v apt-get >/dev/null ||
+        give_up "missing: $packages (Debian names), and this machine has no apt-get" "install them with your package manager"
+    can_be_root ||
+        give_up "missing packages: $packages, and this user is neither root nor may use sudo" \
+            "run as root: apt-get update && apt-get install -y $packages"
+    say "installing $packages"
+    as_root apt-get update -qq </dev/null >&2
+    # shellcheck disable=SC2086 # one word per package
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages </dev/null >&2
+    # shellcheck disable=SC2046
+    packages=$(echo $(missing_packages "$@"))
+    [[ -z $packages ]] || give_up "still missing after apt-get install: $packages" "LLMCACHE_PYTHON names a Python >= 3.10"
+}
+
+# What the environment was made from; differs as soon as any of it changes.
+stamp_of() {
+    { "$python" -c 'import sys; print(sys.version, sys.prefix)' && echo "$root" && cat "$@"; } 2>/dev/null | sha256sum
+}
+
+is_current() {
+    local name=$1
+    shift
+    [[ -x $python && -f $venv/$name && "$(cat "$venv/$name")" == "$(stamp_of "$@")" ]]
+}
+
+pip() {
+    "$python" -m pip --disable-pip-version-check -q "$@" </dev/null >&2
+}
+
+make_venv() {
+    local inputs=("$root/requirements/lock.txt" "$root/pyproject.toml")
+    is_current .stamp "${inputs[@]}" && return
+    say "making $venv"
+    "$(find_python)" -m venv --clear "$venv" >&2
+    pip install --no-deps -r "$root/requirements/lock.txt"
+    pip install --no-deps --no-build-isolation -e "$root"
+    pip check
+    stamp_of "${inputs[@]}" >"$venv/.stamp"
+}
+
+# A wheel is built for the CPU it is built on, so the directory is named after what that CPU can do.
+wheel_directory() {
+    echo "$wheels/$(uname -m)-$(grep -m1 -E '^(flags|Features)' /proc/cpuinfo | sha256sum | cut -c1-12)"
+}
+
+install_llama() {
+    local pins=$root/requirements/llama.txt directory pin started=$SECONDS
+    is_current .stamp-llama "$pins" && return
+    directory=$(wheel_directory)
+    pin=$(grep -m1 '^llama-cpp-python==' "$pins")
+    if ! compgen -G "$directory/llama_cpp_python-${pin#*==}-*.whl" >/dev/null; then
+        install_packages compiler
+        say "compiling $pin (once for this machine; 2 to 10 minutes)"
+        mkdir -p "$directory"
+        CMAKE_ARGS="-DGGML_NATIVE=ON ${CMAKE_ARGS:-}" pip wheel --no-deps --no-binary llama-cpp-python -w "$directory" "$pin"
+        say "compiled in $((SECONDS - started)) s"
+    fi
+    pip install --no-deps --find-links "$directory" --only-binary llama-cpp-python -r "$pins"
+    pip check
+    stamp_of "$pins" >"$venv/.stamp-llama"
+}
+
+# Two runs at a time must not make the same environment; the lock ends with the subshell, so no daemon inherits it.
+locked() (
+    mkdir -p "$(dirname "$venv")"
+    exec 9>"$venv.lock"
+    flock 9
+    "$@"
+)
+
+_setup() { install_packages; make_venv; }
+_setup_llama() { _setup; install_llama; }
+
+setup() { locked _setup; }
+setup_llama() { locked _setup_llama; }
