@@ -1,0 +1,49 @@
+"""Which files are shards of one model, told from their names and from the index of a safetensors model."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from llmcache.errors import DataError
+
+# Both families use the same pattern: llama-00001-of-00003.gguf, model-00001-of-00005.safetensors.
+_SHARD = re.compile(
+    r"(?P<stem>.*)-(?P<number>[0-9]{5,6})-of-(?P<count>[0-9]{5,6})(?P<suffix>\.gguf|\.safetensors)", re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class ShardName:
+    """What the name of a shard says: `group` is equal for all shards of a model, `number` counts from 0."""
+
+    group: str
+    number: int
+    count: int
+
+
+def shard_name(name: str) -> ShardName | None:
+    """The shard that the file called `name` (with or without directories) is; None for a file on its own."""
+    match = _SHARD.fullmatch(name)
+    if match is None:
+        return None
+    number, count = int(match["number"]), int(match["count"])
+    if not 1 <= number <= count:
+        return None
+    return ShardName(f"{match['stem']}-of-{match['count']}{match['suffix']}", number - 1, count)
+
+
+def shard_group(name: str) -> str | None:
+    """A key that all shards of the model to which `name` belongs share; None for a file on its own."""
+    shard = shard_name(name)
+    return shard.group if shard else None
+
+
+def index_shards(text: bytes) -> tuple[str, ...]:
+    """File names of all shards in a `model.safetensors.index.json`, sorted; DataError when it is not one."""
+    try:
+        weight_map = json.loads(text)["weight_map"]
+        return tuple(sorted({name for name in weight_map.values() if isinstance(name, str)}))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError("not a safetensors index: it has no 'weight_map' of tensor names to file names") from error
