@@ -1,0 +1,1 @@
+"""Clients of the benchmarks: plain scripts, each its own process."""

@@ -1,0 +1,68 @@
+"""Client: llama.cpp, one token at a time over an mmapped model; prints one JSON line per token.
+
+Lines: {"event": "load"|"step"|"end", ...}. A step has `seconds`, `read_bytes` (what this process itself caused the
+block layer to read, so 0 over a mount) and `crc` (of the logits: the same over plain storage and over a mount, or a
+byte was wrong).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import time
+import zlib
+from pathlib import Path
+
+
+def say(**fields: object) -> None:
+    """Print one event at once; the reader samples the storage counters when it sees it."""
+    print(json.dumps(fields), flush=True)
+
+
+def status_bytes(field: str) -> int:
+    """Return a kB field of /proc/self/status in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def read_bytes() -> int:
+    """Return the bytes that this process has caused storage to read."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("read_bytes"):
+            return int(line.split()[1])
+    raise KeyError("read_bytes")
+
+
+def main() -> None:
+    """Load the model, feed a short prompt, then time single tokens."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("tokens", type=int)
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long")
+    parser.add_argument("--json", action="store_true", help="accepted for symmetry: output is always JSON lines")
+    args = parser.parse_args()
+
+    import llama_cpp  # slow: not for --help
+
+    begin = time.perf_counter()
+    model = llama_cpp.Llama(args.model, n_ctx=256, n_threads=args.threads, use_mmap=True, verbose=False)
+    vocabulary = model.n_vocab()
+    model.eval([1, 300, 301, 302])
+    say(event="load", seconds=time.perf_counter() - begin)
+    for index in range(args.tokens):
+        before, start = read_bytes(), time.perf_counter()
+        model.eval([300 + index % 1000])
+        took = time.perf_counter() - start
+        crc = zlib.crc32(ctypes.string_at(llama_cpp.llama_get_logits(model.ctx), 4 * vocabulary))
+        say(event="step", index=index, seconds=took, read_bytes=read_bytes() - before, crc=crc)
+        if time.perf_counter() - begin > args.seconds:
+            break
+    say(event="end", anon_bytes=status_bytes("RssAnon") + status_bytes("VmPTE"), wrong=0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""One comparison: the same clients over plain storage and over the mount, with the same total memory, interleaved."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .cgroup import Group, Usage
+from .files import forget
+from .runner import ClientRun, run_clients
+from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is run, and under which limits; `command` gives the client's command line for a side and a file."""
+
+    case: str
+    name: str
+    file: Path
+    loop_bytes: int
+    cache_bytes: int
+    command: Callable[[str, Path], list[str]]
+    steps: int
+    warmup: int
+    read_bps: int | None = None
+    capped: bool = True
+    clients: int = 1
+    sides: tuple[str, ...] = ("kernel", "mount")
+
+    def timeout_s(self) -> float:
+        """Return after how long a client counts as hung: far more than reading everything in every step."""
+        slowest = self.loop_bytes / (self.read_bps or 500e6)
+        return 60 + 4 * self.steps * self.clients * (slowest + 0.5)
+
+
+@dataclass
+class Run:
+    """One run of one side."""
+
+    side: str
+    repeat: int
+    clients: list[ClientRun]
+    usage: Usage
+    stats: dict[str, Any] | None
+
+    def median_s(self, warmup: int) -> float:
+        """Return the median step of all clients."""
+        steps = [step.seconds for run in self.clients for step in run.measured(warmup)]
+        return statistics.median(steps) if steps else float("inf")
+
+    def storage_bytes_per_step(self, warmup: int) -> float:
+        """Return the bytes read from storage per step: of the measured steps, or of all where clients overlap."""
+        if len(self.clients) == 1:
+            return statistics.median(step.storage_bytes for step in self.clients[0].measured(warmup) or [])
+        return self.usage.read_bytes / max(1, sum(len(run.steps) for run in self.clients))
+
+
+@dataclass
+class Outcome:
+    """Every run of an experiment, and what the bound needs: the compute time of a step and the cap that was set."""
+
+    experiment: Experiment
+    compute_s: float
+    cap_bytes: int | None
+    runs: list[Run] = field(default_factory=list)
+
+    def of(self, side: str) -> list[Run]:
+        """Return the runs of one side."""
+        return [run for run in self.runs if run.side == side]
+
+    def seconds(self, side: str) -> list[float]:
+        """Return the measured steps of one side, over all repeats."""
+        warmup = self.experiment.warmup
+        return [s.seconds for run in self.of(side) for one in run.clients for s in one.measured(warmup)]
+
+    def median_s(self, side: str) -> float:
+        """Return the median of all measured steps of one side."""
+        return statistics.median(self.seconds(side) or [float("inf")])
+
+    def bound_s(self) -> float:
+        """Return max(compute, (N-S)/BW) per client; several clients share the bandwidth but also what is read."""
+        each = self.experiment
+        missing = max(0, each.loop_bytes - each.cache_bytes)
+        return max(self.compute_s, missing / each.read_bps if each.read_bps else 0.0)
+
+    def storage_bytes(self, side: str) -> float:
+        """Return the median over the repeats of the bytes read per step."""
+        warmup = self.experiment.warmup
+        return statistics.median([run.storage_bytes_per_step(warmup) for run in self.of(side)] or [float("nan")])
+
+    def problems(self, side: str) -> list[str]:
+        """Return what went wrong in the runs of one side: hangs, wrong bytes, failures, OOM kills."""
+        found = []
+        for run in self.of(side):
+            for one in run.clients:
+                found += ["hung"] if one.hung else []
+                found += [f"{one.wrong} MiB wrong"] if one.wrong else []
+                if one.exit_code and not one.hung:
+                    found.append(f"exit {one.exit_code}: {one.error.strip()[-200:]}")
+            found += [f"{run.usage.oom_kills} OOM kills"] if run.usage.oom_kills else []
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain data, times in seconds."""
+        each = self.experiment
+        shape = {key: value for key, value in asdict(each).items() if key != "command"}
+        return {
+            **shape,
+            "file": each.file.name,
+            "file_bytes": each.file.stat().st_size,
+            "compute_s": self.compute_s,
+            "bound_s": self.bound_s(),
+            "cap_bytes": self.cap_bytes,
+            "order": [run.side for run in self.runs],
+            "runs": [asdict(run) for run in self.runs],
+        }
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and how experiments are run."""
+
+    source: Path
+    scratch: Path
+    mounted: Mounted
+    repeat: int
+    say: Callable[[str], None]
+
+    def measure(self, experiment: Experiment) -> Outcome:
+        """Run an experiment: first the client alone with everything in memory, then the sides in turns."""
+        calibration = self._calibrate(experiment)
+        anon = calibration.anon_bytes * experiment.clients
+        cap = _round_up(anon + experiment.cache_bytes + MOUNT_OVERHEAD_BYTES) if experiment.capped else None
+        outcome = Outcome(experiment, calibration.median_s(1), cap)
+        for repeat in range(self.repeat):
+            # the order turns round every time, so that neither side always runs on a freshly throttled disk
+            for side in experiment.sides if repeat % 2 == 0 else experiment.sides[::-1]:
+                outcome.runs.append(self._run(experiment, side, repeat, cap))
+                self.say(_progress(outcome, side))
+        return outcome
+
+    def _calibrate(self, experiment: Experiment) -> ClientRun:
+        command = experiment.command("compute", experiment.file)
+        with Group("compute", directory=experiment.file) as group:
+            return run_clients(group, [command], experiment.timeout_s())[0]
+
+    def _run(self, experiment: Experiment, side: str, repeat: int, cap: int | None) -> Run:
+        forget(experiment.file)
+        where = self.mounted if side == self.mounted.name else Plain(side)
+        with (
+            Group(side, directory=experiment.file, memory_bytes=cap, read_bps=experiment.read_bps) as group,
+            where.open(group, self.source, experiment.cache_bytes, self.scratch) as opened,
+        ):
+            path = opened.root / experiment.file.relative_to(self.source)
+            commands = [experiment.command(side, path)] * experiment.clients
+            clients = run_clients(group, commands, experiment.timeout_s())
+            return Run(side, repeat, clients, group.usage(), opened.stats())
+
+
+def _round_up(size: int) -> int:
+    return -(-size // MIB) * MIB
+
+
+def _progress(outcome: Outcome, side: str) -> str:
+    run = outcome.of(side)[-1]
+    warmup = outcome.experiment.warmup
+    steps: Sequence[float] = [s.seconds for one in run.clients for s in one.steps]
+    times = " ".join(f"{s:.3f}" for s in steps[:12])
+    read = run.storage_bytes_per_step(warmup) / 1e6 if steps else float("nan")
+    return f"  {side:7s} {run.median_s(warmup):.4f} s/step, {read:.0f} MB from storage each | {times}"

@@ -1,0 +1,94 @@
+"""The mount benchmark's command line: plans the cases, runs them one after the other, reports as it goes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from . import machine, report
+from .cases import Plan, experiments
+from .errors import BenchError
+from .experiment import Bench, Outcome
+from .sides import Mounted
+from .signals import one_interrupt
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Return the parsed command line."""
+    parser = argparse.ArgumentParser(prog="tools/bench/mount", description=__doc__)
+    parser.add_argument("--model", type=Path, help="a Q8_0 GGUF (tools/make_model.py); without it no llama.cpp cases")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("/var/tmp"), help="where loop files go (with --model: beside it)"
+    )
+    parser.add_argument("--only", default="abcde", help="cases to run, for example ac")
+    parser.add_argument("--match", default="", help="only experiments with this text in their name")
+    parser.add_argument("--quick", action="store_true", help="smaller files, fewer steps")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each side, in turns")
+    parser.add_argument("--fraction", type=float, default=0.75, help="S/N of the cases larger than memory")
+    parser.add_argument("--threads", type=int, default=min(4, os.cpu_count() or 1), help="threads of llama.cpp")
+    parser.add_argument("--mode", choices=("auto", "steer", "arena"), help="--mode of llmcachefs")
+    parser.add_argument("--program", type=shlex.split, help="another program in place of llmcachefs, same arguments")
+    parser.add_argument("--json", type=Path, help="write every run here, after every experiment")
+    return parser.parse_args(argv)
+
+
+@contextmanager
+def workplace(args: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
+    """Yield (source, scratch): fresh directories on the disk of the model, removed at the end."""
+    base = (args.model.resolve().parent if args.model else args.dir) / f".llmcache-bench-{os.getpid()}"
+    source, scratch = base / "source", base / "scratch"
+    try:
+        source.mkdir(parents=True)
+        scratch.mkdir()
+        yield source, scratch
+    finally:
+        shutil.rmtree(base)
+
+
+def run(args: argparse.Namespace, console: Console) -> list[Outcome]:
+    """Run what was asked for; returns what was measured, also after Ctrl-C."""
+    outcomes: list[Outcome] = []
+    with workplace(args) as (source, scratch):
+        model = None
+        if args.model is not None:
+            model = source / args.model.name
+            os.link(args.model.resolve(), model)
+        host = machine.describe(source)
+        command = tuple(args.program) if args.program else Mounted().command
+        mounted = Mounted(command, ("--mode", args.mode) if args.mode else ())
+        bench = Bench(source, scratch, mounted, args.repeat, console.print)
+        plan = Plan(source, scratch, model, args.threads, args.fraction, args.quick)
+        try:
+            for experiment in experiments(plan, args.only):
+                if args.match not in experiment.name:
+                    continue
+                console.print(f"({experiment.case}) {experiment.name}")
+                outcomes.append(bench.measure(experiment))
+                if args.json:
+                    report.write_json(args.json, host, outcomes)
+        except KeyboardInterrupt:
+            console.print("interrupted: what follows is what was measured until then")
+    return outcomes
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return 0 if every bar is reached, 1 if not, 3 if the machine cannot run it."""
+    args = arguments(argv)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    try:
+        with one_interrupt():
+            outcomes = run(args, console)
+    except BenchError as error:
+        print(f"tools/bench/mount: error: {error}", file=sys.stderr)
+        return 3
+    if outcomes:
+        report.show(outcomes, console)
+    return 0 if report.all_passed(outcomes) else 1

@@ -1,0 +1,126 @@
+"""The two sides of every comparison: the plain directory under the kernel's page cache, and the same under llmcachefs.
+
+A side is opened inside a cgroup: whatever it starts (the daemon and its helper) lives on the same memory and the same
+storage bandwidth as the client.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .cgroup import Group
+from .errors import BenchError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# what a mount may use beside its budget: the promise of `--cache`
+MOUNT_OVERHEAD_BYTES = 64 << 20
+
+
+@dataclass
+class Opened:
+    """An opened side: where the files are, and (mount only) its mount point and daemon."""
+
+    root: Path
+    mountpoint: Path | None = None
+    daemon_pid: int | None = None
+    log: Path | None = None
+
+    def stats(self) -> dict[str, Any] | None:
+        """Return what `llmcache stats --json` says of the mount; None for the plain side."""
+        if self.mountpoint is None:
+            return None
+        result = subprocess.run(
+            [sys.executable, "-m", "llmcache", "stats", str(self.mountpoint), "--json"],
+            capture_output=True, text=True, timeout=30, env=environment(), check=False,
+        )  # fmt: skip
+        if result.returncode != 0:
+            return {"error": result.stderr.strip()[-400:]}
+        return dict(json.loads(result.stdout))
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The source directory as it is."""
+
+    name: str = "kernel"
+
+    @contextmanager
+    def open(self, _group: Group, source: Path, _cache_bytes: int, _scratch: Path) -> Iterator[Opened]:
+        """Yield the source itself."""
+        yield Opened(source)
+
+
+@dataclass(frozen=True)
+class Mounted:
+    """llmcachefs over the source; `command` replaces the program, `options` are added to its command line."""
+
+    command: tuple[str, ...] = (sys.executable, "-m", "llmcache", "mount")
+    options: tuple[str, ...] = ()
+    name: str = "mount"
+
+    @contextmanager
+    def open(self, group: Group, source: Path, cache_bytes: int, scratch: Path) -> Iterator[Opened]:
+        """Start the daemon in `group`, yield its mount, unmount whatever happens."""
+        mountpoint = scratch / f"mnt-{os.getpid()}-{time.monotonic_ns()}"
+        mountpoint.mkdir(parents=True)
+        log = mountpoint.with_suffix(".log")
+        argv = [*self.command, str(source), str(mountpoint), "--cache", str(cache_bytes), "-f", *self.options]
+        with log.open("w") as sink:
+            daemon = subprocess.Popen(
+                group.wrap(argv), stdin=subprocess.DEVNULL, stdout=sink, stderr=sink,
+                env=environment(), start_new_session=True,
+            )  # fmt: skip
+        try:
+            wait_mounted(mountpoint, daemon, log)
+            yield Opened(mountpoint, mountpoint, daemon.pid, log)
+        finally:
+            end_mount(mountpoint, daemon)
+        log.unlink()
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of the project's own programs: the tree first, no byte code written into it."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def wait_mounted(mountpoint: Path, daemon: subprocess.Popen[bytes], log: Path, timeout_s: float = 30.0) -> None:
+    """Return when the mount answers; raises BenchError with the end of the log if the daemon gives up."""
+    deadline = time.monotonic() + timeout_s
+    while not is_mounted(mountpoint):
+        if daemon.poll() is not None or time.monotonic() > deadline:
+            what = f"ended with {daemon.returncode}" if daemon.poll() is not None else "does not serve"
+            raise BenchError(f"llmcachefs {what}: {log.read_text()[-800:].strip()}", f"its log is {log}")
+        time.sleep(0.02)
+
+
+def is_mounted(path: Path) -> bool:
+    """Return whether a file system is mounted on exactly this directory (asks the mount table, never the mount)."""
+    wanted = str(path).replace(" ", "\\040")
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return any(line.split()[4] == wanted for line in lines)
+
+
+def end_mount(mountpoint: Path, daemon: subprocess.Popen[bytes], patience_s: float = 20.0) -> None:
+    """SIGTERM, then a lazy unmount, then SIGKILL; removes the mount point."""
+    if daemon.poll() is None:
+        daemon.send_signal(signal.SIGTERM)
+    try:
+        daemon.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait(patience_s)
+    while is_mounted(mountpoint):
+        # only a daemon that did not end properly leaves this behind
+        subprocess.run(["umount", "-l", str(mountpoint)], capture_output=True, check=True)
+    mountpoint.rmdir()
