@@ -36,11 +36,10 @@ def _row(outcome: Outcome, side: str) -> list[str]:
     spread = f"{min(times):.4f}..{max(times):.4f}" if times else "-"
     name = f"({outcome.experiment.case}) {outcome.experiment.name}"
     bound, against = outcome.bound_s(), outcome.median_s("kernel")
-    limited = outcome.experiment.case != "c"  # nothing is computed or kept in one cold pass
-    return [
-        name, side, f"{median:.4f}", spread, f"{outcome.storage_bytes(side) / 1e6:.1f}", f"{bound:.4f}" if limited else "-",
-        f"{median / bound:.2f}" if limited else "-", f"{median / against:.2f}",
-    ]  # fmt: skip
+    row = [name, side, f"{median:.4f}", spread, f"{outcome.storage_bytes(side) / 1e6:.1f}"]
+    if outcome.experiment.case == "c":  # nothing is kept or computed in one cold pass: no bound
+        return [*row, "-", "-", f"{median / against:.2f}"]
+    return [*row, f"{bound:.4f}", f"{median / bound:.2f}", f"{median / against:.2f}"]
 
 
 def verdicts(outcomes: list[Outcome]) -> Table:
