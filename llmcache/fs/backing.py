@@ -1,0 +1,345 @@
+"""Open files of SOURCE: one Backing for each path (so for each kernel inode of the mount) with a generation.
+
+The mount's inodes belong to paths, not to inodes of SOURCE. A file that is replaced behind the mount therefore keeps its
+kernel inode; once an open has noticed, the same Backing continues with the new file's descriptors and a higher
+generation, and every handle of that path reads the new file, as if it had been rewritten in place. Nothing stale can
+then be fetched again, at the price that an old handle does not go on reading the replaced file.
+
+Locks: BackingTable's lock guards the two maps, references and the descriptors' exchange; Backing.lock serialises changes
+of one file made through the mount with the bookkeeping of its identity. Reads take neither: descriptors are exchanged
+by dup2, which is atomic for a pread that runs meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llmcache.fs import syscalls
+
+BLOCK = 4096
+_REMEMBERED = 65536
+# Kernels before 6.13 stamp files with the tick's time: a change within the same tick does not show in ctime.
+_TICK_NS = 50_000_000
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What tells one content of a file from another without reading it."""
+
+    dev: int
+    ino: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @staticmethod
+    def of(status: os.stat_result) -> Identity:
+        """The identity that a stat result shows."""
+        return Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+    def settled(self) -> bool:
+        """True if the last change is old enough that another one would show."""
+        return time.time_ns() - self.ctime_ns > _TICK_NS
+
+
+class Backing:
+    """One open file of SOURCE, shared by all handles of its path."""
+
+    def __init__(self, path: str, fd: int, status: os.stat_result, writable: bool) -> None:
+        self.path = path
+        self.fd = fd
+        self.direct_fd = _open_direct(fd)
+        self.writable = writable
+        self.generation = 0
+        self.references = 0
+        self.identity = Identity.of(status)
+        self.lock = threading.RLock()
+        self.links = status.st_nlink
+        self.unsettled = False  # kernel pages of an earlier generation may still be there
+        self.hidden = False  # deleted while open
+        self._changed_behind = False
+        self._dirty = False
+        _no_read_ahead(fd)
+
+    @property
+    def dev(self) -> int:
+        """Device of the file in SOURCE."""
+        return self.identity.dev
+
+    @property
+    def ino(self) -> int:
+        """Inode number of the file in SOURCE."""
+        return self.identity.ino
+
+    @property
+    def size(self) -> int:
+        """Size in bytes when it was last looked at."""
+        return self.identity.size
+
+    @property
+    def mtime_ns(self) -> int:
+        """Modification time when it was last looked at."""
+        return self.identity.mtime_ns
+
+    def read_into(self, address: int, size: int, offset: int) -> int:
+        """Fill memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError."""
+        done = 0
+        direct = self.direct_fd
+        if direct is not None and not self._dirty and (address | size | offset) % BLOCK == 0:
+            done = self._read_direct(direct, address, size, offset)
+        if done < size:
+            done += self._read_buffered(address + done, size - done, offset + done)
+        return done
+
+    def _read_direct(self, fd: int, address: int, size: int, offset: int) -> int:
+        """Bytes read without the page cache of SOURCE; stops at the first short read that ends between blocks."""
+        done = 0
+        while done < size:
+            try:
+                count = syscalls.pread(fd, address + done, size - done, offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL:  # a device with larger blocks: the buffered descriptor reads it
+                    return done
+                raise
+            done += count
+            if count == 0 or done % BLOCK:
+                break
+        return done
+
+    def _read_buffered(self, address: int, size: int, offset: int) -> int:
+        done = 0
+        while done < size:
+            count = syscalls.pread(self.fd, address + done, size - done, offset + done)
+            if count == 0:
+                break
+            done += count
+        if done and not self._dirty:
+            start = offset // BLOCK * BLOCK
+            length = (offset + done + BLOCK - 1) // BLOCK * BLOCK - start
+            with contextlib.suppress(OSError):  # advice only: some file systems know none
+                os.posix_fadvise(self.fd, start, length, os.POSIX_FADV_DONTNEED)
+        return done
+
+    def write_from(self, address: int, size: int, offset: int) -> int:
+        """Write memory at `address` through to SOURCE; returns the bytes written (all, or OSError)."""
+        done = 0
+        with self.own_change():
+            while done < size:
+                try:
+                    done += syscalls.pwrite(self.fd, address + done, size - done, offset + done)
+                except OSError:
+                    if done == 0:
+                        raise
+                    break  # a partial write is reported as such; the next one meets the error
+        return done
+
+    @contextlib.contextmanager
+    def own_change(self) -> Iterator[None]:
+        """Around a change made through the mount: it is not taken for one made behind it."""
+        with self.lock:
+            if Identity.of(os.fstat(self.fd)) != self.identity:
+                self._changed_behind = True
+            self._dirty = True
+            try:
+                yield
+            finally:
+                self.record()
+
+    def record(self) -> None:
+        """Take the file's present state as known."""
+        with self.lock:
+            status = os.fstat(self.fd)
+            self.identity = Identity.of(status)
+            self.links = status.st_nlink
+
+    def sync(self, data_only: bool) -> None:
+        """fsync or fdatasync of SOURCE's file."""
+        with self.lock:  # a write that comes meanwhile must not be marked clean
+            (os.fdatasync if data_only else os.fsync)(self.fd)
+            self._dirty = False
+
+    def notice(self, fd: int, status: os.stat_result) -> bool:
+        """At an open that brought `fd`: continue with the file now at this path; True if the content changed."""
+        with self.lock:
+            identity = Identity.of(status)
+            if identity == self.identity and not self._changed_behind:
+                return False
+            if (identity.dev, identity.ino) != (self.dev, self.ino):
+                self._exchange(fd)
+            self.identity, self.links = identity, status.st_nlink
+            self._changed_behind = False
+            self.generation += 1
+            self.unsettled = True
+            return True
+
+    def make_writable(self, fd: int) -> None:
+        """Replace a read-only descriptor by a writable one of the same file."""
+        with self.lock:
+            os.dup2(fd, self.fd, inheritable=False)
+            _no_read_ahead(self.fd)
+            self.writable = True
+
+    def _exchange(self, fd: int) -> None:
+        os.dup2(fd, self.fd, inheritable=False)
+        _no_read_ahead(self.fd)
+        fresh = _open_direct(fd)
+        if fresh is not None and self.direct_fd is not None:
+            os.dup2(fresh, self.direct_fd, inheritable=False)
+            os.close(fresh)
+        else:
+            # The number may not be closed while a read uses it: point it at the new file, buffered, and forget it.
+            if self.direct_fd is not None:
+                os.dup2(fd, self.direct_fd, inheritable=False)
+            self.direct_fd = fresh
+
+    def close(self) -> None:
+        """Close the descriptors; the Backing is not used after this."""
+        os.close(self.fd)
+        if self.direct_fd is not None:
+            os.close(self.direct_fd)
+            self.direct_fd = None
+
+
+def _open_direct(fd: int) -> int | None:
+    """A second descriptor of the same file with O_DIRECT, or None where the file system refuses that."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _no_read_ahead(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Result of BackingTable.open."""
+
+    backing: Backing
+    changed: bool  # the content is not the one known before
+    keep_cache: bool  # pages the kernel holds for this path are of this content
+
+
+class BackingTable:
+    """All open Backings by path, and the identities of recently closed ones."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, Backing] = {}
+        self._closed: OrderedDict[str, Identity] = OrderedDict()
+
+    def open(self, path: str, dir_fd: int, name: str, flags: int, mode: int = 0o600) -> Opened:
+        """Open `name` in `dir_fd`, known as `path`; O_CREAT and O_EXCL are honoured, O_APPEND and O_TRUNC are not."""
+        writable = flags & os.O_ACCMODE != os.O_RDONLY
+        fd = _open_regular(dir_fd, name, flags, mode)
+        keep = False
+        try:
+            status = os.fstat(fd)
+            with self._lock:
+                backing = self._open.get(path)
+                if backing is None:
+                    opened = self._add(path, fd, status, writable)
+                    keep = True
+                    return opened
+                changed = backing.notice(fd, status)
+                if writable and not backing.writable:
+                    backing.make_writable(fd)
+                backing.references += 1
+                return Opened(backing, changed, not backing.unsettled)
+        finally:
+            if not keep:
+                os.close(fd)
+
+    def _add(self, path: str, fd: int, status: os.stat_result, writable: bool) -> Opened:
+        backing = Backing(path, fd, status, writable)
+        known = self._closed.pop(path, None)
+        same = known == backing.identity
+        backing.unsettled = known is not None and not same
+        backing.references = 1
+        self._open[path] = backing
+        return Opened(backing, backing.unsettled, same)
+
+    def release(self, backing: Backing) -> bool:
+        """Give one reference back; True if it was the last one (the Backing is closed then)."""
+        with self._lock:
+            backing.references -= 1
+            if backing.references:
+                return False
+            if self._open.get(backing.path) is backing:
+                del self._open[backing.path]
+                if not (backing.unsettled or backing.hidden) and backing.identity.settled():
+                    self._remember(backing.path, backing.identity)
+        backing.close()
+        return True
+
+    def _remember(self, path: str, identity: Identity) -> None:
+        self._closed[path] = identity
+        while len(self._closed) > _REMEMBERED:
+            self._closed.popitem(last=False)
+
+    def get(self, path: str) -> Backing | None:
+        """The open Backing of a path, with no reference taken."""
+        with self._lock:
+            return self._open.get(path)
+
+    def others(self, backing: Backing) -> list[Backing]:
+        """Open Backings of the same file under other names (hard links)."""
+        if backing.links < 2:
+            return []
+        with self._lock:
+            return [b for b in self._open.values() if b is not backing and (b.dev, b.ino) == (backing.dev, backing.ino)]
+
+    def moved(self, old: str, new: str) -> None:
+        """A path, or a directory with all below it, was renamed through the mount; `new` no longer names what it did."""
+        with self._lock:
+            for table in (self._open, self._closed):
+                for path in [p for p in table if p == old or p.startswith(old + "/")]:
+                    self._move(path, new + path[len(old) :])
+
+    def _move(self, path: str, target: str) -> None:
+        self._closed.pop(path, None)
+        self._closed.pop(target, None)
+        backing = self._open.pop(path, None)
+        if backing is not None:
+            backing.path = target
+            self._open[target] = backing
+
+    def forget(self, path: str) -> None:
+        """A path was deleted through the mount."""
+        with self._lock:
+            self._closed.pop(path, None)
+
+    def all(self) -> list[Backing]:
+        """The open Backings at this moment."""
+        with self._lock:
+            return list(self._open.values())
+
+
+def _open_regular(dir_fd: int, name: str, flags: int, mode: int) -> int:
+    """A descriptor of a regular file; links are not followed and nothing else is opened (a FIFO would block)."""
+    wanted = flags & (os.O_CREAT | os.O_EXCL)
+    writable = flags & os.O_ACCMODE != os.O_RDONLY
+    common = wanted | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    try:
+        fd = os.open(name, common | (os.O_RDWR if writable else os.O_RDONLY), mode, dir_fd=dir_fd)
+    except PermissionError:
+        if not writable:
+            raise
+        # Write permission only: as much as the application may have itself.
+        fd = os.open(name, common | os.O_WRONLY, mode, dir_fd=dir_fd)
+    kind = os.fstat(fd).st_mode
+    if stat.S_ISREG(kind):
+        return fd
+    os.close(fd)
+    number = errno.EISDIR if stat.S_ISDIR(kind) else errno.ENXIO
+    raise OSError(number, os.strerror(number))

@@ -1,0 +1,231 @@
+"""What the mount does with open files: open, read, write, sync, close. Names are in `tree.py`, the cache in `engine.py`.
+
+A file changed behind the mount is noticed here, at open:
+- its Backing moves to the new content and the engine forgets what it had (before the reply);
+- this open is answered ESTALE, once: the kernel then looks the name up again, which refreshes the size it believes in,
+  and repeats the open by itself; the application sees none of it;
+- until a background thread has dropped every page of the path, no open keeps pages (a second opener could otherwise
+  read an old page that the first one's open is about to drop).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from llmcache.fs import syscalls
+from llmcache.fs.backing import Backing, BackingTable
+from llmcache.fs.handles import FileHandle, HandleTable, Listing
+from llmcache.fs.policy import WritePolicy
+from llmcache.fs.source import SourceTree
+from llmcache.fs.tree import TreeOperations
+
+if TYPE_CHECKING:
+    from llmcache.fs.libfuse import Notifier
+
+log = logging.getLogger("llmcache.fs")
+
+_ESTALE_MEMORY_S = 2.0
+
+
+class LlmcacheOperations(TreeOperations):
+    """The file system of one mount. Methods are called by libfuse's threads, many at a time, and raise OSError."""
+
+    def __init__(self, tree: SourceTree, engine: Any, policy: WritePolicy) -> None:
+        super().__init__(tree, BackingTable(), policy)
+        self._engine = engine
+        self._files: HandleTable[FileHandle] = HandleTable()
+        self._listings: HandleTable[Listing] = HandleTable()
+        self._told_stale: dict[tuple[str, int], float] = {}
+        self._notifier: Notifier | None = None
+        self._to_drop: queue.SimpleQueue[Backing | None] = queue.SimpleQueue()
+        self._dropper = threading.Thread(target=self._drop_pages, name="drop-pages", daemon=True)
+        self.on_init: Any = lambda _notifier: None
+
+    # Life of the mount
+
+    def init(self, notifier: Notifier) -> None:
+        """The kernel has connected; returns when requests may be served."""
+        self._notifier = notifier
+        self._dropper.start()
+        self.on_init(notifier)
+
+    def destroy(self) -> None:
+        """The mount is gone and no request is in progress."""
+        self._to_drop.put(None)
+        self._dropper.join(timeout=5)
+        self._engine.stop()
+
+    def open_files(self) -> list[FileHandle]:
+        """Handles open at this moment."""
+        return self._files.all()
+
+    def _drop_pages(self) -> None:
+        """Background thread: drop the pages of changed paths, then let opens keep pages again."""
+        while (backing := self._to_drop.get()) is not None:
+            generation = backing.generation
+            assert self._notifier is not None
+            self._notifier.invalidate_path(backing.path)
+            with backing.lock:
+                if backing.generation == generation:
+                    backing.unsettled = False
+
+    # Open and close
+
+    def open(self, path: str, flags: int, pid: int) -> tuple[int, bool]:
+        """(handle, whether the kernel may keep its pages) of an existing regular file."""
+        if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
+            self._policy.check(path)
+        hidden = self._hidden.get(path)
+        if hidden is not None:
+            return self._reopen_hidden(hidden, flags, pid)
+        with self._tree.parent(path) as (dir_fd, name):
+            opened = self._table.open(path, dir_fd, name, flags & ~(os.O_CREAT | os.O_EXCL))
+        try:
+            if opened.changed:
+                self._changed_behind(opened.backing)
+                self._estale_once(path, pid)
+            return self._opened(opened.backing, opened.keep_cache, path, flags, pid)
+        except BaseException:
+            self._table.release(opened.backing)
+            raise
+
+    def create(self, path: str, flags: int, mode: int, owner: tuple[int, int], pid: int) -> tuple[int, bool]:
+        """(handle, keep) of a file that did not exist a moment ago."""
+        self._policy.check(path)
+        with self._tree.parent(path) as (dir_fd, name):
+            opened = self._table.open(path, dir_fd, name, flags | os.O_CREAT, mode)
+            self._give(opened.backing.fd, dir_fd, owner)
+        try:
+            opened.backing.record()
+            return self._opened(opened.backing, False, path, flags & ~os.O_TRUNC, pid)
+        except BaseException:
+            self._table.release(opened.backing)
+            raise
+
+    def _opened(self, backing: Backing, keep: bool, path: str, flags: int, pid: int) -> tuple[int, bool]:
+        if flags & os.O_TRUNC:
+            self._resize(backing, 0)
+        may_keep = self._engine.opened(backing, path, pid)
+        return self._files.add(FileHandle(backing, flags, pid)), bool(keep and may_keep)
+
+    def _reopen_hidden(self, backing: Backing, flags: int, pid: int) -> tuple[int, bool]:
+        """A deleted file opened again through /proc/PID/fd."""
+        with backing.lock:
+            if backing.references == 0:
+                raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+            backing.references += 1
+        return self._opened(backing, True, backing.path, flags, pid)
+
+    def _changed_behind(self, backing: Backing) -> None:
+        log.info("%s was changed behind the mount: generation %d", backing.path, backing.generation)
+        self._engine.changed(backing, 0, -1)
+        self._to_drop.put(backing)
+
+    def _estale_once(self, path: str, pid: int) -> None:
+        """ESTALE for the first of the two opens that the kernel makes of one that met a changed file."""
+        now = time.monotonic()
+        told = self._told_stale.pop((path, pid), 0.0)
+        if now - told < _ESTALE_MEMORY_S:
+            return
+        if len(self._told_stale) > 1024:  # threads that never came back
+            self._told_stale.clear()
+        self._told_stale[path, pid] = now
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def release(self, number: int) -> None:
+        """The last descriptor of one open was closed."""
+        handle = self._files.pop(number)
+        self._engine.closed(handle.backing, handle.pid)
+        self._table.release(handle.backing)
+
+    # Data
+
+    def read_into(self, number: int, address: int, size: int, offset: int, pid: int) -> int:
+        """Bytes put at `address`; short only at the end of the file."""
+        result: int = self._engine.read(self._files.get(number).backing, address, size, offset, pid)
+        return result
+
+    def write_from(self, number: int, address: int, size: int, offset: int) -> int:
+        """Bytes written through to SOURCE. The kernel has worked out the offset of O_APPEND."""
+        backing = self._files.get(number).backing
+        done = backing.write_from(address, size, offset)
+        self._note_change(backing, offset, done)
+        return done
+
+    def truncate(self, path: str | None, number: int | None, length: int) -> None:
+        """Set the size, of an open file by its handle or of a path."""
+        backing = self._backing_of(path, number)
+        if backing is not None:
+            self._resize(backing, length)
+            return
+        assert path is not None
+        self._policy.check(path)
+        with self._tree.parent(path) as (dir_fd, name):
+            opened = self._table.open(path, dir_fd, name, os.O_WRONLY)
+        try:
+            self._resize(opened.backing, length)
+        finally:
+            self._table.release(opened.backing)
+
+    def _resize(self, backing: Backing, length: int) -> None:
+        with backing.own_change():
+            before = backing.size
+            os.ftruncate(backing.fd, length)
+        self._note_change(backing, min(before, length), -1)
+
+    def _note_change(self, backing: Backing, offset: int, length: int) -> None:
+        """Tell the engine; the kernel's pages of this path are right already, those of other hard links are not."""
+        self._engine.changed(backing, offset, length)
+        for other in self._table.others(backing):
+            other.record()
+            self._changed_behind(other)
+
+    def fsync(self, number: int, data_only: bool) -> None:
+        """Force written data to SOURCE's storage."""
+        self._files.get(number).backing.sync(data_only)
+
+    def fallocate(self, number: int, mode: int, offset: int, length: int) -> None:
+        """Allocate, punch, collapse, … as SOURCE's file system can."""
+        backing = self._files.get(number).backing
+        with backing.own_change():
+            syscalls.fallocate(backing.fd, mode, offset, length)
+        self._note_change(backing, offset, -1)
+
+    def lseek(self, number: int, offset: int, whence: int) -> int:
+        """Next data or hole at or after `offset`."""
+        # Moves the descriptor's own position, which nothing uses: all I/O is pread and pwrite.
+        return os.lseek(self._files.get(number).backing.fd, offset, whence)
+
+    def _backing_of(self, path: str | None, number: int | None) -> Backing | None:
+        """The Backing a call is about: that of its handle, or of a deleted file's path; None for any other path."""
+        if number is not None:
+            return self._files.get(number).backing
+        return self._hidden.get(path) if path is not None else None
+
+    # Directories
+
+    def opendir(self, path: str) -> int:
+        """A handle of a directory."""
+        return self._listings.add(Listing(self._tree.open_directory(path)))
+
+    def listing(self, number: int) -> Listing:
+        """The open directory of a handle."""
+        return self._listings.get(number)
+
+    def releasedir(self, number: int) -> None:
+        """Close a directory."""
+        self._listings.pop(number).close()
+
+    def fsyncdir(self, number: int, _data_only: bool) -> None:
+        """Force a directory's entries to storage."""
+        os.fsync(self._listings.get(number).fd)
+
+    def statfs(self) -> os.statvfs_result:
+        """Space on SOURCE's file system."""
+        return os.fstatvfs(self._tree.fd)

@@ -1,0 +1,104 @@
+"""The few libc calls that Python's os module lacks, or offers only with a copy: raw-address I/O, renameat2, utimensat, …
+
+All release the GIL (ctypes.CDLL) and raise OSError. EINTR is retried here, so it never reaches an application.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Sequence
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_OFF = ctypes.c_int64
+_libc.pread64.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, _OFF]
+_libc.pread64.restype = ctypes.c_ssize_t
+_libc.pwrite64.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, _OFF]
+_libc.pwrite64.restype = ctypes.c_ssize_t
+_libc.fallocate64.argtypes = [ctypes.c_int, ctypes.c_int, _OFF, _OFF]
+_libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
+_libc.mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
+
+AT_FDCWD = -100
+AT_SYMLINK_NOFOLLOW = 0x100
+MNT_DETACH = 2
+UMOUNT_NOFOLLOW = 8
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("sec", ctypes.c_long), ("nsec", ctypes.c_long)]
+
+
+def _failure() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+def _path(name: str) -> bytes:
+    return os.fsencode(name)
+
+
+def pread(fd: int, address: int, size: int, offset: int) -> int:
+    """Bytes that one pread put at `address`; short at the end of the file."""
+    while True:
+        done = int(_libc.pread64(fd, address, size, offset))
+        if done >= 0:
+            return done
+        if ctypes.get_errno() != errno.EINTR:
+            raise _failure()
+
+
+def pwrite(fd: int, address: int, size: int, offset: int) -> int:
+    """Bytes that one pwrite took from `address`."""
+    while True:
+        done = int(_libc.pwrite64(fd, address, size, offset))
+        if done >= 0:
+            return done
+        if ctypes.get_errno() != errno.EINTR:
+            raise _failure()
+
+
+def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
+    """Linux fallocate with its mode bits (os.posix_fallocate has none)."""
+    while _libc.fallocate64(fd, mode, offset, length) != 0:
+        if ctypes.get_errno() != errno.EINTR:
+            raise _failure()
+
+
+def renameat2(old_dir: int, old: str, new_dir: int, new: str, flags: int) -> None:
+    """Rename with RENAME_NOREPLACE or RENAME_EXCHANGE."""
+    if _libc.renameat2(old_dir, _path(old), new_dir, _path(new), flags) != 0:
+        raise _failure()
+
+
+def utimensat(dir_fd: int, name: str, times: Sequence[tuple[int, int]] | None) -> None:
+    """Set (atime, mtime) as (seconds, nanoseconds); UTIME_NOW and UTIME_OMIT work, links are not followed."""
+    block = (_Timespec * 2)(*[_Timespec(*pair) for pair in times]) if times is not None else None
+    if _libc.utimensat(dir_fd, _path(name), block, AT_SYMLINK_NOFOLLOW) != 0:
+        raise _failure()
+
+
+def futimens(fd: int, times: Sequence[tuple[int, int]] | None) -> None:
+    """Like utimensat, for an open file."""
+    block = (_Timespec * 2)(*[_Timespec(*pair) for pair in times]) if times is not None else None
+    if _libc.futimens(fd, block) != 0:
+        raise _failure()
+
+
+def umount2(target: str, flags: int) -> None:
+    """Unmount by system call (root only)."""
+    if _libc.umount2(_path(target), flags) != 0:
+        raise _failure()
+
+
+def keep_heap_small() -> None:
+    """Two malloc arenas and mmap for large blocks: libfuse allocates each 1 MiB reply on whichever thread serves it,
+    and glibc would otherwise keep one such block per arena and thread for good."""
+    _libc.mallopt(_M_ARENA_MAX, 2)
+    _libc.mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
+    _libc.mallopt(_M_TRIM_THRESHOLD, 1024 * 1024)
