@@ -1,7 +1,7 @@
 # Set-up shared by tools/test, tools/demo and the benchmarks; source it, then call `setup` or `setup_llama`.
 #
 #   setup        system packages, .venv with the pinned versions, this package (editable)
-#   setup_llama  setup, and llama-cpp-python: compiled once per CPU, the wheel kept in ~/.cache/llmcache/wheels
+#   setup_llama  setup, and llama-cpp-python: compiled once, the wheel kept in ~/.cache/llmcache/wheels
 #
 # Afterwards $root is the repository, $venv the environment and $python its interpreter. A second run takes a moment:
 # it compares a stamp. Exit code 3, after a list of what is missing, when that can be neither found nor installed.
@@ -86,9 +86,16 @@ install_packages() {
     [[ -z $packages ]] || give_up "still missing after apt-get install: $packages" "LLMCACHE_PYTHON names a Python >= 3.10"
 }
 
-# What the environment was made from; differs as soon as any of it changes.
+# What the environment was made from (files and words); differs as soon as any of it changes.
 stamp_of() {
-    { "$python" -c 'import sys; print(sys.version, sys.prefix)' && echo "$root" && cat "$@"; } 2>/dev/null | sha256sum
+    local input
+    {
+        "$python" -c 'import sys; print(sys.version, sys.prefix)'
+        echo "$root"
+        for input in "$@"; do
+            if [[ -f $input ]]; then cat "$input"; else echo "$input"; fi
+        done
+    } | sha256sum
 }
 
 is_current() {
@@ -105,33 +112,49 @@ make_venv() {
     local inputs=("$root/requirements/lock.txt" "$root/pyproject.toml")
     is_current .stamp "${inputs[@]}" && return
     say "making $venv"
-    "$(find_python)" -m venv --clear "$venv" >&2
+    "$python" -c 'import pip' 2>/dev/null || "$(find_python)" -m venv --clear "$venv" >&2
     pip install --no-deps -r "$root/requirements/lock.txt"
     pip install --no-deps --no-build-isolation -e "$root"
     pip check
     stamp_of "${inputs[@]}" >"$venv/.stamp"
 }
 
-# A wheel is built for the CPU it is built on, so the directory is named after what that CPU can do.
+# How llama.cpp is built. Not for the native CPU: with AMX it crashes on virtual machines that list AMX but do not enable
+# it, and AMX, like repacking, copies the weights into anonymous memory, where no file cache can help.
+cmake_arguments() {
+    local flag
+    printf '%s ' -DGGML_NATIVE=OFF -DGGML_CPU_REPACK=OFF -DLLAVA_BUILD=OFF
+    [[ $(uname -m) == x86_64 ]] || return 0
+    for flag in avx avx2 fma f16c bmi2; do
+        printf -- '-DGGML_%s=%s ' "${flag^^}" "$(grep -qw "$flag" /proc/cpuinfo && echo ON || echo OFF)"
+    done
+}
+
+# The directory is named after how its wheel was built, so a home shared by several machines serves them all.
 wheel_directory() {
-    echo "$wheels/$(uname -m)-$(grep -m1 -E '^(flags|Features)' /proc/cpuinfo | sha256sum | cut -c1-12)"
+    echo "$wheels/$(uname -m)-$(cmake_arguments | sha256sum | cut -c1-12)"
 }
 
 install_llama() {
     local pins=$root/requirements/llama.txt directory pin started=$SECONDS
-    is_current .stamp-llama "$pins" && return
     directory=$(wheel_directory)
+    is_current .stamp-llama "$pins" "$directory" && return
     pin=$(grep -m1 '^llama-cpp-python==' "$pins")
     if ! compgen -G "$directory/llama_cpp_python-${pin#*==}-*.whl" >/dev/null; then
         install_packages compiler
         say "compiling $pin (once for this machine; 2 to 10 minutes)"
+        # pip's own cache does not know the build options, so it must not answer.
+        CMAKE_ARGS="$(cmake_arguments)" pip wheel --no-cache-dir --no-deps --no-binary llama-cpp-python \
+            -w "$directory.new" "$pin"
         mkdir -p "$directory"
-        CMAKE_ARGS="-DGGML_NATIVE=ON ${CMAKE_ARGS:-}" pip wheel --no-deps --no-binary llama-cpp-python -w "$directory" "$pin"
+        mv "$directory.new"/*.whl "$directory"
+        rmdir "$directory.new"
         say "compiled in $((SECONDS - started)) s"
     fi
-    pip install --no-deps --find-links "$directory" --only-binary llama-cpp-python -r "$pins"
+    pip install --no-deps --force-reinstall "$directory"/llama_cpp_python-"${pin#*==}"-*.whl
+    pip install --no-deps -r "$pins"
     pip check
-    stamp_of "$pins" >"$venv/.stamp-llama"
+    stamp_of "$pins" "$directory" >"$venv/.stamp-llama"
 }
 
 # Two runs at a time must not make the same environment; the lock ends with the subshell, so no daemon inherits it.

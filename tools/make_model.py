@@ -19,11 +19,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
-from modelgen import gguf_file, safetensors_file
-from modelgen.shape import Shape, choose_shape
+# Run as a script, Python looks for modules in tools/ and not in the repository above it.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llmcache.errors import EnvironmentProblem, UsageError, run_cli
 from llmcache.units import format_size, parse_size
+from tools.modelgen import gguf_file, safetensors_file
+from tools.modelgen.shape import Shape, choose_shape
 
 # Raise it when the bytes that the same parameters give change.
 _GENERATOR_VERSION = 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -58,10 +59,18 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
 
-@click.command(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    cls=LazyGroup,
+    epilog=EPILOG,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, "-V", "--version", prog_name="llmcache")
-def app() -> None:
+@click.pass_context
+def app(context: click.Context) -> None:
     """Run models and contexts larger than memory without the page cache falling off a cliff."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 def run(command: click.Command, prog_name: str, args: Sequence[str] | None = None) -> NoReturn:
@@ -70,10 +79,17 @@ def run(command: click.Command, prog_name: str, args: Sequence[str] | None = Non
 
 
 def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) -> int:
-    """Exit code of `command`, with click's own exceptions turned into ours."""
+    """Exit code of `command`, with click's own exceptions turned into ours.
+
+    Not `command.main`, which makes exit code 1 of a reader that has gone away (`llmcache stats … | head`).
+    """
     color = False if os.environ.get("NO_COLOR") else None
     try:
-        result = command.main(args, prog_name, standalone_mode=False, color=color)
+        with command.make_context(prog_name, list(sys.argv[1:] if args is None else args), color=color) as context:
+            result = command.invoke(context)
+        sys.stdout.flush()
+    except click.exceptions.Exit as ending:
+        return ending.exit_code
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else prog_name
         raise UsageError(error.format_message(), f"'{path} --help' shows the usage") from error
@@ -81,12 +97,21 @@ def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) 
         raise UsageError(error.format_message()) from error
     except click.Abort as error:
         raise KeyboardInterrupt from error
-    except SystemExit as error:
-        # click leaves with 1 when the reader of our output has gone (`llmcache stats … | head`): no failure of ours.
-        if isinstance(error.__context__, BrokenPipeError):
-            return EXIT_OK
-        raise
+    except BrokenPipeError:
+        if not _is_stdout_gone():
+            raise
+        return EXIT_OK
     return result if isinstance(result, int) else EXIT_OK
+
+
+def _is_stdout_gone() -> bool:
+    """Whether nobody reads our output any more; what is left of it then goes nowhere, lest it fail again at exit."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(events & select.POLLERR for _, events in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def main() -> NoReturn:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from modelgen import data
-from modelgen.shape import HEAD_SIZE, Shape, Weight, split_by_size
+from tools.modelgen import data
+from tools.modelgen.shape import HEAD_SIZE, Shape, Weight, split_by_size
 
 BYTES_PER_VALUE = data.Q8_0_BYTES / data.Q8_0_VALUES
 

@@ -7,8 +7,8 @@ import struct
 from pathlib import Path
 from typing import BinaryIO
 
-from modelgen import data
-from modelgen.shape import Shape, Weight, split_by_size
+from tools.modelgen import data
+from tools.modelgen.shape import Shape, Weight, split_by_size
 
 BYTES_PER_VALUE = 2.0
 

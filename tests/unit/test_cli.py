@@ -1,0 +1,127 @@
+"""The command group: help, versions, errors, and that it stays light."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from llmcache import __version__, cli
+from llmcache.errors import DataError
+
+# Modules that take long to import; help and argument errors need none of them.
+HEAVY = {"numpy", "mfusepy", "psutil", "rich", "llama_cpp", "gguf", "llmcache.fs.operations", "llmcache.fs.engine"}
+
+
+def _run(*args: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "llmcache"]
+    return subprocess.run([*command, *args], capture_output=True, text=True, timeout=60, check=False)
+
+
+def _exit_code(command: click.Command, args: Sequence[str] = ()) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.run(command, "llmcache", args)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_help_lists_every_command_with_examples_and_exit_codes() -> None:
+    result = _run("--help")
+    assert result.returncode == 0
+    for name, (_, summary) in cli.COMMANDS.items():
+        assert name in result.stdout and summary.split(";")[0].split(".")[0] in result.stdout
+    assert "llmcachefs ~/models /mnt/models" in result.stdout
+    assert "Exit codes: 0" in result.stdout
+
+
+def test_help_imports_no_heavy_module() -> None:
+    code = "import sys; from llmcache import cli\ntry: cli.main()\nfinally: print(*sys.modules)"
+    result = _run("--help", code=code)
+    loaded = set(result.stdout.splitlines()[-1].split())
+    assert "llmcache.cli" in loaded
+    assert not loaded & HEAVY
+    assert not {f"llmcache.cli.{name}" for name in cli.COMMANDS} & loaded
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_can_be_imported_and_shows_its_help(name: str) -> None:
+    result = CliRunner().invoke(cli.app, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    assert f"llmcache {name}" in result.output or f"app {name}" in result.output
+
+
+def test_version() -> None:
+    assert _run("--version").stdout == f"llmcache, version {__version__}\n"
+
+
+@pytest.mark.parametrize("args", [("bogus",), ("--bogus",), ("mount", "--bogus")])
+def test_usage_errors_have_code_2_and_name_the_help(args: tuple[str, ...]) -> None:
+    result = _run(*args)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("llmcache: error: ")
+    assert "\nhint: 'llmcache" in result.stderr
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    assert _run().stdout == _run("--help").stdout
+
+
+def test_errors_of_a_command_become_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    @click.command()
+    def broken() -> None:
+        raise DataError("not a model", "take another")
+
+    assert _exit_code(broken) == 5
+    assert capsys.readouterr().err == "llmcache: error: not a model\nhint: take another\n"
+
+
+def test_a_number_returned_by_a_command_is_its_exit_code() -> None:
+    assert _exit_code(click.Command("three", callback=lambda: 3)) == 3
+    assert _exit_code(click.Command("nothing", callback=lambda: None)) == 0
+
+
+def test_ctrl_c_ends_a_command_with_code_0() -> None:
+    code = "import click, time; from llmcache import cli\n"
+    code += "cli.run(click.Command('x', callback=lambda: (print('ready', flush=True), time.sleep(60))), 'x', [])"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
+def test_a_reader_that_goes_away_is_no_failure() -> None:
+    code = "import click; from llmcache import cli\n"
+    code += "cli.run(click.Command('x', callback=lambda: [click.echo('line' * 99) for _ in range(9999)]), 'x', [])"
+    read_end, write_end = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=write_end, stderr=subprocess.PIPE, text=True) as process:
+        os.close(write_end)
+        time.sleep(0.1)
+        os.close(read_end)
+        assert process.wait(30) == 0
+        assert process.stderr is not None and process.stderr.read() == ""
+
+
+def test_a_pipe_that_breaks_elsewhere_is_not_hidden() -> None:
+    code = "import click; from llmcache import cli\n"
+    code += "def broken(): raise BrokenPipeError('the socket of a daemon')\n"
+    code += "cli.run(click.Command('x', callback=broken), 'x', [])"
+    result = _run(code=code)
+    assert result.returncode == 1
+    assert "the socket of a daemon" in result.stderr
+
+
+@pytest.mark.parametrize(("value", "colored"), [(None, True), ("", True), ("1", False)])
+def test_no_color_is_honoured(value: str | None, colored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NO_COLOR", value)
+    seen: list[bool | None] = []
+    command = click.Command("x", callback=lambda: seen.append(click.get_current_context().color))
+    assert _exit_code(command) == 0
+    assert seen == [None if colored else False]

@@ -1,0 +1,51 @@
+"""Errors become messages and exit codes, the same for every command."""
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, MountProblem, UsageError, run_cli
+
+
+def _raising(error: BaseException) -> Callable[[], int]:
+    def command() -> int:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [(UsageError, 2), (EnvironmentProblem, 3), (MountProblem, 4), (DataError, 5)],
+)
+def test_each_error_has_its_exit_code_and_prints_message_and_hint(
+    kind: type[LlmcacheError], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli(_raising(kind("it broke", "mend it"))) == code
+    assert capsys.readouterr() == ("", "llmcache: error: it broke\nhint: mend it\n")
+
+
+def test_without_a_hint_only_the_message_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(_raising(MountProblem("it broke"))) == 4
+    assert capsys.readouterr().err == "llmcache: error: it broke\n"
+
+
+def test_ctrl_c_is_a_normal_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(_raising(KeyboardInterrupt())) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_anything_unexpected_is_a_bug_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(_raising(ZeroDivisionError("oh"))) == 1
+    assert "ZeroDivisionError: oh" in capsys.readouterr().err
+
+
+def test_the_code_of_the_command_is_kept() -> None:
+    assert run_cli(lambda: 7) == 7
+
+
+def test_sys_exit_passes_through() -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_cli(lambda: sys.exit(9))
+    assert caught.value.code == 9
