@@ -11,6 +11,7 @@ from .files import MIB, crc_file, loop_bytes, loop_file
 from .runner import client
 
 RATES = (500_000_000, 200_000_000)
+TOKEN_WARMUP = 3  # the kernel's and the mount's first tokens fill the cache and learn the order
 SIZES = (0.6, 0.9, 1.1, 1.5, 3.0)
 
 
@@ -41,7 +42,7 @@ class Plan:
     @property
     def counts(self) -> tuple[int, int]:
         """Return (steps, warm-up steps among them)."""
-        return (6, 2) if self.quick else (11, 3)
+        return (6, 2) if self.quick else (11, TOKEN_WARMUP)
 
 
 def experiments(plan: Plan, cases: str) -> Iterator[Experiment]:
@@ -51,9 +52,9 @@ def experiments(plan: Plan, cases: str) -> Iterator[Experiment]:
             yield from make(plan)
 
 
-def tokens(plan: Plan, steps: int) -> Callable[[str, Path], list[str]]:
+def tokens(threads: int, steps: int) -> Callable[[str, Path], list[str]]:
     """Return the command of the llama.cpp client."""
-    return lambda _side, path: client("llama_tokens", path, steps, "--threads", plan.threads, "--json")
+    return lambda _side, path: client("llama_tokens", path, steps, "--threads", threads, "--json")
 
 
 def passes(how: str, steps: int, check: Path | None = None) -> Callable[[str, Path], list[str]]:
@@ -70,7 +71,7 @@ def larger(plan: Plan) -> Iterator[Experiment]:
         if plan.model is not None:
             loop = loop_bytes(plan.model)
             cache = int(plan.fraction * loop)
-            make = tokens(plan, steps)
+            make = tokens(plan.threads, steps)
             yield Experiment("a", f"llama.cpp {label}", plan.model, loop, cache, make, steps, warmup, rate)
         file = loop_file(plan.source / "loop.bin", plan.loop_size)
         cache = int(plan.fraction * plan.loop_size)
@@ -84,7 +85,7 @@ def fits(plan: Plan) -> Iterator[Experiment]:
     steps = 20 if plan.quick else 60
     if plan.model is not None:
         cache = int(1.2 * plan.model.stat().st_size)
-        make = tokens(plan, steps)
+        make = tokens(plan.threads, steps)
         loop = loop_bytes(plan.model)
         yield Experiment("b", "llama.cpp fits", plan.model, loop, cache, make, steps, 5, capped=False)
     file = loop_file(plan.source / "loop.bin", plan.loop_size)

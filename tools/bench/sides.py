@@ -100,7 +100,7 @@ def wait_mounted(mountpoint: Path, daemon: subprocess.Popen[bytes], log: Path, t
     while not is_mounted(mountpoint):
         if daemon.poll() is not None or time.monotonic() > deadline:
             what = f"ended with {daemon.returncode}" if daemon.poll() is not None else "does not serve"
-            raise BenchError(f"llmcachefs {what}: {log.read_text()[-800:].strip()}", f"its log is {log}")
+            raise BenchError(f"llmcachefs {what}: {log.read_text()[-2000:].strip()}")
         time.sleep(0.02)
 
 

@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""The demo: llama.cpp over plain storage and over llmcachefs, same memory cap, same storage limit, in turns.
+
+The model's loop (what each token reads) is larger than the memory that is left for caching. Run through tools/demo,
+which installs what is needed; ends by unmounting and removing its cgroups, also on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from llmcache.errors import LlmcacheError  # noqa: E402
+from llmcache.units import format_rate, format_size, parse_rate  # noqa: E402
+from tools.bench import machine  # noqa: E402
+from tools.bench.blockdev import disk_of  # noqa: E402
+from tools.bench.cases import TOKEN_WARMUP, tokens  # noqa: E402
+from tools.bench.errors import BenchError  # noqa: E402
+from tools.bench.experiment import Bench, Experiment, Outcome  # noqa: E402
+from tools.bench.files import loop_bytes  # noqa: E402
+from tools.bench.sides import Mounted  # noqa: E402
+from tools.bench.signals import one_interrupt  # noqa: E402
+
+
+def arguments() -> argparse.Namespace:
+    """Return the parsed command line."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmcache" / "models"
+    parser = argparse.ArgumentParser(prog="tools/demo", description=__doc__)
+    parser.add_argument("--dir", type=Path, default=cache, help="where the model is kept (a real disk)")
+    parser.add_argument("--size", default="700M", help="size of the generated model")
+    parser.add_argument("--rate", default="500M", help="storage limit in bytes per second")
+    parser.add_argument("--fraction", type=float, default=0.75, help="share of the loop that the cache may hold")
+    parser.add_argument("--tokens", type=int, default=8, help=f"tokens per run, {TOKEN_WARMUP} of them warm-up")
+    parser.add_argument("--repeat", type=int, default=2, help="runs of each side, in turns")
+    parser.add_argument("--threads", type=int, default=min(4, os.cpu_count() or 1))
+    parser.add_argument("--mode", choices=("auto", "steer", "arena"), default="auto")
+    return parser.parse_args()
+
+
+def make_model(directory: Path, size: str) -> Path:
+    """Return the generated model; it is kept between runs."""
+    model = directory / f"demo-{size}.gguf"
+    directory.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(model), "--size", size]
+    result = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if result.returncode != 0:
+        raise BenchError(f"cannot make the model: {result.stderr.strip()[-600:]}")
+    return model
+
+
+def experiment(args: argparse.Namespace, model: Path) -> Experiment:
+    """Return what is compared."""
+    loop = loop_bytes(model)
+    return Experiment(
+        case="a",
+        name="llama.cpp",
+        file=model,
+        loop_bytes=loop,
+        cache_bytes=int(args.fraction * loop),
+        command=tokens(args.threads, args.tokens),
+        steps=args.tokens,
+        warmup=TOKEN_WARMUP,
+        read_bps=parse_rate(args.rate),
+    )
+
+
+def result_table(outcome: Outcome, rate: int) -> Table:
+    """Return the comparison as a table; modelled and measured figures stand in different rows."""
+    each = outcome.experiment
+    title = (
+        f"{format_size(each.loop_bytes)} read per token, cache {format_size(each.cache_bytes)}, "
+        f"storage {format_rate(rate)}, total memory {format_size(outcome.cap_bytes or 0)}"
+    )
+    made = Table(title=title, title_justify="left")
+    for name in ("", "", "s/token", "min..max", "MB read/token", "tokens/s"):
+        made.add_column(name, justify="right" if name else "left")
+    for side, label in (("kernel", "plain storage, page cache"), ("mount", "llmcachefs")):
+        times, median = outcome.seconds(side), outcome.median_s(side)
+        spread, read = f"{min(times):.3f}..{max(times):.3f}", f"{outcome.storage_bytes(side) / 1e6:.0f}"
+        made.add_row(label, "measured", f"{median:.3f}", spread, read, f"{1 / median:.2f}")
+    bound, missing = outcome.bound_s(), max(0, each.loop_bytes - each.cache_bytes)
+    rows = (
+        ("bound max(compute, (N-S)/BW)", "modelled", bound, missing),
+        ("all in memory", "measured", outcome.compute_s, 0),
+    )
+    for label, kind, seconds, read_bytes in rows:
+        made.add_row(label, kind, f"{seconds:.3f}", "", f"{read_bytes / 1e6:.0f}", f"{1 / seconds:.2f}")
+    return made
+
+
+def same_answers(outcome: Outcome) -> bool:
+    """Return whether every run computed the same logits, token for token."""
+    runs = [[step.crc for step in one.steps] for run in outcome.runs for one in run.clients]
+    return all(run == runs[0] for run in runs)
+
+
+def show(outcome: Outcome, rate: int, console: Console) -> bool:
+    """Print table and summary; returns whether nothing went wrong."""
+    console.print(result_table(outcome, rate))
+    mount, kernel = outcome.median_s("mount"), outcome.median_s("kernel")
+    same = same_answers(outcome)
+    console.print(
+        f"llmcachefs: {kernel / mount:.1f} x as fast as the page cache, {mount / outcome.bound_s():.2f} x the bound; "
+        f"logits {'identical in all runs' if same else 'DIFFER: a wrong byte was read'}"
+    )
+    problems = [f"{side}: {text}" for side in ("kernel", "mount") for text in outcome.problems(side)]
+    for problem in problems:
+        console.print(f"problem: {problem}")
+    return same and not problems
+
+
+def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
+    """Run the whole demo; returns the exit code."""
+    began = time.monotonic()
+    console.print(f"1. model: about {args.size} of Q8_0 GGUF in {args.dir} (made once, then kept)")
+    model = make_model(args.dir.resolve(), args.size)
+    plan = experiment(args, model)
+    host = machine.describe(model)
+    console.print(f"   {model.name}: each token reads {format_size(plan.loop_bytes)} of it, always in the same order")
+    console.print(f"   {host['cpu']}, kernel {host['kernel']}, disk {disk_of(model).name}, {args.threads} threads")
+    console.print("2. the client alone, with all memory: how long a token takes to compute")
+    console.print(
+        f"3. {args.repeat} x {args.tokens} tokens each way, in a cgroup that holds client, daemon and page cache, "
+        f"storage limited to {format_rate(plan.read_bps or 0)} (s/token as they come, {TOKEN_WARMUP} for warm-up)"
+    )
+    options = () if args.mode == "auto" else ("--mode", args.mode)
+    bench = Bench(model.parent, scratch, Mounted(options=options), args.repeat, console.print)
+    outcome = bench.measure(plan)
+    console.print("4. unmounted, cgroups removed\n")
+    good = show(outcome, plan.read_bps or 0, console)
+    console.print(f"done in {time.monotonic() - began:.0f} s")
+    return 0 if good else 1
+
+
+def main() -> int:
+    """Return 0 if all went well (or on Ctrl-C), 1 on wrong results, 3 if the machine cannot run it."""
+    args = arguments()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    try:
+        with one_interrupt(), tempfile.TemporaryDirectory(prefix="llmcache-demo-") as scratch:
+            return demo(args, console, Path(scratch))
+    except (BenchError, LlmcacheError) as error:
+        print(f"tools/demo: error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        return 3
+    except KeyboardInterrupt:
+        with contextlib.suppress(BrokenPipeError):
+            print("interrupted: unmounted, cgroups removed", file=sys.stderr)
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
