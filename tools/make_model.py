@@ -51,10 +51,15 @@ def make_model(out: Path, shape: Shape, model_format: str, shards: int, seed: in
     sidecar = out.with_name(out.name + ".json")
     if _is_right(sidecar, parameters, paths):
         return paths
-    sidecar.unlink(missing_ok=True)
-    _write(paths, shape, model_format, seed)
-    sizes = {path.name: path.stat().st_size for path in paths}
-    sidecar.write_text(json.dumps({"parameters": parameters, "files": sizes}, indent=1) + "\n")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        sidecar.unlink(missing_ok=True)
+        _write(paths, shape, model_format, seed)
+        sizes = {path.name: path.stat().st_size for path in paths}
+        sidecar.write_text(json.dumps({"parameters": parameters, "files": sizes}, indent=1) + "\n")
+    except OSError as error:
+        hint = "name a place that is writable and has the room"
+        raise EnvironmentProblem(f"cannot write {out}: {error.strerror}", hint) from error
     return paths
 
 
@@ -70,7 +75,6 @@ def _is_right(sidecar: Path, parameters: dict[str, object], paths: list[Path]) -
 
 def _write(paths: list[Path], shape: Shape, model_format: str, seed: int) -> None:
     """Write under temporary names first: a file with the final name is always whole."""
-    paths[0].parent.mkdir(parents=True, exist_ok=True)
     temporary = [path.with_name(f".{path.name}.{os.getpid()}") for path in paths]
     try:
         with contextlib.ExitStack() as stack:
@@ -83,8 +87,6 @@ def _write(paths: list[Path], shape: Shape, model_format: str, seed: int) -> Non
                 _settle(file)
         for source, target in zip(temporary, paths, strict=True):
             source.replace(target)
-    except OSError as error:
-        raise EnvironmentProblem(f"cannot write {paths[0]}: {error.strerror}", "is there room on that disk?") from error
     finally:
         for path in temporary:
             path.unlink(missing_ok=True)

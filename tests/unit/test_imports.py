@@ -1,0 +1,102 @@
+"""The architecture, held by the syntax trees: which module may import which, and how long a file may get."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = sorted((ROOT / "llmcache").rglob("*.py"))
+ALL_FILES = [*PACKAGE, *sorted((ROOT / "tools").rglob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]
+LONGEST_FILE = 450
+
+# What each part of the package may import from the others; a part may always import itself.
+BASE = {"units", "errors"}
+ALLOWED = {
+    "errors": set(),
+    "units": {"errors"},
+    "trace": BASE | {"trace.record"},
+    "cache": BASE | {"trace.record"},
+    "fs": BASE | {"cache", "trace.record"},
+    "kv": BASE | {"cache"},
+    "edram": BASE | {"cache"},
+    "report": BASE | {"cache", "trace.record", "trace"},
+    "cli": BASE | {"trace", "cache", "fs", "kv", "edram", "report"},
+    "__main__": {"cli"},
+    "__init__": set(),
+}
+# Libraries that exactly one file may touch, so that their quirks are handled in one place.
+ONLY_IN = {"mfusepy": "llmcache/fs/libfuse.py", "fuse": "llmcache/fs/libfuse.py"}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of all modules that `path` imports, also inside functions; `from a import b` gives "a" and "a.b"."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide where a name comes from"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part_of(module: str) -> str:
+    """The part of the package that `module` (without "llmcache.") belongs to."""
+    return "trace.record" if module.startswith("trace.record") else module.split(".")[0]
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=relative)
+def test_imports_point_one_way(path: Path) -> None:
+    own = part_of(".".join(path.relative_to(ROOT / "llmcache").with_suffix("").parts))
+    assert own in ALLOWED, f"{own} is not a part of the package: see ALLOWED"
+    for name in imports(path):
+        if not name.startswith("llmcache.") or name == "llmcache.__version__":
+            continue
+        part = part_of(name.removeprefix("llmcache."))
+        assert part == own or part in ALLOWED[own], f"{own} must not import {name}"
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=relative)
+def test_nothing_imports_the_commands(path: Path) -> None:
+    if path.parent.name == "cli" or path.name == "__main__.py":
+        return
+    assert not [name for name in imports(path) if name.startswith("llmcache.cli")]
+
+
+@pytest.mark.parametrize(("library", "only"), ONLY_IN.items())
+def test_a_library_is_touched_in_one_file(library: str, only: str) -> None:
+    users = {relative(path) for path in PACKAGE if library in {name.split(".")[0] for name in imports(path)}}
+    assert users <= {only}
+
+
+def test_libfuse_is_loaded_in_one_file() -> None:
+    loaders = {relative(path) for path in PACKAGE if "libfuse3" in _strings(path) or "fuse_lowlevel_" in _strings(path)}
+    assert loaders <= {"llmcache/fs/libfuse.py"}
+
+
+def _strings(path: Path) -> str:
+    """All string constants of `path` except docstrings and hints, which may name a package to install."""
+    tree = ast.parse(path.read_text())
+    names = [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _called(n) in {"CDLL", "LoadLibrary", "PyDLL"}]
+    arguments = [ast.unparse(argument) for call in calls for argument in call.args]
+    return " ".join([*names, *arguments])
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+@pytest.mark.parametrize("path", ALL_FILES, ids=relative)
+def test_no_file_is_longer_than_a_reader_can_hold(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= LONGEST_FILE
+
+
+@pytest.mark.parametrize("path", [*PACKAGE, *sorted((ROOT / "tools").rglob("*.py"))], ids=relative)
+def test_every_file_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text()))

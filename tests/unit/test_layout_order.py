@@ -1,0 +1,134 @@
+"""The order in which a decoder uses tensors, their roles, and shards of one model."""
+
+import random
+
+import pytest
+
+from llmcache.fs.layout import ModelLayout, Tensor, order_shards, shard_group, shard_name
+from llmcache.fs.layout.order import is_embedding, is_expert, is_output
+
+GGUF_LAYER = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
+HF_LAYER = [
+    "input_layernorm",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+]
+MOE_LAYER = [
+    *["attn_norm", "attn_qkv", "attn_q_norm", "attn_k_norm", "attn_output", "ffn_norm", "ffn_gate_inp"],
+    *["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "post_ffw_norm"],
+]
+
+
+def names(layer: list[str], layers: int, form: str, ends: tuple[str, str, str]) -> list[str]:
+    """Names of a model in the order of computing; `form` has the places of layer number and step."""
+    blocks = [form.format(number, step) for number in range(layers) for step in layer]
+    return [ends[0], *blocks, ends[1], ends[2]]
+
+
+GGUF_ENDS = ("token_embd.weight", "output_norm.weight", "output.weight")
+HF_ENDS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+MODELS = {
+    "gguf": names(GGUF_LAYER, 12, "blk.{}.{}.weight", GGUF_ENDS),
+    "mixture": names(MOE_LAYER, 3, "blk.{}.{}.weight", GGUF_ENDS),
+    "huggingface": names(HF_LAYER, 12, "model.layers.{}.{}.weight", HF_ENDS),
+}
+
+
+def layout(tensor_names: list[str], shard: tuple[int, int] | None = None) -> ModelLayout:
+    tensors = [Tensor(name, 100 + 10 * place, 10, "F32") for place, name in enumerate(tensor_names)]
+    return ModelLayout("gguf", 100, tuple(tensors), shard)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_regions_come_in_the_order_of_computing_wherever_they_lie(model: str) -> None:
+    shuffled = MODELS[model].copy()
+    random.Random(7).shuffle(shuffled)
+    regions = layout(shuffled).regions()
+    assert (regions[0].first_byte, regions[0].size_bytes, regions[0].role) == (0, 100, "hot")
+    assert [region.name for region in regions[1:]] == MODELS[model]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_only_the_embedding_is_read_by_rows(model: str) -> None:
+    roles = [region.role for region in layout(MODELS[model]).regions()]
+    assert roles == ["hot", "rows", *["loop"] * (len(MODELS[model]) - 1)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_tied_embedding_is_the_end_of_the_loop(model: str) -> None:
+    regions = layout(MODELS[model][:-1]).regions()
+    assert (regions[-1].name, regions[-1].role) == (MODELS[model][0], "loop")
+    assert [region.name for region in regions[1:-1]] == MODELS[model][1:-1]
+
+
+def test_a_lone_shard_does_not_count_as_tied_unless_told() -> None:
+    shard = layout(MODELS["gguf"][:5], shard=(0, 3))
+    assert shard.regions()[1].role == "rows"
+    assert shard.regions(tied=True)[-1].role == "loop"
+
+
+def test_experts_are_sparse_and_shared_experts_are_not() -> None:
+    sparse = {region.name for region in layout(MODELS["mixture"]).regions() if region.sparse}
+    assert sparse == {f"blk.{layer}.ffn_{part}_exps.weight" for layer in range(3) for part in ("gate", "up", "down")}
+    assert is_expert("model.layers.3.mlp.experts.17.up_proj.weight")
+    assert is_expert("model.layers.3.block_sparse_moe.experts.1.w2.weight")
+    assert not is_expert("model.layers.3.mlp.shared_experts.up_proj.weight")
+    assert not is_expert("blk.3.ffn_up_shexp.weight")
+
+
+def test_unknown_tensors_of_a_layer_go_between_attention_and_feed_forward() -> None:
+    found = [r.name for r in layout(["blk.0.ffn_up.weight", "blk.0.novelty.weight", "blk.0.attn_q.weight"]).regions()]
+    assert found[1:] == ["blk.0.attn_q.weight", "blk.0.novelty.weight", "blk.0.ffn_up.weight"]
+
+
+def test_an_encoder_comes_before_its_decoder() -> None:
+    found = [r.name for r in layout(["dec.blk.0.attn_q.weight", "enc.blk.1.attn_q.weight"]).regions()]
+    assert found[1:] == ["enc.blk.1.attn_q.weight", "dec.blk.0.attn_q.weight"]
+
+
+def test_names_of_other_families() -> None:
+    assert is_embedding("transformer.wte.weight") and is_embedding("gpt_neox.embed_in.weight")
+    assert is_output("embed_out.weight") and is_output("language_model.lm_head.weight")
+    assert not is_output("blk.0.attn_output.weight") and not is_output("blk.3.output.weight")
+    assert not is_embedding("blk.0.token_embd.weight")
+
+
+def test_shards_are_ordered_as_one_model() -> None:
+    whole = MODELS["gguf"]
+    parts = [whole[:40], whole[40:80], whole[80:]]
+    shards = [layout(part, shard=(number, 3)) for number, part in enumerate(parts)]
+    found = order_shards(shards)
+    assert [(index, region.role) for index, region in found[:3]] == [(0, "hot"), (1, "hot"), (2, "hot")]
+    assert [region.name for _, region in found[3:]] == whole
+    assert found[3][1].role == "rows"
+    assert [index for index, _ in found[3:]] == [0] * 40 + [1] * 40 + [2] * (len(whole) - 80)
+
+
+def test_shards_of_a_tied_model_end_with_the_embedding() -> None:
+    whole = MODELS["gguf"][:-1]
+    found = order_shards([layout(whole[:40], (0, 2)), layout(whole[40:], (1, 2))])
+    assert (found[-1][0], found[-1][1].name, found[-1][1].role) == (0, "token_embd.weight", "loop")
+
+
+def test_names_of_shards() -> None:
+    first = shard_name("dir/llama-70b-00001-of-00003.gguf")
+    last = shard_name("dir/llama-70b-00003-of-00003.gguf")
+    assert first is not None and last is not None
+    assert (first.number, first.count, last.number) == (0, 3, 2)
+    assert first.group == last.group == shard_group("dir/llama-70b-00002-of-00003.gguf")
+    assert shard_group("other/llama-70b-00002-of-00003.gguf") != first.group
+    assert shard_group("llama-70b-00002-of-00004.gguf") != shard_group("llama-70b-00002-of-00003.gguf")
+    assert shard_group("model-00002-of-00003.safetensors") != shard_group("model-00002-of-00003.gguf")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "model.gguf", "m-00004-of-00003.gguf", "m-00000-of-00003.gguf", "m-1-of-3.gguf", "m-00001-of-00003.md"]
+)
+def test_names_that_are_no_shards(name: str) -> None:
+    assert shard_name(name) is None and shard_group(name) is None

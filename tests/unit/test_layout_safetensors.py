@@ -1,0 +1,124 @@
+"""safetensors headers: what is read from good ones, and what is wrong with bad ones."""
+
+import json
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcache.errors import DataError
+from llmcache.fs.layout import ModelLayout, index_shards, read_layout
+from tests.unit.gguf_bytes import reading
+
+GOOD = {
+    "__metadata__": {"format": "pt"},
+    "model.norm.weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+    "lm_head.weight": {"dtype": "BF16", "shape": [2, 4], "data_offsets": [16, 32]},
+}
+
+
+def encoded(header: object, data_bytes: int = 32) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(data_bytes)
+
+
+def layout_of(content: bytes, name: str = "model.safetensors") -> ModelLayout:
+    layout = read_layout(*reading(content), name)
+    assert layout is not None
+    return layout
+
+
+def changed(**entry: object) -> dict[str, object]:
+    return {**GOOD, "t": {"dtype": "F32", "shape": [1], "data_offsets": [32, 36], **entry}}
+
+
+def test_tensors_are_found() -> None:
+    layout = layout_of(encoded(GOOD))
+    assert layout.kind == "safetensors" and layout.shard is None and layout.has_output
+    assert layout.header_bytes == len(encoded(GOOD)) - 32
+    assert [(t.name, t.offset - layout.header_bytes, t.size_bytes, t.dtype) for t in layout.tensors] == [
+        ("model.norm.weight", 0, 16, "F32"),
+        ("lm_head.weight", 16, 16, "BF16"),
+    ]
+
+
+def test_shards_are_known_by_their_names() -> None:
+    assert layout_of(encoded(GOOD), "x/model-00002-of-00003.safetensors").shard == (1, 3)
+    assert layout_of(encoded(GOOD), "x/model-00001-of-00001.safetensors").shard is None
+
+
+@pytest.mark.parametrize(("dtype", "size_bytes"), [("F4", 2), ("F6_E2M3", 3), ("F8_E4M3", 4), ("C64", 32), ("I64", 32)])
+def test_small_and_large_types_have_their_sizes(dtype: str, size_bytes: int) -> None:
+    header = {"t": {"dtype": dtype, "shape": [2, 2], "data_offsets": [0, size_bytes]}}
+    assert layout_of(encoded(header)).tensors[0].size_bytes == size_bytes
+
+
+def test_an_unknown_type_is_taken_at_its_offsets() -> None:
+    assert layout_of(encoded(changed(dtype="F3"), 40)).tensors[-1].size_bytes == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "ends inside its header"),
+        (bytes(7), "ends inside its header"),
+        (encoded(GOOD)[:50], "ends inside its header"),
+        (struct.pack("<Q", 2**62) + bytes(100), "announces a header"),
+        (encoded(b"{"), "not JSON"),
+        (encoded(b"\xff\xfe{}"), "not JSON"),
+        (encoded(b"[" * 100_000), "not JSON"),
+        (encoded(b"[]"), "not a JSON object"),
+        (encoded(b'{"a": 1, "a": 2}'), "a name twice"),
+        (encoded({"t": 5}), "not described"),
+        (encoded({"t": {}}), "needs a dtype"),
+        (encoded(changed(shape=[-1]), 40), "needs a dtype"),
+        (encoded(changed(shape=[True]), 40), "needs a dtype"),
+        (encoded(changed(shape=[1.0]), 40), "needs a dtype"),
+        (encoded(changed(data_offsets=[32]), 40), "needs a dtype"),
+        (encoded(changed(data_offsets=[36, 32]), 40), "does not fill"),
+        (encoded(changed(shape=[3]), 40), "does not fill"),
+        (encoded(changed(data_offsets=[30, 34]), 40), "overlaps"),
+        (encoded(changed(data_offsets=[2**50, 2**50 + 4]), 40), "behind the end"),
+        (encoded(GOOD, 31), "behind the end"),
+    ],
+)
+def test_what_is_wrong_is_said(content: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_layout(*reading(content), "model.safetensors")
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+_ENTRY = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["F32", "BF16", "F4", "?"]) | _JSON,
+        "shape": st.lists(st.integers(-1, 9), max_size=3) | _JSON,
+        "data_offsets": st.lists(st.integers(-1, 99), min_size=2, max_size=2) | _JSON,
+    },
+)
+
+
+@given(st.dictionaries(st.text(max_size=8), _ENTRY | _JSON, max_size=4) | _JSON | st.binary(max_size=50))
+def test_any_header_is_a_layout_or_a_data_error(header: object) -> None:
+    content = encoded(header)
+    try:
+        layout = layout_of(content)
+    except DataError:
+        return
+    assert all(region.end <= len(content) for region in layout.regions())
+
+
+def test_the_index_names_the_shards() -> None:
+    index = {"metadata": {}, "weight_map": {"a": "m-2.safetensors", "b": "m-1.safetensors", "c": "m-2.safetensors"}}
+    assert index_shards(json.dumps(index).encode()) == ("m-1.safetensors", "m-2.safetensors")
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b'{"weight_map": 3}', b"\xff", b'{"weight_map": [1]}', b"[" * 99])
+def test_what_is_no_index_is_refused(text: bytes) -> None:
+    with pytest.raises(DataError, match="not a safetensors index"):
+        index_shards(text)

@@ -1,0 +1,166 @@
+"""Generated models: right for llama.cpp, for the gguf package and for our own parser; the same bytes every time."""
+
+import hashlib
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmcache.fs.layout import ModelLayout, index_shards, order_shards, read_layout
+
+pytestmark = pytest.mark.llama
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_model.py"
+
+
+def make(out: Path, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOOL), str(out), *args]
+    return subprocess.run(command, check=check, capture_output=True, text=True, timeout=120)
+
+
+def made(out: Path, *args: str) -> list[Path]:
+    return [Path(line) for line in make(out, *args).stdout.splitlines()]
+
+
+def layout_of(path: Path) -> ModelLayout:
+    with path.open("rb") as file:
+
+        def read(offset: int, size: int) -> bytes:
+            file.seek(offset)
+            return file.read(size)
+
+        layout = read_layout(read, path.stat().st_size, path.name)
+    assert layout is not None
+    return layout
+
+
+def digest(paths: list[Path]) -> list[str]:
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+
+
+@pytest.mark.parametrize("size_mb", [3, 5, 40])
+def test_the_size_is_about_what_was_asked_for(size_mb: int, tmp_path: Path) -> None:
+    (path,) = made(tmp_path / "m.gguf", "--size", f"{size_mb}M")
+    assert abs(path.stat().st_size / 1e6 - size_mb) < 0.2 * size_mb
+
+
+def test_the_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:
+    first = made(tmp_path / "a" / "m.gguf", "--size", "3M")
+    second = made(tmp_path / "b" / "m.gguf", "--size", "3M")
+    other = made(tmp_path / "c" / "m.gguf", "--size", "3M", "--seed", "1")
+    assert digest(first) == digest(second) != digest(other)
+
+
+def test_a_right_file_is_kept_and_a_wrong_one_made_again(tmp_path: Path) -> None:
+    (path,) = made(tmp_path / "m.gguf", "--size", "3M")
+    first = path.stat()
+    made(path, "--size", "3M")
+    assert path.stat().st_ino == first.st_ino and path.stat().st_mtime_ns == first.st_mtime_ns
+    with path.open("ab") as file:
+        file.write(b"x")
+    made(path, "--size", "3M")
+    assert path.stat().st_size == first.st_size
+    made(path, "--size", "3M", "--layers", "1")
+    assert path.stat().st_size < first.st_size
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m.gguf", "m.gguf.json"]
+
+
+def test_what_cannot_be_made_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for args, code in ((["x/m.gguf", "--split", "9999"], 2), (["x/m.gguf", "--size", "huge"], 2), (["file/m.gguf"], 3)):
+        result = make(tmp_path / args[0], *args[1:], check=False)
+        assert result.returncode == code, result.stderr
+        assert result.stderr.startswith("llmcache: error: ")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_gguf_package_reads_the_same_as_our_parser(tied: bool, tmp_path: Path) -> None:
+    from gguf import GGUFReader
+
+    (path,) = made(tmp_path / "m.gguf", "--size", "3M", *["--tied"] * tied)
+    reader = GGUFReader(path)
+    layout = layout_of(path)
+    theirs = [(t.name, int(t.data_offset), int(t.n_bytes), t.tensor_type.name) for t in reader.tensors]
+    assert theirs == [(t.name, t.offset, t.size_bytes, t.dtype) for t in layout.tensors]
+    assert layout.header_bytes == reader.data_offset
+    assert layout.has_output is not tied
+    assert layout.regions()[-1].name == ("token_embd.weight" if tied else "output.weight")
+    assert sum(region.size_bytes for region in layout.regions()) == pytest.approx(path.stat().st_size, abs=4096)
+
+
+def test_our_parser_reads_what_the_gguf_package_writes(tmp_path: Path) -> None:
+    import gguf
+    import numpy as np
+
+    path = tmp_path / "written.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_custom_alignment(64)
+    writer.add_token_list([f"token {i}" for i in range(1000)])
+    random = np.random.default_rng(0)
+    for kind in ("Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "BF16", "F16", "F32", "TQ2_0", "IQ4_XS"):
+        kind_id = gguf.GGMLQuantizationType[kind]
+        values, size_bytes = gguf.GGML_QUANT_SIZES[kind_id]
+        raw = random.integers(0, 256, (3, 512 // values * size_bytes), np.uint8)
+        writer.add_tensor(f"blk.0.{kind}.weight", raw, raw_dtype=kind_id)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    theirs = [(t.name, int(t.data_offset), int(t.n_bytes)) for t in gguf.GGUFReader(path).tensors]
+    assert theirs == [(t.name, t.offset, t.size_bytes) for t in layout_of(path).tensors]
+
+
+@pytest.mark.parametrize("args", [[], ["--tied"], ["--split", "3"]], ids=["whole", "tied", "shards"])
+def test_llama_cpp_loads_and_decodes(args: list[str], tmp_path: Path) -> None:
+    first, *_ = made(tmp_path / "m.gguf", "--size", "3M", *args)
+    # In a process of its own: should the library crash, this test fails alone.
+    code = (
+        "import sys, numpy as np; from llama_cpp import Llama\n"
+        "model = Llama(sys.argv[1], n_ctx=32, n_threads=1, use_mmap=True, logits_all=True, verbose=False)\n"
+        "model.eval([1, 300, 301]); model.eval([302])\n"
+        "assert np.isfinite(model.scores[:4]).all() and np.ptp(model.scores[3]) > 0\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(first)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_shards_hold_what_the_whole_model_holds(tmp_path: Path) -> None:
+    (whole,) = made(tmp_path / "whole.gguf", "--size", "5M")
+    paths = made(tmp_path / "parts.gguf", "--size", "5M", "--split", "3")
+    assert [path.name for path in paths] == [f"parts-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    shards = [layout_of(path) for path in paths]
+    assert [shard.shard for shard in shards] == [(0, 3), (1, 3), (2, 3)]
+    ordered = [(r.name, r.role, r.size_bytes) for _, r in order_shards(shards) if r.role != "hot"]
+    assert ordered == [(r.name, r.role, r.size_bytes) for r in layout_of(whole).regions()[1:]]
+    content = whole.read_bytes()
+    by_name = {tensor.name: tensor for tensor in layout_of(whole).tensors}
+    for path, shard in zip(paths, shards, strict=True):
+        part = path.read_bytes()
+        for tensor in shard.tensors:
+            original = by_name[tensor.name]
+            assert part[tensor.offset : tensor.end] == content[original.offset : original.end]
+
+
+def test_safetensors_shards_and_index(tmp_path: Path) -> None:
+    *paths, index = made(tmp_path / "model.safetensors", "--format", "safetensors", "--size", "5M", "--split", "2")
+    assert index.name == "model.safetensors.index.json"
+    assert index_shards(index.read_bytes()) == tuple(path.name for path in paths)
+    shards = [layout_of(path) for path in paths]
+    weight_map = json.loads(index.read_bytes())["weight_map"]
+    for path, shard in zip(paths, shards, strict=True):
+        assert {tensor.name for tensor in shard.tensors} == {n for n, file in weight_map.items() if file == path.name}
+        assert shard.tensors[-1].end == path.stat().st_size
+    assert order_shards(shards)[2][1].name == "model.embed_tokens.weight"
+    assert order_shards(shards)[-1][1].name == "lm_head.weight"
+
+
+def test_safetensors_values_are_small_numbers(tmp_path: Path) -> None:
+    (path,) = made(tmp_path / "m.safetensors", "--format", "safetensors", "--size", "3M")
+    tensor = next(t for t in layout_of(path).tensors if t.name == "lm_head.weight")
+    raw = path.read_bytes()[tensor.offset : tensor.offset + 2000]
+    values = [struct.unpack("<f", b"\0\0" + raw[at : at + 2])[0] for at in range(0, len(raw), 2)]
+    assert all(2**-8 < abs(value) < 0.25 for value in values) and min(values) < 0 < max(values)
