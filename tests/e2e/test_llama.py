@@ -1,0 +1,61 @@
+"""llama.cpp computes the same logits over the mount as over the plain file, in both modes and with too small a budget."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mount.live import live
+from tools.bench.runner import client
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = 5
+
+pytestmark = [pytest.mark.mount, pytest.mark.llama]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "model.gguf"
+    command = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(path), "--size", "150M"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def logits(model: Path) -> list[int]:
+    """Return a checksum of the logits of each token."""
+    command = client("llama_tokens", model, TOKENS, "--threads", 2)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr[-1000:]
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    return [event["crc"] for event in events if event["event"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[int]:
+    plain = logits(model)
+    assert len(plain) == len(set(plain)) == TOKENS
+    return plain
+
+
+@pytest.mark.parametrize("mode", ["steer", "arena"])
+@pytest.mark.parametrize("cache", ["64Mi", "256Mi"])
+def test_same_logits(model: Path, expected: list[int], tmp_path: Path, mode: str, cache: str) -> None:
+    with live(model.parent, tmp_path / "mnt", cache, "--mode", mode) as mount:
+        assert logits(mount.mountpoint / model.name) == expected
+        assert logits(mount.mountpoint / model.name) == expected, "the second run starts with what the first left"
+        stats = mount.stats()
+    assert stats["mode"] == mode
+    assert stats["read_bytes"] > 0 and stats["backing_read_bytes"] > 0
+
+
+def test_the_header_makes_the_model_a_loop(model: Path, expected: list[int], tmp_path: Path) -> None:
+    with live(model.parent, tmp_path / "mnt", "64Mi") as mount:
+        assert logits(mount.mountpoint / model.name) == expected
+        entry = next(each for each in mount.stats()["files"] if each["path"].lstrip("/") == model.name)
+    assert entry["class"] == "loop"
+    assert entry["size_bytes"] == model.stat().st_size

@@ -1,0 +1,241 @@
+"""A real daemon over a real directory for tests: started in the foreground, ended and unmounted whatever happens."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from llmcache.fs import control
+from tools.bench.sides import end_mount, environment, wait_mounted
+
+MIB = 1 << 20
+# what the project promises beside --cache
+OVERHEAD_BYTES = 64 * MIB
+LOOP_READER = Path(__file__).resolve().parents[2] / "tools" / "bench" / "clients" / "loop_reader.py"
+
+
+@dataclass
+class Live:
+    """A serving mount."""
+
+    source: Path
+    mountpoint: Path
+    daemon: subprocess.Popen[bytes]
+    log: Path
+
+    def llmcache(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run an `llmcache` command."""
+        return run_llmcache(*words)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters that `llmcache stats --json` prints."""
+        result = self.llmcache("stats", str(self.mountpoint), "--json")
+        assert result.returncode == 0, result.stderr
+        return dict(json.loads(result.stdout))
+
+    def resize(self, cache_bytes: int) -> dict[str, Any]:
+        """Change the budget of the running mount over its control socket."""
+        return control.request(str(self.mountpoint), {"op": "resize", "cache_bytes": cache_bytes})
+
+    def pinned_bytes(self, name: str) -> int:
+        """Return how much of the loops of one file is pinned."""
+        found = [entry for entry in self.stats()["files"] if entry["path"].lstrip("/") == name]
+        return sum(int(loop["pinned_bytes"]) for entry in found for loop in entry["loops"])
+
+    def helpers(self) -> list[psutil.Process]:
+        """Return the daemon's child processes (the pin helper)."""
+        return list(psutil.Process(self.daemon.pid).children(recursive=True))
+
+    def memory_bytes(self) -> int:
+        """Return the private memory of daemon and helpers, as the kernel counts it."""
+        pids = [self.daemon.pid, *(child.pid for child in self.helpers())]
+        return sum(private_bytes(pid) for pid in pids)
+
+
+def run_llmcache(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run `llmcache WORDS` from the tree."""
+    command = [sys.executable, "-m", "llmcache", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+
+
+@contextmanager
+def live(
+    source: Path,
+    mountpoint: Path,
+    cache: str,
+    *options: str,
+    wrap: Callable[[Sequence[str]], list[str]] = list,
+) -> Iterator[Live]:
+    """Yield a serving mount; `wrap` puts the daemon into a cgroup. A log with a traceback fails the test."""
+    mountpoint.mkdir(exist_ok=True)
+    log = mountpoint.with_suffix(".log")
+    command = [
+        sys.executable,
+        "-m",
+        "llmcache",
+        "mount",
+        str(source),
+        str(mountpoint),
+        "--cache",
+        cache,
+        "-f",
+        *options,
+    ]
+    with log.open("ab") as sink:
+        daemon = subprocess.Popen(
+            wrap(command), stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment(), start_new_session=True
+        )
+    try:
+        wait_mounted(mountpoint, daemon, log)
+        yield Live(source, mountpoint, daemon, log)
+    finally:
+        end_mount(mountpoint, daemon)
+    assert "Traceback" not in log.read_text(), log.read_text()
+
+
+def private_bytes(pid: int) -> int:
+    """Return the private memory of a process; 0 if it has just ended."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    rows = (line.split() for line in text.splitlines())
+    return 1024 * sum(int(row[1]) for row in rows if row[0] in ("Pss_Anon:", "Pss_Shmem:"))
+
+
+def resident_bytes(path: Path) -> int:
+    """Return how much of a file is in the page cache of the file system that it is opened through (mincore)."""
+    size = path.stat().st_size
+    if size == 0:
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
+        assert libc.mincore(address, size, pages) == 0, os.strerror(ctypes.get_errno())
+        libc.munmap(address, size)
+    finally:
+        os.close(fd)
+    return mmap.PAGESIZE * sum(byte & 1 for byte in pages.raw[: -(-size // mmap.PAGESIZE)])
+
+
+def random_file(path: Path, size: int) -> Path:
+    """Make a file of random bytes that is on the disk, not only in memory."""
+    with path.open("wb") as file:
+        for offset in range(0, size, MIB):
+            file.write(os.urandom(min(MIB, size - offset)))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return path
+
+
+def by_read(path: Path) -> str:
+    """Hash a file through sequential read()."""
+    digest, fd = hashlib.sha256(), os.open(path, os.O_RDONLY)
+    try:
+        while block := os.read(fd, MIB):
+            digest.update(block)
+    finally:
+        os.close(fd)
+    return digest.hexdigest()
+
+
+def by_odd_pread(path: Path) -> str:
+    """Hash a file through pread() of 65521 bytes (a prime), so that nothing is ever aligned."""
+    digest, fd, offset = hashlib.sha256(), os.open(path, os.O_RDONLY), 0
+    try:
+        while block := os.pread(fd, 65521, offset):
+            digest.update(block)
+            offset += len(block)
+    finally:
+        os.close(fd)
+    return digest.hexdigest()
+
+
+def by_mmap(path: Path) -> str:
+    """Hash a file through a shared mapping."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size:
+            with mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as pages:
+                digest.update(pages)
+    return digest.hexdigest()
+
+
+def by_sendfile(path: Path) -> str:
+    """Hash a file through sendfile() into memory."""
+    fd, out = os.open(path, os.O_RDONLY), os.memfd_create("sendfile")
+    try:
+        while os.sendfile(out, fd, None, MIB):
+            pass
+        os.lseek(out, 0, os.SEEK_SET)
+        return by_read(Path(f"/proc/self/fd/{out}"))
+    finally:
+        os.close(fd)
+        os.close(out)
+
+
+WAYS: dict[str, Callable[[Path], str]] = {
+    "read": by_read,
+    "odd_pread": by_odd_pread,
+    "mmap": by_mmap,
+    "sendfile": by_sendfile,
+}
+
+
+def start_reader(path: Path, crc: Path, how: str, seconds: float) -> subprocess.Popen[str]:
+    """Start a process that reads a file in a loop and checks every MiB; its last line tells how many were wrong."""
+    words = [str(path), "--how", how, "--passes", "1000000", "--seconds", str(seconds), "--check", str(crc)]
+    return subprocess.Popen(
+        [sys.executable, str(LOOP_READER), *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+
+
+def finish_reader(reader: subprocess.Popen[str], timeout_s: float) -> tuple[int, int]:
+    """Return (passes, wrong MiB) of a reader that must end by itself and without an error."""
+    out, err = reader.communicate(timeout=timeout_s)
+    assert reader.returncode == 0, err
+    events = [json.loads(line) for line in out.splitlines()]
+    return sum(event["event"] == "step" for event in events), events[-1]["wrong"]
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Return as soon as `condition()` holds; fails after a time that only a hang takes."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"did not happen: {what}"
+        time.sleep(0.1)
+
+
+@contextmanager
+def readers(jobs: Sequence[tuple[Path, Path, str]], seconds: float) -> Iterator[list[subprocess.Popen[str]]]:
+    """Run a checking reader per job (file, CRCs, how) during the body; kills what is left."""
+    running = [start_reader(path, crc, how, seconds) for path, crc, how in jobs]
+    try:
+        yield running
+    finally:
+        for reader in running:
+            if reader.poll() is None:
+                reader.kill()
+            reader.communicate()

@@ -1,0 +1,134 @@
+"""The budget holds, is shared by loops with the shorter period first, and gives way under memory pressure."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.mount.live import (
+    MIB,
+    OVERHEAD_BYTES,
+    Live,
+    finish_reader,
+    live,
+    random_file,
+    readers,
+    resident_bytes,
+    start_reader,
+    wait_for,
+)
+from tools.bench.cgroup import Group
+from tools.bench.clients.loop_reader import crcs
+from tools.bench.runner import client
+
+SIZES = {"short.bin": 36 * MIB, "long.bin": 150 * MIB + 99}
+CACHE = 64 * MIB
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("source")
+    for name, size in SIZES.items():
+        random_file(directory / name, size)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def checks(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("crcs")
+    for name in SIZES:
+        (directory / name).write_text(json.dumps(crcs(source / name)))
+    return {name: directory / name for name in SIZES}
+
+
+def held(mount: Live) -> dict[str, int]:
+    """Return what the mount holds, as it says itself and as the kernel counts it."""
+    stats = mount.stats()
+    resident = sum(resident_bytes(mount.mountpoint / name) for name in SIZES)
+    return {
+        "by its own count": stats["pinned_bytes"] + stats["window_bytes"] + stats["daemon_bytes"],
+        "by the kernel's count": resident + mount.memory_bytes(),
+    }
+
+
+@pytest.mark.parametrize("mode", ["steer", "arena"])
+def test_the_budget_holds_under_load(source: Path, checks: dict[str, Path], tmp_path: Path, mode: str) -> None:
+    with live(source, tmp_path / "mnt", str(CACHE), "--mode", mode) as mount:
+        jobs = [(mount.mountpoint / name, checks[name], how) for name in SIZES for how in ("read", "mmap")]
+        samples = []
+        with readers(jobs, 10) as running:
+            while any(reader.poll() is None for reader in running):
+                samples.append(held(mount))
+                time.sleep(0.1)
+            assert all(finish_reader(reader, 60)[1] == 0 for reader in running)
+    over = [sample for sample in samples if max(sample.values()) > CACHE + OVERHEAD_BYTES]
+    assert samples and not over, over[:5]
+
+
+@pytest.mark.parametrize("mode", ["steer", "arena"])
+def test_the_shorter_loop_comes_first_and_gives_back_when_closed(
+    source: Path, checks: dict[str, Path], tmp_path: Path, mode: str
+) -> None:
+    with live(source, tmp_path / "mnt", str(CACHE), "--mode", mode) as mount:
+        short = start_reader(mount.mountpoint / "short.bin", checks["short.bin"], "read", 600)
+        with readers([(mount.mountpoint / "long.bin", checks["long.bin"], "read")], 600):
+            try:
+                wait_for(lambda: mount.pinned_bytes("short.bin") >= 0.8 * SIZES["short.bin"], "short.bin is pinned")
+                wait_for(lambda: mount.pinned_bytes("long.bin") > 0, "long.bin gets the rest")
+                assert mount.pinned_bytes("short.bin") + mount.pinned_bytes("long.bin") <= CACHE
+                before = mount.pinned_bytes("long.bin")
+            finally:
+                short.kill()
+                short.communicate()
+            wait_for(lambda: mount.pinned_bytes("long.bin") > before + 8 * MIB, "long.bin gets what short.bin gave")
+
+
+HOG = """
+import mmap, sys, time
+kept = []
+for _ in range(int(sys.argv[1])):
+    block = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block[:] = b"x" * len(block)
+    kept.append(block)
+    time.sleep(0.03)
+print("full", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.cgroup
+@pytest.mark.parametrize("mode", ["steer", "arena"])
+def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path, mode: str) -> None:
+    """A neighbour in the same capped group grows: pins shrink, nobody is killed; it ends: they grow again."""
+    with (
+        Group("pressure", directory=source, memory_bytes=CACHE + 128 * MIB) as group,
+        live(source, tmp_path / "mnt", str(CACHE), "--mode", mode, wrap=group.wrap) as mount,
+    ):
+        words = client("loop_reader", mount.mountpoint / "long.bin", "--passes", 10**6, "--seconds", 600)
+        reader = subprocess.Popen(group.wrap(words), stdout=subprocess.DEVNULL)
+        hog = None
+        try:
+            wait_for(lambda: mount.stats()["pinned_bytes"] > CACHE // 2, "the loop is pinned")
+            free = CACHE + 128 * MIB - group.usage().anon_bytes - mount.stats()["pinned_bytes"]
+            hog = subprocess.Popen(
+                group.wrap([sys.executable, "-c", HOG, str(free // MIB + 24)]),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            assert hog.stdout is not None and hog.stdin is not None
+            assert hog.stdout.readline() == "full\n", "the neighbour was killed"
+            squeezed = mount.stats()["pinned_bytes"]
+            assert squeezed < CACHE // 2
+            hog.stdin.close()
+            assert hog.wait(30) == 0
+            wait_for(lambda: mount.stats()["pinned_bytes"] > max(squeezed, CACHE // 2), "pins are retaken")
+            assert reader.poll() is None and mount.daemon.poll() is None
+            assert group.usage().oom_kills == 0
+        finally:
+            for process in filter(None, (reader, hog)):
+                process.kill()
+                process.wait()

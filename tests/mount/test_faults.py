@@ -1,0 +1,253 @@
+"""What goes wrong under load: signals, dead helpers, files that change underneath, storage that fails."""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.mount.live import MIB, WAYS, Live, by_read, finish_reader, live, random_file, readers, run_llmcache, wait_for
+from tools.bench.clients.loop_reader import crcs
+from tools.bench.sides import is_mounted
+
+SIZE = 72 * MIB + 321
+CACHE = "48Mi"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    directory = tmp_path / "source"
+    directory.mkdir()
+    for name in ("a.bin", "b.bin"):
+        random_file(directory / name, SIZE)
+    return directory
+
+
+@pytest.fixture
+def jobs(source: Path, tmp_path: Path) -> list[tuple[Path, Path, str]]:
+    """Checking readers of both files, by read and mmap, over the mount at tmp_path/mnt."""
+    made = []
+    for name in ("a.bin", "b.bin"):
+        check = tmp_path / f"{name}.json"
+        check.write_text(json.dumps(crcs(source / name)))
+        made += [(tmp_path / "mnt" / name, check, how) for how in ("read", "mmap")]
+    return made
+
+
+def assert_serves(source: Path, mountpoint: Path) -> None:
+    """A fresh mount gives the right bytes."""
+    with live(source, mountpoint, CACHE) as mount:
+        for name in os.listdir(source):
+            assert by_read(mount.mountpoint / name) == by_read(source / name)
+
+
+def alive(process: psutil.Process) -> bool:
+    """True unless it has ended (a zombie has)."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("mode", ["steer", "arena"])
+def test_sigterm_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, Path, str]], mode: str) -> None:
+    mountpoint = tmp_path / "mnt"
+    with live(source, mountpoint, CACHE, "--mode", mode) as mount, readers(jobs, 60) as running:
+        time.sleep(2)
+        helpers = mount.helpers()
+        mount.daemon.send_signal(signal.SIGTERM)
+        mount.daemon.wait(30)
+        assert not is_mounted(mountpoint)
+        assert not any(alive(helper) for helper in helpers)
+        for reader in running:  # an open handle or mapping gets an error, a signal, or its bytes: but it ends
+            reader.kill()
+            reader.wait(30)
+    assert_serves(source, mountpoint)
+
+
+@pytest.mark.parametrize("mode", ["steer", "arena"])
+def test_kill_9_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, Path, str]], mode: str) -> None:
+    mountpoint = tmp_path / "mnt"
+    with live(source, mountpoint, CACHE, "--mode", mode) as mount, readers(jobs, 60) as running:
+        time.sleep(2)
+        helpers = mount.helpers()
+        mount.daemon.kill()
+        mount.daemon.wait(30)
+        for reader in running:
+            assert reader.wait(30) != 0  # an error or SIGBUS, never a hang
+        wait_for(lambda: not any(alive(helper) for helper in helpers), "the pin helper ends with its daemon")
+        with pytest.raises(OSError) as caught:
+            os.listdir(mountpoint)
+        assert caught.value.errno == errno.ENOTCONN
+        result = run_llmcache("umount", str(mountpoint), "--force")
+        assert result.returncode == 0, result.stderr
+        assert not is_mounted(mountpoint)
+    assert_serves(source, mountpoint)
+
+
+def test_kill_9_of_the_pin_helper_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, Path, str]]) -> None:
+    with live(source, tmp_path / "mnt", CACHE, "--mode", "steer") as mount, readers(jobs, 8) as running:
+        for _ in range(3):
+            time.sleep(2)
+            assert mount.helpers(), "steer has a pin helper"
+            for helper in mount.helpers():
+                helper.kill()
+        results = [finish_reader(reader, 60) for reader in running]
+        assert mount.daemon.poll() is None
+        assert mount.stats()["mode"] == "steer"
+    assert all(passes > 0 and wrong == 0 for passes, wrong in results), results
+
+
+@pytest.fixture(params=["steer", "arena"])
+def mounted(request: pytest.FixtureRequest, source: Path, tmp_path: Path) -> Iterator[Live]:
+    with live(source, tmp_path / "mnt", CACHE, "--mode", request.param) as mount:
+        yield mount
+
+
+def read_block(fd: int, offset: int) -> bytes | int:
+    """Return the bytes, or the errno where reading fails."""
+    try:
+        return os.pread(fd, 4096, offset)
+    except OSError as error:
+        return error.errno or 0
+
+
+def test_truncated_underneath(mounted: Live, source: Path) -> None:
+    through = mounted.mountpoint / "a.bin"
+    old = by_read(through)
+    fd = os.open(through, os.O_RDONLY)
+    os.truncate(source / "a.bin", SIZE // 2)
+    for offset in range(0, SIZE, 3 * MIB):  # an open handle: what is there, nothing, or an error; never a hang
+        read_block(fd, offset)
+    os.close(fd)
+    assert through.stat().st_size == SIZE // 2
+    for way, read in WAYS.items():
+        assert read(through) == by_read(source / "a.bin") != old, way
+
+
+def test_replaced_underneath(mounted: Live, source: Path) -> None:
+    through = mounted.mountpoint / "a.bin"
+    before = (source / "a.bin").read_bytes()
+    assert by_read(through) == by_read(source / "a.bin")
+    fd = os.open(through, os.O_RDONLY)
+    after = random_file(source / "new.bin", SIZE).read_bytes()
+    (source / "new.bin").rename(source / "a.bin")
+    for offset in range(0, SIZE, MIB):
+        block = read_block(fd, offset)
+        versions = (before[offset : offset + 4096], after[offset : offset + 4096])
+        assert isinstance(block, int) or block in versions, offset
+    os.close(fd)
+    for way, read in WAYS.items():
+        assert read(through) == by_read(source / "a.bin"), way
+
+
+def test_rewritten_in_place(mounted: Live, source: Path) -> None:
+    through = mounted.mountpoint / "a.bin"
+    old = by_read(through)
+    with (source / "a.bin").open("r+b") as file:
+        for offset in range(0, SIZE, 5 * MIB):
+            file.seek(offset)
+            file.write(os.urandom(5000))
+    for way, read in WAYS.items():
+        assert read(through) == by_read(source / "a.bin") != old, way
+
+
+def test_deleted_underneath(mounted: Live, source: Path) -> None:
+    through = mounted.mountpoint / "a.bin"
+    before = (source / "a.bin").read_bytes()
+    fd = os.open(through, os.O_RDONLY)
+    (source / "a.bin").unlink()
+    for offset in range(0, SIZE, MIB):
+        block = read_block(fd, offset)
+        assert isinstance(block, int) or block == before[offset : offset + 4096]
+    os.close(fd)
+    with pytest.raises(FileNotFoundError):
+        through.open("rb")
+    assert by_read(mounted.mountpoint / "b.bin") == by_read(source / "b.bin")
+
+
+@pytest.fixture
+def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """A file system with good.bin and half.bin, and its image: truncating that makes real I/O errors.
+
+    A loop device answers reads beyond the end of its image with EIO, as a broken disk does.
+    """
+    image, mountpoint = tmp_path / "disk.img", tmp_path / "disk"
+    mountpoint.mkdir()
+    with image.open("wb") as file:
+        file.truncate(128 * MIB)
+    subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True)
+    attached = subprocess.run(["losetup", "--show", "-f", str(image)], capture_output=True, text=True, check=False)
+    if attached.returncode != 0:
+        pytest.skip(f"no loop devices here: {attached.stderr.strip()}")
+    device = attached.stdout.strip()
+    try:
+        subprocess.run(["mount", device, str(mountpoint)], check=True)
+        random_file(mountpoint / "good.bin", 20 * MIB)
+        random_file(mountpoint / "half.bin", 40 * MIB)
+        subprocess.run(["mount", "-o", "remount,ro", str(mountpoint)], check=True)
+        yield mountpoint, image
+    finally:
+        if is_mounted(mountpoint):
+            subprocess.run(["umount", str(mountpoint)], check=True)
+        subprocess.run(["losetup", "-d", device], check=True)
+
+
+def place_on_disk(path: Path, offset: int) -> int:
+    """Return where on the disk the block at `offset` of a file is, in bytes."""
+    fibmap, block = 1, array.array("i", [offset // 4096])
+    with path.open("rb") as file:
+        fcntl.ioctl(file.fileno(), fibmap, block)
+    return block[0] * 4096
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mkfs.ext4"), reason="loop devices need root, e2fsprogs")
+@pytest.mark.parametrize("mode", ["steer", "arena"])
+def test_storage_errors_stay_with_their_read(failing_disk: tuple[Path, Path], tmp_path: Path, mode: str) -> None:
+    source, image = failing_disk
+    expected = {name: (source / name).read_bytes() for name in ("good.bin", "half.bin")}
+    cut = place_on_disk(source / "half.bin", 20 * MIB)
+    assert cut > place_on_disk(source / "good.bin", 20 * MIB - 4096), "half.bin lies behind good.bin"
+    whole = image.read_bytes()
+    for name in expected:
+        drop(source / name)
+    os.truncate(image, cut)
+    with live(source, tmp_path / "mnt", "32Mi", "--mode", mode) as mount:
+        check_half(mount, expected)
+        with image.open("r+b") as file:  # the disk recovers: nothing of the failure was kept
+            file.seek(cut)
+            file.write(whole[cut:])
+        assert (mount.mountpoint / "half.bin").read_bytes() == expected["half.bin"]
+
+
+def drop(path: Path) -> None:
+    """Forget the cached pages of a file."""
+    fd = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def check_half(mount: Live, expected: dict[str, bytes]) -> None:
+    """The readable half is right, the other gives EIO, again and again; the other file is not touched by it."""
+    fd = os.open(mount.mountpoint / "half.bin", os.O_RDONLY)
+    try:
+        for _ in range(3):
+            for offset in range(0, 40 * MIB, 512 * 1024):
+                block = read_block(fd, offset)
+                bad = offset >= 20 * MIB
+                assert block == (errno.EIO if bad else expected["half.bin"][offset : offset + 4096]), offset
+            assert (mount.mountpoint / "good.bin").read_bytes() == expected["good.bin"]
+    finally:
+        os.close(fd)
+    assert mount.daemon.poll() is None
