@@ -25,6 +25,11 @@ class FileHandle:
     pid: int
 
     @property
+    def direct(self) -> bool:
+        """True for O_DIRECT: what it reads does not enter the page cache of the mount."""
+        return bool(self.flags & os.O_DIRECT)
+
+    @property
     def writable(self) -> bool:
         """True if the application may write through this handle."""
         return self.flags & os.O_ACCMODE != os.O_RDONLY

@@ -148,8 +148,10 @@ class LlmcacheOperations(TreeOperations):
 
     def read_into(self, number: int, address: int, size: int, offset: int, pid: int) -> int:
         """Bytes put at `address`; short only at the end of the file."""
-        result: int = self._engine.read(self._files.get(number).backing, address, size, offset, pid)
-        return result
+        handle = self._files.get(number)
+        if handle.direct:
+            return int(self._engine.read_direct(handle.backing, address, size, offset))
+        return int(self._engine.read(handle.backing, address, size, offset, pid))
 
     def write_from(self, number: int, address: int, size: int, offset: int) -> int:
         """Bytes written through to SOURCE. The kernel has worked out the offset of O_APPEND."""

@@ -169,12 +169,12 @@ class TreeOperations:
         self._check_file(old)
         with self._tree.parent(old) as (dir_fd, name):
             os.unlink(name, dir_fd=dir_fd)
+        self._engine.removed(old)
         self._hidden[new] = backing
         self._table.moved(old, new)
         with backing.lock:
             backing.hidden = True
             backing.record()
-        self._engine.removed(old)
 
     def _moved(self, old: str, new: str, exchanged: bool) -> None:
         if exchanged:

@@ -1,0 +1,154 @@
+"""Daemonise late: the parent waits until the mount serves, and everything that goes wrong before that is its own error.
+
+The child reports over a pipe, one JSON line each: a note (a warning logged on the way, such as a reduced budget), an
+error, or ready. Its stdout and stderr are the log from the start, so no helper it starts keeps the caller's pipes open.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import os
+import select
+import sys
+import time
+import traceback
+from typing import IO, Any
+
+from llmcache.errors import EXIT_BUG, LlmcacheError, MountProblem
+from llmcache.fs import control
+from llmcache.fs.daemon import Daemon, MountRequest, check_serves, tune_process
+
+_START_TIMEOUT_S = 120.0
+_LOG_BYTES = 1 << 20
+
+
+class _Reported(LlmcacheError):
+    """An error of the child, shown by the parent."""
+
+    def __init__(self, message: str, hint: str | None, exit_code: int) -> None:
+        super().__init__(message, hint)
+        self.exit_code = exit_code
+
+
+class _Reporter(logging.Handler):
+    """Sends the child's events, and warnings logged before it is ready, to the parent."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(logging.WARNING)
+        self._pipe: IO[str] | None = os.fdopen(fd, "w", encoding="utf-8", errors="surrogateescape")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass a warning on as a note."""
+        self.send(note=record.getMessage())
+
+    def send(self, **event: Any) -> None:
+        """One line to the parent, if it still waits."""
+        if self._pipe is not None:
+            self._pipe.write(json.dumps(event) + "\n")
+            self._pipe.flush()
+
+    def finish(self) -> None:
+        """Close the pipe: from now on warnings go to the log alone."""
+        if self._pipe is not None:
+            self._pipe.close()
+        self._pipe = None
+
+
+def serve_background(request: MountRequest, source: str, point: str) -> None:
+    """Start a daemon; returns when its mount serves, raises what kept it from doing so."""
+    control.make_directory()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        os._exit(_child(request, source, point, writing))
+    os.close(writing)
+    with os.fdopen(reading, "r", encoding="utf-8", errors="surrogateescape") as events:
+        _wait_ready(events, child, control.files(point).log)
+    check_serves(point)
+
+
+def _wait_ready(events: IO[str], child: int, log_path: str) -> None:
+    end = time.monotonic() + _START_TIMEOUT_S
+    while True:
+        ready, _, _ = select.select([events], [], [], max(0.0, end - time.monotonic()))
+        if not ready:
+            raise MountProblem(f"the daemon (pid {child}) does not serve after {_START_TIMEOUT_S:.0f} s", f"see {log_path}")
+        line = events.readline()
+        if not line:
+            _, status = os.waitpid(child, 0)
+            code = os.waitstatus_to_exitcode(status)
+            raise MountProblem(f"the daemon ended with status {code} before it served", f"see {log_path}")
+        event = json.loads(line)
+        if "note" in event:
+            print(f"llmcache: {event['note']}", file=sys.stderr)
+        elif "error" in event:
+            os.waitpid(child, 0)
+            raise _Reported(event["error"], event["hint"], event["exit_code"])
+        else:
+            return
+
+
+def _child(request: MountRequest, source: str, point: str, pipe: int) -> int:
+    """Life of the daemon process; its exit code."""
+    reporter = _Reporter(pipe)
+    try:
+        os.setsid()
+        log_path = control.files(point).log
+        begin = _redirect(log_path)
+        _log_to(log_path, reporter)
+        tune_process()
+        Daemon(request, source, point).run(lambda: _ready(reporter))
+    except LlmcacheError as error:
+        logging.getLogger("llmcache").error("%s", error.message)
+        said = _said(log_path, begin) if isinstance(error, MountProblem) else ""
+        message = f"{error.message}{said}"
+        reporter.send(error=message, hint=error.hint, exit_code=error.exit_code)
+        return error.exit_code
+    except BaseException as error:  # noqa: BLE001 - the outermost frame of the daemon: shown whole, in its log
+        traceback.print_exc()
+        reporter.send(error=f"{type(error).__name__}: {error}", hint=f"a bug; see {log_path}", exit_code=EXIT_BUG)
+        return EXIT_BUG
+    return 0
+
+
+def _ready(reporter: _Reporter) -> None:
+    reporter.send(ready=True)
+    logging.getLogger().removeHandler(reporter)
+    reporter.finish()
+
+
+def _redirect(log_path: str) -> int:
+    """Make the log this process' stdout and stderr; returns where it ends now."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    fd = os.open(log_path, flags, 0o600)
+    if os.fstat(fd).st_size > _LOG_BYTES:
+        os.ftruncate(fd, 0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(null, 0)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(null)
+    os.close(fd)
+    return os.fstat(1).st_size
+
+
+def _log_to(log_path: str, reporter: _Reporter) -> None:
+    kept = logging.handlers.RotatingFileHandler(log_path, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8")
+    kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.addHandler(kept)
+    root.addHandler(reporter)
+
+
+def _said(log_path: str, begin: int) -> str:
+    """What libfuse and fusermount3 wrote about a failed mount."""
+    with open(log_path, encoding="utf-8", errors="replace") as file:
+        file.seek(begin)
+        lines = [line.strip() for line in file if line.startswith(("fuse", "mount"))]
+    return ": " + "; ".join(lines) if lines else ""

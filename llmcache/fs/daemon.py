@@ -1,0 +1,202 @@
+"""The process that serves a mount: from checked arguments to a clean end.
+
+Threads: the main thread starts and stops things and runs Python's signal handlers; libfuse's loop has a thread of its
+own (in the main thread it would keep handlers from running). FUSE_INIT is handed over to the main thread, so that what
+the engine starts belongs to a thread that lives as long as the daemon: a child with PR_SET_PDEATHSIG dies with the
+*thread* that made it, and libfuse's threads come and go.
+
+Order at the end: the engine lets go (unpinned, its helper gone), requests in progress are answered, the mount is
+detached, files beside the control socket are removed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llmcache.errors import LlmcacheError, MountProblem
+from llmcache.fs import control, libfuse, mountpoint, syscalls
+from llmcache.fs.libfuse import Notifier, Session
+from llmcache.fs.operations import LlmcacheOperations
+from llmcache.fs.policy import DEFAULT_SPILL, WritePolicy
+from llmcache.fs.source import SourceTree
+
+log = logging.getLogger("llmcache.daemon")
+THREADS = 64
+
+
+@dataclass(frozen=True)
+class MountRequest:
+    """Arguments of `llmcache mount`."""
+
+    source: str
+    mount: str
+    cache_bytes: int | None
+    mode: str = "auto"
+    writable: bool = False
+    spill: tuple[str, ...] = DEFAULT_SPILL
+    options: tuple[str, ...] = ()
+
+
+class Daemon:
+    """One mount and its engine. `run` serves until the end; `ready` is called once requests are served."""
+
+    def __init__(self, request: MountRequest, source: str, point: str) -> None:
+        from llmcache.fs.engine import make_engine
+
+        self._request = request
+        self._point = point
+        self._source = source
+        self._files = control.files(point)
+        self._lock_fd = control.take_lock(self._files, point)
+        self._tree = SourceTree(source)
+        self._engine = make_engine(request.cache_bytes, request.mode)
+        self._operations = LlmcacheOperations(self._tree, self._engine, WritePolicy(request.writable, request.spill))
+        self._operations.on_init = self._hand_over
+        self._session = Session(self._operations, point, max_threads=THREADS, options=request.options)
+        self._notifier: Notifier | None = None
+        # What the main thread waits for: "init", "resume", "stop", "over".
+        self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._ending = threading.Lock()
+
+    def run(self, ready: Callable[[], None]) -> None:
+        """Serve until unmounted, told to stop, or signalled. Raises what kept the mount from being made."""
+        libfuse.prepare_process()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda _number, _frame: self._events.put("stop"))
+        loop = threading.Thread(target=self._loop, name="fuse")
+        loop.start()
+        server: control.ControlServer | None = None
+        try:
+            while (event := self._events.get()) != "over":
+                if event == "init":
+                    server = self._start()
+                    if server is not None:
+                        ready()
+                elif event == "resume":
+                    assert self._notifier is not None
+                    self._engine.start(self._notifier, self._point)
+                elif event == "stop":
+                    self._started.set()  # FUSE_INIT may be waiting
+                    self._engine.stop()
+                    self._session.stop()
+        finally:
+            self._started.set()
+            loop.join()
+            self._engine.stop()
+            if server is not None:
+                server.close()
+            self._files.remove()
+            os.close(self._lock_fd)
+        if self._failure is not None:
+            raise self._failure
+
+    def _loop(self) -> None:
+        try:
+            self._session.run()
+        except BaseException as error:  # noqa: BLE001 - raised again by run(), in the main thread
+            self._failure = self._failure or error
+        self._events.put("over")
+
+    def _hand_over(self, notifier: Notifier) -> None:
+        """FUSE_INIT, on one of libfuse's threads: the kernel sends nothing else before this returns."""
+        self._notifier = notifier
+        self._events.put("init")
+        self._started.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _start(self) -> control.ControlServer | None:
+        try:
+            assert self._notifier is not None
+            self._engine.start(self._notifier, self._point)
+            server = control.ControlServer(self._files, self._answer)
+            self._describe()
+            return server
+        except BaseException as error:  # noqa: BLE001 - ends the mount, and is raised by run()
+            self._failure = error
+            return None
+        finally:
+            self._started.set()
+
+    def _describe(self) -> None:
+        facts = {"pid": os.getpid(), "source": self._source, "mount": self._point, "started": time.time()}
+        with open(self._files.info, "w", encoding="utf-8") as file:
+            json.dump(facts, file)
+
+    # Control requests
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        operation = request.get("op")
+        if operation == "stats":
+            return dict(self._engine.stats())
+        if operation == "stop":
+            return self._stop(bool(request.get("force")))
+        return dict(self._engine.command(request))
+
+    def _stop(self, force: bool) -> dict[str, Any]:
+        """`llmcache umount`: refused while others use the mount, unless forced."""
+        with self._ending:
+            if force:
+                self._events.put("stop")
+                return {"stopped": True, "pid": os.getpid()}
+            self._refuse_if_busy()
+            self._engine.stop()
+            try:
+                mountpoint.detach(self._point, lazy=False)
+            except LlmcacheError:
+                self._events.put("resume")  # someone came in between: go on serving
+                raise
+            return {"stopped": True, "pid": os.getpid()}
+
+    def _refuse_if_busy(self) -> None:
+        entry = mountpoint.find(self._point)
+        if entry is not None and any(mountpoint.holders(entry, _is_own)):
+            raise mountpoint.busy(entry, _is_own)
+
+
+def _is_own(pid: int) -> bool:
+    """True for this process and its children (the engine's helper keeps files of the mount open)."""
+    if pid == os.getpid():
+        return True
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        return int(file.read().rpartition(")")[2].split()[1]) == os.getpid()
+
+
+def tune_process() -> None:
+    """Small heap, quick hand-over of the GIL, as many descriptors as allowed, no directory kept busy."""
+    syscalls.keep_heap_small()
+    sys.setswitchinterval(0.0005)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    os.chdir("/")
+
+
+def serve_foreground(request: MountRequest, source: str, point: str) -> None:
+    """Serve in this process, with the log on stderr."""
+    logging.basicConfig(level=logging.INFO, format="llmcache: %(message)s", stream=sys.stderr)
+    control.make_directory()
+    tune_process()
+    daemon = Daemon(request, source, point)
+    daemon.run(lambda: log.info("%s is served on %s", source, point))
+
+
+def check_serves(point: str) -> None:
+    """MountProblem unless our mount on `point` answers."""
+    entry = mountpoint.find(point)
+    state = mountpoint.answers(point, 30.0) if entry is not None else None
+    if entry is None or state != 0:
+        reason = "hangs" if entry is not None and state is None else os.strerror(state) if state else "is not there"
+        raise MountProblem(f"the mount on {point} {reason} after it was made", "see its log: llmcache mount -f shows it")

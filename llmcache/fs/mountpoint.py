@@ -1,0 +1,236 @@
+"""Mount points: what is mounted where, whether it answers, who uses it, and the checks before mounting.
+
+Everything is read from /proc; a path below a mount is touched only where a function says so, because a daemon that was
+killed leaves a mount that answers ENOTCONN, and one that hangs leaves a mount on which every call hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import stat
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
+from llmcache.fs import syscalls
+
+FSTYPE = "fuse.llmcachefs"
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True)
+class MountEntry:
+    """One line of mountinfo."""
+
+    mount_id: int
+    device: str  # "major:minor"
+    point: str
+    fstype: str
+    options: str
+
+    @property
+    def owner(self) -> int:
+        """User id that made a FUSE mount."""
+        found = re.search(r"(?:^|,)user_id=(\d+)", self.options)
+        return int(found.group(1)) if found else 0
+
+
+def entries() -> list[MountEntry]:
+    """All mounts of this mount namespace, in mounting order."""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+        return [_parse(line) for line in lines]
+
+
+def _parse(line: str) -> MountEntry:
+    fields = line.split()
+    end = fields.index("-", 6)
+    point = _OCTAL.sub(lambda match: chr(int(match.group(1), 8)), fields[4])
+    # Escapes stand for single bytes of ASCII here (space, tab, newline, backslash): other bytes are left as they are.
+    return MountEntry(int(fields[0]), fields[2], point, fields[end + 1], fields[end + 3])
+
+
+def resolve(path: str) -> str:
+    """Real path of a mount point. Its last component is not looked at if something of ours is mounted there."""
+    absolute = os.path.abspath(path)
+    above, name = os.path.split(absolute)
+    likely = os.path.join(os.path.realpath(above), name) if name else absolute
+    if any(entry.point == likely and entry.fstype == FSTYPE for entry in entries()):
+        return likely
+    return os.path.realpath(path)
+
+
+def find(point: str) -> MountEntry | None:
+    """Our mount on a real path, or None; only the topmost mount there counts."""
+    here = [entry for entry in entries() if entry.point == point]
+    return here[-1] if here and here[-1].fstype == FSTYPE else None
+
+
+def ours() -> list[str]:
+    """Mount points of all llmcachefs mounts."""
+    return [entry.point for entry in entries() if entry.fstype == FSTYPE]
+
+
+def answers(point: str, timeout_s: float = 5.0) -> int | None:
+    """0 if the mount answers statvfs, an errno (ENOTCONN: its daemon is dead) or None if it hangs. Touches the mount."""
+    result: list[int] = []
+
+    def ask() -> None:
+        try:
+            os.statvfs(point)
+            result.append(0)
+        except OSError as error:
+            result.append(error.errno or errno.EIO)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return result[0] if result else None
+
+
+def check_machine() -> None:
+    """EnvironmentProblem if this machine or this user cannot mount through FUSE."""
+    hint = "install and load FUSE 3: sudo apt install fuse3 && sudo modprobe fuse"
+    if not os.path.exists("/dev/fuse"):
+        raise EnvironmentProblem("/dev/fuse does not exist", f"{hint}; in a container: --device /dev/fuse")
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        raise EnvironmentProblem("/dev/fuse may not be opened by this user", "sudo chmod 666 /dev/fuse, or run as root")
+    if os.geteuid() != 0 and shutil.which("fusermount3") is None:
+        raise EnvironmentProblem(
+            "fusermount3 is missing: without it only root can mount", "install FUSE 3: sudo apt install fuse3"
+        )
+
+
+def check(source: str, mount: str) -> tuple[str, str]:
+    """Real paths of SOURCE and MOUNT after all checks that can be made before mounting."""
+    point = resolve(mount)
+    entry = find(point)
+    if entry is not None:
+        _refuse(entry)
+    for path, what in ((source, "SOURCE"), (mount, "MOUNT")):
+        _check_directory(path, what)
+    real = os.path.realpath(source)
+    if point != real and os.path.commonpath([real, point]) == real:
+        raise UsageError(
+            f"MOUNT {mount} lies inside SOURCE {source}: the mount would contain itself",
+            "mount outside of SOURCE, or on SOURCE itself",
+        )
+    if not os.access(source, os.R_OK | os.X_OK):
+        raise UsageError(f"SOURCE {source} may not be read by this user")
+    return real, point
+
+
+def _check_directory(path: str, what: str) -> None:
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        hint = f"make it first: mkdir -p {path}" if what == "MOUNT" else None
+        raise UsageError(f"{what} {path} does not exist", hint) from None
+    except OSError as error:
+        raise UsageError(f"{what} {path} cannot be reached: {error.strerror}") from None
+    if not stat.S_ISDIR(mode):
+        raise UsageError(f"{what} {path} is not a directory")
+
+
+def _refuse(entry: MountEntry) -> None:
+    from llmcache.fs import control
+
+    state = answers(entry.point)
+    if state == errno.ENOTCONN:
+        raise stale(entry.point)
+    pid = control.daemon_pid(entry.point, entry.owner)
+    served = f"already served by pid {pid}" if pid else "already served by another llmcachefs"
+    raise MountProblem(f"{entry.point} is {served}", f"end it first: llmcache umount {entry.point}")
+
+
+def stale(point: str) -> MountProblem:
+    """The error for a mount whose daemon is gone."""
+    return MountProblem(
+        f"{point} is a dead mount: its daemon ended without unmounting (killed?), every access says "
+        f"'{os.strerror(errno.ENOTCONN)}'",
+        f"clean it up: llmcache umount --force {point}",
+    )
+
+
+def detach(point: str, *, lazy: bool) -> None:
+    """Unmount our mount on `point` (not lazily: MountProblem if it is busy, naming who can be seen)."""
+    entry = find(point)
+    if entry is None:
+        return
+    try:
+        if os.geteuid() == 0:
+            syscalls.umount2(point, syscalls.UMOUNT_NOFOLLOW | (syscalls.MNT_DETACH if lazy else 0))
+        else:
+            _fusermount(point, lazy)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise MountProblem(f"cannot unmount {point}: {error.strerror}") from error
+        raise busy(entry) from error
+
+
+def _fusermount(point: str, lazy: bool) -> None:
+    command = ["fusermount3", "-u", *(["-z"] if lazy else []), "--", point]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise EnvironmentProblem("fusermount3 is missing", "install FUSE 3: sudo apt install fuse3") from None
+    if result.returncode == 0:
+        return
+    number = errno.EBUSY if "busy" in result.stderr else errno.EPERM
+    raise OSError(number, result.stderr.strip() or os.strerror(number))
+
+
+def busy(entry: MountEntry, ignore: Callable[[int], bool] = lambda _pid: False) -> MountProblem:
+    """The error for a mount that is in use, with the processes that can be seen to use it."""
+    users = list(holders(entry, ignore))
+    seen = ", ".join(f"{name} (pid {pid}: {how})" for pid, name, how in users[:8])
+    if len(users) > 8:
+        seen += f" and {len(users) - 8} more"
+    who = f"in use by {seen}" if seen else "in use by a process that is not visible to this user"
+    return MountProblem(
+        f"{entry.point} is busy: {who}",
+        f"end these first, or cut them off: llmcache umount --force {entry.point}",
+    )
+
+
+def holders(entry: MountEntry, ignore: Callable[[int], bool] = lambda _pid: False) -> Iterator[tuple[int, str, str]]:
+    """(pid, name, how) of processes that keep a mount busy, as far as /proc shows them to this user."""
+    for name in os.listdir("/proc"):
+        if name.isdigit() and not ignore(int(name)):
+            with contextlib.suppress(OSError):
+                how = _use(f"/proc/{name}", entry)
+                if how:
+                    with open(f"/proc/{name}/comm", encoding="utf-8", errors="replace") as comm:
+                        yield int(name), comm.read().strip(), how
+
+
+def _use(process: str, entry: MountEntry) -> str | None:
+    for link, how in (("cwd", "working directory"), ("root", "root directory")):
+        if _on_mount(process, link, entry):
+            return how
+    for number in os.listdir(f"{process}/fdinfo"):
+        with contextlib.suppress(OSError), open(f"{process}/fdinfo/{number}", encoding="ascii") as info:
+            if f"mnt_id:\t{entry.mount_id}\n" in info.read():
+                return "open file"
+    major, minor = (int(part) for part in entry.device.split(":"))
+    mark = f" {major:02x}:{minor:02x} "
+    with open(f"{process}/maps", encoding="utf-8", errors="replace") as maps:
+        return "mapped file" if any(mark in line for line in maps) else None
+
+
+def _on_mount(process: str, link: str, entry: MountEntry) -> bool:
+    """True if a process' directory is on the mount: opening the magic link with O_PATH asks the daemon nothing."""
+    target = os.readlink(f"{process}/{link}")
+    if target != entry.point and not target.startswith(entry.point.rstrip("/") + "/"):
+        return False
+    fd = os.open(f"{process}/{link}", os.O_PATH | os.O_CLOEXEC)
+    try:
+        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
+            return f"mnt_id:\t{entry.mount_id}\n" in info.read()
+    finally:
+        os.close(fd)

@@ -1,0 +1,25 @@
+"""Mount options: what `-o` may say, and what libfuse is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+# What fstab entries carry for mount(8), systemd and others; it means nothing to a file system.
+_NOISE = frozenset(
+    "defaults rw auto noauto nofail _netdev user nouser users owner group noowner async relatime noatime nodiratime".split()
+)
+_NOISE_PREFIXES = ("x-", "comment=", "X-")
+_OWN = ("fsname=llmcachefs", "subtype=llmcachefs", "default_permissions", "nodev", "nosuid")
+
+
+def parse(values: Iterable[str]) -> tuple[str, ...]:
+    """Single options out of `-o a,b -o c`, without those that are not meant for a file system."""
+    words = [word.strip() for value in values for word in value.split(",")]
+    return tuple(word for word in words if word and word not in _NOISE and not word.startswith(_NOISE_PREFIXES))
+
+
+def for_libfuse(extra: Iterable[str], *, read_only: bool) -> tuple[str, ...]:
+    """Options of the mount; what the user gave comes last and wins."""
+    given = tuple(extra)
+    wanted = ("ro",) if read_only and "ro" not in given else ()
+    return (",".join((*_OWN, *wanted, *given)),)

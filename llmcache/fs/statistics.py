@@ -1,0 +1,132 @@
+"""`llmcache stats`: a daemon's counters as a table for people, or as the JSON they came in."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.errors import MountProblem
+from llmcache.fs import control, mountpoint
+from llmcache.units import format_size
+
+_WIDTH = 79
+
+
+def fetch(mount: str) -> dict[str, Any]:
+    """The counters of the mount on a path; MountProblem if there is no mount or no living daemon."""
+    point = mountpoint.resolve(mount)
+    entry = mountpoint.find(point)
+    if entry is None:
+        mounts = mountpoint.ours()
+        hint = f"mounted are: {', '.join(mounts)}" if mounts else None
+        raise MountProblem(f"no llmcachefs is mounted on {mount}", hint)
+    try:
+        return control.request(point, {"op": "stats"}, uid=entry.owner)
+    except control.NoDaemon:
+        raise mountpoint.stale(point) from None
+
+
+def show(mount: str, *, pause_s: float | None, count: int | None, as_json: bool) -> None:
+    """Print the counters once, or every `pause_s` seconds, `count` times or until Ctrl-C (which ends normally)."""
+    before: dict[str, Any] | None = None
+    shown = 0
+    try:
+        while True:
+            now = fetch(mount)
+            if as_json:
+                print(json.dumps(now, indent=2 if pause_s is None else None), flush=True)
+            elif pause_s is None:
+                _print_table(mount, now)
+            else:
+                _print_line(now, before, pause_s, header=shown % 20 == 0)
+            before = now
+            shown += 1
+            if pause_s is None or (count is not None and shown >= count):
+                return
+            time.sleep(pause_s)
+    except KeyboardInterrupt:
+        return
+
+
+def saved_ratio(stats: dict[str, Any]) -> float | None:
+    """Share of the bytes asked of the daemon that it did not have to read from storage for the request; None before any.
+
+    Reads that the kernel answers from its page cache never reach the daemon, so this says nothing about those."""
+    asked = stats.get("read_bytes", 0)
+    if not asked:
+        return None
+    return max(0.0, 1.0 - stats.get("backing_read_bytes", 0) / asked)
+
+
+def _prefetch(stats: dict[str, Any], kind: str) -> int:
+    return int(stats.get("prefetch", {}).get(f"{kind}_bytes", 0))
+
+
+def useful_ratio(stats: dict[str, Any]) -> float | None:
+    """Share of prefetched bytes that were read in time; None before any."""
+    total = sum(_prefetch(stats, kind) for kind in ("useful", "late", "wasted"))
+    return _prefetch(stats, "useful") / total if total else None
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{100 * ratio:.1f} %"
+
+
+def _print_table(mount: str, stats: dict[str, Any]) -> None:
+    console = Console(width=_WIDTH, file=sys.stdout, highlight=False)
+    console.print(f"{mount}: mode {stats['mode']}, budget {format_size(stats['budget_bytes'])}")
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    for column in ("", "right", "", "right"):
+        facts.add_column(justify="right" if column else "left")
+    rows = [
+        ("pinned", "pinned_bytes", "asked of the daemon", "read_bytes"),
+        ("window", "window_bytes", "read from storage", "backing_read_bytes"),
+        ("resident", "resident_bytes", "written to storage", "backing_write_bytes"),
+    ]
+    for left, left_key, right, right_key in rows:
+        facts.add_row(left, format_size(stats.get(left_key, 0)), f"   {right}", format_size(stats.get(right_key, 0)))
+    facts.add_row("daemon", format_size(stats.get("daemon_bytes", 0)), "   prefetch useful", _percent(useful_ratio(stats)))
+    console.print(facts)
+    if stats.get("files"):
+        console.print(_file_table(stats["files"]))
+
+
+def _file_table(files: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("file", overflow="ellipsis", no_wrap=True, max_width=30)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("class", no_wrap=True)
+    table.add_column("loop", justify="right", no_wrap=True)
+    table.add_column("period", justify="right", no_wrap=True)
+    table.add_column("pinned", justify="right", no_wrap=True)
+    for file in files:
+        loops = file.get("loops") or [{}]
+        for number, loop in enumerate(loops):
+            name = (str(file["path"]).lstrip("/"), format_size(file["size_bytes"]), str(file["class"]))
+            period = loop.get("period_s")
+            table.add_row(
+                *(name if number == 0 else ("", "", "")),
+                format_size(loop["bytes"]) if loop else "-",
+                f"{period:.2f} s" if period else "-",
+                format_size(loop["pinned_bytes"]) if loop else "-",
+            )
+    return table
+
+
+def _print_line(now: dict[str, Any], before: dict[str, Any] | None, pause_s: float, *, header: bool) -> None:
+    """One sample of an interval: levels as they are, counters as rates since the last sample."""
+    columns = ("pinned", "window", "daemon", "asked/s", "storage/s", "written/s", "useful")
+    if header:
+        print("".join(f"{name:>11}" for name in columns), flush=True)
+
+    def rate(key: str) -> str:
+        return "-" if before is None else format_size((now.get(key, 0) - before.get(key, 0)) / pause_s)
+
+    cells = [format_size(now.get(f"{key}_bytes", 0)) for key in ("pinned", "window", "daemon")]
+    cells += [rate("read_bytes"), rate("backing_read_bytes"), rate("backing_write_bytes"), _percent(useful_ratio(now))]
+    print("".join(f"{cell:>11}" for cell in cells), flush=True)
