@@ -69,6 +69,8 @@ can_be_root() {
 
 install_packages() {
     local packages
+    [[ -z ${LLMCACHE_PYTHON:-} || -n $(find_python) ]] ||
+        give_up "LLMCACHE_PYTHON=$LLMCACHE_PYTHON is no Python of version 3.10 or later" "name another, or unset it"
     # shellcheck disable=SC2046 # one line of words is wanted
     packages=$(echo $(missing_packages "$@"))
     [[ -n $packages ]] || return 0
