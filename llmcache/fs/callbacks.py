@@ -53,7 +53,7 @@ class Callbacks:
                 return method(*arguments) or 0
             except OSError as error:
                 return -reply_errno(error)
-            except BaseException:  # noqa: BLE001 - nothing may unwind into C
+            except BaseException:  # nothing may unwind into C
                 log.exception("unexpected error in FUSE operation %s", name)
                 return -errno.EIO
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from llmcache.errors import EnvironmentProblem, MountProblem
+from llmcache.errors import EnvironmentProblem, LlmcacheError, MountProblem
 
 log = logging.getLogger("llmcache.control")
 _LINE = 1 << 20
@@ -94,7 +94,7 @@ def make_directory() -> None:
         os.mkdir(path, 0o700)
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise EnvironmentProblem(f"{path} is not a directory of this user", f"remove it, or set XDG_RUNTIME_DIR")
+        raise EnvironmentProblem(f"{path} is not a directory of this user", "remove it, or set XDG_RUNTIME_DIR")
     os.chmod(path, 0o700)
 
 
@@ -174,9 +174,9 @@ class ControlServer:
     def _reply(self, line: bytes) -> dict[str, Any]:
         try:
             return self._answer(json.loads(line))
-        except MountProblem as error:
+        except LlmcacheError as error:
             return {"error": error.message, "hint": error.hint}
-        except Exception as error:  # noqa: BLE001 - reported to the client and logged
+        except Exception as error:  # reported to the client and logged
             log.exception("control request failed: %r", line)
             return {"error": f"{type(error).__name__}: {error}", "hint": None}
 

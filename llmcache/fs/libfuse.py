@@ -18,7 +18,6 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 from llmcache.errors import EnvironmentProblem, MountProblem
@@ -37,7 +36,7 @@ _UNWANTED = (
 
 
 @functools.cache
-def binding() -> ModuleType:
+def binding() -> Any:
     """The mfusepy module, loaded on libfuse 3 (left alone it may pick libfuse 2); EnvironmentProblem where there is none."""
     chosen = os.environ.get("FUSE_LIBRARY_PATH")
     names = [chosen] if chosen else ["libfuse3.so.4", "libfuse3.so.3"]
@@ -145,7 +144,7 @@ class Session:
         self._table = self._callbacks()
         self._fuse = self._create(options)
 
-    def _callbacks(self) -> ctypes.Structure:
+    def _callbacks(self) -> Any:
         """The filled struct fuse_operations (it holds references to the callbacks)."""
         self._calls = Callbacks(self._operations, self._context_address())
         table = self._binding.fuse_operations()
@@ -185,7 +184,10 @@ class Session:
     def _configure(conn: Any, config: Any) -> None:
         conn.want = (conn.want | (conn.capable & _ASYNC_READ)) & ~_UNWANTED
         conn.max_background, conn.congestion_threshold = 64, 48
-        config.entry_timeout = config.attr_timeout = 1.0
+        config.entry_timeout = 1.0
+        # Size and times are asked for at every open and stat (default_permissions checks refresh them), so a file that
+        # was changed behind the mount is never opened with the old size. Reads and page faults do not ask.
+        config.attr_timeout = 0.0
         config.negative_timeout = 0.0
         config.readdir_ino = 1
         config.nullpath_ok = 1

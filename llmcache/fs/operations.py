@@ -1,11 +1,9 @@
 """What the mount does with open files: open, read, write, sync, close. Names are in `tree.py`, the cache in `engine.py`.
 
-A file changed behind the mount is noticed here, at open:
-- its Backing moves to the new content and the engine forgets what it had (before the reply);
-- this open is answered ESTALE, once: the kernel then looks the name up again, which refreshes the size it believes in,
-  and repeats the open by itself; the application sees none of it;
-- until a background thread has dropped every page of the path, no open keeps pages (a second opener could otherwise
-  read an old page that the first one's open is about to drop).
+A file changed behind the mount is noticed here, at open: its Backing moves to the new content and the engine forgets
+what it had before the open is answered. The kernel drops the pages of a file whose open says so, and until a background
+thread has dropped them too, every open says so: a second opener could otherwise read an old page that the first one's
+open is about to drop. The size needs no care: attributes expire at once (see libfuse.py), so the kernel has just asked.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import logging
 import os
 import queue
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 from llmcache.fs import syscalls
@@ -30,8 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llmcache.fs")
 
-_ESTALE_MEMORY_S = 2.0
-
 
 class LlmcacheOperations(TreeOperations):
     """The file system of one mount. Methods are called by libfuse's threads, many at a time, and raise OSError."""
@@ -41,7 +36,6 @@ class LlmcacheOperations(TreeOperations):
         self._engine = engine
         self._files: HandleTable[FileHandle] = HandleTable()
         self._listings: HandleTable[Listing] = HandleTable()
-        self._told_stale: dict[tuple[str, int], float] = {}
         self._notifier: Notifier | None = None
         self._to_drop: queue.SimpleQueue[Backing | None] = queue.SimpleQueue()
         self._dropper = threading.Thread(target=self._drop_pages, name="drop-pages", daemon=True)
@@ -89,7 +83,6 @@ class LlmcacheOperations(TreeOperations):
         try:
             if opened.changed:
                 self._changed_behind(opened.backing)
-                self._estale_once(path, pid)
             return self._opened(opened.backing, opened.keep_cache, path, flags, pid)
         except BaseException:
             self._table.release(opened.backing)
@@ -126,17 +119,6 @@ class LlmcacheOperations(TreeOperations):
         log.info("%s was changed behind the mount: generation %d", backing.path, backing.generation)
         self._engine.changed(backing, 0, -1)
         self._to_drop.put(backing)
-
-    def _estale_once(self, path: str, pid: int) -> None:
-        """ESTALE for the first of the two opens that the kernel makes of one that met a changed file."""
-        now = time.monotonic()
-        told = self._told_stale.pop((path, pid), 0.0)
-        if now - told < _ESTALE_MEMORY_S:
-            return
-        if len(self._told_stale) > 1024:  # threads that never came back
-            self._told_stale.clear()
-        self._told_stale[path, pid] = now
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     def release(self, number: int) -> None:
         """The last descriptor of one open was closed."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 # What fstab entries carry for mount(8), systemd and others; it means nothing to a file system.
-_NOISE = frozenset(
-    "defaults rw auto noauto nofail _netdev user nouser users owner group noowner async relatime noatime nodiratime".split()
-)
+_NOISE = {
+    *("defaults", "rw", "auto", "noauto", "nofail", "_netdev", "user", "nouser", "users", "owner", "group"),
+    *("async", "relatime", "noatime", "nodiratime", "strictatime", "lazytime"),
+}
 _NOISE_PREFIXES = ("x-", "comment=", "X-")
 _OWN = ("fsname=llmcachefs", "subtype=llmcachefs", "default_permissions", "nodev", "nosuid")
 

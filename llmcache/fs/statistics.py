@@ -57,10 +57,10 @@ def saved_ratio(stats: dict[str, Any]) -> float | None:
     """Share of the bytes asked of the daemon that it did not have to read from storage for the request; None before any.
 
     Reads that the kernel answers from its page cache never reach the daemon, so this says nothing about those."""
-    asked = stats.get("read_bytes", 0)
+    asked = float(stats.get("read_bytes", 0))
     if not asked:
         return None
-    return max(0.0, 1.0 - stats.get("backing_read_bytes", 0) / asked)
+    return max(0.0, 1.0 - float(stats.get("backing_read_bytes", 0)) / asked)
 
 
 def _prefetch(stats: dict[str, Any], kind: str) -> int:
