@@ -60,7 +60,7 @@ class Daemon:
         self._files = control.files(point)
         self._lock_fd = control.take_lock(self._files, point)
         self._tree = SourceTree(source)
-        self._engine = make_engine(request.cache_bytes, request.mode)
+        self._engine = make_engine(request.cache_bytes, request.mode, self._tree)
         self._operations = LlmcacheOperations(self._tree, self._engine, WritePolicy(request.writable, request.spill))
         self._operations.on_init = self._hand_over
         self._session = Session(self._operations, point, max_threads=THREADS, options=request.options)

@@ -1,0 +1,83 @@
+"""Arbitration: who gets how much of one budget, and which places of a loop are pinned.
+
+Loops are served shorter period first, then progressively longer ones (Source: io_caching section 4, cache allocation):
+a byte pinned in a loop saves one read per period. A loop that is not pinned whole is streamed through a window.
+Pins are *spread* over the loop, so that storage is busy all the time; pinning a prefix would leave it idle there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+MIN_WINDOW_BYTES = 12 << 20
+MAX_WINDOW_BYTES = 128 << 20
+WINDOW_SHARE = 0.06  # of the streamed bytes: bytes per pass are N - pins, so the window is what S loses
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop that wants budget: `size_bytes`, `period_ns` (None: not seen yet), and whether its readers are active."""
+
+    key: Hashable
+    size_bytes: int
+    period_ns: int | None
+    active: bool
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a loop gets: bytes to pin and bytes of window for the streamed rest (0 when it is pinned whole)."""
+
+    pinned_bytes: int
+    window_bytes: int
+
+
+def window_for(size_bytes: int, budget_bytes: int) -> int:
+    """Returns the window (bytes) with which a loop of `size_bytes` is streamed through `budget_bytes`."""
+    streamed = max(0, size_bytes - budget_bytes)
+    wanted = min(MAX_WINDOW_BYTES, max(MIN_WINDOW_BYTES, int(WINDOW_SHARE * streamed)))
+    return min(wanted, max(1, budget_bytes // 2))
+
+
+def share_budget(budget_bytes: int, loops: Iterable[Loop]) -> dict[Hashable, Share]:
+    """Divides `budget_bytes`: active loops before idle ones, shorter period first, unseen periods after seen ones."""
+    endless = 1 << 62
+    ranked = sorted(loops, key=lambda loop: (not loop.active, loop.period_ns or endless, loop.size_bytes))
+    shares: dict[Hashable, Share] = {}
+    left = budget_bytes
+    for index, loop in enumerate(ranked):
+        # Everyone behind who is active and cannot be pinned whole still needs a window to stream through.
+        behind = sum(_least_window(other, budget_bytes) for other in ranked[index + 1 :] if other.active)
+        mine = max(0, left - min(behind, left // 2))
+        if loop.size_bytes <= mine:
+            share = Share(loop.size_bytes, 0)
+        else:
+            window = window_for(loop.size_bytes, mine) if loop.active else 0
+            share = Share(max(0, mine - window), window)
+        shares[loop.key] = share
+        left -= share.pinned_bytes + share.window_bytes
+    return shares
+
+
+def _least_window(loop: Loop, budget_bytes: int) -> int:
+    return min(loop.size_bytes, MIN_WINDOW_BYTES, budget_bytes // 4)
+
+
+def spread(places: Sequence[int], count: int) -> list[int]:
+    """Returns `count` of `places`, spaced as evenly as whole steps allow (Bresenham)."""
+    total = len(places)
+    if count >= total:
+        return list(places)
+    return [places[(index * total + total // 2) // count] for index in range(count)] if count > 0 else []
+
+
+def repin(candidates: Sequence[int], pinned: set[int], count: int) -> tuple[list[int], list[int]]:
+    """Returns (to pin, to unpin), both spread, that bring the pins among `candidates` (in loop order) to `count`.
+
+    Only the difference moves: pins that stay are not read again.
+    """
+    held = [place for place in candidates if place in pinned]
+    if count >= len(held):
+        return spread([place for place in candidates if place not in pinned], count - len(held)), []
+    return [], spread(held, len(held) - count)

@@ -1,0 +1,100 @@
+"""Visiting order of a loop's extents, learned from the passes that were really made.
+
+A file is cut into extents; an order maps a *rank* (place in the loop) to an extent. It starts as file order or as a
+model header's guess. A `PassRecorder` writes down the extents in the order in which they are touched; when an extent
+comes round again the pass is over, and `LoopOrder.adopt` turns it into the new order. Extents that were not seen
+(pinned ones cause no request) stay behind the extent that preceded them before.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One completed pass: extents in the order of their first touch, and when it ran (ns, monotonic)."""
+
+    extents: tuple[int, ...]
+    started_ns: int
+    ended_ns: int
+
+    @property
+    def duration_ns(self) -> int:
+        """Time from the first touch to the touch that began the next pass (ns)."""
+        return self.ended_ns - self.started_ns
+
+
+class PassRecorder:
+    """Cuts a sequence of touched extents into passes.
+
+    A repeat ends the pass only if at least half of the pass lies between the two touches: threads that work on
+    neighbouring stripes touch an extent twice in short order, and that is no new pass.
+    """
+
+    def __init__(self) -> None:
+        self._place: dict[int, int] = {}
+        self._started_ns = 0
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def note(self, extent: int, now_ns: int) -> Pass | None:
+        """Returns the pass that this touch of `extent` at `now_ns` ends, or None."""
+        place = self._place.get(extent)
+        if place is None:
+            if not self._place:
+                self._started_ns = now_ns
+            self._place[extent] = len(self._place)
+            return None
+        if len(self._place) - place < max(2, len(self._place) // 2):
+            return None
+        done = Pass(tuple(self._place), self._started_ns, now_ns)
+        self._place = {extent: 0}
+        self._started_ns = now_ns
+        return done
+
+
+class LoopOrder:
+    """A permutation of the extents 0..count-1: `rank_of[extent]` and `extent_at[rank]`."""
+
+    def __init__(self, count: int, first_guess: Iterable[int] | None = None) -> None:
+        guess = list(range(count)) if first_guess is None else list(first_guess)
+        if sorted(guess) != list(range(count)):
+            raise ValueError(f"first_guess is not a permutation of {count} extents")
+        self.extent_at = array("L", guess)
+        self.rank_of = array("L", bytes(array("L").itemsize * count))
+        self._index()
+
+    def __len__(self) -> int:
+        return len(self.extent_at)
+
+    def _index(self) -> None:
+        for rank, extent in enumerate(self.extent_at):
+            self.rank_of[extent] = rank
+
+    def adopt(self, seen: Sequence[int]) -> array[int]:
+        """Makes `seen` (distinct extents, in touch order) the order; returns the old rank of each new rank."""
+        place = {extent: index for index, extent in enumerate(seen)}
+        keys: list[tuple[int, int]] = []
+        current = -1
+        for rank, extent in enumerate(self.extent_at):
+            current = place.get(extent, current)
+            keys.append((current, rank))
+        # A seen extent leads its group: the unseen ones that followed it keep their distance to it.
+        old_ranks = array("L", (rank for _, rank in sorted(keys)))
+        old = array("L", self.extent_at)
+        for rank, old_rank in enumerate(old_ranks):
+            self.extent_at[rank] = old[old_rank]
+        self._index()
+        return old_ranks
+
+    def disorder(self, seen: Sequence[int]) -> float:
+        """Share (0..1) of the steps in `seen` that do not go forward in this order (a wrap counts as one step)."""
+        if len(seen) < 2:
+            return 0.0
+        ranks = [self.rank_of[extent] for extent in seen]
+        back = sum(later < earlier for earlier, later in zip(ranks, ranks[1:]))
+        return max(0, back - 1) / (len(seen) - 1)

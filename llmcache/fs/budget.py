@@ -1,0 +1,159 @@
+"""How much memory there is: the machine's, the cgroup's (v1, v2), and what may be locked.
+
+All functions read /proc and /sys at call time; `root` is there for tests on recorded trees.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmcache.errors import EnvironmentProblem
+from llmcache.units import format_size
+
+log = logging.getLogger(__name__)
+
+MIN_BUDGET_BYTES = 16 << 20
+DAEMON_BYTES = 64 << 20  # daemon, helper and buffers, beside the budget
+MACHINE_MARGIN_BYTES = 256 << 20
+MACHINE_MARGIN_SHARE = 0.05
+GROUP_MARGIN_BYTES = 8 << 20
+CAP_IPC_LOCK = 14
+UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory in one place (the machine or a cgroup): bytes in all, bytes that can be had, bytes to keep free."""
+
+    name: str
+    total_bytes: int
+    available_bytes: int
+    margin_bytes: int
+
+    @property
+    def spare_bytes(self) -> int:
+        """What can be taken without touching the margin (negative when already short)."""
+        return self.available_bytes - self.margin_bytes
+
+
+def machine_memory(root: Path = Path("/")) -> Memory:
+    """Returns MemTotal and MemAvailable of /proc/meminfo."""
+    values = _pairs(root / "proc/meminfo")
+    total, available = values["MemTotal"] * 1024, values["MemAvailable"] * 1024
+    return Memory("machine", total, available, max(MACHINE_MARGIN_BYTES, int(total * MACHINE_MARGIN_SHARE)))
+
+
+def cgroup_memory(root: Path = Path("/")) -> list[Memory]:
+    """Returns the memory limits of this process's cgroup and of those above it, v1 and v2; empty without limits."""
+    found: list[Memory] = []
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            bases = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
+            files = ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            bases = [root / "sys/fs/cgroup/memory"]
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        for base in bases:
+            group = base / path.lstrip("/")
+            while True:
+                memory = _limit_of(group, *files)
+                if memory is not None:
+                    found.append(memory)
+                if group in (base, base.parent):
+                    break
+                group = group.parent
+    return found
+
+
+def _limit_of(group: Path, limit_file: str, usage_file: str) -> Memory | None:
+    try:
+        text = (group / limit_file).read_text().strip()
+        if text == "max" or int(text) >= UNLIMITED:
+            return None
+        limit, usage = int(text), int((group / usage_file).read_text())
+        stat = _pairs(group / "memory.stat")
+    except (OSError, ValueError, KeyError):
+        return None  # no such controller here, or a group that is ending
+    # v1 counts children under total_*; page cache on the LRU can be had back, locked pages cannot.
+    cache = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
+    return Memory(f"cgroup {group}", limit, limit - usage + cache, GROUP_MARGIN_BYTES)
+
+
+def _pairs(path: Path) -> dict[str, int]:
+    pairs = {}
+    for line in path.read_text().splitlines():
+        fields = line.replace(":", " ").split()
+        if len(fields) >= 2:
+            pairs[fields[0]] = int(fields[1])
+    return pairs
+
+
+def tightest(root: Path = Path("/")) -> Memory:
+    """Returns the place with the least spare memory."""
+    return min([machine_memory(root), *cgroup_memory(root)], key=lambda memory: memory.spare_bytes)
+
+
+def lockable_bytes(root: Path = Path("/")) -> int:
+    """Returns how much this process may mlock."""
+    for line in (root / "proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:") and int(line.split()[1], 16) >> CAP_IPC_LOCK & 1:
+            return UNLIMITED
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def settle_budget(cache_bytes: int | None, root: Path = Path("/")) -> int:
+    """Returns the budget for `cache_bytes` (None: all that can be spared).
+
+    More than there is in all is refused; more than can be spared now is reduced, with a message.
+    """
+    least = tightest(root)
+    spare = least.spare_bytes - DAEMON_BYTES
+    if spare < MIN_BUDGET_BYTES:
+        raise EnvironmentProblem(
+            f"no memory for a cache: {format_size(least.available_bytes)} available in the {least.name}",
+            "end other programs, or raise the memory limit of the cgroup",
+        )
+    if cache_bytes is None:
+        return spare
+    if cache_bytes < MIN_BUDGET_BYTES:
+        raise EnvironmentProblem(
+            f"a budget of {format_size(cache_bytes)} is too small to stream through",
+            f"give --cache at least {format_size(MIN_BUDGET_BYTES)}",
+        )
+    if cache_bytes > least.total_bytes - least.margin_bytes:
+        raise EnvironmentProblem(
+            f"a budget of {format_size(cache_bytes)} does not fit: the {least.name} has {format_size(least.total_bytes)}",
+            f"--cache {spare} is possible now, or leave --cache out to use what can be spared",
+        )
+    if cache_bytes > spare:
+        log.warning(
+            "--cache reduced from %s to %s: that is what the %s can spare now",
+            format_size(cache_bytes),
+            format_size(spare),
+            least.name,
+        )
+        return spare
+    return cache_bytes
+
+
+def settle_mode(mode: str, budget_bytes: int, root: Path = Path("/")) -> str:
+    """Returns "steer" or "arena": auto steers where the whole budget may be locked."""
+    lockable = lockable_bytes(root)
+    if mode == "auto":
+        chosen = "steer" if lockable >= budget_bytes else "arena"
+        why = "memory can be locked" if chosen == "steer" else f"only {format_size(lockable)} may be locked"
+        log.info("mode %s: %s", chosen, why)
+        return chosen
+    if mode == "steer" and lockable < budget_bytes:
+        raise EnvironmentProblem(
+            f"mode steer locks {format_size(budget_bytes)}, but RLIMIT_MEMLOCK allows {format_size(lockable)}",
+            "run as root, raise `ulimit -l`, or use --mode arena",
+        )
+    return mode

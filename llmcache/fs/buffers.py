@@ -1,0 +1,50 @@
+"""Page-aligned memory for fetches: a bounded pool that never blocks, and a small bounce buffer per thread.
+
+Nothing here waits. A caller that finds the pool empty reads just the bytes it needs through its own bounce buffer:
+a reply must never wait for a buffer that somebody holds who waits for that reply.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+
+BUFFER_BYTES = 1 << 20
+BOUNCE_BYTES = 128 << 10
+
+
+class Region:
+    """Anonymous page-aligned memory of `size` bytes at `address`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.memory = mmap.mmap(-1, size)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+
+class BufferPool:
+    """`count` buffers of BUFFER_BYTES; `reserve` of them are only handed out on demand, not for fetching ahead."""
+
+    def __init__(self, count: int, reserve: int) -> None:
+        self._free = [Region(BUFFER_BYTES) for _ in range(count)]
+        self.count = count
+        self.reserve = reserve
+        self._bounce = threading.local()
+
+    def take(self, ahead: bool = False) -> Region | None:
+        """Returns a buffer, or None when there is none for this purpose. The caller holds the engine's lock."""
+        if len(self._free) <= (self.reserve if ahead else 0):
+            return None
+        return self._free.pop()
+
+    def give(self, buffer: Region) -> None:
+        """Takes a buffer back. The caller holds the engine's lock."""
+        self._free.append(buffer)
+
+    def bounce(self) -> Region:
+        """Returns this thread's own buffer of BOUNCE_BYTES."""
+        region: Region | None = getattr(self._bounce, "region", None)
+        if region is None:
+            region = self._bounce.region = Region(BOUNCE_BYTES)
+        return region

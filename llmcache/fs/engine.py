@@ -1,0 +1,284 @@
+"""The engine: what the file operations call, and the only part of the cache that they know.
+
+It turns opens into groups (with the layout of model files as the first guess of what loops), hands reads to `Reader`,
+passes to the plan, changes of a file to everything that holds a copy of it, and keeps house twice a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from llmcache.cache.order import Pass
+from llmcache.errors import UsageError
+from llmcache.fs.budget import settle_budget, settle_mode
+from llmcache.fs.buffers import BufferPool
+from llmcache.fs.fetching import Fetcher
+from llmcache.fs.group import Group, Member
+from llmcache.fs.grouping import Grouping
+from llmcache.fs.holders import ArenaHolder, Holder, SteerHolder
+from llmcache.fs.loader import Loader
+from llmcache.fs.mountpoint import find
+from llmcache.fs.pins import PinService
+from llmcache.fs.planner import Planner
+from llmcache.fs.pressure import PressureGauge
+from llmcache.fs.reader import Reader
+from llmcache.fs.report import snapshot
+from llmcache.fs.state import CacheState, KernelNotifier
+
+if TYPE_CHECKING:
+    from llmcache.fs.backing import Backing
+    from llmcache.fs.source import SourceTree
+
+log = logging.getLogger(__name__)
+
+POOL_BUFFERS = 12
+POOL_RESERVE = 4
+TICK_S = 0.25
+IDLE_DROP_NS = 60_000_000_000  # closed files give everything back after this
+CURSOR_LIFE_NS = 5_000_000_000
+
+
+class Engine:
+    """Cache of one mount; see `make_engine`."""
+
+    def __init__(self, cache_bytes: int, mode: str, tree: SourceTree) -> None:
+        self.state = CacheState(cache_bytes, BufferPool(POOL_BUFFERS, POOL_RESERVE))
+        self.pins = PinService(self._attached, self._lock_failed)
+        self.holder: Holder = SteerHolder(self.state, self.pins) if mode == "steer" else ArenaHolder(self.state)
+        self.mode = mode
+        self.fetcher = Fetcher(self.state, self.holder)
+        self.reader = Reader(self.state, self.fetcher, self._pass_ended)
+        self.planner = Planner(self.state, self.holder)
+        self.grouping = Grouping(self.state, tree)
+        self.gauge = PressureGauge(cache_bytes)
+        self._wake = threading.Event()
+        self._house: threading.Thread | None = None
+        self._plan_due = False
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget that was asked for; pressure may leave less for a while."""
+        return self.state.budget_bytes
+
+    # Life
+
+    def start(self, notifier: KernelNotifier, mountpoint: str) -> None:
+        """Starts threads and the pin helper; does not touch the mount. May follow `stop`."""
+        self.state.notifier = notifier
+        self.state.running = True
+        self.pins.start(mountpoint)
+        self.loader = Loader(self.state, self.fetcher)
+        self.loader.start()
+        self._house = threading.Thread(target=self._keep_house, args=(mountpoint,), name="house", daemon=True)
+        self._house.start()
+
+    def stop(self) -> None:
+        """Unpins everything and ends the threads; reads are still answered, straight from SOURCE."""
+        if not self.state.running or self._house is None:
+            return
+        with self.state.lock:
+            self.state.running = False
+            for group in list(self.state.groups.values()):
+                self._dissolve(group)
+            self.state.work.notify_all()
+            self.state.room.notify_all()
+        self._wake.set()
+        self.pins.stop()
+        self.loader.join()
+        self._house.join(timeout=10)
+
+    # Called by the file operations
+
+    def opened(self, backing: Backing, path: str, pid: int) -> bool:
+        """Notes an open of a regular file; returns True if the kernel may keep the pages it has."""
+        if pid == self.pins.pid or not self.state.running:
+            return True
+        with self.state.lock:
+            self.state.opens[backing] = self.state.opens.get(backing, 0) + 1
+            owner = self.state.owners.get(backing)
+            if owner is not None and backing.writable and not owner[0].written:
+                self._dissolve(owner[0])
+                self._settle(owner[0])
+        known = owner is not None and owner[0].key in self.state.groups
+        self._adopt(backing)
+        return known
+
+    def _adopt(self, backing: Backing) -> None:
+        group, member = self.grouping.adopt(backing)
+        with self.state.lock:
+            group.last_ns = time.monotonic_ns()
+            attach = member.node is None and not member.attaching
+            member.attaching = member.attaching or attach
+            self._plan_due = True
+        if attach:
+            self.pins.attach(member.path)
+        self._wake.set()
+
+    def _settle(self, group: Group) -> None:
+        """Waits until no STORE of `group` is under way: one that ends after a write would bring old data back."""
+        while group.storing:
+            self.state.room.wait(0.01)
+
+    def closed(self, backing: Backing, pid: int) -> None:
+        """Notes the end of one open."""
+        if pid == self.pins.pid:
+            return
+        with self.state.lock:
+            left = self.state.opens.get(backing, 1) - 1
+            self.state.opens[backing] = left
+            owner = self.state.owners.get(backing)
+            if owner is not None:
+                owner[0].last_ns = time.monotonic_ns()
+            if left <= 0:
+                self.state.opens.pop(backing, None)
+                if owner is not None and owner[0].written:
+                    self._dissolve(owner[0])
+            self._plan_due = True
+        self._wake.set()
+
+    def read(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
+        """Fills memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError."""
+        observed = pid != self.pins.pid
+        if observed and backing not in self.state.owners and self.state.running:
+            self._adopt(backing)
+        return self.reader.read(backing, address, size, offset, observed)
+
+    def read_direct(self, backing: Backing, address: int, size: int, offset: int) -> int:
+        """As `read`, for an O_DIRECT open: nothing of it enters the page cache, so nothing is noted."""
+        return self.reader.direct(backing, address, max(0, min(size, backing.size - offset)), offset)
+
+    def changed(self, backing: Backing, offset: int, length: int) -> None:
+        """A file was written through the mount, or was found rewritten behind it (offset 0, length -1)."""
+        with self.state.lock:
+            if length > 0:
+                self.state.counters.backing_write_bytes += length
+            owner = self.state.owners.get(backing)
+            if owner is None:
+                return
+            group, member = owner
+            if not group.written:
+                self._dissolve(group)  # the next read makes a new one
+            elif backing.size > member.size_bytes:
+                group.grow(backing.size)
+            else:
+                member.size_bytes = group.size_bytes = backing.size
+            if group.written and length > 0:
+                self._charge_written(group, offset, length)
+
+    def _charge_written(self, group: Group, offset: int, length: int) -> None:
+        """Written pages stay in the page cache."""
+        for extent in range(offset // group.extent_bytes, (offset + length - 1) // group.extent_bytes + 1):
+            start = max(offset, extent * group.extent_bytes)
+            end = min(offset + length, (extent + 1) * group.extent_bytes)
+            self.state.charge(group, extent, end - start)
+            group.strays.pop(extent, None)
+            group.strays[extent] = time.monotonic_ns()
+
+    def renamed(self, old: str, new: str) -> None:
+        """A path, or a directory with all below it, has a new name."""
+        with self.state.lock:
+            for group in self.state.groups.values():
+                for member in group.members:
+                    if member.path == old or member.path.startswith(old + "/"):
+                        self.pins.rename(member.path, new + member.path[len(old) :])
+                        member.path = new + member.path[len(old) :]
+
+    def removed(self, path: str) -> None:
+        """A path was deleted through the mount; open handles go on reading."""
+        with self.state.lock:
+            for group in list(self.state.groups.values()):
+                if any(member.path == path for member in group.members):
+                    self._dissolve(group)
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the counters and the state of every file, as `llmcache stats --json` prints them."""
+        return snapshot(self.state, self.mode, self.pins.pid)
+
+    def command(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Serves one request of the control socket: {"op": "resize", "cache_bytes": N}."""
+        if request.get("op") != "resize" or not isinstance(request.get("cache_bytes"), int):
+            raise UsageError(f"unknown request {request!r}", "known: resize with cache_bytes")
+        size = int(request["cache_bytes"])
+        self.gauge.check(size, self.state.used_bytes)
+        with self.state.lock:
+            self.state.budget_bytes = self.state.limit_bytes = size
+            self.gauge.reset(size)
+            self.planner.plan()
+            self.state.room.notify_all()
+        return {"budget_bytes": size}
+
+    # Events, on other threads
+
+    def _attached(self, path: str, node: int) -> None:
+        with self.state.lock:
+            for group in self.state.groups.values():
+                for member in group.members:
+                    if member.path == path:
+                        member.node = node
+                        member.attaching = False
+            self.state.work.notify_all()
+
+    def _lock_failed(self, path: str, offset: int, length: int, code: int) -> None:
+        """A range could not be locked: it stays in the page cache as long as the kernel likes."""
+        log.warning("%s: cannot lock %d bytes at %d: errno %d", path, length, offset, code)
+        with self.state.lock:
+            for group in self.state.groups.values():
+                for member in group.members:
+                    if member.path == path:
+                        first = member.base + offset // group.extent_bytes
+                        extents = list(range(first, first + max(1, length // group.extent_bytes)))
+                        for extent in extents:
+                            group.wanted[extent] = 0
+                        self.holder.release(group, extents)
+                        self.state.limit_bytes = min(self.state.limit_bytes, self.state.used_bytes)
+
+    def _pass_ended(self, group: Group, done: Pass) -> None:
+        """Lock held."""
+        if group.learn(done):
+            self._plan_due = True
+            self._wake.set()
+
+    def _dissolve(self, group: Group) -> None:
+        """Forgets a whole group; what the kernel may still hold of it is dropped by `Grouping`. Lock held."""
+        for extent in list(group.loading):
+            self.fetcher.cancel(group, extent)
+        self.holder.release(group, self.holder.held(group))
+        self.grouping.dissolve(group)
+        for member in group.members:
+            self.pins.detach(member.path)
+
+    # Housekeeping
+
+    def _keep_house(self, mountpoint: str) -> None:
+        while self.state.running:
+            self._wake.wait(TICK_S)
+            self._wake.clear()
+            if find(mountpoint) is None:  # unmounted by others: the helper's namespace must not keep it alive
+                self.pins.stop()
+                return
+            limit = self.gauge.limit(self.state.used_bytes)
+            now_ns = time.monotonic_ns()
+            with self.state.lock:
+                if limit != self.state.limit_bytes:
+                    self.state.limit_bytes = limit
+                    self._plan_due = True
+                    self.state.room.notify_all()
+                for group in list(self.state.groups.values()):
+                    group.cursors.expire(now_ns - CURSOR_LIFE_NS)
+                    if not self.state.opens_of(group) and now_ns - group.last_ns > IDLE_DROP_NS:
+                        self._dissolve(group)
+                if self._plan_due:
+                    self._plan_due = False
+                    self.planner.plan()
+
+
+def make_engine(cache_bytes: int | None, mode: str, tree: SourceTree) -> Engine:
+    """Returns the engine for a budget (None: what the machine can spare) and a mode (auto picks and says which).
+
+    Raises EnvironmentProblem for a budget that the machine or the cgroup cannot give, or a mode it does not allow.
+    """
+    budget = settle_budget(cache_bytes)
+    return Engine(budget, settle_mode(mode, budget), tree)

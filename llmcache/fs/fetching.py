@@ -1,0 +1,145 @@
+"""Fetches of whole extents: claimed under the lock, read in one large I/O, then stored into the page cache.
+
+A fetch is claimed either by a reader that needs the extent (`ahead=False`) or by a loader that runs ahead of one. Its
+data is available to every reader from `done` on; storing comes after, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import time
+from typing import TYPE_CHECKING
+
+from llmcache.fs.buffers import Region
+from llmcache.fs.group import ABSENT, LOADING, PAGE, READY, SPARSE, Fetch, Group, Member
+
+if TYPE_CHECKING:
+    from llmcache.fs.holders import Holder
+    from llmcache.fs.state import CacheState
+
+log = logging.getLogger(__name__)
+
+
+class Fetcher:
+    """Claims, loads and stores extents."""
+
+    def __init__(self, state: CacheState, holder: Holder) -> None:
+        self.state = state
+        self.holder = holder
+
+    def claim(self, group: Group, member: Member, extent: int, ahead: bool) -> Fetch | None:
+        """Returns a fetch of an absent extent, or None when there is no buffer for it. Lock held."""
+        held = self.holder.source(group, extent)
+        region, pooled = held or self.holder.place(group, extent), False
+        if region is None:
+            region, pooled = self.state.pool.take(ahead), True
+        if region is None:
+            return None
+        length = group.length_of(member, extent)
+        fetch = Fetch(extent, length, region, pooled, ahead)
+        group.loading[extent] = fetch
+        group.strays.pop(extent, None)
+        group.set_state(extent, LOADING)
+        self.state.charge(group, extent, length)
+        if held is not None:
+            self.state.counters.arena_hit_bytes += length
+            fetch.done.set()
+        return fetch
+
+    def load(self, group: Group, member: Member, fetch: Fetch) -> None:
+        """Reads the extent, unless the arena had it; afterwards `done` is set, with data or with `error`."""
+        if fetch.done.is_set():
+            return
+        backing = member.backing
+        offset = group.offset_of(member, fetch.extent)
+        try:
+            if backing is None:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            # Whole pages, so that O_DIRECT is possible at the end of the file too.
+            wanted = -(-fetch.length // PAGE) * PAGE
+            count = backing.read_into(fetch.region.address, wanted, offset)
+            if count < fetch.length:
+                raise OSError(errno.EIO, f"{member.path}: {count} of {fetch.length} bytes at {offset}")
+        except OSError as error:
+            fetch.error = error
+        with self.state.lock:
+            if fetch.error is not None:
+                self._fail(group, fetch)
+            else:
+                self.state.counters.backing_read_bytes += fetch.length
+                if not fetch.pooled:
+                    self.holder.keep(group, fetch.extent, fetch.region)
+        fetch.done.set()
+
+    def _fail(self, group: Group, fetch: Fetch) -> None:
+        """The extent stays absent, and is not fetched ahead again; readers find out themselves. Lock held."""
+        if group.loading.get(fetch.extent) is fetch:
+            del group.loading[fetch.extent]
+            group.missed[fetch.extent] = 1 << 20
+            self.state.resident_bytes -= group.forget(fetch.extent)
+
+    def store(self, group: Group, member: Member, fetch: Fetch) -> None:
+        """Puts the loaded extent into the page cache and finishes the fetch."""
+        with self.state.lock:
+            usable = fetch.error is None and not fetch.stale and group.loading.get(fetch.extent) is fetch
+            group.storing += 1
+            trip = fetch.ahead and not fetch.joined and not self.holder.skips_trip(group, fetch.extent)
+        failed = 0
+        if usable:
+            if trip:
+                parts = [(PAGE, fetch.length)]
+            else:
+                parts = [(0, fetch.replied[0]), (fetch.replied[1], fetch.length)]
+            for start, end in parts:
+                if end > start and not failed:
+                    failed = self._put(group, member, fetch, start, end)
+        with self.state.lock:
+            group.storing -= 1
+            if usable and not fetch.stale and group.loading.get(fetch.extent) is fetch:
+                self._stored(group, member, fetch, trip, failed)
+            self.state.finish(fetch)
+            self.state.work.notify()
+
+    def _put(self, group: Group, member: Member, fetch: Fetch, start: int, end: int) -> int:
+        notifier = self.state.notifier
+        if notifier is None or member.node is None:
+            return -errno.ENOTCONN
+        offset = group.offset_of(member, fetch.extent)
+        # Page-aligned: a page that the reply covers in part is complete in the kernel only with its neighbour.
+        start = -(-start // PAGE) * PAGE if start else 0
+        if end <= start:
+            return 0
+        return notifier.store(member.node, offset + start, fetch.region.address + start, end - start)
+
+    def _stored(self, group: Group, member: Member, fetch: Fetch, trip: bool, failed: int) -> None:
+        """Lock held."""
+        extent = fetch.extent
+        del group.loading[extent]
+        if failed:
+            log.debug("store of %s extent %d: errno %d", member.path, extent, -failed)
+            group.set_state(extent, SPARSE if group.missed.get(extent, 0) else ABSENT)
+            return
+        self.state.counters.stored_bytes += fetch.length
+        if trip and not fetch.joined and fetch.length > PAGE:
+            group.set_state(extent, READY)
+            group.ready[extent] = time.monotonic_ns()
+            group.trips[extent] = ctypes.string_at(fetch.region.address, PAGE)
+            self.holder.stored(group, fetch)
+            return
+        group.touch(extent, time.monotonic_ns())
+        self.holder.stored(group, fetch)
+
+    def cancel(self, group: Group, extent: int) -> None:
+        """Marks a fetch under way as outdated: it will not be stored. Lock held."""
+        fetch = group.loading.pop(extent, None)
+        if fetch is not None:
+            fetch.stale = True
+            group.set_state(extent, ABSENT)
+
+
+def copy(target: int, region: Region, start: int, length: int) -> None:
+    """Copies `length` bytes at `start` of `region` to the address `target`, without the GIL."""
+    ctypes.memmove(target, region.address + start, length)

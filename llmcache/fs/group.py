@@ -1,0 +1,220 @@
+"""What the daemon knows of each extent: absent, loading, ready, touched or pinned.
+
+A `Group` is one loop space: a file, or the shards of one model in a row. Its extents are numbered through all members.
+States are kept by *rank* (place in the visiting order), so that "the next absent extent ahead of this reader" is one
+`bytearray.find`. `charge` is an upper bound of what the kernel holds of each extent: everything that was replied to or
+stored and not yet invalidated counts, whether or not the kernel has dropped it since.
+
+Every method expects the engine's lock to be held.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from llmcache.cache.cursors import CursorTable
+from llmcache.cache.order import LoopOrder, Pass, PassRecorder
+
+if TYPE_CHECKING:
+    from llmcache.fs.backing import Backing, Identity
+    from llmcache.fs.buffers import Region
+
+PAGE = 4096
+LARGE_EXTENT = 1 << 20
+SMALL_EXTENT = 128 << 10
+LARGE_FILE_BYTES = 32 << 20  # from here on extents are large
+SMALL_FILE_BYTES = 4 << 20  # up to here files are kept page by page, unless they are models
+
+ABSENT, LOADING, READY, TOUCHED, PINNED, SINGLE, SPARSE = range(7)
+"""SINGLE extents are read page by page as asked for (headers, embedding rows, small and written files); SPARSE ones are
+absent and fetched whole, but only on demand: fetched ahead they were dropped untouched (experts of a MoE model)."""
+
+MISSES_MAX = 3
+ORDER_TOLERANCE = 0.05  # share of backward steps above which a pass replaces the order
+REACH_BYTES = 64 << 20  # readers nearer than this share one cursor
+
+
+@dataclass(eq=False)
+class Member:
+    """One file of a group: its extents are `base` .. `base + count - 1`."""
+
+    path: str
+    size_bytes: int
+    base: int
+    count: int
+    backing: Backing | None = None
+    identity: Identity | None = None
+    node: int | None = None
+    attaching: bool = False
+
+
+@dataclass(eq=False)
+class Fetch:
+    """A read of one whole extent that is under way; `done` is set when `region` holds the data or `error` is set.
+
+    `pooled` regions go back to the pool with the last user; others belong to the arena.
+    """
+
+    extent: int
+    length: int
+    region: Region
+    pooled: bool
+    ahead: bool
+    done: threading.Event = field(default_factory=threading.Event)
+    error: OSError | None = None
+    users: int = 1
+    joined: bool = False
+    stale: bool = False
+    replied: tuple[int, int] = (0, 0)
+
+
+class Group:
+    """State of one loop space; `loop` holds the extents that count as loop, first guess or observed."""
+
+    def __init__(self, key: str, members: list[Member], extent_bytes: int, first_guess: Iterable[int] | None) -> None:
+        self.key = key
+        self.members = members
+        self.extent_bytes = extent_bytes
+        self.count = sum(member.count for member in members)
+        self.size_bytes = sum(member.size_bytes for member in members)
+        self.order = LoopOrder(self.count, first_guess)
+        self.status = bytearray(self.count)
+        self.charge = array("L", bytes(array("L").itemsize * self.count))
+        self.wanted = bytearray(self.count)  # by extent: 1 where the plan wants a pin
+        self.loading: dict[int, Fetch] = {}
+        self.trips: dict[int, bytes] = {}
+        self.ready: dict[int, int] = {}  # extent -> time it was stored ahead of its reader, oldest first
+        self.touched: dict[int, int] = {}  # extent -> time of touch, oldest first
+        self.strays: dict[int, int] = {}  # extents of which single pages were read, least recent first
+        self.refaults: dict[int, int] = {}
+        self.missed: dict[int, int] = {}  # times fetched ahead and dropped untouched, per extent
+        self.hot: set[int] = set()  # single extents that are kept (headers, small files)
+        self.recorder = PassRecorder()
+        self.written = False  # open for writing: the kernel alone fills its pages
+        self.storing = 0  # STOREs under way
+        self.looping = False  # a header's guess or an observed second pass
+        self.guessed = False
+        self.passes = 0
+        self.period_ns: int | None = None
+        self.window_bytes = 0
+        self.pinned_bytes = 0
+        self.last_ns = 0
+        self.cursors = CursorTable(self.count, REACH_BYTES // extent_bytes, False)
+
+    @property
+    def loop_bytes(self) -> int:
+        """Bytes that take part in the loop: everything but single-page extents; 0 when nothing loops."""
+        if not self.looping:
+            return 0
+        single = self.status.count(SINGLE)
+        return max(0, self.size_bytes - single * self.extent_bytes)
+
+    def member_of(self, extent: int) -> Member:
+        """Returns the file that `extent` belongs to."""
+        for member in self.members:
+            if extent < member.base + member.count:
+                return member
+        raise ValueError(f"extent {extent} is outside the group")
+
+    def offset_of(self, member: Member, extent: int) -> int:
+        """Returns the byte offset of `extent` in its file."""
+        return (extent - member.base) * self.extent_bytes
+
+    def length_of(self, member: Member, extent: int) -> int:
+        """Returns the bytes of `extent` (the last one of a file may be short)."""
+        return min(self.extent_bytes, member.size_bytes - self.offset_of(member, extent))
+
+    def state(self, extent: int) -> int:
+        """Returns the state of `extent`."""
+        return self.status[self.order.rank_of[extent]]
+
+    def set_state(self, extent: int, state: int) -> None:
+        """Sets the state of `extent`."""
+        self.status[self.order.rank_of[extent]] = state
+
+    def set_looping(self, guessed: bool) -> None:
+        """Marks the group as a loop: its cursors wrap round from now on."""
+        self.looping, self.guessed = True, guessed
+        self.cursors.loops = True
+
+    def note(self, extent: int, now_ns: int) -> Pass | None:
+        """Records that a reader touched `extent`; returns the pass that this ends, if any."""
+        self.last_ns = now_ns
+        self.cursors.note(self.order.rank_of[extent], now_ns)
+        return self.recorder.note(extent, now_ns)
+
+    def learn(self, done: Pass) -> bool:
+        """Takes a completed pass as evidence; returns True when class or order changed (the plan is due)."""
+        visible = self.count - self.status.count(PINNED) - self.status.count(SINGLE)
+        if len(done.extents) < max(1, visible // 2):
+            return False
+        self.passes += 1
+        self.period_ns = done.duration_ns if self.period_ns is None else (self.period_ns + done.duration_ns) // 2
+        changed = not self.looping
+        if changed or self.guessed:
+            self.set_looping(guessed=False)
+        if len(done.extents) >= visible * 4 // 5 and self.order.disorder(done.extents) > ORDER_TOLERANCE:
+            self._reorder(done)
+            changed = True
+        return changed
+
+    def _reorder(self, done: Pass) -> None:
+        old_ranks = self.order.adopt(done.extents)
+        self.status = bytearray(self.status[old] for old in old_ranks)
+        self.cursors.live.clear()
+
+    def next_absent(self, head: int, span: int) -> int | None:
+        """Returns the first absent extent within `span` ranks after rank `head`, going round if it is a loop."""
+        end = min(head + 1 + span, self.count)
+        rank = self.status.find(ABSENT, head + 1, end)
+        if rank < 0 and self.looping:
+            rank = self.status.find(ABSENT, 0, max(0, min(head + 1 + span - self.count, head)))
+        return self.order.extent_at[rank] if rank >= 0 else None
+
+    def waiting(self, head: int, rank: int) -> int:
+        """Returns how many extents after rank `head` and before `rank` are loading or ready, but not touched."""
+        if rank > head:
+            part: Iterable[bytes | bytearray] = (self.status[head + 1 : rank],)
+        else:
+            part = (self.status[head + 1 :], self.status[:rank])
+        return sum(piece.count(LOADING) + piece.count(READY) for piece in part)
+
+    def touch(self, extent: int, now_ns: int) -> None:
+        """Moves an extent that is in the page cache to touched, as the latest."""
+        self.set_state(extent, TOUCHED)
+        for table in (self.trips, self.ready, self.touched):
+            table.pop(extent, None)
+        self.touched[extent] = now_ns
+
+    def grow(self, size_bytes: int) -> None:
+        """Makes room for a written file's growth (single member)."""
+        member = self.members[0]
+        member.size_bytes = self.size_bytes = size_bytes
+        more = max(1, -(-size_bytes // self.extent_bytes)) - self.count
+        if more > 0:
+            self.status.extend(bytes([SINGLE]) * more)
+            self.wanted.extend(bytes(more))
+            self.charge.extend([0] * more)
+            self.count = member.count = self.count + more
+            self.order = LoopOrder(self.count)
+            self.cursors.count = self.count
+
+    def forget(self, extent: int) -> int:
+        """Makes `extent` absent (a single one stays single); returns the bytes that were charged for it."""
+        if self.state(extent) == READY:
+            self.missed[extent] = self.missed.get(extent, 0) + 1
+        if self.state(extent) != SINGLE:
+            self.set_state(extent, SPARSE if self.missed.get(extent, 0) >= MISSES_MAX else ABSENT)
+        for table in (self.trips, self.ready, self.touched, self.strays, self.refaults):
+            table.pop(extent, None)
+        charged = self.charge[extent]
+        self.charge[extent] = 0
+        return charged
+
+    def charged_extents(self) -> Iterator[int]:
+        """Yields the extents of which the kernel may hold something."""
+        return (extent for extent, charged in enumerate(self.charge) if charged)

@@ -1,0 +1,176 @@
+"""From open files to groups: what a file is (model, shard, small file, file being written) and how it is cut up.
+
+A header is only the first guess: it says which parts are hot, rows or loop. The order starts as file order and is
+learned; a file that is no model loops once a second pass has been seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from llmcache.errors import DataError
+from llmcache.fs.buffers import Region
+from llmcache.fs.group import (
+    LARGE_EXTENT,
+    LARGE_FILE_BYTES,
+    PAGE,
+    SINGLE,
+    SMALL_EXTENT,
+    SMALL_FILE_BYTES,
+    Group,
+    Member,
+)
+from llmcache.fs.layout import ModelLayout, read_layout, shard_name
+
+if TYPE_CHECKING:
+    from llmcache.fs.backing import Backing
+    from llmcache.fs.source import SourceTree
+    from llmcache.fs.state import CacheState
+
+log = logging.getLogger(__name__)
+
+HEADER_READ_BYTES = 256 << 10
+
+
+class Grouping:
+    """Makes, finds and ends groups."""
+
+    def __init__(self, state: CacheState, tree: SourceTree) -> None:
+        self.state = state
+        self.tree = tree
+
+    def adopt(self, backing: Backing) -> tuple[Group, Member]:
+        """Returns the group and member of an open file, made if need be. Takes the lock itself; reads the header."""
+        path, size = backing.path, backing.size
+        with self.state.lock:
+            known = self._known(backing)
+        if known is not None:
+            return known
+        written = backing.writable or backing.hidden
+        layout = None if written or size <= SMALL_FILE_BYTES else _layout_of(backing)
+        group = self._make(path, size, backing, written, layout)
+        with self.state.lock:
+            known = self._known(backing)  # another open was faster
+            if known is not None:
+                return known
+            self.state.groups[group.key] = group
+            member = next(member for member in group.members if member.path == path)
+            self._join(group, member, backing, layout)
+            return group, member
+
+    def _known(self, backing: Backing) -> tuple[Group, Member] | None:
+        owner = self.state.owners.get(backing)
+        if owner is not None:
+            return owner
+        for group in self.state.groups.values():
+            for member in group.members:
+                if member.path != backing.path or group.written or backing.writable or backing.hidden:
+                    continue
+                if member.size_bytes == backing.size and member.identity in (None, backing.identity):
+                    layout = None if member.identity else _layout_of(backing)
+                    self._join(group, member, backing, layout)
+                    return group, member
+        return None
+
+    def _join(self, group: Group, member: Member, backing: Backing, layout: ModelLayout | None) -> None:
+        if member.identity is None and layout is not None:
+            self._guess(group, member, layout)
+        member.backing, member.identity = backing, backing.identity
+        self.state.owners[backing] = (group, member)
+
+    def _make(self, path: str, size: int, backing: Backing, written: bool, layout: ModelLayout | None) -> Group:
+        files = [(path, size)]
+        if layout is not None and (shard := shard_name(path)) is not None:
+            files = self._siblings(path, shard.number, shard.count) or files
+        total = sum(length for _, length in files)
+        extent_bytes = LARGE_EXTENT if total >= LARGE_FILE_BYTES else SMALL_EXTENT
+        members, base = [], 0
+        for name, length in files:
+            count = max(1, -(-length // extent_bytes))
+            members.append(Member(name, length, base, count))
+            base += count
+        group = Group(f"{path}#{backing.generation}", members, extent_bytes, None)
+        group.written = written
+        if written or (layout is None and total <= SMALL_FILE_BYTES):
+            group.status = bytearray([SINGLE]) * group.count
+            if not written:
+                group.hot = set(range(group.count))
+        return group
+
+    def _siblings(self, path: str, number: int, count: int) -> list[tuple[str, int]]:
+        """Returns (path, size) of all shards, or nothing when one is missing: then each shard is on its own."""
+        mine = f"{number + 1:05d}-of-"
+        at = path.rindex(mine)
+        files = []
+        for index in range(count):
+            name = f"{path[:at]}{index + 1:05d}{path[at + 5 :]}"
+            try:
+                files.append((name, self.tree.stat(name).st_size))
+            except OSError:
+                return []
+        return files
+
+    def _guess(self, group: Group, member: Member, layout: ModelLayout) -> None:
+        """Takes over what the header says: hot and row extents are single, the rest loops."""
+        single = bytearray(member.count)
+        for region in layout.regions():
+            if region.role == "loop":
+                continue
+            first = -(-region.first_byte // group.extent_bytes)
+            for extent in range(first, region.end // group.extent_bytes):
+                single[extent] = 1
+        header_end = -(-layout.header_bytes // group.extent_bytes)
+        for index in range(member.count):
+            if single[index]:
+                group.set_state(member.base + index, SINGLE)
+                if index < header_end:
+                    group.hot.add(member.base + index)
+        group.set_looping(guessed=True)
+
+    def dissolve(self, group: Group) -> None:
+        """Forgets a group and leaves what the kernel may hold of it to the evictor. Lock held."""
+        self.state.groups.pop(group.key, None)
+        for backing, (owner, _) in list(self.state.owners.items()):
+            if owner is group:
+                del self.state.owners[backing]
+        for extent in group.charged_extents():
+            member = group.member_of(extent)
+            charged = group.charge[extent]
+            if member.node is None:
+                self.state.resident_bytes -= charged
+                continue
+            offset, length = group.offset_of(member, extent), group.length_of(member, extent)
+            self.state.debts.append((member.node, offset, length, charged))
+        group.charge[:] = type(group.charge)(group.charge.typecode, bytes(group.charge.itemsize * group.count))
+        group.pinned_bytes = 0
+        self.state.room.notify()
+
+
+def _layout_of(backing: Backing) -> ModelLayout | None:
+    """The layout that the file's header shows; None for no model, or for a header that cannot be used."""
+    region = Region(HEADER_READ_BYTES + PAGE)
+
+    def read(offset: int, size: int) -> bytes:
+        parts = []
+        while size > 0:
+            first = offset // PAGE * PAGE
+            skip = offset - first
+            length = min(HEADER_READ_BYTES, -(-(skip + size) // PAGE) * PAGE)
+            count = backing.read_into(region.address, length, first)
+            part = ctypes.string_at(region.address + skip, max(0, min(count - skip, size)))
+            if not part:
+                break
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+        return b"".join(parts)
+
+    try:
+        return read_layout(read, backing.size, os.path.basename(backing.path))
+    except DataError as error:
+        log.warning("%s is cached without a layout: %s", backing.path, error.message)
+    except OSError as error:
+        log.warning("%s: cannot read the header: %s", backing.path, error)
+    return None

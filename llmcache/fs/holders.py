@@ -1,0 +1,153 @@
+"""Two ways of holding the pinned part of a loop.
+
+`SteerHolder`: in the page cache of the mount, locked by the pin helper; readers hit it without a request.
+`ArenaHolder`: in the daemon's own memory; every pass copies it into the page cache ahead of the reader and drops it
+behind. Slower, but needs no privilege, and every hit is seen.
+
+Methods that say so expect the engine's lock.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from llmcache.fs.buffers import BUFFER_BYTES, Region
+from llmcache.fs.group import PINNED, READY, TOUCHED, Fetch, Group
+from llmcache.fs.pins import PinService
+from llmcache.fs.state import CacheState
+
+
+class Holder(Protocol):
+    """How pins are kept."""
+
+    mode: str
+
+    def source(self, group: Group, extent: int) -> Region | None:
+        """Memory that holds `extent`, else None. Lock held."""
+
+    def place(self, group: Group, extent: int) -> Region | None:
+        """Memory that a wanted extent is read into to stay, else None. Lock held."""
+
+    def keep(self, group: Group, extent: int, region: Region) -> None:
+        """`region`, which came from `place`, now contains `extent`. Lock held."""
+
+    def stored(self, group: Group, fetch: Fetch) -> None:
+        """The extent of `fetch` is complete in the page cache. Lock held."""
+
+    def skips_trip(self, group: Group, extent: int) -> bool:
+        """True if the extent is stored whole, because it will be pinned there. Lock held."""
+
+    def pin_ready(self, group: Group) -> None:
+        """Pins what the plan wants and the page cache already holds. Lock held."""
+
+    def release(self, group: Group, extents: list[int]) -> None:
+        """Gives `extents` up: no longer pinned. Lock held."""
+
+    def held(self, group: Group) -> list[int]:
+        """The extents that are held. Lock held."""
+
+
+class SteerHolder:
+    """Pins live in the page cache, locked through `PinService`."""
+
+    mode = "steer"
+
+    def __init__(self, state: CacheState, pins: PinService) -> None:
+        self.state = state
+        self.pins = pins
+
+    def source(self, group: Group, extent: int) -> Region | None:
+        """Nothing is held in memory."""
+        return None
+
+    def place(self, group: Group, extent: int) -> Region | None:
+        """Nothing is held in memory."""
+        return None
+
+    def keep(self, group: Group, extent: int, region: Region) -> None:
+        """Never called: `place` gives no memory."""
+
+    def skips_trip(self, group: Group, extent: int) -> bool:
+        """True for wanted extents: they are locked as soon as they are stored."""
+        return bool(group.wanted[extent])
+
+    def stored(self, group: Group, fetch: Fetch) -> None:
+        """Locks the extent if the plan wants it."""
+        if group.wanted[fetch.extent]:
+            self._pin(group, [fetch.extent])
+
+    def pin_ready(self, group: Group) -> None:
+        """Locks the wanted extents that are ready or touched."""
+        present = (READY, TOUCHED)
+        self._pin(group, [e for e in range(group.count) if group.wanted[e] and group.state(e) in present])
+
+    def _pin(self, group: Group, extents: list[int]) -> None:
+        for extent in extents:
+            group.set_state(extent, PINNED)
+            group.trips.pop(extent, None)
+            group.touched.pop(extent, None)
+            group.pinned_bytes += group.length_of(group.member_of(extent), extent)
+        for member, offset, length in self.state.ranges(group, extents):
+            self.pins.lock(member.path, offset, length)
+
+    def release(self, group: Group, extents: list[int]) -> None:
+        """Unlocks; the data stays until the evictor wants the room."""
+        for extent in extents:
+            if group.state(extent) == PINNED:
+                group.set_state(extent, TOUCHED)
+                group.touched[extent] = 0
+                group.pinned_bytes -= group.length_of(group.member_of(extent), extent)
+        for member, offset, length in self.state.ranges(group, extents):
+            self.pins.unlock(member.path, offset, length)
+
+    def held(self, group: Group) -> list[int]:
+        """Extents in state PINNED."""
+        return [group.order.extent_at[rank] for rank, state in enumerate(group.status) if state == PINNED]
+
+
+class ArenaHolder:
+    """Pins live in anonymous memory, one region an extent; regions are read into directly with O_DIRECT."""
+
+    mode = "arena"
+
+    def __init__(self, state: CacheState) -> None:
+        self.state = state
+        self._slots: dict[tuple[str, int], Region] = {}
+
+    def source(self, group: Group, extent: int) -> Region | None:
+        """Returns the held copy of `extent`."""
+        return self._slots.get((group.key, extent))
+
+    def place(self, group: Group, extent: int) -> Region | None:
+        """Returns a new region for an extent that the plan wants and that is not held yet."""
+        if not group.wanted[extent] or (group.key, extent) in self._slots:
+            return None
+        return Region(min(BUFFER_BYTES, group.extent_bytes))
+
+    def keep(self, group: Group, extent: int, region: Region) -> None:
+        """Holds `region`, which now contains `extent`."""
+        self._slots[(group.key, extent)] = region
+        self.state.held_bytes += region.size
+        group.pinned_bytes += region.size
+
+    def skips_trip(self, group: Group, extent: int) -> bool:
+        """Never: every pass goes through the window."""
+        return False
+
+    def stored(self, group: Group, fetch: Fetch) -> None:
+        """Nothing to do: the arena copy was made when the data arrived."""
+
+    def pin_ready(self, group: Group) -> None:
+        """Nothing to do: extents are held when they pass by next."""
+
+    def release(self, group: Group, extents: list[int]) -> None:
+        """Frees the regions."""
+        for extent in extents:
+            region = self._slots.pop((group.key, extent), None)
+            if region is not None:
+                self.state.held_bytes -= region.size
+                group.pinned_bytes -= region.size
+
+    def held(self, group: Group) -> list[int]:
+        """Extents with a slot."""
+        return [extent for key, extent in self._slots if key == group.key]

@@ -1,0 +1,133 @@
+"""Loaders run ahead of the readers; the evictor keeps what the kernel holds below the budget.
+
+A loader stores what readers fetched, and otherwise fetches the absent extent whose reader will be there first. It only
+claims when there is room, and makes none itself: it holds no claim while somebody waits for the kernel to drop pages.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from llmcache.fs.fetching import Fetcher
+from llmcache.fs.group import Fetch, Group, Member
+from llmcache.fs.victims import choose_victims
+
+if TYPE_CHECKING:
+    from llmcache.cache.cursors import Cursor
+    from llmcache.fs.state import CacheState, Fill
+
+log = logging.getLogger(__name__)
+
+LOADERS = 4
+IDLE_S = 0.5
+CURSOR_LIFE_NS = 5_000_000_000
+SPAN_SHARE = 0.75  # of a loop that a loader may look ahead
+UNSEEN_WINDOW_BYTES = 16 << 20  # of a file that is not known to loop
+HEADROOM_EXTENTS = 2
+
+
+class Loader:
+    """The loader threads and the evictor thread."""
+
+    def __init__(self, state: CacheState, fetcher: Fetcher) -> None:
+        self.state = state
+        self.fetcher = fetcher
+        self._threads = [threading.Thread(target=self._load, name=f"load-{n}", daemon=True) for n in range(LOADERS)]
+        self._threads.append(threading.Thread(target=self._evict, name="evict", daemon=True))
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        """Waits for the threads, after `state.running` was cleared and both conditions notified."""
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=10)
+
+    def _load(self) -> None:
+        state = self.state
+        while state.running:
+            fill: Fill | None = None
+            claim: tuple[Group, Member, Fetch] | None = None
+            with state.lock:
+                if state.fills:
+                    fill = state.fills.popleft()
+                else:
+                    claim = self._claim()
+                if fill is None and claim is None:
+                    state.work.wait(IDLE_S)
+            if fill is not None:
+                self.fetcher.store(fill.group, fill.member, fill.fetch)
+            elif claim is not None:
+                self.fetcher.load(*claim)
+                self.fetcher.store(*claim)
+
+    def _claim(self) -> tuple[Group, Member, Fetch] | None:
+        """Claims the extent that is wanted soonest, if there is room for it. Lock held."""
+        best: tuple[int, Group, int] | None = None
+        for group in self.state.groups.values():
+            for waiting, extent in self._candidates(group):
+                if best is None or waiting < best[0]:
+                    best = (waiting, group, extent)
+        if best is None:
+            return None
+        _, group, extent = best
+        if self.state.used_bytes + group.extent_bytes > self.state.limit_bytes:
+            self.state.room.notify()
+            return None
+        member = group.member_of(extent)
+        if member.node is None or member.backing is None:
+            return None
+        fetch = self.fetcher.claim(group, member, extent, ahead=True)
+        return None if fetch is None else (group, member, fetch)
+
+    def _candidates(self, group: Group) -> Iterator[tuple[int, int]]:
+        """Yields (bytes already waiting ahead, extent to fetch) for each reader of `group` that lacks some."""
+        if self.state.notifier is None or not group.cursors.live:
+            return
+        readers = [cursor for cursor in group.cursors.live if self._follows(group, cursor)]
+        ahead = (group.window_bytes or UNSEEN_WINDOW_BYTES) // 2 // max(1, len(readers))
+        span = int(group.count * SPAN_SHARE) if group.looping else group.count
+        for cursor in readers:
+            extent = group.next_absent(cursor.head, span)
+            if extent is None or group.members[0].node is None:
+                continue
+            waiting = group.waiting(cursor.head, group.order.rank_of[extent]) * group.extent_bytes
+            if waiting < ahead:
+                yield waiting, extent
+
+    def _follows(self, group: Group, cursor: Cursor) -> bool:
+        """True if it is worth running ahead of `cursor`: it has moved, and lately."""
+        return cursor.moves > 0 and cursor.last_ns > group.last_ns - CURSOR_LIFE_NS
+
+    def _evict(self) -> None:
+        state = self.state
+        while state.running:
+            with state.lock:
+                debts, state.debts = state.debts, []
+                if not debts:
+                    for group, member, offset, length, extent in choose_victims(state, time.monotonic_ns(), HEADROOM_EXTENTS):
+                        assert member.node is not None
+                        debts.append((member.node, offset, length, group.forget(extent)))
+                if not debts:
+                    state.room.wait(IDLE_S)
+                    continue
+            self._drop(debts)
+
+    def _drop(self, debts: list[tuple[int, int, int, int]]) -> None:
+        """Invalidates ranges of the page cache; only then they count as gone."""
+        state = self.state
+        for node, offset, length, _ in debts:
+            if state.notifier is not None:
+                state.notifier.invalidate(node, offset, length)
+        with state.lock:
+            for _, _, length, charged in debts:
+                state.resident_bytes -= charged
+                state.counters.invalidated_bytes += length
+            state.work.notify_all()

@@ -1,0 +1,179 @@
+"""The daemon's side of the pin helper: starts it, keeps it alive, and queues locks so that nobody waits for them.
+
+One thread owns the helper's pipe. `lock`, `unlock`, `attach` and `detach` only queue; results come back through the
+callbacks, called on that thread without any lock held. When the helper dies, it is started again and everything that
+should be attached and locked is replayed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+RESTARTS_MAX = 20
+BATCH_BYTES = 16 << 20  # so that an unlock under pressure never waits behind gigabytes of locks
+
+
+class PinService:
+    """Queue and bookkeeping of attached files and locked ranges."""
+
+    def __init__(self, on_attached: Callable[[str, int], None], on_failed: Callable[[str, int, int, int], None]) -> None:
+        self.on_attached = on_attached
+        self.on_failed = on_failed
+        self.pid = 0
+        self._mountpoint = ""
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._locked: dict[str, set[tuple[int, int]]] = {}
+        self._helper: subprocess.Popen[str] | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._restarts = 0
+
+    def start(self, mountpoint: str) -> None:
+        """Starts the helper for `mountpoint`. May follow `stop`; nothing is attached or locked then."""
+        self._mountpoint = mountpoint
+        self._stopping = False
+        self._queue = queue.SimpleQueue()
+        self._locked.clear()
+        self._spawn()
+        self._thread = threading.Thread(target=self._run, name="pins", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the helper, which releases every lock; waits for it."""
+        self._stopping = True
+        self._queue.put(None)
+        if self._helper is not None:
+            self._helper.kill()
+            self._helper.wait()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+
+    def attach(self, path: str) -> None:
+        """Opens `path` in the helper; `on_attached(path, node id)` follows."""
+        self._queue.put({"op": "attach", "path": path})
+
+    def detach(self, path: str) -> None:
+        """Closes `path` in the helper and forgets its locks."""
+        self._queue.put({"op": "detach", "path": path})
+
+    def lock(self, path: str, offset: int, length: int) -> None:
+        """Locks a range; `on_failed(path, offset, length, errno)` follows if that is refused."""
+        for start in range(offset, offset + length, BATCH_BYTES):
+            size = min(BATCH_BYTES, offset + length - start)
+            self._queue.put({"op": "lock", "path": path, "ranges": [[start, size]]})
+
+    def unlock(self, path: str, offset: int, length: int) -> None:
+        """Unlocks a range."""
+        self._queue.put({"op": "unlock", "path": path, "ranges": [[offset, length]]})
+
+    def rename(self, old: str, new: str) -> None:
+        """`old` is called `new` from now on, also to a helper started later."""
+        self._queue.put({"op": "rename", "path": old, "new": new})
+
+    def idle(self) -> bool:
+        """True when nothing is queued."""
+        return self._queue.empty()
+
+    def _spawn(self) -> None:
+        script = str(Path(__file__).with_name("pinhelper.py"))
+        # -I -S: no site packages, no package import; it starts in milliseconds and stays small.
+        self._helper = subprocess.Popen(
+            [sys.executable, "-I", "-S", script, self._mountpoint],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+        self.pid = self._helper.pid
+
+    def _run(self) -> None:
+        while (request := self._queue.get()) is not None:
+            try:
+                self._serve(request)
+            except (OSError, ValueError) as error:
+                if self._stopping:
+                    return
+                self._recover(request, error)
+
+    def _serve(self, request: dict[str, Any]) -> None:
+        path = request["path"]
+        reply = self._call(request)
+        if request["op"] == "rename":
+            if path in self._locked:
+                self._locked[request["new"]] = self._locked.pop(path)
+            return
+        if request["op"] == "attach":
+            if "node" in reply:
+                self._locked.setdefault(path, set())
+                self.on_attached(path, reply["node"])
+            return
+        ranges = {(offset, length) for offset, length in request.get("ranges", [])}
+        failed = reply.get("failed", [])
+        if "errno" in reply:
+            failed = [[offset, length, reply["errno"]] for offset, length in ranges]
+        held = self._locked.setdefault(path, set())
+        if request["op"] == "lock":
+            held |= ranges - {(offset, length) for offset, length, _ in failed}
+            for offset, length, code in failed:
+                self.on_failed(path, offset, length, code)
+        elif request["op"] == "unlock":
+            self._locked[path] = _subtract(held, ranges)
+        else:
+            self._locked.pop(path, None)
+
+    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
+        helper = self._helper
+        if helper is None or helper.stdin is None or helper.stdout is None:
+            raise OSError("the pin helper does not run")
+        helper.stdin.write(json.dumps(request) + "\n")
+        helper.stdin.flush()
+        line = helper.stdout.readline()
+        if not line:
+            raise OSError("the pin helper ended")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _recover(self, request: dict[str, Any], error: Exception) -> None:
+        """Starts the helper again, replays attachments and locks, then the request that failed."""
+        self._restarts += 1
+        if self._restarts > RESTARTS_MAX:
+            log.error("pin helper failed %d times, no more pins: %s", self._restarts, error)
+            return
+        log.warning("pin helper ended (%s), starting it again", error)
+        if self._helper is not None:
+            self._helper.kill()
+            self._helper.wait()
+        self._spawn()
+        wanted, self._locked = self._locked, {}
+        for path, ranges in wanted.items():
+            self._serve({"op": "attach", "path": path})
+            if ranges:
+                self._serve({"op": "lock", "path": path, "ranges": [list(pair) for pair in sorted(ranges)]})
+        self._serve(request)
+
+
+def _subtract(held: set[tuple[int, int]], gone: set[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Returns `held` without the bytes of `gone`."""
+    for start, length in gone:
+        end, rest = start + length, set()
+        for offset, size in held:
+            if offset + size <= start or offset >= end:
+                rest.add((offset, size))
+                continue
+            if offset < start:
+                rest.add((offset, start - offset))
+            if offset + size > end:
+                rest.add((end, offset + size - end))
+        held = rest
+    return held
+

@@ -1,0 +1,187 @@
+"""Answers READ requests. A reply waits for the bytes it needs and for nothing else.
+
+What a request on an extent means, by the extent's state:
+- absent: fetch the extent whole in one large I/O, answer from it, store the rest afterwards;
+- loading: wait for that fetch, answer from it;
+- ready: the tripwire; answer the first page from memory and note that a reader has arrived;
+- touched or pinned: the kernel has dropped pages (memory pressure) or lacks the few that a reply left out; read these;
+- single: read just what is asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import time
+from typing import TYPE_CHECKING
+
+from llmcache.fs.buffers import BOUNCE_BYTES
+from llmcache.fs.fetching import Fetcher, copy
+from llmcache.fs.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
+from llmcache.fs.state import Fill
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llmcache.cache.order import Pass
+    from llmcache.fs.backing import Backing
+    from llmcache.fs.state import CacheState
+
+REFAULTS_MAX = 2
+WAIT_S = 5.0
+
+
+class Reader:
+    """Serves reads of all files; `on_pass` is called with the lock held when a pass over a group has ended."""
+
+    def __init__(self, state: CacheState, fetcher: Fetcher, on_pass: Callable[[Group, Pass], None]) -> None:
+        self.state = state
+        self.fetcher = fetcher
+        self.on_pass = on_pass
+
+    def read(self, backing: Backing, address: int, size: int, offset: int, observed: bool) -> int:
+        """Fills memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError.
+
+        `observed` is False for the pin helper's faults: they say nothing about readers.
+        """
+        size = max(0, min(size, backing.size - offset))
+        owner = self.state.owners.get(backing)
+        if owner is None or offset + size > owner[1].size_bytes:
+            return self.direct(backing, address, size, offset)
+        group, member = owner
+        done = 0
+        while done < size:
+            index, start = divmod(offset + done, group.extent_bytes)
+            length = min(size - done, group.extent_bytes - start)
+            count = self._segment(group, member, backing, address + done, member.base + index, start, length, observed)
+            done += count
+            if count < length:  # shrunk behind the mount
+                break
+        if observed:
+            with self.state.lock:
+                self.state.counters.read_bytes += done
+        return done
+
+    def _segment(
+        self,
+        group: Group,
+        member: Member,
+        backing: Backing,
+        address: int,
+        extent: int,
+        start: int,
+        length: int,
+        observed: bool,
+    ) -> int:
+        trip: bytes | None = None
+        mine: Fetch | None = None
+        theirs: Fetch | None = None
+        with self.state.lock:
+            state = group.state(extent)
+            if observed:
+                self._note(group, extent, state)
+            if state == READY:
+                trip = group.trips.get(extent)
+                self._arrived(group, member, extent)
+            elif state == LOADING:
+                theirs = group.loading[extent]
+                theirs.users += 1
+                theirs.joined = theirs.joined or observed
+            elif state in (ABSENT, SPARSE) and member.node is not None:
+                mine = self.fetcher.claim(group, member, extent, ahead=False)
+            elif state in (TOUCHED, PINNED):
+                self._refault(group, extent, length)
+            if trip is None and mine is None and theirs is None:
+                self._stray(group, extent, length)
+        if trip is not None and start == 0 and length <= len(trip):
+            ctypes.memmove(address, trip, length)
+            return length
+        if mine is not None:
+            return self._answer_mine(group, member, backing, mine, address, start, length)
+        if theirs is not None:
+            return self._answer_theirs(group, member, backing, theirs, address, start, length)
+        return self.direct(backing, address, length, group.offset_of(member, extent) + start)
+
+    def _note(self, group: Group, extent: int, state: int) -> None:
+        if state == SINGLE:
+            group.last_ns = time.monotonic_ns()
+            return
+        done = group.note(extent, time.monotonic_ns())
+        if done is not None:
+            self.on_pass(group, done)
+        self.state.work.notify()
+
+    def _arrived(self, group: Group, member: Member, extent: int) -> None:
+        group.touch(extent, time.monotonic_ns())
+        group.missed.pop(extent, None)
+        self.state.counters.prefetch_useful_bytes += group.length_of(member, extent)
+
+    def _refault(self, group: Group, extent: int, length: int) -> None:
+        self.state.counters.refault_bytes += length
+        if group.state(extent) == TOUCHED:
+            count = group.refaults[extent] = group.refaults.get(extent, 0) + 1
+            if count >= REFAULTS_MAX:
+                # The kernel has reclaimed it: the next request fetches the extent whole.
+                del group.refaults[extent]
+                group.touched.pop(extent, None)
+                group.set_state(extent, ABSENT)
+
+    def _stray(self, group: Group, extent: int, length: int) -> None:
+        """Counts pages that enter the page cache outside of a fetch."""
+        self.state.charge(group, extent, -(-length // PAGE) * PAGE)
+        if group.state(extent) in (SINGLE, ABSENT, SPARSE):
+            group.strays.pop(extent, None)
+            group.strays[extent] = time.monotonic_ns()
+
+    def _answer_mine(
+        self, group: Group, member: Member, backing: Backing, fetch: Fetch, address: int, start: int, length: int
+    ) -> int:
+        self.fetcher.load(group, member, fetch)
+        if fetch.error is None:
+            copy(address, fetch.region, start, length)
+            fetch.replied = (start // PAGE * PAGE, start + length)
+        with self.state.lock:
+            self.state.fills.append(Fill(group, member, fetch))
+            self.state.work.notify()
+        if fetch.error is not None:
+            return self.direct(backing, address, length, group.offset_of(member, fetch.extent) + start)
+        return length
+
+    def _answer_theirs(
+        self, group: Group, member: Member, backing: Backing, fetch: Fetch, address: int, start: int, length: int
+    ) -> int:
+        late = not fetch.done.is_set()
+        while not fetch.done.wait(WAIT_S):
+            if not self.state.running:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        usable = fetch.error is None and not fetch.stale
+        if usable:
+            copy(address, fetch.region, start, length)
+        with self.state.lock:
+            if late and fetch.ahead:
+                self.state.counters.prefetch_late_bytes += fetch.length
+            self.state.finish(fetch)
+        if not usable:
+            return self.direct(backing, address, length, group.offset_of(member, fetch.extent) + start)
+        return length
+
+    def direct(self, backing: Backing, address: int, size: int, offset: int) -> int:
+        """Reads exactly this range, through this thread's aligned buffer; returns the bytes read."""
+        bounce = self.state.pool.bounce()
+        done = 0
+        while done < size:
+            first = (offset + done) // PAGE * PAGE
+            skip = offset + done - first
+            length = min(size - done, BOUNCE_BYTES - skip)
+            count = backing.read_into(bounce.address, -(-(skip + length) // PAGE) * PAGE, first) - skip
+            if count <= 0:
+                break
+            count = min(count, length)
+            copy(address + done, bounce, skip, count)
+            done += count
+            if count < length:
+                break
+        with self.state.lock:
+            self.state.counters.backing_read_bytes += done
+        return done

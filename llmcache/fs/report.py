@@ -1,0 +1,81 @@
+"""The picture of a mount that `llmcache stats` shows. Base units; ratios are left to the reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmcache.fs.group import SINGLE, Group, Member
+
+if TYPE_CHECKING:
+    from llmcache.fs.state import CacheState
+
+SCHEMA = "llmcache.stats/1"
+
+
+def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
+    """Returns everything as JSON-ready values. Takes the lock."""
+    with state.lock:
+        counters = state.counters.as_dict()
+        result: dict[str, Any] = {
+            "schema": SCHEMA,
+            "mode": mode,
+            "budget_bytes": state.budget_bytes,
+            "limit_bytes": state.limit_bytes,
+            "pinned_bytes": state.pinned_bytes(),
+            "window_bytes": state.window_bytes(),
+            "resident_bytes": state.used_bytes,
+            "read_bytes": counters["read_bytes"],
+            "backing_read_bytes": counters["backing_read_bytes"],
+            "backing_write_bytes": counters["backing_write_bytes"],
+            "prefetch": {
+                "useful_bytes": counters["prefetch_useful_bytes"],
+                "late_bytes": counters["prefetch_late_bytes"],
+                "wasted_bytes": counters["prefetch_wasted_bytes"],
+            },
+            "stored_bytes": counters["stored_bytes"],
+            "invalidated_bytes": counters["invalidated_bytes"],
+            "refault_bytes": counters["refault_bytes"],
+            "arena_hit_bytes": counters["arena_hit_bytes"],
+            "helper_pid": helper_pid,
+            "files": [_file(state, group, member) for group in state.groups.values() for member in group.members],
+        }
+    result["daemon_bytes"] = private_bytes("self") + (private_bytes(str(helper_pid)) if helper_pid else 0)
+    return result
+
+
+def _file(state: CacheState, group: Group, member: Member) -> dict[str, Any]:
+    return {
+        "path": member.path,
+        "size_bytes": member.size_bytes,
+        "class": _class(group),
+        "open": any(owner == (group, member) and state.opens.get(backing) for backing, owner in state.owners.items()),
+        "loops": [_loop(group)] if group.looping and member is group.members[0] else [],
+    }
+
+
+def _class(group: Group) -> str:
+    if group.looping:
+        return "loop"
+    return "hot" if SINGLE in group.status and group.hot else "sequential"
+
+
+def _loop(group: Group) -> dict[str, Any]:
+    return {
+        "bytes": group.loop_bytes,
+        "period_s": None if group.period_ns is None else group.period_ns / 1e9,
+        "pinned_bytes": group.pinned_bytes,
+        "window_bytes": group.window_bytes,
+        "passes": group.passes,
+        "guessed": group.guessed,
+    }
+
+
+def private_bytes(pid: str) -> int:
+    """Returns the anonymous memory of a process (resident and swapped), 0 if it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    kilobytes = [int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "VmSwap:"))]
+    return 1024 * sum(kilobytes)

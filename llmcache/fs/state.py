@@ -1,0 +1,130 @@
+"""The state that reader, loader, evictor and planner share, and the one lock around it.
+
+Locking, argued once: `lock` guards every field here and every method of `Group`. It is held for computing only, never
+during I/O, a notification to the kernel, an mlock or a wait for a fetch. `work` wakes loaders and the evictor.
+
+Who may wait for whom (a page of an unanswered READ is locked in the kernel; STORE, INVAL and mlock wait for it):
+reader -> fetch under way -> storage, and nothing else. Loaders set `done` before they STORE; the evictor and the pin
+thread hold no fetch while they wait for the kernel. So every READ is answered however long those take.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from llmcache.fs.buffers import BufferPool
+from llmcache.fs.group import Fetch, Group, Member
+
+if TYPE_CHECKING:
+    from llmcache.fs.backing import Backing
+
+
+class KernelNotifier(Protocol):
+    """What the engine needs of the FUSE session; both return 0 or -errno and release the GIL."""
+
+    def store(self, nodeid: int, offset: int, address: int, length: int) -> int:
+        """Puts `length` bytes at `address` into the page cache of `nodeid`."""
+
+    def invalidate(self, nodeid: int, offset: int, length: int) -> int:
+        """Drops a range of the page cache of `nodeid`."""
+
+
+@dataclass
+class Counters:
+    """Bytes since the mount began."""
+
+    read_bytes: int = 0
+    backing_read_bytes: int = 0
+    backing_write_bytes: int = 0
+    prefetch_useful_bytes: int = 0
+    prefetch_late_bytes: int = 0
+    prefetch_wasted_bytes: int = 0
+    stored_bytes: int = 0
+    invalidated_bytes: int = 0
+    refault_bytes: int = 0
+    arena_hit_bytes: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Returns the counters by name."""
+        return asdict(self)
+
+
+@dataclass
+class Fill:
+    """Work for a loader: a fetch that has been answered and whose data is still to be stored."""
+
+    group: Group
+    member: Member
+    fetch: Fetch
+
+
+@dataclass(eq=False)
+class CacheState:
+    """Budget, groups and counters of one mount."""
+
+    budget_bytes: int
+    pool: BufferPool
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    counters: Counters = field(default_factory=Counters)
+    groups: dict[str, Group] = field(default_factory=dict)
+    owners: dict[Backing, tuple[Group, Member]] = field(default_factory=dict)
+    opens: dict[Backing, int] = field(default_factory=dict)  # by applications
+    debts: list[tuple[int, int, int, int]] = field(default_factory=list)  # node, offset, length, charged: to be dropped
+    fills: deque[Fill] = field(default_factory=deque)
+    resident_bytes: int = 0  # upper bound of what the kernel holds for us
+    held_bytes: int = 0  # arena only: bytes in the daemon's own memory
+    running: bool = True
+    notifier: KernelNotifier | None = None
+
+    def __post_init__(self) -> None:
+        self.limit_bytes = self.budget_bytes  # what pressure leaves of the budget
+        self.work = threading.Condition(self.lock)
+        self.room = threading.Condition(self.lock)
+
+    @property
+    def used_bytes(self) -> int:
+        """Kernel and arena bytes that count against the budget."""
+        return self.resident_bytes + self.held_bytes
+
+    def opens_of(self, group: Group) -> int:
+        """Open handles of applications on all files of `group`."""
+        return sum(count for backing, count in self.opens.items() if self.owners.get(backing, (None,))[0] is group)
+
+    def charge(self, group: Group, extent: int, length: int) -> None:
+        """Counts `length` more bytes of `extent` as held by the kernel (at most the whole extent)."""
+        before = group.charge[extent]
+        after = min(group.extent_bytes, before + length)
+        group.charge[extent] = after
+        self.resident_bytes += after - before
+        if self.used_bytes > self.limit_bytes:
+            self.room.notify()
+
+    def finish(self, fetch: Fetch) -> None:
+        """Drops one user of `fetch`; the last one gives its buffer back."""
+        fetch.users -= 1
+        if fetch.users == 0 and fetch.pooled:
+            self.pool.give(fetch.region)
+            self.work.notify()
+
+    def ranges(self, group: Group, extents: list[int]) -> list[tuple[Member, int, int]]:
+        """Returns (member, offset, length) of `extents`, neighbours merged."""
+        merged: list[tuple[Member, int, int]] = []
+        for extent in sorted(extents):
+            member = group.member_of(extent)
+            offset, length = group.offset_of(member, extent), group.length_of(member, extent)
+            if merged and merged[-1][0] is member and merged[-1][1] + merged[-1][2] == offset:
+                merged[-1] = (member, merged[-1][1], merged[-1][2] + length)
+            else:
+                merged.append((member, offset, length))
+        return merged
+
+    def pinned_bytes(self) -> int:
+        """Bytes that are pinned in the page cache (steer) or held in the arena."""
+        return sum(group.pinned_bytes for group in self.groups.values())
+
+    def window_bytes(self) -> int:
+        """Charged bytes that are not pinned: the window, hot pages and what has not been dropped yet."""
+        return max(0, self.used_bytes - self.pinned_bytes())
