@@ -1,0 +1,88 @@
+"""The project files agree with the code: dependencies, pins, versions, commands."""
+
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import llmcache
+
+ROOT = Path(__file__).resolve().parents[2]
+
+tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def name_of(requirement: str) -> str:
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert found, requirement
+    return found[0].lower().replace("_", "-")
+
+
+def imported(files: Iterator[Path]) -> set[str]:
+    """Top-level names of all modules that `files` import, without the standard library."""
+    names: set[str] = set()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module.split(".")[0])
+    return names - set(sys.stdlib_module_names) - {"llmcache"}
+
+
+def pins(name: str) -> dict[str, list[str]]:
+    """Pinned requirements of a file in requirements/: name to its lines (several with environment markers)."""
+    found: dict[str, list[str]] = {}
+    for line in (ROOT / "requirements" / name).read_text().splitlines():
+        if line and not line.startswith("#"):
+            found.setdefault(name_of(line), []).append(line)
+    return found
+
+
+def test_what_the_package_imports_is_what_it_depends_on() -> None:
+    declared = {name_of(requirement) for requirement in PROJECT["dependencies"]}
+    assert imported((ROOT / "llmcache").rglob("*.py")) == declared
+
+
+def test_every_dependency_has_a_lower_bound_and_a_pin() -> None:
+    groups = {"lock.txt": PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]}
+    groups["llama.txt"] = PROJECT["optional-dependencies"]["llama"]
+    for file, requirements in groups.items():
+        pinned = pins(file)
+        for requirement in requirements:
+            assert ">=" in requirement
+            assert name_of(requirement) in pinned, f"{requirement} is not pinned in requirements/{file}"
+        assert all("==" in line for lines in pinned.values() for line in lines)
+
+
+def test_both_files_of_pins_agree() -> None:
+    lock, llama = pins("lock.txt"), pins("llama.txt")
+    for name in set(lock) & set(llama):
+        assert lock[name] == llama[name]
+
+
+def test_entry_points_exist() -> None:
+    for target in PROJECT["scripts"].values():
+        module, _, attribute = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), attribute))
+
+
+def test_the_version_is_one() -> None:
+    assert "version" in PROJECT["dynamic"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", llmcache.__version__)
+
+
+def test_scripts_can_be_executed() -> None:
+    for script in ("tools/test", "tools/demo", "tools/make_model.py", ".ci/run"):
+        assert (ROOT / script).stat().st_mode & 0o111, f"{script} is not executable"
+
+
+def test_the_readme_begins_with_the_two_commands() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()[:8]
+    assert any("tools/demo" in line for line in lines) and any("tools/test" in line for line in lines)
