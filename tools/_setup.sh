@@ -85,7 +85,8 @@ install_packages() {
     as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages </dev/null >&2
     # shellcheck disable=SC2046
     packages=$(echo $(missing_packages "$@"))
-    [[ -z $packages ]] || give_up "still missing after apt-get install: $packages" "LLMCACHE_PYTHON names a Python >= 3.10"
+    [[ -z $packages ]] || give_up "apt-get did not bring: $packages" \
+        "install them by hand; where the release has no Python >= 3.10, set LLMCACHE_PYTHON to one"
 }
 
 # What the environment was made from (files and words); differs as soon as any of it changes.
