@@ -1,0 +1,118 @@
+"""Mounts made through the command line, as a user makes them; ended by pid and unmounted whatever a test does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from llmcache.fs import control, mountpoint, syscalls
+from tools.bench.sides import environment
+
+
+def llmcache(*words: str | Path, **more: object) -> subprocess.CompletedProcess[str]:
+    """Run `llmcache WORDS`; its code and what it printed."""
+    command = [sys.executable, "-m", "llmcache", *map(str, words)]
+    settings: dict[str, object] = {"env": environment(), "timeout": 90, "check": False, **more}
+    return subprocess.run(command, capture_output=True, text=True, **settings)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass
+class Mounted:
+    """A mount that a daemon in the background serves."""
+
+    source: Path
+    point: Path
+
+    @property
+    def files(self) -> control.Files:
+        """The daemon's files."""
+        return control.files(str(self.point))
+
+    @property
+    def pid(self) -> int:
+        """The daemon's process id."""
+        return int(self.files.describe()["pid"])
+
+    def log(self) -> str:
+        """What the daemon logged so far."""
+        return Path(self.files.log).read_text()
+
+
+@dataclass
+class Mounter:
+    """Makes mounts; every one is ended at the end of the test."""
+
+    directory: Path
+    made: list[Mounted] = field(default_factory=list)
+
+    def __call__(self, *options: str, source: Path | None = None, point: Path | None = None) -> Mounted:
+        """Mount `source` (default: tmp/source) on `point` (default: tmp/mnt)."""
+        source = source or self.directory / "source"
+        point = point or self.directory / "mnt"
+        source.mkdir(exist_ok=True)
+        point.mkdir(exist_ok=True)
+        mounted = Mounted(source, point)
+        self.made.append(mounted)
+        cache = [] if "--cache" in options else ["--cache", "32Mi"]
+        result = llmcache("mount", source, point, *cache, *options)
+        assert result.returncode == 0, result.stderr
+        return mounted
+
+    def end(self) -> None:
+        """End what still lives, whatever state it is in."""
+        for mounted in self.made:
+            pid = control.daemon_pid(str(mounted.point))
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+                if not control.wait_until_gone(mounted.files, 20):
+                    os.kill(pid, signal.SIGKILL)
+                    control.wait_until_gone(mounted.files, 20)
+            while mountpoint.find(str(mounted.point)) is not None:
+                syscalls.umount2(str(mounted.point), syscalls.MNT_DETACH)
+            mounted.files.remove()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(mounted.files.log)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mounter]:
+    """A function that mounts; a traceback in a daemon's log fails the test."""
+    mounter = Mounter(tmp_path)
+    logs: Callable[[], Sequence[str]] = lambda: [  # noqa: E731 - read before end() removes them
+        mounted.log() for mounted in mounter.made if os.path.exists(mounted.files.log)
+    ]
+    try:
+        yield mounter
+        said = logs()
+    finally:
+        mounter.end()
+    assert not [text for text in said if "Traceback" in text or "unexpected error" in text], said
+
+
+@pytest.fixture(params=["steer", "arena"])
+def mode(request: pytest.FixtureRequest) -> str:
+    """Both ways of holding data; steer needs locked memory."""
+    if request.param == "steer" and os.geteuid() != 0:
+        pytest.skip("steer needs the right to lock memory")
+    return str(request.param)
+
+
+@pytest.fixture
+def reading(mount: Mounter, mode: str) -> Mounted:
+    """A mount with the default rights (only *.kv may be written)."""
+    return mount("--mode", mode)
+
+
+@pytest.fixture
+def writing(mount: Mounter, mode: str) -> Mounted:
+    """A mount on which everything may be written."""
+    return mount("--mode", mode, "--rw")

@@ -1,0 +1,277 @@
+"""Reading through the mount: the same bytes, attributes, names and errors as the directory behind it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import Mounted
+from tests.mount.live import by_mmap, by_odd_pread, by_read, by_sendfile, random_file
+
+SIZE = (3 << 20) + 777
+
+
+@pytest.fixture
+def data(reading: Mounted) -> tuple[Path, bytes]:
+    """A file of odd size: (its path in the mount, its bytes)."""
+    random_file(reading.source / "data.bin", SIZE)
+    return reading.point / "data.bin", (reading.source / "data.bin").read_bytes()
+
+
+def fails_with(number: int, call, *arguments) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(OSError) as caught:
+        call(*arguments)
+    assert caught.value.errno == number, caught.value
+
+
+def test_pread_at_odd_offsets(data: tuple[Path, bytes]) -> None:
+    path, content = data
+    with path.open("rb", buffering=0) as file:
+        for offset, size in ((0, 1), (1, 4095), (4095, 2), (4097, 131071), (SIZE - 3, 10), (SIZE, 5), (SIZE + 4096, 5)):
+            assert os.pread(file.fileno(), size, offset) == content[offset : offset + size]
+
+
+def test_lseek_and_read(data: tuple[Path, bytes]) -> None:
+    path, content = data
+    with path.open("rb", buffering=0) as file:
+        assert file.seek(-100, os.SEEK_END) == SIZE - 100
+        assert file.read(1000) == content[-100:]
+        assert os.lseek(file.fileno(), 0, os.SEEK_DATA) == 0
+        assert os.lseek(file.fileno(), 0, os.SEEK_HOLE) == SIZE
+        fails_with(errno.ENXIO, os.lseek, file.fileno(), SIZE + 1, os.SEEK_DATA)
+
+
+def test_mappings(data: tuple[Path, bytes]) -> None:
+    path, content = data
+    with path.open("rb") as file:
+        shared = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+        private = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    assert shared[:] == content == private[:]
+    private[0:4] = b"mine"
+    assert shared[:4] == content[:4]
+    assert path.read_bytes()[:4] == content[:4]
+
+
+def test_every_way_gives_the_same(data: tuple[Path, bytes], reading: Mounted) -> None:
+    path, _ = data
+    wanted = by_read(reading.source / "data.bin")
+    assert [way(path) for way in (by_read, by_odd_pread, by_mmap, by_sendfile)] == [wanted] * 4
+
+
+def test_advice_is_accepted(data: tuple[Path, bytes]) -> None:
+    path, content = data
+    with path.open("rb", buffering=0) as file:
+        for advice in (os.POSIX_FADV_WILLNEED, os.POSIX_FADV_SEQUENTIAL, os.POSIX_FADV_RANDOM, os.POSIX_FADV_DONTNEED):
+            os.posix_fadvise(file.fileno(), 0, 0, advice)
+        assert file.read() == content
+
+
+def test_readahead_call(data: tuple[Path, bytes]) -> None:
+    import ctypes
+
+    path, content = data
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("rb", buffering=0) as file:
+        assert libc.readahead(file.fileno(), ctypes.c_int64(0), ctypes.c_size_t(1 << 20)) == 0
+        assert file.read() == content
+
+
+@pytest.mark.parametrize("how", ["read", "map"])
+def test_o_direct(data: tuple[Path, bytes], how: str) -> None:
+    path, content = data
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        buffer = mmap.mmap(-1, 1 << 20)
+        if how == "map":
+            assert mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)[:] == content
+        got = b""
+        while count := os.preadv(fd, [buffer], len(got)):
+            got += buffer[:count]
+        assert got == content
+    finally:
+        os.close(fd)
+
+
+def test_stat_is_the_sources(reading: Mounted) -> None:
+    file = random_file(reading.source / "f", 12345)
+    os.truncate(file, 1 << 20)  # sparse: st_blocks is less than the size
+    os.utime(file, ns=(1_600_000_000_123_456_789, 1_500_000_000_987_654_321))
+    os.chmod(file, 0o640)
+    os.link(file, reading.source / "f2")
+    wanted, got = file.stat(), (reading.point / "f").stat()
+    for name in ("st_mode", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks", "st_mtime_ns", "st_ctime_ns"):
+        assert getattr(got, name) == getattr(wanted, name), name
+    assert (reading.point / "f").stat().st_ino == got.st_ino
+    assert os.statvfs(reading.point).f_blocks == os.statvfs(reading.source).f_blocks
+
+
+def test_large_directory(reading: Mounted) -> None:
+    directory = reading.source / "many"
+    directory.mkdir()
+    for number in range(20_000):
+        os.close(os.open(directory / f"n{number:05}", os.O_CREAT | os.O_WRONLY))
+    (directory / "sub").mkdir()
+    (directory / "link").symlink_to("n00000")
+    names = os.listdir(reading.point / "many")
+    assert len(names) == len(set(names)) == 20_002
+    assert set(names) == set(os.listdir(directory))
+    with os.scandir(reading.point / "many") as entries:
+        kinds = {e.name: (e.is_file(follow_symlinks=False), e.is_dir(follow_symlinks=False), e.is_symlink()) for e in entries}
+    assert kinds["sub"] == (False, True, False)
+    assert kinds["link"] == (False, False, True)
+    assert kinds["n19999"] == (True, False, False)
+
+
+def test_rewinddir_and_seekdir(reading: Mounted) -> None:
+    import ctypes
+
+    for number in range(3000):
+        (reading.source / f"entry-{number}").touch()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.opendir.restype = libc.readdir.restype = ctypes.c_void_p
+    libc.telldir.restype = ctypes.c_long
+    directory = ctypes.c_void_p(libc.opendir(os.fsencode(reading.point)))
+
+    def name() -> bytes | None:
+        entry = libc.readdir(directory)
+        return ctypes.string_at(entry + 19) if entry else None
+
+    first = [name() for _ in range(1000)]
+    place = libc.telldir(directory)
+    following = [name() for _ in range(10)]
+    libc.rewinddir(directory)
+    assert [name() for _ in range(1000)] == first
+    while name() is not None:
+        pass
+    libc.seekdir(directory, ctypes.c_long(place))
+    assert [name() for _ in range(10)] == following
+    libc.closedir(directory)
+
+
+def test_symbolic_links(reading: Mounted) -> None:
+    (reading.source / "dir").mkdir()
+    (reading.source / "target").write_text("inside")
+    links = {"dir/up": "../target", "dangling": "nowhere", "absolute": "/etc/hostname", "loop": "loop", "d": "dir"}
+    for name, target in links.items():
+        (reading.source / name).symlink_to(target)
+    for name, target in links.items():
+        assert os.readlink(reading.point / name) == target
+        assert stat.S_ISLNK(os.lstat(reading.point / name).st_mode)
+    assert (reading.point / "d" / "up").read_text() == "inside"
+    fails_with(errno.ENOENT, os.stat, reading.point / "dangling")
+    fails_with(errno.ELOOP, os.stat, reading.point / "loop")
+
+
+def test_extended_attributes(reading: Mounted) -> None:
+    file = reading.source / "x"
+    file.touch()
+    try:
+        os.setxattr(file, "user.empty", b"")
+    except OSError as error:
+        pytest.skip(f"SOURCE has no extended attributes: {error.strerror}")
+    os.setxattr(file, "user.blob", bytes(range(256)))
+    through = reading.point / "x"
+    assert sorted(os.listxattr(through)) == ["user.blob", "user.empty"]
+    assert os.getxattr(through, "user.blob") == bytes(range(256))
+    assert os.getxattr(through, "user.empty") == b""
+    fails_with(errno.ENODATA, os.getxattr, through, "user.none")
+    fails_with(errno.EROFS, os.setxattr, through, "user.new", b"1")
+    fails_with(errno.EROFS, os.removexattr, through, "user.blob")
+
+
+NAMES = ["ünïcödé-模型.gguf", "a b\tc", "line\nbreak", "-rf", "back\\slash", "%41", "x" * 255, "\udcff\udcfebytes", "'\"$`*?[]"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+def test_odd_names(reading: Mounted, name: str) -> None:
+    (reading.source / name).write_text("here")
+    assert os.listdir(reading.point) == [name]
+    assert (reading.point / name).read_text() == "here"
+
+
+def test_errors(reading: Mounted) -> None:
+    source, point = reading.source, reading.point
+    (source / "file").write_text("x")
+    (source / "dir").mkdir()
+    fails_with(errno.ENOENT, os.open, point / "none", os.O_RDONLY)
+    fails_with(errno.ENOTDIR, os.open, point / "file" / "x", os.O_RDONLY)
+    fails_with(errno.ENOTDIR, os.listdir, point / "file")
+    fails_with(errno.ENOTDIR, os.open, point / "file", os.O_RDONLY | os.O_DIRECTORY)
+    fails_with(errno.EISDIR, os.open, point / "dir", os.O_WRONLY)
+    fails_with(errno.ENAMETOOLONG, os.stat, point / ("x" * 256))
+    fails_with(errno.EINVAL, os.readlink, point / "file")
+    fd = os.open(point / "dir", os.O_RDONLY)
+    fails_with(errno.EISDIR, os.read, fd, 1)
+    os.close(fd)
+
+
+def test_nothing_but_spill_files_may_be_changed(reading: Mounted) -> None:
+    source, point = reading.source, reading.point
+    (source / "file").write_text("x")
+    (source / "dir").mkdir()
+    (source / "link.kv").symlink_to("file")
+    changes = [
+        (os.open, point / "file", os.O_WRONLY),
+        (os.open, point / "file", os.O_RDWR),
+        (os.open, point / "file", os.O_RDONLY | os.O_TRUNC),
+        (os.open, point / "new", os.O_WRONLY | os.O_CREAT),
+        (os.truncate, point / "file", 0),
+        (os.unlink, point / "file"),
+        (os.unlink, point / "link.kv"),
+        (os.rename, point / "file", point / "other"),
+        (os.rename, point / "file", point / "other.kv"),
+        (os.mkdir, point / "new"),
+        (os.mkdir, point / "new.kv"),
+        (os.rmdir, point / "dir"),
+        (os.symlink, "x", point / "l"),
+        (os.link, point / "file", point / "l.kv"),
+        (os.chmod, point / "file", 0o600),
+        (os.utime, point / "file"),
+        (os.mkfifo, point / "fifo"),
+    ]
+    for call, *arguments in changes:
+        fails_with(errno.EROFS, call, *arguments)
+    assert (source / "file").read_text() == "x"
+    assert sorted(os.listdir(source)) == ["dir", "file", "link.kv"]
+
+
+def test_another_users_rights(mount, mode: str) -> None:  # type: ignore[no-untyped-def]
+    if os.geteuid() != 0:
+        pytest.skip("only root can try another user's rights")
+    mounted = mount("--mode", mode, "-o", "allow_other")
+    for directory in [mounted.point, *mounted.point.parents][:-1]:
+        if not os.stat(directory).st_mode & stat.S_IXOTH:
+            os.chmod(directory, 0o755)
+    for name, bits in (("open", 0o644), ("closed", 0o600)):
+        (mounted.source / name).write_text(name)
+        os.chmod(mounted.source / name, bits)
+    probe = (
+        "import os, sys\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "print(open(sys.argv[1] + '/open').read())\n"
+        "try: open(sys.argv[1] + '/closed')\n"
+        "except OSError as e: print(e.errno)\n"
+    )
+    command = [sys.executable, "-c", probe, str(mounted.point)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.split() == ["open", str(errno.EACCES)]
+
+
+def test_many_processes(reading: Mounted) -> None:
+    for number in range(4):
+        random_file(reading.source / f"m{number}", (1 << 20) + number)
+    code = "import sys, hashlib\nfor p in sys.argv[1:]: print(hashlib.sha256(open(p, 'rb').read()).hexdigest())"
+    words = [str(reading.point / f"m{number}") for number in range(4)]
+    running = [
+        subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True) for _ in range(24)
+    ]
+    wanted = [by_read(reading.source / f"m{number}") for number in range(4)]
+    for process in running:
+        assert process.communicate(timeout=120)[0].split() == wanted
