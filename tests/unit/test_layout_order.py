@@ -7,7 +7,7 @@ import pytest
 from llmcache.fs.layout import ModelLayout, Tensor, order_shards, shard_group, shard_name
 from llmcache.fs.layout.order import is_embedding, is_expert, is_output
 
-GGUF_LAYER = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
+GGUF_LAYER = ["attn_norm", "attn_q", "attn_v", "attn_k", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
 HF_LAYER = [
     "input_layernorm",
     "self_attn.q_proj",

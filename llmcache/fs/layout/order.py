@@ -29,9 +29,10 @@ _IN_LAYER = tuple(
         r"\.attn_q_norm|\.q_norm",
         r"\.attn_kv_a|\.kv_a_",
         r"\.attn_kv_b|\.kv_b_|\.attn_k_b|\.attn_v_b",
+        r"\.attn_v\.",  # llama.cpp's graph has q, v, k (as its scheduler's log shows); PyTorch models q, k, v
         r"\.attn_k\.|\.k_proj|\.wk\b",
         r"\.attn_k_norm|\.k_norm",
-        r"\.attn_v\.|\.v_proj|\.wv\b",
+        r"\.v_proj|\.wv\b",
         r"\.attn_sinks|\.sinks",
         r"\.attn_output|\.o_proj|\.wo\b|attn\.c_proj|attention\.dense|attn\.out_proj",
         r"\.post_attention_norm|\.attn_post_norm",
