@@ -137,7 +137,7 @@ class Bench:
         calibration = self._calibrate(experiment)
         anon = calibration.anon_bytes * experiment.clients
         cap = _round_up(anon + experiment.cache_bytes + MOUNT_OVERHEAD_BYTES) if experiment.capped else None
-        outcome = Outcome(experiment, calibration.median_s(1), cap)
+        outcome = Outcome(experiment, calibration.undisturbed_s(), cap)
         for repeat in range(self.repeat):
             # the order turns round every time, so that neither side always runs on a freshly throttled disk
             for side in experiment.sides if repeat % 2 == 0 else experiment.sides[::-1]:

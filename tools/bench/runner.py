@@ -55,6 +55,11 @@ class ClientRun:
         steps = self.measured(warmup)
         return statistics.median(step.seconds for step in steps) if steps else float("inf")
 
+    def undisturbed_s(self) -> float:
+        """Return the median of the faster half of the steps after the first: the client's own time, without bursts."""
+        steps = sorted(step.seconds for step in self.measured(1))
+        return statistics.median(steps[: (len(steps) + 1) // 2]) if steps else float("inf")
+
 
 def client(name: str, *arguments: object) -> list[str]:
     """Return the command line of a client script."""
