@@ -11,7 +11,11 @@ import click
 @click.argument("source")
 @click.argument("mount")
 @click.option(
-    "--cache", "cache", metavar="SIZE", envvar="LLMCACHE_CACHE", help="Memory it may hold, e.g. 6G or 800Mi [default: fitting]."
+    "--cache",
+    "cache",
+    metavar="SIZE",
+    envvar="LLMCACHE_CACHE",
+    help="Memory it may hold, e.g. 6G or 800Mi [default: fitting].",
 )
 @click.option(
     "--mode",

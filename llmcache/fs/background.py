@@ -102,6 +102,7 @@ def _child(request: MountRequest, source: str, point: str, pipe: int) -> int:
         tune_process()
         Daemon(request, source, point).run(lambda: _ready(reporter))
     except LlmcacheError as error:
+        logging.getLogger().removeHandler(reporter)  # the error goes to the parent whole, not as a note
         logging.getLogger("llmcache").error("%s", error.message)
         said = _said(log_path, begin) if isinstance(error, MountProblem) else ""
         message = f"{error.message}{said}"

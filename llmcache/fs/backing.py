@@ -160,6 +160,13 @@ class Backing:
             self.identity = Identity.of(status)
             self.links = status.st_nlink
 
+    def outdate(self) -> None:
+        """The content changed through another name: pages the kernel holds for this one are wrong."""
+        with self.lock:
+            self.record()
+            self.generation += 1
+            self.unsettled = True
+
     def sync(self, data_only: bool) -> None:
         """fsync or fdatasync of SOURCE's file."""
         with self.lock:  # a write that comes meanwhile must not be marked clean
@@ -227,16 +234,22 @@ class Opened:
 
     backing: Backing
     changed: bool  # the content is not the one known before
+    drop: bool  # the kernel may hold pages of another content: they must be dropped, then `unsettled` cleared
     keep_cache: bool  # pages the kernel holds for this path are of this content
 
 
 class BackingTable:
-    """All open Backings by path, and the identities of recently closed ones."""
+    """All open Backings by path, and the identities of recently closed ones.
+
+    A closed path may have left pages in the kernel; None says that it is not known of which content. A path without an
+    entry was never open, so there are none, unless entries had to be given up.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, Backing] = {}
-        self._closed: OrderedDict[str, Identity] = OrderedDict()
+        self._closed: OrderedDict[str, Identity | None] = OrderedDict()
+        self._complete = True
 
     def open(self, path: str, dir_fd: int, name: str, flags: int, mode: int = 0o600) -> Opened:
         """Open `name` in `dir_fd`, known as `path`; O_CREAT and O_EXCL are honoured, O_APPEND and O_TRUNC are not."""
@@ -255,19 +268,26 @@ class BackingTable:
                 if writable and not backing.writable:
                     backing.make_writable(fd)
                 backing.references += 1
-                return Opened(backing, changed, not backing.unsettled)
+                return Opened(backing, changed, changed, not backing.unsettled)
         finally:
             if not keep:
                 os.close(fd)
 
     def _add(self, path: str, fd: int, status: os.stat_result, writable: bool) -> Opened:
         backing = Backing(path, fd, status, writable)
+        fresh = path not in self._closed and self._complete
         known = self._closed.pop(path, None)
-        same = known == backing.identity
-        backing.unsettled = known is not None and not same
+        backing.unsettled = not fresh and known != backing.identity
         backing.references = 1
         self._open[path] = backing
-        return Opened(backing, backing.unsettled, same)
+        return Opened(backing, backing.unsettled and known is not None, backing.unsettled, not backing.unsettled)
+
+    def acquire(self, backing: Backing) -> None:
+        """Take another reference; ENOENT if the last one has just been given back."""
+        with self._lock:
+            if backing.references == 0:
+                raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+            backing.references += 1
 
     def release(self, backing: Backing) -> bool:
         """Give one reference back; True if it was the last one (the Backing is closed then)."""
@@ -277,15 +297,17 @@ class BackingTable:
                 return False
             if self._open.get(backing.path) is backing:
                 del self._open[backing.path]
-                if not (backing.unsettled or backing.hidden) and backing.identity.settled():
-                    self._remember(backing.path, backing.identity)
+                if not backing.hidden:
+                    known = not backing.unsettled and backing.identity.settled()
+                    self._remember(backing.path, backing.identity if known else None)
         backing.close()
         return True
 
-    def _remember(self, path: str, identity: Identity) -> None:
+    def _remember(self, path: str, identity: Identity | None) -> None:
         self._closed[path] = identity
         while len(self._closed) > _REMEMBERED:
             self._closed.popitem(last=False)
+            self._complete = False
 
     def get(self, path: str) -> Backing | None:
         """The open Backing of a path, with no reference taken."""
@@ -307,8 +329,9 @@ class BackingTable:
                     self._move(path, new + path[len(old) :])
 
     def _move(self, path: str, target: str) -> None:
-        self._closed.pop(path, None)
-        self._closed.pop(target, None)
+        if path in self._closed:  # its kernel inode goes along, pages and all; the change time moves
+            del self._closed[path]
+            self._remember(target, None)
         backing = self._open.pop(path, None)
         if backing is not None:
             backing.path = target

@@ -211,11 +211,20 @@ def request(point: str, message: dict[str, Any], *, uid: int | None = None, time
     return dict(reply)
 
 
-def wait_until_gone(found: Files, timeout_s: float) -> bool:
-    """True once no daemon holds the lock."""
+def wait_until_gone(found: Files, timeout_s: float, pid: int | None = None) -> bool:
+    """True once no daemon holds the lock and the process `pid` has ended."""
     end = time.monotonic() + timeout_s
-    while is_locked(found):
+    while is_locked(found) or (pid is not None and _is_running(pid)):
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
     return True
+
+
+def _is_running(pid: int) -> bool:
+    """False also for a zombie: its memory and descriptors are gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False

@@ -23,6 +23,7 @@ def end_mount(path: str, *, force: bool) -> None:
             return
         raise MountProblem(f"no llmcachefs is mounted on {path}", _hint())
     found = control.files(point, entry.owner)
+    pid = control.daemon_pid(point, entry.owner)
     try:
         control.request(point, {"op": "stop", "force": force}, uid=entry.owner, timeout_s=_STOP_TIMEOUT_S)
     except control.NoDaemon:
@@ -31,7 +32,7 @@ def end_mount(path: str, *, force: bool) -> None:
         if not force:
             raise
         _end_directly(entry, force)
-    _finish(entry, found, force)
+    _finish(entry, found, pid, force)
 
 
 def _hint() -> str | None:
@@ -45,15 +46,14 @@ def _end_directly(entry: mountpoint.MountEntry, force: bool) -> None:
     mountpoint.detach(entry.point, lazy=force)
 
 
-def _finish(entry: mountpoint.MountEntry, found: control.Files, force: bool) -> None:
+def _finish(entry: mountpoint.MountEntry, found: control.Files, pid: int | None, force: bool) -> None:
     """Wait for the daemon's end; with force kill one that does not end, and detach what is still there."""
-    if not control.wait_until_gone(found, _KILL_AFTER_S):
-        pid = found.describe().get("pid")
-        if not force or not isinstance(pid, int):
-            raise MountProblem(f"{entry.point} is unmounted, but its daemon (pid {pid}) still ends", f"see {found.log}")
+    if not control.wait_until_gone(found, _KILL_AFTER_S, pid):
+        if not force or pid is None:
+            raise MountProblem(f"{entry.point} is unmounted, but its daemon (pid {pid}) has not ended", f"see {found.log}")
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        control.wait_until_gone(found, _KILL_AFTER_S)
+        control.wait_until_gone(found, _KILL_AFTER_S, pid)
     now = mountpoint.find(entry.point)
     if force and now is not None and now.mount_id == entry.mount_id:
         mountpoint.detach(entry.point, lazy=True)

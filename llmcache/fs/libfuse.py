@@ -199,7 +199,8 @@ class Session:
         """Mount, serve until unmounted or stopped, unmount. Raises MountProblem where the mount cannot be made."""
         try:
             if self._lib.fuse_mount(self._fuse, os.fsencode(self._mountpoint)) != 0:
-                raise MountProblem(f"cannot mount on {self._mountpoint}", "the line above this one gives libfuse's reason")
+                hint = "a user can mount on a directory of their own, if /dev/fuse is open to them"
+                raise MountProblem(f"cannot mount on {self._mountpoint}", None if os.geteuid() == 0 else hint)
             self._thread = threading.get_ident()
             try:
                 code = self._loop()

@@ -8,7 +8,6 @@ open is about to drop. The size needs no care: attributes expire at once (see li
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import queue
@@ -16,7 +15,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from llmcache.fs import syscalls
-from llmcache.fs.backing import Backing, BackingTable
+from llmcache.fs.backing import Backing, BackingTable, Opened
 from llmcache.fs.handles import FileHandle, HandleTable, Listing
 from llmcache.fs.policy import WritePolicy
 from llmcache.fs.source import SourceTree
@@ -62,63 +61,68 @@ class LlmcacheOperations(TreeOperations):
     def _drop_pages(self) -> None:
         """Background thread: drop the pages of changed paths, then let opens keep pages again."""
         while (backing := self._to_drop.get()) is not None:
-            generation = backing.generation
-            assert self._notifier is not None
-            self._notifier.invalidate_path(backing.path)
-            with backing.lock:
-                if backing.generation == generation:
-                    backing.unsettled = False
+            self._drop_now(backing)
+
+    def _drop_now(self, backing: Backing) -> None:
+        """Waits for pages that are being read: from a thread that owes no reply to a READ."""
+        assert self._notifier is not None
+        generation = backing.generation
+        self._notifier.invalidate_path(backing.path)
+        with backing.lock:
+            if backing.generation == generation:
+                backing.unsettled = False
 
     # Open and close
 
     def open(self, path: str, flags: int, pid: int) -> tuple[int, bool]:
         """(handle, whether the kernel may keep its pages) of an existing regular file."""
-        if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
-            self._policy.check(path)
         hidden = self._hidden.get(path)
         if hidden is not None:
             return self._reopen_hidden(hidden, flags, pid)
+        if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
+            self._policy.check(path)
         with self._tree.parent(path) as (dir_fd, name):
             opened = self._table.open(path, dir_fd, name, flags & ~(os.O_CREAT | os.O_EXCL))
-        try:
-            if opened.changed:
-                self._changed_behind(opened.backing)
-            return self._opened(opened.backing, opened.keep_cache, path, flags, pid)
-        except BaseException:
-            self._table.release(opened.backing)
-            raise
+        return self._register(opened, path, flags, pid)
 
     def create(self, path: str, flags: int, mode: int, owner: tuple[int, int], pid: int) -> tuple[int, bool]:
         """(handle, keep) of a file that did not exist a moment ago."""
         self._policy.check(path)
         with self._tree.parent(path) as (dir_fd, name):
             opened = self._table.open(path, dir_fd, name, flags | os.O_CREAT, mode)
-            self._give(opened.backing.fd, dir_fd, owner)
+            try:
+                self._give(opened.backing.fd, dir_fd, owner)
+                opened.backing.record()
+            except BaseException:
+                self._table.release(opened.backing)
+                raise
+        return self._register(opened, path, flags, pid)
+
+    def _register(self, opened: Opened, path: str, flags: int, pid: int) -> tuple[int, bool]:
+        """The handle of an open, after everything it noticed has been passed on."""
+        backing = opened.backing
         try:
-            opened.backing.record()
-            return self._opened(opened.backing, False, path, flags & ~os.O_TRUNC, pid)
+            if opened.changed:
+                log.info("%s was changed behind the mount", path)
+                self._engine.changed(backing, 0, -1)
+            if opened.drop:
+                self._to_drop.put(backing)
+            if flags & os.O_TRUNC:
+                self._resize(backing, 0)
+            may_keep = self._engine.opened(backing, path, pid)
+            return self._files.add(FileHandle(backing, flags, pid)), bool(opened.keep_cache and may_keep)
         except BaseException:
-            self._table.release(opened.backing)
+            self._table.release(backing)
             raise
 
-    def _opened(self, backing: Backing, keep: bool, path: str, flags: int, pid: int) -> tuple[int, bool]:
-        if flags & os.O_TRUNC:
-            self._resize(backing, 0)
-        may_keep = self._engine.opened(backing, path, pid)
-        return self._files.add(FileHandle(backing, flags, pid)), bool(keep and may_keep)
-
     def _reopen_hidden(self, backing: Backing, flags: int, pid: int) -> tuple[int, bool]:
-        """A deleted file opened again through /proc/PID/fd."""
-        with backing.lock:
-            if backing.references == 0:
-                raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
-            backing.references += 1
-        return self._opened(backing, True, backing.path, flags, pid)
-
-    def _changed_behind(self, backing: Backing) -> None:
-        log.info("%s was changed behind the mount: generation %d", backing.path, backing.generation)
-        self._engine.changed(backing, 0, -1)
-        self._to_drop.put(backing)
+        """A deleted file opened again through /proc/PID/fd (it may be written: it could be deleted)."""
+        self._table.acquire(backing)
+        if flags & os.O_ACCMODE != os.O_RDONLY and not backing.writable:
+            fd = os.open(f"/proc/self/fd/{backing.fd}", os.O_RDWR | os.O_CLOEXEC)
+            backing.make_writable(fd)
+            os.close(fd)
+        return self._register(Opened(backing, False, False, True), backing.path, flags, pid)
 
     def release(self, number: int) -> None:
         """The last descriptor of one open was closed."""
@@ -167,8 +171,9 @@ class LlmcacheOperations(TreeOperations):
         """Tell the engine; the kernel's pages of this path are right already, those of other hard links are not."""
         self._engine.changed(backing, offset, length)
         for other in self._table.others(backing):
-            other.record()
-            self._changed_behind(other)
+            other.outdate()
+            self._engine.changed(other, 0, -1)
+            self._drop_now(other)
 
     def fsync(self, number: int, data_only: bool) -> None:
         """Force written data to SOURCE's storage."""

@@ -1,0 +1,94 @@
+"""Bad arguments and a lacking machine: the exit code, the message, the hint; and nothing mounted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from llmcache.fs import mountpoint
+from tests.mount.conftest import llmcache
+from tools.bench.sides import environment
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    """(SOURCE, MOUNT), both fine."""
+    for name in ("source", "mnt"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "source", tmp_path / "mnt"
+
+
+def refused(code: int, message: str, hint: str | None, *words: str | Path, **more: object) -> None:
+    """`llmcache WORDS` fails as told, in two lines at most, with nothing on stdout."""
+    result = llmcache(*words, **more)
+    assert result.returncode == code, result.stderr
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("llmcache: error: ")
+    assert message in lines[0], result.stderr
+    if hint is not None:
+        assert lines[1].startswith("hint: ")
+        assert hint in lines[1], result.stderr
+    assert len(lines) <= 2
+    assert result.stdout == ""
+
+
+def test_missing_arguments() -> None:
+    refused(2, "Missing argument 'SOURCE'", "--help", "mount")
+    refused(2, "Missing argument 'MOUNT'", "--help", "mount", "/tmp")
+
+
+def test_missing_source(places: tuple[Path, Path], tmp_path: Path) -> None:
+    refused(2, "none does not exist", None, "mount", tmp_path / "none", places[1])
+
+
+def test_missing_mount(places: tuple[Path, Path], tmp_path: Path) -> None:
+    refused(2, "none does not exist", f"mkdir -p {tmp_path / 'none'}", "mount", places[0], tmp_path / "none")
+
+
+def test_not_a_directory(places: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused(2, "file is not a directory", None, "mount", tmp_path / "file", places[1])
+    refused(2, "file is not a directory", None, "mount", places[0], tmp_path / "file")
+
+
+def test_mount_inside_source(places: tuple[Path, Path]) -> None:
+    inside = places[0] / "deep" / "mnt"
+    inside.mkdir(parents=True)
+    refused(2, "lies inside SOURCE", "on SOURCE itself", "mount", places[0], inside)
+
+
+@pytest.mark.parametrize("size", ["lots", "-5M", "10Q", "1.2.3G", ""])
+def test_cache_nonsense(places: tuple[Path, Path], size: str) -> None:
+    refused(2, f"'{size}'", None, "mount", *places, f"--cache={size}")
+
+
+def test_mode_nonsense(places: tuple[Path, Path]) -> None:
+    refused(2, "'fast'", None, "mount", *places, "--mode", "fast")
+
+
+def test_contradicting_options(places: tuple[Path, Path]) -> None:
+    refused(2, "contradict", None, "mount", *places, "--rw", "-o", "ro")
+
+
+def test_unknown_mount_option(places: tuple[Path, Path]) -> None:
+    refused(4, "nonsense=1", "man mount.fuse3", "mount", *places, "--cache", "32Mi", "-o", "nonsense=1")
+    assert mountpoint.find(str(places[1])) is None
+
+
+def test_missing_libfuse(places: tuple[Path, Path]) -> None:
+    lacking = {**environment(), "FUSE_LIBRARY_PATH": "/nowhere/libfuse3.so"}
+    refused(3, "FUSE_LIBRARY_PATH=/nowhere/libfuse3.so", "sudo apt install fuse3", "mount", *places, env=lacking)
+
+
+def test_umount_and_stats_of_nothing(places: tuple[Path, Path]) -> None:
+    refused(4, f"no llmcachefs is mounted on {places[1]}", "mount", "umount", places[1])
+    refused(4, f"no llmcachefs is mounted on {places[1]}", None, "stats", places[1])
+    refused(4, "no llmcachefs is mounted on /proc", None, "umount", "/proc")
+    assert os.path.ismount("/proc")
+
+
+def test_stats_nonsense(places: tuple[Path, Path]) -> None:
+    refused(2, "'soon'", None, "stats", places[1], "soon")
+    refused(2, "COUNT", None, "stats", places[1], "1", "0")

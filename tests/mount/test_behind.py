@@ -1,0 +1,138 @@
+"""Files changed in SOURCE, behind the mount: noticed at the next open, and nothing stale after it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import Mounted
+
+SIZE = 2 << 20
+
+
+@pytest.fixture
+def pair(reading: Mounted) -> tuple[Path, Path]:
+    """(path in the mount, path in SOURCE) of a file that has been read through the mount."""
+    behind = reading.source / "f"
+    behind.write_bytes(b"1" * SIZE)
+    through = reading.point / "f"
+    assert through.read_bytes() == b"1" * SIZE
+    return through, behind
+
+
+def replace(behind: Path, content: bytes) -> None:
+    fresh = behind.with_name("fresh")
+    fresh.write_bytes(content)
+    os.replace(fresh, behind)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["closed", "held open"])
+@pytest.mark.parametrize("size", [SIZE, SIZE // 2, 2 * SIZE, 0], ids=["same size", "shorter", "longer", "empty"])
+@pytest.mark.parametrize("how", ["replaced", "rewritten"])
+def test_changed(pair: tuple[Path, Path], how: str, size: int, held: bool) -> None:
+    through, behind = pair
+    holder = through.open("rb") if held else None
+    if how == "replaced":
+        replace(behind, b"2" * size)
+    else:
+        behind.write_bytes(b"2" * size)
+    assert through.read_bytes() == b"2" * size
+    assert through.stat().st_size == size
+    if size:
+        with through.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+            assert pages[:] == b"2" * size
+    if holder is not None:
+        with holder:
+            assert set(os.pread(holder.fileno(), 4096, 0)) <= {ord("2")}, "nothing stale once an open has noticed"
+    assert through.read_bytes() == b"2" * size
+
+
+def test_times_set_back_do_not_hide_a_change(pair: tuple[Path, Path]) -> None:
+    through, behind = pair
+    status = behind.stat()
+    with behind.open("r+b") as file:
+        file.write(b"2" * 100)
+    os.utime(behind, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert through.read_bytes()[:101] == b"2" * 100 + b"1"
+
+
+def test_changed_again_and_again(pair: tuple[Path, Path]) -> None:
+    through, behind = pair
+    for number in range(50):
+        content = bytes([number]) * (SIZE - 4096 * number)
+        if number % 2:
+            replace(behind, content)
+        else:
+            behind.write_bytes(content)
+        assert through.read_bytes() == content, number
+
+
+def test_no_reader_sees_a_state_older_than_its_open(pair: tuple[Path, Path]) -> None:
+    through, behind = pair
+    version, wrong, stop = [1], [], threading.Event()
+    replace(behind, b"\x01" * SIZE)
+
+    def read() -> None:
+        while not stop.is_set():
+            least = version[0]
+            content = through.read_bytes()
+            if content and content[0] < least:
+                wrong.append((least, content[0]))
+
+    threads = [threading.Thread(target=read) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for number in range(2, 60):
+        replace(behind, bytes([number]) * SIZE)
+        version[0] = number
+        time.sleep(0.02)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_deleted_and_made_anew(pair: tuple[Path, Path]) -> None:
+    through, behind = pair
+    with through.open("rb", buffering=0) as file:
+        behind.unlink()
+        assert os.pread(file.fileno(), 10, SIZE - 10) == b"1" * 10
+        with pytest.raises(FileNotFoundError):
+            through.open("rb")
+        behind.write_bytes(b"new")
+        assert through.read_bytes() == b"new"
+    assert through.read_bytes() == b"new"
+
+
+def test_new_names_appear_at_once(reading: Mounted) -> None:
+    assert not (reading.point / "later").exists()
+    (reading.source / "later").write_text("x")
+    assert (reading.point / "later").read_text() == "x"
+    assert os.listdir(reading.point) == ["later"]
+
+
+def test_renamed_behind(pair: tuple[Path, Path], reading: Mounted) -> None:
+    through, behind = pair
+    (reading.source / "g").write_bytes(b"g" * SIZE)
+    assert (reading.point / "g").read_bytes() == b"g" * SIZE
+    os.rename(reading.source / "g", reading.source / "x")
+    os.rename(behind, reading.source / "g")
+    os.rename(reading.source / "x", behind)
+    assert through.read_bytes() == b"g" * SIZE
+    assert (reading.point / "g").read_bytes() == b"1" * SIZE
+
+
+def test_written_behind_while_written_through(reading: Mounted) -> None:
+    through, behind = reading.point / "f.kv", reading.source / "f.kv"
+    with through.open("x+b", buffering=0) as file:
+        file.write(b"a" * 8192)
+        assert through.read_bytes() == b"a" * 8192
+        with behind.open("r+b") as other:
+            other.write(b"b" * 4096)
+        os.pwrite(file.fileno(), b"c" * 10, 8000)
+        assert through.read_bytes() == b"b" * 4096 + b"a" * (8000 - 4096) + b"c" * 10 + b"a" * 182

@@ -1,0 +1,314 @@
+"""Mounting and ending: over itself, twice, while busy, by signals, after kill -9, as an ordinary user."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llmcache.fs import control, mountpoint
+from tests.mount.conftest import Mounted, Mounter, llmcache
+from tests.mount.test_posix_read import fails_with
+from tools.bench.sides import environment
+
+
+def gone(mounted: Mounted) -> bool:
+    return mountpoint.find(str(mounted.point)) is None and not control.is_locked(mounted.files)
+
+
+def test_mount_umount_mount(mount: Mounter, mode: str) -> None:
+    for _ in range(3):
+        mounted = mount("--mode", mode)
+        (mounted.source / "f").write_text("x")
+        assert (mounted.point / "f").read_text() == "x"
+        result = llmcache("umount", mounted.point)
+        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+        assert gone(mounted)
+        assert not os.path.exists(mounted.files.socket)
+
+
+def test_over_itself(mount: Mounter, tmp_path: Path, mode: str) -> None:
+    place = tmp_path / "models"
+    (place / "sub").mkdir(parents=True)
+    (place / "sub" / "f").write_text("inside")
+    mounted = mount("--mode", mode, source=place, point=place)
+    assert (place / "sub" / "f").read_text() == "inside"
+    (place / "new.kv").write_text("written")
+    result = llmcache("umount", place)
+    assert result.returncode == 0, result.stderr
+    assert gone(mounted)
+    assert (place / "new.kv").read_text() == "written"
+
+
+def test_source_below_the_mount(mount: Mounter, tmp_path: Path) -> None:
+    (tmp_path / "mnt" / "real").mkdir(parents=True)
+    (tmp_path / "mnt" / "real" / "f").write_text("x")
+    mounted = mount(source=tmp_path / "mnt" / "real")
+    assert (mounted.point / "f").read_text() == "x"
+
+
+def test_mount_point_with_odd_characters(mount: Mounter, tmp_path: Path) -> None:
+    mounted = mount(point=tmp_path / "a b\\c,d=é\t")
+    (mounted.source / "f").write_text("x")
+    assert (mounted.point / "f").read_text() == "x"
+    assert llmcache("umount", mounted.point).returncode == 0
+
+
+def test_mount_point_by_a_symbolic_link(mount: Mounter, tmp_path: Path) -> None:
+    mounted = mount()
+    (tmp_path / "link").symlink_to(mounted.point)
+    assert llmcache("stats", tmp_path / "link").returncode == 0
+    assert llmcache("umount", tmp_path / "link").returncode == 0
+
+
+def test_not_empty_mount_point(mount: Mounter, tmp_path: Path) -> None:
+    (tmp_path / "mnt").mkdir()
+    (tmp_path / "mnt" / "covered").touch()
+    assert os.listdir(mount().point) == []
+
+
+def test_two_daemons_are_refused(mount: Mounter) -> None:
+    mounted = mount()
+    result = llmcache("mount", mounted.source, mounted.point)
+    assert result.returncode == 4
+    assert f"already served by pid {mounted.pid}" in result.stderr
+    assert "hint: end it first: llmcache umount" in result.stderr
+    assert os.listdir(mounted.point) == []
+
+
+def test_two_daemons_at_the_same_time(mount: Mounter) -> None:
+    mounted = Mounted(mount.directory / "source", mount.directory / "mnt")
+    mounted.source.mkdir()
+    mounted.point.mkdir()
+    mount.made.append(mounted)
+    command = [sys.executable, "-m", "llmcache", "mount", str(mounted.source), str(mounted.point), "--cache", "32Mi"]
+    running = [subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    codes = sorted((process.communicate(timeout=60), process.returncode)[1] for process in running)
+    assert codes == [0, 4, 4, 4]
+    assert sum(entry.point == str(mounted.point) for entry in mountpoint.entries()) == 1
+
+
+def test_busy_is_refused_and_names_who(reading: Mounted) -> None:
+    (reading.source / "f").write_text("x" * 10_000)
+    uses = {
+        "open file": "f = open(sys.argv[1] + '/f')",
+        "working directory": "os.chdir(sys.argv[1])",
+        "mapped file": "f = open(sys.argv[1] + '/f'); m = mmap.mmap(f.fileno(), 0, prot=1); f.close()",
+    }
+    for how, code in uses.items():
+        words = [sys.executable, "-c", f"import mmap, os, sys\n{code}\nprint(flush=True)\ninput()", str(reading.point)]
+        user = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert user.stdout is not None
+        user.stdout.readline()
+        result = llmcache("umount", reading.point)
+        assert result.returncode == 4
+        assert f"pid {user.pid}" in result.stderr, result.stderr
+        if how != "mapped file":
+            assert how in result.stderr
+        assert "--force" in result.stderr
+        assert (reading.point / "f").read_text() == "x" * 10_000, "it goes on serving"
+        user.communicate(b"\n", timeout=60)
+    assert llmcache("umount", reading.point).returncode == 0
+
+
+def test_busy_and_forced(reading: Mounted) -> None:
+    (reading.source / "f").write_text("x")
+    pid = reading.pid
+    with (reading.point / "f").open("rb", buffering=0) as file:
+        assert file.read(1) == b"x"
+        result = llmcache("umount", "--force", reading.point)
+        assert result.returncode == 0, result.stderr
+        assert gone(reading)
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        fails_with(errno.ENOTCONN, os.fstat, file.fileno())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_end_it_cleanly(reading: Mounted, number: int) -> None:
+    os.kill(reading.pid, number)
+    assert control.wait_until_gone(reading.files, 30)
+    assert gone(reading)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_foreground(tmp_path: Path, number: int, mode: str) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "mnt").mkdir()
+    words = [sys.executable, "-m", "llmcache", "mount", str(tmp_path / "source"), str(tmp_path / "mnt"), "-f"]
+    daemon = subprocess.Popen(
+        [*words, "--cache", "32Mi", "--mode", mode], env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert daemon.stderr is not None
+        while "is served on" not in (line := daemon.stderr.readline()):
+            assert line, "it ended before it served"
+        assert os.listdir(tmp_path / "mnt") == []
+        daemon.send_signal(number)
+        assert daemon.wait(30) == 0
+    finally:
+        if daemon.poll() is None:
+            daemon.kill()
+            daemon.wait()
+            llmcache("umount", "--force", tmp_path / "mnt")
+    assert mountpoint.find(str(tmp_path / "mnt")) is None
+
+
+def test_external_umount_ends_the_daemon(reading: Mounted) -> None:
+    if reading_is_pinned(reading):
+        pytest.skip("the pin helper keeps the mount busy for a plain umount")
+    subprocess.run(["umount", str(reading.point)], check=True, timeout=60)
+    assert control.wait_until_gone(reading.files, 30)
+    assert not os.path.exists(reading.files.socket)
+
+
+def reading_is_pinned(mounted: Mounted) -> bool:
+    return json.loads(llmcache("stats", "--json", mounted.point).stdout)["pinned_bytes"] > 0
+
+
+def test_after_kill_9(reading: Mounted) -> None:
+    (reading.source / "f").write_text("x")
+    assert (reading.point / "f").read_text() == "x"
+    os.kill(reading.pid, signal.SIGKILL)
+    assert control.wait_until_gone(reading.files, 30)
+    fails_with(errno.ENOTCONN, os.listdir, reading.point)
+    for words in (("mount", reading.source, reading.point), ("umount", reading.point), ("stats", reading.point)):
+        result = llmcache(*words)
+        assert result.returncode == 4, words
+        assert "is a dead mount" in result.stderr
+        assert f"llmcache umount --force {reading.point}" in result.stderr
+    assert llmcache("umount", "--force", reading.point).returncode == 0
+    assert gone(reading)
+    assert os.listdir(reading.point) == []
+    assert llmcache("mount", reading.source, reading.point, "--cache", "32Mi").returncode == 0
+    assert (reading.point / "f").read_text() == "x"
+
+
+def test_control_socket_is_private(reading: Mounted) -> None:
+    assert stat.S_IMODE(os.stat(reading.files.socket).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(os.path.dirname(reading.files.socket)).st_mode) == 0o700
+
+
+def test_caller_is_not_held_by_the_daemon(mount: Mounter) -> None:
+    mounted = mount()  # run with captured pipes: it returned, so the daemon holds none of them
+    for number in (0, 1, 2):
+        assert os.readlink(f"/proc/{mounted.pid}/fd/{number}") in (os.devnull, mounted.files.log)
+    assert os.getsid(mounted.pid) == mounted.pid
+
+
+def test_stats(reading: Mounted) -> None:
+    (reading.source / "f").write_bytes(bytes(1 << 20))
+    assert len((reading.point / "f").read_bytes()) == 1 << 20
+    stats = json.loads(llmcache("stats", "--json", reading.point).stdout)
+    assert {"mode", "budget_bytes", "pinned_bytes", "read_bytes", "backing_read_bytes", "files"} <= set(stats)
+    table = llmcache("stats", reading.point).stdout
+    assert max(map(len, table.splitlines())) < 80
+    lines = llmcache("stats", reading.point, "0.1", "3").stdout.splitlines()
+    assert len(lines) == 4
+    assert max(map(len, lines)) < 80
+    samples = llmcache("stats", "--json", reading.point, "100ms", "2").stdout.splitlines()
+    assert [json.loads(line)["mode"] for line in samples] == [stats["mode"]] * 2
+
+
+def test_stats_ends_normally_by_ctrl_c(reading: Mounted) -> None:
+    command = [sys.executable, "-m", "llmcache", "stats", str(reading.point), "0.1"]
+    running = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    running.stdout.readline()
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert (running.returncode, said) == (0, "")
+
+
+# An ordinary user
+
+
+def as_nobody(*words: str | Path, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("only root with setpriv can try what an ordinary user can do")
+    setpriv = shutil.which("setpriv") or ""
+    command = [setpriv, "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable]
+    more = {"HOME": "/nonexistent", "XDG_RUNTIME_DIR": "", "PATH": path or os.environ["PATH"]}
+    return subprocess.run(
+        [*command, "-m", "llmcache", *map(str, words)],
+        env={**environment(), **more}, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def users_place() -> Iterator[Path]:
+    """A directory that nobody (uid 65534) can reach and owns; /dev/fuse is as udev leaves it, open to all."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can act as another user")
+    place = Path(tempfile.mkdtemp(prefix="llmcache-user-"))
+    for directory in (place / "source", place / "mnt", place):
+        directory.mkdir(exist_ok=True)
+        os.chown(directory, 65534, 65534)
+    bits = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
+    os.chmod("/dev/fuse", 0o666)
+    try:
+        yield place
+    finally:
+        os.chmod("/dev/fuse", bits)
+        if mountpoint.find(str(place / "mnt")) is not None:
+            llmcache("umount", "--force", place / "mnt")
+        shutil.rmtree(place)
+
+
+def test_ordinary_user(users_place: Path) -> None:
+    source, point = users_place / "source", users_place / "mnt"
+    (source / "f").write_text("x" * 100_000)
+    result = as_nobody("mount", source, point, "--cache", "32Mi", "--mode", "arena")
+    assert result.returncode == 0, result.stderr
+    entry = mountpoint.find(str(point))
+    assert entry is not None
+    assert entry.owner == 65534
+    code = f"print(len(open({str(point / 'f')!r}).read())); open({str(point / 'a.kv')!r}, 'w').write('w')"
+    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "100000", done.stderr
+    assert (source / "a.kv").read_text() == "w"
+    assert json.loads(llmcache("stats", "--json", point).stdout)["mode"] == "arena", "root finds a user's daemon"
+    assert json.loads(as_nobody("stats", "--json", point).stdout)["mode"] == "arena"
+    result = as_nobody("umount", point)
+    assert result.returncode == 0, result.stderr
+    assert mountpoint.find(str(point)) is None
+
+
+def test_ordinary_user_after_kill_9(users_place: Path) -> None:
+    source, point = users_place / "source", users_place / "mnt"
+    assert as_nobody("mount", source, point, "--cache", "32Mi", "--mode", "arena").returncode == 0
+    pid = control.daemon_pid(str(point), 65534)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    while os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        time.sleep(0.05)
+    assert "is a dead mount" in as_nobody("umount", point).stderr
+    result = as_nobody("umount", "--force", point)
+    assert result.returncode == 0, result.stderr
+    assert mountpoint.find(str(point)) is None
+
+
+def test_user_without_fusermount(users_place: Path) -> None:
+    result = as_nobody("mount", users_place / "source", users_place / "mnt", "--mode", "arena", path="/nonexistent")
+    assert result.returncode == 3
+    assert "fusermount3 is missing" in result.stderr
+    assert "apt install fuse3" in result.stderr
+
+
+def test_user_may_not_mount_on_roots_directory(users_place: Path) -> None:
+    os.chown(users_place / "mnt", 0, 0)
+    result = as_nobody("mount", users_place / "source", users_place / "mnt", "--cache", "32Mi", "--mode", "arena")
+    assert result.returncode == 4
+    assert "cannot mount on" in result.stderr

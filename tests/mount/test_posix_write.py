@@ -1,0 +1,328 @@
+"""Writing through the mount: spill files by default, everything under --rw, and what happens to SOURCE."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import Mounted, Mounter, llmcache
+from tests.mount.test_posix_read import fails_with
+
+
+def hidden(source: Path) -> list[str]:
+    return [name for name in os.listdir(source) if name.startswith(".fuse_hidden")]
+
+
+def test_create_extend_overwrite_truncate(reading: Mounted) -> None:
+    path, behind = reading.point / "a.kv", reading.source / "a.kv"
+    with path.open("x+b", buffering=0) as file:
+        assert file.write(b"0123456789") == 10
+        os.pwrite(file.fileno(), b"ABC", 3)
+        os.pwrite(file.fileno(), b"end", 100_000)
+        assert os.fstat(file.fileno()).st_size == 100_003
+        assert os.pread(file.fileno(), 10, 0) == b"012ABC6789"
+        os.fsync(file.fileno())
+        os.fdatasync(file.fileno())
+        assert behind.read_bytes() == b"012ABC6789" + bytes(99_990) + b"end"
+        os.ftruncate(file.fileno(), 5)
+        assert os.pread(file.fileno(), 100, 0) == b"012AB" == behind.read_bytes()
+        os.ftruncate(file.fileno(), 8)
+        assert os.pread(file.fileno(), 100, 0) == b"012AB\0\0\0"
+    os.truncate(path, 2)
+    assert path.read_bytes() == behind.read_bytes() == b"01"
+    fails_with(errno.EEXIST, os.open, path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    with path.open("wb") as file:
+        assert behind.stat().st_size == 0
+        file.write(b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_large_writes_and_reads_mixed(reading: Mounted) -> None:
+    path = reading.point / "big.kv"
+    content = bytearray()
+    with path.open("x+b", buffering=0) as file:
+        for number in range(40):
+            block = os.urandom(333_333)
+            assert file.write(block) == len(block)
+            content += block
+            start = len(content) * number // 41
+            assert os.pread(file.fileno(), 200_000, start) == content[start : start + 200_000]
+            patch = os.urandom(5000)
+            os.pwrite(file.fileno(), patch, start)
+            content[start : start + 5000] = patch[: len(content) - start]
+    assert path.read_bytes() == content == (reading.source / "big.kv").read_bytes()
+
+
+def test_append(reading: Mounted) -> None:
+    path = reading.point / "log.kv"
+    code = "import os, sys\nfd = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)\n"
+    code += "for i in range(200): os.write(fd, (sys.argv[2] * 15 + '\\n').encode())"
+    words = [subprocess.Popen([sys.executable, "-c", code, str(path), letter]) for letter in "abcd"]
+    assert [process.wait(60) for process in words] == [0] * 4
+    lines = path.read_text().splitlines()
+    assert sorted(lines) == sorted(letter * 15 for letter in "abcd" for _ in range(200))
+
+
+def test_shared_mapping_writes_through(reading: Mounted) -> None:
+    path = reading.point / "map.kv"
+    with path.open("x+b") as file:
+        file.truncate(1 << 20)
+        with mmap.mmap(file.fileno(), 1 << 20) as pages:
+            pages[5000:5005] = b"hello"
+            pages.flush()
+            assert (reading.source / "map.kv").read_bytes()[5000:5005] == b"hello"
+            pages[700_000:700_003] = b"bye"
+    assert path.read_bytes()[700_000:700_003] == b"bye"
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    assert (reading.source / "map.kv").read_bytes()[700_000:700_003] == b"bye"
+
+
+def test_rename(reading: Mounted) -> None:
+    point, source = reading.point, reading.source
+    (point / "a.kv").write_text("a")
+    (point / "b.kv").write_text("b")
+    with (point / "a.kv").open() as file:
+        os.rename(point / "a.kv", point / "c.kv")
+        assert file.read() == "a"
+        assert os.fstat(file.fileno()).st_nlink == 1
+    os.replace(point / "c.kv", point / "b.kv")
+    assert (point / "b.kv").read_text() == "a"
+    assert os.listdir(source) == os.listdir(point) == ["b.kv"]
+    fails_with(errno.EROFS, os.rename, point / "b.kv", point / "b.gguf")
+    fails_with(errno.ENOENT, os.rename, point / "none.kv", point / "x.kv")
+
+
+def test_replacing_an_open_file(reading: Mounted) -> None:
+    point = reading.point
+    (point / "old.kv").write_text("old" * 1000)
+    (point / "new.kv").write_text("new" * 1000)
+    with (point / "old.kv").open() as file:
+        os.replace(point / "new.kv", point / "old.kv")
+        assert file.read() == "old" * 1000
+        assert (point / "old.kv").read_text() == "new" * 1000
+        assert os.listdir(reading.source) == ["old.kv"]
+    assert (point / "old.kv").read_text() == "new" * 1000
+
+
+def test_deleted_while_open(reading: Mounted) -> None:
+    path = reading.point / "gone.kv"
+    with path.open("x+b", buffering=0) as file:
+        file.write(b"still here")
+        path.unlink()
+        assert not os.listdir(reading.source), "nothing may be left if the daemon dies now"
+        assert not os.listdir(reading.point)
+        fails_with(errno.ENOENT, os.stat, path)
+        assert os.pread(file.fileno(), 100, 0) == b"still here"
+        os.pwrite(file.fileno(), b"!", 10)
+        os.fchmod(file.fileno(), 0o600)
+        os.utime(file.fileno(), ns=(1, 2))
+        status = os.fstat(file.fileno())
+        assert (status.st_size, status.st_nlink, status.st_mtime_ns) == (11, 0, 2)
+        os.ftruncate(file.fileno(), 5)
+        assert os.pread(file.fileno(), 100, 0) == b"still"
+        os.fsync(file.fileno())
+        path.write_bytes(b"another")
+        assert os.pread(file.fileno(), 100, 0) == b"still"
+    assert path.read_bytes() == b"another"
+    path.unlink()
+    assert not hidden(reading.source)
+
+
+def test_directory_of_a_deleted_open_file_can_go(writing: Mounted) -> None:
+    directory = writing.point / "dir"
+    directory.mkdir()
+    with (directory / "f").open("w+b", buffering=0) as file:
+        file.write(b"x")
+        (directory / "f").unlink()
+        directory.rmdir()
+        assert os.pread(file.fileno(), 10, 0) == b"x"
+    assert os.listdir(writing.source) == []
+
+
+def test_own_writes_do_not_look_like_changes_behind(reading: Mounted) -> None:
+    path = reading.point / "own.kv"
+    for number in range(20):
+        with path.open("ab") as file:
+            file.write(bytes([number]) * 10_000)
+        assert path.read_bytes()[-1] == number
+    assert "changed behind" not in reading.log()
+
+
+def test_spill_globs(mount: Mounter) -> None:
+    mounted = mount("--spill", "*.tmp", "--spill", "kv/*")
+    (mounted.source / "kv").mkdir()
+    (mounted.point / "x.tmp").write_text("1")
+    (mounted.point / "kv" / "anything").write_text("1")
+    for name in ("x.kv", "x.gguf"):
+        fails_with(errno.EROFS, os.open, mounted.point / name, os.O_CREAT | os.O_WRONLY)
+
+
+def test_no_spill_is_read_only_for_the_kernel(mount: Mounter) -> None:
+    mounted = mount("--spill", "")
+    assert os.statvfs(mounted.point).f_flag & os.ST_RDONLY
+    fails_with(errno.EROFS, os.open, mounted.point / "a.kv", os.O_CREAT | os.O_WRONLY)
+
+
+def test_attributes_of_spill_files(reading: Mounted) -> None:
+    path = reading.point / "a.kv"
+    path.write_text("x")
+    path.chmod(0o604)
+    os.utime(path, ns=(10**18 + 1, 10**18 + 2))
+    status = (reading.source / "a.kv").stat()
+    assert stat.S_IMODE(status.st_mode) == 0o604
+    assert (status.st_atime_ns, status.st_mtime_ns) == (10**18 + 1, 10**18 + 2)
+
+
+def test_everything_under_rw(writing: Mounted) -> None:
+    point, source = writing.point, writing.source
+    (point / "d" / "e").mkdir(parents=True)
+    (point / "d" / "f").write_text("f")
+    os.symlink("f", point / "d" / "s")
+    os.link(point / "d" / "f", point / "d" / "h")
+    assert (point / "d" / "h").stat().st_nlink == 2
+    assert (source / "d" / "s").read_text() == "f"
+    os.rename(point / "d", point / "moved")
+    assert (point / "moved" / "f").read_text() == "f"
+    fails_with(errno.ENOTEMPTY, os.rmdir, point / "moved")
+    fails_with(errno.EEXIST, os.mkdir, point / "moved")
+    fails_with(errno.EPERM, os.mknod, point / "device", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+    os.mknod(point / "plain", stat.S_IFREG | 0o600)
+    os.unlink(point / "plain")
+    (point / "moved" / "e").rmdir()
+    assert sorted(os.listdir(source / "moved")) == ["f", "h", "s"]
+
+
+def test_hard_links_agree(writing: Mounted) -> None:
+    (writing.point / "one").write_bytes(b"a" * 100_000)
+    os.link(writing.point / "one", writing.point / "two")
+    with (writing.point / "two").open("rb", buffering=0) as other:
+        assert other.read(5) == b"aaaaa"
+        with (writing.point / "one").open("r+b", buffering=0) as file:
+            file.write(b"b" * 100_000)
+        assert (writing.point / "two").read_bytes() == b"b" * 100_000
+
+
+def test_renaming_a_directory_of_open_files(writing: Mounted) -> None:
+    (writing.point / "d").mkdir()
+    (writing.point / "d" / "f").write_text("content")
+    with (writing.point / "d" / "f").open("r+") as file:
+        os.rename(writing.point / "d", writing.point / "e")
+        assert file.read() == "content"
+        file.write(" more")
+        file.flush()
+        assert (writing.point / "e" / "f").read_text() == "content more"
+
+
+def test_rename_flags(writing: Mounted) -> None:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    one, two = os.fsencode(writing.point / "one"), os.fsencode(writing.point / "two")
+    (writing.point / "one").write_text("1")
+    (writing.point / "two").write_text("2")
+    assert libc.renameat2(-100, one, -100, two, 1) == -1
+    assert ctypes.get_errno() == errno.EEXIST
+    assert libc.renameat2(-100, one, -100, two, 2) == 0
+    assert (writing.point / "one").read_text() == "2"
+    assert (writing.point / "two").read_text() == "1"
+
+
+def test_extended_attributes(writing: Mounted) -> None:
+    path = writing.point / "x"
+    path.touch()
+    try:
+        os.setxattr(path, "user.a", b"1")
+    except OSError as error:
+        pytest.skip(f"SOURCE has no extended attributes: {error.strerror}")
+    fails_with(errno.EEXIST, os.setxattr, path, "user.a", b"2", os.XATTR_CREATE)
+    fails_with(errno.ENODATA, os.setxattr, path, "user.b", b"2", os.XATTR_REPLACE)
+    os.setxattr(path, "user.a", b"3", os.XATTR_REPLACE)
+    assert os.getxattr(writing.source / "x", "user.a") == b"3"
+    os.removexattr(path, "user.a")
+    assert os.listxattr(path) == []
+
+
+def test_fallocate(writing: Mounted) -> None:
+    with (writing.point / "f").open("w+b", buffering=0) as file:
+        os.posix_fallocate(file.fileno(), 0, 1 << 20)
+        assert os.fstat(file.fileno()).st_size == 1 << 20
+        assert (writing.source / "f").stat().st_blocks >= 2048
+
+
+def test_locks_between_processes(reading: Mounted) -> None:
+    path = reading.point / "lock.kv"
+    path.touch()
+    with path.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code = "import fcntl, sys\nfcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        result = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+        assert "BlockingIOError" in result.stderr
+
+
+def test_o_direct_writes(reading: Mounted) -> None:
+    path = reading.point / "direct.kv"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    try:
+        block = mmap.mmap(-1, 8192)
+        block[:] = bytes(range(256)) * 32
+        assert os.pwrite(fd, block, 4096) == 8192
+        back = mmap.mmap(-1, 8192)
+        assert os.preadv(fd, [back], 4096) == 8192
+        assert back[:] == block[:]
+    finally:
+        os.close(fd)
+    assert path.read_bytes() == bytes(4096) + bytes(range(256)) * 32
+
+
+def test_new_files_belong_to_their_user(mount: Mounter) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can act as another user")
+    mounted = mount("--rw", "-o", "allow_other")
+    for directory in mounted.point.parents:
+        os.chmod(directory, os.stat(directory).st_mode | stat.S_IXOTH)
+    os.chmod(mounted.source, 0o777)
+    code = "import os, sys\nos.setgroups([]); os.setgid(65534); os.setuid(65534); os.umask(0o022); os.chdir(sys.argv[1])\n"
+    code += "open('f', 'w').close(); os.mkdir('d'); os.symlink('f', 's')"
+    subprocess.run([sys.executable, "-c", code, str(mounted.point)], check=True, timeout=60)
+    for name, kind in (("f", 0o644), ("d", 0o755), ("s", 0o777)):
+        status = os.lstat(mounted.source / name)
+        assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (65534, 65534, kind)
+
+
+def test_read_only_option_beats_spill(mount: Mounter) -> None:
+    mounted = mount("-o", "ro,nofail,x-systemd.automount,_netdev")
+    fails_with(errno.EROFS, os.open, mounted.point / "a.kv", os.O_CREAT | os.O_WRONLY)
+    assert llmcache("umount", mounted.point).returncode == 0
+
+
+def test_deleted_file_opened_again_by_its_descriptor(reading: Mounted) -> None:
+    path = reading.point / "gone.kv"
+    with path.open("x+b", buffering=0) as file:
+        file.write(b"content")
+        path.unlink()
+        with open(f"/proc/self/fd/{file.fileno()}", "r+b", buffering=0) as again:
+            assert again.read() == b"content"
+            again.write(b"!")
+        assert os.pread(file.fileno(), 10, 0) == b"content!"
+    assert not hidden(reading.source)
+
+
+def test_made_anew_while_the_deleted_one_is_open(reading: Mounted) -> None:
+    path, behind = reading.point / "a.kv", reading.source / "a.kv"
+    with path.open("xb", buffering=0) as file:
+        file.write(b"1" * 10_000)
+    with path.open("rb", buffering=0) as held:
+        assert held.read() == b"1" * 10_000
+        behind.unlink()
+        with path.open("xb", buffering=0) as file:
+            file.write(b"2" * 5_000)
+        assert path.read_bytes() == b"2" * 5_000 == behind.read_bytes()
