@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -96,5 +97,5 @@ class LoopOrder:
         if len(seen) < 2:
             return 0.0
         ranks = [self.rank_of[extent] for extent in seen]
-        back = sum(later < earlier for earlier, later in zip(ranks, ranks[1:]))
+        back = sum(later < earlier for earlier, later in pairwise(ranks))
         return max(0, back - 1) / (len(seen) - 1)

@@ -16,7 +16,7 @@ from llmcache.errors import UsageError
 from llmcache.fs.budget import settle_budget, settle_mode
 from llmcache.fs.buffers import BufferPool
 from llmcache.fs.fetching import Fetcher
-from llmcache.fs.group import Group, Member
+from llmcache.fs.group import Group
 from llmcache.fs.grouping import Grouping
 from llmcache.fs.holders import ArenaHolder, Holder, SteerHolder
 from llmcache.fs.loader import Loader
@@ -233,10 +233,13 @@ class Engine:
                         for extent in extents:
                             group.wanted[extent] = 0
                         self.holder.release(group, extents)
-                        self.state.limit_bytes = min(self.state.limit_bytes, self.state.used_bytes)
+            self.planner.pinnable_bytes = self.state.pinned_bytes()
+            self._plan_due = True
 
     def _pass_ended(self, group: Group, done: Pass) -> None:
         """Lock held."""
+        if self.mode == "steer":  # pinned extents are read without a request: once a pass
+            self.state.consumed(group.pinned_bytes, True)
         if group.learn(done):
             self._plan_due = True
             self._wake.set()

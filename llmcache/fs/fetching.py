@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from llmcache.fs.buffers import Region
-from llmcache.fs.group import ABSENT, LOADING, PAGE, READY, SPARSE, Fetch, Group, Member
+from llmcache.fs.group import ABSENT, LOADING, PAGE, READY, SPARSE, Fetch, Group, Member, Tripwire
 
 if TYPE_CHECKING:
     from llmcache.fs.holders import Holder
@@ -45,8 +45,10 @@ class Fetcher:
         group.set_state(extent, LOADING)
         self.state.charge(group, extent, length)
         if held is not None:
-            self.state.counters.arena_hit_bytes += length
+            fetch.held = True
             fetch.done.set()
+        if not ahead and group.missed.get(extent, 0) > 0:
+            group.missed[extent] -= 1
         return fetch
 
     def load(self, group: Group, member: Member, fetch: Fetch) -> None:
@@ -89,13 +91,9 @@ class Fetcher:
             trip = fetch.ahead and not fetch.joined and not self.holder.skips_trip(group, fetch.extent)
         failed = 0
         if usable:
-            if trip:
-                parts = [(PAGE, fetch.length)]
-            else:
-                parts = [(0, fetch.replied[0]), (fetch.replied[1], fetch.length)]
+            parts = [(PAGE, fetch.length)] if trip else [(0, fetch.replied[0]), (fetch.replied[1], fetch.length)]
             for start, end in parts:
-                if end > start and not failed:
-                    failed = self._put(group, member, fetch, start, end)
+                failed = failed or self._put(group, member, fetch, start, end)
         with self.state.lock:
             group.storing -= 1
             if usable and not fetch.stale and group.loading.get(fetch.extent) is fetch:
@@ -126,10 +124,11 @@ class Fetcher:
         if trip and not fetch.joined and fetch.length > PAGE:
             group.set_state(extent, READY)
             group.ready[extent] = time.monotonic_ns()
-            group.trips[extent] = ctypes.string_at(fetch.region.address, PAGE)
-            self.holder.stored(group, fetch)
-            return
-        group.touch(extent, time.monotonic_ns())
+            group.trips[extent] = Tripwire(ctypes.string_at(fetch.region.address, PAGE), fetch.held)
+        else:
+            group.touch(extent, time.monotonic_ns())
+            if fetch.joined or not fetch.ahead:
+                self.state.consumed(fetch.length, fetch.held)
         self.holder.stored(group, fetch)
 
     def cancel(self, group: Group, extent: int) -> None:

@@ -14,7 +14,7 @@ import threading
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmcache.cache.cursors import CursorTable
 from llmcache.cache.order import LoopOrder, Pass, PassRecorder
@@ -69,7 +69,15 @@ class Fetch:
     users: int = 1
     joined: bool = False
     stale: bool = False
+    held: bool = False  # the arena had it
     replied: tuple[int, int] = (0, 0)
+
+
+class Tripwire(NamedTuple):
+    """First page of an extent that is stored without it, and whether the arena had the extent."""
+
+    page: bytes
+    held: bool
 
 
 class Group:
@@ -86,7 +94,7 @@ class Group:
         self.charge = array("L", bytes(array("L").itemsize * self.count))
         self.wanted = bytearray(self.count)  # by extent: 1 where the plan wants a pin
         self.loading: dict[int, Fetch] = {}
-        self.trips: dict[int, bytes] = {}
+        self.trips: dict[int, Tripwire] = {}
         self.ready: dict[int, int] = {}  # extent -> time it was stored ahead of its reader, oldest first
         self.touched: dict[int, int] = {}  # extent -> time of touch, oldest first
         self.strays: dict[int, int] = {}  # extents of which single pages were read, least recent first
@@ -94,6 +102,7 @@ class Group:
         self.missed: dict[int, int] = {}  # times fetched ahead and dropped untouched, per extent
         self.hot: set[int] = set()  # single extents that are kept (headers, small files)
         self.recorder = PassRecorder()
+        self.alive = True
         self.written = False  # open for writing: the kernel alone fills its pages
         self.storing = 0  # STOREs under way
         self.looping = False  # a header's guess or an observed second pass

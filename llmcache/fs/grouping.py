@@ -133,6 +133,7 @@ class Grouping:
     def dissolve(self, group: Group) -> None:
         """Forgets a group and leaves what the kernel may hold of it to the evictor. Lock held."""
         self.state.groups.pop(group.key, None)
+        group.alive = False
         for backing, (owner, _) in list(self.state.owners.items()):
             if owner is group:
                 del self.state.owners[backing]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from llmcache.fs.fetching import Fetcher
-from llmcache.fs.group import Fetch, Group, Member
+from llmcache.fs.group import READY, Fetch, Group, Member
 from llmcache.fs.victims import choose_victims
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ IDLE_S = 0.5
 CURSOR_LIFE_NS = 5_000_000_000
 SPAN_SHARE = 0.75  # of a loop that a loader may look ahead
 UNSEEN_WINDOW_BYTES = 16 << 20  # of a file that is not known to loop
-HEADROOM_EXTENTS = 2
 
 
 class Loader:
@@ -112,13 +111,17 @@ class Loader:
             with state.lock:
                 debts, state.debts = state.debts, []
                 if not debts:
-                    for group, member, offset, length, extent in choose_victims(state, time.monotonic_ns(), HEADROOM_EXTENTS):
-                        assert member.node is not None
-                        debts.append((member.node, offset, length, group.forget(extent)))
+                    debts = [self._give_up(*victim) for victim in choose_victims(state, time.monotonic_ns())]
                 if not debts:
                     state.room.wait(IDLE_S)
                     continue
             self._drop(debts)
+
+    def _give_up(self, group: Group, node: int, offset: int, length: int, extent: int) -> tuple[int, int, int, int]:
+        """Lock held."""
+        if group.state(extent) == READY:
+            self.state.counters.prefetch_wasted_bytes += length
+        return node, offset, length, group.forget(extent)
 
     def _drop(self, debts: list[tuple[int, int, int, int]]) -> None:
         """Invalidates ranges of the page cache; only then they count as gone."""

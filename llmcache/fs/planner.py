@@ -26,6 +26,7 @@ class Planner:
     def __init__(self, state: CacheState, holder: Holder) -> None:
         self.state = state
         self.holder = holder
+        self.pinnable_bytes = 1 << 62  # less once the kernel has refused a lock
 
     def plan(self) -> None:
         """Brings pins and windows in line with the limit and with what loops. Lock held."""
@@ -36,7 +37,7 @@ class Planner:
             for group in groups
             if self.state.opens_of(group) or self.holder.held(group)
         ]
-        shares = share_budget(max(0, self.state.limit_bytes - self._reserve()), loops)
+        shares = share_budget(max(0, min(self.state.limit_bytes - self._reserve(), self.pinnable_bytes)), loops)
         ranked = sorted(groups, key=lambda group: shares.get(group.key, Share(0, 0)).pinned_bytes)
         for group in ranked:  # the ones that lose first: their room is needed
             self._apply(group, shares.get(group.key, Share(0, 0)))

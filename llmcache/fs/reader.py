@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from llmcache.fs.buffers import BOUNCE_BYTES
 from llmcache.fs.fetching import Fetcher, copy
-from llmcache.fs.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
+from llmcache.fs.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member, Tripwire
 from llmcache.fs.state import Fill
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Reader:
                 break
         if observed:
             with self.state.lock:
-                self.state.counters.read_bytes += done
+                self.state.counters.requested_bytes += done
         return done
 
     def _segment(
@@ -74,7 +74,7 @@ class Reader:
         length: int,
         observed: bool,
     ) -> int:
-        trip: bytes | None = None
+        trip: Tripwire | None = None
         mine: Fetch | None = None
         theirs: Fetch | None = None
         with self.state.lock:
@@ -83,19 +83,19 @@ class Reader:
                 self._note(group, extent, state)
             if state == READY:
                 trip = group.trips.get(extent)
-                self._arrived(group, member, extent)
+                self._arrived(group, member, extent, trip)
             elif state == LOADING:
                 theirs = group.loading[extent]
                 theirs.users += 1
                 theirs.joined = theirs.joined or observed
-            elif state in (ABSENT, SPARSE) and member.node is not None:
+            elif state in (ABSENT, SPARSE) and member.node is not None and group.alive:
                 mine = self.fetcher.claim(group, member, extent, ahead=False)
             elif state in (TOUCHED, PINNED):
                 self._refault(group, extent, length)
             if trip is None and mine is None and theirs is None:
                 self._stray(group, extent, length)
-        if trip is not None and start == 0 and length <= len(trip):
-            ctypes.memmove(address, trip, length)
+        if trip is not None and start == 0 and length <= len(trip.page):
+            ctypes.memmove(address, trip.page, length)
             return length
         if mine is not None:
             return self._answer_mine(group, member, backing, mine, address, start, length)
@@ -112,10 +112,14 @@ class Reader:
             self.on_pass(group, done)
         self.state.work.notify()
 
-    def _arrived(self, group: Group, member: Member, extent: int) -> None:
+    def _arrived(self, group: Group, member: Member, extent: int, trip: Tripwire | None) -> None:
+        """A reader has reached an extent that was fetched ahead of it."""
         group.touch(extent, time.monotonic_ns())
         group.missed.pop(extent, None)
-        self.state.counters.prefetch_useful_bytes += group.length_of(member, extent)
+        length = group.length_of(member, extent)
+        self.state.consumed(length, trip is not None and trip.held)
+        if trip is not None and not trip.held:
+            self.state.counters.prefetch_useful_bytes += length
 
     def _refault(self, group: Group, extent: int, length: int) -> None:
         self.state.counters.refault_bytes += length
@@ -130,6 +134,7 @@ class Reader:
     def _stray(self, group: Group, extent: int, length: int) -> None:
         """Counts pages that enter the page cache outside of a fetch."""
         self.state.charge(group, extent, -(-length // PAGE) * PAGE)
+        self.state.consumed(length, False)
         if group.state(extent) in (SINGLE, ABSENT, SPARSE):
             group.strays.pop(extent, None)
             group.strays[extent] = time.monotonic_ns()

@@ -25,7 +25,10 @@ def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
             "pinned_bytes": state.pinned_bytes(),
             "window_bytes": state.window_bytes(),
             "resident_bytes": state.used_bytes,
-            "read_bytes": counters["read_bytes"],
+            "read_bytes": counters["hit_bytes"] + counters["miss_bytes"],
+            "hit_bytes": counters["hit_bytes"],
+            "miss_bytes": counters["miss_bytes"],
+            "requested_bytes": counters["requested_bytes"],
             "backing_read_bytes": counters["backing_read_bytes"],
             "backing_write_bytes": counters["backing_write_bytes"],
             "prefetch": {
@@ -36,7 +39,6 @@ def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
             "stored_bytes": counters["stored_bytes"],
             "invalidated_bytes": counters["invalidated_bytes"],
             "refault_bytes": counters["refault_bytes"],
-            "arena_hit_bytes": counters["arena_hit_bytes"],
             "helper_pid": helper_pid,
             "files": [_file(state, group, member) for group in state.groups.values() for member in group.members],
         }

@@ -36,7 +36,9 @@ class KernelNotifier(Protocol):
 class Counters:
     """Bytes since the mount began."""
 
-    read_bytes: int = 0
+    requested_bytes: int = 0  # by READ requests
+    hit_bytes: int = 0  # consumed by readers from memory: pinned in the page cache (once a pass), or held in the arena
+    miss_bytes: int = 0  # consumed by readers from storage
     backing_read_bytes: int = 0
     backing_write_bytes: int = 0
     prefetch_useful_bytes: int = 0
@@ -45,7 +47,6 @@ class Counters:
     stored_bytes: int = 0
     invalidated_bytes: int = 0
     refault_bytes: int = 0
-    arena_hit_bytes: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """Returns the counters by name."""
@@ -95,12 +96,21 @@ class CacheState:
 
     def charge(self, group: Group, extent: int, length: int) -> None:
         """Counts `length` more bytes of `extent` as held by the kernel (at most the whole extent)."""
+        if not group.alive:
+            return
         before = group.charge[extent]
         after = min(group.extent_bytes, before + length)
         group.charge[extent] = after
         self.resident_bytes += after - before
         if self.used_bytes > self.limit_bytes:
             self.room.notify()
+
+    def consumed(self, length: int, hit: bool) -> None:
+        """Counts bytes that a reader got."""
+        if hit:
+            self.counters.hit_bytes += length
+        else:
+            self.counters.miss_bytes += length
 
     def finish(self, fetch: Fetch) -> None:
         """Drops one user of `fetch`; the last one gives its buffer back."""

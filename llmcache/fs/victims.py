@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from llmcache.fs.group import LOADING, PINNED, Group, Member
+from llmcache.fs.group import LOADING, PINNED, Group
 
 if TYPE_CHECKING:
     from llmcache.fs.state import CacheState
@@ -20,12 +20,14 @@ LAG_NS = 3_000_000  # a reader's neighbours may still be in an extent touched le
 ABANDONED_NS = 1_000_000_000  # a ready extent that nobody has touched for this long may go
 BATCH_BYTES = 32 << 20
 
-Victim = tuple[Group, Member, int, int, int]
+HEADROOM_EXTENTS = 2
+
+Victim = tuple[Group, int, int, int, int]
 
 
-def choose_victims(state: CacheState, now_ns: int, headroom_extents: int) -> list[Victim]:
-    """Returns (group, member, offset, length, extent) to drop now; empty when there is room enough."""
-    excess = excess_bytes(state, headroom_extents)
+def choose_victims(state: CacheState, now_ns: int) -> list[Victim]:
+    """Returns (group, node id, offset, length, extent) to drop now; empty when there is room enough."""
+    excess = excess_bytes(state)
     victims: list[Victim] = []
     chosen: set[tuple[str, int]] = set()
     for group, extent in _in_order(state, now_ns):
@@ -38,14 +40,14 @@ def choose_victims(state: CacheState, now_ns: int, headroom_extents: int) -> lis
             continue
         chosen.add((group.key, extent))
         excess -= group.charge[extent]
-        victims.append((group, member, group.offset_of(member, extent), group.length_of(member, extent), extent))
+        victims.append((group, member.node, group.offset_of(member, extent), group.length_of(member, extent), extent))
     return victims
 
 
-def excess_bytes(state: CacheState, headroom_extents: int) -> int:
+def excess_bytes(state: CacheState) -> int:
     """Bytes that have to go: what is over the limit, plus some headroom when loaders have work waiting."""
     loops = [group.extent_bytes for group in state.groups.values() if group.cursors.live]
-    headroom = headroom_extents * max(loops, default=0)
+    headroom = HEADROOM_EXTENTS * max(loops, default=0)
     return state.used_bytes + min(headroom, state.limit_bytes // 8) - state.limit_bytes
 
 
