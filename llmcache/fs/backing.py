@@ -173,9 +173,10 @@ class Backing:
             (os.fdatasync if data_only else os.fsync)(self.fd)
             self._dirty = False
 
-    def notice(self, fd: int, status: os.stat_result) -> bool:
+    def notice(self, fd: int) -> bool:
         """At an open that brought `fd`: continue with the file now at this path; True if the content changed."""
         with self.lock:
+            status = os.fstat(fd)  # under the lock: a write through the mount and its record() come before or after
             identity = Identity.of(status)
             if identity == self.identity and not self._changed_behind:
                 return False
@@ -264,7 +265,7 @@ class BackingTable:
                     opened = self._add(path, fd, status, writable)
                     keep = True
                     return opened
-                changed = backing.notice(fd, status)
+                changed = backing.notice(fd)
                 if writable and not backing.writable:
                     backing.make_writable(fd)
                 backing.references += 1

@@ -238,6 +238,10 @@ def as_nobody(*words: str | Path, path: str | None = None) -> subprocess.Complet
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("only root with setpriv can try what an ordinary user can do")
     setpriv = shutil.which("setpriv") or ""
+    # setpriv itself may still run an interpreter below /root, but its children may not.
+    probe = [setpriv, "--reuid=65534", "--regid=65534", "--clear-groups", "sh", "-c", 'test -x "$0"', sys.executable]
+    if subprocess.run(probe, check=False, timeout=60).returncode != 0:
+        pytest.skip(f"an ordinary user cannot run {sys.executable}")
     command = [setpriv, "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable]
     more = {"HOME": "/nonexistent", "XDG_RUNTIME_DIR": "", "PATH": path or os.environ["PATH"]}
     return subprocess.run(
