@@ -283,12 +283,13 @@ class BackingTable:
         self._open[path] = backing
         return Opened(backing, backing.unsettled and known is not None, backing.unsettled, not backing.unsettled)
 
-    def acquire(self, backing: Backing) -> None:
-        """Take another reference; ENOENT if the last one has just been given back."""
+    def acquire(self, path: str) -> Backing | None:
+        """The open Backing of a path with another reference, or None."""
         with self._lock:
-            if backing.references == 0:
-                raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
-            backing.references += 1
+            backing = self._open.get(path)
+            if backing is not None:
+                backing.references += 1
+            return backing
 
     def release(self, backing: Backing) -> bool:
         """Give one reference back; True if it was the last one (the Backing is closed then)."""

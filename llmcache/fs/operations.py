@@ -8,6 +8,7 @@ open is about to drop. The size needs no care: attributes expire at once (see li
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -76,9 +77,8 @@ class LlmcacheOperations(TreeOperations):
 
     def open(self, path: str, flags: int, pid: int) -> tuple[int, bool]:
         """(handle, whether the kernel may keep its pages) of an existing regular file."""
-        hidden = self._hidden.get(path)
-        if hidden is not None:
-            return self._reopen_hidden(hidden, flags, pid)
+        if path in self._hidden:
+            return self._reopen_hidden(path, flags, pid)
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
             self._policy.check(path)
         with self._tree.parent(path) as (dir_fd, name):
@@ -115,14 +115,16 @@ class LlmcacheOperations(TreeOperations):
             self._table.release(backing)
             raise
 
-    def _reopen_hidden(self, backing: Backing, flags: int, pid: int) -> tuple[int, bool]:
+    def _reopen_hidden(self, path: str, flags: int, pid: int) -> tuple[int, bool]:
         """A deleted file opened again through /proc/PID/fd (it may be written: it could be deleted)."""
-        self._table.acquire(backing)
+        backing = self._table.acquire(path)
+        if backing is None:
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
         if flags & os.O_ACCMODE != os.O_RDONLY and not backing.writable:
             fd = os.open(f"/proc/self/fd/{backing.fd}", os.O_RDWR | os.O_CLOEXEC)
             backing.make_writable(fd)
             os.close(fd)
-        return self._register(Opened(backing, False, False, True), backing.path, flags, pid)
+        return self._register(Opened(backing, False, False, True), path, flags, pid)
 
     def release(self, number: int) -> None:
         """The last descriptor of one open was closed."""

@@ -35,7 +35,8 @@ class TreeOperations:
         self._tree = tree
         self._table = table
         self._policy = policy
-        self._hidden: dict[str, Backing] = {}
+        self._hidden: dict[str, Backing] = {}  # each with a reference
+        self._set_aside: set[str] = set()
 
     def _backing_of(self, path: str | None, number: int | None) -> Backing | None:
         raise NotImplementedError  # a file handle's table is its owner's
@@ -139,21 +140,27 @@ class TreeOperations:
 
     def unlink(self, path: str) -> None:
         """Delete a name."""
-        if self._hidden.pop(path, None) is not None:
-            return  # deleted when it was hidden
-        self._check_file(path)
+        backing = self._hidden.pop(path, None)
+        if backing is not None:  # deleted when it was hidden
+            self._table.release(backing)
+            return
+        if path in self._set_aside:
+            self._set_aside.discard(path)
+        else:
+            self._check_file(path)
         with self._tree.parent(path) as (dir_fd, name):
             os.unlink(name, dir_fd=dir_fd)
         self._gone(path)
 
     def rename(self, old: str, new: str, flags: int) -> None:
         """Rename, with RENAME_NOREPLACE and RENAME_EXCHANGE."""
-        backing = self._table.get(old)
-        if backing is not None and _HIDDEN.fullmatch(os.path.basename(new)) and not flags:
-            self._hide(backing, old, new)
+        hiding = not flags and _HIDDEN.fullmatch(os.path.basename(new)) is not None
+        if hiding and self._hide(old, new):
             return
         self._check_file(old)
-        if not self._policy.everything:
+        if hiding:
+            self._set_aside.add(new)
+        elif not self._policy.everything:
             self._policy.check(new)
             if self._exists(new):
                 self._check_file(new)
@@ -164,17 +171,28 @@ class TreeOperations:
                 os.rename(old_name, new_name, src_dir_fd=old_fd, dst_dir_fd=new_fd)
         self._moved(old, new, exchanged=bool(flags & syscalls.RENAME_EXCHANGE))
 
-    def _hide(self, backing: Backing, old: str, new: str) -> None:
-        """libfuse wants to delete an open file: delete it, and keep its Backing under the hidden name."""
-        self._check_file(old)
-        with self._tree.parent(old) as (dir_fd, name):
-            os.unlink(name, dir_fd=dir_fd)
+    def _hide(self, old: str, new: str) -> bool:
+        """libfuse wants to delete an open file: delete it, and keep its Backing under the hidden name.
+
+        False if it is not open here any more: libfuse counts a file as open until its release has returned. It is then
+        really renamed, for the moment until libfuse deletes it."""
+        backing = self._table.acquire(old)
+        if backing is None:
+            return False
+        try:
+            self._check_file(old)
+            with self._tree.parent(old) as (dir_fd, name):
+                os.unlink(name, dir_fd=dir_fd)
+        except BaseException:
+            self._table.release(backing)
+            raise
         self._engine.removed(old)
         self._hidden[new] = backing
         self._table.moved(old, new)
         with backing.lock:
             backing.hidden = True
             backing.record()
+        return True
 
     def _moved(self, old: str, new: str, exchanged: bool) -> None:
         if exchanged:
