@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-MIN_WINDOW_BYTES = 12 << 20
+MIN_WINDOW_BYTES = 8 << 20
 MAX_WINDOW_BYTES = 128 << 20
 WINDOW_SHARE = 0.06  # of the streamed bytes: bytes per pass are N - pins, so the window is what S loses
 

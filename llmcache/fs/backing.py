@@ -28,6 +28,7 @@ BLOCK = 4096
 _REMEMBERED = 65536
 # Kernels before 6.13 stamp files with the tick's time: a change within the same tick does not show in ctime.
 _TICK_NS = 50_000_000
+_MOMENT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,14 @@ def _no_read_ahead(fd: int) -> None:
 
 
 @dataclass(frozen=True)
+class Closed:
+    """What is known of a path since its last release."""
+
+    identity: Identity | None  # of the content whose pages the kernel may still hold
+    at: float  # time.monotonic()
+
+
+@dataclass(frozen=True)
 class Opened:
     """Result of BackingTable.open."""
 
@@ -242,14 +251,14 @@ class Opened:
 class BackingTable:
     """All open Backings by path, and the identities of recently closed ones.
 
-    A closed path may have left pages in the kernel; None says that it is not known of which content. A path without an
-    entry was never open, so there are none, unless entries had to be given up.
+    A closed path may have left pages in the kernel; identity None says that it is not known of which content. A path
+    without an entry was never open, so there are none, unless entries had to be given up.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, Backing] = {}
-        self._closed: OrderedDict[str, Identity | None] = OrderedDict()
+        self._closed: OrderedDict[str, Closed] = OrderedDict()
         self._complete = True
 
     def open(self, path: str, dir_fd: int, name: str, flags: int, mode: int = 0o600) -> Opened:
@@ -277,7 +286,8 @@ class BackingTable:
     def _add(self, path: str, fd: int, status: os.stat_result, writable: bool) -> Opened:
         backing = Backing(path, fd, status, writable)
         fresh = path not in self._closed and self._complete
-        known = self._closed.pop(path, None)
+        closed = self._closed.pop(path, None)
+        known = closed.identity if closed is not None else None
         backing.unsettled = not fresh and known != backing.identity
         backing.references = 1
         self._open[path] = backing
@@ -306,7 +316,7 @@ class BackingTable:
         return True
 
     def _remember(self, path: str, identity: Identity | None) -> None:
-        self._closed[path] = identity
+        self._closed[path] = Closed(identity, time.monotonic())
         while len(self._closed) > _REMEMBERED:
             self._closed.popitem(last=False)
             self._complete = False
@@ -338,6 +348,12 @@ class BackingTable:
         if backing is not None:
             backing.path = target
             self._open[target] = backing
+
+    def just_closed(self, path: str) -> bool:
+        """True if the last reference was given back a moment ago: libfuse may still count the file as open."""
+        with self._lock:
+            closed = self._closed.get(path)
+            return closed is not None and time.monotonic() - closed.at < _MOMENT_S
 
     def forget(self, path: str) -> None:
         """A path was deleted through the mount."""

@@ -16,7 +16,7 @@ from llmcache.units import format_size
 log = logging.getLogger(__name__)
 
 MIN_BUDGET_BYTES = 16 << 20
-DAEMON_BYTES = 64 << 20  # daemon, helper and buffers, beside the budget
+DAEMON_BYTES = 40 << 20  # what daemon, helper, buffers and page tables still grow to, beside the budget
 MACHINE_MARGIN_BYTES = 256 << 20
 MACHINE_MARGIN_SHARE = 0.05
 GROUP_MARGIN_BYTES = 8 << 20

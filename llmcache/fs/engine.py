@@ -102,8 +102,9 @@ class Engine:
             if owner is not None and backing.writable and not owner[0].written:
                 self._dissolve(owner[0])
                 self._settle(owner[0])
-        known = owner is not None and owner[0].key in self.state.groups
-        self._adopt(backing)
+        known = owner is not None and owner[0].alive
+        if not backing.hidden:
+            self._adopt(backing)
         return known
 
     def _adopt(self, backing: Backing) -> None:
@@ -142,7 +143,7 @@ class Engine:
     def read(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
         """Fills memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError."""
         observed = pid != self.pins.pid
-        if observed and backing not in self.state.owners and self.state.running:
+        if observed and backing not in self.state.owners and self.state.running and not backing.hidden:
             self._adopt(backing)
         return self.reader.read(backing, address, size, offset, observed)
 
@@ -212,7 +213,10 @@ class Engine:
 
     # Events, on other threads
 
-    def _attached(self, path: str, node: int) -> None:
+    def _attached(self, path: str, node: int | None) -> None:
+        """The helper has opened `path` (or could not: None). What the kernel read until now was not counted."""
+        if node is not None and self.state.notifier is not None:
+            self.state.notifier.invalidate(node, 0, 0)
         with self.state.lock:
             for group in self.state.groups.values():
                 for member in group.members:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 PAGE = 4096
 LARGE_EXTENT = 1 << 20
 SMALL_EXTENT = 128 << 10
-LARGE_FILE_BYTES = 32 << 20  # from here on extents are large
-SMALL_FILE_BYTES = 4 << 20  # up to here files are kept page by page, unless they are models
+LARGE_FILE_BYTES = 32 << 20  # from here on extents are large; smaller files that are no models are hot (tokenizers)
+LEAST_MODEL_BYTES = 4 << 20  # smaller files are hot, model or not
 
 ABSENT, LOADING, READY, TOUCHED, PINNED, SINGLE, SPARSE = range(7)
 """SINGLE extents are read page by page as asked for (headers, embedding rows, small and written files); SPARSE ones are
@@ -50,6 +50,11 @@ class Member:
     identity: Identity | None = None
     node: int | None = None
     attaching: bool = False
+
+    @property
+    def reachable(self) -> bool:
+        """True when the file is open and its node in the kernel is known: it can be read and stored."""
+        return self.backing is not None and self.node is not None
 
 
 @dataclass(eq=False)
@@ -107,6 +112,7 @@ class Group:
         self.storing = 0  # STOREs under way
         self.looping = False  # a header's guess or an observed second pass
         self.guessed = False
+        self.guess: list[int] = []  # extents in the order a decoder computes, from the headers
         self.passes = 0
         self.period_ns: int | None = None
         self.window_bytes = 0
@@ -167,12 +173,16 @@ class Group:
         if changed or self.guessed:
             self.set_looping(guessed=False)
         if len(done.extents) >= visible * 4 // 5 and self.order.disorder(done.extents) > ORDER_TOLERANCE:
-            self._reorder(done)
+            self._reorder(done.extents)
+            changed = True
+        elif self.passes == 1 and self.order.disorder(self.guess) > ORDER_TOLERANCE:
+            # Loading reads a file from front to back; what comes after it is the order of computation.
+            self._reorder(self.guess)
             changed = True
         return changed
 
-    def _reorder(self, done: Pass) -> None:
-        old_ranks = self.order.adopt(done.extents)
+    def _reorder(self, seen: Sequence[int]) -> None:
+        old_ranks = self.order.adopt(seen)
         self.status = bytearray(self.status[old] for old in old_ranks)
         self.cursors.live.clear()
 

@@ -16,10 +16,10 @@ from llmcache.fs.buffers import Region
 from llmcache.fs.group import (
     LARGE_EXTENT,
     LARGE_FILE_BYTES,
+    LEAST_MODEL_BYTES,
     PAGE,
     SINGLE,
     SMALL_EXTENT,
-    SMALL_FILE_BYTES,
     Group,
     Member,
 )
@@ -46,14 +46,14 @@ class Grouping:
         """Returns the group and member of an open file, made if need be. Takes the lock itself; reads the header."""
         path, size = backing.path, backing.size
         with self.state.lock:
-            known = self._known(backing)
-        if known is not None:
-            return known
-        written = backing.writable or backing.hidden
-        layout = None if written or size <= SMALL_FILE_BYTES else _layout_of(backing)
+            owner = self.state.owners.get(backing)
+        if owner is not None:
+            return owner
+        written = backing.writable
+        layout = None if written or size <= LEAST_MODEL_BYTES else _layout_of(backing)
         group = self._make(path, size, backing, written, layout)
         with self.state.lock:
-            known = self._known(backing)  # another open was faster
+            known = self._known(backing, layout)  # closed before, a shard, or another open was faster
             if known is not None:
                 return known
             self.state.groups[group.key] = group
@@ -61,16 +61,15 @@ class Grouping:
             self._join(group, member, backing, layout)
             return group, member
 
-    def _known(self, backing: Backing) -> tuple[Group, Member] | None:
+    def _known(self, backing: Backing, layout: ModelLayout | None) -> tuple[Group, Member] | None:
         owner = self.state.owners.get(backing)
         if owner is not None:
             return owner
         for group in self.state.groups.values():
             for member in group.members:
-                if member.path != backing.path or group.written or backing.writable or backing.hidden:
+                if member.path != backing.path or group.written or backing.writable:
                     continue
                 if member.size_bytes == backing.size and member.identity in (None, backing.identity):
-                    layout = None if member.identity else _layout_of(backing)
                     self._join(group, member, backing, layout)
                     return group, member
         return None
@@ -94,7 +93,7 @@ class Grouping:
             base += count
         group = Group(f"{path}#{backing.generation}", members, extent_bytes, None)
         group.written = written
-        if written or (layout is None and total <= SMALL_FILE_BYTES):
+        if written or (layout is None and total < LARGE_FILE_BYTES):
             group.status = bytearray([SINGLE]) * group.count
             if not written:
                 group.hot = set(range(group.count))
@@ -128,6 +127,9 @@ class Grouping:
                 group.set_state(member.base + index, SINGLE)
                 if index < header_end:
                     group.hot.add(member.base + index)
+        size = group.extent_bytes
+        computed = [range(part.first_byte // size, -(-part.end // size)) for part in layout.regions()]
+        group.guess.extend(dict.fromkeys(member.base + index for extents in computed for index in extents))
         group.set_looping(guessed=True)
 
     def dissolve(self, group: Group) -> None:

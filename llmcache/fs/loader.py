@@ -81,8 +81,6 @@ class Loader:
             self.state.room.notify()
             return None
         member = group.member_of(extent)
-        if member.node is None or member.backing is None:
-            return None
         fetch = self.fetcher.claim(group, member, extent, ahead=True)
         return None if fetch is None else (group, member, fetch)
 
@@ -95,7 +93,7 @@ class Loader:
         span = int(group.count * SPAN_SHARE) if group.looping else group.count
         for cursor in readers:
             extent = group.next_absent(cursor.head, span)
-            if extent is None or group.members[0].node is None:
+            if extent is None or not group.member_of(extent).reachable:
                 continue
             waiting = group.waiting(cursor.head, group.order.rank_of[extent]) * group.extent_bytes
             if waiting < ahead:

@@ -26,7 +26,7 @@ BATCH_BYTES = 16 << 20  # so that an unlock under pressure never waits behind gi
 class PinService:
     """Queue and bookkeeping of attached files and locked ranges."""
 
-    def __init__(self, on_attached: Callable[[str, int], None], on_failed: Callable[[str, int, int, int], None]) -> None:
+    def __init__(self, on_attached: Callable[[str, int | None], None], on_failed: Callable[[str, int, int, int], None]) -> None:
         self.on_attached = on_attached
         self.on_failed = on_failed
         self.pid = 0
@@ -59,7 +59,7 @@ class PinService:
             self._thread.join(timeout=10)
 
     def attach(self, path: str) -> None:
-        """Opens `path` in the helper; `on_attached(path, node id)` follows."""
+        """Opens `path` in the helper; `on_attached(path, node id or None)` follows."""
         self._queue.put({"op": "attach", "path": path})
 
     def detach(self, path: str) -> None:
@@ -113,9 +113,8 @@ class PinService:
                 self._locked[request["new"]] = self._locked.pop(path)
             return
         if request["op"] == "attach":
-            if "node" in reply:
-                self._locked.setdefault(path, set())
-                self.on_attached(path, reply["node"])
+            self._locked.setdefault(path, set())
+            self.on_attached(path, reply.get("node"))
             return
         ranges = {(offset, length) for offset, length in request.get("ranges", [])}
         failed = reply.get("failed", [])

@@ -42,7 +42,9 @@ def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
             "helper_pid": helper_pid,
             "files": [_file(state, group, member) for group in state.groups.values() for member in group.members],
         }
-    result["daemon_bytes"] = private_bytes("self") + (private_bytes(str(helper_pid)) if helper_pid else 0)
+        held_bytes = state.held_bytes
+    helper_bytes = private_bytes(str(helper_pid)) if helper_pid else 0
+    result["daemon_bytes"] = max(0, private_bytes("self") - held_bytes) + helper_bytes
     return result
 
 

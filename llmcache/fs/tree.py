@@ -36,7 +36,7 @@ class TreeOperations:
         self._table = table
         self._policy = policy
         self._hidden: dict[str, Backing] = {}  # each with a reference
-        self._set_aside: set[str] = set()
+        self._vanished: set[str] = set()  # hidden names of files that were closed when libfuse hid them
 
     def _backing_of(self, path: str | None, number: int | None) -> Backing | None:
         raise NotImplementedError  # a file handle's table is its owner's
@@ -144,10 +144,10 @@ class TreeOperations:
         if backing is not None:  # deleted when it was hidden
             self._table.release(backing)
             return
-        if path in self._set_aside:
-            self._set_aside.discard(path)
-        else:
-            self._check_file(path)
+        if path in self._vanished:
+            self._vanished.discard(path)
+            return
+        self._check_file(path)
         with self._tree.parent(path) as (dir_fd, name):
             os.unlink(name, dir_fd=dir_fd)
         self._gone(path)
@@ -158,9 +158,7 @@ class TreeOperations:
         if hiding and self._hide(old, new):
             return
         self._check_file(old)
-        if hiding:
-            self._set_aside.add(new)
-        elif not self._policy.everything:
+        if not self._policy.everything:
             self._policy.check(new)
             if self._exists(new):
                 self._check_file(new)
@@ -174,18 +172,23 @@ class TreeOperations:
     def _hide(self, old: str, new: str) -> bool:
         """libfuse wants to delete an open file: delete it, and keep its Backing under the hidden name.
 
-        False if it is not open here any more: libfuse counts a file as open until its release has returned. It is then
-        really renamed, for the moment until libfuse deletes it."""
+        libfuse counts a file as open until the release has returned, so it may have no Backing any more. False if it
+        was not open at all: then somebody really wants that name."""
         backing = self._table.acquire(old)
-        if backing is None:
+        if backing is None and not self._table.just_closed(old):
             return False
         try:
             self._check_file(old)
             with self._tree.parent(old) as (dir_fd, name):
                 os.unlink(name, dir_fd=dir_fd)
         except BaseException:
-            self._table.release(backing)
+            if backing is not None:
+                self._table.release(backing)
             raise
+        if backing is None:
+            self._vanished.add(new)
+            self._gone(old)
+            return True
         self._engine.removed(old)
         self._hidden[new] = backing
         self._table.moved(old, new)
