@@ -25,7 +25,9 @@ def end_mount(path: str, *, force: bool) -> None:
     found = control.files(point, entry.owner)
     pid = control.daemon_pid(point, entry.owner)
     try:
-        control.request(point, {"op": "stop", "force": force}, uid=entry.owner, timeout_s=_STOP_TIMEOUT_S)
+        # the socket of a daemon that cannot even die still accepts: force does not wait long for an answer
+        patience = _KILL_AFTER_S if force else _STOP_TIMEOUT_S
+        control.request(point, {"op": "stop", "force": force}, uid=entry.owner, timeout_s=patience)
     except control.NoDaemon:
         _end_directly(entry, force)
     except MountProblem:

@@ -23,6 +23,7 @@ _libc.mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
 
 AT_FDCWD = -100
 AT_SYMLINK_NOFOLLOW = 0x100
+MNT_FORCE = 1
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
 RENAME_NOREPLACE = 1

@@ -83,6 +83,20 @@ def test_sigterm_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path,
     assert_serves(source, mountpoint)
 
 
+def test_a_dead_mount_says_so(source: Path, tmp_path: Path) -> None:
+    mountpoint = tmp_path / "mnt"
+    with live(source, mountpoint, CACHE) as mount:
+        mount.daemon.kill()
+        mount.daemon.wait(30)
+        with pytest.raises(OSError) as caught:
+            os.listdir(mountpoint)
+        assert caught.value.errno == errno.ENOTCONN
+        result = run_llmcache("umount", str(mountpoint))
+        assert result.returncode == 4 and "umount --force" in result.stderr
+        assert run_llmcache("umount", str(mountpoint), "--force").returncode == 0
+        assert not is_mounted(mountpoint)
+
+
 @pytest.mark.parametrize("mode", ["steer", "arena"])
 def test_kill_9_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, Path, str]], mode: str) -> None:
     mountpoint = tmp_path / "mnt"
@@ -90,14 +104,12 @@ def test_kill_9_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, 
         time.sleep(2)
         helpers = mount.helpers()
         mount.daemon.kill()
+        time.sleep(1)
+        result = run_llmcache("umount", str(mountpoint), "--force")
+        assert result.returncode == 0, result.stderr
         mount.daemon.wait(30)
         end_readers(running)
         wait_for(lambda: not any(alive(helper) for helper in helpers), "the pin helper ends with its daemon")
-        with pytest.raises(OSError) as caught:
-            os.listdir(mountpoint)
-        assert caught.value.errno == errno.ENOTCONN
-        result = run_llmcache("umount", str(mountpoint), "--force")
-        assert result.returncode == 0, result.stderr
         assert not is_mounted(mountpoint)
     assert_serves(source, mountpoint)
 

@@ -119,6 +119,8 @@ def end_mount(mountpoint: Path, daemon: subprocess.Popen[bytes], patience_s: flo
         daemon.wait(patience_s)
     except subprocess.TimeoutExpired:
         daemon.kill()
+        # a thread that waits in the kernel keeps even a killed daemon: aborting the connection frees it
+        subprocess.run(["umount", "-f", str(mountpoint)], capture_output=True, check=False)
         daemon.wait(patience_s)
     while is_mounted(mountpoint):
         # only a daemon that did not end properly leaves this behind
