@@ -59,6 +59,7 @@ def _readers(outcome: Outcome) -> Iterator[Verdict]:
     # readers at different places of the loop share the pins but not what is streamed
     bound = max(outcome.compute_s, outcome.bound_s() * outcome.experiment.clients)
     yield Verdict("time / bound of readers apart", outcome.median_s("mount") / bound, "<=", 1.15)
+    yield Verdict("time / kernel", outcome.median_s("mount") / outcome.median_s("kernel"), "<=", 1.05)
 
 
 def _sizes(outcome: Outcome) -> Iterator[Verdict]:
