@@ -131,6 +131,8 @@ def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path, mode
             assert reader.poll() is None and mount.daemon.poll() is None
             assert group.usage().oom_kills == 0
         finally:
-            for process in filter(None, (reader, hog)):
-                process.kill()
-                process.wait()
+            reader.kill()
+            reader.wait()
+            if hog is not None:
+                hog.kill()
+                hog.wait()

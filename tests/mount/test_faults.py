@@ -55,7 +55,7 @@ def assert_serves(source: Path, mountpoint: Path) -> None:
 def alive(process: psutil.Process) -> bool:
     """True unless it has ended (a zombie has)."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
