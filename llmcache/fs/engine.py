@@ -39,6 +39,9 @@ POOL_RESERVE = 4
 TICK_S = 0.25
 IDLE_DROP_NS = 60_000_000_000  # closed files give everything back after this
 CURSOR_LIFE_NS = 5_000_000_000
+APART_TICKS = 2  # readers seen apart this often in a row are several; one that wraps round is seen once
+STRAYS_MIN = 3  # readers that fell behind this often need more room behind the first
+CONVOY_LIFE_NS = 60_000_000_000
 
 
 class Engine:
@@ -274,12 +277,26 @@ class Engine:
                     self._plan_due = True
                     self.state.room.notify_all()
                 for group in list(self.state.groups.values()):
-                    group.cursors.expire(now_ns - CURSOR_LIFE_NS)
+                    self._watch_readers(group, now_ns)
                     if not self.state.opens_of(group) and now_ns - group.last_ns > IDLE_DROP_NS:
                         self._dissolve(group)
                 if self._plan_due:
                     self._plan_due = False
                     self.planner.plan()
+
+
+    def _watch_readers(self, group: Group, now_ns: int) -> None:
+        """Forgets readers that have gone, and plans anew when there are several where there was one, or the reverse."""
+        group.cursors.expire(now_ns - CURSOR_LIFE_NS)
+        several = group.looping and group.cursors.moving(now_ns - int(TICK_S * 1e9)) > 1
+        group.apart = group.apart + 1 if several else 0
+        if group.apart >= APART_TICKS or group.cursors.strays >= STRAYS_MIN:
+            group.cursors.strays = 0
+            group.apart_ns = now_ns
+        convoy = group.apart_ns > now_ns - CONVOY_LIFE_NS
+        if convoy != group.convoy:
+            group.convoy = convoy
+            self._plan_due = True
 
 
 def make_engine(cache_bytes: int | None, mode: str, tree: SourceTree) -> Engine:

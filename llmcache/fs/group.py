@@ -118,6 +118,9 @@ class Group:
         self.window_bytes = 0
         self.pinned_bytes = 0
         self.last_ns = 0
+        self.convoy = False  # several readers, apart from each other
+        self.apart = 0  # ticks in a row in which they were seen
+        self.apart_ns = -(1 << 62)  # when they were seen last
         self.cursors = CursorTable(self.count, REACH_BYTES // extent_bytes, False)
 
     @property
@@ -156,10 +159,10 @@ class Group:
         self.looping, self.guessed = True, guessed
         self.cursors.loops = True
 
-    def note(self, extent: int, now_ns: int) -> Pass | None:
+    def note(self, extent: int, now_ns: int, missed: bool) -> Pass | None:
         """Records that a reader touched `extent`; returns the pass that this ends, if any."""
         self.last_ns = now_ns
-        self.cursors.note(self.order.rank_of[extent], now_ns)
+        self.cursors.note(self.order.rank_of[extent], now_ns, missed)
         return self.recorder.note(extent, now_ns)
 
     def learn(self, done: Pass) -> bool:
@@ -184,7 +187,7 @@ class Group:
     def _reorder(self, seen: Sequence[int]) -> None:
         old_ranks = self.order.adopt(seen)
         self.status = bytearray(self.status[old] for old in old_ranks)
-        self.cursors.live.clear()
+        self.cursors.reset()
 
     def next_absent(self, head: int, span: int) -> int | None:
         """Returns the first absent extent within `span` ranks after rank `head`, going round if it is a loop."""

@@ -69,11 +69,11 @@ class Loader:
 
     def _claim(self) -> tuple[Group, Member, Fetch] | None:
         """Claims the extent that is wanted soonest, if there is room for it. Lock held."""
-        best: tuple[int, Group, int] | None = None
+        best: tuple[tuple[int, int], Group, int] | None = None
         for group in self.state.groups.values():
-            for waiting, extent in self._candidates(group):
-                if best is None or waiting < best[0]:
-                    best = (waiting, group, extent)
+            for urgency, extent in self._candidates(group):
+                if best is None or urgency < best[0]:
+                    best = (urgency, group, extent)
         if best is None:
             return None
         _, group, extent = best
@@ -84,24 +84,28 @@ class Loader:
         fetch = self.fetcher.claim(group, member, extent, ahead=True)
         return None if fetch is None else (group, member, fetch)
 
-    def _candidates(self, group: Group) -> Iterator[tuple[int, int]]:
-        """Yields (bytes already waiting ahead, extent to fetch) for each reader of `group` that lacks some."""
+    def _candidates(self, group: Group) -> Iterator[tuple[tuple[int, int], int]]:
+        """Yields (urgency, extent to fetch) for each reader of `group` that lacks some; the smallest comes first.
+
+        Urgency: place in the convoy, then bytes already waiting ahead.
+        """
         if self.state.notifier is None or not group.cursors.live:
             return
-        readers = [cursor for cursor in group.cursors.live if self._follows(group, cursor)]
-        ahead = (group.window_bytes or UNSEEN_WINDOW_BYTES) // 2 // max(1, len(readers))
+        readers = [cursor for cursor in group.cursors.trailing_first() if self._follows(group, cursor)]
+        # The last of the convoy may fill the window alone: the sooner it has caught up, the sooner one read serves all.
+        ahead = (group.window_bytes or UNSEEN_WINDOW_BYTES) // 2
         span = int(group.count * SPAN_SHARE) if group.looping else group.count
-        for cursor in readers:
+        for place, cursor in enumerate(readers):
             extent = group.next_absent(cursor.head, span)
             if extent is None or not group.member_of(extent).reachable:
                 continue
             waiting = group.waiting(cursor.head, group.order.rank_of[extent]) * group.extent_bytes
             if waiting < ahead:
-                yield waiting, extent
+                yield (place, waiting), extent
 
     def _follows(self, group: Group, cursor: Cursor) -> bool:
         """True if it is worth running ahead of `cursor`: it has moved, and lately."""
-        return cursor.moves > 0 and cursor.last_ns > group.last_ns - CURSOR_LIFE_NS
+        return (cursor.moves > 0 or group.looping) and cursor.last_ns > group.last_ns - CURSOR_LIFE_NS
 
     def _evict(self) -> None:
         state = self.state

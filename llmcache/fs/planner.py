@@ -33,7 +33,7 @@ class Planner:
         groups = [group for group in self.state.groups.values() if group.looping and group.loop_bytes]
         now_ns = time.monotonic_ns()
         loops = [
-            Loop(group.key, group.loop_bytes, group.period_ns, self._active(group, now_ns))
+            Loop(group.key, group.loop_bytes, group.period_ns, self._active(group, now_ns), 2 if group.convoy else 1)
             for group in groups
             if self.state.opens_of(group) or self.holder.held(group)
         ]
@@ -67,6 +67,10 @@ class Planner:
             group.wanted[extent] = 1
         for extent in unpin:
             group.wanted[extent] = 0
+        streamed = max(1, len(candidates) - count)
+        kept = max(2, share.window_bytes // 2 // group.extent_bytes)
+        group.cursors.near = min(group.cursors.reach, kept * len(candidates) // streamed) if candidates else 1
+        group.cursors.step = 3 * -(-len(candidates) // streamed)
         if unpin:
             self.holder.release(group, unpin)
             self.state.room.notify()

@@ -107,7 +107,7 @@ class Reader:
         if state == SINGLE:
             group.last_ns = time.monotonic_ns()
             return
-        done = group.note(extent, time.monotonic_ns())
+        done = group.note(extent, time.monotonic_ns(), state in (ABSENT, SPARSE))
         if done is not None:
             self.on_pass(group, done)
         self.state.work.notify()

@@ -71,6 +71,7 @@ def _loop(group: Group) -> dict[str, Any]:
         "pinned_bytes": group.pinned_bytes,
         "window_bytes": group.window_bytes,
         "passes": group.passes,
+        "readers": [cursor.head / group.count for cursor in group.cursors.live],
         "guessed": group.guessed,
     }
 
