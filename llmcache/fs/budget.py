@@ -20,6 +20,7 @@ DAEMON_BYTES = 40 << 20  # what daemon, helper, buffers and page tables still gr
 MACHINE_MARGIN_BYTES = 256 << 20
 MACHINE_MARGIN_SHARE = 0.05
 GROUP_MARGIN_BYTES = 8 << 20
+GROUP_MARGIN_SHARE = 1 / 64
 CAP_IPC_LOCK = 14
 UNLIMITED = 1 << 60
 
@@ -82,7 +83,8 @@ def _limit_of(group: Path, limit_file: str, usage_file: str) -> Memory | None:
         return None  # no such controller here, or a group that is ending
     # v1 counts children under total_*; page cache on the LRU can be had back, locked pages cannot.
     cache = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
-    return Memory(f"cgroup {group}", limit, limit - usage + cache, GROUP_MARGIN_BYTES)
+    margin = max(GROUP_MARGIN_BYTES, int(GROUP_MARGIN_SHARE * limit))
+    return Memory(f"cgroup {group}", limit, limit - usage + cache, margin)
 
 
 def _pairs(path: Path) -> dict[str, int]:

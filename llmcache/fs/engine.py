@@ -7,8 +7,12 @@ passes to the plan, changes of a file to everything that holds a copy of it, and
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.order import Pass
@@ -49,7 +53,7 @@ class Engine:
 
     def __init__(self, cache_bytes: int, mode: str, tree: SourceTree) -> None:
         self.state = CacheState(cache_bytes, BufferPool(POOL_BUFFERS, POOL_RESERVE))
-        self.pins = PinService(self._attached, self._lock_failed)
+        self.pins = PinService(self._attached, self._lock_failed, self._helper_lost)
         self.holder: Holder = SteerHolder(self.state, self.pins) if mode == "steer" else ArenaHolder(self.state)
         self.mode = mode
         self.fetcher = Fetcher(self.state, self.holder)
@@ -59,6 +63,7 @@ class Engine:
         self.gauge = PressureGauge(cache_bytes)
         self._wake = threading.Event()
         self._house: threading.Thread | None = None
+        self._sentinel: subprocess.Popen[bytes] | None = None
         self._plan_due = False
 
     @property
@@ -73,6 +78,7 @@ class Engine:
         self.state.notifier = notifier
         self.state.running = True
         self.pins.start(mountpoint)
+        self._sentinel = start_sentinel(mountpoint)
         self.loader = Loader(self.state, self.fetcher)
         self.loader.start()
         self._house = threading.Thread(target=self._keep_house, args=(mountpoint,), name="house", daemon=True)
@@ -90,6 +96,9 @@ class Engine:
             self.state.room.notify_all()
         self._wake.set()
         self.pins.stop()
+        if self._sentinel is not None:
+            self._sentinel.kill()
+            self._sentinel.wait()
         self.loader.join()
         self._house.join(timeout=10)
 
@@ -243,6 +252,10 @@ class Engine:
             self.planner.pinnable_bytes = self.state.pinned_bytes()
             self._plan_due = True
 
+    def _helper_lost(self) -> None:
+        """The pin helper is gone, perhaps by the OOM killer: come back with less, and grow from there."""
+        self.gauge.lost(self.state.pinned_bytes())
+
     def _pass_ended(self, group: Group, done: Pass) -> None:
         """Lock held."""
         if self.mode == "steer":  # pinned extents are read without a request: once a pass
@@ -264,7 +277,7 @@ class Engine:
 
     def _keep_house(self, mountpoint: str) -> None:
         while self.state.running:
-            self._wake.wait(TICK_S)
+            self._wake.wait(self.gauge.pause_s)
             self._wake.clear()
             if find(mountpoint) is None:  # unmounted by others: the helper's namespace must not keep it alive
                 self.pins.stop()
@@ -297,6 +310,16 @@ class Engine:
         if convoy != group.convoy:
             group.convoy = convoy
             self._plan_due = True
+
+
+def start_sentinel(mountpoint: str) -> subprocess.Popen[bytes] | None:
+    """Starts the process that aborts the connection of `mountpoint` when this one is killed."""
+    entry = find(mountpoint)
+    if entry is None:
+        return None
+    script = str(Path(__file__).with_name("sentinel.py"))
+    minor = entry.device.partition(":")[2]
+    return subprocess.Popen([sys.executable, "-I", "-S", script, str(os.getpid()), minor], cwd="/")
 
 
 def make_engine(cache_bytes: int | None, mode: str, tree: SourceTree) -> Engine:

@@ -7,6 +7,7 @@ should be attached and locked is replayed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -26,9 +27,15 @@ BATCH_BYTES = 16 << 20  # so that an unlock under pressure never waits behind gi
 class PinService:
     """Queue and bookkeeping of attached files and locked ranges."""
 
-    def __init__(self, on_attached: Callable[[str, int | None], None], on_failed: Callable[[str, int, int, int], None]) -> None:
+    def __init__(
+        self,
+        on_attached: Callable[[str, int | None], None],
+        on_failed: Callable[[str, int, int, int], None],
+        on_lost: Callable[[], None],
+    ) -> None:
         self.on_attached = on_attached
         self.on_failed = on_failed
+        self.on_lost = on_lost
         self.pid = 0
         self._mountpoint = ""
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -95,6 +102,9 @@ class PinService:
             cwd="/",
         )
         self.pid = self._helper.pid
+        # The OOM killer's first choice: its death frees what is pinned, and costs nobody anything.
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{self.pid}/oom_score_adj").write_text("1000")
 
     def _run(self) -> None:
         while (request := self._queue.get()) is not None:
@@ -149,6 +159,7 @@ class PinService:
             log.error("pin helper failed %d times, no more pins: %s", self._restarts, error)
             return
         log.warning("pin helper ended (%s), starting it again", error)
+        self.on_lost()
         if self._helper is not None:
             self._helper.kill()
             self._helper.wait()

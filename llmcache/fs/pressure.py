@@ -1,8 +1,9 @@
 """Memory pressure: gives budget back before the OOM killer comes, and takes it again when it is over.
 
-Locked pages count as used to the OOM killer, so the margin is watched four times a second in every place that has a
-limit (machine, cgroups). Short of the margin: the limit drops by what is missing, at once. PSI (where the kernel has
-it) says earlier that others stall: the limit then drops in steps. After a calm time it grows back, slowly.
+Locked pages count as used to the OOM killer, so the margin is watched in every place that has a limit (machine,
+cgroups): four times a second, and thirty times when little is left. Short of the margin: the limit drops by what is
+missing, at once. PSI (where the kernel has it) says earlier that others stall: the limit then drops in steps. After a
+calm time it grows back, slowly.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ log = logging.getLogger(__name__)
 
 PSI_SOME_LIMIT = 0.10  # share of the last interval in which some task stalled on memory
 STEP_SHARE = 0.05
+AHEAD_BYTES = 16 << 20  # given back beyond what is missing: who takes memory goes on taking
+PAUSE_S = 0.25
+PAUSE_NEAR_S = 0.03  # when little is left
+NEAR_BYTES = 128 << 20
 CALM_S = 3.0
 LEAST_LIMIT_BYTES = MIN_BUDGET_BYTES // 2
 
@@ -33,6 +38,7 @@ class PressureGauge:
         self._calm_since = 0.0
         self._stalled_us: int | None = None
         self._looked = 0.0
+        self.pause_s = PAUSE_S
 
     def check(self, budget_bytes: int, used_bytes: int) -> None:
         """Raises EnvironmentProblem if a new budget cannot be had; `used_bytes` are ours already."""
@@ -53,15 +59,21 @@ class PressureGauge:
         """Returns the bytes that may be used now."""
         now = time.monotonic()
         missing = -tightest(self._root).spare_bytes
+        self.pause_s = PAUSE_NEAR_S if -missing < NEAR_BYTES else PAUSE_S
         stalls = self._stalls(now)
         if missing > 0:
-            self._lower(min(self._limit, used_bytes) - missing, now, f"{format_size(missing)} short of the margin")
+            # From what is used, not from the limit: what is already on its way out is not asked for twice.
+            self._lower(used_bytes - missing - AHEAD_BYTES, now, f"{format_size(missing)} short of the margin")
         elif stalls > PSI_SOME_LIMIT and self._scarce():
             step = int(STEP_SHARE * self.budget_bytes)
             self._lower(min(self._limit, used_bytes) - step, now, f"memory stalls {stalls:.0%} of the time")
         elif self._limit < self.budget_bytes and now - self._calm_since > CALM_S:
             self._raise(-missing)
         return self._limit
+
+    def lost(self, pinned_bytes: int) -> None:
+        """What was pinned is no more: start again from half of it."""
+        self._lower(pinned_bytes // 2, time.monotonic(), "the pin helper was killed")
 
     def _lower(self, limit: int, now: float, why: str) -> None:
         limit = max(LEAST_LIMIT_BYTES, limit)
