@@ -20,10 +20,12 @@ from typing import Any
 
 from llmcache.fs.backing import Backing
 from llmcache.fs.engine import Engine
+from llmcache.fs.pressure import PressureGauge
 
 PAGE = 4096
 READ_AHEAD_PAGES = 32
-PATIENCE_S = 15.0
+PATIENCE_S = 15.0  # for a locked page
+SETTLE_S = 6.0
 HELPER_PID = 4242
 READER_PID = 77
 
@@ -222,20 +224,13 @@ class Pins:
             self.kernel.files[path].pinned.clear()
 
 
-class CalmGauge:
-    """Stands in for PressureGauge: never any pressure."""
-
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
+class CalmGauge(PressureGauge):
+    """A gauge that never feels any pressure."""
 
     def check(self, budget_bytes: int, used_bytes: int) -> None:
         """Everything can be had."""
 
-    def reset(self, budget_bytes: int) -> None:
-        """A new budget."""
-        self.budget_bytes = budget_bytes
-
-    def limit(self, _used_bytes: int) -> int:
+    def limit(self, used_bytes: int) -> int:
         """The whole budget."""
         return self.budget_bytes
 
@@ -266,7 +261,7 @@ def open_backing(path: str, real: Any, writable: bool = False) -> SlowBacking:
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Wait, not for ever, for `condition`."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + SETTLE_S
     while not condition():
         assert time.monotonic() < deadline, f"waited too long until {what}"
         time.sleep(0.005)

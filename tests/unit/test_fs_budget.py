@@ -47,7 +47,7 @@ def test_version_1_counts_children_and_clean_cache(root: Path) -> None:
     )
     (found,) = cgroup_memory(root)
     assert (found.total_bytes, found.available_bytes) == (2 * GIB, 2 * GIB - 1500 * MIB + 301 * MIB)
-    assert found.margin_bytes == GROUP_MARGIN_BYTES
+    assert GROUP_MARGIN_BYTES <= found.margin_bytes <= 2 * GIB // 32
     assert "box" in found.name
     assert tightest(root) == found
 

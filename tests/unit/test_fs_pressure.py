@@ -53,12 +53,12 @@ def test_without_pressure_the_budget_is_the_limit(watched: Watched) -> None:
 
 def test_what_is_missing_is_given_back_at_once(watched: Watched) -> None:
     watched.spare(-100 * MIB)
-    assert watched.limit() == BUDGET - 100 * MIB
+    assert BUDGET - 150 * MIB < watched.limit() <= BUDGET - 100 * MIB
 
 
 def test_it_is_given_back_from_what_is_used(watched: Watched) -> None:
     watched.spare(-100 * MIB)
-    assert watched.limit(used_bytes=300 * MIB) == 200 * MIB
+    assert 150 * MIB < watched.limit(used_bytes=300 * MIB) <= 200 * MIB
 
 
 def test_it_comes_back_slowly(watched: Watched) -> None:

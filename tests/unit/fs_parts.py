@@ -1,0 +1,65 @@
+"""Groups and states as small as tests need them: no threads, no files."""
+
+from __future__ import annotations
+
+from llmcache.fs.buffers import BufferPool
+from llmcache.fs.group import LOADING, READY, TOUCHED, Group, Member
+from llmcache.fs.state import CacheState
+
+MIB = 1 << 20
+
+
+class NoHolder:
+    """A Holder that notes what is given up and pins at once what is wanted."""
+
+    mode = "steer"
+
+    def __init__(self) -> None:
+        self.released: list[int] = []
+
+    def release(self, _group: Group, extents: list[int]) -> None:
+        """Note what is given up."""
+        self.released += extents
+
+    def held(self, group: Group) -> list[int]:
+        """What is wanted."""
+        return [extent for extent in range(group.count) if group.wanted[extent]]
+
+    def pin_ready(self, group: Group) -> None:
+        """Nothing to do."""
+
+
+def new_state(budget_bytes: int) -> CacheState:
+    """A state without buffers."""
+    return CacheState(budget_bytes, BufferPool(0, 0))
+
+
+def new_group(state: CacheState, name: str, extents: int, looping: bool = False) -> Group:
+    """A group of one attached file with `extents` extents of 1 MiB, in `state`."""
+    member = Member(f"/{name}", extents * MIB, 0, extents, node=len(state.groups) + 1)
+    group = Group(name, [member], MIB, None)
+    if looping:
+        group.set_looping(guessed=False)
+    state.groups[name] = group
+    return group
+
+
+def bring(state: CacheState, group: Group, extents: list[int], kind: int, now_ns: int) -> None:
+    """Charge whole extents, which are then ready, touched, or still loading."""
+    for extent in extents:
+        state.charge(group, extent, group.extent_bytes)
+        group.set_state(extent, kind)
+        if kind == READY:
+            group.ready[extent] = now_ns
+        elif kind == TOUCHED:
+            group.touch(extent, now_ns)
+        elif kind == LOADING:
+            group.loading[extent] = None  # type: ignore[assignment]  # only the key matters here
+
+
+def stray(state: CacheState, group: Group, extents: list[int], length: int = 4096) -> None:
+    """Single pages of `extents`, the last the most recent."""
+    for extent in extents:
+        state.charge(group, extent, length)
+        group.strays.pop(extent, None)
+        group.strays[extent] = 0
