@@ -1,0 +1,156 @@
+"""An engine with its modelled kernel and real files, and threads that read and compare."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from llmcache.fs.engine import Engine
+from llmcache.fs.source import SourceTree
+from tests.property.kernel import CalmGauge, File, Kernel, Pins, open_backing
+
+MIB = 1 << 20
+BUDGET = 16 * MIB
+LOOP = 34 * MIB + 5  # large enough to be fetched in extents
+SLACK = 16 * MIB
+MODES = pytest.mark.parametrize("mode", ["steer", "arena"])
+
+
+class Rig:
+    """An engine, its kernel, and files with known content."""
+
+    def __init__(self, directory: Path, mode: str, budget_bytes: int = BUDGET) -> None:
+        self.directory = directory
+        self.kernel = Kernel()
+        self.engine = self.kernel.engine = Engine(budget_bytes, mode, SourceTree(str(directory)))
+        self.content: dict[str, bytes] = {}
+
+    def file(self, name: str, size: int, seed: int = 0) -> File:
+        """A file of random bytes, open."""
+        self.write(name, random.Random(f"{name}{seed}").randbytes(size))
+        file = self.kernel.add(open_backing(f"/{name}", self.directory / name))
+        self.kernel.open(file)
+        return file
+
+    def write(self, name: str, data: bytes) -> None:
+        """New content on storage; nobody is told."""
+        self.content[f"/{name}"] = data
+        with open(self.directory / name, "r+b" if (self.directory / name).exists() else "wb") as stream:
+            stream.write(data)
+
+    def expected(self, file: File, offset: int, size: int) -> bytes:
+        """What a read has to return."""
+        return self.content[file.backing.path][offset : offset + size]
+
+    def check(self, file: File, offset: int, size: int) -> None:
+        """One read, compared."""
+        got = self.kernel.read(file, offset, size)
+        assert got == self.expected(file, offset, size), f"wrong bytes in {file.backing.path} at {offset}+{size}"
+
+    def sweep(self, file: File, chunk: int = 256 << 10) -> None:
+        """One pass over the whole file."""
+        for offset in range(0, file.backing.size, chunk):
+            self.check(file, offset, chunk)
+
+    def node_known(self, file: File) -> bool:
+        """True once extents of `file` can be fetched."""
+        owner = self.engine.state.owners.get(file.backing)
+        return owner is not None and owner[1].node is not None
+
+    def bound_holds(self) -> None:
+        """The engine never believes that the kernel holds less than it does."""
+        with self.engine.state.lock, self.kernel.lock:
+            resident = self.kernel.resident_bytes()
+            assert self.engine.state.resident_bytes >= resident
+
+    def charges_add_up(self) -> None:
+        """Every charged byte belongs to a group that can give it back, or is a debt; settled states only."""
+        state = self.engine.state
+        with state.lock:
+            charged = sum(sum(group.charge) for group in state.groups.values())
+            assert state.resident_bytes == charged + sum(debt[3] for debt in state.debts)
+
+    def settled(self) -> bool:
+        """Memory is within the budget and nothing is under way."""
+        state = self.engine.state
+        with state.lock, self.kernel.lock:
+            held = self.kernel.resident_bytes() + state.held_bytes + state.pool.count * MIB
+            busy = state.fills or state.debts or any(group.loading for group in state.groups.values())
+            return held <= state.budget_bytes + SLACK and state.used_bytes <= state.budget_bytes + SLACK and not busy
+
+
+@contextmanager
+def running(directory: Path, mode: str, monkeypatch: pytest.MonkeyPatch, budget_bytes: int = BUDGET) -> Iterator[Rig]:
+    """A rig whose engine runs; the pin helper, the gauge and the mount table are stand-ins."""
+    kernels: list[Kernel] = []
+    monkeypatch.setattr("llmcache.fs.engine.PinService", lambda attached, *_: Pins(kernels, attached))
+    monkeypatch.setattr("llmcache.fs.engine.PressureGauge", CalmGauge)
+    monkeypatch.setattr("llmcache.fs.engine.find", lambda _point: True)
+    monkeypatch.setattr("llmcache.fs.engine.start_sentinel", lambda _point: None)
+    rig = Rig(directory, mode, budget_bytes)
+    kernels.append(rig.kernel)
+    rig.engine.start(rig.kernel, "/mount")
+    try:
+        yield rig
+    finally:
+        rig.engine.stop()
+
+
+def in_threads(*jobs: Callable[[], None]) -> None:
+    """Run `jobs` together; the first failure is raised, and waiting for ever is one."""
+    failures: list[BaseException] = []
+
+    def guarded(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(90)
+            assert not thread.is_alive(), "deadlock: a thread does not end"
+    finally:
+        sys.setswitchinterval(interval)
+    if failures:
+        raise failures[0]
+
+
+def reader(rig: Rig, files: list[File], seed: int, reads: int) -> Callable[[], None]:
+    """A thread's work: sequential runs, strides and single pages, each read compared."""
+
+    def work() -> None:
+        source = random.Random(seed)
+        file, offset, stride, size, left = files[0], 0, 0, 0, 0
+        for _ in range(reads):
+            if left == 0:
+                file = source.choice(files)
+                size = source.choice([1, 4096, 5000, 64 << 10, 300 << 10])
+                stride = source.choice([size, size, 3 * size + 17, -size, 128 << 10])
+                offset, left = source.randrange(file.backing.size), source.randrange(1, 40)
+            rig.check(file, offset, size)
+            offset = (offset + stride) % file.backing.size
+            left -= 1
+
+    return work
+
+
+def looper(rig: Rig, file: File, rounds: int) -> Callable[[], None]:
+    """A thread's work: whole passes."""
+
+    def work() -> None:
+        for _ in range(rounds):
+            rig.sweep(file)
+
+    return work
