@@ -78,7 +78,6 @@ class Engine:
         self.state.notifier = notifier
         self.state.running = True
         self.pins.start(mountpoint)
-        self._sentinel = start_sentinel(mountpoint)
         self.loader = Loader(self.state, self.fetcher)
         self.loader.start()
         self._house = threading.Thread(target=self._keep_house, args=(mountpoint,), name="house", daemon=True)
@@ -96,11 +95,12 @@ class Engine:
             self.state.room.notify_all()
         self._wake.set()
         self.pins.stop()
+        self.loader.join()
+        self._house.join(timeout=10)
         if self._sentinel is not None:
             self._sentinel.kill()
             self._sentinel.wait()
-        self.loader.join()
-        self._house.join(timeout=10)
+            self._sentinel = None
 
     # Called by the file operations
 
@@ -252,9 +252,12 @@ class Engine:
             self.planner.pinnable_bytes = self.state.pinned_bytes()
             self._plan_due = True
 
-    def _helper_lost(self) -> None:
+    def _helper_lost(self, for_good: bool) -> None:
         """The pin helper is gone, perhaps by the OOM killer: come back with less, and grow from there."""
         self.gauge.lost(self.state.pinned_bytes())
+        if for_good:
+            self.planner.pinnable_bytes = 0
+            self._plan_due = True
 
     def _pass_ended(self, group: Group, done: Pass) -> None:
         """Lock held."""
@@ -282,6 +285,8 @@ class Engine:
             if find(mountpoint) is None:  # unmounted by others: the helper's namespace must not keep it alive
                 self.pins.stop()
                 return
+            if self._sentinel is None or self._sentinel.poll() is not None:
+                self._sentinel = start_sentinel(mountpoint)
             limit = self.gauge.limit(self.state.used_bytes)
             now_ns = time.monotonic_ns()
             with self.state.lock:

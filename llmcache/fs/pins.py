@@ -14,6 +14,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 RESTARTS_MAX = 20
+RESTARTS_WITHIN_S = 60.0
 BATCH_BYTES = 16 << 20  # so that an unlock under pressure never waits behind gigabytes of locks
 
 
@@ -31,7 +33,7 @@ class PinService:
         self,
         on_attached: Callable[[str, int | None], None],
         on_failed: Callable[[str, int, int, int], None],
-        on_lost: Callable[[], None],
+        on_lost: Callable[[bool], None],
     ) -> None:
         self.on_attached = on_attached
         self.on_failed = on_failed
@@ -43,7 +45,7 @@ class PinService:
         self._helper: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._restarts = 0
+        self._restarts: list[float] = []
 
     def start(self, mountpoint: str) -> None:
         """Starts the helper for `mountpoint`. May follow `stop`; nothing is attached or locked then."""
@@ -108,12 +110,13 @@ class PinService:
 
     def _run(self) -> None:
         while (request := self._queue.get()) is not None:
-            try:
-                self._serve(request)
-            except (OSError, ValueError) as error:
-                if self._stopping:
-                    return
-                self._recover(request, error)
+            while True:
+                try:
+                    self._serve(request)
+                    break
+                except (OSError, ValueError) as error:
+                    if self._stopping or not self._recovered(error):
+                        return
 
     def _serve(self, request: dict[str, Any]) -> None:
         path = request["path"]
@@ -152,24 +155,33 @@ class PinService:
         reply: dict[str, Any] = json.loads(line)
         return reply
 
-    def _recover(self, request: dict[str, Any], error: Exception) -> None:
-        """Starts the helper again, replays attachments and locks, then the request that failed."""
-        self._restarts += 1
-        if self._restarts > RESTARTS_MAX:
-            log.error("pin helper failed %d times, no more pins: %s", self._restarts, error)
-            return
-        log.warning("pin helper ended (%s), starting it again", error)
-        self.on_lost()
+    def _recovered(self, error: Exception) -> bool:
+        """Starts the helper again and replays what it had; True when it is ready, False when it is given up."""
+        while not self._stopping:
+            now = time.monotonic()
+            self._restarts = [when for when in self._restarts if now - when < RESTARTS_WITHIN_S] + [now]
+            if len(self._restarts) > RESTARTS_MAX:
+                log.error("the pin helper ended %d times in a minute: nothing is pinned any more (%s)", RESTARTS_MAX, error)
+                self.on_lost(True)
+                return False
+            log.warning("the pin helper ended (%s): starting it again", error)
+            self.on_lost(False)
+            try:
+                self._restart()
+                return True
+            except (OSError, ValueError) as again:
+                error = again
+        return False
+
+    def _restart(self) -> None:
         if self._helper is not None:
             self._helper.kill()
             self._helper.wait()
         self._spawn()
-        wanted, self._locked = self._locked, {}
-        for path, ranges in wanted.items():
+        for path, ranges in list(self._locked.items()):
             self._serve({"op": "attach", "path": path})
             if ranges:
                 self._serve({"op": "lock", "path": path, "ranges": [list(pair) for pair in sorted(ranges)]})
-        self._serve(request)
 
 
 def _subtract(held: set[tuple[int, int]], gone: set[tuple[int, int]]) -> set[tuple[int, int]]:

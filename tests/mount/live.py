@@ -9,6 +9,7 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -203,20 +204,27 @@ WAYS: dict[str, Callable[[Path], str]] = {
 }
 
 
-def start_reader(path: Path, crc: Path, how: str, seconds: float) -> subprocess.Popen[str]:
+class Reader(subprocess.Popen[str]):
+    """A checking reader; its output goes to files, because nobody reads it before the end."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.out, self.err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - closed by `readers`
+        command = [sys.executable, str(LOOP_READER), *words]
+        super().__init__(command, stdout=self.out, stderr=self.err, text=True, env=environment())
+
+
+def start_reader(path: Path, crc: Path, how: str, seconds: float) -> Reader:
     """Start a process that reads a file in a loop and checks every MiB; its last line tells how many were wrong."""
-    words = [str(path), "--how", how, "--passes", "1000000", "--seconds", str(seconds), "--check", str(crc)]
-    return subprocess.Popen(
-        [sys.executable, str(LOOP_READER), *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-    )  # fmt: skip
+    return Reader([str(path), "--how", how, "--passes", "1000000", "--seconds", str(seconds), "--check", str(crc)])
 
 
-def finish_reader(reader: subprocess.Popen[str], timeout_s: float) -> tuple[int, int]:
+def finish_reader(reader: Reader, timeout_s: float) -> tuple[int, int]:
     """Return (passes, wrong MiB) of a reader that must end by itself and without an error."""
-    out, err = reader.communicate(timeout=timeout_s)
-    assert reader.returncode == 0, err
-    events = [json.loads(line) for line in out.splitlines()]
+    reader.wait(timeout_s)
+    reader.out.seek(0)
+    reader.err.seek(0)
+    assert reader.returncode == 0, reader.err.read()
+    events = [json.loads(line) for line in reader.out]
     return sum(event["event"] == "step" for event in events), events[-1]["wrong"]
 
 
@@ -229,7 +237,7 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) 
 
 
 @contextmanager
-def readers(jobs: Sequence[tuple[Path, Path, str]], seconds: float) -> Iterator[list[subprocess.Popen[str]]]:
+def readers(jobs: Sequence[tuple[Path, Path, str]], seconds: float) -> Iterator[list[Reader]]:
     """Run a checking reader per job (file, CRCs, how) during the body; kills what is left."""
     running = [start_reader(path, crc, how, seconds) for path, crc, how in jobs]
     try:
@@ -238,4 +246,6 @@ def readers(jobs: Sequence[tuple[Path, Path, str]], seconds: float) -> Iterator[
         for reader in running:
             if reader.poll() is None:
                 reader.kill()
-            reader.communicate()
+            reader.wait()
+            reader.out.close()
+            reader.err.close()

@@ -84,7 +84,7 @@ def test_the_shorter_loop_comes_first_and_gives_back_when_closed(
                 before = mount.pinned_bytes("long.bin")
             finally:
                 short.kill()
-                short.communicate()
+                short.wait()
             wait_for(lambda: mount.pinned_bytes("long.bin") > before + 8 * MIB, "long.bin gets what short.bin gave")
 
 

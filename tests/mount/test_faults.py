@@ -17,7 +17,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.mount.live import MIB, WAYS, Live, by_read, finish_reader, live, random_file, readers, run_llmcache, wait_for
+from tests.mount.live import (
+    MIB,
+    WAYS,
+    Live,
+    Reader,
+    by_read,
+    finish_reader,
+    live,
+    random_file,
+    readers,
+    run_llmcache,
+    wait_for,
+)
 from tools.bench.clients.loop_reader import crcs
 from tools.bench.sides import is_mounted
 
@@ -60,7 +72,7 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-def end_readers(running: list[subprocess.Popen[str]]) -> None:
+def end_readers(running: list[Reader]) -> None:
     """A reader without its mount gets an error or SIGBUS, or goes on with what is cached; killing it must not hang."""
     time.sleep(1)
     for reader in running:
@@ -104,7 +116,7 @@ def test_kill_9_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, 
         time.sleep(2)
         helpers = mount.helpers()
         mount.daemon.kill()
-        time.sleep(1)
+        wait_for(lambda: all(reader.poll() is not None for reader in running), "readers are not left hanging")
         result = run_llmcache("umount", str(mountpoint), "--force")
         assert result.returncode == 0, result.stderr
         mount.daemon.wait(30)
