@@ -53,10 +53,16 @@ class Kernel:
         self.before_store_page: Callable[[], None] = lambda: None
         self.most_requests = 0
         self._requests = 0
+        self._nodes = 1000
 
     def add(self, backing: Backing) -> File:
-        """Look up a file for the first time."""
-        file = self.files[backing.path] = File(1000 + len(self.files), backing)
+        """A file that is looked up; a path that is known keeps its node and its pages."""
+        known = self.files.get(backing.path)
+        if known is not None:
+            known.backing = backing
+            return known
+        self._nodes += 1
+        file = self.files[backing.path] = File(self._nodes, backing)
         return file
 
     def open(self, file: File) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from llmcache.fs.engine import Engine
 from llmcache.fs.source import SourceTree
-from tests.property.kernel import CalmGauge, File, Kernel, Pins, open_backing
+from tests.property.kernel import CalmGauge, File, Kernel, Pins, open_backing, wait_until
 
 MIB = 1 << 20
 BUDGET = 16 * MIB
@@ -31,11 +31,13 @@ class Rig:
         self.engine = self.kernel.engine = Engine(budget_bytes, mode, SourceTree(str(directory)))
         self.content: dict[str, bytes] = {}
 
-    def file(self, name: str, size: int, seed: int = 0) -> File:
-        """A file of random bytes, open."""
+    def file(self, name: str, size: int, seed: int = 0, attached: bool = True) -> File:
+        """A file of random bytes, open; what is read of it before it is attached is not counted."""
         self.write(name, random.Random(f"{name}{seed}").randbytes(size))
         file = self.kernel.add(open_backing(f"/{name}", self.directory / name))
         self.kernel.open(file)
+        if attached:
+            wait_until(lambda: self.node_known(file), "the file is attached")
         return file
 
     def write(self, name: str, data: bytes) -> None:

@@ -109,7 +109,7 @@ def test_single_extents_are_never_wanted() -> None:
     assert wanted(group) == set(range(60)) - {0, 1, 30}
 
 
-@pytest.mark.xfail(strict=True, reason="the limit on pins is taken for a limit on everything")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the limit on pins is taken for a limit on everything")
 def test_a_refused_lock_costs_pins_and_no_window() -> None:
     """A kernel that locks nothing more leaves streaming as good as it can be."""
     state = new_state(100 * MIB)
