@@ -20,7 +20,7 @@ from llmcache.errors import UsageError
 from llmcache.fs.budget import settle_budget, settle_mode
 from llmcache.fs.buffers import BufferPool
 from llmcache.fs.fetching import Fetcher
-from llmcache.fs.group import Group
+from llmcache.fs.group import Group, Member
 from llmcache.fs.grouping import Grouping
 from llmcache.fs.holders import ArenaHolder, Holder, SteerHolder
 from llmcache.fs.loader import Loader
@@ -59,7 +59,7 @@ class Engine:
         self.fetcher = Fetcher(self.state, self.holder)
         self.reader = Reader(self.state, self.fetcher, self._pass_ended)
         self.planner = Planner(self.state, self.holder)
-        self.grouping = Grouping(self.state, tree)
+        self.grouping = Grouping(self.state, tree, self._dissolve)
         self.gauge = PressureGauge(cache_bytes)
         self._wake = threading.Event()
         self._house: threading.Thread | None = None
@@ -147,10 +147,20 @@ class Engine:
                 owner[0].last_ns = time.monotonic_ns()
             if left <= 0:
                 self.state.opens.pop(backing, None)
-                if owner is not None and owner[0].written:
-                    self._dissolve(owner[0])
+                if owner is not None:
+                    self._part(*owner, backing)
             self._plan_due = True
         self._wake.set()
+
+    def _part(self, group: Group, member: Member, backing: Backing) -> None:
+        """The last open of `backing` ends and its descriptors will be closed: waits for loaders that read it."""
+        if group.written:
+            self._dissolve(group)
+        self.state.owners.pop(backing, None)
+        if member.backing is backing:
+            member.backing = None
+        while member.loads:
+            self.state.room.wait(0.01)
 
     def read(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
         """Fills memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError."""
@@ -174,6 +184,7 @@ class Engine:
             group, member = owner
             if not group.written:
                 self._dissolve(group)  # the next read makes a new one
+                self._settle(group)
             elif backing.size > member.size_bytes:
                 group.grow(backing.size)
             else:
@@ -183,7 +194,8 @@ class Engine:
 
     def _charge_written(self, group: Group, offset: int, length: int) -> None:
         """Written pages stay in the page cache."""
-        for extent in range(offset // group.extent_bytes, (offset + length - 1) // group.extent_bytes + 1):
+        last = min((offset + length - 1) // group.extent_bytes, group.count - 1)  # truncated meanwhile
+        for extent in range(offset // group.extent_bytes, last + 1):
             start = max(offset, extent * group.extent_bytes)
             end = min(offset + length, (extent + 1) * group.extent_bytes)
             self.state.charge(group, extent, end - start)
@@ -227,14 +239,15 @@ class Engine:
 
     def _attached(self, path: str, node: int | None) -> None:
         """The helper has opened `path` (or could not: None). What the kernel read until now was not counted."""
+        with self.state.lock:
+            members = [member for group in self.state.groups.values() for member in group.members if member.path == path]
+            for member in members:
+                member.node = node  # what comes in from now on counts
         if node is not None and self.state.notifier is not None:
             self.state.notifier.invalidate(node, 0, 0)
         with self.state.lock:
-            for group in self.state.groups.values():
-                for member in group.members:
-                    if member.path == path:
-                        member.node = node
-                        member.attaching = False
+            for member in members:
+                member.attaching = False
             self.state.work.notify_all()
 
     def _lock_failed(self, path: str, offset: int, length: int, code: int) -> None:

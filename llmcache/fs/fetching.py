@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from llmcache.fs.holders import Holder
     from llmcache.fs.state import CacheState
 
+FAILED = 1 << 20  # misses of an extent that could not be read: never fetched ahead again
+
 log = logging.getLogger(__name__)
 
 
@@ -39,7 +41,7 @@ class Fetcher:
         if region is None:
             return None
         length = group.length_of(member, extent)
-        fetch = Fetch(extent, length, region, pooled, ahead)
+        fetch = Fetch(extent, length, region, pooled, ahead, member.backing, group.charge[extent])
         group.loading[extent] = fetch
         group.strays.pop(extent, None)
         group.set_state(extent, LOADING)
@@ -47,6 +49,8 @@ class Fetcher:
         if held is not None:
             fetch.held = True
             fetch.done.set()
+        else:
+            member.loads += 1
         if not ahead and group.missed.get(extent, 0) > 0:
             group.missed[extent] -= 1
         return fetch
@@ -55,7 +59,7 @@ class Fetcher:
         """Reads the extent, unless the arena had it; afterwards `done` is set, with data or with `error`."""
         if fetch.done.is_set():
             return
-        backing = member.backing
+        backing = fetch.backing
         offset = group.offset_of(member, fetch.extent)
         try:
             if backing is None:
@@ -68,6 +72,7 @@ class Fetcher:
         except OSError as error:
             fetch.error = error
         with self.state.lock:
+            member.loads -= 1
             if fetch.error is not None:
                 self._fail(group, fetch)
             else:
@@ -78,10 +83,15 @@ class Fetcher:
 
     def _fail(self, group: Group, fetch: Fetch) -> None:
         """The extent stays absent, and is not fetched ahead again; readers find out themselves. Lock held."""
-        if group.loading.get(fetch.extent) is fetch:
-            del group.loading[fetch.extent]
-            group.missed[fetch.extent] = 1 << 20
-            self.state.resident_bytes -= group.forget(fetch.extent)
+        extent = fetch.extent
+        if group.loading.get(extent) is fetch:
+            del group.loading[extent]
+            group.missed[extent] = FAILED
+            group.set_state(extent, SPARSE)
+            self.state.resident_bytes -= group.charge[extent] - fetch.charged
+            group.charge[extent] = fetch.charged
+            if fetch.charged:
+                group.strays[extent] = time.monotonic_ns()
 
     def store(self, group: Group, member: Member, fetch: Fetch) -> None:
         """Puts the loaded extent into the page cache and finishes the fetch."""
@@ -119,6 +129,7 @@ class Fetcher:
         if failed:
             log.debug("store of %s extent %d: errno %d", member.path, extent, -failed)
             group.set_state(extent, SPARSE if group.missed.get(extent, 0) else ABSENT)
+            group.strays[extent] = time.monotonic_ns()  # what did get in has to go one day
             return
         self.state.counters.stored_bytes += fetch.length
         if trip and not fetch.joined and fetch.length > PAGE:

@@ -50,11 +50,12 @@ class Member:
     identity: Identity | None = None
     node: int | None = None
     attaching: bool = False
+    loads: int = 0  # reads of the backing file that fetches have under way
 
     @property
     def reachable(self) -> bool:
         """True when the file is open and its node in the kernel is known: it can be read and stored."""
-        return self.backing is not None and self.node is not None
+        return self.backing is not None and self.node is not None and not self.attaching
 
 
 @dataclass(eq=False)
@@ -69,6 +70,8 @@ class Fetch:
     region: Region
     pooled: bool
     ahead: bool
+    backing: Backing | None = None
+    charged: int = 0  # bytes of the extent that were charged before
     done: threading.Event = field(default_factory=threading.Event)
     error: OSError | None = None
     users: int = 1

@@ -7,8 +7,10 @@ learned; a file that is no model loops once a second pass has been seen.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llmcache.errors import DataError
@@ -38,9 +40,12 @@ HEADER_READ_BYTES = 256 << 10
 class Grouping:
     """Makes, finds and ends groups."""
 
-    def __init__(self, state: CacheState, tree: SourceTree) -> None:
+    def __init__(self, state: CacheState, tree: SourceTree, end: Callable[[Group], None]) -> None:
+        """`end(group)`, with the lock held, ends a group whose file is no more what it was."""
         self.state = state
+        self.end = end
         self.tree = tree
+        self._keys = map(str, itertools.count())
 
     def adopt(self, backing: Backing) -> tuple[Group, Member]:
         """Returns the group and member of an open file, made if need be. Takes the lock itself; reads the header."""
@@ -65,13 +70,16 @@ class Grouping:
         owner = self.state.owners.get(backing)
         if owner is not None:
             return owner
-        for group in self.state.groups.values():
-            for member in group.members:
-                if member.path != backing.path or group.written or backing.writable:
-                    continue
-                if member.size_bytes == backing.size and member.identity in (None, backing.identity):
-                    self._join(group, member, backing, layout)
-                    return group, member
+        for group in list(self.state.groups.values()):
+            member = next((member for member in group.members if member.path == backing.path), None)
+            if member is None:
+                continue
+            same = member.size_bytes == backing.size and member.identity in (None, backing.identity)
+            if same and not (group.written or backing.writable or member.backing):
+                self._join(group, member, backing, layout)
+                return group, member
+            if not member.backing:
+                self.end(group)  # what was at this path before
         return None
 
     def _join(self, group: Group, member: Member, backing: Backing, layout: ModelLayout | None) -> None:
@@ -91,7 +99,7 @@ class Grouping:
             count = max(1, -(-length // extent_bytes))
             members.append(Member(name, length, base, count))
             base += count
-        group = Group(f"{path}#{backing.generation}", members, extent_bytes, None)
+        group = Group(next(self._keys), members, extent_bytes, None)
         group.written = written
         if written or (layout is None and total < LARGE_FILE_BYTES):
             group.status = bytearray([SINGLE]) * group.count

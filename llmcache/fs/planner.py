@@ -6,6 +6,7 @@ Runs with the engine's lock held; cheap enough to run at every change (opens, cl
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from llmcache.cache.arbitration import Loop, Share, repin, share_budget
@@ -37,10 +38,18 @@ class Planner:
             for group in groups
             if self.state.opens_of(group) or self.holder.held(group)
         ]
-        shares = share_budget(max(0, min(self.state.limit_bytes - self._reserve(), self.pinnable_bytes)), loops)
+        shares = self._lockable(share_budget(max(0, self.state.limit_bytes - self._reserve()), loops))
         ranked = sorted(groups, key=lambda group: shares.get(group.key, Share(0, 0)).pinned_bytes)
         for group in ranked:  # the ones that lose first: their room is needed
             self._apply(group, shares.get(group.key, Share(0, 0)))
+
+    def _lockable(self, shares: dict[Hashable, Share]) -> dict[Hashable, Share]:
+        """Cuts the pins, not the windows, to what the kernel locks."""
+        left = self.pinnable_bytes
+        for key, share in shares.items():
+            shares[key] = Share(min(share.pinned_bytes, left), share.window_bytes)
+            left -= shares[key].pinned_bytes
+        return shares
 
     def _active(self, group: Group, now_ns: int) -> bool:
         if not self.state.opens_of(group):

@@ -88,7 +88,7 @@ class Reader:
                 theirs = group.loading[extent]
                 theirs.users += 1
                 theirs.joined = theirs.joined or observed
-            elif state in (ABSENT, SPARSE) and member.node is not None and group.alive:
+            elif state in (ABSENT, SPARSE) and member.reachable and group.alive:
                 mine = self.fetcher.claim(group, member, extent, ahead=False)
             elif state in (TOUCHED, PINNED):
                 self._refault(group, extent, length)
@@ -130,6 +130,7 @@ class Reader:
                 del group.refaults[extent]
                 group.touched.pop(extent, None)
                 group.set_state(extent, ABSENT)
+                group.strays[extent] = time.monotonic_ns()
 
     def _stray(self, group: Group, extent: int, length: int) -> None:
         """Counts pages that enter the page cache outside of a fetch."""

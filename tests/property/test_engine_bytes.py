@@ -103,9 +103,6 @@ def test_a_storage_error_is_seen_in_its_range_only(tmp_path: Path, monkeypatch: 
         rig.sweep(file)
 
 
-@pytest.mark.xfail(
-    strict=False, raises=AssertionError, reason="an extent whose STORE failed stays charged, where no eviction list has it"
-)
 @MODES
 def test_failed_stores_cost_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """The kernel may refuse a STORE (no memory): what is charged for it must still be given back."""
@@ -147,9 +144,6 @@ def test_stop_during_load_returns_and_reads_go_on(tmp_path: Path, monkeypatch: p
         rig.sweep(files[0])
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the engine drops pages before it sets the node: what is read in between is not counted"
-)
 @MODES
 def test_pages_read_while_a_file_is_being_attached_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str

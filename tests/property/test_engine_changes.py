@@ -28,7 +28,6 @@ def change_behind(rig: Rig, file: File, name: str, seed: int) -> None:
     rig.engine.opened(file.backing, file.backing.path, 1)
 
 
-@pytest.mark.xfail(strict=False, raises=AssertionError, reason="changed() does not wait for STOREs under way")
 @MODES
 @pytest.mark.parametrize("size", [12 * MIB, LOOP])
 def test_reads_after_a_change_see_no_old_bytes(
@@ -61,7 +60,6 @@ def test_reads_after_a_change_see_no_old_bytes(
         in_threads(changes, noise(1), noise(2))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="changed() does not wait for STOREs under way")
 @MODES
 def test_a_store_under_way_at_a_change_leaves_no_old_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -112,7 +110,6 @@ def test_a_fetch_of_an_ended_group_is_not_stored(tmp_path: Path, monkeypatch: py
         rig.charges_add_up()
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="groups of different files have the same key PATH#0")
 @MODES
 def test_a_file_replaced_while_closed_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     with running(tmp_path, mode, monkeypatch) as rig:
@@ -129,7 +126,6 @@ def test_a_file_replaced_while_closed_is_read_anew(tmp_path: Path, monkeypatch: 
         rig.charges_add_up()
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="groups of different files have the same key PATH#0")
 @MODES
 def test_a_name_used_again_after_a_rename_is_another_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -152,7 +148,6 @@ def test_a_name_used_again_after_a_rename_is_another_file(
         rig.charges_add_up()
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="loaders read through a Backing that has been closed")
 @MODES
 def test_nothing_is_fetched_through_a_closed_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """A short visit: closed before the helper has attached the file; the number then means another file."""
@@ -188,9 +183,6 @@ def test_nothing_is_fetched_through_a_closed_descriptor(tmp_path: Path, monkeypa
             os.close(taken)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=(IndexError, ValueError), reason="a truncation may be noted before the write it came after"
-)
 @MODES
 def test_a_write_noted_after_a_truncation_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     with running(tmp_path, mode, monkeypatch) as rig:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 
-import pytest
-
 from llmcache.fs.group import SINGLE, Group
 from llmcache.fs.planner import Planner
 from llmcache.fs.state import CacheState
@@ -109,7 +107,6 @@ def test_single_extents_are_never_wanted() -> None:
     assert wanted(group) == set(range(60)) - {0, 1, 30}
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the limit on pins is taken for a limit on everything")
 def test_a_refused_lock_costs_pins_and_no_window() -> None:
     """A kernel that locks nothing more leaves streaming as good as it can be."""
     state = new_state(100 * MIB)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from llmcache.fs.buffers import BufferPool
 from llmcache.fs.fetching import Fetcher
 from llmcache.fs.group import LOADING, PINNED, READY, SINGLE, TOUCHED, Group
@@ -132,9 +130,6 @@ def absent_fetcher(state: CacheState) -> Fetcher:
     return Fetcher(state, SteerHolder(state, None))  # type: ignore[arg-type]
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="an extent that became absent by refaults is in no eviction list"
-)
 def test_what_the_kernel_dropped_in_part_can_go() -> None:
     state = new_state(10 * MIB)
     group = new_group(state, "file", 4)
@@ -146,9 +141,6 @@ def test_what_the_kernel_dropped_in_part_can_go() -> None:
     assert [extent for _, extent in victims(state)] == list(group.charged_extents())
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="an extent whose STORE failed stays charged, where no eviction list has it"
-)
 def test_what_could_not_be_stored_can_go() -> None:
     state = new_state(10 * MIB)
     group = new_group(state, "file", 4)
@@ -160,9 +152,6 @@ def test_what_could_not_be_stored_can_go() -> None:
     assert [extent for _, extent in victims(state)] == list(group.charged_extents())
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="a failed fetch gives up the charge of pages that were there before"
-)
 def test_a_failed_fetch_keeps_the_charge_of_pages_read_before() -> None:
     state = new_state(10 * MIB)
     group = new_group(state, "file", 4)
