@@ -258,7 +258,7 @@ class Engine:
                 for member in group.members:
                     if member.path == path:
                         first = member.base + offset // group.extent_bytes
-                        extents = list(range(first, first + max(1, length // group.extent_bytes)))
+                        extents = list(range(first, first - (-length // group.extent_bytes)))
                         for extent in extents:
                             group.wanted[extent] = 0
                         self.holder.release(group, extents)

@@ -77,7 +77,7 @@ class Fetcher:
                 self._fail(group, fetch)
             else:
                 self.state.counters.backing_read_bytes += fetch.length
-                if not fetch.pooled:
+                if not fetch.pooled and group.alive and not fetch.stale:
                     self.holder.keep(group, fetch.extent, fetch.region)
         fetch.done.set()
 

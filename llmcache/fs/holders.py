@@ -84,8 +84,8 @@ class SteerHolder:
     def _pin(self, group: Group, extents: list[int]) -> None:
         for extent in extents:
             group.set_state(extent, PINNED)
-            group.trips.pop(extent, None)
-            group.touched.pop(extent, None)
+            for table in (group.trips, group.ready, group.touched):
+                table.pop(extent, None)
             group.pinned_bytes += group.length_of(group.member_of(extent), extent)
         for member, offset, length in self.state.ranges(group, extents):
             self.pins.lock(member.path, offset, length)

@@ -69,9 +69,8 @@ def _in_order(state: CacheState, now_ns: int) -> Iterator[tuple[Group, int]]:
 
 def _touched(group: Group, now_ns: int) -> Iterator[tuple[Group, int]]:
     for extent, since in group.touched.items():
-        if now_ns - since < LAG_NS:
-            return
-        yield group, extent
+        if now_ns - since >= LAG_NS:
+            yield group, extent
 
 
 def _rows(groups: list[Group], reserve_bytes: int) -> Iterator[tuple[Group, int]]:

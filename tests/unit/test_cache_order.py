@@ -92,8 +92,9 @@ def test_a_pass_is_cut_each_round(length: int, stripes: int, jitter: int, rounds
     size = length * stripes
     cut = passes_of(laps(length, stripes, jitter, rounds, seed))
     whole = [done for done in cut if len(done.extents) >= size // 2]
-    # the beginning of the first pass may be cut into short ones: nothing is far away yet
-    assert rounds - 1 <= len(whole) <= rounds
+    # the beginning of the first pass may be cut into short ones (nothing is far away yet), and jitter at a seam may
+    # make one more of a small loop
+    assert rounds - 1 <= len(whole) <= rounds + 1
     assert all(len(done.extents) >= size - 2 * stripes * (jitter + 1) for done in whole)
     assert all(len(set(done.extents)) == len(done.extents) for done in cut)
 
