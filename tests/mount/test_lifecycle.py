@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import shutil
@@ -228,31 +229,52 @@ def test_stats_ends_normally_by_ctrl_c(reading: Mounted) -> None:
 # An ordinary user
 
 
-def as_nobody(*words: str | Path, path: str | None = None) -> subprocess.CompletedProcess[str]:
-    if os.geteuid() != 0 or shutil.which("setpriv") is None:
-        pytest.skip("only root with setpriv can try what an ordinary user can do")
-    setpriv = shutil.which("setpriv") or ""
-    # setpriv itself may still run an interpreter below /root, but its children may not.
-    probe = [setpriv, "--reuid=65534", "--regid=65534", "--clear-groups", "sh", "-c", 'test -x "$0"', sys.executable]
-    if subprocess.run(probe, check=False, timeout=60).returncode != 0:
-        pytest.skip(f"an ordinary user cannot run {sys.executable}")
-    command = [setpriv, "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable]
+NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+PACKAGES = ("llmcache", "click", "rich", "pygments", "markdown_it", "mdurl", "mfusepy")
+
+
+def python_of_nobody() -> str:
+    """An interpreter that nobody may run: ours, or the system's where ours lies below a private home."""
+    for python in (sys.executable, "/usr/bin/python3"):
+        # setpriv itself may still run an interpreter below /root, but its children may not.
+        if subprocess.run([*NOBODY, "sh", "-c", '"$0" -c ""', python], check=False, timeout=60).returncode == 0:
+            return python
+    pytest.skip(f"an ordinary user can run neither {sys.executable} nor /usr/bin/python3")
+
+
+def copy_packages(target: Path) -> None:
+    """What the commands import (all pure Python), where everybody can read it."""
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        origin = Path(spec.origin)
+        if origin.name == "__init__.py":
+            shutil.copytree(origin.parent, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(origin, target)
+
+
+def as_nobody(place: Path, *words: str | Path, path: str | None = None) -> subprocess.CompletedProcess[str]:
     more = {"HOME": "/nonexistent", "XDG_RUNTIME_DIR": "", "PATH": path or os.environ["PATH"]}
     return subprocess.run(
-        [*command, "-m", "llmcache", *map(str, words)],
-        env={**environment(), **more}, capture_output=True, text=True, timeout=90, check=False,
+        [str(shutil.which(NOBODY[0])), *NOBODY[1:], python_of_nobody(), "-m", "llmcache", *map(str, words)],
+        env={**environment(), **more, "PYTHONPATH": str(place / "lib")}, cwd=place,
+        capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
 
 
 @pytest.fixture
 def users_place() -> Iterator[Path]:
     """A directory that nobody (uid 65534) can reach and owns; /dev/fuse is as udev leaves it, open to all."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can act as another user")
+    if os.geteuid() != 0 or shutil.which(NOBODY[0]) is None:
+        pytest.skip("only root with setpriv can try what an ordinary user can do")
     place = Path(tempfile.mkdtemp(prefix="llmcache-user-"))
     for directory in (place / "source", place / "mnt", place):
         directory.mkdir(exist_ok=True)
         os.chown(directory, 65534, 65534)
+    (place / "lib").mkdir()
+    copy_packages(place / "lib")
     bits = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
     os.chmod("/dev/fuse", 0o666)
     try:
@@ -267,39 +289,41 @@ def users_place() -> Iterator[Path]:
 def test_ordinary_user(users_place: Path) -> None:
     source, point = users_place / "source", users_place / "mnt"
     (source / "f").write_text("x" * 100_000)
-    result = as_nobody("mount", source, point, "--cache", "32Mi", "--mode", "arena")
+    result = as_nobody(users_place, "mount", source, point, "--cache", "32Mi", "--mode", "arena")
     assert result.returncode == 0, result.stderr
     entry = mountpoint.find(str(point))
     assert entry is not None
     assert entry.owner == 65534
     code = f"print(len(open({str(point / 'f')!r}).read())); open({str(point / 'a.kv')!r}, 'w').write('w')"
-    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-c", code]
+    command = [*NOBODY, python_of_nobody(), "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "100000", done.stderr
     assert (source / "a.kv").read_text() == "w"
     assert json.loads(llmcache("stats", "--json", point).stdout)["mode"] == "arena", "root finds a user's daemon"
-    assert json.loads(as_nobody("stats", "--json", point).stdout)["mode"] == "arena"
-    result = as_nobody("umount", point)
+    assert json.loads(as_nobody(users_place, "stats", "--json", point).stdout)["mode"] == "arena"
+    result = as_nobody(users_place, "umount", point)
     assert result.returncode == 0, result.stderr
     assert mountpoint.find(str(point)) is None
 
 
 def test_ordinary_user_after_kill_9(users_place: Path) -> None:
     source, point = users_place / "source", users_place / "mnt"
-    assert as_nobody("mount", source, point, "--cache", "32Mi", "--mode", "arena").returncode == 0
+    assert as_nobody(users_place, "mount", source, point, "--cache", "32Mi", "--mode", "arena").returncode == 0
     pid = control.daemon_pid(str(point), 65534)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     while os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
         time.sleep(0.05)
-    assert "is a dead mount" in as_nobody("umount", point).stderr
-    result = as_nobody("umount", "--force", point)
+    assert "is a dead mount" in as_nobody(users_place, "umount", point).stderr
+    result = as_nobody(users_place, "umount", "--force", point)
     assert result.returncode == 0, result.stderr
     assert mountpoint.find(str(point)) is None
 
 
 def test_user_without_fusermount(users_place: Path) -> None:
-    result = as_nobody("mount", users_place / "source", users_place / "mnt", "--mode", "arena", path="/nonexistent")
+    result = as_nobody(
+        users_place, "mount", users_place / "source", users_place / "mnt", "--mode", "arena", path="/nonexistent"
+    )
     assert result.returncode == 3
     assert "fusermount3 is missing" in result.stderr
     assert "apt install fuse3" in result.stderr
@@ -307,6 +331,8 @@ def test_user_without_fusermount(users_place: Path) -> None:
 
 def test_user_may_not_mount_on_roots_directory(users_place: Path) -> None:
     os.chown(users_place / "mnt", 0, 0)
-    result = as_nobody("mount", users_place / "source", users_place / "mnt", "--cache", "32Mi", "--mode", "arena")
+    result = as_nobody(
+        users_place, "mount", users_place / "source", users_place / "mnt", "--cache", "32Mi", "--mode", "arena"
+    )
     assert result.returncode == 4
     assert "cannot mount on" in result.stderr
