@@ -94,8 +94,20 @@ class LoopOrder:
 
     def disorder(self, seen: Sequence[int]) -> float:
         """Share (0..1) of the steps in `seen` that do not go forward in this order (a wrap counts as one step)."""
-        if len(seen) < 2:
-            return 0.0
-        ranks = [self.rank_of[extent] for extent in seen]
-        back = sum(later < earlier for earlier, later in pairwise(ranks))
-        return max(0, back - 1) / (len(seen) - 1)
+        return _backward_share([self.rank_of[extent] for extent in seen])
+
+
+def disagreement(first: Sequence[int], second: Sequence[int]) -> float:
+    """Share (0..1) of the steps of the pass `second` that do not go forward in the pass `first`.
+
+    Extents that only one of them has seen do not count.
+    """
+    place = {extent: index for index, extent in enumerate(first)}
+    return _backward_share([place[extent] for extent in second if extent in place])
+
+
+def _backward_share(ranks: Sequence[int]) -> float:
+    if len(ranks) < 2:
+        return 0.0
+    back = sum(later < earlier for earlier, later in pairwise(ranks))
+    return max(0, back - 1) / (len(ranks) - 1)

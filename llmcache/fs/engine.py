@@ -40,11 +40,10 @@ log = logging.getLogger(__name__)
 
 POOL_BUFFERS = 12
 POOL_RESERVE = 4
-TICK_S = 0.25
 IDLE_DROP_NS = 60_000_000_000  # closed files give everything back after this
 CURSOR_LIFE_NS = 5_000_000_000
-APART_TICKS = 2  # readers seen apart this often in a row are several; one that wraps round is seen once
-STRAYS_MIN = 3  # readers that fell behind this often need more room behind the first
+APART_NS = 1_000_000_000  # readers apart for so long are several; one that wraps round seems to be two for a moment
+STRAY_PASSES_MIN = 3  # readers that fell behind in so many passes need more room behind the first
 CONVOY_LIFE_NS = 60_000_000_000
 
 
@@ -319,10 +318,10 @@ class Engine:
     def _watch_readers(self, group: Group, now_ns: int) -> None:
         """Forgets readers that have gone, and plans anew when there are several where there was one, or the reverse."""
         group.cursors.expire(now_ns - CURSOR_LIFE_NS)
-        several = group.looping and group.cursors.moving(now_ns - int(TICK_S * 1e9)) > 1
-        group.apart = group.apart + 1 if several else 0
-        if group.apart >= APART_TICKS or group.cursors.strays >= STRAYS_MIN:
-            group.cursors.strays = 0
+        if not group.looping or group.cursors.moving(now_ns - APART_NS // 4) < 2:
+            group.together_ns = now_ns
+        if now_ns - group.together_ns > APART_NS or group.stray_passes >= STRAY_PASSES_MIN:
+            group.stray_passes = 0
             group.apart_ns = now_ns
         convoy = group.apart_ns > now_ns - CONVOY_LIFE_NS
         if convoy != group.convoy:

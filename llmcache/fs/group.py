@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmcache.cache.cursors import CursorTable
-from llmcache.cache.order import LoopOrder, Pass, PassRecorder
+from llmcache.cache.order import LoopOrder, Pass, PassRecorder, disagreement
 
 if TYPE_CHECKING:
     from llmcache.fs.backing import Backing, Identity
@@ -122,8 +122,10 @@ class Group:
         self.pinned_bytes = 0
         self.last_ns = 0
         self.convoy = False  # several readers, apart from each other
-        self.apart = 0  # ticks in a row in which they were seen
-        self.apart_ns = -(1 << 62)  # when they were seen last
+        self.stray_passes = 0  # passes in a row in which a reader fell out of the window
+        self.together_ns = 0  # when there was one reader at most, last
+        self.apart_ns = -(1 << 62)  # when there were several, last
+        self.unproved: tuple[int, ...] = ()  # the last pass in another order than the present one
         self.cursors = CursorTable(self.count, REACH_BYTES // extent_bytes, False)
 
     @property
@@ -174,13 +176,18 @@ class Group:
         if len(done.extents) < max(1, visible // 2):
             return False
         self.passes += 1
+        self.stray_passes = self.stray_passes + 1 if self.cursors.strays else 0
+        self.cursors.strays = 0
         self.period_ns = done.duration_ns if self.period_ns is None else (self.period_ns + done.duration_ns) // 2
         changed = not self.looping
         if changed or self.guessed:
             self.set_looping(guessed=False)
         if len(done.extents) >= visible * 4 // 5 and self.order.disorder(done.extents) > ORDER_TOLERANCE:
-            self._reorder(done.extents)
-            changed = True
+            # Believed when it comes twice: readers apart from each other mix their touches anew in every pass.
+            if disagreement(self.unproved, done.extents) <= ORDER_TOLERANCE and self.unproved:
+                self._reorder(done.extents)
+                changed = True
+            self.unproved = done.extents
         elif self.passes == 1 and self.order.disorder(self.guess) > ORDER_TOLERANCE:
             # Loading reads a file from front to back; what comes after it is the order of computation.
             self._reorder(self.guess)

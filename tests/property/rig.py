@@ -72,11 +72,14 @@ class Rig:
             assert self.engine.state.resident_bytes >= resident
 
     def charges_add_up(self) -> None:
-        """Every charged byte belongs to a group that can give it back, or is a debt; settled states only."""
+        """Every charged byte belongs to a group that can give it back, or is a debt, once no eviction is under way."""
+        wait_until(self._adds_up, "charges add up")
+
+    def _adds_up(self) -> bool:
         state = self.engine.state
         with state.lock:
             charged = sum(sum(group.charge) for group in state.groups.values())
-            assert state.resident_bytes == charged + sum(debt[3] for debt in state.debts)
+            return state.resident_bytes == charged + sum(debt[3] for debt in state.debts)
 
     def settled(self) -> bool:
         """Memory is within the budget and nothing is under way."""
