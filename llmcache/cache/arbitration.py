@@ -20,14 +20,14 @@ WINDOW_SHARE = 0.06  # of the streamed bytes: bytes per pass are N - pins, so th
 class Loop:
     """A loop that wants budget: `size_bytes`, `period_ns` (None: not seen yet), and whether its readers are active.
 
-    `readers` counts those that are apart from each other.
+    `convoy` tells how far several readers drift apart: 0 for one reader, then in steps of CONVOY_FACTOR in the window.
     """
 
     key: Hashable
     size_bytes: int
     period_ns: int | None
     active: bool
-    readers: int = 1
+    convoy: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Share:
     window_bytes: int
 
 
-def window_for(size_bytes: int, budget_bytes: int, readers: int = 1) -> int:
+def window_for(size_bytes: int, budget_bytes: int, convoy: int = 0) -> int:
     """Returns the window (bytes) with which a loop of `size_bytes` is streamed through `budget_bytes`."""
     streamed = max(0, size_bytes - budget_bytes)
     wanted = min(MAX_WINDOW_BYTES, max(MIN_WINDOW_BYTES, int(WINDOW_SHARE * streamed)))
-    if readers > 1:
-        return min(wanted * CONVOY_FACTOR, max(wanted, budget_bytes // 8))
+    if convoy:
+        wanted = max(wanted, min(wanted * CONVOY_FACTOR**convoy, budget_bytes // 8 * convoy))
     return min(wanted, max(1, budget_bytes // 2))
 
 
@@ -60,7 +60,7 @@ def share_budget(budget_bytes: int, loops: Iterable[Loop]) -> dict[Hashable, Sha
         if loop.size_bytes <= mine:
             share = Share(loop.size_bytes, 0)
         else:
-            window = window_for(loop.size_bytes, mine, loop.readers) if loop.active else 0
+            window = window_for(loop.size_bytes, mine, loop.convoy) if loop.active else 0
             share = Share(max(0, mine - window), window)
         shares[loop.key] = share
         left -= share.pinned_bytes + share.window_bytes

@@ -117,8 +117,8 @@ class CursorTable:
         return ring[leader + 1 :] + ring[: leader + 1]
 
     def moving(self, since_ns: int) -> int:
-        """Returns how many cursors were touched since then, single touches left out."""
-        return sum(cursor.moves > 1 and cursor.last_ns >= since_ns for cursor in self.live)
+        """Returns how many cursors were touched since then, short-lived ones left out."""
+        return sum(cursor.moves > PROOF_MOVES and cursor.last_ns >= since_ns for cursor in self.live)
 
     def expire(self, before_ns: int) -> None:
         """Forgets cursors that were last touched before `before_ns`."""

@@ -20,7 +20,7 @@ from llmcache.errors import UsageError
 from llmcache.fs.budget import settle_budget, settle_mode
 from llmcache.fs.buffers import BufferPool
 from llmcache.fs.fetching import Fetcher
-from llmcache.fs.group import Group, Member
+from llmcache.fs.group import SETTLED_PASSES, Group, Member
 from llmcache.fs.grouping import Grouping
 from llmcache.fs.holders import ArenaHolder, Holder, SteerHolder
 from llmcache.fs.loader import Loader
@@ -42,8 +42,11 @@ POOL_BUFFERS = 12
 POOL_RESERVE = 4
 IDLE_DROP_NS = 60_000_000_000  # closed files give everything back after this
 CURSOR_LIFE_NS = 5_000_000_000
-APART_NS = 1_000_000_000  # readers apart for so long are several; one that wraps round seems to be two for a moment
-STRAY_PASSES_MIN = 3  # readers that fell behind in so many passes need more room behind the first
+SEEN_NS = 200_000_000  # a cursor that was touched within this is a reader's, now
+APART_NS = 300_000_000  # readers apart for so long are several; one that wraps round seems to be two for SEEN_NS
+CONVOY_STEP_NS = 3_000_000_000  # what a wider window is given to bring them together, before a still wider one
+STRAYS_MIN = 3  # readers that fall behind so often need more room behind the first
+CONVOY_MAX = 3
 CONVOY_LIFE_NS = 60_000_000_000
 
 
@@ -318,15 +321,21 @@ class Engine:
     def _watch_readers(self, group: Group, now_ns: int) -> None:
         """Forgets readers that have gone, and plans anew when there are several where there was one, or the reverse."""
         group.cursors.expire(now_ns - CURSOR_LIFE_NS)
-        if not group.looping or group.cursors.moving(now_ns - APART_NS // 4) < 2:
+        if not group.looping or group.cursors.moving(now_ns - SEEN_NS) < 2:
             group.together_ns = now_ns
-        if now_ns - group.together_ns > APART_NS or group.stray_passes >= STRAY_PASSES_MIN:
-            group.stray_passes = 0
-            group.apart_ns = now_ns
-        convoy = group.apart_ns > now_ns - CONVOY_LIFE_NS
-        if convoy != group.convoy:
-            group.convoy = convoy
-            self._plan_due = True
+        astray = group.passes >= SETTLED_PASSES and group.cursors.strays >= STRAYS_MIN
+        waited = now_ns - group.apart_ns > (CONVOY_STEP_NS if group.convoy else 0)
+        if waited and (astray or now_ns - group.together_ns > APART_NS):
+            self._set_convoy(group, min(CONVOY_MAX, group.convoy + 1), now_ns)
+        elif group.convoy and now_ns - group.apart_ns > CONVOY_LIFE_NS:
+            self._set_convoy(group, group.convoy - 1, now_ns)
+
+    def _set_convoy(self, group: Group, steps: int, now_ns: int) -> None:
+        """Gives readers that fall apart a wider window, step by step, and takes it back when they have kept together."""
+        group.convoy = steps
+        group.cursors.strays = 0
+        group.together_ns = group.apart_ns = now_ns
+        self._plan_due = True
 
 
 def start_sentinel(mountpoint: str) -> subprocess.Popen[bytes] | None:

@@ -34,6 +34,7 @@ ABSENT, LOADING, READY, TOUCHED, PINNED, SINGLE, SPARSE = range(7)
 absent and fetched whole, but only on demand: fetched ahead they were dropped untouched (experts of a MoE model)."""
 
 MISSES_MAX = 3
+SETTLED_PASSES = 1  # until then misses say that the order is not known yet, and nothing about readers
 ORDER_TOLERANCE = 0.05  # share of backward steps above which a pass replaces the order
 REACH_BYTES = 64 << 20  # readers nearer than this share one cursor
 
@@ -121,8 +122,7 @@ class Group:
         self.window_bytes = 0
         self.pinned_bytes = 0
         self.last_ns = 0
-        self.convoy = False  # several readers, apart from each other
-        self.stray_passes = 0  # passes in a row in which a reader fell out of the window
+        self.convoy = 0  # how far readers drift apart: steps of a wider window
         self.together_ns = 0  # when there was one reader at most, last
         self.apart_ns = -(1 << 62)  # when there were several, last
         self.unproved: tuple[int, ...] = ()  # the last pass in another order than the present one
@@ -176,8 +176,8 @@ class Group:
         if len(done.extents) < max(1, visible // 2):
             return False
         self.passes += 1
-        self.stray_passes = self.stray_passes + 1 if self.cursors.strays else 0
-        self.cursors.strays = 0
+        if self.passes < SETTLED_PASSES:
+            self.cursors.strays = 0
         self.period_ns = done.duration_ns if self.period_ns is None else (self.period_ns + done.duration_ns) // 2
         changed = not self.looping
         if changed or self.guessed:

@@ -34,7 +34,7 @@ class Planner:
         groups = [group for group in self.state.groups.values() if group.looping and group.loop_bytes]
         now_ns = time.monotonic_ns()
         loops = [
-            Loop(group.key, group.loop_bytes, group.period_ns, self._active(group, now_ns), 2 if group.convoy else 1)
+            Loop(group.key, group.loop_bytes, group.period_ns, self._active(group, now_ns), group.convoy)
             for group in groups
             if self.state.opens_of(group) or self.holder.held(group)
         ]
