@@ -20,13 +20,13 @@ from llmcache.errors import UsageError
 from llmcache.fs.budget import settle_budget, settle_mode
 from llmcache.fs.buffers import BufferPool
 from llmcache.fs.fetching import Fetcher
-from llmcache.fs.group import SETTLED_PASSES, Group, Member
+from llmcache.fs.group import PINNED, SETTLED_PASSES, Group, Member
 from llmcache.fs.grouping import Grouping
 from llmcache.fs.holders import ArenaHolder, Holder, SteerHolder
 from llmcache.fs.loader import Loader
 from llmcache.fs.mountpoint import find
 from llmcache.fs.pins import PinService
-from llmcache.fs.planner import Planner
+from llmcache.fs.planner import UNLIMITED, Planner
 from llmcache.fs.pressure import PressureGauge
 from llmcache.fs.reader import Reader
 from llmcache.fs.report import snapshot
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 POOL_BUFFERS = 12
 POOL_RESERVE = 4
+RETRY_NS = 30_000_000_000  # after a refused lock
 IDLE_DROP_NS = 60_000_000_000  # closed files give everything back after this
 CURSOR_LIFE_NS = 5_000_000_000
 SEEN_NS = 200_000_000  # a cursor that was touched within this is a reader's, now
@@ -67,6 +68,7 @@ class Engine:
         self._house: threading.Thread | None = None
         self._sentinel: subprocess.Popen[bytes] | None = None
         self._plan_due = False
+        self._refused_ns = 0
 
     @property
     def budget_bytes(self) -> int:
@@ -254,18 +256,26 @@ class Engine:
 
     def _lock_failed(self, path: str, offset: int, length: int, code: int) -> None:
         """A range could not be locked: it stays in the page cache as long as the kernel likes."""
-        log.warning("%s: cannot lock %d bytes at %d: errno %d", path, length, offset, code)
         with self.state.lock:
             for group in self.state.groups.values():
                 for member in group.members:
                     if member.path == path:
-                        first = member.base + offset // group.extent_bytes
-                        extents = list(range(first, first - (-length // group.extent_bytes)))
-                        for extent in extents:
-                            group.wanted[extent] = 0
-                        self.holder.release(group, extents)
-            self.planner.pinnable_bytes = self.state.pinned_bytes()
-            self._plan_due = True
+                        self._unpin(group, member, offset, length, code)
+
+    def _unpin(self, group: Group, member: Member, offset: int, length: int, code: int) -> None:
+        """Lock held. A file that has changed meanwhile has nothing pinned there, and the refusal says nothing."""
+        first = member.base + offset // group.extent_bytes
+        end = min(first - (-length // group.extent_bytes), member.base + member.count)
+        extents = [extent for extent in range(first, end) if group.state(extent) == PINNED]
+        if not extents:
+            return
+        log.warning("%s: cannot lock %d bytes at %d: %s", member.path, length, offset, os.strerror(code))
+        for extent in extents:
+            group.wanted[extent] = 0
+        self.holder.release(group, extents)
+        self.planner.pinnable_bytes = self.state.pinned_bytes()
+        self._refused_ns = time.monotonic_ns()
+        self._plan_due = True
 
     def _helper_lost(self, for_good: bool) -> None:
         """The pin helper is gone, perhaps by the OOM killer: come back with less, and grow from there."""
@@ -309,6 +319,8 @@ class Engine:
                     self.state.limit_bytes = limit
                     self._plan_due = True
                     self.state.room.notify_all()
+                if self._refused_ns and now_ns - self._refused_ns > RETRY_NS:
+                    self._refused_ns, self.planner.pinnable_bytes, self._plan_due = 0, UNLIMITED, True
                 for group in list(self.state.groups.values()):
                     self._watch_readers(group, now_ns)
                     if not self.state.opens_of(group) and now_ns - group.last_ns > IDLE_DROP_NS:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llmcache.fs.holders import Holder
     from llmcache.fs.state import CacheState
 
+UNLIMITED = 1 << 62
 IDLE_PERIODS = 10
 IDLE_NS = 30_000_000_000
 
@@ -27,7 +28,7 @@ class Planner:
     def __init__(self, state: CacheState, holder: Holder) -> None:
         self.state = state
         self.holder = holder
-        self.pinnable_bytes = 1 << 62  # less once the kernel has refused a lock
+        self.pinnable_bytes = UNLIMITED  # less for a while once the kernel has refused a lock
 
     def plan(self) -> None:
         """Brings pins and windows in line with the limit and with what loops. Lock held."""
