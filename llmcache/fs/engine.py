@@ -233,7 +233,8 @@ class Engine:
         size = int(request["cache_bytes"])
         self.gauge.check(size, self.state.used_bytes)
         with self.state.lock:
-            self.state.budget_bytes = self.state.limit_bytes = size
+            self.state.budget_bytes = size
+            self.state.set_limit(size)
             self.gauge.reset(size)
             self.planner.plan()
             self.state.room.notify_all()
@@ -304,6 +305,7 @@ class Engine:
     # Housekeeping
 
     def _keep_house(self, mountpoint: str) -> None:
+        limit_before = -1
         while self.state.running:
             self._wake.wait(self.gauge.pause_s)
             self._wake.clear()
@@ -315,8 +317,9 @@ class Engine:
             limit = self.gauge.limit(self.state.used_bytes)
             now_ns = time.monotonic_ns()
             with self.state.lock:
-                if limit != self.state.limit_bytes:
-                    self.state.limit_bytes = limit
+                if limit != limit_before:
+                    limit_before = limit
+                    self.state.set_limit(limit)
                     self._plan_due = True
                     self.state.room.notify_all()
                 if self._refused_ns and now_ns - self._refused_ns > RETRY_NS:

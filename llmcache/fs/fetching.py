@@ -108,6 +108,10 @@ class Fetcher:
             group.storing -= 1
             if usable and not fetch.stale and group.loading.get(fetch.extent) is fetch:
                 self._stored(group, member, fetch, trip, failed)
+            elif usable and member.node is not None:
+                # The group ended meanwhile: what was stored after its pages were dropped has to go as well.
+                self.state.debts.append((member.node, group.offset_of(member, fetch.extent), fetch.length, 0))
+                self.state.room.notify()
             self.state.finish(fetch)
             self.state.work.notify()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcache.fs.group import SINGLE, Group, Member
+from llmcache.fs.state import WINDOW_ALLOWANCE_BYTES
 
 if TYPE_CHECKING:
     from llmcache.fs.state import CacheState
@@ -21,7 +22,7 @@ def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
             "schema": SCHEMA,
             "mode": mode,
             "budget_bytes": state.budget_bytes,
-            "limit_bytes": state.limit_bytes,
+            "limit_bytes": state.limit_bytes - WINDOW_ALLOWANCE_BYTES,
             "pinned_bytes": state.pinned_bytes(),
             "window_bytes": state.window_bytes(),
             "resident_bytes": state.used_bytes,

@@ -32,6 +32,10 @@ class KernelNotifier(Protocol):
         """Drops a range of the page cache of `nodeid`."""
 
 
+WINDOW_ALLOWANCE_BYTES = 12 << 20
+"""What the window may hold beside the budget: part of the 64 MiB that the mount takes beyond `--cache` at most."""
+
+
 @dataclass
 class Counters:
     """Bytes since the mount began."""
@@ -81,9 +85,13 @@ class CacheState:
     notifier: KernelNotifier | None = None
 
     def __post_init__(self) -> None:
-        self.limit_bytes = self.budget_bytes  # what pressure leaves of the budget
+        self.set_limit(self.budget_bytes)
         self.work = threading.Condition(self.lock)
         self.room = threading.Condition(self.lock)
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Takes what pressure leaves of the budget; `limit_bytes` of this state includes the window's allowance."""
+        self.limit_bytes = limit_bytes + WINDOW_ALLOWANCE_BYTES
 
     @property
     def used_bytes(self) -> int:

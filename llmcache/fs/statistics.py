@@ -53,14 +53,13 @@ def show(mount: str, *, pause_s: float | None, count: int | None, as_json: bool)
         return
 
 
-def saved_ratio(stats: dict[str, Any]) -> float | None:
-    """Share of the bytes asked of the daemon that it did not have to read from storage for the request; None before any.
+def hit_ratio(stats: dict[str, Any]) -> float | None:
+    """Byte hit ratio (0..1): share of the bytes that readers got which came from memory; None before any.
 
-    Reads that the kernel answers from its page cache never reach the daemon, so this says nothing about those."""
-    asked = float(stats.get("read_bytes", 0))
-    if not asked:
-        return None
-    return max(0.0, 1.0 - float(stats.get("backing_read_bytes", 0)) / asked)
+    In steer the pinned part of a loop is read without a request: it is counted once for each pass that was seen.
+    """
+    got = float(stats.get("read_bytes", 0))
+    return float(stats.get("hit_bytes", 0)) / got if got else None
 
 
 def _prefetch(stats: dict[str, Any], kind: str) -> int:
@@ -84,13 +83,14 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
     for column in ("", "right", "", "right"):
         facts.add_column(justify="right" if column else "left")
     rows = [
-        ("pinned", "pinned_bytes", "asked of the daemon", "read_bytes"),
+        ("pinned", "pinned_bytes", "given to readers", "read_bytes"),
         ("window", "window_bytes", "read from storage", "backing_read_bytes"),
         ("resident", "resident_bytes", "written to storage", "backing_write_bytes"),
     ]
     for left, left_key, right, right_key in rows:
         facts.add_row(left, format_size(stats.get(left_key, 0)), f"   {right}", format_size(stats.get(right_key, 0)))
-    facts.add_row("daemon", format_size(stats.get("daemon_bytes", 0)), "   prefetch useful", _percent(useful_ratio(stats)))
+    facts.add_row("daemon", format_size(stats.get("daemon_bytes", 0)), "   byte hit ratio", _percent(hit_ratio(stats)))
+    facts.add_row("", "", "   prefetch in time", _percent(useful_ratio(stats)))
     console.print(facts)
     if stats.get("files"):
         console.print(_file_table(stats["files"]))
@@ -120,7 +120,7 @@ def _file_table(files: list[dict[str, Any]]) -> Table:
 
 def _print_line(now: dict[str, Any], before: dict[str, Any] | None, pause_s: float, *, header: bool) -> None:
     """One sample of an interval: levels as they are, counters as rates since the last sample."""
-    columns = ("pinned", "window", "daemon", "asked/s", "storage/s", "written/s", "useful")
+    columns = ("pinned", "window", "daemon", "read/s", "storage/s", "written/s", "in time")
     if header:
         print("".join(f"{name:>11}" for name in columns), flush=True)
 

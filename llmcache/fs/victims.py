@@ -20,7 +20,7 @@ LAG_NS = 3_000_000  # a reader's neighbours may still be in an extent touched le
 ABANDONED_NS = 1_000_000_000  # a ready extent that nobody has touched for this long may go
 BATCH_BYTES = 32 << 20
 
-HEADROOM_EXTENTS = 2
+HEADROOM_EXTENTS = 3
 
 Victim = tuple[Group, int, int, int, int]
 

@@ -13,12 +13,13 @@ import pytest
 
 from llmcache.fs.engine import Engine
 from llmcache.fs.source import SourceTree
+from llmcache.fs.state import WINDOW_ALLOWANCE_BYTES
 from tests.property.kernel import CalmGauge, File, Kernel, Pins, open_backing, wait_until
 
 MIB = 1 << 20
 BUDGET = 16 * MIB
 LOOP = 34 * MIB + 5  # large enough to be fetched in extents
-SLACK = 16 * MIB
+SLACK = 16 * MIB + WINDOW_ALLOWANCE_BYTES
 MODES = pytest.mark.parametrize("mode", ["steer", "arena"])
 
 

@@ -30,8 +30,10 @@ class NoHolder:
 
 
 def new_state(budget_bytes: int) -> CacheState:
-    """A state without buffers."""
-    return CacheState(budget_bytes, BufferPool(0, 0))
+    """A state without buffers, and without what a window may hold beside the budget."""
+    state = CacheState(budget_bytes, BufferPool(0, 0))
+    state.limit_bytes = budget_bytes
+    return state
 
 
 def new_group(state: CacheState, name: str, extents: int, looping: bool = False) -> Group:
