@@ -45,8 +45,8 @@ class Planner:
             self._apply(group, shares.get(group.key, Share(0, 0)))
 
     def _lockable(self, shares: dict[Hashable, Share]) -> dict[Hashable, Share]:
-        """Cuts the pins, not the windows, to what the kernel locks."""
-        left = self.pinnable_bytes
+        """Cuts the pins, not the windows, to the budget and to what the kernel locks."""
+        left = min(self.pinnable_bytes, self.state.pin_limit_bytes)
         for key, share in shares.items():
             shares[key] = Share(min(share.pinned_bytes, left), share.window_bytes)
             left -= shares[key].pinned_bytes

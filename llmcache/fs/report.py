@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcache.fs.group import SINGLE, Group, Member
-from llmcache.fs.state import WINDOW_ALLOWANCE_BYTES
 
 if TYPE_CHECKING:
     from llmcache.fs.state import CacheState
@@ -22,7 +21,7 @@ def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
             "schema": SCHEMA,
             "mode": mode,
             "budget_bytes": state.budget_bytes,
-            "limit_bytes": state.limit_bytes - WINDOW_ALLOWANCE_BYTES,
+            "limit_bytes": state.pin_limit_bytes,
             "pinned_bytes": state.pinned_bytes(),
             "window_bytes": state.window_bytes(),
             "resident_bytes": state.used_bytes,

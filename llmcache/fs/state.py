@@ -90,7 +90,8 @@ class CacheState:
         self.room = threading.Condition(self.lock)
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Takes what pressure leaves of the budget; `limit_bytes` of this state includes the window's allowance."""
+        """Takes what pressure leaves of the budget: pins stay within it, all together may have the window's allowance."""
+        self.pin_limit_bytes = limit_bytes
         self.limit_bytes = limit_bytes + WINDOW_ALLOWANCE_BYTES
 
     @property

@@ -32,7 +32,7 @@ class NoHolder:
 def new_state(budget_bytes: int) -> CacheState:
     """A state without buffers, and without what a window may hold beside the budget."""
     state = CacheState(budget_bytes, BufferPool(0, 0))
-    state.limit_bytes = budget_bytes
+    state.limit_bytes = state.pin_limit_bytes = budget_bytes
     return state
 
 
