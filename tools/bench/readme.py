@@ -14,14 +14,13 @@ LABELS = {"a": "larger than memory", "b": "everything fits", "c": "one cold pass
 def seconds(result: dict[str, Any], side: str) -> float:
     """Median of the measured steps of one side (s), over all repeats and clients."""
     runs = [run for run in result["runs"] if run["side"] == side]
-    return statistics.median(
-        step["seconds"] for run in runs for client in run["clients"] for step in client["steps"][result["warmup"] :]
-    )
+    steps = [step for run in runs for client in run["clients"] for step in client["steps"][result["warmup"] :]]
+    return statistics.median(float(step["seconds"]) for step in steps)
 
 
 def megabytes(result: dict[str, Any], side: str) -> float:
     """Median over the repeats of what one step of one client read from storage (MB)."""
-    each = []
+    each: list[float] = []
     for run in (run for run in result["runs"] if run["side"] == side):
         if len(run["clients"]) == 1:
             steps = run["clients"][0]["steps"][result["warmup"] :]
