@@ -204,9 +204,9 @@ def busy(entry: MountEntry, ignore: Callable[[int], bool] = lambda _pid: False) 
 def holders(entry: MountEntry, ignore: Callable[[int], bool] = lambda _pid: False) -> Iterator[tuple[int, str, str]]:
     """(pid, name, how) of processes that keep a mount busy, as far as /proc shows them to this user."""
     for name in os.listdir("/proc"):
-        if name.isdigit() and not ignore(int(name)):
-            with contextlib.suppress(OSError):
-                how = _use(f"/proc/{name}", entry)
+        if name.isdigit():
+            with contextlib.suppress(OSError):  # it may end at any moment, and other users' may not be looked at
+                how = None if ignore(int(name)) else _use(f"/proc/{name}", entry)
                 if how:
                     with open(f"/proc/{name}/comm", encoding="utf-8", errors="replace") as comm:
                         yield int(name), comm.read().strip(), how
