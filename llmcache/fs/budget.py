@@ -151,7 +151,8 @@ def settle_mode(mode: str, budget_bytes: int, root: Path = Path("/")) -> str:
     if mode == "auto":
         chosen = "steer" if lockable >= budget_bytes else "arena"
         why = "memory can be locked" if chosen == "steer" else f"only {format_size(lockable)} may be locked"
-        log.info("mode %s: %s", chosen, why)
+        # Arena is slower: whoever could have steer by raising a limit should see it at once.
+        log.log(logging.INFO if chosen == "steer" else logging.WARNING, "mode %s: %s", chosen, why)
         return chosen
     if mode == "steer" and lockable < budget_bytes:
         raise EnvironmentProblem(
