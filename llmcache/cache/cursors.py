@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_CURSORS = 64
+CURSOR_LIFE_NS = 5_000_000_000  # a reader that has not been seen for this long has gone
 MAX_SUSPECTS = 16
 PROOF_MOVES = 4  # steps that make a suspect a reader
 
@@ -24,7 +25,6 @@ class Cursor:
     head: int
     moves: int
     last_ns: int
-    started_ns: int
 
 
 class CursorTable:
@@ -52,7 +52,7 @@ class CursorTable:
         if best is not None and missed and self.distance(best.head, rank) > self.reach:
             best = self._suspect(rank, now_ns) or best
         if best is None:
-            best = Cursor(rank, 0, now_ns, now_ns)
+            best = Cursor(rank, 0, now_ns)
             self.live.append(best)
             if len(self.live) > MAX_CURSORS:
                 self.live.remove(min(self.live, key=lambda cursor: cursor.last_ns))
@@ -85,7 +85,7 @@ class CursorTable:
                 self.live.append(suspect)
                 self.strays += 1
                 return suspect
-        self.suspects.append(Cursor(rank, 0, now_ns, now_ns))
+        self.suspects.append(Cursor(rank, 0, now_ns))
         del self.suspects[:-MAX_SUSPECTS]
         return None
 

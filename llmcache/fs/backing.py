@@ -360,11 +360,6 @@ class BackingTable:
         with self._lock:
             self._closed.pop(path, None)
 
-    def all(self) -> list[Backing]:
-        """The open Backings at this moment."""
-        with self._lock:
-            return list(self._open.values())
-
 
 def _open_regular(dir_fd: int, name: str, flags: int, mode: int) -> int:
     """A descriptor of a regular file; links are not followed and nothing else is opened (a FIFO would block)."""

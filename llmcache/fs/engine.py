@@ -1,7 +1,7 @@
 """The engine: what the file operations call, and the only part of the cache that they know.
 
 It turns opens into groups (with the layout of model files as the first guess of what loops), hands reads to `Reader`,
-passes to the plan, changes of a file to everything that holds a copy of it, and keeps house twice a second.
+passes to the plan, changes of a file to everything that holds a copy of it, and keeps house several times a second.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmcache.cache.cursors import CURSOR_LIFE_NS
 from llmcache.cache.order import Pass
 from llmcache.errors import UsageError
 from llmcache.fs.budget import settle_budget, settle_mode
@@ -42,7 +43,6 @@ POOL_BUFFERS = 12
 POOL_RESERVE = 4
 RETRY_NS = 30_000_000_000  # after a refused lock
 IDLE_DROP_NS = 60_000_000_000  # closed files give everything back after this
-CURSOR_LIFE_NS = 5_000_000_000
 SEEN_NS = 200_000_000  # a cursor that was touched within this is a reader's, now
 APART_NS = 300_000_000  # readers apart for so long are several; one that wraps round seems to be two for SEEN_NS
 CONVOY_STEP_NS = 3_000_000_000  # what a wider window is given to bring them together, before a still wider one

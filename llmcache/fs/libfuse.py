@@ -244,8 +244,3 @@ class Session:
 def prepare_process() -> None:
     """Signal handling that Session.stop needs; from the main thread, before run()."""
     signal.signal(WAKE_SIGNAL, lambda _number, _frame: None)  # without SA_RESTART: interrupts the semaphore
-
-
-def serve(operations: Any, mountpoint: str, *, max_threads: int = 64, options: Sequence[str] = ()) -> None:
-    """Serve `operations` on `mountpoint` until it is unmounted."""
-    Session(operations, mountpoint, max_threads=max_threads, options=options).run()

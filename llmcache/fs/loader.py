@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from llmcache.cache.cursors import CURSOR_LIFE_NS
 from llmcache.fs.fetching import Fetcher
 from llmcache.fs.group import READY, Fetch, Group, Member
 from llmcache.fs.victims import choose_victims
@@ -24,7 +25,6 @@ log = logging.getLogger(__name__)
 
 LOADERS = 4
 IDLE_S = 0.5
-CURSOR_LIFE_NS = 5_000_000_000
 SPAN_SHARE = 0.75  # of a loop that a loader may look ahead
 UNSEEN_WINDOW_BYTES = 16 << 20  # of a file that is not known to loop
 

@@ -55,10 +55,6 @@ class LlmcacheOperations(TreeOperations):
         self._dropper.join(timeout=5)
         self._engine.stop()
 
-    def open_files(self) -> list[FileHandle]:
-        """Handles open at this moment."""
-        return self._files.all()
-
     def _drop_pages(self) -> None:
         """Background thread: drop the pages of changed paths, then let opens keep pages again."""
         while (backing := self._to_drop.get()) is not None:

@@ -89,10 +89,6 @@ class PinService:
         """`old` is called `new` from now on, also to a helper started later."""
         self._queue.put({"op": "rename", "path": old, "new": new})
 
-    def idle(self) -> bool:
-        """True when nothing is queued."""
-        return self._queue.empty()
-
     def _spawn(self) -> None:
         script = str(Path(__file__).with_name("pinhelper.py"))
         # -I -S: no site packages, no package import; it starts in milliseconds and stays small.
