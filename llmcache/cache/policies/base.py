@@ -1,0 +1,54 @@
+"""What every policy is: state arrays over dense block ids, and a compiled loop that replays runs over them.
+
+One convention for all, so that hit ratios can be compared: a missed block is always inserted (no bypass), every block
+takes one place, reads and writes are both references. On a loop of N blocks this caps Belady at (S-1)/(N-1).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def kernel(function: F) -> F:
+    """Compiles `function` without the GIL, so that a grid of replays runs in threads; the result is kept on disk."""
+    compiled: F = numba.njit(cache=True, nogil=True)(function)
+    return compiled
+
+
+class Policy(ABC):
+    """A cache of `capacity` blocks over ids 0 .. `blocks` - 1. `replay` goes on where the last call ended."""
+
+    name: ClassVar[str]
+    """What the command line calls it."""
+    title: ClassVar[str]
+    """What tables and legends call it."""
+    stack: ClassVar[bool] = False
+    """True when a larger cache always holds what a smaller one does: one pass gives the hits of all sizes."""
+    offline: ClassVar[bool] = False
+    """True when it must see the future: the whole trace in one call of `replay`."""
+
+    def __init__(self, capacity: int, blocks: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity: {capacity} blocks, at least 1 is needed")
+        if blocks < 1:
+            raise ValueError(f"blocks: {blocks}, at least 1 is needed")
+        self.capacity = capacity
+        self.blocks = blocks
+        self.evictions = 0
+
+    @abstractmethod
+    def replay(self, first: Ids, count: Ids) -> Ids:
+        """Returns the hit blocks of each run; run i references ids first[i] .. first[i] + count[i] - 1 in this order."""
+
+    @abstractmethod
+    def resident(self) -> Ids:
+        """Returns the ids that the cache holds now, ascending."""
