@@ -16,6 +16,7 @@ BASE = {"units", "errors"}
 ALLOWED = {
     "errors": set(),
     "units": {"errors"},
+    "trace.record": BASE,
     "trace": BASE | {"trace.record"},
     "cache": BASE | {"trace.record"},
     "fs": BASE | {"cache", "trace.record"},
@@ -43,7 +44,7 @@ def imports(path: Path) -> Iterator[str]:
 
 def part_of(module: str) -> str:
     """The part of the package that `module` (without "llmcache.") belongs to."""
-    return "trace.record" if module.startswith("trace.record") else module.split(".")[0]
+    return "trace.record" if f"{module}.".startswith("trace.record.") else module.split(".")[0]
 
 
 def relative(path: Path) -> str:

@@ -1,0 +1,1 @@
+"""Traces of file-block accesses: the format, importers of other formats, conversion, generated shapes."""

@@ -1,0 +1,51 @@
+"""Output files: never overwritten unasked, whole or not there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+from llmcache.errors import EnvironmentProblem, UsageError
+
+
+class Output:
+    """A file written under a temporary name beside `path`, which it takes when the with block ends without an error."""
+
+    def __init__(self, path: str | os.PathLike[str], force: bool) -> None:
+        """UsageError if `path` exists and `force` is not set, or cannot be a file."""
+        self.path = Path(path)
+        self.temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        if self.path.is_dir():
+            raise UsageError(f"OUT: '{self.path}' is a directory", "name a file")
+        if self.path.exists() and not force:
+            raise UsageError(f"OUT: '{self.path}' exists", "--force replaces it")
+        if not self.path.parent.is_dir():
+            raise UsageError(f"OUT: '{self.path.parent}' is not a directory", "make it first")
+
+    def __enter__(self) -> Path:
+        """Returns the temporary name to write to."""
+        return self.temporary
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.keep()
+        else:
+            self.discard()
+
+    def keep(self) -> None:
+        """Give the file its name."""
+        try:
+            self.temporary.replace(self.path)
+        except OSError as error:
+            raise problem(self.path, error) from error
+
+    def discard(self) -> None:
+        """Remove what has been written."""
+        self.temporary.unlink(missing_ok=True)
+
+
+def problem(path: str | os.PathLike[str], error: OSError) -> EnvironmentProblem:
+    """Returns the error to raise where `path` cannot be written."""
+    hint = "name a place that is writable and has room"
+    return EnvironmentProblem(f"cannot write '{path}': {error.strerror or error}", hint)
