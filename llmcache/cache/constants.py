@@ -46,7 +46,7 @@ class PaperConstants:
 
     block_bytes: int = BLOCK_BYTES  # 3, 4.1: "4 KB, consistent with the page size"
     period_ns: int = 100 * _MS  # 4.1: T = 0.1 s, the allowed fetch delay (8-12 tokens/s: 80-125 ms per token)
-    period_sensitivity: float = 0.3  # 4.1: "moderate variations (±20-30%)" of T
+    period_changes: tuple[float, ...] = (-0.3, -0.2, 0.0, 0.2, 0.3)  # 4.1: "moderate variations (±20-30%)" of T
     hot_bytes: int = 4 * _MB  # 4.2: tokenizer and index files, "less than 4 MB"
     setup_ns: int = 50 * _US  # 4.1: set-up latency of a storage access
     storage_bandwidths: tuple[int, ...] = (100 * _MB, 200 * _MB, 500 * _MB, 1000 * _MB)  # 4.1: sequential reads

@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mount": ("llmcache.cli.mount:command", "Mount a model directory with a cache budget (also: llmcachefs)."),
     "umount": ("llmcache.cli.umount:command", "Unmount, giving back all memory; --force cleans a dead mount."),
     "stats": ("llmcache.cli.stats:command", "Show what a mount keeps, hits, misses and reads."),
+    "size": ("llmcache.cli.size:command", "How large a cache a model needs, or what a cache can do (formula 1)."),
 }
 
 EPILOG = """\b

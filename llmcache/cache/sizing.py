@@ -1,0 +1,206 @@
+"""How large a cache must be, by formula (1): a loop of N bytes, a cache of S for it, storage of BW, a time T per pass.
+
+A pass misses N - S bytes, which storage delivers in (N - S) / BW beside the computing that takes T: there is no stall
+as long as that is at most T. All results are *modelled*. Base units: bytes, nanoseconds, bytes per second; exact integers.
+Source: io_caching section 4.1, formula (1), and section 4.2 for the inverse.
+
+Differs from the paper: formula (1) is printed as S >= max{0, floor(N BW x T)}, without the minus sign between N and BW
+that the text and the example of section 4.2 ask for; and its floor would leave a part of a block missing (N = 10 and
+BW*T = 2.5 blocks: with S = 7 three blocks are due where 2.5 come in time). Here S = max(0, ceil(N - BW*T)).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from llmcache.cache.constants import BLOCK_BYTES, PAPER, DeviceClass
+
+SECOND_NS = 10**9
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the formula needs beside the loop: bandwidth (bytes/s), T (ns) and the hot set (bytes), always kept whole."""
+
+    bandwidth: int
+    period_ns: int = PAPER.period_ns
+    hot_bytes: int = PAPER.hot_bytes
+
+    def __post_init__(self) -> None:
+        if self.bandwidth < 1 or self.period_ns < 1 or self.hot_bytes < 0:
+            raise ValueError(f"bandwidth and period must be positive, hot_bytes not negative: {self}")
+
+    @property
+    def staged_bytes(self) -> int:
+        """BW * T: what storage delivers during a pass, whole bytes."""
+        return self.bandwidth * self.period_ns // SECOND_NS
+
+    def scaled(self, change: float) -> Setting:
+        """The same with T changed by the share `change` (-0.3: 30 % shorter)."""
+        return Setting(self.bandwidth, max(1, round(self.period_ns * (1 + change))), self.hot_bytes)
+
+
+def blocks_needed(loop_blocks: int, staged_blocks: float | Fraction) -> int:
+    """S of formula (1) in blocks: max(0, ceil(N - BW*T)) for a loop of N blocks of which BW*T come in time."""
+    return max(0, math.ceil(loop_blocks - staged_blocks))
+
+
+@dataclass(frozen=True)
+class Need:
+    """The smallest cache without stalls: `loop_cache_bytes` for the loop, `cache_bytes` with the hot set.
+
+    `loop_cache_blocks` counts blocks of 4 KiB; a loop's last block may be filled in part.
+    """
+
+    loop_cache_bytes: int
+    loop_cache_blocks: int
+    cache_bytes: int
+
+
+def need(loop_bytes: int, setting: Setting) -> Need:
+    """The smallest cache with which a loop of `loop_bytes` runs without stalls. Source: io_caching formula (1)."""
+    staged_blocks = Fraction(setting.bandwidth * setting.period_ns, SECOND_NS * BLOCK_BYTES)
+    loop_cache_bytes = max(0, loop_bytes - setting.staged_bytes)
+    blocks = blocks_needed(-(-loop_bytes // BLOCK_BYTES), staged_blocks)
+    return Need(loop_cache_bytes, blocks, loop_cache_bytes + setting.hot_bytes)
+
+
+def largest_loop(cache_bytes: int, setting: Setting) -> int:
+    """Bytes of the largest loop that `cache_bytes` in all serve without stalls: N = S + BW*T, S what the hot set leaves.
+
+    Source: io_caching section 4.2. ValueError when the cache is smaller than the hot set.
+    """
+    return _loop_share(cache_bytes, setting) + setting.staged_bytes
+
+
+def _loop_share(cache_bytes: int, setting: Setting) -> int:
+    if cache_bytes < setting.hot_bytes:
+        raise ValueError(f"cache_bytes {cache_bytes} is less than hot_bytes {setting.hot_bytes}")
+    return cache_bytes - setting.hot_bytes
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How passes over a loop go: what each misses, and the times (ns) of fetching that, of a pass, and of its stall."""
+
+    loop_cache_bytes: int
+    missing_bytes: int
+    fetch_ns: int
+    pass_ns: int
+    stall_ns: int
+
+    @property
+    def stall_free(self) -> bool:
+        """Whether storage keeps up."""
+        return self.stall_ns == 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Passes per second."""
+        return SECOND_NS / self.pass_ns
+
+    @property
+    def tokens_per_s_lost(self) -> float:
+        """Passes per second that the stalls cost: 1/T less what is left."""
+        return 0.0 if self.stall_free else SECOND_NS / (self.pass_ns - self.stall_ns) - self.tokens_per_s
+
+
+def passes(loop_bytes: int, cache_bytes: int, setting: Setting) -> Passes:
+    """How passes over a loop of `loop_bytes` go with `cache_bytes` in all: each takes max(T, (N - S) / BW).
+
+    Source: io_caching section 4.1, "delays proportional to the deficit in cache coverage".
+    """
+    kept = min(_loop_share(cache_bytes, setting), loop_bytes)
+    missing = loop_bytes - kept
+    fetch_ns = -(-missing * SECOND_NS // setting.bandwidth)
+    stall_ns = max(0, fetch_ns - setting.period_ns)
+    return Passes(kept, missing, fetch_ns, setting.period_ns + stall_ns, stall_ns)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a given cache can do: the largest loop without stalls, and how the loop asked for goes (None: none was)."""
+
+    cache_bytes: int
+    largest_loop_bytes: int
+    passes: Passes | None
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The answer with T changed by `change`: `need` where a loop is given, `capacity` of the largest cache given."""
+
+    change: float
+    period_ns: int
+    need: Need | None
+    capacity: Capacity | None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where a bandwidth (bytes/s) comes from: `source` is given, device or measured, `detail` says how."""
+
+    bandwidth: int
+    source: str
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """What a model's files hold, in bytes, and how a decoder reads it.
+
+    `loop_bytes` once per token (of them `sparse_bytes` belong to experts, of which a token reads a part only),
+    `hot_bytes` often (headers, tokenizer and configuration), `row_bytes` by single rows (the token embedding).
+    """
+
+    path: str
+    kind: str
+    files: int
+    loop_bytes: int
+    hot_bytes: int
+    row_bytes: int
+    sparse_bytes: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that `llmcache size` answers; parts that were not asked for are None or empty. *Modelled* by formula (1)."""
+
+    setting: Setting
+    storage: Storage
+    loop_bytes: int | None
+    need: Need | None
+    capacities: tuple[Capacity, ...]
+    sensitivity: tuple[Sensitivity, ...]
+    device: DeviceClass | None = None
+    model: ModelBytes | None = None
+    mount_cache_bytes: int | None = None
+    """The smallest --cache with which llmcachefs keeps the loop's share; None without a loop."""
+
+
+def capacity(cache_bytes: int, loop_bytes: int | None, setting: Setting) -> Capacity:
+    """What `cache_bytes` can do, for the loop of `loop_bytes` where there is one."""
+    went = None if loop_bytes is None else passes(loop_bytes, cache_bytes, setting)
+    return Capacity(cache_bytes, largest_loop(cache_bytes, setting), went)
+
+
+def answer(setting: Setting, storage: Storage, loop_bytes: int | None, caches: tuple[int, ...]) -> Answer:
+    """Everything the formula says of a loop, of caches (bytes), or of both; sensitivity goes by the largest cache."""
+
+    def sensitivity(change: float) -> Sensitivity:
+        changed = setting.scaled(change)
+        wanted = None if loop_bytes is None else need(loop_bytes, changed)
+        best = capacity(max(caches), loop_bytes, changed) if caches else None
+        return Sensitivity(change, changed.period_ns, wanted, best)
+
+    return Answer(
+        setting,
+        storage,
+        loop_bytes,
+        None if loop_bytes is None else need(loop_bytes, setting),
+        tuple(capacity(cache_bytes, loop_bytes, setting) for cache_bytes in caches),
+        tuple(sensitivity(change) for change in PAPER.period_changes),
+    )

@@ -1,0 +1,115 @@
+"""What the files of a model on disk add up to: the loop that a token reads, the hot set, and rows read singly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmcache.cache.sizing import ModelBytes
+from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.fs.layout.model import order_shards, read_layout
+from llmcache.fs.layout.shards import index_shards, shard_name
+from llmcache.fs.layout.tensors import ModelLayout, Region
+
+_INDEX_SUFFIX = ".safetensors.index.json"
+_LONGEST_INDEX = 64 << 20
+# What programs load beside safetensors: tokenizer and configuration; a GGUF has both in its header.
+_COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
+
+
+def model_bytes(path: str) -> ModelBytes:
+    """What the model at `path` (a GGUF or safetensors file, any of its shards, or its index) reads per token.
+
+    Experts count whole, so their loop is an upper bound. UsageError: no such file; DataError: a damaged one, no model,
+    or a missing shard; EnvironmentProblem: it cannot be read.
+    """
+    files = _files(path)
+    layouts = [_layout(file) for file in files]
+    whole = layouts[0].regions() if len(layouts) == 1 else [region for _, region in order_shards(layouts)]
+    companions = _companion_bytes(files[0]) if layouts[0].kind == "safetensors" else 0
+    return ModelBytes(
+        path=path,
+        kind=layouts[0].kind,
+        files=len(files),
+        loop_bytes=_total(whole, "loop"),
+        hot_bytes=_total(whole, "hot") + companions,
+        row_bytes=_total(whole, "rows"),
+        sparse_bytes=sum(region.size_bytes for region in whole if region.sparse and region.role == "loop"),
+    )
+
+
+def _total(regions: Sequence[Region], role: str) -> int:
+    return sum(region.size_bytes for region in regions if region.role == role)
+
+
+def _files(path: str) -> list[str]:
+    """All files of the model, in the order of its shards."""
+    if path.endswith(_INDEX_SUFFIX):
+        return _indexed(path)
+    shard = shard_name(path)
+    if shard is None:
+        return [path]
+    at = path.rindex(f"{shard.number + 1:05d}-of-")
+    width = path.index("-", at) - at
+    files = [f"{path[:at]}{number:0{width}d}{path[at + width :]}" for number in range(1, shard.count + 1)]
+    missing = [file for file in files if file != path and not os.path.exists(file)]
+    if missing and os.path.exists(path):
+        raise DataError(
+            f"--model: the shard {missing[0]} is missing ({len(files) - len(missing)} of {len(files)} are there)"
+        )
+    return files
+
+
+def _indexed(path: str) -> list[str]:
+    try:
+        with open(path, "rb") as file:
+            names = index_shards(file.read(_LONGEST_INDEX))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except DataError as error:
+        raise DataError(f"--model: {path}: {error.message}", error.hint) from error
+    files = [os.path.join(os.path.dirname(path), name) for name in names]
+    missing = [name for name in files if not os.path.exists(name)]
+    if missing:
+        raise DataError(f"--model: {path} names the shard {missing[0]}, which is missing")
+    if not files:
+        raise DataError(f"--model: {path} names no shards")
+    return files
+
+
+def _layout(path: str) -> ModelLayout:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            layout = read_layout(lambda offset, count: os.pread(file.fileno(), count, offset), size, os.path.basename(path))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except DataError as error:
+        raise DataError(f"--model: {path}: {error.message}", error.hint) from error
+    if layout is None:
+        raise DataError(f"--model: {path} is neither a GGUF nor a safetensors file")
+    if not layout.tensors and layout.shard is None:
+        raise DataError(f"--model: {path} holds no tensors: it is no model")
+    if layout.shard is not None and shard_name(path) is None:
+        number, count = layout.shard
+        raise DataError(
+            f"--model: {path} is shard {number + 1} of {count}, but its name does not say so",
+            f"shards are named like model-00001-of-{count:05d}.gguf",
+        )
+    return layout
+
+
+def _unreadable(path: str, error: OSError) -> LlmcacheError:
+    if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+        return UsageError(
+            f"--model: {path}: {error.strerror}", "give a .gguf or .safetensors file, or the first of its shards"
+        )
+    return EnvironmentProblem(f"--model: {path} cannot be read: {error.strerror}")
+
+
+def _companion_bytes(path: str) -> int:
+    """Bytes of the small files that a program loads with the safetensors file at `path`."""
+    directory = Path(path).parent
+    found = {file for pattern in _COMPANIONS for file in directory.glob(pattern) if file.is_file()}
+    return sum(file.stat().st_size for file in found)

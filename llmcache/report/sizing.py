@@ -1,0 +1,189 @@
+"""The answer of `llmcache size`, as text for people and as JSON; both from the same dataclass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.cache.sizing import SECOND_NS, Answer, Capacity, Passes, Sensitivity
+from llmcache.units import format_duration, format_rate, format_size
+
+SCHEMA = "llmcache.size/1"
+
+
+def show(answer: Answer, as_json: bool) -> None:
+    """Prints `answer` on stdout."""
+    if as_json:
+        print(json.dumps(document(answer), indent=1))
+        return
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for line in lines(answer):
+        console.print(line)
+    console.print()
+    console.print(sensitivity_table(answer))
+
+
+def size_text(size_bytes: float) -> str:
+    """Like `format_size`, without zeros that say nothing: "60 MB", "1.5 GB"."""
+    number, unit = format_size(size_bytes).split(" ")
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+
+
+def _duration_text(duration_ns: float) -> str:
+    number, _, unit = format_duration(duration_ns).partition(" ")
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+
+
+def lines(answer: Answer) -> Iterator[str]:
+    """What was understood, and the answer, line by line."""
+    yield from _inputs(answer)
+    yield ""
+    if answer.need is not None:
+        staged = size_text(answer.setting.staged_bytes)
+        yield f"Smallest cache without stalls (modelled: S = max(0, N - BW*T), BW*T = {staged}):"
+        yield f"  loop cache  {size_text(answer.need.loop_cache_bytes)} ({answer.need.loop_cache_blocks} blocks of 4 KiB)"
+        yield f"  in all      {size_text(answer.need.cache_bytes)} (with the hot set)"
+        if answer.mount_cache_bytes is not None:
+            flag = f"--cache {answer.mount_cache_bytes // 10**6}M"
+            yield f"  llmcachefs  {flag} (modelled: what its arbitration needs to pin that much, window included)"
+    for item in answer.capacities:
+        yield from _capacity(item)
+
+
+def _inputs(answer: Answer) -> Iterator[str]:
+    setting, storage = answer.setting, answer.storage
+    if answer.device is not None:
+        yield f"device      {answer.device.title} ({answer.device.storage})"
+    if answer.model is not None:
+        model = answer.model
+        count = "1 file" if model.files == 1 else f"{model.files} files"
+        yield f"model       {model.path} ({model.kind}, {count})"
+    if answer.loop_bytes is not None:
+        yield f"loop        {size_text(answer.loop_bytes)} read once per token{_model_note(answer)}"
+    yield f"storage     {format_rate(storage.bandwidth)} ({storage.source}{_measured_note(answer)})"
+    yield f"T           {_duration_text(setting.period_ns)} per token ({SECOND_NS / setting.period_ns:.3g} tokens/s)"
+    yield f"hot set     {size_text(setting.hot_bytes)}"
+
+
+def _model_note(answer: Answer) -> str:
+    if answer.model is None:
+        return ""
+    note = f"; {size_text(answer.model.row_bytes)} of embedding by rows" if answer.model.row_bytes else ""
+    if answer.model.sparse_bytes:
+        note += f"; an upper bound: {size_text(answer.model.sparse_bytes)} are experts, of which a token reads some"
+    return note
+
+
+def _measured_note(answer: Answer) -> str:
+    detail = answer.storage.detail
+    if answer.storage.source != "measured":
+        return ""
+    return (
+        f" in {detail['directory']}: {size_text(detail['bytes_read'])} of a {_file_text(detail['file'])} "
+        f"in {detail['seconds']:.2f} s, O_DIRECT"
+    )
+
+
+def _file_text(file: str) -> str:
+    return "temporary file" if file == "temporary" else f"file that was there, {file}"
+
+
+def _capacity(item: Capacity) -> Iterator[str]:
+    yield f"With a cache of {size_text(item.cache_bytes)} (modelled):"
+    yield f"  largest loop without stalls  {size_text(item.largest_loop_bytes)}"
+    if item.passes is not None:
+        yield f"  this loop                    {_verdict(item.passes)}"
+
+
+def _verdict(went: Passes) -> str:
+    if went.stall_free:
+        return f"stall-free: {size_text(went.missing_bytes)} per token are read in {_duration_text(went.fetch_ns)}"
+    return (
+        f"stalls {_duration_text(went.stall_ns)} per token: {size_text(went.missing_bytes)} are read in "
+        f"{_duration_text(went.fetch_ns)}; {went.tokens_per_s:.3g} tokens/s, {went.tokens_per_s_lost:.3g} lost"
+    )
+
+
+def sensitivity_table(answer: Answer) -> Table:
+    """The answer for shorter and longer T: one row each."""
+    largest = max((item.cache_bytes for item in answer.capacities), default=None)
+    table = Table(title="Sensitivity to T (modelled)", title_justify="left")
+    headings = ["change of T", "T"]
+    headings += ["loop cache", "in all"] if answer.need is not None else []
+    if largest is not None:
+        headings.append(f"largest loop, {size_text(largest)}")
+    if largest is not None and answer.loop_bytes is not None:
+        headings += ["stall per token", "tokens/s"]
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in answer.sensitivity:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: Sensitivity) -> Iterator[str]:
+    yield f"{row.change:+.0%}" if row.change else "none"
+    yield _duration_text(row.period_ns)
+    if row.need is not None:
+        yield size_text(row.need.loop_cache_bytes)
+        yield size_text(row.need.cache_bytes)
+    if row.capacity is not None:
+        yield size_text(row.capacity.largest_loop_bytes)
+        if row.capacity.passes is not None:
+            yield _duration_text(row.capacity.passes.stall_ns) if row.capacity.passes.stall_ns else "none"
+            yield f"{row.capacity.passes.tokens_per_s:.3g}"
+
+
+def document(answer: Answer) -> dict[str, Any]:
+    """`answer` as JSON-ready values: bytes, seconds, bytes per second; null where nothing was asked."""
+    need, setting = answer.need, answer.setting
+    return {
+        "schema": SCHEMA,
+        "kind": "modelled",
+        "formula": "S = max(0, ceil(N - BW*T))",
+        "bandwidth_bytes_per_s": setting.bandwidth,
+        "bandwidth_source": answer.storage.source,
+        "bandwidth_detail": answer.storage.detail,
+        "period_s": setting.period_ns / SECOND_NS,
+        "hot_bytes": setting.hot_bytes,
+        "staged_bytes": setting.staged_bytes,
+        "device": answer.device.name if answer.device else None,
+        "model": vars(answer.model) if answer.model else None,
+        "loop_bytes": answer.loop_bytes,
+        "loop_cache_bytes": need.loop_cache_bytes if need else None,
+        "loop_cache_blocks": need.loop_cache_blocks if need else None,
+        "cache_bytes": need.cache_bytes if need else None,
+        "llmcachefs_cache_bytes": answer.mount_cache_bytes,
+        "caches": [_capacity_values(item) for item in answer.capacities],
+        "sensitivity": [_sensitivity_values(row) for row in answer.sensitivity],
+    }
+
+
+def _capacity_values(item: Capacity) -> dict[str, Any]:
+    values: dict[str, Any] = {"cache_bytes": item.cache_bytes, "largest_loop_bytes": item.largest_loop_bytes}
+    went = item.passes
+    values["passes"] = went and {
+        "stall_free": went.stall_free,
+        "loop_cache_bytes": went.loop_cache_bytes,
+        "missing_bytes": went.missing_bytes,
+        "fetch_s": went.fetch_ns / SECOND_NS,
+        "pass_s": went.pass_ns / SECOND_NS,
+        "stall_s": went.stall_ns / SECOND_NS,
+        "tokens_per_s": went.tokens_per_s,
+        "tokens_per_s_lost": went.tokens_per_s_lost,
+    }
+    return values
+
+
+def _sensitivity_values(row: Sensitivity) -> dict[str, Any]:
+    return {
+        "change": row.change,
+        "period_s": row.period_ns / SECOND_NS,
+        "loop_cache_bytes": row.need.loop_cache_bytes if row.need else None,
+        "cache_bytes": row.need.cache_bytes if row.need else None,
+        "with_cache": _capacity_values(row.capacity) if row.capacity else None,
+    }
