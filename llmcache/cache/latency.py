@@ -1,0 +1,150 @@
+"""Fetch latency and stalls, modelled from what a replay missed: no time here is measured.
+
+Source: io_caching section 4.1. Host to GPU: 20 GB/s, base latency 2 us, requests of 1 KB. Storage: a set-up latency of
+50 us per I/O and a sustained bandwidth, transfers of one 4 KB page.
+
+What is one I/O: each missed page, also where misses are neighbours. The paper does not say it in words, its figure 5
+does: gains are "negligible" beyond 500 MB/s. A page costs 50 us + 4096 / BW, so 91, 70, 58 and 54 us at 100, 200, 500
+and 1000 MB/s: the set-up hides the last step. Were a missed run one I/O, the set-up would vanish in it and every
+doubling of the bandwidth would halve the latency.
+
+Only reads fetch: a written block is replaced whole and reaches neither the storage nor the GPU in this model. Writing
+dirty blocks back is not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.cache.constants import PAPER
+from llmcache.errors import DataError
+
+NS = 1e-9
+
+
+@dataclass(frozen=True)
+class FetchModel:
+    """Time to bring blocks from storage and memory to the GPU. Defaults and source: io_caching section 4.1."""
+
+    storage_bandwidths: tuple[int, ...] = PAPER.storage_bandwidths
+    """Bytes/s, each above 0; a latency is given for each."""
+    setup_ns: int = PAPER.setup_ns
+    gpu_bandwidth: int = PAPER.gpu_bandwidth
+    gpu_setup_ns: int = PAPER.gpu_setup_ns
+    request_bytes: int = PAPER.request_bytes
+    block_bytes: int = PAPER.block_bytes
+
+    def __post_init__(self) -> None:
+        if not self.storage_bandwidths:
+            raise ValueError("storage_bandwidths: at least one is needed")
+        for name in ("gpu_bandwidth", "request_bytes", "block_bytes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: {getattr(self, name)}, must be above 0")
+        if min(self.storage_bandwidths) <= 0:
+            raise ValueError(f"storage_bandwidths: {min(self.storage_bandwidths)} bytes/s, must be above 0")
+
+    def gpu_s(self, blocks: int) -> float:
+        """Returns the seconds that `blocks` take from host memory to the GPU, request by request."""
+        requests = blocks * -(-self.block_bytes // self.request_bytes)
+        return requests * self.gpu_setup_ns * NS + blocks * self.block_bytes / self.gpu_bandwidth
+
+    def storage_s(self, blocks: int, bandwidth: int) -> float:
+        """Returns the seconds that `blocks` take from storage of `bandwidth` (bytes/s), one I/O each."""
+        return blocks * (self.setup_ns * NS + self.block_bytes / bandwidth)
+
+    def latency_s(self, read_blocks: int, missed_blocks: int, bandwidth: int) -> float:
+        """Returns the seconds to fetch `read_blocks`, `missed_blocks` of which come from storage of `bandwidth`."""
+        return self.gpu_s(read_blocks) + self.storage_s(missed_blocks, bandwidth)
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """How far storage of `bandwidth` (bytes/s) falls behind in slices of `period_ns` of the trace's own time (modelled)."""
+
+    bandwidth: int
+    period_ns: int
+    slices: int
+    """Slices with at least one reference."""
+    stalled_slices: int
+    """Slices in which more was missed than storage delivers in one: their inference waits."""
+    stall_s: float
+    """Sum over the stalled slices of the time that fetching takes beyond the slice."""
+    worst_bytes: int
+    """Most that was missed in one slice; BW x T has to cover it."""
+
+
+class StallMeter:
+    """Adds up the missed reads of each slice of T; rows come in the order of time, in as many calls as wanted.
+
+    Source: io_caching section 4.1, formula (1): what is missed within T must fit in BW x T, or inference is delayed by
+    the deficit. A stalled slice delays the next ones as a whole, so no backlog is carried over. As in the formula only
+    the bandwidth counts, not the set-up latency. A slice holds the rows that begin in it: a run of the trace is not cut.
+    """
+
+    def __init__(self, period_ns: int, bandwidths: tuple[int, ...], block_bytes: int = PAPER.block_bytes) -> None:
+        if period_ns <= 0:
+            raise ValueError(f"period_ns: {period_ns}, must be above 0")
+        self._period_ns = period_ns
+        self._bandwidths = bandwidths
+        self._block_bytes = block_bytes
+        self._start_ns = -1
+        self._last_ns = 0
+        self._current = -1  # the slice that later rows may still add to
+        self._blocks = 0
+        self._slices = 0
+        self._worst = 0
+        self._stalled = [0] * len(bandwidths)
+        self._stall_s = [0.0] * len(bandwidths)
+
+    def add(self, t_ns: NDArray[np.uint64], missed: NDArray[np.int64]) -> None:
+        """Takes rows: when each began (ns, ascending) and how many blocks of it had to be read from storage."""
+        if len(t_ns) == 0:
+            return
+        if self._start_ns < 0:
+            self._start_ns = int(t_ns[0])
+        self._last_ns = int(t_ns[-1])
+        slices = ((t_ns - np.uint64(self._start_ns)) // np.uint64(self._period_ns)).astype(np.int64)
+        begins = np.flatnonzero(np.concatenate(([True], slices[1:] != slices[:-1])))
+        sums = np.add.reduceat(missed, begins)
+        numbers = slices[begins]
+        if int(numbers[0]) == self._current:
+            sums[0] += self._blocks
+        else:
+            self._close(np.array([self._blocks], np.int64)[: self._current >= 0])
+        self._close(sums[:-1])
+        self._current, self._blocks = int(numbers[-1]), int(sums[-1])
+
+    def _close(self, blocks: NDArray[np.int64]) -> None:
+        """Counts slices that are complete, given the missed blocks of each."""
+        if len(blocks) == 0:
+            return
+        self._slices += len(blocks)
+        self._worst = max(self._worst, int(blocks.max()))
+        for index, bandwidth in enumerate(self._bandwidths):
+            late_s = blocks * (self._block_bytes / bandwidth) - self._period_ns * NS
+            self._stalled[index] += int(np.count_nonzero(late_s > 0))
+            self._stall_s[index] += float(late_s[late_s > 0].sum())
+
+    def stalls(self) -> list[Stalls]:
+        """Returns the stalls at each bandwidth; DataError where the trace has no times. Nothing may be added later."""
+        if self._last_ns <= self._start_ns:
+            raise DataError(
+                "t_ns: all rows of the trace have the same time, so --t cannot say what has to be read within T",
+                "leave --t out, or take a trace recorded with times",
+            )
+        self._close(np.array([self._blocks], np.int64))
+        self._blocks, self._current = 0, -1
+        return [
+            Stalls(
+                bandwidth,
+                self._period_ns,
+                self._slices,
+                self._stalled[index],
+                self._stall_s[index],
+                self._worst * self._block_bytes,
+            )
+            for index, bandwidth in enumerate(self._bandwidths)
+        ]
