@@ -148,11 +148,12 @@ def _read(directory: str, name: str, fd: int, requests: int) -> Measured:
     places = itertools.count()
     totals = [0] * READERS
     failures: list[OSError] = []
+    stop = threading.Event()
     begin = time.monotonic()
 
     def reader(index: int) -> None:
         with mmap.mmap(-1, REQUEST_BYTES) as buffer:
-            while not failures:
+            while not stop.is_set():
                 place, spent = next(places), time.monotonic() - begin
                 if spent > SLOWEST_S or (spent > READ_S and place >= min(requests, LEAST_BYTES // REQUEST_BYTES)):
                     return
@@ -160,12 +161,19 @@ def _read(directory: str, name: str, fd: int, requests: int) -> Measured:
                     totals[index] += os.preadv(fd, [buffer], place % requests * REQUEST_BYTES)
                 except OSError as error:
                     failures.append(error)
+                    stop.set()
 
     threads = [threading.Thread(target=reader, args=(index,)) for index in range(READERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        stop.set()  # Ctrl-C: the caller closes the descriptor, which nobody may read any more by then
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
     seconds = time.monotonic() - begin
     if failures:
         raise failures[0]

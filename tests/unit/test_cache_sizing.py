@@ -1,0 +1,124 @@
+"""Formula (1), its inverse and the stalls: the paper's own examples, and laws that hold for all values."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcache.cache.constants import BLOCK_BYTES, DEVICES, PAPER, PHONE, WATCH
+from llmcache.cache.sizing import Setting, Storage, answer, blocks_needed, largest_loop, need, passes
+
+MB = 10**6
+WATCH_SETTING = Setting(100 * MB, 10**8, 4 * MB)
+
+settings = st.builds(
+    Setting,
+    bandwidth=st.integers(1, 10**11),
+    period_ns=st.integers(1, 10**12),
+    hot_bytes=st.integers(0, 10**10),
+)
+loops = st.integers(1, 10**12)
+
+
+def test_the_block_count_is_rounded_up() -> None:
+    assert blocks_needed(10, 2.5) == 8  # the printed floor gives 7, of which three more would be due in 2.5
+    assert blocks_needed(10, 3) == 7
+    assert blocks_needed(10, 10) == blocks_needed(10, 12.5) == 0
+
+
+def test_the_smartwatch_of_section_4_2() -> None:
+    found = need(70 * MB, WATCH_SETTING)
+    assert (found.loop_cache_bytes, found.cache_bytes) == (60 * MB, 64 * MB)
+    assert found.loop_cache_blocks == 14649  # ceil(17090 - 2441.4)
+    assert largest_loop(64 * MB, WATCH_SETTING) == 70 * MB
+
+
+@pytest.mark.parametrize(("cache_mb", "loop_mb"), [(256, 356), (512, 612)])
+def test_the_smartphone_of_section_4_2(cache_mb: int, loop_mb: int) -> None:
+    assert largest_loop(cache_mb * MB, Setting(1000 * MB, 10**8, 0)) == loop_mb * MB
+
+
+def test_device_classes_are_those_of_section_4_2() -> None:
+    assert set(DEVICES) == {"watch", "phone"}
+    assert (WATCH.bandwidth, WATCH.cache_bytes, WATCH.hot_bytes) == (100 * MB, 64 * MB, 4 * MB)
+    assert (PHONE.bandwidth, PHONE.least_cache_bytes, PHONE.cache_bytes) == (1000 * MB, 256 * MB, 512 * MB)
+    assert (PAPER.period_ns, PAPER.hot_bytes, PAPER.block_bytes) == (10**8, 4 * MB, BLOCK_BYTES)
+
+
+def test_a_pass_takes_the_longer_of_computing_and_fetching() -> None:
+    went = passes(100 * MB, 64 * MB, WATCH_SETTING)
+    assert (went.loop_cache_bytes, went.missing_bytes) == (60 * MB, 40 * MB)
+    assert (went.fetch_ns, went.pass_ns, went.stall_ns) == (4 * 10**8, 4 * 10**8, 3 * 10**8)
+    assert not went.stall_free
+    assert went.tokens_per_s == 2.5 and went.tokens_per_s_lost == 7.5
+
+
+def test_a_loop_that_fits_misses_nothing() -> None:
+    went = passes(50 * MB, 64 * MB, WATCH_SETTING)
+    assert (went.loop_cache_bytes, went.missing_bytes, went.fetch_ns, went.pass_ns) == (50 * MB, 0, 0, 10**8)
+    assert went.stall_free and went.tokens_per_s_lost == 0
+
+
+def test_a_cache_below_the_hot_set_is_refused() -> None:
+    for ask in (lambda: largest_loop(3 * MB, WATCH_SETTING), lambda: passes(70 * MB, 3 * MB, WATCH_SETTING)):
+        with pytest.raises(ValueError, match="hot_bytes"):
+            ask()
+
+
+@pytest.mark.parametrize("values", [(0, 1, 0), (-1, 1, 0), (1, 0, 0), (1, 1, -1)])
+def test_a_setting_without_sense_is_refused(values: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="positive"):
+        Setting(*values)
+
+
+@given(loops, settings)
+def test_the_smallest_cache_is_stall_free_and_a_byte_less_is_not(loop_bytes: int, setting: Setting) -> None:
+    found = need(loop_bytes, setting)
+    assert passes(loop_bytes, found.cache_bytes, setting).stall_free
+    if found.loop_cache_bytes:
+        bare = Setting(setting.bandwidth, setting.period_ns, 0)
+        assert not passes(loop_bytes, found.loop_cache_bytes - 1, bare).stall_free
+
+
+@given(loops, settings)
+def test_the_inverse_undoes_the_formula(loop_bytes: int, setting: Setting) -> None:
+    found = need(loop_bytes, setting)
+    largest = largest_loop(found.cache_bytes, setting)
+    assert largest >= loop_bytes
+    if found.loop_cache_bytes:
+        assert largest == loop_bytes
+
+
+@given(st.integers(1, 10**9), st.fractions(0, 10**9))
+def test_whole_blocks_cover_the_formula_with_less_than_a_block_to_spare(loop_blocks: int, staged: Fraction) -> None:
+    found = blocks_needed(loop_blocks, staged)
+    assert 0 <= found <= loop_blocks
+    assert found >= loop_blocks - staged
+    assert found == 0 or found - 1 < loop_blocks - staged
+
+
+@given(loops, st.integers(0, 10**12), settings)
+def test_more_cache_never_makes_a_pass_longer(loop_bytes: int, more: int, setting: Setting) -> None:
+    small = passes(loop_bytes, setting.hot_bytes, setting)
+    large = passes(loop_bytes, setting.hot_bytes + more, setting)
+    assert large.pass_ns <= small.pass_ns
+    assert small.pass_ns == max(setting.period_ns, small.fetch_ns)
+
+
+def test_an_answer_repeats_itself_for_other_times() -> None:
+    found = answer(WATCH_SETTING, Storage(100 * MB, "given"), 70 * MB, (64 * MB,))
+    assert [row.change for row in found.sensitivity] == [-0.3, -0.2, 0.0, 0.2, 0.3]
+    assert [row.need and row.need.loop_cache_bytes // MB for row in found.sensitivity] == [63, 62, 60, 58, 57]
+    stalls = [row.capacity and row.capacity.passes and row.capacity.passes.stall_ns for row in found.sensitivity]
+    assert stalls == [30 * MB, 20 * MB, 0, 0, 0]  # 10 MB at 100 MB/s take 100 ms; T is 70, 80, 100, 120, 130
+
+
+def test_an_answer_leaves_out_what_was_not_asked() -> None:
+    inverse = answer(WATCH_SETTING, Storage(100 * MB, "given"), None, (64 * MB,))
+    assert inverse.need is None and inverse.capacities[0].passes is None
+    assert all(row.need is None for row in inverse.sensitivity)
+    forward = answer(WATCH_SETTING, Storage(100 * MB, "given"), 70 * MB, ())
+    assert forward.capacities == () and all(row.capacity is None for row in forward.sensitivity)

@@ -1,0 +1,128 @@
+"""Measuring storage: real reads of a real disk, what is left behind (nothing), and what cannot be measured."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.fs import bandwidth
+from llmcache.fs.bandwidth import LEAST_BYTES, REQUEST_BYTES, measure, measured_storage
+from llmcache.fs.mountpoint import FSTYPE, MountEntry
+from tools.bench.cgroup import Group
+from tools.bench.sides import environment
+
+MB = 10**6
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory on a disk; the measurement is kept short."""
+    try:
+        os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600))
+        bandwidth._refuse_memory(str(tmp_path))
+    except (OSError, EnvironmentProblem) as error:
+        pytest.skip(f"{tmp_path} is on no disk: {error}")
+    monkeypatch.setattr(bandwidth, "READ_S", 0.1)
+    monkeypatch.setattr(bandwidth, "WRITTEN_BYTES", LEAST_BYTES)
+    yield tmp_path
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Make opening a temporary file fail with `code`."""
+    real = os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(code, os.strerror(code))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def test_a_temporary_file_is_read_and_leaves_nothing(on_disk: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    found = measure(str(on_disk))
+    assert (found.file, found.directory) == ("temporary", str(on_disk))
+    assert found.bytes_read >= LEAST_BYTES and found.seconds > 0
+    assert found.bandwidth == int(found.bytes_read / found.seconds)
+    assert list(on_disk.iterdir()) == [] and set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_large_file_that_is_there_is_read_instead(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing(monkeypatch, errno.EROFS)
+    with (on_disk / "sparse.bin").open("wb") as file:
+        file.truncate(8 * LEAST_BYTES)
+    (on_disk / "small.bin").write_bytes(bytes(REQUEST_BYTES))
+    with pytest.raises(EnvironmentProblem):
+        measure(str(on_disk))  # neither will do: holes are read from nowhere
+    large = on_disk / "large.bin"
+    large.write_bytes(os.urandom(LEAST_BYTES))
+    result = measured_storage(str(on_disk))
+    assert (result.source, result.detail["file"]) == ("measured", str(large))
+    assert result.bandwidth > 0 and result.detail["bytes_read"] >= LEAST_BYTES
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
+def test_what_cannot_be_written_is_explained(on_disk: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    refusing(monkeypatch, code)
+    with pytest.raises(EnvironmentProblem) as caught:
+        measure(str(on_disk))
+    assert caught.value.message == f"--measure: cannot write in {on_disk}: {os.strerror(code)}"
+    assert caught.value.hint
+
+
+def test_too_little_space_is_seen_before_writing(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        f_bavail, f_frsize = 10, 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda _path: Full())
+    with pytest.raises(EnvironmentProblem, match="No space left") as caught:
+        measure(str(on_disk))
+    assert "free 134 MB" in (caught.value.hint or "")
+
+
+def test_a_disk_that_fails_is_no_bandwidth(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(EnvironmentProblem, match=r"cannot read in .*Input/output error"):
+        measure(str(on_disk))
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("fstype", "why"), [("tmpfs", "is in memory"), (FSTYPE, "answers from its cache")])
+def test_what_is_no_storage_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fstype: str, why: str) -> None:
+    status = tmp_path.stat()
+    entry = MountEntry(1, f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}", "/", fstype, "rw")
+    monkeypatch.setattr(bandwidth, "entries", lambda: [entry])
+    with pytest.raises(EnvironmentProblem, match=why):
+        measure(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["absent", "file"])
+def test_only_directories_are_measured(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="--measure"):
+        measure(str(tmp_path / name))
+
+
+@pytest.mark.cgroup
+def test_a_throttled_disk_shows_its_throttle(on_disk: Path) -> None:
+    """In a process of its own, since the throttle takes what a task submits."""
+    limit = 40 * MB
+    with Group("measure", directory=on_disk, read_bps=limit) as group:
+        command = [sys.executable, "-c", "import sys; from llmcache.fs.bandwidth import measure; "
+                   "print(measure(sys.argv[1]).bandwidth)", str(on_disk)]  # fmt: skip
+        result = subprocess.run(
+            group.wrap(command), capture_output=True, text=True, timeout=120, env=environment(), check=True
+        )
+    assert int(result.stdout) == pytest.approx(limit, rel=0.15)

@@ -1,0 +1,153 @@
+"""What a token reads of model files on disk: loop, hot set, rows; shards, companions, and files that are no models."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+
+from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.fs.layout import modelfile
+from llmcache.fs.layout.modelfile import model_bytes
+from tests.unit.gguf_bytes import U16, Gguf
+
+F32 = 0
+OUTPUT = ("output.weight", 64)
+LAYER = ("blk.0.attn_q.weight", 256)
+EXPERTS = ("blk.0.ffn_up_exps.weight", 512)
+EMBEDDING = ("token_embd.weight", 128)
+
+
+def gguf(path: Path, *tensors: tuple[str, int], shard: tuple[int, int] | None = None) -> Path:
+    """A GGUF file with float32 `tensors` of so many bytes each."""
+    content, offset = Gguf(), 0
+    if shard is not None:
+        content.key("split.no", U16, shard[0]).key("split.count", U16, shard[1])
+    for name, size_bytes in tensors:
+        content.tensor(name, [size_bytes // 4], F32, offset)
+        offset += size_bytes
+    content.data_bytes = offset
+    path.write_bytes(content.file())
+    return path
+
+
+def safetensors(path: Path, **tensors: int) -> Path:
+    """A safetensors file with `tensors` of so many bytes each."""
+    header, offset = {}, 0
+    for name, size_bytes in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [size_bytes], "data_offsets": [offset, offset + size_bytes]}
+        offset += size_bytes
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(offset))
+    return path
+
+
+def test_rows_of_the_embedding_are_not_in_the_loop(tmp_path: Path) -> None:
+    path = gguf(tmp_path / "m.gguf", EMBEDDING, LAYER, OUTPUT)
+    found = model_bytes(str(path))
+    assert (found.loop_bytes, found.row_bytes, found.sparse_bytes) == (256 + 64, 128, 0)
+    assert (found.kind, found.files, found.path) == ("gguf", 1, str(path))
+    assert found.hot_bytes == path.stat().st_size - 256 - 64 - 128
+
+
+def test_a_tied_embedding_is_read_whole(tmp_path: Path) -> None:
+    found = model_bytes(str(gguf(tmp_path / "m.gguf", EMBEDDING, LAYER)))
+    assert (found.loop_bytes, found.row_bytes) == (128 + 256, 0)
+
+
+def test_experts_are_told_apart(tmp_path: Path) -> None:
+    found = model_bytes(str(gguf(tmp_path / "m.gguf", EMBEDDING, LAYER, EXPERTS, OUTPUT)))
+    assert (found.loop_bytes, found.sparse_bytes) == (256 + 512 + 64, 512)
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_shards_count_together_whichever_is_given(tmp_path: Path, given: int) -> None:
+    paths = [
+        gguf(tmp_path / "m-00001-of-00002.gguf", EMBEDDING, LAYER, shard=(0, 2)),
+        gguf(tmp_path / "m-00002-of-00002.gguf", OUTPUT, shard=(1, 2)),
+    ]
+    found = model_bytes(str(paths[given]))
+    assert (found.files, found.loop_bytes, found.row_bytes) == (2, 256 + 64, 128)
+
+
+def test_safetensors_with_companions_and_an_index(tmp_path: Path) -> None:
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    safetensors(tmp_path / names[0], **{"model.embed_tokens.weight": 50, "model.layers.0.mlp.up_proj.weight": 70})
+    safetensors(tmp_path / names[1], **{"lm_head.weight": 30})
+    plain = model_bytes(str(tmp_path / names[0]))
+    assert (plain.kind, plain.files, plain.loop_bytes, plain.row_bytes) == ("safetensors", 2, 100, 50)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": names[0], "b": names[1]}}))
+    (tmp_path / "tokenizer.json").write_bytes(bytes(1000))
+    (tmp_path / "other.bin").write_bytes(bytes(5000))
+    found = model_bytes(str(index))
+    assert (found.files, found.loop_bytes) == (2, 100)
+    assert found.hot_bytes == plain.hot_bytes + 1000 + index.stat().st_size
+
+
+def broken(tmp_path: Path) -> dict[str, Path]:
+    """Files that are no whole models."""
+    whole = gguf(tmp_path / "whole.gguf", EMBEDDING, LAYER, OUTPUT).read_bytes()
+    index = {"missing": {"weight_map": {"a": "gone.safetensors"}}, "empty": {"weight_map": {}}, "foreign": {"x": 1}}
+    contents = {
+        "text.gguf": b"hello, world",
+        "empty.gguf": b"",
+        "header.gguf": whole[:40],
+        "data.gguf": whole[:-10],
+        "short.safetensors": b"abc",
+        "long.safetensors": struct.pack("<Q", 1 << 40) + bytes(100),
+        "nothing.gguf": Gguf().file(),
+        **{f"{name}.safetensors.index.json": json.dumps(value).encode() for name, value in index.items()},
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    return {name: tmp_path / name for name in contents}
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    for path in broken(tmp_path).values():
+        with pytest.raises(DataError) as caught:
+            model_bytes(str(path))
+        assert caught.value.message.startswith(f"--model: {path}"), path
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    path = gguf(tmp_path / "m-00001-of-00003.gguf", LAYER, shard=(0, 3))
+    with pytest.raises(DataError, match=r"m-00002-of-00003\.gguf is missing \(1 of 3 are there\)"):
+        model_bytes(str(path))
+
+
+def test_a_shard_under_another_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is shard 2 of 3"):
+        model_bytes(str(gguf(tmp_path / "renamed.gguf", LAYER, shard=(1, 3))))
+
+
+@pytest.mark.parametrize("name", ["absent.gguf", "absent-00001-of-00002.gguf", "directory", "file/below.gguf"])
+def test_what_is_not_there_is_a_usage_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="--model"):
+        model_bytes(str(tmp_path / name))
+
+
+def test_what_must_not_be_read_is_the_environments_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    path = gguf(tmp_path / "m.gguf", LAYER)
+    monkeypatch.setattr(modelfile, "open", refuse, raising=False)  # root may read everything
+    with pytest.raises(EnvironmentProblem, match=r"--model: .*Permission denied"):
+        model_bytes(str(path))
+
+
+def test_all_errors_are_ours(tmp_path: Path) -> None:
+    whole = gguf(tmp_path / "whole.gguf", EMBEDDING, LAYER, OUTPUT).read_bytes()
+    path = tmp_path / "cut.gguf"
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(LlmcacheError):
+            model_bytes(str(path))

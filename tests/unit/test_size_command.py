@@ -1,0 +1,136 @@
+"""`llmcache size` as a user calls it: the paper's answers, JSON, exit codes, speed, and no heavy import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmcache.fs.advice import mount_cache_bytes, mount_pins_bytes
+from llmcache.fs.budget import MIN_BUDGET_BYTES
+from tests.unit.test_fs_modelfile import EMBEDDING, LAYER, OUTPUT, gguf
+
+MB = 10**6
+HEAVY = {"numpy", "numba", "pyarrow", "matplotlib", "mfusepy", "llmcache.fs.engine", "llmcache.fs.daemon"}
+
+
+def size(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llmcache", "size", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def answered(*args: str) -> dict[str, Any]:
+    result = size(*args, "--json")
+    assert result.returncode == 0, result.stderr
+    document: dict[str, Any] = json.loads(result.stdout)
+    assert document["schema"] == "llmcache.size/1" and document["kind"] == "modelled"
+    return document
+
+
+def test_forward() -> None:
+    text = size("--bw", "100", "--loop", "70M").stdout
+    assert "loop cache  60 MB" in text and "in all      64 MB" in text and "100 MB/s (given)" in text
+    found = answered("--bw", "100", "--loop", "70M")
+    assert (found["loop_cache_bytes"], found["cache_bytes"], found["loop_bytes"]) == (60 * MB, 64 * MB, 70 * MB)
+    assert (found["period_s"], found["hot_bytes"], found["bandwidth_bytes_per_s"]) == (0.1, 4 * MB, 100 * MB)
+
+
+@pytest.mark.parametrize(
+    ("args", "loop"),
+    [
+        (("--cache", "64M", "--bw", "100"), "70 MB"),
+        (("--cache", "512M", "--bw", "1000", "--hot", "0"), "612 MB"),
+        (("--device", "watch"), "70 MB"),
+        (("--device", "phone"), "612 MB"),
+    ],
+)
+def test_inverse(args: tuple[str, ...], loop: str) -> None:
+    assert f"largest loop without stalls  {loop}" in size(*args).stdout
+
+
+def test_a_device_class_has_a_range() -> None:
+    found = answered("--device", "phone")
+    assert [item["largest_loop_bytes"] for item in found["caches"]] == [356 * MB, 612 * MB]
+    assert (found["device"], found["bandwidth_source"], found["loop_cache_bytes"]) == ("phone", "device", None)
+
+
+def test_a_cache_is_judged() -> None:
+    free = size("--bw", "100", "--loop", "70M", "--cache", "64M").stdout
+    assert "stall-free" in free
+    text = size("--bw", "100", "--loop", "100M", "--cache", "64M").stdout
+    assert "stalls 300 ms per token" in text and "2.5 tokens/s" in text and "7.5 lost" in text
+    passes = answered("--bw", "100", "--loop", "100M", "--cache", "64M")["caches"][0]["passes"]
+    assert (passes["stall_free"], passes["stall_s"], passes["missing_bytes"]) == (False, 0.3, 40 * MB)
+    assert (passes["tokens_per_s"], passes["tokens_per_s_lost"]) == (2.5, 7.5)
+
+
+def test_a_wanted_rate_is_a_time() -> None:
+    found = answered("--bw", "100", "--loop", "70M", "--tokens-per-second", "20")
+    assert (found["period_s"], found["loop_cache_bytes"]) == (0.05, 65 * MB)
+
+
+def test_the_table_shows_the_sensitivity_to_t() -> None:
+    rows = answered("--bw", "100", "--loop", "70M")["sensitivity"]
+    assert [(row["change"], row["loop_cache_bytes"]) for row in rows] == [
+        (-0.3, 63 * MB), (-0.2, 62 * MB), (0.0, 60 * MB), (0.2, 58 * MB), (0.3, 57 * MB)
+    ]  # fmt: skip
+    assert "+30%" in size("--bw", "100", "--loop", "70M").stdout
+
+
+def test_a_model_gives_loop_and_hot_set(tmp_path: Path) -> None:
+    path = gguf(tmp_path / "m.gguf", EMBEDDING, LAYER, OUTPUT)
+    found = answered("--bw", "100", "--model", str(path))
+    assert found["loop_bytes"] == 320 and found["model"]["row_bytes"] == 128
+    assert found["hot_bytes"] == found["model"]["hot_bytes"] > 0
+    assert answered("--bw", "100", "--model", str(path), "--hot", "4M")["hot_bytes"] == 4 * MB
+    assert "of embedding by rows" in size("--bw", "100", "--model", str(path)).stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "named"),
+    [
+        (("--loop", "70M"), 2, "--bw"),
+        (("--bw", "0", "--loop", "70M"), 2, "--bw"),
+        (("--bw", "-100", "--loop", "70M"), 2, "--bw"),
+        (("--bw", "100", "--loop", "70"), 2, "--loop"),
+        (("--bw", "100"), 2, "--loop, --model and --cache"),
+        (("--bw", "100", "--cache", "2M"), 2, "--cache"),
+        (("--bw", "100", "--loop", "70M", "--model", "x"), 2, "--loop and --model"),
+        (("--device", "fridge"), 2, "--device"),
+        (("--measure", "/dev/null", "--loop", "70M"), 2, "--measure"),
+        (("--bw", "100", "--model", "/nowhere.gguf"), 2, "--model"),
+        (("--bw", "100", "--model", __file__), 5, "--model"),
+    ],
+)
+def test_bad_input_is_named(args: tuple[str, ...], code: int, named: str) -> None:
+    result = size(*args)
+    assert result.returncode == code and result.stdout == ""
+    assert result.stderr.startswith("llmcache: error: ") and named in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_it_is_quick_and_imports_nothing_heavy() -> None:
+    code = "import sys; from llmcache import cli\ntry: cli.main()\nfinally: print(*sys.modules)"
+    command = [sys.executable, "-c", code, "size", "--bw", "100", "--loop", "70M"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert not set(result.stdout.splitlines()[-1].split()) & HEAVY
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        size("--bw", "100", "--loop", "70M")
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 0.3, seconds
+
+
+@pytest.mark.parametrize("loop_mb", [1, 40, 70, 800, 5000])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
+def test_the_mounts_cache_is_the_smallest_that_pins_enough(loop_mb: int, share: float) -> None:
+    loop, hot = loop_mb * MB, 4 * MB
+    cache = mount_cache_bytes(loop, int(share * loop), hot)
+    assert mount_pins_bytes(loop, cache, hot) >= int(share * loop)
+    assert cache == MIN_BUDGET_BYTES or mount_pins_bytes(loop, cache - MB, hot) < int(share * loop)
