@@ -65,6 +65,13 @@ class BlockSpace:
             raise ValueError("a run lies outside the space")
         return self._ids[interval] + keys - self._starts[interval]
 
+    def footprint_by_file(self) -> dict[int, int]:
+        """Returns the number of distinct blocks of each file that was touched."""
+        file, index = np.unique(self._starts >> BLOCK_BITS, return_inverse=True)
+        blocks = np.zeros(len(file), np.int64)
+        np.add.at(blocks, index, self._ends - self._starts)
+        return dict(zip(file.tolist(), blocks.tolist(), strict=True))
+
     def locate(self, ids: Int64s) -> tuple[Int64s, Int64s]:
         """Returns (file, block) of each id; the ids must be those of touched blocks."""
         interval = np.searchsorted(self._ids, ids, side="right") - 1

@@ -17,7 +17,7 @@ ALLOWED = {
     "errors": set(),
     "units": {"errors"},
     "trace.record": BASE,
-    "trace": BASE | {"trace.record"},
+    "trace": BASE | {"trace.record", "cache"},
     "cache": BASE | {"trace.record"},
     "fs": BASE | {"cache", "trace.record"},
     "kv": BASE | {"cache"},

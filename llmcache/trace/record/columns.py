@@ -134,13 +134,16 @@ class Reach:
         self._read: dict[int, int] = {}
         self._written: dict[int, int] = {}
 
-    def note(self, columns: Columns) -> None:
-        """Take the rows into account."""
+    def note(self, columns: Columns) -> set[int]:
+        """Take the rows into account; returns the ids of their files."""
         ends = columns.first + columns.count
         is_write = columns.op == WRITE
+        seen: set[int] = set()
         for reach, rows in ((self._read, ~is_write), (self._written, is_write)):
             for file, end in _furthest(columns.file[rows], ends[rows]):
                 reach[file] = max(end, reach.get(file, 0))
+                seen.add(file)
+        return seen
 
     @property
     def ids(self) -> set[int]:
@@ -151,17 +154,22 @@ class Reach:
         """The offset up to which a file was written, rounded up to blocks; 0 if it was not."""
         return min(self._written.get(file, 0) * BLOCK_BYTES, (1 << 63) - 1)
 
-    def check(self, files: Sequence[TraceFile]) -> None:
-        """DataError unless every file is in the table, and none was read far beyond its end."""
-        known = {file.id: file for file in files}
-        for file in sorted(self.ids):
-            if file not in known:
+    def check(self, ids: set[int], files: Mapping[int, TraceFile]) -> None:
+        """DataError unless the files `ids` are all in the table, and none was read far beyond its end."""
+        for file in sorted(ids):
+            if file not in files:
                 raise DataError(f"file: {file} is not in the file table", _HINT)
-            entry = known[file]
+            entry = files[file]
             size = max(-(-entry.size_bytes // BLOCK_BYTES), self._written.get(file, 0))
             if entry.size_bytes and self._read.get(file, 0) > size + GROWTH_BLOCKS:
                 reason = f"block {self._read[file] - 1} of '{entry.path}', which has {size}"
                 raise DataError(f"first: {reason}: far beyond the end of the file", _HINT)
+
+
+def check_files(columns: Columns, files: Sequence[TraceFile]) -> None:
+    """DataError unless the rows, which are all there are, fit the file table."""
+    reach = Reach()
+    reach.check(reach.note(columns), {file.id: file for file in files})
 
 
 def _furthest(file: NDArray[np.uint32], ends: NDArray[np.uint64]) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from llmcache.errors import UsageError
+from llmcache.errors import DataError, UsageError
 from llmcache.trace.record.reader import TraceReader
 from llmcache.trace.record.writer import TraceWriter
 
@@ -26,11 +26,17 @@ PARQUET = ".parquet"
 def open_trace(path: str | os.PathLike[str]) -> TraceReader:
     """Returns a reader of a trace in any format; other formats than Parquet are converted to a temporary file first.
 
-    UsageError for an ending that is unknown; DataError for contents that are wrong.
+    UsageError for an ending that is unknown; DataError for contents that are wrong, or no rows.
     """
     path = Path(path)
-    if ending(path) == PARQUET:
-        return TraceReader(path)
+    reader = TraceReader(path) if ending(path) == PARQUET else _imported(path)
+    if not reader.rows:
+        reader.close()
+        raise DataError(f"rows: '{path}' has no accesses", "record it again")
+    return reader
+
+
+def _imported(path: Path) -> TraceReader:
     with tempfile.TemporaryDirectory(prefix="llmcache-") as directory:
         converted = Path(directory) / "trace.parquet"
         with TraceWriter(converted) as writer:

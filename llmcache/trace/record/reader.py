@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
-from llmcache.trace.record.columns import COLUMNS, SCHEMA, Columns, Reach, check_rows
+from llmcache.trace.record.columns import COLUMNS, SCHEMA, Columns, Reach, check_files, check_rows
 from llmcache.trace.record.meta import KEY, decode
 from llmcache.trace.record.trace import BATCH_ROWS, Trace
 
@@ -43,7 +43,7 @@ class TraceReader:
         """Yields the rows in order, at most `rows` at a time, in constant memory; DataError at the first wrong row."""
         if rows < 1:
             raise ValueError(f"rows: {rows}, at least 1 is needed")
-        row, after_ns, reach = 0, 0, Reach()
+        row, after_ns, reach, files = 0, 0, Reach(), {file.id: file for file in self.files}
         source = self._parquet.iter_batches(batch_size=rows, columns=list(COLUMNS))
         while True:
             with _decoding(self.path):
@@ -52,8 +52,7 @@ class TraceReader:
                 return
             columns = _columns(batch)
             check_rows(columns, row, after_ns)
-            reach.note(columns)
-            reach.check(self.files)
+            reach.check(reach.note(columns), files)
             row, after_ns = row + len(columns), int(columns.t_ns[-1]) if len(columns) else after_ns
             yield Trace(columns, self.files, self.provenance)
 
@@ -61,10 +60,9 @@ class TraceReader:
         """Returns the whole trace."""
         with _decoding(self.path):
             table = self._parquet.read(columns=list(COLUMNS))
-        columns, reach = _columns(table), Reach()
+        columns = _columns(table)
         check_rows(columns)
-        reach.note(columns)
-        reach.check(self.files)
+        check_files(columns, self.files)
         return Trace(columns, self.files, self.provenance)
 
     def close(self) -> None:

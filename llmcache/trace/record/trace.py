@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from llmcache.errors import DataError
-from llmcache.trace.record.columns import Columns, Reach, check_rows, columns_from, concatenated
+from llmcache.trace.record.columns import Columns, check_files, check_rows, columns_from, concatenated
 from llmcache.trace.record.meta import Provenance, TraceFile, file_table
 
 BATCH_ROWS = 1 << 16
@@ -47,10 +47,9 @@ class Trace:
     ) -> Trace:
         """Returns a trace of these columns (integers of any width; a number is repeated); DataError names a wrong one."""
         given = {"t_ns": t_ns, "file": file, "first": first, "count": count, "op": op, "miss": miss, "pid": pid}
-        columns, table, reach = columns_from(given), file_table(files), Reach()
+        columns, table = columns_from(given), file_table(files)
         check_rows(columns)
-        reach.note(columns)
-        reach.check(table)
+        check_files(columns, table)
         return cls(columns, table, provenance)
 
     @classmethod

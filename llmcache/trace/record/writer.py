@@ -37,6 +37,7 @@ class TraceWriter:
         self.provenance = provenance or Provenance(tier="unknown")
         self.rows = 0
         self._files = {file.id: file for file in file_table(files)}
+        self._known: tuple[TraceFile, ...] = ()  # of the last `Trace` appended: batches of one share it
         self._output = Output(path, force)
         self._reach = Reach()
         self._after_ns = 0
@@ -67,8 +68,9 @@ class TraceWriter:
         The files of a `Trace` are added to the table.
         """
         if isinstance(rows, Trace):
-            for file in rows.files:
-                self.add_file(file)
+            if rows.files is not self._known:
+                self._known = rows.files
+                self._files |= {file.id: file for file in rows.files}
             columns = rows.columns
         else:
             columns = rows if isinstance(rows, Columns) else columns_from(rows)
@@ -87,7 +89,7 @@ class TraceWriter:
         """Write what waits and the file table, and give the file its name; DataError if a file is not in the table."""
         try:
             table = file_table(self._grown(file) for file in self._files.values())
-            self._reach.check(table)
+            self._reach.check(self._reach.ids, {file.id: file for file in table})
             self._write_groups(all_rows=True)
             self._parquet.add_key_value_metadata({KEY: encode(table, self.provenance)})
             self._parquet.close()

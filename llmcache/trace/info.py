@@ -1,0 +1,170 @@
+"""`llmcache info`: what a trace holds, as a table for people or JSON for programs. One pass, in constant memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.cache.space import BlockSpace
+from llmcache.trace.record import BLOCK_BYTES, Provenance, Trace, TraceFile, TraceReader, open_trace
+from llmcache.trace.record.columns import MISS_NAMES, OP_NAMES
+from llmcache.units import format_duration, format_size
+
+SCHEMA = "llmcache.info/1"
+_WIDTH = 79
+_MOST_FILES = 20
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A file of the trace: accesses in blocks, repeats included, and the bytes touched at least once."""
+
+    path: str
+    size_bytes: int
+    rows: int
+    accesses: int
+    touched_bytes: int
+
+
+@dataclass(frozen=True)
+class TraceInfo:
+    """A trace: `ops` and `misses` count accesses (blocks, repeats included) by name; files come most accessed first."""
+
+    trace: str
+    rows: int
+    accesses: int
+    accessed_bytes: int
+    touched_bytes: int
+    start_ns: int
+    end_ns: int
+    ops: dict[str, int]
+    misses: dict[str, int]
+    pids: list[int]
+    files: list[FileInfo]
+    untouched_files: int
+    provenance: Provenance
+    schema: str = field(default=SCHEMA)
+
+    @property
+    def duration_ns(self) -> int:
+        """From the first access to the last."""
+        return self.end_ns - self.start_ns
+
+
+class _Tally:
+    """Counts while batches go by."""
+
+    def __init__(self) -> None:
+        self.ops, self.misses = np.zeros(len(OP_NAMES), np.int64), np.zeros(len(MISS_NAMES), np.int64)
+        self.rows: dict[int, int] = {}
+        self.accesses: dict[int, int] = {}
+        self.pids: set[int] = set()
+        self.span_ns: tuple[int, int] | None = None
+
+    def note(self, batch: Trace) -> Trace:
+        """Returns `batch`, counted."""
+        count = batch.count.astype(np.int64)
+        np.add.at(self.ops, batch.op, count)
+        np.add.at(self.misses, batch.miss, count)
+        files, index = np.unique(batch.file, return_inverse=True)
+        blocks = np.zeros(len(files), np.int64)
+        np.add.at(blocks, index, count)
+        for file, rows, of_file in zip(files.tolist(), np.bincount(index).tolist(), blocks.tolist(), strict=True):
+            self.rows[file] = self.rows.get(file, 0) + rows
+            self.accesses[file] = self.accesses.get(file, 0) + of_file
+        self.pids |= set(np.unique(batch.pid).tolist())
+        start_ns = self.span_ns[0] if self.span_ns else int(batch.t_ns[0])
+        self.span_ns = start_ns, int(batch.t_ns[-1])
+        return batch
+
+
+def describe(path: str | os.PathLike[str]) -> TraceInfo:
+    """Returns what the trace in `path` (any format) holds; DataError if it is none, or has no rows."""
+    with open_trace(path) as reader:
+        return _described(os.fspath(path), reader)
+
+
+def _described(path: str, reader: TraceReader) -> TraceInfo:
+    tally = _Tally()
+    space = BlockSpace.of(tally.note(batch) for batch in reader.batches() if len(batch))
+    touched = space.footprint_by_file()
+    files = [_file(file, tally, touched[file.id]) for file in reader.files if file.id in touched]
+    start_ns, end_ns = tally.span_ns or (0, 0)
+    accesses = int(tally.ops.sum())
+    return TraceInfo(
+        trace=path,
+        rows=reader.rows,
+        accesses=accesses,
+        accessed_bytes=accesses * BLOCK_BYTES,
+        touched_bytes=space.footprint * BLOCK_BYTES,
+        start_ns=start_ns,
+        end_ns=end_ns,
+        ops=dict(zip(OP_NAMES, tally.ops.tolist(), strict=True)),
+        misses=dict(zip(MISS_NAMES, tally.misses.tolist(), strict=True)),
+        pids=sorted(tally.pids),
+        files=sorted(files, key=lambda file: -file.accesses),
+        untouched_files=len(reader.files) - len(files),
+        provenance=reader.provenance,
+    )
+
+
+def _file(file: TraceFile, tally: _Tally, touched_blocks: int) -> FileInfo:
+    touched_bytes = touched_blocks * BLOCK_BYTES
+    return FileInfo(file.path, file.size_bytes, tally.rows[file.id], tally.accesses[file.id], touched_bytes)
+
+
+def show(path: str | os.PathLike[str], as_json: bool = False) -> None:
+    """Print what the trace in `path` holds."""
+    info = describe(path)
+    if as_json:
+        document = asdict(info) | {"duration_ns": info.duration_ns}
+        print(json.dumps(document, indent=2))
+    else:
+        _print_table(info)
+
+
+def _print_table(info: TraceInfo) -> None:
+    console = Console(width=_WIDTH, file=sys.stdout, highlight=False, markup=False)
+    console.print(f"{info.trace}: {info.rows} rows, {info.accesses} accesses to blocks of {BLOCK_BYTES} bytes")
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in _facts(info):
+        facts.add_row(name, value)
+    console.print(facts)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("file", overflow="ellipsis", no_wrap=True, max_width=36)
+    for name in ("size", "touched", "accesses", "rows"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for file in info.files[:_MOST_FILES]:
+        size = format_size(file.size_bytes) if file.size_bytes else "unknown"
+        table.add_row(file.path, size, format_size(file.touched_bytes), str(file.accesses), str(file.rows))
+    console.print(table)
+    if len(info.files) > _MOST_FILES:
+        console.print(f"and {len(info.files) - _MOST_FILES} more files, which --json lists")
+
+
+def _facts(info: TraceInfo) -> list[tuple[str, str]]:
+    origin = info.provenance
+    facts = [
+        ("accessed", f"{format_size(info.accessed_bytes)}, of it {format_size(info.touched_bytes)} distinct"),
+        ("time", f"{format_duration(info.duration_ns)}, from {info.start_ns} ns"),
+        ("ops", _counts(info.ops)),
+        ("cache", _counts(info.misses)),
+        ("processes", str(len(info.pids))),
+        ("source", origin.tier + (f", {origin.lost_events} events lost" if origin.lost_events else "")),
+        ("clock", origin.clock),
+        ("kernel", origin.kernel),
+        ("command", origin.command),
+        ("note", origin.note),
+        *sorted(origin.extra.items()),
+    ]
+    return [(name, value) for name, value in facts if value]
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in counts.items() if number)
