@@ -13,19 +13,23 @@ from dataclasses import dataclass
 MIN_WINDOW_BYTES = 8 << 20
 MAX_WINDOW_BYTES = 128 << 20
 CONVOY_FACTOR = 4  # several readers need more behind the first one, or the others fall out of its window
+WINDOW_ALLOWANCE_BYTES = 12 << 20  # what windows may hold beside the budget: part of the 64 MiB a mount takes beyond it
+HOT_SHARE = 16  # hot pages may keep a sixteenth of the budget
+ROWS_RESERVE_BYTES = 2 << 20  # single rows of tables, read at random
 WINDOW_SHARE = 0.06  # of the streamed bytes: bytes per pass are N - pins, so the window is what S loses
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop that wants budget: `size_bytes`, `period_ns` (None: not seen yet), and whether its readers are active.
+    """A loop that wants budget: `size_bytes`, `period` (None: not seen yet), and whether its readers are active.
 
-    `convoy` tells how far several readers drift apart: 0 for one reader, then in steps of CONVOY_FACTOR in the window.
+    Periods of all loops are in one unit, whichever: time, or references. `convoy` tells how far several readers drift
+    apart: 0 for one reader, then in steps of CONVOY_FACTOR in the window.
     """
 
     key: Hashable
     size_bytes: int
-    period_ns: int | None
+    period: int | None
     active: bool
     convoy: int = 0
 
@@ -36,6 +40,15 @@ class Share:
 
     pinned_bytes: int
     window_bytes: int
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A loop's plan in extents: `extents` that may be pinned, `pinned` of them wanted, `unpinned` no longer."""
+
+    extents: int
+    pinned: int
+    unpinned: list[int]
 
 
 def window_for(size_bytes: int, budget_bytes: int, convoy: int = 0) -> int:
@@ -50,7 +63,7 @@ def window_for(size_bytes: int, budget_bytes: int, convoy: int = 0) -> int:
 def share_budget(budget_bytes: int, loops: Iterable[Loop]) -> dict[Hashable, Share]:
     """Divides `budget_bytes`: active loops before idle ones, shorter period first, unseen periods after seen ones."""
     endless = 1 << 62
-    ranked = sorted(loops, key=lambda loop: (not loop.active, loop.period_ns or endless, loop.size_bytes))
+    ranked = sorted(loops, key=lambda loop: (not loop.active, loop.period or endless, loop.size_bytes))
     shares: dict[Hashable, Share] = {}
     left = budget_bytes
     for index, loop in enumerate(ranked):
@@ -71,6 +84,22 @@ def _least_window(loop: Loop, budget_bytes: int) -> int:
     return min(loop.size_bytes, MIN_WINDOW_BYTES, budget_bytes // 4)
 
 
+def cap_pins(shares: dict[Hashable, Share], most_bytes: int) -> dict[Hashable, Share]:
+    """Returns `shares` (in the order of their claims) with pins, not windows, cut to `most_bytes` in all."""
+    capped: dict[Hashable, Share] = {}
+    left = most_bytes
+    for key, share in shares.items():
+        capped[key] = Share(min(share.pinned_bytes, left), share.window_bytes)
+        left -= capped[key].pinned_bytes
+    return capped
+
+
+def reserve_bytes(limit_bytes: int, hot_bytes: int, has_rows: bool) -> int:
+    """Returns what is kept from loops: for `hot_bytes` that were really read, and for rows where there are any."""
+    rows = ROWS_RESERVE_BYTES if has_rows else 0
+    return min(hot_bytes, limit_bytes // HOT_SHARE) + min(rows, limit_bytes // 32)
+
+
 def spread(places: Sequence[int], count: int) -> list[int]:
     """Returns `count` of `places`, spaced as evenly as whole steps allow (Bresenham)."""
     total = len(places)
@@ -88,3 +117,18 @@ def repin(candidates: Sequence[int], pinned: set[int], count: int) -> tuple[list
     if count >= len(held):
         return spread([place for place in candidates if place not in pinned], count - len(held)), []
     return [], spread(held, len(held) - count)
+
+
+def settle(order: Sequence[int], wanted: bytearray, pinned_bytes: int, extent_bytes: int, whole: bool) -> Settled:
+    """Changes the marks in `wanted` (by extent) so that as many extents of `order` are wanted as `pinned_bytes` hold.
+
+    `whole`: all of them, whatever they hold (the last extent of a file may be short).
+    """
+    marked = {extent for extent in order if wanted[extent]}
+    count = len(order) if whole else min(len(order), pinned_bytes // extent_bytes)
+    pin, unpin = repin(order, marked, count)
+    for extent in pin:
+        wanted[extent] = 1
+    for extent in unpin:
+        wanted[extent] = 0
+    return Settled(len(order), count, unpin)

@@ -16,45 +16,46 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Pass:
-    """One completed pass: extents in the order of their first touch, and when it ran (ns, monotonic)."""
+    """One completed pass: extents in the order of their first touch, and when it ran, by the clock of its recorder."""
 
     extents: tuple[int, ...]
-    started_ns: int
-    ended_ns: int
+    started: int
+    ended: int
 
     @property
-    def duration_ns(self) -> int:
-        """Time from the first touch to the touch that began the next pass (ns)."""
-        return self.ended_ns - self.started_ns
+    def duration(self) -> int:
+        """From the first touch to the touch that began the next pass."""
+        return self.ended - self.started
 
 
 class PassRecorder:
     """Cuts a sequence of touched extents into passes.
 
     A repeat ends the pass only if at least half of the pass lies between the two touches: threads that work on
-    neighbouring stripes touch an extent twice in short order, and that is no new pass.
+    neighbouring stripes touch an extent twice in short order, and that is no new pass. The clock is the caller's: any
+    unit that never goes back (nanoseconds, references).
     """
 
     def __init__(self) -> None:
         self._place: dict[int, int] = {}
-        self._started_ns = 0
+        self._started = 0
 
     def __len__(self) -> int:
         return len(self._place)
 
-    def note(self, extent: int, now_ns: int) -> Pass | None:
-        """Returns the pass that this touch of `extent` at `now_ns` ends, or None."""
+    def note(self, extent: int, now: int) -> Pass | None:
+        """Returns the pass that this touch of `extent` at `now` ends, or None."""
         place = self._place.get(extent)
         if place is None:
             if not self._place:
-                self._started_ns = now_ns
+                self._started = now
             self._place[extent] = len(self._place)
             return None
         if len(self._place) - place < max(2, len(self._place) // 2):
             return None
-        done = Pass(tuple(self._place), self._started_ns, now_ns)
+        done = Pass(tuple(self._place), self._started, now)
         self._place = {extent: 0}
-        self._started_ns = now_ns
+        self._started = now
         return done
 
 

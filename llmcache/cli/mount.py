@@ -28,6 +28,7 @@ import click
 @click.option("-f", "--foreground", is_flag=True, help="Stay in the foreground, log on stderr; Ctrl-C unmounts.")
 @click.option("--rw", "writable", is_flag=True, help="Let everything be written, not only spill files.")
 @click.option("--spill", multiple=True, metavar="GLOB", help="Files that may be written [default: *.kv; '' for none].")
+@click.option("--access-log", metavar="FILE.parquet", help="Record every reference to an extent: a trace to replay.")
 @click.option("-o", "options", multiple=True, metavar="OPT,…", help="Mount options: ro, allow_other, …")
 def command(
     source: str,
@@ -37,6 +38,7 @@ def command(
     foreground: bool,
     writable: bool,
     spill: tuple[str, ...],
+    access_log: str | None,
     options: tuple[str, ...],
 ) -> None:
     """Mount the model directory SOURCE on MOUNT (they may be the same) with a cache budget.
@@ -54,6 +56,7 @@ def command(
         writable=writable,
         spill=spill,
         option_values=options,
+        access_log=access_log,
     )
     mounting.mount(request, foreground=foreground)
 

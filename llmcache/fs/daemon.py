@@ -17,13 +17,14 @@ import logging
 import os
 import queue
 import resource
+import shlex
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmcache.errors import LlmcacheError, MountProblem
 from llmcache.fs import control, libfuse, mountpoint, syscalls
@@ -31,6 +32,9 @@ from llmcache.fs.libfuse import Notifier, Session
 from llmcache.fs.operations import LlmcacheOperations
 from llmcache.fs.policy import DEFAULT_SPILL, WritePolicy
 from llmcache.fs.source import SourceTree
+
+if TYPE_CHECKING:
+    from llmcache.fs.accesslog import AccessLog
 
 log = logging.getLogger("llmcache.daemon")
 THREADS = 64
@@ -48,6 +52,7 @@ class MountRequest:
     writable: bool = False
     spill: tuple[str, ...] = DEFAULT_SPILL
     options: tuple[str, ...] = ()
+    access_log: str | None = None
 
 
 class Daemon:
@@ -72,6 +77,8 @@ class Daemon:
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self._ending = threading.Lock()
+        self._served = False
+        self._log = self._make_log() if request.access_log else None
 
     def run(self, ready: Callable[[], None]) -> None:
         """Serve until unmounted, told to stop, or signalled. Raises what kept the mount from being made."""
@@ -86,6 +93,7 @@ class Daemon:
                 if event == "init":
                     server = self._start()
                     if server is not None:
+                        self._served = True
                         ready()
                 elif event == "resume":
                     assert self._notifier is not None
@@ -98,12 +106,23 @@ class Daemon:
             self._started.set()
             loop.join()
             self._engine.stop()
+            if self._log is not None:
+                self._log.close(keep=self._served)
             if server is not None:
                 server.close()
             self._files.remove()
             os.close(self._lock_fd)
         if self._failure is not None:
             raise self._failure
+
+    def _make_log(self) -> AccessLog:
+        from llmcache.fs.accesslog import AccessLog
+
+        path = self._request.access_log
+        assert path is not None
+        log = AccessLog(path, {"command": shlex.join(sys.argv), **self._engine.about()})
+        self._engine.record(log)
+        return log
 
     def _loop(self) -> None:
         try:

@@ -15,7 +15,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
 from llmcache.cache.cursors import CURSOR_LIFE_NS
+from llmcache.cache.extents import LARGE_EXTENT, SMALL_EXTENT
 from llmcache.cache.order import Pass
 from llmcache.errors import UsageError
 from llmcache.fs.budget import settle_budget, settle_mode
@@ -27,13 +29,15 @@ from llmcache.fs.holders import ArenaHolder, Holder, SteerHolder
 from llmcache.fs.loader import Loader
 from llmcache.fs.mountpoint import find
 from llmcache.fs.pins import PinService
-from llmcache.fs.planner import UNLIMITED, Planner
+from llmcache.fs.planner import UNLIMITED, ArenaPlanner, Planner
 from llmcache.fs.pressure import PressureGauge
 from llmcache.fs.reader import Reader
+from llmcache.fs.references import WRITE, References
 from llmcache.fs.report import snapshot
 from llmcache.fs.state import CacheState, KernelNotifier
 
 if TYPE_CHECKING:
+    from llmcache.fs.accesslog import AccessLog
     from llmcache.fs.backing import Backing
     from llmcache.fs.source import SourceTree
 
@@ -57,11 +61,18 @@ class Engine:
     def __init__(self, cache_bytes: int, mode: str, tree: SourceTree) -> None:
         self.state = CacheState(cache_bytes, BufferPool(POOL_BUFFERS, POOL_RESERVE))
         self.pins = PinService(self._attached, self._lock_failed, self._helper_lost)
-        self.holder: Holder = SteerHolder(self.state, self.pins) if mode == "steer" else ArenaHolder(self.state)
+        self.holder: Holder
+        self.planner: Planner
+        if mode == "steer":
+            self.holder = SteerHolder(self.state, self.pins)
+            self.planner = Planner(self.state, self.holder)
+        else:
+            arena = self.holder = ArenaHolder(self.state, self._replanned)
+            self.planner = ArenaPlanner(self.state, arena)
+        self.state.references = References(self.planner.core, cache_bytes)
         self.mode = mode
         self.fetcher = Fetcher(self.state, self.holder)
         self.reader = Reader(self.state, self.fetcher, self._pass_ended)
-        self.planner = Planner(self.state, self.holder)
         self.grouping = Grouping(self.state, tree, self._dissolve)
         self.gauge = PressureGauge(cache_bytes)
         self._wake = threading.Event()
@@ -81,6 +92,7 @@ class Engine:
         """Starts threads and the pin helper; does not touch the mount. May follow `stop`."""
         self.state.notifier = notifier
         self.state.running = True
+        self.state.references.resume()
         self.pins.start(mountpoint)
         self.loader = Loader(self.state, self.fetcher)
         self.loader.start()
@@ -93,6 +105,7 @@ class Engine:
             return
         with self.state.lock:
             self.state.running = False
+            self.state.references.pause()
             for group in list(self.state.groups.values()):
                 self._dissolve(group)
             self.state.work.notify_all()
@@ -127,12 +140,16 @@ class Engine:
         group, member = self.grouping.adopt(backing)
         with self.state.lock:
             group.last_ns = time.monotonic_ns()
+            self._note_presence(group)
             attach = member.node is None and not member.attaching
             member.attaching = member.attaching or attach
             self._plan_due = True
         if attach:
             self.pins.attach(member.path)
         self._wake.set()
+
+    def _note_presence(self, group: Group) -> None:
+        self.state.references.presence(group, self.state.opens_of(group) > 0)
 
     def _settle(self, group: Group) -> None:
         """Waits until no STORE of `group` is under way: one that ends after a write would bring old data back."""
@@ -153,6 +170,7 @@ class Engine:
                 self.state.opens.pop(backing, None)
                 if owner is not None:
                     self._part(*owner, backing)
+                    self._note_presence(owner[0])
             self._plan_due = True
         self._wake.set()
 
@@ -168,10 +186,10 @@ class Engine:
 
     def read(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
         """Fills memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError."""
-        observed = pid != self.pins.pid
-        if observed and backing not in self.state.owners and self.state.running and not backing.hidden:
+        pid = 0 if pid == self.pins.pid else pid
+        if pid and backing not in self.state.owners and self.state.running and not backing.hidden:
             self._adopt(backing)
-        return self.reader.read(backing, address, size, offset, observed)
+        return self.reader.read(backing, address, size, offset, pid)
 
     def read_direct(self, backing: Backing, address: int, size: int, offset: int) -> int:
         """As `read`, for an O_DIRECT open: nothing of it enters the page cache, so nothing is noted."""
@@ -205,6 +223,8 @@ class Engine:
             self.state.charge(group, extent, end - start)
             group.strays.pop(extent, None)
             group.strays[extent] = time.monotonic_ns()
+        if group.alive:
+            self.state.references.pages(group, group.members[0], offset, length, WRITE, group.last_pid)
 
     def renamed(self, old: str, new: str) -> None:
         """A path, or a directory with all below it, has a new name."""
@@ -221,6 +241,17 @@ class Engine:
             for group in list(self.state.groups.values()):
                 if any(member.path == path for member in group.members):
                     self._dissolve(group)
+
+    def about(self) -> dict[str, Any]:
+        """Returns what an access log says about the mount beside its rows and events."""
+        facts = {"mode": self.mode, "budget_bytes": self.budget_bytes, "window_allowance_bytes": WINDOW_ALLOWANCE_BYTES}
+        facts |= {"large_extent_bytes": LARGE_EXTENT, "small_extent_bytes": SMALL_EXTENT}
+        note = "pinned extents are read without a request and are not in here" if self.mode == "steer" else ""
+        return {"extra": facts, "note": note}
+
+    def record(self, access_log: AccessLog) -> None:
+        """Writes every reference and event from now on to `access_log`. Called before `start`."""
+        self.state.references.log = access_log
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters and the state of every file, as `llmcache stats --json` prints them."""
@@ -290,14 +321,20 @@ class Engine:
         if self.mode == "steer":  # pinned extents are read without a request: once a pass
             self.state.consumed(group.pinned_bytes, True)
         if group.learn(done):
-            self._plan_due = True
-            self._wake.set()
+            self._replanned()
+
+    def _replanned(self) -> None:
+        """The windows (arena), or pins and windows (steer), are to be brought in line soon."""
+        self._plan_due = True
+        self._wake.set()
 
     def _dissolve(self, group: Group) -> None:
         """Forgets a whole group; what the kernel may still hold of it is dropped by `Grouping`. Lock held."""
         for extent in list(group.loading):
             self.fetcher.cancel(group, extent)
         self.holder.release(group, self.holder.held(group))
+        if group.alive:
+            self.state.references.ended(group)
         self.grouping.dissolve(group)
         for member in group.members:
             self.pins.detach(member.path)
@@ -332,13 +369,12 @@ class Engine:
                     self._plan_due = False
                     self.planner.plan()
 
-
     def _watch_readers(self, group: Group, now_ns: int) -> None:
         """Forgets readers that have gone, and plans anew when there are several where there was one, or the reverse."""
         group.cursors.expire(now_ns - CURSOR_LIFE_NS)
         if not group.looping or group.cursors.moving(now_ns - SEEN_NS) < 2:
             group.together_ns = now_ns
-        astray = group.passes >= SETTLED_PASSES and group.cursors.strays >= STRAYS_MIN
+        astray = group.learner.passes >= SETTLED_PASSES and group.cursors.strays >= STRAYS_MIN
         waited = now_ns - group.apart_ns > (CONVOY_STEP_NS if group.convoy else 0)
         if waited and (astray or now_ns - group.together_ns > APART_NS):
             self._set_convoy(group, min(CONVOY_MAX, group.convoy + 1), now_ns)
@@ -348,6 +384,7 @@ class Engine:
     def _set_convoy(self, group: Group, steps: int, now_ns: int) -> None:
         """Gives readers that fall apart a wider window, step by step, and takes it back when they have kept together."""
         group.convoy = steps
+        self.state.references.convoy(group)
         group.cursors.strays = 0
         group.together_ns = group.apart_ns = now_ns
         self._plan_due = True

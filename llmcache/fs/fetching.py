@@ -13,6 +13,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from llmcache.cache.steering import HIT, KEPT
 from llmcache.fs.buffers import Region
 from llmcache.fs.group import ABSENT, LOADING, PAGE, READY, SPARSE, Fetch, Group, Member, Tripwire
 
@@ -32,21 +33,29 @@ class Fetcher:
         self.state = state
         self.holder = holder
 
-    def claim(self, group: Group, member: Member, extent: int, ahead: bool) -> Fetch | None:
-        """Returns a fetch of an absent extent, or None when there is no buffer for it. Lock held."""
-        held = self.holder.source(group, extent)
-        region, pooled = held or self.holder.place(group, extent), False
-        if region is None:
-            region, pooled = self.state.pool.take(ahead), True
-        if region is None:
+    def claim(self, group: Group, member: Member, extent: int, ahead: bool, pid: int = 0) -> Fetch | None:
+        """Returns a fetch of an absent extent for `pid`, or None when there is no buffer for it. Lock held.
+
+        This is a reference to the extent: from here on it must be fetched.
+        """
+        brought = self.holder.brings_region(group, extent)
+        buffer = None if brought else self.state.pool.take(ahead)
+        if buffer is None and not brought:
             return None
+        verdict = self.state.references.claimed(group, member, extent, pid)
+        own = self.holder.region(group, extent, verdict)
+        if own is not None and buffer is not None:  # the plan has changed with this very reference
+            self.state.pool.give(buffer)
+            buffer = None
+        region = own or buffer or Region(group.extent_bytes)
         length = group.length_of(member, extent)
-        fetch = Fetch(extent, length, region, pooled, ahead, member.backing, group.charge[extent])
+        fetch = Fetch(extent, length, region, buffer is not None, ahead, member.backing, group.charge[extent])
+        fetch.keep = verdict == KEPT
         group.loading[extent] = fetch
         group.strays.pop(extent, None)
         group.set_state(extent, LOADING)
         self.state.charge(group, extent, length)
-        if held is not None:
+        if verdict == HIT:
             fetch.held = True
             fetch.done.set()
         else:
@@ -77,13 +86,15 @@ class Fetcher:
                 self._fail(group, fetch)
             else:
                 self.state.counters.backing_read_bytes += fetch.length
-                if not fetch.pooled and group.alive and not fetch.stale:
+                if fetch.keep and group.alive and not fetch.stale:
                     self.holder.keep(group, fetch.extent, fetch.region)
         fetch.done.set()
 
     def _fail(self, group: Group, fetch: Fetch) -> None:
         """The extent stays absent, and is not fetched ahead again; readers find out themselves. Lock held."""
         extent = fetch.extent
+        if fetch.keep and group.alive:
+            self.state.references.lost(group, extent)
         if group.loading.get(extent) is fetch:
             del group.loading[extent]
             group.missed[extent] = FAILED

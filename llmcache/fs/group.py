@@ -12,30 +12,25 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmcache.cache.cursors import CursorTable
-from llmcache.cache.order import LoopOrder, Pass, PassRecorder, disagreement
+from llmcache.cache.learning import LoopLearner
+from llmcache.cache.order import LoopOrder, Pass
 
 if TYPE_CHECKING:
     from llmcache.fs.backing import Backing, Identity
     from llmcache.fs.buffers import Region
 
 PAGE = 4096
-LARGE_EXTENT = 1 << 20
-SMALL_EXTENT = 128 << 10
-LARGE_FILE_BYTES = 32 << 20  # from here on extents are large; smaller files that are no models are hot (tokenizers)
-LEAST_MODEL_BYTES = 4 << 20  # smaller files are hot, model or not
-
 ABSENT, LOADING, READY, TOUCHED, PINNED, SINGLE, SPARSE = range(7)
 """SINGLE extents are read page by page as asked for (headers, embedding rows, small and written files); SPARSE ones are
 absent and fetched whole, but only on demand: fetched ahead they were dropped untouched (experts of a MoE model)."""
 
 MISSES_MAX = 3
 SETTLED_PASSES = 1  # until then misses say that the order is not known yet, and nothing about readers
-ORDER_TOLERANCE = 0.05  # share of backward steps above which a pass replaces the order
 REACH_BYTES = 64 << 20  # readers nearer than this share one cursor
 
 
@@ -52,6 +47,7 @@ class Member:
     node: int | None = None
     attaching: bool = False
     loads: int = 0  # reads of the backing file that fetches have under way
+    file_id: int = -1  # in the access log
 
     @property
     def reachable(self) -> bool:
@@ -79,6 +75,7 @@ class Fetch:
     joined: bool = False
     stale: bool = False
     held: bool = False  # the arena had it
+    keep: bool = False  # the arena wants it
     replied: tuple[int, int] = (0, 0)
 
 
@@ -98,7 +95,8 @@ class Group:
         self.extent_bytes = extent_bytes
         self.count = sum(member.count for member in members)
         self.size_bytes = sum(member.size_bytes for member in members)
-        self.order = LoopOrder(self.count, first_guess)
+        self.learner = LoopLearner(self.count, first_guess)
+        self.order = self.learner.order
         self.status = bytearray(self.count)
         self.charge = array("L", bytes(array("L").itemsize * self.count))
         self.wanted = bytearray(self.count)  # by extent: 1 where the plan wants a pin
@@ -110,23 +108,23 @@ class Group:
         self.refaults: dict[int, int] = {}
         self.missed: dict[int, int] = {}  # times fetched ahead and dropped untouched, per extent
         self.hot: set[int] = set()  # single extents that are kept (headers, small files)
-        self.recorder = PassRecorder()
         self.alive = True
         self.written = False  # open for writing: the kernel alone fills its pages
         self.storing = 0  # STOREs under way
-        self.looping = False  # a header's guess or an observed second pass
-        self.guessed = False
-        self.guess: list[int] = []  # extents in the order a decoder computes, from the headers
-        self.passes = 0
-        self.period_ns: int | None = None
         self.window_bytes = 0
         self.pinned_bytes = 0
         self.last_ns = 0
         self.convoy = 0  # how far readers drift apart: steps of a wider window
         self.together_ns = 0  # when there was one reader at most, last
         self.apart_ns = -(1 << 62)  # when there were several, last
-        self.unproved: tuple[int, ...] = ()  # the last pass in another order than the present one
+        self.listed_open = False  # as the references were told
+        self.last_pid = 0  # of a reader
         self.cursors = CursorTable(self.count, REACH_BYTES // extent_bytes, False)
+
+    @property
+    def looping(self) -> bool:
+        """True by a header's guess or an observed second pass."""
+        return self.learner.looping
 
     @property
     def loop_bytes(self) -> int:
@@ -159,45 +157,26 @@ class Group:
         """Sets the state of `extent`."""
         self.status[self.order.rank_of[extent]] = state
 
-    def set_looping(self, guessed: bool) -> None:
-        """Marks the group as a loop: its cursors wrap round from now on."""
-        self.looping, self.guessed = True, guessed
-        self.cursors.loops = True
+    def believe(self, guess: Iterable[int]) -> None:
+        """Marks the group as a loop on a header's word, with the order of computation that it shows (so far)."""
+        self.learner.believe(guess)
+        self.cursors.loops = True  # they wrap round from now on
 
     def note(self, extent: int, now_ns: int, missed: bool) -> Pass | None:
         """Records that a reader touched `extent`; returns the pass that this ends, if any."""
         self.last_ns = now_ns
         self.cursors.note(self.order.rank_of[extent], now_ns, missed)
-        return self.recorder.note(extent, now_ns)
+        return self.learner.note(extent, now_ns)
 
     def learn(self, done: Pass) -> bool:
         """Takes a completed pass as evidence; returns True when class or order changed (the plan is due)."""
         visible = self.count - self.status.count(PINNED) - self.status.count(SINGLE)
-        if len(done.extents) < max(1, visible // 2):
-            return False
-        self.passes += 1
-        if self.passes < SETTLED_PASSES:
-            self.cursors.strays = 0
-        self.period_ns = done.duration_ns if self.period_ns is None else (self.period_ns + done.duration_ns) // 2
-        changed = not self.looping
-        if changed or self.guessed:
-            self.set_looping(guessed=False)
-        if len(done.extents) >= visible * 4 // 5 and self.order.disorder(done.extents) > ORDER_TOLERANCE:
-            # Believed when it comes twice: readers apart from each other mix their touches anew in every pass.
-            if disagreement(self.unproved, done.extents) <= ORDER_TOLERANCE and self.unproved:
-                self._reorder(done.extents)
-                changed = True
-            self.unproved = done.extents
-        elif self.passes == 1 and self.order.disorder(self.guess) > ORDER_TOLERANCE:
-            # Loading reads a file from front to back; what comes after it is the order of computation.
-            self._reorder(self.guess)
-            changed = True
-        return changed
-
-    def _reorder(self, seen: Sequence[int]) -> None:
-        old_ranks = self.order.adopt(seen)
-        self.status = bytearray(self.status[old] for old in old_ranks)
-        self.cursors.reset()
+        lesson = self.learner.learn(done, visible)
+        self.cursors.loops = self.looping
+        if lesson.old_ranks is not None:
+            self.status = bytearray(self.status[old] for old in lesson.old_ranks)
+            self.cursors.reset()
+        return lesson.changed
 
     def next_absent(self, head: int, span: int) -> int | None:
         """Returns the first absent extent within `span` ranks after rank `head`, going round if it is a loop."""
@@ -232,7 +211,7 @@ class Group:
             self.wanted.extend(bytes(more))
             self.charge.extend([0] * more)
             self.count = member.count = self.count + more
-            self.order = LoopOrder(self.count)
+            self.order = self.learner.order = LoopOrder(self.count)
             self.cursors.count = self.count
 
     def forget(self, extent: int) -> int:

@@ -13,18 +13,10 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from llmcache.cache.extents import LARGE_FILE_BYTES, LEAST_MODEL_BYTES, extent_bytes_for
 from llmcache.errors import DataError
 from llmcache.fs.buffers import Region
-from llmcache.fs.group import (
-    LARGE_EXTENT,
-    LARGE_FILE_BYTES,
-    LEAST_MODEL_BYTES,
-    PAGE,
-    SINGLE,
-    SMALL_EXTENT,
-    Group,
-    Member,
-)
+from llmcache.fs.group import PAGE, SINGLE, Group, Member
 from llmcache.fs.layout import ModelLayout, read_layout, shard_name
 
 if TYPE_CHECKING:
@@ -62,6 +54,7 @@ class Grouping:
             if known is not None:
                 return known
             self.state.groups[group.key] = group
+            self.state.references.began(group, "written" if written else "hot" if group.hot else "loop")
             member = next(member for member in group.members if member.path == path)
             self._join(group, member, backing, layout)
             return group, member
@@ -86,6 +79,7 @@ class Grouping:
         if member.identity is None and layout is not None:
             self._guess(group, member, layout)
         member.backing, member.identity = backing, backing.identity
+        self.state.references.joined(group, member, backing)
         self.state.owners[backing] = (group, member)
 
     def _make(self, path: str, size: int, backing: Backing, written: bool, layout: ModelLayout | None) -> Group:
@@ -93,7 +87,7 @@ class Grouping:
         if layout is not None and (shard := shard_name(path)) is not None:
             files = self._siblings(path, shard.number, shard.count) or files
         total = sum(length for _, length in files)
-        extent_bytes = LARGE_EXTENT if total >= LARGE_FILE_BYTES else SMALL_EXTENT
+        extent_bytes = extent_bytes_for(total)
         members, base = [], 0
         for name, length in files:
             count = max(1, -(-length // extent_bytes))
@@ -130,15 +124,16 @@ class Grouping:
             for extent in range(first, region.end // group.extent_bytes):
                 single[extent] = 1
         header_end = -(-layout.header_bytes // group.extent_bytes)
-        for index in range(member.count):
-            if single[index]:
-                group.set_state(member.base + index, SINGLE)
-                if index < header_end:
-                    group.hot.add(member.base + index)
+        singles = [member.base + index for index in range(member.count) if single[index]]
+        hot = [extent for extent in singles if extent < member.base + header_end]
+        for extent in singles:
+            group.set_state(extent, SINGLE)
+        group.hot.update(hot)
         size = group.extent_bytes
         computed = [range(part.first_byte // size, -(-part.end // size)) for part in layout.regions()]
-        group.guess.extend(dict.fromkeys(member.base + index for extents in computed for index in extents))
-        group.set_looping(guessed=True)
+        order = list(dict.fromkeys(member.base + index for extents in computed for index in extents))
+        group.believe(order)
+        self.state.references.guessed(group, singles, hot, order)
 
     def dissolve(self, group: Group) -> None:
         """Forgets a group and leaves what the kernel may hold of it to the evictor. Lock held."""

@@ -126,7 +126,3 @@ class HandleTable(Generic[T]):
         handle = self.get(number)
         del self._handles[number]
         return handle
-
-    def all(self) -> list[T]:
-        """The handles open at this moment."""
-        return list(self._handles.values())

@@ -4,14 +4,17 @@
 `ArenaHolder`: in the daemon's own memory; every pass copies it into the page cache ahead of the reader and drops it
 behind. Slower, but needs no privilege, and every hit is seen.
 
+What the arena holds is decided by the deterministic core (`llmcache.cache.steering`); `ArenaHolder` only keeps the memory.
 Methods that say so expect the engine's lock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
-from llmcache.fs.buffers import BUFFER_BYTES, Region
+from llmcache.cache.steering import HIT, KEPT, Steering
+from llmcache.fs.buffers import Region
 from llmcache.fs.group import PINNED, READY, TOUCHED, Fetch, Group
 from llmcache.fs.pins import PinService
 from llmcache.fs.state import CacheState
@@ -22,14 +25,14 @@ class Holder(Protocol):
 
     mode: str
 
-    def source(self, group: Group, extent: int) -> Region | None:
-        """Memory that holds `extent`, else None. Lock held."""
+    def brings_region(self, group: Group, extent: int) -> bool:
+        """True if `region` will give memory for `extent`, as far as can be told before the reference. Lock held."""
 
-    def place(self, group: Group, extent: int) -> Region | None:
-        """Memory that a wanted extent is read into to stay, else None. Lock held."""
+    def region(self, group: Group, extent: int, verdict: int) -> Region | None:
+        """Memory that holds `extent`, or that it is read into to stay, by the core's verdict; else None. Lock held."""
 
     def keep(self, group: Group, extent: int, region: Region) -> None:
-        """`region`, which came from `place`, now contains `extent`. Lock held."""
+        """`region`, which came from `region`, now contains `extent`. Lock held."""
 
     def stored(self, group: Group, fetch: Fetch) -> None:
         """The extent of `fetch` is complete in the page cache. Lock held."""
@@ -56,16 +59,16 @@ class SteerHolder:
         self.state = state
         self.pins = pins
 
-    def source(self, group: Group, extent: int) -> Region | None:
+    def brings_region(self, group: Group, extent: int) -> bool:
         """Nothing is held in memory."""
-        return None
+        return False
 
-    def place(self, group: Group, extent: int) -> Region | None:
+    def region(self, group: Group, extent: int, verdict: int) -> Region | None:
         """Nothing is held in memory."""
         return None
 
     def keep(self, group: Group, extent: int, region: Region) -> None:
-        """Never called: `place` gives no memory."""
+        """Never called: `region` gives no memory."""
 
     def skips_trip(self, group: Group, extent: int) -> bool:
         """True for wanted extents: they are locked as soon as they are stored."""
@@ -110,25 +113,27 @@ class ArenaHolder:
 
     mode = "arena"
 
-    def __init__(self, state: CacheState) -> None:
+    def __init__(self, state: CacheState, on_plan: Callable[[], None]) -> None:
         self.state = state
+        self.core = Steering(state.budget_bytes, self._evicted, on_plan)
         self._slots: dict[tuple[str, int], Region] = {}
 
-    def source(self, group: Group, extent: int) -> Region | None:
-        """Returns the held copy of `extent`."""
-        return self._slots.get((group.key, extent))
+    def brings_region(self, group: Group, extent: int) -> bool:
+        """True for extents that are held, or will be."""
+        return self.core.holds(group.key, extent) or self.core.wants(group.key, extent)
 
-    def place(self, group: Group, extent: int) -> Region | None:
-        """Returns a new region for an extent that the plan wants and that is not held yet."""
-        if not group.wanted[extent] or (group.key, extent) in self._slots:
-            return None
-        return Region(min(BUFFER_BYTES, group.extent_bytes))
+    def region(self, group: Group, extent: int, verdict: int) -> Region | None:
+        """Returns the held copy, or a new region."""
+        if verdict == HIT:
+            return self._slots[(group.key, extent)]
+        return Region(group.extent_bytes) if verdict == KEPT else None
 
     def keep(self, group: Group, extent: int, region: Region) -> None:
-        """Holds `region`, which now contains `extent`."""
-        self._slots[(group.key, extent)] = region
-        self.state.held_bytes += region.size
-        group.pinned_bytes += region.size
+        """Holds `region`, unless the core has changed its mind while it was read."""
+        if self.core.holds(group.key, extent):
+            self._slots[(group.key, extent)] = region
+            self.state.held_bytes += region.size
+            group.pinned_bytes += region.size
 
     def skips_trip(self, group: Group, extent: int) -> bool:
         """Never: every pass goes through the window."""
@@ -141,12 +146,15 @@ class ArenaHolder:
         """Nothing to do: extents are held when they pass by next."""
 
     def release(self, group: Group, extents: list[int]) -> None:
-        """Frees the regions."""
-        for extent in extents:
-            region = self._slots.pop((group.key, extent), None)
-            if region is not None:
-                self.state.held_bytes -= region.size
-                group.pinned_bytes -= region.size
+        """Nothing to do: the core says what leaves."""
+
+    def _evicted(self, key: str, extent: int) -> None:
+        """Frees the region; one that is still being read goes when it is."""
+        region = self._slots.pop((key, extent), None)
+        if region is not None:
+            self.state.held_bytes -= region.size
+            self.state.groups[key].pinned_bytes -= region.size
+            self.state.room.notify()
 
     def held(self, group: Group) -> list[int]:
         """Extents with a slot."""

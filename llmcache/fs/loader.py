@@ -81,7 +81,7 @@ class Loader:
             self.state.room.notify()
             return None
         member = group.member_of(extent)
-        fetch = self.fetcher.claim(group, member, extent, ahead=True)
+        fetch = self.fetcher.claim(group, member, extent, ahead=True, pid=group.last_pid)
         return None if fetch is None else (group, member, fetch)
 
     def _candidates(self, group: Group) -> Iterator[tuple[tuple[int, int], int]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from llmcache.errors import UsageError
 from llmcache.fs import libfuse, mountpoint, options
+from llmcache.fs.accesslog import check_path
 from llmcache.fs.daemon import MountRequest, serve_foreground
 from llmcache.fs.policy import DEFAULT_SPILL
 
@@ -21,6 +23,7 @@ def request_of(
     writable: bool,
     spill: Iterable[str],
     option_values: Iterable[str],
+    access_log: str | None = None,
 ) -> MountRequest:
     """The arguments of a mount, checked among themselves. An empty --spill switches spill files off."""
     given = options.parse(option_values)
@@ -29,12 +32,14 @@ def request_of(
     globs = tuple(spill)
     chosen = tuple(glob for glob in globs if glob) if globs else DEFAULT_SPILL
     wanted = options.for_libfuse(given, read_only=not writable and not chosen)
-    return MountRequest(source, mount, cache_bytes, mode, writable, chosen, wanted)
+    return MountRequest(source, mount, cache_bytes, mode, writable, chosen, wanted, access_log)
 
 
 def mount(request: MountRequest, *, foreground: bool) -> None:
     """Serve `request`: returns at the end of the mount (foreground), or once it serves (a daemon)."""
     source, point = mountpoint.check(request.source, request.mount)
+    if request.access_log is not None:
+        request = replace(request, access_log=check_path(request.access_log, point))
     libfuse.binding()
     mountpoint.check_machine()
     if foreground:

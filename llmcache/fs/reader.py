@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from llmcache.fs.buffers import BOUNCE_BYTES
 from llmcache.fs.fetching import Fetcher, copy
 from llmcache.fs.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member, Tripwire
+from llmcache.fs.references import READ
 from llmcache.fs.state import Fill
 
 if TYPE_CHECKING:
@@ -40,10 +41,10 @@ class Reader:
         self.fetcher = fetcher
         self.on_pass = on_pass
 
-    def read(self, backing: Backing, address: int, size: int, offset: int, observed: bool) -> int:
+    def read(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
         """Fills memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError.
 
-        `observed` is False for the pin helper's faults: they say nothing about readers.
+        `pid` is 0 for the pin helper's faults: they say nothing about readers.
         """
         size = max(0, min(size, backing.size - offset))
         owner = self.state.owners.get(backing)
@@ -54,11 +55,11 @@ class Reader:
         while done < size:
             index, start = divmod(offset + done, group.extent_bytes)
             length = min(size - done, group.extent_bytes - start)
-            count = self._segment(group, member, backing, address + done, member.base + index, start, length, observed)
+            count = self._segment(group, member, backing, address + done, member.base + index, start, length, pid)
             done += count
             if count < length:  # shrunk behind the mount
                 break
-        if observed:
+        if pid:
             with self.state.lock:
                 self.state.counters.requested_bytes += done
         return done
@@ -72,14 +73,15 @@ class Reader:
         extent: int,
         start: int,
         length: int,
-        observed: bool,
+        pid: int,
     ) -> int:
         trip: Tripwire | None = None
         mine: Fetch | None = None
         theirs: Fetch | None = None
         with self.state.lock:
             state = group.state(extent)
-            if observed:
+            if pid:
+                group.last_pid = pid
                 self._note(group, extent, state)
             if state == READY:
                 trip = group.trips.get(extent)
@@ -87,13 +89,15 @@ class Reader:
             elif state == LOADING:
                 theirs = group.loading[extent]
                 theirs.users += 1
-                theirs.joined = theirs.joined or observed
+                theirs.joined = theirs.joined or pid != 0
             elif state in (ABSENT, SPARSE) and member.reachable and group.alive:
-                mine = self.fetcher.claim(group, member, extent, ahead=False)
+                mine = self.fetcher.claim(group, member, extent, ahead=False, pid=pid)
             elif state in (TOUCHED, PINNED):
                 self._refault(group, extent, length)
             if trip is None and mine is None and theirs is None:
                 self._stray(group, extent, length)
+                if state == SINGLE and group.alive:
+                    self.state.references.pages(group, member, group.offset_of(member, extent) + start, length, READ, pid)
         if trip is not None and start == 0 and length <= len(trip.page):
             ctypes.memmove(address, trip.page, length)
             return length

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from llmcache.fs.group import SINGLE, Group, Member
 
 if TYPE_CHECKING:
+    from llmcache.fs.references import References
     from llmcache.fs.state import CacheState
 
 SCHEMA = "llmcache.stats/1"
@@ -40,12 +41,33 @@ def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
             "invalidated_bytes": counters["invalidated_bytes"],
             "refault_bytes": counters["refault_bytes"],
             "helper_pid": helper_pid,
+            "arena": _arena(state.references),
+            "access_log": _access_log(state.references),
             "files": [_file(state, group, member) for group in state.groups.values() for member in group.members],
         }
         held_bytes = state.held_bytes
     helper_bytes = private_bytes(str(helper_pid)) if helper_pid else 0
     result["daemon_bytes"] = max(0, private_bytes("self") - held_bytes) + helper_bytes
     return result
+
+
+def _arena(references: References) -> dict[str, int] | None:
+    """What the deterministic core counts, in blocks of 4 KiB of fetched extents; None in mode steer."""
+    core = references.core
+    if core is None:
+        return None
+    return {
+        "references": core.clock,
+        "hit_blocks": core.hit_blocks,
+        "miss_blocks": core.miss_blocks,
+        "evicted_blocks": core.evicted_blocks,
+        "held_blocks": core.held_blocks,
+    }
+
+
+def _access_log(references: References) -> dict[str, Any] | None:
+    log = references.log
+    return None if log is None else {"path": log.path, "rows": log.rows, "lost_rows": log.lost}
 
 
 def _file(state: CacheState, group: Group, member: Member) -> dict[str, Any]:
@@ -65,14 +87,15 @@ def _class(group: Group) -> str:
 
 
 def _loop(group: Group) -> dict[str, Any]:
+    learner = group.learner
     return {
         "bytes": group.loop_bytes,
-        "period_s": None if group.period_ns is None else group.period_ns / 1e9,
+        "period_s": None if learner.period is None else learner.period / 1e9,
         "pinned_bytes": group.pinned_bytes,
         "window_bytes": group.window_bytes,
-        "passes": group.passes,
+        "passes": learner.passes,
         "readers": [cursor.head / group.count for cursor in group.cursors.live],
-        "guessed": group.guessed,
+        "guessed": learner.guessed,
     }
 
 

@@ -15,8 +15,10 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
 from llmcache.fs.buffers import BufferPool
 from llmcache.fs.group import Fetch, Group, Member
+from llmcache.fs.references import References
 
 if TYPE_CHECKING:
     from llmcache.fs.backing import Backing
@@ -30,10 +32,6 @@ class KernelNotifier(Protocol):
 
     def invalidate(self, nodeid: int, offset: int, length: int) -> int:
         """Drops a range of the page cache of `nodeid`."""
-
-
-WINDOW_ALLOWANCE_BYTES = 12 << 20
-"""What the window may hold beside the budget: part of the 64 MiB that the mount takes beyond `--cache` at most."""
 
 
 @dataclass
@@ -74,6 +72,7 @@ class CacheState:
     pool: BufferPool
     lock: threading.Lock = field(default_factory=threading.Lock)
     counters: Counters = field(default_factory=Counters)
+    references: References = field(default_factory=References)
     groups: dict[str, Group] = field(default_factory=dict)
     owners: dict[Backing, tuple[Group, Member]] = field(default_factory=dict)
     opens: dict[Backing, int] = field(default_factory=dict)  # by applications
@@ -93,6 +92,7 @@ class CacheState:
         """Takes what pressure leaves of the budget: pins stay within it, all together may have the window's allowance."""
         self.pin_limit_bytes = limit_bytes
         self.limit_bytes = limit_bytes + WINDOW_ALLOWANCE_BYTES
+        self.references.limited(limit_bytes)
 
     @property
     def used_bytes(self) -> int:

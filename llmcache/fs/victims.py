@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from llmcache.cache.arbitration import HOT_SHARE, ROWS_RESERVE_BYTES
 from llmcache.fs.group import LOADING, PINNED, Group
 
 if TYPE_CHECKING:
     from llmcache.fs.state import CacheState
 
-ROWS_RESERVE_BYTES = 2 << 20
-HOT_SHARE = 16  # hot pages may keep a sixteenth of the budget
 LAG_NS = 3_000_000  # a reader's neighbours may still be in an extent touched less than this ago
 ABANDONED_NS = 1_000_000_000  # a ready extent that nobody has touched for this long may go
 BATCH_BYTES = 32 << 20

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
 from llmcache.fs.engine import Engine
 from llmcache.fs.source import SourceTree
-from llmcache.fs.state import WINDOW_ALLOWANCE_BYTES
 from tests.property.kernel import CalmGauge, File, Kernel, Pins, open_backing, wait_until
 
 MIB = 1 << 20

@@ -41,7 +41,7 @@ def new_group(state: CacheState, name: str, extents: int, looping: bool = False)
     member = Member(f"/{name}", extents * MIB, 0, extents, node=len(state.groups) + 1)
     group = Group(name, [member], MIB, None)
     if looping:
-        group.set_looping(guessed=False)
+        group.believe([])
     state.groups[name] = group
     return group
 

@@ -49,7 +49,7 @@ def test_shorter_periods_are_served_first(budget: int, loops: list[Loop]) -> Non
     shares = share_budget(budget, loops)
     for one in loops:
         for other in loops:
-            better = (one.active, -(one.period_ns or 1 << 62)) > (other.active, -(other.period_ns or 1 << 62))
+            better = (one.active, -(one.period or 1 << 62)) > (other.active, -(other.period or 1 << 62))
             if better and one.size_bytes <= other.size_bytes and shares[other.key].pinned_bytes == other.size_bytes:
                 assert shares[one.key].pinned_bytes == one.size_bytes
 

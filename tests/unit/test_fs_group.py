@@ -98,7 +98,7 @@ def test_next_absent_looks_ahead_only_and_goes_round_a_loop() -> None:
     assert group.next_absent(4, 3) == 7
     assert group.next_absent(4, 2) is None
     assert group.next_absent(SIZE - 1, SIZE) is None
-    group.set_looping(guessed=False)
+    group.believe([])
     assert group.next_absent(SIZE - 1, 3) == 0
 
 
@@ -125,9 +125,9 @@ def test_a_second_pass_makes_a_loop_and_its_period() -> None:
     group = new_group(new_state(MIB), "file", SIZE)
     assert group.learn(whole_pass(list(range(SIZE)), 1000))
     assert group.looping
-    assert (group.passes, group.period_ns, group.loop_bytes) == (1, 1000, SIZE * MIB)
+    assert (group.learner.passes, group.learner.period, group.loop_bytes) == (1, 1000, SIZE * MIB)
     assert not group.learn(whole_pass(list(range(SIZE)), 3000))
-    assert group.period_ns == 2000
+    assert group.learner.period == 2000
 
 
 def test_a_short_pass_is_no_evidence() -> None:

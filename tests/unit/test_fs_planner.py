@@ -14,7 +14,7 @@ from tests.unit.fs_parts import MIB, NoHolder, new_group, new_state
 def looping(state: CacheState, name: str, extents: int, period_ns: int) -> Group:
     """An open loop whose readers are active."""
     group = new_group(state, name, extents, looping=True)
-    group.period_ns, group.last_ns = period_ns, time.monotonic_ns()
+    group.learner.period, group.last_ns = period_ns, time.monotonic_ns()
     backing = object()
     state.opens[backing] = 1  # type: ignore[index]  # only its identity matters
     state.owners[backing] = (group, group.members[0])  # type: ignore[index]

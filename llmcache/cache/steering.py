@@ -1,0 +1,228 @@
+"""What a mount keeps of its loops: a pure, deterministic machine that the mount (mode arena) and the simulator share.
+
+It is driven by references to extents (one for each time that a mount fetches an extent, for a reader or ahead of one)
+and by events: facts about files, opens, and budget changes. Its clock is the number of references, its verdicts depend
+on nothing else, and the same sequence gives the same verdicts: an access log of a mount, replayed, shows what the mount
+did. No I/O, no threads, no time; the caller brings the lock.
+
+Rules: a loop space that was passed over twice (or whose header says so) loops; its period is counted in references;
+`share_budget` serves active loops first, shorter periods before longer ones; what a loop may keep is spread over it.
+A wanted extent is held from its next reference on. Held extents leave when the plan gives their room to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES, Loop, Share, cap_pins, reserve_bytes, settle, share_budget
+from llmcache.cache.extents import BLOCK_BYTES, Part, Space
+
+HIT, KEPT, MISS = range(3)
+"""Verdicts: held already; read from storage and held from now on; read from storage and not held."""
+
+IDLE_PERIODS = 2  # a loop that misses two periods has ended or rests
+
+Ranges = Iterable[Sequence[int]]
+Event = Sequence[Any]
+"""A name of `Steering.EVENTS` and its arguments, as JSON knows them."""
+
+
+class Steering:
+    """The machine. `limit_bytes` is what may be held; counts are in blocks of 4 KiB.
+
+    `on_evict(key, extent)` is called for each held extent that leaves, `on_plan()` after each new plan.
+    """
+
+    EVENTS = ("space", "guess", "open", "close", "convoy", "limit", "end", "lost")
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        on_evict: Callable[[str, int], None] = lambda _key, _extent: None,
+        on_plan: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self.spaces: dict[str, Space] = {}
+        self.clock = 0
+        self.hit_blocks = 0
+        self.miss_blocks = 0
+        self.evicted_blocks = 0
+        self._on_evict = on_evict
+        self._on_plan = on_plan
+        self._due = False
+        self._ranked: list[object] = []
+
+    # References
+
+    def reference(self, key: str, extent: int) -> int:
+        """Returns the verdict on a fetch of the whole `extent` of space `key`: HIT, KEPT or MISS."""
+        space = self.spaces[key]
+        self.clock += 1
+        space.last = self.clock
+        done = space.learner.note(extent, self.clock)
+        if done is not None:
+            lesson = space.learner.learn(done, space.visible)
+            self._due = self._due or lesson.changed or (lesson.counts and self._rank_changed())
+        if self._due:
+            self._plan()
+        blocks = space.blocks(extent)
+        if extent in space.held:
+            self.hit_blocks += blocks
+            return HIT
+        self.miss_blocks += blocks
+        if not space.wanted[extent]:
+            return MISS
+        space.held.add(extent)
+        return KEPT
+
+    def page(self, key: str, extent: int, blocks: int) -> None:
+        """Takes a read of `blocks` of a single extent from storage; the page cache may keep them, this machine does not."""
+        self.miss_blocks += blocks
+        self.spaces[key].read_page(extent, blocks * BLOCK_BYTES)
+
+    def holds(self, key: str, extent: int) -> bool:
+        """True if `extent` of space `key` is held."""
+        space = self.spaces.get(key)
+        return space is not None and extent in space.held
+
+    def wants(self, key: str, extent: int) -> bool:
+        """True if the present plan would hold `extent` of space `key`; the plan may change with the next reference."""
+        space = self.spaces.get(key)
+        return space is not None and bool(space.wanted[extent])
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that are held now."""
+        return sum(space.blocks(extent) for space in self.spaces.values() for extent in space.held)
+
+    # Events
+
+    def apply(self, event: Event) -> None:
+        """Takes one event: the name of a method below and its arguments. ValueError for a name that is not in EVENTS."""
+        name, *arguments = event
+        if name not in self.EVENTS:
+            raise ValueError(f"unknown event {name!r}")
+        getattr(self, name)(*arguments)
+
+    def space(self, key: str, extent_bytes: int, parts: Ranges, kind: str) -> None:
+        """A new space: `parts` are (size_bytes, base, count) of its files; `kind` is "loop", "hot" or "written"."""
+        space = Space(key, extent_bytes, [Part(*part) for part in parts], single=kind != "loop")
+        space.last = self.clock
+        if kind == "hot":
+            space.hot.update(range(space.count))
+        self.spaces[key] = space
+        self._due = True
+
+    def guess(
+        self, key: str, single: Iterable[Sequence[int]], hot: Iterable[Sequence[int]], order: Iterable[Sequence[int]]
+    ) -> None:
+        """A header's word, in ranges (first, end) of extents: what is read page by page, and the order of the rest."""
+        space = self.spaces[key]
+        space.learner.believe(_extents(order))
+        for extent in space.set_single(_extents(single), _extents(hot)):
+            self._evict(space, extent)
+        self._due = True
+
+    def open(self, key: str) -> None:
+        """Somebody has a file of the space open (again)."""
+        self._set_open(key, True)
+
+    def close(self, key: str) -> None:
+        """Nobody has a file of the space open any more: what it holds gives way to active loops."""
+        self._set_open(key, False)
+
+    def convoy(self, key: str, steps: int) -> None:
+        """Readers of the space drift apart and need a window wider by `steps`; 0 when they keep together."""
+        self.spaces[key].convoy = steps
+        self._due = True
+
+    def limit(self, limit_bytes: int) -> None:
+        """A new budget, at once: what does not fit any more leaves now."""
+        self.limit_bytes = limit_bytes
+        self._plan()
+
+    def end(self, key: str) -> None:
+        """The space is gone: its file was changed or removed, or has been closed for long."""
+        space = self.spaces.pop(key)
+        for extent in sorted(space.held):
+            self._evict(space, extent)
+        self._due = True
+
+    def lost(self, key: str, extent: int) -> None:
+        """An extent that was to be held could not be read. It was never there, so it counts as no eviction."""
+        self.spaces[key].held.discard(extent)
+
+    def _set_open(self, key: str, is_open: bool) -> None:
+        space = self.spaces[key]
+        space.open, space.last = is_open, self.clock
+        self._due = True
+
+    # The plan
+
+    def _loops(self) -> list[Loop]:
+        looping = [space for space in self.spaces.values() if space.loop_bytes and (space.open or space.held)]
+        active = self._active(looping)
+        return [Loop(s.key, s.loop_bytes, s.learner.period, s.key in active, s.convoy) for s in looping]
+
+    def _active(self, looping: list[Space]) -> set[str]:
+        """Keys of loops that were referenced within two periods: their own, or those of a slower loop that is active.
+
+        Loops take turns (a draft model and its target): one rests while the other makes a pass.
+        """
+        active = set()
+        longest = 0
+        for space in sorted(looping, key=lambda space: -_period(space)):
+            longest = max(longest, _period(space))
+            if space.open and self.clock - space.last <= IDLE_PERIODS * longest:
+                active.add(space.key)
+            elif not active:
+                longest = 0
+        return active
+
+    def _rank_changed(self) -> bool:
+        return self._ranked != _ranking(self._loops())
+
+    def _plan(self) -> None:
+        """Shares the budget anew; held extents that are wanted no longer leave."""
+        self._due = False
+        loops = self._loops()
+        self._ranked = _ranking(loops)
+        budget = self.limit_bytes + WINDOW_ALLOWANCE_BYTES
+        shares = cap_pins(share_budget(max(0, budget - self._reserve(budget)), loops), self.limit_bytes)
+        for space in self.spaces.values():
+            if space.learner.looping:
+                self._settle(space, shares.get(space.key, Share(0, 0)))
+        self._on_plan()
+
+    def _settle(self, space: Space, share: Share) -> None:
+        whole = bool(space.loop_bytes) and share.pinned_bytes >= space.loop_bytes
+        space.share = share
+        space.settled = settle(space.loop_order(), space.wanted, share.pinned_bytes, space.extent_bytes, whole)
+        for extent in space.settled.unpinned:
+            if extent in space.held:
+                self._evict(space, extent)
+
+    def _reserve(self, budget_bytes: int) -> int:
+        hot = sum(sum(space.pages.values()) for space in self.spaces.values())
+        return reserve_bytes(budget_bytes, hot, any(1 in space.single for space in self.spaces.values()))
+
+    def _evict(self, space: Space, extent: int) -> None:
+        space.held.discard(extent)
+        self.evicted_blocks += space.blocks(extent)
+        self._on_evict(space.key, extent)
+
+
+def _period(space: Space) -> int:
+    """The period in references; before it is seen, that of a lone reader."""
+    return space.learner.period or space.count
+
+
+def _ranking(loops: list[Loop]) -> list[object]:
+    """What the order of service depends on: a new plan is due when it changes."""
+    ranked = sorted(loops, key=lambda loop: (loop.period is None, loop.period or 0, loop.size_bytes))
+    return [(loop.key, loop.active, loop.period is None) for loop in ranked]
+
+
+def _extents(ranges: Ranges) -> list[int]:
+    return [extent for first, end in ranges for extent in range(first, end)]
