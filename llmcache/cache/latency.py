@@ -62,10 +62,9 @@ class FetchModel:
 
 @dataclass(frozen=True)
 class Stalls:
-    """How far storage of `bandwidth` (bytes/s) falls behind in slices of `period_ns` of the trace's own time (modelled)."""
+    """How far storage of `bw` bytes/s falls behind in slices of T of the trace's own time (modelled)."""
 
-    bandwidth: int
-    period_ns: int
+    bw: int
     slices: int
     """Slices with at least one reference."""
     stalled_slices: int
@@ -91,7 +90,6 @@ class StallMeter:
         self._bandwidths = bandwidths
         self._block_bytes = block_bytes
         self._start_ns = -1
-        self._last_ns = 0
         self._current = -1  # the slice that later rows may still add to
         self._blocks = 0
         self._slices = 0
@@ -105,7 +103,6 @@ class StallMeter:
             return
         if self._start_ns < 0:
             self._start_ns = int(t_ns[0])
-        self._last_ns = int(t_ns[-1])
         slices = ((t_ns - np.uint64(self._start_ns)) // np.uint64(self._period_ns)).astype(np.int64)
         begins = np.flatnonzero(np.concatenate(([True], slices[1:] != slices[:-1])))
         sums = np.add.reduceat(missed, begins)
@@ -129,18 +126,12 @@ class StallMeter:
             self._stall_s[index] += float(late_s[late_s > 0].sum())
 
     def stalls(self) -> list[Stalls]:
-        """Returns the stalls at each bandwidth; DataError where the trace has no times. Nothing may be added later."""
-        if self._last_ns <= self._start_ns:
-            raise DataError(
-                "t_ns: all rows of the trace have the same time, so --t cannot say what has to be read within T",
-                "leave --t out, or take a trace recorded with times",
-            )
+        """Returns the stalls at each bandwidth; nothing may be added later."""
         self._close(np.array([self._blocks], np.int64))
         self._blocks, self._current = 0, -1
         return [
             Stalls(
                 bandwidth,
-                self._period_ns,
                 self._slices,
                 self._stalled[index],
                 self._stall_s[index],
@@ -148,3 +139,12 @@ class StallMeter:
             )
             for index, bandwidth in enumerate(self._bandwidths)
         ]
+
+
+def check_times(first_ns: int, last_ns: int) -> None:
+    """DataError for a trace whose rows all have one time: nothing can be said of what it needs within T."""
+    if last_ns <= first_ns:
+        raise DataError(
+            "t_ns: all rows of the trace have the same time, so it cannot be said what must be read within T (--t)",
+            "leave --t out, or take a trace that was recorded with times",
+        )

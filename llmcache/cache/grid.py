@@ -1,0 +1,203 @@
+"""Replays one trace through a grid of caches: every batch is read once and goes to all cells, which run in threads.
+
+Concurrency: one thread reads and places batches, the workers of a pool take (cell, batch) pairs. A cell gets its
+batches one after the other: the next batch is handed out only when all cells are done with the last one, and is read in
+the meantime. So a cell's state has one user at a time, and two batches are in memory. Kernels hold no GIL.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.cache.curves import StackDistances
+from llmcache.cache.latency import StallMeter
+from llmcache.cache.policies.base import Ids, Policy
+from llmcache.cache.space import BlockSpace
+
+if TYPE_CHECKING:
+    from llmcache.trace.record import Trace
+
+BATCH_ROWS = 1 << 17
+WRITE = 1  # trace.record.WRITE, without pyarrow
+
+
+class Interrupted(Exception):
+    """The replay was asked to stop; what it counted is of no use."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a trace as the cells take them: arrays of one length, one entry per run.
+
+    `t_ns` uint64; `first` (dense id of the first block) and `count` (blocks) int64; `reads` bool, False for a write.
+    """
+
+    t_ns: NDArray[np.uint64]
+    first: Ids
+    count: Ids
+    reads: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+class Cell(Protocol):
+    """Something that a trace is replayed through."""
+
+    def feed(self, part: Part) -> None:
+        """Takes the next rows."""
+
+    def state_bytes(self) -> int:
+        """Returns the memory of its arrays."""
+
+
+class PolicyCell:
+    """A policy at one size, and what it has counted so far, in blocks."""
+
+    def __init__(self, policy: Policy, meter: StallMeter | None = None) -> None:
+        self.policy = policy
+        self.meter = meter
+        self.hits = 0
+        self.read_hits = 0
+
+    def feed(self, part: Part) -> None:
+        """See `Cell.feed`."""
+        hits = self.policy.replay(part.first, part.count)
+        self.hits += int(hits.sum())
+        self.read_hits += int(hits[part.reads].sum())
+        if self.meter is not None:
+            self.meter.add(part.t_ns, np.where(part.reads, part.count - hits, 0))
+
+    def state_bytes(self) -> int:
+        """See `Cell.state_bytes`."""
+        return _array_bytes(self.policy)
+
+
+class CurveCell:
+    """The LRU curve of all sizes."""
+
+    def __init__(self, blocks: int) -> None:
+        self.distances = StackDistances(blocks)
+
+    def feed(self, part: Part) -> None:
+        """See `Cell.feed`."""
+        self.distances.feed(part.first, part.count, part.reads)
+
+    def state_bytes(self) -> int:
+        """See `Cell.state_bytes`."""
+        return _array_bytes(self.distances)
+
+
+class TotalsCell:
+    """Counts what the trace references, and meters the stalls of first references, which no cache avoids."""
+
+    def __init__(self, blocks: int, meter: StallMeter | None = None) -> None:
+        self.meter = meter
+        self.reads = 0
+        self.writes = 0
+        self._everything = PolicyCell(_unbounded(blocks), meter) if meter is not None else None
+
+    def feed(self, part: Part) -> None:
+        """See `Cell.feed`."""
+        reads = int(part.count[part.reads].sum())
+        self.reads += reads
+        self.writes += int(part.count.sum()) - reads
+        if self._everything is not None:
+            self._everything.feed(part)
+
+    def state_bytes(self) -> int:
+        """See `Cell.state_bytes`."""
+        return self._everything.state_bytes() if self._everything is not None else 0
+
+
+def _unbounded(blocks: int) -> Policy:
+    from llmcache.cache.policies import policy_class
+
+    return policy_class("lru")(blocks, blocks)
+
+
+def _array_bytes(value: object, depth: int = 3) -> int:
+    """Bytes of the arrays in `value`, its attributes and its tuples."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    inside = value if isinstance(value, tuple | list) else getattr(value, "__dict__", {}).values()
+    return sum(_array_bytes(each, depth - 1) for each in inside) if depth else 0
+
+
+def parts_of(batches: Iterable[Trace], space: BlockSpace) -> Iterator[Part]:
+    """Yields the batches as parts, their runs placed in `space`."""
+    for batch in batches:
+        yield Part(batch.t_ns, space.place(batch), batch.count.astype(np.int64), batch.op != WRITE)
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """Returns the rows of all parts in one, as an offline policy needs them."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*((part.t_ns, part.first, part.count, part.reads) for part in parts), strict=True)
+    return Part(*(np.concatenate(column) for column in columns))
+
+
+class _Timed:
+    """A cell and how long it took last: the slowest start first, so that no thread idles at the end of a batch."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self.seconds = 0.0
+
+    def feed(self, part: Part) -> None:
+        start = time.perf_counter()
+        self.cell.feed(part)
+        self.seconds = time.perf_counter() - start
+
+
+def replay(
+    parts: Iterator[Part],
+    online: Sequence[Cell],
+    offline: Sequence[Cell],
+    pool: Executor,
+    stop: threading.Event,
+    advance: Callable[[int], None],
+) -> None:
+    """Feeds every part to all cells; `offline` ones get all rows at once, at the end.
+
+    Memory: two parts; with offline cells the whole trace, 25 bytes per row. `advance` is told the rows times cells done.
+    `Interrupted` once `stop` is set, when the running batch is done.
+    """
+    timed = [_Timed(cell) for cell in online]
+    kept: list[Part] = []
+    waiting: list[Future[None]] = []
+    rows = 0
+    for part in parts:
+        _finish(waiting, stop)
+        advance(rows * len(timed))
+        timed.sort(key=lambda one: -one.seconds)
+        waiting, rows = [pool.submit(one.feed, part) for one in timed], len(part)
+        if offline:
+            kept.append(part)
+    _finish(waiting, stop)
+    advance(rows * len(timed))
+    if offline and kept:
+        whole = joined(kept)
+        kept.clear()
+        for future in [pool.submit(cell.feed, whole) for cell in offline]:
+            _finish([future], stop)
+            advance(len(whole))
+
+
+def _finish(futures: Iterable[Future[None]], stop: threading.Event) -> None:
+    """Waits for all `futures` even if one fails, so that no cell is in use any more; then raises what failed."""
+    done = [future.exception() for future in futures]
+    for error in done:
+        if error is not None:
+            raise error
+    if stop.is_set():
+        raise Interrupted

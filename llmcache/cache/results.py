@@ -1,0 +1,178 @@
+"""What a simulation says: a row for each trace, policy and size, in base units, as the JSON has it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmcache.cache.constants import BLOCK_BYTES
+from llmcache.cache.curves import Curve
+from llmcache.cache.latency import FetchModel, Stalls
+
+SCHEMA = "llmcache.simulate/1"
+CURVE_POINTS = 513  # of a curve in JSON and pictures; each is exact
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Time to fetch all that a trace reads, with storage of `bw` bytes/s (modelled, see `FetchModel`)."""
+
+    bw: int
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one trace holds; counts in blocks, repeats included."""
+
+    trace: str
+    rows: int
+    accesses: int
+    reads: int
+    writes: int
+    footprint_blocks: int
+    """Distinct blocks."""
+    footprint_bytes: int
+    tier: str
+    lost_events: int
+    cold_stalls: tuple[Stalls, ...] = ()
+    """With --t: the stalls of first references alone, which no cache of any size avoids (modelled)."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One trace through one policy at one size. Blocks are 4 KiB; a map is a read; every block of a run counts.
+
+    Latencies and stalls are modelled; the rest is counted exactly.
+    """
+
+    trace: str
+    policy: str
+    title: str
+    cache_bytes: int
+    """As asked for; the cache holds `cache_blocks`, the whole blocks in it."""
+    cache_blocks: int
+    accesses: int
+    """Blocks referenced, reads and writes."""
+    hits: int
+    hit_ratio: float
+    """hits / accesses (0..1)."""
+    byte_hit_ratio: float | None
+    """Share (0..1) of the bytes read that storage did not deliver; None where nothing is read."""
+    reads: int
+    writes: int
+    read_hits: int
+    write_hits: int
+    read_bytes: int
+    """Bytes of the blocks referenced by reads."""
+    write_bytes: int
+    """Bytes of the blocks referenced by writes."""
+    storage_read_bytes: int
+    """Bytes of the reads that missed. A written block is replaced whole: its miss reads nothing, its hit saves no read."""
+    evictions: int
+    bw: int
+    """Bandwidth of storage (bytes/s) that `latency_s` is for: the first of `latencies`."""
+    latency_s: float
+    latencies: tuple[Latency, ...]
+    stalls: tuple[Stalls, ...] = ()
+    """One for each bandwidth, if T was given."""
+
+    @classmethod
+    def of(
+        cls,
+        summary: Summary,
+        model: FetchModel,
+        *,
+        policy: str,
+        title: str,
+        cache_bytes: int,
+        hits: int,
+        read_hits: int,
+        evictions: int,
+        stalls: Iterable[Stalls] = (),
+    ) -> Result:
+        """Returns the row that follows from these counts of blocks."""
+        missed = summary.reads - read_hits
+        latencies = tuple(Latency(bw, model.latency_s(summary.reads, missed, bw)) for bw in model.storage_bandwidths)
+        return cls(
+            trace=summary.trace,
+            policy=policy,
+            title=title,
+            cache_bytes=cache_bytes,
+            cache_blocks=cache_bytes // BLOCK_BYTES,
+            accesses=summary.accesses,
+            hits=hits,
+            hit_ratio=hits / summary.accesses,
+            byte_hit_ratio=read_hits / summary.reads if summary.reads else None,
+            reads=summary.reads,
+            writes=summary.writes,
+            read_hits=read_hits,
+            write_hits=hits - read_hits,
+            read_bytes=summary.reads * BLOCK_BYTES,
+            write_bytes=summary.writes * BLOCK_BYTES,
+            storage_read_bytes=missed * BLOCK_BYTES,
+            evictions=evictions,
+            bw=latencies[0].bw,
+            latency_s=latencies[0].latency_s,
+            latencies=latencies,
+            stalls=tuple(stalls),
+        )
+
+
+@dataclass(frozen=True)
+class TraceCurve:
+    """The hits of all cache sizes on one trace."""
+
+    trace: str
+    curve: Curve
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """All rows of a simulation, by trace, policy and size in the order asked for."""
+
+    model: FetchModel
+    period_ns: int | None
+    traces: tuple[Summary, ...]
+    results: tuple[Result, ...]
+    curves: tuple[TraceCurve, ...] = field(default=())
+
+    def document(self) -> dict[str, Any]:
+        """Returns everything as JSON-ready values."""
+        return {
+            "schema": SCHEMA,
+            "model": {"kind": "modelled", "source": "io_caching section 4.1", **dataclasses.asdict(self.model)},
+            "period_s": None if self.period_ns is None else self.period_ns / 10**9,
+            "traces": [dataclasses.asdict(summary) for summary in self.traces],
+            "results": [dataclasses.asdict(result) for result in self.results],
+            "curves": [_curve_values(item) for item in self.curves],
+        }
+
+
+def _curve_values(item: TraceCurve) -> dict[str, Any]:
+    curve = item.curve.thinned(CURVE_POINTS)
+    return {
+        "trace": item.trace,
+        "policy": curve.policy,
+        "accesses": curve.accesses,
+        "reads": curve.reads,
+        "cache_bytes": (curve.sizes * BLOCK_BYTES).tolist(),
+        "hits": curve.hits.tolist(),
+        "read_hits": curve.read_hits.tolist(),
+        "hit_ratio": curve.hit_ratio().tolist(),
+    }
+
+
+def merged(parts: Iterable[Simulation]) -> Simulation:
+    """Returns one simulation of all `parts`, which have one model; a trace that several tell of is kept once."""
+    pieces = list(parts)
+    traces = {summary.trace: summary for piece in reversed(pieces) for summary in reversed(piece.traces)}
+    return Simulation(
+        pieces[0].model,
+        pieces[0].period_ns,
+        tuple(reversed(traces.values())),
+        tuple(result for piece in pieces for result in piece.results),
+        tuple(curve for piece in pieces for curve in piece.curves),
+    )
