@@ -40,7 +40,7 @@ class Space:
         self.extent_bytes = extent_bytes
         self.parts = tuple(parts)
         self.count = sum(part.count for part in parts)
-        self.size_bytes = sum(part.size_bytes for part in parts)
+        self.size_bytes = BLOCK_BYTES * sum(-(-part.size_bytes // BLOCK_BYTES) for part in parts)
         self.single = bytearray([single]) * self.count
         self.hot: set[int] = set()
         self.learner = LoopLearner(self.count)

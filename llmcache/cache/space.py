@@ -57,6 +57,24 @@ class BlockSpace:
             raise DataError("rows: the trace has none", "record it again, or look at it with: llmcache info FILE")
         return cls(starts, ends)
 
+    def within(self, file: int, first: int, end: int) -> Int64s:
+        """Returns the ids of the touched blocks among first .. end - 1 of `file`, ascending."""
+        low, high = (file << BLOCK_BITS) + first, (file << BLOCK_BITS) + end
+        begin = np.searchsorted(self._ends, low, side="right")
+        until = np.searchsorted(self._starts, high, side="left")
+        parts = [np.empty(0, np.int64)]
+        for index in range(int(begin), int(until)):
+            start, stop = max(low, int(self._starts[index])), min(high, int(self._ends[index]))
+            parts.append(np.arange(start, stop, dtype=np.int64) - self._starts[index] + self._ids[index])
+        return np.concatenate(parts)
+
+    def end_of(self, file: int) -> int:
+        """Returns the block past the last touched one of `file`; 0 if there is none."""
+        index = int(np.searchsorted(self._starts, (file << BLOCK_BITS) + (1 << BLOCK_BITS) - 1, side="right")) - 1
+        if index < 0 or int(self._starts[index]) >> BLOCK_BITS != file:
+            return 0
+        return int(self._ends[index]) - (file << BLOCK_BITS)
+
     def place(self, batch: Trace) -> Int64s:
         """Returns the id of the first block of each run (int64, one per row). Every run must have been seen by `of`."""
         keys = _keys(batch)

@@ -48,6 +48,7 @@ class Steering:
         self.hit_blocks = 0
         self.miss_blocks = 0
         self.evicted_blocks = 0
+        self.held_blocks = 0
         self._on_evict = on_evict
         self._on_plan = on_plan
         self._due = False
@@ -74,12 +75,18 @@ class Steering:
         if not space.wanted[extent]:
             return MISS
         space.held.add(extent)
+        self.held_blocks += blocks
         return KEPT
 
     def page(self, key: str, extent: int, blocks: int) -> None:
         """Takes a read of `blocks` of a single extent from storage; the page cache may keep them, this machine does not."""
         self.miss_blocks += blocks
         self.spaces[key].read_page(extent, blocks * BLOCK_BYTES)
+
+    def is_single(self, key: str, extent: int) -> bool:
+        """True if `extent` is read page by page; extents beyond the end are those of a growing file that is written."""
+        single = self.spaces[key].single
+        return bool(single[extent] if extent < len(single) else single[0])
 
     def holds(self, key: str, extent: int) -> bool:
         """True if `extent` of space `key` is held."""
@@ -90,11 +97,6 @@ class Steering:
         """True if the present plan would hold `extent` of space `key`; the plan may change with the next reference."""
         space = self.spaces.get(key)
         return space is not None and bool(space.wanted[extent])
-
-    @property
-    def held_blocks(self) -> int:
-        """Blocks that are held now."""
-        return sum(space.blocks(extent) for space in self.spaces.values() for extent in space.held)
 
     # Events
 
@@ -151,7 +153,10 @@ class Steering:
 
     def lost(self, key: str, extent: int) -> None:
         """An extent that was to be held could not be read. It was never there, so it counts as no eviction."""
-        self.spaces[key].held.discard(extent)
+        space = self.spaces[key]
+        if extent in space.held:
+            space.held.remove(extent)
+            self.held_blocks -= space.blocks(extent)
 
     def _set_open(self, key: str, is_open: bool) -> None:
         space = self.spaces[key]
@@ -208,7 +213,8 @@ class Steering:
         return reserve_bytes(budget_bytes, hot, any(1 in space.single for space in self.spaces.values()))
 
     def _evict(self, space: Space, extent: int) -> None:
-        space.held.discard(extent)
+        space.held.remove(extent)
+        self.held_blocks -= space.blocks(extent)
         self.evicted_blocks += space.blocks(extent)
         self._on_evict(space.key, extent)
 

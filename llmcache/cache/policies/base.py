@@ -7,12 +7,16 @@ takes one place, reads and writes are both references. On a loop of N blocks thi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from llmcache.cache.space import BlockSpace
+    from llmcache.trace.record import Provenance, TraceFile
 
 Ids = NDArray[np.int64]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,6 +25,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 def kernel(function: F) -> F:
     """Compiles `function` without the GIL, so that a grid of replays runs in threads; the result is kept on disk."""
     compiled: F = numba.njit(cache=True, nogil=True)(function)
+    return compiled
+
+
+def lean_kernel(function: F) -> F:
+    """Is `kernel` for a function that allocates nothing: its arrays are not counted in and out (2 to 8 times as fast).
+
+    Numba counts references to arrays atomically at every call and branch where it cannot prove that it need not. Without
+    its run-time such a function cannot allocate, which is what a replay wants anyway: an allocation fails to compile.
+    """
+    compiled: F = numba.njit(cache=True, nogil=True, _nrt=False)(function)
     return compiled
 
 
@@ -44,6 +58,10 @@ class Policy(ABC):
         self.capacity = capacity
         self.blocks = blocks
         self.evictions = 0
+
+    def describe(self, space: BlockSpace, files: Sequence[TraceFile], provenance: Provenance) -> None:
+        """Takes what is known of the trace beside its runs, before the first `replay`. Most policies need nothing."""
+        return
 
     @abstractmethod
     def replay(self, first: Ids, count: Ids) -> Ids:
