@@ -8,7 +8,7 @@ import numpy as np
 
 from llmcache.trace.record import WRITE, Trace
 from llmcache.trace.shapes.on_device import ai_notes
-from llmcache.trace.shapes.recording import Recording, Region
+from llmcache.trace.shapes.recording import INVENTED, Recording, Region
 
 _NOISE = (10**6, 10**7)
 
@@ -30,7 +30,7 @@ def interleave(seed: int = 11) -> Trace:
         threads.pause(0.1)
         threads.touch(np.stack([np.arange(10_000, 16_000), np.arange(30_000, 36_000)], axis=1).ravel())
         threads.touch(threads.picked(hot, 50))
-    return threads.trace("Two models read in lock step.")
+    return threads.trace(f"Two models read in lock step. {INVENTED}")
 
 
 def noisy(seed: int = 12) -> Trace:
@@ -53,7 +53,7 @@ def noisy(seed: int = 12) -> Trace:
         between = np.concatenate([app.picked(hot, len(loop) // 3), app.random.integers(*_NOISE, len(loop) // 6)])
         app.random.shuffle(between)
         app.touch(np.insert(loop, np.sort(app.random.integers(0, len(loop), len(between))), between))
-    return app.trace("A loop with one reference of noise or to a hot block after every two blocks.")
+    return app.trace(f"A loop with one reference of noise or to a hot block after every two blocks. {INVENTED}")
 
 
 def kilobytes(seed: int = 13) -> Trace:
@@ -67,7 +67,7 @@ def kilobytes(seed: int = 13) -> Trace:
     repeated = np.repeat(row, 4)
     provenance = dataclasses.replace(
         notes.provenance,
-        note=f"In requests of 1 KiB. {notes.provenance.note}",
+        note=f"AI Notes in requests of 1 KiB. {notes.provenance.note}",
         extra={"shape": "kilobytes", "seed": str(seed)},
     )
     return Trace.build(
@@ -103,14 +103,14 @@ def page_order(seed: int = 17) -> Trace:
             turns = np.arange(start, start + blocks).reshape(4, -1).T.ravel()
             app.touch(turns[np.argsort(np.arange(blocks) + app.random.uniform(0, 8, blocks))])
             app.touch(app.picked(hot, 3))
-    return app.trace("Four threads read each layer together; the order of their blocks varies.")
+    return app.trace(f"Four threads read each layer together; the order of their blocks varies. {INVENTED}")
 
 
 def random(seed: int = 18) -> Trace:
     """Returns single blocks drawn from a skewed distribution: no structure to find."""
     app = Recording("random", seed, [Region("/app/store.db", 0, 20_000)])
     app.touch((20_000 * app.random.random(200_000) ** 3).astype(np.int64))
-    return app.trace("Blocks drawn at random, low ones more often.")
+    return app.trace(f"Blocks drawn at random, low ones more often. {INVENTED}")
 
 
 def write_loops(seed: int = 20) -> Trace:
@@ -135,4 +135,4 @@ def write_loops(seed: int = 20) -> Trace:
         app.touch(np.arange(20_000, 20_400), WRITE)
         if turn % 3 == 2:
             app.mixed(np.arange(6000, 10_000), hot, 0.05)
-    return app.trace("Copies of a packaged model, a journal written over and over, and rare reads of the copy.")
+    return app.trace(f"Copies of a packaged model, a journal written over and over, and rare reads of the copy. {INVENTED}")

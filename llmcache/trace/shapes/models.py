@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.trace.record import MAP, Trace
-from llmcache.trace.shapes.recording import Recording, Region
+from llmcache.trace.shapes.recording import INVENTED, Recording, Region
 
 
 def model_switch(seed: int = 14) -> Trace:
@@ -31,7 +31,7 @@ def model_switch(seed: int = 14) -> Trace:
         for _ in range(passes):
             app.pause(0.1)
             app.mixed(np.arange(start, start + blocks), hot, 0.05)
-    return app.trace("Model A in a loop, then B, A again, and C.")
+    return app.trace(f"Model A in a loop, then B, A again, and C. {INVENTED}")
 
 
 def prefill_decode(seed: int = 15) -> Trace:
@@ -62,7 +62,7 @@ def prefill_decode(seed: int = 15) -> Trace:
             for layer in range(layers):
                 start = base + layer * blocks
                 app.mixed(np.arange(start, start + active), hot, 0.02)
-    return app.trace("Prefill reads all of the model, decoding a part of each layer.")
+    return app.trace(f"Prefill reads all of the model, decoding a part of each layer. {INVENTED}")
 
 
 def moe_routing(seed: int = 16) -> Trace:
@@ -95,7 +95,9 @@ def moe_routing(seed: int = 16) -> Trace:
             for expert in sorted(placed[layer][chosen[layer]].tolist()):
                 first = start + shared + expert * blocks
                 app.touch(np.arange(first, first + blocks), MAP)
-    return app.trace("Mixture of experts: 2 of 16 per layer, popular ones more often, kept with probability 0.35.")
+    return app.trace(
+        f"Mixture of experts: 2 of 16 per layer, popular ones more often, kept with probability 0.35. {INVENTED}"
+    )
 
 
 def _route(app: Recording, weights: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -124,4 +126,4 @@ def multi_loop(seed: int = 19) -> Trace:
         for start, blocks, every in loops:
             if turn % every == every - 1:
                 app.mixed(np.arange(start, start + blocks), hot, 0.03)
-    return app.trace("Four loops: the shorter the loop, the shorter its period.")
+    return app.trace(f"Four loops: the shorter the loop, the shorter its period. {INVENTED}")

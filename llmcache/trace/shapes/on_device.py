@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from llmcache.trace.record import WRITE, Trace
-from llmcache.trace.shapes.recording import Recording, Region
+from llmcache.trace.shapes.recording import LIKE_THE_PAPER, Recording, Region
 
-_NOTE = "Shaped like {}, io_caching section 3.1, figure 1{}."
+_NOTE = "Shaped like {}, io_caching section 3.1, figure 1{}. " + LIKE_THE_PAPER
 
 
 def ai_notes(seed: int = 1) -> Trace:

@@ -21,10 +21,12 @@ PID = 1000
 # Hot references are skewed: block `len * u ** SKEW` for u uniform in 0..1.
 SKEW = 2
 LONGEST_BURST = 4
-INVENTED = (
+# What notes say, after what the shape is.
+LIKE_THE_PAPER = (
     "Synthetic: the ranges of blocks and the kinds of access follow the paper's figure and text; the times, the number "
     "of passes, how often hot blocks are touched, and the sizes of single prompts and responses are invented."
 )
+INVENTED = "Synthetic: everything in it is invented."
 
 Blocks = NDArray[np.int64]
 
@@ -88,7 +90,7 @@ class Recording:
         self._pauses[self._touched] = self._pauses.get(self._touched, 0) + length_ns
 
     def trace(self, note: str) -> Trace:
-        """Returns everything touched as a trace; `note` tells what the shape is."""
+        """Returns everything touched as a trace; `note` tells what it is and what of it is invented."""
         blocks, ops = np.concatenate(self._blocks), np.concatenate(self._ops)
         region = self._region_of(blocks)
         rows = self._row_starts(blocks, ops, region)
@@ -107,7 +109,7 @@ class Recording:
 
     def _provenance(self, note: str) -> Provenance:
         extra = {"shape": self._name, "seed": str(self._seed)}
-        return Provenance(tier="synthetic", clock="invented", note=f"{note} {INVENTED}", extra=extra)
+        return Provenance(tier="synthetic", clock="invented", note=note, extra=extra)
 
     def _note(self, blocks: Blocks, op: int) -> None:
         self._blocks.append(blocks)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmcache.trace.record import WRITE, Trace
-from llmcache.trace.shapes.recording import Blocks, Recording, Region
+from llmcache.trace.shapes.recording import LIKE_THE_PAPER, Blocks, Recording, Region
 
-_NOTE = "Shaped like {}, io_caching section 3.2, figure 2{}."
+_NOTE = "Shaped like {}, io_caching section 3.2, figure 2{}. " + LIKE_THE_PAPER
 FIRST_PROMPT = 5000
 END = 200_000  # of the file of prompts: beyond what any seed reaches
 SETUP_BLOCKS = 600

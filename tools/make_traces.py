@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Writes the generated traces of traces/ and their table in traces/README.md.
+
+    tools/make_traces.py                       # traces/, again
+    tools/make_traces.py OUT --seed 7          # others of the same shapes, whole
+    tools/make_traces.py OUT ai_notes claude   # some of them
+
+The same arguments give the same rows. Those in the tree have each shape's own seed, and large ones are cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# Run as a script, Python looks for modules in tools/ and not in the repository above it.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llmcache.cache.space import BlockSpace
+from llmcache.errors import UsageError, run_cli
+from llmcache.trace.record import BLOCK_BYTES, Trace
+from llmcache.trace.shapes import GROUPS, SHAPES
+from llmcache.units import format_duration, format_size
+
+TRACES = Path(__file__).resolve().parent.parent / "traces"
+# Rows without order do not compress: these are cut, to keep the tree small.
+SAMPLE_ROWS = {"noisy": 40_000, "random": 40_000}
+_BEGIN, _END = "<!-- table: written by tools/make_traces.py -->\n", "<!-- end of table -->\n"
+
+
+def sample(name: str) -> Trace:
+    """Returns the trace of the shape `name` as it is in the tree."""
+    whole = SHAPES[name]()
+    rows = SAMPLE_ROWS.get(name, len(whole))
+    if rows >= len(whole):
+        return whole
+    cut = whole.slice(0, rows)
+    extra = {**whole.provenance.extra, "cut": f"the first {rows} of {len(whole)} rows"}
+    return Trace(cut.columns, cut.files, dataclasses.replace(whole.provenance, extra=extra))
+
+
+def make_traces(out: Path, names: Sequence[str], seed: int | None) -> list[Trace]:
+    """Write the traces of the shapes `names` to the directory `out`, replacing what is there, and return them."""
+    out.mkdir(parents=True, exist_ok=True)
+    made = [sample(name) if seed is None else SHAPES[name](seed) for name in names]
+    for name, trace in zip(names, made, strict=True):
+        trace.save(out / f"{name}.parquet", force=True)
+    return made
+
+
+def table(traces: Sequence[Trace]) -> str:
+    """Returns the table of `traces`, which are of all shapes in their order, in Markdown."""
+    groups = {name: group for group, names in GROUPS.items() for name in names}
+    lines = ["| trace | group | rows | accesses (blocks) | writes | distinct | lasts |", "|---|---|---|---|---|---|---|"]
+    for name, trace in zip(SHAPES, traces, strict=True):
+        distinct = format_size(BlockSpace.of([trace]).footprint * BLOCK_BYTES)
+        writes = 100 * int(trace.count[trace.op == 1].sum()) / trace.accesses
+        lasts = format_duration(int(trace.t_ns[-1]) - int(trace.t_ns[0]))
+        cells = (f"`{name}`", groups[name], len(trace), trace.accesses, f"{writes:.0f} %", distinct, lasts)
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(readme: str, traces: Sequence[Trace]) -> str:
+    """Returns `readme` with its table written anew."""
+    before, begin, rest = readme.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise UsageError(
+            "traces/README.md has no place for the table", f"put back the lines {_BEGIN.strip()} and {_END.strip()}"
+        )
+    return before + begin + table(traces) + end + after
+
+
+def main() -> int:
+    """Make what the command line asks for, and print the paths."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", default=TRACES, metavar="OUT", help="directory (default: traces/)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"shapes (default: all): {', '.join(SHAPES)}")
+    parser.add_argument("--seed", type=int, help="one seed for all, and nothing cut")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(SHAPES):
+        raise UsageError(f"NAME: there is no shape {min(unknown)!r}", f"one of: {', '.join(SHAPES)}")
+    names = arguments.names or list(SHAPES)
+    made = make_traces(arguments.out, names, arguments.seed)
+    if arguments.out == TRACES and not arguments.names and arguments.seed is None:
+        readme = TRACES / "README.md"
+        readme.write_text(with_table(readme.read_text(), made))
+    print(*(arguments.out / f"{name}.parquet" for name in names), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
