@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import Ids, Policy, kernel
+from llmcache.cache.policies.base import Ids, Policy, lean_kernel
 
 FREE = -1
 """The slot of a block that is not in the cache."""
@@ -52,7 +52,7 @@ class Clock(Policy):
         return np.flatnonzero(self._slot != FREE).astype(np.int64, copy=False)
 
 
-@kernel
+@lean_kernel
 def _replay(
     slot: NDArray[Any], block_at: Ids, was_used: NDArray[np.uint8], used: int, hand: int, first: Ids, count: Ids, hits: Ids
 ) -> tuple[int, int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmcache.cache.policies.base import Ids, Policy, kernel
+from llmcache.cache.policies.base import Ids, Policy, lean_kernel
 from llmcache.cache.policies.lists import (
     NEXT,
     NONE,
@@ -49,7 +49,7 @@ class LRU(Policy):
         return linked(self._links, self.blocks)
 
 
-@kernel
+@lean_kernel
 def _replay(links: Links, head: int, capacity: int, used: int, first: Ids, count: Ids, hits: Ids) -> tuple[int, int]:
     before = used
     missed = 0
@@ -69,7 +69,7 @@ def _replay(links: Links, head: int, capacity: int, used: int, first: Ids, count
     return used, missed - (used - before)
 
 
-@kernel
+@lean_kernel
 def _bring_in(links: Links, head: int, capacity: int, used: int, block: int, end: int) -> int:
     """Brings in `block` and what follows until `end` or a hit, which it returns; both ends of the list stay in registers.
 

@@ -1,0 +1,172 @@
+"""Belady's MIN: the block whose next use is furthest away goes. It needs the whole trace, and a complete one.
+
+A cached block is known by the time of its next use: a set of times is all the state, and a reference is a hit when its own
+time is in the set. The next uses are kept in segments of consecutive blocks used again in the same order, so that a trace
+in runs takes memory by its runs and not by its blocks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llmcache.cache.policies.base import Ids, Policy, kernel, lean_kernel
+from llmcache.cache.policies.timeset import Words, add, contains, discard, latest, new_timeset
+
+if TYPE_CHECKING:
+    from llmcache.trace.record import Provenance
+
+NEVER = -1
+"""The next use of a block that is not used again."""
+
+
+UNSEEN = "unseen"
+"""Key of `Provenance.extra`: what the source of the trace could not see, in words. Whoever writes such a trace sets it."""
+GAPS = {
+    "mapped_ranges": "files were mapped, and touches of mapped pages are not in the trace",
+    "accesses_of_unknown_files": "accesses to files that the log does not name are not in the trace",
+    "guessed_offsets": "offsets of accesses had to be guessed",
+}
+"""Keys of `Provenance.extra` that count what an importer could not know."""
+
+
+def why_not_exact(provenance: Provenance) -> str | None:
+    """Returns why Belady on a trace of this origin would be no upper bound, or None when it is exact.
+
+    What is not in the trace may be the very use that Belady would have kept a block for.
+    """
+    if provenance.lost_events:
+        return f"lost_events is {provenance.lost_events}: accesses are missing from the trace"
+    if UNSEEN in provenance.extra:
+        return f"{UNSEEN}: {provenance.extra[UNSEEN]}"
+    for name, meaning in GAPS.items():
+        if name in provenance.extra:
+            return f"{name} is {provenance.extra[name]}: {meaning}"
+    return None
+
+
+class Belady(Policy):
+    """Belady's MIN without bypass: no policy that inserts every missed block has more hits.
+
+        get(b): if b in cache: hit
+                if cache is full: drop the block with the latest next use; one that is never used again goes first
+                put b in; miss
+
+    1 bit per reference of the trace, 16 bytes per segment (at most one per reference, about two per run in loops), 8 per
+    block of capacity, and 8 per id while next uses are searched. `resident` answers only before and after the replay: in
+    between there is no call to ask.
+
+    Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966.
+    """
+
+    name = "belady"
+    title = "Belady"
+    offline = True
+
+    def __init__(self, capacity: int, blocks: int) -> None:
+        super().__init__(capacity, blocks)
+        self._replayed = False
+        self._left = np.zeros(0, np.int64)
+
+    def replay(self, first: Ids, count: Ids) -> Ids:
+        """See `Policy.replay`; ValueError when called again, because what came before cannot have seen this future."""
+        if self._replayed:
+            raise ValueError("replay: Belady takes the whole trace in one call, this is the second")
+        self._replayed = True
+        hits = np.zeros(len(first), np.int64)
+        times = int(count.sum())
+        segments = _segments(first, count, self.blocks, times)
+        words, starts = new_timeset(times)
+        dead = np.zeros(min(self.capacity, self.blocks), np.int64)
+        used, self.evictions = _replay(words, starts, dead, self.capacity, *segments, first, count, hits)
+        self._left = np.sort(dead[:used])
+        return hits
+
+    def resident(self) -> Ids:
+        """See `Policy.resident`."""
+        return self._left
+
+
+@kernel
+def _segments(first: Ids, count: Ids, blocks: int, times: int) -> tuple[Ids, Ids]:
+    """Returns next use and length of all segments, the last segment of the trace first.
+
+    A segment is a stretch of a run whose blocks are next used at consecutive times, or never.
+    """
+    next_use = np.full(blocks, NEVER, np.int64)
+    uses = np.empty(1024, np.int64)
+    lengths = np.empty(1024, np.int64)
+    size = 0
+    time = times
+    for run in range(len(first) - 1, -1, -1):
+        time -= count[run]
+        if size + count[run] > len(uses):
+            room = max(2 * len(uses), size + count[run])
+            uses = _enlarged(uses, size, room)
+            lengths = _enlarged(lengths, size, room)
+        size = _split(next_use, uses, lengths, size, first[run], count[run], time)
+    return uses[:size].copy(), lengths[:size].copy()
+
+
+@kernel
+def _enlarged(array: Ids, size: int, room: int) -> Ids:
+    larger = np.empty(room, np.int64)
+    larger[:size] = array[:size]
+    return larger
+
+
+@lean_kernel
+def _split(next_use: Ids, uses: Ids, lengths: Ids, size: int, first: int, count: int, time: int) -> int:
+    """Appends the segments of a run that starts at `time`, last one first; returns how many there are now."""
+    expected = NEVER
+    for offset in range(count - 1, -1, -1):
+        use = next_use[first + offset]
+        if offset < count - 1 and use == expected:
+            uses[size - 1] = use
+            lengths[size - 1] += 1
+        else:
+            uses[size] = use
+            lengths[size] = 1
+            size += 1
+        expected = NEVER if use == NEVER else use - 1
+        next_use[first + offset] = time + offset
+    return size
+
+
+@lean_kernel
+def _replay(
+    words: Words, starts: Ids, dead: Ids, capacity: int, uses: Ids, lengths: Ids, first: Ids, count: Ids, hits: Ids
+) -> tuple[int, int]:
+    """Returns how many blocks are cached at the end, all of them in `dead`, and how many were evicted."""
+    time = used = unwanted = evicted = 0
+    segment = len(uses)
+    for run in range(len(first)):
+        found = left = 0
+        use = NEVER
+        for block in range(first[run], first[run] + count[run]):
+            if left == 0:
+                segment -= 1
+                left = lengths[segment]
+                use = uses[segment]
+            left -= 1
+            if contains(words, time):
+                discard(words, starts, time)
+                found += 1
+            elif used < capacity:
+                used += 1
+            else:
+                evicted += 1
+                if unwanted > 0:
+                    unwanted -= 1
+                else:
+                    discard(words, starts, latest(words, starts))
+            if use == NEVER:
+                dead[unwanted] = block
+                unwanted += 1
+            else:
+                add(words, starts, use)
+                use += 1
+            time += 1
+        hits[run] = found
+    return used, evicted
