@@ -24,7 +24,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def kernel(function: F) -> F:
     """Compiles `function` without the GIL, so that a grid of replays runs in threads; the result is kept on disk."""
-    compiled: F = numba.njit(cache=True, nogil=True)(function)
+    compiler: Any = numba.njit
+    compiled: F = compiler(cache=True, nogil=True)(function)
     return compiled
 
 
@@ -34,7 +35,8 @@ def lean_kernel(function: F) -> F:
     Numba counts references to arrays atomically at every call and branch where it cannot prove that it need not. Without
     its run-time such a function cannot allocate, which is what a replay wants anyway: an allocation fails to compile.
     """
-    compiled: F = numba.njit(cache=True, nogil=True, _nrt=False)(function)
+    compiler: Any = numba.njit  # its types do not know the option, which numba itself uses throughout
+    compiled: F = compiler(cache=True, nogil=True, _nrt=False)(function)
     return compiled
 
 
