@@ -21,7 +21,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import Ids, kernel
+from llmcache.cache.policies.base import Ids, lean_kernel
 
 WORD = 64
 BUCKET_WORDS = 8
@@ -82,6 +82,7 @@ class StackDistances:
         self._last = np.full(blocks, -1, np.int32 if moments < 2**31 else np.int64)
         self._bits = np.zeros(buckets * BUCKET_WORDS, np.uint64)
         self._tree = np.zeros(buckets + 1, np.int64)
+        self._ranks = np.zeros(buckets * BUCKET_WORDS, np.int64)
         self._state = np.zeros(2, np.int64)
         self._histogram = np.zeros((2, blocks + 1), np.int64)
         self._totals = [0, 0]
@@ -97,6 +98,7 @@ class StackDistances:
             self._tree,
             self._state,
             self._histogram,
+            self._ranks,
         )
         self._totals[1] += int(count[reads].sum())
         self._totals[0] += int(count[~reads].sum())
@@ -109,15 +111,23 @@ class StackDistances:
         return Curve("lru", sizes, hits[0] + hits[1], hits[1], sum(self._totals), self._totals[1])
 
 
-@kernel
+@lean_kernel
 def _feed(
-    first: Ids, count: Ids, reads: NDArray[np.bool_], last: Moments, bits: Words, tree: Ids, state: Ids, histogram: Ids
+    first: Ids,
+    count: Ids,
+    reads: NDArray[np.bool_],
+    last: Moments,
+    bits: Words,
+    tree: Ids,
+    state: Ids,
+    histogram: Ids,
+    ranks: Ids,
 ) -> None:
     moments = len(bits) * WORD
     now, live = state[NOW], state[LIVE]
     for run in range(len(first)):
         if now + count[run] > moments:
-            _renumber(last, bits, tree)
+            _renumber(last, bits, tree, ranks)
             now = live
         begin, opened = now, now >> BUCKET_SHIFT
         block, end = first[run], first[run] + count[run]
@@ -217,18 +227,17 @@ def _remember(begin: int, end: int, bits: Words, tree: Ids) -> None:
         _add(bucket, change, tree)
 
 
-@kernel
-def _renumber(last: Moments, bits: Words, tree: Ids) -> None:
-    """Gives the blocks that live the moments 0, 1, … in the order of the old ones."""
-    before = np.empty(len(bits), np.int64)
+@lean_kernel
+def _renumber(last: Moments, bits: Words, tree: Ids, ranks: Ids) -> None:
+    """Gives the blocks that live the moments 0, 1, … in the order of the old ones; overwrites `ranks`."""
     live = np.int64(0)
     for word in range(len(bits)):
-        before[word] = live
+        ranks[word] = live
         live += _ones(bits[word])
     for block in range(len(last)):
         moment = np.int64(last[block])
         if moment >= 0:
-            last[block] = before[moment >> 6] + _ones(bits[moment >> 6] & _before(moment))
+            last[block] = ranks[moment >> 6] + _ones(bits[moment >> 6] & _before(moment))
     bits[:] = 0
     tree[:] = 0
     _remember(0, live, bits, tree)

@@ -1,12 +1,15 @@
-"""What is to be simulated on each trace."""
+"""What is to be simulated on each trace, and how the options of `llmcache simulate` say it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from llmcache.cache.cachesizes import CacheSize
+from llmcache.cache.cachesizes import CacheSize, parse_cache_sizes
 from llmcache.cache.latency import FetchModel, StallMeter
+from llmcache.cache.question import parse_bandwidth
+from llmcache.errors import UsageError
+from llmcache.units import parse_duration
 
 Progress = Callable[[str, int, int], None]
 """Told the trace, the rows times cells done of it, and how many there are. Called from several threads."""
@@ -27,3 +30,40 @@ class Plan:
     def meter(self) -> StallMeter | None:
         """Returns a fresh meter, or None without T."""
         return None if self.period_ns is None else StallMeter(self.period_ns, self.model.storage_bandwidths)
+
+
+def plan_of(policy: str, cache: str, bw: str | None, t: str | None, mrc: bool) -> Plan:
+    """The plan that the options mean, as typed; UsageError names the option that is wrong.
+
+    Without `bw` the paper's four bandwidths are modelled, the slowest (100 MB/s) first.
+    """
+    model = FetchModel()
+    if bw is not None:
+        model = FetchModel(tuple(dict.fromkeys(parse_bandwidth("--bw", item) for item in _items("--bw", bw))))
+    return Plan(_policies(policy), parse_cache_sizes(cache), model, None if t is None else _period_ns(t), mrc)
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    from llmcache.cache.policies import POLICIES
+
+    names = dict.fromkeys(_items("--policy", text))
+    if unknown := [name for name in names if name not in POLICIES]:
+        raise UsageError(f"--policy: there is no policy '{unknown[0]}'", f"one or more of: {','.join(POLICIES)}")
+    return tuple(names)
+
+
+def _items(option: str, text: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise UsageError(f"{option}: nothing stands before or after a comma in '{text}'", "write: one,two,three")
+    return items
+
+
+def _period_ns(text: str) -> int:
+    try:
+        period_ns = parse_duration(text)
+    except UsageError as error:
+        raise UsageError(f"--t: {error.message}", error.hint) from error
+    if period_ns < 1:
+        raise UsageError(f"--t: '{text}' must be above 0", "write seconds: 0.1, or 100ms")
+    return period_ns

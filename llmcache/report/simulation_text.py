@@ -1,0 +1,145 @@
+"""What `llmcache simulate` prints: tables for people, JSON for programs, and its progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from rich import progress as bars
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.cache.constants import BLOCK_BYTES
+from llmcache.cache.latency import Stalls
+from llmcache.cache.plan import Progress
+from llmcache.cache.results import Result, Simulation, Summary, TraceCurve
+from llmcache.units import format_duration, format_rate, format_size
+
+_UNBOUND = 400
+_LATENCY_NOTE = (
+    "hit ratio: of all blocks; of reads: of the bytes read; latency: modelled, to fetch all that is read with storage of"
+)
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """Yields what to tell the progress: a bar for each trace, on stderr and only on a terminal."""
+    console = Console(stderr=True)
+    columns = ("{task.description}", bars.BarColumn(), bars.TaskProgressColumn(), bars.TimeRemainingColumn())
+    with bars.Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as shown:
+        tasks: dict[str, bars.TaskID] = {}
+
+        def tell(trace: str, done: int, in_all: int) -> None:
+            if trace not in tasks:
+                tasks[trace] = shown.add_task(trace.replace("[", r"\["), total=in_all)
+            shown.update(tasks[trace], completed=done, total=in_all)
+
+        yield tell
+
+
+def show(simulation: Simulation, as_json: bool) -> None:
+    """Prints `simulation` on stdout."""
+    if as_json:
+        print(json.dumps(simulation.document(), indent=1))
+        return
+    # Not on a terminal there is no width to fit: a table is as wide as its columns.
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _UNBOUND)
+    for number, summary in enumerate(simulation.traces):
+        if number:
+            console.print()
+        _show_trace(console, simulation, summary)
+
+
+def _show_trace(console: Console, simulation: Simulation, summary: Summary) -> None:
+    rows = [row for row in simulation.results if row.trace == summary.trace]
+    console.print(headline(summary), soft_wrap=True)
+    console.print(_LATENCY_NOTE, soft_wrap=True)
+    console.print(table(rows))
+    if simulation.period_ns is not None:
+        console.print(_stall_note(simulation.period_ns), soft_wrap=True)
+        console.print(stall_table(summary, rows))
+    for item in simulation.curves:
+        if item.trace == summary.trace:
+            console.print(curve_line(item), soft_wrap=True)
+
+
+def _stall_note(period_ns: int) -> str:
+    return (
+        f"Stalls (modelled): slices of {format_duration(period_ns)} of the trace's time in which more is missed than "
+        "storage delivers in one, and the time they wait in all"
+    )
+
+
+def headline(summary: Summary) -> str:
+    """One line on a trace: what it holds and where it comes from."""
+    lost = f", {summary.lost_events} accesses lost" if summary.lost_events else ""
+    return (
+        f"{summary.trace}: {summary.accesses} blocks referenced ({summary.reads} read, {summary.writes} written) of "
+        f"{summary.footprint_blocks} distinct ones, {format_size(summary.footprint_bytes)}; {summary.tier}{lost}"
+    )
+
+
+def table(rows: list[Result]) -> Table:
+    """The rows of one trace."""
+    made = _table("cache", "hit ratio", "of reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies))
+    for number, row in enumerate(rows):
+        first = number == 0 or rows[number - 1].policy != row.policy
+        made.add_row(row.title if first else "", *_cells(row))
+    return made
+
+
+def _table(*headings: str) -> Table:
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    made.add_column("policy", no_wrap=True)
+    for heading in headings:
+        made.add_column(heading, justify="right", no_wrap=True)
+    return made
+
+
+def _rate(bytes_per_s: int) -> str:
+    number, _, unit = format_rate(bytes_per_s).partition(" ")
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+
+
+def _cells(row: Result) -> Iterator[str]:
+    yield format_size(row.cache_bytes)
+    yield f"{row.hit_ratio:.4f}"
+    yield "-" if row.byte_hit_ratio is None else f"{row.byte_hit_ratio:.4f}"
+    yield format_size(row.storage_read_bytes)
+    for latency in row.latencies:
+        yield format_duration(latency.latency_s * 1e9)
+
+
+def stall_table(summary: Summary, rows: list[Result]) -> Table:
+    """In how many slices of T storage falls behind, and by how much in all, for the rows of one trace."""
+    made = _table("cache", "worst slice", *(_rate(each.bw) for each in rows[0].stalls))
+    made.add_row("(no cache avoids)", "", *_stall_cells(summary.cold_stalls))
+    for number, row in enumerate(rows):
+        first = number == 0 or rows[number - 1].policy != row.policy
+        made.add_row(row.title if first else "", format_size(row.cache_bytes), *_stall_cells(row.stalls))
+    return made
+
+
+def _stall_cells(stalls: tuple[Stalls, ...]) -> Iterator[str]:
+    yield format_size(stalls[0].worst_bytes)
+    for each in stalls:
+        if each.stalled_slices == 0:
+            yield "none"
+        else:
+            yield f"{each.stalled_slices}/{each.slices}, {format_duration(each.stall_s * 1e9)}"
+
+
+def curve_line(item: TraceCurve) -> str:
+    """What the curve of all sizes says in one line: its end, and from which sizes on shares of it are reached."""
+    curve = item.curve
+    best = int(curve.hits[-1])
+    if best == 0:
+        return f"{curve.policy.upper()} at all sizes: no hits, no block is referenced twice"
+    shares = []
+    for percent in (50, 90, 100):
+        blocks = int(curve.sizes[np.searchsorted(curve.hits, best * percent / 100)])
+        shares.append(f"{percent} % of them from {format_size(blocks * BLOCK_BYTES)} on")
+    return f"{curve.policy.upper()} at all sizes: hit ratio up to {best / curve.accesses:.4f}; {', '.join(shares)}"
