@@ -70,7 +70,7 @@ class TraceRun:
         results: list[Result] = []
         summary = None
         while summary is None or todo:
-            cells = self._next_cells(todo, space.blocks, sum(cell.state_bytes() for cell in firsts))
+            cells = self._next_cells(todo, space, sum(cell.state_bytes() for cell in firsts))
             self._replay(space, firsts, [cell for _, cell in cells])
             summary = summary or self._summary(space, totals)
             results += [self._result(summary, size, cell) for size, cell in cells]
@@ -109,12 +109,13 @@ class TraceRun:
             self._rows += len(batch)
             yield batch
 
-    def _next_cells(self, todo: list[tuple[str, int]], blocks: int, used_bytes: int) -> list[tuple[int, PolicyCell]]:
+    def _next_cells(self, todo: list[tuple[str, int]], space: BlockSpace, used_bytes: int) -> list[tuple[int, PolicyCell]]:
         """Takes from `todo` what fits in memory, one at least, and returns it as (size in bytes, cell)."""
         cells: list[tuple[int, PolicyCell]] = []
         while todo and (not cells or used_bytes < self._memory_bytes):
             policy, size = todo.pop(0)
-            cell = PolicyCell(policy_class(policy)(size // BLOCK_BYTES, blocks), self._plan.meter())
+            cell = PolicyCell(policy_class(policy)(size // BLOCK_BYTES, space.blocks), self._plan.meter())
+            cell.policy.describe(space, self._source.files, self._source.provenance)
             cells.append((size, cell))
             used_bytes += cell.state_bytes()
         return cells

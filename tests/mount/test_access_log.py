@@ -1,0 +1,282 @@
+"""An access log, replayed through the simulator, shows the hits, misses, evictions and held extents of the mount."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmcache.cache.policies import policy_class
+from llmcache.cache.simulate import simulate
+from llmcache.cache.space import BlockSpace
+from llmcache.trace.record import BLOCK_BYTES, HIT, READ, WRITE, Trace
+from tests.mount.live import MIB, Live, live, random_file, run_llmcache, wait_for
+from tools.bench.sides import end_mount
+
+SIZES = {
+    "loop.bin": 72 * MIB + 77, "short.bin": 33 * MIB, "other.bin": 60 * MIB, "small.json": 3 * MIB + 5, "tiny.txt": 99
+}  # fmt: skip
+CACHE = 32 * MIB
+
+Work = Callable[[Live], None]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("source")
+    for name, size in SIZES.items():
+        random_file(directory / name, size)
+    return directory
+
+
+def sweep(mount: Live, name: str, passes: int, pause_s: float = 0.0) -> None:
+    """Read a whole file some times; `pause_s` after each MiB."""
+    for _ in range(passes):
+        with open(mount.mountpoint / name, "rb", buffering=0) as file:
+            while file.read(MIB):
+                time.sleep(pause_s)
+
+
+def together(*jobs: Callable[[], None]) -> None:
+    threads = [threading.Thread(target=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def a_loop_that_does_not_fit(mount: Live) -> None:
+    sweep(mount, "loop.bin", 5)
+
+
+def two_loops_of_different_period(mount: Live) -> None:
+    together(lambda: sweep(mount, "short.bin", 6), lambda: sweep(mount, "loop.bin", 4, 0.002))
+
+
+def one_file_after_the_other(mount: Live) -> None:
+    sweep(mount, "loop.bin", 4)
+    sweep(mount, "other.bin", 4)
+
+
+def a_budget_that_changes(mount: Live) -> None:
+    sweep(mount, "loop.bin", 3)
+    mount.resize(CACHE // 2)
+    sweep(mount, "loop.bin", 2)
+    mount.resize(CACHE)
+    sweep(mount, "loop.bin", 3)
+
+
+def small_files_beside_a_loop(mount: Live) -> None:
+    for _ in range(4):
+        sweep(mount, "small.json", 1)
+        sweep(mount, "tiny.txt", 1)
+        sweep(mount, "loop.bin", 1)
+
+
+def several_readers(mount: Live) -> None:
+    jobs = [lambda pause=pause: sweep(mount, "loop.bin", 4, pause) for pause in (0.0, 0.001, 0.003)]
+    together(*jobs)
+
+
+def a_spill_file_beside_a_loop(mount: Live) -> None:
+    for number in range(3):
+        (mount.mountpoint / "spill.kv").write_bytes(os.urandom(5 * MIB + number))
+        sweep(mount, "loop.bin", 2)
+        sweep(mount, "spill.kv", 1)
+
+
+def a_file_that_changes_behind(mount: Live) -> None:
+    random_file(mount.source / "changing.bin", 40 * MIB)
+    try:
+        sweep(mount, "changing.bin", 3)
+        random_file(mount.source / "changing.bin", 44 * MIB)
+        sweep(mount, "changing.bin", 3)
+    finally:
+        (mount.source / "changing.bin").unlink()
+
+
+WORKS: list[Work] = [
+    a_loop_that_does_not_fit,
+    two_loops_of_different_period,
+    one_file_after_the_other,
+    a_budget_that_changes,
+    small_files_beside_a_loop,
+    several_readers,
+    a_spill_file_beside_a_loop,
+    a_file_that_changes_behind,
+]
+
+
+def settled(mount: Live) -> dict[str, Any]:
+    """The counters once loaders have nothing more to fetch ahead."""
+    seen: list[dict[str, Any]] = [mount.stats()]
+
+    def still() -> bool:
+        time.sleep(0.5)
+        seen.append(mount.stats())
+        return bool(seen[-1]["arena"] == seen[-2]["arena"] and seen[-1]["access_log"] == seen[-2]["access_log"])
+
+    wait_for(still, "the counters stand still")
+    return seen[-1]
+
+
+def held_by_file(trace: Trace) -> dict[str, int]:
+    """Bytes of each file that the replayed mount holds at the end."""
+    space = BlockSpace.of([trace])
+    policy = policy_class("llmcachefs")(int(trace.provenance.extra["budget_bytes"]) // BLOCK_BYTES, space.blocks)
+    policy.describe(space, trace.files, trace.provenance)
+    hits = policy.replay(space.place(trace), trace.count.astype(np.int64))
+    assert np.array_equal(hits > 0, trace.miss == HIT), "row for row, the verdict of the mount"
+    files, _ = space.locate(policy.resident())
+    paths = {file.id: file.path for file in trace.files}
+    return {paths[number]: int((files == number).sum()) * BLOCK_BYTES for number in np.unique(files).tolist()}
+
+
+@pytest.mark.mount
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+def test_a_replayed_log_is_the_mount(source: Path, tmp_path: Path, work: Work) -> None:
+    path = tmp_path / "log.parquet"
+    with live(source, tmp_path / "mnt", str(CACHE), "--mode", "arena", "--access-log", str(path)) as mount:
+        work(mount)
+        stats = settled(mount)
+    trace = Trace.load(path)
+    assert (trace.provenance.tier, trace.provenance.lost_events) == ("mount", 0)
+    assert len(trace) == stats["access_log"]["rows"] > 0
+    (result,) = simulate(str(path), ["llmcachefs"], [stats["budget_bytes"]])
+    arena = stats["arena"]
+    assert (result.hits, result.accesses - result.hits) == (arena["hit_blocks"], arena["miss_blocks"])
+    assert result.evictions == arena["evicted_blocks"]
+    held = held_by_file(trace)
+    assert sum(held.values()) == arena["held_blocks"] * BLOCK_BYTES
+    for entry in stats["files"]:
+        pinned = sum(loop["pinned_bytes"] for loop in entry["loops"])
+        assert abs(held.get(entry["path"], 0) - pinned) < MIB, "the last extent of a file may be short"
+
+
+@pytest.mark.mount
+def test_the_scenarios_do_what_they_are_for(source: Path, tmp_path: Path) -> None:
+    """There are hits and evictions to agree about."""
+    path = tmp_path / "log.parquet"
+    with live(source, tmp_path / "mnt", str(CACHE), "--mode", "arena", "--access-log", str(path)) as mount:
+        a_loop_that_does_not_fit(mount)
+        share = CACHE / SIZES["loop.bin"]
+        whole = settled(mount)["arena"]["held_blocks"] * BLOCK_BYTES
+        assert 0.9 * CACHE < whole <= CACHE
+        one_file_after_the_other(mount)
+        assert settled(mount)["arena"]["evicted_blocks"] > 0
+    trace = Trace.load(path)
+    last_pass = trace.slice(4 * 73, 5 * 73)  # 73 extents in the loop
+    hits = int(last_pass.count[last_pass.miss == HIT].sum()) / last_pass.accesses
+    assert 0.9 * share < hits <= 1.1 * share
+    assert {file.path for file in trace.files} == {"/loop.bin", "/other.bin"}
+    assert set(trace.pid.tolist()) == {os.getpid()}
+
+
+@pytest.mark.mount
+def test_a_steer_mount_logs_what_it_sees(source: Path, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("steer needs the right to lock memory")
+    path = tmp_path / "log.parquet"
+    with live(source, tmp_path / "mnt", str(CACHE), "--mode", "steer", "--access-log", str(path)) as mount:
+        sweep(mount, "loop.bin", 4)
+        assert mount.stats()["arena"] is None
+    trace = Trace.load(path)
+    assert trace.provenance.extra["mode"] == "steer"
+    assert "not in here" in trace.provenance.note
+    touched = BlockSpace.of([trace]).footprint * BLOCK_BYTES
+    assert touched >= SIZES["loop.bin"] // MIB * MIB
+    assert HIT not in trace.miss and READ in trace.op
+
+
+@pytest.mark.mount
+def test_writes_are_in_the_log(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "log.parquet"
+    with live(source, tmp_path / "mnt", str(CACHE), "--mode", "arena", "--access-log", str(path)) as mount:
+        (mount.mountpoint / "new.kv").write_bytes(bytes(3 * MIB))
+    trace = Trace.load(path)
+    assert int(trace.count[trace.op == WRITE].sum()) * BLOCK_BYTES == 3 * MIB
+    (mount.source / "new.kv").unlink()
+
+
+@pytest.mark.mount
+@pytest.mark.parametrize("end", ["umount", "SIGTERM", "SIGKILL"])
+def test_the_log_is_complete_however_the_mount_ends(source: Path, tmp_path: Path, end: str) -> None:
+    path, point = tmp_path / "log.parquet", tmp_path / "mnt"
+    with live(source, point, str(CACHE), "--mode", "arena", "--access-log", str(path)) as mount:
+        sweep(mount, "loop.bin", 2)
+        rows = settled(mount)["access_log"]["rows"]
+        assert not path.exists(), "it has its name when it is complete"
+        if end == "umount":
+            assert run_llmcache("umount", str(point)).returncode == 0
+            assert path.exists(), "umount waits for it"
+        else:
+            mount.daemon.send_signal(getattr(signal, end))
+            mount.daemon.wait(30)
+            if end == "SIGKILL":
+                time.sleep(0.1)
+                end_mount(point, mount.daemon)
+                point.mkdir()
+        wait_for(path.exists, "the log is complete")
+    trace = Trace.load(path)
+    assert len(trace) == rows
+    assert ("killed" in trace.provenance.note) == (end == "SIGKILL")
+
+
+@pytest.mark.mount
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("log.csv", "does not end in .parquet"),
+        ("there/log.parquet", "is not a directory"),
+        ("old.parquet", "exists"),
+        ("mnt/log.parquet", "below the mount point"),
+    ],
+)
+def test_a_bad_path_is_refused_before_mounting(source: Path, tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "mnt").mkdir()
+    (tmp_path / "old.parquet").touch()
+    result = run_llmcache("mount", str(source), str(tmp_path / "mnt"), "--access-log", str(tmp_path / name))
+    assert result.returncode == 2
+    assert "--access-log" in result.stderr and said in result.stderr
+    assert not os.path.ismount(tmp_path / "mnt")
+
+
+@pytest.mark.mount
+def test_the_daemon_loads_nothing_that_writes_parquet(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "log.parquet"
+    with live(source, tmp_path / "mnt", str(CACHE), "--mode", "arena", "--access-log", str(path)) as mount:
+        sweep(mount, "loop.bin", 2)
+        mapped = Path(f"/proc/{mount.daemon.pid}/maps").read_text()
+        assert [name for name in ("numpy", "numba", "pyarrow", "matplotlib", "libarrow") if name in mapped] == []
+
+
+@pytest.mark.mount
+def test_a_writer_that_dies_costs_rows_and_no_reads(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "log.parquet"
+    with live(source, tmp_path / "mnt", str(CACHE), "--mode", "arena", "--access-log", str(path)) as mount:
+        sweep(mount, "loop.bin", 1)
+        writers = [child for child in mount.helpers() if "llmcache.fs.logwriter" in child.cmdline()]
+        assert len(writers) == 1
+        writers[0].kill()
+        sweep(mount, "loop.bin", 3)
+        assert mount.stats()["access_log"]["lost_rows"] > 0
+        assert "access log" in mount.log.read_text()
+    assert not path.exists()
+
+
+@pytest.mark.mount
+def test_a_mount_that_fails_leaves_no_log(source: Path, tmp_path: Path) -> None:
+    path, point = tmp_path / "log.parquet", tmp_path / "mnt"
+    point.mkdir()
+    result = run_llmcache("mount", str(source), str(point), "--cache", "32Mi", "--access-log", str(path), "-o", "nonsense")
+    assert result.returncode != 0
+    assert not path.exists()
+    assert subprocess.run(["ls", "-A", str(tmp_path)], capture_output=True, text=True, check=True).stdout.split() == ["mnt"]
