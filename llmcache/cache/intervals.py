@@ -13,6 +13,7 @@ from statistics import median
 
 OCTAVES = 64  # clocks are 64-bit
 TOLERANCE = 0.25  # half the spread of an octave (1 : 2) around its middle, 1.5
+RARE = 8  # an octave with less than this part of all intervals is an accident, not a rhythm
 RECENT = 9  # intervals of an octave whose time is remembered: an odd number has a middle
 
 
@@ -40,7 +41,6 @@ class Intervals:
 
     def __init__(self) -> None:
         self._octaves: dict[int, _Octave] = {}
-        self.latest: Period | None = None
 
     def __len__(self) -> int:
         return sum(octave.count for octave in self._octaves.values())
@@ -52,12 +52,10 @@ class Intervals:
         octave.count += 1
         octave.blocks += blocks
         octave.times_ns.append(ns)
-        self.latest = Period(ns, blocks)
 
     def copy(self) -> Intervals:
         """Returns an independent copy: a place was cut in two."""
         twin = Intervals()
-        twin.latest = self.latest
         for key, octave in self._octaves.items():
             twin._octaves[key] = _Octave(octave.count, octave.blocks, deque(octave.times_ns, RECENT))
         return twin
@@ -76,12 +74,14 @@ class Intervals:
         near = (self._octaves[other] for other in (key - 1, key + 1) if other in self._octaves)
         return [mine, *(octave for octave in near if is_about(octave.mean, mine.mean))]
 
-    def longest(self) -> Period | None:
-        """Returns the period, or the latest interval where that was longer: what to wait for before giving up."""
-        period = self.period()
-        if period is None or self.latest is None:
-            return None
-        return Period(max(period.ns, self.latest.ns), max(period.blocks, self.latest.blocks))
+    def rhythms(self) -> tuple[Period, ...]:
+        """Returns all intervals that keep coming, shortest first: a layer read twice a pass has two. Empty without any.
+
+        The longest is what to wait for before giving up.
+        """
+        least = max(1, len(self) // RARE)
+        shown = [octave for _, octave in sorted(self._octaves.items()) if octave.count >= least]
+        return tuple(Period(round(median(octave.times_ns)), round(octave.mean)) for octave in shown)
 
 
 def is_about(value: float, other: float) -> bool:

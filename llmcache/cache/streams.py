@@ -1,0 +1,179 @@
+"""Streams: which accesses of one file belong to one sequential walk, whoever else reads the file at the same time.
+
+A run of blocks that begins within `WINDOW` blocks of where a stream goes on belongs to that stream: read-ahead and
+threads bring the blocks of a window in any order. Streams go up or down, and may have a stride.
+
+A stream becomes *sequential* once it has walked `WINDOW` blocks in order; shorter ones are what read-ahead makes of
+single accesses. Each further window is tested again. What was tested is handed out as a `Walk`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+WINDOW = 32  # blocks: the kernel's default read-ahead, 128 KiB
+LEAST_STEPS = 3  # equal steps that make a stride: two happen by chance
+MAX_PATH = 2  # blocks jumped over, to and fro, per block of progress; random accesses jump a third of a window for each
+LONG = 4 * WINDOW  # windows longer than this come from long runs or strides: which blocks need not be written down
+DWELL = 4 * WINDOW  # runs without coming on, after which a stream is a place and not a walk
+
+
+class Moment(NamedTuple):
+    """When: nanoseconds, and blocks accessed so far in all files."""
+
+    ns: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Blocks first .. end - 1 of a file, accessed from `start` to `stop` by a stream with this number, `born` earlier.
+
+    `mask`: bit i stands for block first + i; 0 where all of them count. `stride`: distance of the runs of `width`
+    blocks, 0 where there are no holes. Not `sequential`: accesses near each other, in no order.
+    """
+
+    stream: int
+    first: int
+    end: int
+    born: Moment
+    start: Moment
+    stop: Moment
+    accesses: int
+    descending: bool = False
+    sequential: bool = True
+    mask: int = 0
+    stride: int = 0
+    width: int = 0
+
+
+class Stream:
+    """One stream; `low` .. `high` - 1 is what it has covered since the last test."""
+
+    def __init__(self, number: int, first: int, end: int, now: Moment, until: Moment) -> None:
+        self.number = number
+        self.born = now
+        self.sequential = False
+        self.down = False
+        self.last = (first, end)
+        self.width = end - first
+        self.step = 0  # from run to run, if `even`
+        self.even = True
+        self.runs = 1
+        self._begin(first, end, now)
+        self._touch(first, end)
+        self.accesses = end - first
+        self.stop = until
+
+    def _begin(self, low: int, high: int, now: Moment) -> None:
+        self.low, self.high = low, high
+        self.start = self.stop = now
+        self.mask = self.path = self.accesses = self.idle = 0
+
+    def repeats(self, first: int, end: int) -> bool:
+        """Whether this run is its last one once more: a request for another part of the same blocks."""
+        return (first, end) == self.last
+
+    @property
+    def head(self) -> int:
+        """The block past its highest, or its lowest if it goes down."""
+        return self.low if self.down else self.high
+
+    @property
+    def strided(self) -> bool:
+        """Whether the runs have had one distance, with holes, often enough."""
+        return self.even and self.runs > LEAST_STEPS and abs(self.step) > self.width
+
+    @property
+    def far(self) -> bool:
+        """Whether its runs are further apart than a window: then it goes on exactly one step on, or not at all."""
+        return self.even and self.runs >= LEAST_STEPS and abs(self.step) > max(self.width, WINDOW)
+
+    def distance(self, first: int, end: int) -> int:
+        """Returns how far the run is from where the stream goes on; more than WINDOW if it cannot be part of it."""
+        beyond = WINDOW + 1
+        if self.repeats(first, end):
+            return 0 if end - first < WINDOW else beyond  # a long run that comes again is another pass
+        if self.far:
+            return 0 if first == self.last[0] + self.step else beyond
+        up = beyond if self.down and self.runs > 1 else abs(first - self.high)
+        down = abs(end - self.low) if self.down or (self.runs == 1 and not self.sequential) else beyond
+        return min(up, down)
+
+    def places(self) -> tuple[int, ...]:
+        """Blocks near which it must be looked for."""
+        aim = self.last[0] + self.step if self.far else self.head
+        return (aim, self.low, *self.last) if self.runs == 1 else (aim, *self.last)
+
+    def take(self, first: int, end: int, until: Moment) -> None:
+        """Adds a run of blocks, accessed by `until`."""
+        self.accesses += end - first
+        if self.repeats(first, end):
+            self.idle += 1
+            return
+        before = self.low, self.high
+        gap = max(0, first - self.last[1], self.last[0] - end)
+        self.path += gap
+        step = first - self.last[0]
+        self.even = self.even and end - first == self.width and self.step in (0, step)
+        self.step = step
+        self.last = (first, end)
+        self.runs += 1
+        if self.runs == 2:
+            self.down = first < self.low
+        if self.sequential:  # what lies behind was tested before
+            first, end = (first, min(end, self.high)) if self.down else (max(first, self.low), end)
+        if first < end:
+            self._touch(first, end)
+        self.idle = self.idle + 1 if before == (self.low, self.high) else 0
+        self.stop = until
+
+    def _touch(self, first: int, end: int) -> None:
+        if first < self.low:
+            self.mask <<= min(self.low - first, LONG)
+            self.low = first
+        self.high = max(self.high, end)
+        if self.high - self.low <= LONG:
+            self.mask |= ((1 << (end - first)) - 1) << (first - self.low)
+
+    @property
+    def due(self) -> bool:
+        """Whether a window is full, or nothing comes on any more."""
+        return self.high - self.low >= WINDOW or self.idle > DWELL
+
+    def test(self) -> Walk | None:
+        """Returns the window as a walk, sequential or not, and begins the next one; None to wait for more of it."""
+        length = self.high - self.low
+        if length < WINDOW:
+            return self.end()
+        sparse = self.even and abs(self.step) > self.width
+        if sparse and not self.strided:
+            return None
+        touched = self.mask.bit_count() if length <= LONG else self.accesses
+        ordered = sparse or (2 * touched >= length and self.path <= MAX_PATH * length)
+        if not ordered:
+            self.sequential = False
+            return self.end()
+        if not self.sequential:
+            self.down = self.last[0] - self.low < self.high - self.last[1]
+        walk = self._walk(sequential=True)
+        self.sequential = True
+        self._begin(self.head, self.head, self.stop)
+        return walk
+
+    def end(self) -> Walk | None:
+        """Returns what has not been handed out; the stream begins anew with its last run. None if there is nothing."""
+        walk = self._walk(self.sequential) if self.high > self.low and self.accesses else None
+        self.sequential, self.even, self.step, self.runs = False, True, 0, 1
+        self.born = self.stop
+        self._begin(*self.last, self.stop)
+        self.width = self.last[1] - self.last[0]
+        return walk
+
+    def _walk(self, sequential: bool) -> Walk:
+        stride = abs(self.step) if self.even and abs(self.step) > self.width else 0
+        return Walk(
+            self.number, self.low, self.high, self.born, self.start, self.stop, self.accesses, self.down, sequential,
+            0 if stride or self.high - self.low > LONG else self.mask, stride, self.width if stride else 0,
+        )  # fmt: skip
