@@ -166,13 +166,18 @@ def _curve_values(item: TraceCurve) -> dict[str, Any]:
 
 
 def merged(parts: Iterable[Simulation]) -> Simulation:
-    """Returns one simulation of all `parts`, which have one model; a trace that several tell of is kept once."""
+    """Returns one simulation of all `parts`, which have one model; what several of them tell is kept once."""
     pieces = list(parts)
-    traces = {summary.trace: summary for piece in reversed(pieces) for summary in reversed(piece.traces)}
+    traces: dict[str, Summary] = {}
+    results: dict[tuple[str, str, int], Result] = {}
+    curves: dict[str, TraceCurve] = {}
+    for piece in pieces:
+        for summary in piece.traces:
+            traces.setdefault(summary.trace, summary)
+        for row in piece.results:
+            results.setdefault((row.trace, row.policy, row.cache_bytes), row)
+        for item in piece.curves:
+            curves.setdefault(item.trace, item)
     return Simulation(
-        pieces[0].model,
-        pieces[0].period_ns,
-        tuple(reversed(traces.values())),
-        tuple(result for piece in pieces for result in piece.results),
-        tuple(curve for piece in pieces for curve in piece.curves),
+        pieces[0].model, pieces[0].period_ns, tuple(traces.values()), tuple(results.values()), tuple(curves.values())
     )

@@ -68,6 +68,7 @@ def simulate_all(
     """Returns the plan's rows for all traces, which share `jobs` threads (default: one per core)."""
     for name in plan.policies:
         policy_class(name)  # an unknown name is refused before anything is read
+    sources = list(dict.fromkeys(sources))
     threads = jobs or len(os.sched_getaffinity(0))
     at_once = min(threads, len(sources))
     stop = threading.Event()
