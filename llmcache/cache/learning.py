@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from llmcache.cache.intervals import Intervals
 from llmcache.cache.order import LoopOrder, Pass, PassRecorder, disagreement
 
 ORDER_TOLERANCE = 0.05  # share of backward steps above which a pass replaces the order
@@ -32,8 +33,9 @@ class LoopLearner:
         self.guessed = False
         self.guess: list[int] = []  # extents in the order a decoder computes, from the headers
         self.passes = 0
-        self.period: int | None = None
+        self.period: int | None = None  # the usual one: a pause does not change it
         self._recorder = PassRecorder()
+        self._intervals = Intervals()
         self._unproved: tuple[int, ...] = ()  # the last pass in another order than the present one
 
     def believe(self, guess: Iterable[int]) -> None:
@@ -50,7 +52,9 @@ class LoopLearner:
         if len(done.extents) < max(1, visible // 2):
             return Lesson(counts=False)
         self.passes += 1
-        self.period = done.duration if self.period is None else (self.period + done.duration) // 2
+        self._intervals.add(done.duration, len(done.extents))
+        usual = self._intervals.period()
+        self.period = None if usual is None else usual.ns
         changed = not self.looping
         self.looping, self.guessed = True, False
         if len(done.extents) >= visible * 4 // 5 and self.order.disorder(done.extents) > ORDER_TOLERANCE:
