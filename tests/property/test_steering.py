@@ -1,0 +1,231 @@
+"""The deterministic core: never above its budget, the same for the same references, S/N of a loop, shorter periods first."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmcache.cache.extents import BLOCK_BYTES, LARGE_EXTENT, extent_bytes_for
+from llmcache.cache.steering import HIT, KEPT, Steering
+
+MIB = 1 << 20
+BLOCKS = LARGE_EXTENT // BLOCK_BYTES
+
+Step = tuple[str, int]
+
+
+def new_core(limit_mib: int, *sizes: int) -> Steering:
+    """A core with files "0", "1", … of these sizes in bytes."""
+    core = Steering(limit_mib * MIB)
+    for number, size in enumerate(sizes):
+        add(core, str(number), size)
+    return core
+
+
+def add(core: Steering, key: str, size: int) -> None:
+    extent_bytes = extent_bytes_for(size)
+    core.space(key, extent_bytes, [(size, 0, -(-size // extent_bytes))], "loop")
+
+
+def one_pass(core: Steering, key: str) -> int:
+    """Hits (extents) of one pass in file order."""
+    return sum(core.reference(key, extent) == HIT for extent in range(core.spaces[key].count))
+
+
+files = st.lists(st.integers(1, 60 * MIB), min_size=1, max_size=4)
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["pass", "pass", "pass", "some", "limit", "close", "open", "end", "convoy", "guess", "lost"]),
+        st.integers(0, 3),
+        st.integers(0, 1 << 20),
+    ),
+    max_size=30,
+)
+
+
+def drive(core: Steering, sizes: list[int], plan: list[tuple[str, int, int]]) -> list[Any]:
+    """Makes the core do all that a mount can ask; returns its verdicts, checking the budget after each step."""
+    verdicts: list[Any] = []
+    for kind, which, number in plan:
+        key = str(which % len(sizes))
+        if key not in core.spaces:
+            add(core, key, sizes[int(key)])
+        space, source = core.spaces[key], random.Random(number)
+        if kind == "pass":
+            verdicts += [core.reference(key, extent) for extent in range(space.count)]
+        elif kind == "some":
+            verdicts += [core.reference(key, source.randrange(space.count)) for _ in range(20)]
+        elif kind == "limit":
+            core.apply(["limit", number % 64 * MIB])
+        elif kind == "convoy":
+            core.apply(["convoy", key, number % 4])
+        elif kind == "guess":
+            core.apply(["guess", key, [[0, min(2, space.count)]], [[0, 1]], [[0, space.count]]])
+        elif kind == "lost":
+            core.apply(["lost", key, number % space.count])
+        else:
+            core.apply([kind, key])
+        within_its_budget(core)
+    return [*verdicts, core.hit_blocks, core.miss_blocks, core.evicted_blocks, core.held_blocks]
+
+
+def within_its_budget(core: Steering) -> None:
+    held = sum(space.blocks(extent) for space in core.spaces.values() for extent in space.held)
+    assert core.held_blocks == held
+    assert held * BLOCK_BYTES <= core.limit_bytes
+    for space in core.spaces.values():
+        assert all(space.wanted[extent] and not space.single[extent] for extent in space.held)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 64), files, steps)
+def test_never_above_the_budget_and_every_eviction_is_told(
+    limit: int, sizes: list[int], plan: list[tuple[str, int, int]]
+) -> None:
+    told: list[tuple[str, int]] = []
+    core = Steering(limit * MIB, lambda key, extent: told.append((key, extent)))
+    kept = 0
+    for number, size in enumerate(sizes):
+        add(core, str(number), size)
+    verdicts = drive(core, sizes, plan)
+    kept = verdicts[:-4].count(KEPT)
+    held = sum(len(space.held) for space in core.spaces.values())
+    lost = sum(kind == "lost" for kind, _, _ in plan)
+    assert held + len(told) <= kept <= held + len(told) + lost
+
+
+@settings(deadline=None)
+@given(st.integers(0, 64), files, steps)
+def test_the_same_sequence_gives_the_same_verdicts(limit: int, sizes: list[int], plan: list[tuple[str, int, int]]) -> None:
+    first = drive(new_core(limit, *sizes), sizes, plan)
+    assert drive(new_core(limit, *sizes), sizes, plan) == first
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(33, 200), st.integers(1, 250))
+def test_a_loop_hits_its_share_from_the_third_pass_on(extents: int, limit: int) -> None:
+    core = new_core(limit, extents * LARGE_EXTENT)
+    assert [one_pass(core, "0"), one_pass(core, "0")] == [0, 0]
+    window = max(8, -(-6 * extents // 100))  # at most; 12 MiB of it stand beside the budget
+    for _ in range(4):
+        hits = one_pass(core, "0")
+        assert min(extents, limit + min(0, 12 - window)) <= hits <= min(extents, limit)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_held_part_is_spread(seed: int) -> None:
+    core = new_core(40, 120 * LARGE_EXTENT)
+    random.seed(seed)
+    for _ in range(4):
+        one_pass(core, "0")
+    held = sorted(core.spaces["0"].held)
+    gaps = [later - earlier for earlier, later in zip(held, [*held[1:], held[0] + 120], strict=True)]
+    assert max(gaps) - min(gaps) <= 1
+
+
+def interleaved(core: Steering, rounds: int) -> None:
+    """A loop of 40 extents makes three passes while one of 120 makes one."""
+    for step in range(rounds * 120):
+        core.reference("0", step % 120)
+        core.reference("1", step % 40)
+
+
+def test_the_shorter_period_is_served_first() -> None:
+    core = new_core(50, 120 * LARGE_EXTENT, 40 * LARGE_EXTENT)
+    interleaved(core, 4)
+    assert len(core.spaces["1"].held) == 40
+    assert 0 < len(core.spaces["0"].held) <= 14
+    assert core.spaces["1"].learner.period == 80
+    assert core.spaces["0"].learner.period == 240
+
+
+def test_a_loop_that_rests_gives_way_and_gets_its_room_back() -> None:
+    core = new_core(40, 100 * LARGE_EXTENT, 60 * LARGE_EXTENT)
+    for _ in range(4):
+        one_pass(core, "0")
+    assert len(core.spaces["0"].held) > 30
+    for _ in range(5):
+        one_pass(core, "1")
+    assert len(core.spaces["1"].held) > 30 and len(core.spaces["0"].held) < 10
+    for _ in range(5):
+        one_pass(core, "0")
+    assert len(core.spaces["0"].held) > 30
+
+
+def test_loops_that_take_turns_are_both_active() -> None:
+    """A draft model makes eight passes, then its target one: neither has ended."""
+    core = new_core(48, 40 * LARGE_EXTENT, 100 * LARGE_EXTENT)
+    for _ in range(6):
+        for _ in range(8):
+            one_pass(core, "0")
+        one_pass(core, "1")
+    assert len(core.spaces["0"].held) == 40
+    assert one_pass(core, "0") == 40
+
+
+def test_a_closed_loop_gives_way_at_once() -> None:
+    core = new_core(40, 100 * LARGE_EXTENT, 60 * LARGE_EXTENT)
+    for _ in range(4):
+        one_pass(core, "0")
+    core.apply(["close", "0"])
+    assert len(core.spaces["0"].held) > 30, "nobody needs the room yet"
+    core.apply(["guess", "1", [], [], [[0, 60]]])
+    one_pass(core, "1")
+    assert len(core.spaces["1"].held) > 30
+
+
+def test_half_the_budget_leaves_at_once_and_comes_back() -> None:
+    core = new_core(64, 100 * LARGE_EXTENT)
+    for _ in range(4):
+        one_pass(core, "0")
+    before = set(core.spaces["0"].held)
+    core.apply(["limit", 32 * MIB])
+    assert core.spaces["0"].held < before and len(core.spaces["0"].held) <= 32
+    assert core.evicted_blocks == (len(before) - len(core.spaces["0"].held)) * BLOCKS
+    core.apply(["limit", 64 * MIB])
+    one_pass(core, "0")
+    assert len(core.spaces["0"].held) == len(before)
+
+
+def test_a_scan_keeps_nothing_and_takes_nothing() -> None:
+    core = new_core(40, 100 * LARGE_EXTENT, 500 * LARGE_EXTENT)
+    for _ in range(4):
+        one_pass(core, "0")
+    before = set(core.spaces["0"].held)
+    one_pass(core, "1")
+    assert core.spaces["0"].held == before and not core.spaces["1"].held
+
+
+def test_single_extents_are_given_up_when_a_header_says_so() -> None:
+    core = new_core(40, 36 * LARGE_EXTENT)
+    for _ in range(3):
+        one_pass(core, "0")
+    assert len(core.spaces["0"].held) == 36
+    core.apply(["guess", "0", [[0, 4]], [[0, 1]], [[0, 36]]])
+    assert core.spaces["0"].held == set(range(4, 36))
+    core.page("0", 0, BLOCKS)
+    assert core.is_single("0", 3) and not core.is_single("0", 4)
+
+
+def test_an_unknown_event_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown event 'reference'"):
+        new_core(1, 1).apply(["reference", "0", 0])
+
+
+def test_events_are_what_json_makes_of_them() -> None:
+    core, twin = Steering(40 * MIB), Steering(40 * MIB)
+    events = [
+        ("space", "7", LARGE_EXTENT, [(50 * MIB + 3, 0, 51)], "loop"),
+        ("guess", "7", [(1, 2)], [(1, 2)], [(0, 51)]),
+        ("convoy", "7", 2),
+    ]
+    for event in events:
+        core.apply(event)
+        twin.apply(json.loads(json.dumps(event)))
+    verdicts = [[each.reference("7", extent) for _ in range(3) for extent in range(51)] for each in (core, twin)]
+    assert verdicts[0] == verdicts[1] and HIT in verdicts[0]
