@@ -1,0 +1,200 @@
+"""What every policy keeps to, as functions that raise AssertionError: `test_policies.py` runs them on the whole table.
+
+The clauses that a policy does not keep are in `DIFFERENT`, each with the reason; its docstring has to say "Differs" too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from llmcache.cache.policies import policy_class
+from llmcache.cache.policies.base import Ids, Policy
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trace in runs (first, count) over the ids 0 .. blocks - 1 and a cache for it."""
+
+    capacity: int
+    blocks: int
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def first(self) -> Ids:
+        """First id of each run."""
+        return np.array([first for first, _ in self.runs], np.int64)
+
+    @property
+    def count(self) -> Ids:
+        """Blocks of each run."""
+        return np.array([count for _, count in self.runs], np.int64)
+
+    def references(self) -> list[int]:
+        """All references, block by block."""
+        return [block for first, count in self.runs for block in range(first, first + count)]
+
+    def policy(self, name: str) -> Policy:
+        """A fresh cache of the policy called `name`."""
+        return policy_class(name)(self.capacity, self.blocks)
+
+    def hits(self, name: str) -> list[int]:
+        """Hits of each run, all in one call of `replay`."""
+        return [int(hits) for hits in self.policy(name).replay(self.first, self.count)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Runs, single references, and stretches that come again, over at most 48 blocks."""
+    blocks = draw(st.integers(1, 48))
+    run = st.integers(0, blocks - 1).flatmap(lambda first: st.tuples(st.just(first), st.integers(1, blocks - first)))
+    single = st.tuples(st.integers(0, blocks - 1), st.just(1))
+    stretch = st.tuples(st.lists(st.one_of(run, single), min_size=1, max_size=6), st.integers(1, 5))
+    runs = [item for items, laps in draw(st.lists(stretch, min_size=1, max_size=5)) for item in items * laps]
+    return Case(draw(st.integers(1, blocks + 4)), blocks, tuple(runs))
+
+
+def long_case(capacity: int, seed: int) -> Case:
+    """Thousands of references over 600 blocks: a loop in fragments, scans and hot blocks; windows and ghosts fill."""
+    source = np.random.default_rng(seed)
+    runs: list[tuple[int, int]] = []
+    for _ in range(30):
+        runs += [(at, 50) for at in range(0, 300, 50)]
+        runs += [(int(block), 1) for block in source.integers(300, 340, 20)]
+        start = int(source.integers(340, 560))
+        runs.append((start, int(source.integers(1, 40))))
+    return Case(capacity, 600, tuple(runs))
+
+
+def holds_no_more_than_capacity(name: str, case: Case) -> None:
+    """What is resident at the end is int64, ascending, each id once, at most `capacity` of them."""
+    policy = case.policy(name)
+    policy.replay(case.first, case.count)
+    resident = policy.resident()
+    assert resident.dtype == np.int64
+    assert len(resident) <= case.capacity
+    assert (np.diff(resident) > 0).all()
+    assert ((resident >= 0) & (resident < case.blocks)).all()
+
+
+def holds_only_what_was_referenced(name: str, case: Case) -> None:
+    """Nothing is resident that the trace does not have."""
+    policy = case.policy(name)
+    policy.replay(case.first, case.count)
+    assert np.isin(policy.resident(), case.references()).all()
+
+
+def counts_evictions(name: str, case: Case) -> None:
+    """Every missed block came in, so what is not there any more was evicted."""
+    policy = case.policy(name)
+    misses = int((case.count - policy.replay(case.first, case.count)).sum())
+    assert policy.evictions == misses - len(policy.resident())
+
+
+def hits_what_is_resident(name: str, case: Case) -> None:
+    """Block by block: a hit if and only if it was resident, resident afterwards, and nothing else came in."""
+    policy = case.policy(name)
+    one = np.ones(1, np.int64)
+    before: set[int] = set()
+    for block in case.references():
+        evictions = policy.evictions
+        hit = policy.replay(np.array([block], np.int64), one)
+        after = set(policy.resident().tolist())
+        assert hit[0] == (block in before)
+        assert block in after
+        assert after - before <= {block}
+        assert len(after) <= case.capacity
+        assert policy.evictions - evictions == len(before - after)
+        assert hit[0] or len(before) == case.capacity or not before - after, "evicted while there was room"
+        before = after
+
+
+def decides_the_same_again(name: str, case: Case) -> None:
+    """The same trace gives the same hits and the same content."""
+    one, other = case.policy(name), case.policy(name)
+    assert one.replay(case.first, case.count).tolist() == other.replay(case.first, case.count).tolist()
+    assert one.resident().tolist() == other.resident().tolist()
+
+
+def does_not_see_where_calls_end(name: str, case: Case) -> None:
+    """A trace cut into several calls of `replay` gives the same hits and the same content."""
+    whole, cut = case.policy(name), case.policy(name)
+    hits = whole.replay(case.first, case.count).tolist()
+    pieces: list[int] = []
+    for part in np.array_split(np.arange(len(case.runs)), 1 + min(len(case.runs), 7)):
+        pieces += cut.replay(case.first[part], case.count[part]).tolist()
+    assert pieces == hits
+    assert cut.resident().tolist() == whole.resident().tolist()
+    assert cut.evictions == whole.evictions
+
+
+def sees_blocks_and_not_runs(name: str, case: Case) -> None:
+    """Each run has as many hits as its blocks have when they are replayed one by one."""
+    blocks = np.array(case.references(), np.int64)
+    single = case.policy(name).replay(blocks, np.ones_like(blocks))
+    ends = np.cumsum(case.count)
+    assert case.hits(name) == [int(single[end - count : end].sum()) for end, count in zip(ends, case.count, strict=True)]
+
+
+def misses_only_first_uses_when_all_fits(name: str, case: Case) -> None:
+    """With room for all blocks, only the first reference to each misses and nothing is evicted."""
+    roomy = Case(len(set(case.references())), case.blocks, case.runs)
+    policy = roomy.policy(name)
+    misses = int((roomy.count - policy.replay(roomy.first, roomy.count)).sum())
+    assert misses == roomy.capacity
+    assert policy.evictions == 0
+    assert policy.resident().tolist() == sorted(set(case.references()))
+
+
+def is_not_better_than_belady(name: str, case: Case) -> None:
+    """No policy that inserts every missed block has more hits than Belady."""
+    assert sum(case.hits(name)) <= sum(case.hits("belady"))
+
+
+def keeps_what_a_smaller_one_keeps(name: str, case: Case) -> None:
+    """A cache of one block more holds the same and hits at least where the smaller one does, if `stack` is True."""
+    if not policy_class(name).stack:
+        return
+    larger = Case(case.capacity + 1, case.blocks, case.runs)
+    small, large = case.policy(name), larger.policy(name)
+    assert (small.replay(case.first, case.count) <= large.replay(case.first, case.count)).all()
+    assert np.isin(small.resident(), large.resident()).all()
+
+
+Clause = Callable[[str, Case], None]
+
+ALWAYS: tuple[Clause, ...] = (
+    holds_no_more_than_capacity,
+    holds_only_what_was_referenced,
+    counts_evictions,
+    decides_the_same_again,
+    sees_blocks_and_not_runs,
+    misses_only_first_uses_when_all_fits,
+    is_not_better_than_belady,
+    keeps_what_a_smaller_one_keeps,
+)
+ONLINE: tuple[Clause, ...] = (hits_what_is_resident, does_not_see_where_calls_end)
+"""What can be asked only of a policy that does not need the whole trace at once."""
+
+_EXTENTS = "a wanted block comes with its whole extent"
+_BYPASS = "a block that the plan does not want is not inserted, and windows beside the capacity hold what is being read"
+DIFFERENT: Mapping[str, Mapping[str, str]] = {
+    "llmcachefs": {
+        "holds_only_what_was_referenced": _EXTENTS,
+        "counts_evictions": _BYPASS,
+        "sees_blocks_and_not_runs": "a run is a request, which is served as a whole",
+        "misses_only_first_uses_when_all_fits": f"{_EXTENTS}, or not at all when the extent is larger than the cache",
+        "is_not_better_than_belady": f"{_BYPASS}; {_EXTENTS}",
+        "hits_what_is_resident": _BYPASS,
+    },
+}
+"""Policy name: {name of a clause it does not keep: why}. A test fails when a clause here is kept after all."""
+
+
+def clauses(name: str) -> list[Clause]:
+    """Returns the clauses that the policy called `name` has to keep."""
+    wanted = ALWAYS if policy_class(name).offline else ALWAYS + ONLINE
+    return [clause for clause in wanted if clause.__name__ not in DIFFERENT.get(name, {})]
