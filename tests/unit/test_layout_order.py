@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from llmcache.fs.layout import ModelLayout, Tensor, order_shards, shard_group, shard_name
+from llmcache.fs.layout import ModelLayout, Tensor, order_shards, shard_name
 from llmcache.fs.layout.order import is_embedding, is_expert, is_output
 
 GGUF_LAYER = ["attn_norm", "attn_q", "attn_v", "attn_k", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
@@ -121,14 +121,10 @@ def test_names_of_shards() -> None:
     last = shard_name("dir/llama-70b-00003-of-00003.gguf")
     assert first is not None and last is not None
     assert (first.number, first.count, last.number) == (0, 3, 2)
-    assert first.group == last.group == shard_group("dir/llama-70b-00002-of-00003.gguf")
-    assert shard_group("other/llama-70b-00002-of-00003.gguf") != first.group
-    assert shard_group("llama-70b-00002-of-00004.gguf") != shard_group("llama-70b-00002-of-00003.gguf")
-    assert shard_group("model-00002-of-00003.safetensors") != shard_group("model-00002-of-00003.gguf")
 
 
 @pytest.mark.parametrize(
     "name", ["", "model.gguf", "m-00004-of-00003.gguf", "m-00000-of-00003.gguf", "m-1-of-3.gguf", "m-00001-of-00003.md"]
 )
 def test_names_that_are_no_shards(name: str) -> None:
-    assert shard_name(name) is None and shard_group(name) is None
+    assert shard_name(name) is None

@@ -8,7 +8,7 @@ Only the header is read, and nothing is imported beyond the standard library: th
 """
 
 from llmcache.fs.layout.model import order_shards, read_layout
-from llmcache.fs.layout.shards import ShardName, index_shards, shard_group, shard_name
+from llmcache.fs.layout.shards import ShardName, index_shards, shard_name
 from llmcache.fs.layout.tensors import ModelLayout, Region, Role, Tensor
 
 __all__ = [
@@ -20,6 +20,5 @@ __all__ = [
     "index_shards",
     "order_shards",
     "read_layout",
-    "shard_group",
     "shard_name",
 ]

@@ -9,16 +9,13 @@ from dataclasses import dataclass
 from llmcache.errors import DataError
 
 # Both families use the same pattern: llama-00001-of-00003.gguf, model-00001-of-00005.safetensors.
-_SHARD = re.compile(
-    r"(?P<stem>.*)-(?P<number>[0-9]{5,6})-of-(?P<count>[0-9]{5,6})(?P<suffix>\.gguf|\.safetensors)", re.DOTALL
-)
+_SHARD = re.compile(r".*-(?P<number>[0-9]{5,6})-of-(?P<count>[0-9]{5,6})(?:\.gguf|\.safetensors)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class ShardName:
-    """What the name of a shard says: `group` is equal for all shards of a model, `number` counts from 0."""
+    """What the name of a shard says: which of how many; `number` counts from 0."""
 
-    group: str
     number: int
     count: int
 
@@ -31,13 +28,7 @@ def shard_name(name: str) -> ShardName | None:
     number, count = int(match["number"]), int(match["count"])
     if not 1 <= number <= count:
         return None
-    return ShardName(f"{match['stem']}-of-{match['count']}{match['suffix']}", number - 1, count)
-
-
-def shard_group(name: str) -> str | None:
-    """A key that all shards of the model to which `name` belongs share; None for a file on its own."""
-    shard = shard_name(name)
-    return shard.group if shard else None
+    return ShardName(number - 1, count)
 
 
 def index_shards(text: bytes) -> tuple[str, ...]:
