@@ -21,7 +21,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import Ids, lean_kernel
+from llmcache.cache.policies.base import F, Ids, lean_kernel
 
 WORD = 64
 BUCKET_WORDS = 8
@@ -33,8 +33,11 @@ NOW, LIVE = 0, 1  # places in the kernel's state
 Moments = NDArray[np.signedinteger[Any]]
 Words = NDArray[np.uint64]
 
-# A call would pass every array in seven words, which costs more than what these functions do.
-inlined = numba.njit(inline="always")
+
+def inlined(function: F) -> F:
+    """Puts `function` into its callers: a call passes every array in seven words, which costs more than it does."""
+    compiled: F = numba.njit(inline="always")(function)
+    return compiled
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,64 @@
+"""Small traces for the simulator's tests, and LRU said as plainly as possible."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+
+from llmcache.trace.record import MAP, READ, WRITE, Provenance, Trace, TraceFile
+
+FILES = (TraceFile(0, "/models/m.gguf", 1, 10, 0, 0), TraceFile(3, "/models/tokenizer.json", 1, 11, 0, 0))
+Row = tuple[int, int, int, int]  # file, first, count, op
+
+
+def trace_of(rows: list[Row], step_ns: int = 1_000_000, provenance: Provenance | None = None) -> Trace:
+    """A trace of these rows, `step_ns` apart."""
+    file, first, count, op = np.array(rows, np.int64).reshape(-1, 4).T
+    t_ns = np.arange(len(rows), dtype=np.int64) * step_ns
+    known = provenance or Provenance("synthetic")
+    return Trace.build(t_ns, file, first, count, op, files=FILES, provenance=known)
+
+
+def loop(blocks: int, passes: int, run: int, op: int = READ) -> list[Row]:
+    """Rows that read blocks 0 .. `blocks` - 1 `passes` times, `run` at a time."""
+    return [(0, first, min(run, blocks - first), op) for _ in range(passes) for first in range(0, blocks, run)]
+
+
+def saved(trace: Trace, directory: Path, name: str = "trace.parquet") -> str:
+    """The path of `trace` as a file."""
+    path = directory / name
+    trace.save(path)
+    return str(path)
+
+
+def rows(blocks: int = 60, longest: int = 40, most: int = 60) -> st.SearchStrategy[list[Row]]:
+    """Rows in two files, near and far, whose runs overlap in all ways."""
+    row = st.tuples(
+        st.sampled_from([0, 3]),
+        st.integers(0, blocks).flatmap(lambda first: st.sampled_from([first, first + 1000])),
+        st.integers(1, longest),
+        st.sampled_from([READ, WRITE, MAP]),
+    )
+    return st.lists(row, min_size=1, max_size=most)
+
+
+def plain_lru(rows: list[Row], capacity: int) -> list[tuple[int, int]]:
+    """(hits, evictions so far) of each row, block by block."""
+    held: OrderedDict[tuple[int, int], None] = OrderedDict()
+    told, evictions = [], 0
+    for file, first, count, _ in rows:
+        hits = 0
+        for block in range(first, first + count):
+            if (file, block) in held:
+                hits += 1
+                held.move_to_end((file, block))
+                continue
+            if len(held) == capacity:
+                held.popitem(last=False)
+                evictions += 1
+            held[file, block] = None
+        told.append((hits, evictions))
+    return told

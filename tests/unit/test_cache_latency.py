@@ -1,0 +1,111 @@
+"""The fetch model of section 4.1, its figure 5 in numbers, and the meter of stalls."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcache.cache.constants import PAPER
+from llmcache.cache.latency import FetchModel, StallMeter, check_times
+from llmcache.cache.simulate import simulate
+from llmcache.errors import DataError
+from tests.unit.simulation_parts import trace_of
+
+MB = 10**6
+
+
+def test_a_block_costs_what_the_paper_says() -> None:
+    """Four requests of 1 KiB to the GPU; 50 us and 4096 bytes at the bandwidth from storage."""
+    model = FetchModel()
+    assert model.gpu_s(1) == pytest.approx(4 * (2e-6 + 1024 / 20e9))
+    for bandwidth, expected in ((100, 90.96e-6), (200, 70.48e-6), (500, 58.192e-6), (1000, 54.096e-6)):
+        assert model.storage_s(1, bandwidth * MB) == pytest.approx(expected)
+    assert model.latency_s(10, 3, 100 * MB) == pytest.approx(10 * model.gpu_s(1) + 3 * 90.96e-6)
+
+
+def test_gains_beyond_500_mb_per_s_are_negligible_as_in_figure_5() -> None:
+    model = FetchModel()
+    times = [model.latency_s(1000, 1000, bandwidth) for bandwidth in PAPER.storage_bandwidths]
+    gains = [1 - later / earlier for earlier, later in itertools.pairwise(times)]
+    assert gains[0] > 0.2
+    assert gains[2] < 0.07
+
+
+def test_only_reads_fetch() -> None:
+    reads = simulate(trace_of([(0, 0, 8, 0)]), ["lru"], [8 * 4096])[0]
+    writes = simulate(trace_of([(0, 0, 8, 1)]), ["lru"], [8 * 4096])[0]
+    both = simulate(trace_of([(0, 0, 8, 1), (0, 0, 8, 2)]), ["lru"], [8 * 4096])[0]
+    model = FetchModel()
+    assert reads.latency_s == pytest.approx(model.latency_s(8, 8, 100 * MB))
+    assert (writes.latency_s, writes.storage_read_bytes, writes.byte_hit_ratio) == (0, 0, None)
+    assert both.latency_s == pytest.approx(model.gpu_s(8))
+    assert [latency.bw for latency in reads.latencies] == list(PAPER.storage_bandwidths)
+    assert (reads.bw, reads.latency_s) == (reads.latencies[0].bw, reads.latencies[0].latency_s)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"storage_bandwidths": ()}, {"storage_bandwidths": (5, 0)}, {"gpu_bandwidth": 0}, {"request_bytes": -1}]
+)
+def test_a_model_without_bandwidth_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        FetchModel(**wrong)  # type: ignore[arg-type]
+
+
+def test_stalls_begin_where_formula_1_says() -> None:
+    """A pass of N blocks in every T: S cached blocks leave N - S to be read, which must fit in BW x T."""
+    blocks, bandwidth, period_ns = 1000, 4096 * 2500, 100_000_000
+    fits = 250  # blocks in BW x T
+    for missed, stalls in ((fits, 0), (fits + 1, 20)):
+        meter = StallMeter(period_ns, (bandwidth,))
+        for number in range(20):
+            meter.add(np.array([number * period_ns], np.uint64), np.array([missed], np.int64))
+        (found,) = meter.stalls()
+        assert (found.slices, found.stalled_slices, found.worst_bytes) == (20, stalls, missed * 4096)
+        assert found.stall_s == pytest.approx(stalls * (missed * 4096 / bandwidth - 0.1))
+    assert blocks - fits == 750
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=50),
+    st.integers(1, 30),
+    st.integers(1, 10),
+)
+def test_slices_are_those_of_the_times_however_the_rows_come(
+    steps: list[tuple[int, int]], period_ns: int, rows: int
+) -> None:
+    t_ns = np.cumsum([step for step, _ in steps]).astype(np.uint64) + np.uint64(7)
+    missed = np.array([blocks for _, blocks in steps], np.int64)
+    bandwidth = 4096 * 10**9 // 4  # a quarter of a block per ns
+    meter = StallMeter(period_ns, (bandwidth,))
+    for start in range(0, len(t_ns), rows):
+        meter.add(t_ns[start : start + rows], missed[start : start + rows])
+    sums: dict[int, int] = {}
+    for at, blocks in zip(t_ns.tolist(), missed.tolist(), strict=True):
+        number = (at - int(t_ns[0])) // period_ns
+        sums[number] = sums.get(number, 0) + blocks
+    late = [4 * blocks - period_ns for blocks in sums.values() if 4 * blocks > period_ns]
+    (found,) = meter.stalls()
+    assert (found.slices, found.worst_bytes) == (len(sums), max(sums.values()) * 4096)
+    assert found.stall_s == pytest.approx(sum(late) / 1e9)
+    assert found.stalled_slices == len([one for one in late if one > 1e-6])
+
+
+def test_first_references_are_metered_apart() -> None:
+    """Eight blocks in every T, all from storage at first: a cache that holds them stalls in the first slice only."""
+    trace = trace_of([(0, 0, 8, 0)] * 5, step_ns=1000)
+    model = FetchModel(storage_bandwidths=(4096 * 10**9 // 500,))  # two blocks in T
+    large, small = simulate(trace, ["lru"], [8 * 4096, 4096], model, period_ns=1000)
+    assert (large.stalls[0].stalled_slices, small.stalls[0].stalled_slices) == (1, 5)
+
+
+def test_a_trace_without_times_cannot_be_metered() -> None:
+    with pytest.raises(DataError, match="t_ns"):
+        check_times(5, 5)
+    with pytest.raises(DataError, match="t_ns"):
+        simulate(trace_of([(0, 0, 1, 0)] * 3, step_ns=0), ["lru"], [4096], period_ns=1)
+    with pytest.raises(ValueError, match="period_ns"):
+        StallMeter(0, (1,))

@@ -1,0 +1,143 @@
+"""`--scheduler`: a Dask cluster of processes gives the rows of a local run; what is missing there is named."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmcache.cache import cluster
+from llmcache.cache.cachesizes import AUTO
+from llmcache.cache.plan import Plan
+from llmcache.cache.simulate import simulate_all
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.trace.record import Provenance
+from tests.unit.simulation_parts import loop, saved, trace_of
+
+distributed = pytest.importorskip("distributed")
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", host="127.0.0.1"
+    ) as running:
+        yield running.scheduler_address
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> list[str]:
+    one = trace_of(loop(200, 5, 16) + loop(20, 3, 5, op=1))
+    two = trace_of(loop(30, 9, 1))
+    return [saved(one, tmp_path, "one.parquet"), saved(two, tmp_path, "two.parquet")]
+
+
+PLAN = Plan(("lru", "sieve", "belady"), AUTO, period_ns=10_000_000, curves=True)
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_cluster_gives_the_rows_of_a_local_run(
+    sent: bool, address: str, traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not sent:
+        monkeypatch.setattr(cluster, "SENT_BYTES", 0)
+    told: list[tuple[str, int, int]] = []
+    far = cluster.simulate_on(address, traces, PLAN, progress=lambda *what: told.append(what))
+    near = simulate_all(traces, PLAN)
+    assert far.results == near.results
+    assert far.traces == near.traces
+    assert [item.curve.hits.tolist() for item in far.curves] == [item.curve.hits.tolist() for item in near.curves]
+    assert {(name, in_all) for name, done, in_all in told if done == in_all} == {(traces[0], 3), (traces[1], 3)}
+
+
+def test_other_formats_are_read_by_the_workers(address: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text("file,offset,length,op\na,0,8192,read\na,0,8192,read\n")
+    plan = Plan(("lru",), (1 << 20,))
+    assert cluster.simulate_on(address, [str(path)], plan).results == simulate_all([str(path)], plan).results
+
+
+def test_a_worker_that_does_not_see_the_trace_is_named(
+    address: str, traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "SENT_BYTES", 0)
+    real = cluster.Remote.of
+    monkeypatch.setattr(
+        cluster.Remote, "of", lambda name: cluster.Remote(name, "/elsewhere/t.parquet", 9, real(name).digest)
+    )
+    with pytest.raises(EnvironmentProblem, match=r"worker tcp://127\.0\.0\.1:\d+ cannot read '/elsewhere/t.parquet'"):
+        cluster.simulate_on(address, traces, PLAN)
+
+
+def test_a_worker_with_another_content_is_named(address: str, traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "SENT_BYTES", 0)
+    real = cluster.Remote.of(traces[0])
+    changed = cluster.Remote(real.name, real.path, real.size_bytes, "0" * 64)
+    monkeypatch.setattr(cluster.Remote, "of", lambda name: changed)
+    with pytest.raises(EnvironmentProblem, match="another content"):
+        cluster.simulate_on(address, traces[:1], PLAN)
+
+
+def test_errors_of_a_worker_are_those_of_a_local_run(address: str, tmp_path: Path) -> None:
+    lost = saved(trace_of(loop(9, 9, 3), provenance=Provenance("ebpf", lost_events=3)), tmp_path, "lost.parquet")
+    with pytest.raises(DataError, match="lost_events") as caught:
+        cluster.simulate_on(address, [lost], PLAN)
+    assert caught.value.hint == "leave belady out of --policy"
+
+
+def test_another_version_on_the_workers_is_refused(address: str, traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "__version__", "99.0")
+    with pytest.raises(EnvironmentProblem, match=r"worker tcp://.* has llmcache .*, this is 99\.0"):
+        cluster.simulate_on(address, traces, PLAN)
+
+
+def test_no_scheduler_no_worker_no_trace(traces: list[str], address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "CONNECT_S", 1)
+    for wrong in ("tcp://127.0.0.1:1", "nonsense"):
+        with pytest.raises(EnvironmentProblem, match=f"--scheduler: no Dask scheduler answers at '{wrong}'"):
+            cluster.simulate_on(wrong, traces, PLAN)
+    with (
+        distributed.LocalCluster(n_workers=0, dashboard_address=":0", host="127.0.0.1") as idle,
+        pytest.raises(EnvironmentProblem, match="no worker came"),
+    ):
+        cluster.simulate_on(idle.scheduler_address, traces, PLAN)
+    with pytest.raises(UsageError, match=r"none\.parquet"):
+        cluster.simulate_on(address, ["none.parquet"], PLAN)
+
+
+def test_a_missing_extra_is_named(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "distributed":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(EnvironmentProblem) as caught:
+        cluster.simulate_on("tcp://127.0.0.1:8786", traces, PLAN)
+    assert caught.value.exit_code == 3 and caught.value.hint is not None
+    assert "llmcache-toolkit[cluster]" in caught.value.hint
+
+
+def test_nothing_but_a_cluster_imports_distributed(traces: list[str]) -> None:
+    import subprocess
+
+    code = "import sys; from llmcache import cli\ntry: cli.main()\nfinally: print('distributed' in sys.modules)"
+    command = [sys.executable, "-c", code, "simulate", traces[1], "--policy", "lru"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(("threads", "tasks"), [(1, 3), (3, 3), (4, 6), (1000, 30)])
+def test_a_plan_is_cut_for_the_threads_there_are(threads: int, tasks: int) -> None:
+    parts = cluster.parts_of(PLAN, threads)
+    assert len(parts) == tasks
+    assert [(part.policies[0], size) for part in parts for size in part.sizes] == [
+        (policy, size) for policy in PLAN.policies for size in PLAN.sizes
+    ]
+    assert [part.curves for part in parts] == [True] + [False] * (tasks - 1)

@@ -1,0 +1,187 @@
+"""`llmcache simulate`: the rows of the issue as JSON, tables, and bad input, whose message names the field."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmcache import cli
+from llmcache.cache.cachesizes import AUTO_PERCENT
+from llmcache.trace.record import Provenance
+from tests.unit.simulation_parts import loop, saved, trace_of
+
+ISSUE_KEYS = {"trace", "policy", "cache_bytes", "accesses", "hits", "hit_ratio", "read_bytes", "write_bytes"}
+ISSUE_KEYS |= {"storage_read_bytes", "latency_s"}
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    return saved(trace_of(loop(200, 5, 16) + loop(20, 3, 5, op=1)), tmp_path)
+
+
+def run(args: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        cli.run(cli.app, "llmcache", ["simulate", *args])
+    assert isinstance(caught.value.code, int)
+    told = capsys.readouterr()
+    return caught.value.code, told.out, told.err
+
+
+def document(args: Sequence[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    code, out, err = run([*args, "--json"], capsys)
+    assert (code, err) == (0, "")
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_json_has_a_row_for_each_trace_policy_and_size(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = document([trace, "--policy", "lru,sieve", "--cache", "40Ki,1M", "--bw", "100,1GB/s"], capsys)
+    assert found["schema"] == "llmcache.simulate/1"
+    assert [(row["policy"], row["cache_bytes"]) for row in found["results"]] == [
+        ("lru", 40960), ("lru", 10**6), ("sieve", 40960), ("sieve", 10**6),
+    ]  # fmt: skip
+    row = found["results"][1]
+    assert row.keys() >= ISSUE_KEYS
+    assert (row["accesses"], row["hits"], row["reads"], row["writes"]) == (1060, 860, 1000, 60)
+    assert (row["read_bytes"], row["write_bytes"], row["storage_read_bytes"]) == (1000 * 4096, 60 * 4096, 200 * 4096)
+    assert row["bw"] == 100 * 10**6
+    assert [latency["bw"] for latency in row["latencies"]] == [100 * 10**6, 10**9]
+    assert row["latency_s"] == row["latencies"][0]["latency_s"] > row["latencies"][1]["latency_s"]
+    assert found["model"]["kind"] == "modelled"
+    assert found["traces"][0]["footprint_blocks"] == 200
+
+
+def test_sizes_may_be_shares_and_auto_has_ten(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shares = document([trace, "--policy", "lru", "--cache", "2%,12.5%,100%"], capsys)["results"]
+    assert [row["cache_bytes"] for row in shares] == [4 * 4096, 25 * 4096, 200 * 4096]
+    auto = document([trace, "--policy", "lru"], capsys)["results"]
+    assert [row["cache_bytes"] for row in auto] == [2 * percent * 4096 for percent in AUTO_PERCENT]
+    assert len(auto) == 10
+    assert all(isinstance(row["latency_s"], float) for row in auto)
+
+
+def test_auto_works_on_the_smallest_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved(trace_of([(0, 0, 1, 0), (0, 0, 1, 0)]), tmp_path)
+    (row,) = document([path, "--policy", "lru"], capsys)["results"]
+    assert (row["cache_bytes"], row["hits"]) == (4096, 1)
+
+
+def test_the_curve_and_the_stalls_are_in_the_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = document([trace, "--policy", "lru", "--cache", "1M", "--mrc", "--t", "10ms", "--bw", "1"], capsys)
+    (curve,) = found["curves"]
+    assert curve["cache_bytes"][-1] == 200 * 4096
+    assert curve["hits"][-1] == found["results"][0]["hits"]
+    (stall,) = found["results"][0]["stalls"]
+    assert stall["bw"] == 10**6
+    assert stall == found["traces"][0]["cold_stalls"][0]  # at this size only first references miss
+    assert stall["stalled_slices"] == 2 and stall["worst_bytes"] == 160 * 4096
+    assert stall["stall_s"] == pytest.approx(200 * 4096 / 1e6 - 2 * 0.01)
+    assert found["period_s"] == 0.01
+
+
+def test_people_get_tables_that_say_what_is_modelled(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run([trace, "--policy", "lru,belady", "--cache", "40Ki,1M", "--t", "0.01", "--mrc"], capsys)
+    assert (code, err) == (0, "")
+    assert "1060 blocks referenced (1000 read, 60 written) of 200 distinct ones" in out
+    assert "LRU" in out and "Belady" in out and "0.8113" in out
+    assert "latency: modelled" in out and "Stalls (modelled)" in out
+    assert "LRU at all sizes: hit ratio up to 0.8113" in out
+
+
+def test_a_report_is_written_and_never_replaced_unasked(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "out.html"
+    args = [trace, "--policy", "lru", "--cache", "50%", "--report", str(page)]
+    assert run(args, capsys)[0] == 0
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    code, _, err = run(args, capsys)
+    assert code == 2 and "--report" in err and "--force" in err
+    assert run([*args, "--force"], capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "named"),
+    [
+        (["--cache", "16"], 2, "--cache: '16' has no unit"),
+        (["--cache", "16M,,4M"], 2, "--cache"),
+        (["--cache", "4095B"], 2, "--cache: 4095 bytes are less than one block"),
+        (["--cache", "0.1%"], 2, "--cache: 0.1% of a footprint of 200 blocks"),
+        (["--cache", "0%"], 2, "--cache: '0%'"),
+        (["--cache", "101%"], 2, "--cache: '101%'"),
+        (["--cache", "-4M"], 2, "--cache"),
+        (["--cache", "lots"], 2, "--cache"),
+        (["--bw", "0"], 2, "--bw: '0'"),
+        (["--bw", "100,-5"], 2, "--bw"),
+        (["--bw", "100,"], 2, "--bw"),
+        (["--t", "0"], 2, "--t: '0'"),
+        (["--t", "soon"], 2, "--t: 'soon'"),
+        (["--policy", "lru,best"], 2, "--policy: there is no policy 'best'"),
+        (["--policy", ""], 2, "--policy"),
+        (["--jobs", "0"], 2, "--jobs"),
+        (["--report", "/nowhere/out.html"], 2, "--report"),
+    ],
+)
+def test_bad_options_are_named(
+    args: list[str], code: int, named: str, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, out, err = run([trace, *args], capsys)
+    assert (found, out) == (code, "")
+    assert named in err and "Traceback" not in err
+
+
+def test_bad_traces_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    foreign, cut, empty = tmp_path / "foreign.parquet", tmp_path / "cut.parquet", tmp_path / "empty.parquet"
+    foreign.write_text("no Parquet")
+    whole = Path(saved(trace_of(loop(300, 50, 1)), tmp_path)).read_bytes()
+    cut.write_bytes(whole[: len(whole) // 2])
+    saved(trace_of([]), tmp_path, empty.name)
+    lost = saved(trace_of(loop(9, 9, 3), provenance=Provenance("ebpf", lost_events=3)), tmp_path, "lost.parquet")
+    timeless = saved(trace_of(loop(9, 9, 3), step_ns=0), tmp_path, "timeless.parquet")
+    for args, code, named in (
+        ([str(foreign)], 5, "foreign.parquet"),
+        ([str(cut)], 5, "cut.parquet"),
+        ([str(empty)], 5, "rows"),
+        ([str(tmp_path / "none.parquet")], 2, "none.parquet"),
+        ([str(tmp_path)], 2, str(tmp_path)),
+        ([lost, "--policy", "lru,belady"], 5, "lost_events"),
+        ([timeless, "--t", "0.1"], 5, "t_ns"),
+        ([timeless, str(empty)], 5, "rows"),
+    ):
+        found, out, err = run([*args, "--cache", "4Ki"], capsys)
+        assert (found, out) == (code, ""), err
+        assert named in err and "Traceback" not in err
+    assert run([lost, timeless, "--policy", "lru", "--cache", "4Ki"], capsys)[0] == 0
+
+
+def test_other_formats_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text("file,offset,length,op\na,0,8192,read\na,0,8192,read\nb,100,1,write\n")
+    (row,) = document([str(path), "--policy", "lru", "--cache", "1M"], capsys)["results"]
+    assert (row["trace"], row["accesses"], row["hits"], row["writes"]) == (str(path), 5, 2, 1)
+
+
+def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
+    path = saved(trace_of([(0, block % 50_000, 1, 0) for block in range(0, 7 * 400_000, 7)]), tmp_path)
+    code = "import sys; from llmcache.cache import tracerun; tracerun.BATCH_ROWS = 1000\n"
+    code += "from llmcache.cache import grid\nold = grid.PolicyCell.feed\n"
+    code += "def feed(self, part):\n    print('fed', flush=True); old(self, part)\n"
+    code += "grid.PolicyCell.feed = feed\nfrom llmcache import cli; cli.main()"
+    command = [sys.executable, "-c", code, "simulate", path, "--policy", "lru,sieve,lfu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "fed\n"
+        process.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0 and time.monotonic() - start < 30
+        assert "Traceback" not in err and err == ""
+        assert "hit ratio" not in out
