@@ -73,7 +73,6 @@ def _replay(
                 evicted += 1
             else:
                 used += 1
-            visited[block] = 0
             push_front(links, head, block)
         hits[run] = found
     return used, hand, evicted
