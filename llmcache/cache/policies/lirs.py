@@ -44,7 +44,7 @@ class LIRS(Policy):
 
     17 bytes per block.
     Source: S. Jiang, X. Zhang, LIRS: an efficient low inter-reference recency set replacement policy, SIGMETRICS 2002,
-    section 3; the 1 % is its section 4.
+    with the share of HIR blocks of its experiments.
     Differs from the paper: S is bounded by twice the capacity, so that at most capacity + the HIR share of gone blocks
     are remembered (the paper leaves S unbounded and notes that it can be limited). libCacheSim has the same bound.
     Differs from libCacheSim: there a hit on a block that has left S also takes a block out of the LIR set; hits differ by

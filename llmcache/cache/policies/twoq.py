@@ -28,7 +28,7 @@ class TwoQ(Policy):
 
     Kin and Kout are rounded down. 9 bytes per block.
     Source: T. Johnson, D. Shasha, 2Q: a low overhead high performance buffer management replacement algorithm, VLDB
-    1994, figure 2; 25 % and 50 % are its section 3.
+    1994, the full version and the shares it recommends.
     Differs from the paper: b leaves A1out before room is made for it, so that A1out never drops a second id for an id
     that goes anyway (the paper does not say when b leaves). libCacheSim does the same and gives the same hits.
     """

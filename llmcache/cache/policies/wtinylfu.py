@@ -44,7 +44,7 @@ class WTinyLFU(Policy):
     Differs from Caffeine: the window stays at 1 % (no hill climbing), a tie always goes to the victim (Caffeine lets a
     few warm candidates in at random against hash flooding), and there is the paper's doorkeeper.
     Differs from libCacheSim: there every counter of a Bloom filter is incremented without limit, also when the window
-    gives up a block but not when a block of the window is hit, no doorkeeper, a sample of 32 references per place, and
+    gives up a block but not when a block of the window is hit, no doorkeeper, ageing after 32 hits per place, and
     blocks enter protected directly while it has room.
     """
 
