@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike
 
-from llmcache.trace.record.columns import SCHEMA, Columns, Reach, check_rows, columns_from, concatenated
+from llmcache.trace.record.columns import BLOCK_BYTES, SCHEMA, Columns, Reach, check_rows, columns_from, concatenated
 from llmcache.trace.record.meta import KEY, Provenance, TraceFile, encode, file_table
 from llmcache.trace.record.output import Output, problem
 from llmcache.trace.record.trace import Trace
@@ -23,7 +23,7 @@ GROUP_ROWS = 1 << 17
 class TraceWriter:
     """Writes a trace under a temporary name; `close` (or the end of a with block) gives it its own.
 
-    Files may be added, and `provenance` be replaced, until it is closed; the size of a file grows with its writes.
+    Files may be added, and `provenance` be replaced, until it is closed; a size that is known grows with the writes.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class TraceWriter:
                 write_page_checksum=True,
             )
         except OSError as error:
+            self._output.discard()
             raise problem(path, error) from error
 
     def add_file(self, file: TraceFile) -> None:
@@ -118,7 +119,11 @@ class TraceWriter:
             self.discard()
 
     def _grown(self, file: TraceFile) -> TraceFile:
-        return dataclasses.replace(file, size_bytes=max(file.size_bytes, self._reach.written_bytes(file.id)))
+        written = self._reach.written_bytes(file.id)
+        # A size that is unknown stays so: what was written is only a part. Writes are known to the block.
+        if not file.size_bytes or written - file.size_bytes < BLOCK_BYTES:
+            return file
+        return dataclasses.replace(file, size_bytes=written)
 
     def _write_groups(self, all_rows: bool = False) -> None:
         if not self._waiting:

@@ -18,11 +18,11 @@ _STEP_NS = _SECOND_NS  # how far a clock that is being adjusted may go back
 # "1234 " (-f -o FILE) or "[pid 1234] " (-f on the terminal), then "12:34:56.789012 ", "1700000000.123456 " or none;
 # with both -r and -t, the difference follows in brackets.
 _PREFIX = re.compile(
-    r"(?:\[pid\s+(\d+)\]\s*|(\d+)\s+)?(?:(\d\d):(\d\d):(\d\d)(?:\.(\d+))?\s+|(\d+)\.(\d+)\s+)?(?:\(\+\s*[\d.]+\)\s*)?"
+    r"\s*(?:\[pid\s+(\d+)\]\s*|(\d+)\s+)?(?:(\d\d):(\d\d):(\d\d)(?:\.(\d+))?\s+|(\d+)\.(\d+)\s+)?(?:\(\+\s*[\d.]+\)\s*)?"
 )
 _CALL = re.compile(r"(\w+)\((.*)\)\s+= (-?\d+|0x[\da-f]+)(?:<((?:[^<>\\]|\\.)*)>)?")
 _UNKNOWN_RESULT = re.compile(r"\w+\(.*\)\s+= \?")
-_UNFINISHED = re.compile(r"(\w+\(.*?)\s*<unfinished \.\.\.>$")
+_UNFINISHED = re.compile(r"(\w+\(.*) <unfinished \.\.\.>$")
 _RESUMED = re.compile(r"<\.\.\. (\w+) resumed>\s?")
 _ENDED = re.compile(r"\+\+\+ (?:exited with|killed by) ")
 _SEPARATOR = re.compile(r'"(?:[^"\\]|\\.)*"|(?<=\w)<(?:[^<>\\]|\\.)*>|[\[{(]|[\]})]|, ')
@@ -156,7 +156,7 @@ def split(args: str) -> list[str]:
 
 def unquoted(text: str) -> str:
     """Returns the string that strace shows as `text`, with or without quotes; bytes that are not UTF-8 are kept."""
-    quoted = os.fsencode(text.removesuffix("...").strip('"'))
+    quoted = os.fsencode(text.removesuffix("...").removeprefix('"').removesuffix('"'))
     return os.fsdecode(_ESCAPE.sub(_unescaped, quoted))
 
 

@@ -1,0 +1,118 @@
+"""Any trace survives every format, whole or in parts, as far as the format can hold it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmcache.trace.convert import convert
+from llmcache.trace.importers.oracle_general import RECORD
+from llmcache.trace.info import describe
+from llmcache.trace.record import Trace, TraceReader, TraceWriter, concatenate, open_trace
+from llmcache.trace.record import writer as record_writer
+from tests.unit.trace_parts import blocks, traces
+
+
+@given(traces())
+def test_parquet_keeps_everything(made: Trace) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "t.parquet"
+        made.save(path)
+        assert Trace.load(path).equals(made)
+
+
+@given(traces(), st.integers(1, 70), st.integers(1, 70))
+def test_streamed_is_whole(made: Trace, written_rows: int, read_rows: int) -> None:
+    """Appended in parts of any size and read in batches of any size: the same rows, in row groups of bounded size."""
+    group_rows, record_writer.GROUP_ROWS = record_writer.GROUP_ROWS, 8
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "t.parquet"
+            with TraceWriter(path, provenance=made.provenance) as writer:
+                for part in made.batches(written_rows):
+                    writer.append(part)
+            with TraceReader(path) as reader:
+                parts = list(reader.batches(read_rows))
+                assert reader.rows == len(made) and max(map(len, parts)) <= read_rows
+            metadata = pq.ParquetFile(path).metadata
+            assert max(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)) <= 8
+            assert Trace.load(path).equals(made)
+            joined = concatenate(parts)
+            assert all(np.array_equal(a, b) for a, b in zip(joined.columns, made.columns, strict=True))
+    finally:
+        record_writer.GROUP_ROWS = group_rows
+
+
+@given(traces(), st.integers(0, 60), st.integers(0, 60))
+def test_slices_concatenate_to_the_whole(made: Trace, one: int, other: int) -> None:
+    start, end = sorted((one, other))
+    parts = [made.slice(0, start), made.slice(start, end), made.slice(end, len(made))]
+    assert blocks(concatenate(parts)) == blocks(made)
+    assert concatenate(parts).t_ns.tolist() == made.t_ns.tolist()
+
+
+@given(traces(), st.integers(0, 10**12), st.integers(0, 10**12))
+def test_between_is_a_filter(made: Trace, t0: int, t1: int) -> None:
+    assert made.between(t0, t1).t_ns.tolist() == [t for t in made.t_ns.tolist() if t0 <= t < t1]
+
+
+@settings(deadline=None)
+@given(traces())
+def test_csv_keeps_accesses_and_times(made: Trace) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        source, target = Path(directory) / "t.parquet", Path(directory) / "t.csv"
+        made.save(source)
+        convert(source, target)
+        with open_trace(target) as reader:
+            loaded = reader.read()
+        assert blocks(loaded) == blocks(made)
+        assert np.array_equal(loaded.t_ns, made.t_ns) and np.array_equal(loaded.count, made.count)
+        convert(target, Path(directory) / "again.csv")
+        assert (Path(directory) / "again.csv").read_bytes() == target.read_bytes()
+
+
+@settings(deadline=None)
+@given(traces())
+def test_oracle_general_keeps_which_accesses_are_of_one_block(made: Trace) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        source, target, back = (Path(directory) / name for name in ("t.parquet", "t.oracleGeneral", "back.parquet"))
+        made.save(source)
+        convert(source, target)
+        records = np.fromfile(target, RECORD)
+        touched = [(path, block) for path, block, _ in blocks(made)]
+        numbers = dict(zip(touched, records["object"].tolist(), strict=True))
+        assert records["object"].tolist() == [numbers[block] for block in touched]
+        assert len(set(numbers.values())) == len(numbers)
+        for now, (number, following) in enumerate(zip(records["object"], records["next"], strict=True)):
+            later = np.flatnonzero(records["object"][now + 1 :] == number)
+            assert following == (now + 2 + later[0] if len(later) else -1)
+        convert(target, back)
+        loaded = Trace.load(back)
+        places = dict(zip(records["object"].tolist(), loaded.first.tolist(), strict=True))
+        assert loaded.first.tolist() == [places[number] for number in records["object"].tolist()]
+        assert len(set(places.values())) == len(places) and set(loaded.count.tolist()) == {1}
+
+
+@settings(deadline=None)
+@given(traces())
+def test_info_counts_what_is_there(made: Trace) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "t.parquet"
+        made.save(path)
+        info = describe(path)
+    touched = blocks(made)
+    assert (info.rows, info.accesses) == (len(made), len(touched))
+    assert info.touched_bytes == 4096 * len({(path, block) for path, block, _ in touched})
+    assert sum(info.ops.values()) == sum(info.misses.values()) == info.accesses
+    assert info.ops["write"] == sum(op == 1 for _, _, op in touched)
+    assert (info.start_ns, info.end_ns) == (made.t_ns[0], made.t_ns[-1])
+    assert sorted(info.pids) == sorted(set(made.pid.tolist()))
+    for file in info.files:
+        of_file = [block for path, block, _ in touched if path == file.path]
+        assert (file.accesses, file.touched_bytes) == (len(of_file), 4096 * len(set(of_file)))
+    assert len(info.files) + info.untouched_files == len(made.files)

@@ -1,0 +1,153 @@
+"""libCacheSim's format: objects become runs of blocks, blocks become objects, and the next access is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmcache.errors import DataError
+from llmcache.trace.convert import convert
+from llmcache.trace.importers.oracle_general import GAP, RECORD
+from llmcache.trace.record import Trace, open_trace
+from llmcache.trace.shapes import SHAPES
+from tests.unit.trace_parts import blocks, trace
+
+
+def write(path: Path, *records: tuple[int, int, int, int]) -> Path:
+    np.array(list(records), RECORD).tofile(path)
+    return path
+
+
+def read(path: Path) -> Trace:
+    with open_trace(path) as reader:
+        return reader.read()
+
+
+def following(ids: list[int]) -> list[int]:
+    """The number (from 1) of the next request for the same id, -1 if there is none: by looking for it."""
+    return [next((at + 1 for at in range(now + 1, len(ids)) if ids[at] == ids[now]), -1) for now in range(len(ids))]
+
+
+def test_sizes_are_rounded_up_and_objects_keep_apart(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.oracleGeneral", (5, 7, 4097, 4), (5, 3, 0, -1), (6, 8, 4096, -1), (9, 7, 1, -1), (9, 99, 8192, -1)
+    )
+    loaded = read(path)
+    # In the order of ids: 3 (1 block), a gap of 3 (ids 4 to 6), 7 (2 blocks), 8 (1), the most of a gap, 99 (2).
+    assert loaded.first.tolist() == [4, 0, 6, 4, 7 + GAP]
+    assert loaded.count.tolist() == [2, 1, 1, 1, 2]
+    assert loaded.t_ns.tolist() == [5 * 10**9, 5 * 10**9, 6 * 10**9, 9 * 10**9, 9 * 10**9]
+    assert [file.size_bytes for file in loaded.files] == [(9 + GAP) * 4096]
+    assert loaded.provenance.tier == "oracleGeneral"
+
+
+def test_ids_of_64_bits_find_a_place(tmp_path: Path) -> None:
+    loaded = read(write(tmp_path / "t.oracleGeneral", (0, 2**64 - 1, 1, -1), (0, 0, 2**32 - 1, -1), (0, 2**63, 1, -1)))
+    assert loaded.first.tolist() == [2**20 + 2 * GAP + 1, 0, 2**20 + GAP]
+    assert loaded.count.tolist() == [1, 2**20, 1]
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([(5, 1, 1, -1), (4, 2, 1, -1)], "time: record 1 has 4"),
+        ([(5, 1, 1, -3)], "next: record 0 has -3"),
+        ([], "rows: .* has no accesses"),
+    ],
+)
+def test_a_refusal_names_the_field(records: list[tuple[int, int, int, int]], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        read(write(tmp_path / "t.oracleGeneral", *records))
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.oracleGeneral", (5, 1, 1, -1), (5, 2, 1, -1))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"size: .* has 47 bytes, not a multiple of 24"):
+        read(path)
+
+
+def test_every_block_is_a_record_that_knows_the_next(tmp_path: Path) -> None:
+    made = trace(t_ns=(0, 10**9, 2 * 10**9 - 1, 7 * 10**9))
+    made.save(tmp_path / "t.parquet")
+    convert(tmp_path / "t.parquet", tmp_path / "t.oracleGeneral")
+    records = np.fromfile(tmp_path / "t.oracleGeneral", RECORD)
+    assert records["time"].tolist() == [0, 0, 0, 1, 1, 1, 7, 7, 7]
+    assert set(records["size"].tolist()) == {4096}
+    touched = blocks(made)
+    numbers = {block: number for block, number in zip(touched, records["object"].tolist(), strict=True)}
+    assert [numbers[block] for block in touched] == records["object"].tolist()
+    assert len(set(numbers.values())) == len(numbers) == 6
+    assert records["next"].tolist() == following(records["object"].tolist()) == [7, 8, 9, -1, -1, -1, -1, -1, -1]
+
+
+def test_the_next_access_is_found_across_chunks(tmp_path: Path) -> None:
+    """Two passes over 400,000 blocks: every block comes again, more than one chunk later."""
+    rows, size = 20, 20_000
+    first = np.tile(np.arange(rows) * size, 2)
+    made = trace(np.arange(2 * rows), 0, first, size, files=[trace().files[1].__class__(0, "/x", 0, 0, 0, 0)])
+    made.save(tmp_path / "t.parquet")
+    convert(tmp_path / "t.parquet", tmp_path / "t.oracleGeneral")
+    following = np.fromfile(tmp_path / "t.oracleGeneral", RECORD)["next"]
+    half = rows * size
+    assert np.array_equal(following[:half], np.arange(half) + half + 1) and (following[half:] == -1).all()
+
+
+def test_a_time_beyond_32_bits_cannot_be_written(tmp_path: Path) -> None:
+    trace(t_ns=(0, 0, 0, 2**32 * 10**9)).save(tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="t_ns: 4294967296000000000 ns is beyond 32 bits of seconds"):
+        convert(tmp_path / "t.parquet", tmp_path / "t.oracleGeneral")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["t.parquet"]
+
+
+def lru_misses(ids: list[int], capacity: int) -> int:
+    kept: dict[int, None] = {}
+    misses = 0
+    for block in ids:
+        misses += block not in kept
+        kept.pop(block, None)
+        kept[block] = None
+        if len(kept) > capacity:
+            del kept[next(iter(kept))]
+    return misses
+
+
+@pytest.mark.parametrize("policy", ["LRU", "Belady"])
+def test_libcachesim_reads_what_is_written(policy: str, tmp_path: Path) -> None:
+    """Its misses are those counted here; Belady's depend on every next access being right."""
+    libcachesim = pytest.importorskip("libcachesim")
+    SHAPES["ai_translate"]().save(tmp_path / "t.parquet")
+    convert(tmp_path / "t.parquet", tmp_path / "t.oracleGeneral")
+    reader = libcachesim.TraceReader(str(tmp_path / "t.oracleGeneral"), libcachesim.TraceType.ORACLE_GENERAL_TRACE)
+    capacity = 300
+    ratio = getattr(libcachesim, policy)(cache_size=capacity * 4096).process_trace(reader)[0]
+    ids = np.fromfile(tmp_path / "t.oracleGeneral", RECORD)["object"].tolist()
+    if policy == "LRU":
+        assert round(ratio * len(ids)) == lru_misses(ids, capacity)
+    else:
+        assert round(ratio * len(ids)) == belady_misses(ids, coming_at(ids), capacity)
+
+
+def coming_at(ids: list[int]) -> list[int]:
+    """When each request's id comes again; after the end if never. As `following`, in linear time."""
+    last: dict[int, int] = {}
+    result = [len(ids)] * len(ids)
+    for now in range(len(ids) - 1, -1, -1):
+        result[now] = last.get(ids[now], len(ids))
+        last[ids[now]] = now
+    return result
+
+
+def belady_misses(ids: list[int], coming: list[int], capacity: int) -> int:
+    """Misses when the block is evicted that is needed last, or never; every missed block is inserted."""
+    kept: dict[int, int] = {}
+    misses = 0
+    for block, again in zip(ids, coming, strict=True):
+        if block not in kept:
+            misses += 1
+            if len(kept) >= capacity:
+                del kept[max(kept, key=kept.__getitem__)]
+        kept[block] = again
+    return misses

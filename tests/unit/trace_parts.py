@@ -1,0 +1,71 @@
+"""Small traces and files of them for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from hypothesis import strategies as st
+
+from llmcache.trace.record import Provenance, Trace, TraceFile
+from llmcache.trace.record.columns import SCHEMA
+from llmcache.trace.record.meta import KEY, encode
+
+FILES = (TraceFile(0, "/models/a.gguf", 1, 11, 0, 400 * 4096), TraceFile(1, "/models/b,\"c\n.bin", 1, 12, 3, 0))
+PROVENANCE = Provenance("test", clock="monotonic", kernel="6.18", lost_events=2, command="x y", extra={"k": "ü"})
+
+
+def trace(
+    t_ns: Any = (1, 2, 2, 9),
+    file: Any = (0, 1, 0, 0),
+    first: Any = (0, 7, 3, 0),
+    count: Any = (3, 1, 2, 3),
+    files: Sequence[TraceFile] = FILES,
+    **columns: Any,
+) -> Trace:
+    """Returns a trace of four rows, of which some columns are replaced."""
+    return Trace.build(t_ns, file, first, count, files=files, provenance=PROVENANCE, **columns)
+
+
+@st.composite
+def traces(draw: st.DrawFn, most_rows: int = 60) -> Trace:
+    """Traces of up to three files and some rows."""
+    rows = draw(st.integers(1, most_rows))
+
+    def column(values: st.SearchStrategy[int]) -> list[int]:
+        return draw(st.lists(values, min_size=rows, max_size=rows))
+
+    names = st.text(st.characters(exclude_characters="\0\r"), min_size=1)
+    paths = draw(st.lists(names, min_size=3, max_size=3, unique=True))
+    return Trace.build(
+        sorted(column(st.integers(0, 10**12))),
+        column(st.integers(0, 2)),
+        column(st.integers(0, 500)),
+        column(st.integers(1, 40)),
+        column(st.integers(0, 2)),
+        column(st.integers(0, 2)),
+        column(st.integers(0, 2**32 - 1)),
+        files=[TraceFile(number, path, number, 5, 0, 0) for number, path in enumerate(paths)],
+        provenance=Provenance("test", note=draw(st.text())),
+    )
+
+
+def blocks(of: Trace) -> list[tuple[str, int, int]]:
+    """Returns (path, block, op) of every access, in order."""
+    paths = {file.id: file.path for file in of.files}
+    rows = zip(of.file.tolist(), of.first.tolist(), of.count.tolist(), of.op.tolist(), strict=True)
+    return [(paths[file], block, op) for file, first, count, op in rows for block in range(first, first + count)]
+
+
+def write_parquet(path: Path, columns: dict[str, Any], metadata: bytes | None = None, nullable: bool = False) -> Path:
+    """Write Parquet that no TraceWriter would write: `columns` in place of those of `trace()`; None leaves one out."""
+    good = dict(zip(SCHEMA.names, trace().columns, strict=True))
+    arrays = {name: pa.array(values) for name, values in {**good, **columns}.items() if values is not None}
+    fields = [pa.field(name, array.type, nullable=nullable) for name, array in arrays.items()]
+    text = encode(FILES, PROVENANCE) if metadata is None else metadata
+    schema = pa.schema(fields, metadata={KEY: text} if text else None)
+    pq.write_table(pa.table(list(arrays.values()), schema=schema), path)
+    return path
