@@ -47,7 +47,7 @@ def apply(links: lists.Links, model: list[list[int]], step: tuple[str, int, int,
 @settings(deadline=None)
 @given(steps=st.lists(STEPS, max_size=40))
 def test_lists_do_what_lists_of_python_do(dtype: type, steps: list[tuple[str, int, int, int]]) -> None:
-    links = lists.new_links(BLOCKS, 2).astype(dtype)
+    links: lists.Links = lists.new_links(BLOCKS, 2).astype(dtype)
     model: list[list[int]] = [[], []]
     for step in steps:
         apply(links, model, step)
