@@ -40,6 +40,16 @@ def lean_kernel(function: F) -> F:
     return compiled
 
 
+def bare_kernel(function: F) -> F:
+    """As `kernel`, for functions that make no arrays and call only their like: their arrays are not counted.
+
+    Compiled code that hands records and tuples of arrays from function to function would spend most of its time on
+    atomic reference counts. The caller of the outermost function keeps the arrays alive.
+    """
+    compiled: F = numba.njit(cache=True, nogil=True, _nrt=False)(function)
+    return compiled
+
+
 class Policy(ABC):
     """A cache of `capacity` blocks over ids 0 .. `blocks` - 1. `replay` goes on where the last call ended."""
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import Ids, Policy, kernel
+from llmcache.cache.policies.base import Ids, Policy, bare_kernel
 from llmcache.cache.policies.segments import (
     Segments,
     be_newest,
@@ -128,20 +128,22 @@ class LLMCache(Policy):
 
     def resident(self) -> Ids:
         """Returns the ids that the cache holds now, ascending."""
-        return np.sort(_held_blocks(self._plan, int(self._plan.v["held"][0])))
+        blocks = np.empty(int(self._plan.v["held"][0]), np.int64)
+        _held_blocks(self._plan, blocks)
+        return np.sort(blocks)
 
 
 def _evidence(capacity: int) -> int:
     return max(1, capacity // 2)
 
 
-@kernel
+@bare_kernel
 def _replay(p: Plan, first: Ids, count: Ids, hits: Ids) -> None:
     for run in range(first.size):
         hits[run] = _refer(p, first[run], count[run])
 
 
-@kernel
+@bare_kernel
 def _refer(p: Plan, block: int, n: int) -> int:
     """Returns the hits of one run."""
     v = p.v[0]
@@ -168,7 +170,7 @@ def _refer(p: Plan, block: int, n: int) -> int:
     return hits
 
 
-@kernel
+@bare_kernel
 def _refer_piece(p: Plan, stream: int, block: int, n: int) -> tuple[int, int]:
     """References as many of the `n` blocks from `block` as share all they have; returns how many, and the hits."""
     s, v = p.s, p.v[0]
@@ -221,7 +223,7 @@ def _refer_piece(p: Plan, stream: int, block: int, n: int) -> tuple[int, int]:
     return n, n if held else 0
 
 
-@kernel
+@bare_kernel
 def _refer_new(p: Plan, stream: int, block: int, n: int) -> int:
     """References blocks that are not remembered; returns how many."""
     v = p.v[0]
@@ -236,12 +238,12 @@ def _refer_new(p: Plan, stream: int, block: int, n: int) -> int:
     return n
 
 
-@kernel
+@bare_kernel
 def _agree(elapsed: int, interval: int) -> bool:
     return abs(elapsed - interval) <= (interval >> TOLERANCE_SHIFT) + SLACK
 
 
-@kernel
+@bare_kernel
 def _group(kind: int, interval: int) -> int:
     octave = highest_bit(interval)
     return kind * PER_KIND + 2 * octave + ((2 * (interval - (1 << octave))) >> octave)
@@ -250,7 +252,7 @@ def _group(kind: int, interval: int) -> int:
 # The plan
 
 
-@kernel
+@bare_kernel
 def _take(p: Plan, segment: int, block: int, n: int, in_lru: bool) -> None:
     """Takes `n` blocks from `block` out of `segment`, wherever it is."""
     s, v = p.s, p.v[0]
@@ -266,7 +268,7 @@ def _take(p: Plan, segment: int, block: int, n: int, in_lru: bool) -> None:
     release(s, segment)
 
 
-@kernel
+@bare_kernel
 def _put(p: Plan, queue: int, stream: int, block: int, n: int, interval: int, planned: bool) -> None:
     """Gives `n` referenced blocks their place in the plan: `queue`, or the run of `stream` when that is given (>= 0)."""
     v = p.v[0]
@@ -284,6 +286,8 @@ def _put(p: Plan, queue: int, stream: int, block: int, n: int, interval: int, pl
                 if v.from_tail and v.victims == queue:
                     # Each block takes the place of the one before it: only the last one stays.
                     _give_up(p, 1)
+                    if v.chosen_until < 0:
+                        part = 1  # it was the last one there: choose anew
                     if part > 1:
                         passing = make(p.s, block + done, part - 1, v.step, interval)
                         be_newest(p.s, passing)
@@ -305,7 +309,7 @@ def _put(p: Plan, queue: int, stream: int, block: int, n: int, interval: int, pl
         done += part
 
 
-@kernel
+@bare_kernel
 def _run_of(p: Plan, stream: int) -> int:
     """Returns the queue of what `stream` has read once, made if it has none."""
     v = p.v[0]
@@ -329,7 +333,7 @@ def _run_of(p: Plan, stream: int) -> int:
     return run
 
 
-@kernel
+@bare_kernel
 def _join(p: Plan, queue: int, segment: int) -> None:
     v = p.v[0]
     if join(p.s, queue, segment) and queue < GROUPS:
@@ -338,7 +342,7 @@ def _join(p: Plan, queue: int, segment: int) -> None:
         v.groups += 1
 
 
-@kernel
+@bare_kernel
 def _leave(p: Plan, segment: int) -> None:
     """Takes a segment out of its queue, and the queue out of the lists of those that hold something."""
     leave(p.s, segment)
@@ -369,7 +373,7 @@ def _leave(p: Plan, segment: int) -> None:
         v.free_run = queue
 
 
-@kernel
+@bare_kernel
 def _choose(p: Plan) -> None:
     """Chooses the queue, and its end, that gives up blocks next: what is needed last."""
     s, v = p.s, p.v[0]
@@ -388,7 +392,7 @@ def _choose(p: Plan) -> None:
             late = s.seg[s.queue[queue].tail]
             away = late.last + late.n - 1 + late.interval - step
             tail = 1
-        if away > furthest:
+        if away > furthest or (away == furthest and queue < best):
             best, from_tail, furthest = queue, tail, away
     if v.oldest_run >= 0:
         late = s.seg[s.queue[v.oldest_run].tail]
@@ -399,23 +403,30 @@ def _choose(p: Plan) -> None:
     v.chosen_until = (step // p.stale + 1) * p.stale
 
 
-@kernel
+@bare_kernel
 def _give_up(p: Plan, n: int) -> int:
     """Takes up to `n` blocks of the chosen queue out of the plan; returns how many."""
     s, v = p.s, p.v[0]
     line = s.queue[v.victims]
     segment = line.tail if v.from_tail else line.head
     n = min(n, s.seg[segment].n)
-    if n == s.seg[segment].n and not v.from_tail:
-        v.chosen_until = -1  # what comes behind it may have another age
     segment = end_piece(s, segment, v.from_tail, n)
     _leave(p, segment)
+    if not v.from_tail and line.head >= 0 and not _goes_on(s, segment, line.head):
+        v.chosen_until = -1  # what comes behind it may have another age
     _forget(p, segment, v.from_tail)
     v.planned -= n
     return n
 
 
-@kernel
+@bare_kernel
+def _goes_on(s: Segments, first: int, second: int) -> bool:
+    """Returns whether two segments could be one: blocks and steps go on, the interval is the same."""
+    a, b = s.seg[first], s.seg[second]
+    return a.lo + a.n == b.lo and a.last + a.n == b.last and a.interval == b.interval
+
+
+@bare_kernel
 def _forget(p: Plan, segment: int, down: bool) -> None:
     """A segment that is in no queue is out of the plan: remembered, within bounds, whether or not the cache holds it."""
     s, v = p.s, p.v[0]
@@ -439,7 +450,7 @@ def _forget(p: Plan, segment: int, down: bool) -> None:
 # What the cache holds
 
 
-@kernel
+@bare_kernel
 def _settle(p: Plan, n: int, held: int) -> None:
     """After a reference of `n` blocks: moves the shadow LRU on, and evicts if the cache has grown."""
     s, v = p.s, p.v[0]
@@ -461,7 +472,7 @@ def _settle(p: Plan, n: int, held: int) -> None:
             _evict(p, v.held - p.capacity)
 
 
-@kernel
+@bare_kernel
 def _evict(p: Plan, n: int) -> None:
     """Evicts `n` blocks that the leader does not hold."""
     s, v = p.s, p.v[0]
@@ -486,7 +497,7 @@ def _evict(p: Plan, n: int) -> None:
         n -= part
 
 
-@kernel
+@bare_kernel
 def _look(p: Plan) -> None:
     """Once a round: who leads, and what a block that was seen once is worth."""
     v = p.v[0]
@@ -502,7 +513,7 @@ def _look(p: Plan) -> None:
         v.once >>= 1
 
 
-@kernel
+@bare_kernel
 def _weigh_once(p: Plan) -> None:
     """Finds how long to wait for a first reuse: the horizon with the most reuses per step of waiting.
 
@@ -523,9 +534,9 @@ def _weigh_once(p: Plan) -> None:
             v.patience, v.worth = horizon, np.int64(1 / best)
 
 
-@kernel
-def _held_blocks(p: Plan, held: int) -> Ids:
-    blocks = np.empty(held, np.int64)
+@bare_kernel
+def _held_blocks(p: Plan, blocks: Ids) -> None:
+    """Fills `blocks`, least recently referenced first."""
     found = 0
     segment = p.s.state[0].oldest
     while segment >= 0:
@@ -535,4 +546,3 @@ def _held_blocks(p: Plan, held: int) -> Ids:
                 blocks[found] = record.lo + offset
                 found += 1
         segment = record.newer
-    return blocks

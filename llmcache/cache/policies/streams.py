@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import kernel
+from llmcache.cache.policies.base import bare_kernel
 
 STREAMS = 64
 AHEAD = 8
@@ -44,7 +44,7 @@ def make_streams() -> Streams:
     return Streams(np.full(STREAMS, NOWHERE, np.int64), row, np.array([0, STREAMS - 1], np.int64))
 
 
-@kernel
+@bare_kernel
 def _unlink(t: Streams, stream: int) -> None:
     row = t.row[stream]
     if row.before >= 0:
@@ -57,7 +57,7 @@ def _unlink(t: Streams, stream: int) -> None:
         t.ends[1] = row.before
 
 
-@kernel
+@bare_kernel
 def _be_latest(t: Streams, stream: int) -> None:
     if t.ends[1] == stream:
         return
@@ -67,7 +67,7 @@ def _be_latest(t: Streams, stream: int) -> None:
     t.ends[1] = stream
 
 
-@kernel
+@bare_kernel
 def _be_free(t: Streams, stream: int) -> None:
     t.head[stream] = NOWHERE
     if t.ends[0] == stream:
@@ -78,24 +78,24 @@ def _be_free(t: Streams, stream: int) -> None:
     t.ends[0] = stream
 
 
-@kernel
+@bare_kernel
 def follow(t: Streams, block: int, n: int) -> tuple[int, bool]:
     """Returns the stream of a run of `n` blocks from `block`, moved to its end, and whether it is a new one.
 
     Streams that the run passes over end. The caller counts the run's blocks in `length`.
     """
-    best, best_rank = -1, AHEAD + BEHIND + 1
-    passed = 0
     end = block + n
-    for stream in range(STREAMS):
-        step = block - t.head[stream]
-        if step <= AHEAD and step > -n:
-            passed += step <= 0
-        if step <= AHEAD and step >= -BEHIND and step != 0:
+    near = 0
+    for stream in range(STREAMS):  # nearly always nothing is found: one pass that vectorises
+        ahead = t.head[stream] - (block - AHEAD)
+        near += (ahead >= 0) & (ahead < AHEAD + max(n, BEHIND + 1))
+    best, best_rank = -1, AHEAD + BEHIND + 1
+    if near:
+        for stream in range(STREAMS):
+            step = block - t.head[stream]
             rank = step if step > 0 else AHEAD - step
-            if rank < best_rank:
+            if step != 0 and -BEHIND <= step <= AHEAD and rank < best_rank:
                 best, best_rank = stream, rank
-    if passed:
         for stream in range(STREAMS):
             if block <= t.head[stream] < end and stream != best:
                 _be_free(t, stream)
