@@ -89,6 +89,15 @@ def test_wtinylfu_forgets_a_loop_that_is_longer_than_its_sample() -> None:
     assert hits("wtinylfu", loop, 200) > 0.15 * len(loop)
 
 
+def test_lecar_is_near_libcachesim_on_random_references_and_far_on_loops(tmp_path: Path) -> None:
+    """Without order there is nothing for LFU's ties to decide; on a loop theirs gives up each block before its use."""
+    for capacity in (100, 500, 900):
+        ids = TRACES["random"]
+        assert abs(hits("lecar", ids, capacity) - libcachesim_hits("LeCaR", ids, capacity, tmp_path)) < 0.01 * len(ids)
+    assert libcachesim_hits("LeCaR", TRACES["loop"], 900, tmp_path) == 0
+    assert hits("lecar", TRACES["loop"], 900) > 0.8 * len(TRACES["loop"])
+
+
 GOLDEN = {
     "random": {"2q": (1648, 8238, 16075), "lirs": (1638, 8242, 16075), "wtinylfu": (1584, 8196, 16042)},
     "zipf": {"2q": (14876, 19928, 22301), "lirs": (15264, 20288, 22667), "wtinylfu": (15669, 20594, 22647)},

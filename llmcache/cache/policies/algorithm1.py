@@ -58,8 +58,8 @@ class Algorithm1(Policy):
     G6 the oldest BS in SEQ is the one that became SEQ first; of equal periods, the BS that was made first gives way.
     G7 Evict comes last in an access: b is already in its BS, whose other blocks may go.
 
-    The cache is one place per block, and reads and writes are the same (the paper speaks of accesses). 88 bytes per
-    block, because of G3, and 24 per place. O(1) per access but for evictions from LOOP (a heap, logarithmic in the number of BS).
+    Reads and writes are the same (the paper speaks of accesses). 88 bytes per block, because of G3, and 24 per place.
+    O(1) per access except where LOOP gains or gives up a BS (a heap: logarithmic in their number).
     Source: io_caching section 4.1, Algorithm 1.
     """
 

@@ -39,7 +39,7 @@ class LeCaR(Policy):
 
     Source: G. Vietri et al., Driving cache replacement with ML-based LeCaR, HotStorage 2018, algorithms 1 and 2, and
     the authors' program, github.com/sylab/LeCaR. Their later program (github.com/sylab/cacheus) halves the histories.
-    Differs from libCacheSim, which breaks LFU's ties by age: on loops its hits are others.
+    Differs from libCacheSim, which breaks LFU's ties by age: it has no hit on a loop, and fewer on skewed references.
     """
 
     name = "lecar"
