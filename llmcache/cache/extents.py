@@ -72,8 +72,11 @@ class Space:
         return max(0, -(-size // BLOCK_BYTES))
 
     def part_of(self, extent: int) -> Part:
-        """Returns the file that `extent` is in."""
-        return next(part for part in self.parts if extent < part.base + part.count)
+        """Returns the file that `extent` is in; IndexError beyond the last."""
+        for part in self.parts:
+            if extent < part.base + part.count:
+                return part
+        raise IndexError(f"extent {extent} of {self.count}")
 
     def loop_order(self) -> list[int]:
         """Returns the extents that may be held, in visiting order."""

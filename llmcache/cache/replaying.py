@@ -148,6 +148,7 @@ class Cut:
     The first run that touches an extent is the reference; runs that follow soon belong to the same visit: a mount then
     has the extent in its window. New blocks of a visit share its verdict, blocks of it that come again are hits. Small
     files that are no models are read page by page, and kept (least recently read first out) in what loops leave free.
+    Files that are called as models are believed to loop from the start.
     """
 
     def __init__(self, places: Places, files: Sequence[TraceFile], capacity: int) -> None:
@@ -178,9 +179,12 @@ class Cut:
         known = self._known.get(file)
         size = max(known.size_bytes if known else 0, self._places.end_of(file) * BLOCK_BYTES)
         extent_bytes = extent_bytes_for(size)
-        model = known is None or (known.path.endswith(MODEL_ENDINGS) and size > LEAST_MODEL_BYTES)
-        kind = "loop" if model or size >= LARGE_FILE_BYTES else "hot"
-        self.core.space(str(file), extent_bytes, [(size, 0, -(-size // extent_bytes))], kind)
+        model = known is not None and known.path.endswith(MODEL_ENDINGS) and size > LEAST_MODEL_BYTES
+        kind = "loop" if known is None or model or size >= LARGE_FILE_BYTES else "hot"
+        count = -(-size // extent_bytes)
+        self.core.space(str(file), extent_bytes, [(size, 0, count)], kind)
+        if model:  # a mount reads the header; a trace has none, so that order and rows stay unknown
+            self.core.guess(str(file), [], [], [(0, count)])
         self._extent_blocks[file] = 0 if kind == "hot" else extent_bytes // BLOCK_BYTES
         return self._extent_blocks[file]
 

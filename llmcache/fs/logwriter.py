@@ -18,6 +18,7 @@ import sys
 from typing import IO, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmcache.errors import LlmcacheError
 from llmcache.fs.accesslog import FRAME, ROWS
@@ -26,6 +27,7 @@ from llmcache.trace.record import COLUMNS, Provenance, TraceFile, TraceWriter
 SCHEME = "llmcache.mount/1"
 DTYPE = np.dtype([(name, dtype.newbyteorder("<")) for name, dtype in COLUMNS.items()])  # as accesslog.ROW
 EVENTS_MAX = 1 << 20
+THREADS_MAX = 4096  # remembered; thread ids are used again
 NICE = 10
 
 
@@ -38,12 +40,14 @@ class LogWriter:
         self._about: dict[str, Any] = {}
         self._lost = 0
         self._end = ""
+        self._process_of: dict[int, int] = {}
 
     def take(self, kind: int, payload: bytes) -> None:
         """Takes one frame."""
         if kind == ROWS:
             rows = np.frombuffer(payload, DTYPE)
-            self._writer.append({name: np.ascontiguousarray(rows[name]) for name in COLUMNS})
+            columns = {name: np.ascontiguousarray(rows[name]) for name in COLUMNS}
+            self._writer.append({**columns, "pid": self._processes(columns["pid"])})
             return
         message: dict[str, Any] = json.loads(payload)
         if "event" in message:
@@ -57,6 +61,16 @@ class LogWriter:
             self._lost = message.get("lost_rows", self._lost)
             self._end = message.get("end", self._end)
             self._about = message.get("about", self._about)
+
+    def _processes(self, threads: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Returns the process of each thread: the kernel tells the mount thread ids. One that has ended stays as it is."""
+        ids, index = np.unique(threads, return_inverse=True)
+        if len(self._process_of) > THREADS_MAX:
+            self._process_of.clear()
+        for thread in ids.tolist():
+            if thread not in self._process_of:
+                self._process_of[thread] = process_of(thread)
+        return np.array([self._process_of[thread] for thread in ids.tolist()], np.uint32)[index]
 
     def finish(self) -> None:
         """Completes the file, or removes it if it is not to be kept."""
@@ -78,6 +92,15 @@ class LogWriter:
             extra=extra,
         )
         self._writer.close()
+
+
+def process_of(thread: int) -> int:
+    """Returns the process that a thread belongs to; `thread` itself if there is no such thread (0: nobody's)."""
+    try:
+        with open(f"/proc/{thread}/status", encoding="utf-8", errors="replace") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("Tgid:"))
+    except (OSError, StopIteration):
+        return thread
 
 
 def frames(stream: IO[bytes]) -> Any:

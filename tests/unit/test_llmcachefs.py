@@ -1,0 +1,203 @@
+"""The filesystem as a policy: a mount's log row by row, other traces as a mount would cut them, and damaged logs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmcache.cache.extents import BLOCK_BYTES, LARGE_EXTENT, SMALL_EXTENT
+from llmcache.cache.policies import policy_class
+from llmcache.cache.policies.base import Policy
+from llmcache.cache.replaying import SCHEME
+from llmcache.cache.space import BlockSpace
+from llmcache.errors import DataError
+from llmcache.trace.record import HIT, Provenance, Trace, TraceFile
+
+MIB = 1 << 20
+BLOCKS = LARGE_EXTENT // BLOCK_BYTES
+LLAMA = Path(__file__).resolve().parents[2] / "traces" / "llama-arena.parquet"
+
+Run = tuple[int, int, int]  # file, first, count
+
+
+def trace_of(runs: list[Run], sizes: dict[str, int], extra: dict[str, str] | None = None) -> Trace:
+    """A trace of these runs over files of these sizes, numbered in their order."""
+    files = [TraceFile(number, name, 0, 0, 0, size) for number, (name, size) in enumerate(sizes.items())]
+    columns = zip(*runs, strict=True)
+    provenance = Provenance("mount" if extra else "synthetic", extra=extra or {})
+    return Trace.build(range(len(runs)), *columns, files=files, provenance=provenance)
+
+
+def policy_for(trace: Trace, capacity: int) -> tuple[Policy, BlockSpace]:
+    space = BlockSpace.of([trace])
+    policy = policy_class("llmcachefs")(capacity, space.blocks)
+    policy.describe(space, trace.files, trace.provenance)
+    return policy, space
+
+
+def hits_of(trace: Trace, capacity: int, parts: int = 1) -> tuple[list[int], Policy]:
+    """Hit blocks of each row, replayed in `parts` calls."""
+    policy, space = policy_for(trace, capacity)
+    first, count = space.place(trace), trace.count.astype(np.int64)
+    found = [
+        policy.replay(one, other)
+        for one, other in zip(np.array_split(first, parts), np.array_split(count, parts), strict=True)
+    ]
+    return np.concatenate(found).tolist(), policy
+
+
+def passes(file: int, mib: int, number: int, step: int = BLOCKS) -> list[Run]:
+    """A file read from front to back, some times, in runs of `step` blocks."""
+    return [(file, first, step) for _ in range(number) for first in range(0, mib * BLOCKS, step)]
+
+
+@pytest.mark.parametrize("step", [1 << 15, BLOCKS, 64])
+def test_a_loop_hits_its_share_whatever_the_runs(step: int) -> None:
+    trace = trace_of(passes(0, 128, 4, step), {"/loop": 128 * MIB})
+    hits, policy = hits_of(trace, 50 * BLOCKS)
+    in_passes = np.array(hits).reshape(4, -1).sum(1).tolist()
+    assert in_passes[:2] == [0, 0]
+    assert in_passes[2] == in_passes[3] == len(policy.resident())
+    assert 0.9 * 50 * BLOCKS < in_passes[3] <= 50 * BLOCKS
+
+
+def test_the_number_of_calls_does_not_matter() -> None:
+    runs = [run for _ in range(3) for run in [*passes(0, 40, 1, 100), *passes(1, 60, 1, 100), *passes(2, 2, 1, 7)]]
+    trace = trace_of(runs, {"/a": 41 * MIB, "/b": 61 * MIB, "/c": 3 * MIB})
+    whole, policy = hits_of(trace, 32 * BLOCKS)
+    split, twin = hits_of(trace, 32 * BLOCKS, 9)
+    assert whole == split and sum(whole) > 0
+    assert policy.evictions == twin.evictions
+    assert np.array_equal(policy.resident(), twin.resident())
+    assert len(policy.resident()) <= 32 * BLOCKS
+
+
+def test_a_model_is_believed_to_loop_from_the_start() -> None:
+    hits, _ = hits_of(trace_of(passes(0, 40, 2), {"/model.gguf": 40 * MIB}), 60 * BLOCKS)
+    assert hits == [0] * 40 + [BLOCKS] * 40
+
+
+def test_blocks_that_come_again_soon_are_hits_and_new_ones_of_a_missed_extent_are_not() -> None:
+    trace = trace_of([(0, 0, 64), (0, 64, 64), (0, 32, 64), (0, 96, 64)], {"/loop": 100 * MIB})
+    assert hits_of(trace, 100 * BLOCKS)[0] == [0, 0, 64, 32]
+
+
+def test_small_files_are_kept_by_the_page_least_recently_read_first_out() -> None:
+    runs = [(0, 0, 10), (0, 5, 10), (1, 0, 20), (0, 0, 5)]
+    hits, policy = hits_of(trace_of(runs, {"/a.json": MIB, "/b.json": MIB}), 25)
+    assert hits == [0, 5, 0, 0]
+    assert policy.evictions == 15
+    assert len(policy.resident()) == 25
+
+
+def test_resident_blocks_are_those_that_hit() -> None:
+    trace = trace_of([*passes(0, 50, 3), *passes(1, 80, 3)], {"/a": 50 * MIB, "/b": 80 * MIB})
+    policy, space = policy_for(trace, 40 * BLOCKS)
+    first, count = space.place(trace), trace.count.astype(np.int64)
+    policy.replay(first, count)
+    resident = set(policy.resident().tolist())
+    last = slice(len(trace) - 80, None)
+    held = [start in resident for start in first[last].tolist()]
+    assert (policy.replay(first[last], count[last]) > 0).tolist() == held and any(held)
+
+
+def test_without_facts_all_ids_are_one_file() -> None:
+    policy = policy_class("llmcachefs")(20, 100)
+    ids, one = np.arange(100), np.ones(100, np.int64)
+    assert [int(policy.replay(ids, one).sum()) for _ in range(4)][:2] == [0, 0]
+    assert len(policy.resident()) <= 20
+
+
+# A mount's log
+
+
+def log_of(rows: list[Run], events: list[Any], budget: int = 40 * MIB, **more: str) -> Trace:
+    sizes = {"/loop": 60 * MIB, "/small": MIB}
+    extra = {
+        "mount": SCHEME,
+        "mode": "arena",
+        "budget_bytes": str(budget),
+        "rows": str(len(rows)),
+        "events": json.dumps(events),
+    }
+    return trace_of(rows, sizes, extra | more)
+
+
+BEGIN: list[Any] = [
+    [0, ["space", "0", LARGE_EXTENT, [[60 * MIB, 0, 60]], "loop"]],
+    [0, ["file", 0, "0", 0]],
+    [0, ["space", "1", SMALL_EXTENT, [[MIB, 0, 8]], "hot"]],
+    [0, ["file", 1, "1", 0]],
+]
+
+
+def test_events_happen_before_their_row() -> None:
+    rows = passes(0, 60, 4)
+    halved, _ = hits_of(log_of(rows, [*BEGIN, [180, ["limit", 20 * MIB]]]), 40 * BLOCKS)
+    steady, policy = hits_of(log_of(rows, BEGIN), 40 * BLOCKS)
+    assert halved[:180] == steady[:180]
+    assert sum(steady[180:]) == 40 * BLOCKS and sum(halved[180:]) == 20 * BLOCKS
+    _, after = hits_of(log_of(rows, [*BEGIN, [240, ["end", "0"]]]), 40 * BLOCKS)
+    assert len(policy.resident()) == 40 * BLOCKS
+    assert len(after.resident()) == 0 and after.evictions == 40 * BLOCKS
+
+
+def test_budget_changes_are_taken_in_proportion() -> None:
+    trace = log_of(passes(0, 60, 4), [*BEGIN, [180, ["limit", 20 * MIB]]])
+    hits, _ = hits_of(trace, 20 * BLOCKS)
+    assert sum(hits[120:180]) == 20 * BLOCKS and sum(hits[180:]) == 10 * BLOCKS
+
+
+def test_pages_of_small_files_were_read_from_storage_each_time() -> None:
+    rows = [(1, 0, 3), (1, 0, 3)]
+    assert hits_of(log_of(rows, BEGIN), 40 * BLOCKS)[0] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        (BEGIN[:1], "file 0 is in no event"),
+        ([*BEGIN, [0, ["dance", "0"]]], "dance"),
+        ([*BEGIN, [0, ["close", "9"]]], "close"),
+        ([*BEGIN, [0, ["convoy"]]], "convoy"),
+        ([[0, ["space", "0", LARGE_EXTENT, [[MIB, 0, 1]], "loop"]], [0, ["file", 0, "0", 0]]], "no extent 1"),
+        ([[0]], "events"),
+        ("{", "events"),
+    ],
+)
+def test_a_damaged_log_is_refused(events: Any, said: str) -> None:
+    trace = log_of(passes(0, 60, 1), [])
+    text = events if isinstance(events, str) else json.dumps(events)
+    extra = {**trace.provenance.extra, "events": text}
+    trace.provenance = dataclasses.replace(trace.provenance, extra=extra)
+    with pytest.raises(DataError, match="provenance: .*" + said):
+        hits_of(trace, 40 * BLOCKS)
+
+
+def test_a_log_of_mode_steer_is_cut_like_any_trace() -> None:
+    hits, _ = hits_of(log_of(passes(0, 60, 3), [], mode="steer"), 60 * BLOCKS)
+    assert sum(hits) == 60 * BLOCKS
+
+
+# The real trace of llama.cpp
+
+
+def test_the_real_trace_replays_to_what_the_mount_did() -> None:
+    trace = Trace.load(LLAMA)
+    budget = int(trace.provenance.extra["budget_bytes"])
+    hits, policy = hits_of(trace, budget // BLOCK_BYTES)
+    assert np.array_equal(np.array(hits) > 0, trace.miss == HIT)
+    assert 0 < len(policy.resident()) * BLOCK_BYTES <= budget
+    assert LLAMA.stat().st_size < 200_000
+
+
+def test_the_real_trace_says_where_it_comes_from() -> None:
+    provenance = Trace.load(LLAMA).provenance
+    machine = json.loads(provenance.extra["machine"])
+    assert machine["cpu"] and machine["versions"]["llama-cpp-python"]
+    assert provenance.command.startswith("record_llama.py") and provenance.lost_events == 0
