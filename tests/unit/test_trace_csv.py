@@ -81,7 +81,7 @@ def test_a_refusal_names_the_field(text: str, message: str, tmp_path: Path) -> N
 
 
 def test_times_are_compared_across_chunks(tmp_path: Path) -> None:
-    lines = [f"/models/a-long-path-to-fill-chunks-of-eight-megabytes.gguf,0,1,read,{at}" for at in range(150_000)]
+    lines = [f"/models/a-long-path-to-fill-several-chunks.gguf,0,1,read,{at}" for at in range(150_000)]
     assert len(read("\n".join(lines), tmp_path)) == 150_000
     lines[149_000] = lines[0]
     with pytest.raises(DataError, match="time: row 149000 has 0"):

@@ -26,7 +26,7 @@ from llmcache.trace.record.reader import readable
 FIELDS = ("file", "offset", "length", "op", "time")
 REQUIRED = FIELDS[:4]
 ROW_NS = 1_000
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 1 << 20  # larger ones are not read faster, and several are held at once
 _LONGEST_BYTES = BLOCK_BYTES << 31
 # Seconds are read as decimals, with room for an epoch and more digits than nanoseconds: a float would lose them.
 _TIME, _TIME_NS = pa.decimal128(38, 18), pa.decimal128(38, 9)

@@ -169,17 +169,18 @@ class Calls:
 
     def _stream(self, call: Call, process: Process) -> None:
         """A read or write where the description is (read, write, readv, writev)."""
-        self._access(call, process, split(call.args)[0], _op(call.name), call.result)
+        # The descriptor stands first: the data after it, long and full of commas, need not be taken apart.
+        self._access(call, process, call.args, _op(call.name), call.result)
 
     def _at(self, call: Call, process: Process) -> None:
         """A read or write at an offset; -1 means where the description is (preadv2, pwritev2)."""
-        args = split(call.args)
-        flags = args[4] if len(args) > 4 else ""
-        offset = int(args[3], 0)
-        if "RWF_APPEND" in flags and (described := self._description(args[0], process)) and described.file:
+        has_flags = call.name in ("preadv2", "pwritev2")
+        last = call.args.rsplit(", ", 2 if has_flags else 1)[1:]
+        offset = int(last[0], 0)
+        if has_flags and "RWF_APPEND" in last[1] and (described := self._description(call.args, process)) and described.file:
             offset = described.file.size
         at = None if offset in (-1, (1 << 64) - 1) else offset
-        self._access(call, process, args[0], _op(call.name), call.result, at)
+        self._access(call, process, call.args, _op(call.name), call.result, at)
 
     def _seek(self, call: Call, process: Process) -> None:
         args = split(call.args)
