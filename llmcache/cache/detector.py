@@ -26,7 +26,7 @@ from typing import Literal
 
 from llmcache.cache.intervals import Period
 from llmcache.cache.spots import Spot, Spots
-from llmcache.cache.streams import Moment, Walk
+from llmcache.cache.streams import Moment, Run, Walk
 from llmcache.cache.streamtable import StreamTable
 from llmcache.cache.sweeps import MAX_REGIONS, Region, Sweeps
 
@@ -37,7 +37,7 @@ Class = Literal["SEQ", "LOOP", "HOT"]
 
 LOOP_PASSES = 3  # two intervals: one re-reference makes no loop
 MISSED_PERIODS = 2  # after which a loop is over
-MAX_FILES = 1024  # with reads and writes apart
+MAX_FILES = 4096  # with reads and writes apart
 MAX_ENTRIES = 1 << 16  # streams, regions and cells of all files: some 30 MB
 MAX_STRIDES = 16  # phases of strides of one file
 
@@ -46,8 +46,9 @@ MAX_STRIDES = 16  # phases of strides of one file
 class Place:
     """What became of blocks first .. end - 1 of a file, of which `blocks` were accessed, `accesses` times in all.
 
-    `passes` is how often they were walked over (visited, if HOT); `start` and `last` tell when the last pass began and
-    the last access was. `stride` and `width`: runs of `width` blocks in this distance; 0 for all blocks.
+    `passes` is how often they were walked over (visited, if HOT); first at `since`, last from `start` to `last`.
+    `regularity`: part of the intervals that were about the period. `stride` and `width`: runs of `width` blocks in this
+    distance; 0 for all blocks.
     """
 
     kind: Class
@@ -56,9 +57,11 @@ class Place:
     blocks: int
     passes: int
     accesses: int
-    period: Period | None
+    since: Moment
     start: Moment
     last: Moment
+    period: Period | None = None
+    regularity: float = 0.0
     descending: bool = False
     stride: int = 0
     width: int = 0
@@ -88,9 +91,9 @@ class Trail:
         """Entries kept: what memory goes by."""
         return len(self.streams) + len(self.sweeps.regions) + len(self.spots) + self._strided
 
-    def note(self, first: int, end: int, now: Moment, until: Moment) -> bool:
-        """Takes a run of blocks; returns whether it only repeats the one before it."""
-        repeated, walks = self.streams.note(first, end, now, until)
+    def note(self, run: Run) -> bool:
+        """Takes a run; returns whether it only repeats the one before it."""
+        repeated, walks = self.streams.note(run)
         for walk in walks:
             self._take(walk)
         return repeated
@@ -106,10 +109,14 @@ class Trail:
         elif walk.sequential:
             self.sweeps.add(walk, self.streams.is_running)
         elif walk.stride:
-            for first in range(walk.first, walk.end, walk.stride):
+            runs = range(walk.first, walk.end, walk.stride)
+            for first in runs:
                 self.spots.add(first, (1 << walk.width) - 1, walk.width, walk.stop)
-        else:
+            self.spots.credit(walk.first, walk.accesses - walk.width * len(runs))
+        elif walk.mask:
             self.spots.add(walk.first, walk.mask, walk.accesses, walk.stop)
+        else:
+            self.spots.credit(walk.first, walk.accesses)
 
     def _take_strided(self, walk: Walk) -> None:
         """A stride is a sequence of its own: in runs instead of blocks, and apart from other phases of it."""
@@ -131,6 +138,11 @@ class Trail:
                 sum(region.accesses for region in oldest.regions),
             )
 
+    @property
+    def forgotten(self) -> tuple[int, int]:
+        """Blocks accessed without coming back of which nothing else is kept any more, and the accesses to them."""
+        return self.spots.forgotten_blocks, self.spots.forgotten_accesses
+
     def places(self) -> Iterator[Place]:
         """Yields regions, then strided ones, then spots, each in the order of blocks; they may overlap."""
         spots = list(self.spots.spots())
@@ -151,7 +163,7 @@ class Trail:
                 blocks=spot.hot or spot.once,
                 passes=spot.visits,
                 accesses=spot.accesses,
-                period=None,
+                since=spot.since,
                 start=spot.since,
                 last=spot.last,
                 spot=True,
@@ -177,16 +189,18 @@ def _place_of(region: Region, ordered: bool = True) -> Place:
         blocks=region.touched,
         passes=region.passes,
         accesses=region.accesses,
-        period=region.intervals.period() if looping else None,
+        since=region.since,
         start=min(region.at_first, region.at_end, key=lambda moment: moment.blocks),
         last=region.last,
         descending=region.at_end.blocks < region.at_first.blocks,
+        period=region.intervals.period() if looping else None,
+        regularity=region.intervals.regularity() if looping else 0.0,
         rhythms=region.intervals.rhythms() if looping else (),
     )
 
 
-Forget = Callable[[Hashable, bool, list[Place]], None]
-"""Called with a file, whether it is its writes, and what became of its blocks, when there is no room for it any more."""
+Forget = Callable[[Hashable, bool, Trail], None]
+"""Called with a file, whether it is its writes, and what they have shown, when there is no room for it any more."""
 
 
 class Detector:
@@ -202,13 +216,17 @@ class Detector:
         """Entries kept for all files."""
         return self._entries
 
-    def note(
-        self, t_ns: int, file: Hashable, first: int, count: int, write: bool = False, until_ns: int | None = None
-    ) -> None:
+    def note(self, t_ns: int, file: Hashable, first: int, count: int, write: bool = False) -> None:
         """Takes an access to blocks first .. first + count - 1 of `file`, whose key tells it from a later file at its path.
 
-        `until_ns`: when the last of several requests for them came. Times must ascend. ValueError for a run without blocks.
+        Times must ascend. ValueError for a run without blocks.
         """
+        self.note_many(t_ns, t_ns, file, first, count, count, write)
+
+    def note_many(
+        self, t_ns: int, until_ns: int, file: Hashable, first: int, count: int, accesses: int, write: bool = False
+    ) -> None:
+        """As `note`, for requests that made one run together: the last at `until_ns`, for `accesses` blocks in all."""
         if count < 1 or first < 0:
             raise ValueError(f"not a run of blocks: first {first}, count {count}")
         key = (file, write)
@@ -218,10 +236,10 @@ class Detector:
         else:
             self._trails.move_to_end(key)
         before, blocks = len(trail), self.now.blocks
-        until = Moment(t_ns if until_ns is None else until_ns, blocks + count)
-        repeated = trail.note(first, first + count, Moment(t_ns, blocks), until)
+        stop = Moment(until_ns, blocks + count)
+        repeated = trail.note(Run(first, first + count, accesses, Moment(t_ns, blocks), stop))
         self._entries += len(trail) - before
-        self.now = Moment(until.ns, blocks) if repeated else until
+        self.now = Moment(until_ns, blocks) if repeated else stop
         while len(self._trails) > MAX_FILES or (self._entries > MAX_ENTRIES and len(self._trails) > 1):
             self._drop(next(iter(self._trails)))
 
@@ -230,7 +248,7 @@ class Detector:
         self._entries -= len(trail)
         if self._forget is not None:
             trail.finish()
-            self._forget(*key, list(trail.places()))
+            self._forget(*key, trail)
 
     def finish(self) -> None:
         """Ends all streams: the trace is over. What comes later begins new ones."""
@@ -238,9 +256,10 @@ class Detector:
             trail.finish()
         self._entries = sum(len(trail) for trail in self._trails.values())
 
-    def files(self) -> list[tuple[Hashable, bool]]:
-        """Returns the (file, is it its writes) that something is known of, least recent first."""
-        return list(self._trails)
+    def trails(self) -> Iterator[tuple[Hashable, bool, Trail]]:
+        """Yields (file, whether it is its writes, what they have shown), least recent first."""
+        for (file, write), trail in self._trails.items():
+            yield file, write, trail
 
     def places(self, file: Hashable, write: bool = False) -> list[Place]:
         """Returns what became of the blocks of `file`; what its streams walk at the moment is not in it yet."""

@@ -64,9 +64,16 @@ class Intervals:
         """Returns the most frequent interval, the longer one of two that are equally frequent; None without any."""
         if not self._octaves:
             return None
-        chosen = max((self._alike(key) for key in sorted(self._octaves, reverse=True)), key=_count)
+        chosen = self._commonest()
         times = [time for octave in chosen for time in octave.times_ns]
         return Period(round(median(times)), round(sum(octave.blocks for octave in chosen) / _count(chosen)))
+
+    def regularity(self) -> float:
+        """Returns which part (0..1) of the intervals was about the period; 0 without any."""
+        return _count(self._commonest()) / len(self) if self._octaves else 0.0
+
+    def _commonest(self) -> list[_Octave]:
+        return max((self._alike(key) for key in sorted(self._octaves, reverse=True)), key=_count)
 
     def _alike(self, key: int) -> list[_Octave]:
         """The octave `key`, with a neighbour whose mean is about the same: a period at the border falls into both."""

@@ -78,6 +78,14 @@ class Spots:
         if len(self._cells) > self.limit:
             self._make_room()
 
+    def credit(self, block: int, accesses: int) -> None:
+        """Counts accesses that only repeat a visit of `block`, which was taken before."""
+        cell = self._cells.get((block >> self.shift) // PLACES)
+        if cell is None:
+            self.forgotten_accesses += accesses
+        else:
+            cell.accesses += accesses
+
     def _places(self, first: int, mask: int) -> dict[int, int]:
         """Returns the bits of each cell that a visit touches."""
         result: dict[int, int] = {}

@@ -26,6 +26,16 @@ class Moment(NamedTuple):
     blocks: int
 
 
+class Run(NamedTuple):
+    """Blocks first .. end - 1, accessed from `start` to `stop`, `accesses` blocks counting repeats."""
+
+    first: int
+    end: int
+    accesses: int
+    start: Moment
+    stop: Moment
+
+
 @dataclass(frozen=True)
 class Walk:
     """Blocks first .. end - 1 of a file, accessed from `start` to `stop` by a stream with this number, `born` earlier.
@@ -51,9 +61,10 @@ class Walk:
 class Stream:
     """One stream; `low` .. `high` - 1 is what it has covered since the last test."""
 
-    def __init__(self, number: int, first: int, end: int, now: Moment, until: Moment) -> None:
+    def __init__(self, number: int, run: Run) -> None:
         self.number = number
-        self.born = now
+        first, end = run.first, run.end
+        self.born = run.start
         self.sequential = False
         self.down = False
         self.last = (first, end)
@@ -61,10 +72,10 @@ class Stream:
         self.step = 0  # from run to run, if `even`
         self.even = True
         self.runs = 1
-        self._begin(first, end, now)
+        self._begin(first, end, run.start)
         self._touch(first, end)
-        self.accesses = end - first
-        self.stop = until
+        self.accesses = run.accesses
+        self.stop = run.stop
 
     def _begin(self, low: int, high: int, now: Moment) -> None:
         self.low, self.high = low, high
@@ -106,11 +117,11 @@ class Stream:
         aim = self.last[0] + self.step if self.far else self.head
         return (aim, self.low, *self.last) if self.runs == 1 else (aim, *self.last)
 
-    def take(self, first: int, end: int, until: Moment) -> None:
-        """Adds a run of blocks, accessed by `until`."""
-        self.accesses += end - first
+    def take(self, run: Run) -> None:
+        """Adds a run."""
+        first, end = run.first, run.end
+        self.accesses += run.accesses
         if self.repeats(first, end):
-            self.idle += 1
             return
         before = self.low, self.high
         gap = max(0, first - self.last[1], self.last[0] - end)
@@ -127,7 +138,7 @@ class Stream:
         if first < end:
             self._touch(first, end)
         self.idle = self.idle + 1 if before == (self.low, self.high) else 0
-        self.stop = until
+        self.stop = run.stop
 
     def _touch(self, first: int, end: int) -> None:
         if first < self.low:
@@ -164,7 +175,15 @@ class Stream:
 
     def end(self) -> Walk | None:
         """Returns what has not been handed out; the stream begins anew with its last run. None if there is nothing."""
-        walk = self._walk(self.sequential) if self.high > self.low and self.accesses else None
+        walk = None
+        if self.accesses:
+            # Accesses behind the window, which has nothing in it: they belong where the last of them was.
+            self.low, self.high, self.mask, self.sequential = (
+                (self.low, self.high, self.mask, self.sequential)
+                if self.high > self.low
+                else (*self.last, (1 << self.last[1] - self.last[0]) - 1, False)
+            )
+            walk = self._walk(self.sequential)
         self.sequential, self.even, self.step, self.runs = False, True, 0, 1
         self.born = self.stop
         self._begin(*self.last, self.stop)
@@ -172,8 +191,19 @@ class Stream:
         return walk
 
     def _walk(self, sequential: bool) -> Walk:
-        stride = abs(self.step) if self.even and abs(self.step) > self.width else 0
+        long = self.high - self.low > LONG
+        strided = self.even and abs(self.step) > self.width and (sequential or long)
         return Walk(
-            self.number, self.low, self.high, self.born, self.start, self.stop, self.accesses, self.down, sequential,
-            0 if stride or self.high - self.low > LONG else self.mask, stride, self.width if stride else 0,
-        )  # fmt: skip
+            stream=self.number,
+            first=self.low,
+            end=self.high,
+            born=self.born,
+            start=self.start,
+            stop=self.stop,
+            accesses=self.accesses,
+            descending=self.down,
+            sequential=sequential,
+            mask=0 if strided or long else self.mask,
+            stride=abs(self.step) if strided else 0,
+            width=self.width if strided else 0,
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-from llmcache.cache.streams import WINDOW, Moment, Stream, Walk
+from llmcache.cache.streams import WINDOW, Moment, Run, Stream, Walk
 
 MAX_CURSORS = 64
 MAX_YOUNG = MAX_CURSORS // 2  # streams not yet sequential: random accesses cannot push the sequential ones out
@@ -31,17 +31,16 @@ class StreamTable:
         """Returns all streams, sequential ones last."""
         return [*self._young.values(), *self._proved.values()]
 
-    def note(self, first: int, end: int, now: Moment, until: Moment) -> tuple[bool, list[Walk]]:
-        """Returns whether the run first .. end - 1, accessed from `now` to `until`, repeats the one before it,
-        and the walks that it completes.
-        """
+    def note(self, run: Run) -> tuple[bool, list[Walk]]:
+        """Returns whether `run` repeats the one before it, and the walks that it completes."""
         walks: list[Walk] = []
+        first, end = run.first, run.end
         stream = self._expected(first, end) or self._far(first, end)
         if stream is None:
-            repeated, stream = False, self._start(first, end, now, until)
+            repeated, stream = False, self._start(run)
         else:
             repeated = stream.repeats(first, end)
-            stream.take(first, end, until)
+            stream.take(run)
         if stream.due and (walk := stream.test()) is not None:
             self._overtake(stream, walk, walks)
             walks.append(walk)
@@ -86,17 +85,18 @@ class StreamTable:
         if pair is None:
             return None
         older, newer = pair
-        lone = all(self._young.get(stream.number) is stream and stream.runs == 1 for stream in pair)
+        lone = all(self._young.get(stream.number) is stream and stream.runs == 1 and stream.accesses for stream in pair)
         even = newer.last[0] - older.last[0] == first - newer.last[0]  # neither has begun anew elsewhere
         if not (lone and even and older.width == newer.width == end - first):
             return None
         self._unfile(newer)
-        older.take(*newer.last, newer.stop)
+        older.take(Run(*newer.last, newer.accesses, newer.start, newer.stop))
         return older
 
-    def _start(self, first: int, end: int, now: Moment, until: Moment) -> Stream:
+    def _start(self, run: Run) -> Stream:
         self._number += 1
-        stream = Stream(self._number, first, end, now, until)
+        stream = Stream(self._number, run)
+        first, end = run.first, run.end
         if end - first <= WINDOW:
             for earlier in self._starts:
                 step = first - earlier.last[0]

@@ -24,14 +24,15 @@ IsRunning = Callable[[int, Moment], bool]
 
 @dataclass(slots=True)
 class Region:
-    """Blocks first .. end - 1, `touched` of them walked over `passes` times in sequence, the last time from `at_first` to
-    `at_end` (earlier, if it went down) by stream `stream`. `accesses`: blocks accessed in all passes.
+    """Blocks first .. end - 1, `touched` of them walked over `passes` times in sequence since `since`, the last time from
+    `at_first` to `at_end` (earlier, if it went down) by stream `stream`. `accesses`: blocks accessed in all passes.
     """
 
     first: int
     end: int
     touched: int
     passes: int
+    since: Moment
     at_first: Moment
     at_end: Moment
     accesses: int
@@ -121,7 +122,7 @@ def _region_of(walk: Walk) -> Region:
     length = walk.end - walk.first
     touched = walk.mask.bit_count() or length
     times = (walk.stop, walk.start) if walk.descending else (walk.start, walk.stop)
-    return Region(walk.first, walk.end, touched, 1, *times, walk.accesses, walk.stream, Intervals())
+    return Region(walk.first, walk.end, touched, 1, walk.start, *times, walk.accesses, walk.stream, Intervals())
 
 
 def _again(old: Region, new: Region, together: bool) -> Region:
@@ -132,7 +133,7 @@ def _again(old: Region, new: Region, together: bool) -> Region:
     middle = (new.first + new.end) / 2
     before, now = old.at(middle), new.at(middle)
     old.intervals.add(now.ns - before.ns, now.blocks - before.blocks)
-    return replace(new, passes=old.passes + 1, accesses=accesses, touched=touched, intervals=old.intervals)
+    return replace(new, passes=old.passes + 1, since=old.since, accesses=accesses, touched=touched, intervals=old.intervals)
 
 
 def _joined(regions: list[Region]) -> list[Region]:
@@ -165,6 +166,7 @@ def _join(left: Region, right: Region) -> Region:
         first=left.first,
         end=right.end,
         touched=left.touched + right.touched,
+        since=min(left.since, right.since),
         at_first=left.at_first,
         at_end=right.at_end,
         accesses=left.accesses + right.accesses,

@@ -1,0 +1,193 @@
+"""Classes of a whole trace: what of which file was read once, in a loop, or again and again; in one pass over it.
+
+    with open_trace(path) as reader:
+        found = classify(reader.batches(), names=ModelNames())
+    found.rows, found.totals, found.size_command
+
+Source: io_caching, section 3.3 and figure 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.cache.assembling import Found, classes_of
+from llmcache.cache.classes import READ_OP, WRITE_OP, Classification, TraceClasses
+from llmcache.cache.constants import BLOCK_BYTES
+from llmcache.cache.detector import LOOP, SEQ, Detector, Trail
+from llmcache.cache.streams import WINDOW
+from llmcache.errors import DataError
+
+if TYPE_CHECKING:
+    from llmcache.trace.record import Trace, TraceFile
+
+_WRITE = 1  # trace.record.WRITE, which brings pyarrow along
+
+
+class Named(Protocol):
+    """A range of bytes of a file that has a name: a tensor."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+
+    @property
+    def offset(self) -> int:
+        """Its first byte in the file."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Its length."""
+
+
+NamesOf = Callable[["TraceFile"], Sequence[Named]]
+"""Gives the tensors of a file in the order of their bytes; nothing where it is no model, or is not there."""
+
+
+@dataclass
+class _Seen:
+    """What the batches say beside the classes."""
+
+    files: dict[int, TraceFile] = field(default_factory=dict)
+    accesses: int = 0
+    begin_ns: int | None = None
+    end_ns: int = 0
+    tier: str = ""
+    lost_events: int = 0
+
+    def note(self, batch: Trace) -> None:
+        self.files.update((file.id, file) for file in batch.files)
+        self.tier, self.lost_events = batch.provenance.tier, batch.provenance.lost_events
+        if len(batch):
+            self.accesses += batch.accesses
+            self.begin_ns = int(batch.t_ns[0]) if self.begin_ns is None else self.begin_ns
+            self.end_ns = int(batch.t_ns[-1])
+
+
+def classify(batches: Iterable[Trace], names: NamesOf | None = None) -> TraceClasses:
+    """Returns the classes of everything that `batches` access, in the order of time; DataError for an empty trace."""
+    seen = _Seen()
+    early: dict[tuple[int, bool, str], Found] = {}
+
+    def forget(file: Hashable, write: bool, trail: Trail) -> None:
+        for found in classes_of(trail, detector.now):
+            key = (cast(int, file), write, found.kind)
+            early[key] = _folded(early[key], found) if key in early else found
+
+    detector = Detector(forget)
+    for batch in batches:
+        seen.note(batch)
+        for run in runs(batch):
+            detector.note_many(*run)
+    if seen.begin_ns is None:
+        raise DataError("rows: the trace has none", "record it again, or look at it with: llmcache info FILE")
+    detector.finish()
+    rows = [_row(seen.files[file], write, found, seen.accesses, names) for (file, write, _), found in early.items()]
+    for key, write, trail in detector.trails():
+        file = seen.files[cast(int, key)]
+        for found in _fitting(classes_of(trail, detector.now), file):
+            rows.append(_row(file, write, found, seen.accesses, names))
+    rows.sort(key=lambda row: (-row.accesses, row.path, row.op, row.kind, row.pieces))
+    return TraceClasses(tuple(rows), seen.accesses, seen.begin_ns, seen.end_ns, seen.tier, seen.lost_events)
+
+
+def runs(batch: Trace) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
+    """Yields (first time, last time, file, first block, blocks, accesses, whether written) of each run of `batch`.
+
+    Rows that go on where the one before ended, or repeat it, are one run: what 1 KiB requests make of a scan.
+    """
+    if not len(batch):
+        return
+    first, end = batch.first.astype(np.int64), batch.end.astype(np.int64)
+    write = batch.op == _WRITE
+    same = (batch.file[1:] == batch.file[:-1]) & (write[1:] == write[:-1])
+    # A long run that comes again as it was is a pass of its own.
+    repeats = (first[1:] == first[:-1]) & (end[1:] == end[:-1]) & (batch.count[1:] < WINDOW)
+    starts = np.concatenate(([0], np.flatnonzero(~(same & (repeats | (first[1:] == end[:-1])))) + 1))
+    lasts = np.concatenate((starts[1:], [len(batch)])) - 1
+    accesses: NDArray[np.int64] = np.add.reduceat(batch.count.astype(np.int64), starts)
+    columns = (
+        batch.t_ns[starts],
+        batch.t_ns[lasts],
+        batch.file[starts],
+        first[starts],
+        end[lasts] - first[starts],
+        accesses,
+        write[starts],
+    )
+    yield from zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _folded(before: Found, found: Found) -> Found:
+    """A file that was forgotten, as there were too many, and came again."""
+    return replace(
+        found,
+        accesses=before.accesses + found.accesses,
+        blocks=max(before.blocks, found.blocks),
+        passes=before.passes + found.passes,
+        since=before.since,
+    )
+
+
+def _fitting(classes: list[Found], file: TraceFile) -> list[Found]:
+    """What was forgotten counts anew each time it comes; a file has no more blocks than it has."""
+    left = -(-file.size_bytes // BLOCK_BYTES) - sum(found.blocks for found in classes if found.kind != SEQ)
+    if not file.size_bytes:
+        return classes
+    return [replace(found, blocks=min(found.blocks, max(0, left))) if found.kind == SEQ else found for found in classes]
+
+
+def _row(file: TraceFile, write: bool, found: Found, in_all: int, names: NamesOf | None) -> Classification:
+    pieces = tuple((place.first, place.end - 1) for place in found.places)
+    period = found.period
+    return Classification(
+        file=file.id,
+        path=file.path,
+        op=WRITE_OP if write else READ_OP,
+        kind=found.kind,
+        pieces=pieces,
+        size_bytes=_clipped(found.blocks * BLOCK_BYTES, file),
+        accesses=found.accesses,
+        share=found.accesses / in_all,
+        passes=found.passes,
+        since_ns=found.since.ns,
+        last_ns=found.last.ns,
+        period_ns=None if period is None else period.ns,
+        period_blocks=None if period is None else period.blocks,
+        regularity=found.regularity,
+        active=found.active if found.kind == LOOP else None,
+        order=found.order,
+        stride_blocks=found.stride,
+        tensors=() if names is None else _tensors(names(file), pieces),
+    )
+
+
+def _clipped(size_bytes: int, file: TraceFile) -> int:
+    """The last block of a file is rarely full."""
+    return min(size_bytes, file.size_bytes) if file.size_bytes else size_bytes
+
+
+def _tensors(named: Sequence[Named], pieces: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    """Returns the names of what lies in `pieces` for the most part, or has most of a piece in it; in order of bytes."""
+    spans = sorted((first * BLOCK_BYTES, (last + 1) * BLOCK_BYTES) for first, last in pieces)
+    found: list[str] = []
+    at = 0
+    for tensor in named:
+        end = tensor.offset + tensor.size_bytes
+        while at < len(spans) and spans[at][1] <= tensor.offset:
+            at += 1
+        inside, whole = 0, False
+        for low, high in spans[at:]:
+            if low >= end:
+                break
+            common = min(high, end) - max(low, tensor.offset)
+            inside += common
+            whole = whole or 2 * common >= high - low
+        if whole or 2 * inside >= tensor.size_bytes > 0:
+            found.append(tensor.name)
+    return tuple(found)

@@ -1,0 +1,124 @@
+"""What `llmcache classify` prints: a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.cache.classes import Classification, TraceClasses
+from llmcache.units import format_duration, format_size
+
+SHOWN_NAMES = 3  # groups of tensors in a row of the table
+_LAYER = re.compile(r"(.*?(?:blk|layers?|h|blocks?))\.([0-9]+)\..*")
+
+
+def show(found: TraceClasses, trace: str, min_bytes: int, as_json: bool) -> None:
+    """Prints the classes of `trace` on stdout; rows below `min_bytes` are summed up in one line."""
+    if as_json:
+        print(json.dumps(found.document(trace, min_bytes), indent=1))
+        return
+    console = Console(highlight=False, markup=False)
+    lost = f", {found.lost_events} accesses lost" if found.lost_events else ""
+    duration = format_duration(found.end_ns - found.begin_ns)
+    console.print(f"{trace}: {found.accesses} blocks accessed in {duration}; {found.tier}{lost}", soft_wrap=True)
+    rows = [row for row in found.rows if row.size_bytes >= min_bytes]
+    if rows:
+        console.print(table(rows))
+    smaller = [row for row in found.rows if row.size_bytes < min_bytes]
+    if smaller:
+        size, share = sum(row.size_bytes for row in smaller), sum(row.share for row in smaller)
+        less = f"and {len(smaller)} smaller than {format_size(min_bytes)}"
+        console.print(f"{less}: {format_size(size)}, {share:.1%} of the accesses (--min-bytes 0 shows them)", soft_wrap=True)
+    for line in summary(found):
+        console.print(line, soft_wrap=True)
+
+
+def table(rows: Sequence[Classification]) -> Table:
+    """The classes, largest share of the accesses first."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    named = any(row.tensors for row in rows)
+    made.add_column("class", no_wrap=True)
+    made.add_column("op", no_wrap=True)
+    for heading in ("size", "blocks", "times", "period", "share"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    made.add_column("file", overflow="fold")
+    if named:
+        made.add_column("tensors", overflow="fold")
+    for row in rows:
+        cells = [row.kind, row.op, format_size(row.size_bytes), _blocks(row), str(row.passes), _period(row)]
+        made.add_row(*cells, f"{row.share:.1%}", _where(row), *([names_line(row.tensors)] if named else []))
+    return made
+
+
+def _blocks(row: Classification) -> str:
+    if not row.pieces:
+        return "-"
+    return f"{row.first_block}-{row.last_block}"
+
+
+def _period(row: Classification) -> str:
+    if row.period_ns is None:
+        return "-"
+    return format_duration(row.period_ns) if row.period_ns else f"{row.period_blocks} blocks"
+
+
+def _where(row: Classification) -> str:
+    notes = []
+    if row.stride_blocks:
+        notes.append(f"every {row.stride_blocks} blocks")
+    elif len(row.pieces) > 1:
+        notes.append(f"{len(row.pieces)} places")
+    if row.order not in (None, "ascending"):
+        notes.append("downwards" if row.order == "descending" else "in another order")
+    if row.active is False:
+        notes.append("over before the end")
+    return f"{row.path} ({', '.join(notes)})" if notes else row.path
+
+
+def names_line(names: Sequence[str]) -> str:
+    """Returns tensor names in short: layers as a range, the others one by one; the first few."""
+    layers: dict[str, list[int]] = {}
+    others: list[str] = []
+    for name in names:
+        match = _LAYER.fullmatch(name)
+        if match:
+            layers.setdefault(match[1], []).append(int(match[2]))
+        else:
+            others.append(name)
+    shown = [f"{stem}.{_ranges(sorted(set(numbers)))} ({len(numbers)})" for stem, numbers in layers.items()]
+    shown += others
+    more = len(shown) - SHOWN_NAMES
+    return ", ".join(shown[:SHOWN_NAMES]) + (f", {more} more" if more > 0 else "")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """ "0-3,7" for 0, 1, 2, 3, 7."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def summary(found: TraceClasses) -> list[str]:
+    """What the classes come to, as section 3.3 of io_caching sums up a workload, and what to ask `llmcache size`."""
+    totals = found.totals
+    reads = (
+        f"loops {format_size(totals.loop_bytes)}, hot {format_size(totals.hot_bytes)}, once {format_size(totals.once_bytes)}"
+    )
+    shares = f"{totals.loop_share:.1%} loops, {totals.hot_share:.1%} hot, {totals.once_share:.1%} once"
+    lines = [f"read: {reads}; of all accesses {shares}"]
+    if totals.write_loop_bytes or totals.write_once_bytes:
+        writes = f"loops {format_size(totals.write_loop_bytes)}, once {format_size(totals.write_once_bytes)}"
+        lines.append(f"written: {writes}")
+    if found.size_command is not None:
+        lines.append(f"how large a cache that needs: {found.size_command} --bw RATE")
+    else:
+        lines.append("no read loops: a cache saves what is hot, and nothing else")
+    return lines
