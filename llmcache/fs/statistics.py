@@ -91,6 +91,8 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
         facts.add_row(left, format_size(stats.get(left_key, 0)), f"   {right}", format_size(stats.get(right_key, 0)))
     facts.add_row("daemon", format_size(stats.get("daemon_bytes", 0)), "   byte hit ratio", _percent(hit_ratio(stats)))
     facts.add_row("", "", "   prefetch in time", _percent(useful_ratio(stats)))
+    if log := stats.get("access_log"):
+        facts.add_row("", "", "   logged references", f"{log['rows']}, {log['lost_rows']} lost")
     console.print(facts)
     if stats.get("files"):
         console.print(_file_table(stats["files"]))

@@ -121,9 +121,9 @@ def test_what_is_not_kept_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_written_is_named() -> None:
     path = "/proc/log.parquet"  # nobody can make files there, not even root
-    with pytest.raises(EnvironmentProblem, match="--access-log: cannot write '/proc/log.parquet'"):
+    with pytest.raises(EnvironmentProblem, match=r"--access-log: cannot write '/proc/log\.parquet'"):
         AccessLog(path, ABOUT)
 
 
