@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,40 +77,32 @@ class TraceReader:
         self.close()
 
 
-class readable:
-    """A with block that opens `path`: its OSErrors become UsageError (no such file) or EnvironmentProblem."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        if os.path.isdir(self._path):
-            raise UsageError(f"'{self._path}' is a directory", "name a file")
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, FileNotFoundError):
-            raise UsageError(f"'{self._path}' does not exist", "check the path") from error
-        if isinstance(error, OSError):
-            reason = error.strerror or str(error)
-            raise EnvironmentProblem(f"cannot read '{self._path}': {reason}", "check its permissions") from error
+@contextlib.contextmanager
+def readable(path: str | os.PathLike[str]) -> Iterator[None]:
+    """A with block that reads `path`: its OSErrors become UsageError (no such file) or EnvironmentProblem."""
+    if os.path.isdir(path):
+        raise UsageError(f"'{path}' is a directory", "name a file")
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UsageError(f"'{path}' does not exist", "check the path") from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise EnvironmentProblem(f"cannot read '{path}': {reason}", "check its permissions") from error
 
 
-class _decoding:
+@contextlib.contextmanager
+def _decoding(path: Path) -> Iterator[None]:
     """A with block in which pyarrow's complaints mean that the file is damaged."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
         # An OSError with an errno comes from the system; pyarrow raises those without for what it cannot decode.
-        damaged = isinstance(error, pa.ArrowException) or (isinstance(error, OSError) and error.errno is None)
-        if damaged:
-            reason = str(error).splitlines()[0]
-            hint = "truncated, damaged or not Parquet: record or convert it again"
-            raise DataError(f"'{self._path}' cannot be read as Parquet: {reason}", hint) from error
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = str(error).splitlines()[0]
+        hint = "truncated, damaged or not Parquet: record or convert it again"
+        raise DataError(f"'{path}' cannot be read as Parquet: {reason}", hint) from error
 
 
 def _check_schema(path: Path, schema: Any) -> None:
