@@ -26,25 +26,25 @@ LEAST_BYTES = 64 << 20  # less is gone in a moment, or comes from the device's o
 WRITTEN_BYTES = 256 << 20
 WRITE_S = 5.0
 READ_S = 2.0
+SETTLING_SHARE = 0.25  # of the time, not counted
 SLOWEST_S = 15.0  # one pass over a smaller part must do on storage that is slower still
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A measurement: `bytes_read` in `seconds` with `readers` requests under way, from `file` ("temporary" if made)."""
+    """A measurement: `bytes_read` in `seconds` with `readers` requests under way, from `file` ("temporary" if made).
+
+    `bandwidth` (bytes/s) is what that sustains; what is read while the storage settles is not counted.
+    """
 
     directory: str
     file: str
     bytes_read: int
     seconds: float
+    bandwidth: int
     request_bytes: int = REQUEST_BYTES
     readers: int = READERS
-
-    @property
-    def bandwidth(self) -> int:
-        """Bytes per second."""
-        return max(1, int(self.bytes_read / self.seconds))
 
 
 def measured_storage(directory: str) -> Storage:
@@ -146,24 +146,26 @@ def _fill(fd: int, wanted_bytes: int) -> int:
 def _read(directory: str, name: str, fd: int, requests: int) -> Measured:
     """Reads the first `requests` requests, again and again until READ_S have passed, and counts."""
     places = itertools.count()
-    totals = [0] * READERS
+    completed: list[tuple[float, int]] = []
     failures: list[OSError] = []
     stop = threading.Event()
     begin = time.monotonic()
 
-    def reader(index: int) -> None:
+    def reader() -> None:
         with mmap.mmap(-1, REQUEST_BYTES) as buffer:
             while not stop.is_set():
                 place, spent = next(places), time.monotonic() - begin
                 if spent > SLOWEST_S or (spent > READ_S and place >= min(requests, LEAST_BYTES // REQUEST_BYTES)):
                     return
                 try:
-                    totals[index] += os.preadv(fd, [buffer], place % requests * REQUEST_BYTES)
+                    size = os.preadv(fd, [buffer], place % requests * REQUEST_BYTES)
                 except OSError as error:
                     failures.append(error)
                     stop.set()
+                else:
+                    completed.append((time.monotonic() - begin, size))
 
-    threads = [threading.Thread(target=reader, args=(index,)) for index in range(READERS)]
+    threads = [threading.Thread(target=reader) for _ in range(READERS)]
     try:
         for thread in threads:
             thread.start()
@@ -174,10 +176,27 @@ def _read(directory: str, name: str, fd: int, requests: int) -> Measured:
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
-    seconds = time.monotonic() - begin
     if failures:
         raise failures[0]
-    return Measured(directory, name, sum(totals), seconds)
+    return Measured(directory, name, *_sustained(sorted(completed)))
+
+
+def _sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:
+    """Bytes, seconds and bytes/s from the first request that was done after a quarter of the time to the last.
+
+    Device caches and throttles give more at first than they sustain. The rate is the slope of the line of least squares
+    through (time, bytes done): throttles give in bursts, and where the first and last burst fall says nothing.
+    """
+    last_s = completed[-1][0]
+    counted = [item for item in completed if item[0] >= SETTLING_SHARE * last_s]
+    if counted[0][0] == last_s:
+        raise EnvironmentProblem(f"--measure: fewer than two reads of 1 MiB in {last_s:.0f} s", "give --bw instead")
+    times = [time_s for time_s, _ in counted]
+    done = list(itertools.accumulate(size for _, size in counted))
+    mean_s, mean_bytes = sum(times) / len(times), sum(done) / len(done)
+    spread = sum((time_s - mean_s) ** 2 for time_s in times)
+    slope = sum((time_s - mean_s) * (size - mean_bytes) for time_s, size in zip(times, done, strict=True)) / spread
+    return done[-1] - done[0], last_s - counted[0][0], max(1, round(slope))
 
 
 def _problem(directory: str, what: str, error: OSError) -> LlmcacheError:

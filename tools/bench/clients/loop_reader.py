@@ -2,6 +2,7 @@
 
 `--how read` preads blocks into one buffer, `direct` does so with O_DIRECT, `mmap` touches every 4 KiB page.
 `--check FILE` compares the CRC of every MiB with a JSON list (see `crcs`), and counts wrong ones.
+`--compute SECONDS` sleeps in place of computing, as long for each pass, a part of it after each block.
 """
 
 from __future__ import annotations
@@ -62,14 +63,17 @@ class Reader:
             yield self.buffer[:size]
 
 
-def run_pass(reader: Reader, expected: list[int] | None) -> int:
-    """Read the file once; returns how many MiB were wrong."""
+def run_pass(reader: Reader, expected: list[int] | None, compute_s: float = 0.0) -> int:
+    """Read the file once, spending `compute_s` on it; returns how many MiB were wrong."""
     wrong = 0
+    pause_s = compute_s / max(1, -(-reader.size // reader.block))
     for index, block in enumerate(reader.blocks()):
         if expected is not None:
             wrong += zlib.crc32(block) != expected[index]
         elif reader.how == "mmap":
             bytes(block[::4096])  # one byte of each page: faults it, copies next to nothing
+        if pause_s:
+            time.sleep(pause_s)
     return wrong
 
 
@@ -82,6 +86,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after the pass that reaches this")
     parser.add_argument("--block", type=int, default=MIB, help="bytes per read (1048576 with --check)")
     parser.add_argument("--check", type=Path, help="JSON list of the CRC of every MiB")
+    parser.add_argument("--compute", type=float, default=0.0, help="seconds of computing per pass")
     args = parser.parse_args()
 
     expected = json.loads(args.check.read_text()) if args.check else None
@@ -91,7 +96,7 @@ def main() -> None:
     bad = 0
     for index in range(args.passes):
         start = time.perf_counter()
-        wrong = run_pass(reader, expected)
+        wrong = run_pass(reader, expected, args.compute)
         say(event="step", index=index, seconds=time.perf_counter() - start, bytes=reader.size, wrong=wrong)
         bad += wrong
         if time.perf_counter() - begin > args.seconds:

@@ -1,0 +1,75 @@
+"""Stalls begin on a real mount where formula (1) says: what a pass reads from storage, and whether it waits for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmcache.cache.sizing import Setting, need, passes
+from llmcache.fs.advice import mount_cache_bytes, mount_pins_bytes
+from tests.mount.live import MIB, random_file
+from tools.bench.cgroup import Group
+from tools.bench.files import forget
+from tools.bench.runner import ClientRun, client, run_client
+from tools.bench.sides import Mounted
+
+LOOP = 96 * MIB
+RATE = 60_000_000
+COMPUTE_S = 0.6
+WARMUP, STEPS = 3, 7
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_file(tmp_path_factory.mktemp("source") / "loop.bin", LOOP).parent
+
+
+def run(source: Path, scratch: Path, mode: str, cache_bytes: int, read_bps: int | None) -> ClientRun:
+    """Passes of a reader that computes for COMPUTE_S in each, over a mount with `cache_bytes`."""
+    forget(source)
+    with (
+        Group("size-test", directory=source, read_bps=read_bps) as group,
+        Mounted(options=("--mode", mode)).open(group, source, cache_bytes, scratch) as opened,
+    ):
+        command = client("loop_reader", opened.root / "loop.bin", "--compute", COMPUTE_S, "--passes", STEPS)
+        done = run_client(group, command, timeout_s=240)
+    assert done.ok, done.error
+    return done
+
+
+def quickest_s(done: ClientRun) -> float:
+    """The pass that other work on the machine disturbed least."""
+    return min(step.seconds for step in done.measured(WARMUP))
+
+
+@pytest.mark.cgroup
+@pytest.mark.parametrize("mode", ["steer", "arena"])
+def test_stalls_begin_where_the_formula_says(source: Path, tmp_path: Path, mode: str) -> None:
+    period_s = quickest_s(run(source, tmp_path, mode, round(0.6 * LOOP), None))
+    setting = Setting(RATE, round(period_s * 1e9), 0)
+    wanted = need(LOOP, setting).loop_cache_bytes
+    assert 0.3 * LOOP < wanted < 0.8 * LOOP, "T came out so that the sweep says nothing"
+
+    below, above = round(0.7 * wanted), round(1.2 * wanted)
+    stalled, free = run(source, tmp_path, mode, below, RATE), run(source, tmp_path, mode, above, RATE)
+    for done, cache_bytes in ((stalled, below), (free, above)):
+        missing = passes(LOOP, cache_bytes, setting).missing_bytes
+        read = sorted(step.storage_bytes for step in done.measured(WARMUP))
+        # The window beside the budget may keep some of what is missing, but nothing of what is kept is read again.
+        assert 0.5 * missing <= read[len(read) // 2] <= 1.1 * missing + 2 * MIB
+
+    expected_s = passes(LOOP, below, setting).pass_ns / 1e9
+    assert expected_s > 1.15 * period_s
+    assert quickest_s(stalled) == pytest.approx(expected_s, rel=0.12)
+    assert quickest_s(free) < 1.1 * period_s < quickest_s(stalled)
+
+
+@pytest.mark.cgroup
+def test_the_advised_cache_pins_what_the_formula_asks_for(source: Path, tmp_path: Path) -> None:
+    wanted = LOOP // 2
+    cache_bytes = mount_cache_bytes(LOOP, wanted, 0)
+    done = run(source, tmp_path, "arena", cache_bytes, None)
+    read = sorted(step.storage_bytes for step in done.measured(WARMUP))[-1]
+    assert mount_pins_bytes(LOOP, cache_bytes, 0) >= wanted
+    assert read <= LOOP - wanted + 2 * MIB
