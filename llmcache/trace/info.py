@@ -19,6 +19,7 @@ from llmcache.units import format_duration, format_size
 SCHEMA = "llmcache.info/1"
 _WIDTH = 79
 _MOST_FILES = 20
+_LONGEST_EXTRA = 200  # capture tiers keep whole documents there
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,13 @@ def _facts(info: TraceInfo) -> list[tuple[str, str]]:
         ("kernel", origin.kernel),
         ("command", origin.command),
         ("note", origin.note),
-        *sorted(origin.extra.items()),
+        *((name, _short(value)) for name, value in sorted(origin.extra.items())),
     ]
     return [(name, value) for name, value in facts if value]
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _LONGEST_EXTRA else f"{len(value)} characters, which --json shows"
 
 
 def _counts(counts: dict[str, int]) -> str:

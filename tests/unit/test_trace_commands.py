@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmcache import cli
-from llmcache.trace.record import Trace, TraceFile, open_trace
+from llmcache.trace.record import Provenance, Trace, TraceFile, open_trace
 from tests.unit.trace_parts import FILES, PROVENANCE, blocks, trace
 
 
@@ -64,6 +64,14 @@ def test_info_for_people(source: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert max(map(len, shown.splitlines())) < 80
     for text in ("4 rows, 9 accesses", "test, 2 events lost", "hit 6, miss 1, unknown 2", "/models/a.gguf", "unknown"):
         assert text in " ".join(shown.split()), text
+
+
+def test_info_for_people_leaves_long_documents_to_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    origin = Provenance("test", extra={"document": "x" * 5000, "seed": "5"})
+    Trace.build(0, 0, 0, 1, files=FILES, provenance=origin).save(tmp_path / "t.parquet")
+    assert run("info", tmp_path / "t.parquet") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "document 5000 characters, which --json shows" in shown and "seed 5" in shown
 
 
 def test_info_names_many_files_only_by_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
