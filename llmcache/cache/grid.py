@@ -1,8 +1,8 @@
 """Replays one trace through a grid of caches: every batch is read once and goes to all cells, which run in threads.
 
-Concurrency: one thread reads and places batches, the workers of a pool take (cell, batch) pairs. A cell gets its
-batches one after the other: the next batch is handed out only when all cells are done with the last one, and is read in
-the meantime. So a cell's state has one user at a time, and two batches are in memory. Kernels hold no GIL.
+Concurrency: one thread reads batches, one places them, the workers of a pool take (cell, batch) pairs. A cell gets its
+batches one after the other: the next batch is handed out only when all cells are done with the last one, and is placed
+in the meantime. So a cell's state has one user at a time, and three batches are in memory. Kernels hold no GIL.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 1 << 17
 WRITE = 1  # trace.record.WRITE, without pyarrow
+
+T = TypeVar("T")
 
 
 class Interrupted(Exception):
@@ -132,9 +134,18 @@ def _array_bytes(value: object, depth: int = 3) -> int:
     return sum(_array_bytes(each, depth - 1) for each in inside) if depth else 0
 
 
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """Yields `items`, each of which is made by a thread while the one before it is in use."""
+    with ThreadPoolExecutor(1) as reader:
+        waiting = reader.submit(next, items, None)
+        while (item := waiting.result()) is not None:
+            waiting = reader.submit(next, items, None)
+            yield item
+
+
 def parts_of(batches: Iterable[Trace], space: BlockSpace) -> Iterator[Part]:
     """Yields the batches as parts, their runs placed in `space`."""
-    for batch in batches:
+    for batch in ahead(iter(batches)):
         yield Part(batch.t_ns, space.place(batch), batch.count.astype(np.int64), batch.op != WRITE)
 
 
@@ -169,7 +180,7 @@ def replay(
 ) -> None:
     """Feeds every part to all cells; `offline` ones get all rows at once, at the end.
 
-    Memory: two parts; with offline cells the whole trace, 25 bytes per row. `advance` is told the rows times cells done.
+    Memory: three parts; with offline cells the whole trace, 25 bytes per row. `advance` is told the rows times cells done.
     `Interrupted` once `stop` is set, when the running batch is done.
     """
     timed = [_Timed(cell) for cell in online]

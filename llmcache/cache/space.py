@@ -36,6 +36,11 @@ class BlockSpace:
         lengths = ends - starts
         gaps = np.minimum(starts[1:] - ends[:-1], GAP)
         self._ids = np.concatenate(([0], np.cumsum(lengths[:-1] + gaps))).astype(np.int64)
+        # Intervals no further apart than GAP are moved alike, so a run is looked up among fewer, joined ones.
+        apart = np.concatenate(([True], gaps == GAP)) if len(starts) else np.empty(0, np.bool_)
+        self._joined = starts[apart]
+        self._joined_ends = ends[np.concatenate((apart[1:], [True]))] if len(starts) else ends
+        self._moves = self._ids[: len(starts)][apart] - self._joined
         self.footprint = int(lengths.sum())
         self.blocks = int(self._ids[-1] + lengths[-1]) if len(starts) else 0
 
@@ -78,10 +83,10 @@ class BlockSpace:
     def place(self, batch: Trace) -> Int64s:
         """Returns the id of the first block of each run (int64, one per row). Every run must have been seen by `of`."""
         keys = _keys(batch)
-        interval = np.searchsorted(self._starts, keys, side="right") - 1
-        if len(keys) and (interval.min() < 0 or np.any(keys + batch.count.astype(np.int64) > self._ends[interval])):
+        found = np.searchsorted(self._joined, keys, side="right") - 1
+        if len(keys) and (found.min() < 0 or np.any(keys + batch.count.astype(np.int64) > self._joined_ends[found])):
             raise ValueError("a run lies outside the space")
-        return self._ids[interval] + keys - self._starts[interval]
+        return keys + self._moves[found]
 
     def footprint_by_file(self) -> dict[int, int]:
         """Returns the number of distinct blocks of each file that was touched."""
@@ -108,14 +113,17 @@ def _keys(batch: Trace) -> Int64s:
 
 
 def _union(starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
-    """Returns the union of half-open intervals as sorted, disjoint, not adjacent ones."""
+    """Returns the union of half-open intervals as sorted, disjoint, not adjacent ones.
+
+    Starts and ends are sorted apart: where i intervals have begun and the i-th end lies before the next start, all i
+    have ended. Two plain sorts take a quarter of the time of one that keeps the pairs together.
+    """
     if len(starts) == 0:
         return starts, ends
-    order = np.argsort(starts, kind="stable")
-    starts, reach = starts[order], np.maximum.accumulate(ends[order])
-    fresh = np.concatenate(([True], starts[1:] > reach[:-1]))
+    starts, ends = np.sort(starts), np.sort(ends)
+    fresh = np.concatenate(([True], starts[1:] > ends[:-1]))
     last = np.concatenate((np.flatnonzero(fresh)[1:] - 1, [len(starts) - 1]))
-    return starts[fresh], reach[last]
+    return starts[fresh], ends[last]
 
 
 def _merged(starts: Int64s, ends: Int64s, more: list[tuple[Int64s, Int64s]]) -> tuple[Int64s, Int64s]:

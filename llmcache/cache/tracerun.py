@@ -16,6 +16,7 @@ from llmcache.cache.grid import (
     Interrupted,
     PolicyCell,
     TotalsCell,
+    ahead,
     parts_of,
     replay,
 )
@@ -99,7 +100,7 @@ class TraceRun:
         return space
 
     def _seen(self, batches: Iterable[Trace]) -> Iterator[Trace]:
-        for batch in batches:
+        for batch in ahead(iter(batches)):
             if self._stop.is_set():
                 raise Interrupted
             if self._rows == 0 and len(batch):
