@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from llmcache.cache.policies.llmcache import (
-    FADE_ROUNDS,
-    LEAST_EVIDENCE,
-    LEAST_REMEMBERED,
-    REMEMBERED,
-    ROUND,
-    SLACK,
-    STALENESS,
-    STREAM_BLOCKS,
-)
+from llmcache.cache.policies.llmcache import FADE_ROUNDS, SLACK, STREAM_BLOCKS
+from llmcache.cache.policies.reuse import LEAST_EVIDENCE, LEAST_REMEMBERED, REMEMBERED, ROUND, STALENESS
 from llmcache.cache.policies.streams import AHEAD, BEHIND, STREAMS
 
 Queue = OrderedDict[int, None]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numba
@@ -20,6 +22,22 @@ if TYPE_CHECKING:
 
 Ids = NDArray[np.int64]
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _forget_stale(folder: Path) -> None:
+    """Removes kept compilations that are older than a source file beside them.
+
+    A compiled loop contains the functions it calls, but numba compares only the date of the file that the loop is in.
+    """
+    newest = max(source.stat().st_mtime for source in folder.glob("*.py"))
+    for index in folder.glob("__pycache__/*.nbi"):
+        with suppress(OSError):  # gone already, or not ours to remove: then it is not ours to be changed either
+            if index.stat().st_mtime < newest:
+                index.unlink()
+
+
+_forget_stale(Path(__file__).parent)
+_forget_stale(Path(__file__).parent.parent)
 
 
 def kernel(function: F) -> F:
@@ -37,16 +55,6 @@ def lean_kernel(function: F) -> F:
     """
     compiler: Any = numba.njit  # its types do not know the option, which numba itself uses throughout
     compiled: F = compiler(cache=True, nogil=True, _nrt=False)(function)
-    return compiled
-
-
-def bare_kernel(function: F) -> F:
-    """As `kernel`, for functions that make no arrays and call only their like: their arrays are not counted.
-
-    Compiled code that hands records and tuples of arrays from function to function would spend most of its time on
-    atomic reference counts. The caller of the outermost function keeps the arrays alive.
-    """
-    compiled: F = numba.njit(cache=True, nogil=True, _nrt=False)(function)
     return compiled
 
 
