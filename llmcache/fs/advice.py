@@ -20,6 +20,7 @@ from llmcache.fs.layout.modelfile import model_bytes
 from llmcache.units import format_size
 
 _STEP_BYTES = 10**6
+_LEAST_STEPS = -(-MIN_BUDGET_BYTES // _STEP_BYTES)
 
 
 def advise(question: Question) -> Answer:
@@ -65,14 +66,14 @@ def mount_cache_bytes(loop_bytes: int, pinned_bytes: int, hot_bytes: int) -> int
 
     *Modelled* by the mount's own arbitration; never less than the least budget that a mount accepts.
     """
-    low, high = MIN_BUDGET_BYTES // _STEP_BYTES, (2 * (loop_bytes + hot_bytes) + MIN_BUDGET_BYTES) // _STEP_BYTES + 64
+    low, high = _LEAST_STEPS, _LEAST_STEPS + 2 * (loop_bytes + hot_bytes) // _STEP_BYTES + 64
     while low < high:  # a larger budget never pins less
         middle = (low + high) // 2
         if mount_pins_bytes(loop_bytes, middle * _STEP_BYTES, hot_bytes) >= pinned_bytes:
             high = middle
         else:
             low = middle + 1
-    return max(low * _STEP_BYTES, MIN_BUDGET_BYTES)
+    return low * _STEP_BYTES
 
 
 def mount_pins_bytes(loop_bytes: int, cache_bytes: int, hot_bytes: int) -> int:

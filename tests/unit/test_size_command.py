@@ -133,4 +133,5 @@ def test_the_mounts_cache_is_the_smallest_that_pins_enough(loop_mb: int, share: 
     loop, hot = loop_mb * MB, 4 * MB
     cache = mount_cache_bytes(loop, int(share * loop), hot)
     assert mount_pins_bytes(loop, cache, hot) >= int(share * loop)
-    assert cache == MIN_BUDGET_BYTES or mount_pins_bytes(loop, cache - MB, hot) < int(share * loop)
+    assert cache >= MIN_BUDGET_BYTES and cache % MB == 0
+    assert cache - MB < MIN_BUDGET_BYTES or mount_pins_bytes(loop, cache - MB, hot) < int(share * loop)
