@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
 from llmcache.fs.buffers import BufferPool
-from llmcache.fs.group import Fetch, Group, Member
+from llmcache.fs.group import PAGE, Fetch, Group, Member
 from llmcache.fs.references import References
 
 if TYPE_CHECKING:
@@ -104,11 +104,11 @@ class CacheState:
         return sum(count for backing, count in self.opens.items() if self.owners.get(backing, (None,))[0] is group)
 
     def charge(self, group: Group, extent: int, length: int) -> None:
-        """Counts `length` more bytes of `extent` as held by the kernel (at most the whole extent)."""
+        """Counts `length` more bytes of `extent`, in whole pages, as held by the kernel (at most the whole extent)."""
         if not group.alive or group.member_of(extent).node is None:
             return  # what comes in before the node is known is dropped when it is
         before = group.charge[extent]
-        after = min(group.extent_bytes, before + length)
+        after = min(group.extent_bytes, before + -(-length // PAGE) * PAGE)
         group.charge[extent] = after
         self.resident_bytes += after - before
         if self.used_bytes > self.limit_bytes:
