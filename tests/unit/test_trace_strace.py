@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from llmcache.cache.policies.belady import why_not_exact
 from llmcache.errors import DataError
 from llmcache.trace.record import MAP, READ, WRITE, Trace, open_trace
 
@@ -387,6 +388,14 @@ MEANS = [
     ("m", 0, 25, WRITE), ("m", 0, 2, READ), ("m", 17, 1, READ), ("m", 1, 3, READ), ("m", 3, 1, READ),
     ("log", 0, 2, WRITE), ("log", 1, 2, WRITE), ("m", 2, 3, READ), ("m", 1, 2, READ), ("out", 0, 2, WRITE),
 ]  # fmt: skip
+
+
+def test_mapped_ranges_are_counted_because_their_touches_are_not_seen(tmp_path: Path) -> None:
+    """Belady would not be exact on such a log."""
+    log, _ = CASES["mappings"]
+    provenance = read(log, tmp_path).provenance
+    assert provenance.extra["mapped_ranges"] == "2"
+    assert "mapped_ranges" in (why_not_exact(provenance) or "")
 
 
 def strace_problem() -> str | None:

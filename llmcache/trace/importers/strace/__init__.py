@@ -39,6 +39,7 @@ def read(path: Path, writer: TraceWriter) -> None:
         "other_lines": log.other_lines,
         "accesses_of_unknown_files": calls.unknown,
         "guessed_offsets": calls.guessed,
+        "mapped_ranges": calls.mapped,
         "threads_of_unknown_origin": calls.processes.adopted,
         "clock_steps_back": log.clock.steps_back,
     }

@@ -24,11 +24,14 @@ Sink = Callable[[int, File, int, int, int, int], None]
 
 
 class Calls:
-    """Follows the calls of a log. `unknown` counts accesses whose file is not known, `guessed` those whose offset is not."""
+    """Follows the calls of a log.
+
+    `unknown` counts accesses whose file is not known, `guessed` those whose offset is not, `mapped` mapped ranges.
+    """
 
     def __init__(self, sink: Sink) -> None:
         self.files, self.processes = Files(), Processes()
-        self.unknown = self.guessed = self.not_understood = 0
+        self.unknown = self.guessed = self.mapped = self.not_understood = 0
         self.command = ""
         self._sink = sink
 
@@ -214,6 +217,7 @@ class Calls:
         if file.is_size_known:
             length = min(length, file.size - offset)
         if length > 0:
+            self.mapped += 1
             self._sink(call.t_ns, file, offset, length, MAP, process.pid)
 
     def _stat(self, call: Call, process: Process) -> None:
