@@ -16,12 +16,14 @@ import ctypes
 import errno
 import json
 import os
+import re
 import signal
 import sys
 from typing import Any
 
 CLONE_NEWNS = 0x00020000
 MS_REC_PRIVATE = 0x4000 | 0x40000
+MNT_DETACH = 2
 PR_SET_PDEATHSIG = 1
 PROT_READ = 1
 MAP_SHARED = 1
@@ -114,10 +116,26 @@ class Helper:
         return failed
 
 
-def own_namespace() -> None:
-    """Leaves the mount namespace where allowed: our open files then do not make the mount point busy."""
+def own_namespace(mountpoint: str) -> None:
+    """Leaves the mount namespace where allowed: our open files then do not make the mount point busy.
+
+    The new namespace starts with a copy of every mount there is. A copy keeps a file system alive that others unmount:
+    another llmcachefs could not end, a disk not be taken away. So all but the way to our mount point are given up here.
+    """
     if libc.unshare(CLONE_NEWNS) == 0:
         libc.mount(None, b"/", None, MS_REC_PRIVATE, None)
+        with open("/proc/self/mountinfo", "rb") as file:
+            mounts = file.read()
+        for point in others(mounts, os.fsencode(mountpoint)):
+            libc.umount2(point, MNT_DETACH)
+
+
+def others(mountinfo: bytes, mountpoint: bytes) -> list[bytes]:
+    """Returns the mount points in `mountinfo` that do not lie on the way to `mountpoint`, the last one first."""
+    points = [
+        re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), line.split()[4]) for line in mountinfo.splitlines()
+    ]
+    return [point for point in reversed(points) if not (mountpoint + b"/").startswith(point.rstrip(b"/") + b"/")]
 
 
 def main() -> int:
@@ -126,7 +144,7 @@ def main() -> int:
     if os.getppid() == 1:  # the daemon died before prctl
         return 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    own_namespace()
+    own_namespace(sys.argv[1])
     helper = Helper(sys.argv[1])
     for line in sys.stdin:
         sys.stdout.write(json.dumps(helper.handle(json.loads(line))) + "\n")

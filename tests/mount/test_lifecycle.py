@@ -336,3 +336,16 @@ def test_user_may_not_mount_on_roots_directory(users_place: Path) -> None:
     )
     assert result.returncode == 4
     assert "cannot mount on" in result.stderr
+
+
+def test_a_mount_ends_while_another_one_lives(mount: Mounter, tmp_path: Path, mode: str) -> None:
+    """A pin helper that was started later has a namespace of its own, which must not keep this mount."""
+    first = mount("--mode", mode, point=tmp_path / "first")
+    second = mount("--mode", mode, point=tmp_path / "second")
+    (first.source / "f").write_bytes(bytes(100_000))
+    for mounted in (first, second):
+        assert len((mounted.point / "f").read_bytes()) == 100_000
+    begin = time.monotonic()
+    assert llmcache("umount", first.point).returncode == 0
+    assert time.monotonic() - begin < 5
+    assert len((second.point / "f").read_bytes()) == 100_000

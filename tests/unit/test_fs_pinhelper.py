@@ -1,0 +1,25 @@
+"""Which mounts the pin helper gives up in its own namespace."""
+
+from __future__ import annotations
+
+from llmcache.fs.pinhelper import others
+
+MOUNTINFO = rb"""
+22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+23 22 0:5 / /dev rw - devtmpfs devtmpfs rw
+30 22 8:1 / /media/usb\040disk rw - ext4 /dev/sda1 rw
+31 22 0:40 / /mnt rw - tmpfs tmpfs rw
+32 31 0:50 / /mnt/models rw - fuse.llmcachefs llmcachefs rw
+33 31 0:51 / /mnt/models-2 rw - fuse.llmcachefs llmcachefs rw
+34 32 0:52 / /mnt/models/inside rw - tmpfs tmpfs rw
+""".lstrip()
+
+
+def test_all_but_the_way_to_the_mount_point_is_given_up_last_first() -> None:
+    expected = [b"/mnt/models/inside", b"/mnt/models-2", b"/media/usb disk", b"/dev"]
+    assert others(MOUNTINFO, b"/mnt/models") == expected
+
+
+def test_nothing_is_on_the_way_to_the_root_but_itself() -> None:
+    assert b"/" not in others(MOUNTINFO, b"/mnt/models")
+    assert len(others(MOUNTINFO, b"/elsewhere")) == 6
