@@ -47,11 +47,13 @@ def pins(name: str) -> dict[str, list[str]]:
 
 def test_what_the_package_imports_is_what_it_depends_on() -> None:
     declared = {name_of(requirement) for requirement in PROJECT["dependencies"]}
+    declared |= {name_of(requirement) for requirement in PROJECT["optional-dependencies"]["cluster"]}
     assert imported((ROOT / "llmcache").rglob("*.py")) == declared
 
 
 def test_every_dependency_has_a_lower_bound_and_a_pin() -> None:
-    groups = {"lock.txt": PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]}
+    extras = PROJECT["optional-dependencies"]
+    groups = {"lock.txt": PROJECT["dependencies"] + extras["cluster"] + extras["dev"]}
     groups["llama.txt"] = PROJECT["optional-dependencies"]["llama"]
     for file, requirements in groups.items():
         pinned = pins(file)
