@@ -67,9 +67,9 @@ def simulate_on(address: str, traces: Sequence[str], plan: Plan, *, progress: Pr
     """Returns the rows of `plan` for all `traces`, computed by the workers of the scheduler at `address`."""
     with _client(address) as client:
         threads = _checked_threads(client)
-        remotes = [Remote.of(name) for name in traces]
+        remotes = [Remote.of(name) for name in dict.fromkeys(traces)]
         tasks = [(remote, part) for remote in remotes for part in parts_of(plan, threads // len(remotes))]
-        contents = {remote: client.scatter(Path(remote.path).read_bytes()) for remote in set(remotes) if remote.is_sent}
+        contents = {remote: client.scatter(Path(remote.path).read_bytes()) for remote in remotes if remote.is_sent}
         futures = [client.submit(_task, remote, part, contents.get(remote), pure=False) for remote, part in tasks]
         try:
             done = _gathered(client, futures, [remote.name for remote, _ in tasks], progress)

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from llmcache.cache.results import Result, Simulation, merged
 from llmcache.cache.tracerun import TraceRun
 from llmcache.trace.record import Trace, TraceReader, open_trace
 
-Source = str | Trace | TraceReader
+Source = str | Path | Trace | TraceReader
 
 MEMORY_SHARE = 0.25  # of the machine's memory, for the states of all cells that run at the same time
 
@@ -105,9 +106,9 @@ def simulate_all(
 @contextmanager
 def _opened(source: Source) -> Iterator[tuple[str, Trace | TraceReader]]:
     """Yields what a trace is called in the results, and the trace."""
-    if isinstance(source, str):
+    if isinstance(source, str | Path):
         with open_trace(source) as reader:
-            yield source, reader
+            yield str(source), reader
     else:
         yield str(source.path) if isinstance(source, TraceReader) else "trace", source
 

@@ -51,6 +51,8 @@ def command(
     from llmcache.cache.plan import plan_of
     from llmcache.report import simulation_text
 
+    if scheduler is not None and jobs is not None:
+        raise click.UsageError("--jobs and --scheduler contradict each other: workers have their own threads")
     plan = plan_of(policy, cache, bw, t, mrc)
     if report is not None:
         from llmcache.report import simulation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from llmcache import cli
 from llmcache.cache import cluster
 from llmcache.cache.cachesizes import AUTO
 from llmcache.cache.plan import Plan
@@ -52,6 +54,17 @@ def test_a_cluster_gives_the_rows_of_a_local_run(
     assert far.traces == near.traces
     assert [item.curve.hits.tolist() for item in far.curves] == [item.curve.hits.tolist() for item in near.curves]
     assert {(name, in_all) for name, done, in_all in told if done == in_all} == {(traces[0], 3), (traces[1], 3)}
+
+
+def test_the_command_gives_the_same_json(address: str, traces: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for options in ([], ["--scheduler", address]):
+        with pytest.raises(SystemExit) as caught:
+            cli.run(cli.app, "llmcache", ["simulate", *traces, "--policy", "lru", "--json", "--mrc", *options])
+        assert caught.value.code == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0] == told[1]
+    assert len(told[0]["results"]) == 19  # 2 % and 5 % of 30 blocks are both one block
 
 
 def test_other_formats_are_read_by_the_workers(address: str, tmp_path: Path) -> None:

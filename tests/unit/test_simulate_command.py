@@ -127,6 +127,7 @@ def test_a_report_is_written_and_never_replaced_unasked(
         (["--policy", "lru,best"], 2, "--policy: there is no policy 'best'"),
         (["--policy", ""], 2, "--policy"),
         (["--jobs", "0"], 2, "--jobs"),
+        (["--jobs", "2", "--scheduler", "tcp://127.0.0.1:1"], 2, "--jobs and --scheduler"),
         (["--report", "/nowhere/out.html"], 2, "--report"),
     ],
 )
