@@ -84,8 +84,9 @@ class Recorded:
 
     @staticmethod
     def fits(provenance: Provenance) -> bool:
-        """True for the log of a mount whose references are all in it."""
-        return provenance.extra.get("mount") == SCHEME and provenance.extra.get("mode") == "arena"
+        """True for the log of a mount whose references are all in it: mode arena, and no row lost."""
+        extra = provenance.extra
+        return extra.get("mount") == SCHEME and extra.get("mode") == "arena" and not provenance.lost_events
 
     def replay(self, first: Ids, count: Ids) -> Ids:
         """Returns the hit blocks of each row; DataError if rows and provenance do not belong together."""

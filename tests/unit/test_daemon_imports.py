@@ -1,0 +1,27 @@
+"""The daemon loads nothing large: its memory is beside the budget, and a mount starts in a moment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+LARGE = {"numpy", "numba", "pyarrow", "matplotlib", "distributed", "scipy", "pandas"}
+MODULES = [
+    "llmcache.cli.mount",
+    "llmcache.fs.mounting",
+    "llmcache.fs.background",
+    "llmcache.fs.daemon",
+    "llmcache.fs.engine",
+    "llmcache.fs.accesslog",
+    "llmcache.cache.steering",
+    "llmcache.cache.learning",
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_it_loads_nothing_large(module: str) -> None:
+    code = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not LARGE & set(result.stdout.split())
