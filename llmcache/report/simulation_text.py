@@ -20,7 +20,7 @@ from llmcache.units import format_duration, format_rate, format_size
 
 _UNBOUND = 400
 _LATENCY_NOTE = (
-    "hit ratio: of all blocks; of reads: of the bytes read; latency: modelled, to fetch all that is read with storage of"
+    "hit ratio of all blocks, and of the bytes read; latency: modelled, to fetch all that is read with storage of"
 )
 
 
@@ -45,8 +45,8 @@ def show(simulation: Simulation, as_json: bool) -> None:
     if as_json:
         print(json.dumps(simulation.document(), indent=1))
         return
-    # Not on a terminal there is no width to fit: a table is as wide as its columns.
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _UNBOUND)
+    # A table is as wide as its columns: on a narrow terminal its lines wrap, but no figure is cut.
+    console = Console(highlight=False, markup=False, width=_UNBOUND)
     for number, summary in enumerate(simulation.traces):
         if number:
             console.print()
@@ -84,7 +84,7 @@ def headline(summary: Summary) -> str:
 
 def table(rows: list[Result]) -> Table:
     """The rows of one trace."""
-    made = _table("cache", "hit ratio", "of reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies))
+    made = _table("cache", "hits", "reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies))
     for number, row in enumerate(rows):
         first = number == 0 or rows[number - 1].policy != row.policy
         made.add_row(row.title if first else "", *_cells(row))
@@ -92,7 +92,7 @@ def table(rows: list[Result]) -> Table:
 
 
 def _table(*headings: str) -> Table:
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    made = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     made.add_column("policy", no_wrap=True)
     for heading in headings:
         made.add_column(heading, justify="right", no_wrap=True)
@@ -110,7 +110,12 @@ def _cells(row: Result) -> Iterator[str]:
     yield "-" if row.byte_hit_ratio is None else f"{row.byte_hit_ratio:.4f}"
     yield format_size(row.storage_read_bytes)
     for latency in row.latencies:
-        yield format_duration(latency.latency_s * 1e9)
+        yield _seconds(latency.latency_s)
+
+
+def _seconds(seconds: float) -> str:
+    """Like `format_duration`, but in seconds where that has minutes, so that columns stay narrow and comparable."""
+    return format_duration(seconds * 1e9) if seconds < 59 else f"{seconds:.0f} s"
 
 
 def stall_table(summary: Summary, rows: list[Result]) -> Table:
@@ -129,7 +134,7 @@ def _stall_cells(stalls: tuple[Stalls, ...]) -> Iterator[str]:
         if each.stalled_slices == 0:
             yield "none"
         else:
-            yield f"{each.stalled_slices}/{each.slices}, {format_duration(each.stall_s * 1e9)}"
+            yield f"{each.stalled_slices}/{each.slices}, {_seconds(each.stall_s)}"
 
 
 def curve_line(item: TraceCurve) -> str:
