@@ -46,7 +46,12 @@ def command(
     llmcache simulate a.parquet b.csv --cache 64M,256M,1G --bw 100,1000 --t 0.1
     llmcache simulate run.parquet --policy lru --mrc --json > run.json
 
+    --t cuts the trace's own time into slices and tells in how many of them more is missed than storage delivers in one
+    (formula 1: BW x T), and how long they wait for it in all.
+
     belady sees the future: it holds the whole trace in memory, and is refused where accesses were lost.
+
+    With --scheduler a trace of up to 256 MiB is sent to the workers; a larger one must lie under the same path there.
     """
     from llmcache.cache.plan import plan_of
     from llmcache.report import simulation_text
