@@ -23,10 +23,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mount": ("llmcache.cli.mount:command", "Mount a model directory with a cache budget (also: llmcachefs)."),
     "umount": ("llmcache.cli.umount:command", "Unmount, giving back all memory; --force cleans a dead mount."),
     "stats": ("llmcache.cli.stats:command", "Show what a mount keeps, hits, misses and reads."),
-    "size": ("llmcache.cli.size:command", "How large a cache a model needs, or what a cache can do (formula 1)."),
+    "size": ("llmcache.cli.size:command", "How large a cache a model needs, or what a cache can do."),
     "info": ("llmcache.cli.info:command", "Show what a trace holds and where it comes from."),
     "convert": ("llmcache.cli.convert:command", "Convert a trace: Parquet, CSV, oracleGeneral, strace logs."),
-    "classify": ("llmcache.cli.classify:command", "What of a trace is read once, in loops, or hot, by file and tensor."),
+    "classify": ("llmcache.cli.classify:command", "What of a trace is read once, in loops, or hot, by file."),
     "simulate": ("llmcache.cli.simulate:command", "What caches of several sizes and policies hit on traces."),
 }
 
