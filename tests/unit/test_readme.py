@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tools.bench.readme import render
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_result_table_is_the_measured_one() -> None:
-    document = json.loads((ROOT / "tools/bench/results/mount.json").read_text())
+@pytest.mark.parametrize("results", ["mount", "policies"])
+def test_the_result_tables_are_the_measured_ones(results: str) -> None:
+    document = json.loads((ROOT / f"tools/bench/results/{results}.json").read_text())
     assert render(document) in (ROOT / "README.md").read_text()

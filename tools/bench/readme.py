@@ -1,4 +1,4 @@
-"""The README's result table from the JSON of `tools/bench/mount`: `python -m tools.bench.readme RESULTS.json`."""
+"""The README's result tables from the JSON of the benchmarks: `python -m tools.bench.readme RESULTS.json…`."""
 
 from __future__ import annotations
 
@@ -47,8 +47,25 @@ def row(result: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def policy_table(document: dict[str, Any]) -> str:
+    """The mean hit ratios of `tools/bench/policies`, by group of traces."""
+    groups = document["groups"]
+    policies = [name for name in groups["on_device"] if name != "llmcachefs"]  # that one works on extents, not on blocks
+    lines = ["| traces | " + " | ".join(policies) + " |", "|---|" + "---:|" * len(policies)]
+    for group, means in groups.items():
+        best = max(means[name] for name in policies if name != "belady")
+        cells = [f"**{means[name]:.3f}**" if means[name] == best else f"{means[name]:.3f}" for name in policies]
+        lines.append(f"| {group.replace('_', '-')} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def render(document: dict[str, Any]) -> str:
-    """The table in Markdown, with the machine it was measured on."""
+    """The table of one JSON file in Markdown; mount results come with the machine they were measured on."""
+    return policy_table(document) if document["schema"].startswith("llmcache-bench-policies/") else mount_table(document)
+
+
+def mount_table(document: dict[str, Any]) -> str:
+    """The results of `tools/bench/mount`."""
     machine = document["machine"]
     head = ["case", "loop / cache MB", "page cache s", "llmcachefs s", "page cache MB", "llmcachefs MB", "bound s", "times"]
     lines = [
@@ -63,8 +80,8 @@ def render(document: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Print the table of the file named on the command line."""
-    print(render(json.loads(Path(sys.argv[1]).read_text())), end="")
+    """Print the tables of the files named on the command line."""
+    print("\n".join(render(json.loads(Path(name).read_text())) for name in sys.argv[1:]), end="")
     return 0
 
 
