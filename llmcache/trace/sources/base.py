@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ MATCHED = 8  # of a BLOCK record: dev, inode and first are those of the file, no
 
 RECORD = np.dtype(
     [
-        ("t_ns", "<u8"),  # CLOCK_MONOTONIC, when the first block of the run was touched, filled, evicted or requested
+        ("t_ns", "<u8"),  # CLOCK_MONOTONIC, when the first block of the run was touched; of a BLOCK record, its completion
         ("first", "<u8"),  # first block (4096 bytes) in the file; in the device, of a BLOCK record that is not MATCHED
         ("inode", "<u8"),  # inode number; 0 of a BLOCK record that is not MATCHED
         ("dev", "<u8"),  # the file system's device, as os.stat tells it in st_dev; the disk's, of an unmatched BLOCK
@@ -117,21 +117,23 @@ class TimeOrder:
 
     def __init__(self) -> None:
         self._held = no_records()
+        self._horizon = np.uint64(0)
 
     def put(self, records: Records, horizon_ns: int | None) -> Records:
         """Returns, in order of time, what was put so far up to `horizon_ns`; all of it for None.
 
-        No record older than an earlier horizon may come. At the same time fills come first: they preceded the access.
+        At the same time fills come first: they preceded the access. A record older than the horizon before, which a
+        machine that stood still can cause, gets the time of that horizon.
         """
         held = np.concatenate((self._held, records)) if len(records) else self._held
         if not len(held):
             return held
+        np.maximum(held["t_ns"], self._horizon, out=held["t_ns"])
         order = np.lexsort((held["kind"] != FILL, held["t_ns"]))
         held = held[order]
-        split = len(held) if horizon_ns is None else int(np.searchsorted(held["t_ns"], _u64(horizon_ns), "right"))
+        split = len(held)
+        if horizon_ns is not None:
+            self._horizon = max(self._horizon, np.uint64(max(horizon_ns, 0)))
+            split = int(np.searchsorted(held["t_ns"], self._horizon, "right"))
         self._held = held[split:]
         return held[:split]
-
-
-def _u64(value: int) -> Any:
-    return np.uint64(max(value, 0))

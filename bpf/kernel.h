@@ -1,0 +1,132 @@
+/* The parts of kernel structures that are read, relocated at load (CO-RE) to where the running kernel has them.
+ *
+ * No vmlinux.h: what stands here is all that the programs depend on. A name with three underscores is a flavour: another
+ * kernel's version of the structure before them. */
+#ifndef LLMCACHE_KERNEL_H
+#define LLMCACHE_KERNEL_H
+
+#include <linux/types.h>
+#include <linux/bpf.h>
+#include <stdbool.h>
+#include <bpf/bpf_helpers.h>
+#include <bpf/bpf_tracing.h>
+#include <bpf/bpf_core_read.h>
+
+typedef __u8 u8;
+typedef __u16 u16;
+typedef __u32 u32;
+typedef __u64 u64;
+typedef __s32 s32;
+typedef __s64 s64;
+
+#pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
+
+struct super_block { u32 s_dev; };
+struct inode { u16 i_mode; struct super_block *i_sb; unsigned long i_ino; s64 i_size; };
+struct address_space { struct inode *host; };
+struct folio { unsigned long flags; struct address_space *mapping; unsigned long index; };
+struct flags_word { unsigned long f; };
+struct folio___memdesc { struct flags_word flags; };		/* >= 6.18 */
+struct folio___sized { unsigned int _nr_pages; };		/* >= 6.15 */
+struct folio___named { unsigned int _folio_nr_pages; };
+struct page { unsigned long compound_head; };
+struct file { struct inode *f_inode; s64 f_pos; };
+struct kiocb { struct file *ki_filp; s64 ki_pos; };
+struct iov_iter { bool data_source; unsigned long count; };
+struct vm_area_struct { struct file *vm_file; };
+struct vm_fault { struct vm_area_struct *vma; unsigned long pgoff; };
+
+struct upid { int nr; };
+struct pid { unsigned int level; struct upid numbers[1]; };
+struct fdtable { unsigned int max_fds; struct file **fd; };
+struct files_struct { struct fdtable *fdt; };
+struct task_io_accounting { u64 syscr; };
+struct task_struct {
+	unsigned int flags;
+	int pid;
+	struct task_struct *group_leader;
+	struct pid *thread_pid;
+	struct files_struct *files;
+	struct task_io_accounting ioac;
+};
+struct pt_regs { char opaque; };
+struct pt_regs___x86 { unsigned long r10, si, di, orig_ax; };
+struct pt_regs___arm64 { u64 regs[31]; u64 orig_x0; s32 syscallno; };
+
+struct block_device { u32 bd_dev; };
+struct bvec_iter { u64 bi_sector; unsigned int bi_size, bi_idx, bi_bvec_done; } __attribute__((packed));
+struct bio_vec { struct page *bv_page; unsigned int bv_len, bv_offset; };
+struct bio { struct block_device *bi_bdev; u32 bi_opf; struct bvec_iter bi_iter; struct bio_vec *bi_io_vec; };
+struct request_queue { char opaque; };
+
+struct io_uring_cqe { s32 res; };
+struct io_kiocb { struct file *file; u8 opcode; };
+struct io_rw { struct kiocb kiocb; };
+struct io_ring_ctx { char opaque; };
+struct linux_binprm { char opaque; };
+
+struct seq_file { char opaque; };
+struct bpf_iter_meta { struct seq_file *seq; };
+struct bpf_iter__task { struct bpf_iter_meta *meta; struct task_struct *task; };
+
+#pragma clang attribute pop
+
+enum pageflags { PG_head = 6 };
+
+#define S_IFMT 0xf000
+#define S_IFREG 0x8000
+#define PF_EXITING 0x4
+#define CLONE_THREAD 0x10000
+
+static __always_inline bool is_regular(struct inode *inode)
+{
+	return (inode->i_mode & S_IFMT) == S_IFREG;
+}
+
+/* st_dev as user space sees it, from the kernel's 12 + 20 bits. */
+static __always_inline u64 device_number(u32 dev)
+{
+	u64 major = dev >> 20, minor = dev & 0xfffff;
+
+	return (minor & 0xff) | major << 8 | (minor & ~0xffULL) << 12;
+}
+
+static __always_inline u64 folio_pages(struct folio *folio)
+{
+	unsigned long flags;
+
+	if (bpf_core_field_exists(((struct folio___memdesc *)0)->flags.f))
+		flags = BPF_CORE_READ((struct folio___memdesc *)folio, flags.f);
+	else
+		flags = BPF_CORE_READ(folio, flags);
+	if (!(flags >> bpf_core_enum_value(enum pageflags, PG_head) & 1))
+		return 1;
+	if (bpf_core_field_exists(((struct folio___sized *)0)->_nr_pages))
+		return BPF_CORE_READ((struct folio___sized *)folio, _nr_pages);
+	if (bpf_core_field_exists(((struct folio___named *)0)->_folio_nr_pages))
+		return BPF_CORE_READ((struct folio___named *)folio, _folio_nr_pages);
+	return 1;
+}
+
+/* Arguments 0, 1 and 3 of a finished system call, and its number; -1 in an exception, a page fault for one. */
+static __always_inline s64 call_number(struct pt_regs *regs)
+{
+	if (bpf_core_field_exists(((struct pt_regs___x86 *)0)->orig_ax))
+		return BPF_CORE_READ((struct pt_regs___x86 *)regs, orig_ax);
+	return BPF_CORE_READ((struct pt_regs___arm64 *)regs, syscallno);
+}
+
+static __always_inline u64 call_argument(struct pt_regs *regs, int number)
+{
+	if (bpf_core_field_exists(((struct pt_regs___x86 *)0)->orig_ax)) {
+		struct pt_regs___x86 *x86 = (void *)regs;
+
+		return number == 0 ? BPF_CORE_READ(x86, di) : number == 1 ? BPF_CORE_READ(x86, si) : BPF_CORE_READ(x86, r10);
+	}
+	struct pt_regs___arm64 *arm = (void *)regs;
+
+	/* The result overwrites the first argument's register. */
+	return number == 0 ? BPF_CORE_READ(arm, orig_x0) : number == 1 ? BPF_CORE_READ(arm, regs[1]) : BPF_CORE_READ(arm, regs[3]);
+}
+
+#endif

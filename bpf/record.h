@@ -1,0 +1,70 @@
+/* One record, as user space reads it, what was configured before loading, and the way out: the ring and the losses.
+ *
+ * `struct record` is RECORD of llmcache/trace/sources/base.py and `struct config` is CONFIG of
+ * llmcache/trace/sources/kernel.py; tests/trace compares the layouts. */
+#ifndef LLMCACHE_RECORD_H
+#define LLMCACHE_RECORD_H
+
+#include "kernel.h"
+
+enum { READ, WRITE, MAP };
+enum { ACCESS, FILL, EVICT, BLOCK, SAMPLED };
+enum { DIRECT = 1, AROUND = 2, STORED = 4, MATCHED = 8 };
+#define UNKNOWN 2
+
+struct record {
+	u64 t_ns;
+	u64 first;
+	u64 inode;
+	u64 dev;
+	u32 count;
+	u32 pid;
+	u32 aux;
+	u8 op;
+	u8 miss;
+	u8 kind;
+	u8 flags;
+};
+
+#define WRITE_CALLS 6
+struct config {
+	u64 max_age_ns;		/* a run gets no older */
+	u32 max_blocks;		/* and no longer; 0: nothing is merged */
+	u32 follow;		/* children of recorded processes are recorded too */
+	u32 page_blocks_log2;	/* a page is 2^this blocks of 4096 bytes */
+	u32 total_store_order;	/* stores become visible in their order (x86): a plain store unlocks */
+	s32 write_calls[WRITE_CALLS];	/* numbers of write, pwrite64, writev, pwritev, pwritev2, sendfile */
+	s32 read_calls[WRITE_CALLS];	/* numbers of read, pread64, readv, preadv, preadv2, sendfile; for the system call tier */
+};
+const volatile struct config config = {};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 16 << 20);
+} ring SEC(".maps");
+
+/* What could not be recorded, by reason: the ring was full, too many threads, too many files, too many requests. */
+enum { LOST_RING, LOST_THREADS, LOST_FILES, LOST_REQUESTS, LOSSES };
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, LOSSES);
+	__type(key, u32);
+	__type(value, u64);
+} losses SEC(".maps");
+
+static void lose(u32 reason, u64 events)
+{
+	u64 *total = bpf_map_lookup_elem(&losses, &reason);
+
+	if (total)
+		__sync_fetch_and_add(total, events);
+}
+
+/* User space polls: waking it would cost the recorded process more than everything else here. */
+static __always_inline void emit(struct record *record)
+{
+	if (bpf_ringbuf_output(&ring, record, sizeof(*record), BPF_RB_NO_WAKEUP))
+		lose(LOST_RING, record->kind == ACCESS && record->aux ? record->aux : 1);
+}
+
+#endif

@@ -1,0 +1,92 @@
+/* Runs: adjacent blocks merged while one thread (or, for evictions, one CPU) goes on.
+ *
+ * A slot holds the run that is still growing. Its owner is the only writer, except that user space has old runs sent
+ * by the `flush` program from another CPU; `lock` keeps the two apart. Nobody ever waits: the flush skips a busy slot and
+ * is called again, and an owner that finds its slot being flushed sends its record past it.
+ *
+ * Order: whoever sorts the records by time, fills before accesses at the same time, gets the order in which one thread
+ * did things. Therefore a fill ends the run of accesses before it; the part of a request that comes after a fill is
+ * counted after it; and a fill caused by a page fault gets the time of the fault, which the kernel tells before it. */
+#ifndef LLMCACHE_RUNS_H
+#define LLMCACHE_RUNS_H
+
+#include "record.h"
+
+struct slot {
+	struct record run;
+	u32 lock;
+	u32 live;
+};
+
+struct file_key {
+	u64 dev;
+	u64 inode;
+};
+
+static __always_inline bool lock(struct slot *slot)
+{
+	return !__sync_lock_test_and_set(&slot->lock, 1);
+}
+
+static __always_inline void unlock(struct slot *slot)
+{
+	if (config.total_store_order) {
+		barrier();
+		*(volatile u32 *)&slot->lock = 0;
+	} else {
+		__sync_lock_test_and_set(&slot->lock, 0);
+	}
+}
+
+static __always_inline void send(struct slot *slot)
+{
+	if (slot->live)
+		emit(&slot->run);
+	slot->live = 0;
+}
+
+static __always_inline void begin(struct slot *slot, struct record *run)
+{
+	send(slot);
+	slot->run = *run;
+	slot->live = 1;
+}
+
+static __always_inline bool same_stream(struct record *a, struct record *b)
+{
+	return a->inode == b->inode && a->dev == b->dev && a->op == b->op && a->kind == b->kind;
+}
+
+/* Whether `next` goes on where the run of the slot ends, sharing at most `shared` blocks with it. */
+static __always_inline bool continues(struct slot *slot, struct record *next, u64 shared)
+{
+	struct record *run = &slot->run;
+	u64 end = run->first + run->count;
+
+	return slot->live && same_stream(run, next) && next->first <= end && next->first + shared >= end &&
+	       next->first >= run->first && next->first + next->count > end &&
+	       next->first + next->count - run->first <= config.max_blocks && next->t_ns - run->t_ns <= config.max_age_ns;
+}
+
+static __always_inline void extend(struct slot *slot, struct record *next)
+{
+	slot->run.count = next->first + next->count - slot->run.first;
+	slot->run.aux += next->aux;
+	slot->run.flags |= next->flags;
+}
+
+static __always_inline void merge(struct slot *slot, struct record *next, u64 shared)
+{
+	if (continues(slot, next, shared))
+		extend(slot, next);
+	else
+		begin(slot, next);
+}
+
+static __always_inline void name_file(struct record *record, struct inode *inode)
+{
+	record->inode = inode->i_ino;
+	record->dev = device_number(inode->i_sb->s_dev);
+}
+
+#endif

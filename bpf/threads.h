@@ -1,0 +1,152 @@
+/* Which threads are recorded: those of the targets, found once by `seed`, and what they start.
+ *
+ * Threads are kept by their number in the first pid namespace. `pid`, which records carry, is that of the process in the
+ * recorder's namespace, `level` deep. */
+#ifndef LLMCACHE_THREADS_H
+#define LLMCACHE_THREADS_H
+
+#include "runs.h"
+
+struct thread {
+	struct slot slot;
+	struct file_key request_file;
+	u64 request_first, request_last;	/* the last request to read, in blocks */
+	u64 request_next;			/* its first block that is not counted yet */
+	u64 request_call;			/* the thread's read system calls before it */
+	u64 fault_ns;				/* when the last fault began, if no other access followed */
+	struct file_key file;			/* the last one that was noted in `files` */
+	u32 pid;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 8192);
+	__type(key, u32);
+	__type(value, struct thread);
+} threads SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 4096);
+	__type(key, u32);
+	__type(value, u32);
+} targets SEC(".maps");
+
+struct depth { u32 level; };
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, u32);
+	__type(value, struct depth);
+} depth SEC(".maps");
+
+static __always_inline struct thread *this_thread(void)
+{
+	u32 tid = bpf_get_current_pid_tgid();
+
+	return bpf_map_lookup_elem(&threads, &tid);
+}
+
+/* The number of a process in the recorder's pid namespace; 0 if it has none there. */
+static u32 visible_pid(struct task_struct *task, u32 level)
+{
+	struct pid *pid = BPF_CORE_READ(task, group_leader, thread_pid);
+	u32 nr = 0;
+
+	if (!pid || BPF_CORE_READ(pid, level) < level)
+		return 0;
+	bpf_probe_read_kernel(&nr, sizeof(nr), (void *)pid + bpf_core_field_offset(struct pid, numbers) +
+					       level * bpf_core_type_size(struct upid));
+	return nr;
+}
+
+static __always_inline bool add_thread(u32 tid, u32 pid)
+{
+	struct thread fresh = {};
+
+	fresh.pid = pid;
+	if (!bpf_map_update_elem(&threads, &tid, &fresh, BPF_NOEXIST))
+		return true;
+	if (!bpf_map_lookup_elem(&threads, &tid))
+		lose(LOST_THREADS, 1);
+	return false;
+}
+
+/* Run by user space: reads every task, adds the targets' threads, and writes a byte for each one added. */
+SEC("iter/task")
+int seed(struct bpf_iter__task *ctx)
+{
+	struct task_struct *task = ctx->task, *me = (void *)bpf_get_current_task();
+	u32 zero = 0, pid, tid;
+	struct depth *mine = bpf_map_lookup_elem(&depth, &zero);
+
+	if (!task || !mine)
+		return 0;
+	mine->level = BPF_CORE_READ(me, thread_pid, level);
+	pid = visible_pid(task, mine->level);
+	if (!pid || !bpf_map_lookup_elem(&targets, &pid))
+		return 0;
+	tid = task->pid;
+	if (!add_thread(tid, pid))
+		return 0;
+	/* One that ended before it was added is not removed by `ended`. */
+	if (task->flags & PF_EXITING)
+		bpf_map_delete_elem(&threads, &tid);
+	else
+		bpf_seq_write(ctx->meta->seq, "+", 1);
+	return 0;
+}
+
+/* Also called for threads of io_uring, which sched_process_fork leaves out. */
+SEC("tp_btf/task_newtask")
+int BPF_PROG(started, struct task_struct *task, u64 clone_flags)
+{
+	struct thread *parent = this_thread();
+	u32 zero = 0;
+	struct depth *mine = bpf_map_lookup_elem(&depth, &zero);
+
+	if (!parent || !mine)
+		return 0;
+	if (clone_flags & CLONE_THREAD)
+		add_thread(task->pid, parent->pid);
+	else if (config.follow)
+		add_thread(task->pid, visible_pid(task, mine->level));
+	return 0;
+}
+
+SEC("tp_btf/sched_process_exit")
+int BPF_PROG(ended, struct task_struct *task)
+{
+	u32 tid = task->pid;
+	struct thread *thread = bpf_map_lookup_elem(&threads, &tid);
+
+	if (!thread)
+		return 0;
+	/* When the lock cannot be had, the flush is sending this run. */
+	if (lock(&thread->slot)) {
+		send(&thread->slot);
+		unlock(&thread->slot);
+	}
+	bpf_map_delete_elem(&threads, &tid);
+	return 0;
+}
+
+/* A thread that calls execve takes over the number of its process. */
+SEC("tp_btf/sched_process_exec")
+int BPF_PROG(replaced, struct task_struct *task, int old_pid)
+{
+	u32 old = old_pid, tid = task->pid;
+	struct thread *thread = bpf_map_lookup_elem(&threads, &old);
+
+	if (!thread || old == tid)
+		return 0;
+	add_thread(tid, thread->pid);
+	if (lock(&thread->slot)) {
+		send(&thread->slot);
+		unlock(&thread->slot);
+	}
+	bpf_map_delete_elem(&threads, &old);
+	return 0;
+}
+
+#endif

@@ -1,0 +1,170 @@
+/* Writes: by system call, through io_uring, through a mapping. And which fills are no reads: pages made to be written. */
+#ifndef LLMCACHE_WRITES_H
+#define LLMCACHE_WRITES_H
+
+#include "accesses.h"
+
+enum { WRITEV = 2, WRITE_FIXED = 5, WRITE_PLAIN = 23 };	/* operations of io_uring */
+
+static __always_inline bool is_call(const volatile s32 *calls, s64 number)
+{
+	return number == calls[0] || number == calls[1] || number == calls[2] || number == calls[3] || number == calls[4] ||
+	       number == calls[5];
+}
+
+/* Not sendfile, which reads as well. */
+static __always_inline bool is_writing(s64 number)
+{
+	return is_call(config.write_calls, number) && number != config.write_calls[5];
+}
+
+static __always_inline s64 current_call(void)
+{
+	return call_number((struct pt_regs *)bpf_task_pt_regs(bpf_get_current_task_btf()));
+}
+
+/* The inode of a regular file open as `fd`, and its position; NULL for anything else. */
+static struct inode *open_file(u32 fd, s64 *position)
+{
+	struct task_struct *task = (void *)bpf_get_current_task();
+	struct fdtable *table = BPF_CORE_READ(task, files, fdt);
+	struct file **slots = BPF_CORE_READ(table, fd), *file = NULL;
+
+	if (fd >= BPF_CORE_READ(table, max_fds) || bpf_probe_read_kernel(&file, sizeof(file), &slots[fd]) || !file)
+		return NULL;
+	*position = BPF_CORE_READ(file, f_pos);
+	return BPF_CORE_READ(file, f_inode);
+}
+
+/* Like `describe`, for an inode that may only be probed. */
+static __always_inline bool describe_bytes(struct record *record, struct thread *thread, struct inode *inode, s64 start,
+					   s64 size, u8 op)
+{
+	u64 last;
+
+	if (!inode || size <= 0 || start < 0 || (BPF_CORE_READ(inode, i_mode) & S_IFMT) != S_IFREG)
+		return false;
+	last = (u64)(start + size - 1) >> 12;
+	record->t_ns = bpf_ktime_get_ns();
+	record->first = (u64)start >> 12;
+	record->count = last - record->first + 1;
+	record->inode = BPF_CORE_READ(inode, i_ino);
+	record->dev = device_number(BPF_CORE_READ(inode, i_sb, s_dev));
+	record->pid = thread->pid;
+	record->aux = 1;
+	record->op = op;
+	record->miss = UNKNOWN;
+	record->kind = ACCESS;
+	note_file(thread, record);
+	return true;
+}
+
+static __always_inline int take_bytes(struct inode *inode, s64 start, s64 size, u8 op)
+{
+	struct thread *thread = this_thread();
+	struct record next = {};
+
+	if (!thread || !describe_bytes(&next, thread, inode, start, size, op) || !own(&thread->slot, &next))
+		return 0;
+	thread->request_last = 0;
+	thread->fault_ns = 0;
+	merge(&thread->slot, &next, start & 4095 ? 1 : 0);
+	unlock(&thread->slot);
+	return 0;
+}
+
+/* At the end of a call the result says how much was done, and where: O_APPEND and short writes are right. */
+SEC("tp_btf/sys_exit")
+int BPF_PROG(wrote, struct pt_regs *regs, long result)
+{
+	s64 number, position = 0;
+	struct inode *inode;
+
+	if (result <= 0)
+		return 0;
+	number = call_number(regs);
+	if (!is_call(config.write_calls, number) || !this_thread())
+		return 0;
+	inode = open_file(call_argument(regs, 0), &position);
+	if (number == config.write_calls[1] || number == config.write_calls[3] || number == config.write_calls[4])
+		position = call_argument(regs, 3);
+	else
+		position -= result;
+	return take_bytes(inode, position, result, WRITE);
+}
+
+static __always_inline int ring_wrote(void *req, s32 result)
+{
+	struct io_kiocb *request = req;
+	struct io_rw *rw = req;
+	u8 opcode = BPF_CORE_READ(request, opcode);
+
+	if (result <= 0 || (opcode != WRITEV && opcode != WRITE_FIXED && opcode != WRITE_PLAIN) || !this_thread())
+		return 0;
+	/* By now the position has moved past what was written. */
+	return take_bytes(BPF_CORE_READ(request, file, f_inode), BPF_CORE_READ(rw, kiocb.ki_pos) - result, result, WRITE);
+}
+
+SEC("tp_btf/io_uring_complete")
+int BPF_PROG(uring_wrote, struct io_ring_ctx *ring_ctx, void *req, struct io_uring_cqe *cqe)
+{
+	return ring_wrote(req, cqe->res);
+}
+
+/* Before 6.15 the tracepoint told the result itself. */
+SEC("tp_btf/io_uring_complete")
+int BPF_PROG(uring_wrote_older, void *ring_ctx, void *req, u64 user_data, int result, unsigned int flags)
+{
+	return ring_wrote(req, result);
+}
+
+static __always_inline bool drop_fill(struct slot *slot, struct record *dirty)
+{
+	struct record *run = &slot->run;
+
+	if (!slot->live || run->kind != FILL || run->inode != dirty->inode || run->dev != dirty->dev ||
+	    run->first > dirty->first || run->first + run->count != dirty->first + dirty->count)
+		return false;
+	run->count = dirty->first - run->first;
+	slot->live = run->count > 0;
+	return true;
+}
+
+/* A clean folio became dirty. Outside any system call a store did it, through a mapping. */
+static __always_inline int take_dirty(struct folio *folio, bool record_stores)
+{
+	struct thread *thread = this_thread();
+	struct record next = {};
+	u64 first = folio->index;
+
+	if (!thread || !describe(&next, thread, folio->mapping->host, first, first + folio_pages(folio) - 1, WRITE))
+		return 0;
+	next.flags = STORED;
+	if (current_call() != -1) {
+		if (lock(&thread->slot)) {
+			drop_fill(&thread->slot, &next);
+			unlock(&thread->slot);
+		}
+		return 0;
+	}
+	if (!record_stores || !own(&thread->slot, &next))
+		return 0;
+	thread->fault_ns = 0;
+	merge(&thread->slot, &next, 0);
+	unlock(&thread->slot);
+	return 0;
+}
+
+SEC("tp_btf/writeback_dirty_folio")
+int BPF_PROG(dirtied, struct folio *folio)
+{
+	return take_dirty(folio, false);
+}
+
+SEC("tp_btf/writeback_dirty_folio")
+int BPF_PROG(stored, struct folio *folio)
+{
+	return take_dirty(folio, true);
+}
+
+#endif

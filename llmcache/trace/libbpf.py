@@ -1,0 +1,245 @@
+"""libbpf 1.x through ctypes: loading a compiled BPF object, attaching its programs, running them, reading its maps.
+
+The only file that touches libbpf. The kernel ends links and maps with the process that holds them, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from llmcache.errors import EnvironmentProblem
+
+APT_HINT = "install libbpf: sudo apt install libbpf1"
+_RAW_TRACEPOINT = 23  # BPF_TRACE_RAW_TP: how a program of section tp_btf/ is attached
+_WARNING = 0
+_FAILED_PROGRAM = re.compile(r"prog '(\w+)': (?:BPF program load failed|failed to (?:load|find|prepare))")
+
+_pointer, _text, _int, _size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "bpf_object__open_file": (_pointer, [_text, _pointer]),
+    "bpf_object__load": (_int, [_pointer]),
+    "bpf_object__close": (None, [_pointer]),
+    "bpf_object__next_program": (_pointer, [_pointer, _pointer]),
+    "bpf_object__next_map": (_pointer, [_pointer, _pointer]),
+    "bpf_program__name": (_text, [_pointer]),
+    "bpf_program__set_autoload": (_int, [_pointer, ctypes.c_bool]),
+    "bpf_program__attach": (_pointer, [_pointer]),
+    "bpf_program__attach_iter": (_pointer, [_pointer, _pointer]),
+    "bpf_program__fd": (_int, [_pointer]),
+    "bpf_prog_test_run_opts": (_int, [_int, _pointer]),
+    "bpf_prog_get_info_by_fd": (_int, [_int, _pointer, _pointer]),
+    "bpf_obj_get_info_by_fd": (_int, [_int, _pointer, _pointer]),
+    "bpf_link__fd": (_int, [_pointer]),
+    "bpf_link__destroy": (_int, [_pointer]),
+    "bpf_iter_create": (_int, [_int]),
+    "bpf_map__name": (_text, [_pointer]),
+    "bpf_map__fd": (_int, [_pointer]),
+    "bpf_map__set_initial_value": (_int, [_pointer, _pointer, _size]),
+    "bpf_map_lookup_elem": (_int, [_int, _pointer, _pointer]),
+    "bpf_map_update_elem": (_int, [_int, _pointer, _pointer, ctypes.c_uint64]),
+    "libbpf_find_vmlinux_btf_id": (_int, [_text, _int]),
+}
+_OPTIONAL = {"bpf_prog_get_info_by_fd"}  # since libbpf 1.2; before, bpf_obj_get_info_by_fd does the same
+
+_PRINT = ctypes.CFUNCTYPE(_int, _int, _text, _pointer)
+_libc = ctypes.CDLL(None)
+
+
+class LoadFailure(Exception):
+    """The kernel or libbpf refused an object; `program` names the program at fault, if one is, `log` says why."""
+
+    def __init__(self, number: int, program: str | None, log: str) -> None:
+        super().__init__(f"{os.strerror(number)}{f' ({program})' if program else ''}")
+        self.number = number
+        self.program = program
+        self.log = log
+
+
+class _TestRun(ctypes.Structure):
+    """struct bpf_test_run_opts."""
+
+    _fields_ = (
+        ("sz", _size),
+        ("data_in", _pointer),
+        ("data_out", _pointer),
+        ("data_size_in", ctypes.c_uint32),
+        ("data_size_out", ctypes.c_uint32),
+        ("ctx_in", _pointer),
+        ("ctx_out", _pointer),
+        ("ctx_size_in", ctypes.c_uint32),
+        ("ctx_size_out", ctypes.c_uint32),
+        ("retval", ctypes.c_uint32),
+        ("repeat", _int),
+        ("duration", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("cpu", ctypes.c_uint32),
+        ("batch_size", ctypes.c_uint32),
+    )
+
+
+class _Log:
+    """libbpf's messages of one operation; only warnings, which is where it names what failed."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.callback = _PRINT(self._take)  # libbpf keeps the pointer: the object must live as long
+
+    def _take(self, level: int, form: bytes, arguments: int) -> int:
+        if level == _WARNING:
+            buffer = ctypes.create_string_buffer(1 << 16)
+            _libc.vsnprintf(buffer, _size(len(buffer)), _text(form), _pointer(arguments))
+            self.lines.append(buffer.value.decode(errors="replace").rstrip())
+        return 0
+
+    @property
+    def program(self) -> str | None:
+        """The program that the messages say has failed."""
+        found = _FAILED_PROGRAM.search("\n".join(self.lines))
+        return found[1] if found else None
+
+
+_log = _Log()
+
+
+@functools.cache
+def library() -> Any:
+    """The libbpf handle with types set; EnvironmentProblem where there is none."""
+    try:
+        lib = ctypes.CDLL("libbpf.so.1", use_errno=True)
+    except OSError as error:
+        raise EnvironmentProblem(f"libbpf 1 cannot be loaded: {error}", APT_HINT) from error
+    for name, (result, arguments) in _FUNCTIONS.items():
+        if name in _OPTIONAL and not hasattr(lib, name):
+            continue
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    lib.libbpf_set_print.restype, lib.libbpf_set_print.argtypes = _pointer, [_PRINT]
+    lib.libbpf_set_print(_log.callback)
+    return lib
+
+
+def has_tracepoint(name: str) -> bool:
+    """Whether the running kernel describes tracepoint `name` in its BTF, so that a program can be attached to it."""
+    return int(library().libbpf_find_vmlinux_btf_id(name.encode(), _RAW_TRACEPOINT)) > 0
+
+
+class BpfObject:
+    """A BPF object: open, then `configure` and `load` some of its programs, then `attach`; `close` ends it all."""
+
+    def __init__(self, path: Path) -> None:
+        self._lib = library()
+        self._links: list[int] = []
+        _log.lines.clear()
+        self._object: int | None = self._lib.bpf_object__open_file(os.fsencode(path), None)
+        if not self._object:
+            raise self._failure(ctypes.get_errno() or errno.EINVAL)
+        self._programs = {self._lib.bpf_program__name(one).decode(): one for one in self._each("program")}
+        self._maps = {self._lib.bpf_map__name(one).decode(): one for one in self._each("map")}
+
+    def _each(self, kind: str) -> Iterator[int]:
+        following = getattr(self._lib, f"bpf_object__next_{kind}")
+        item = following(self._object, None)
+        while item:
+            yield item
+            item = following(self._object, item)
+
+    @staticmethod
+    def _failure(number: int) -> LoadFailure:
+        return LoadFailure(abs(number), _log.program, "\n".join(_log.lines))
+
+    @property
+    def programs(self) -> Collection[str]:
+        """Names of all programs in the object."""
+        return self._programs.keys()
+
+    def configure(self, suffix: str, value: bytes) -> None:
+        """Set the constants in the section whose name ends with `suffix`, before loading."""
+        found = next(item for name, item in self._maps.items() if name.endswith(suffix))
+        self._check(self._lib.bpf_map__set_initial_value(found, value, len(value)))
+
+    def load(self, programs: Collection[str]) -> None:
+        """Have the kernel verify `programs`, and only those; LoadFailure if it refuses one."""
+        for name, program in self._programs.items():
+            self._lib.bpf_program__set_autoload(program, name in programs)
+        _log.lines.clear()
+        self._check(self._lib.bpf_object__load(self._object))
+
+    def attach(self, program: str) -> None:
+        """Let `program` run from now on; LoadFailure if the kernel refuses."""
+        _log.lines.clear()
+        ctypes.set_errno(0)
+        link = self._lib.bpf_program__attach(self._programs[program])
+        if not link:
+            raise LoadFailure(ctypes.get_errno() or errno.EINVAL, program, "\n".join(_log.lines))
+        self._links.append(link)
+
+    def program_fd(self, program: str) -> int:
+        """Descriptor of a loaded program."""
+        return int(self._lib.bpf_program__fd(self._programs[program]))
+
+    def map_fd(self, name: str) -> int:
+        """Descriptor of a map, once loaded."""
+        return int(self._lib.bpf_map__fd(self._maps[name]))
+
+    def run(self, program: str, context: ctypes.Structure) -> int:
+        """Run a program of section "syscall", here and now, on `context`, which it may change; returns its result."""
+        options = _TestRun()
+        options.sz = ctypes.sizeof(options)
+        options.ctx_in, options.ctx_size_in = ctypes.addressof(context), ctypes.sizeof(context)
+        self._check(self._lib.bpf_prog_test_run_opts(self.program_fd(program), ctypes.byref(options)))
+        return int(options.retval)
+
+    def iterate(self, program: str) -> bytes:
+        """Run an iterator program over all its objects; returns what it wrote."""
+        link = self._lib.bpf_program__attach_iter(self._programs[program], None)
+        if not link:
+            raise LoadFailure(ctypes.get_errno() or errno.EINVAL, program, "\n".join(_log.lines))
+        try:
+            fd = self._check(self._lib.bpf_iter_create(self._lib.bpf_link__fd(link)))
+            with open(fd, "rb") as output:
+                return output.read()
+        finally:
+            self._lib.bpf_link__destroy(link)
+
+    def put(self, name: str, key: int, value: int) -> None:
+        """Set an entry of a map from u32 to u32."""
+        pair = ctypes.c_uint32(key), ctypes.c_uint32(value)
+        self._check(self._lib.bpf_map_update_elem(self.map_fd(name), ctypes.byref(pair[0]), ctypes.byref(pair[1]), 0))
+
+    def get(self, name: str, key: int) -> int:
+        """An entry of a map from u32 to u64."""
+        number, value = ctypes.c_uint32(key), ctypes.c_uint64()
+        self._check(self._lib.bpf_map_lookup_elem(self.map_fd(name), ctypes.byref(number), ctypes.byref(value)))
+        return value.value
+
+    def misses(self, program: str) -> int:
+        """How often the kernel left `program` out because it was running on that CPU already."""
+        info = (ctypes.c_uint64 * 40)()  # struct bpf_prog_info; recursion_misses is its 27th word
+        size = ctypes.c_uint32(ctypes.sizeof(info))
+        ask = getattr(self._lib, "bpf_prog_get_info_by_fd", None) or self._lib.bpf_obj_get_info_by_fd
+        self._check(ask(self.program_fd(program), info, ctypes.byref(size)))
+        return int(info[26]) if size.value >= 27 * 8 else 0
+
+    def detach(self) -> None:
+        """Detach every program; maps stay readable."""
+        while self._links:
+            self._lib.bpf_link__destroy(self._links.pop())
+
+    def close(self) -> None:
+        """Detach, and give programs and maps back to the kernel."""
+        self.detach()
+        if self._object:
+            self._lib.bpf_object__close(self._object)
+        self._object = None
+
+    def _check(self, result: int) -> int:
+        if result < 0:
+            raise self._failure(result)
+        return int(result)

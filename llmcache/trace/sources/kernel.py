@@ -1,0 +1,162 @@
+"""The BPF object of this package in the kernel: which of its programs run here, and what was configured in it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmcache.errors import EnvironmentProblem
+from llmcache.trace.libbpf import BpfObject, LoadFailure
+from llmcache.trace.ring import Ring
+from llmcache.trace.sources.base import RECORD, Records
+
+OBJECT = Path(__file__).parent.parent / "objects" / "iotrace.bpf.o"
+RING_BYTES = 16 << 20
+MAX_AGE_NS = 1_000_000
+MAX_BLOCKS = 1024
+LOSSES = ("ring full", "too many threads", "too many files", "too many block requests")
+
+# struct config of bpf/record.h.
+CONFIG = np.dtype(
+    [
+        ("max_age_ns", "<u8"),
+        ("max_blocks", "<u4"),
+        ("follow", "<u4"),
+        ("page_blocks_log2", "<u4"),
+        ("total_store_order", "<u4"),
+        ("write_calls", "<i4", 6),
+        ("read_calls", "<i4", 6),
+    ]
+)
+# Numbers of write, pwrite64, writev, pwritev, pwritev2, sendfile and of read, pread64, readv, preadv, preadv2, sendfile.
+_CALLS = {
+    "x86_64": ((1, 18, 20, 296, 328, 40), (0, 17, 19, 295, 327, 40)),
+    "aarch64": ((64, 68, 66, 70, 287, 71), (63, 67, 65, 69, 286, 71)),
+}
+_ALWAYS = ("seed", "flush", "started", "ended", "replaced")
+_RUN_BY_US = ("seed", "flush")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something to be seen, by the first of `programs` (each a group that belongs together) that the kernel takes.
+
+    Without any, `missing` is what the recording lacks; None if there is no recording without it.
+    """
+
+    programs: Sequence[Sequence[str]]
+    missing: str | None = None
+
+
+def supported() -> str | None:
+    """Why BPF programs of any tier cannot work on this machine, or None."""
+    if platform.machine() not in _CALLS:
+        return f"the processor is {platform.machine()}; x86-64 or arm64 is needed"
+    if not Path("/sys/kernel/btf/vmlinux").exists():
+        return "the kernel has no BTF (/sys/kernel/btf/vmlinux): CONFIG_DEBUG_INFO_BTF"
+    return None
+
+
+class _FlushResult(ctypes.Structure):
+    _fields_ = (("live", ctypes.c_uint32), ("busy", ctypes.c_uint32))
+
+
+class KernelPart:
+    """The object loaded for `parts`; what could not be had is in `missing`. `attach` begins, `close` ends it."""
+
+    def __init__(self, parts: Iterable[Part], follow: bool, coalesce: bool) -> None:
+        self.missing: list[str] = []
+        self._config = _config(follow, coalesce).tobytes()
+        self._object, self._programs = self._load(list(parts))
+        self._ring = Ring(self._object.map_fd("ring"), RING_BYTES, RECORD)
+
+    def _load(self, parts: list[Part]) -> tuple[BpfObject, list[str]]:
+        """Loads what the kernel takes: a program that it refuses is replaced by the next choice, or left out."""
+        choice = [0] * len(parts)
+        while True:
+            chosen = [part.programs[index] for part, index in zip(parts, choice, strict=True) if index < len(part.programs)]
+            programs = [*_ALWAYS, *(name for group in chosen for name in group)]
+            loaded = BpfObject(OBJECT)
+            try:
+                loaded.configure(".rodata", self._config)
+                loaded.load(programs)
+                return loaded, programs
+            except LoadFailure as failure:
+                loaded.close()
+                self._give_up(failure, parts, choice)
+
+    def _give_up(self, failure: LoadFailure, parts: list[Part], choice: list[int]) -> None:
+        for position, part in enumerate(parts):
+            if choice[position] < len(part.programs) and failure.program in part.programs[choice[position]]:
+                choice[position] += 1
+                if choice[position] < len(part.programs):
+                    return
+                if part.missing is not None:
+                    self.missing.append(part.missing)
+                    return
+        raise failure
+
+    def attach(self, pids: Iterable[int]) -> int:
+        """Begins to record the processes `pids`; returns the number of their threads."""
+        for pid in pids:
+            self._object.put("targets", pid, 1)
+        for name in ("started", "ended", "replaced"):
+            self._object.attach(name)
+        # What a thread starts before it is found itself is found in the next round.
+        found = 0
+        while added := len(self._object.iterate("seed")):
+            found += added
+        for name in self._programs:
+            if name not in _ALWAYS:
+                self._object.attach(name)
+        return found
+
+    def flush(self) -> tuple[int, bool]:
+        """Sends all growing runs to the ring; returns the number of live threads and whether all could be sent."""
+        result = _FlushResult()
+        for _ in range(4):
+            self._object.run("flush", result)
+            if not result.busy:
+                break
+        return int(result.live), not result.busy
+
+    def read(self) -> Records:
+        """What is in the ring."""
+        return self._ring.read()
+
+    def losses(self) -> dict[str, int]:
+        """Events lost so far, by reason; only reasons that occurred."""
+        counts = {reason: self._object.get("losses", number) for number, reason in enumerate(LOSSES)}
+        attached = [name for name in self._programs if name not in _RUN_BY_US]
+        counts["program busy"] = sum(self._object.misses(name) for name in attached)
+        return {reason: count for reason, count in counts.items() if count}
+
+    def detach(self) -> None:
+        """Ends the recording; what is in the maps can still be flushed and read."""
+        self._object.detach()
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self._object.close()
+
+
+def _config(follow: bool, coalesce: bool) -> Records:
+    config = np.zeros(1, CONFIG)
+    config["max_age_ns"] = MAX_AGE_NS
+    config["max_blocks"] = MAX_BLOCKS if coalesce else 0
+    config["follow"] = follow
+    config["page_blocks_log2"] = (mmap.PAGESIZE // 4096).bit_length() - 1
+    config["total_store_order"] = platform.machine() == "x86_64"
+    config["write_calls"], config["read_calls"] = _CALLS[platform.machine()]
+    return config
+
+
+def explained(failure: LoadFailure, what: str) -> EnvironmentProblem:
+    """The error for a person when the kernel refuses `what`."""
+    return EnvironmentProblem(f"the kernel refuses {what}: {failure}", "choose another with --tier")

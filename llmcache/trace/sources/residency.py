@@ -1,0 +1,125 @@
+"""Hit or miss: whether a block came from storage for an access, told by the fills and evictions between accesses.
+
+A block that was read from storage since its last access, by readahead or for the access itself, is a MISS at its next
+access; every other block is a HIT. So misses are comparable with those of a simulated cache, which has no readahead,
+and every block that was read and used counts once, whichever thread, io_uring worker or fault brought it in.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.trace.record import HIT, MISS, UNKNOWN, WRITE
+from llmcache.trace.sources.base import ACCESS, DIRECT, EVICT, FILL, Records
+
+Blocks = NDArray[np.int64]
+
+
+class Residency:
+    """Remembers, by file, the blocks that were filled and not accessed since."""
+
+    def __init__(self) -> None:
+        self._fresh: dict[tuple[int, int], Blocks] = {}
+
+    def mark(self, records: Records) -> Records:
+        """Sets `miss` of the accesses among `records`, which are in order; splits those that are partly a miss."""
+        if not len(records):
+            return records
+        relevant = (records["kind"] <= EVICT) & (records["flags"] & DIRECT == 0)
+        access = records["kind"] == ACCESS
+        records["miss"][access] = HIT
+        records["miss"][access & (records["flags"] & DIRECT != 0) & (records["op"] != WRITE)] = MISS
+        rows = np.flatnonzero(relevant)
+        pieces = [self._mark_file(key, records, mine) for key, mine in _by_file(records, rows)]
+        split = [piece for piece in pieces if piece is not None]
+        return _spliced(records, split) if split else records
+
+    def _mark_file(self, key: tuple[int, int], records: Records, rows: Blocks) -> tuple[Blocks, Records] | None:
+        fresh = self._fresh.get(key)
+        kinds = records["kind"][rows]
+        if fresh is None and not (kinds == FILL).any():
+            return None
+        events = _Events(records, rows, np.empty(0, np.int64) if fresh is None else fresh)
+        remaining = events.fresh_after()
+        if len(remaining):
+            self._fresh[key] = remaining
+        else:
+            self._fresh.pop(key, None)
+        return events.split_rows()
+
+
+class _Events:
+    """The rows of one file, block by block, sorted by block and within it by time."""
+
+    def __init__(self, records: Records, rows: Blocks, fresh: Blocks) -> None:
+        self._records, self._rows = records, rows
+        counts = records["count"][rows].astype(np.int64)
+        first = records["first"][rows].astype(np.int64)
+        starts = np.cumsum(counts) - counts
+        self._blocks = np.arange(int(counts.sum())) - np.repeat(starts - first, counts)
+        self._row = np.repeat(np.arange(len(rows)), counts)
+        blocks = np.concatenate((fresh, self._blocks))
+        # What was fresh before counts as a fill that precedes all rows.
+        kind = np.concatenate((np.full(len(fresh), FILL), records["kind"][rows][self._row].astype(np.int64)))
+        order = np.argsort(blocks, kind="stable")
+        self._sorted_blocks, self._sorted_kind = blocks[order], kind[order]
+        missed = np.zeros(len(blocks), bool)
+        same = self._sorted_blocks[1:] == self._sorted_blocks[:-1]
+        after_fill = np.concatenate(([False], same & (self._sorted_kind[:-1] == FILL)))
+        missed[order] = after_fill & (self._sorted_kind == ACCESS)
+        self._missed = missed[len(fresh) :]
+
+    def fresh_after(self) -> Blocks:
+        """The blocks whose last event is a fill."""
+        last = np.concatenate((self._sorted_blocks[1:] != self._sorted_blocks[:-1], [True]))
+        remaining: Blocks = self._sorted_blocks[last & (self._sorted_kind == FILL)]
+        return remaining
+
+    def split_rows(self) -> tuple[Blocks, Records] | None:
+        """Indices of rows with misses, ascending and repeated, and the records that stand for them."""
+        is_read = (self._records["kind"][self._rows] == ACCESS) & (self._records["op"][self._rows] != WRITE)
+        touched = np.zeros(len(self._rows), bool)
+        touched[self._row[self._missed]] = True
+        inside = (touched & is_read)[self._row]
+        if not inside.any():
+            return None
+        row, missed, blocks = self._row[inside], self._missed[inside], self._blocks[inside]
+        begins = np.concatenate(([True], (row[1:] != row[:-1]) | (missed[1:] != missed[:-1])))
+        at = np.flatnonzero(begins)
+        parts = self._records[self._rows[row[at]]].copy()
+        parts["first"] = blocks[at]
+        parts["count"] = np.diff(np.append(at, len(row)))
+        parts["miss"] = np.where(missed[at], MISS, HIT)
+        parts["aux"][np.concatenate(([False], row[at][1:] == row[at][:-1]))] = 0
+        return self._rows[row[at]], parts
+
+
+def _by_file(records: Records, rows: Blocks) -> list[tuple[tuple[int, int], Blocks]]:
+    if not len(rows):
+        return []
+    dev, inode = records["dev"][rows], records["inode"][rows]
+    if (dev == dev[0]).all() and (inode == inode[0]).all():
+        return [((int(dev[0]), int(inode[0])), rows)]
+    order = np.lexsort((inode, dev))
+    changes = (dev[order][1:] != dev[order][:-1]) | (inode[order][1:] != inode[order][:-1])
+    groups = np.split(rows[order], np.flatnonzero(changes) + 1)
+    return [((int(records["dev"][group[0]]), int(records["inode"][group[0]])), np.sort(group)) for group in groups]
+
+
+def _spliced(records: Records, split: list[tuple[Blocks, Records]]) -> Records:
+    """`records` with some rows replaced by parts, in the same order."""
+    replaced = np.concatenate([rows for rows, _ in split])
+    keep = np.ones(len(records), bool)
+    keep[replaced] = False
+    index = np.concatenate((np.flatnonzero(keep), replaced))
+    merged = np.concatenate((records[keep], *(parts for _, parts in split)))
+    return merged[np.argsort(index, kind="stable")]
+
+
+def unknown(records: Records) -> Records:
+    """`records` with every access UNKNOWN, for sources that see no fills; O_DIRECT is a MISS all the same."""
+    access = records["kind"] == ACCESS
+    records["miss"][access] = UNKNOWN
+    records["miss"][access & (records["flags"] & DIRECT != 0)] = MISS
+    return records
