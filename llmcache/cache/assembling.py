@@ -94,10 +94,12 @@ def _settle(spot: Place, regions: list[Place]) -> bool:
     """
     for index, region in enumerate(regions):
         common = min(spot.end, region.end) - max(spot.first, region.first)
-        if common <= 0 and not _is_edge(spot, region):
+        edge = _is_edge(spot, region)
+        if common <= 0 and not edge:
             continue
-        inside = 2 * common >= _length(spot) or common <= 0
-        if inside and (spot.kind == SEQ or (region.kind == LOOP and spot.accesses <= region.passes * spot.blocks)):
+        inside = 2 * common >= _length(spot) or edge
+        often = spot.passes if edge else spot.accesses
+        if inside and (spot.kind == SEQ or (region.kind == LOOP and often <= region.passes * spot.blocks)):
             regions[index] = replace(region, accesses=region.accesses + spot.accesses)
             return True
         if spot.kind == HOT and common > 0:
@@ -179,15 +181,16 @@ def _period(main: Place, blocks: int) -> Period | None:
 def _order(in_turn: Sequence[Place]) -> str:
     """Which way the last passes went; a pass that is under way begins somewhere in the middle."""
     firsts = [place.first for place in in_turn]
-    if not any(place.descending for place in in_turn):
-        return "ascending" if _turns(firsts) <= 1 else "other"
-    if all(place.descending for place in in_turn) and _turns(firsts[::-1]) <= 1:
-        return "descending"
-    return "other"
+    if len(in_turn) == 1:
+        return "descending" if in_turn[0].descending else "ascending"
+    if _turns(firsts) <= 1 and not any(place.descending for place in in_turn):
+        return "ascending"
+    return "descending" if _turns(firsts[::-1]) <= 1 else "other"
 
 
 def _turns(firsts: Sequence[int]) -> int:
-    return sum(later < earlier for earlier, later in pairwise(firsts))
+    """How often the ring of `firsts` turns back: once, if it goes one way."""
+    return sum(later < earlier for earlier, later in pairwise([*firsts, firsts[0]]))
 
 
 def _merged(places: list[Place], gap: int) -> list[Place]:

@@ -1,7 +1,6 @@
 """Classes of a whole trace: what of which file was read once, in a loop, or again and again; in one pass over it.
 
-    with open_trace(path) as reader:
-        found = classify(reader.batches(), names=ModelNames())
+    found = classify_file(path, names=lambda files: TensorNames((), files))
     found.rows, found.totals, found.size_command
 
 Source: io_caching, section 3.3 and figure 1.
@@ -72,12 +71,14 @@ class _Seen:
 def classify(batches: Iterable[Trace], names: NamesOf | None = None) -> TraceClasses:
     """Returns the classes of everything that `batches` access, in the order of time; DataError for an empty trace."""
     seen = _Seen()
-    early: dict[tuple[int, bool, str], Found] = {}
+    everything: dict[tuple[int, bool, str], Found] = {}
 
     def forget(file: Hashable, write: bool, trail: Trail) -> None:
+        loops = 0
         for found in classes_of(trail, detector.now):
-            key = (cast(int, file), write, found.kind)
-            early[key] = _folded(early[key], found) if key in early else found
+            loops += found.kind == LOOP
+            key = (cast(int, file), write, f"{found.kind} {loops if found.kind == LOOP else 0}")
+            everything[key] = _folded(everything[key], found) if key in everything else found
 
     detector = Detector(forget)
     for batch in batches:
@@ -87,13 +88,25 @@ def classify(batches: Iterable[Trace], names: NamesOf | None = None) -> TraceCla
     if seen.begin_ns is None:
         raise DataError("rows: the trace has none", "record it again, or look at it with: llmcache info FILE")
     detector.finish()
-    rows = [_row(seen.files[file], write, found, seen.accesses, names) for (file, write, _), found in early.items()]
     for key, write, trail in detector.trails():
-        file = seen.files[cast(int, key)]
-        for found in _fitting(classes_of(trail, detector.now), file):
-            rows.append(_row(file, write, found, seen.accesses, names))
+        forget(key, write, trail)
+    by_file: dict[tuple[int, bool], list[Found]] = {}
+    for (file, write, _), found in everything.items():
+        by_file.setdefault((file, write), []).append(found)
+    rows: list[Classification] = []
+    for (file, write), classes in by_file.items():
+        for found in _fitting(classes, seen.files[file]):
+            rows.append(_row(seen.files[file], write, found, seen.accesses, names))
     rows.sort(key=lambda row: (-row.accesses, row.path, row.op, row.kind, row.pieces))
     return TraceClasses(tuple(rows), seen.accesses, seen.begin_ns, seen.end_ns, seen.tier, seen.lost_events)
+
+
+def classify_file(path: str, names: Callable[[Sequence[TraceFile]], NamesOf]) -> TraceClasses:
+    """Returns the classes of the trace at `path`, in any format; `names` gives the names for a file table."""
+    from llmcache.trace.record import open_trace
+
+    with open_trace(path) as reader:
+        return classify(reader.batches(), names(reader.files))
 
 
 def runs(batch: Trace) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
@@ -136,14 +149,19 @@ def _folded(before: Found, found: Found) -> Found:
 
 def _fitting(classes: list[Found], file: TraceFile) -> list[Found]:
     """What was forgotten counts anew each time it comes; a file has no more blocks than it has."""
-    left = -(-file.size_bytes // BLOCK_BYTES) - sum(found.blocks for found in classes if found.kind != SEQ)
-    if not file.size_bytes:
+    rest = [found for found in classes if found.kind != SEQ]
+    left = -(-file.size_bytes // BLOCK_BYTES) - sum(found.blocks for found in rest)
+    if not file.size_bytes or not rest:
         return classes
-    return [replace(found, blocks=min(found.blocks, max(0, left))) if found.kind == SEQ else found for found in classes]
+    once = [replace(found, blocks=min(found.blocks, max(0, left))) for found in classes if found.kind == SEQ]
+    if left <= 0:
+        rest[0] = replace(rest[0], accesses=rest[0].accesses + sum(found.accesses for found in once))
+        return rest
+    return rest + once
 
 
 def _row(file: TraceFile, write: bool, found: Found, in_all: int, names: NamesOf | None) -> Classification:
-    pieces = tuple((place.first, place.end - 1) for place in found.places)
+    pieces = _pieces(found)
     period = found.period
     return Classification(
         file=file.id,
@@ -165,6 +183,17 @@ def _row(file: TraceFile, write: bool, found: Found, in_all: int, names: NamesOf
         stride_blocks=found.stride,
         tensors=() if names is None else _tensors(names(file), pieces),
     )
+
+
+def _pieces(found: Found) -> tuple[tuple[int, int], ...]:
+    """First and last block of each place; those that follow each other without a gap are one."""
+    pieces: list[tuple[int, int]] = []
+    for place in found.places:
+        if pieces and not found.stride and pieces[-1][1] + 1 == place.first:
+            pieces[-1] = pieces[-1][0], place.end - 1
+        else:
+            pieces.append((place.first, place.end - 1))
+    return tuple(pieces)
 
 
 def _clipped(size_bytes: int, file: TraceFile) -> int:

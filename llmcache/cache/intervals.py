@@ -66,7 +66,7 @@ class Intervals:
             return None
         chosen = self._commonest()
         times = [time for octave in chosen for time in octave.times_ns]
-        return Period(round(median(times)), round(sum(octave.blocks for octave in chosen) / _count(chosen)))
+        return Period(round(median(times)), sum(octave.blocks for octave in chosen) // _count(chosen))
 
     def regularity(self) -> float:
         """Returns which part (0..1) of the intervals was about the period; 0 without any."""
@@ -88,7 +88,7 @@ class Intervals:
         """
         least = max(1, len(self) // RARE)
         shown = [octave for _, octave in sorted(self._octaves.items()) if octave.count >= least]
-        return tuple(Period(round(median(octave.times_ns)), round(octave.mean)) for octave in shown)
+        return tuple(Period(round(median(octave.times_ns)), octave.blocks // octave.count) for octave in shown)
 
 
 def is_about(value: float, other: float) -> bool:

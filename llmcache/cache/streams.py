@@ -16,7 +16,8 @@ WINDOW = 32  # blocks: the kernel's default read-ahead, 128 KiB
 LEAST_STEPS = 3  # equal steps that make a stride: two happen by chance
 MAX_PATH = 2  # blocks jumped over, to and fro, per block of progress; random accesses jump a third of a window for each
 LONG = 4 * WINDOW  # windows longer than this come from long runs or strides: which blocks need not be written down
-DWELL = 4 * WINDOW  # runs without coming on, after which a stream is a place and not a walk
+STILL = 4 * 256  # blocks of a file accessed by others: four readers in turn, a request of 1 MiB (FUSE's largest) each
+DWELL = WINDOW  # runs without coming on, after which a stream is a place and not a walk: a window in any order has fewer
 
 
 class Moment(NamedTuple):
@@ -69,6 +70,7 @@ class Stream:
         self.down = False
         self.last = (first, end)
         self.width = end - first
+        self.left = 0  # blocks of the file that had been accessed after its last run
         self.step = 0  # from run to run, if `even`
         self.even = True
         self.runs = 1
@@ -117,11 +119,34 @@ class Stream:
         aim = self.last[0] + self.step if self.far else self.head
         return (aim, self.low, *self.last) if self.runs == 1 else (aim, *self.last)
 
-    def take(self, run: Run) -> None:
-        """Adds a run."""
+    def comes_back(self, run: Run) -> bool:
+        """Whether `run` lies where the stream has been, long after it was there: another visit, and no repeat."""
+        stays = run.first >= self.head if self.down else run.end <= self.head
+        if not self.sequential:
+            stays = self.low <= run.first and run.end <= self.high
+        return stays and run.start.blocks - self.stop.blocks > LONG
+
+    def resumes(self, meanwhile: int) -> bool:
+        """Whether it goes on after it stood still, while `meanwhile` blocks of the file were accessed."""
+        return meanwhile > STILL
+
+    def resume(self, number: int, run: Run) -> Walk | None:
+        """Makes it a stream of its own from `run` on; returns what it walked before, in another pass."""
+        walk = None
+        if self.sequential and self.high > self.low:
+            walk = self._walk(sequential=True)
+            self._begin(self.head, self.head, run.start)
+        self.number, self.born = number, run.start
+        return walk
+
+    def take(self, run: Run, at_once: bool) -> None:
+        """Adds a run; `at_once`: nothing else was accessed since its last one."""
         first, end = run.first, run.end
         self.accesses += run.accesses
+        if self.low == self.high:
+            self.start = run.start
         if self.repeats(first, end):
+            self.idle += not at_once
             return
         before = self.low, self.high
         gap = max(0, first - self.last[1], self.last[0] - end)

@@ -22,6 +22,9 @@ class StreamTable:
         self._places: dict[int, tuple[int, ...]] = {}  # buckets of each stream
         self._starts: deque[Stream] = deque(maxlen=RECENT_STARTS)
         self._strides: OrderedDict[int, tuple[Stream, Stream]] = OrderedDict()  # block that would make a third step
+        self._ended: OrderedDict[int, int] = OrderedDict()  # where the clock was when the last few sequential streams ended
+        self._accessed = 0  # blocks of this file
+        self._latest: Stream | None = None
         self._number = 0
 
     def __len__(self) -> int:
@@ -34,17 +37,26 @@ class StreamTable:
     def note(self, run: Run) -> tuple[bool, list[Walk]]:
         """Returns whether `run` repeats the one before it, and the walks that it completes."""
         walks: list[Walk] = []
-        first, end = run.first, run.end
-        stream = self._expected(first, end) or self._far(first, end)
+        stream = self._expected(run) or self._far(run.first, run.end)
+        if stream is not None and stream.comes_back(run):
+            self._drop(stream, walks)
+            stream = None
         if stream is None:
             repeated, stream = False, self._start(run)
         else:
-            repeated = stream.repeats(first, end)
-            stream.take(run)
+            repeated = stream.repeats(run.first, run.end)
+            self._unfile(stream)
+            if stream.resumes(self._accessed - stream.left):
+                self._note_end(stream)
+                walks += filter(None, [stream.resume(self._next_number(), run)])
+            stream.take(run, at_once=stream is self._latest)
         if stream.due and (walk := stream.test()) is not None:
             self._overtake(stream, walk, walks)
             walks.append(walk)
         self._file(stream, walks)
+        self._latest = stream
+        self._accessed += run.end - run.first
+        stream.left = self._accessed
         return repeated, walks
 
     def _overtake(self, stream: Stream, walk: Walk, walks: list[Walk]) -> None:
@@ -64,19 +76,22 @@ class StreamTable:
     def is_running(self, number: int, since: Moment) -> bool:
         """Whether the stream with this number came on after `since`."""
         stream = self._proved.get(number) or self._young.get(number)
-        return stream is not None and stream.stop.blocks > since.blocks
+        stop = self._ended.get(number, 0) if stream is None else stream.stop.blocks
+        return stop > since.blocks
 
-    def _expected(self, first: int, end: int) -> Stream | None:
+    def _expected(self, run: Run) -> Stream | None:
         """The stream that goes on within a window of the run."""
         best: Stream | None = None
-        best_rank = (True, 0)
+        best_rank = (True, True, 0)
+        first, end = run.first, run.end
         for bucket in {(block + side) // _BUCKET for block in (first, end) for side in (-WINDOW, WINDOW)}:
             for stream in self._buckets.get(bucket, {}).values():
                 distance = stream.distance(first, end)
                 # The one that goes on right here, and of several the most recent: others ended here in an earlier pass.
-                rank = (distance > 0, -stream.stop.blocks)
-                if distance <= WINDOW and (best is None or rank < best_rank):
-                    best, best_rank = stream, rank
+                if distance <= WINDOW:
+                    rank = (stream.comes_back(run), distance > 0, -stream.stop.blocks)
+                    if best is None or rank < best_rank:
+                        best, best_rank = stream, rank
         return best
 
     def _far(self, first: int, end: int) -> Stream | None:
@@ -90,12 +105,15 @@ class StreamTable:
         if not (lone and even and older.width == newer.width == end - first):
             return None
         self._unfile(newer)
-        older.take(Run(*newer.last, newer.accesses, newer.start, newer.stop))
+        older.take(Run(*newer.last, newer.accesses, newer.start, newer.stop), at_once=False)
         return older
 
-    def _start(self, run: Run) -> Stream:
+    def _next_number(self) -> int:
         self._number += 1
-        stream = Stream(self._number, run)
+        return self._number
+
+    def _start(self, run: Run) -> Stream:
+        stream = Stream(self._next_number(), run)
         first, end = run.first, run.end
         if end - first <= WINDOW:
             for earlier in self._starts:
@@ -130,5 +148,12 @@ class StreamTable:
 
     def _drop(self, stream: Stream, walks: list[Walk]) -> None:
         self._unfile(stream)
+        self._note_end(stream)
         if (walk := stream.end()) is not None:
             walks.append(walk)
+
+    def _note_end(self, stream: Stream) -> None:
+        if stream.sequential:
+            self._ended[stream.number] = stream.stop.blocks
+            if len(self._ended) > MAX_CURSORS:
+                self._ended.popitem(last=False)

@@ -130,10 +130,17 @@ def _again(old: Region, new: Region, together: bool) -> Region:
     accesses, touched = old.accesses + new.accesses, max(old.touched, new.touched)
     if together:
         return replace(old, accesses=accesses, touched=touched)
-    middle = (new.first + new.end) / 2
-    before, now = old.at(middle), new.at(middle)
+    # Where the walk came in: there its time is known best.
+    before, now = (old.at_end, new.at_end) if new.at_end < new.at_first else (old.at_first, new.at_first)
     old.intervals.add(now.ns - before.ns, now.blocks - before.blocks)
-    return replace(new, passes=old.passes + 1, since=old.since, accesses=accesses, touched=touched, intervals=old.intervals)
+    return replace(
+        new,
+        passes=old.passes + 1,
+        since=min(old.since, new.since),
+        accesses=accesses,
+        touched=touched,
+        intervals=old.intervals,
+    )
 
 
 def _joined(regions: list[Region]) -> list[Region]:
@@ -160,7 +167,7 @@ def _is_one(left: Region, right: Region) -> bool:
 
 def _join(left: Region, right: Region) -> Region:
     """Returns both as one region, with the history of the longer one."""
-    main = left if left.touched > right.touched else right
+    main = left if left.touched >= right.touched else right
     return replace(
         main,
         first=left.first,

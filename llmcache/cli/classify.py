@@ -21,13 +21,11 @@ def command(trace: str, as_json: bool, min_bytes: str, models: tuple[str, ...]) 
     llmcache classify run.parquet --model ~/models/llama-8b-q8_0.gguf
     llmcache classify run.parquet --json | jq .totals
     """
-    from llmcache.cache.classify import classify
+    from llmcache.cache.classify import classify_file
     from llmcache.fs.layout.naming import TensorNames
     from llmcache.report import classification
-    from llmcache.trace.record import open_trace
     from llmcache.units import parse_size
 
     least = parse_size(min_bytes)
-    with open_trace(trace) as reader:
-        found = classify(reader.batches(), TensorNames(models, reader.files))
+    found = classify_file(trace, lambda files: TensorNames(models, files))
     classification.show(found, trace, least, as_json)

@@ -1,0 +1,196 @@
+"""The detector on anything: bounded, nothing lost or counted twice, and the same classes however the rows are cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmcache.cache import detector as detecting
+from llmcache.cache.classes import Classification
+from llmcache.cache.classify import classify, runs
+from llmcache.cache.detector import MAX_STRIDES, Detector, Trail
+from llmcache.cache.spots import MAX_CELLS
+from llmcache.cache.streamtable import MAX_CURSORS
+from llmcache.cache.sweeps import MAX_REGIONS
+from llmcache.trace.record import Provenance, Trace, TraceFile
+from llmcache.trace.shapes import GROUPS, SHAPES
+
+LEAST_BYTES = 128 << 10  # a read-ahead window: smaller places may be told or not
+Row = tuple[int, int, int, int, int]
+"""Time, file, first block, blocks, op."""
+
+ACCESSES = st.lists(
+    st.tuples(
+        st.integers(0, 2),
+        st.one_of(st.integers(0, 300), st.integers(0, 1 << 50)),
+        st.one_of(st.integers(1, 40), st.integers(1, 1 << 31)),
+        st.booleans(),
+    ),
+    max_size=300,
+)
+
+
+def built(rows: Iterable[Row], files: Iterable[TraceFile]) -> Trace:
+    columns = np.array(list(rows), np.int64).reshape(-1, 5).T
+    return Trace.build(*columns, files=list(files), provenance=Provenance("test"))
+
+
+def rows_of(trace: Trace) -> list[Row]:
+    columns = (trace.t_ns, trace.file, trace.first, trace.count, trace.op)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def table(classes: Iterable[Classification], moved: int = 0) -> dict[tuple[int, str, str], int]:
+    """Returns bytes by file, op and class, without what is small."""
+    found: dict[tuple[int, str, str], int] = {}
+    for row in classes:
+        key = row.file - moved, row.op, row.kind
+        found[key] = found.get(key, 0) + row.size_bytes
+    return {key: size for key, size in found.items() if size >= LEAST_BYTES}
+
+
+def rows_of_both(first: Trace, second: Trace) -> tuple[list[Row], list[Row]]:
+    """Returns the rows of both, the files of the second numbered behind those of the first."""
+    moved = len(first.files)
+    return rows_of(first), [(t_ns, file + moved, begin, count, op) for t_ns, file, begin, count, op in rows_of(second)]
+
+
+def alike(one: dict[tuple[int, str, str], int], other: dict[tuple[int, str, str], int]) -> None:
+    """Asserts that two tables name the same, and sizes that differ by no more than a window, or 2 %."""
+    edge = {key for key in one.keys() ^ other.keys() if max(one.get(key, 0), other.get(key, 0)) < 2 * LEAST_BYTES}
+    assert one.keys() - edge == other.keys() - edge
+    for key in one.keys() & other.keys():
+        assert abs(one[key] - other[key]) <= max(LEAST_BYTES, 0.02 * one[key]), key
+
+
+@given(ACCESSES)
+def test_any_accesses_are_counted_once(accesses: list[tuple[int, int, int, bool]]) -> None:
+    detector = Detector()
+    for number, access in enumerate(accesses):
+        detector.note(number, *access)
+    detector.finish()
+    total = 0
+    for _, _, trail in detector.trails():
+        total += trail.forgotten[1] + sum(place.accesses for place in trail.places())
+    assert total == sum(count for _, _, count, _ in accesses)
+
+
+@given(ACCESSES)
+def test_places_are_within_what_was_accessed(accesses: list[tuple[int, int, int, bool]]) -> None:
+    detector = Detector()
+    for number, access in enumerate(accesses):
+        detector.note(number, *access)
+    detector.finish()
+    for file, write, trail in detector.trails():
+        mine = [(first, first + count) for name, first, count, wrote in accesses if (name, wrote) == (file, write)]
+        for place in trail.places():
+            assert min(first for first, _ in mine) <= place.first < place.end <= max(end for _, end in mine)
+            assert 0 < place.blocks <= place.end - place.first
+            assert place.since <= place.last <= detector.now
+
+
+def bounded(trail: Trail) -> bool:
+    streams, cells = len(trail.streams) <= MAX_CURSORS, len(trail.spots) <= MAX_CELLS
+    regions = len(trail.sweeps.regions) <= MAX_REGIONS
+    return streams and cells and regions and len(trail) <= MAX_CURSORS + MAX_CELLS + 2 * MAX_REGIONS
+
+
+@pytest.mark.parametrize("kind", ["random", "short runs", "long runs", "strides", "columns", "hot everywhere"])
+def test_metadata_is_bounded(kind: str) -> None:
+    source = random.Random(kind)
+    detector = Detector()
+    for number in range(30_000):
+        first, count = {
+            "random": (source.randrange(1 << 40), 1),
+            "short runs": (source.randrange(1 << 30), 5),
+            "long runs": (source.randrange(1 << 20) * 100, 90),
+            "strides": (number % 50 * 1000 + number // 50 * source.randrange(40, 44), 1),
+            "columns": (number % 100 * 300 + number // 100, 1),
+            "hot everywhere": (source.randrange(40_000) * 64, 1),
+        }[kind]
+        detector.note(number, 0, first, count)
+        if number % 1000 == 0:
+            (trail,) = (trail for _, _, trail in detector.trails())
+            assert bounded(trail)
+            assert len(trail.strides) <= MAX_STRIDES
+            assert len(detector) == len(trail)
+
+
+def test_files_are_bounded_and_what_is_forgotten_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detecting, "MAX_FILES", 50)
+    monkeypatch.setattr(detecting, "MAX_ENTRIES", 300)
+    told: list[tuple[object, bool]] = []
+    detector = Detector(lambda file, write, trail: told.append((file, write)))
+    source = random.Random(1)
+    for number in range(5000):
+        detector.note(number, number % 400, source.randrange(1 << 30), 3, number % 7 == 0)
+        assert len(list(detector.trails())) <= 50
+        assert len(detector) <= 300
+    assert len(told) >= 4000
+
+
+def test_a_trace_of_more_files_than_are_kept_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detecting, "MAX_FILES", 20)
+    files = [TraceFile(number, f"/f{number}", 1, number, 0, 64 * 4096) for number in range(100)]
+    trace = built([(number, number % 100, 0, 64, 0) for number in range(300)], files)
+    found = classify(trace.batches())
+    assert sum(row.accesses for row in found.rows) == 300 * 64
+    assert {row.size_bytes for row in found.rows} == {64 * 4096}
+    assert {row.passes for row in found.rows} == {3}
+    assert sorted(row.file for row in found.rows) == list(range(100))
+
+
+@pytest.mark.parametrize("name", [*GROUPS["on_device"], "claude", "model_switch", "write_loops", "multi_loop"])
+def test_the_classes_do_not_depend_on_how_rows_are_cut(name: str) -> None:
+    trace = SHAPES[name]()
+    source = random.Random(name)
+    cut: list[Row] = []
+    for t_ns, file, first, count, op in rows_of(trace):
+        at = 0
+        while at < count:
+            step = min(count - at, source.choice((1, 3, 30, 100)))
+            cut.append((t_ns + at, file, first + at, step, op))
+            at += step
+    cut.sort(key=lambda row: row[0])
+    again = built(cut, trace.files)
+    alike(table(classify(trace.batches()).rows), table(classify(again.batches(rows=997)).rows))
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.sampled_from(GROUPS["on_device"] + GROUPS["remote"]), st.sampled_from(GROUPS["on_device"]), st.integers(0, 99))
+def test_what_others_do_meanwhile_does_not_change_a_class(one: str, other: str, seed: int) -> None:
+    """Two applications at the same time: the files of each are classed as if it had been alone."""
+    first, second = SHAPES[one](), SHAPES[other]()
+    moved = len(first.files)
+    files = [
+        *first.files,
+        *(TraceFile(file.id + moved, file.path, 2, file.inode, 0, file.size_bytes) for file in second.files),
+    ]
+    rows = rows_of_both(first, second)
+    source = random.Random(seed)
+    order = sorted((source.random(), which) for which in (0, 1) for _ in rows[which])
+    left = [iter(rows[0]), iter(rows[1])]
+    merged = [(number * 10_000, *next(left[which])[1:]) for number, (_, which) in enumerate(order)]
+    together = classify(built(merged, files).batches()).rows
+    alike(table(classify(first.batches()).rows), table(row for row in together if row.file < moved))
+    alike(table(classify(second.batches()).rows), table((row for row in together if row.file >= moved), moved))
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 60), st.integers(1, 40), st.integers(0, 2)), min_size=1))
+def test_runs_hold_all_accesses_in_order(rows: list[tuple[int, int, int, int]]) -> None:
+    files = [TraceFile(number, str(number), 0, 0, 0, 0) for number in range(2)]
+    trace = built([(number, *row) for number, row in enumerate(rows)], files)
+    made = list(runs(trace))
+    assert sum(accesses for *_, accesses, _ in made) == trace.accesses
+    begins = [begin for begin, *_ in made]
+    assert begins == sorted(begins)
+    for begin, until, file, first, count, accesses, write in made:
+        part = [row for at, row in enumerate(rows) if begin <= at <= until]
+        assert {(row[0], row[3] == 1) for row in part} == {(file, write)}
+        assert {block for row in part for block in range(row[1], row[1] + row[2])} == set(range(first, first + count))
+        assert accesses == sum(row[2] for row in part)

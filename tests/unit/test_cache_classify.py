@@ -1,0 +1,250 @@
+"""Classes of whole traces: the paper's eight applications as the paper describes them, hard shapes, tensor names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from llmcache.cache.classes import READ_OP, WRITE_OP, Classification, TraceClasses
+from llmcache.cache.classify import classify
+from llmcache.cache.constants import BLOCK_BYTES
+from llmcache.cache.detector import HOT, LOOP, SEQ
+from llmcache.errors import DataError
+from llmcache.trace.record import Provenance, Trace, TraceFile
+from llmcache.trace.shapes import GROUPS, SHAPES
+
+LEAST = 128 << 10
+
+
+def shape(name: str) -> TraceClasses:
+    return classify(SHAPES[name]().batches())
+
+
+def row(found: TraceClasses, ending: str, kind: str, op: str = READ_OP) -> Classification:
+    """The one class of its kind of the file whose path ends so."""
+    (only,) = (each for each in found.rows if each.path.endswith(ending) and (each.kind, each.op) == (kind, op))
+    return only
+
+
+def blocks(of: Classification) -> tuple[int | None, int | None, float]:
+    return of.first_block, of.last_block, of.size_bytes / BLOCK_BYTES
+
+
+def large(found: TraceClasses) -> set[tuple[str, str, str]]:
+    """Path, op and class of all rows but small ones."""
+    return {(each.path.rpartition("/")[2], each.op, each.kind) for each in found.rows if each.size_bytes >= LEAST}
+
+
+def one_file(accesses: list[tuple[int, int]], op: int = 0, size_bytes: int = 0) -> Trace:
+    """A trace of (first, count) in one file, a millisecond apart."""
+    first, count = zip(*accesses, strict=True)
+    files = [TraceFile(0, "/models/m.gguf", 1, 2, 0, size_bytes)]
+    times = [number * 10**6 for number in range(len(accesses))]
+    return Trace.build(times, 0, first, count, op, files=files, provenance=Provenance("test", lost_events=3))
+
+
+def test_ai_notes() -> None:
+    """Figure 1a: scan of 0-7500, hot near 7500, write loop 10,000-15,000, read loop 15,000-25,000."""
+    found = shape("ai_notes")
+    assert blocks(row(found, "setup.bin", SEQ)) == (0, 7399, 7400)
+    assert blocks(row(found, "engine.idx", HOT)) == (0, 299, 300)
+    write, read = row(found, "handwriting.db", LOOP, WRITE_OP), row(found, "weights.bin", LOOP)
+    assert (*blocks(write), write.passes, write.order, write.active) == (0, 4999, 5000, 6, "ascending", True)
+    assert (*blocks(read), read.passes, read.order, read.active) == (0, 9999, 10_000, 12, "ascending", True)
+    assert read.period_ns is not None and 8e9 < read.period_ns < 10e9  # pauses of 8 s, and every other time 2 s more
+    assert write.period_ns is not None and 16e9 < write.period_ns < 20e9
+    assert large(found) == {
+        ("setup.bin", "read", SEQ),
+        ("engine.idx", "read", HOT),
+        ("handwriting.db", "write", LOOP),
+        ("translation-weights.bin", "read", LOOP),
+    }
+
+
+def test_ai_translate() -> None:
+    """Figure 1b: two read loops and temporary copies of a database."""
+    found = shape("ai_translate")
+    source, target = row(found, "source.bin", LOOP), row(found, "target.bin", LOOP)
+    assert (blocks(source), blocks(target)) == ((0, 249, 250), (0, 261, 262))
+    assert found.totals.loop_bytes == 512 * BLOCK_BYTES  # section 4.2: "AI Translate (≈2 MB loop)"
+    assert found.size_command == "llmcache size --loop 2.097152M --hot 0.24576M"
+    assert row(found, "engine.idx", HOT).size_bytes == 60 * BLOCK_BYTES
+    assert row(found, "copy.db", LOOP, WRITE_OP).passes == 6
+    assert row(found, "setup.bin", SEQ).size_bytes == 200 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize(("name", "written", "passes"), [("text_embedder", 6500, 15), ("text_classification", 6200, 20)])
+def test_models_copied_again_and_again(name: str, written: int, passes: int) -> None:
+    """Figures 1c and 1d: a periodic write loop, a scan and a hot set; nothing is read in a loop."""
+    found = shape(name)
+    loop = row(found, "model.tflite", LOOP, WRITE_OP)
+    assert (*blocks(loop), loop.passes) == (0, written - 1, written, passes)
+    assert found.totals.loop_bytes == 0
+    assert found.size_command is None
+    assert found.totals.write_loop_bytes == written * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("name", GROUPS["remote"])
+def test_remote_inference_has_no_loops(name: str) -> None:
+    """Section 3.2: sequential accesses and hot sets; retried prompts and probabilistic re-references are no loops."""
+    found = shape(name)
+    assert {each.kind for each in found.rows if each.size_bytes >= LEAST} == {SEQ, HOT}
+    assert found.totals.loop_share < 0.001
+    assert found.totals.once_share > 0.6
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_access_has_one_class(name: str) -> None:
+    trace = SHAPES[name]()
+    found = classify(trace.batches())
+    assert sum(each.accesses for each in found.rows) == trace.accesses == found.accesses
+    assert sum(each.share for each in found.rows) == pytest.approx(1)
+    sizes = {file.id: file.size_bytes for file in trace.files}
+    for each in found.rows:
+        assert 0 < each.size_bytes <= sizes[each.file]
+        assert each.first_block is not None and each.last_block is not None
+        assert 0 <= each.first_block <= each.last_block < sizes[each.file] // BLOCK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "size"),
+    [("interleave", "model-a.gguf", 6000), ("noisy", "model.gguf", 10_000), ("kilobytes", "weights.bin", 10_000)],
+)
+def test_hard_loops_are_found_whole(name: str, file: str, size: int) -> None:
+    loop = row(shape(name), file, LOOP)
+    assert (*blocks(loop), len(loop.pieces)) == (0, size - 1, size, 1)
+    assert loop.regularity == 1
+
+
+def test_threads_that_mix_their_blocks_make_one_loop() -> None:
+    found = shape("page_order")
+    loop = next(each for each in found.rows if each.path.endswith("model.gguf") and each.kind == LOOP)
+    assert blocks(loop)[2] == pytest.approx(9600, rel=0.01)
+    assert loop.passes == 15
+
+
+def test_loops_of_several_periods() -> None:
+    found = shape("multi_loop")
+    passes = {name: row(found, f"{name}.gguf", LOOP).passes for name in ("draft", "encoder", "decoder", "vision")}
+    assert passes == {"draft": 44, "encoder": 22, "decoder": 8, "vision": 4}
+    periods = [row(found, f"{name}.gguf", LOOP).period_blocks or 0 for name in passes]
+    assert periods == sorted(periods)
+
+
+def test_what_decoding_reads_is_told_from_what_only_prefill_reads() -> None:
+    found = shape("prefill_decode")
+    decode, prefill = sorted(
+        (each for each in found.rows if each.path.endswith("model.gguf") and each.kind == LOOP),
+        key=lambda each: -each.passes,
+    )
+    assert (decode.size_bytes, len(decode.pieces)) == (24 * 280 * BLOCK_BYTES, 24)
+    assert (prefill.size_bytes, len(prefill.pieces)) == (24 * 120 * BLOCK_BYTES, 24)
+    assert prefill.passes == 12
+
+
+def test_experts_are_told_from_what_all_tokens_read() -> None:
+    found = shape("moe_routing")
+    loops = [each for each in found.rows if each.path.endswith("experts.gguf") and each.kind == LOOP]
+    (shared,) = (each for each in loops if each.passes == 120)
+    assert (shared.size_bytes, len(shared.pieces), shared.regularity) == (8 * 60 * BLOCK_BYTES, 8, 1)
+    experts = max((each for each in loops if each is not shared), key=lambda each: each.size_bytes)
+    assert experts.regularity is not None and experts.regularity < 0.75
+    assert len(loops) <= 10
+
+
+def test_a_change_of_models() -> None:
+    found = shape("model_switch")
+    active = {name: row(found, f"model-{name}.gguf", LOOP).active for name in "abc"}
+    assert active == {"a": False, "b": False, "c": True}
+    assert row(found, "model-a.gguf", LOOP).passes == 20
+
+
+def test_no_order_is_no_loop() -> None:
+    found = shape("random")
+    assert found.totals.loop_bytes == 0
+    assert found.totals.hot_share > 0.9
+
+
+@pytest.mark.parametrize(("order", "step"), [("ascending", 1), ("descending", -1)])
+def test_the_order_of_a_loop(order: str, step: int) -> None:
+    one_pass = [(first, 100) for first in range(0, 2000, 100)][::step]
+    (loop,) = classify(one_file(one_pass * 6).batches()).rows
+    assert loop.kind == LOOP
+    assert (loop.order, loop.size_bytes) == (order, 2000 * BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("row", [2000, 100])
+def test_a_loop_in_another_order_lists_its_pieces_in_turn(row: int) -> None:
+    one_pass = [(start + at, row) for start in (6000, 0, 4000, 2000) for at in range(0, 2000, row)]
+    (loop,) = classify(one_file(one_pass * 6).batches()).rows
+    assert loop.order == "other"
+    assert loop.pieces == ((6000, 7999), (0, 1999), (4000, 5999), (2000, 3999))
+
+
+def test_layers_read_twice_have_the_period_of_the_pass() -> None:
+    one_pass = [(layer * 200, 200) for layer in range(20) for _ in range(2)]
+    (loop,) = classify(one_file(one_pass * 12).batches()).rows
+    assert loop.size_bytes == 4000 * BLOCK_BYTES
+    assert loop.period_blocks == 7800  # from the second reading of a layer to the first one of the next pass
+
+
+def test_what_is_hot_counts_once() -> None:
+    """A hot set inside a file that was scanned is not read once as well."""
+    found = classify(one_file([(0, 1000), *[(300, 2), (5000, 1), (310, 3)] * 100]).batches())
+    assert row(found, "m.gguf", HOT).size_bytes == 6 * BLOCK_BYTES
+    assert row(found, "m.gguf", SEQ).size_bytes == 995 * BLOCK_BYTES
+
+
+def test_the_last_block_of_a_file_is_not_full() -> None:
+    (loop,) = classify(one_file([(0, 100)] * 5, size_bytes=99 * BLOCK_BYTES + 7).batches()).rows
+    assert loop.size_bytes == 99 * BLOCK_BYTES + 7
+
+
+def test_loops_after_each_other_need_no_room_together() -> None:
+    found = classify(one_file([(0, 500)] * 6 + [(10_000, 800)] * 6).batches())
+    assert found.totals.loop_bytes == 1300 * BLOCK_BYTES
+    assert found.totals.loop_at_once_bytes == 800 * BLOCK_BYTES
+    both = classify(one_file([(0, 500), (10_000, 800)] * 6).batches())
+    assert both.totals.loop_at_once_bytes == 1300 * BLOCK_BYTES
+
+
+def test_an_empty_trace_is_refused() -> None:
+    empty = Trace.build([], [], [], [], files=[], provenance=Provenance("test"))
+    with pytest.raises(DataError, match="rows: the trace has none"):
+        classify([empty])
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    offset: int
+    size_bytes: int
+
+
+def test_tensors_are_named_where_they_lie() -> None:
+    size = 100 * BLOCK_BYTES
+    parts = [Part("header", 0, 100), Part("blk.0.attn.weight", 4096, size - 4096), Part("blk.1.attn.weight", size, size)]
+    parts.append(Part("token_embd.weight", 2 * size, size))
+    accesses = [*[(0, 200)] * 6, (200, 100)]
+    found = classify(one_file(accesses).batches(), names=lambda file: parts if file.id == 0 else [])
+    assert row(found, "m.gguf", LOOP).tensors == ("header", "blk.0.attn.weight", "blk.1.attn.weight")
+    assert row(found, "m.gguf", SEQ).tensors == ("token_embd.weight",)
+
+
+def test_a_piece_of_a_tensor_has_its_name() -> None:
+    parts = [Part("token_embd.weight", 0, 10_000 * BLOCK_BYTES), Part("next", 10_000 * BLOCK_BYTES, 4096)]
+    found = classify(one_file([(5000, 2), (90_000, 200), (5000, 2), (70_000, 200)] * 9).batches(), names=lambda file: parts)
+    assert "token_embd.weight" in row(found, "m.gguf", HOT).tensors
+    assert "next" not in row(found, "m.gguf", HOT).tensors
+
+
+def test_the_document_sums_up_what_is_small() -> None:
+    found = classify(one_file([*[(0, 500), (9000, 2)] * 6, (20_000, 400)]).batches())
+    document = found.document("t.parquet", min_bytes=64_000)
+    assert (document["schema"], document["tier"], document["lost_events"]) == ("llmcache.classify/1", "test", 3)
+    assert [each["class"] for each in document["rows"]] == [LOOP, SEQ]
+    assert (document["smaller"]["rows"], document["smaller"]["bytes"]) == (1, 2 * BLOCK_BYTES)
+    assert sum(each["share"] for each in document["rows"]) + document["smaller"]["share"] == pytest.approx(1)
+    assert document["totals"]["hot_bytes"] == 2 * BLOCK_BYTES
+    assert document["rows"][0]["pieces"] == [[0, 499]]
