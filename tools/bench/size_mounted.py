@@ -50,16 +50,25 @@ class Sweep:
 
 @dataclass
 class Point:
-    """All passes of one budget, over all repeats: seconds, and bytes from storage (measured)."""
+    """All measured passes of one budget, a list per repeat: seconds, and bytes from storage."""
 
     cache_bytes: int
-    seconds: list[float] = field(default_factory=list)
-    storage_bytes: list[int] = field(default_factory=list)
+    seconds: list[list[float]] = field(default_factory=list)
+    storage_bytes: list[list[int]] = field(default_factory=list)
 
     @property
     def median_s(self) -> float:
-        """Return the median pass."""
-        return statistics.median(self.seconds)
+        """Return the median pass of the quietest repeat: other work on the machine only ever adds time."""
+        return min(statistics.median(times) for times in self.seconds)
+
+    @property
+    def median_storage_bytes(self) -> float:
+        """Return the median of what a pass read from storage, over all repeats."""
+        return statistics.median(size for sizes in self.storage_bytes for size in sizes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**asdict(self), "median_s": self.median_s}
 
 
 @dataclass
@@ -117,14 +126,15 @@ class Swept:
         for point in self.points:
             model = passes(self.sweep.loop_bytes, point.cache_bytes, self.setting)
             modelled = {"pass_s": model.pass_ns / 1e9, "missing_bytes": model.missing_bytes}
-            rows.append({"cache_bytes": point.cache_bytes, "measured": {**asdict(point), "median_s": point.median_s}})
-            rows[-1]["modelled"] = modelled
+            rows.append({"measured": point.to_json(), "modelled": modelled})
         return {
             "sweep": asdict(self.sweep),
             "measured": {
                 "bandwidth_bytes_per_s": self.bandwidth,
                 "period_s": self.period_s,
                 "period_all_kept_s": self.kept.median_s,
+                "passing": self.passing.to_json(),
+                "kept": self.kept.to_json(),
                 "stalls_begin_bytes": self.knee.cache_bytes,
                 "plateau_s": self.knee.plateau_s,
                 "stalled_bytes_per_s": -1 / self.knee.slope,
@@ -162,6 +172,7 @@ class Sweeper:
             for point in found.points if repeat % 2 == 0 else found.points[::-1]:
                 self._measure(sweep, file, point, sweep.read_bps)
             self._measure(sweep, file, found.kept, None)
+            self._measure(sweep, file, found.passing, None)
         self._tell(found)
         file.unlink()
         return found
@@ -171,7 +182,7 @@ class Sweeper:
         self.say(f"{sweep.name}, {sweep.mode}: {found.bandwidth / 1e6:.1f} MB/s (measured)")
         self.say(f"  T {found.period_s:.4f} s, {found.kept.median_s:.4f} s with all kept (measured, no throttle)")
         for point in found.points:
-            passed = f"{statistics.median(point.storage_bytes) / 1e6:6.1f} MB in {point.median_s:.4f} s per pass"
+            passed = f"{point.median_storage_bytes / 1e6:6.1f} MB in {point.median_s:.4f} s per pass"
             self.say(f"  --cache {point.cache_bytes / 1e6:6.1f} MB: {passed}")
 
     def _bandwidth(self, sweep: Sweep) -> int:
@@ -199,5 +210,5 @@ class Sweeper:
             if not done.ok:
                 raise BenchError(f"the reader failed over the mount: {done.error[-400:]}")
             steps = done.measured(sweep.warmup)
-            point.seconds += [step.seconds for step in steps]
-            point.storage_bytes += [step.storage_bytes for step in steps]
+            point.seconds.append([step.seconds for step in steps])
+            point.storage_bytes.append([step.storage_bytes for step in steps])

@@ -34,7 +34,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--policies", default=",".join(POLICIES), help="policies of the simulator, or '' for none")
     parser.add_argument("--modes", default="steer,arena", help="modes of the mount, or '' for none")
     parser.add_argument("--quick", action="store_true", help="a smaller loop, fewer passes")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each budget, in turns")
+    parser.add_argument("--repeat", type=int, default=2, help="runs of each budget, in turns")
     parser.add_argument("--json", type=Path, help="write every pass here")
     return parser.parse_args(argv)
 
@@ -45,8 +45,8 @@ def sweeps_of(args: argparse.Namespace) -> Iterator[Sweep]:
         if args.quick:
             yield Sweep("quick", 96 * MIB, 100 * 10**6, 0.25, mode, 6, 3, 1, (0.7, 0.8, 0.9, 1.15, 1.3))
             continue
-        yield Sweep("100 MB/s", 256 * MIB, 100 * 10**6, 0.9, mode, steps=9, warmup=3, repeat=args.repeat)
-        yield Sweep("200 MB/s", 256 * MIB, 200 * 10**6, 0.45, mode, steps=13, warmup=3, repeat=args.repeat)
+        yield Sweep("100 MB/s", 256 * MIB, 100 * 10**6, 0.9, mode, steps=8, warmup=3, repeat=args.repeat)
+        yield Sweep("200 MB/s", 256 * MIB, 200 * 10**6, 0.45, mode, steps=11, warmup=3, repeat=args.repeat)
 
 
 @contextmanager
