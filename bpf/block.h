@@ -11,6 +11,8 @@ struct {
 	__type(value, struct record);
 } requests SEC(".maps");
 
+#define MERGED_BIOS 256	/* most drivers take fewer pieces than that in one request */
+
 /* Finds the page-cache page at the start of a request; anonymous memory (O_DIRECT) has none. */
 static __always_inline bool match_file(struct record *record, struct bio *bio)
 {
@@ -76,11 +78,10 @@ int BPF_PROG(submitted, struct bio *bio)
 	return 0;
 }
 
-SEC("tp_btf/block_bio_complete")
-int BPF_PROG(completed, struct request_queue *queue, struct bio *bio)
+static __noinline int finish(u64 key)
 {
-	u64 key = (u64)bio, now, latency_us;
 	struct record *request = bpf_map_lookup_elem(&requests, &key);
+	u64 now, latency_us;
 
 	if (!request)
 		return 0;
@@ -90,6 +91,31 @@ int BPF_PROG(completed, struct request_queue *queue, struct bio *bio)
 	request->aux = latency_us > 0xffffffff ? 0xffffffff : latency_us;
 	emit(request);
 	bpf_map_delete_elem(&requests, &key);
+	return 0;
+}
+
+/* Of drivers that take bios as they are. */
+SEC("tp_btf/block_bio_complete")
+int BPF_PROG(completed, struct request_queue *queue, struct bio *bio)
+{
+	return finish((u64)bio);
+}
+
+/* Of all other drivers: a request is made of one or more bios, completed from its first `bytes` on. */
+SEC("tp_btf/block_rq_complete")
+int BPF_PROG(request_completed, struct request *request, int error, unsigned int bytes)
+{
+	struct bio *bio = BPF_CORE_READ(request, bio);
+
+	for (int i = 0; i < MERGED_BIOS && bio; i++) {
+		u32 size = BPF_CORE_READ(bio, bi_iter.bi_size);
+
+		if (size > bytes)
+			break;
+		bytes -= size;
+		finish((u64)bio);
+		bio = BPF_CORE_READ(bio, bi_next);
+	}
 	return 0;
 }
 

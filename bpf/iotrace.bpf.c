@@ -113,15 +113,13 @@ int BPF_PROG(read_call_returned, struct pt_regs *regs, long result)
 {
 	s64 number, position = 0;
 	struct inode *inode;
-	u32 fd;
 
 	if (result <= 0)
 		return 0;
 	number = call_number(regs);
 	if (!is_call(config.read_calls, number) || !this_thread())
 		return 0;
-	fd = number == config.read_calls[5] ? call_argument(regs, 1) : call_argument(regs, 0);
-	inode = open_file(fd, &position);
+	inode = open_file(call_argument(regs, 0), &position);
 	if (number == config.read_calls[1] || number == config.read_calls[3] || number == config.read_calls[4])
 		position = call_argument(regs, 3);
 	else

@@ -50,13 +50,15 @@ struct task_struct {
 	struct task_io_accounting ioac;
 };
 struct pt_regs { char opaque; };
-struct pt_regs___x86 { unsigned long r10, si, di, orig_ax; };
+struct pt_regs___x86 { unsigned long r10, di, orig_ax; };
 struct pt_regs___arm64 { u64 regs[31]; u64 orig_x0; s32 syscallno; };
 
 struct block_device { u32 bd_dev; };
 struct bvec_iter { u64 bi_sector; unsigned int bi_size, bi_idx, bi_bvec_done; } __attribute__((packed));
 struct bio_vec { struct page *bv_page; unsigned int bv_len, bv_offset; };
-struct bio { struct block_device *bi_bdev; u32 bi_opf; struct bvec_iter bi_iter; struct bio_vec *bi_io_vec; };
+struct bio { struct block_device *bi_bdev; u32 bi_opf; struct bvec_iter bi_iter; struct bio_vec *bi_io_vec;
+	     struct bio *bi_next; };
+struct request { struct bio *bio; };
 struct request_queue { char opaque; };
 
 struct io_uring_cqe { s32 res; };
@@ -108,7 +110,7 @@ static __always_inline u64 folio_pages(struct folio *folio)
 	return 1;
 }
 
-/* Arguments 0, 1 and 3 of a finished system call, and its number; -1 in an exception, a page fault for one. */
+/* Arguments 0 and 3 of a finished system call, and its number; -1 in an exception, a page fault for one. */
 static __always_inline s64 call_number(struct pt_regs *regs)
 {
 	if (bpf_core_field_exists(((struct pt_regs___x86 *)0)->orig_ax))
@@ -121,12 +123,12 @@ static __always_inline u64 call_argument(struct pt_regs *regs, int number)
 	if (bpf_core_field_exists(((struct pt_regs___x86 *)0)->orig_ax)) {
 		struct pt_regs___x86 *x86 = (void *)regs;
 
-		return number == 0 ? BPF_CORE_READ(x86, di) : number == 1 ? BPF_CORE_READ(x86, si) : BPF_CORE_READ(x86, r10);
+		return number == 0 ? BPF_CORE_READ(x86, di) : BPF_CORE_READ(x86, r10);
 	}
 	struct pt_regs___arm64 *arm = (void *)regs;
 
 	/* The result overwrites the first argument's register. */
-	return number == 0 ? BPF_CORE_READ(arm, orig_x0) : number == 1 ? BPF_CORE_READ(arm, regs[1]) : BPF_CORE_READ(arm, regs[3]);
+	return number == 0 ? BPF_CORE_READ(arm, orig_x0) : BPF_CORE_READ(arm, regs[3]);
 }
 
 #endif

@@ -26,15 +26,15 @@ struct record {
 	u8 flags;
 };
 
-#define WRITE_CALLS 6
+#define CALLS 6
 struct config {
 	u64 max_age_ns;		/* a run gets no older */
 	u32 max_blocks;		/* and no longer; 0: nothing is merged */
 	u32 follow;		/* children of recorded processes are recorded too */
 	u32 page_blocks_log2;	/* a page is 2^this blocks of 4096 bytes */
 	u32 total_store_order;	/* stores become visible in their order (x86): a plain store unlocks */
-	s32 write_calls[WRITE_CALLS];	/* numbers of write, pwrite64, writev, pwritev, pwritev2, sendfile */
-	s32 read_calls[WRITE_CALLS];	/* numbers of read, pread64, readv, preadv, preadv2, sendfile; for the system call tier */
+	s32 write_calls[CALLS];	/* numbers of write, pwrite64, writev, pwritev, pwritev2, sendfile */
+	s32 read_calls[CALLS];	/* numbers of read, pread64, readv, preadv, preadv2; -1 */
 };
 const volatile struct config config = {};
 

@@ -22,7 +22,7 @@ _STORES = Part([["stored"]], "writes through mappings")
 _MADE = Part([["dirtied"]], "which fills were pages made by writes")
 _FILLS = Part([["filled", "evicted"]], "fills and evictions: hits and misses are unknown")
 _DIRECT = Part([["read_direct"]], "O_DIRECT reads")
-_BLOCK = Part([["submitted", "completed"]], "block requests")
+_BLOCK = Part([["submitted", "completed", "request_completed"]], "block requests")
 # An event is timed before its slot is locked: this much later it is certainly in the slot.
 _SETTLED_NS = 2_000_000
 
@@ -166,8 +166,8 @@ class SyscallSource(BpfSource):
     """The results of read and write calls: no page faults, no hits and misses."""
 
     name = "syscalls"
-    sees = "what read, pread, readv, preadv and sendfile returned, whatever the file system; writes by call"
-    cannot_see = "page faults (mmap), io_uring reads, splice; whether the page cache had the blocks"
+    sees = "what read, pread, readv, preadv and preadv2 returned, whatever the file system; writes by call and io_uring"
+    cannot_see = "page faults (mmap), io_uring reads, sendfile, splice; whether the page cache had the blocks"
     fills = False
 
     @classmethod
