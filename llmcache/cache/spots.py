@@ -73,7 +73,7 @@ class Spots:
                 cell.seen |= bits
                 cell.visits += 1
                 cell.accesses += share
-                cell.last = now
+                cell.since, cell.last = min(cell.since, now), max(cell.last, now)  # streams end later than they stop
             self._cells[index] = cell
         if len(self._cells) > self.limit:
             self._make_room()

@@ -200,15 +200,12 @@ class Stream:
 
     def end(self) -> Walk | None:
         """Returns what has not been handed out; the stream begins anew with its last run. None if there is nothing."""
-        walk = None
-        if self.accesses:
-            # Accesses behind the window, which has nothing in it: they belong where the last of them was.
-            self.low, self.high, self.mask, self.sequential = (
-                (self.low, self.high, self.mask, self.sequential)
-                if self.high > self.low
-                else (*self.last, (1 << self.last[1] - self.last[0]) - 1, False)
-            )
-            walk = self._walk(self.sequential)
+        if self.accesses and self.high == self.low:
+            # Only accesses behind the window: they belong where the last of them was.
+            self.sequential = False
+            self.low, self.high = self.last
+            self.mask = (1 << (self.high - self.low)) - 1
+        walk = self._walk(self.sequential) if self.accesses else None
         self.sequential, self.even, self.step, self.runs = False, True, 0, 1
         self.born = self.stop
         self._begin(*self.last, self.stop)
