@@ -1,6 +1,6 @@
 """Test tiers: a test that this machine cannot run is skipped with the reason, or fails where its tier is required.
 
-Tiers are markers: mount, llama, cgroup. LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
+Tiers are markers: mount, llama, cgroup, bpf. LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
 """
 
 from __future__ import annotations
@@ -45,10 +45,17 @@ def _cgroup_problem() -> str | None:
     return None if os.access(directory, os.W_OK) else f"{directory} is read-only"
 
 
+def _bpf_problem() -> str | None:
+    from llmcache.trace.sources.bpf import FilemapSource
+
+    return FilemapSource.probe()
+
+
 PROBLEMS: dict[str, Callable[[], str | None]] = {
     "mount": functools.cache(_mount_problem),
     "llama": functools.cache(_llama_problem),
     "cgroup": functools.cache(_cgroup_problem),
+    "bpf": functools.cache(_bpf_problem),
 }
 
 

@@ -1,7 +1,7 @@
 /* paths FILE WAY: after a line on stdin, 23 requests of one block each to FILE, by one way to read or write.
  *
- * Request i goes to block 3 + 40 * i, so that no two are adjacent and none shares a fault-around window; the sequential
- * ways (append, fork, sequential) say what they do. Prints "ok", or what the system cannot do with exit code 77. */
+ * Request i goes to block 3 + 40 * i, so that no two are adjacent and none shares a fault-around window; other ways
+ * say what they do. Prints "ok", or what the system cannot do with exit code 77. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -216,11 +216,24 @@ static void by_appending(void)
 		need(write(fd, buffer, BLOCK) == BLOCK, "write");
 }
 
-/* The whole file, 256 KiB at a time, then its end once more with a request that reaches beyond. */
+/* The whole file, 256 KiB at a time. */
 static void sequentially(void)
 {
 	for (off_t at = 0; at < SIZE; at += 64 * BLOCK)
 		need(pread(fd, buffer, 64 * BLOCK, at) == 64 * BLOCK, "pread");
+}
+
+/* More requests than the ring holds: two blocks in turn, so that none is adjacent to the one before. */
+static void often(void)
+{
+	for (int i = 0; i < 400000; i++)
+		one_pread(i & 1);
+}
+
+static void unaligned(void)
+{
+	for (off_t at = 0; at < 10000 * 40; at += 10000)
+		need(pread(fd, buffer, 10000, at) == 10000, "pread");
 }
 
 static void do_it(const char *way)
@@ -259,6 +272,10 @@ static void do_it(const char *way)
 		by_child();
 	else if (!strcmp(way, "append"))
 		by_appending();
+	else if (!strcmp(way, "often"))
+		often();
+	else if (!strcmp(way, "unaligned"))
+		unaligned();
 	else if (!strcmp(way, "sequential"))
 		sequentially();
 	else

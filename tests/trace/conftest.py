@@ -1,0 +1,140 @@
+"""Recording a small program that does one thing to one file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmcache.trace.record import BLOCK_BYTES
+from llmcache.trace.sources.base import ACCESS, FILL, KIND_NAMES, POLL_S, Records, Source, Wish
+from llmcache.trace.sources.bpf import FilemapSource
+
+HERE = Path(__file__).parent
+BLOCKS = 1024
+TOUCHED = [3 + 40 * i for i in range(23)]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What was recorded of one file."""
+
+    records: Records
+    pid: int
+    lost: int
+
+    def kind(self, kind: int) -> Records:
+        """The records of one kind."""
+        rows: Records = self.records[self.records["kind"] == kind]
+        return rows
+
+    @property
+    def accesses(self) -> Records:
+        """The accesses."""
+        return self.kind(ACCESS)
+
+    def blocks(self, kind: int = ACCESS, miss: int | None = None) -> list[int]:
+        """Every block of every record of a kind, in the order recorded."""
+        rows = self.kind(kind)
+        rows = rows if miss is None else rows[rows["miss"] == miss]
+        return [int(block) for row in rows for block in range(row["first"], row["first"] + row["count"])]
+
+    @property
+    def requests(self) -> int:
+        """Requests that the accesses stand for."""
+        return int(self.accesses["aux"].sum())
+
+    def __str__(self) -> str:
+        """Returns the records, one a line, for a failed assertion."""
+        return "\n".join(f"{KIND_NAMES[row['kind']]} {row}" for row in self.records)
+
+
+@pytest.fixture(scope="session")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program of paths.c, compiled."""
+    compiler = shutil.which("cc") or shutil.which("clang") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    program = tmp_path_factory.mktemp("paths") / "paths"
+    subprocess.run([compiler, "-O1", "-o", program, HERE / "paths.c", "-lpthread"], check=True)
+    return program
+
+
+@pytest.fixture
+def file() -> Iterator[Path]:
+    """A file of 1024 blocks on a disk: the page cache of tmpfs has other ways."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("LLMCACHE_TEST_DISK", "/var/tmp")) as directory:
+        path = Path(directory) / "data"
+        path.write_bytes(os.urandom(BLOCKS * BLOCK_BYTES))
+        os.sync()
+        drop(path)
+        if subprocess.run(["stat", "-fc", "%T", path], capture_output=True, text=True).stdout.strip() == "tmpfs":
+            pytest.skip("/var/tmp is a tmpfs: LLMCACHE_TEST_DISK names a directory on a disk")
+        yield path
+
+
+def drop(path: Path) -> None:
+    """Take a file out of the page cache."""
+    with path.open("rb") as handle:
+        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def warm(path: Path) -> None:
+    """Bring a file into the page cache page by page: no large folios, so that every fault is seen."""
+    with path.open("rb", buffering=0) as handle:
+        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        while handle.read(BLOCK_BYTES):
+            pass
+
+
+def drained(source: Source, process: subprocess.Popen[Any], lazy: bool = False) -> Records:
+    """Everything that `source` records until the processes end; `lazy` leaves it in the ring until then."""
+    records = []
+    deadline = time.monotonic() + 60
+    while (process.poll() is None or source.alive()) and time.monotonic() < deadline:
+        if not lazy or process.poll() is not None:
+            records.append(source.drain())
+        time.sleep(POLL_S)
+    source.stop()
+    records.append(source.drain())
+    return np.concatenate(records)
+
+
+@pytest.fixture
+def record(paths: Path, file: Path) -> Callable[..., Recording]:
+    """Returns a function that records paths.c doing something to the file in one way."""
+
+    def go(way: str, kind: type[Source] = FilemapSource, lazy: bool = False, **wish: Any) -> Recording:
+        command = [str(paths), str(file), way]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            source = kind()
+            try:
+                source.start(Wish([process.pid], **wish))
+                assert process.stdin is not None
+                process.stdin.write("\n")
+                process.stdin.close()
+                records = drained(source, process, lazy)
+            finally:
+                source.stop()
+                process.kill()
+        if process.returncode == 77:
+            pytest.skip(f"this system cannot {way}")
+        assert process.returncode == 0
+        status = file.stat()
+        mine = (records["inode"] == status.st_ino) & (records["dev"] == status.st_dev)
+        assert (np.diff(records["t_ns"].astype(np.int64)) >= 0).all()
+        return Recording(records[mine], process.pid, source.lost)
+
+    return go
+
+
+__all__ = ["FILL", "TOUCHED", "Recording", "drop", "warm"]

@@ -1,0 +1,117 @@
+"""Adjacent blocks become runs that hold exactly what was read; losses are counted; the process tree is followed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmcache.errors import EnvironmentProblem
+from llmcache.trace.record import HIT, MISS
+from llmcache.trace.sources.base import FILL, Wish
+from llmcache.trace.sources.bpf import FilemapSource
+from tests.trace.conftest import BLOCKS, TOUCHED, Recording, drained, drop, warm
+
+pytestmark = pytest.mark.bpf
+Record = Callable[..., Recording]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_large_requests_are_counted_once(cached: bool, record: Record, file: Path) -> None:
+    if cached:
+        warm(file)
+    found = record("sequential")
+    assert found.blocks() == list(range(BLOCKS)), found
+    assert found.requests == 16
+    assert set(found.accesses["miss"]) == {HIT if cached else MISS}
+    assert len(found.accesses) < 16
+    assert found.blocks(FILL) == ([] if cached else list(range(BLOCKS)))
+
+
+def test_nothing_is_merged_without_coalescing(record: Record, file: Path) -> None:
+    warm(file)
+    found = record("sequential", coalesce=False)
+    assert found.blocks() == list(range(BLOCKS)), found
+    assert len(found.accesses) == found.requests == 16
+
+
+def test_a_block_shared_by_requests_in_a_row_counts_once(record: Record, file: Path) -> None:
+    warm(file)
+    found = record("unaligned")
+    assert found.blocks() == list(range(-(-400_000 // 4096))), found
+    assert found.requests == 40
+
+
+def test_a_file_read_to_its_end_gives_exactly_its_blocks(file: Path) -> None:
+    size = (64 << 20) + 1234
+    content = os.urandom(size)
+    file.write_bytes(content)
+    os.sync()
+    drop(file)
+    script = "import hashlib,sys; sys.stdin.read(1); print(hashlib.sha256(open(sys.argv[1],'rb').read()).hexdigest())"
+    command = [sys.executable, "-c", script, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        source = FilemapSource()
+        source.start(Wish([process.pid]))
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("\n")
+        process.stdin.close()
+        records = drained(source, process)
+        assert process.stdout.read().strip() == hashlib.sha256(content).hexdigest()
+    found = Recording(records[records["inode"] == file.stat().st_ino], process.pid, source.lost)
+    assert found.blocks() == list(range(-(-size // 4096)))
+    assert sorted(found.blocks(miss=MISS)) == found.blocks()
+    assert found.lost == 0
+
+
+def test_what_does_not_fit_the_ring_is_counted_as_lost(record: Record, file: Path) -> None:
+    warm(file)
+    found = record("often", lazy=True, coalesce=False)
+    assert found.lost > 0
+    # Other files that the program touched may be among the lost.
+    assert 400_000 <= found.requests + found.lost < 400_100
+
+
+def test_children_are_followed_or_not(record: Record, file: Path) -> None:
+    warm(file)
+    followed = record("fork")
+    assert sorted(followed.blocks()) == TOUCHED
+    assert followed.pid not in followed.accesses["pid"]
+    assert record("fork", follow=False).blocks() == []
+
+
+def test_a_process_that_is_not_there_is_an_error() -> None:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    with pytest.raises(EnvironmentProblem, match=rf"process {process.pid} is not there"):
+        FilemapSource().start(Wish([process.pid]))
+
+
+def test_processes_have_the_recorders_numbers_in_a_pid_namespace(paths: Path, file: Path) -> None:
+    script = (
+        "import json,subprocess,sys\n"
+        "from tests.trace.conftest import drained\n"
+        "from llmcache.trace.sources.base import Wish\n"
+        "from llmcache.trace.sources.bpf import FilemapSource\n"
+        "p=subprocess.Popen(sys.argv[1:],stdin=subprocess.PIPE,text=True,stdout=subprocess.DEVNULL)\n"
+        "s=FilemapSource(); s.start(Wish([p.pid])); p.stdin.write('x\\n'); p.stdin.close()\n"
+        "r=drained(s,p); r=r[r['kind']==0]\n"
+        "print(json.dumps([p.pid,sorted(set(r['pid'].tolist())),int(r['aux'].sum())]))\n"
+    )
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", script, str(paths), str(file), "pread"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    if "unshare" in ended.stderr:
+        pytest.skip(ended.stderr.strip())
+    assert ended.returncode == 0, ended.stderr
+    pid, pids, requests = json.loads(ended.stdout)
+    assert pid < 1000, "the namespace has numbers of its own"
+    assert pids == [pid]
+    assert requests >= 23
