@@ -1,0 +1,68 @@
+"""The pages of one layer of one sequence, as kept in memory: which extents they lie in, and their checksums."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from llmcache.kv.spill.layout import ExtentPlan
+
+
+class Run(NamedTuple):
+    """`pages` pages from `first` on, which lie side by side from `slot` of `extent` on."""
+
+    first: int
+    pages: int
+    extent: int
+    slot: int
+
+
+@dataclass
+class Chain:
+    """Pages 0 .. of one layer (or of the tokens) of one sequence. 8 bytes a page: a million tokens take 0.5 MB."""
+
+    sequence: int
+    layer: int
+    plan: ExtentPlan
+    extents: list[int] = field(default_factory=list)
+    key_crcs: array[int] = field(default_factory=lambda: array("I"))
+    value_crcs: array[int] = field(default_factory=lambda: array("I"))
+    last_tokens: int = 0
+
+    @property
+    def pages(self) -> int:
+        """How many pages it has."""
+        return len(self.key_crcs)
+
+    def tokens_of(self, page: int, page_tokens: int) -> int:
+        """Returns how many tokens of `page` are filled: all, except in the last."""
+        return self.last_tokens if page == self.pages - 1 else page_tokens
+
+    def tokens(self, page_tokens: int) -> int:
+        """Returns how many tokens it holds."""
+        return (self.pages - 1) * page_tokens + self.last_tokens if self.pages else 0
+
+    def add(self, key_crc: int, value_crc: int, tokens: int) -> None:
+        """Notes a page at the end."""
+        self.key_crcs.append(key_crc)
+        self.value_crcs.append(value_crc)
+        self.last_tokens = tokens
+
+    def cut(self, pages: int, page_tokens: int) -> None:
+        """Forgets all pages from number `pages` on."""
+        if pages < self.pages:
+            del self.key_crcs[pages:], self.value_crcs[pages:]
+            self.last_tokens = page_tokens if pages else 0
+
+    def runs(self, pages: list[int]) -> Iterator[Run]:
+        """Yields `pages`, in their order, joined where they lie side by side in the file."""
+        start = 0
+        while start < len(pages):
+            ordinal, slot = divmod(pages[start], self.plan.slots)
+            end = start + 1
+            while end < len(pages) and pages[end] == pages[end - 1] + 1 and pages[end] // self.plan.slots == ordinal:
+                end += 1
+            yield Run(pages[start], end - start, self.extents[ordinal], slot)
+            start = end

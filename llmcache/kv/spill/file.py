@@ -1,0 +1,295 @@
+"""SpillFile: a spill file that is written, by one process at a time (it holds a lock on the file).
+
+Within that process one lock orders what changes the file. Reading needs none: a page that has been handed out is never
+moved, and an append only adds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.kv.spill.chain import Chain, Run
+from llmcache.kv.spill.layout import (
+    COMMITS_AT,
+    EXTENT_TOKENS,
+    RECORD_BYTES,
+    Commit,
+    ExtentEntry,
+    Layout,
+    PageEntry,
+    pack_commit,
+    pack_extent,
+    pack_page,
+)
+from llmcache.kv.spill.raw import RawFile
+from llmcache.kv.spill.reader import SpillReader
+from llmcache.kv.spill.recovery import Found, Recovery, unfinished
+from llmcache.kv.spill.shape import BLOCK_BYTES, Bytes, KvShape, aligned, checked_rows, fill_slots
+
+Fill = Callable[[slice], tuple[Bytes, Bytes]]
+"""Returns the slots of keys and values [pages, slot bytes] of some of the tokens that are appended."""
+
+
+class SpillFile(SpillReader):
+    """An open spill file; make one with `create` or `open`, and close it (it is a context manager).
+
+    What `append` has written survives the end of the process, after `flush` also that of the machine. A page counts
+    after a restart once all layers and the tokens have it.
+    """
+
+    def __init__(self, raw: RawFile, layout: Layout, found: Found) -> None:
+        super().__init__(raw, layout, found)
+        self._lock = threading.Lock()
+        self._broken = False
+        self.written_bytes = 0
+
+    @classmethod
+    def create(
+        cls, path: str | Path, shape: KvShape, *, extent_pages: int = 0, direct: bool | None = None, force: bool = False
+    ) -> SpillFile:
+        """Makes an empty file, under a temporary name that ends like its own (--spill globs), and opens it.
+
+        `extent_pages` pages of a layer lie side by side (0: 1024 tokens). UsageError if the file is there, unless `force`.
+        """
+        path = Path(path)
+        layout = Layout(shape, extent_pages or max(1, EXTENT_TOKENS // shape.page_tokens))
+        if path.exists():
+            _check_replaceable(path, force)
+        temporary = path.with_name(f"new-{os.getpid()}-{path.name}")
+        raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, direct)
+        try:
+            raw.lock()
+            raw.write(layout.header(), 0)
+            raw.write(pack_commit(Commit(0, 0)).ljust(BLOCK_BYTES, b"\0"), COMMITS_AT[0])
+            raw.sync()
+            raw.open_direct()
+            raw.rename(path)
+        except BaseException:
+            raw.close()
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        return cls(raw, layout, Found(Commit(0, 0)))
+
+    @classmethod
+    def _flags(cls) -> int:
+        return os.O_RDWR
+
+    def _drop_unfinished(self, found: Found) -> None:
+        cuts = unfinished(self._chains, self.shape)
+        self.recovery = Recovery(sum(chain.pages - pages for chain, pages in cuts), found.torn_entries)
+        if cuts or found.wipe:
+            self._cut(cuts, found.wipe)
+
+    def append(
+        self,
+        sequence: int,
+        layer: int,
+        keys: NDArray[Any],
+        values: NDArray[Any],
+        key_scales: NDArray[np.float32] | None = None,
+        value_scales: NDArray[np.float32] | None = None,
+    ) -> int:
+        """Adds the pages of `keys` and `values` [kv_heads, tokens, dim] to a layer; returns the bytes written.
+
+        The last page may be partial: nothing can follow it until `truncate` has taken it away. Raises as a file system
+        does (no space, EIO): nothing of the call is there then that was not written before the error, and no half page.
+        """
+        keys = checked_rows(self.shape, keys, key_scales, "keys")
+        values = checked_rows(self.shape, values, value_scales, "values")
+        if keys.shape[1] != values.shape[1]:
+            raise ValueError(f"values: {values.shape[1]} tokens, there are {keys.shape[1]} keys")
+
+        def fill(part: slice) -> tuple[Bytes, Bytes]:
+            scales = (None if found is None else found[:, part] for found in (key_scales, value_scales))
+            return self._slots(keys[:, part], next(scales)), self._slots(values[:, part], next(scales))
+
+        return self._append(sequence, self._checked_layer(layer), keys.shape[1], fill)
+
+    def append_tokens(self, sequence: int, ids: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
+        """Adds the ids and positions of tokens, in pages as those of the layers; returns the bytes written."""
+        if ids.ndim != 1 or ids.shape != positions.shape or not len(ids):
+            raise ValueError(f"positions: shape {positions.shape}, ids have {ids.shape}; both need one and the same axis")
+
+        def fill(part: slice) -> tuple[Bytes, Bytes]:
+            pages = self.shape.pages_of(part.stop - part.start)
+            slots = np.zeros((2, pages * self.shape.page_tokens), np.int64)
+            slots[0, : part.stop - part.start], slots[1, : part.stop - part.start] = ids[part], positions[part]
+            keys, values = slots.view(np.uint8).reshape(2, pages, -1)
+            return keys, values
+
+        return self._append(sequence, self.shape.layers, len(ids), fill)
+
+    def _slots(self, rows: NDArray[Any], scales: NDArray[np.float32] | None) -> Bytes:
+        """`rows` [kv_heads, tokens, dim] as slots [pages, slot bytes]."""
+        pages = self.shape.pages_of(rows.shape[1])
+        size = self.shape.slot_bytes(rows.shape[2])
+        slots = aligned(pages * size).reshape(pages, size)
+        fill_slots(self.shape, slots, rows, scales)
+        return slots
+
+    def _append(self, sequence: int, layer: int, tokens: int, fill: Fill) -> int:
+        """Appends `tokens` to a chain, an extent at a time."""
+        if not 0 <= sequence < 1 << 32:
+            raise ValueError(f"sequence: {sequence}, a number from 0 to {(1 << 32) - 1} is needed")
+        page_tokens, before, done = self.shape.page_tokens, self.written_bytes, 0
+        with self._lock:
+            self._check_whole()
+            plan = self._layout.plan(layer)
+            chain = self._chains.setdefault((sequence, layer), Chain(sequence, layer, plan))
+            if chain.pages and chain.last_tokens < page_tokens:
+                raise ValueError(f"layer {layer} of sequence {sequence} ends with a partial page: truncate it first")
+            while done < tokens:
+                room = (plan.slots - chain.pages % plan.slots) * page_tokens
+                part = slice(done, min(tokens, done + room))
+                self._append_run(chain, part.stop - part.start, *fill(part))
+                done = part.stop
+            return self.written_bytes - before
+
+    def _append_run(self, chain: Chain, tokens: int, keys: Bytes, values: Bytes) -> None:
+        """Writes pages that lie side by side: first what is in them, then their entries."""
+        ordinal, slot = divmod(chain.pages, chain.plan.slots)
+        fresh = ordinal == len(chain.extents)
+        if fresh:
+            self._claim(chain)
+        run = Run(chain.pages, len(keys), chain.extents[ordinal], slot)
+        try:
+            self._write_pages(chain, run, keys, values)
+            entries = self._entries(chain, run, keys, values, tokens)
+            self._write_entries(chain, run, b"".join(map(pack_page, entries)))
+        except LlmcacheError:
+            if fresh:
+                self._give_back(chain)
+            raise
+        for entry in entries:
+            chain.add(entry.key_crc, entry.value_crc, entry.tokens)
+
+    def _write_entries(self, chain: Chain, run: Run, records: bytes) -> None:
+        """Writes entries, all or none: one left behind by an error could come alive with a later page before it."""
+        at = self._layout.at(run.extent) + chain.plan.entry_at(run.slot)
+        try:
+            self._write(records, at)
+        except LlmcacheError:
+            self._broken = True
+            self._write(bytes(len(records)), at)
+            self._broken = False
+            raise
+
+    def _write_pages(self, chain: Chain, run: Run, keys: Bytes, values: Bytes) -> None:
+        at, plan = self._layout.at(run.extent), chain.plan
+        self._write(keys.reshape(-1), at + plan.key_at(run.slot), plan.direct)
+        self._write(values.reshape(-1), at + plan.value_at(run.slot), plan.direct)
+
+    def _entries(self, chain: Chain, run: Run, keys: Bytes, values: Bytes, tokens: int) -> list[PageEntry]:
+        page_tokens, epoch = self.shape.page_tokens, self._commit.epoch + 1
+        return [
+            PageEntry(
+                chain.sequence,
+                chain.layer,
+                run.first + index,
+                min(page_tokens, tokens - index * page_tokens),
+                epoch,
+                zlib.crc32(keys[index].data),
+                zlib.crc32(values[index].data),
+            )
+            for index in range(run.pages)
+        ]
+
+    def _claim(self, chain: Chain) -> None:
+        """Gives `chain` one more extent: a free one (its table is empty), or a new one at the end of the file."""
+        owner = pack_extent(ExtentEntry(chain.sequence, chain.layer, len(chain.extents)))
+        if self._free:
+            self._write(owner, self._layout.at(self._free[-1]))
+            chain.extents.append(self._free.pop())
+            return
+        start = self._layout.at(self._extents)
+        self._raw.grow(start, self._layout.at(self._extents + 1))
+        try:
+            self._write(owner, start)
+        except LlmcacheError:
+            self._raw.cut(start)
+            raise
+        chain.extents.append(self._extents)
+        self._extents += 1
+
+    def _give_back(self, chain: Chain) -> None:
+        """Takes back the extent that was claimed last, because nothing could be written to it."""
+        extent = chain.extents.pop()
+        if extent == self._extents - 1:
+            self._raw.cut(self._layout.at(extent))
+            self._extents -= 1
+        else:
+            self._free.append(extent)
+
+    def truncate(self, sequence: int, pages: int) -> None:
+        """Takes away all pages of `sequence` from number `pages` on, in all layers; on the disk when it returns."""
+        if pages < 0:
+            raise ValueError(f"pages: {pages}, at least 0 is needed")
+        with self._lock:
+            self._check_whole()
+            self._cut([(chain, pages) for chain in self._chains_of(sequence) if chain.pages > pages], [])
+
+    def _cut(self, cuts: list[tuple[Chain, int]], wipe: list[tuple[int, int]]) -> None:
+        """Cuts chains in the file. The commit comes first: were it last, a crash before it would look like damage."""
+        gone = sum(chain.pages - pages for chain, pages in cuts)
+        self._write_commit(sum(chain.pages for chain in self._chains.values()) - gone)
+        for chain, pages in cuts:
+            for run in chain.runs(list(range(pages, chain.pages))):
+                wipe = [*wipe, (self._layout.at(run.extent) + chain.plan.entry_at(run.slot), run.pages * RECORD_BYTES)]
+            chain.cut(pages, self.shape.page_tokens)
+        # From the end, so that what a crash leaves is a beginning.
+        for offset, size in reversed(wipe):
+            self._write(bytes(size), offset)
+        self._raw.sync()
+
+    def flush(self) -> None:
+        """Returns when everything appended is on the disk and will be there after a crash of the machine."""
+        with self._lock:
+            self._check_whole()
+            self._write_commit(sum(chain.pages for chain in self._chains.values()))
+
+    def _write_commit(self, pages: int) -> None:
+        self._raw.sync()
+        commit = Commit(self._commit.epoch + 1, pages)
+        self._write(pack_commit(commit), COMMITS_AT[commit.epoch % 2])
+        self._raw.sync()
+        self._commit = commit
+
+    def _write(self, data: bytes | Bytes, offset: int, direct: bool = False) -> None:
+        self._raw.write(data, offset, direct)
+        self.written_bytes += len(data)
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            hint = "close it and open it again: what is whole is restored"
+            raise EnvironmentProblem(f"{self.path}: an error while writing could not be undone", hint)
+
+    def close(self) -> None:
+        """Flushes and closes the file."""
+        if self._raw.fd < 0:
+            return
+        try:
+            if not self._broken:
+                self.flush()
+        finally:
+            self._raw.close()
+
+
+def _check_replaceable(path: Path, force: bool) -> None:
+    if not force:
+        raise UsageError(f"{path}: is there already", "open it to go on with it, or allow that it is replaced")
+    old = RawFile(path, os.O_RDWR)
+    try:
+        old.lock()
+    finally:
+        old.close()

@@ -1,0 +1,150 @@
+"""A file that is read and written at offsets: whole, or with an error that says what happened.
+
+Pages go around the page cache (O_DIRECT) where the file system can do that: the kernel would keep what is read rarely
+and in no order. Tables do not: their records are smaller than a block. Linux keeps both ways coherent.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError
+from llmcache.kv.spill.shape import BLOCK_BYTES, Bytes, aligned
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def problem(path: Path, doing: str, error: OSError) -> LlmcacheError:
+    """Returns the error to raise for what the system answered when `doing` something with `path`."""
+    if error.errno in _FULL:
+        hint = "free some space, or give --spill a directory on another disk; what was spilled before is whole"
+        return EnvironmentProblem(f"{path}: no space left ({doing})", hint)
+    return EnvironmentProblem(f"{path}: {doing}: {error.strerror}")
+
+
+class RawFile:
+    """`path`, open; `direct` asks for O_DIRECT: None where possible, True or an EnvironmentProblem, False never."""
+
+    def __init__(self, path: Path, flags: int, direct: bool | None = None) -> None:
+        self.path = path
+        self.writable = bool(flags & os.O_RDWR)
+        try:
+            self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise problem(path, "opening", error) from None
+        self._direct_fd: int | None = None
+        self._wants_direct = direct
+        self._flags = flags & os.O_RDWR
+
+    @property
+    def direct(self) -> bool:
+        """True if pages go around the page cache."""
+        return self._direct_fd is not None
+
+    def lock(self) -> None:
+        """Makes this the only writer of the file; EnvironmentProblem if there is one. Ends with the process."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise EnvironmentProblem(f"{self.path}: another process writes this file", "end it, or name another") from None
+        except OSError as error:
+            raise problem(self.path, "locking", error) from None
+
+    def open_direct(self) -> None:
+        """Opens the second way to the pages; needs a first block to try it with."""
+        if self._wants_direct is False:
+            return
+        fd = None
+        try:
+            # Through the descriptor: the name may be another file by now.
+            fd = os.open(f"/proc/self/fd/{self.fd}", self._flags | os.O_DIRECT | os.O_CLOEXEC)
+            os.preadv(fd, [aligned(BLOCK_BYTES).data], 0)
+            self._direct_fd = fd
+        except OSError as error:
+            if fd is not None:
+                os.close(fd)
+            if self._wants_direct:
+                raise problem(self.path, "opening with O_DIRECT", error) from None
+
+    def read_into(self, buffer: Bytes, offset: int, direct: bool = False) -> None:
+        """Fills `buffer` from `offset` on. DataError if the file ends before."""
+        fd = self._direct_fd if direct and self._direct_fd is not None else self.fd
+        view, done = buffer.data, 0
+        while done < len(view):
+            try:
+                count = os.preadv(fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise problem(self.path, f"reading at {offset + done}", error) from None
+            if count == 0:
+                wanted = offset + len(view)
+                hint = "the file was cut: spill the context again"
+                raise DataError(f"{self.path}: ends at {offset + done}, a page needs it up to {wanted}", hint)
+            done += count
+
+    def read(self, size: int, offset: int) -> bytes:
+        """Returns up to `size` bytes at `offset`: fewer only where the file ends."""
+        parts, done = [], 0
+        while done < size:
+            try:
+                part = os.pread(self.fd, size - done, offset + done)
+            except OSError as error:
+                raise problem(self.path, f"reading at {offset + done}", error) from None
+            if not part:
+                break
+            parts.append(part)
+            done += len(part)
+        return b"".join(parts)
+
+    def write(self, data: bytes | Bytes, offset: int, direct: bool = False) -> None:
+        """Writes all of `data` at `offset`."""
+        fd = self._direct_fd if direct and self._direct_fd is not None else self.fd
+        view, done = memoryview(data) if isinstance(data, bytes) else data.data, 0
+        while done < len(view):
+            try:
+                done += os.pwrite(fd, view[done:], offset + done)
+            except OSError as error:
+                raise problem(self.path, "spilling", error) from None
+
+    def grow(self, start: int, end: int) -> None:
+        """Claims space from `start`, where the file ends, to `end`; if there is too little, the file stays as it is."""
+        try:
+            os.posix_fallocate(self.fd, start, end - start)
+        except OSError as error:
+            self.cut(start)
+            raise problem(self.path, "claiming space", error) from None
+
+    def cut(self, end: int) -> None:
+        """Makes the file end at `end`."""
+        try:
+            os.ftruncate(self.fd, end)
+        except OSError as error:
+            raise problem(self.path, "cutting", error) from None
+
+    def rename(self, path: Path) -> None:
+        """Gives the file the name `path`, in place of what had it."""
+        try:
+            os.rename(self.path, path)
+        except OSError as error:
+            raise problem(path, "naming", error) from None
+        self.path = path
+
+    def sync(self) -> None:
+        """Returns when everything written is on the disk."""
+        try:
+            os.fdatasync(self.fd)
+        except OSError as error:
+            raise problem(self.path, "writing back", error) from None
+
+    def size(self) -> int:
+        """Returns the length of the file in bytes."""
+        return os.fstat(self.fd).st_size
+
+    def close(self) -> None:
+        """Closes both ways to the file."""
+        fds, self.fd, self._direct_fd = (self.fd, self._direct_fd), -1, None
+        for fd in fds:
+            if fd is not None and fd >= 0:
+                os.close(fd)

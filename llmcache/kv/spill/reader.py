@@ -1,0 +1,179 @@
+"""SpillReader: what a spill file holds, read in any order and by any number of processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.kv.spill import reading
+from llmcache.kv.spill.chain import Chain
+from llmcache.kv.spill.layout import EXTENTS_AT, Layout, check_identity, read_header
+from llmcache.kv.spill.raw import RawFile
+from llmcache.kv.spill.recovery import Found, Recovery, scan, unfinished, whole_pages
+from llmcache.kv.spill.shape import BLOCK_BYTES, Bytes, KvPages, KvShape
+
+Pages = NDArray[np.int64] | list[int]
+Self = TypeVar("Self", bound="SpillReader")
+
+
+class SpillReader:
+    """A spill file, open for reading (a context manager). Safe to use from many threads at a time."""
+
+    def __init__(self, raw: RawFile, layout: Layout, found: Found) -> None:
+        self._raw = raw
+        self._layout = layout
+        self._chains = found.chains
+        self._free = found.free
+        self._extents = found.extents
+        self._commit = found.commit
+        self.recovery = Recovery(0, found.torn_entries)
+        self.read_bytes = 0
+
+    @classmethod
+    def open(cls: type[Self], path: str | Path, shape: KvShape | None = None, *, direct: bool | None = None) -> Self:
+        """Opens a file with all that it held; `recovery` tells what of it was not whole and therefore dropped.
+
+        `shape`: refuse the file of another model. `direct`: as `RawFile`. DataError: not a spill file, another model's, a
+        newer version's, damaged. EnvironmentProblem: not there; or it is to be written, and another process does that.
+        """
+        raw = RawFile(Path(path), cls._flags(), direct)
+        try:
+            if raw.writable:
+                raw.lock()
+            layout = read_header(raw.read(BLOCK_BYTES, 0), raw.path)
+            if shape is not None:
+                check_identity(layout.shape, shape, raw.path)
+            raw.open_direct()
+            found = scan(raw, layout)
+            file = cls(raw, layout, found)
+            file._drop_unfinished(found)
+        except BaseException:
+            raw.close()
+            raise
+        return file
+
+    @classmethod
+    def _flags(cls) -> int:
+        return os.O_RDONLY
+
+    def _drop_unfinished(self, found: Found) -> None:
+        """Cuts every sequence to the pages that all of its layers have."""
+        cuts = unfinished(self._chains, self.shape)
+        self.recovery = Recovery(sum(chain.pages - pages for chain, pages in cuts), found.torn_entries)
+        for chain, pages in cuts:
+            chain.cut(pages, self.shape.page_tokens)
+
+    @property
+    def path(self) -> Path:
+        """Where the file is."""
+        return self._raw.path
+
+    @property
+    def shape(self) -> KvShape:
+        """Whose keys and values it holds."""
+        return self._layout.shape
+
+    @property
+    def direct(self) -> bool:
+        """True if pages go around the page cache (O_DIRECT)."""
+        return self._raw.direct
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the file."""
+        return EXTENTS_AT + self._extents * self._layout.extent_bytes
+
+    @property
+    def sequences(self) -> list[int]:
+        """Numbers of the sequences that have pages, ascending."""
+        return sorted({key[0] for key, chain in self._chains.items() if chain.pages})
+
+    def pages(self, sequence: int, layer: int | None = None) -> int:
+        """Returns how many pages `sequence` has: those that all layers and the tokens have, or those of one layer."""
+        if layer is None:
+            return whole_pages(self._chains, sequence, self.shape.layers, self.shape.page_tokens)
+        chain = self._chains.get((sequence, self._checked_layer(layer)))
+        return chain.pages if chain else 0
+
+    def length(self, sequence: int, layer: int | None = None) -> int:
+        """Returns how many tokens `sequence` has: in pages that all layers have, or in those of one layer."""
+        chain = self._chains.get((sequence, self.shape.layers if layer is None else self._checked_layer(layer)))
+        if chain is None:
+            return 0
+        pages = self.pages(sequence, layer)
+        partial = self.shape.page_tokens - chain.last_tokens if pages == chain.pages and pages else 0
+        return pages * self.shape.page_tokens - partial
+
+    def tokens(self, sequence: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the ids and the positions of the tokens of `sequence` that all layers have."""
+        count = self.length(sequence)
+        chain = self._chains.get((sequence, self.shape.layers))
+        if not count or chain is None:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        pages = list(range(self.pages(sequence)))
+        ids, positions = (self._read_side(chain, pages, side).view(np.int64).reshape(-1)[:count] for side in (0, 1))
+        return ids, positions
+
+    def read(self, sequence: int, layer: int, pages: Pages) -> KvPages:
+        """Returns `pages` of a layer, in the order asked for, joined into few reads and compared with their checksums.
+
+        DataError: a page is damaged, or the file ends before it. ValueError: there is no such page.
+        """
+        chain, wanted = self._chain_with(sequence, layer, pages)
+        keys, key_scales = reading.rows(self.shape, self._read_side(chain, wanted, 0), self.shape.head_dim)
+        values, value_scales = reading.rows(self.shape, self._read_side(chain, wanted, 1), self.shape.value_dim)
+        return KvPages(keys, values, self._filled(chain, wanted), key_scales, value_scales)
+
+    def read_keys(self, sequence: int, layer: int, pages: Pages) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
+        """Returns the keys alone, [pages, kv_heads, page_tokens, head_dim], and their scales (int8); errors as `read`."""
+        chain, wanted = self._chain_with(sequence, layer, pages)
+        return reading.rows(self.shape, self._read_side(chain, wanted, 0), self.shape.head_dim)
+
+    def _filled(self, chain: Chain, pages: list[int]) -> NDArray[np.int64]:
+        return np.array([chain.tokens_of(page, self.shape.page_tokens) for page in pages], np.int64)
+
+    def _read_side(self, chain: Chain, pages: list[int], side: int) -> Bytes:
+        buffer = reading.read_slots(self._raw, self._layout, chain, pages, side)
+        self.read_bytes += buffer.size
+        return buffer
+
+    def _chain_with(self, sequence: int, layer: int, pages: Pages) -> tuple[Chain, list[int]]:
+        key = (sequence, self._checked_layer(layer))
+        chain = self._chains.get(key) or Chain(*key, self._layout.plan(layer))
+        wanted = [int(page) for page in pages]
+        if not all(0 <= page < chain.pages for page in wanted):
+            raise ValueError(f"pages: layer {layer} of sequence {sequence} has {chain.pages} pages, not all of {wanted}")
+        return chain, wanted
+
+    def _checked_layer(self, layer: int) -> int:
+        if not 0 <= layer < self.shape.layers:
+            raise ValueError(f"layer: {layer}, the model has {self.shape.layers}")
+        return layer
+
+    def _chains_of(self, sequence: int) -> list[Chain]:
+        return [chain for (owner, _), chain in self._chains.items() if owner == sequence]
+
+    def key_ranges(self, sequence: int, layer: int) -> list[reading.KeyRange]:
+        """Returns where the keys of a layer lie in the file, in the order of their pages: one range for each extent."""
+        chain = self._chains.get((sequence, self._checked_layer(layer)))
+        return reading.key_ranges(self._layout, chain) if chain else []
+
+    def read_range(self, buffer: Bytes, offset: int) -> None:
+        """Fills `buffer` (aligned) with pages at `offset`, not compared with checksums: see `reading.check_keys`."""
+        self._raw.read_into(buffer, offset, True)
+        self.read_bytes += buffer.size
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._raw.close()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

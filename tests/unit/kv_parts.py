@@ -1,0 +1,81 @@
+"""Keys and values whose every number tells where it belongs, so that a page in the wrong place is seen."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.kv.spill import KvShape, SpillFile, SpillReader
+
+Rows = NDArray[Any]
+
+
+def ids(first: int, count: int) -> NDArray[np.int64]:
+    """Return `count` token ids from `first` on."""
+    return np.arange(first, first + count, dtype=np.int64)
+
+
+def flip(path: Path, place: int) -> None:
+    """Flip a bit of the byte at `place` of a file."""
+    with path.open("r+b") as stream:
+        stream.seek(place)
+        byte = stream.read(1)[0]
+        stream.seek(place)
+        stream.write(bytes([byte ^ 1]))
+
+
+@functools.cache
+def _noise(size: int, *seed: int) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+def rows(shape: KvShape, layer: int, ids: NDArray[np.int64], side: int) -> Rows:
+    """Return keys (`side` 0) or values (1) [kv_heads, tokens, dim] of tokens `ids` in `layer`."""
+    dim = (shape.head_dim, shape.value_dim)[side]
+    size = shape.kv_heads * dim * shape.numpy_dtype.itemsize
+    raw = np.frombuffer(b"".join(_noise(size, int(token), layer, side) for token in ids), shape.numpy_dtype)
+    found: Rows = raw.reshape(len(ids), shape.kv_heads, dim).swapaxes(0, 1)
+    return found
+
+
+def scales(shape: KvShape, layer: int, ids: NDArray[np.int64], side: int) -> NDArray[np.float32] | None:
+    """Return the scales [kv_heads, tokens] of int8 rows."""
+    if shape.dtype != "int8":
+        return None
+    by_head = np.arange(1, shape.kv_heads + 1)[:, None]
+    found: NDArray[np.float32] = (by_head * (ids + 1) + layer + side / 2).astype(np.float32)
+    return found
+
+
+def append(file: SpillFile, sequence: int, ids: NDArray[np.int64], layers: range | None = None) -> None:
+    """Append tokens to all layers (or to `layers` alone, without the tokens)."""
+    shape = file.shape
+    for layer in range(shape.layers) if layers is None else layers:
+        sides = [rows(shape, layer, ids, side) for side in (0, 1)]
+        file.append(sequence, layer, *sides, *(scales(shape, layer, ids, side) for side in (0, 1)))
+    if layers is None:
+        file.append_tokens(sequence, ids, ids + 1000)
+
+
+def restored(file: SpillReader, sequence: int) -> list[int]:
+    """Return the ids of a sequence, after every key, value, scale and position of them was compared."""
+    ids, positions = file.tokens(sequence)
+    shape, pages = file.shape, file.pages(sequence)
+    assert len(ids) == len(positions) == file.length(sequence)
+    assert (positions == ids + 1000).all()
+    for layer in range(shape.layers):
+        found = file.read(sequence, layer, list(range(pages)))
+        assert found.tokens.sum() == len(ids)
+        for side, got, got_scales in ((0, found.keys, found.key_scales), (1, found.values, found.value_scales)):
+            if len(ids):
+                flat = got.swapaxes(0, 1).reshape(shape.kv_heads, -1, got.shape[3])[:, : len(ids)]
+                assert flat.tobytes() == rows(shape, layer, ids, side).tobytes()
+            wanted = scales(shape, layer, ids, side)
+            if wanted is not None and got_scales is not None:
+                flat_scales = got_scales.swapaxes(0, 1).reshape(shape.kv_heads, -1)[:, : len(ids)]
+                assert (flat_scales == wanted).all()
+    return [int(token) for token in ids]

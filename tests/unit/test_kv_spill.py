@@ -1,0 +1,293 @@
+"""Spill files: what goes in comes out, also after a restart; and what is wrong with a file is named."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.kv.spill import KvShape, SpillFile, SpillReader
+from llmcache.kv.spill.raw import RawFile
+from llmcache.kv.spill.shape import Bytes
+from tests.unit.kv_parts import append, flip, ids, restored
+
+SHAPE = KvShape("tiny", layers=2, kv_heads=2, head_dim=4, page_tokens=4)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("extent_pages", [1, 3])
+@pytest.mark.parametrize("direct", [None, False])
+def test_what_goes_in_comes_out(tmp_path: Path, dtype: str, extent_pages: int, direct: bool | None) -> None:
+    shape = KvShape("tiny", 3, 2, 5, dtype, page_tokens=3, value_dim=7)
+    with SpillFile.create(tmp_path / "a.kv", shape, extent_pages=extent_pages, direct=direct) as file:
+        append(file, 0, ids(0, 21))
+        append(file, 5, ids(100, 3))
+        append(file, 0, ids(21, 8))  # 2 of its pages are whole, the last has 2 tokens
+        assert restored(file, 0) == list(range(29))
+    with SpillFile.open(tmp_path / "a.kv", shape) as file:
+        assert file.recovery.clean
+        assert file.sequences == [0, 5]
+        assert restored(file, 0) == list(range(29)) and restored(file, 5) == [100, 101, 102]
+        with pytest.raises(ValueError, match="partial page"):
+            append(file, 0, ids(29, 3))
+        file.truncate(0, 9)
+        append(file, 0, ids(27, 6))
+    with SpillReader.open(tmp_path / "a.kv") as reader:
+        assert restored(reader, 0) == list(range(33)) and reader.shape == shape
+
+
+def test_pages_in_any_order_and_coalesced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SpillFile.create(tmp_path / "a.kv", SHAPE, extent_pages=8) as file:
+        append(file, 0, ids(0, 80))
+        whole = file.read(0, 1, list(range(20)))
+        order = [19, 2, 3, 4, 0, 15, 16, 3]
+        reads: list[int] = []
+        read_into = RawFile.read_into
+
+        def counted(self: RawFile, buffer: Bytes, offset: int, direct: bool = False) -> None:
+            reads.append(buffer.size)
+            read_into(self, buffer, offset, direct)
+
+        monkeypatch.setattr(RawFile, "read_into", counted)
+        part = file.read(0, 1, order)
+        assert part.keys.tobytes() == whole.keys[order].tobytes()
+        assert part.values.tobytes() == whole.values[order].tobytes()
+        assert [size // 4096 for size in reads] == [1, 3, 1, 1, 1, 1] * 2, "15 and 16 lie in two extents"
+        for wrong in ([20], [-1]):
+            with pytest.raises(ValueError, match="has 20 pages"):
+                file.read(0, 0, wrong)
+
+
+def test_a_killed_writer_loses_nothing_that_was_appended(tmp_path: Path) -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+from tests.unit.test_kv_spill import *
+file = SpillFile.create({str(tmp_path / "a.kv")!r}, SHAPE)
+append(file, 0, ids(0, 40)); append(file, 0, ids(40, 4), range(1))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    with SpillFile.open(tmp_path / "a.kv", SHAPE) as file:
+        assert restored(file, 0) == list(range(40))
+        assert file.recovery.unfinished_pages == 1 and not file.recovery.torn_entries
+    with SpillFile.open(tmp_path / "a.kv", SHAPE) as file:
+        assert file.recovery.clean
+
+
+def test_one_writer_and_many_readers(tmp_path: Path) -> None:
+    path = tmp_path / "a.kv"
+    with SpillFile.create(path, SHAPE) as file:
+        append(file, 0, ids(0, 8))
+        with pytest.raises(EnvironmentProblem, match="another process writes"):
+            SpillFile.open(path)
+        with pytest.raises(EnvironmentProblem, match="another process writes"):
+            SpillFile.create(path, SHAPE, force=True)
+        with SpillReader.open(path) as reader:
+            assert restored(reader, 0) == list(range(8))
+
+
+def test_a_file_is_not_replaced_unless_forced(tmp_path: Path) -> None:
+    path = tmp_path / "a.kv"
+    SpillFile.create(path, SHAPE).close()
+    with pytest.raises(UsageError, match="there already"):
+        SpillFile.create(path, SHAPE)
+    SpillFile.create(path, SHAPE, force=True).close()
+    with pytest.raises(EnvironmentProblem, match="opening"):
+        SpillFile.create(tmp_path / "none" / "a.kv", SHAPE)
+    assert os.listdir(tmp_path) == ["a.kv"]
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("model", KvShape("other", 2, 2, 4, page_tokens=4)),
+        ("layers", KvShape("tiny", 3, 2, 4, page_tokens=4)),
+        ("kv_heads", KvShape("tiny", 2, 1, 4, page_tokens=4)),
+        ("head_dim", KvShape("tiny", 2, 2, 8, page_tokens=4, value_dim=4)),
+        ("value_dim", KvShape("tiny", 2, 2, 4, page_tokens=4, value_dim=8)),
+        ("dtype", KvShape("tiny", 2, 2, 4, "bfloat16", page_tokens=4)),
+        ("page_tokens", KvShape("tiny", 2, 2, 4, page_tokens=8)),
+    ],
+)
+def test_another_models_file_is_refused(tmp_path: Path, field: str, other: KvShape) -> None:
+    SpillFile.create(tmp_path / "a.kv", SHAPE).close()
+    with pytest.raises(DataError, match=f"another model's spill file .*{field}: ") as caught:
+        SpillFile.open(tmp_path / "a.kv", other)
+    assert caught.value.exit_code == 5 and caught.value.message.count("not ") == 1, "it names the one field that differs"
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.kv"
+    for content in (b"", b"GGUF" + bytes(9000)):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match="not a spill file"):
+            SpillReader.open(path)
+    path.unlink()
+    with pytest.raises(EnvironmentProblem, match="No such file"):
+        SpillReader.open(path)
+
+
+def test_a_newer_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.kv"
+    SpillFile.create(path, SHAPE).close()
+    data = bytearray(path.read_bytes())
+    data[8:12] = struct.pack("<I", 2)
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="version: 2, this llmcache reads up to 1"):
+        SpillReader.open(path)
+
+
+def test_a_damaged_page_is_not_served(tmp_path: Path) -> None:
+    path = tmp_path / "a.kv"
+    with SpillFile.create(path, SHAPE) as file:
+        append(file, 3, ids(0, 40))
+        place = file.key_ranges(3, 1)[0].offset + 2 * SHAPE.key_slot_bytes + 5
+    flip(path, place)
+    with SpillReader.open(path) as reader:
+        reader.read(3, 0, [2])
+        reader.read(3, 1, [1, 3])
+        with pytest.raises(DataError, match="keys: the checksum of page 2 of layer 1 of sequence 3 is wrong"):
+            reader.read(3, 1, [1, 2])
+
+
+def test_a_file_cut_while_open_is_a_short_read(tmp_path: Path) -> None:
+    with SpillFile.create(tmp_path / "a.kv", SHAPE, extent_pages=4) as file:
+        append(file, 0, ids(0, 64))
+        with SpillReader.open(tmp_path / "a.kv") as reader:
+            os.truncate(tmp_path / "a.kv", file.key_ranges(0, 1)[-1].offset + 4096)
+            with pytest.raises(DataError, match="ends at"):
+                reader.read(0, 1, [15])
+
+
+def calls_failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int, after: int) -> list[int]:
+    """Make the `after`-th call of os.`name` from now on fail, and all later ones; returns the count of calls."""
+    real, calls = getattr(os, name), [0]
+
+    def failing(*arguments: object) -> object:
+        calls[0] += 1
+        if calls[0] > after:
+            raise OSError(code, os.strerror(code))
+        return real(*arguments)
+
+    monkeypatch.setattr(os, name, failing)
+    return calls
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("name", ["pwrite", "posix_fallocate", "fdatasync"])
+def test_a_disk_that_fails_at_any_call_loses_nothing_before(tmp_path: Path, name: str, code: int) -> None:
+    """Whatever fails, the file can be opened again, holds what was flushed, and goes on where it ended."""
+    for after in range(100):
+        path = tmp_path / f"{after}.kv"
+        file = SpillFile.create(path, SHAPE, extent_pages=2)
+        append(file, 0, ids(0, 12))
+        file.flush()
+        with pytest.MonkeyPatch.context() as patch:
+            calls = calls_failing(patch, name, code, after)
+            try:
+                append(file, 0, ids(12, 20))
+                append(file, 1, ids(12, 20))
+                file.flush()
+            except LlmcacheError as error:
+                assert error.exit_code == 3 and (code != errno.ENOSPC or "no space left" in error.message)
+            done = calls[0] <= after
+        if not done:  # the disk has recovered: go on, or be told to open the file again
+            try:
+                file.truncate(0, 3)
+                append(file, 0, ids(12, 4))
+            except EnvironmentProblem as error:
+                assert "could not be undone" in error.message
+        file.close()
+        with SpillFile.open(path, SHAPE) as again:
+            found = restored(again, 0)
+            assert found[:12] == list(range(12)) and found == list(range(len(found)))
+            assert set(restored(again, 1)) <= set(range(12, 32))
+        path.unlink()
+        if done:
+            return
+    raise AssertionError("never got through")
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A real file system of 1 MiB: the error comes, the file stays whole, and space freed is used."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a small tmpfs needs root")
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small], check=False).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        (small / "ballast").write_bytes(bytes(300_000))
+        file = SpillFile.create(small / "a.kv", SHAPE, extent_pages=4)
+        append(file, 0, ids(0, 32))
+        file.flush()
+        with pytest.raises(EnvironmentProblem, match="no space left") as caught:
+            append(file, 1, ids(0, 4000))
+        assert caught.value.hint and "--spill" in caught.value.hint
+        assert restored(file, 0) == list(range(32))
+        (small / "ballast").unlink()
+        append(file, 0, ids(32, 32))
+        file.close()
+        with SpillFile.open(small / "a.kv", SHAPE) as again:
+            assert restored(again, 0) == list(range(64))
+        with pytest.raises(EnvironmentProblem, match="no space left"):
+            (small / "ballast").write_bytes(bytes(os.statvfs(small).f_bavail * os.statvfs(small).f_bsize))
+            SpillFile.create(small / "b.kv", SHAPE)
+        assert sorted(os.listdir(small)) == ["a.kv", "ballast"], "nothing is left behind"
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        ("dtype", ("m", 1, 1, 4, "float8")),
+        ("layers", ("m", 0, 1, 4)),
+        ("head_dim", ("m", 1, 1, -4)),
+        ("page_tokens", ("m", 1, 1, 4, "int8", 0)),
+    ],
+)
+def test_shapes_that_cannot_be(field: str, arguments: tuple[object, ...]) -> None:
+    with pytest.raises(ValueError, match=f"{field}: "):
+        KvShape(*arguments)  # type: ignore[arg-type]
+
+
+def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
+    good = np.zeros((2, 4, 4), np.float16)
+    with SpillFile.create(tmp_path / "a.kv", SHAPE) as file:
+        for keys, values, message in (
+            (good[:1], good, "keys: shape"),
+            (good, good[:, :, :3], "values: shape"),
+            (good.astype(np.float32), good, "keys: type"),
+            (good, good[:, :3], "values: 3 tokens"),
+            (good[:, :0], good[:, :0], "keys: shape"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                file.append(0, 0, keys, values)
+        with pytest.raises(ValueError, match="scales belong to int8"):
+            file.append(0, 0, good, good, np.zeros((2, 4), np.float32))
+        with pytest.raises(ValueError, match="layer: 2"):
+            file.append(0, 2, good, good)
+        with pytest.raises(ValueError, match="sequence: -1"):
+            file.append(-1, 0, good, good)
+        assert file.sequences == [] and file.written_bytes == 0
+
+
+def test_the_checksum_is_that_of_the_whole_slot(tmp_path: Path) -> None:
+    """Padding counts too: a slot is compared as it lies on the disk."""
+    with SpillFile.create(tmp_path / "a.kv", SHAPE) as file:
+        append(file, 0, ids(0, 4))
+        (found,) = file.key_ranges(0, 0)
+    data = (tmp_path / "a.kv").read_bytes()
+    assert found.crcs == (zlib.crc32(data[found.offset : found.offset + SHAPE.key_slot_bytes]),)
