@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "size": ("llmcache.cli.size:command", "How large a cache a model needs, or what a cache can do."),
     "info": ("llmcache.cli.info:command", "Show what a trace holds and where it comes from."),
     "convert": ("llmcache.cli.convert:command", "Convert a trace: Parquet, CSV, oracleGeneral, strace logs."),
+    "trace": ("llmcache.cli.trace:command", "Record which file blocks a process accesses."),
     "classify": ("llmcache.cli.classify:command", "What of a trace is read once, in loops, or hot, by file."),
     "simulate": ("llmcache.cli.simulate:command", "What caches of several sizes and policies hit on traces."),
 }

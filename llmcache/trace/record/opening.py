@@ -19,6 +19,7 @@ IMPORTERS = {
     ".strace": "llmcache.trace.importers.strace:read",
     ".csv": "llmcache.trace.importers.csv:read",
     ".oraclegeneral": "llmcache.trace.importers.oracle_general:read",
+    ".recording": "llmcache.trace.importers.recording:read",
 }
 PARQUET = ".parquet"
 

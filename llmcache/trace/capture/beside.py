@@ -1,0 +1,113 @@
+"""Files beside a trace, for what is no access: block requests with their latency, and sampled touches of mapped pages.
+
+`RUN.block.parquet` (schema "llmcache.block/1") has a row for each request of the block layer. `RUN.sampled.parquet` is a
+trace by itself: sets of pages touched within each interval, in the order of their blocks and not of time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from llmcache.trace.capture.names import Names
+from llmcache.trace.record import Provenance, TraceFile, TraceWriter
+from llmcache.trace.record.output import Output, problem
+from llmcache.trace.sources.base import MATCHED, Records
+
+BLOCK_SCHEMA = "llmcache.block/1"
+NO_FILE = (1 << 32) - 1
+_COLUMNS = pa.schema(
+    [
+        ("t_ns", pa.uint64()),  # completion, clock of the trace
+        ("latency_us", pa.uint32()),
+        ("dev", pa.uint64()),  # of the disk, or of the file system where a file is known
+        ("file", pa.uint32()),  # id in the trace; NO_FILE if not known
+        ("first", pa.uint64()),  # block of the file, or of the disk
+        ("count", pa.uint32()),
+        ("op", pa.uint8()),
+        ("pid", pa.uint32()),
+    ]
+)
+
+
+def beside(output: str | os.PathLike[str], what: str) -> Path:
+    """Returns the name of the file with `what` beside the trace `output`: run.parquet, "block": run.block.parquet."""
+    path = Path(output)
+    return path.with_suffix(f".{what}{path.suffix}")
+
+
+class BlockRequests:
+    """Writes the requests of the block layer, under a temporary name until `close`."""
+
+    def __init__(self, path: Path, force: bool) -> None:
+        """UsageError if `path` exists and `force` is not set; EnvironmentProblem if it cannot be written."""
+        self.path = path
+        self._output = Output(path, force)
+        try:
+            described = _COLUMNS.with_metadata({"llmcache.block": BLOCK_SCHEMA})
+            self._parquet = pq.ParquetWriter(self._output.temporary, described, compression="zstd")
+        except OSError as error:
+            self._output.discard()
+            raise problem(path, error) from error
+
+    def append(self, records: Records, names: Names) -> None:
+        """Write `records`, all of kind BLOCK; those that are matched get the number of their file."""
+        if not len(records):
+            return
+        matched = records["flags"] & MATCHED != 0
+        file = np.full(len(records), NO_FILE, np.uint32)
+        some = records[matched]
+        file[matched] = names.numbers(some["dev"], some["inode"], some["pid"])
+        columns = [records[name] for name in ("t_ns", "aux", "dev")]
+        columns += [file, *(records[name] for name in ("first", "count", "op", "pid"))]
+        batch = pa.record_batch([np.ascontiguousarray(column) for column in columns], schema=_COLUMNS)
+        try:
+            self._parquet.write_batch(batch)
+        except OSError as error:
+            raise problem(self.path, error) from error
+
+    def close(self, files: list[TraceFile], provenance: Provenance) -> None:
+        """Give the file its name."""
+        try:
+            self._parquet.close()
+        except OSError as error:
+            raise problem(self.path, error) from error
+        self._output.keep()
+
+    def discard(self) -> None:
+        """Remove what has been written."""
+        self._output.discard()
+
+
+class Sampled:
+    """Writes the sampled sets as a trace, under a temporary name until `close`."""
+
+    def __init__(self, path: Path, force: bool) -> None:
+        """UsageError if `path` exists and `force` is not set."""
+        self.path = path
+        self._writer = TraceWriter(path, force=force)
+
+    def append(self, records: Records, names: Names) -> None:
+        """Write `records`, all of kind SAMPLED."""
+        if not len(records):
+            return
+        file = names.numbers(records["dev"], records["inode"], records["pid"])
+        columns = {name: records[name] for name in ("t_ns", "first", "count", "op", "miss", "pid")}
+        self._writer.append({**columns, "file": file})
+
+    def close(self, files: list[TraceFile], provenance: Provenance) -> None:
+        """Give the file its name; `provenance` is that of the trace."""
+        for file in files:
+            self._writer.add_file(file)
+        note = "Sampled: pages touched within each interval, in the order of their blocks; not single accesses."
+        self._writer.provenance = dataclasses.replace(provenance, tier=f"{provenance.tier}, sampled", note=note)
+        self._writer.close()
+
+    def discard(self) -> None:
+        """Remove what has been written."""
+        self._writer.discard()

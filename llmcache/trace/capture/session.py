@@ -1,0 +1,319 @@
+"""One recording: from the choice of the source to the finished trace.
+
+A loop of drain, name, write, in one thread. Signals only set a flag, so that whatever ends the recording, the rest is
+drained and the file completed; what even that cannot save is in the journal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType
+
+import numpy as np
+
+from llmcache.trace.capture.beside import BlockRequests, Sampled, beside
+from llmcache.trace.capture.journal import Full, Journal, journal_of
+from llmcache.trace.capture.names import Names
+from llmcache.trace.capture.options import Options
+from llmcache.trace.capture.tally import HEADING, Captured, Tally, line, ranking
+from llmcache.trace.capture.target import Target
+from llmcache.trace.capture.tiers import Choice, choose
+from llmcache.trace.importers import recording
+from llmcache.trace.record import Columns, Provenance, TraceWriter
+from llmcache.trace.record.columns import concatenated
+from llmcache.trace.record.output import Output
+from llmcache.trace.sources.base import ACCESS, BLOCK, POLL_S, SAMPLED, Records, Wish
+
+FLUSH_S = 1.0
+_LINES_PER_HEADING = 20
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def record(target: Target, options: Options) -> Captured:
+    """Record `target` until it ends, `options.seconds` are over or a signal comes; returns what was written.
+
+    EnvironmentProblem if nothing can record here, the target is gone or the output cannot be written; UsageError if the
+    output exists. On a full disk the rows until then stay in the journal, and the error names it.
+    """
+    with ExitStack() as stack:
+        stack.callback(target.end)
+        Output(options.output, options.force)  # refuses what exists, before anything is recorded
+        wish = Wish((target.pid,), options.follow, options.writes, options.block, options.rerefs_s or 0.0, options.coalesce)
+        choice = choose(options.tier, wish)
+        with _Stop() as stop, _Recording(target, options, choice, wish) as recording:
+            return recording.run(stop)
+
+
+class _Stop:
+    """Whether a signal has asked for the end; the handlers before come back when the with block ends."""
+
+    def __init__(self) -> None:
+        self.by: str | None = None
+
+    def __enter__(self) -> _Stop:
+        self._before = {number: signal.signal(number, self._take) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        self.by = signal.Signals(number).name
+
+
+class _Recording:
+    """The state of a recording; in a with block, so that the source is detached whatever happens."""
+
+    def __init__(self, target: Target, options: Options, choice: Choice, wish: Wish) -> None:
+        self._target, self._options, self._choice = target, options, choice
+        self._source = choice.source
+        self._wish = wish
+        self._tally, self._shown = Tally(), Tally()
+        self._waiting: list[Columns] = []
+        self._files_written = 0
+        self._wanted: list[bool] = []
+        self._beside: dict[int, BlockRequests | Sampled] = {}
+
+    def __enter__(self) -> _Recording:
+        self._started_s = time.monotonic()
+        self._journal = Journal(journal_of(self._options.output), self._provenance(), self._options.force)
+        try:
+            self._open_beside()
+            self._source.start(self._wish)
+            self._names = Names((self._target.pid,))
+        except BaseException:
+            self._source.stop()
+            self._journal.discard()
+            self._discard_beside()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._source.stop()
+        if kind is not None:
+            with suppress(OSError):
+                self._journal.close()
+            self._discard_beside()
+
+    def run(self, stop: _Stop) -> Captured:
+        """Returns what was written when the recording has ended."""
+        self._say_begin()
+        self._target.release()
+        self._started_s = time.monotonic()
+        ending = self._loop(stop)
+        self._source.stop()
+        duration_s = time.monotonic() - self._started_s
+        self._names.finish()
+        self._take(self._source.drain())
+        self._names.finish()
+        ending = self._target.ending or ending
+        self._flush(whole_table=True)
+        self._journal.close()
+        self._finish()
+        return self._captured(duration_s, ending)
+
+    def _loop(self, stop: _Stop) -> str:
+        """Drains until the end; returns why it has come."""
+        end_s = self._started_s + self._options.seconds if self._options.seconds else None
+        flush_s = shown_s = self._started_s
+        shown_lines = 0
+        with _woken_by(self._target.pid) as sleep:
+            while True:
+                # Asked before draining: what a process did before it ended is in the buffers now.
+                alive = self._source.alive()
+                self._take(self._source.drain())
+                now_s = time.monotonic()
+                if now_s - flush_s >= FLUSH_S:
+                    self._flush()
+                    flush_s = now_s
+                if self._options.live and now_s - shown_s >= 1:
+                    self._say_line(now_s - shown_s, heading=shown_lines % _LINES_PER_HEADING == 0)
+                    shown_s, shown_lines = now_s, shown_lines + 1
+                if stop.by:
+                    return f"stopped by {stop.by}"
+                if not alive:
+                    return "the process has ended"
+                if end_s is not None and now_s >= end_s:
+                    return "the time is over"
+                sleep(POLL_S if end_s is None else min(POLL_S, end_s - now_s))
+
+    def _take(self, records: Records) -> None:
+        """Sort `records` by kind: accesses to the trace, others beside it or to the counters."""
+        if not len(records):
+            return
+        self._tally.note_cache(records)
+        for kind, writer in self._beside.items():
+            writer.append(records[records["kind"] == kind], self._names)
+        accesses = records[records["kind"] == ACCESS]
+        file = self._names.numbers(accesses["dev"], accesses["inode"], accesses["pid"])
+        accesses, file = self._chosen(accesses, file)
+        if not len(accesses):
+            return
+        self._tally.note(accesses, file)
+        columns = {name: np.ascontiguousarray(accesses[name]) for name in ("t_ns", "first", "count", "op", "miss", "pid")}
+        self._waiting.append(Columns(file=file, **columns))
+
+    def _chosen(
+        self, accesses: Records, file: np.ndarray[tuple[int], np.dtype[np.uint32]]
+    ) -> tuple[Records, np.ndarray[tuple[int], np.dtype[np.uint32]]]:
+        """Returns the rows of files that --path wants."""
+        matches = self._options.matches
+        if matches is None:
+            return accesses, file
+        self._wanted += [matches(entry.path) for entry in self._names.files[len(self._wanted) :]]
+        chosen = np.array(self._wanted, bool)[file]
+        self._tally.left_out += int((~chosen).sum())
+        return accesses[chosen], file[chosen]
+
+    def _flush(self, whole_table: bool = False) -> None:
+        """Write what waits to the journal, with the files that are new; with `whole_table` all, at their last names."""
+        files = self._names.files[0 if whole_table else self._files_written :]
+        if not self._waiting and not whole_table:
+            return
+        waiting, self._waiting = self._waiting, []
+        rows = concatenated(waiting) if waiting else _no_rows()
+        try:
+            self._journal.append(rows, files, self._source.lost)
+        except Full:
+            self._source.stop()
+            raise
+        self._files_written = len(self._names.files)
+
+    def _finish(self) -> None:
+        """Make the trace of the journal, and name the files beside it."""
+        provenance = self._provenance()
+        with TraceWriter(self._options.output, force=self._options.force) as writer:
+            recording.read(self._journal.path, writer)
+            writer.provenance = provenance
+        self._journal.discard()
+        for written in self._beside.values():
+            written.close(self._names.files, provenance)
+
+    def _open_beside(self) -> None:
+        if self._options.block:
+            self._beside[BLOCK] = BlockRequests(beside(self._options.output, "block"), self._options.force)
+        if self._options.rerefs_s:
+            self._beside[SAMPLED] = Sampled(beside(self._options.output, "sampled"), self._options.force)
+
+    def _discard_beside(self) -> None:
+        for written in self._beside.values():
+            written.discard()
+
+    def _provenance(self) -> Provenance:
+        source, tally = self._source, self._tally
+        extra = {
+            "recorded_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "machine": platform.machine(),
+            "path": self._options.glob or "",
+            "better_tiers": self._choice.reason,
+            "filled_blocks": str(tally.filled or ""),
+            "evicted_blocks": str(tally.evicted or ""),
+            "rows_left_out": str(tally.left_out or ""),
+        }
+        return Provenance(
+            tier=source.name,
+            clock="CLOCK_MONOTONIC",
+            kernel=platform.release(),
+            lost_events=source.lost,
+            command=self._target.command,
+            note=" ".join([f"Sees {source.sees}. Cannot see {source.cannot_see}.", *source.remarks]),
+            extra={name: value for name, value in extra.items() if value},
+        )
+
+    def _captured(self, duration_s: float, ending: str) -> Captured:
+        tally = self._tally
+        return Captured(
+            trace=self._options.output,
+            tier=self._source.name,
+            rows=tally.rows,
+            blocks=tally.blocks,
+            written_blocks=tally.written,
+            miss_ratio=tally.miss_ratio,
+            filled_blocks=tally.filled,
+            evicted_blocks=tally.evicted,
+            left_out_rows=tally.left_out,
+            unnamed_files=self._names.unnamed,
+            lost_events=self._source.lost,
+            duration_s=duration_s,
+            files=ranking(tally, self._names.files),
+            ending=ending,
+            beside=[str(written.path) for written in self._beside.values()],
+            remarks=list(self._source.remarks),
+        )
+
+    def _say_begin(self) -> None:
+        name = self._target.command.split(" ", 1)[0] or "?"
+        say(
+            f"llmcache trace: recording {self._target.pid} ({os.path.basename(name)}), tier {self._source.name}; Ctrl-C ends"
+        )
+        say(f"cannot see: {self._source.cannot_see}")
+        for remark in self._source.remarks:
+            say(f"note: {remark}")
+        if self._choice.passed_over:
+            say(f"better tiers cannot record here: {self._choice.reason}")
+
+    def _say_line(self, span_s: float, heading: bool) -> None:
+        if heading:
+            say(HEADING)
+        seconds = time.monotonic() - self._started_s
+        say(line(self._shown, self._tally, seconds, span_s, len(self._tally.by_file), self._source.lost))
+        self._shown = dataclasses.replace(self._tally)
+
+
+def show(captured: Captured, as_json: bool) -> None:
+    """Print the summary: for people on stderr, where it cannot mix with what a command prints; JSON on stdout."""
+    for text in captured.lines():
+        say(text)
+    if as_json:
+        print(json.dumps(captured.document(), indent=1))
+
+
+def say(text: str) -> None:
+    """Print `text` on stderr; a terminal that is gone does not end a recording."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _no_rows() -> Columns:
+    empty = np.zeros(0, np.uint64)
+    u32, u8 = empty.astype(np.uint32), empty.astype(np.uint8)
+    return Columns(empty, u32, empty, u32, u8, u8, u32)
+
+
+class _Sleep:
+    """Sleeps, but not beyond the end of a process."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._poll = select.poll()
+        if fd is not None:
+            self._poll.register(fd, select.POLLIN)
+        self._fd = fd
+
+    def __call__(self, seconds: float) -> None:
+        # Once it has ended, its descriptor is always ready; children may go on.
+        if self._poll.poll(max(0.0, seconds * 1000)) and self._fd is not None:
+            self._poll.unregister(self._fd)
+            self._fd = None
+
+
+@contextmanager
+def _woken_by(pid: int) -> Iterator[_Sleep]:
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        yield _Sleep(None)  # it is gone, or the kernel is older than 5.3
+        return
+    try:
+        yield _Sleep(fd)
+    finally:
+        os.close(fd)
