@@ -5,6 +5,7 @@ The compiled loops of this file call nothing outside it but `bits_of`.
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import numpy as np
@@ -35,10 +36,26 @@ def top(scores: NDArray[np.float32], k: int, threads: int | None = None) -> NDAr
     return out.reshape(*scores.shape[:-1], k)
 
 
+class _Scratch(threading.local):
+    """Room for one row, kept by each thread: fresh memory costs as much as choosing."""
+
+    def __init__(self) -> None:
+        self.keys, self.rest = (np.empty(0, np.uint32) for _ in range(2))
+        self.places = np.empty(0, np.int32)
+
+    def fit(self, size: int) -> None:
+        """Makes it large enough for rows of `size`."""
+        if len(self.places) <= size:
+            self.keys, self.rest = (np.empty(size + 1, np.uint32) for _ in range(2))
+            self.places = np.empty(size + 1, np.int32)
+
+
+_scratch = _Scratch()
+
+
 def _top_of(row: NDArray[np.float32], out: NDArray[np.int64]) -> None:
-    keys, rest = (np.empty(len(row) + 1, np.uint32) for _ in range(2))
-    places = np.empty(len(row) + 1, np.int32)
-    _select(row, len(out), keys, rest, places, out)
+    _scratch.fit(len(row))
+    _select(row, len(out), _scratch.keys, _scratch.rest, _scratch.places, out)
 
 
 @njit(inline="always")

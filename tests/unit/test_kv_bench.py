@@ -1,0 +1,35 @@
+"""tools/bench/kv: its figures are what they are called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.bench.kvbench import SCHEMA, Case, document, main
+
+
+def test_figures_are_ratios_of_medians() -> None:
+    cases = [
+        Case("read float16", lambda: None, 8_000, None, [2.0, 1.0, 9.0]),
+        Case("score float16, 1 a head", lambda: None, 8_000, 0.5, [3.0, 4.0, 5.0]),
+        Case("top 256", lambda: None, 8_000, 0.2, [0.5, 0.6, 0.4]),
+    ]
+    read, scoring, choosing = document(cases, 64, {})["cases"]
+    assert (read["figure"], read["bytes_per_s"]) == (1.0, 4_000.0) and "passed" not in read
+    assert (scoring["figure"], scoring["passed"]) == (0.5, True)
+    assert choosing["figure"] == 0.125 and choosing["passed"] and choosing["bytes_per_s"] is None
+    cases[1].seconds, cases[2].seconds = [4.1], [0.9]
+    assert [row.get("passed") for row in document(cases, 64, {})["cases"]] == [None, False, False]
+
+
+def test_a_quick_run_writes_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "kv.json"
+    code = main(["--quick", "--repeat", "2", "--json", str(path)])
+    told = json.loads(path.read_text())
+    assert told["schema"] == SCHEMA and told["tokens"] == 4096
+    assert all(len(row["seconds"]) == 2 for row in told["cases"])
+    bars = [row["passed"] for row in told["cases"] if "bar" in row]
+    assert len(bars) == 3 and code == (0 if all(bars) else 1)
+    assert "top 20%" in capsys.readouterr().out

@@ -1,0 +1,186 @@
+"""The kernel benchmark's command line: one core, every case in turns with plain reading of the same memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.kv.kernels import score, top
+
+from . import machine
+from .signals import one_interrupt
+
+SCHEMA = "llmcache-bench-kv/1"
+TOKENS, DIM, HEADS = 65536, 128, 8
+ALPHA = 0.2  # hillinfer.txt, section 4.2: the importance rate of its experiments
+SCORING_BAR = 0.5  # of the bandwidth of reading
+TOP_BAR = 0.2  # of the time of scoring
+
+Keys = NDArray[Any]
+
+
+@numba.njit(nogil=True, cache=True)
+def _sum(words):  # type: ignore[no-untyped-def]
+    """Reads everything: what no kernel that must see all keys can undercut."""
+    total = np.uint64(0)
+    for i in range(words.size):
+        total += words[i]
+    return total
+
+
+@dataclass
+class Case:
+    """One measured loop over all heads; `bar`: what its figure must reach, compared as `meaning` says."""
+
+    name: str
+    run: Callable[[], object]
+    key_bytes: int
+    bar: float | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    def measure(self) -> None:
+        """Run it once."""
+        start = time.perf_counter()
+        self.run()
+        self.seconds.append(time.perf_counter() - start)
+
+    @property
+    def median_s(self) -> float:
+        """Return the median time."""
+        return statistics.median(self.seconds)
+
+
+def heads(dtype: str, tokens: int) -> list[Keys]:
+    """Return the keys of `HEADS` heads, each [1, 1, tokens, DIM]: together far more than the caches of a core."""
+    random = np.random.default_rng(0)
+    found = []
+    for _ in range(HEADS):
+        keys = random.standard_normal((1, 1, tokens, DIM), dtype=np.float32)
+        if dtype == "bfloat16":
+            found.append((keys.view(np.uint32) >> 16).astype(np.uint16))
+        elif dtype == "int8":
+            found.append(np.clip(keys * 40, -127, 127).astype(np.int8))
+        else:
+            found.append(keys.astype(dtype))
+    return found
+
+
+def _reading(keys: list[Keys]) -> Callable[[], object]:
+    return lambda: [_sum(head.view(np.uint64).reshape(-1)) for head in keys]
+
+
+def _scoring(keys: list[Keys], queries: int) -> Callable[[], object]:
+    asked = np.random.default_rng(1).standard_normal((1, queries, DIM), dtype=np.float32)
+    ones = np.ones(keys[0].shape[:3], np.float32)
+    scales = ones if keys[0].dtype == np.int8 else None
+    return lambda: [score(asked, head, scales, threads=1) for head in keys]
+
+
+def _choosing(keys: list[Keys], k: int) -> Callable[[], object]:
+    asked = np.random.default_rng(1).standard_normal((1, 1, DIM), dtype=np.float32)
+    scores = [score(asked, head, threads=1) for head in keys]
+    return lambda: [top(one, k, threads=1) for one in scores]
+
+
+def cases(tokens: int) -> list[Case]:
+    """Return what is measured."""
+    found = []
+    for dtype in ("float16", "bfloat16", "int8", "float32"):
+        keys = heads(dtype, tokens)
+        size = sum(head.nbytes for head in keys)
+        found.append(Case(f"read {dtype}", _reading(keys), size))
+        for queries in (1, 4):
+            bar = SCORING_BAR if dtype == "float16" and queries == 1 else None
+            found.append(Case(f"score {dtype}, {queries} a head", _scoring(keys, queries), size, bar))
+        if dtype == "float16":
+            found.append(Case("top 256", _choosing(keys, 256), size, TOP_BAR))
+            found.append(Case(f"top {ALPHA:.0%}", _choosing(keys, int(ALPHA * tokens)), size, TOP_BAR))
+    return found
+
+
+def measure(found: list[Case], repeat: int, console: Console) -> None:
+    """Run all cases in turns, `repeat` times after one that compiles."""
+    for number in range(repeat + 1):
+        for case in found:
+            case.measure()
+            if number == 0:
+                case.seconds.clear()
+        if number % 5 == 0:
+            console.print(f"kernels: run {number} of {repeat}", soft_wrap=True)
+
+
+def document(found: list[Case], tokens: int, host: dict[str, Any]) -> dict[str, Any]:
+    """Return everything as JSON-ready values: each case beside reading the same bytes, the choices beside scoring."""
+    times = {case.name: case.median_s for case in found}
+    rows = []
+    for case in found:
+        choosing = case.name.startswith("top")
+        dtype = "float16" if choosing else case.name.split()[1].rstrip(",")
+        against = times[f"score {dtype}, 1 a head"] if choosing else times[f"read {dtype}"]
+        row: dict[str, Any] = {"case": case.name, "key_bytes": case.key_bytes, "seconds": case.seconds}
+        row["bytes_per_s"] = None if choosing else case.key_bytes / case.median_s
+        row["figure"] = case.median_s / against if choosing else against / case.median_s
+        row["means"] = "share of the time of scoring" if choosing else "share of the bandwidth of reading"
+        if case.bar is not None:
+            row |= {"bar": case.bar, "passed": bool(row["figure"] <= case.bar if choosing else row["figure"] >= case.bar)}
+        rows.append(row)
+    return {"schema": SCHEMA, "machine": host, "tokens": tokens, "dim": DIM, "heads": HEADS, "threads": 1, "cases": rows}
+
+
+def table(told: dict[str, Any]) -> Table:
+    """Return the figures and their bars."""
+    made = Table(title=f"kernels: {told['heads']} heads of {told['tokens']} keys of {told['dim']}, one core (measured)")
+    for name in ("case", "ms", "min..max", "GB/s", "figure", "of", "bar", ""):
+        made.add_column(name, justify="left" if name in ("case", "of", "") else "right")
+    for row in told["cases"]:
+        times = [1e3 * second for second in row["seconds"]]
+        verdict = "" if "passed" not in row else "[green]pass[/green]" if row["passed"] else "[red]FAIL[/red]"
+        made.add_row(
+            row["case"],
+            f"{statistics.median(times):.2f}",
+            f"{min(times):.2f}..{max(times):.2f}",
+            "" if row["bytes_per_s"] is None else f"{row['bytes_per_s'] / 1e9:.1f}",
+            f"{row['figure']:.2f}",
+            row["means"].rsplit(" of ", 1)[1],
+            "" if "bar" not in row else f"{'<=' if row['bytes_per_s'] is None else '>='} {row['bar']}",
+            verdict,
+        )
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return 0 if every bar is reached, 1 if not."""
+    parser = argparse.ArgumentParser(prog="tools/bench/kv", description=__doc__)
+    parser.add_argument("--repeat", type=int, default=20, help="runs of each case, in turns")
+    parser.add_argument("--quick", action="store_true", help="a sixteenth of the keys: for a look, not for the bars")
+    parser.add_argument("--json", type=Path, help="write every run here")
+    args = parser.parse_args(argv)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    tokens = TOKENS // 16 if args.quick else TOKENS
+    found = cases(tokens)
+    try:
+        with one_interrupt():
+            measure(found, args.repeat, console)
+    except KeyboardInterrupt:
+        console.print("interrupted: nothing is written")
+        return 1
+    told = document(found, tokens, machine.describe(Path("/var/tmp")))
+    console.print(table(told))
+    if args.json:
+        part = args.json.with_name(args.json.name + ".part")
+        part.write_text(json.dumps(told, indent=1) + "\n")
+        part.replace(args.json)
+    return 0 if all(row.get("passed", True) for row in told["cases"]) else 1
