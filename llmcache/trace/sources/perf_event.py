@@ -1,0 +1,156 @@
+"""perf_event_open and its ring buffers: the kernel's own event interface, without BPF."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+SOFTWARE, TRACEPOINT = 1, 2
+PAGE_FAULTS = 2  # of SOFTWARE
+TID, TIME, ADDR, RAW = 1 << 1, 1 << 2, 1 << 3, 1 << 10
+_LOST, _SAMPLE = 2, 9
+_INHERIT, _EXCLUDE_KERNEL, _EXCLUDE_HYPERVISOR, _WATERMARK = 1 << 1, 1 << 5, 1 << 6, 1 << 14
+_USE_CLOCK, _INHERIT_THREADS_ONLY = 1 << 25, 1 << 35
+_CLOSE_ON_EXEC = 8
+_SET_OUTPUT, _DISABLE = 0x2405, 0x2401
+_NUMBERS = {"x86_64": 298, "aarch64": 241}
+_HEAD, _TAIL = 128, 129  # words of the control page
+_HEADER = 8
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Bytes = NDArray[np.uint8]
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_uint32),
+        ("size", ctypes.c_uint32),
+        ("config", ctypes.c_uint64),
+        ("sample_period", ctypes.c_uint64),
+        ("sample_type", ctypes.c_uint64),
+        ("read_format", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("wakeup_watermark", ctypes.c_uint32),
+        ("bp_type", ctypes.c_uint32),
+        ("config1_to_sample_stack", ctypes.c_uint64 * 4),
+        ("sample_stack_user", ctypes.c_uint32),
+        ("clockid", ctypes.c_int32),
+        ("rest", ctypes.c_uint8 * 40),
+    )
+
+
+@dataclass(frozen=True)
+class Event:
+    """What is to be counted: every event of `kind` and `config`. `user_only`: what the program does, not the kernel."""
+
+    kind: int
+    config: int
+    sample: int
+    user_only: bool = False
+
+
+def supported() -> str | None:
+    """Why there are no perf events on this machine, or None."""
+    return None if platform.machine() in _NUMBERS else f"the processor is {platform.machine()}; x86-64 or arm64 is needed"
+
+
+def open_event(event: Event, tid: int, cpu: int, follow: bool) -> int:
+    """Returns a descriptor of `event` in thread `tid` on `cpu` and all threads (`follow`: processes) it starts; OSError."""
+    flags = _INHERIT | _WATERMARK | _USE_CLOCK | (0 if follow else _INHERIT_THREADS_ONLY)
+    if event.user_only:
+        flags |= _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR
+    attributes = _Attributes(
+        type=event.kind,
+        size=ctypes.sizeof(_Attributes),
+        config=event.config,
+        sample_period=1,
+        sample_type=event.sample,
+        flags=flags,
+        wakeup_watermark=1 << 30,  # nobody waits for it: it is read at intervals
+        clockid=1,  # CLOCK_MONOTONIC
+    )
+    arguments = (ctypes.byref(attributes), ctypes.c_int(tid), ctypes.c_int(cpu), ctypes.c_int(-1))
+    fd = int(_libc.syscall(ctypes.c_long(_NUMBERS[platform.machine()]), *arguments, ctypes.c_ulong(_CLOSE_ON_EXEC)))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
+
+
+class EventRing:
+    """The buffer of one event on one CPU, which any number of threads share."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        """`size_bytes`: a power of two. OSError where the kernel gives no memory."""
+        self.lost = 0
+        self._fds = [fd]
+        self._size = size_bytes
+        self._map = mmap.mmap(fd, mmap.PAGESIZE + size_bytes)
+        self._control = np.frombuffer(self._map, np.uint64, mmap.PAGESIZE // 8)
+        self._data = np.frombuffer(self._map, np.uint8, size_bytes, mmap.PAGESIZE)
+        self._seen = 0
+
+    def add(self, fd: int) -> None:
+        """Send the events of descriptor `fd`, of the same CPU, to this buffer as well."""
+        self._fds.append(fd)
+        if _libc.ioctl(fd, ctypes.c_ulong(_SET_OUTPUT), ctypes.c_int(self._fds[0])):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def read(self, finished: bool = False) -> list[Bytes]:
+        """Returns the samples since the last call, arrays of shape (samples, bytes of one), each without its header."""
+        head, tail = int(self._control[_HEAD]), int(self._control[_TAIL])
+        if platform.machine() != "x86_64" and not finished:
+            # Loads may be reordered there: what was complete a round ago certainly is now.
+            head, self._seen = max(self._seen, tail), head
+        if head == tail:
+            return []
+        raw = self._copied(tail, head)
+        self._control[_TAIL] = head
+        return list(self._samples(raw))
+
+    def _copied(self, tail: int, head: int) -> Bytes:
+        start, length = tail % self._size, head - tail
+        first = self._data[start : start + length]
+        return np.concatenate((first, self._data[: length - len(first)])) if len(first) < length else first.copy()
+
+    def _samples(self, raw: Bytes) -> list[Bytes]:
+        found, at = [], 0
+        while at < len(raw):
+            kind, size = int(raw[at : at + 4].view(np.uint32)[0]), int(raw[at + 6 : at + 8].view(np.uint16)[0])
+            if kind != _SAMPLE:
+                if kind == _LOST:
+                    self.lost += int(raw[at + 16 : at + 24].view(np.uint64)[0])
+                at += size
+                continue
+            # Samples of one event have one size: a run of them is taken apart at once.
+            rows = raw[at : at + (len(raw) - at) // size * size].reshape(-1, size)
+            kinds = np.ascontiguousarray(rows[:, :4]).view(np.uint32)[:, 0]
+            other = np.flatnonzero(kinds != _SAMPLE)
+            count = int(other[0]) if len(other) else len(rows)
+            found.append(rows[:count, _HEADER:])
+            at += count * size
+        return found
+
+    def stop(self) -> None:
+        """Count no more; what is there can still be read."""
+        for fd in self._fds:
+            _libc.ioctl(fd, ctypes.c_ulong(_DISABLE), 0)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+        del self._control, self._data
+        self._map.close()
+
+
+def field(rows: Bytes, offset: int, size: int) -> NDArray[np.uint64]:
+    """Returns a field of each sample, `size` bytes (1, 2, 4 or 8) at `offset`."""
+    column = np.ascontiguousarray(rows[:, offset : offset + size])
+    return column.view(np.dtype(f"<u{size}"))[:, 0].astype(np.uint64)
