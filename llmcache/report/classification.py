@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache.cache.classes import Classification, TraceClasses
+from llmcache.report.layers import layer_tables
 from llmcache.units import format_duration, format_size
 
 SHOWN_NAMES = 3  # groups of tensors in a row of the table
@@ -33,6 +34,8 @@ def show(found: TraceClasses, trace: str, min_bytes: int, as_json: bool) -> None
         size, share = sum(row.size_bytes for row in smaller), sum(row.share for row in smaller)
         less = f"and {len(smaller)} smaller than {format_size(min_bytes)}"
         console.print(f"{less}: {format_size(size)}, {share:.1%} of the accesses (--min-bytes 0 shows them)", soft_wrap=True)
+    for part in layer_tables(found.layers):
+        console.print(part, soft_wrap=isinstance(part, str))
     for line in summary(found):
         console.print(line, soft_wrap=True)
 

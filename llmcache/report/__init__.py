@@ -1,0 +1,1 @@
+"""Pictures and pages: plots of traces, of simulations and of the papers' claims, from saved data only."""

@@ -1,0 +1,174 @@
+"""The picture of a trace: which blocks are accessed when, as in figures 1 and 2 of io_caching.
+
+Reads, writes and page faults of mappings have a colour each, classes shade the blocks they cover, and the right edge
+names files, or tensors and layers where they are known. Drawn from counts per cell, however long the trace is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import StrMethodFormatter
+from numpy.typing import NDArray
+
+from llmcache.report.grid import OPS, AccessGrid, Band, Survey
+from llmcache.report.theme import CLASS_COLOURS, FAINT, INK, MUTED, OP_COLOURS
+
+FAINTEST = 0.5  # opacity of a cell with one run; the fullest has 1
+LEAST_LABEL_GAP = 0.032  # of the height, between names at the right edge
+CLASS_NAMES = {"SEQ": "sequential", "LOOP": "loop", "HOT": "hot"}
+
+
+@dataclass(frozen=True)
+class Shade:
+    """Blocks `first` .. `end` - 1 of a file belong to `kind` (SEQ, LOOP or HOT)."""
+
+    file: int
+    first: int
+    end: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Landmark:
+    """A name for what begins at `block` of a file: a tensor or a layer."""
+
+    file: int
+    block: int
+    name: str
+
+
+@dataclass(frozen=True)
+class AccessPicture:
+    """Everything that a picture of accesses shows. `names`: label of each file by id."""
+
+    title: str
+    survey: Survey
+    bands: Sequence[Band]
+    grid: AccessGrid
+    names: dict[int, str]
+    shades: Sequence[Shade] = ()
+    landmarks: Sequence[Landmark] = ()
+
+
+def access_figure(picture: AccessPicture, width: float = 10.5, height: float = 5.6) -> Figure:
+    """Returns the picture as a figure of `width` x `height` inches. Call it in `theme.style()`."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    draw(figure.add_subplot(), picture)
+    return figure
+
+
+def draw(axes: Axes, picture: AccessPicture) -> None:
+    """Draw `picture` into `axes`, with a legend below."""
+    by_time = picture.grid.by_time
+    right = (picture.survey.t1_ns - picture.survey.t0_ns) / 1e9 if by_time else float(picture.survey.accesses)
+    for shade in picture.shades:
+        _shade(axes, picture.bands, shade)
+    image = pixels(picture.grid.counts())
+    axes.imshow(image, extent=(0, right, 0, 1), origin="lower", aspect="auto", interpolation="nearest", zorder=3)
+    axes.set_xlim(0, right)
+    axes.set_ylim(0, 1)
+    axes.set_title(picture.title)
+    axes.set_xlabel("time (s)" if by_time else "accesses so far (4 KiB blocks)")
+    if not by_time:
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.set_ylabel("block number in its file (4 KiB blocks)")
+    _block_ticks(axes, picture.bands)
+    _right_edge(axes, picture)
+    _legend(axes, picture)
+
+
+def pixels(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Returns `counts` (ops x height x width) as colours (height x width x 4, 0..1); empty cells are transparent.
+
+    A cell takes the colour of the op it has most of; the more runs, the more opaque.
+    """
+    total = counts.sum(axis=0)
+    colours = np.array([to_rgb(OP_COLOURS[op]) for op in OPS])
+    image = np.zeros((*total.shape, 4))
+    image[..., :3] = colours[counts.argmax(axis=0)]
+    fullest = np.log1p(max(int(total.max()), 2))
+    strength = FAINTEST + (1 - FAINTEST) * np.log1p(total) / fullest
+    image[..., 3] = np.where(total > 0, strength, 0)
+    return image
+
+
+def _shade(axes: Axes, bands: Sequence[Band], shade: Shade) -> None:
+    """Tint the blocks of `shade`, and mark them fully coloured at the right edge."""
+    for band in bands:
+        first, end = max(shade.first, band.first), min(shade.end, band.end)
+        if band.file != shade.file or first >= end:
+            continue
+        low, high = band.height(first), band.height(end)
+        colour = CLASS_COLOURS[shade.kind]
+        axes.axhspan(low, high, color=colour, alpha=0.16, linewidth=0, zorder=1)
+        edge = Rectangle((1.0, low), 0.014, high - low, transform=axes.transAxes, clip_on=False, color=colour, linewidth=0)
+        axes.add_patch(edge)
+
+
+def _block_ticks(axes: Axes, bands: Sequence[Band]) -> None:
+    """Label block numbers: as many per band as fit, and a line between bands."""
+    places: list[float] = []
+    labels: list[str] = []
+    for band in bands:
+        for block in _round_blocks(band):
+            at = band.height(block)
+            if not places or at - places[-1] >= LEAST_LABEL_GAP:
+                places.append(at)
+                labels.append(f"{block:,}")
+        if band.bottom > 0:
+            axes.axhline(band.bottom, color=MUTED, linewidth=0.7, zorder=2)
+    axes.set_yticks(places, labels)
+    axes.grid(axis="y", visible=False)
+
+
+def _round_blocks(band: Band) -> list[int]:
+    """Returns the first block of `band` and round numbers above it."""
+    room = max(1, int((band.top - band.bottom) / 0.11))
+    rough = max(1.0, (band.end - band.first) / room)
+    power = 10 ** int(np.floor(np.log10(rough)))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    above = range((band.first // step + 1) * step, band.end, step)
+    return [band.first, *above] if room > 1 else [band.first]
+
+
+def _right_edge(axes: Axes, picture: AccessPicture) -> None:
+    """Name files, or the landmarks in them, at the right; names that would overlap are left out, files go first."""
+    wanted = [((band.bottom + band.top) / 2, picture.names[band.file]) for band in picture.bands]
+    if picture.landmarks:
+        known = {mark.file for mark in picture.landmarks}
+        wanted = [item for item, band in zip(wanted, picture.bands, strict=True) if band.file not in known]
+    taken = list(wanted)
+    for band in picture.bands:
+        marks = [mark for mark in picture.landmarks if mark.file == band.file and band.first <= mark.block < band.end]
+        for mark in marks:
+            at = band.height(mark.block)
+            if all(abs(at - other) >= LEAST_LABEL_GAP for other, _ in taken):
+                taken.append((at, mark.name))
+    taken.sort()
+    names = axes.secondary_yaxis("right")
+    names.set_yticks([at for at, _ in taken], [_short(name) for _, name in taken])
+    names.tick_params(length=0, pad=12, labelcolor=INK, labelsize=8)
+    names.spines["right"].set_color(FAINT)
+
+
+def _short(name: str, most: int = 30) -> str:
+    return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-most // 2 :]}"
+
+
+def _legend(axes: Axes, picture: AccessPicture) -> None:
+    present = picture.grid.counts().sum(axis=(1, 2)) > 0
+    handles = [Patch(color=OP_COLOURS[op], label=op) for op, there in zip(OPS, present, strict=True) if there]
+    kinds = {shade.kind for shade in picture.shades}
+    handles += [
+        Patch(color=colour, alpha=0.55, label=f"{CLASS_NAMES[kind]} ({kind})")
+        for kind, colour in CLASS_COLOURS.items()
+        if kind in kinds
+    ]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(handles))

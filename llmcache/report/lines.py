@@ -1,0 +1,107 @@
+"""Pictures of curves over cache size: hit ratios as in figure 4 of io_caching, latencies as in figure 5, miss ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+from numpy.typing import ArrayLike, NDArray
+
+from llmcache.report.theme import BANDWIDTH_LOOKS, MUTED, Look, grid_of, legend_below, look_of
+
+MANY_POINTS = 16  # with more, not every point has a marker
+WIDE_RANGE = 200  # largest size / smallest size from which on the axis is logarithmic
+UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve: `values` at cache sizes `sizes_bytes` (ascending, both of one length), called `label`, drawn as `look`."""
+
+    label: str
+    look: Look
+    sizes_bytes: NDArray[np.float64]
+    values: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of axes: lines of one trace. `marks`: sizes in bytes with a name, such as the footprint."""
+
+    title: str
+    lines: Sequence[Line]
+    marks: Sequence[tuple[float, str]] = ()
+
+
+def policy_line(policy: str, title: str, sizes_bytes: ArrayLike, values: ArrayLike) -> Line:
+    """Returns the curve of `policy`, in its look, called `title`."""
+    return Line(title, look_of(policy), np.asarray(sizes_bytes, float), np.asarray(values, float))
+
+
+def bandwidth_lines(bandwidths: Sequence[int], sizes_bytes: ArrayLike, latencies_s: Sequence[ArrayLike]) -> list[Line]:
+    """Returns a curve for each of `bandwidths` (bytes/s), slow ones dark; `latencies_s` in the same order."""
+    looks = [BANDWIDTH_LOOKS[min(place, len(BANDWIDTH_LOOKS) - 1)] for place in range(len(bandwidths))]
+    sizes = np.asarray(sizes_bytes, float)
+    return [
+        Line(f"{bandwidth / 1e6:g} MB/s", look, sizes, np.asarray(values, float))
+        for bandwidth, look, values in zip(bandwidths, looks, latencies_s, strict=True)
+    ]
+
+
+def ratio_figure(panels: Sequence[Panel], ylabel: str) -> Figure:
+    """Returns a figure of ratios (0..1) over cache size, one panel per trace. Call it in `theme.style()`."""
+    figure, axes = grid_of(len(panels))
+    for place, panel in zip(axes, panels, strict=True):
+        _draw(place, panel)
+        place.set_ylim(-0.02, 1.02)
+        place.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        place.set_ylabel(ylabel)
+    legend_below(figure, axes)
+    return figure
+
+
+def latency_figure(panels: Sequence[Panel]) -> Figure:
+    """Returns a figure of fetch latencies (s) over cache size, one panel per trace. Call it in `theme.style()`."""
+    figure, axes = grid_of(len(panels))
+    for place, panel in zip(axes, panels, strict=True):
+        _draw(place, panel)
+        place.set_ylim(bottom=0)
+        place.set_ylabel("data fetch latency, modelled (s)")
+    legend_below(figure, axes)
+    return figure
+
+
+def _draw(axes: Axes, panel: Panel) -> None:
+    largest = max(float(line.sizes_bytes[-1]) for line in panel.lines)
+    smallest = min(float(line.sizes_bytes[line.sizes_bytes > 0].min()) for line in panel.lines)
+    factor, unit = next(((f, name) for f, name in UNITS if largest >= f), UNITS[-1])
+    for order, line in enumerate(panel.lines):
+        every = max(1, len(line.values) // MANY_POINTS)
+        # Markers of different lines at different points: lines that lie on each other stay told apart.
+        axes.plot(
+            line.sizes_bytes / factor, line.values, label=line.label, markevery=(order % every, every), **line.look.line()
+        )
+    for size, name in panel.marks:
+        axes.axvline(size / factor, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
+        axes.annotate(
+            name,
+            (size / factor, 0),
+            xycoords=("data", "axes fraction"),
+            xytext=(-3, 4),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            rotation=90,
+            fontsize=7.5,
+            color=MUTED,
+        )
+    if largest / smallest > WIDE_RANGE:
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(left=0)
+    axes.set_title(panel.title)
+    axes.set_xlabel(f"cache size ({unit})")

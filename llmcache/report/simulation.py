@@ -1,0 +1,165 @@
+"""The page of `llmcache simulate --report`: hit ratios, latencies and curves of every trace, and the rows behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from llmcache.cache.constants import BLOCK_BYTES
+from llmcache.cache.results import CURVE_POINTS, Result, Simulation, Summary, TraceCurve
+from llmcache.report.files import check_target, write_target
+from llmcache.report.html import Block, Cell, Facts, Fold, Section, Table, html_page
+from llmcache.report.lines import Line, Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
+from llmcache.report.theme import embedded, style
+from llmcache.units import format_rate, format_size
+
+OPTION = "--report"
+MODELLED = "modelled, io_caching section 4.1"
+LEAD = (
+    "Hits and bytes are counted exactly, block by block, from the recorded accesses; latencies and stalls are modelled from "
+    "the misses. Blocks are 4 KiB; MB are 10⁶ bytes."
+)
+
+
+def check_report(path: str, force: bool) -> None:
+    """UsageError unless a report may be written to `path`: ask before the simulation."""
+    check_target(OPTION, path, force)
+
+
+def write_report(path: str, simulation: Simulation, force: bool) -> None:
+    """Write the page of `simulation` to `path`; errors as `files.write_target`."""
+    write_target(OPTION, path, report_page(simulation).encode(), force)
+
+
+def report_page(simulation: Simulation) -> str:
+    """Returns the page of `simulation`."""
+    sections = [Section(summary.trace, list(_trace(simulation, summary))) for summary in simulation.traces]
+    sections.append(Section("Conditions", [_conditions(simulation)]))
+    return html_page("llmcache simulate", LEAD, sections)
+
+
+def _trace(simulation: Simulation, summary: Summary) -> Iterable[Block]:
+    rows = [result for result in simulation.results if result.trace == summary.trace]
+    yield _facts(summary)
+    if rows:
+        yield _hit_ratios(summary, rows)
+        yield from _latencies(rows)
+    for item in simulation.curves:
+        if item.trace == summary.trace:
+            yield _curve(summary, item, rows)
+    if any(result.stalls for result in rows):
+        yield _stalls(rows)
+    if rows:
+        yield Fold("All rows", [_table(rows)])
+
+
+def _facts(summary: Summary) -> Block:
+    facts = [
+        ("source", summary.tier),
+        ("rows", f"{summary.rows:,}"),
+        ("accesses", f"{summary.accesses:,} blocks: {summary.reads:,} read, {summary.writes:,} written"),
+        ("footprint", f"{summary.footprint_blocks:,} blocks, {format_size(summary.footprint_bytes)}"),
+    ]
+    return Facts(facts + ([("lost events", f"{summary.lost_events:,}")] if summary.lost_events else []))
+
+
+def by_policy(rows: Sequence[Result]) -> dict[str, list[Result]]:
+    """Returns the rows of each policy, by size."""
+    found: dict[str, list[Result]] = {}
+    for row in sorted(rows, key=lambda row: row.cache_bytes):
+        found.setdefault(row.policy, []).append(row)
+    return {row.policy: found[row.policy] for row in rows}
+
+
+def _ratio_line(rows: Sequence[Result]) -> Line:
+    sizes, ratios = [row.cache_bytes for row in rows], [row.hit_ratio for row in rows]
+    return policy_line(rows[0].policy, rows[0].title, sizes, ratios)
+
+
+def _hit_ratios(summary: Summary, rows: Sequence[Result]) -> Block:
+    lines = [_ratio_line(of_policy) for of_policy in by_policy(rows).values()]
+    with style():
+        figure = ratio_figure([Panel("Hit ratio", lines, _marks(summary, rows))], "hit ratio")
+    told = "; ".join(f"{line.label} {line.values[0]:.3f} to {line.values[-1]:.3f}" for line in lines)
+    alt = f"Hit ratio over cache size, a line per policy, smallest to largest cache: {told}."
+    return embedded(
+        figure, alt, f"Hit ratio of {summary.trace}: reads and writes, counted by replay ({summary.tier} trace)."
+    )
+
+
+def _marks(summary: Summary, rows: Sequence[Result]) -> list[tuple[float, str]]:
+    largest = max(row.cache_bytes for row in rows)
+    return [(summary.footprint_bytes, "footprint")] if summary.footprint_bytes <= largest else []
+
+
+def _latencies(rows: Sequence[Result]) -> Iterable[Block]:
+    panels = []
+    for of_policy in by_policy(rows).values():
+        bandwidths = [latency.bw for latency in of_policy[0].latencies]
+        values = np.array([[latency.latency_s for latency in row.latencies] for row in of_policy]).T
+        lines = bandwidth_lines(bandwidths, [row.cache_bytes for row in of_policy], list(values))
+        panels.append(Panel(f"Fetch latency, {of_policy[0].title}", lines))
+    with style():
+        figure = latency_figure(panels)
+    told = "; ".join(
+        f"{panel.title} {panel.lines[0].values[0]:.3g} to {panel.lines[-1].values[-1]:.3g} s" for panel in panels
+    )
+    alt = f"Latency over cache size, a line per bandwidth. Slowest, smallest to fastest, largest: {told}."
+    yield embedded(figure, alt, f"Time to fetch all that the trace reads ({MODELLED}).")
+
+
+def _curve(summary: Summary, item: TraceCurve, rows: Sequence[Result]) -> Block:
+    curve = item.curve.thinned(CURVE_POINTS)
+    titles = {row.policy: row.title for row in rows}
+    lines = [
+        policy_line(curve.policy, titles.get(curve.policy, curve.policy), curve.sizes * BLOCK_BYTES, curve.miss_ratio())
+    ]
+    with style():
+        figure = ratio_figure([Panel("Miss ratio at every size", lines)], "miss ratio")
+    alt = f"Miss ratio of {curve.policy} over cache size: {lines[0].values[0]:.3f} to {lines[0].values[-1]:.3f}."
+    return embedded(figure, alt, f"Miss-ratio curve of {summary.trace}: exact at every size, from one pass.")
+
+
+def _stalls(rows: Sequence[Result]) -> Block:
+    cells: list[list[Cell]] = [
+        [row.title, format_size(row.cache_bytes), format_rate(one.bw), one.stalled_slices, one.slices, one.stall_s]
+        for row in rows
+        for one in row.stalls
+    ]
+    columns = ["policy", "cache", "storage", "slices that stall", "slices", "stall (s)"]
+    return Fold("Stalls", [Table(f"Slices of T in which more is missed than storage delivers ({MODELLED})", columns, cells)])
+
+
+def _table(rows: Sequence[Result]) -> Table:
+    bandwidths = [latency.bw for latency in rows[0].latencies]
+    columns = ["policy", "cache (MB)", "hits", "hit ratio", "byte hit ratio", "from storage (MB)", "evictions"]
+    columns += [f"latency at {format_rate(bandwidth)} (s, modelled)" for bandwidth in bandwidths]
+    cells: list[list[Cell]] = [
+        [
+            row.title,
+            row.cache_bytes / 1e6,
+            row.hits,
+            row.hit_ratio,
+            "nothing is read" if row.byte_hit_ratio is None else row.byte_hit_ratio,
+            row.storage_read_bytes / 1e6,
+            row.evictions,
+            *(latency.latency_s for latency in row.latencies),
+        ]
+        for row in rows
+    ]
+    return Table("Counted, except latency", columns, cells)
+
+
+def _conditions(simulation: Simulation) -> Block:
+    model = simulation.model
+    facts = [
+        ("latency model", MODELLED),
+        ("storage", ", ".join(format_rate(bandwidth) for bandwidth in model.storage_bandwidths)),
+        ("set-up of a storage access", f"{model.setup_ns / 1000:g} µs for each missed block"),
+        ("host to GPU", f"{format_rate(model.gpu_bandwidth)}, {model.gpu_setup_ns / 1000:g} µs a request"),
+        ("request", f"{model.request_bytes} bytes"),
+        ("bypass", "none: a missed block is always inserted"),
+    ]
+    period = [] if simulation.period_ns is None else [("T", f"{simulation.period_ns / 1e9:g} s")]
+    return Facts(facts + period)

@@ -1,0 +1,169 @@
+"""How everything that is drawn looks: one colour, dash and marker per policy and per class, in every picture.
+
+The colours are from palettes for colour-blind readers (Okabe and Ito; Tol). Fourteen policies cannot be told apart by
+colour alone, so no two share dash and marker; that also keeps them apart in grey. SVGs carry a style that
+turns ink and paper round where the reader prefers dark.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from llmcache.report.html import Picture
+
+INK = "#1b1d21"
+"""Text, axes and LRU; light where the page is dark."""
+FAINT = "#d9dce1"
+"""Grid lines and frames."""
+PAPER = "#ffffff"
+MUTED = "#5c636d"
+"""Captions and notes inside pictures."""
+DARK = {INK: "#e8eaee", FAINT: "#3b4048", PAPER: "#15171a", MUTED: "#a3abb6"}
+
+LEGEND_INCHES = 1.35  # what an entry of a legend takes
+
+Dash = str | tuple[int, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a line is drawn: colour (#rrggbb), dash and marker as matplotlib takes them, width in points."""
+
+    colour: str
+    dash: Dash = "-"
+    marker: str = "o"
+    width: float = 1.6
+    front: int = 2
+
+    def line(self) -> dict[str, Any]:
+        """Returns the keyword arguments for `Axes.plot`."""
+        shape = {"color": self.colour, "linestyle": self.dash, "marker": self.marker, "linewidth": self.width}
+        return shape | {"markersize": 4.5, "markeredgewidth": 0.8, "markeredgecolor": PAPER, "zorder": self.front}
+
+
+POLICY_LOOKS: dict[str, Look] = {
+    "lru": Look(INK, "-", "s", 1.8, 4),
+    "clock": Look("#8a8a2e", (0, (1, 1)), "p"),
+    "lfu": Look("#cc79a7", (0, (4, 1)), "v"),
+    "2q": Look("#117733", (0, (6, 2)), "<"),
+    "arc": Look("#009e73", (0, (3, 1, 1, 1)), ">"),
+    "sieve": Look("#e69f00", (0, (5, 1)), "h"),
+    "s3fifo": Look("#882255", (0, (2, 1)), "8"),
+    "wtinylfu": Look("#aa4499", (0, (4, 1, 1, 1, 1, 1)), "P"),
+    "lirs": Look("#8c6d1f", (0, (8, 2)), "d"),
+    "lecar": Look("#d55e00", (0, (5, 1.5)), "^", 1.8, 5),
+    "belady": Look("#8b9099", (0, (1, 1.2)), "", 2.2, 3),
+    "algorithm1": Look("#56b4e9", (0, (7, 1.5, 1.5, 1.5)), "D", 2.0, 6),
+    "llmcache": Look("#0072b2", "-", "o", 2.4, 7),
+    "llmcachefs": Look("#332288", (0, (3, 1)), "X", 2.0, 6),
+}
+POLICY_COLOURS: dict[str, str] = {name: look.colour for name, look in POLICY_LOOKS.items()}
+
+CLASS_COLOURS: dict[str, str] = {"SEQ": "#9aa0a8", "LOOP": "#a05195", "HOT": "#e3b505"}
+"""Sequential, loop and hot, as in the paper's figure 1; dark, mid and light in grey too."""
+
+OP_COLOURS: dict[str, str] = {"read": "#0072b2", "write": "#d55e00", "map": "#009e73"}
+"""Accesses by what they do (`map`: a page fault of a mapping)."""
+
+BANDWIDTH_LOOKS: tuple[Look, ...] = (
+    Look("#3b0f70", "-", "o", 2.0),
+    Look("#b5367a", (0, (5, 1)), "s", 1.8),
+    Look("#e8703a", (0, (3, 1, 1, 1)), "^", 1.8),
+    Look("#d9a514", (0, (1, 1)), "D", 1.8),
+    Look("#5c636d", (0, (8, 2)), "v", 1.6),
+)
+"""Slow to fast storage, dark to light."""
+
+_RC = {
+    "font.family": ["DejaVu Sans", "sans-serif"],
+    "font.size": 9.0,
+    "axes.titlesize": 10.0,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9.0,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "svg.fonttype": "none",  # text stays text: small, and readers find it
+    "svg.hashsalt": "llmcache",  # the same data gives the same bytes
+}
+
+
+def style() -> AbstractContextManager[None]:
+    """Returns a with block in which matplotlib draws in this style; nothing outside it changes."""
+    return mpl.rc_context(_RC)
+
+
+def look_of(policy: str) -> Look:
+    """Returns how `policy` is drawn everywhere; KeyError for one without a look."""
+    return POLICY_LOOKS[policy]
+
+
+def grid_of(count: int, columns: int = 2) -> tuple[Figure, list[Axes]]:
+    """Returns a figure of `count` panels, at most `columns` beside each other. Call it in `style()`."""
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    width, height = (8.0, 4.2) if columns == 1 else (5.4, 3.3)  # inches of a panel
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = [figure.add_subplot(rows, columns, place + 1) for place in range(count)]
+    return figure, axes
+
+
+def legend_below(figure: Figure, axes: Iterable[Axes]) -> None:
+    """Put one legend under all panels, each label once."""
+    handles: dict[str, Any] = {}
+    for panel in axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    if handles:
+        columns = min(len(handles), int(figure.get_figwidth() / LEGEND_INCHES))
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns)
+
+
+def figure_bytes(figure: Figure, form: str, dots_per_inch: int = 130) -> bytes:
+    """Returns `figure` as a file of the format `form` ("png" or "svg"), without a date: the same data, the same bytes."""
+    with style():
+        target = io.BytesIO()
+        metadata: Mapping[str, str | None] = {"Date": None, "Creator": "llmcache"} if form == "svg" else {}
+        figure.savefig(target, format=form, dpi=dots_per_inch, metadata=dict(metadata))
+    data = target.getvalue()
+    return _for_dark_pages(data.decode()).encode() if form == "svg" else data
+
+
+def embedded(figure: Figure, alt: str, caption: str) -> Picture:
+    """Returns `figure` for a page, as SVG, which stays sharp and turns dark with the page."""
+    return Picture(figure_bytes(figure, "svg"), "svg", alt, caption)
+
+
+def _for_dark_pages(svg: str) -> str:
+    """Returns `svg` with a style that exchanges ink and paper where the reader prefers dark."""
+    rules = "".join(
+        f'[style*="{side}: {light}"]{{{side}:{dark}!important}}'
+        for light, dark in DARK.items()
+        for side in ("fill", "stroke")
+    )
+    head, tag, rest = svg.partition("<defs>")
+    return f"{head}<style>@media (prefers-color-scheme: dark){{{rules}}}</style>{tag}{rest}"
