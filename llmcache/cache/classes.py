@@ -8,6 +8,7 @@ from typing import Any
 
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.detector import HOT, LOOP, SEQ, Class
+from llmcache.cache.layers import Layer
 
 SCHEMA = "llmcache.classify/1"
 READ_OP, WRITE_OP = "read", "write"
@@ -100,7 +101,10 @@ class Totals:
 
 @dataclass(frozen=True)
 class TraceClasses:
-    """The classes of one trace, largest share first, and how much of what it is. `begin_ns`: time of its first row."""
+    """The classes of one trace, largest share first, and how much of what it is. `begin_ns`: time of its first row.
+
+    `layers`: of the model files whose tensors are known.
+    """
 
     rows: tuple[Classification, ...]
     accesses: int
@@ -108,6 +112,7 @@ class TraceClasses:
     end_ns: int
     tier: str
     lost_events: int
+    layers: tuple[Layer, ...] = ()
 
     @property
     def totals(self) -> Totals:
@@ -151,6 +156,7 @@ class TraceClasses:
                 "bytes": sum(row.size_bytes for row in smaller),
                 "share": sum(row.share for row in smaller),
             },
+            "layers": [layer.row() for layer in self.layers],
         }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from llmcache.cache.assembling import Found, classes_of
 from llmcache.cache.classes import READ_OP, WRITE_OP, Classification, TraceClasses
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.detector import LOOP, SEQ, Detector, Trail
+from llmcache.cache.layers import Layers, Named, NamesOf
 from llmcache.cache.streams import WINDOW
 from llmcache.errors import DataError
 
@@ -26,26 +27,6 @@ if TYPE_CHECKING:
     from llmcache.trace.record import Trace, TraceFile
 
 _WRITE = 1  # trace.record.WRITE, which brings pyarrow along
-
-
-class Named(Protocol):
-    """A range of bytes of a file that has a name: a tensor."""
-
-    @property
-    def name(self) -> str:
-        """What it is called."""
-
-    @property
-    def offset(self) -> int:
-        """Its first byte in the file."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Its length."""
-
-
-NamesOf = Callable[["TraceFile"], Sequence[Named]]
-"""Gives the tensors of a file in the order of their bytes; nothing where it is no model, or is not there."""
 
 
 @dataclass
@@ -81,8 +62,11 @@ def classify(batches: Iterable[Trace], names: NamesOf | None = None) -> TraceCla
             everything[key] = _folded(everything[key], found) if key in everything else found
 
     detector = Detector(forget)
+    layers = None if names is None else Layers(names)
     for batch in batches:
         seen.note(batch)
+        if layers is not None:
+            layers.note(batch)
         for run in runs(batch):
             detector.note_many(*run)
     if seen.begin_ns is None:
@@ -98,7 +82,15 @@ def classify(batches: Iterable[Trace], names: NamesOf | None = None) -> TraceCla
         for found in _fitting(classes, seen.files[file]):
             rows.append(_row(seen.files[file], write, found, seen.accesses, names))
     rows.sort(key=lambda row: (-row.accesses, row.path, row.op, row.kind, row.pieces))
-    return TraceClasses(tuple(rows), seen.accesses, seen.begin_ns, seen.end_ns, seen.tier, seen.lost_events)
+    return TraceClasses(
+        rows=tuple(rows),
+        accesses=seen.accesses,
+        begin_ns=seen.begin_ns,
+        end_ns=seen.end_ns,
+        tier=seen.tier,
+        lost_events=seen.lost_events,
+        layers=() if layers is None else layers.found(),
+    )
 
 
 def classify_file(path: str, names: Callable[[Sequence[TraceFile]], NamesOf]) -> TraceClasses:

@@ -221,6 +221,10 @@ class Part:
     offset: int
     size_bytes: int
 
+    @property
+    def layer(self) -> str:
+        return self.name
+
 
 def test_tensors_are_named_where_they_lie() -> None:
     size = 100 * BLOCK_BYTES

@@ -67,6 +67,12 @@ def is_expert(name: str) -> bool:
     return _EXPERT.search(name) is not None
 
 
+def layer_name(name: str) -> str:
+    """The layer that the tensor called `name` is part of: "blk.3", "model.layers.3"; its own name if it is in none."""
+    layer = _LAYER.search(name)
+    return name if layer is None else name[: layer.end() - 1]
+
+
 def compute_key(name: str, tied: bool = False) -> OrderKey:
     """Sort key of the tensor called `name`: (part of the model, stage, layer, step in the layer).
 

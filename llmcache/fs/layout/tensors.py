@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmcache.errors import DataError
-from llmcache.fs.layout.order import OrderKey, compute_key, is_embedding, is_expert, is_output
+from llmcache.fs.layout.order import OrderKey, compute_key, is_embedding, is_expert, is_output, layer_name
 
 Role = Literal["hot", "loop", "rows"]
 
@@ -25,6 +25,11 @@ class Tensor:
     def end(self) -> int:
         """The first byte behind the tensor."""
         return self.offset + self.size_bytes
+
+    @property
+    def layer(self) -> str:
+        """The layer that it is part of; its own name if it is in none."""
+        return layer_name(self.name)
 
 
 @dataclass(frozen=True)

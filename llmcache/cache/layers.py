@@ -1,0 +1,215 @@
+"""What was read of each layer of a model, how much of it came from storage, and in which order a pass visits the layers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.cache.constants import BLOCK_BYTES
+from llmcache.cache.order import Pass, PassRecorder
+
+if TYPE_CHECKING:
+    from llmcache.trace.record import Trace, TraceFile
+
+_WRITE = 1  # trace.record.WRITE, which brings pyarrow along
+_NUMBER = re.compile(r".*\.([0-9]+)")
+_MOST_PASSES = 1000
+
+
+class Named(Protocol):
+    """A range of bytes of a file that has a name: a tensor."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+
+    @property
+    def layer(self) -> str:
+        """The layer that it is part of; its own name if it is in none."""
+
+    @property
+    def offset(self) -> int:
+        """Its first byte in the file."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Its length."""
+
+
+NamesOf = Callable[["TraceFile"], Sequence[Named]]
+"""Gives the tensors of a file in the order of their bytes; nothing where it is no model, or is not there."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Reads (mapped ones with them) of one layer, or of a tensor outside of the layers; in blocks, repeats included.
+
+    `known`: accesses of which the trace tells hit or miss; `missed` of them came from storage. `place`: from 0, the
+    order in which a pass visits the layers of the file, which begins anywhere and is shown from the lowest numbered layer;
+    None for what most passes leave out, and if none was seen to come round.
+    A block that two layers share counts for the one in which its middle lies.
+    """
+
+    file: int
+    path: str
+    name: str
+    tensors: int
+    size_bytes: int
+    accesses: int
+    known: int
+    missed: int
+    place: int | None
+
+    @property
+    def miss_ratio(self) -> float | None:
+        """Share (0..1) of the accesses that came from storage; None if it is not known of any."""
+        return self.missed / self.known if self.known else None
+
+    def row(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        return {
+            "file": self.file,
+            "path": self.path,
+            "layer": self.name,
+            "tensors": self.tensors,
+            "bytes": self.size_bytes,
+            "accesses": self.accesses,
+            "accesses_known": self.known,
+            "missed_blocks": self.missed if self.known else None,
+            "missed_bytes": self.missed * BLOCK_BYTES if self.known else None,
+            "miss_ratio": self.miss_ratio,
+            "place": self.place,
+        }
+
+
+class Layers:
+    """Counts while the batches of a trace go by, in order."""
+
+    def __init__(self, names: NamesOf) -> None:
+        self._names = names
+        self._tallies: dict[int, _Tally | None] = {}
+
+    def note(self, batch: Trace) -> None:
+        """Count the reads of `batch`."""
+        is_read = batch.op != _WRITE
+        files = {file.id: file for file in batch.files}
+        for number in np.unique(batch.file[is_read]).tolist():
+            if number not in self._tallies:
+                named = self._names(files[number])
+                self._tallies[number] = _Tally(files[number], named) if named else None
+            tally = self._tallies[number]
+            if tally is not None:
+                of_file = is_read & (batch.file == number)
+                first, end = batch.first[of_file].astype(np.int64), batch.end[of_file].astype(np.int64)
+                tally.note(first, end, batch.miss[of_file], batch.t_ns[of_file])
+
+    def found(self) -> tuple[Layer, ...]:
+        """Returns the layers of every model file, most accessed file first, in the order of a pass, else of the bytes."""
+        tallies = [tally for tally in self._tallies.values() if tally is not None]
+        tallies.sort(key=lambda tally: (-tally.accesses, tally.file.path))
+        return tuple(layer for tally in tallies for layer in tally.layers())
+
+
+class _Tally:
+    """Counts of one file. A stretch is a run of tensors of one layer; `edges` are the first blocks of the stretches."""
+
+    def __init__(self, file: TraceFile, named: Sequence[Named]) -> None:
+        self.file = file
+        self._tensors = [(name, list(parts)) for name, parts in groupby(named, lambda each: each.layer)]
+        numbers: dict[str, int] = {}
+        layer_of = [numbers.setdefault(name, len(numbers)) for name, _ in self._tensors]
+        self._layer_of = np.array(layer_of, np.int64)
+        self._names = tuple(numbers)
+        starts = np.array([parts[0].offset for _, parts in self._tensors], np.int64)
+        self._edges: NDArray[np.int64] = -(-(starts - BLOCK_BYTES // 2) // BLOCK_BYTES)
+        self._edges[0] = 0
+        # By layer: hits, misses, unknown.
+        self._counts = np.zeros((len(numbers), 3), np.int64)
+        self._recorder = PassRecorder()
+        self._seen: set[int] = set()
+        self._recent: OrderedDict[int, None] = OrderedDict()
+        self._loaded = False
+        self._passes: deque[tuple[int, ...]] = deque(maxlen=_MOST_PASSES)
+
+    @property
+    def accesses(self) -> int:
+        """Blocks read, repeats included."""
+        return int(self._counts.sum())
+
+    def note(
+        self, first: NDArray[np.int64], end: NDArray[np.int64], miss: NDArray[np.uint8], t_ns: NDArray[np.uint64]
+    ) -> None:
+        """Count runs, part by part where they go over several stretches."""
+        low = np.searchsorted(self._edges, first, "right") - 1
+        parts = np.searchsorted(self._edges, end - 1, "right") - low
+        run = np.repeat(np.arange(len(first)), parts)
+        stretch = low[run] + np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)
+        ends = np.append(self._edges[1:], np.iinfo(np.int64).max)
+        blocks = np.minimum(end[run], ends[stretch]) - np.maximum(first[run], self._edges[stretch])
+        layer = self._layer_of[stretch]
+        np.add.at(self._counts, (layer, miss[run]), blocks)
+        turns = np.flatnonzero(np.diff(layer, prepend=-1))
+        for number, now in zip(layer[turns].tolist(), t_ns[run[turns]].tolist(), strict=True):
+            if self._comes_anew(number):
+                self._end_pass(self._recorder.note(number, now))
+
+    def _comes_anew(self, number: int) -> bool:
+        """Whether half of the layers lie between this and the layer's last access: else it is threads that mix."""
+        self._seen.add(number)
+        is_new = number not in self._recent
+        self._recent[number] = None
+        self._recent.move_to_end(number)
+        while len(self._recent) > len(self._seen) // 2:
+            self._recent.popitem(last=False)
+        return is_new
+
+    def _end_pass(self, done: Pass | None) -> None:
+        """Keeps a pass, but not the first: how a file is loaded need not be how it is used."""
+        if done is not None and self._loaded:
+            self._passes.append(done.extents)
+        self._loaded = self._loaded or done is not None
+
+    def layers(self) -> list[Layer]:
+        """Returns what was counted."""
+        places = {number: place for place, number in enumerate(self._order())}
+        found = [self._layer(number, name, places.get(number)) for number, name in enumerate(self._names)]
+        return sorted(found, key=lambda layer: len(found) if layer.place is None else layer.place)
+
+    def _order(self) -> list[int]:
+        """The fullest pass without what most others leave out, from the lowest numbered layer on.
+
+        Threads that run far ahead of others, or data that stays cached, cut passes short: short ones do not count.
+        """
+        fullest = max(reversed(self._passes), key=len, default=())
+        whole = [each for each in self._passes if 2 * len(each) >= len(fullest)]
+        visits = Counter(number for each in whole for number in each)
+        order = [number for number in fullest if 2 * visits[number] >= len(whole)]
+        _, start = min((_layer_number(self._names[number]), at) for at, number in enumerate(order)) if order else (0, 0)
+        return order[start:] + order[:start]
+
+    def _layer(self, number: int, name: str, place: int | None) -> Layer:
+        tensors = [tensor for stem, parts in self._tensors if stem == name for tensor in parts]
+        hits, misses, unknown = self._counts[number].tolist()
+        return Layer(
+            file=self.file.id,
+            path=self.file.path,
+            name=name,
+            tensors=len(tensors),
+            size_bytes=sum(tensor.size_bytes for tensor in tensors),
+            accesses=hits + misses + unknown,
+            known=hits + misses,
+            missed=misses,
+            place=place,
+        )
+
+
+def _layer_number(name: str) -> float:
+    match = _NUMBER.fullmatch(name)
+    return int(match[1]) if match else float("inf")

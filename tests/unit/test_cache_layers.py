@@ -1,0 +1,158 @@
+"""What each layer was read and missed, block by block, and the order in which passes visit the layers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from llmcache.cache.classify import classify
+from llmcache.cache.constants import BLOCK_BYTES
+from llmcache.cache.layers import Layer, Layers
+from llmcache.fs.layout.order import layer_name
+from llmcache.fs.layout.tensors import Tensor
+from llmcache.report.layers import layer_tables
+from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, WRITE, Provenance, Trace, TraceFile
+
+# Blocks: header 0-9, embedding 10-109, then layers of 100 blocks, each in two tensors.
+HEADER, EMBEDDING = Tensor("header", 0, 10 * BLOCK_BYTES, ""), Tensor("token_embd.weight", 40_960, 100 * BLOCK_BYTES, "")
+LAYERS = 8
+FIRST = 110
+Row = tuple[int, int, int, int]  # first, count, op, miss
+
+
+def model(order: Sequence[int] = range(LAYERS)) -> list[Tensor]:
+    """Tensors in file order; `order` says which layer lies where."""
+    tensors = [HEADER, EMBEDDING]
+    for place, layer in enumerate(order):
+        start = (FIRST + 100 * place) * BLOCK_BYTES
+        for part, name in enumerate(("attn_q", "ffn_up")):
+            offset = start + part * 50 * BLOCK_BYTES
+            tensors.append(Tensor(f"blk.{layer}.{name}.weight", offset, 50 * BLOCK_BYTES, "F32"))
+    return tensors
+
+
+def trace(rows: Sequence[Row]) -> Trace:
+    first, count, op, miss = zip(*rows, strict=True)
+    files = [TraceFile(0, "/models/m.gguf", 1, 2, 0, (FIRST + 100 * LAYERS) * BLOCK_BYTES)]
+    times = [number * 10**6 for number in range(len(rows))]
+    return Trace.build(times, 0, first, count, op, miss, files=files, provenance=Provenance("test"))
+
+
+def found(rows: Sequence[Row], tensors: Sequence[Tensor], batch_rows: int = 1 << 16) -> dict[str, Layer]:
+    layers = Layers(lambda file: tensors)
+    for batch in trace(rows).batches(batch_rows):
+        layers.note(batch)
+    return {layer.name: layer for layer in layers.found()}
+
+
+def read_layer(place: int, step: int = 16, miss: int = MISS) -> list[Row]:
+    start = FIRST + 100 * place
+    return [(first, min(step, start + 100 - first), MAP, miss) for first in range(start, start + 100, step)]
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("blk.3.attn_q.weight", "blk.3"),
+        ("model.layers.12.self_attn.q_proj.weight", "model.layers.12"),
+        ("transformer.h.0.mlp.c_fc.bias", "transformer.h.0"),
+        ("v.blk.7.ffn_up.weight", "v.blk.7"),
+        ("token_embd.weight", "token_embd.weight"),
+        ("header", "header"),
+    ],
+)
+def test_layer_names(name: str, layer: str) -> None:
+    assert layer_name(name) == layer == Tensor(name, 0, 1, "").layer
+
+
+@pytest.mark.parametrize("batch_rows", [7, 1 << 16])
+def test_every_block_counts_where_it_lies(batch_rows: int) -> None:
+    """Against a count block by block, for random runs over several layers."""
+    rng = random.Random(5)
+    end = FIRST + 100 * LAYERS
+    rows: list[Row] = []
+    for _ in range(500):
+        first = rng.randrange(end)
+        rows.append(
+            (first, rng.randint(1, min(400, end - first)), rng.choice((READ, MAP)), rng.choice((HIT, MISS, UNKNOWN)))
+        )
+    tensors = model()
+    expected: dict[str, list[int]] = {}
+    for first, count, _, miss in rows:
+        for block in range(first, first + count):
+            (tensor,) = (each for each in tensors if each.offset <= block * BLOCK_BYTES < each.end)
+            counts = expected.setdefault(tensor.layer, [0, 0, 0])
+            counts[0] += 1
+            counts[1] += miss != UNKNOWN
+            counts[2] += miss == MISS
+    got = {name: [each.accesses, each.known, each.missed] for name, each in found(rows, tensors, batch_rows).items()}
+    assert got == expected
+
+
+def test_a_block_of_two_layers_counts_for_the_one_in_its_middle() -> None:
+    half = BLOCK_BYTES // 2
+    tensors = [Tensor("blk.0.a", 0, 10 * BLOCK_BYTES + half, ""), Tensor("blk.1.a", 10 * BLOCK_BYTES + half, 40_000, "")]
+    assert {name: each.accesses for name, each in found([(10, 1, READ, HIT)], tensors).items()} == {"blk.0": 0, "blk.1": 1}
+    tensors = [Tensor("blk.0.a", 0, 10 * BLOCK_BYTES + half + 1, "")]
+    tensors.append(Tensor("blk.1.a", tensors[0].end, 40_000, ""))
+    assert {name: each.accesses for name, each in found([(10, 1, READ, HIT)], tensors).items()} == {"blk.0": 1, "blk.1": 0}
+
+
+def test_sizes_misses_and_writes() -> None:
+    rows = [*read_layer(0), *read_layer(0, miss=HIT), *read_layer(1, miss=UNKNOWN), (FIRST, 100, WRITE, UNKNOWN)]
+    layers = found(rows, model())
+    assert (layers["blk.0"].tensors, layers["blk.0"].size_bytes) == (2, 100 * BLOCK_BYTES)
+    assert (layers["blk.0"].accesses, layers["blk.0"].missed, layers["blk.0"].miss_ratio) == (200, 100, 0.5)
+    assert (layers["blk.1"].accesses, layers["blk.1"].known, layers["blk.1"].miss_ratio) == (100, 0, None)
+    assert layers["blk.0"].row()["missed_bytes"] == 100 * BLOCK_BYTES
+    assert layers["blk.1"].row()["missed_bytes"] is None
+
+
+# Alphabetical, as safetensors files are sorted.
+SCATTERED = [0, 1, 4, 5, 2, 7, 3, 6]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_order_of_a_pass(threads: int) -> None:
+    """Layers lie in another order than they are used in; the file is read once from front to end at first."""
+    rng = random.Random(3)
+    rows: list[Row] = [(first, 10, READ, MISS) for first in range(0, FIRST + 100 * LAYERS, 10)]
+    for _ in range(6):
+        one_pass = [row for layer in range(LAYERS) for row in read_layer(SCATTERED.index(layer))]
+        if threads == 2:  # one is up to ten rows ahead
+            one_pass = [one_pass[at] for at in sorted(range(len(one_pass)), key=lambda at: at + rng.uniform(0, 10))]
+        rows += [(10 + 3, 1, MAP, MISS), *one_pass]
+    layers = found(rows, model(SCATTERED))
+    assert [layers[f"blk.{number}"].place for number in range(LAYERS)] == list(range(LAYERS))
+    assert list(layers)[:LAYERS] == [f"blk.{number}" for number in range(LAYERS)]
+    assert layers["token_embd.weight"].place == LAYERS, "the last before the first layer comes again"
+    assert layers["header"].place is None
+
+
+def test_a_file_read_once_has_no_order() -> None:
+    layers = found([row for place in range(LAYERS) for row in read_layer(place)], model())
+    assert {layer.place for layer in layers.values()} == {None}
+    assert list(layers)[:3] == ["header", "token_embd.weight", "blk.0"]
+
+
+def test_what_stays_cached_in_some_passes_keeps_its_place() -> None:
+    rows: list[Row] = []
+    for turn in range(9):
+        rows += [row for place in range(LAYERS) if (turn + place) % 3 for row in read_layer(place)]
+        rows += [row for place in range(LAYERS) for row in read_layer(place)]
+    layers = found(rows, model())
+    assert [layers[f"blk.{number}"].place for number in range(LAYERS)] == list(range(LAYERS))
+
+
+def test_document_and_table_have_them() -> None:
+    rows = [row for _ in range(5) for place in range(LAYERS) for row in read_layer(place)]
+    classes = classify(trace(rows).batches(), names=lambda file: model())
+    layers = {layer["layer"]: layer for layer in classes.document("t.parquet")["layers"]}
+    assert layers["blk.2"]["missed_blocks"] == layers["blk.2"]["accesses"] == 500
+    assert (layers["blk.2"]["place"], layers["blk.2"]["path"]) == (2, "/models/m.gguf")
+    heading, *_ = layer_tables(classes.layers)
+    assert heading == "layers of /models/m.gguf, in the order of a pass:"
+    assert classify(trace(rows).batches()).document("t.parquet")["layers"] == []
+    assert classify(trace(rows).batches(), names=lambda file: ()).layers == ()
