@@ -1,4 +1,4 @@
-/* From one event in a recorded thread to runs: requests to read, page faults, what the kernel maps around them, fills. */
+/* From one event in a recorded thread to runs: requests to read, and fills. */
 #ifndef LLMCACHE_ACCESSES_H
 #define LLMCACHE_ACCESSES_H
 
@@ -29,11 +29,16 @@ static __always_inline void note_file(struct thread *thread, struct record *reco
 		lose(LOST_FILES, 1);
 }
 
+static __always_inline u64 pages_of(struct inode *inode)
+{
+	return (inode->i_size + (4096ULL << config.page_blocks_log2) - 1) >> (12 + config.page_blocks_log2);
+}
+
 /* Fills in an access of pages first .. last; false if it is none of a regular file. */
 static __always_inline bool describe(struct record *record, struct thread *thread, struct inode *inode, u64 first, u64 last,
 				     u8 op)
 {
-	u64 end_page = (inode->i_size + (4096ULL << config.page_blocks_log2) - 1) >> (12 + config.page_blocks_log2);
+	u64 end_page = pages_of(inode);
 
 	if (!is_regular(inode))
 		return false;
@@ -55,19 +60,22 @@ static __always_inline bool describe(struct record *record, struct thread *threa
 	return true;
 }
 
-/* Sends past the slot, which another CPU is flushing. */
+#define TRIES 256
+
+/* Waits out a flush, which takes a fraction of a microsecond. If that was interrupted itself, sends past the slot. */
 static __always_inline bool own(struct slot *slot, struct record *record)
 {
 	if (lock(slot))
 		return true;
+	for (int i = 0; i < TRIES; i++)
+		if (lock(slot))
+			return true;
 	emit(record);
 	return false;
 }
 
-static __always_inline u64 read_calls_made(void)
+static __always_inline u64 read_calls_made(struct task_struct *task)
 {
-	struct task_struct *task = (void *)bpf_get_current_task();
-
 	if (bpf_core_field_exists(task->ioac.syscr))
 		return BPF_CORE_READ(task, ioac.syscr);
 	return 0;
@@ -79,7 +87,7 @@ static __always_inline bool goes_on(struct thread *thread, struct record *next)
 	u64 last = next->first + next->count - 1;
 
 	return last == thread->request_last && next->first > thread->request_first &&
-	       is_file(&thread->request_file, next) && thread->request_call == read_calls_made();
+	       is_file(&thread->request_file, next) && thread->request_call == read_calls_made((void *)bpf_get_current_task());
 }
 
 static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u8 flags)
@@ -93,7 +101,7 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 	last = next.first + next.count - 1;
 	if (!own(&thread->slot, &next))
 		return 0;
-	thread->fault_ns = 0;
+	thread->fault_mapping = NULL;
 	if (goes_on(thread, &next)) {
 		thread->request_first = next.first;
 		if (thread->request_next <= last) {
@@ -103,94 +111,41 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 			merge(&thread->slot, &next, 0);
 		}
 	} else {
+		/* Unaligned requests one after the other share a block, which counts once. */
+		if (config.max_blocks && next.count > 1 && next.first == thread->request_last &&
+		    is_file(&thread->request_file, &next)) {
+			next.first++;
+			next.count--;
+		}
 		thread->request_first = next.first;
 		thread->request_last = last;
 		thread->request_file = thread->file;
-		if (next.count > 1)
-			thread->request_call = read_calls_made();
-		/* Unaligned requests one after the other share a block, which counts once. */
-		merge(&thread->slot, &next, next.count > 1);
+		if (next.first < last)
+			thread->request_call = read_calls_made((void *)bpf_get_current_task());
+		merge(&thread->slot, &next, 0);
 	}
 	thread->request_next = last + 1;
+	thread->request_ns = next.t_ns;
 	unlock(&thread->slot);
 	return 0;
 }
 
-static __always_inline bool covers(struct slot *slot, struct record *next)
-{
-	struct record *run = &slot->run;
-
-	return slot->live && same_stream(run, next) && run->first <= next->first &&
-	       next->first + next->count <= run->first + run->count && next->t_ns - run->t_ns <= config.max_age_ns;
-}
-
-static __always_inline int take_fault(struct inode *inode, u64 page)
-{
-	struct thread *thread = this_thread();
-	struct record next = {};
-
-	if (!thread || !describe(&next, thread, inode, page, page, MAP) || !own(&thread->slot, &next))
-		return 0;
-	thread->request_last = 0;
-	/* A fault that had to wait for storage is tried again, and told again. */
-	if (!covers(&thread->slot, &next) && !(thread->fault_ns && is_file(&thread->request_file, &next) &&
-					       thread->request_next == next.first)) {
-		merge(&thread->slot, &next, 0);
-		thread->fault_ns = next.t_ns;
-		thread->request_file = thread->file;
-		thread->request_next = next.first;
-	}
-	unlock(&thread->slot);
-	return 0;
-}
-
-/* The kernel maps what is cached around a page that faults: of that, what was not mapped by the fault before. */
-static __always_inline int take_around(struct inode *inode, u64 first, u64 last)
-{
-	struct thread *thread = this_thread();
-	struct record next = {};
-
-	if (!thread || !describe(&next, thread, inode, first, last, MAP))
-		return 0;
-	next.flags = AROUND;
-	if (!own(&thread->slot, &next))
-		return 0;
-	thread->request_last = 0;
-	if (!covers(&thread->slot, &next)) {
-		thread->fault_ns = 0;
-		merge(&thread->slot, &next, next.count);
-	}
-	unlock(&thread->slot);
-	return 0;
-}
-
-/* Ends the run that a fill interrupts, so that what comes after the fill is counted after it; returns the fill's time. */
-static __always_inline u64 interrupt(struct thread *thread, struct record *fill)
+/* Ends the run that a fill interrupts, so that what comes after the fill is counted after it. */
+static __always_inline void interrupt(struct thread *thread, struct record *fill)
 {
 	struct record *run = &thread->slot.run;
-	u64 end = run->first + run->count, fault_ns = thread->fault_ns;
+	u64 end = run->first + run->count;
 
-	if (run->op == MAP && fault_ns) {
-		/* The page that faulted is the last of the run: it alone waits for this fill. */
-		if (run->count > 1 && thread->slot.live) {
-			u64 page_blocks = 1ULL << config.page_blocks_log2;
-
-			run->count -= page_blocks;
-			run->aux -= 1;
-			emit(run);
-			run->first = end - page_blocks;
-			run->count = page_blocks;
-			run->aux = 1;
-			run->t_ns = fault_ns;
-		}
-		return fault_ns;
-	}
-	if (run->op == READ && thread->slot.live && end == thread->request_last + 1 && fill->first > run->first &&
-	    fill->first > thread->request_first && fill->first < end) {
+	if (run->op == MAP && thread->fault_mapping) {
+		/* The page that faulted, the last of the run, is counted when it is mapped. */
+		run->count -= 1 << config.page_blocks_log2;
+		run->aux -= 1;
+		thread->slot.live = run->count > 0;
+	} else if (run->op == READ && end == thread->request_last + 1 && fill->first > run->first &&
+		   fill->first > thread->request_first && fill->first < end) {
 		run->count = fill->first - run->first;
 		thread->request_next = fill->first;
 	}
-	return fill->t_ns;
 }
 
 /* A page entered the page cache: read from storage, except when a write makes it. */
@@ -212,9 +167,7 @@ static __always_inline int take_fill(struct folio *folio)
 	if (!own(&thread->slot, &fill))
 		return 0;
 	if (thread->slot.live && thread->slot.run.kind == ACCESS && is_file(&thread->request_file, &fill))
-		fill.t_ns = interrupt(thread, &fill);
-	else if (thread->fault_ns && is_file(&thread->request_file, &fill))
-		fill.t_ns = thread->fault_ns;
+		interrupt(thread, &fill);
 	merge(&thread->slot, &fill, 0);
 	unlock(&thread->slot);
 	return 0;

@@ -5,8 +5,11 @@
  *   fexit      the functions behind them, for older kernels
  *   syscalls   what system calls ask for; page faults are not seen */
 #include "accesses.h"
+#include "faults.h"
 #include "writes.h"
 #include "block.h"
+#include "evictions.h"
+#include "flush.h"
 
 /* The kernel lets only programs under its own licence call the helpers that read its memory. */
 char LICENSE[] SEC("license") = "Dual MIT/GPL";
@@ -20,13 +23,13 @@ int BPF_PROG(read_pages, struct address_space *mapping, unsigned long first, uns
 SEC("tp_btf/mm_filemap_fault")
 int BPF_PROG(fault_page, struct address_space *mapping, unsigned long page)
 {
-	return take_fault(mapping->host, page);
+	return take_fault(mapping, page);
 }
 
 SEC("tp_btf/mm_filemap_map_pages")
 int BPF_PROG(map_around, struct address_space *mapping, unsigned long first, unsigned long last)
 {
-	return take_around(mapping->host, first, last);
+	return take_around(mapping, first, last);
 }
 
 SEC("tp_btf/mm_filemap_add_to_page_cache")
@@ -36,41 +39,6 @@ int BPF_PROG(filled, struct folio *folio)
 	if (!this_thread() || is_writing(current_call()))
 		return 0;
 	return take_fill(folio);
-}
-
-#define CPUS 1024
-struct {
-	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, CPUS);
-	__type(key, u32);
-	__type(value, struct slot);
-} evictions SEC(".maps");
-
-/* In whatever process reclaims memory. */
-SEC("tp_btf/mm_filemap_delete_from_page_cache")
-int BPF_PROG(evicted, struct folio *folio)
-{
-	struct inode *inode = folio->mapping->host;
-	u32 cpu = bpf_get_smp_processor_id() & (CPUS - 1);
-	struct slot *slot = bpf_map_lookup_elem(&evictions, &cpu);
-	struct record next = {};
-	struct file_key file;
-
-	name_file(&next, inode);
-	file.dev = next.dev;
-	file.inode = next.inode;
-	if (!slot || !bpf_map_lookup_elem(&files, &file))
-		return 0;
-	next.t_ns = bpf_ktime_get_ns();
-	next.first = (u64)folio->index << config.page_blocks_log2;
-	next.count = folio_pages(folio) << config.page_blocks_log2;
-	next.miss = UNKNOWN;
-	next.kind = EVICT;
-	if (!own(slot, &next))
-		return 0;
-	merge(slot, &next, 0);
-	unlock(slot);
-	return 0;
 }
 
 /* Begun in the thread that asks, also for io_uring; the size says how far, whether or not the device delivers it. */
@@ -99,13 +67,13 @@ int BPF_PROG(read_returned, struct kiocb *kiocb, void *iter, s64 already, s64 re
 SEC("fexit/filemap_fault")
 int BPF_PROG(fault_returned, struct vm_fault *fault)
 {
-	return take_fault(fault->vma->vm_file->f_inode, fault->pgoff);
+	return take_fault(fault->vma->vm_file->f_mapping, fault->pgoff);
 }
 
 SEC("fexit/filemap_map_pages")
 int BPF_PROG(map_returned, struct vm_fault *fault, unsigned long first, unsigned long last)
 {
-	return take_around(fault->vma->vm_file->f_inode, first, last);
+	return take_around(fault->vma->vm_file->f_mapping, first, last);
 }
 
 SEC("tp_btf/sys_exit")
@@ -125,48 +93,4 @@ int BPF_PROG(read_call_returned, struct pt_regs *regs, long result)
 	else
 		position -= result;
 	return take_bytes(inode, position, result, READ);
-}
-
-struct flushing { u32 live, busy; };
-
-static long flush_thread(void *map, u32 *tid, struct thread *thread, struct flushing *flushing)
-{
-	flushing->live++;
-	if (!thread->slot.live)
-		return 0;
-	if (lock(&thread->slot)) {
-		send(&thread->slot);
-		unlock(&thread->slot);
-	} else {
-		flushing->busy++;
-	}
-	return 0;
-}
-
-static long flush_cpu(void *map, u32 *cpu, struct slot *slot, struct flushing *flushing)
-{
-	if (!slot->live)
-		return 0;
-	if (lock(slot)) {
-		send(slot);
-		unlock(slot);
-	} else {
-		flushing->busy++;
-	}
-	return 0;
-}
-
-struct flush_result { u32 live, busy; };
-
-/* Run by user space: sends every run, and says how many threads are recorded and how many slots were busy. */
-SEC("syscall")
-int flush(struct flush_result *result)
-{
-	struct flushing flushing = {};
-
-	bpf_for_each_map_elem(&threads, flush_thread, &flushing, 0);
-	bpf_for_each_map_elem(&evictions, flush_cpu, &flushing, 0);
-	result->live = flushing.live;
-	result->busy = flushing.busy;
-	return 0;
 }

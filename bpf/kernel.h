@@ -23,17 +23,21 @@ typedef __s64 s64;
 
 struct super_block { u32 s_dev; };
 struct inode { u16 i_mode; struct super_block *i_sb; unsigned long i_ino; s64 i_size; };
-struct address_space { struct inode *host; };
+struct xarray { void *xa_head; };
+struct xa_node { u8 shift; void *slots[64]; };
+struct address_space { struct inode *host; struct xarray i_pages; };
 struct folio { unsigned long flags; struct address_space *mapping; unsigned long index; };
 struct flags_word { unsigned long f; };
 struct folio___memdesc { struct flags_word flags; };		/* >= 6.18 */
 struct folio___sized { unsigned int _nr_pages; };		/* >= 6.15 */
 struct folio___named { unsigned int _folio_nr_pages; };
 struct page { unsigned long compound_head; };
-struct file { struct inode *f_inode; s64 f_pos; };
+struct file { struct inode *f_inode; struct address_space *f_mapping; s64 f_pos; };
 struct kiocb { struct file *ki_filp; s64 ki_pos; };
 struct iov_iter { bool data_source; unsigned long count; };
-struct vm_area_struct { struct file *vm_file; };
+struct vm_area_struct { unsigned long vm_start, vm_pgoff; struct file *vm_file; };
+struct percpu_counter { s64 count; };
+struct mm_struct { struct percpu_counter rss_stat[4]; };
 struct vm_fault { struct vm_area_struct *vma; unsigned long pgoff; };
 
 struct upid { int nr; };
@@ -47,6 +51,7 @@ struct task_struct {
 	struct task_struct *group_leader;
 	struct pid *thread_pid;
 	struct files_struct *files;
+	struct mm_struct *mm;
 	struct task_io_accounting ioac;
 };
 struct pt_regs { char opaque; };
@@ -72,6 +77,8 @@ struct bpf_iter_meta { struct seq_file *seq; };
 struct bpf_iter__task { struct bpf_iter_meta *meta; struct task_struct *task; };
 
 #pragma clang attribute pop
+
+extern int LINUX_KERNEL_VERSION __kconfig;
 
 enum pageflags { PG_head = 6 };
 
@@ -108,6 +115,34 @@ static __always_inline u64 folio_pages(struct folio *folio)
 	if (bpf_core_field_exists(((struct folio___named *)0)->_folio_nr_pages))
 		return BPF_CORE_READ((struct folio___named *)folio, _folio_nr_pages);
 	return 1;
+}
+
+/* The page-cache folio with page `index`, from its first page to its last; that page alone if none is cached.
+ *
+ * Entries whose two low bits are 10 and that are large are nodes, small ones point to the slot of the folio's first page;
+ * other entries with low bits remember pages that left. */
+static __noinline int find_folio(struct address_space *mapping, u64 index, u64 *first, u64 *last)
+{
+	u64 entry = (u64)BPF_CORE_READ(mapping, i_pages.xa_head), slots = bpf_core_field_offset(struct xa_node, slots);
+	struct folio *folio;
+
+	if (!first || !last)
+		return 0;
+	*first = *last = index;
+	for (int level = 0; level < 8 && (entry & 3) == 2 && entry > 4096; level++) {
+		u64 node = entry - 2, slot = index >> BPF_CORE_READ((struct xa_node *)node, shift) & 63;
+
+		entry = 0;
+		bpf_probe_read_kernel(&entry, sizeof(entry), (void *)(node + slots + slot * 8));
+		if ((entry & 3) == 2 && entry < 256)
+			bpf_probe_read_kernel(&entry, sizeof(entry), (void *)(node + slots + (entry >> 2) * 8));
+	}
+	if (!entry || entry & 3)
+		return 0;
+	folio = (void *)entry;
+	*first = BPF_CORE_READ(folio, index);
+	*last = *first + folio_pages(folio) - 1;
+	return 0;
 }
 
 /* Arguments 0 and 3 of a finished system call, and its number; -1 in an exception, a page fault for one. */

@@ -43,8 +43,9 @@ struct {
 	__uint(max_entries, 16 << 20);
 } ring SEC(".maps");
 
-/* What could not be recorded, by reason: the ring was full, too many threads, too many files, too many requests. */
-enum { LOST_RING, LOST_THREADS, LOST_FILES, LOST_REQUESTS, LOSSES };
+/* What could not be recorded, by reason: the ring was full, too many threads, too many files, too many requests, a
+ * mapping by huge pages of which the file could not be found. */
+enum { LOST_RING, LOST_THREADS, LOST_FILES, LOST_REQUESTS, LOST_HUGE, LOSSES };
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, LOSSES);

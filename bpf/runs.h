@@ -1,12 +1,12 @@
 /* Runs: adjacent blocks merged while one thread (or, for evictions, one CPU) goes on.
  *
  * A slot holds the run that is still growing. Its owner is the only writer, except that user space has old runs sent
- * by the `flush` program from another CPU; `lock` keeps the two apart. Nobody ever waits: the flush skips a busy slot and
- * is called again, and an owner that finds its slot being flushed sends its record past it.
+ * by the `flush` program from another CPU; `lock` keeps the two apart. The flush skips a busy slot and is called again; an
+ * owner that finds its slot being flushed tries again for some microseconds and then sends its record past it.
  *
- * Order: whoever sorts the records by time, fills before accesses at the same time, gets the order in which one thread
- * did things. Therefore a fill ends the run of accesses before it; the part of a request that comes after a fill is
- * counted after it; and a fill caused by a page fault gets the time of the fault, which the kernel tells before it. */
+ * Order: whoever sorts the records by time gets the order in which one thread did things. Therefore a fill ends the run of
+ * accesses before it, the part of a request that comes after a fill is counted after it, and a page that faults is
+ * counted when it is mapped. */
 #ifndef LLMCACHE_RUNS_H
 #define LLMCACHE_RUNS_H
 

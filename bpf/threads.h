@@ -13,7 +13,13 @@ struct thread {
 	u64 request_first, request_last;	/* the last request to read, in blocks */
 	u64 request_next;			/* its first block that is not counted yet */
 	u64 request_call;			/* the thread's read system calls before it */
-	u64 fault_ns;				/* when the last fault began, if no other access followed */
+	u64 request_ns;				/* when it was last told of */
+	struct address_space *fault_mapping;	/* of the last fault, until its page is mapped; */
+	struct record fault;			/* that page, */
+	u64 fault_end;				/* and the end of its file, in pages */
+	u32 fault_told;				/* the last fault was counted when its page was mapped */
+	u64 touched;				/* address of the last page fault, until a mapping follows */
+	s64 mapped_pages;			/* file pages that the process had mapped then */
 	struct file_key file;			/* the last one that was noted in `files` */
 	u32 pid;
 };

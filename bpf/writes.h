@@ -67,7 +67,7 @@ static __always_inline int take_bytes(struct inode *inode, s64 start, s64 size, 
 	if (!thread || !describe_bytes(&next, thread, inode, start, size, op) || !own(&thread->slot, &next))
 		return 0;
 	thread->request_last = 0;
-	thread->fault_ns = 0;
+	thread->fault_mapping = NULL;
 	merge(&thread->slot, &next, start & 4095 ? 1 : 0);
 	unlock(&thread->slot);
 	return 0;
@@ -149,7 +149,7 @@ static __always_inline int take_dirty(struct folio *folio, bool record_stores)
 	}
 	if (!record_stores || !own(&thread->slot, &next))
 		return 0;
-	thread->fault_ns = 0;
+	thread->fault_mapping = NULL;
 	merge(&thread->slot, &next, 0);
 	unlock(&thread->slot);
 	return 0;

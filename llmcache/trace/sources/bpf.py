@@ -22,6 +22,7 @@ _STORES = Part([["stored"]], "writes through mappings")
 _MADE = Part([["dirtied"]], "which fills were pages made by writes")
 _FILLS = Part([["filled", "evicted"]], "fills and evictions: hits and misses are unknown")
 _DIRECT = Part([["read_direct"]], "O_DIRECT reads")
+_HUGE = Part([["touched"]], "mappings by huge pages")
 _BLOCK = Part([["submitted", "completed", "request_completed"]], "block requests")
 # An event is timed before its slot is locked: this much later it is certainly in the slot.
 _SETTLED_NS = 2_000_000
@@ -133,7 +134,7 @@ class FilemapSource(BpfSource):
     @classmethod
     def parts(cls, wish: Wish) -> Sequence[Part]:
         """See BpfSource."""
-        needed = Part([["read_pages", "fault_page", "map_around"]])
+        needed = Part([["read_pages", "fault_page", "mapped", "map_around"]])
         return (needed, *_common(wish))
 
     @classmethod
@@ -158,7 +159,7 @@ class FexitSource(BpfSource):
     @classmethod
     def parts(cls, wish: Wish) -> Sequence[Part]:
         """See BpfSource."""
-        needed = Part([["read_returned", "fault_returned", "map_returned"]])
+        needed = Part([["read_returned", "fault_returned", "mapped", "map_returned"]])
         return (needed, *_common(wish))
 
 
@@ -178,7 +179,7 @@ class SyscallSource(BpfSource):
 
 def _common(wish: Wish) -> Sequence[Part]:
     writes = (_STORES, *_WRITES) if wish.writes else (_MADE,)
-    return (_FILLS, _DIRECT, *writes, *((_BLOCK,) if wish.block else ()))
+    return (_FILLS, _DIRECT, _HUGE, *writes, *((_BLOCK,) if wish.block else ()))
 
 
 def _tracepoints(*names: str) -> bool:

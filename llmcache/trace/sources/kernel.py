@@ -20,7 +20,7 @@ OBJECT = Path(__file__).parent.parent / "objects" / "iotrace.bpf.o"
 RING_BYTES = 16 << 20
 MAX_AGE_NS = 1_000_000
 MAX_BLOCKS = 1024
-LOSSES = ("ring full", "too many threads", "too many files", "too many block requests")
+LOSSES = ("ring full", "too many threads", "too many files", "too many block requests", "huge mapping of an unknown file")
 
 # struct config of bpf/record.h.
 CONFIG = np.dtype(

@@ -1,0 +1,174 @@
+/* Page faults, and how much the kernel maps at once: cached pages around the one that faulted, since 6.18 whole folios.
+ *
+ * A fault is told in up to three steps, of which the first and the last may be missing, and the middle one is not of
+ * files: the fault itself (fault_page), before its page is read from storage if need be; the process's count of mapped
+ * file pages grows (mapped); what was mapped around (map_around). A folio as large as a huge page (2 MiB on x86-64) is
+ * mapped in one piece, and then only the middle step happens: what the count grew by and the address (touched) tell it.
+ * Other threads move that count too, and parts of it are kept by each CPU: only a jump of half a huge page is believed. */
+#ifndef LLMCACHE_FAULTS_H
+#define LLMCACHE_FAULTS_H
+
+#include "accesses.h"
+
+#define MM_FILEPAGES 0
+#define PRESENT 1	/* in a fault's error code: the page was mapped, but not for this */
+#define WHOLE_FOLIOS (6 << 16 | 18 << 8)	/* the Linux version from which whole folios are mapped */
+
+static __always_inline bool covers(struct slot *slot, struct record *next)
+{
+	struct record *run = &slot->run;
+
+	return slot->live && same_stream(run, next) && run->first <= next->first &&
+	       next->first + next->count <= run->first + run->count && next->t_ns - run->t_ns <= config.max_age_ns;
+}
+
+/* Records pages that were mapped, as far as the thread's run does not have them already. */
+static __always_inline void take_mapped(struct thread *thread, struct record *next)
+{
+	struct record *run = &thread->slot.run;
+
+	next->flags = next->count > 1 << config.page_blocks_log2 ? AROUND : 0;
+	if (!own(&thread->slot, next))
+		return;
+	thread->request_last = 0;
+	if (covers(&thread->slot, next)) {
+		/* Nothing new. */
+	} else if (thread->slot.live && same_stream(run, next) && run->count == 1 << config.page_blocks_log2 &&
+		   run->first >= next->first && run->first < next->first + next->count) {
+		/* The page that faulted was told already. */
+		run->first = next->first;
+		run->count = next->count;
+		run->flags |= next->flags;
+	} else {
+		merge(&thread->slot, next, next->count);
+	}
+	unlock(&thread->slot);
+}
+
+/* Widens first .. last to the folio of page `index`, if it is mapped whole: it has to end before page `limit`. */
+static __always_inline void widen(struct address_space *mapping, u64 index, u64 limit, u64 *first, u64 *last)
+{
+	u64 begin = index, end = index;
+
+	if (LINUX_KERNEL_VERSION < WHOLE_FOLIOS)
+		return;
+	find_folio(mapping, index, &begin, &end);
+	if (end >= limit)
+		return;
+	if (begin < *first)
+		*first = begin;
+	if (end > *last)
+		*last = end;
+}
+
+static __always_inline int take_fault(struct address_space *mapping, u64 page)
+{
+	struct thread *thread = this_thread();
+	struct record next = {};
+
+	if (!thread || !describe(&next, thread, mapping->host, page, page, MAP))
+		return 0;
+	take_mapped(thread, &next);
+	thread->fault = next;
+	thread->fault_end = pages_of(mapping->host);
+	thread->fault_mapping = mapping;
+	thread->fault_told = 0;
+	thread->request_file = thread->file;
+	return 0;
+}
+
+static __always_inline int take_around(struct address_space *mapping, u64 first, u64 last)
+{
+	struct thread *thread = this_thread();
+	u64 begin = first, end = last, limit;
+	struct record next = {};
+
+	if (!thread)
+		return 0;
+	/* Not the folio at the very end of the file. */
+	limit = pages_of(mapping->host) - 1;
+	widen(mapping, last, limit, &begin, &end);
+	if (begin == first)
+		widen(mapping, first, limit, &begin, &end);
+	if (!describe(&next, thread, mapping->host, begin, end, MAP))
+		return 0;
+	next.aux = !thread->fault_told;
+	take_mapped(thread, &next);
+	thread->fault_told = 0;
+	thread->fault_mapping = NULL;
+	return 0;
+}
+
+SEC("tp_btf/page_fault_user")
+int BPF_PROG(touched, unsigned long address, struct pt_regs *regs, unsigned long error_code)
+{
+	struct thread *thread = this_thread();
+
+	if (!thread)
+		return 0;
+	thread->fault_mapping = NULL;
+	thread->fault_told = 0;
+	thread->touched = error_code & PRESENT ? 0 : address;
+	thread->mapped_pages = BPF_CORE_READ((struct task_struct *)bpf_get_current_task(), mm, rss_stat[MM_FILEPAGES].count);
+	return 0;
+}
+
+struct search { struct thread *thread; u64 address; };
+
+static long take_huge(struct task_struct *task, struct vm_area_struct *vma, struct search *search)
+{
+	struct file *file = vma->vm_file;
+	u64 page, first = 0, last = 0;
+	struct record next = {};
+
+	if (!file)
+		return 0;
+	page = vma->vm_pgoff + ((search->address - vma->vm_start) >> (12 + config.page_blocks_log2));
+	find_folio(file->f_mapping, page, &first, &last);
+	if (first < last && describe(&next, search->thread, file->f_mapping->host, first, last, MAP))
+		take_mapped(search->thread, &next);
+	return 0;
+}
+
+/* The page that faulted is mapped, and with it the rest of its folio. */
+static __always_inline void take_faulted(struct thread *thread)
+{
+	u64 page = thread->fault.first >> config.page_blocks_log2, first = page, last = page;
+	struct record next = thread->fault;
+
+	widen(thread->fault_mapping, page, thread->fault_end, &first, &last);
+	next.t_ns = bpf_ktime_get_ns();
+	next.first = first << config.page_blocks_log2;
+	next.count = (last - first + 1) << config.page_blocks_log2;
+	take_mapped(thread, &next);
+	thread->fault_mapping = NULL;
+}
+
+SEC("tp_btf/rss_stat")
+int BPF_PROG(mapped, struct mm_struct *mm, int member)
+{
+	u64 half_huge = 256ULL << config.page_blocks_log2;	/* of as many pages as a table has entries */
+	struct thread *thread;
+	struct search search;
+
+	if (member != MM_FILEPAGES)
+		return 0;
+	thread = this_thread();
+	if (!thread)
+		return 0;
+	search.thread = thread;
+	search.address = thread->touched;
+	thread->touched = 0;
+	if (thread->fault_mapping) {
+		take_faulted(thread);
+		thread->fault_told = 1;
+	} else if (search.address &&
+		   BPF_CORE_READ(mm, rss_stat[MM_FILEPAGES].count) - thread->mapped_pages >= (s64)half_huge) {
+		if (bpf_find_vma(bpf_get_current_task_btf(), search.address, take_huge, &search, 0))
+			lose(LOST_HUGE, 1);
+		thread->fault_told = 1;
+	}
+	return 0;
+}
+
+#endif
