@@ -28,7 +28,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("llmcache.cli.convert:command", "Convert a trace: Parquet, CSV, oracleGeneral, strace logs."),
     "trace": ("llmcache.cli.trace:command", "Record which file blocks a process accesses."),
     "classify": ("llmcache.cli.classify:command", "What of a trace is read once, in loops, or hot, by file."),
+    "plot": ("llmcache.cli.plot:command", "Draw which blocks a trace accesses when: PNG, SVG or HTML."),
     "simulate": ("llmcache.cli.simulate:command", "What caches of several sizes and policies hit on traces."),
+    "reproduce": ("llmcache.cli.reproduce:command", "Recompute a paper's figures and claims, beside ours."),
 }
 
 EPILOG = """\b

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 from matplotlib.ticker import StrMethodFormatter
 from numpy.typing import NDArray
 
@@ -23,6 +23,10 @@ from llmcache.report.theme import CLASS_COLOURS, FAINT, INK, MUTED, OP_COLOURS
 FAINTEST = 0.5  # opacity of a cell with one run; the fullest has 1
 LEAST_LABEL_GAP = 0.032  # of the height, between names at the right edge
 CLASS_NAMES = {"SEQ": "sequential", "LOOP": "loop", "HOT": "hot"}
+KINDS = tuple(CLASS_NAMES)
+"""Where classes lie on each other (one of the reads, one of the writes), the later one is shown."""
+TINT = 0.2  # opacity of a class behind the accesses
+STRIP = (1.004, 0.016)  # where the strip of classes begins at the right, and its width, in widths of the picture
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,8 @@ def draw(axes: Axes, picture: AccessPicture) -> None:
     """Draw `picture` into `axes`, with a legend below."""
     by_time = picture.grid.by_time
     right = (picture.survey.t1_ns - picture.survey.t0_ns) / 1e9 if by_time else float(picture.survey.accesses)
-    for shade in picture.shades:
-        _shade(axes, picture.bands, shade)
+    if picture.shades:
+        _shade(axes, right, class_rows(picture.bands, picture.shades, picture.grid.height))
     image = pixels(picture.grid.counts())
     axes.imshow(image, extent=(0, right, 0, 1), origin="lower", aspect="auto", interpolation="nearest", zorder=3)
     axes.set_xlim(0, right)
@@ -99,17 +103,40 @@ def pixels(counts: NDArray[np.int64]) -> NDArray[np.float64]:
     return image
 
 
-def _shade(axes: Axes, bands: Sequence[Band], shade: Shade) -> None:
-    """Tint the blocks of `shade`, and mark them fully coloured at the right edge."""
-    for band in bands:
-        first, end = max(shade.first, band.first), min(shade.end, band.end)
-        if band.file != shade.file or first >= end:
+def class_rows(bands: Sequence[Band], shades: Sequence[Shade], height: int) -> NDArray[np.int64]:
+    """Returns the class of each of `height` rows of cells, from the bottom (index in `KINDS`, -1: none).
+
+    Every shade gets a row at least; a class that is later in `KINDS` goes before the others.
+    """
+    rows = np.full(height, -1, np.int64)
+    placed = {band.file: band for band in bands}
+    for shade in shades:
+        band = placed.get(shade.file)
+        if band is None or shade.end <= band.first or shade.first >= band.end:
             continue
-        low, high = band.height(first), band.height(end)
-        colour = CLASS_COLOURS[shade.kind]
-        axes.axhspan(low, high, color=colour, alpha=0.16, linewidth=0, zorder=1)
-        edge = Rectangle((1.0, low), 0.014, high - low, transform=axes.transAxes, clip_on=False, color=colour, linewidth=0)
-        axes.add_patch(edge)
+        top = int(np.ceil(band.top * height))
+        low = min(int(band.height(max(shade.first, band.first)) * height), top - 1)
+        high = min(int(np.ceil(band.height(min(shade.end, band.end)) * height - 1e-6)), top)
+        covered = slice(low, max(high, low + 1))
+        rows[covered] = np.maximum(rows[covered], KINDS.index(shade.kind))
+    return rows
+
+
+def _shade(axes: Axes, right: float, rows: NDArray[np.int64]) -> None:
+    """Tint the rows by class, and draw a strip of classes at the right edge.
+
+    In the strip a class also has its own width, so that it is read without colours: SEQ is narrow, HOT is wide.
+    """
+    colours = np.array([(*to_rgb(CLASS_COLOURS[kind]), 1.0) for kind in KINDS] + [(0.0, 0.0, 0.0, 0.0)])
+    tints = colours[rows][:, np.newaxis]
+    strip = np.repeat(tints, len(KINDS), axis=1)
+    strip[np.arange(len(KINDS)) > rows[:, np.newaxis]] = 0
+    tints = tints * (1, 1, 1, TINT)
+    axes.imshow(tints, extent=(0, right, 0, 1), origin="lower", aspect="auto", interpolation="nearest", zorder=1)
+    begin, width = STRIP
+    edge = (right * begin, right * (begin + width), 0, 1)
+    image = axes.imshow(strip, extent=edge, origin="lower", aspect="auto", interpolation="nearest", zorder=2)
+    image.set_clip_on(False)
 
 
 def _block_ticks(axes: Axes, bands: Sequence[Band]) -> None:
@@ -154,7 +181,7 @@ def _right_edge(axes: Axes, picture: AccessPicture) -> None:
     taken.sort()
     names = axes.secondary_yaxis("right")
     names.set_yticks([at for at, _ in taken], [_short(name) for _, name in taken])
-    names.tick_params(length=0, pad=12, labelcolor=INK, labelsize=8)
+    names.tick_params(length=0, pad=14, labelcolor=INK, labelsize=8)
     names.spines["right"].set_color(FAINT)
 
 

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.trace.record.output import Output, problem
 
 
-def check_target(option: str, path: str | os.PathLike[str], force: bool) -> Path:
-    """Returns `path`; UsageError, naming `option`, if nothing can or may be written there. Ask before hours of work."""
-    target = Path(path)
-    if target.is_dir():
-        raise UsageError(f"{option}: '{target}' is a directory", "name a file")
-    if target.exists() and not force:
-        raise UsageError(f"{option}: '{target}' exists", "--force replaces it")
-    if not target.parent.is_dir():
-        raise UsageError(f"{option}: there is no directory '{target.parent}'", "make it first")
-    return target
+def check_target(option: str, path: str | os.PathLike[str], force: bool) -> None:
+    """UsageError, naming `option`, if a file may not be written to `path`. Ask before hours of work."""
+    Output(path, force, option)
 
 
 def write_target(option: str, path: str | os.PathLike[str], data: bytes, force: bool) -> None:
-    """Write `data` under a temporary name, then give it the name `path`; errors as `check_target` and EnvironmentProblem."""
-    target = check_target(option, path, force)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(target)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        problem = EnvironmentProblem(f"{option}: cannot write '{target}': {reason}", "name a place that has room")
-        raise problem from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write `data` to `path` as a whole; errors as `check_target`, and EnvironmentProblem if there is no room."""
+    output = Output(path, force, option)
+    with output as temporary:
+        try:
+            temporary.write_bytes(data)
+        except OSError as error:
+            raise problem(output.path, error) from error

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.errors import UsageError
 from llmcache.report.access import AccessPicture, Landmark, Shade
 from llmcache.report.grid import BATCH_ROWS, AccessGrid, bands, survey
@@ -14,7 +15,7 @@ from llmcache.units import format_duration, format_size
 if TYPE_CHECKING:
     from llmcache.trace.record import Trace, TraceFile, TraceReader
 
-BLOCK_BYTES = 4096
+STRIP_TEXT = "tinted, and at the right edge: narrow for SEQ, medium for LOOP, wide for HOT"
 
 
 def chosen_files(files: Sequence[TraceFile], pattern: str | None) -> frozenset[int] | None:
@@ -66,6 +67,7 @@ def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tupl
         ("command", provenance.command),
         ("note", provenance.note),
         ("one cell", _cell(picture)),
+        ("classes", STRIP_TEXT if picture.shades else ""),
         ("not shown", _left_out(picture)),
     ]
     return [(name, value) for name, value in facts if value]
@@ -73,7 +75,7 @@ def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tupl
 
 def caption(picture: AccessPicture, source: Trace | TraceReader) -> str:
     """Returns the conditions as one paragraph."""
-    return "; ".join(f"{name}: {value}" for name, value in conditions(picture, source)) + "."
+    return "; ".join(f"{name}: {value.rstrip('.')}" for name, value in conditions(picture, source)) + "."
 
 
 def alt_text(picture: AccessPicture) -> str:

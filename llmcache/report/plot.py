@@ -9,9 +9,12 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from llmcache.cache.classes import Classification
+from llmcache.cache.classify import classify
+from llmcache.cache.layers import NamesOf
 from llmcache.errors import UsageError
-from llmcache.report.access import AccessPicture, Landmark, access_figure
-from llmcache.report.classes import classes_table, shades_of
+from llmcache.report.access import AccessPicture, access_figure
+from llmcache.report.classes import classes_table, landmarks_of, shades_of
 from llmcache.report.files import check_target, write_target
 from llmcache.report.html import Block, Facts, Section, html_page
 from llmcache.report.picture import alt_text, caption, chosen_files, conditions, picture_of
@@ -21,28 +24,29 @@ from llmcache.trace.record import TraceFile, TraceReader, open_trace
 OPTION = "-o"
 FORMS = ("png", "svg", "html")
 LETTERS_PER_INCH = 17  # of a caption inside a picture
-Namer = Callable[[TraceFile], Sequence[Landmark]]
-"""Gives the names of what a file holds (tensors, layers) where it is a model; nothing where that is unknown."""
+LEAD = "Which blocks were accessed when, counted from the recorded accesses."
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for. `files`: a glob, None for all; `by_time`: over time, else over accesses."""
+    """What is asked for. `files`: a glob, None for all; `classes`: whether to shade them."""
 
     trace: str
     output: str
     files: str | None = None
     classes: bool = True
-    by_time: bool = True
     force: bool = False
 
 
-def plot(wanted: Wanted, namer: Namer) -> None:
-    """Draw what is `wanted`. UsageError for an ending that is no form, or an output that exists; DataError for the trace."""
+def plot(wanted: Wanted, names: Callable[[Sequence[TraceFile]], NamesOf]) -> None:
+    """Draw what is `wanted`; `names` gives the tensors for a file table.
+
+    UsageError for an ending that is no form, or an output that exists; DataError for the trace.
+    """
     form = form_of(wanted.output)
     check_target(OPTION, wanted.output, wanted.force)
     with open_trace(wanted.trace) as reader:
-        data = _drawn(wanted, form, reader, namer)
+        data = _drawn(wanted, form, reader, names(reader.files))
     write_target(OPTION, wanted.output, data, wanted.force)
 
 
@@ -54,27 +58,28 @@ def form_of(output: str) -> str:
     return form
 
 
-def _drawn(wanted: Wanted, form: str, reader: TraceReader, namer: Namer) -> bytes:
+def _drawn(wanted: Wanted, form: str, reader: TraceReader, names: NamesOf) -> bytes:
     only = chosen_files(reader.files, wanted.files)
-    found = classified(reader, only) if wanted.classes else []
-    marks = [mark for file in reader.files if only is None or file.id in only for mark in namer(file)]
-    title = Path(wanted.trace).name
-    picture = picture_of(reader, title, only, wanted.by_time, shades_of(found), marks)
+    files = [file for file in reader.files if only is None or file.id in only]
+    found: Sequence[Classification] = ()
+    if wanted.classes:
+        found = [row for row in classify(reader.batches(), names).rows if only is None or row.file in only]
+    title = f"{Path(wanted.trace).name} ({reader.provenance.tier})"
+    picture = picture_of(reader, title, only, shades=shades_of(found), landmarks=landmarks_of(files, names))
     with style():
         figure = access_figure(picture)
-        if form != "html":
-            _write_caption(figure, caption(picture, reader))
-            return figure_bytes(figure, form)
-        blocks: list[Block] = [embedded(figure, alt_text(picture), caption(picture, reader))]
+        if form == "html":
+            return _page(picture, reader, embedded(figure, alt_text(picture), caption(picture, reader)), found).encode()
+        _write_caption(figure, caption(picture, reader))
+        return figure_bytes(figure, form)
+
+
+def _page(picture: AccessPicture, reader: TraceReader, drawn: Block, found: Sequence[Classification]) -> str:
+    sections = [Section("Accesses", [drawn])]
     if found:
-        blocks.append(classes_table(found, picture.names))
-    return _page(picture, reader, blocks).encode()
-
-
-def _page(picture: AccessPicture, reader: TraceReader, blocks: Sequence[Block]) -> str:
-    lead = "Which blocks were accessed when, counted per cell from the recorded trace."
-    conditioned = Section("Conditions", [Facts(conditions(picture, reader))])
-    return html_page(picture.title, lead, [Section("Accesses", blocks), conditioned])
+        sections.append(Section("Classes", [classes_table(found)]))
+    sections.append(Section("Conditions", [Facts(conditions(picture, reader))]))
+    return html_page(picture.title, LEAD, sections)
 
 
 def _write_caption(figure: Figure, text: str) -> None:

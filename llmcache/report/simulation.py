@@ -23,7 +23,7 @@ LEAD = (
 
 
 def check_report(path: str, force: bool) -> None:
-    """UsageError unless a report may be written to `path`: ask before the simulation."""
+    """UsageError unless the page may be written to `path`: ask before the simulation."""
     check_target(OPTION, path, force)
 
 

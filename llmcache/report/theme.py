@@ -28,6 +28,7 @@ MUTED = "#5c636d"
 """Captions and notes inside pictures."""
 DARK = {INK: "#e8eaee", FAINT: "#3b4048", PAPER: "#15171a", MUTED: "#a3abb6"}
 
+PAGE_DOTS_PER_INCH = 150
 LEGEND_INCHES = 1.35  # what an entry of a legend takes
 
 Dash = str | tuple[int, tuple[float, ...]]
@@ -67,11 +68,11 @@ POLICY_LOOKS: dict[str, Look] = {
 }
 POLICY_COLOURS: dict[str, str] = {name: look.colour for name, look in POLICY_LOOKS.items()}
 
-CLASS_COLOURS: dict[str, str] = {"SEQ": "#9aa0a8", "LOOP": "#a05195", "HOT": "#e3b505"}
-"""Sequential, loop and hot, as in the paper's figure 1; dark, mid and light in grey too."""
+CLASS_COLOURS: dict[str, str] = {"SEQ": "#b4bac2", "LOOP": "#8e44a0", "HOT": "#e3b505"}
+"""Sequential, loop and hot, the classes of the paper's figure 1."""
 
-OP_COLOURS: dict[str, str] = {"read": "#0072b2", "write": "#d55e00", "map": "#009e73"}
-"""Accesses by what they do (`map`: a page fault of a mapping)."""
+OP_COLOURS: dict[str, str] = {"read": "#084c8d", "write": "#f08a3c", "map": "#1b9e77"}
+"""Accesses by what they do (`map`: a page fault of a mapping); dark, light and mid in grey."""
 
 BANDWIDTH_LOOKS: tuple[Look, ...] = (
     Look("#3b0f70", "-", "o", 2.0),
@@ -154,8 +155,12 @@ def figure_bytes(figure: Figure, form: str, dots_per_inch: int = 130) -> bytes:
 
 
 def embedded(figure: Figure, alt: str, caption: str) -> Picture:
-    """Returns `figure` for a page, as SVG, which stays sharp and turns dark with the page."""
-    return Picture(figure_bytes(figure, "svg"), "svg", alt, caption)
+    """Returns `figure` for a page: lines as SVG, which stays sharp and turns dark with the page.
+
+    Figures with images in them, whose colours would not turn, are PNG.
+    """
+    form = "png" if any(axes.images for axes in figure.axes) else "svg"
+    return Picture(figure_bytes(figure, form, PAGE_DOTS_PER_INCH), form, alt, caption)
 
 
 def _for_dark_pages(svg: str) -> str:

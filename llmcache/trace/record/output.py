@@ -12,16 +12,16 @@ from llmcache.errors import EnvironmentProblem, UsageError
 class Output:
     """A file written under a temporary name beside `path`, which it takes when the with block ends without an error."""
 
-    def __init__(self, path: str | os.PathLike[str], force: bool) -> None:
-        """UsageError if `path` exists and `force` is not set, or cannot be a file."""
+    def __init__(self, path: str | os.PathLike[str], force: bool, option: str = "OUT") -> None:
+        """UsageError, naming `option`, if `path` exists and `force` is not set, or cannot be a file."""
         self.path = Path(path)
         self.temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         if self.path.is_dir():
-            raise UsageError(f"OUT: '{self.path}' is a directory", "name a file")
+            raise UsageError(f"{option}: '{self.path}' is a directory", "name a file")
         if self.path.exists() and not force:
-            raise UsageError(f"OUT: '{self.path}' exists", "--force replaces it")
+            raise UsageError(f"{option}: '{self.path}' exists", "--force replaces it")
         if not self.path.parent.is_dir():
-            raise UsageError(f"OUT: '{self.path.parent}' is not a directory", "make it first")
+            raise UsageError(f"{option}: '{self.path.parent}' is not a directory", "make it first")
 
     def __enter__(self) -> Path:
         """Returns the temporary name to write to."""

@@ -1,0 +1,58 @@
+"""The classes of a trace as a picture and a page show them: blocks to shade, names along a file, a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from llmcache.cache.classes import Classification
+from llmcache.cache.constants import BLOCK_BYTES
+from llmcache.cache.layers import NamesOf
+from llmcache.report.access import Landmark, Shade
+from llmcache.report.classification import names_line
+from llmcache.report.html import Cell, Table
+from llmcache.trace.record import TraceFile
+
+MOST_ROWS = 100
+COLUMNS = ["class", "op", "file", "size (MB)", "first block", "last block", "places", "times", "period (s)", "share (%)"]
+
+
+def shades_of(rows: Sequence[Classification]) -> list[Shade]:
+    """Returns the blocks of every class whose places are known."""
+    return [Shade(row.file, first, last + 1, row.kind) for row in rows for first, last in row.pieces]
+
+
+def landmarks_of(files: Sequence[TraceFile], names: NamesOf) -> list[Landmark]:
+    """Returns where each layer (or tensor outside of the layers) begins, in the files that `names` knows."""
+    marks: list[Landmark] = []
+    for file in files:
+        for layer, tensors in groupby(names(file), key=lambda tensor: tensor.layer):
+            marks.append(Landmark(file.id, next(tensors).offset // BLOCK_BYTES, layer))
+    return marks
+
+
+def classes_table(rows: Sequence[Classification]) -> Table:
+    """Returns the classes as a table of at most `MOST_ROWS` rows, whose caption says what is left out."""
+    shown, rest = rows[:MOST_ROWS], rows[MOST_ROWS:]
+    named = any(row.tensors for row in shown)
+    caption = "Classes, largest share of all accesses first (see: llmcache classify)"
+    if rest:
+        caption += f"; {len(rest):,} more with {sum(row.share for row in rest):.1%} of the accesses are left out"
+    columns = COLUMNS + (["tensors"] if named else [])
+    return Table(caption, columns, [_cells(row) + ([names_line(row.tensors)] if named else []) for row in shown], digits=2)
+
+
+def _cells(row: Classification) -> list[Cell]:
+    first, last = row.first_block, row.last_block
+    return [
+        row.kind,
+        row.op,
+        row.path,
+        row.size_bytes / 1e6,
+        "" if first is None else first,
+        "" if last is None else last,
+        len(row.pieces),
+        row.passes,
+        row.period_ns / 1e9 if row.period_ns else "",
+        row.share * 100,
+    ]
