@@ -1,0 +1,123 @@
+"""The compiled object: the same layouts as in Python, the same behaviour when it is built again, gone when we are."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmcache.trace.sources import kernel
+from llmcache.trace.sources.base import FILL, RECORD
+from tests.trace.btf import Btf, machine, sections
+from tests.trace.conftest import TOUCHED, Recording, warm
+
+ROOT = Path(__file__).resolve().parents[2]
+BPF = 321 if os.uname().machine == "x86_64" else 280
+PROGRAM_BY_ID, LINK_BY_ID = 13, 30
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("record", RECORD), ("config", kernel.CONFIG)])
+def test_structures_have_the_layout_of_their_dtypes(name: str, dtype: np.dtype[np.void]) -> None:
+    size, members = Btf(sections(kernel.OBJECT)[".BTF"]).structure(name)
+    assert dtype.fields is not None
+    ours = {field: (int(entry[1]), entry[0].itemsize) for field, entry in dtype.fields.items()}
+    assert size == dtype.itemsize
+    assert {field: (member.offset, member.size) for field, member in members.items()} == ours
+
+
+def test_codes_are_those_of_the_source() -> None:
+    source = (ROOT / "bpf" / "record.h").read_text()
+    assert "enum { READ, WRITE, MAP };" in source
+    assert "enum { ACCESS, FILL, EVICT, BLOCK, SAMPLED };" in source
+    assert "enum { DIRECT = 1, AROUND = 2, STORED = 4, MATCHED = 8 };" in source
+    reasons = re.findall(r"LOST_\w+", re.search(r"enum \{ (LOST_.*) LOSSES", source)[1])  # type: ignore[index]
+    assert len(reasons) == len(kernel.LOSSES)
+
+
+def test_the_object_runs_on_every_little_endian_processor() -> None:
+    assert machine(kernel.OBJECT) == 247  # EM_BPF
+    assert "__TARGET_ARCH" not in "".join(path.read_text() for path in (ROOT / "bpf").iterdir())
+
+
+def test_the_licence_lets_it_read_kernel_memory() -> None:
+    assert sections(kernel.OBJECT)["license"] == b"Dual MIT/GPL\0"
+
+
+@pytest.mark.bpf
+def test_built_again_it_behaves_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Callable[..., Recording], file: Path
+) -> None:
+    if not (shutil.which("clang") and shutil.which("llvm-strip") and Path("/usr/include/bpf/bpf_helpers.h").exists()):
+        pytest.skip("needs clang, llvm-strip and libbpf-dev")
+    built = tmp_path / "iotrace.bpf.o"
+    subprocess.run([ROOT / "bpf" / "build", built], check=True)
+    shipped = record("pread")
+    monkeypatch.setattr(kernel, "OBJECT", built)
+    rebuilt = record("preadv")
+    for found in (shipped, rebuilt):
+        assert sorted(found.blocks()) == TOUCHED
+        assert found.requests == 23
+    warm(file)
+    assert not len(record("sequential").kind(FILL))
+    old, new = sections(kernel.OBJECT), sections(built)
+    assert old.keys() == new.keys()
+
+
+def _exists(command: int, number: int) -> bool:
+    """Whether the kernel still has the program or link."""
+    attributes = (ctypes.c_uint32 * 32)(number)
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.syscall(ctypes.c_long(BPF), ctypes.c_int(command), attributes, ctypes.c_uint(ctypes.sizeof(attributes)))
+    if fd < 0:
+        assert ctypes.get_errno() == 2, os.strerror(ctypes.get_errno())
+        return False
+    os.close(fd)
+    return True
+
+
+def _held(pid: int) -> dict[int, set[int]]:
+    """Ids of the programs and links that a process holds."""
+    found: dict[int, set[int]] = {PROGRAM_BY_ID: set(), LINK_BY_ID: set()}
+    for entry in Path(f"/proc/{pid}/fdinfo").iterdir():
+        text = entry.read_text()
+        for command, pattern in ((PROGRAM_BY_ID, r"^prog_id:\s*(\d+)"), (LINK_BY_ID, r"^link_id:\s*(\d+)")):
+            found[command] |= {int(number) for number in re.findall(pattern, text, re.MULTILINE)}
+    return found
+
+
+@pytest.mark.bpf
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_stays_attached_when_the_recorder_is_killed(number: signal.Signals) -> None:
+    script = (
+        "import os,time\n"
+        "from llmcache.trace.sources.base import Wish\n"
+        "from llmcache.trace.sources.bpf import FilemapSource\n"
+        "s = FilemapSource()\n"
+        "s.start(Wish([os.getppid()], writes=True, block=True))\n"
+        "print('started', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT) as recorder:
+        assert recorder.stdout is not None
+        assert recorder.stdout.readline() == "started\n"
+        held = _held(recorder.pid)
+        assert len(held[LINK_BY_ID]) >= 10
+        assert len(held[PROGRAM_BY_ID]) >= 10
+        assert all(_exists(command, one) for command, numbers in held.items() for one in numbers)
+        recorder.send_signal(number)
+        recorder.wait()
+    # The kernel frees them after a grace period.
+    deadline = time.monotonic() + 5
+    while any(_exists(command, one) for command, numbers in held.items() for one in numbers):
+        assert time.monotonic() < deadline, "programs or links are still there"
+        time.sleep(0.05)

@@ -1,0 +1,116 @@
+"""Hits and misses told by fills and evictions, against a plain model; records of several buffers in order of time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcache.trace.record import HIT, MISS, READ, UNKNOWN, WRITE
+from llmcache.trace.sources.base import ACCESS, BLOCK, DIRECT, EVICT, FILL, Records, TimeOrder, no_records
+from llmcache.trace.sources.residency import Residency, unknown
+
+
+def rows(*events: tuple[int, int, int, int], op: int = READ) -> Records:
+    """Records of (kind, inode, first, count), a nanosecond apart."""
+    records = no_records(len(events))
+    for index, (kind, inode, first, count) in enumerate(events):
+        records[index] = (index, first, inode, 1, count, 7, 1, op, UNKNOWN, kind, 0)
+    return records
+
+
+def verdicts(records: Records) -> list[tuple[int, int, int]]:
+    """(inode, block, miss) of every access, block by block."""
+    return [
+        (int(row["inode"]), block, int(row["miss"]))
+        for row in records
+        if row["kind"] == ACCESS
+        for block in range(int(row["first"]), int(row["first"] + row["count"]))
+    ]
+
+
+def plain(records: Records) -> list[tuple[int, int, int]]:
+    """The same, one block after the other."""
+    fresh: set[tuple[int, int]] = set()
+    found = []
+    for row in records:
+        for block in range(int(row["first"]), int(row["first"] + row["count"])):
+            key = (int(row["inode"]), block)
+            if row["kind"] == FILL:
+                fresh.add(key)
+            elif row["kind"] == EVICT:
+                fresh.discard(key)
+            elif row["kind"] == ACCESS:
+                found.append((*key, MISS if key in fresh else HIT))
+                fresh.discard(key)
+    return found
+
+
+events = st.tuples(st.sampled_from([ACCESS, FILL, EVICT]), st.integers(1, 2), st.integers(0, 12), st.integers(1, 6))
+
+
+@given(st.lists(st.lists(events, max_size=12), min_size=1, max_size=4))
+def test_verdicts_are_those_of_the_plain_model(batches: list[list[Any]]) -> None:
+    residency = Residency()
+    marked = [residency.mark(rows(*batch)) for batch in batches]
+    expected = plain(np.concatenate([rows(*batch) for batch in batches]))
+    assert [verdict for part in marked for verdict in verdicts(part)] == expected
+
+
+@given(st.lists(events, max_size=12))
+def test_splitting_keeps_blocks_requests_and_order(batch: list[Any]) -> None:
+    before = rows(*batch)
+    after = Residency().mark(before.copy())
+    assert (np.diff(after["t_ns"].astype(np.int64)) >= 0).all()
+    assert after["aux"].sum() == before["aux"].sum()
+    assert after["count"].sum() == before["count"].sum()
+
+
+def test_a_run_partly_read_from_storage_is_split() -> None:
+    marked = Residency().mark(rows((FILL, 1, 4, 2), (ACCESS, 1, 0, 10), (ACCESS, 1, 0, 10)))
+    parts = [(int(row["first"]), int(row["count"]), int(row["miss"]), int(row["aux"])) for row in marked[1:]]
+    assert parts == [(0, 4, HIT, 1), (4, 2, MISS, 0), (6, 4, HIT, 0), (0, 10, HIT, 1)]
+
+
+def test_direct_reads_are_misses_and_leave_the_cache_alone() -> None:
+    records = rows((FILL, 1, 0, 1), (ACCESS, 1, 0, 1), (ACCESS, 1, 0, 1), (ACCESS, 1, 5, 1))
+    records["flags"][[1, 3]] = DIRECT
+    assert list(Residency().mark(records)["miss"][1:]) == [MISS, MISS, MISS]
+    assert list(unknown(records)["miss"][1:]) == [MISS, UNKNOWN, MISS]
+
+
+def test_writes_are_hits() -> None:
+    records = rows((ACCESS, 1, 0, 3), op=WRITE)
+    records["flags"] = DIRECT
+    assert list(Residency().mark(records)["miss"]) == [HIT]
+
+
+def test_block_requests_have_no_verdict() -> None:
+    assert list(Residency().mark(rows((BLOCK, 1, 0, 3)))["miss"]) == [UNKNOWN]
+
+
+def at(*times: int, kind: int = ACCESS) -> Records:
+    records = no_records(len(times))
+    records["t_ns"], records["kind"] = times, kind
+    return records
+
+
+def test_records_wait_until_nothing_older_can_come() -> None:
+    order = TimeOrder()
+    assert list(order.put(at(30, 10, 50), 20)["t_ns"]) == [10]
+    assert list(order.put(at(40, 25), 45)["t_ns"]) == [25, 30, 40]
+    assert list(order.put(at(), None)["t_ns"]) == [50]
+
+
+def test_a_record_that_comes_too_late_gets_the_time_of_the_horizon() -> None:
+    order = TimeOrder()
+    order.put(at(10, 30), 20)
+    assert list(order.put(at(5), 25)["t_ns"]) == [20]
+    assert list(order.put(at(), 30)["t_ns"]) == [30]
+
+
+def test_fills_come_before_accesses_of_the_same_time() -> None:
+    merged = TimeOrder().put(np.concatenate((at(5), at(5, kind=FILL))), None)
+    assert list(merged["kind"]) == [FILL, ACCESS]
