@@ -99,8 +99,8 @@ def claims_table(caption: str, judged: Sequence[Judged], titles: Mapping[str, st
 
     `label` says how our numbers came about (modelled here, measured here) and heads their columns.
     """
-    columns = ["paper", "section", *(f"{title} ({label})" for title in titles.values() for _ in "vn")]
-    columns[2::2] = [f"{title}: verdict" for title in titles.values()]
+    pairs = ((f"{title}: verdict", f"{title} ({label})") for title in titles.values())
+    columns = ["paper", "section", *(column for pair in pairs for column in pair)]
     rows: list[list[Cell]] = []
     for claim in judged:
         cells: list[Cell] = [f"“{claim.quote}”", claim.section]

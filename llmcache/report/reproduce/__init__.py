@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from llmcache.errors import UsageError
+
+if TYPE_CHECKING:
+    from llmcache.report.claims import Judged
 
 # name: (module with `reproduce(quick, progress)`, what it recomputes)
 REPRODUCTIONS: dict[str, tuple[str, str]] = {
@@ -24,17 +26,16 @@ Progress = Callable[[str], None]
 """Is told in words what begins."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """A claim in short, for the terminal."""
-
-    claim: str
-    section: str
-    verdicts: dict[str, str]
-
-
 class Reproduction(Protocol):
     """A paper recomputed."""
+
+    @property
+    def claims(self) -> Mapping[str, Sequence[Judged]]:
+        """The paper's claims with what our numbers say of them, by what they are about."""
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """How the numbers came about (modelled, measured here), by what the claims are about."""
 
     def document(self) -> dict[str, Any]:
         """Returns everything for programs, ready for JSON; `schema` names the layout."""
@@ -42,13 +43,15 @@ class Reproduction(Protocol):
     def page(self) -> str:
         """Returns everything for people, as one HTML file."""
 
-    def rows(self) -> list[Row]:
-        """Returns the claims and their verdicts in short."""
+
+def check_name(name: str) -> None:
+    """UsageError unless a paper called `name` can be recomputed."""
+    if name not in REPRODUCTIONS:
+        raise UsageError(f"NAME: there is no reproduction called '{name}'", f"one of: {', '.join(REPRODUCTIONS)}")
 
 
 def reproduce(name: str, quick: bool, progress: Progress) -> Reproduction:
     """Returns the paper called `name`, recomputed; UsageError if there is none. `quick`: with fewer cache sizes."""
-    if name not in REPRODUCTIONS:
-        raise UsageError(f"NAME: there is no reproduction called '{name}'", f"one of: {', '.join(REPRODUCTIONS)}")
+    check_name(name)
     found: Reproduction = importlib.import_module(REPRODUCTIONS[name][0]).reproduce(quick, progress)
     return found

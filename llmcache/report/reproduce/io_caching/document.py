@@ -11,6 +11,7 @@ from llmcache.cache.latency import FetchModel
 from llmcache.report.claims import Judged
 from llmcache.report.reproduce.io_caching.evidence import App, Evidence
 from llmcache.report.reproduce.io_caching.overhead import REPEATS, Overhead
+from llmcache.report.reproduce.io_caching.patterns import Patterns
 
 SCHEMA = "llmcache.reproduce.io-caching/1"
 PAPER = {
@@ -20,14 +21,19 @@ PAPER = {
     "doi": "10.3390/math13223689",
 }
 KINDS = {
+    "figures 1 and 2": "computed: the detector's classes of synthetic traces",
     "figure 4": "modelled: replay of synthetic traces",
     "figure 5": "modelled: replay of synthetic traces, latency model of section 4.1",
+    "loops": "modelled: replay of a loop of 1000 blocks",
+    "loops under LRU": "modelled: replay of a loop of 1000 blocks",
     "overhead": "measured on this machine",
     "hardware": "modelled: formula (1)",
 }
 
 
-def document(evidence: Evidence, overhead: Overhead, claims: Mapping[str, Sequence[Judged]]) -> dict[str, Any]:
+def document(
+    evidence: Evidence, patterns: Patterns, overhead: Overhead, claims: Mapping[str, Sequence[Judged]]
+) -> dict[str, Any]:
     """Returns everything as JSON-ready values."""
     return {
         "schema": SCHEMA,
@@ -35,7 +41,9 @@ def document(evidence: Evidence, overhead: Overhead, claims: Mapping[str, Sequen
         "paper": PAPER,
         "traces": "synthetic, shaped after sections 3.1 and 3.2; the paper's own are not public",
         "latency_model": {"kind": "modelled", "source": "io_caching section 4.1", **dataclasses.asdict(FetchModel())},
+        "cache_sizes_per_trace": {name: len(app.sizes_bytes) for name, app in evidence.apps.items()},
         "results": [row for app in evidence.apps.values() for row in _rows(app, evidence.bandwidths)],
+        "classes": [{"trace": name, **dict(vars(found.totals))} for name, found in patterns.classes.items()],
         "overhead": {"kind": KINDS["overhead"], "repeats": REPEATS, **dataclasses.asdict(overhead)},
         "claims": [
             {"about": about, "kind": KINDS[about], **claim.as_json()} for about, judged in claims.items() for claim in judged

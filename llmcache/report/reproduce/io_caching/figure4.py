@@ -17,7 +17,7 @@ from llmcache.report.reproduce.io_caching.evidence import (
     Values,
 )
 
-# The paper prints curves, no numbers, so words have to become thresholds. These were set before the results were seen.
+# The paper prints curves, no numbers, so words have to become thresholds; the rule of each claim tells them.
 VISIBLE = 0.005  # half a percentage point: less cannot be told in a printed figure
 CLEAR = 0.05  # five points: what "significantly" must be at least
 FLAT_REGION = 0.2  # of all sizes: what counts as a region without gain
@@ -91,9 +91,12 @@ def near_baseline(evidence: Evidence, aware: str) -> Finding:
 
 
 def progress(ratios: Values) -> Values:
-    """Returns how far each size has come from the hit ratio of the smallest cache (0) to that of the largest (1)."""
+    """Returns how far each size has come from the hit ratio of the smallest cache (0) to that of the largest (1).
+
+    Where the largest is no better, none has come anywhere.
+    """
     way = float(ratios[-1] - ratios[0])
-    return (ratios - ratios[0]) / way if way > 0 else np.ones_like(ratios)
+    return (ratios - ratios[0]) / way if way > 0 else np.zeros_like(ratios)
 
 
 def _lecar_sometimes(name: str) -> Claim[Evidence]:

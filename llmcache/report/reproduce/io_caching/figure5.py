@@ -16,7 +16,7 @@ from llmcache.report.reproduce.io_caching.evidence import (
     Values,
 )
 
-# Words of the paper as thresholds, set before the results were seen.
+# Words of the paper as thresholds; the rule of each claim tells them.
 TOLERANCE = 0.01  # of the largest latency: a rise that a figure does not show
 NEGLIGIBLE = 0.10  # gained by a step of bandwidth
 CLEAR = 0.20  # gained by all steps below it

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from llmcache.cache.constants import BLOCK_BYTES, PAPER, PHONE, WATCH, DeviceClass
-from llmcache.cache.sizing import Setting, blocks_needed, largest_loop, need
+from llmcache.cache.sizing import SECOND_NS, Setting, blocks_needed, largest_loop, need
 from llmcache.report.claims import Claim, Finding, Verdict, graded
 
 MB = 10**6
@@ -109,6 +109,19 @@ def change_of_loop(cache_bytes: int, setting: Setting) -> float:
     return max(abs(largest_loop(cache_bytes, setting.scaled(change)) / loop - 1) for change in PAPER.period_changes)
 
 
+def sign_of_formula(data: Hardware, _variant: str) -> Finding:
+    """Whether formula (1), read as it is printed (N x BW x T), gives the cache of the paper's own example in 4.2."""
+    setting = setting_of(data.watch)
+    loop, bandwidth = (Fraction(value, BLOCK_BYTES) for value in (WATCH_LOOP, setting.bandwidth))
+    printed = float(loop * bandwidth * Fraction(setting.period_ns, SECOND_NS) * BLOCK_BYTES)
+    read, said = WATCH_LOOP - setting.staged_bytes, data.watch.cache_bytes - data.watch.hot_bytes
+    ours = (
+        f"the example's N = 70 MB: N × BW × T is {printed / 10**9:,.0f} GB, N − BW × T is {read / MB:g} MB; "
+        f"the example itself has S = {said / MB:g} MB"
+    )
+    return Finding(_same(printed, said), ours, {"product_bytes": printed, "difference_bytes": float(read)})
+
+
 def floor_of_formula(_data: Hardware, _variant: str) -> Finding:
     """Whether the floor of formula (1), read with the minus sign that the text asks for, leaves nothing late."""
     loop, staged = 10, Fraction(5, 2)
@@ -161,6 +174,13 @@ CLAIMS: tuple[Claim[Hardware], ...] = (
         "moderate variations (±20–30%) cause negligible changes in predicted performance",
         "the largest loop changes by 5 % or less on all three devices; partly: on one",
         insensitive_to_t,
+    ),
+    _claim(
+        "sign-of-formula",
+        "4.1",
+        "S ≥ max{ 0, ⌊NBW × T⌋}",
+        "read as printed, without a minus sign, it gives the S of the example in section 4.2, to the digits printed",
+        sign_of_formula,
     ),
     _claim(
         "floor-of-formula",

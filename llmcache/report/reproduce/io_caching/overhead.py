@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 REPEATS = 5
 SUBSTANTIAL = 2.0  # times the time per block
+NOISE = 1.1  # times: less is not told apart on a machine that does other things too
 SHARE = 0.5  # of the footprint: the cache replayed
 
 
@@ -52,7 +53,7 @@ def lecar_costs_more(data: Overhead, aware: str) -> Finding:
     ratio = data.ns_per_block["lecar"] / data.ns_per_block[aware]
     took = data.ns_per_block
     ours = f"LeCaR {took['lecar']:.0f} ns per block, this policy {took[aware]:.0f} ns: {ratio:.1f} times"
-    return Finding(graded(ratio >= SUBSTANTIAL, ratio > 1), ours, dict(data.ns_per_block) | {"ratio": ratio})
+    return Finding(graded(ratio >= SUBSTANTIAL, ratio >= NOISE), ours, dict(data.ns_per_block) | {"ratio": ratio})
 
 
 CLAIMS: tuple[Claim[Overhead], ...] = (
@@ -61,7 +62,7 @@ CLAIMS: tuple[Claim[Overhead], ...] = (
         "4.1",
         "LeCaR incurs substantial overhead due to its online learning process, whereas the proposed policy achieves "
         "comparable performance with only lightweight adjacency checks",
-        "LeCaR takes at least twice as long per block; partly: longer",
+        "LeCaR takes at least twice as long per block; partly: a tenth longer or more",
         lecar_costs_more,
         AWARE,
     ),

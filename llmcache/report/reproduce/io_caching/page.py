@@ -10,13 +10,16 @@ from llmcache.cache.latency import FetchModel
 from llmcache.cache.policies import policy_class
 from llmcache.report.access import access_figure
 from llmcache.report.claims import Judged, Verdict, claims_table, rules_table
+from llmcache.report.classes import shades_of
 from llmcache.report.html import Block, Cell, Facts, Fold, Section, Table, Text, html_page
 from llmcache.report.lines import Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
 from llmcache.report.picture import alt_text, caption, picture_of
 from llmcache.report.reproduce.io_caching.document import PAPER
 from llmcache.report.reproduce.io_caching.evidence import AWARE, BOUND, POLICIES, App, Evidence
 from llmcache.report.reproduce.io_caching.hardware import MODEL
+from llmcache.report.reproduce.io_caching.loops import LRU
 from llmcache.report.reproduce.io_caching.overhead import REPEATS, Overhead
+from llmcache.report.reproduce.io_caching.patterns import DETECTED, Patterns
 from llmcache.report.theme import embedded, style
 from llmcache.trace.record import Trace
 from llmcache.units import format_size
@@ -32,18 +35,28 @@ LEAD = (
 )
 
 
-def page(traces: Mapping[str, Trace], evidence: Evidence, overhead: Overhead, claims: Mapping[str, Sequence[Judged]]) -> str:
+def page(
+    traces: Mapping[str, Trace],
+    evidence: Evidence,
+    patterns: Patterns,
+    overhead: Overhead,
+    claims: Mapping[str, Sequence[Judged]],
+) -> str:
     """Returns the page."""
     on_device = [app for app in evidence.apps.values() if not app.remote]
+    patterned = claims["figures 1 and 2"]
     remote = [app for app in evidence.apps.values() if app.remote]
     sections = [
         Section("Verdicts", [_verdicts(claims)]),
         Section("Hit ratio against cache size (the paper's figure 4)", _figure4(on_device, claims["figure 4"])),
         Section("Fetch latency against cache size (the paper's figure 5)", _figure5(evidence, claims["figure 5"])),
+        Section("Loops larger than the cache", _loops(claims)),
         Section("Overhead of a policy", _overhead(overhead, claims["overhead"])),
         Section("Hardware (section 4.2) and formula (1)", _hardware(claims["hardware"])),
         Section("Remote inference: no figure of the paper's", _remote(remote)),
-        Section("Accesses (like the paper's figures 1 and 2)", _accesses(traces, evidence)),
+        Section(
+            "Accesses (like the paper's figures 1 and 2)", _accesses(traces, evidence, patterns, claims["figures 1 and 2"])
+        ),
         Section("Conditions", [_conditions()]),
     ]
     return html_page(f"Recomputed: {PAPER['title']}", LEAD, sections)
@@ -153,6 +166,15 @@ def _overhead(overhead: Overhead, judged: Sequence[Judged]) -> list[Block]:
     ]
 
 
+def _loops(claims: Mapping[str, Sequence[Judged]]) -> list[Block]:
+    ours, lru = claims["loops"], claims["loops under LRU"]
+    return [
+        claims_table("What section 4.1 says of a loop of N blocks and a cache of S", ours, VARIANTS, MODELLED),
+        claims_table("What it says of LRU there", lru, {LRU: policy_class(LRU).title}, MODELLED),
+        Fold("When a claim counts as confirmed", [rules_table([*ours, *lru])]),
+    ]
+
+
 def _hardware(judged: Sequence[Judged]) -> list[Block]:
     return [
         Text("Formula (1) with the paper's constants: llmcache size answers the same for any loop, cache and storage."),
@@ -169,16 +191,20 @@ def _remote(apps: Sequence[App]) -> list[Block]:
     return [_ratios(apps, captioned), _means(apps), _numbers(apps)]
 
 
-def _accesses(traces: Mapping[str, Trace], evidence: Evidence) -> list[Block]:
+def _accesses(traces: Mapping[str, Trace], evidence: Evidence, patterns: Patterns, judged: Sequence[Judged]) -> list[Block]:
     blocks: list[Block] = [
         Text(
-            "Drawn over accesses, not over time: the times of these traces are invented. "
-            "The block ranges follow the paper's text, so a likeness to its figures confirms nothing."
-        )
+            "Drawn over accesses, not over time: the times of these traces are invented. Their block ranges follow the "
+            "paper's text, so a likeness to its figures confirms nothing. The shades are what our detector finds: it sees "
+            "the accesses only."
+        ),
+        claims_table("What sections 3 and 4.1 say of patterns", judged, {DETECTED: DETECTED}, MODELLED),
+        Fold("When a claim counts as confirmed", [rules_table(judged)]),
     ]
     for name, trace in traces.items():
+        shades = shades_of(patterns.classes[name].rows)
         with style():
-            picture = picture_of(trace, f"{evidence.apps[name].title} (synthetic)", by_time=False)
+            picture = picture_of(trace, f"{evidence.apps[name].title} (synthetic)", by_time=False, shades=shades)
             blocks.append(embedded(access_figure(picture, 9.5, 4.2), alt_text(picture), caption(picture, trace)))
     return blocks
 

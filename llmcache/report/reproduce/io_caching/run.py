@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from llmcache.cache.cachesizes import Share
+from llmcache.cache.classify import classify
 from llmcache.cache.results import Result
 from llmcache.cache.simulate import simulate
 from llmcache.report.claims import Judged, judge
-from llmcache.report.reproduce import Progress, Row
-from llmcache.report.reproduce.io_caching import document, figure4, figure5, hardware, overhead, page
-from llmcache.report.reproduce.io_caching.evidence import AWARE, NOTES, POLICIES, App, Evidence
+from llmcache.report.reproduce import Progress
+from llmcache.report.reproduce.io_caching import document, figure4, figure5, hardware, loops, overhead, page, patterns
+from llmcache.report.reproduce.io_caching.evidence import NOTES, POLICIES, App, Evidence
 from llmcache.trace.record import Trace
 from llmcache.trace.shapes import GROUPS, SHAPES
 
@@ -29,7 +30,7 @@ TITLES = {
     "claude": "Claude",
     "gemini": "Gemini",
 }
-STEPS, QUICK_STEPS = 40, 10
+STEPS, QUICK_STEPS = 100, 10
 """Cache sizes, evenly from one step to the whole footprint."""
 
 
@@ -39,28 +40,26 @@ class Findings:
 
     traces: dict[str, Trace]
     evidence: Evidence
+    patterns: patterns.Patterns
     overhead: overhead.Overhead
     claims: dict[str, list[Judged]]
 
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """See `Reproduction.kinds`."""
+        return document.KINDS
+
     def document(self) -> dict[str, Any]:
         """See `Reproduction.document`."""
-        return document.document(self.evidence, self.overhead, self.claims)
+        return document.document(self.evidence, self.patterns, self.overhead, self.claims)
 
     def page(self) -> str:
         """See `Reproduction.page`."""
-        return page.page(self.traces, self.evidence, self.overhead, self.claims)
-
-    def rows(self) -> list[Row]:
-        """See `Reproduction.rows`."""
-        return [
-            Row(claim.quote, claim.section, {name: found.verdict.value for name, found in claim.findings.items()})
-            for claims in self.claims.values()
-            for claim in claims
-        ]
+        return page.page(self.traces, self.evidence, self.patterns, self.overhead, self.claims)
 
 
 def reproduce(quick: bool, progress: Progress) -> Findings:
-    """Returns the paper recomputed. `quick`: at 10 cache sizes in place of 40."""
+    """Returns the paper recomputed. `quick`: at 10 cache sizes in place of 100."""
     traces: dict[str, Trace] = {}
     apps: dict[str, App] = {}
     bandwidths: tuple[int, ...] = ()
@@ -72,16 +71,21 @@ def reproduce(quick: bool, progress: Progress) -> Findings:
         bandwidths = tuple(latency.bw for latency in results[0].latencies)
         apps[name] = app_of(name, title, results)
     evidence = Evidence(apps, bandwidths)
+    progress("looking for loops")
+    found = patterns.Patterns({name: classify([trace]) for name, trace in traces.items()}, GROUPS["remote"])
     progress("measuring the time per block of each policy")
     took = overhead.measured(traces[NOTES], TITLES[NOTES])
-    progress("drawing")
+    in_loops = loops.replayed()
     claims = {
+        "figures 1 and 2": judge(patterns.CLAIMS, found),
         "figure 4": judge(figure4.CLAIMS, evidence),
         "figure 5": judge(figure5.CLAIMS, evidence),
+        "loops": judge(loops.CLAIMS, in_loops),
+        "loops under LRU": judge(loops.LRU_CLAIMS, in_loops),
         "overhead": judge(overhead.CLAIMS, took),
         "hardware": judge(hardware.CLAIMS, hardware.Hardware()),
     }
-    return Findings(traces, evidence, took, claims)
+    return Findings(traces, evidence, found, took, claims)
 
 
 def app_of(name: str, title: str, results: Sequence[Result]) -> App:
@@ -103,6 +107,3 @@ def app_of(name: str, title: str, results: Sequence[Result]) -> App:
             for policy, rows in by_policy.items()
         },
     )
-
-
-__all__ = ["AWARE", "Findings", "app_of", "reproduce"]

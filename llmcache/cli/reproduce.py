@@ -1,0 +1,36 @@
+"""`llmcache reproduce NAME`."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command("reproduce", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("name", metavar="NAME")
+@click.option(
+    "-o",
+    "directory",
+    metavar="DIR",
+    help="Write NAME.html and NAME.json here [default: the current directory; with --json, nowhere].",
+)
+@click.option("--quick", is_flag=True, help="Fewer cache sizes: seconds instead of up to two minutes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the JSON document instead of the claims.")
+@click.option("--force", is_flag=True, help="Replace the files if they exist.")
+def command(name: str, directory: str | None, quick: bool, as_json: bool, force: bool) -> None:
+    """Recompute a paper: its figures and claims beside what our policies and models give.
+
+    \b
+    io-caching   Rethinking I/O Caching for LLM Inference (2025): figures 1, 2, 4, 5, section 4.2
+
+    \b
+    llmcache reproduce io-caching -o results
+    llmcache reproduce io-caching --quick --json | jq '.claims[] | {name, findings}'
+
+    Every verdict (confirmed, partly, not confirmed) is computed from the numbers beside it, by the rule on the page. What
+    the paper says, what is modelled and what is measured here stay apart. The paper's traces are not public: synthetic
+    ones stand in.
+    """
+    from llmcache.report.reproduce.output import Wanted, run
+
+    where = directory if directory is not None or as_json else "."
+    run(Wanted(name, where, quick, as_json, force))
