@@ -81,6 +81,12 @@ def bits_of(typing_context: Any, value: Any) -> Any:
     return types.uint32(value), lambda context, builder, signature, values: builder.bitcast(values[0], ir.IntType(32))
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def single_of(typing_context: Any, value: Any) -> Any:
+    """Is the float32 that has the bits `value`, a uint32."""
+    return types.float32(value), lambda context, builder, signature, values: builder.bitcast(values[0], ir.FloatType())
+
+
 def _njit(function: Callable[..., None]) -> Callable[..., None]:
     compiler: Any = numba.njit
     compiled: Callable[..., None] = compiler(nogil=True, cache=True, fastmath=_MATH, error_model="numpy")(function)

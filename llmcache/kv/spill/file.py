@@ -33,7 +33,7 @@ from llmcache.kv.spill.layout import (
 )
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.spill.reader import SpillReader
-from llmcache.kv.spill.recovery import Found, Recovery, unfinished
+from llmcache.kv.spill.recovery import Found, Recovery
 from llmcache.kv.spill.shape import BLOCK_BYTES, Bytes, KvShape, aligned, checked_rows, fill_slots
 
 Fill = Callable[[slice], tuple[Bytes, Bytes]]
@@ -85,8 +85,7 @@ class SpillFile(SpillReader):
     def _flags(cls) -> int:
         return os.O_RDWR
 
-    def _drop_unfinished(self, found: Found) -> None:
-        cuts = unfinished(self._chains, self.shape)
+    def _drop_unfinished(self, found: Found, cuts: list[tuple[Chain, int]]) -> None:
         self.recovery = Recovery(sum(chain.pages - pages for chain, pages in cuts), found.torn_entries)
         if cuts or found.wipe:
             self._cut(cuts, found.wipe)
@@ -102,8 +101,8 @@ class SpillFile(SpillReader):
     ) -> int:
         """Adds the pages of `keys` and `values` [kv_heads, tokens, dim] to a layer; returns the bytes written.
 
-        The last page may be partial: nothing can follow it until `truncate` has taken it away. Raises as a file system
-        does (no space, EIO): nothing of the call is there then that was not written before the error, and no half page.
+        The last page may be partial: nothing can follow it until `truncate` has taken it away. EnvironmentProblem (no space,
+        an error of the disk): all is as it was before the call.
         """
         keys = checked_rows(self.shape, keys, key_scales, "keys")
         values = checked_rows(self.shape, values, value_scales, "values")
@@ -149,41 +148,46 @@ class SpillFile(SpillReader):
             chain = self._chains.setdefault((sequence, layer), Chain(sequence, layer, plan))
             if chain.pages and chain.last_tokens < page_tokens:
                 raise ValueError(f"layer {layer} of sequence {sequence} ends with a partial page: truncate it first")
-            while done < tokens:
-                room = (plan.slots - chain.pages % plan.slots) * page_tokens
-                part = slice(done, min(tokens, done + room))
-                self._append_run(chain, part.stop - part.start, *fill(part))
-                done = part.stop
+            first = chain.pages
+            try:
+                while done < tokens:
+                    room = (plan.slots - chain.pages % plan.slots) * page_tokens
+                    part = slice(done, min(tokens, done + room))
+                    self._append_run(chain, part.stop - part.start, *fill(part))
+                    done = part.stop
+            except LlmcacheError:
+                self._undo(chain, first)
+                raise
             return self.written_bytes - before
 
     def _append_run(self, chain: Chain, tokens: int, keys: Bytes, values: Bytes) -> None:
         """Writes pages that lie side by side: first what is in them, then their entries."""
         ordinal, slot = divmod(chain.pages, chain.plan.slots)
-        fresh = ordinal == len(chain.extents)
-        if fresh:
+        if ordinal == len(chain.extents):
             self._claim(chain)
         run = Run(chain.pages, len(keys), chain.extents[ordinal], slot)
-        try:
-            self._write_pages(chain, run, keys, values)
-            entries = self._entries(chain, run, keys, values, tokens)
-            self._write_entries(chain, run, b"".join(map(pack_page, entries)))
-        except LlmcacheError:
-            if fresh:
-                self._give_back(chain)
-            raise
+        self._write_pages(chain, run, keys, values)
+        entries = self._entries(chain, run, keys, values, tokens)
+        records = b"".join(map(pack_page, entries))
+        self._write(records, self._layout.at(run.extent) + chain.plan.entry_at(run.slot))
         for entry in entries:
             chain.add(entry.key_crc, entry.value_crc, entry.tokens)
 
-    def _write_entries(self, chain: Chain, run: Run, records: bytes) -> None:
-        """Writes entries, all or none: one left behind by an error could come alive with a later page before it."""
-        at = self._layout.at(run.extent) + chain.plan.entry_at(run.slot)
-        try:
-            self._write(records, at)
-        except LlmcacheError:
-            self._broken = True
-            self._write(bytes(len(records)), at)
-            self._broken = False
-            raise
+    def _undo(self, chain: Chain, pages: int) -> None:
+        """Takes back what an append has done before an error: entries, from the end, and then the extents it claimed.
+
+        An entry left behind would come alive with a later page before it; if that cannot be helped, nothing follows.
+        """
+        self._broken = True
+        ordinal, slot = divmod(pages, chain.plan.slots)
+        for index in range(len(chain.extents) - 1, ordinal - 1, -1):
+            first = slot if index == ordinal else 0
+            offset = self._layout.at(chain.extents[index]) + chain.plan.entry_at(first)
+            self._write(bytes((chain.plan.slots - first) * RECORD_BYTES), offset)
+        chain.cut(pages, self.shape.page_tokens)
+        while len(chain.extents) > -(-pages // chain.plan.slots):
+            self._give_back(chain)
+        self._broken = False
 
     def _write_pages(self, chain: Chain, run: Run, keys: Bytes, values: Bytes) -> None:
         at, plan = self._layout.at(run.extent), chain.plan
@@ -223,13 +227,15 @@ class SpillFile(SpillReader):
         self._extents += 1
 
     def _give_back(self, chain: Chain) -> None:
-        """Takes back the extent that was claimed last, because nothing could be written to it."""
-        extent = chain.extents.pop()
+        """Takes the last extent of `chain` back; its table is empty."""
+        extent = chain.extents[-1]
         if extent == self._extents - 1:
             self._raw.cut(self._layout.at(extent))
             self._extents -= 1
         else:
+            self._write(bytes(RECORD_BYTES), self._layout.at(extent))
             self._free.append(extent)
+        chain.extents.pop()
 
     def truncate(self, sequence: int, pages: int) -> None:
         """Takes away all pages of `sequence` from number `pages` on, in all layers; on the disk when it returns."""

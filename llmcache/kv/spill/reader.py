@@ -35,11 +35,19 @@ class SpillReader:
         self.read_bytes = 0
 
     @classmethod
-    def open(cls: type[Self], path: str | Path, shape: KvShape | None = None, *, direct: bool | None = None) -> Self:
+    def open(
+        cls: type[Self],
+        path: str | Path,
+        shape: KvShape | None = None,
+        *,
+        direct: bool | None = None,
+        keep_unfinished: bool = False,
+    ) -> Self:
         """Opens a file with all that it held; `recovery` tells what of it was not whole and therefore dropped.
 
         `shape`: refuse the file of another model. `direct`: as `RawFile`. DataError: not a spill file, another model's, a
-        newer version's, damaged. EnvironmentProblem: not there; or it is to be written, and another process does that.
+        newer version's, damaged. `keep_unfinished`: also pages that not all layers have, for who goes on where it ended in
+        the middle of a step. EnvironmentProblem: not there; or it is to be written, and another process does that.
         """
         raw = RawFile(Path(path), cls._flags(), direct)
         try:
@@ -51,7 +59,7 @@ class SpillReader:
             raw.open_direct()
             found = scan(raw, layout)
             file = cls(raw, layout, found)
-            file._drop_unfinished(found)
+            file._drop_unfinished(found, [] if keep_unfinished else unfinished(file._chains, layout.shape))
         except BaseException:
             raw.close()
             raise
@@ -61,9 +69,8 @@ class SpillReader:
     def _flags(cls) -> int:
         return os.O_RDONLY
 
-    def _drop_unfinished(self, found: Found) -> None:
-        """Cuts every sequence to the pages that all of its layers have."""
-        cuts = unfinished(self._chains, self.shape)
+    def _drop_unfinished(self, found: Found, cuts: list[tuple[Chain, int]]) -> None:
+        """Cuts chains to the pages that all layers of their sequence have."""
         self.recovery = Recovery(sum(chain.pages - pages for chain, pages in cuts), found.torn_entries)
         for chain, pages in cuts:
             chain.cut(pages, self.shape.page_tokens)
@@ -133,6 +140,15 @@ class SpillReader:
         """Returns the keys alone, [pages, kv_heads, page_tokens, head_dim], and their scales (int8); errors as `read`."""
         chain, wanted = self._chain_with(sequence, layer, pages)
         return reading.rows(self.shape, self._read_side(chain, wanted, 0), self.shape.head_dim)
+
+    def read_slots(self, sequence: int, layer: int, pages: Pages, side: int) -> Bytes:
+        """Returns the slots [pages, slot bytes] of keys (`side` 0) or values (1), as they are on disk; errors as `read`."""
+        return self._read_side(*self._chain_with(sequence, layer, pages), side)
+
+    def pages_by_layer(self, sequence: int) -> list[int]:
+        """Returns how many pages each layer of `sequence` has, and last how many its tokens have."""
+        chains = (self._chains.get((sequence, layer)) for layer in range(self.shape.layers + 1))
+        return [chain.pages if chain else 0 for chain in chains]
 
     def _filled(self, chain: Chain, pages: list[int]) -> NDArray[np.int64]:
         return np.array([chain.tokens_of(page, self.shape.page_tokens) for page in pages], np.int64)

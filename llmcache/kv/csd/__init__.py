@@ -1,0 +1,13 @@
+"""An *emulated* computational SSD: a process that owns a spill file, scores keys where they lie, and sends scores.
+
+Nothing here is a device. A process of its own stands for one, shared memory for its link, and a model for its speeds; its
+reports keep bytes (counted), modelled time and wall time apart. Words are those of SNIA's computational storage API and
+of NVMe's Computational Programs: CSx (the device), CSE (its engine), CSF (the function it runs), FDM (the memory the
+function works in); a program is loaded, activated, executed.
+"""
+
+from llmcache.kv.csd.blocks import ScoreBlock
+from llmcache.kv.csd.host import EmulatedCsd, Execution
+from llmcache.kv.csd.profile import PROFILES, CsdProfile, Report
+
+__all__ = ["PROFILES", "CsdProfile", "EmulatedCsd", "Execution", "Report", "ScoreBlock"]

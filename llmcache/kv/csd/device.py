@@ -1,0 +1,221 @@
+"""The process that stands for a computational SSD (*emulated*): owns a spill file, does what the host commands.
+
+`python -m llmcache.kv.csd.device SOCKET MEMORY` with two inherited descriptors; ends when the host does.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from llmcache.errors import LlmcacheError
+from llmcache.kv.csd.blocks import BLOCK_TOKENS, HEADER_BYTES, MOST_TOKENS, encode
+from llmcache.kv.csd.profile import CsdProfile, ModelledClock, Report
+from llmcache.kv.csd.program import PROGRAMS, score_keys
+from llmcache.kv.csd.wire import COMMAND_BYTES, COMPLETION_BYTES, RING_BYTES, Data, DeviceEnd, Gone, Shared
+from llmcache.kv.kernels.threads import processors
+from llmcache.kv.spill.file import SpillFile
+from llmcache.kv.spill.reading import KEYS, VALUES
+from llmcache.kv.spill.shape import KvShape
+
+Result = dict[str, Any]
+
+
+class Device:
+    """The device: commands by name, one at a time."""
+
+    def __init__(self, end: DeviceEnd) -> None:
+        self._end = end
+        self._file: SpillFile
+        self._profile: CsdProfile
+        self._threads = 1
+        self._programs: list[str] = []
+        self._active: set[int] = set()
+        self._begun_ns = 0
+        self._clock: ModelledClock
+        self._report = Report()
+        self._commands: dict[str, Callable[..., Result]] = {
+            "identify": self._identify,
+            "load_program": self._load_program,
+            "activate_program": self._activate_program,
+            "execute_program": self._execute_program,
+            "write": self._write,
+            "write_tokens": self._write_tokens,
+            "read": self._read,
+            "deallocate": self._deallocate,
+            "flush": self._flush,
+        }
+
+    def serve(self) -> None:
+        """Does what the host commands until it ends."""
+        try:
+            self._guarded(self._open, self._end.next_command())
+            while True:
+                command = self._end.next_command()
+                self._guarded(self._commands[command.pop("command")], command)
+        except (Gone, BrokenPipeError, ConnectionResetError):
+            if hasattr(self, "_file"):
+                self._file.close()
+
+    def _guarded(self, method: Callable[..., Result], arguments: Result) -> None:
+        """Runs one command; what the world or the host did wrong goes to the host, a bug ends the device."""
+        self._begun_ns = time.perf_counter_ns()
+        self._report = Report(commands=1, link_to_host_bytes=COMPLETION_BYTES, link_to_device_bytes=COMMAND_BYTES)
+        if hasattr(self, "_profile"):
+            self._clock = ModelledClock(self._profile)
+        try:
+            result = method(**arguments)
+        except (LlmcacheError, ValueError) as error:
+            self._end.fail(error)
+            return
+        if hasattr(self, "_profile"):
+            self._report.modelled_ns = self._clock.now_ns
+            self._throttle()
+        self._report.wall_ns = time.perf_counter_ns() - self._begun_ns
+        self._end.complete({**result, "report": asdict(self._report)})
+
+    def _throttle(self) -> None:
+        """Waits until the modelled time is over, where that is asked for. A slower machine is not made faster."""
+        if self._profile.throttle:
+            left_ns = self._begun_ns + self._clock.now_ns - time.perf_counter_ns()
+            time.sleep(max(0, left_ns) / 1e9)
+
+    def _open(
+        self, path: str, shape: Result, profile: Result, create: bool, direct: bool | None, again: bool, threads: int | None
+    ) -> Result:
+        wanted = KvShape(**shape)
+        if max(wanted.key_slot_bytes, wanted.value_slot_bytes) > RING_BYTES // 2:
+            raise ValueError(f"page_tokens: {wanted.page_tokens}, pages of at most {RING_BYTES // 2} bytes fit the ring")
+        if create:
+            self._file = SpillFile.create(path, wanted, direct=direct)
+        else:
+            self._file = SpillFile.open(path, wanted, direct=direct, keep_unfinished=again)
+        self._profile = CsdProfile(**profile)
+        self._clock = ModelledClock(self._profile)
+        self._threads = threads or processors()
+        return self._identify()
+
+    def _identify(self) -> Result:
+        """Tells what is there: pages by sequence and layer, those of the tokens last."""
+        return {
+            "direct": self._file.direct,
+            "recovery": asdict(self._file.recovery),
+            "pages": {number: self._file.pages_by_layer(number) for number in self._file.sequences},
+        }
+
+    def _load_program(self, name: str) -> Result:
+        if name not in PROGRAMS:
+            raise ValueError(f"program: '{name}', this device can load {', '.join(PROGRAMS)}")
+        self._programs.append(name)
+        return {"index": len(self._programs) - 1}
+
+    def _activate_program(self, index: int) -> Result:
+        if not 0 <= index < len(self._programs):
+            raise ValueError(f"program: number {index} is not loaded")
+        self._active.add(index)
+        return {}
+
+    def _execute_program(
+        self, index: int, sequence: int, layer: int, heads: int, combine: str, block_tokens: int = BLOCK_TOKENS
+    ) -> Result:
+        if index not in self._active:
+            raise ValueError(f"program: number {index} is not activated")
+        if not 1 <= block_tokens <= MOST_TOKENS:
+            raise ValueError(f"block_tokens: {block_tokens}, between 1 and {MOST_TOKENS} is needed")
+        (asked,) = self._end.shared.take([((heads, self._file.shape.head_dim), np.dtype(np.float32))])
+        queries = asked.copy()  # the desk belongs to the host again once the command ends
+        self._receive(queries.nbytes)
+        buffer_bytes = self._profile.buffer_bytes
+        for piece in score_keys(self._file, sequence, layer, queries, combine, buffer_bytes, self._threads):
+            self._count_read(piece.read_bytes)
+            self._clock.compute(piece.read_bytes)
+            self._report.scored_keys += piece.scores.size
+            for head, scores in enumerate(piece.scores):
+                for first in range(0, len(scores), block_tokens):
+                    self._send_block(head, piece.base + first, scores[first : first + block_tokens])
+        return {}
+
+    def _send_block(self, head: int, base: int, scores: Any) -> None:
+        at, room = self._end.room(4 * len(scores))
+        encode(scores, room.view(np.uint16).reshape(-1, 2))
+        self._send(Data(at, room.size, head, base, len(scores)), HEADER_BYTES, True)
+
+    def _send(self, data: Data, header_bytes: int, computed: bool) -> None:
+        size = data.size_bytes + header_bytes
+        self._report.link_to_host_bytes += size
+        self._clock.send(size, computed)
+        self._throttle()
+        self._end.send_data(data)
+
+    def _receive(self, size_bytes: int) -> None:
+        self._report.link_to_device_bytes += size_bytes
+        self._clock.receive(size_bytes)
+
+    def _count_read(self, size_bytes: int) -> None:
+        self._report.internal_read_bytes += size_bytes
+        self._clock.read(size_bytes)
+
+    def _count_written(self, size_bytes: int) -> None:
+        self._report.internal_written_bytes += size_bytes
+        self._clock.read(size_bytes)  # the same path inside, the other way
+
+    def _write(self, sequence: int, layer: int, tokens: int) -> Result:
+        shape = self._file.shape
+        form: list[tuple[tuple[int, ...], np.dtype[Any]]]
+        form = [((shape.kv_heads, tokens, dim), shape.numpy_dtype) for dim in (shape.head_dim, shape.value_dim)]
+        if shape.dtype == "int8":
+            form += [((shape.kv_heads, tokens), np.dtype(np.float32))] * 2
+        arrays = self._end.shared.take(form)
+        self._receive(sum(array.nbytes for array in arrays))
+        self._count_written(self._file.append(sequence, layer, *arrays))
+        return {}
+
+    def _write_tokens(self, sequence: int, tokens: int) -> Result:
+        ids, positions = self._end.shared.take([((tokens,), np.dtype(np.int64))] * 2)
+        self._receive(ids.nbytes + positions.nbytes)
+        self._count_written(self._file.append_tokens(sequence, ids, positions))
+        return {}
+
+    def _read(self, sequence: int, layer: int, count: int) -> Result:
+        """Sends the slots of pages, keys before values, in as many parts as the ring needs."""
+        (asked,) = self._end.shared.take([((count,), np.dtype(np.int64))])
+        pages = asked.copy()
+        self._receive(pages.nbytes)
+        shape = self._file.shape
+        share = max(1, RING_BYTES // 8 // max(shape.key_slot_bytes, shape.value_slot_bytes))
+        for first in range(0, count, share):
+            part = pages[first : first + share]
+            for side in (KEYS, VALUES):
+                slots = self._file.read_slots(sequence, layer, part, side)
+                self._count_read(slots.size)
+                at, room = self._end.room(slots.size)
+                room[:] = slots.reshape(-1)
+                self._send(Data(at, room.size), 0, False)
+        return {"length": self._file.length(sequence, layer)}
+
+    def _deallocate(self, sequence: int, pages: int) -> Result:
+        self._file.truncate(sequence, pages)
+        return {}
+
+    def _flush(self) -> Result:
+        self._file.flush()
+        return {}
+
+
+def main(argv: list[str]) -> int:
+    """Runs the device on two inherited descriptors."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's; its end is the device's
+    end, shared = socket.socket(fileno=int(argv[0])), Shared(int(argv[1]))
+    Device(DeviceEnd(end, shared)).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,347 @@
+"""The host's side of the *emulated* device: starts its process, gives it commands, notices its death, starts it again.
+
+One thread at a time uses a device. It works on one command at a time; while an execution runs, its score blocks come in
+as the host asks for them, and the host is free to score its own keys in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.errors import DataError, EnvironmentProblem
+from llmcache.kv.csd.blocks import BLOCK_TOKENS, ScoreBlock, decode
+from llmcache.kv.csd.profile import PROFILES, CsdProfile, Report
+from llmcache.kv.csd.program import SCORE_KEYS
+from llmcache.kv.csd.wire import DESK_BYTES, Data, Gone, HostEnd, Shared
+from llmcache.kv.spill.reading import rows
+from llmcache.kv.spill.shape import Bytes, KvPages, KvShape, checked_rows
+
+ANSWER_S = 120.0
+"""A device that says nothing for so long is taken for dead: the longest answer is a flush of a slow disk."""
+
+Rows = NDArray[Any]
+
+
+class Execution:
+    """A running program: iterate over it for its score blocks as they come; `report` is there after the last."""
+
+    def __init__(self, device: EmulatedCsd) -> None:
+        self._device = device
+        self.report: Report | None = None
+
+    def __iter__(self) -> Iterator[ScoreBlock]:
+        while self.report is None:
+            found = self._device._receive()
+            if isinstance(found, Data):
+                yield self._device._block(found)
+            else:
+                self.report = self._device._ended(found)
+
+    def drain(self) -> Report:
+        """Takes what is left without looking at it, and returns the report."""
+        for _ in self:
+            pass
+        assert self.report is not None
+        return self.report
+
+
+class EmulatedCsd:
+    """An *emulated* computational SSD (CSx) over the spill file `path`; a context manager.
+
+    `create` makes the file, else it is opened; `direct` and errors as there. `threads` of the engine: None for one a
+    processor. `report` adds up what all commands took.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        shape: KvShape,
+        profile: CsdProfile = PROFILES["none"],
+        *,
+        create: bool = False,
+        direct: bool | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self.path, self.shape, self.profile = Path(path), shape, profile
+        self.report = Report()
+        self._options: dict[str, Any] = {"direct": direct, "threads": threads}
+        self._programs: list[str] = []
+        self._active: list[int] = []
+        self._pages: dict[int, list[int]] = {}
+        self._running: Execution | None = None
+        self._end: HostEnd | None = None
+        self._start(create, again=False)
+
+    # The process
+
+    def _start(self, create: bool, again: bool) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        memory = Shared.make()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "llmcache.kv.csd.device", str(theirs.fileno()), str(memory)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), memory),
+                env=_environment(),
+            )
+            self._end = HostEnd(ours, Shared(memory), ANSWER_S)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(memory)
+        described = {"shape": self.shape.to_json(), "profile": asdict(self.profile)}
+        opening = {"path": str(self.path.absolute()), **described, "create": create, "again": again, **self._options}
+        try:
+            found = self._command("open", [], **opening)
+        except BaseException:
+            self.kill()
+            raise
+        self.direct: bool = found["direct"]
+        self.recovery: dict[str, int] = found["recovery"]
+        self._compare({int(number): pages for number, pages in found["pages"].items()}, again)
+
+    def _compare(self, found: dict[int, list[int]], again: bool) -> None:
+        """Compares what the device has after a restart with what it had acknowledged before."""
+        for sequence, pages in self._pages.items() if again else ():
+            there = found.get(sequence, [0] * len(pages))
+            if any(mine > theirs for mine, theirs in zip(pages, there, strict=True)):
+                lost = f"{there} pages by layer, {pages} were acknowledged"
+                raise DataError(f"{self.path}: sequence {sequence}: {lost}", "compute the context again")
+        self._pages = found
+
+    @property
+    def pid(self) -> int:
+        """Process id of the device."""
+        return self._process.pid
+
+    def restart(self) -> None:
+        """Starts a device anew over the same file, with the same programs; DataError if acknowledged pages are missing."""
+        self.kill()
+        self._start(create=False, again=True)
+        for name in self._programs:
+            self._command("load_program", [], name=name)
+        for index in self._active:
+            self._command("activate_program", [], index=index)
+
+    def kill(self) -> None:
+        """Ends the device at once, as a fault would; what it has acknowledged is in the file."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._running = None
+        if self._end is not None:
+            self._end.close()
+            self._end = None
+
+    def close(self) -> None:
+        """Ends the device once it has flushed its file; EnvironmentProblem if it did not end well."""
+        if self._end is None:
+            return
+        try:
+            self.flush()
+        finally:
+            end, self._end = self._end, None
+            if end is not None:
+                end.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(ANSWER_S)
+            self.kill()
+
+    def __enter__(self) -> EmulatedCsd:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:  # the error that is under way says more than one that follows from it
+            with contextlib.suppress(EnvironmentProblem):
+                self.close()
+
+    # Commands
+
+    def _command(self, command: str, arrays: list[Rows], **arguments: Any) -> dict[str, Any]:
+        """Gives a command and returns its result."""
+        self._send(command, arrays, **arguments)
+        found = self._receive()
+        assert not isinstance(found, Data), f"{command} has no data"
+        self._ended(found)
+        return found
+
+    def _send(self, command: str, arrays: list[Rows], **arguments: Any) -> None:
+        if self._running is not None:
+            self._running.drain()
+        if self._end is None:
+            raise EnvironmentProblem(f"{self.path}: its emulated device is not running", "restart it")
+        try:
+            name = {} if command == "open" else {"command": command}
+            self._end.send({**name, **arguments}, arrays)
+        except Gone:
+            raise self._dead() from None
+
+    def _receive(self) -> Data | dict[str, Any]:
+        if self._end is None:
+            raise EnvironmentProblem(f"{self.path}: its emulated device is not running", "restart it")
+        try:
+            return self._end.receive()
+        except (Gone, TimeoutError) as error:
+            raise self._dead(silent=isinstance(error, TimeoutError)) from None
+        except Exception:
+            self._running = None
+            raise
+
+    def _dead(self, silent: bool = False) -> EnvironmentProblem:
+        if silent:
+            how = f"says nothing for {ANSWER_S:.0f} s"
+        else:
+            code = self._process.wait()
+            how = f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        self.kill()
+        return EnvironmentProblem(f"{self.path}: its emulated device {how}", "restart it: what it has acknowledged is kept")
+
+    def _ended(self, result: dict[str, Any]) -> Report:
+        """Adds the report of a command that has ended."""
+        self._running = None
+        report = Report(**result["report"])
+        self.report.add(report)
+        return report
+
+    def _block(self, data: Data) -> ScoreBlock:
+        assert self._end is not None
+        block = decode(data.head, data.base, self._end.bytes_of(data).view(np.uint16).reshape(-1, 2))
+        self._end.consumed(data)
+        return block
+
+    def load(self, program: str = SCORE_KEYS) -> int:
+        """Loads a program into the device; returns its number. It runs once it is activated."""
+        index = int(self._command("load_program", [], name=program)["index"])
+        self._programs.append(program)
+        return index
+
+    def activate(self, index: int) -> None:
+        """Makes a loaded program ready to run."""
+        self._command("activate_program", [], index=index)
+        self._active.append(index)
+
+    def execute(
+        self,
+        index: int,
+        queries: NDArray[np.float32],
+        sequence: int,
+        layer: int,
+        *,
+        combine: str = "max",
+        block_tokens: int = BLOCK_TOKENS,
+    ) -> Execution:
+        """Starts an activated program over all keys of a layer, and returns while it runs.
+
+        `queries` [heads, head_dim] float32, a multiple of kv_heads. The blocks that come are of `block_tokens` tokens or
+        fewer; errors of the device are raised where they are iterated over.
+        """
+        if queries.ndim != 2 or queries.shape[1] != self.shape.head_dim or queries.dtype != np.float32:
+            raise ValueError(f"queries: {queries.dtype} {queries.shape}, float32 [heads, {self.shape.head_dim}] is needed")
+        options = {"combine": combine, "block_tokens": block_tokens, "heads": len(queries)}
+        self._send("execute_program", [queries], index=index, sequence=sequence, layer=layer, **options)
+        self._running = Execution(self)
+        return self._running
+
+    def append(
+        self,
+        sequence: int,
+        layer: int,
+        keys: Rows,
+        values: Rows,
+        key_scales: NDArray[np.float32] | None = None,
+        value_scales: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Writes pages of keys and values to a layer, over the link; arguments and errors as `SpillFile.append`."""
+        arrays = [
+            checked_rows(self.shape, keys, key_scales, "keys"),
+            checked_rows(self.shape, values, value_scales, "values"),
+        ]
+        if keys.shape[1] != values.shape[1]:
+            raise ValueError(f"values: {values.shape[1]} tokens, there are {keys.shape[1]} keys")
+        arrays += [scales for scales in (key_scales, value_scales) if scales is not None]
+        for part in self._shares(keys.shape[1], self.shape.token_bytes):
+            cut = [array[:, part] for array in arrays]
+            self._command("write", cut, sequence=sequence, layer=layer, tokens=part.stop - part.start)
+            self._note(sequence, layer, part.stop - part.start)
+
+    def append_tokens(self, sequence: int, ids: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        """Writes the ids and positions of tokens; as `SpillFile.append_tokens`."""
+        if ids.ndim != 1 or ids.shape != positions.shape or not len(ids):
+            raise ValueError(f"positions: shape {positions.shape}, ids have {ids.shape}; both need one and the same axis")
+        for part in self._shares(len(ids), 16):
+            count = part.stop - part.start
+            arrays = [np.asarray(array[part], np.int64) for array in (ids, positions)]
+            self._command("write_tokens", arrays, sequence=sequence, tokens=count)
+            self._note(sequence, self.shape.layers, count)
+
+    def _shares(self, tokens: int, token_bytes: int) -> list[slice]:
+        """Parts of whole pages that fit the desk."""
+        pages = max(1, DESK_BYTES // 2 // (token_bytes * self.shape.page_tokens))
+        step = pages * self.shape.page_tokens
+        return [slice(first, min(tokens, first + step)) for first in range(0, tokens, step)]
+
+    def _note(self, sequence: int, layer: int, tokens: int) -> None:
+        pages = self._pages.setdefault(sequence, [0] * (self.shape.layers + 1))
+        pages[layer] += self.shape.pages_of(tokens)
+
+    def pages(self, sequence: int, layer: int) -> int:
+        """Returns how many pages of a layer the device has acknowledged."""
+        return self._pages.get(sequence, [0] * (self.shape.layers + 1))[layer]
+
+    def read(self, sequence: int, layer: int, pages: NDArray[np.int64] | list[int]) -> KvPages:
+        """Fetches whole pages of a layer over the link; as `SpillFile.read`."""
+        wanted = np.asarray(pages, np.int64)
+        self._send("read", [wanted], sequence=sequence, layer=layer, count=len(wanted))
+        sizes = (self.shape.key_slot_bytes, self.shape.value_slot_bytes)
+        keys, values = (np.empty((len(wanted), size), np.uint8) for size in sizes)
+        length = self._collect(keys, values)
+        tokens = np.clip(length - wanted * self.shape.page_tokens, 0, self.shape.page_tokens)
+        key_rows, key_scales = rows(self.shape, keys, self.shape.head_dim)
+        value_rows, value_scales = rows(self.shape, values, self.shape.value_dim)
+        return KvPages(key_rows, value_rows, tokens, key_scales, value_scales)
+
+    def _collect(self, keys: Bytes, values: Bytes) -> int:
+        """Copies slots from the link, keys and values in turns, until the command ends; returns the layer's length."""
+        left = [keys.reshape(-1), values.reshape(-1)]
+        side = 0
+        while isinstance(found := self._receive(), Data):
+            assert self._end is not None
+            left[side][: found.size_bytes] = self._end.bytes_of(found)
+            left[side] = left[side][found.size_bytes :]
+            self._end.consumed(found)
+            side = 1 - side
+        self._ended(found)
+        return int(found["length"])
+
+    def truncate(self, sequence: int, pages: int) -> None:
+        """Deallocates all pages of a sequence from number `pages` on; as `SpillFile.truncate`."""
+        self._command("deallocate", [], sequence=sequence, pages=pages)
+        if sequence in self._pages:
+            self._pages[sequence] = [min(pages, there) for there in self._pages[sequence]]
+
+    def flush(self) -> None:
+        """Returns when everything acknowledged is on the disk."""
+        self._command("flush", [])
+
+
+def _environment() -> dict[str, str]:
+    """The environment of the device: it must find this package wherever the program was started."""
+    root = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path}

@@ -1,0 +1,119 @@
+"""Speeds of an emulated device, its modelled clock, and what it reports: bytes, modelled time, wall time."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from llmcache.units import format_duration, format_size
+
+
+@dataclass(frozen=True)
+class CsdProfile:
+    """Modelled speeds of an emulated device (bytes/s, ns, bytes). `throttle`: it really takes as long as modelled.
+
+    Work is divided into buffers of `buffer_bytes`; `fdm_bytes` bounds how many are between flash and engine.
+    """
+
+    name: str
+    internal_bytes_per_s: float
+    compute_bytes_per_s: float
+    link_bytes_per_s: float
+    latency_ns: int
+    fdm_bytes: int = 1 << 24
+    buffer_bytes: int = 1 << 20
+    throttle: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("internal_bytes_per_s", "compute_bytes_per_s", "link_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: {getattr(self, name)}, more than 0 is needed")
+        if self.latency_ns < 0:
+            raise ValueError(f"latency_ns: {self.latency_ns}, at least 0 is needed")
+        if not 0 < self.buffer_bytes <= self.fdm_bytes // 2:
+            raise ValueError(f"buffer_bytes: {self.buffer_bytes}, at most half of fdm_bytes ({self.fdm_bytes}) is needed")
+
+
+PROFILES: dict[str, CsdProfile] = {
+    # hillinfer.txt, section 4.2: "4 GB DDR4, and 4 TB NAND Flash, providing a peak bandwidth of approximately 4 GB/s".
+    # Not in the paper: PCIe 3.0 x4 carries 3.5 GB/s of data; an engine as fast as its flash; 60 us a command.
+    "smartssd": CsdProfile("smartssd", 4e9, 4e9, 3.5e9, 60_000, fdm_bytes=4_000_000_000),
+    # Nothing is modelled: what this machine does is all there is.
+    "none": CsdProfile("none", math.inf, math.inf, math.inf, 0),
+}
+
+
+@dataclass
+class Report:
+    """What commands to an *emulated* device took. Bytes are counted, `modelled_ns` is modelled, `wall_ns` is measured here.
+
+    `link_*`: what crosses between host and device, with headers; `internal_*`: between flash and the device's memory.
+    """
+
+    commands: int = 0
+    scored_keys: int = 0
+    link_to_host_bytes: int = 0
+    link_to_device_bytes: int = 0
+    internal_read_bytes: int = 0
+    internal_written_bytes: int = 0
+    modelled_ns: int = 0
+    wall_ns: int = 0
+
+    def add(self, other: Report) -> None:
+        """Adds another report to this one."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data, labelled."""
+        return {"emulated": True, **asdict(self)}
+
+    def __str__(self) -> str:
+        moved = format_size(self.link_to_host_bytes + self.link_to_device_bytes)
+        return (
+            f"emulated device: {self.scored_keys} keys scored, {moved} over the link, "
+            f"{format_size(self.internal_read_bytes)} read inside; "
+            f"modelled {format_duration(self.modelled_ns)}, wall {format_duration(self.wall_ns)}"
+        )
+
+
+class ModelledClock:
+    """Modelled time of one command: latency, then reading, computing and sending as a pipeline of buffers.
+
+    Each stage does one buffer at a time, and a buffer is read only once the FDM has room: all before it that are as many
+    as fit must have been computed. Time is in ns since the command was given.
+    """
+
+    def __init__(self, profile: CsdProfile) -> None:
+        self.profile = profile
+        self._read = self._computed = self._sent = float(profile.latency_ns)
+        self._in_memory: deque[float] = deque(maxlen=profile.fdm_bytes // profile.buffer_bytes)
+
+    @property
+    def now_ns(self) -> int:
+        """When everything so far is done."""
+        return round(max(self._read, self._computed, self._sent))
+
+    def read(self, size_bytes: int) -> None:
+        """A buffer goes from flash to the FDM, or back."""
+        if len(self._in_memory) == self._in_memory.maxlen:
+            self._read = max(self._read, self._in_memory[0])
+        self._read += 1e9 * size_bytes / self.profile.internal_bytes_per_s
+
+    def compute(self, size_bytes: int) -> None:
+        """The engine works through the buffer that was read last."""
+        begin = max(self._computed, self._read)
+        self._computed = begin + 1e9 * size_bytes / self.profile.compute_bytes_per_s
+        self._in_memory.append(self._computed)
+
+    def send(self, size_bytes: int, computed: bool = True) -> None:
+        """What was computed (or only read) last goes over the link."""
+        begin = max(self._sent, self._computed if computed else self._read)
+        self._sent = begin + 1e9 * size_bytes / self.profile.link_bytes_per_s
+
+    def receive(self, size_bytes: int) -> None:
+        """The host's data comes over the link, before anything else can be done with it."""
+        self._sent += 1e9 * size_bytes / self.profile.link_bytes_per_s
+        self._read = max(self._read, self._sent)

@@ -1,0 +1,181 @@
+"""Between host and *emulated* device: messages over a socket, data in shared memory, both ends in this file.
+
+Messages keep their borders (SOCK_SEQPACKET). Shared memory has no name (memfd), so nothing is left behind whoever dies.
+It holds two counters, a ring for what goes to the host, and a desk for what comes with a command. Only the device moves
+`produced` and only the host moves `consumed`, each by one aligned store of 8 bytes; what lies between them belongs to the
+host. The desk belongs to the device from a command's beginning to its end.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import struct
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache import errors
+from llmcache.kv.spill.shape import Bytes
+
+RING_BYTES = 1 << 23
+DESK_BYTES = 1 << 23
+COMMAND_BYTES, COMPLETION_BYTES = 64, 16
+"""What NVMe puts on the link for any command and any completion."""
+
+_RING_AT = 4096
+_MESSAGE_BYTES = 1 << 16
+_DATA = struct.Struct("<cQIIQI")
+_FULL_NAP_S = 50e-6
+
+
+class Data(NamedTuple):
+    """Data in the ring: `size_bytes` at `at` (ever increasing). `head`, `base` and `tokens`: of a score block."""
+
+    at: int
+    size_bytes: int
+    head: int = 0
+    base: int = 0
+    tokens: int = 0
+
+
+class Gone(Exception):
+    """The other end is not there any more."""
+
+
+class Shared:
+    """The memory that both ends see."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, _RING_AT + RING_BYTES + DESK_BYTES)
+        whole = np.frombuffer(self._map, np.uint8)
+        self.counters: NDArray[np.uint64] = whole[:16].view(np.uint64)  # produced, consumed
+        self.ring = whole[_RING_AT : _RING_AT + RING_BYTES]
+        self.desk = whole[_RING_AT + RING_BYTES :]
+
+    @staticmethod
+    def make() -> int:
+        """Returns a descriptor of fresh memory, for both ends."""
+        fd = os.memfd_create("llmcache-csd", os.MFD_CLOEXEC)
+        os.ftruncate(fd, _RING_AT + RING_BYTES + DESK_BYTES)
+        return fd
+
+    def put(self, arrays: list[NDArray[Any]]) -> None:
+        """Lays `arrays` on the desk, one after the other, each on a border of 64 bytes."""
+        at = 0
+        for array in arrays:
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            self.desk[at : at + flat.size] = flat
+            at += -(-flat.size // 64) * 64
+
+    def take(self, shapes: list[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[NDArray[Any]]:
+        """Returns the arrays on the desk, of the shapes and types they were put with; not copied."""
+        found, at = [], 0
+        for shape, dtype in shapes:
+            size = int(np.prod(shape)) * dtype.itemsize
+            found.append(self.desk[at : at + size].view(dtype).reshape(shape))
+            at += -(-size // 64) * 64
+        return found
+
+
+class DeviceEnd:
+    """The device's end: takes commands, sends data and completions."""
+
+    def __init__(self, end: socket.socket, shared: Shared) -> None:
+        self._socket = end
+        self.shared = shared
+
+    def next_command(self) -> dict[str, Any]:
+        """Returns the next command; raises Gone when the host has ended."""
+        message = self._socket.recv(_MESSAGE_BYTES)
+        if not message:
+            raise Gone
+        command: dict[str, Any] = json.loads(message)
+        return command
+
+    def room(self, size_bytes: int) -> tuple[int, Bytes]:
+        """Returns where in the ring `size_bytes` may be written, and these bytes; waits until the host has read enough."""
+        at = int(self.shared.counters[0])
+        if at % RING_BYTES + size_bytes > RING_BYTES:
+            at += RING_BYTES - at % RING_BYTES
+        while at + size_bytes - int(self.shared.counters[1]) > RING_BYTES:
+            self._check_host()
+            time.sleep(_FULL_NAP_S)
+        self.shared.counters[0] = at + size_bytes
+        return at, self.shared.ring[at % RING_BYTES : at % RING_BYTES + size_bytes]
+
+    def _check_host(self) -> None:
+        try:
+            if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                raise Gone
+        except BlockingIOError:
+            return
+
+    def send_data(self, data: Data) -> None:
+        """Tells the host of data in the ring."""
+        self._socket.send(_DATA.pack(b"B", *data))
+
+    def complete(self, result: dict[str, Any]) -> None:
+        """Tells the host that a command is done."""
+        self._socket.send(b"D" + json.dumps(result).encode())
+
+    def fail(self, error: errors.LlmcacheError | ValueError) -> None:
+        """Tells the host that a command has failed, and why."""
+        if isinstance(error, errors.LlmcacheError):
+            told = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
+        else:
+            told = {"kind": "ValueError", "message": str(error), "hint": None}
+        self._socket.send(b"E" + json.dumps(told).encode())
+
+
+class HostEnd:
+    """The host's end: sends commands, receives data and completions."""
+
+    def __init__(self, end: socket.socket, shared: Shared, timeout_s: float) -> None:
+        self._socket = end
+        self._socket.settimeout(timeout_s)
+        self.shared = shared
+
+    def send(self, command: dict[str, Any], arrays: list[NDArray[Any]]) -> None:
+        """Gives a command; raises Gone when there is no device any more."""
+        self.shared.put(arrays)
+        try:
+            self._socket.send(json.dumps(command).encode())
+        except (BrokenPipeError, ConnectionResetError):
+            raise Gone from None
+
+    def receive(self) -> Data | dict[str, Any]:
+        """Returns what comes next: data, or the result of a command. Raises what the device raised, TimeoutError, Gone."""
+        try:
+            message = self._socket.recv(_MESSAGE_BYTES)
+        except ConnectionResetError:
+            raise Gone from None
+        if not message:
+            raise Gone
+        if message[:1] == b"B":
+            return Data(*_DATA.unpack(message)[1:])
+        told: dict[str, Any] = json.loads(message[1:])
+        if message[:1] == b"E":
+            raise _raised(told)
+        return told
+
+    def bytes_of(self, data: Data) -> Bytes:
+        """Returns what `data` tells of; it must be copied before `consumed`."""
+        return self.shared.ring[data.at % RING_BYTES : data.at % RING_BYTES + data.size_bytes]
+
+    def consumed(self, data: Data) -> None:
+        """Gives the room of `data` and all before it back."""
+        self.shared.counters[1] = data.at + data.size_bytes
+
+    def close(self) -> None:
+        """Closes this end; the device sees it."""
+        self._socket.close()
+
+
+def _raised(told: dict[str, Any]) -> Exception:
+    kind: Any = getattr(errors, told["kind"], None)
+    return ValueError(told["message"]) if kind is None else kind(told["message"], told["hint"])

@@ -1,0 +1,330 @@
+"""The emulated computational SSD: scores as the host would compute them, bytes counted, death noticed, nothing lost."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from numpy.typing import NDArray
+
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.kv.csd import PROFILES, CsdProfile, EmulatedCsd, ScoreBlock
+from llmcache.kv.csd.blocks import HEADER_BYTES, decode, encode
+from llmcache.kv.csd.profile import ModelledClock, Report
+from llmcache.kv.kernels import RunningTop, score, top
+from llmcache.kv.spill import KvShape, SpillFile, SpillReader
+from tests.unit.kv_parts import append, flip, ids, restored
+
+SHAPE = KvShape("tiny", layers=2, kv_heads=2, head_dim=64, page_tokens=16)
+Make = Callable[..., EmulatedCsd]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Make a device over tmp/a.kv; whatever a test does, its process is gone afterwards."""
+    made: list[EmulatedCsd] = []
+
+    def start(profile: CsdProfile = PROFILES["none"], shape: KvShape = SHAPE, create: bool = True) -> EmulatedCsd:
+        made.append(EmulatedCsd(tmp_path / "a.kv", shape, profile, create=create, threads=1))
+        return made[-1]
+
+    yield start
+    for device in made:
+        device.kill()
+
+
+def normal(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def filled(device: EmulatedCsd, tokens: int, layers: range = range(2)) -> NDArray[np.float16]:
+    """Write `tokens` to sequence 0; returns the keys of layer 1 [kv_heads, tokens, head_dim]."""
+    keys = normal((2, 2, tokens, 64), 1).astype(np.float16)
+    for layer in layers:
+        device.append(0, layer, keys[layer], -keys[layer])
+    if len(layers) == 2:
+        device.append_tokens(0, ids(0, tokens), ids(0, tokens))
+    found: NDArray[np.float16] = keys[1]
+    return found
+
+
+def ready(device: EmulatedCsd) -> int:
+    index = device.load()
+    device.activate(index)
+    return index
+
+
+def gathered(blocks: Iterator[ScoreBlock] | Any, tokens: int) -> NDArray[np.float32]:
+    """Return the scores [kv_heads, tokens] of all blocks; each token exactly once."""
+    found = np.full((2, tokens), np.nan, np.float32)
+    for block in blocks:
+        assert np.isnan(found[block.head, block.positions]).all()
+        found[block.head, block.positions] = block.scores
+    assert not np.isnan(found).any()
+    return found
+
+
+@pytest.mark.parametrize(("tokens", "block_tokens"), [(5000, 1024), (40, 7), (3001, 65536)])
+def test_scores_are_those_of_the_host_rounded_to_halves(make: Make, tokens: int, block_tokens: int) -> None:
+    with make() as device:
+        keys, queries = filled(device, tokens), normal((8, 64), 2)
+        running = device.execute(ready(device), queries, 0, 1, block_tokens=block_tokens)
+        found = gathered(running, tokens)
+        wanted = score(queries[None], keys[None])[0]
+        assert (found == wanted.astype(np.float16).astype(np.float32)).all()
+        assert running.report is not None and running.report.scored_keys == 2 * tokens
+        summed = gathered(device.execute(0, queries, 0, 1, combine="sum"), tokens)
+        assert np.abs(summed - score(queries[None], keys[None], combine="sum")[0]).max() < 0.05
+    with SpillReader.open(device.path, SHAPE) as file:
+        assert file.length(0) == tokens, "the file is flushed and whole"
+
+
+def test_merged_blocks_choose_what_the_host_would(make: Make) -> None:
+    with make() as device:
+        keys, queries = filled(device, 4000), normal((2, 64), 2)
+        best = [RunningTop(100), RunningTop(100)]
+        for block in device.execute(ready(device), queries, 0, 1):
+            best[block.head].add(block.positions, block.scores)
+        wanted = top(score(queries[None], keys[None])[0], 100)
+        for head in range(2):
+            positions, _ = best[head].result()
+            assert len(np.intersect1d(positions, wanted[head])) >= 98, "but for ties between halves"
+
+
+def test_bytes_over_the_link_are_a_fiftieth_of_the_keys(make: Make) -> None:
+    shape = KvShape("wide", layers=1, kv_heads=2, head_dim=128, page_tokens=16)
+    with make(shape=shape) as device:
+        keys = normal((2, 8192, 128), 1).astype(np.float16)
+        device.append(0, 0, keys, keys)
+        written = device.report
+        assert written.link_to_device_bytes >= 2 * keys.nbytes
+        assert 2 * keys.nbytes < written.internal_written_bytes < 2.01 * keys.nbytes
+        report = device.execute(ready(device), normal((2, 128), 2), 0, 0).drain()
+        assert report.internal_read_bytes == keys.nbytes
+        headers = HEADER_BYTES * 2 * 8192 // 1024
+        assert report.link_to_host_bytes == 4 * 2 * 8192 + headers + 16
+        assert report.link_to_host_bytes + report.link_to_device_bytes < keys.nbytes / 50
+        assert "emulated" in str(report) and report.to_json()["emulated"] is True
+
+
+def test_pages_are_fetched_over_the_link(make: Make) -> None:
+    with make() as device:
+        keys = filled(device, 2010)
+        pages = [125, 0, 77, 78]
+        found = device.read(0, 1, pages)
+        assert list(found.tokens) == [10, 16, 16, 16]
+        whole = np.zeros((2, 2016, 64), np.float16)
+        whole[:, :2010] = keys
+        wanted = whole.reshape(2, 126, 16, 64).swapaxes(0, 1)[pages]
+        assert (found.keys == wanted).all() and (found.values == -wanted).all()
+        before = device.report.link_to_host_bytes
+        every = device.read(0, 1, list(range(126)))
+        assert device.report.link_to_host_bytes - before == 126 * 8192 + 16
+        assert (every.keys.swapaxes(0, 1).reshape(2, -1, 64)[:, :2010] == keys).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32"])
+def test_all_types_and_more_than_the_shared_memory_holds(make: Make, dtype: str) -> None:
+    shape = KvShape("big", layers=1, kv_heads=4, head_dim=128, dtype=dtype, page_tokens=16, value_dim=64)
+    rows = normal((4, 12_000, 128), 1)
+    scales = np.full((4, 12_000), 0.5, np.float32) if dtype == "int8" else None
+    if dtype == "bfloat16":
+        keys: NDArray[Any] = (rows.view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        keys = (rows * 30).astype(np.int8) if dtype == "int8" else rows
+    with make(shape=shape) as device:
+        device.append(0, 0, keys, keys[:, :, :64], scales, scales)
+        found = device.read(0, 0, list(range(750)))
+        assert found.keys.swapaxes(0, 1).reshape(4, -1, 128).tobytes() == keys.tobytes()
+        assert (found.key_scales is None) == (scales is None)
+        queries = normal((4, 128), 2)
+        best = RunningTop(50)
+        for block in device.execute(ready(device), queries, 0, 0):
+            if block.head == 3:
+                best.add(block.positions, block.scores)
+        exact = score(queries[None], keys[None], None if scales is None else scales[None])[0, 3]
+        assert len(np.intersect1d(best.result()[0], top(exact, 50))) >= 47
+
+
+def test_blocks_arrive_while_the_device_is_still_reading(make: Make) -> None:
+    """With the modelled time taken in earnest, the first block comes long before the last."""
+    slow = CsdProfile("slow", 20e6, math.inf, math.inf, 1000, fdm_bytes=1 << 20, buffer_bytes=1 << 18, throttle=True)
+    with make(slow) as device:
+        filled(device, 16_384)
+        index = ready(device)
+        device.execute(index, normal((2, 64), 2), 0, 1).drain()  # compiled, cached
+        begin, times = time.perf_counter(), []
+        running = device.execute(index, normal((2, 64), 2), 0, 1)
+        for _ in running:
+            times.append(time.perf_counter() - begin)
+        modelled_s = 16_384 * 256 / 20e6
+        assert running.report is not None
+        assert running.report.modelled_ns == pytest.approx(1e9 * modelled_s + 1000, rel=0.01)
+        assert times[-1] >= modelled_s and running.report.wall_ns >= running.report.modelled_ns
+        assert times[0] < modelled_s / 2
+
+
+def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> None:
+    device = make()
+    keys = filled(device, 3000)
+    device.append(1, 0, keys, keys)  # one layer of a step: acknowledged, so it must not be lost either
+    index, queries = ready(device), normal((2, 64), 2)
+    before = gathered(device.execute(index, queries, 0, 1), 3000)
+    old = device.pid
+    os.kill(old, signal.SIGKILL)
+    with pytest.raises(EnvironmentProblem, match="ended by signal 9") as caught:
+        device.read(0, 1, [0])
+    assert caught.value.exit_code == 3 and caught.value.hint and "restart" in caught.value.hint
+    with pytest.raises(EnvironmentProblem, match="not running"):
+        device.flush()
+    device.restart()
+    assert device.pid != old and device.pages(1, 0) == 188
+    assert (gathered(device.execute(index, queries, 0, 1), 3000) == before).all()
+    assert (device.read(1, 0, [3]).keys == keys.reshape(2, -1, 64)[:, 48:64]).all()
+    device.close()
+    assert not psutil.pid_exists(device.pid)
+
+
+def test_a_device_killed_in_the_middle_of_an_execution(make: Make) -> None:
+    slow = CsdProfile("slow", 20e6, math.inf, math.inf, 0, fdm_bytes=1 << 20, buffer_bytes=1 << 18, throttle=True)
+    device = make(slow)
+    filled(device, 16_384)
+    blocks = iter(device.execute(ready(device), normal((2, 64), 2), 0, 1))
+    next(blocks)
+    os.kill(device.pid, signal.SIGKILL)
+    with pytest.raises(EnvironmentProblem, match="signal 9"):
+        list(blocks)
+    device.restart()
+    assert device.execute(0, normal((2, 64), 2), 0, 1).drain().scored_keys == 2 * 16_384
+
+
+def test_what_was_acknowledged_and_is_gone_is_reported(make: Make) -> None:
+    device = make()
+    filled(device, 3000)
+    device.kill()
+    with SpillFile.open(device.path, SHAPE) as file:
+        file.truncate(0, 100)
+    with pytest.raises(DataError, match="pages by layer"):
+        device.restart()
+
+
+def test_the_device_ends_with_its_host(make: Make) -> None:
+    device = make()
+    filled(device, 64)
+    assert device._end is not None
+    device._end.close()
+    assert device._process.wait(20) == 0
+    with SpillReader.open(device.path, SHAPE) as file:
+        assert file.length(0) == 64
+
+
+def test_a_damaged_page_is_not_scored(make: Make) -> None:
+    with make() as device:
+        filled(device, 2000)
+        device.flush()
+        with SpillReader.open(device.path, SHAPE) as file:
+            place = file.key_ranges(0, 1)[0].offset + 4096 * 20 + 77
+        flip(device.path, place)
+        index = ready(device)
+        with pytest.raises(DataError, match="keys: the checksum of page 20 is wrong"):
+            device.execute(index, normal((2, 64), 2), 0, 1).drain()
+        assert device.execute(index, normal((2, 64), 2), 0, 0).drain().scored_keys == 4000, "the device goes on"
+
+
+def test_a_spill_file_and_a_device_see_the_same(make: Make, tmp_path: Path) -> None:
+    with SpillFile.create(tmp_path / "a.kv", SHAPE) as file:
+        append(file, 0, ids(0, 100))
+    with make(create=False) as device:
+        device.truncate(0, 2)
+        assert device.pages(0, 1) == 2
+        with pytest.raises(EnvironmentProblem, match="another process writes"):
+            SpillFile.open(tmp_path / "a.kv")
+    with SpillReader.open(tmp_path / "a.kv") as reader:
+        assert restored(reader, 0) == list(range(32))
+
+
+def test_errors_of_the_device_are_those_of_the_file(make: Make, tmp_path: Path) -> None:
+    with make() as device:
+        with pytest.raises(UsageError, match="there already"):
+            make()
+        with pytest.raises(ValueError, match="not all of"):
+            device.read(0, 0, [1])
+        with pytest.raises(ValueError, match="program: 'sort'"):
+            device.load("sort")
+        index = device.load()
+        with pytest.raises(ValueError, match="not activated"):
+            device.execute(index, normal((2, 64), 1), 0, 0).drain()
+        with pytest.raises(ValueError, match="queries: "):
+            device.execute(index, normal((2, 65), 1), 0, 0)
+        device.activate(index)
+        with pytest.raises(ValueError, match="block_tokens: 0"):
+            device.execute(index, normal((2, 64), 1), 0, 0, block_tokens=0).drain()
+        assert device.execute(index, normal((2, 64), 1), 0, 0).drain().scored_keys == 0
+    with pytest.raises(DataError, match="another model's"):
+        make(shape=KvShape("other", 2, 2, 64), create=False)
+    children = psutil.Process().children()
+    assert not [child for child in children if "llmcache.kv.csd.device" in child.cmdline()]
+
+
+def test_halves_on_the_link_are_rounded_to_nearest() -> None:
+    random = np.random.default_rng(0)
+    bits = random.integers(0, 1 << 32, 60_000, dtype=np.uint64).astype(np.uint32)
+    edges = np.array([0.0, -0.0, 65504, 65519.9, 65520, 1e9, -np.inf, np.inf, np.nan, 6e-8, 2.9e-8, 6.1e-5], np.float32)
+    scores = np.concatenate([bits.view(np.float32), normal((5000,), 1) * 1e-4, normal((500,), 1) * 3e-7, edges])
+    found = []
+    for first in range(0, len(scores), 1000):
+        data = np.empty((len(scores[first : first + 1000]), 2), np.uint16)
+        encode(scores[first : first + 1000], data)
+        block = decode(5, 70_000 + first, data)
+        assert block.head == 5 and (block.positions == 70_000 + first + np.arange(len(data))).all()
+        found.append(block.scores)
+    with np.errstate(over="ignore", invalid="ignore"):
+        wanted = np.clip(scores, -65504, 65504).astype(np.float16).astype(np.float32)
+    assert np.array_equal(np.concatenate(found), wanted, equal_nan=True)
+
+
+def test_the_modelled_clock_is_a_pipeline() -> None:
+    clock = ModelledClock(CsdProfile("p", 1e9, 0.5e9, 0.1e9, 100, fdm_bytes=4000, buffer_bytes=1000))
+    assert clock.now_ns == 100
+    for _ in range(10):
+        clock.read(1000)
+        clock.compute(1000)
+        clock.send(10)
+    # Computing is the slowest: 10 times 2000 ns behind one reading, and the last block over the link.
+    assert clock.now_ns == 100 + 1000 + 10 * 2000 + 100
+    # Reading stays only as far ahead as there is memory: the 10th began when the 6th was computed.
+    assert clock._read == 100 + 1000 + 6 * 2000 + 1000
+    other = ModelledClock(CsdProfile("p", 1e9, 1e9, 0.1e9, 0, fdm_bytes=1 << 20, buffer_bytes=1000))
+    for _ in range(3):
+        other.receive(100)
+        other.read(100)
+    assert other.now_ns == 3 * 1000 + 100
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("internal_bytes_per_s", {"internal_bytes_per_s": 0.0}),
+        ("link_bytes_per_s", {"link_bytes_per_s": -1.0}),
+        ("latency_ns", {"latency_ns": -1}),
+        ("buffer_bytes", {"buffer_bytes": 1 << 24}),
+    ],
+)
+def test_profiles_that_cannot_be(field: str, values: dict[str, Any]) -> None:
+    good = {"internal_bytes_per_s": 1e9, "compute_bytes_per_s": 1e9, "link_bytes_per_s": 1e9, "latency_ns": 0}
+    with pytest.raises(ValueError, match=f"{field}: "):
+        CsdProfile("p", **{**good, **values})
+
+
+def test_reports_add_up() -> None:
+    total = Report(1, 2, 3, 4, 5, 6, 7, 8)
+    total.add(Report(10, 20, 30, 40, 50, 60, 70, 80))
+    assert total == Report(11, 22, 33, 44, 55, 66, 77, 88)
