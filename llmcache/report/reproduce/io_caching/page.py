@@ -54,9 +54,7 @@ def page(
         Section("Overhead of a policy", _overhead(overhead, claims["overhead"])),
         Section("Hardware (section 4.2) and formula (1)", _hardware(claims["hardware"])),
         Section("Remote inference: no figure of the paper's", _remote(remote)),
-        Section(
-            "Accesses (like the paper's figures 1 and 2)", _accesses(traces, evidence, patterns, claims["figures 1 and 2"])
-        ),
+        Section("Accesses (like the paper's figures 1 and 2)", _accesses(traces, evidence, patterns, patterned)),
         Section("Conditions", [_conditions()]),
     ]
     return html_page(f"Recomputed: {PAPER['title']}", LEAD, sections)

@@ -79,8 +79,8 @@ CLAIMS: tuple[Claim[Patterns], ...] = (
         "loops-detected",
         "4.1",
         "all loops present in the on-device LLM workloads were successfully detected by the proposed scheme",
-        "95 to 110 % of the blocks that the paper's text puts in loops are found there, reads and writes apart, in all four; "
-        "partly: in some",
+        "95 to 110 % of the blocks that the paper's text puts in loops are found there, reads and writes apart, in "
+        "all four; partly: in some",
         loops_detected,
         (DETECTED,),
     ),
