@@ -17,6 +17,7 @@ from llmcache.trace.sources.base import Records, Source, TimeOrder, Wish, no_rec
 from llmcache.trace.sources.family import Family, threads
 from llmcache.trace.sources.perf_event import RAW, TID, TIME, TRACEPOINT, Bytes, Event, EventRing, field, open_event
 from llmcache.trace.sources.perf_runs import AROUNDS, DIRECTS, EVENT, FAULTS, FILLS, READS, Events, Runs
+from llmcache.trace.sources.processors import online
 from llmcache.trace.sources.residency import Residency
 from llmcache.trace.sources.tracefs import Tracepoint, tracepoints
 
@@ -92,7 +93,7 @@ class PerfSource(Source):
 
     def _attach(self, wish: Wish) -> int:
         """Returns the number of threads that are recorded."""
-        points, cpus = tracepoints(list(_TRACED)), _online()
+        points, cpus = tracepoints(list(_TRACED)), online()
         rings: dict[tuple[str, int], EventRing] = {}
         done: set[int] = set()
         # A thread that is started meanwhile inherits the events of its own starter, or is found in the next round.
@@ -190,16 +191,6 @@ def _dev(kernel: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tupl
     """The kernel's device numbers as st_dev has them."""
     distinct, index = np.unique(kernel, return_inverse=True)
     return np.array([os.makedev(int(dev) >> 20, int(dev) & 0xFFFFF) for dev in distinct], np.uint64)[index]
-
-
-def _online() -> list[int]:
-    """Processors that are on."""
-    found: list[int] = []
-    with open("/sys/devices/system/cpu/online") as file:
-        for part in file.read().strip().split(","):
-            low, _, high = part.partition("-")
-            found += range(int(low), int(high or low) + 1)
-    return found
 
 
 def _allow_descriptors() -> None:

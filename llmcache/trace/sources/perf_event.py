@@ -17,6 +17,8 @@ TID, TIME, ADDR, RAW = 1 << 1, 1 << 2, 1 << 3, 1 << 10
 _LOST, _SAMPLE = 2, 9
 _INHERIT, _EXCLUDE_KERNEL, _EXCLUDE_HYPERVISOR, _WATERMARK = 1 << 1, 1 << 5, 1 << 6, 1 << 14
 _USE_CLOCK, _INHERIT_THREADS_ONLY = 1 << 25, 1 << 35
+# mmap, task, mmap_data, sample_id_all, mmap2
+_TELL_MAPPINGS = 1 << 8 | 1 << 13 | 1 << 17 | 1 << 18 | 1 << 23
 _CLOSE_ON_EXEC = 8
 _SET_OUTPUT, _DISABLE = 0x2405, 0x2401
 _NUMBERS = {"x86_64": 298, "aarch64": 241}
@@ -47,12 +49,16 @@ class _Attributes(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Event:
-    """What is to be counted: every event of `kind` and `config`. `user_only`: what the program does, not the kernel."""
+    """What is to be counted: every event of `kind` and `config`.
+
+    `user_only`: what the program does, not the kernel. `mappings`: tell new mappings and forks as well.
+    """
 
     kind: int
     config: int
     sample: int
     user_only: bool = False
+    mappings: bool = False
 
 
 def supported() -> str | None:
@@ -65,6 +71,8 @@ def open_event(event: Event, tid: int, cpu: int, follow: bool) -> int:
     flags = _INHERIT | _WATERMARK | _USE_CLOCK | (0 if follow else _INHERIT_THREADS_ONLY)
     if event.user_only:
         flags |= _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR
+    if event.mappings:
+        flags |= _TELL_MAPPINGS
     attributes = _Attributes(
         type=event.kind,
         size=ctypes.sizeof(_Attributes),
@@ -88,6 +96,7 @@ class EventRing:
     def __init__(self, fd: int, size_bytes: int) -> None:
         """`size_bytes`: a power of two. OSError where the kernel gives no memory."""
         self.lost = 0
+        self.others: list[tuple[int, bytes]] = []  # kind and contents of records that are no samples
         self._fds = [fd]
         self._size = size_bytes
         self._map = mmap.mmap(fd, mmap.PAGESIZE + size_bytes)
@@ -125,6 +134,8 @@ class EventRing:
             if kind != _SAMPLE:
                 if kind == _LOST:
                     self.lost += int(raw[at + 16 : at + 24].view(np.uint64)[0])
+                else:
+                    self.others.append((kind, raw[at + _HEADER : at + size].tobytes()))
                 at += size
                 continue
             # Samples of one event have one size: a run of them is taken apart at once.
