@@ -156,7 +156,7 @@ class Stream:
         self.step = step
         self.last = (first, end)
         self.runs += 1
-        if self.runs == 2:
+        if self.runs == 2 and not self.sequential:  # a first run of a window is tested, and has a direction
             self.down = first < self.low
         if self.sequential:  # what lies behind was tested before
             first, end = (first, min(end, self.high)) if self.down else (max(first, self.low), end)

@@ -182,6 +182,12 @@ def test_a_loop_in_another_order_lists_its_pieces_in_turn(row: int) -> None:
     assert loop.pieces == ((6000, 7999), (0, 1999), (4000, 5999), (2000, 3999))
 
 
+def test_a_run_that_shares_a_block_with_what_was_read_before_counts_whole() -> None:
+    """A buffered reader looks at the end of a file and goes on: with the block again in which it stopped."""
+    (seq,) = classify(one_file([(0, 49), (9000, 1), (48, 2100), (9001, 1)]).batches()).rows
+    assert (seq.kind, seq.size_bytes) == (SEQ, 2150 * BLOCK_BYTES)
+
+
 def test_layers_read_twice_have_the_period_of_the_pass() -> None:
     one_pass = [(layer * 200, 200) for layer in range(20) for _ in range(2)]
     (loop,) = classify(one_file(one_pass * 12).batches()).rows
