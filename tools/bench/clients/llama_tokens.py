@@ -1,4 +1,4 @@
-"""Client: llama.cpp, one token at a time over an mmapped model; prints one JSON line per token.
+"""Client: llama.cpp, one token at a time over a mapped model (or one that it has read); prints one JSON line per token.
 
 Lines: {"event": "load"|"step"|"end", ...}. A step has `seconds`, `read_bytes` (what this process itself caused the
 block layer to read, so 0 over a mount) and `crc` (of the logits: the same over plain storage and over a mount, or a
@@ -43,13 +43,14 @@ def main() -> None:
     parser.add_argument("tokens", type=int)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long")
+    parser.add_argument("--no-mmap", action="store_true", help="read the model into memory in place of mapping it")
     parser.add_argument("--json", action="store_true", help="accepted for symmetry: output is always JSON lines")
     args = parser.parse_args()
 
     import llama_cpp  # slow: not for --help
 
     begin = time.perf_counter()
-    model = llama_cpp.Llama(args.model, n_ctx=256, n_threads=args.threads, use_mmap=True, verbose=False)
+    model = llama_cpp.Llama(args.model, n_ctx=256, n_threads=args.threads, use_mmap=not args.no_mmap, verbose=False)
     vocabulary = model.n_vocab()
     model.eval([1, 300, 301, 302])
     say(event="load", seconds=time.perf_counter() - begin)

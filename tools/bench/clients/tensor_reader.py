@@ -1,0 +1,85 @@
+"""Client: reads a safetensors file as the safetensors library does for transformers; prints one JSON line per pass.
+
+The header is read with read(), then the file is mapped and every tensor is a slice of the mapping: weights of the right
+type are used where they lie. Loading looks at every tensor once, in the order of the header; a pass (what a token takes)
+goes over the tensors in the order in which a decoder computes, but of the embedding it takes one row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import struct
+import sys
+import time
+import zlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+from llmcache.fs.layout.order import compute_key, is_embedding  # noqa: E402
+from tools.bench.clients.loop_reader import anon_bytes, say  # noqa: E402
+
+PAGE = 4096
+ROW_BYTES = 4096
+
+
+class Tensors:
+    """The tensors of one mapped file, by name."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "rb", buffering=0) as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+            self._map = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        header.pop("__metadata__", None)
+        self.places: dict[str, tuple[int, int]] = {
+            name: (8 + length + entry["data_offsets"][0], 8 + length + entry["data_offsets"][1])
+            for name, entry in header.items()
+        }
+
+    def __getitem__(self, name: str) -> memoryview:
+        begin, end = self.places[name]
+        return self._map[begin:end]
+
+
+def touch(data: memoryview) -> int:
+    """Fault every page of `data`, copying next to nothing; returns a checksum of what was touched."""
+    return zlib.crc32(bytes(data[::PAGE]) + bytes(data[-1:]))
+
+
+def token(tensors: Tensors, order: list[str], index: int) -> int:
+    """Go over what one token needs; returns a checksum."""
+    crc = 0
+    for name in order:
+        data = tensors[name]
+        if is_embedding(name):
+            row = ROW_BYTES * (index * 7919 % max(1, len(data) // ROW_BYTES))
+            data = data[row : row + ROW_BYTES]
+        crc ^= touch(data)
+    return crc
+
+
+def main() -> None:
+    """Load, then run the passes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file")
+    parser.add_argument("passes", type=int)
+    args = parser.parse_args()
+    begin = time.perf_counter()
+    tensors = Tensors(args.file)
+    for name in tensors.places:
+        touch(tensors[name])
+    say(event="load", seconds=time.perf_counter() - begin)
+    order = sorted(tensors.places, key=compute_key)
+    for index in range(args.passes):
+        start = time.perf_counter()
+        crc = token(tensors, order, index)
+        say(event="step", index=index, seconds=time.perf_counter() - start, crc=crc)
+    say(event="end", anon_bytes=anon_bytes(), wrong=0)
+
+
+if __name__ == "__main__":
+    main()

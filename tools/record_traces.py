@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+"""Records the real traces of traces/ that `llmcache trace` makes, again, on this machine.
+
+    tools/record_traces.py                     # traces/, all of them (as root)
+    tools/record_traces.py OUT llama-mmap      # one of them, elsewhere
+
+The models are generated (tools/make_model.py), the accesses are real: programs over the plain page cache of a disk, in a
+memory cgroup that keeps about a third of the loop where the trace is of a loop. What the client measured of itself is in
+the provenance: `step_s`, the median token or pass, and `loop_bytes`, what one reads. Each recording differs in timing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from llmcache.errors import EnvironmentProblem, UsageError, run_cli  # noqa: E402 - found through the line above
+from llmcache.fs.layout.modelfile import model_bytes  # noqa: E402
+from llmcache.trace.record import Trace  # noqa: E402
+from tools.bench import tracing  # noqa: E402
+from tools.bench.errors import BenchError  # noqa: E402
+from tools.bench.files import MIB, loop_file  # noqa: E402
+from tools.bench.machine import describe  # noqa: E402
+from tools.bench.runner import client  # noqa: E402
+
+KEPT = 0.3  # of the loop: what stays mapped is not seen by page faults, so little is kept
+THREADS = 2
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is recorded: how its file is made, the client's command line, what one step reads, and whether memory is capped.
+
+    `loop_bytes` is 0 where nothing is read again.
+    """
+
+    file: str
+    make: Callable[[Path], None]
+    command: Callable[[Path], list[str]]
+    loop_bytes: Callable[[Path], int]
+    note: str
+
+
+def _model(*options: str) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        command = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(path), *options]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    return make
+
+
+def _random_bytes(path: Path) -> None:
+    loop_file(path, 64 * MIB)
+
+
+def _loop(path: Path) -> int:
+    return model_bytes(str(path)).loop_bytes
+
+
+SUBJECTS = {
+    "llama-mmap": Subject(
+        "model.gguf",
+        _model("--size", "160M"),
+        lambda path: client("llama_tokens", path, 10, "--threads", THREADS),
+        _loop,
+        "llama.cpp decodes 10 tokens with a generated, mapped model that does not fit into memory",
+    ),
+    "llama-no-mmap": Subject(
+        "model.gguf",
+        _model("--size", "160M"),
+        lambda path: client("llama_tokens", path, 10, "--threads", THREADS, "--no-mmap"),
+        lambda path: 0,
+        "llama.cpp reads a generated model into its own memory (--no-mmap) and decodes 10 tokens",
+    ),
+    "safetensors": Subject(
+        "model.safetensors",
+        _model("--format", "safetensors", "--size", "120M", "--layers", "6"),
+        lambda path: client("tensor_reader", path, 10),
+        _loop,
+        "a generated model, mapped as the safetensors library does; loaded, then 10 tokens; it does not fit into memory",
+    ),
+    "read-loop": Subject(
+        "loop.bin",
+        _random_bytes,
+        lambda path: client("loop_reader", path, "--how", "read", "--passes", 12),
+        lambda path: path.stat().st_size,
+        "12 passes of pread() over a file that does not fit into memory",
+    ),
+}
+
+
+def record(name: str, out: Path, base: Path, force: bool) -> Path:
+    """Record the subject `name` into the directory `out`; returns the trace."""
+    subject, target = SUBJECTS[name], out / f"{name}.parquet"
+    if target.exists() and not force:
+        raise UsageError(f"OUT: {target} exists", "--force replaces it")
+    with tempfile.TemporaryDirectory(prefix="llmcache-", dir=base) as directory:
+        file = Path(directory) / subject.file
+        subject.make(file)
+        loop, command = subject.loop_bytes(file), subject.command(file)
+        cap = tracing.cap_bytes(file, command, int(KEPT * loop)) if loop else None
+        made = tracing.record(file, command, Path(directory) / "trace.parquet", cap)
+        trace = Trace.load(made.trace)
+        machine = describe(file)
+    facts = {"loop_bytes": str(loop), "step_s": f"{made.median_s:.6f}", "machine": json.dumps(machine)}
+    facts |= {"memory_bytes": str(cap)} if cap else {}
+    trace.provenance = dataclasses.replace(
+        trace.provenance,
+        command=shlex.join([Path(command[1]).name, *(word.replace(directory, "DIR") for word in command[2:])]),
+        note=f"{subject.note}; recorded by tools/record_traces.py. {trace.provenance.note}",
+        extra={**trace.provenance.extra, **facts},
+    )
+    trace.save(target, force=force)
+    return target
+
+
+def main() -> int:
+    """Record what the command line asks for, and print the paths."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", default=ROOT / "traces", metavar="OUT", help="default: traces/")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(SUBJECTS)}")
+    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where models are made: a real disk")
+    parser.add_argument("--force", action="store_true", help="replace traces that exist")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(SUBJECTS):
+        raise UsageError(f"NAME: there is no {min(unknown)!r}", f"one of: {', '.join(SUBJECTS)}")
+    if os.geteuid() != 0:
+        raise EnvironmentProblem("recording and capping memory take root", "sudo tools/record_traces.py …")
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        for name in args.names or SUBJECTS:
+            print(record(name, args.out, args.dir, args.force), flush=True)
+    except BenchError as error:
+        raise EnvironmentProblem(error.message, error.hint) from error
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
