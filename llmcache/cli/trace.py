@@ -71,4 +71,10 @@ def command(
         tier=tier,
         force=force,
     )
-    session.show(session.record(target, options), as_json)
+    captured = session.record(target, options)
+    session.show(captured, as_json)
+    if report is not None and captured.rows:
+        from llmcache.fs.layout.naming import TensorNames
+        from llmcache.report.plot import Wanted, plot
+
+        plot(Wanted(options.output, report, files=glob, force=force), lambda table: TensorNames((), table))

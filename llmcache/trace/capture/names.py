@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,9 @@ class Named:
 class Names:
     """The file table of a recording: numbers given in the order of appearance."""
 
-    def __init__(self, pids: Iterable[int]) -> None:
-        """Looks at what `pids` have open now."""
+    def __init__(self, pids: Iterable[int], told: Callable[[], Mapping[Key, str]] = dict) -> None:
+        """Looks at what `pids` have open now. `told` gives the paths that the source of the records knows."""
+        self._told = told
         self.files: list[TraceFile] = []
         self.unnamed = 0
         self._ids: dict[Key, int] = {}
@@ -75,7 +76,7 @@ class Names:
         self.unnamed = sum(map(_is_unnamed, self.files))
 
     def _add(self, key: Key) -> None:
-        named = self._known.get(key) or _by_inode(key)
+        named = self._known.get(key) or _by_path(self._told().get(key), key) or _by_inode(key)
         path = named.path if named else unnamed(key)
         self._ids[key] = len(self.files)
         self.files.append(TraceFile(len(self.files), path, *key, 0, named.size_bytes if named else 0))
@@ -162,6 +163,10 @@ def _named(pid: int, key: Key, path: str, size: int, mount: Mount | None) -> Ite
 
 def _without_mark(path: str, links: int) -> str:
     return path.removesuffix(DELETED) if links == 0 else path
+
+
+def _by_path(path: str | None, key: Key) -> Named | None:
+    return Named(path, _size(path, key)) if path else None
 
 
 def _by_inode(key: Key) -> Named | None:

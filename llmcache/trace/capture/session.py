@@ -13,6 +13,7 @@ import platform
 import select
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,6 +36,7 @@ from llmcache.trace.sources.base import ACCESS, BLOCK, POLL_S, SAMPLED, Records,
 
 FLUSH_S = 1.0
 _LINES_PER_HEADING = 20
+_WIDTH = 79
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -90,7 +92,7 @@ class _Recording:
         try:
             self._open_beside()
             self._source.start(self._wish)
-            self._names = Names((self._target.pid,))
+            self._names = Names((self._target.pid,), lambda: self._source.paths)
         except BaseException:
             self._source.stop()
             self._journal.discard()
@@ -279,9 +281,12 @@ def show(captured: Captured, as_json: bool) -> None:
 
 
 def say(text: str) -> None:
-    """Print `text` on stderr; a terminal that is gone does not end a recording."""
+    """Print `text` on stderr, in lines under 80 columns; a terminal that is gone does not end a recording."""
     with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        lines = (
+            [text] if len(text) <= _WIDTH else textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        )
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _no_rows() -> Columns:

@@ -7,7 +7,7 @@ A source records file blocks touched by some processes. Whoever uses it calls pr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -96,6 +96,11 @@ class Source(ABC):
     @abstractmethod
     def lost(self) -> int:
         """Events known to have been lost since start()."""
+
+    @property
+    def paths(self) -> Mapping[tuple[int, int], str]:
+        """Paths by (dev, inode) of files that the source was told the names of; others are looked up by whoever uses it."""
+        return {}
 
     @property
     def remarks(self) -> Sequence[str]:

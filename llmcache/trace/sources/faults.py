@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import ClassVar
 
@@ -134,6 +134,11 @@ class FaultSource(Source):
         """See Source."""
         of_strace = self._strace.lost if self._strace else 0
         return self._lost + of_strace + sum(ring.lost for ring in self._rings.values())
+
+    @property
+    def paths(self) -> Mapping[tuple[int, int], str]:
+        """See Source."""
+        return self._spaces.paths | (self._strace.paths if self._strace else {})
 
     @property
     def remarks(self) -> Sequence[str]:

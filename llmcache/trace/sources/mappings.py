@@ -14,6 +14,7 @@ from llmcache.trace.record import BLOCK_BYTES
 
 Uint64s = NDArray[np.uint64]
 FORK, MMAP = 7, 10  # PERF_RECORD_FORK, PERF_RECORD_MMAP2
+_NAME = 64  # where the name begins in the latter
 
 
 @dataclass(frozen=True, order=True)
@@ -83,6 +84,7 @@ class Spaces:
     """The address spaces of all recorded processes, kept up to date by the kernel's records of mappings and forks."""
 
     def __init__(self) -> None:
+        self.paths: dict[tuple[int, int], str] = {}
         self._by_pid: dict[int, Space] = {}
         self._changes: list[tuple[int, int, Mapping | int]] = []  # time, process, its new mapping or its parent
 
@@ -101,6 +103,9 @@ class Spaces:
             pid, _, low, length, offset, major, minor, inode = struct.unpack_from("<IIQQQIIQ", record)
             mapping = Mapping(low, low + length, _dev(major, minor), inode, offset // BLOCK_BYTES)
             self._changes.append((t_ns, pid, mapping))
+            if inode:
+                path, _, _ = record[_NAME:].partition(b"\0")
+                self.paths[mapping.dev, inode] = os.fsdecode(path)
 
     def files(self, pid: Uint64s, t_ns: Uint64s, address: Uint64s) -> tuple[Uint64s, Uint64s, Uint64s]:
         """Returns device, inode and block of faults that ascend in time; inode 0 for those in no file."""

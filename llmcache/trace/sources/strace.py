@@ -39,6 +39,7 @@ class Strace:
         self._writes = writes
         self._rows: list[tuple[int, ...]] = []
         self._keys: dict[int, tuple[int, int]] = {}
+        self.paths: dict[tuple[int, int], str] = {}
         self._rest = b""
         self._log, self._calls = Log(), Calls(self._note)
         self._offset_ns = time.time_ns() - time.monotonic_ns()
@@ -119,6 +120,7 @@ class Strace:
             try:
                 stat = os.stat(file.path)
                 self._keys[file.number] = (stat.st_dev, stat.st_ino)
+                self.paths[stat.st_dev, stat.st_ino] = file.path
             except OSError:
                 self._keys[file.number] = _GONE
         return self._keys[file.number]
