@@ -13,7 +13,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from llmcache.cache.steering import HIT, KEPT
+from llmcache.cache.steering import HIT, KEPT, MISS
 from llmcache.fs.buffers import Region
 from llmcache.fs.group import ABSENT, LOADING, PAGE, READY, SPARSE, Fetch, Group, Member, Tripwire
 
@@ -43,7 +43,11 @@ class Fetcher:
         if buffer is None and not brought:
             return None
         verdict = self.state.references.claimed(group, member, extent, pid)
-        own = self.holder.region(group, extent, verdict)
+        try:
+            own = self.holder.region(group, extent, verdict)
+        except OSError:  # no memory: it is streamed
+            self.state.references.lost(group, extent)
+            own, verdict = None, MISS
         if own is not None and buffer is not None:  # the plan has changed with this very reference
             self.state.pool.give(buffer)
             buffer = None

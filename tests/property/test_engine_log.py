@@ -1,0 +1,144 @@
+"""The engine against a modelled kernel: what it logs, applied to another core, gives the same; the arena holds just that."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmcache.cache.steering import HIT, Steering
+from llmcache.fs.holders import ArenaHolder
+from tests.property.kernel import SlowBacking, wait_until
+from tests.property.rig import BUDGET, LOOP, MIB, Rig, in_threads, looper, reader, running
+from tests.property.test_engine_changes import change_behind
+
+
+class ListLog:
+    """Stands in for an AccessLog: keeps rows and events in their order, and knows which extent a row is."""
+
+    path = "list"
+    lost = 0
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, Any]] = []
+        self.files: dict[int, tuple[str, int]] = {}
+        self.rows = 0
+
+    def row(self, file: int, first: int, count: int, op: int, miss: int, pid: int) -> None:
+        """As AccessLog."""
+        self.rows += 1
+        self.entries.append(("row", (*self.files[file], first, count, miss)))
+
+    def event(self, event: Sequence[Any]) -> None:
+        """As AccessLog."""
+        if event[0] == "file":
+            self.files[event[1]] = (event[2], event[3])
+        else:
+            self.entries.append(("event", event))
+
+    def file(self, *_entry: Any) -> None:
+        """As AccessLog."""
+
+
+def twin_of(log: ListLog, limit_bytes: int) -> Steering:
+    """A core that has seen what was logged; its verdicts are those of the log."""
+    core = Steering(limit_bytes)
+    for kind, entry in log.entries:
+        if kind == "event":
+            core.apply(entry)
+            continue
+        key, index, first, count, miss = entry
+        space = core.spaces[key]
+        extent = space.parts[index].base + first * 4096 // space.extent_bytes
+        if core.is_single(key, extent):
+            core.page(key, extent, count)
+        else:
+            assert (core.reference(key, extent) != HIT) == miss
+    return core
+
+
+def state_of(core: Steering) -> dict[str, Any]:
+    held = {key: sorted(space.held) for key, space in core.spaces.items()}
+    periods = {key: space.learner.period for key, space in core.spaces.items()}
+    return {"held": held, "periods": periods, "clock": core.clock, "hits": core.hit_blocks, "evicted": core.evicted_blocks}
+
+
+def two_loops(rig: Rig) -> None:
+    files = [rig.file("a", LOOP), rig.file("b", 20 * MIB)]
+    in_threads(looper(rig, files[0], 5), looper(rig, files[1], 8))
+
+
+def random_readers(rig: Rig) -> None:
+    files = [rig.file("a", LOOP), rig.file("b", 5 * MIB), rig.file("c", LOOP + MIB)]
+    jobs: list[Callable[[], None]] = [reader(rig, files, seed, 400) for seed in range(3)]
+    in_threads(*jobs, looper(rig, files[0], 4))
+
+
+def changes_behind(rig: Rig) -> None:
+    file = rig.file("a", LOOP)
+    for version in range(1, 4):
+        rig.sweep(file)
+        rig.sweep(file)
+        change_behind(rig, file, "a", version)
+        rig.sweep(file)
+
+
+def budgets(rig: Rig) -> None:
+    file = rig.file("a", LOOP)
+    source = random.Random(5)
+
+    def resize() -> None:
+        for _ in range(12):
+            rig.engine.command({"op": "resize", "cache_bytes": source.randrange(4, 40) * MIB})
+            rig.kernel.read(file, source.randrange(LOOP), 300_000)
+
+    in_threads(looper(rig, file, 6), looper(rig, file, 6), resize)
+
+
+def storage_errors(rig: Rig) -> None:
+    file = rig.file("a", LOOP)
+    for _ in range(2):
+        rig.sweep(file)
+    assert isinstance(file.backing, SlowBacking)
+    file.backing.failing = range(9 * MIB, 9 * MIB + 1)
+    for offset in range(0, LOOP, 128 << 10):
+        if not 8 * MIB < offset < 11 * MIB:
+            rig.check(file, offset, 128 << 10)
+    file.backing.failing = range(0)
+    rig.sweep(file)
+
+
+def closing_and_opening(rig: Rig) -> None:
+    first, second = rig.file("a", LOOP), rig.file("b", LOOP)
+    for _ in range(3):
+        rig.sweep(first)
+        rig.engine.closed(first.backing, 1)
+        rig.sweep(second)
+        rig.sweep(second)
+        rig.kernel.open(first)
+
+
+WORKS = [two_loops, random_readers, changes_behind, budgets, storage_errors, closing_and_opening]
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+def test_the_log_is_all_that_the_core_has_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[Rig], None]
+) -> None:
+    with running(tmp_path, "arena", monkeypatch) as rig:
+        log = ListLog()
+        rig.engine.record(log)  # type: ignore[arg-type]  # as much of an AccessLog as is needed
+        work(rig)
+        state = rig.engine.state
+        wait_until(lambda: not state.fills and not any(group.loading for group in state.groups.values()), "all is read")
+        with state.lock:
+            core, holder = state.references.core, rig.engine.holder
+            assert core is not None and isinstance(holder, ArenaHolder)
+            assert state_of(twin_of(log, BUDGET)) == state_of(core)
+            held = {(key, extent) for key, space in core.spaces.items() for extent in space.held}
+            assert set(holder._slots) == held
+            assert state.held_bytes == sum(region.size for region in holder._slots.values())
+            assert core.clock > 0 and core.held_blocks * 4096 <= core.limit_bytes
