@@ -18,7 +18,7 @@ from matplotlib.ticker import StrMethodFormatter
 from numpy.typing import NDArray
 
 from llmcache.report.grid import OPS, AccessGrid, Band, Survey
-from llmcache.report.theme import CLASS_COLOURS, FAINT, INK, MUTED, OP_COLOURS
+from llmcache.report.theme import CLASS_COLOURS, FAINT, INK, OP_COLOURS, PAPER
 
 FAINTEST = 0.5  # opacity of a cell with one run; the fullest has 1
 LEAST_LABEL_GAP = 0.032  # of the height, between names at the right edge
@@ -41,10 +41,11 @@ class Shade:
 
 @dataclass(frozen=True)
 class Landmark:
-    """A name for what begins at `block` of a file: a tensor or a layer."""
+    """A name for blocks `first` .. `end` - 1 of a file: a layer, or a tensor outside of the layers."""
 
     file: int
-    block: int
+    first: int
+    end: int
     name: str
 
 
@@ -150,7 +151,7 @@ def _block_ticks(axes: Axes, bands: Sequence[Band]) -> None:
                 places.append(at)
                 labels.append(f"{block:,}")
         if band.bottom > 0:
-            axes.axhline(band.bottom, color=MUTED, linewidth=0.7, zorder=2)
+            axes.axhline(band.bottom, color=INK, linewidth=0.8, zorder=4)
     axes.set_yticks(places, labels)
     axes.grid(axis="y", visible=False)
 
@@ -166,23 +167,50 @@ def _round_blocks(band: Band) -> list[int]:
 
 
 def _right_edge(axes: Axes, picture: AccessPicture) -> None:
-    """Name files, or the landmarks in them, at the right; names that would overlap are left out, files go first."""
-    wanted = [((band.bottom + band.top) / 2, picture.names[band.file]) for band in picture.bands]
-    if picture.landmarks:
-        known = {mark.file for mark in picture.landmarks}
-        wanted = [item for item, band in zip(wanted, picture.bands, strict=True) if band.file not in known]
-    taken = list(wanted)
+    """Name files, or the landmarks in them, at the right; names that would overlap are left out, files go first.
+
+    A file with landmarks has its own name inside, at the top of its band.
+    """
+    known = {mark.file for mark in picture.landmarks}
+    taken: list[tuple[float, str]] = []
     for band in picture.bands:
-        marks = [mark for mark in picture.landmarks if mark.file == band.file and band.first <= mark.block < band.end]
-        for mark in marks:
-            at = band.height(mark.block)
-            if all(abs(at - other) >= LEAST_LABEL_GAP for other, _ in taken):
-                taken.append((at, mark.name))
+        if band.file in known:
+            _name_inside(axes, band, picture.names[band.file])
+        else:
+            taken.append(((band.bottom + band.top) / 2, picture.names[band.file]))
+    for at, name in _by_room(picture):
+        if all(abs(at - other) >= LEAST_LABEL_GAP for other, _ in taken):
+            taken.append((at, name))
     taken.sort()
     names = axes.secondary_yaxis("right")
     names.set_yticks([at for at, _ in taken], [_short(name) for _, name in taken])
     names.tick_params(length=0, pad=14, labelcolor=INK, labelsize=8)
     names.spines["right"].set_color(FAINT)
+
+
+def _by_room(picture: AccessPicture) -> list[tuple[float, str]]:
+    """Returns height and name of the landmarks in the picture: those tall enough for a name before the others."""
+    found: list[tuple[bool, float, str]] = []
+    for band in picture.bands:
+        for mark in picture.landmarks:
+            first, end = max(mark.first, band.first), min(mark.end, band.end)
+            if mark.file == band.file and first < end:
+                low, high = band.height(first), band.height(end)
+                found.append((high - low < LEAST_LABEL_GAP, (low + high) / 2, mark.name))
+    return [(at, name) for _, at, name in sorted(found)]
+
+
+def _name_inside(axes: Axes, band: Band, name: str) -> None:
+    axes.annotate(
+        name,
+        (0, band.top),
+        xytext=(5, -4),
+        textcoords="offset points",
+        va="top",
+        fontsize=7.5,
+        bbox={"boxstyle": "round,pad=0.2", "facecolor": PAPER, "alpha": 0.85, "linewidth": 0},
+        zorder=5,
+    )
 
 
 def _short(name: str, most: int = 30) -> str:

@@ -23,11 +23,13 @@ def shades_of(rows: Sequence[Classification]) -> list[Shade]:
 
 
 def landmarks_of(files: Sequence[TraceFile], names: NamesOf) -> list[Landmark]:
-    """Returns where each layer (or tensor outside of the layers) begins, in the files that `names` knows."""
+    """Returns which blocks each layer (or tensor outside of the layers) has, in the files that `names` knows."""
     marks: list[Landmark] = []
     for file in files:
-        for layer, tensors in groupby(names(file), key=lambda tensor: tensor.layer):
-            marks.append(Landmark(file.id, next(tensors).offset // BLOCK_BYTES, layer))
+        for layer, group in groupby(names(file), key=lambda tensor: tensor.layer):
+            tensors = list(group)
+            end = tensors[-1].offset + tensors[-1].size_bytes
+            marks.append(Landmark(file.id, tensors[0].offset // BLOCK_BYTES, -(-end // BLOCK_BYTES), layer))
     return marks
 
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from numpy.typing import ArrayLike, NDArray
 
-from llmcache.report.theme import BANDWIDTH_LOOKS, MUTED, Look, grid_of, legend_below, look_of
+from llmcache.report.theme import MUTED, Look, bandwidth_look, grid_of, legend_below, look_of
 
 MANY_POINTS = 16  # with more, not every point has a marker
 WIDE_RANGE = 200  # largest size / smallest size from which on the axis is logarithmic
@@ -30,11 +30,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: lines of one trace. `marks`: sizes in bytes with a name, such as the footprint."""
+    """One set of axes: lines of one trace. `marks`: sizes in bytes with a name, such as the footprint.
+
+    `linear`: the axis of sizes is never logarithmic; for lines whose points are evenly spread.
+    """
 
     title: str
     lines: Sequence[Line]
     marks: Sequence[tuple[float, str]] = ()
+    linear: bool = False
 
 
 def policy_line(policy: str, title: str, sizes_bytes: ArrayLike, values: ArrayLike) -> Line:
@@ -43,12 +47,12 @@ def policy_line(policy: str, title: str, sizes_bytes: ArrayLike, values: ArrayLi
 
 
 def bandwidth_lines(bandwidths: Sequence[int], sizes_bytes: ArrayLike, latencies_s: Sequence[ArrayLike]) -> list[Line]:
-    """Returns a curve for each of `bandwidths` (bytes/s), slow ones dark; `latencies_s` in the same order."""
-    looks = [BANDWIDTH_LOOKS[min(place, len(BANDWIDTH_LOOKS) - 1)] for place in range(len(bandwidths))]
+    """Returns a curve for each of `bandwidths` (bytes/s), slowest first and dark; `latencies_s` in their order."""
     sizes = np.asarray(sizes_bytes, float)
+    by_speed = sorted(zip(bandwidths, latencies_s, strict=True), key=lambda item: item[0])
     return [
-        Line(f"{bandwidth / 1e6:g} MB/s", look, sizes, np.asarray(values, float))
-        for bandwidth, look, values in zip(bandwidths, looks, latencies_s, strict=True)
+        Line(f"{bandwidth / 1e6:g} MB/s", bandwidth_look(place), sizes, np.asarray(values, float))
+        for place, (bandwidth, values) in enumerate(by_speed)
     ]
 
 
@@ -64,12 +68,16 @@ def ratio_figure(panels: Sequence[Panel], ylabel: str) -> Figure:
     return figure
 
 
-def latency_figure(panels: Sequence[Panel]) -> Figure:
-    """Returns a figure of fetch latencies (s) over cache size, one panel per trace. Call it in `theme.style()`."""
+def latency_figure(panels: Sequence[Panel], comparable: bool = False) -> Figure:
+    """Returns a figure of fetch latencies (s) over cache size, one panel per trace. Call it in `theme.style()`.
+
+    `comparable`: all panels have one scale of latencies, as they should where they show the same trace.
+    """
     figure, axes = grid_of(len(panels))
+    longest = max(float(line.values.max()) for panel in panels for line in panel.lines)
     for place, panel in zip(axes, panels, strict=True):
         _draw(place, panel)
-        place.set_ylim(bottom=0)
+        place.set_ylim(bottom=0, top=1.05 * longest if comparable and longest else None)
         place.set_ylabel("data fetch latency, modelled (s)")
     legend_below(figure, axes)
     return figure
@@ -99,7 +107,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
             fontsize=7.5,
             color=MUTED,
         )
-    if largest / smallest > WIDE_RANGE:
+    if largest / smallest > WIDE_RANGE and not panel.linear:
         axes.set_xscale("log")
     else:
         axes.set_xlim(left=0)

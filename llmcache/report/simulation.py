@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from llmcache.cache.constants import BLOCK_BYTES
+from llmcache.cache.latency import FetchModel
+from llmcache.cache.policies import policy_class
 from llmcache.cache.results import CURVE_POINTS, Result, Simulation, Summary, TraceCurve
 from llmcache.report.files import check_target, write_target
 from llmcache.report.html import Block, Cell, Facts, Fold, Section, Table, html_page
@@ -44,12 +46,12 @@ def _trace(simulation: Simulation, summary: Summary) -> Iterable[Block]:
     yield _facts(summary)
     if rows:
         yield _hit_ratios(summary, rows)
-        yield from _latencies(rows)
+        yield _latencies(simulation.model, summary, rows)
     for item in simulation.curves:
         if item.trace == summary.trace:
             yield _curve(summary, item, rows)
     if any(result.stalls for result in rows):
-        yield _stalls(rows)
+        yield _stalls(summary, rows)
     if rows:
         yield Fold("All rows", [_table(rows)])
 
@@ -64,8 +66,7 @@ def _facts(summary: Summary) -> Block:
     return Facts(facts + ([("lost events", f"{summary.lost_events:,}")] if summary.lost_events else []))
 
 
-def by_policy(rows: Sequence[Result]) -> dict[str, list[Result]]:
-    """Returns the rows of each policy, by size."""
+def _by_policy(rows: Sequence[Result]) -> dict[str, list[Result]]:
     found: dict[str, list[Result]] = {}
     for row in sorted(rows, key=lambda row: row.cache_bytes):
         found.setdefault(row.policy, []).append(row)
@@ -78,51 +79,65 @@ def _ratio_line(rows: Sequence[Result]) -> Line:
 
 
 def _hit_ratios(summary: Summary, rows: Sequence[Result]) -> Block:
-    lines = [_ratio_line(of_policy) for of_policy in by_policy(rows).values()]
+    lines = [_ratio_line(of_policy) for of_policy in _by_policy(rows).values()]
     with style():
         figure = ratio_figure([Panel("Hit ratio", lines, _marks(summary, rows))], "hit ratio")
     told = "; ".join(f"{line.label} {line.values[0]:.3f} to {line.values[-1]:.3f}" for line in lines)
     alt = f"Hit ratio over cache size, a line per policy, smallest to largest cache: {told}."
-    return embedded(
-        figure, alt, f"Hit ratio of {summary.trace}: reads and writes, counted by replay ({summary.tier} trace)."
+    told = (
+        f"Hit ratio of {_named(summary)}: reads and writes in blocks of 4 KiB, counted by replay; a missed block is always "
     )
+    return embedded(figure, alt, told + "inserted.")
+
+
+def _named(summary: Summary) -> str:
+    """Returns the trace with where it comes from: what is counted on a synthetic trace was not measured."""
+    lost = f", {summary.lost_events:,} accesses lost" if summary.lost_events else ""
+    return f"{summary.trace} (source: {summary.tier}{lost})"
 
 
 def _marks(summary: Summary, rows: Sequence[Result]) -> list[tuple[float, str]]:
-    largest = max(row.cache_bytes for row in rows)
+    largest = max((row.cache_bytes for row in rows), default=summary.footprint_bytes)
     return [(summary.footprint_bytes, "footprint")] if summary.footprint_bytes <= largest else []
 
 
-def _latencies(rows: Sequence[Result]) -> Iterable[Block]:
+def _latencies(model: FetchModel, summary: Summary, rows: Sequence[Result]) -> Block:
     panels = []
-    for of_policy in by_policy(rows).values():
+    for of_policy in _by_policy(rows).values():
         bandwidths = [latency.bw for latency in of_policy[0].latencies]
         values = np.array([[latency.latency_s for latency in row.latencies] for row in of_policy]).T
         lines = bandwidth_lines(bandwidths, [row.cache_bytes for row in of_policy], list(values))
         panels.append(Panel(f"Fetch latency, {of_policy[0].title}", lines))
     with style():
-        figure = latency_figure(panels)
+        figure = latency_figure(panels, comparable=True)
     told = "; ".join(
         f"{panel.title} {panel.lines[0].values[0]:.3g} to {panel.lines[-1].values[-1]:.3g} s" for panel in panels
     )
     alt = f"Latency over cache size, a line per bandwidth. Slowest, smallest to fastest, largest: {told}."
-    yield embedded(figure, alt, f"Time to fetch all that the trace reads ({MODELLED}).")
+    how = (
+        f"{model.setup_ns / 1000:g} µs and {model.block_bytes} bytes at the bandwidth of storage for each missed block, "
+        f"{model.gpu_setup_ns / 1000:g} µs and {model.request_bytes} bytes at {model.gpu_bandwidth / 1e9:g} GB/s for each "
+        "request to the GPU; writes fetch nothing"
+    )
+    return embedded(figure, alt, f"Time to fetch all that {_named(summary)} reads, {MODELLED}: {how}.")
 
 
 def _curve(summary: Summary, item: TraceCurve, rows: Sequence[Result]) -> Block:
     curve = item.curve.thinned(CURVE_POINTS)
-    titles = {row.policy: row.title for row in rows}
-    lines = [
-        policy_line(curve.policy, titles.get(curve.policy, curve.policy), curve.sizes * BLOCK_BYTES, curve.miss_ratio())
-    ]
+    lines = [policy_line(curve.policy, policy_class(curve.policy).title, curve.sizes * BLOCK_BYTES, curve.miss_ratio())]
     with style():
-        figure = ratio_figure([Panel("Miss ratio at every size", lines)], "miss ratio")
-    alt = f"Miss ratio of {curve.policy} over cache size: {lines[0].values[0]:.3f} to {lines[0].values[-1]:.3f}."
-    return embedded(figure, alt, f"Miss-ratio curve of {summary.trace}: exact at every size, from one pass.")
+        figure = ratio_figure([Panel("Miss ratio at all sizes", lines, _marks(summary, rows), linear=True)], "miss ratio")
+    alt = f"Miss ratio of {lines[0].label} over cache size: {lines[0].values[0]:.3f} to {lines[0].values[-1]:.3f}."
+    many = f"{len(curve.sizes):,} of {len(item.curve.sizes):,} sizes are drawn, each is exact"
+    return embedded(figure, alt, f"Miss-ratio curve of {_named(summary)}: counted in one pass; {many}.")
 
 
-def _stalls(rows: Sequence[Result]) -> Block:
+def _stalls(summary: Summary, rows: Sequence[Result]) -> Block:
     cells: list[list[Cell]] = [
+        ["no cache avoids", "", format_rate(one.bw), one.stalled_slices, one.slices, one.stall_s]
+        for one in summary.cold_stalls
+    ]
+    cells += [
         [row.title, format_size(row.cache_bytes), format_rate(one.bw), one.stalled_slices, one.slices, one.stall_s]
         for row in rows
         for one in row.stalls

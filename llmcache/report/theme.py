@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import matplotlib as mpl
@@ -121,6 +121,12 @@ def style() -> AbstractContextManager[None]:
 def look_of(policy: str) -> Look:
     """Returns how `policy` is drawn everywhere; KeyError for one without a look."""
     return POLICY_LOOKS[policy]
+
+
+def bandwidth_look(place: int) -> Look:
+    """Returns how the bandwidth at `place` (slowest: 0) is drawn; colours come again after five, with other markers."""
+    turn, number = divmod(place, len(BANDWIDTH_LOOKS))
+    return replace(BANDWIDTH_LOOKS[number], marker=BANDWIDTH_LOOKS[(number + turn) % len(BANDWIDTH_LOOKS)].marker)
 
 
 def grid_of(count: int, columns: int = 2) -> tuple[Figure, list[Axes]]:
