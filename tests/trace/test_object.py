@@ -59,8 +59,8 @@ def test_built_again_it_behaves_the_same(
 ) -> None:
     if not (shutil.which("clang") and shutil.which("llvm-strip") and Path("/usr/include/bpf/bpf_helpers.h").exists()):
         pytest.skip("needs clang, llvm-strip and libbpf-dev")
-    built = tmp_path / "iotrace.bpf.o"
-    subprocess.run([ROOT / "bpf" / "build", built], check=True)
+    subprocess.run([ROOT / "bpf" / "build", tmp_path], check=True)
+    built = tmp_path / kernel.OBJECT.name
     shipped = record("pread")
     monkeypatch.setattr(kernel, "OBJECT", built)
     rebuilt = record("preadv")

@@ -8,10 +8,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
+
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.libbpf import LoadFailure, has_tracepoint
 from llmcache.trace.sources.base import Records, Source, TimeOrder, Wish, no_records
 from llmcache.trace.sources.kernel import KernelPart, Part, explained, supported
+from llmcache.trace.sources.rerefs import Sampler, Unreadable
 from llmcache.trace.sources.residency import Residency, unknown
 
 _WRITES = (
@@ -40,7 +43,8 @@ class BpfSource(Source):
         self._residency = Residency()
         self._live = 0
         self._losses: dict[str, int] = {}
-        self._missing: tuple[str, ...] = ()
+        self._remarks: list[str] = []
+        self._sampler: Sampler | None = None
         self._stopped = False
 
     @classmethod
@@ -71,11 +75,19 @@ class BpfSource(Source):
         except LoadFailure as failure:
             self.stop()
             raise explained(failure, f"tier '{self.name}'") from failure
-        self._missing = tuple(self._kernel.missing)
+        self._remarks += [f"not recorded: {what} (the kernel refuses the program)" for what in self._kernel.missing]
         if not self._live:
             self.stop()
             wanted = ", ".join(map(str, wish.targets))
             raise EnvironmentProblem(f"process {wanted} is not there", "list processes with: ps -e")
+        if wish.rerefs_s > 0 and "rerefs_s" in self.offers:
+            self._start_sampler(wish)
+
+    def _start_sampler(self, wish: Wish) -> None:
+        try:
+            self._sampler = Sampler(wish.targets, wish.rerefs_s, wish.follow)
+        except Unreadable as reason:
+            self._remarks.append(f"not recorded: touches of mapped pages ({reason})")
 
     def drain(self) -> Records:
         """See Source."""
@@ -83,12 +95,21 @@ class BpfSource(Source):
             return no_records()
         horizon: int | None = time.monotonic_ns() - _SETTLED_NS
         self._live, complete = self._kernel.flush()
-        records = self._order.put(self._kernel.read(), None if self._stopped else horizon if complete else 0)
+        records = self._kernel.read()
+        if self._sampler is not None:
+            records = np.concatenate((records, self._sampler.sample()))
+        records = self._order.put(records, None if self._stopped else horizon if complete else 0)
         if self._stopped:
+            self._close()
+        return self._residency.mark(records) if self.fills else unknown(records)
+
+    def _close(self) -> None:
+        if self._kernel is not None:
             self._losses = self._kernel.losses()
             self._kernel.close()
-            self._kernel = None
-        return self._residency.mark(records) if self.fills else unknown(records)
+        if self._sampler is not None:
+            self._sampler.close()
+        self._kernel = self._sampler = None
 
     def alive(self) -> bool:
         """See Source; as of the last drain()."""
@@ -109,7 +130,7 @@ class BpfSource(Source):
     @property
     def remarks(self) -> Sequence[str]:
         """See Source."""
-        return tuple(f"not recorded: {what} (the kernel refuses the program)" for what in self._missing)
+        return tuple(self._remarks)
 
     def stop(self) -> None:
         """Detaches; what was recorded stays until the next drain()."""
@@ -122,6 +143,7 @@ class FilemapSource(BpfSource):
     """Page-cache tracepoints of Linux 6.12 and later: every access to cached files, and what the cache did."""
 
     name = "filemap"
+    offers = BpfSource.offers | {"rerefs_s"}
     sees = (
         "reads by any call, io_uring, sendfile, splice and page faults, block by block; O_DIRECT; writes by call, io_uring "
         "and mapping; cache fills and evictions"
@@ -150,6 +172,7 @@ class FexitSource(BpfSource):
     """The functions behind the page cache, for kernels without its tracepoints."""
 
     name = "fexit"
+    offers = BpfSource.offers | {"rerefs_s"}
     sees = "reads by call, io_uring and page faults, block by block; writes; cache fills and evictions"
     cannot_see = (
         "sendfile and splice; accesses to pages that are mapped already; which blocks around a page fault were touched; "

@@ -1,0 +1,134 @@
+/* Reading the page tables of a process on x86-64, to see which mapped pages were touched: the accessed bits.
+ *
+ * Run by user space when it wants a sample; nothing is attached, and between samples nothing costs anything. */
+#include "kernel.h"
+
+char LICENSE[] SEC("license") = "Dual MIT/GPL";
+
+#define TABLES 512		/* page tables a call copies: each maps 2 MiB of addresses */
+#define PRESENT 1ULL
+#define HUGE 0x80ULL
+#define ADDRESS 0x000ffffffffff000ULL
+
+extern struct task_struct *bpf_task_from_pid(s32 pid) __ksym __weak;
+extern struct task_struct *bpf_task_from_vpid(s32 vpid) __ksym __weak;
+extern void bpf_task_release(struct task_struct *task) __ksym __weak;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, TABLES);
+	__type(key, u32);
+	__type(value, u64[512]);
+} tables SEC(".maps");
+
+/* The entries that point to them: 0 where nothing is mapped. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, TABLES);
+	__type(key, u32);
+	__type(value, u64);
+} entries SEC(".maps");
+
+struct place {
+	u64 address;	/* in the process; of find_memory: of memory that the process filled with `mark` */
+	u64 memory;	/* where the kernel maps all memory */
+	u64 frame;	/* of find_memory: where that memory is, physically */
+	u64 mark;
+	u32 pid;
+	u32 count;
+};
+struct walk { u64 root, memory, address; };
+
+static __always_inline u64 entry(u64 table, u64 address, u32 shift)
+{
+	u64 value = 0;
+
+	bpf_probe_read_kernel(&value, sizeof(value), (void *)(table + (address >> shift & 511) * 8));
+	return value;
+}
+
+static long copy_table(u32 index, struct walk *walk)
+{
+	u64 address = walk->address + ((u64)index << 21), found;
+	u64 *where = bpf_map_lookup_elem(&entries, &index);
+	void *table = bpf_map_lookup_elem(&tables, &index);
+
+	if (!where || !table)
+		return 1;
+	*where = 0;
+	found = entry(walk->root, address, 39);
+	if (!(found & PRESENT))
+		return 0;
+	found = entry(walk->memory + (found & ADDRESS), address, 30);
+	if (!(found & PRESENT) || found & HUGE)
+		return 0;
+	found = entry(walk->memory + (found & ADDRESS), address, 21);
+	if (!(found & PRESENT))
+		return 0;
+	if (!(found & HUGE) && bpf_probe_read_kernel(table, 4096, (void *)(walk->memory + (found & ADDRESS))))
+		return 0;
+	*where = found;
+	return 0;
+}
+
+/* The address of the top table of a process; 0 if it is not there. */
+static __always_inline u64 top_table(u32 pid)
+{
+	struct task_struct *task = NULL;
+	u64 root;
+
+	if (bpf_task_from_vpid)
+		task = bpf_task_from_vpid(pid);
+	else if (bpf_task_from_pid)
+		task = bpf_task_from_pid(pid);
+	if (!task)
+		return 0;
+	root = (u64)BPF_CORE_READ(task, mm, pgd);
+	bpf_task_release(task);
+	return root;
+}
+
+static long try_memory(u32 index, struct place *place)
+{
+	u64 memory = place->memory - ((u64)index << 30), head = 0, tail = 0;
+
+	if (bpf_probe_read_kernel(&head, sizeof(head), (void *)(memory + place->frame)) || head != place->mark)
+		return 0;
+	bpf_probe_read_kernel(&tail, sizeof(tail), (void *)(memory + place->frame + 4088));
+	if (tail != ~place->mark)
+		return 0;
+	place->count = index;
+	return 1;
+}
+
+/* Finds where the kernel maps all memory: a whole number of GiB below the top table, where the marked page is seen. */
+SEC("syscall")
+int find_memory(struct place *place)
+{
+	u64 root = top_table(place->pid);
+	struct place attempt = *place;
+
+	attempt.memory = root & ~((1ULL << 30) - 1);
+	attempt.count = ~0U;
+	if (!root)
+		return 1;
+	bpf_loop(8192, try_memory, &attempt, 0);
+	if (attempt.count == ~0U)
+		return 2;
+	place->memory = attempt.memory - ((u64)attempt.count << 30);
+	return 0;
+}
+
+/* Copies the tables of `count` times 2 MiB from `address` on; 1 if the process is not there. */
+SEC("syscall")
+int copy_tables(struct place *place)
+{
+	struct walk walk = { .address = place->address, .memory = place->memory, .root = top_table(place->pid) };
+
+	if (!walk.root)
+		return 1;
+	bpf_loop(place->count > TABLES ? TABLES : place->count, copy_table, &walk, 0);
+	return 0;
+}

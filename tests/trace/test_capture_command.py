@@ -1,0 +1,279 @@
+"""`llmcache trace` as it is called: endings, names, errors, what is left when it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmcache.trace.record import MISS, Trace, open_trace
+from tests.trace.conftest import BLOCKS, drop
+
+pytestmark = pytest.mark.bpf
+LLMCACHE = [sys.executable, "-m", "llmcache", "trace"]
+SLOW_READER = """
+import os, sys, time
+fd = os.open(sys.argv[1], os.O_RDONLY)
+print("ready", flush=True)
+while True:
+    for block in range(64):
+        os.pread(fd, 4096, block * 4096)
+    time.sleep(0.01)
+"""
+
+
+def run(*arguments: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    command = [*LLMCACHE, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **more)
+
+
+def recorded(path: Path, trace: Path) -> list[int]:
+    """Blocks of the file `path` in the trace, in order."""
+    found = Trace.load(trace)
+    ids = {file.id for file in found.files if file.path == str(path)}
+    assert ids, [file.path for file in found.files]
+    rows = zip(found.file.tolist(), found.first.tolist(), found.count.tolist(), strict=True)
+    return [block for file, first, count in rows if file in ids for block in range(first, first + count)]
+
+
+@pytest.fixture
+def reader(file: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that reads the first 64 blocks of the file again and again."""
+    command = [sys.executable, "-c", SLOW_READER, str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def started(*arguments: str | Path) -> subprocess.Popen[str]:
+    """A recorder that runs, and has said so."""
+    command = [*LLMCACHE, *map(str, arguments)]
+    recorder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert recorder.stderr is not None
+    assert "recording" in recorder.stderr.readline()
+    return recorder
+
+
+def test_a_command_is_recorded_from_its_first_access_to_its_last(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run.parquet"
+    done = run("-o", out, "--json", "--", "sh", "-c", f"cat {file} > /dev/null; exit 3")
+    assert done.returncode == 0, done.stderr
+    assert recorded(file, out) == list(range(BLOCKS))
+    summary = json.loads(done.stdout)
+    assert summary["schema"] == "llmcache.capture/1"
+    assert summary["ending"] == "exit status 3" and summary["lost_events"] == 0
+    assert {"path": str(file), "blocks": BLOCKS} in summary["files"]
+    found = Trace.load(out)
+    mine = next(entry for entry in found.files if entry.path == str(file))
+    assert mine.size_bytes == BLOCKS * 4096
+    assert (found.miss[found.file == mine.id] == MISS).all()
+    assert found.provenance.tier == "filemap" and "Cannot see" in found.provenance.note
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.parquet"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_recording_normally_and_leaves_the_process(
+    how: signal.Signals, reader: subprocess.Popen[str], file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run.parquet"
+    recorder = started(str(reader.pid), "-o", out)
+    time.sleep(0.5)
+    recorder.send_signal(how)
+    _, said = recorder.communicate(timeout=60)
+    assert recorder.returncode == 0, said
+    assert f"stopped by {how.name}" in said
+    assert set(recorded(file, out)) == set(range(64))
+    assert reader.poll() is None
+
+
+def test_a_duration_ends_it_and_each_second_has_a_line(reader: subprocess.Popen[str], tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = run(reader.pid, "-o", tmp_path / "run.parquet", "-d", "2.3")
+    assert done.returncode == 0 and 2.3 < time.monotonic() - began < 15
+    lines = done.stderr.splitlines()
+    assert all(len(line) < 80 for line in lines)
+    heading = next(number for number, line in enumerate(lines) if "blocks/s" in line)
+    assert [line.split()[0] for line in lines[heading + 1 : heading + 3]] == ["1.0s", "2.0s"]
+    assert "the time is over" in done.stderr
+
+
+def test_what_a_killed_recorder_leaves_is_readable(reader: subprocess.Popen[str], file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run.parquet"
+    recorder = started(str(reader.pid), "-o", out)
+    time.sleep(2.5)
+    recorder.kill()
+    recorder.communicate(timeout=60)
+    assert not out.exists()
+    left = tmp_path / "run.parquet.recording"
+    with open_trace(left) as found:
+        assert "cut short" in found.provenance.note
+        rows = found.read()
+        assert {entry.path for entry in found.files} >= {str(file)}
+    assert rows.t_ns[-1] - rows.t_ns[0] > 0.7e9
+    again = run(reader.pid, "-o", out, "-d", "0.2")
+    assert again.returncode == 2 and "run.parquet.recording" in again.stderr and "convert" in again.stderr
+    assert run(reader.pid, "-o", out, "-d", "0.2", "--force").returncode == 0
+    assert not left.exists()
+
+
+def test_a_full_disk_keeps_what_was_recorded(reader: subprocess.Popen[str], file: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", small], check=True)
+    try:
+        done = run(reader.pid, "-o", small / "run.parquet", "--no-coalesce", "-d", "20")
+        assert done.returncode == 3
+        assert "No space left" in done.stderr and "run.parquet.recording" in done.stderr
+        with open_trace(small / "run.parquet.recording") as found:
+            assert found.rows > 0
+            assert str(file) in {entry.path for entry in found.files}
+    finally:
+        subprocess.run(["umount", small], check=True)
+    assert reader.poll() is None
+
+
+def test_only_files_that_match_are_recorded(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run.parquet"
+    for glob in ("dat?", f"{file.parent}/*"):
+        done = run("-o", out, "--force", "--path", glob, "--json", "--", "cat", file)
+        summary = json.loads(done.stdout[done.stdout.rindex("\n{\n") :])
+        assert [entry["path"] for entry in summary["files"]] == [str(file)]
+        assert summary["left_out_rows"] > 0
+        assert set(recorded(file, out)) == set(range(BLOCKS))
+
+
+def test_names_of_deleted_and_renamed_files(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run.parquet"
+    program = (
+        "import os, sys, time; path = sys.argv[1]; fd = os.open(path, os.O_RDONLY); {}; "
+        "[os.pread(fd, 4096, block * 4096) for block in range(23)]; time.sleep(0.2)"
+    )
+    for change, name in (("os.rename(path, path + '2')", file.with_name("data2")), ("os.unlink(path + '2')", None)):
+        source = file if name else file.with_name("data2")
+        if not name:
+            change = "os.unlink(path)"
+        done = run("-o", out, "--force", "--", sys.executable, "-c", program.format(change), source)
+        assert done.returncode == 0, done.stderr
+        assert recorded(name or source, out) == list(range(23))
+
+
+def test_a_file_that_is_closed_at_once_has_its_name(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run.parquet"
+    assert run("-o", out, "--", "head", "-c", "4096", file).returncode == 0
+    assert 0 in recorded(file, out)
+
+
+def test_names_on_an_overlay(file: Path, tmp_path: Path) -> None:
+    base = file.parent
+    for name in ("upper", "work", "merged"):
+        (base / name).mkdir()
+    options = f"lowerdir={base / 'lower'},upperdir={base / 'upper'},workdir={base / 'work'}"
+    (base / "lower").mkdir()
+    file.rename(base / "lower" / "data")
+    mounted = subprocess.run(["mount", "-t", "overlay", "-o", options, "overlay", base / "merged"], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"overlay: {mounted.stderr.decode()}")
+    try:
+        out, path = tmp_path / "run.parquet", base / "merged" / "data"
+        hold = f"import time; f = open({str(path)!r}, 'rb', 0); f.read(); time.sleep(0.3)"
+        assert run("-o", out, "--", sys.executable, "-c", hold).returncode == 0
+        assert recorded(path, out) == list(range(BLOCKS))
+    finally:
+        subprocess.run(["umount", base / "merged"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["4194303"], 3, "is not there"),
+        (["2"], 3, "thread of the kernel"),
+        ([], 2, "what is to be recorded"),
+        (["12", "13"], 2, "one process"),
+        (["--", "no-such-program"], 2, "not found"),
+        (["--tier", "magic", "--", "true"], 2, "--tier"),
+        (["--tier", "faults", "--block", "--", "true"], 3, "--block"),
+        (["-d", "0", "--", "true"], 2, "-d"),
+        (["-o", "run.csv", "--", "true"], 2, ".parquet"),
+        (["-o", "/nowhere/run.parquet", "--", "true"], 2, "/nowhere"),
+        (["-o", "/proc/run.parquet", "--", "true"], 3, "/proc/run.parquet"),
+    ],
+)
+def test_bad_input(words: list[str], code: int, said: str, tmp_path: Path) -> None:
+    done = run(*words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+    assert "hint:" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_ended_process_is_refused() -> None:
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        done = run(process.pid)
+    assert done.returncode == 3 and "has ended" in done.stderr
+
+
+def test_without_privilege_it_says_what_would_work(tmp_path: Path) -> None:
+    bare = ["setpriv", "--inh-caps=-all", "--bounding-set=-all", *LLMCACHE]
+    done = subprocess.run([*bare, "--tier", "filemap", "--", "true"], cwd=os.getcwd(), capture_output=True, text=True)
+    assert done.returncode == 3 and "--tier faults works here" in done.stderr
+    out = tmp_path / "run.parquet"
+    done = subprocess.run([*bare, "-o", str(out), "--", "true"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Trace.load(out).provenance.tier == "faults"
+    assert "better tiers cannot record here" in done.stderr
+
+
+def test_nothing_is_attached_after_a_kill(reader: subprocess.Popen[str], tmp_path: Path) -> None:
+    recorder = started(str(reader.pid), "-o", tmp_path / "run.parquet")
+    before = _programs()
+    recorder.kill()
+    recorder.communicate(timeout=60)
+    assert before > 0
+    deadline = time.monotonic() + 5
+    while _programs() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _programs()
+
+
+def _programs() -> int:
+    """BPF programs and links of ours that any process holds."""
+    found = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes()
+            infos = [(entry).read_text() for entry in (process / "fdinfo").iterdir()]
+        except OSError:
+            continue
+        found += sum("prog_id" in info or "link_id" in info for info in infos) if b"llmcache" in command else 0
+    return found
+
+
+def test_the_command_waits_until_the_recorder_is_ready_and_dies_with_it(file: Path, tmp_path: Path) -> None:
+    from llmcache.trace.capture.target import Spawned
+
+    marker = tmp_path / "ran"
+    target = Spawned(["touch", str(marker)])
+    time.sleep(0.1)
+    assert not marker.exists() and target.ending is None
+    os.close(target._gate)
+    deadline = time.monotonic() + 5
+    while target.ending is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert target.ending == "exit status 1" and not marker.exists()
+
+
+def test_a_report_is_drawn_in_one_step(file: Path, tmp_path: Path) -> None:
+    page = tmp_path / "run.html"
+    drop(file)
+    done = run("-o", tmp_path / "run.parquet", "--path", "data", "--report", page, "--", "cat", file)
+    assert done.returncode == 0, done.stderr
+    assert page.read_text().startswith("<!DOCTYPE html>") and "<img" in page.read_text()

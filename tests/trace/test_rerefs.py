@@ -1,0 +1,110 @@
+"""Sampled accessed bits: exactly the pages touched in the interval, of the processes asked for."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmcache.trace.record import BLOCK_BYTES, MAP, UNKNOWN
+from llmcache.trace.sources.base import SAMPLED, Records, Wish
+from llmcache.trace.sources.bpf import FilemapSource, SyscallSource
+from llmcache.trace.sources.rerefs import Sampler, Unreadable, descendants, file_mappings
+from tests.trace.conftest import BLOCKS, TOUCHED, warm
+
+pytestmark = [
+    pytest.mark.bpf,
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="page tables of x86-64 are read"),
+]
+
+
+@contextmanager
+def mapped(file: Path, offset: int = 0) -> Iterator[Callable[[int], int]]:
+    """A function that touches a block of the file, every page of which is mapped already."""
+    warm(file)
+    with file.open("rb") as handle:
+        size = BLOCKS * BLOCK_BYTES - offset
+        memory = mmap.mmap(handle.fileno(), size, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset)
+        for at in range(0, size, BLOCK_BYTES):
+            assert memory[at] >= 0
+        yield lambda block: memory[block * BLOCK_BYTES - offset]
+        memory.close()
+
+
+def blocks(records: Records, file: Path) -> list[int]:
+    mine = records[(records["inode"] == file.stat().st_ino) & (records["dev"] == file.stat().st_dev)]
+    assert set(mine["kind"]) <= {SAMPLED}
+    assert set(mine["op"]) <= {MAP}
+    assert set(mine["miss"]) <= {UNKNOWN}
+    assert set(mine["pid"]) <= {os.getpid()}
+    return [block for row in mine for block in range(int(row["first"]), int(row["first"] + row["count"]))]
+
+
+@pytest.mark.parametrize("offset", [0, 3 * BLOCK_BYTES])
+def test_a_sample_holds_what_was_touched_since_the_last(file: Path, offset: int) -> None:
+    with mapped(file, offset) as touch:
+        sampler = Sampler([os.getpid()], 0.0)
+        for _ in range(2):
+            for block in TOUCHED:
+                touch(block)
+            assert blocks(sampler.sample(), file) == TOUCHED
+            assert blocks(sampler.sample(), file) == []
+        sampler.close()
+
+
+def test_samples_come_at_their_interval(file: Path) -> None:
+    with mapped(file) as touch:
+        sampler = Sampler([os.getpid()], 0.2)
+        touch(5)
+        assert not len(sampler.sample())
+        time.sleep(0.25)
+        assert blocks(sampler.sample(), file) == [5]
+        sampler.close()
+
+
+def test_a_source_brings_samples_among_its_records(file: Path) -> None:
+    with mapped(file) as touch:
+        source = FilemapSource()
+        source.start(Wish([os.getpid()], rerefs_s=0.05))
+        touch(7)
+        time.sleep(0.1)
+        source.drain()
+        source.stop()
+        records = source.drain()
+        assert source.remarks == ()
+    assert 7 in blocks(records[records["kind"] == SAMPLED], file)
+    assert (np.diff(records["t_ns"].astype(np.int64)) >= 0).all()
+
+
+def test_only_sources_that_offer_samples_bring_them() -> None:
+    assert "rerefs_s" in FilemapSource.offers
+    assert "rerefs_s" not in SyscallSource.offers
+
+
+def test_a_process_that_ended_gives_nothing() -> None:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    assert list(file_mappings(process.pid)) == []
+    sampler = Sampler([process.pid], 0.0)
+    assert not len(sampler.sample())
+    sampler.close()
+
+
+def test_children_are_found() -> None:
+    with subprocess.Popen(["sleep", "30"]) as child:
+        assert {os.getpid(), child.pid} <= set(descendants(os.getpid()))
+        child.kill()
+
+
+def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(Unreadable, match="aarch64"):
+        Sampler([os.getpid()], 1.0)
