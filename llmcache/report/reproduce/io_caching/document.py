@@ -24,6 +24,7 @@ KINDS = {
     "figures 1 and 2": "computed: the detector's classes of synthetic traces",
     "figure 4": "modelled: replay of synthetic traces",
     "figure 5": "modelled: replay of synthetic traces, latency model of section 4.1",
+    "figure 5, writes fetch too": "modelled: the same, as if writes fetched what they replace",
     "loops": "modelled: replay of a loop of 1000 blocks",
     "loops under LRU": "modelled: replay of a loop of 1000 blocks",
     "overhead": "measured on this machine",

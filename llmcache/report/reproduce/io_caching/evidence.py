@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from llmcache.cache.latency import FetchModel
 
 Values = NDArray[np.float64]
 
@@ -53,3 +55,21 @@ class Evidence:
     def on_device(self, names: Sequence[str] = ON_DEVICE) -> list[App]:
         """Returns the applications called `names`, in this order."""
         return [self.apps[name] for name in names]
+
+
+def writes_fetch_too(evidence: Evidence) -> Evidence:
+    """Returns `evidence` with latencies (modelled) as if a write fetched what it replaces, and went to the GPU as well.
+
+    The paper does not say which it counts, and writes prevail in two of its applications: both readings are judged.
+    """
+    model = FetchModel(storage_bandwidths=evidence.bandwidths)
+
+    def of_all(app: App, ratios: Values) -> Values:
+        missed = [round(app.accesses * (1 - float(ratio))) for ratio in ratios]
+        return np.array([[model.latency_s(app.accesses, blocks, bw) for blocks in missed] for bw in evidence.bandwidths])
+
+    apps = {
+        name: replace(app, latency_s={policy: of_all(app, ratios) for policy, ratios in app.hit_ratio.items()})
+        for name, app in evidence.apps.items()
+    }
+    return replace(evidence, apps=apps)

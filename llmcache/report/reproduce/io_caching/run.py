@@ -16,7 +16,7 @@ from llmcache.cache.simulate import simulate
 from llmcache.report.claims import Judged, judge
 from llmcache.report.reproduce import Progress
 from llmcache.report.reproduce.io_caching import document, figure4, figure5, hardware, loops, overhead, page, patterns
-from llmcache.report.reproduce.io_caching.evidence import NOTES, POLICIES, App, Evidence
+from llmcache.report.reproduce.io_caching.evidence import NOTES, POLICIES, App, Evidence, writes_fetch_too
 from llmcache.trace.record import Trace
 from llmcache.trace.shapes import GROUPS, SHAPES
 
@@ -80,6 +80,7 @@ def reproduce(quick: bool, progress: Progress) -> Findings:
         "figures 1 and 2": judge(patterns.CLAIMS, found),
         "figure 4": judge(figure4.CLAIMS, evidence),
         "figure 5": judge(figure5.CLAIMS, evidence),
+        "figure 5, writes fetch too": judge(figure5.CLAIMS, writes_fetch_too(evidence)),
         "loops": judge(loops.CLAIMS, in_loops),
         "loops under LRU": judge(loops.LRU_CLAIMS, in_loops),
         "overhead": judge(overhead.CLAIMS, took),
