@@ -9,7 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
+from llmcache.kv.spill.checksum import checksums
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.spill.shape import Bytes
 from tests.unit.kv_parts import append, flip, ids, restored
@@ -60,7 +60,7 @@ def test_pages_in_any_order_and_coalesced(tmp_path: Path, monkeypatch: pytest.Mo
             read_into(self, buffer, offset, direct)
 
         monkeypatch.setattr(RawFile, "read_into", counted)
-        part = file.read(0, 1, order)
+        part = file.read(0, 1, order, threads=1)
         assert part.keys.tobytes() == whole.keys[order].tobytes()
         assert part.values.tobytes() == whole.values[order].tobytes()
         assert [size // 4096 for size in reads] == [1, 3, 1, 1, 1, 1] * 2, "15 and 16 lie in two extents"
@@ -290,4 +290,28 @@ def test_the_checksum_is_that_of_the_whole_slot(tmp_path: Path) -> None:
         append(file, 0, ids(0, 4))
         (found,) = file.key_ranges(0, 0)
     data = (tmp_path / "a.kv").read_bytes()
-    assert found.crcs == (zlib.crc32(data[found.offset : found.offset + SHAPE.key_slot_bytes]),)
+    slot = np.frombuffer(data[found.offset : found.offset + SHAPE.key_slot_bytes], np.uint8)
+    assert found.crcs == tuple(checksums(slot[None]))
+
+
+def crc32c(data: bytes, crc: int = 0xFFFFFFFF) -> int:
+    """Return the CRC register after `data`, bit by bit."""
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc
+
+
+def test_checksums_are_the_same_on_every_machine() -> None:
+    assert crc32c(b"123456789") ^ 0xFFFFFFFF == 0xE3069283, "the check value of CRC-32C"
+    for size in (8, 16, 24, 32, 40, 72, 128):
+        slots = np.random.default_rng(size).integers(0, 256, (3, size), dtype=np.uint8)
+        wanted = []
+        for slot in slots:
+            words = [slot.tobytes()[at : at + 8] for at in range(0, size, 8)]
+            whole = len(words) // 4 * 4
+            dealt = [b"".join(words[lane:whole:4]) for lane in range(4)]
+            dealt[0] += b"".join(words[whole:])
+            wanted.append(crc32c(b"".join(crc32c(part).to_bytes(8, "little") for part in dealt)))
+        assert list(checksums(slots)) == list(checksums(slots, tables=True)) == wanted

@@ -56,13 +56,14 @@ class Chain:
             del self.key_crcs[pages:], self.value_crcs[pages:]
             self.last_tokens = page_tokens if pages else 0
 
-    def runs(self, pages: list[int]) -> Iterator[Run]:
-        """Yields `pages`, in their order, joined where they lie side by side in the file."""
+    def runs(self, pages: list[int], longest: int = 1 << 30) -> Iterator[Run]:
+        """Yields `pages`, in their order, joined where they lie side by side in the file, at most `longest` at a time."""
         start = 0
         while start < len(pages):
             ordinal, slot = divmod(pages[start], self.plan.slots)
             end = start + 1
-            while end < len(pages) and pages[end] == pages[end - 1] + 1 and pages[end] // self.plan.slots == ordinal:
+            limit = min(len(pages), start + min(longest, self.plan.slots - slot))
+            while end < limit and pages[end] == pages[end - 1] + 1:
                 end += 1
             yield Run(pages[start], end - start, self.extents[ordinal], slot)
             start = end

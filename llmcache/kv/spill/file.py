@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.kv.spill.chain import Chain, Run
+from llmcache.kv.spill.checksum import checksums
 from llmcache.kv.spill.layout import (
     COMMITS_AT,
     EXTENT_TOKENS,
@@ -196,6 +196,7 @@ class SpillFile(SpillReader):
 
     def _entries(self, chain: Chain, run: Run, keys: Bytes, values: Bytes, tokens: int) -> list[PageEntry]:
         page_tokens, epoch = self.shape.page_tokens, self._commit.epoch + 1
+        key_crcs, value_crcs = checksums(keys), checksums(values)
         return [
             PageEntry(
                 chain.sequence,
@@ -203,8 +204,8 @@ class SpillFile(SpillReader):
                 run.first + index,
                 min(page_tokens, tokens - index * page_tokens),
                 epoch,
-                zlib.crc32(keys[index].data),
-                zlib.crc32(values[index].data),
+                int(key_crcs[index]),
+                int(value_crcs[index]),
             )
             for index in range(run.pages)
         ]

@@ -126,14 +126,16 @@ class SpillReader:
         ids, positions = (self._read_side(chain, pages, side).view(np.int64).reshape(-1)[:count] for side in (0, 1))
         return ids, positions
 
-    def read(self, sequence: int, layer: int, pages: Pages) -> KvPages:
+    def read(self, sequence: int, layer: int, pages: Pages, threads: int | None = None) -> KvPages:
         """Returns `pages` of a layer, in the order asked for, joined into few reads and compared with their checksums.
+
+        `threads` read at a time (None: one a processor).
 
         DataError: a page is damaged, or the file ends before it. ValueError: there is no such page.
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
-        keys, key_scales = reading.rows(self.shape, self._read_side(chain, wanted, 0), self.shape.head_dim)
-        values, value_scales = reading.rows(self.shape, self._read_side(chain, wanted, 1), self.shape.value_dim)
+        keys, key_scales = reading.rows(self.shape, self._read_side(chain, wanted, 0, threads), self.shape.head_dim)
+        values, value_scales = reading.rows(self.shape, self._read_side(chain, wanted, 1, threads), self.shape.value_dim)
         return KvPages(keys, values, self._filled(chain, wanted), key_scales, value_scales)
 
     def read_keys(self, sequence: int, layer: int, pages: Pages) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
@@ -153,8 +155,8 @@ class SpillReader:
     def _filled(self, chain: Chain, pages: list[int]) -> NDArray[np.int64]:
         return np.array([chain.tokens_of(page, self.shape.page_tokens) for page in pages], np.int64)
 
-    def _read_side(self, chain: Chain, pages: list[int], side: int) -> Bytes:
-        buffer = reading.read_slots(self._raw, self._layout, chain, pages, side)
+    def _read_side(self, chain: Chain, pages: list[int], side: int, threads: int | None = None) -> Bytes:
+        buffer = reading.read_slots(self._raw, self._layout, chain, pages, side, threads)
         self.read_bytes += buffer.size
         return buffer
 

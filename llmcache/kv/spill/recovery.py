@@ -7,12 +7,12 @@ chain ends before its first page that is not whole. Pages lost behind a commit a
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from llmcache.errors import DataError
 from llmcache.kv.spill.chain import Chain
+from llmcache.kv.spill.checksum import checksums
 from llmcache.kv.spill.layout import (
     COMMITS_AT,
     RECORD_BYTES,
@@ -146,7 +146,7 @@ class _ChainReader:
         for (offset, length), crc in zip(places, (entry.key_crc, entry.value_crc), strict=True):
             buffer = aligned(length)
             self.raw.read_into(buffer, at + offset, plan.direct)
-            if zlib.crc32(buffer.data) != crc:
+            if checksums(buffer[None])[0] != crc:
                 return False
         return True
 
