@@ -244,10 +244,15 @@ class Engine:
 
     def about(self) -> dict[str, Any]:
         """Returns what an access log says about the mount beside its rows and events."""
-        facts = {"mode": self.mode, "budget_bytes": self.budget_bytes, "window_allowance_bytes": WINDOW_ALLOWANCE_BYTES}
+        facts: dict[str, Any] = {
+            "mode": self.mode,
+            "budget_bytes": self.budget_bytes,
+            "window_allowance_bytes": WINDOW_ALLOWANCE_BYTES,
+        }
         facts |= {"large_extent_bytes": LARGE_EXTENT, "small_extent_bytes": SMALL_EXTENT}
-        note = "pinned extents are read without a request and are not in here" if self.mode == "steer" else ""
-        return {"extra": facts, "note": note}
+        if self.mode == "steer":
+            facts["unseen"] = "pinned extents are read without a request and are not in here"
+        return {"extra": facts, "note": facts.get("unseen", "")}
 
     def record(self, access_log: AccessLog) -> None:
         """Writes every reference and event from now on to `access_log`. Called before `start`."""

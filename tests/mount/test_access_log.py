@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from llmcache.cache.policies import policy_class
+from llmcache.cache.policies.belady import why_not_exact
 from llmcache.cache.simulate import simulate
 from llmcache.cache.space import BlockSpace
 from llmcache.trace.record import BLOCK_BYTES, HIT, READ, WRITE, Trace
@@ -190,6 +191,7 @@ def test_a_steer_mount_logs_what_it_sees(source: Path, tmp_path: Path) -> None:
         assert mount.stats()["arena"] is None
     trace = Trace.load(path)
     assert trace.provenance.extra["mode"] == "steer"
+    assert "without a request" in (why_not_exact(trace.provenance) or "")
     assert "not in here" in trace.provenance.note
     touched = BlockSpace.of([trace]).footprint * BLOCK_BYTES
     assert touched >= SIZES["loop.bin"] // MIB * MIB
