@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from llmcache.errors import EnvironmentProblem, UsageError
@@ -50,7 +51,8 @@ class Journal:
         try:
             # A sink of our own, so that every write is seen: pyarrow keeps nothing back between batches.
             self._stream = pa.ipc.new_stream(self._file, schema, options=pa.ipc.IpcWriteOptions(compression="lz4"))
-            self._good = self._file.tell()
+            # The schema goes with the first batch: an empty one, so that the file can be read from now on.
+            self._write(no_rows(), (), 0)
         except OSError as error:
             self._file.close()
             path.unlink(missing_ok=True)
@@ -58,16 +60,19 @@ class Journal:
 
     def append(self, rows: Columns, new_files: Sequence[TraceFile], lost_events: int) -> None:
         """Write a batch. Full, with the journal cut back to the batch before, if there is no room."""
-        entries = [dataclasses.asdict(file) for file in new_files]
-        facts = {FILES: json.dumps(entries).encode(), LOST: str(lost_events).encode()}
         try:
-            self._stream.write_batch(pa.record_batch(list(rows), schema=SCHEMA), custom_metadata=facts)
-            self._good = self._file.tell()
+            self._write(rows, new_files, lost_events)
         except OSError as error:
             os.ftruncate(self._file.fileno(), self._good)
             self._file.close()
             hint = f"what was recorded until then is kept in '{self.path}', which info, classify and convert read"
             raise Full(problem(self.path, error).message, hint) from error
+
+    def _write(self, rows: Columns, new_files: Sequence[TraceFile], lost_events: int) -> None:
+        entries = [dataclasses.asdict(file) for file in new_files]
+        facts = {FILES: json.dumps(entries).encode(), LOST: str(lost_events).encode()}
+        self._stream.write_batch(pa.record_batch(list(rows), schema=SCHEMA), custom_metadata=facts)
+        self._good = self._file.tell()
 
     @property
     def size_bytes(self) -> int:
@@ -89,6 +94,13 @@ class Journal:
         """Remove the journal."""
         self._file.close()
         self.path.unlink(missing_ok=True)
+
+
+def no_rows() -> Columns:
+    """A batch without rows."""
+    empty = np.zeros(0, np.uint64)
+    u32, u8 = empty.astype(np.uint32), empty.astype(np.uint8)
+    return Columns(empty, u32, empty, u32, u8, u8, u32)
 
 
 def journal_of(output: str | os.PathLike[str]) -> Path:

@@ -22,7 +22,7 @@ from types import FrameType
 import numpy as np
 
 from llmcache.trace.capture.beside import BlockRequests, Sampled, beside
-from llmcache.trace.capture.journal import Full, Journal, journal_of
+from llmcache.trace.capture.journal import Full, Journal, journal_of, no_rows
 from llmcache.trace.capture.names import Names
 from llmcache.trace.capture.options import Options
 from llmcache.trace.capture.tally import HEADING, Captured, Tally, line, ranking
@@ -183,7 +183,7 @@ class _Recording:
         if not self._waiting and not whole_table:
             return
         waiting, self._waiting = self._waiting, []
-        rows = concatenated(waiting) if waiting else _no_rows()
+        rows = concatenated(waiting) if waiting else no_rows()
         try:
             self._journal.append(rows, files, self._source.lost)
         except Full:
@@ -287,12 +287,6 @@ def say(text: str) -> None:
             [text] if len(text) <= _WIDTH else textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
         )
         print("\n".join(lines), file=sys.stderr, flush=True)
-
-
-def _no_rows() -> Columns:
-    empty = np.zeros(0, np.uint64)
-    u32, u8 = empty.astype(np.uint32), empty.astype(np.uint8)
-    return Columns(empty, u32, empty, u32, u8, u8, u32)
 
 
 class _Sleep:

@@ -97,7 +97,8 @@ class Captured:
         span = format_duration(self.duration_s * 1e9)
         ratio = "" if self.miss_ratio is None else f", {self.miss_ratio:.1%} from storage"
         made = [
-            f"{self.trace}: {self.rows} rows, {size} accessed in {len(self.files)} files, {span}{ratio}; {self.ending}",
+            f"{self.trace}: {self.rows} rows in {span}; {self.ending}",
+            f"accessed: {size} in {len(self.files)} files{ratio}",
             f"events lost: {self.lost_events}" + (": the trace is not complete" if self.lost_events else ""),
         ]
         width = max((len(str(blocks)) for _, blocks in self.files), default=0)
