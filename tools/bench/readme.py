@@ -59,9 +59,38 @@ def policy_table(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def speed_table(document: dict[str, Any]) -> str:
+    """The speeds and the memory of `tools/bench/simulate`."""
+    lines = ["| trace | policy | M blocks/s | bar |", "|---|---|---:|---:|"]
+    for one in document["speeds"]:
+        bar = f"{one['bar'] / 1e6:.0f}" if one["bar"] else ""
+        lines.append(f"| {one['trace']} | {one['policy']} | {one['blocks_per_s'] / 1e6:.1f} | {bar} |")
+    for one in document["memory"]:
+        what = f"{one['step']} {one['blocks'] / 1e9:.2g} G blocks: {one['peak_bytes'] / 2**20:.0f} MiB at most"
+        lines.append(f"| {what} | | {one['blocks'] / one['seconds'] / 1e6:.1f} | |")
+    return "\n".join(lines) + "\n"
+
+
+def size_table(document: dict[str, Any]) -> str:
+    """Where stalls begin on a throttled mount, from `tools/bench/size`."""
+    head = ["mount", "storage MB/s", "T s", "S by formula (1) MB", "S on the mount MB", "difference"]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    for one in document["mount"]:
+        cells = [
+            one["sweep"]["mode"],
+            f"{one['sweep']['read_bps'] / 1e6:.0f}",
+            f"{one['measured']['period_s']:.3f}",
+            f"{one['modelled']['stalls_begin_bytes'] / 1e6:.1f}",
+            f"{one['measured']['stalls_begin_bytes'] / 1e6:.1f}",
+            f"{one['difference']:+.1%}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def render(document: dict[str, Any]) -> str:
     """The table of one JSON file in Markdown; mount results come with the machine they were measured on."""
-    return policy_table(document) if document["schema"].startswith("llmcache-bench-policies/") else mount_table(document)
+    return TABLES[document["schema"].partition("/")[0]](document)
 
 
 def mount_table(document: dict[str, Any]) -> str:
@@ -77,6 +106,14 @@ def mount_table(document: dict[str, Any]) -> str:
         "|---|" + "---:|" * (len(head) - 1),
     ]
     return "\n".join(lines + [row(result) for result in document["results"]]) + "\n"
+
+
+TABLES = {
+    "llmcache-bench-mount": mount_table,
+    "llmcache-bench-policies": policy_table,
+    "llmcache-bench-simulate": speed_table,
+    "llmcache-bench-size": size_table,
+}
 
 
 def main() -> int:
