@@ -130,18 +130,29 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 	return 0;
 }
 
+/* Takes the page that faulted out of the run, whose last it is: it is counted when it is mapped. */
+static __always_inline void owe_fault(struct thread *thread)
+{
+	struct record *run = &thread->slot.run;
+	u32 page_blocks = 1 << config.page_blocks_log2;
+
+	if (!thread->slot.live || run->kind != ACCESS || run->op != MAP || !thread->fault_mapping || thread->fault_owed ||
+	    run->first + run->count != thread->fault.first + page_blocks)
+		return;
+	run->count -= page_blocks;
+	run->aux -= 1;
+	thread->slot.live = run->count > 0;
+	thread->fault_owed = 1;
+}
+
 /* Ends the run that a fill interrupts, so that what comes after the fill is counted after it. */
 static __always_inline void interrupt(struct thread *thread, struct record *fill)
 {
 	struct record *run = &thread->slot.run;
 	u64 end = run->first + run->count;
 
-	if (run->op == MAP && thread->fault_mapping) {
-		/* The page that faulted, the last of the run, is counted when it is mapped. */
-		run->count -= 1 << config.page_blocks_log2;
-		run->aux -= 1;
-		thread->slot.live = run->count > 0;
-	} else if (run->op == READ && end == thread->request_last + 1 && fill->first > run->first &&
+	owe_fault(thread);
+	if (run->op == READ && end == thread->request_last + 1 && fill->first > run->first &&
 		   fill->first > thread->request_first && fill->first < end) {
 		run->count = fill->first - run->first;
 		thread->request_next = fill->first;

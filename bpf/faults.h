@@ -11,6 +11,7 @@
 #include "accesses.h"
 
 #define MM_FILEPAGES 0
+#define MM_ANONPAGES 1
 #define PRESENT 1	/* in a fault's error code: the page was mapped, but not for this */
 #define WHOLE_FOLIOS (6 << 16 | 18 << 8)	/* the Linux version from which whole folios are mapped */
 
@@ -22,8 +23,8 @@ static __always_inline bool covers(struct slot *slot, struct record *next)
 	       next->first + next->count <= run->first + run->count && next->t_ns - run->t_ns <= config.max_age_ns;
 }
 
-/* Records pages that were mapped, as far as the thread's run does not have them already. */
-static __always_inline void take_mapped(struct thread *thread, struct record *next)
+/* Records pages that were mapped: all of them, or, `again` in one fault, what the thread's run does not have already. */
+static __always_inline void take_mapped(struct thread *thread, struct record *next, bool again)
 {
 	struct record *run = &thread->slot.run;
 
@@ -31,7 +32,7 @@ static __always_inline void take_mapped(struct thread *thread, struct record *ne
 	if (!own(&thread->slot, next))
 		return;
 	thread->request_last = 0;
-	if (covers(&thread->slot, next)) {
+	if (again && covers(&thread->slot, next)) {
 		/* Nothing new. */
 	} else if (thread->slot.live && same_stream(run, next) && run->count == 1 << config.page_blocks_log2 &&
 		   run->first >= next->first && run->first < next->first + next->count) {
@@ -68,10 +69,14 @@ static __always_inline int take_fault(struct address_space *mapping, u64 page)
 
 	if (!thread || !describe(&next, thread, mapping->host, page, page, MAP))
 		return 0;
-	take_mapped(thread, &next);
+	/* One that had to wait for storage is tried again, and told again. */
+	if (thread->fault_mapping == mapping && thread->fault.first == next.first)
+		return 0;
+	take_mapped(thread, &next, false);
 	thread->fault = next;
 	thread->fault_end = pages_of(mapping->host);
 	thread->fault_mapping = mapping;
+	thread->fault_owed = 0;
 	thread->fault_told = 0;
 	thread->request_file = thread->file;
 	return 0;
@@ -93,7 +98,7 @@ static __always_inline int take_around(struct address_space *mapping, u64 first,
 	if (!describe(&next, thread, mapping->host, begin, end, MAP))
 		return 0;
 	next.aux = !thread->fault_told;
-	take_mapped(thread, &next);
+	take_mapped(thread, &next, thread->fault_told);
 	thread->fault_told = 0;
 	thread->fault_mapping = NULL;
 	return 0;
@@ -126,22 +131,26 @@ static long take_huge(struct task_struct *task, struct vm_area_struct *vma, stru
 	page = vma->vm_pgoff + ((search->address - vma->vm_start) >> (12 + config.page_blocks_log2));
 	find_folio(file->f_mapping, page, &first, &last);
 	if (first < last && describe(&next, search->thread, file->f_mapping->host, first, last, MAP))
-		take_mapped(search->thread, &next);
+		take_mapped(search->thread, &next, false);
 	return 0;
 }
 
-/* The page that faulted is mapped, and with it the rest of its folio. */
-static __always_inline void take_faulted(struct thread *thread)
+/* The page that faulted is mapped, and with it the rest of its folio, unless it was copied to be written. */
+static __always_inline void take_faulted(struct thread *thread, bool copied)
 {
 	u64 page = thread->fault.first >> config.page_blocks_log2, first = page, last = page;
 	struct record next = thread->fault;
 
-	widen(thread->fault_mapping, page, thread->fault_end, &first, &last);
+	if (!copied)
+		widen(thread->fault_mapping, page, thread->fault_end, &first, &last);
+	thread->fault_mapping = NULL;
+	thread->fault_told = 1;
+	if (first == last && !thread->fault_owed)
+		return;
 	next.t_ns = bpf_ktime_get_ns();
 	next.first = first << config.page_blocks_log2;
 	next.count = (last - first + 1) << config.page_blocks_log2;
-	take_mapped(thread, &next);
-	thread->fault_mapping = NULL;
+	take_mapped(thread, &next, true);
 }
 
 SEC("tp_btf/rss_stat")
@@ -151,7 +160,7 @@ int BPF_PROG(mapped, struct mm_struct *mm, int member)
 	struct thread *thread;
 	struct search search;
 
-	if (member != MM_FILEPAGES)
+	if (member != MM_FILEPAGES && member != MM_ANONPAGES)
 		return 0;
 	thread = this_thread();
 	if (!thread)
@@ -160,9 +169,8 @@ int BPF_PROG(mapped, struct mm_struct *mm, int member)
 	search.address = thread->touched;
 	thread->touched = 0;
 	if (thread->fault_mapping) {
-		take_faulted(thread);
-		thread->fault_told = 1;
-	} else if (search.address &&
+		take_faulted(thread, member == MM_ANONPAGES);
+	} else if (search.address && member == MM_FILEPAGES &&
 		   BPF_CORE_READ(mm, rss_stat[MM_FILEPAGES].count) - thread->mapped_pages >= (s64)half_huge) {
 		if (bpf_find_vma(bpf_get_current_task_btf(), search.address, take_huge, &search, 0))
 			lose(LOST_HUGE, 1);

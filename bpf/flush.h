@@ -57,6 +57,7 @@ static long flush_thread(void *map, u32 *tid, struct thread *thread, struct flus
 		flushing->result.busy++;
 		return 0;
 	}
+	owe_fault(thread);
 	if (in_request(thread, *tid, flushing->now_ns))
 		send_part(thread, flushing->now_ns);
 	else

@@ -17,6 +17,7 @@ struct thread {
 	struct address_space *fault_mapping;	/* of the last fault, until its page is mapped; */
 	struct record fault;			/* that page, */
 	u64 fault_end;				/* and the end of its file, in pages */
+	u32 fault_owed;				/* it was taken out of the run, to be counted when it is mapped */
 	u32 fault_told;				/* the last fault was counted when its page was mapped */
 	u64 touched;				/* address of the last page fault, until a mapping follows */
 	s64 mapped_pages;			/* file pages that the process had mapped then */

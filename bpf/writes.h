@@ -149,7 +149,6 @@ static __always_inline int take_dirty(struct folio *folio, bool record_stores)
 	}
 	if (!record_stores || !own(&thread->slot, &next))
 		return 0;
-	thread->fault_mapping = NULL;
 	merge(&thread->slot, &next, 0);
 	unlock(&thread->slot);
 	return 0;

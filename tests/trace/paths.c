@@ -230,6 +230,19 @@ static void often(void)
 		one_pread(i & 1);
 }
 
+/* Every page of a mapping in order, three times, mapped afresh each time. */
+static void scan(void)
+{
+	for (int pass = 0; pass < 3; pass++) {
+		volatile char *memory = mmap(NULL, SIZE, PROT_READ, MAP_SHARED, fd, 0);
+
+		need(memory != MAP_FAILED, "mmap");
+		for (off_t at = 0; at < SIZE; at += BLOCK)
+			buffer[0] = memory[at];
+		munmap((void *)memory, SIZE);
+	}
+}
+
 static void unaligned(void)
 {
 	for (off_t at = 0; at < 10000 * 40; at += 10000)
@@ -274,6 +287,8 @@ static void do_it(const char *way)
 		by_appending();
 	else if (!strcmp(way, "often"))
 		often();
+	else if (!strcmp(way, "scan"))
+		scan();
 	else if (!strcmp(way, "unaligned"))
 		unaligned();
 	else if (!strcmp(way, "sequential"))

@@ -35,11 +35,25 @@ def test_large_requests_are_counted_once(cached: bool, record: Record, file: Pat
     assert found.blocks(FILL) == ([] if cached else list(range(BLOCKS)))
 
 
+@pytest.mark.parametrize("folios", ["small", "large"])
+def test_every_page_of_a_mapping_counts_once_a_pass(folios: str, record: Record, file: Path) -> None:
+    if folios == "small":
+        warm(file)
+    else:
+        file.read_bytes()
+    found = record("scan")
+    assert found.blocks() == 3 * list(range(BLOCKS)), found
+    assert set(found.accesses["miss"]) == {HIT}
+    assert found.lost == 0
+
+
 def test_nothing_is_merged_without_coalescing(record: Record, file: Path) -> None:
     warm(file)
     found = record("sequential", coalesce=False)
     assert found.blocks() == list(range(BLOCKS)), found
-    assert len(found.accesses) == found.requests == 16
+    assert found.requests == 16
+    # A request that is half done when records are drained makes two of them.
+    assert 16 <= len(found.accesses) <= 20
 
 
 def test_a_block_shared_by_requests_in_a_row_counts_once(record: Record, file: Path) -> None:
