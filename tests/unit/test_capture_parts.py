@@ -1,0 +1,205 @@
+"""The parts of a recording that need no privilege: journal, mounts, address spaces, events of perf, options, lines."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmcache.errors import DataError, UsageError
+from llmcache.trace.capture.journal import Journal, journal_of
+from llmcache.trace.capture.mounts import Mount, mounts
+from llmcache.trace.capture.names import Names
+from llmcache.trace.capture.options import Options, default_output
+from llmcache.trace.capture.tally import HEADING, Tally, line
+from llmcache.trace.record import MAP, READ, Columns, Provenance, TraceFile, open_trace
+from llmcache.trace.record.columns import columns_from
+from llmcache.trace.sources.base import ACCESS, AROUND, FILL, Records
+from llmcache.trace.sources.mappings import FORK, MMAP, Mapping, Space, Spaces
+from llmcache.trace.sources.perf_runs import AROUNDS, EVENT, FAULTS, FILLS, HOLD_NS, READS, Events, Runs
+
+PROVENANCE = Provenance("filemap", note="Sees all.")
+
+
+def batch(start_ns: int, file: int) -> Columns:
+    return columns_from({"t_ns": np.arange(5) + start_ns, "file": file, "first": np.arange(5), "count": 1})
+
+
+def written(path: Path, batches: int = 3) -> Path:
+    """A journal of three batches, as a recorder that was killed leaves it; each batch brings a file."""
+    journal = Journal(journal_of(path), PROVENANCE, force=False)
+    for number in range(batches):
+        journal.append(batch(10 * number, number), [TraceFile(number, f"/data/{number}", 1, number, 0, 0)], number)
+    return journal.path
+
+
+def test_a_journal_is_readable_however_it_ends(tmp_path: Path) -> None:
+    path = written(tmp_path / "run.parquet")
+    whole = path.read_bytes()
+    with open_trace(path) as found:
+        assert found.rows == 15 and "cut short" in found.provenance.note
+        assert [file.path for file in found.files] == ["/data/0", "/data/1", "/data/2"]
+        assert found.provenance.lost_events == 2
+    rows = set()
+    for cut in range(len(whole) - 1, len(whole) - 1200, -31):
+        path.write_bytes(whole[:cut])
+        with open_trace(path) as found:
+            rows.add(found.rows)
+            assert np.array_equal(found.read().t_ns[:5], np.arange(5))
+    assert rows <= {5, 10} and 10 in rows
+
+
+def test_a_journal_that_was_closed_was_not_cut_short(tmp_path: Path) -> None:
+    journal = Journal(journal_of(tmp_path / "run.parquet"), PROVENANCE, force=False)
+    journal.append(batch(0, 0), [TraceFile(0, "/data/0", 1, 0, 0, 0)], 0)
+    journal.close()
+    with open_trace(journal.path) as found:
+        assert found.provenance == PROVENANCE
+
+
+@pytest.mark.parametrize("contents", [b"", b"not arrow at all", b"PAR1" * 20])
+def test_what_is_no_journal_is_refused(contents: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "run.parquet.recording"
+    path.write_bytes(contents)
+    with pytest.raises(DataError, match=r"run\.parquet\.recording"):
+        open_trace(path)
+
+
+def test_a_journal_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+    written(tmp_path / "run.parquet")
+    with pytest.raises(UsageError, match="exists"):
+        Journal(journal_of(tmp_path / "run.parquet"), PROVENANCE, force=False)
+
+
+def test_layers_of_an_overlay() -> None:
+    options = "rw,lowerdir=/a\\:b:/c,upperdir=/up,workdir=/w"
+    mount = Mount(1, 0, "/", "/merged", "overlay", options)
+    assert list(mount.layers("/merged/x/y")) == ["/up/x/y", "/a:b/x/y", "/c/x/y"]
+    assert not list(Mount(1, 0, "/", "/merged", "ext4", options).layers("/merged/x"))
+
+
+def test_mounts_of_this_process_name_their_devices() -> None:
+    found = mounts("self")
+    root = [mount for mount in found.values() if mount.point == "/"]
+    assert root and root[-1].kind
+
+
+def test_names_of_open_deleted_and_unknown_files(tmp_path: Path) -> None:
+    kept, gone = tmp_path / "kept", tmp_path / "gone (deleted)"
+    kept.write_bytes(b"x" * 5000)
+    gone.write_bytes(b"y" * 100)
+    with kept.open("rb") as first, gone.open("rb") as second:
+        stats = [os.fstat(first.fileno()), os.fstat(second.fileno())]
+        gone.unlink()
+        names = Names([os.getpid()])
+        dev = np.array([stats[0].st_dev, stats[1].st_dev, stats[0].st_dev, 12345], np.uint64)
+        inode = np.array([stats[0].st_ino, stats[1].st_ino, stats[0].st_ino, 77], np.uint64)
+        ids = names.numbers(dev, inode, np.full(4, os.getpid(), np.uint32))
+        by_id = {file.id: file for file in names.files}
+        assert [by_id[number].path for number in ids.tolist()[:3]] == [str(kept), str(gone), str(kept)]
+        assert by_id[int(ids[0])].size_bytes == 5000
+        assert by_id[int(ids[3])].path == f"[{os.major(12345)}:{os.minor(12345)} inode 77]"
+        kept.rename(tmp_path / "renamed")
+        names.finish()
+        assert names.unnamed == 1
+        assert {file.path for file in names.files} >= {str(tmp_path / "renamed"), str(gone)}
+
+
+def test_a_new_mapping_replaces_what_it_covers() -> None:
+    space = Space([Mapping(0x1000, 0x9000, 1, 10, 0)])
+    space.put(Mapping(0x3000, 0x5000, 1, 20, 7))
+    address = np.array([0x1000, 0x2FFF, 0x3000, 0x4FFF, 0x5000, 0x8FFF, 0x9000, 0x0], np.uint64)
+    _, inode, block = space.files(address)
+    assert inode.tolist() == [10, 10, 20, 20, 10, 10, 0, 0]
+    assert block.tolist()[:6] == [0, 1, 7, 8, 4, 7]
+
+
+def test_faults_belong_to_the_mapping_of_their_time() -> None:
+    spaces = Spaces()
+    time = struct.Struct("<IIQ")
+
+    def mapped(pid: int, inode: int, t_ns: int) -> bytes:
+        head = struct.pack("<IIQQQIIQQII", pid, pid, 0x1000, 0x1000, 0x2000, 8, 1, inode, 0, 0, 0)
+        return head + b"/data/file\0\0\0\0\0\0" + time.pack(pid, pid, t_ns)
+
+    for number, t_ns in ((5, 10), (6, 20)):
+        spaces.note(MMAP, mapped(9, number, t_ns))
+    spaces.note(FORK, struct.pack("<IIIIQ", 11, 9, 11, 9, 30) + time.pack(9, 9, 30))
+    pid = np.array([9, 9, 11], np.uint64)
+    dev, inode, block = spaces.files(pid, np.array([15, 25, 35], np.uint64), np.full(3, 0x1000, np.uint64))
+    assert inode.tolist() == [5, 6, 6] and block.tolist() == [2, 2, 2]
+    assert set(dev.tolist()) == {os.makedev(8, 1)}
+    assert spaces.paths[os.makedev(8, 1), 6] == "/data/file"
+
+
+def events(*rows: tuple[int, int, int, int], tid: int = 1) -> Events:
+    """Events of one thread and file: (time, kind, first, end)."""
+    made = np.zeros(len(rows), EVENT)
+    for at, (t_ns, kind, first, end) in enumerate(rows):
+        made[at] = (t_ns, 1, 2, first, end, 1, tid, kind)
+    return made
+
+
+def runs(*rows: tuple[int, int, int, int]) -> Records:
+    records, _ = Runs(coalesce=True).put(events(*rows), None)
+    return records
+
+
+def accesses(records: Records) -> list[tuple[int, int]]:
+    rows = records[records["kind"] == ACCESS]
+    return list(zip(rows["first"].tolist(), rows["count"].tolist(), strict=True))
+
+
+def test_a_request_that_is_told_in_parts_counts_once() -> None:
+    found = runs((1, READS, 0, 32), (2, READS, 16, 32), (3, READS, 0, 32))
+    assert int(found["count"].sum()) == 64
+    assert set(found["op"]) == {READ}
+
+
+def test_a_fault_that_is_told_again_counts_once_at_its_time() -> None:
+    found = runs((1, FAULTS, 5, 6), (2, FILLS, 0, 16), (9_000_000, FAULTS, 5, 6), (9_000_001, AROUNDS, 0, 16))
+    assert accesses(found) == [(0, 16)]
+    assert found[found["kind"] == FILL]["t_ns"].tolist() == [1]
+    assert set(found[found["kind"] == ACCESS]["op"]) == {MAP}
+    assert set(found[found["kind"] == ACCESS]["flags"]) == {AROUND}
+
+
+def test_adjacent_requests_are_joined_unless_a_fill_parts_them() -> None:
+    assert accesses(runs((1, READS, 0, 1), (2, READS, 1, 2), (3, FILLS, 2, 9), (4, READS, 2, 3))) == [(0, 2), (2, 1)]
+    records, _ = Runs(coalesce=False).put(events((1, READS, 0, 1), (2, READS, 1, 2)), None)
+    assert accesses(records) == [(0, 1), (1, 1)]
+
+
+def test_the_last_access_of_a_thread_waits_for_what_belongs_to_it() -> None:
+    waiting = Runs(coalesce=True)
+    records, horizon = waiting.put(events((1, READS, 0, 1), (2, FAULTS, 9, 10)), 1000)
+    assert accesses(records) == [(0, 1)] and horizon == 1
+    records, horizon = waiting.put(events((1500, FILLS, 9, 10)), 2000)
+    assert not len(records) and horizon == 1
+    records, _ = waiting.put(events(), 3000 + HOLD_NS)
+    assert accesses(records) == [(9, 1)] and int((records["kind"] == FILL).sum()) == 1
+
+
+def test_options_that_cannot_be() -> None:
+    for wrong, named in (({"output": "x.csv"}, "-o"), ({"seconds": 0.0}, "-d"), ({"rerefs_s": 0.0}, "--mmap-rerefs")):
+        with pytest.raises(UsageError, match=named):
+            Options(**{"output": "x.parquet", **wrong})  # type: ignore[arg-type]
+
+
+def test_globs_with_a_slash_are_for_the_path() -> None:
+    by_name, by_path = Options("x.parquet", glob="*.gguf").matches, Options("x.parquet", glob="/a/*").matches
+    assert by_name is not None and by_path is not None
+    assert by_name("/a/b.gguf") and not by_name("/a.gguf/b") and by_path("/a/b") and not by_path("/b/a")
+    assert Options("x.parquet").matches is None
+    assert default_output(7, "/usr/bin/llama-cli -m x") == "llama-cli-7.parquet"
+
+
+def test_a_line_fits_under_its_heading() -> None:
+    now = Tally(rows=10**9, blocks=10**10, known=10, missed=10)
+    shown = line(Tally(), now, 12345.6, 1.0, 10**6, 10**8)
+    assert len(shown) < 80 and len(HEADING) < 80
+    assert "100.0%" in shown
+    assert line(Tally(), Tally(), 1.0, 1.0, 0, 0).split()[4] == "-"
