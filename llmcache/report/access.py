@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from numpy.typing import NDArray
 
 from llmcache.report.grid import OPS, AccessGrid, Band, Survey
@@ -82,6 +82,7 @@ def draw(axes: Axes, picture: AccessPicture) -> None:
     axes.set_title(picture.title)
     axes.set_xlabel("time (s)" if by_time else "accesses so far (4 KiB blocks)")
     if not by_time:
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_ylabel("block number in its file (4 KiB blocks)")
     _block_ticks(axes, picture.bands)

@@ -23,6 +23,7 @@ OPS = ("read", "write", "map")
 MOST_BANDS = 16
 LEAST_SHARE = 0.03  # of the height, so that a hot file of ten blocks is seen beside a model
 BATCH_ROWS = 1 << 18
+EDGE = 1e-6  # of a cell: what begins or ends on its edge does not reach into its neighbour by rounding
 
 Counts = NDArray[np.int64]
 
@@ -180,8 +181,8 @@ class AccessGrid:
         """Returns the lowest and highest cell of each run; every run covers one at least, none leaves its band."""
         base, scale = self._bottom[place], self._scale[place]
         last = np.ceil(self._top[place]).astype(np.int64) - 1
-        low = np.floor(base + (first - self._first[place]) * scale).astype(np.int64)
-        high = np.ceil(base + (first + count - self._first[place]) * scale - 1e-6).astype(np.int64) - 1
+        low = np.floor(base + (first - self._first[place]) * scale + EDGE).astype(np.int64)
+        high = np.ceil(base + (first + count - self._first[place]) * scale - EDGE).astype(np.int64) - 1
         low = np.minimum(low, last)
         return low, np.minimum(np.maximum(high, low), last)
 

@@ -17,6 +17,15 @@ from llmcache import __version__
 _MIME = {"svg": "image/svg+xml", "png": "image/png"}
 
 
+def printable(text: str) -> str:
+    """Returns `text` with a ? for each character that neither page nor picture may hold: control codes, lone surrogates."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _text(text: str) -> str:
+    return escape(printable(text))
+
+
 class Block(Protocol):
     """Something that a section holds."""
 
@@ -33,7 +42,7 @@ class Text:
 
     def html(self) -> str:
         """See `Block.html`."""
-        return f'<p class="note">{escape(self.text)}</p>' if self.note else f"<p>{escape(self.text)}</p>"
+        return f'<p class="note">{_text(self.text)}</p>' if self.note else f"<p>{_text(self.text)}</p>"
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Facts:
 
     def html(self) -> str:
         """See `Block.html`."""
-        rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in self.facts)
+        rows = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in self.facts)
         return f"<dl>{rows}</dl>"
 
 
@@ -58,7 +67,7 @@ class Badge:
     def html(self) -> str:
         """See `Block.html`."""
         mark = {"good": "✓", "fair": "◐", "bad": "✗"}[self.kind]
-        return f'<span class="badge {self.kind}"><span aria-hidden="true">{mark}</span> {escape(self.text)}</span>'
+        return f'<span class="badge {self.kind}"><span aria-hidden="true">{mark}</span> {_text(self.text)}</span>'
 
 
 Cell = str | int | float | Badge
@@ -75,9 +84,9 @@ class Table:
 
     def html(self) -> str:
         """See `Block.html`."""
-        head = "".join(f'<th scope="col">{escape(column)}</th>' for column in self.columns)
+        head = "".join(f'<th scope="col">{_text(column)}</th>' for column in self.columns)
         body = "".join(f"<tr>{self._row(row)}</tr>" for row in self.rows)
-        caption = escape(self.caption)
+        caption = _text(self.caption)
         return (
             f'<div class="wide" role="region" tabindex="0" aria-label="{caption}"><table><caption>{caption}</caption>'
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
@@ -92,7 +101,7 @@ class Table:
         if isinstance(cell, Badge):
             return f"<td>{cell.html()}</td>"
         if isinstance(cell, str):
-            return f'<th scope="row">{escape(cell)}</th>' if place == 0 else f"<td>{escape(cell)}</td>"
+            return f'<th scope="row">{_text(cell)}</th>' if place == 0 else f"<td>{_text(cell)}</td>"
         text = f"{cell:,}" if isinstance(cell, int) else f"{cell:,.{self.digits}f}"
         return f'<td class="number">{text}</td>'
 
@@ -109,8 +118,8 @@ class Picture:
     def html(self) -> str:
         """See `Block.html`."""
         source = f"data:{_MIME[self.form]};base64,{base64.b64encode(self.data).decode()}"
-        image = f'<img class="{self.form}" src="{source}" alt="{escape(self.alt)}">'
-        return f"<figure>{image}<figcaption>{escape(self.caption)}</figcaption></figure>"
+        image = f'<img class="{self.form}" src="{source}" alt="{_text(self.alt)}">'
+        return f"<figure>{image}<figcaption>{_text(self.caption)}</figcaption></figure>"
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,7 @@ class Fold:
     def html(self) -> str:
         """See `Block.html`."""
         inner = "".join(block.html() for block in self.blocks)
-        return f"<details><summary>{escape(self.summary)}</summary>{inner}</details>"
+        return f"<details><summary>{_text(self.summary)}</summary>{inner}</details>"
 
 
 @dataclass(frozen=True)
@@ -136,20 +145,19 @@ class Section:
     def html(self, anchor: str) -> str:
         """Returns the section as HTML, reachable at `anchor`."""
         inner = "\n".join(block.html() for block in self.blocks)
-        return f'<section id="{anchor}"><h2>{escape(self.title)}</h2>\n{inner}\n</section>'
+        return f'<section id="{anchor}"><h2>{_text(self.title)}</h2>\n{inner}\n</section>'
 
 
 def html_page(title: str, lead: str, sections: Sequence[Section]) -> str:
     """Returns a whole page: `title`, a first paragraph, a list of contents if there is more than one section."""
     anchors = [f"section-{number}" for number in range(1, len(sections) + 1)]
     links = "".join(
-        f'<li><a href="#{anchor}">{escape(section.title)}</a></li>'
-        for anchor, section in zip(anchors, sections, strict=True)
+        f'<li><a href="#{anchor}">{_text(section.title)}</a></li>' for anchor, section in zip(anchors, sections, strict=True)
     )
     contents = f'<nav aria-label="Contents"><ul>{links}</ul></nav>' if len(sections) > 1 else ""
     body = "\n".join(section.html(anchor) for anchor, section in zip(anchors, sections, strict=True))
     return _PAGE.format(
-        title=escape(title), lead=escape(lead), contents=contents, body=body, style=_STYLE, version=escape(__version__)
+        title=_text(title), lead=_text(lead), contents=contents, body=body, style=_STYLE, version=_text(__version__)
     )
 
 

@@ -10,6 +10,7 @@ from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.errors import UsageError
 from llmcache.report.access import AccessPicture, Landmark, Shade
 from llmcache.report.grid import BATCH_ROWS, AccessGrid, bands, survey
+from llmcache.report.html import printable
 from llmcache.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def picture_of(
     grid = AccessGrid(found, places, by_time and found.timed)
     for batch in source.batches(BATCH_ROWS):
         grid.add(batch, only)
-    names = {file.id: file.path for file in source.files}
-    return AccessPicture(title, found, places, grid, names, shades, landmarks)
+    names = {file.id: printable(file.path) for file in source.files}
+    return AccessPicture(printable(title), found, places, grid, names, shades, landmarks)
 
 
 def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tuple[str, str]]:
@@ -70,7 +71,7 @@ def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tupl
         ("classes", STRIP_TEXT if picture.shades else ""),
         ("not shown", _left_out(picture)),
     ]
-    return [(name, value) for name, value in facts if value]
+    return [(name, printable(value)) for name, value in facts if value]
 
 
 def caption(picture: AccessPicture, source: Trace | TraceReader) -> str:

@@ -8,6 +8,7 @@ turns ink and paper round where the reader prefers dark.
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -86,6 +87,7 @@ BANDWIDTH_LOOKS: tuple[Look, ...] = (
 _RC = {
     "font.family": ["DejaVu Sans", "sans-serif"],
     "font.size": 9.0,
+    "text.parse_math": False,  # a path may hold two dollar signs
     "axes.titlesize": 10.0,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
@@ -152,8 +154,10 @@ def legend_below(figure: Figure, axes: Iterable[Axes]) -> None:
 
 def figure_bytes(figure: Figure, form: str, dots_per_inch: int = 130) -> bytes:
     """Returns `figure` as a file of the format `form` ("png" or "svg"), without a date: the same data, the same bytes."""
-    with style():
-        target = io.BytesIO()
+    target = io.BytesIO()
+    with style(), warnings.catch_warnings():
+        # Paths may have letters that no font here has; a box stands for them, and tables of pages have them.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         metadata: Mapping[str, str | None] = {"Date": None, "Creator": "llmcache"} if form == "svg" else {}
         figure.savefig(target, format=form, dpi=dots_per_inch, metadata=dict(metadata))
     data = target.getvalue()

@@ -1,0 +1,70 @@
+"""What the tests of pages and pictures share: a reader of HTML, and a trace of a model, a tokenizer and a write loop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from html.parser import HTMLParser
+
+from llmcache.trace.record import MAP, READ, WRITE, Provenance, Trace, TraceFile
+
+VOID = {"meta", "img", "br"}
+MODEL, TOKENIZER, COPY = "/models/m.gguf", "/models/tok <1> & $x^{$.json", "/cache/copy.bin"
+
+
+class Page(HTMLParser):
+    """Reads a page; AssertionError for tags that are not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.images: list[dict[str, str | None]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, f"not closed: {self._open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag == "img":
+            self.images.append(dict(attrs))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open and self._open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1:] != ["style"]:
+            self.text += data
+
+    def resources(self) -> list[str]:
+        """Everything that a browser would load, or go to."""
+        names = {"src", "href", "srcset", "data", "action", "poster"}
+        return [value for _, name, value in self.attributes if name in names]
+
+
+def check_alone(page: Page, source: str) -> None:
+    """Asserts that the page loads nothing from elsewhere and runs nothing."""
+    assert all(found.startswith(("data:image/", "#")) for found in page.resources())
+    assert not page.tags["script"] and not page.tags["link"] and not page.tags["iframe"]
+    assert not any(name.startswith("on") for _, name, _ in page.attributes)
+    assert "@import" not in source and "url(" not in source
+    assert all(image.get("alt") for image in page.images)
+
+
+def recorded(lost: int = 0) -> Trace:
+    """A model of 1000 blocks mapped five times in order, a tokenizer touched often, a copy written three times."""
+    rows: list[tuple[int, int, int, int]] = []
+    for token in range(5):
+        rows += [(0, first, 50, MAP) for first in range(0, 1000, 50)]
+        rows += [(1, (7 * touch) % 20, 1, READ) for touch in range(40)]
+        if token % 2 == 0:
+            rows += [(2, first, 50, WRITE) for first in range(0, 400, 50)]
+    file, first, count, op = zip(*rows, strict=True)
+    files = [TraceFile(0, MODEL, 1, 10, 0, 4096000), TraceFile(1, TOKENIZER, 1, 11, 0, 0), TraceFile(2, COPY, 1, 12, 0, 0)]
+    known = Provenance("synthetic", clock="invented", lost_events=lost, command="run <it>")
+    t_ns = [10**9 + number * 10**7 for number in range(len(rows))]
+    return Trace.build(t_ns, file, first, count, op, files=files, provenance=known)
