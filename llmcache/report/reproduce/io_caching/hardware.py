@@ -130,7 +130,10 @@ def floor_of_formula(data: Hardware, _variant: str) -> Finding:
     loop, staged = data.example
     floor, enough = int(loop - staged), blocks_needed(loop, staged)
     late = loop - floor - staged
-    ours = f"N = {loop}, BW × T = {float(staged):g} blocks: the floor gives S = {floor}, {float(late):g} blocks late; S = {enough} has none late"
+    ours = (
+        f"N = {loop}, BW × T = {float(staged):g} blocks: the floor gives S = {floor}, {float(late):g} blocks late; "
+        f"S = {enough} has none late"
+    )
     return Finding(graded(late <= 0, False), ours, {"floor": floor, "needed": enough})
 
 
