@@ -222,7 +222,7 @@ def lengths_of(path: Path, shortest: int) -> list[int]:
 
 
 def test_a_file_cut_at_every_byte(small: Path, tmp_path: Path) -> None:
-    """All of what was flushed, or a refusal: at every single length, and both happen."""
+    """All of what was flushed, or a refusal; both happen."""
     path = tmp_path / "a.kv"
     shutil.copy(small, path)
     whole = contents(path)

@@ -26,10 +26,14 @@ def test_figures_are_ratios_of_medians() -> None:
 
 def test_a_quick_run_writes_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kv.json"
-    code = main(["--quick", "--repeat", "2", "--json", str(path)])
+    code = main(["--quick", "--repeat", "2", "--json", str(path), "--dir", str(tmp_path)])
     told = json.loads(path.read_text())
     assert told["schema"] == SCHEMA and told["tokens"] == 4096
     assert all(len(row["seconds"]) == 2 for row in told["cases"])
-    bars = [row["passed"] for row in told["cases"] if "bar" in row]
-    assert len(bars) == 3 and code == (0 if all(bars) else 1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["kv.json"], "the scratch directory is gone"
+    spilled = told["spill"]
+    assert spilled["device"]["emulated"] and spilled["device"]["passed"] and spilled["memory"]["passed"]
+    assert spilled["device"]["scored_keys"] == 8 * spilled["tokens"] == 8 << 16
+    bars = [row["passed"] for row in [*told["cases"], spilled["fetch"]] if "bar" in row]
+    assert len(bars) == 4 and code == (0 if all(bars) else 1)
     assert "top 20%" in capsys.readouterr().out

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.kv.spill import KvShape, SpillFile, SpillReader
+from llmcache.kv.spill import KvShape, Room, SpillFile, SpillReader
 from llmcache.kv.spill.checksum import checksums
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.spill.shape import Bytes
@@ -64,6 +64,12 @@ def test_pages_in_any_order_and_coalesced(tmp_path: Path, monkeypatch: pytest.Mo
         assert part.keys.tobytes() == whole.keys[order].tobytes()
         assert part.values.tobytes() == whole.values[order].tobytes()
         assert [size // 4096 for size in reads] == [1, 3, 1, 1, 1, 1] * 2, "15 and 16 lie in two extents"
+        room = Room(SHAPE, 8)
+        again = file.read(0, 1, order[:5], room)
+        assert again.values.tobytes() == whole.values[order[:5]].tobytes()
+        assert np.shares_memory(again.keys, room.sides[0])
+        with pytest.raises(ValueError, match="room: for 8 pages"):
+            file.read(0, 1, list(range(9)), room)
         for wrong in ([20], [-1]):
             with pytest.raises(ValueError, match="has 20 pages"):
                 file.read(0, 0, wrong)

@@ -25,7 +25,7 @@ from llmcache.kv.csd.blocks import BLOCK_TOKENS, ScoreBlock, decode
 from llmcache.kv.csd.profile import PROFILES, CsdProfile, Report
 from llmcache.kv.csd.program import SCORE_KEYS
 from llmcache.kv.csd.wire import DESK_BYTES, Data, Gone, HostEnd, Shared
-from llmcache.kv.spill.reading import rows
+from llmcache.kv.spill.reading import as_pages
 from llmcache.kv.spill.shape import Bytes, KvPages, KvShape, checked_rows
 
 ANSWER_S = 120.0
@@ -312,9 +312,7 @@ class EmulatedCsd:
         keys, values = (np.empty((len(wanted), size), np.uint8) for size in sizes)
         length = self._collect(keys, values)
         tokens = np.clip(length - wanted * self.shape.page_tokens, 0, self.shape.page_tokens)
-        key_rows, key_scales = rows(self.shape, keys, self.shape.head_dim)
-        value_rows, value_scales = rows(self.shape, values, self.shape.value_dim)
-        return KvPages(key_rows, value_rows, tokens, key_scales, value_scales)
+        return as_pages(self.shape, keys, values, tokens)
 
     def _collect(self, keys: Bytes, values: Bytes) -> int:
         """Copies slots from the link, keys and values in turns, until the command ends; returns the layer's length."""

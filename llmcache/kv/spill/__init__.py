@@ -3,6 +3,6 @@
 from llmcache.kv.spill.file import SpillFile
 from llmcache.kv.spill.reader import SpillReader
 from llmcache.kv.spill.recovery import Recovery
-from llmcache.kv.spill.shape import KvPages, KvShape
+from llmcache.kv.spill.shape import KvPages, KvShape, Room
 
-__all__ = ["KvPages", "KvShape", "Recovery", "SpillFile", "SpillReader"]
+__all__ = ["KvPages", "KvShape", "Recovery", "Room", "SpillFile", "SpillReader"]

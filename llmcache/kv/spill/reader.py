@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.spill import reading
 from llmcache.kv.spill.chain import Chain
 from llmcache.kv.spill.layout import EXTENTS_AT, Layout, check_identity, read_header
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.spill.recovery import Found, Recovery, scan, unfinished, whole_pages
-from llmcache.kv.spill.shape import BLOCK_BYTES, Bytes, KvPages, KvShape
+from llmcache.kv.spill.shape import BLOCK_BYTES, Bytes, KvPages, KvShape, Room
 
 Pages = NDArray[np.int64] | list[int]
 Self = TypeVar("Self", bound="SpillReader")
@@ -126,17 +127,23 @@ class SpillReader:
         ids, positions = (self._read_side(chain, pages, side).view(np.int64).reshape(-1)[:count] for side in (0, 1))
         return ids, positions
 
-    def read(self, sequence: int, layer: int, pages: Pages, threads: int | None = None) -> KvPages:
+    def read(self, sequence: int, layer: int, pages: Pages, room: Room | None = None, threads: int | None = None) -> KvPages:
         """Returns `pages` of a layer, in the order asked for, joined into few reads and compared with their checksums.
 
-        `threads` read at a time (None: one a processor).
-
-        DataError: a page is damaged, or the file ends before it. ValueError: there is no such page.
+        `room` is read into (else fresh memory): the result is valid until it is read into again. `threads` read at a time
+        (None: one a processor). DataError: a page is damaged, or the file ends before it. ValueError: there is no such page,
+        or too little room.
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
-        keys, key_scales = reading.rows(self.shape, self._read_side(chain, wanted, 0, threads), self.shape.head_dim)
-        values, value_scales = reading.rows(self.shape, self._read_side(chain, wanted, 1, threads), self.shape.value_dim)
-        return KvPages(keys, values, self._filled(chain, wanted), key_scales, value_scales)
+        room = Room(self.shape, len(wanted)) if room is None else room
+        if len(room) < len(wanted):
+            raise ValueError(f"room: for {len(room)} pages, {len(wanted)} are to be read")
+        keys, values = (side[: len(wanted)] for side in room.sides)
+        jobs = reading.read_jobs(self._raw, self._layout, chain, wanted, reading.KEYS, keys)
+        jobs += reading.read_jobs(self._raw, self._layout, chain, wanted, reading.VALUES, values)
+        run_all(jobs, threads)
+        self.read_bytes += keys.size + values.size
+        return reading.as_pages(self.shape, keys, values, self._filled(chain, wanted))
 
     def read_keys(self, sequence: int, layer: int, pages: Pages) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
         """Returns the keys alone, [pages, kv_heads, page_tokens, head_dim], and their scales (int8); errors as `read`."""
@@ -155,8 +162,8 @@ class SpillReader:
     def _filled(self, chain: Chain, pages: list[int]) -> NDArray[np.int64]:
         return np.array([chain.tokens_of(page, self.shape.page_tokens) for page in pages], np.int64)
 
-    def _read_side(self, chain: Chain, pages: list[int], side: int, threads: int | None = None) -> Bytes:
-        buffer = reading.read_slots(self._raw, self._layout, chain, pages, side, threads)
+    def _read_side(self, chain: Chain, pages: list[int], side: int) -> Bytes:
+        buffer = reading.read_slots(self._raw, self._layout, chain, pages, side)
         self.read_bytes += buffer.size
         return buffer
 

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.errors import DataError
-from llmcache.kv.kernels.threads import run_all
+from llmcache.kv.kernels.threads import Job, run_all
 from llmcache.kv.spill.chain import Chain, Run
 from llmcache.kv.spill.checksum import checksums
 from llmcache.kv.spill.layout import Layout
 from llmcache.kv.spill.raw import RawFile
-from llmcache.kv.spill.shape import Bytes, KvShape, aligned, view_slots
+from llmcache.kv.spill.shape import Bytes, KvPages, KvShape, aligned, view_slots
 
 KEYS, VALUES = 0, 1
 LARGEST_READ = 1 << 20
@@ -33,28 +33,32 @@ class KeyRange:
     crcs: tuple[int, ...]
 
 
-def read_slots(raw: RawFile, layout: Layout, chain: Chain, pages: list[int], side: int, threads: int | None = None) -> Bytes:
-    """Returns the slots [pages, slot bytes] of `pages`, keys (`side` 0) or values (1), in the order asked for.
-
-    `threads` of them read at a time (None: one a processor), and compare checksums while others wait for the disk.
-    """
-    plan = chain.plan
-    size, place = (plan.key_slot_bytes, plan.key_at) if side == KEYS else (plan.value_slot_bytes, plan.value_at)
+def read_slots(raw: RawFile, layout: Layout, chain: Chain, pages: list[int], side: int) -> Bytes:
+    """Returns the slots [pages, slot bytes] of `pages`, keys (`side` 0) or values (1), in the order asked for."""
+    size = chain.plan.key_slot_bytes if side == KEYS else chain.plan.value_slot_bytes
     slots = aligned(len(pages) * size).reshape(len(pages), size)
+    run_all(read_jobs(raw, layout, chain, pages, side, slots))
+    return slots
+
+
+def read_jobs(raw: RawFile, layout: Layout, chain: Chain, pages: list[int], side: int, slots: Bytes) -> list[Job]:
+    """Returns what to do to have `pages` in `slots` [pages, slot bytes]: reads, each with its checksums, in any order."""
+    plan = chain.plan
+    place = plan.key_at if side == KEYS else plan.value_at
     crcs = chain.key_crcs if side == KEYS else chain.value_crcs
 
     def read(run: Run, into: Bytes) -> None:
         raw.read_into(into.reshape(-1), layout.at(run.extent) + place(run.slot), plan.direct)
-        for index, found in enumerate(checksums(into)):
+        for index, found in enumerate(checksums(into).tolist()):
             if found != crcs[run.first + index]:
                 raise _damaged(raw.path, chain, run.first + index, side)
 
-    done, jobs = 0, []
-    for run in chain.runs(pages, max(1, LARGEST_READ // size)):
+    done = 0
+    jobs: list[Job] = []
+    for run in chain.runs(pages, max(1, LARGEST_READ // slots.shape[1])):
         jobs.append(partial(read, run, slots[done : done + run.pages]))
         done += run.pages
-    run_all(jobs, threads)
-    return slots
+    return jobs
 
 
 def _damaged(path: Path, chain: Chain, page: int, side: int) -> DataError:
@@ -66,6 +70,13 @@ def _damaged(path: Path, chain: Chain, page: int, side: int) -> DataError:
 def rows(shape: KvShape, slots: Bytes, dim: int) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
     """Returns what lies in `slots` [pages, slot bytes]: rows [pages, kv_heads, page_tokens, dim], scales (int8)."""
     return view_slots(shape, slots, dim)
+
+
+def as_pages(shape: KvShape, keys: Bytes, values: Bytes, tokens: NDArray[np.int64]) -> KvPages:
+    """Returns what lies in slots of keys and values [pages, slot bytes] as pages, of which `tokens` [pages] are filled."""
+    key_rows, key_scales = rows(shape, keys, shape.head_dim)
+    value_rows, value_scales = rows(shape, values, shape.value_dim)
+    return KvPages(key_rows, value_rows, tokens, key_scales, value_scales)
 
 
 def key_ranges(layout: Layout, chain: Chain) -> list[KeyRange]:

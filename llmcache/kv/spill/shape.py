@@ -102,6 +102,17 @@ class KvPages:
     value_scales: NDArray[np.float32] | None = None
 
 
+class Room:
+    """Memory for up to `pages` pages of keys and values, to fetch into again and again: fresh memory is slow to get."""
+
+    def __init__(self, shape: KvShape, pages: int) -> None:
+        sizes = (shape.key_slot_bytes, shape.value_slot_bytes)
+        self.sides = tuple(aligned(pages * size).reshape(pages, size) for size in sizes)
+
+    def __len__(self) -> int:
+        return len(self.sides[0])
+
+
 def aligned(size_bytes: int) -> Bytes:
     """Returns a buffer of `size_bytes` whose address O_DIRECT accepts; its contents are undefined."""
     raw = np.empty(size_bytes + BLOCK_BYTES, np.uint8)
