@@ -116,13 +116,14 @@ def record(name: str, out: Path, base: Path, force: bool) -> Path:
         machine = describe(file)
     facts = {"loop_bytes": str(loop), "step_s": f"{made.median_s:.6f}", "machine": json.dumps(machine)}
     facts |= {"memory_bytes": str(cap)} if cap else {}
-    trace.provenance = dataclasses.replace(
+    provenance = dataclasses.replace(
         trace.provenance,
         command=shlex.join([Path(command[1]).name, *(word.replace(directory, "DIR") for word in command[2:])]),
         note=f"{subject.note}; recorded by tools/record_traces.py. {trace.provenance.note}",
         extra={**trace.provenance.extra, **facts},
     )
-    trace.save(target, force=force)
+    accessed = [each for each in trace.files if each.id in trace.file]
+    Trace(trace.columns, accessed, provenance).save(target, force=force)
     return target
 
 

@@ -1,0 +1,125 @@
+"""`llmcache trace -- CMD`: what a program reads of a file is exactly what the trace has, whatever the order."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmcache.cache.classify import classify
+from llmcache.cache.detector import LOOP, SEQ
+from llmcache.trace.record import BLOCK_BYTES, HIT, MISS, Trace
+from tools.bench.files import forget
+
+pytestmark = pytest.mark.bpf
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+BLOCKS = 64 * MIB // BLOCK_BYTES
+
+READ_ALL = """
+import hashlib, sys
+digest = hashlib.sha256()
+with open(sys.argv[1], "rb", buffering=0) as file:
+    while block := file.read(int(sys.argv[2])):
+        digest.update(block)
+print(digest.hexdigest())
+"""
+# Reads blocks given on stdin: a line is a thread, all threads at once.
+READ_BLOCKS = """
+import os, sys, threading
+fd = os.open(sys.argv[1], os.O_RDONLY)
+os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+def work(blocks):
+    for block in blocks:
+        assert len(os.pread(fd, 4096, 4096 * block)) == 4096
+threads = [threading.Thread(target=work, args=([int(word) for word in line.split()],)) for line in sys.stdin]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+@pytest.fixture(scope="module")
+def file() -> Iterator[Path]:
+    """64 MiB of random bytes on a disk: tmpfs has no page cache to see."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("LLMCACHE_TEST_DISK", "/var/tmp")) as directory:
+        path = Path(directory) / "data.bin"
+        path.write_bytes(os.urandom(64 * MIB))
+        yield path
+
+
+def traced(file: Path, out: Path, script: str, *args: object, stdin: str = "") -> tuple[Trace, str]:
+    """Records a Python program; returns the trace of the file alone, and what the program printed."""
+    program = [sys.executable, "-c", script, str(file), *map(str, args)]
+    options = ["-o", str(out), "--path", file.name, "--no-writes"]
+    command = [sys.executable, "-m", "llmcache", "trace", *options, "--", *program]
+    result = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    trace = Trace.load(out)
+    assert trace.provenance.lost_events == 0
+    (recorded,) = (each for each in trace.files if each.id in trace.file)
+    assert (recorded.path, recorded.size_bytes) == (str(file), file.stat().st_size)
+    return trace, result.stdout.strip()
+
+
+def accessed(trace: Trace) -> list[int]:
+    """Every block of every row."""
+    return [
+        block for row in zip(trace.first.tolist(), trace.count.tolist(), strict=True) for block in range(row[0], sum(row))
+    ]
+
+
+@pytest.mark.parametrize("request_bytes", [BLOCK_BYTES, 64 << 10, MIB])
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_sequential_file_gives_exactly_its_blocks(file: Path, tmp_path: Path, request_bytes: int, cached: bool) -> None:
+    expected = hashlib.sha256(file.read_bytes()).hexdigest()
+    if not cached:
+        forget(file)
+    trace, digest = traced(file, tmp_path / "t.parquet", READ_ALL, request_bytes)
+    assert digest == expected
+    assert accessed(trace) == list(range(BLOCKS))
+    assert set(trace.miss.tolist()) == {HIT if cached else MISS}
+    (row,) = classify(trace.batches()).rows
+    assert (row.kind, row.size_bytes, row.accesses) == (SEQ, 64 * MIB, BLOCKS)
+
+
+def test_passes_are_a_loop_of_exactly_the_file(file: Path, tmp_path: Path) -> None:
+    script = READ_ALL.replace("with open", "for _ in range(6):\n  with open").replace("\n    ", "\n      ")
+    trace, _ = traced(file, tmp_path / "t.parquet", script, 64 << 10)
+    assert accessed(trace) == list(range(BLOCKS)) * 6
+    (row,) = classify(trace.batches()).rows
+    assert (row.kind, row.size_bytes, row.passes) == (LOOP, 64 * MIB, 6)
+
+
+def patterns() -> dict[str, list[list[int]]]:
+    rng = random.Random(11)
+    return {
+        "random": [[rng.randrange(BLOCKS) for _ in range(5000)]],
+        "strided": [list(range(7, BLOCKS, 64)) * 3],
+        "backwards": [list(range(BLOCKS - 1, 0, -3))],
+        "threads, interleaved": [list(range(part, 8000, 4)) for part in range(4)],
+        "threads, at random": [[rng.randrange(BLOCKS) for _ in range(2000)] for _ in range(4)],
+    }
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("name", patterns())
+def test_other_orders_give_exactly_theirs(file: Path, tmp_path: Path, name: str, cached: bool) -> None:
+    wanted = patterns()[name]
+    file.read_bytes() if cached else forget(file)
+    lines = "\n".join(" ".join(map(str, blocks)) for blocks in wanted)
+    trace, _ = traced(file, tmp_path / "t.parquet", READ_BLOCKS, stdin=lines)
+    everything = sorted(block for blocks in wanted for block in blocks)
+    assert sorted(accessed(trace)) == everything
+    if len(wanted) == 1:
+        assert accessed(trace) == wanted[0], "one thread's order is the trace's order"
+    missed = trace.count[trace.miss == MISS].sum()
+    assert missed == (0 if cached else len(np.unique(everything)))
