@@ -72,9 +72,11 @@ def overheads(client: Path, scratch: Path, seconds: float, rounds: int, console:
                 _clear(scratch)
         console.print(f"overhead: round {number + 1} of {rounds}")
     names = [tracer.name for tracer in chosen]
-    rows = [{"tracer": name, "read_bytes": size, "ns_per_read": found[name, size]} for size in SIZES for name in names]
+    rows: list[dict[str, Any]] = [
+        {"tracer": name, "read_bytes": size, "ns_per_read": found[name, size]} for size in SIZES for name in names
+    ]
     for row in rows:
-        row["ratio"] = _median(row) / statistics.median(found["none", row["read_bytes"]])
+        row["ratio"] = _median(row) / statistics.median(found["none", int(row["read_bytes"])])
     return rows
 
 
