@@ -87,7 +87,7 @@ def test_a_guess_that_is_no_permutation_is_refused() -> None:
         LoopOrder(3, [0, 1, 1])
 
 
-@given(st.integers(8, 40), st.integers(1, 8), st.integers(0, 3), st.integers(2, 6), st.integers(0, 1 << 30))
+@given(st.integers(12, 40), st.integers(1, 8), st.integers(0, 3), st.integers(2, 6), st.integers(0, 1 << 30))
 def test_a_pass_is_cut_each_round(length: int, stripes: int, jitter: int, rounds: int, seed: int) -> None:
     size = length * stripes
     cut = passes_of(laps(length, stripes, jitter, rounds, seed))
