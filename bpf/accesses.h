@@ -140,7 +140,7 @@ static __always_inline void owe_fault(struct thread *thread)
 	    run->first + run->count != thread->fault.first + page_blocks)
 		return;
 	run->count -= page_blocks;
-	run->aux -= 1;
+	run->aux -= thread->fault.aux;
 	thread->slot.live = run->count > 0;
 	thread->fault_owed = 1;
 }

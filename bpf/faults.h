@@ -27,6 +27,7 @@ static __always_inline bool covers(struct slot *slot, struct record *next)
 static __always_inline void take_mapped(struct thread *thread, struct record *next, bool again)
 {
 	struct record *run = &thread->slot.run;
+	u64 end = run->first + run->count, next_end = next->first + next->count;
 
 	next->flags = next->count > 1 << config.page_blocks_log2 ? AROUND : 0;
 	if (!own(&thread->slot, next))
@@ -41,6 +42,13 @@ static __always_inline void take_mapped(struct thread *thread, struct record *ne
 		run->count = next->count;
 		run->flags |= next->flags;
 	} else {
+		/* Storage took so long that a new run begins: without what was told before it was asked. */
+		if (again && thread->slot.live && same_stream(run, next) && next->t_ns - run->t_ns > config.max_age_ns &&
+		    next->first < end && next->first >= run->first && next_end > end) {
+			next->first = end;
+			next->count = next_end - end;
+			next->aux = 0;
+		}
 		merge(&thread->slot, next, next->count);
 	}
 	unlock(&thread->slot);
@@ -72,12 +80,13 @@ static __always_inline int take_fault(struct address_space *mapping, u64 page)
 	/* One that had to wait for storage is tried again, and told again. */
 	if (thread->fault_mapping == mapping && thread->fault.first == next.first)
 		return 0;
-	take_mapped(thread, &next, false);
+	next.aux = !(thread->sees_starts && thread->fault_told);
+	take_mapped(thread, &next, !next.aux);
 	thread->fault = next;
 	thread->fault_end = pages_of(mapping->host);
 	thread->fault_mapping = mapping;
 	thread->fault_owed = 0;
-	thread->fault_told = 0;
+	thread->fault_told = thread->sees_starts;
 	thread->request_file = thread->file;
 	return 0;
 }
@@ -99,13 +108,12 @@ static __always_inline int take_around(struct address_space *mapping, u64 first,
 		return 0;
 	next.aux = !thread->fault_told;
 	take_mapped(thread, &next, thread->fault_told);
-	thread->fault_told = 0;
+	thread->fault_told = thread->sees_starts;
 	thread->fault_mapping = NULL;
 	return 0;
 }
 
-SEC("tp_btf/page_fault_user")
-int BPF_PROG(touched, unsigned long address, struct pt_regs *regs, unsigned long error_code)
+static __always_inline int begin_fault(u64 address, u64 error_code)
 {
 	struct thread *thread = this_thread();
 
@@ -113,9 +121,23 @@ int BPF_PROG(touched, unsigned long address, struct pt_regs *regs, unsigned long
 		return 0;
 	thread->fault_mapping = NULL;
 	thread->fault_told = 0;
+	thread->sees_starts = 1;
 	thread->touched = error_code & PRESENT ? 0 : address;
 	thread->mapped_pages = BPF_CORE_READ((struct task_struct *)bpf_get_current_task(), mm, rss_stat[MM_FILEPAGES].count);
 	return 0;
+}
+
+SEC("tp_btf/page_fault_user")
+int BPF_PROG(touched, unsigned long address, struct pt_regs *regs, unsigned long error_code)
+{
+	return begin_fault(address, error_code);
+}
+
+/* In a system call that is given mapped memory. */
+SEC("tp_btf/page_fault_kernel")
+int BPF_PROG(touched_in_call, unsigned long address, struct pt_regs *regs, unsigned long error_code)
+{
+	return begin_fault(address, error_code);
 }
 
 struct search { struct thread *thread; u64 address; };

@@ -25,7 +25,7 @@ _STORES = Part([["stored"]], "writes through mappings")
 _MADE = Part([["dirtied"]], "which fills were pages made by writes")
 _FILLS = Part([["filled", "evicted"]], "fills and evictions: hits and misses are unknown")
 _DIRECT = Part([["read_direct"]], "O_DIRECT reads")
-_HUGE = Part([["touched"]], "mappings by huge pages")
+_HUGE = Part([["touched", "touched_in_call"]], "mappings by huge pages")
 _BLOCK = Part([["submitted", "completed", "request_completed"]], "block requests")
 # An event is timed before its slot is locked: this much later it is certainly in the slot.
 _SETTLED_NS = 2_000_000
