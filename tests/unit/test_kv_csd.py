@@ -193,6 +193,19 @@ def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> N
     assert not psutil.pid_exists(device.pid)
 
 
+def test_a_device_that_hangs_is_taken_for_dead(make: Make) -> None:
+    device = make()
+    filled(device, 100)
+    assert device._end is not None
+    device._end._socket.settimeout(0.3)
+    os.kill(device.pid, signal.SIGSTOP)
+    with pytest.raises(EnvironmentProblem, match="says nothing"):
+        device.flush()
+    assert device._process.poll() is not None, "it does not stay behind"
+    device.restart()
+    assert device.pages(0, 1) == 7 and device.read(0, 1, [6]).tokens[0] == 4
+
+
 def test_a_device_killed_in_the_middle_of_an_execution(make: Make) -> None:
     slow = CsdProfile("slow", 20e6, math.inf, math.inf, 0, fdm_bytes=1 << 20, buffer_bytes=1 << 18, throttle=True)
     device = make(slow)

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.kv.spill import KvShape, Room, SpillFile, SpillReader
+from llmcache.kv.spill import KvShape, Room, SpillFile, SpillReader, recovery
 from llmcache.kv.spill.checksum import checksums
+from llmcache.kv.spill.layout import Commit
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.spill.shape import Bytes
 from tests.unit.kv_parts import append, flip, ids, restored
@@ -101,6 +102,25 @@ def test_one_writer_and_many_readers(tmp_path: Path) -> None:
             SpillFile.create(path, SHAPE, force=True)
         with SpillReader.open(path) as reader:
             assert restored(reader, 0) == list(range(8))
+
+
+def test_reading_while_another_takes_pages_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader sees the old commit and the new entries: it looks again instead of calling the file damaged."""
+    with SpillFile.create(tmp_path / "a.kv", SHAPE) as file:
+        append(file, 0, ids(0, 40))
+        file.flush()
+        commit_of, seen = recovery._commit_of, []
+
+        def and_then_truncate(raw: RawFile) -> Commit:
+            seen.append(commit_of(raw))
+            if len(seen) == 1:
+                file.truncate(0, 2)
+            return seen[-1]
+
+        monkeypatch.setattr(recovery, "_commit_of", and_then_truncate)
+        with SpillReader.open(tmp_path / "a.kv") as reader:
+            assert restored(reader, 0) == list(range(8))
+        assert seen[0] != seen[-1]
 
 
 def test_a_file_is_not_replaced_unless_forced(tmp_path: Path) -> None:

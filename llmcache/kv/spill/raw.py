@@ -124,12 +124,19 @@ class RawFile:
             raise problem(self.path, "cutting", error) from None
 
     def rename(self, path: Path) -> None:
-        """Gives the file the name `path`, in place of what had it."""
+        """Gives the file the name `path`, in place of what had it; the name is on the disk when it returns."""
         try:
             os.rename(self.path, path)
+            self.path = path
+            directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
         except OSError as error:
-            raise problem(path, "naming", error) from None
-        self.path = path
+            # Some file systems have nothing to write back for a directory, and say so in one of these ways.
+            if self.path != path or error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise problem(path, "naming", error) from None
 
     def sync(self) -> None:
         """Returns when everything written is on the disk."""

@@ -55,9 +55,26 @@ class Found:
     torn_entries: int = 0
 
 
+ATTEMPTS = 5
+
+
 def scan(raw: RawFile, layout: Layout) -> Found:
-    """Returns what the file holds; it is not changed. DataError if pages are missing that were committed."""
-    found = Found(_commit_of(raw))
+    """Returns what the file holds; it is not changed. DataError if pages are missing that were committed.
+
+    Somebody may be writing it: where pages were taken away between the commit and their entries, it is read again.
+    """
+    for _ in range(ATTEMPTS - 1):
+        commit = _commit_of(raw)
+        try:
+            return _scan(raw, layout, commit)
+        except DataError:
+            if commit == _commit_of(raw):
+                raise
+    return _scan(raw, layout, _commit_of(raw))
+
+
+def _scan(raw: RawFile, layout: Layout, commit: Commit) -> Found:
+    found = Found(commit)
     size = raw.size()
     found.extents = max(0, -(-(size - layout.at(0)) // layout.extent_bytes))
     committed = 0
