@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.errors import UsageError
 from llmcache.report.access import AccessPicture, Landmark, Shade
-from llmcache.report.grid import BATCH_ROWS, AccessGrid, bands, survey
+from llmcache.report.grid import BATCH_ROWS, AccessGrid, Survey, bands, survey
 from llmcache.report.html import printable
 from llmcache.units import format_duration, format_size
 
@@ -42,15 +42,20 @@ def picture_of(
 ) -> AccessPicture:
     """Returns the picture of `source`, which is read twice, in batches. DataError if it has no rows of the files `only`.
 
-    A trace whose rows all have one time is drawn by accesses.
+    A trace without times of its own is drawn by accesses.
     """
     found = survey(source.batches(BATCH_ROWS), only)
     places = bands(found.spans)
-    grid = AccessGrid(found, places, by_time and found.timed)
+    grid = AccessGrid(found, places, by_time and _timed(found, source))
     for batch in source.batches(BATCH_ROWS):
         grid.add(batch, only)
     names = {file.id: printable(file.path) for file in source.files}
     return AccessPicture(printable(title), found, places, grid, names, shades, landmarks)
+
+
+def _timed(found: Survey, source: Trace | TraceReader) -> bool:
+    """Returns whether rows have times that say something; importers give rows without a time the clock "none: …"."""
+    return found.timed and not source.provenance.clock.startswith("none")
 
 
 def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tuple[str, str]]:
@@ -61,7 +66,7 @@ def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tupl
         ("rows", f"{found.rows:,}"),
         ("accesses", f"{found.accesses:,} blocks of 4 KiB ({format_size(found.accesses * BLOCK_BYTES)})"),
         ("files", f"{len(found.spans):,}"),
-        ("duration", format_duration(found.t1_ns - found.t0_ns) if found.timed else "the trace has no times"),
+        ("duration", format_duration(found.t1_ns - found.t0_ns) if _timed(found, source) else "the trace has no times"),
         ("clock", provenance.clock),
         ("kernel", provenance.kernel),
         ("lost events", f"{provenance.lost_events:,}" if provenance.lost_events else ""),

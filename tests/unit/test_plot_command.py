@@ -1,0 +1,201 @@
+"""`llmcache plot` as a user calls it: PNG, SVG and a page from any trace, classes, names, bad input."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from llmcache import cli
+from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
+from tests.unit.gguf_bytes import Gguf
+from tests.unit.report_parts import COPY, MODEL, TOKENIZER, Page, check_alone, recorded
+from tests.unit.simulation_parts import saved
+
+BLOCK = 4096
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    return saved(recorded(), tmp_path)
+
+
+def run(args: Sequence[str | Path], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        cli.run(cli.app, "llmcache", ["plot", *map(str, args)])
+    assert isinstance(caught.value.code, int)
+    told = capsys.readouterr()
+    return caught.value.code, told.out, told.err
+
+
+def page_of(args: Sequence[str | Path], capsys: pytest.CaptureFixture[str], target: Path) -> Page:
+    assert run([*args, "-o", target, "--force"], capsys) == (0, "", "")
+    source = target.read_text()
+    assert source.startswith("<!DOCTYPE html>")
+    page = Page(source)
+    check_alone(page, source)
+    return page
+
+
+def test_png(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out.PNG"
+    assert run([trace, "-o", target], capsys) == (0, "", "")
+    data = target.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", data[16:24])
+    assert width > 1000 and height > 500
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_svg_has_its_caption_as_text(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out.svg"
+    assert run([trace, "-o", target], capsys) == (0, "", "")
+    root = ET.parse(target).getroot()
+    assert root.tag.endswith("svg")
+    texts = [text for text in root.itertext() if text.strip()]
+    assert any("source: synthetic" in text for text in texts)
+    assert TOKENIZER in texts and "time (s)" in texts and "loop (LOOP)" in texts
+    images = [node for node in root.iter() if node.tag.endswith("}image")]
+    assert images
+    for node in images:
+        (link,) = (value for name, value in node.attrib.items() if name.endswith("href"))
+        assert link.startswith("data:image/png;base64,")
+
+
+def test_a_page_has_the_picture_the_classes_and_the_conditions(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = page_of([trace], capsys, tmp_path / "out.html")
+    assert page.tags["img"] == 1 and page.tags["table"] == 1
+    (image,) = page.images
+    assert image["alt"] is not None and f"{MODEL}: blocks 0 to 999, 5,000 accesses, LOOP" in image["alt"]
+    assert "trace.parquet (synthetic)" in page.text and TOKENIZER in page.text and "run <it>" in page.text
+    assert "LOOP" in page.text and COPY in page.text and "period (s)" in page.text and "clockinvented" in page.text
+
+
+def test_classes_and_files_can_be_left_out(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = page_of([trace, "--no-classes"], capsys, tmp_path / "bare.html")
+    assert bare.tags["table"] == 0 and "LOOP" not in bare.text
+    some = page_of([trace, "--files", "*.gguf"], capsys, tmp_path / "some.html")
+    assert MODEL in some.text and COPY not in some.text and TOKENIZER not in some.text
+    assert "5,000 blocks" in some.text
+
+
+def test_layers_are_named_from_disk_and_from_a_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = Gguf()
+    for layer in range(4):
+        content.tensor(f"blk.{layer}.attn_q.weight", [100 * BLOCK // 4], 0, layer * 100 * BLOCK)
+    content.data_bytes = 400 * BLOCK
+    model = tmp_path / "model.gguf"
+    model.write_bytes(content.file())
+    size = model.stat().st_size
+    blocks = -(-size // BLOCK)
+    rows = [(first, min(40, blocks - first)) for _ in range(4) for first in range(0, blocks, 40)]
+    first, count = zip(*rows, strict=True)
+    times = [number * 10**8 for number in range(len(rows))]
+
+    def path_of(seen_as: str) -> str:
+        files = [TraceFile(0, seen_as, 1, 0, 0, size)]
+        made = Trace.build(
+            times, [0] * len(rows), first, count, [MAP] * len(rows), files=files, provenance=Provenance("bpf")
+        )
+        return saved(made, tmp_path, f"{len(seen_as)}.parquet")
+
+    gone, here = path_of("/gone/model.gguf"), path_of(str(model))
+    target = tmp_path / "out.svg"
+    for args, named in (([here], True), ([gone], False), ([gone, "--model", str(model)], True)):
+        assert run([*args, "-o", target, "--force"], capsys) == (0, "", "")
+        texts = list(ET.parse(target).getroot().itertext())
+        assert [f"blk.{layer}" in texts for layer in range(4)] == [named] * 4
+    page = page_of([here], capsys, tmp_path / "out.html")
+    assert "blk.0-3.attn_q.weight (4)" in page.text or "blk.0-3 (4)" in page.text
+
+
+def test_nothing_is_replaced_unasked(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out.png"
+    target.write_text("precious")
+    code, _, err = run([trace, "-o", target], capsys)
+    assert code == 2 and "-o: " in err and "--force" in err and target.read_text() == "precious"
+    assert run([trace, "-o", target, "--force"], capsys)[0] == 0
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bad_input_is_named_and_leaves_nothing(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = Trace.build([], [], [], [], files=[], provenance=Provenance("x"))
+    empty, foreign = saved(nothing, tmp_path, "empty.parquet"), tmp_path / "foreign.parquet"
+    foreign.write_text("no Parquet")
+    png = tmp_path / "out.png"
+    cases: list[tuple[list[str | Path], int, str]] = [
+        ([trace, "-o", tmp_path / "out.pdf"], 2, "-o: "),
+        ([trace, "-o", tmp_path / "png"], 2, ".png, .svg or .html"),
+        ([trace, "-o", tmp_path], 2, "-o"),
+        ([trace, "-o", "/nowhere/out.png"], 2, "-o: '/nowhere' is not a directory"),
+        ([trace], 2, "-o"),
+        ([trace, "-o", png, "--files", "*.safetensors"], 2, "--files: no file"),
+        ([trace, "-o", png, "--model", tmp_path / "none.gguf"], 2, "--model"),
+        ([trace, "-o", png, "--model", trace], 5, "--model"),
+        ([foreign, "-o", png], 5, "foreign.parquet"),
+        ([empty, "-o", png], 5, "rows"),
+        ([tmp_path / "none.parquet", "-o", png], 2, "none.parquet"),
+    ]
+    for args, code, named in cases:
+        found, out, err = run(args, capsys)
+        assert (found, out) == (code, ""), err
+        assert named in err and "Traceback" not in err
+    assert not png.exists() and not list(tmp_path.glob(".*.tmp"))
+
+
+def test_an_output_that_cannot_be_written(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run([trace, "-o", "/proc/out.png"], capsys)
+    assert code == 3 and "cannot write '/proc/out.png'" in err
+
+
+def test_other_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text("file,offset,length,op\na,0,8192,read\na,0,8192,read\nb,100,1,write\n")
+    page = page_of([path], capsys, tmp_path / "out.html")
+    assert "some.csv (csv)" in page.text and "the trace has no times" in page.text
+    assert "over accesses" in str(page.images[0]["alt"])
+
+
+def test_hostile_names_stay_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = '/a/<script>alert("$x^{$")</script>\n\x07模型.bin'
+    files = [TraceFile(0, bad, 1, 1, 0, 0)]
+    path = saved(Trace.build([1, 2], [0, 0], [0, 2**40], [1, 2**31], files=files, provenance=Provenance("x")), tmp_path)
+    page = page_of([path], capsys, tmp_path / "out.html")
+    assert '<script>alert("$x^{$")</script>??模型.bin' in page.text and "\x07" not in page.text
+    for name in ("out.svg", "out.png"):
+        assert run([path, "-o", tmp_path / name], capsys) == (0, "", "")
+    ET.parse(tmp_path / "out.svg")
+
+
+def test_a_large_trace_takes_seconds_and_little_memory(tmp_path: Path) -> None:
+    code = """
+import resource, sys
+from llmcache.report import plot
+from llmcache.trace.record import TraceReader
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+plot.plot(plot.Wanted(sys.argv[1], sys.argv[2], classes=False), lambda files: lambda file: ())
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    grown = []
+    for rows in (300_000, 3_000_000):
+        path = _long(tmp_path / f"{rows}.parquet", rows)
+        command = [sys.executable, "-c", code, path, str(tmp_path / f"{rows}.png")]
+        grown.append(int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout))
+    # 2.7 million rows more are 89 MB of columns; the batches and what is left of them are fewer.
+    assert grown[1] - grown[0] < 80 * 1024
+
+
+def _long(path: Path, rows: int) -> str:
+    import numpy as np
+
+    number, known = np.arange(rows), Provenance("synthetic")
+    files = [TraceFile(0, "/m.bin", 1, 1, 0, 0)]
+    Trace.build(number, number * 0, number % 50_000, number * 0 + 1, files=files, provenance=known).save(path)
+    return str(path)

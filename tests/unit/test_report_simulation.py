@@ -1,0 +1,170 @@
+"""The page of `llmcache simulate --report`, and the curves in it: parsed, compared with the rows, labelled."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmcache.cache.plan import plan_of
+from llmcache.cache.policies import POLICIES, policy_class
+from llmcache.cache.results import Simulation
+from llmcache.cache.simulate import simulate_all
+from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.report.lines import Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
+from llmcache.report.simulation import check_report, report_page, write_report
+from llmcache.report.theme import (
+    BANDWIDTH_LOOKS,
+    CLASS_COLOURS,
+    OP_COLOURS,
+    POLICY_LOOKS,
+    bandwidth_look,
+    embedded,
+    figure_bytes,
+    style,
+)
+from llmcache.trace.record import Provenance
+from tests.unit.report_parts import Page, check_alone
+from tests.unit.simulation_parts import loop, saved, trace_of
+
+SIZES = np.array([1e6, 2e6, 4e6])
+
+
+@pytest.fixture
+def simulation(tmp_path: Path) -> Simulation:
+    one = saved(trace_of(loop(200, 5, 16) + loop(20, 3, 5, op=1)), tmp_path, "one <b>.parquet")
+    two = saved(trace_of(loop(50, 9, 5), provenance=Provenance("mount", lost_events=4)), tmp_path, "two.parquet")
+    return simulate_all([one, two], plan_of("lru,llmcache", "10%,50%,100%", "100,1000", "0.01", True), jobs=2)
+
+
+def texts_of(page: Page) -> list[list[str]]:
+    """The texts of each SVG of the page."""
+    found = []
+    for image in page.images:
+        form, _, data = str(image["src"]).partition(";base64,")
+        assert form == "data:image/svg+xml"
+        found.append([text for text in ET.fromstring(base64.b64decode(data)).itertext() if text.strip()])
+    return found
+
+
+def test_a_page_has_all_pictures_of_every_trace(simulation: Simulation) -> None:
+    source = report_page(simulation)
+    page = Page(source)
+    check_alone(page, source)
+    assert page.tags["h1"] == 1 and page.tags["h2"] == 3 and page.tags["figcaption"] == 6
+    assert "one <b>.parquet" in page.text and not page.tags["b"]
+    assert "(source: synthetic)" in page.text and "(source: mount, 4 accesses lost)" in page.text
+    one_hits, one_latency, one_curve, two_hits, *_ = texts_of(page)
+    for texts in (one_hits, two_hits):
+        assert {"Hit ratio", "hit ratio", "LRU", "llmcache", "footprint"} <= set(texts)
+    assert any(text.startswith("cache size (") for text in one_hits)
+    assert {"Fetch latency, LRU", "Fetch latency, llmcache", "100 MB/s", "1000 MB/s"} <= set(one_latency)
+    assert "data fetch latency, modelled (s)" in one_latency
+    assert {"Miss ratio at all sizes", "miss ratio", "LRU"} <= set(one_curve)
+
+
+def test_the_page_has_the_rows_and_says_what_is_modelled(simulation: Simulation) -> None:
+    page = Page(report_page(simulation))
+    row = next(row for row in simulation.results if row.policy == "llmcache" and row.cache_blocks == 100)
+    for value in (row.hit_ratio, row.latencies[1].latency_s):
+        assert f"{value:,.3f}" in page.text
+    assert "(s, modelled)" in page.text and "modelled, io_caching section 4.1" in page.text
+    assert "50 µs" in page.text and "20.0 GB/s" in page.text
+    assert page.tags["details"] == 4 and "no cache avoids" in page.text and "T0.01 s" in page.text
+    alts = [str(image["alt"]) for image in page.images]
+    lru = [row.hit_ratio for row in simulation.results if row.policy == "lru"]
+    assert f"LRU {lru[0]:.3f} to {lru[2]:.3f}" in alts[0]
+
+
+def test_the_smallest_simulation_has_a_page(tmp_path: Path) -> None:
+    path = saved(trace_of([(0, 0, 1, 1)]), tmp_path)
+    page = Page(report_page(simulate_all([path], plan_of("lru", "auto", None, None, False))))
+    assert page.tags["img"] == 2 and "nothing is read" in page.text and page.tags["details"] == 1
+    only_curve = simulate_all([path], plan_of("lru", "auto", None, None, True))
+    assert Page(report_page(only_curve)).tags["img"] == 3
+
+
+def test_a_report_that_cannot_be_written_is_refused(simulation: Simulation, tmp_path: Path) -> None:
+    target = tmp_path / "out.html"
+    write_report(str(target), simulation, False)
+    for path in (target, tmp_path, tmp_path / "none" / "out.html"):
+        with pytest.raises(UsageError, match="--report: "):
+            check_report(str(path), False)
+    check_report(str(target), True)
+    with pytest.raises(EnvironmentProblem, match=r"/proc/out\.html"):
+        write_report("/proc/out.html", simulation, False)
+    assert [path.name for path in tmp_path.glob("*out*")] == ["out.html"]
+
+
+def test_lines_are_the_values_in_the_unit_of_the_axis() -> None:
+    panels = [Panel("some", [policy_line("lru", "LRU", SIZES, [0.1, 0.2, 0.9])], [(3e6, "footprint")])]
+    with style():
+        figure = ratio_figure(panels, "hit ratio")
+    (axes,) = figure.axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("cache size (MB)", "hit ratio")
+    assert np.array_equal(np.asarray(axes.lines[0].get_xdata()), [1, 2, 4])
+    assert np.array_equal(np.asarray(axes.lines[0].get_ydata()), [0.1, 0.2, 0.9])
+    assert axes.lines[0].get_color() == POLICY_LOOKS["lru"].colour
+    assert np.asarray(axes.lines[1].get_xdata()).tolist() == [3, 3]
+    assert axes.get_xscale() == "linear" and [text.get_text() for text in axes.texts] == ["footprint"]
+
+
+def test_wide_ranges_are_logarithmic_unless_the_points_are_even() -> None:
+    line = policy_line("lru", "LRU", [1e6, 1e9], [0, 1])
+    with style():
+        scales = [ratio_figure([Panel("x", [line], linear=linear)], "y").axes[0] for linear in (False, True)]
+    assert [axes.get_xscale() for axes in scales] == ["log", "linear"]
+    assert scales[0].get_xlabel() == "cache size (GB)"
+
+
+def test_latencies_of_one_trace_have_one_scale_and_slow_storage_comes_first() -> None:
+    slow, fast = [4.0, 3.0, 2.0], [2.0, 1.0, 0.5]
+    lines = bandwidth_lines([10**9, 10**8], SIZES, [fast, slow])
+    assert [line.label for line in lines] == ["100 MB/s", "1000 MB/s"]
+    assert lines[0].values.tolist() == slow and lines[0].look == BANDWIDTH_LOOKS[0]
+    panels = [Panel("a", lines), Panel("b", bandwidth_lines([10**8], SIZES, [fast]))]
+    with style():
+        tops = {both: [axes.get_ylim() for axes in latency_figure(panels, comparable=both).axes] for both in (False, True)}
+    assert tops[True][0] == tops[True][1] == pytest.approx((0, 4.2)) and tops[False][1][1] < 2.2
+
+
+def test_no_two_lines_look_the_same() -> None:
+    assert set(POLICY_LOOKS) == set(POLICIES)
+    assert len({look.colour for look in POLICY_LOOKS.values()}) == len(POLICY_LOOKS)
+    assert len({(str(look.dash), look.marker) for look in POLICY_LOOKS.values()}) == len(POLICY_LOOKS)
+    many = [bandwidth_look(place) for place in range(12)]
+    assert len({(look.colour, look.marker) for look in many}) == 12
+
+
+def test_what_stands_side_by_side_differs_in_grey() -> None:
+    assert _apart([OP_COLOURS[op] for op in OP_COLOURS]) > 0.08
+    assert abs(_grey(OP_COLOURS["read"]) - _grey(OP_COLOURS["write"])) > 0.3
+    assert abs(_grey(CLASS_COLOURS["LOOP"]) - _grey(CLASS_COLOURS["HOT"])) > 0.2
+
+
+def _grey(colour: str) -> float:
+    red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+def _apart(colours: list[str]) -> float:
+    greys = sorted(map(_grey, colours))
+    return min(high - low for low, high in itertools.pairwise(greys))
+
+
+def test_pictures_of_lines_turn_dark_with_the_page_and_are_the_same_each_time() -> None:
+    def made() -> bytes:
+        with style():
+            figure = ratio_figure([Panel("p", [policy_line("arc", policy_class("arc").title, SIZES, [0, 0, 1])])], "y")
+        return figure_bytes(figure, "svg")
+
+    assert made() == made()
+    assert b"prefers-color-scheme: dark" in made()
+    with style():
+        assert (
+            embedded(ratio_figure([Panel("p", [policy_line("arc", "ARC", SIZES, [0, 0, 1])])], "y"), "a", "c").form == "svg"
+        )
