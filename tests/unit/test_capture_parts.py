@@ -11,10 +11,10 @@ import pytest
 
 from llmcache.errors import DataError, UsageError
 from llmcache.trace.capture.journal import Journal, journal_of
-from llmcache.trace.capture.mounts import Mount, mounts
 from llmcache.trace.capture.names import Names
 from llmcache.trace.capture.options import Options, default_output
 from llmcache.trace.capture.tally import HEADING, Tally, line
+from llmcache.trace.mounts import Mount, mounts
 from llmcache.trace.record import MAP, READ, Columns, Provenance, TraceFile, open_trace
 from llmcache.trace.record.columns import columns_from
 from llmcache.trace.sources.base import ACCESS, AROUND, FILL, Records

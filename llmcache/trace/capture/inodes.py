@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 
-from llmcache.trace.capture.mounts import mounts
+from llmcache.trace.mounts import mounts
 
 # Their handles are inode number and generation, and a generation of 0 stands for any.
 _KINDS = ("ext2", "ext3", "ext4", "f2fs")

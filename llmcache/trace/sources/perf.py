@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import ClassVar
 
 import numpy as np
 
 from llmcache.errors import EnvironmentProblem
+from llmcache.trace.openfiles import Key, opened
 from llmcache.trace.sources import perf_event
 from llmcache.trace.sources.base import Records, Source, TimeOrder, Wish, no_records
 from llmcache.trace.sources.family import Family, threads
@@ -54,6 +55,8 @@ class PerfSource(Source):
         self._family = Family((), False)
         self._runs = Runs(True)
         self._wish: Wish | None = None
+        self._paths: dict[Key, str] = {}
+        self._sighted: set[int] = set()  # inodes
         self._lost = 0
         self._stopped = False
 
@@ -124,11 +127,27 @@ class PerfSource(Source):
         parts = [_events(rows, kind, point) for ring, kind, point in self._rings for rows in ring.read(self._stopped)]
         events = np.concatenate(parts) if parts else np.zeros(0, EVENT)
         self._family.note(np.unique(events["pid"]).tolist())
+        self._look(events)
         records, settled_ns = self._runs.put(events, horizon)
         ordered = self._order.put(records, None if self._stopped else settled_ns)
         if self._stopped:
             self._close()
         return self._residency.mark(ordered) if len(ordered) else no_records()
+
+    def _look(self, events: Events) -> None:
+        """Note the names of files while their processes still have them: records may wait for others until they have not."""
+        inodes = set(np.unique(events["inode"]).tolist()) - self._sighted
+        if not inodes:
+            return
+        self._sighted |= inodes
+        for pid in np.unique(events["pid"][np.isin(events["inode"], list(inodes))]).tolist():
+            with suppress(OSError):
+                self._paths.update((key, named.path) for key, named in opened(pid))
+
+    @property
+    def paths(self) -> Mapping[Key, str]:
+        """See Source."""
+        return self._paths
 
     def alive(self) -> bool:
         """See Source."""
