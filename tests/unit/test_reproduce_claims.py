@@ -100,7 +100,7 @@ def test_loops_are_judged_by_the_hits_of_a_pass() -> None:
 
 def test_a_replayed_loop_hits_no_more_than_the_cache_holds() -> None:
     found = loops.replayed()
-    assert found.hits["belady"] == {size: size for size in loops.SIZES}
+    assert all(size - 1 < hits <= size for size, hits in found.hits["belady"].items())
     assert all(0 <= hits <= size for held in found.hits.values() for size, hits in held.items())
 
 
