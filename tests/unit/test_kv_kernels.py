@@ -99,7 +99,13 @@ def test_infinities_and_nan_stay_what_they_are() -> None:
 def test_any_strides_of_keys() -> None:
     keys, queries = whole((2, 5, 40, 32), 1).astype(np.float16), whole((2, 5, 32), 2)
     wanted = plain(queries, keys.astype(np.float32), "max")
-    for same in (keys.swapaxes(1, 2).copy().swapaxes(1, 2), np.asfortranarray(keys), np.repeat(keys, 2, 2)[:, :, ::2]):
+    turned = keys[::-1, ::-1].copy()[::-1, ::-1]
+    for same in (
+        keys.swapaxes(1, 2).copy().swapaxes(1, 2),
+        np.asfortranarray(keys),
+        np.repeat(keys, 2, 2)[:, :, ::2],
+        turned,
+    ):
         assert (score(queries, same) == wanted).all()
 
 

@@ -39,7 +39,8 @@ def score(
     """Returns the scores [batch, kv_heads, tokens], float32, of `keys` [batch, kv_heads, tokens, dim].
 
     `queries` [batch, heads, dim] float32; heads is a multiple of kv_heads (GQA), and those of one key head follow each
-    other. `keys`: float32, float16, uint16 (the bits of bfloat16), or int8 with `scales` [batch, kv_heads, tokens].
+    other. `keys`: float32, float16, uint16 (the bits of bfloat16), or int8 with `scales` [batch, kv_heads, tokens],
+    which are positive.
     `combine`: "max" or "sum" over the queries of a key head. ValueError names the argument that does not fit.
     """
     if keys.ndim != 4:
@@ -49,7 +50,7 @@ def score(
     batch, heads, tokens, dim = keys.shape
     out = np.empty((batch, heads, tokens), np.float32)
     _check_scales(scales, keys, out.shape)
-    rows = keys if keys.strides[2:] == (dim * keys.itemsize, keys.itemsize) else np.ascontiguousarray(keys)
+    rows = _walkable(keys)
     flat = _flat(rows)
     share = _share(tokens, dim * keys.itemsize, batch * heads, threads)
     jobs: list[Job] = []
@@ -84,7 +85,7 @@ def score_pages(
     grouped = _grouped(queries[None], pages)[0]
     out = np.empty((heads, count, tokens), np.float32)
     _check_scales(scales, pages, (count, heads, tokens))
-    rows = pages if pages.strides[2:] == (dim * pages.itemsize, pages.itemsize) else np.ascontiguousarray(pages)
+    rows = _walkable(pages)
     flat, stride = _flat(rows), rows.strides[0] // rows.itemsize
     share = _share(count, tokens * dim * pages.itemsize, heads, threads)
     jobs: list[Job] = []
@@ -130,6 +131,14 @@ def _check_scales(scales: Floats | None, keys: NDArray[Any], shape: tuple[int, .
         raise ValueError(f"scales: they belong to int8 keys and only to these, the type is {keys.dtype}")
     if scales is not None and scales.shape != shape:
         raise ValueError(f"scales: shape {scales.shape}, {shape} is needed")
+
+
+def _walkable(rows: NDArray[Any]) -> NDArray[Any]:
+    """`rows`, copied only if the loops cannot walk over them: tokens of a head side by side, all else forward."""
+    size = rows.itemsize
+    side_by_side = rows.strides[2:] == (rows.shape[3] * size, size)
+    forward = all(stride >= 0 and stride % size == 0 for stride in rows.strides)
+    return rows if side_by_side and forward else np.ascontiguousarray(rows)
 
 
 def _flat(rows: NDArray[Any]) -> NDArray[Any]:
