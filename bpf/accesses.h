@@ -120,8 +120,10 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 		thread->request_first = next.first;
 		thread->request_last = last;
 		thread->request_file = thread->file;
-		if (next.first < last)
+		if (next.first < last) {
 			thread->request_call = read_calls_made((void *)bpf_get_current_task());
+			thread->request_in_call = is_call(config.read_calls, current_call());
+		}
 		merge(&thread->slot, &next, 0);
 	}
 	thread->request_next = last + 1;

@@ -22,7 +22,7 @@ static __always_inline bool in_request(struct thread *thread, u32 tid, u64 now_n
 
 	if (run->kind != ACCESS || run->op != READ || run->first + run->count != thread->request_last + 1 ||
 	    thread->request_first >= thread->request_last ||
-	    now_ns - thread->request_ns > STALLED_NS || !bpf_task_from_pid)
+	    (!thread->request_in_call && now_ns - thread->request_ns > STALLED_NS) || !bpf_task_from_pid)
 		return false;
 	task = bpf_task_from_pid(tid);
 	if (!task)

@@ -38,6 +38,17 @@ struct config {
 };
 const volatile struct config config = {};
 
+static __always_inline bool is_call(const volatile s32 *calls, s64 number)
+{
+	return number == calls[0] || number == calls[1] || number == calls[2] || number == calls[3] || number == calls[4] ||
+	       number == calls[5];
+}
+
+static __always_inline s64 current_call(void)
+{
+	return call_number((struct pt_regs *)bpf_task_pt_regs(bpf_get_current_task_btf()));
+}
+
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);
 	__uint(max_entries, 16 << 20);

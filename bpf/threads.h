@@ -14,6 +14,7 @@ struct thread {
 	u64 request_next;			/* its first block that is not counted yet */
 	u64 request_call;			/* the thread's read system calls before it */
 	u64 request_ns;				/* when it was last told of */
+	u32 request_in_call;			/* it is a read system call's, the end of which can be told */
 	struct address_space *fault_mapping;	/* of the last fault, until its page is mapped; */
 	struct record fault;			/* that page, */
 	u64 fault_end;				/* and the end of its file, in pages */

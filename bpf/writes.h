@@ -6,21 +6,10 @@
 
 enum { WRITEV = 2, WRITE_FIXED = 5, WRITE_PLAIN = 23 };	/* operations of io_uring */
 
-static __always_inline bool is_call(const volatile s32 *calls, s64 number)
-{
-	return number == calls[0] || number == calls[1] || number == calls[2] || number == calls[3] || number == calls[4] ||
-	       number == calls[5];
-}
-
 /* Not sendfile, which reads as well. */
 static __always_inline bool is_writing(s64 number)
 {
 	return is_call(config.write_calls, number) && number != config.write_calls[5];
-}
-
-static __always_inline s64 current_call(void)
-{
-	return call_number((struct pt_regs *)bpf_task_pt_regs(bpf_get_current_task_btf()));
 }
 
 /* The inode of a regular file open as `fd`, and its position; NULL for anything else. */
