@@ -264,6 +264,17 @@ def test_a_spill_file_and_a_device_see_the_same(make: Make, tmp_path: Path) -> N
         assert restored(reader, 0) == list(range(32))
 
 
+def test_a_device_with_many_sequences(make: Make, tmp_path: Path) -> None:
+    shape = KvShape("many", layers=1, kv_heads=1, head_dim=8, page_tokens=4)
+    row = np.zeros((1, 4, 8), np.float16)
+    with SpillFile.create(tmp_path / "a.kv", shape, extent_pages=1, direct=False) as file:
+        for sequence in range(1000):
+            file.append(sequence, 0, row, row)
+            file.append_tokens(sequence, ids(0, 4), ids(0, 4))
+    with make(shape=shape, create=False) as device:
+        assert all(device.pages(sequence, layer) == 1 for sequence in range(1000) for layer in (0, 1))
+
+
 def test_errors_of_the_device_are_those_of_the_file(make: Make, tmp_path: Path) -> None:
     with make() as device:
         with pytest.raises(UsageError, match="there already"):

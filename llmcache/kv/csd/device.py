@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import socket
 import sys
@@ -103,11 +104,11 @@ class Device:
         return self._identify()
 
     def _identify(self) -> Result:
-        """Tells what is there: pages by sequence and layer, those of the tokens last."""
+        """Tells what is there: pages by sequence, as (pages, layers that have so many) from the first layer to the tokens."""
         return {
             "direct": self._file.direct,
             "recovery": asdict(self._file.recovery),
-            "pages": {number: self._file.pages_by_layer(number) for number in self._file.sequences},
+            "pages": {number: _runs(self._file.pages_by_layer(number)) for number in self._file.sequences},
         }
 
     def _load_program(self, name: str) -> Result:
@@ -207,6 +208,11 @@ class Device:
     def _flush(self) -> Result:
         self._file.flush()
         return {}
+
+
+def _runs(values: list[int]) -> list[tuple[int, int]]:
+    """Equal neighbours as (value, count): a message has little room, and layers mostly have equally many pages."""
+    return [(value, len(list(equal))) for value, equal in itertools.groupby(values)]
 
 
 def main(argv: list[str]) -> int:

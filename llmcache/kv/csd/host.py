@@ -112,7 +112,10 @@ class EmulatedCsd:
             raise
         self.direct: bool = found["direct"]
         self.recovery: dict[str, int] = found["recovery"]
-        self._compare({int(number): pages for number, pages in found["pages"].items()}, again)
+        pages = {
+            int(number): [count for count, layers in runs for _ in range(layers)] for number, runs in found["pages"].items()
+        }
+        self._compare(pages, again)
 
     def _compare(self, found: dict[int, list[int]], again: bool) -> None:
         """Compares what the device has after a restart with what it had acknowledged before."""
