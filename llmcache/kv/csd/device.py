@@ -104,7 +104,7 @@ class Device:
         return self._identify()
 
     def _identify(self) -> Result:
-        """Tells what is there: pages by sequence, as (pages, layers that have so many) from the first layer to the tokens."""
+        """Tells what is there: pages by sequence, as (pages, layers with so many), from the first layer to the tokens."""
         return {
             "direct": self._file.direct,
             "recovery": asdict(self._file.recovery),
