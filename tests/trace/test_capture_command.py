@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from llmcache.trace.record import MISS, Trace, open_trace
@@ -277,3 +278,24 @@ def test_a_report_is_drawn_in_one_step(file: Path, tmp_path: Path) -> None:
     done = run("-o", tmp_path / "run.parquet", "--path", "data", "--report", page, "--", "sha256sum", file)
     assert done.returncode == 0, done.stderr
     assert page.read_text().startswith("<!DOCTYPE html>") and "<img" in page.read_text()
+
+
+def test_block_requests_are_written_beside_the_trace(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run.parquet"
+    drop(file)
+    done = run("-o", out, "--block", "--path", "data", "--", "sha256sum", file)
+    assert done.returncode == 0, done.stderr
+    found = pq.read_table(tmp_path / "run.block.parquet")
+    assert found.schema.metadata[b"llmcache.block"] == b"llmcache.block/1"
+    entry = next(entry for entry in Trace.load(out).files if entry.path == str(file))
+    rows = [row for row in found.to_pylist() if row["file"] == entry.id]
+    assert sorted(block for row in rows for block in range(row["first"], row["first"] + row["count"])) == list(range(BLOCKS))
+    assert all(0 < row["latency_us"] < 60e6 for row in rows)
+    assert "block requests" in done.stderr and "on average" in done.stderr
+
+
+def test_after_its_duration_a_command_is_ended(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = run("-o", tmp_path / "run.parquet", "-d", "0.3", "--", "sleep", "60")
+    assert done.returncode == 0 and "the time is over" in done.stderr
+    assert time.monotonic() - began < 20

@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmcache.trace.capture.names import Names
-from llmcache.trace.record import Provenance, TraceFile, TraceWriter
+from llmcache.trace.record import BLOCK_BYTES, Provenance, TraceFile, TraceWriter
 from llmcache.trace.record.output import Output, problem
 from llmcache.trace.sources.base import MATCHED, Records
+from llmcache.units import format_duration, format_size
 
 BLOCK_SCHEMA = "llmcache.block/1"
 NO_FILE = (1 << 32) - 1
@@ -47,6 +48,7 @@ class BlockRequests:
     def __init__(self, path: Path, force: bool) -> None:
         """UsageError if `path` exists and `force` is not set; EnvironmentProblem if it cannot be written."""
         self.path = path
+        self._requests = self._blocks = self._latency_us = 0
         self._output = Output(path, force)
         try:
             described = _COLUMNS.with_metadata({"llmcache.block": BLOCK_SCHEMA})
@@ -59,6 +61,9 @@ class BlockRequests:
         """Write `records`, all of kind BLOCK; those that are matched get the number of their file."""
         if not len(records):
             return
+        self._requests += len(records)
+        self._blocks += int(records["count"].sum(dtype=np.int64))
+        self._latency_us += int(records["aux"].sum(dtype=np.int64))
         matched = records["flags"] & MATCHED != 0
         file = np.full(len(records), NO_FILE, np.uint32)
         some = records[matched]
@@ -70,6 +75,14 @@ class BlockRequests:
             self._parquet.write_batch(batch)
         except OSError as error:
             raise problem(self.path, error) from error
+
+    @property
+    def summary(self) -> str:
+        """How many requests there were, their size and their latency on average."""
+        if not self._requests:
+            return "no block requests"
+        latency = format_duration(self._latency_us / self._requests * 1e3)
+        return f"{self._requests} block requests, {format_size(self._blocks * BLOCK_BYTES)}, {latency} each on average"
 
     def close(self, files: list[TraceFile], provenance: Provenance) -> None:
         """Give the file its name."""
@@ -90,12 +103,19 @@ class Sampled:
     def __init__(self, path: Path, force: bool) -> None:
         """UsageError if `path` exists and `force` is not set."""
         self.path = path
+        self._blocks = 0
         self._writer = TraceWriter(path, force=force)
+
+    @property
+    def summary(self) -> str:
+        """How many blocks were found touched, all intervals together."""
+        return f"{self._blocks} sampled touches of blocks"
 
     def append(self, records: Records, names: Names) -> None:
         """Write `records`, all of kind SAMPLED."""
         if not len(records):
             return
+        self._blocks += int(records["count"].sum(dtype=np.int64))
         file = names.numbers(records["dev"], records["inode"], records["pid"])
         columns = {name: records[name] for name in ("t_ns", "first", "count", "op", "miss", "pid")}
         self._writer.append({**columns, "file": file})

@@ -249,7 +249,7 @@ class _Recording:
             duration_s=duration_s,
             files=ranking(tally, self._names.files),
             ending=ending,
-            beside=[str(written.path) for written in self._beside.values()],
+            beside=[f"{written.path}: {written.summary}" for written in self._beside.values()],
             remarks=list(self._source.remarks),
         )
 
