@@ -129,3 +129,19 @@ def test_processes_have_the_recorders_numbers_in_a_pid_namespace(paths: Path, fi
     assert pid < 1000, "the namespace has numbers of its own"
     assert pids == [pid]
     assert requests >= 23
+
+
+def test_short_processes_leave_nothing_out(file: Path) -> None:
+    warm(file)
+    script = f"read line; for i in $(seq 100); do dd if={file} of=/dev/null bs=4096 count=1 skip=$i status=none; done"
+    with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, text=True) as process:
+        source = FilemapSource()
+        source.start(Wish([process.pid]))
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.close()
+        records = drained(source, process)
+    found = Recording(records[records["inode"] == file.stat().st_ino], process.pid, source.lost)
+    assert found.blocks() == list(range(1, 101)), found
+    assert len(set(found.accesses["pid"])) == 100
+    assert found.lost == 0
