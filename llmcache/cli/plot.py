@@ -19,7 +19,7 @@ def command(trace: str, output: str, files: str | None, classes: bool, models: t
     right edge where a model file is still where the trace saw it; --model names them from a copy.
 
     An HTML page is a single file, with the table of classes. A trace of any length is drawn in the same memory;
-    --no-classes is faster on many millions of rows.
+    --no-classes is faster where millions of rows are random.
 
     \b
     llmcache plot run.parquet -o run.html
@@ -27,5 +27,7 @@ def command(trace: str, output: str, files: str | None, classes: bool, models: t
     """
     from llmcache.fs.layout.naming import TensorNames
     from llmcache.report.plot import Wanted, plot
+    from llmcache.report.simulation_text import progress
 
-    plot(Wanted(trace, output, files, classes, force), lambda table: TensorNames(models, table))
+    with progress() as tell:
+        plot(Wanted(trace, output, files, classes, force), lambda table: TensorNames(models, table), tell)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from llmcache.cache.classes import Classification
 from llmcache.cache.classify import classify
 from llmcache.cache.layers import NamesOf
+from llmcache.cache.plan import Progress
 from llmcache.errors import UsageError
 from llmcache.report.access import AccessPicture, access_figure
 from llmcache.report.classes import classes_table, landmarks_of, shades_of
@@ -19,7 +20,7 @@ from llmcache.report.files import check_target, write_target
 from llmcache.report.html import Block, Facts, Section, html_page
 from llmcache.report.picture import alt_text, caption, chosen_files, conditions, picture_of
 from llmcache.report.theme import MUTED, embedded, figure_bytes, style
-from llmcache.trace.record import TraceFile, TraceReader, open_trace
+from llmcache.trace.record import Trace, TraceFile, TraceReader, open_trace
 
 OPTION = "-o"
 FORMS = ("png", "svg", "html")
@@ -38,15 +39,15 @@ class Wanted:
     force: bool = False
 
 
-def plot(wanted: Wanted, names: Callable[[Sequence[TraceFile]], NamesOf]) -> None:
-    """Draw what is `wanted`; `names` gives the tensors for a file table.
+def plot(wanted: Wanted, names: Callable[[Sequence[TraceFile]], NamesOf], progress: Progress) -> None:
+    """Draw what is `wanted`; `names` gives the tensors for a file table, `progress` is told how far the classes are.
 
     UsageError for an ending that is no form, or an output that exists; DataError for the trace.
     """
     form = form_of(wanted.output)
     check_target(OPTION, wanted.output, wanted.force)
     with open_trace(wanted.trace) as reader:
-        data = _drawn(wanted, form, reader, names(reader.files))
+        data = _drawn(wanted, form, reader, names(reader.files), progress)
     write_target(OPTION, wanted.output, data, wanted.force)
 
 
@@ -58,12 +59,13 @@ def form_of(output: str) -> str:
     return form
 
 
-def _drawn(wanted: Wanted, form: str, reader: TraceReader, names: NamesOf) -> bytes:
+def _drawn(wanted: Wanted, form: str, reader: TraceReader, names: NamesOf, progress: Progress) -> bytes:
     only = chosen_files(reader.files, wanted.files)
     files = [file for file in reader.files if only is None or file.id in only]
     found: Sequence[Classification] = ()
     if wanted.classes:
-        found = [row for row in classify(reader.batches(), names).rows if only is None or row.file in only]
+        batches = _told(reader, wanted.trace, progress)
+        found = [row for row in classify(batches, names).rows if only is None or row.file in only]
     title = f"{Path(wanted.trace).name} ({reader.provenance.tier})"
     picture = picture_of(reader, title, only, shades=shades_of(found), landmarks=landmarks_of(files, names))
     with style():
@@ -72,6 +74,14 @@ def _drawn(wanted: Wanted, form: str, reader: TraceReader, names: NamesOf) -> by
             return _page(picture, reader, embedded(figure, alt_text(picture), caption(picture, reader)), found).encode()
         _write_caption(figure, caption(picture, reader))
         return figure_bytes(figure, form)
+
+
+def _told(reader: TraceReader, trace: str, progress: Progress) -> Iterator[Trace]:
+    done = 0
+    for batch in reader.batches():
+        yield batch
+        done += len(batch)
+        progress(trace, done, reader.rows)
 
 
 def _page(picture: AccessPicture, reader: TraceReader, drawn: Block, found: Sequence[Classification]) -> str:

@@ -67,7 +67,6 @@ POLICY_LOOKS: dict[str, Look] = {
     "llmcache": Look("#0072b2", "-", "o", 2.4, 7),
     "llmcachefs": Look("#332288", (0, (3, 1)), "X", 2.0, 6),
 }
-POLICY_COLOURS: dict[str, str] = {name: look.colour for name, look in POLICY_LOOKS.items()}
 
 CLASS_COLOURS: dict[str, str] = {"SEQ": "#b4bac2", "LOOP": "#8e44a0", "HOT": "#e3b505"}
 """Sequential, loop and hot, the classes of the paper's figure 1."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmcache import cli
+from llmcache.report.plot import Wanted, plot
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
 from tests.unit.gguf_bytes import Gguf
 from tests.unit.report_parts import COPY, MODEL, TOKENIZER, Page, check_alone, recorded
@@ -155,6 +156,13 @@ def test_an_output_that_cannot_be_written(trace: str, capsys: pytest.CaptureFixt
     assert code == 3 and "cannot write '/proc/out.png'" in err
 
 
+def test_progress_is_told(trace: str, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    wanted = Wanted(trace, str(tmp_path / "out.png"))
+    plot(wanted, lambda files: lambda file: (), lambda *now: told.append(now))
+    assert told[-1] == (trace, len(recorded()), len(recorded()))
+
+
 def test_other_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "some.csv"
     path.write_text("file,offset,length,op\na,0,8192,read\na,0,8192,read\nb,100,1,write\n")
@@ -180,7 +188,7 @@ import resource, sys
 from llmcache.report import plot
 from llmcache.trace.record import TraceReader
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-plot.plot(plot.Wanted(sys.argv[1], sys.argv[2], classes=False), lambda files: lambda file: ())
+plot.plot(plot.Wanted(sys.argv[1], sys.argv[2], classes=False), lambda files: lambda file: (), lambda *told: None)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     grown = []
