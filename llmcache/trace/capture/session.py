@@ -27,7 +27,7 @@ from llmcache.trace.capture.names import Names
 from llmcache.trace.capture.options import Options
 from llmcache.trace.capture.tally import HEADING, Captured, Tally, line, ranking
 from llmcache.trace.capture.target import Target
-from llmcache.trace.capture.tiers import Choice, choose
+from llmcache.trace.capture.tiers import Choice, begin
 from llmcache.trace.importers import recording
 from llmcache.trace.record import Columns, Provenance, TraceWriter
 from llmcache.trace.record.columns import concatenated
@@ -50,9 +50,11 @@ def record(target: Target, options: Options) -> Captured:
         stack.callback(target.end)
         Output(options.output, options.force)  # refuses what exists, before anything is recorded
         wish = Wish((target.pid,), options.follow, options.writes, options.block, options.rerefs_s or 0.0, options.coalesce)
-        choice = choose(options.tier, wish)
-        with _Stop() as stop, _Recording(target, options, choice, wish) as recording:
-            return recording.run(stop)
+        with _Stop() as stop:
+            choice = begin(options.tier, wish)
+            stack.callback(choice.source.stop)
+            with _Recording(target, options, choice) as recording:
+                return recording.run(stop)
 
 
 class _Stop:
@@ -74,12 +76,11 @@ class _Stop:
 
 
 class _Recording:
-    """The state of a recording; in a with block, so that the source is detached whatever happens."""
+    """The state of a recording, whose source has been started; the with block ends its files."""
 
-    def __init__(self, target: Target, options: Options, choice: Choice, wish: Wish) -> None:
+    def __init__(self, target: Target, options: Options, choice: Choice) -> None:
         self._target, self._options, self._choice = target, options, choice
         self._source = choice.source
-        self._wish = wish
         self._tally, self._shown = Tally(), Tally()
         self._waiting: list[Columns] = []
         self._files_written = 0
@@ -91,17 +92,14 @@ class _Recording:
         self._journal = Journal(journal_of(self._options.output), self._provenance(), self._options.force)
         try:
             self._open_beside()
-            self._source.start(self._wish)
             self._names = Names((self._target.pid,), lambda: self._source.paths)
         except BaseException:
-            self._source.stop()
             self._journal.discard()
             self._discard_beside()
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._source.stop()
         if kind is not None:
             with suppress(OSError):
                 self._journal.close()

@@ -1,4 +1,7 @@
-"""Which source records: the best that works here and grants what is asked for, or the one that is named."""
+"""Which source records: the best that works here and grants what is asked for, or the one that is named.
+
+A source is tried by starting it; only one that fails is asked why (`probe`), which takes as long as starting does.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _DEMANDS = {"block": ("--block", "block requests"), "rerefs_s": ("--mmap-rerefs"
 
 @dataclass(frozen=True)
 class Choice:
-    """A source, and why each better one was passed over: name to reason."""
+    """A source that has been started, and why each better one was passed over: name to reason."""
 
     source: Source
     passed_over: Mapping[str, str]
@@ -27,42 +30,57 @@ class Choice:
         return "; ".join(f"{name}: {why}" for name, why in self.passed_over.items())
 
 
-def choose(tier: str, wish: Wish) -> Choice:
-    """Returns the source called `tier`, for "auto" the best.
+def begin(tier: str, wish: Wish) -> Choice:
+    """Returns the source called `tier`, for "auto" the best, recording `wish`.
 
-    UsageError for an unknown name; EnvironmentProblem, saying why and what would work, if it cannot record here.
+    UsageError for an unknown name; EnvironmentProblem, saying why and what would work, if it cannot record here, or if
+    the processes cannot be recorded by any.
     """
     if tier == AUTO:
         return _best(wish)
     if tier not in SOURCES:
         raise UsageError(f"--tier: '{tier}' is unknown", f"known are: {', '.join([AUTO, *SOURCES])}")
-    found = source_class(tier)
-    if reason := _refusal(found, wish):
-        raise EnvironmentProblem(f"--tier: {tier} cannot record here: {reason}", _alternative(tier, wish))
-    return Choice(found(), {})
+    source = _started(source_class(tier), wish)
+    if isinstance(source, Source):
+        return Choice(source, {})
+    raise EnvironmentProblem(f"--tier: {tier} cannot record here: {source}", _alternative(tier, wish))
 
 
 def _best(wish: Wish) -> Choice:
     passed_over: dict[str, str] = {}
     for name in SOURCES:
-        found = source_class(name)
-        reason = _refusal(found, wish)
-        if reason is None:
-            return Choice(found(), passed_over)
-        passed_over[name] = reason
+        source = _started(source_class(name), wish)
+        if isinstance(source, Source):
+            return Choice(source, passed_over)
+        passed_over[name] = source
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in passed_over.items())
     raise EnvironmentProblem(
         f"nothing on this machine can record this:{reasons}", "most tiers need root: sudo llmcache trace …"
     )
 
 
-def _refusal(found: type[Source], wish: Wish) -> str | None:
+def _started(found: type[Source], wish: Wish) -> Source | str:
+    """Returns a source that records, or why this kind cannot do so here; EnvironmentProblem if that is not the reason."""
+    if reason := _not_offered(found, wish):
+        return reason
+    source = found()
+    try:
+        source.start(wish)
+    except EnvironmentProblem:
+        if reason := found.probe():
+            return reason
+        raise
+    return source
+
+
+def _not_offered(found: type[Source], wish: Wish) -> str | None:
     for field, (option, what) in _DEMANDS.items():
         if getattr(wish, field) and field not in found.offers:
             return f"it cannot see {what} ({option})"
-    return found.probe()
+    return None
 
 
 def _alternative(tier: str, wish: Wish) -> str:
-    works = next((name for name in SOURCES if name != tier and _refusal(source_class(name), wish) is None), None)
+    others = (name for name in SOURCES if name != tier and not _not_offered(source_class(name), wish))
+    works = next((name for name in others if source_class(name).probe() is None), None)
     return f"--tier {works} works here" if works else "no other tier works here either: most need root"

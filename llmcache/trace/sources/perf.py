@@ -79,6 +79,8 @@ class PerfSource(Source):
 
     def start(self, wish: Wish) -> None:
         """See Source."""
+        if reason := self.probe():
+            raise EnvironmentProblem(f"perf: {reason}", "choose another with --tier")
         self._wish = wish
         self._family = Family(wish.targets, wish.follow)
         self._runs = Runs(wish.coalesce)

@@ -1,5 +1,5 @@
-/* preads FILE SECONDS BYTES: says "ready", waits for a line, then reads the file from end to end, again and again, BYTES at
- * a time with pread; prints {"ops": N, "seconds": S}. */
+/* preads FILE SECONDS BYTES [RATE]: says "ready", waits for a line, then reads the file from end to end, again and again,
+ * BYTES at a time with pread, at most RATE times a second; prints {"ops": N, "seconds": S}. */
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,10 +17,11 @@ static double now(void)
 
 int main(int count, char **words)
 {
-	if (count != 4)
+	if (count < 4)
 		return 2;
 	double seconds = atof(words[2]), begin, end;
 	size_t bytes = atol(words[3]);
+	double rate = count > 4 ? atof(words[4]) : 0;
 	char *buffer = malloc(bytes);
 	int file = open(words[1], O_RDONLY);
 	struct stat status;
@@ -43,6 +44,8 @@ int main(int count, char **words)
 				offset = 0;
 		}
 		end = now();
+		while (rate && ops / rate > end - begin)
+			end = now();
 	}
 	printf("{\"ops\": %lu, \"seconds\": %.6f}\n", ops, end - begin);
 	return 0;
