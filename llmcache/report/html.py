@@ -1,7 +1,7 @@
 """Pages of one file: text, tables and pictures, with nothing loaded from elsewhere and no script.
 
-A page is sections of blocks; every block escapes the text it is given. Pictures are embedded in base64: SVG turns
-dark with the page (see `theme`), PNG stands on a light card. A policy in the page's head forbids any other resource.
+A page is sections of blocks; every block escapes the text it is given. Pictures are embedded in base64
+and stand on a light card, also where the page is dark. A policy in the page's head forbids any other resource.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ h2{font-size:1.3rem;margin:2.6rem 0 .7rem;padding-top:.9rem;border-top:1px solid
 p{max-width:75ch}.lead{font-size:1.08rem}.note,figcaption{color:var(--muted);font-size:.88rem}
 a{color:var(--link)}nav ul{padding-left:1.2rem;columns:2 20rem}
 figure{margin:1.2rem 0}figure img{display:block;max-width:100%;height:auto}
-figure img.png{background:#fff;border-radius:6px}
+figure img{background:#fff;border-radius:6px}
 figcaption{max-width:95ch;margin-top:.4rem}
 .wide{overflow-x:auto;margin:1rem 0}
 table{border-collapse:collapse;font-size:.9rem;min-width:40%}

@@ -1,8 +1,8 @@
 """How everything that is drawn looks: one colour, dash and marker per policy and per class, in every picture.
 
 The colours are from palettes for colour-blind readers (Okabe and Ito; Tol). Fourteen policies cannot be told apart by
-colour alone, so no two share dash and marker; that also keeps them apart in grey. SVGs carry a style that
-turns ink and paper round where the reader prefers dark.
+colour alone, so no two share dash and marker; that also keeps them apart in grey. Pictures are light, also on dark
+pages: these colours would be lost there.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from matplotlib.figure import Figure
 from llmcache.report.html import Picture
 
 INK = "#1b1d21"
-"""Text, axes and LRU; light where the page is dark."""
+"""Text, axes and LRU."""
 FAINT = "#d9dce1"
 """Grid lines and frames."""
 PAPER = "#ffffff"
 MUTED = "#5c636d"
 """Captions and notes inside pictures."""
-DARK = {INK: "#e8eaee", FAINT: "#3b4048", PAPER: "#15171a", MUTED: "#a3abb6"}
 
 PAGE_DOTS_PER_INCH = 150
 LEGEND_INCHES = 1.35  # what an entry of a legend takes
@@ -159,25 +158,10 @@ def figure_bytes(figure: Figure, form: str, dots_per_inch: int = 130) -> bytes:
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         metadata: Mapping[str, str | None] = {"Date": None, "Creator": "llmcache"} if form == "svg" else {}
         figure.savefig(target, format=form, dpi=dots_per_inch, metadata=dict(metadata))
-    data = target.getvalue()
-    return _for_dark_pages(data.decode()).encode() if form == "svg" else data
+    return target.getvalue()
 
 
 def embedded(figure: Figure, alt: str, caption: str) -> Picture:
-    """Returns `figure` for a page: lines as SVG, which stays sharp and turns dark with the page.
-
-    Figures with images in them, whose colours would not turn, are PNG.
-    """
+    """Returns `figure` for a page: lines as SVG, which stays sharp, figures with images in them as PNG."""
     form = "png" if any(axes.images for axes in figure.axes) else "svg"
     return Picture(figure_bytes(figure, form, PAGE_DOTS_PER_INCH), form, alt, caption)
-
-
-def _for_dark_pages(svg: str) -> str:
-    """Returns `svg` with a style that exchanges ink and paper where the reader prefers dark."""
-    rules = "".join(
-        f'[style*="{side}: {light}"]{{{side}:{dark}!important}}'
-        for light, dark in DARK.items()
-        for side in ("fill", "stroke")
-    )
-    head, tag, rest = svg.partition("<defs>")
-    return f"{head}<style>@media (prefers-color-scheme: dark){{{rules}}}</style>{tag}{rest}"
