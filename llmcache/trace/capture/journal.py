@@ -65,8 +65,7 @@ class Journal:
         except OSError as error:
             os.ftruncate(self._file.fileno(), self._good)
             self._file.close()
-            hint = f"what was recorded until then is kept in '{self.path}', which info, classify and convert read"
-            raise Full(problem(self.path, error).message, hint) from error
+            raise Full(problem(self.path, error).message, kept(self.path)) from error
 
     def _write(self, rows: Columns, new_files: Sequence[TraceFile], lost_events: int) -> None:
         entries = [dataclasses.asdict(file) for file in new_files]
@@ -94,6 +93,11 @@ class Journal:
         """Remove the journal."""
         self._file.close()
         self.path.unlink(missing_ok=True)
+
+
+def kept(path: Path) -> str:
+    """Returns the hint for an error that leaves the journal `path`."""
+    return f"what was recorded until then is kept in '{path}', which info, classify and convert read"
 
 
 def no_rows() -> Columns:

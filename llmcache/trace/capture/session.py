@@ -21,8 +21,9 @@ from types import FrameType
 
 import numpy as np
 
+from llmcache.errors import EnvironmentProblem
 from llmcache.trace.capture.beside import BlockRequests, Sampled, beside
-from llmcache.trace.capture.journal import Full, Journal, journal_of, no_rows
+from llmcache.trace.capture.journal import Full, Journal, journal_of, kept, no_rows
 from llmcache.trace.capture.names import Names
 from llmcache.trace.capture.options import Options
 from llmcache.trace.capture.tally import HEADING, Captured, Tally, line, ranking
@@ -37,6 +38,7 @@ from llmcache.trace.sources.base import ACCESS, BLOCK, POLL_S, SAMPLED, Records,
 FLUSH_S = 1.0
 _LINES_PER_HEADING = 20
 _WIDTH = 79
+_LARGE_BYTES = 64 << 20  # from which on the last step takes a while
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -53,8 +55,8 @@ def record(target: Target, options: Options) -> Captured:
         with _Stop() as stop:
             choice = begin(options.tier, wish)
             stack.callback(choice.source.stop)
-            with _Recording(target, options, choice) as recording:
-                return recording.run(stop)
+            with _Recording(target, options, choice) as session:
+                return session.run(stop)
 
 
 class _Stop:
@@ -113,7 +115,6 @@ class _Recording:
         ending = self._loop(stop)
         self._source.stop()
         duration_s = time.monotonic() - self._started_s
-        self._names.finish()
         self._take(self._source.drain())
         self._names.finish()
         ending = self._target.ending or ending
@@ -192,9 +193,14 @@ class _Recording:
     def _finish(self) -> None:
         """Make the trace of the journal, and name the files beside it."""
         provenance = self._provenance()
-        with TraceWriter(self._options.output, force=self._options.force) as writer:
-            recording.read(self._journal.path, writer)
-            writer.provenance = provenance
+        if self._journal.size_bytes >= _LARGE_BYTES:
+            say(f"writing {self._options.output}")
+        try:
+            with TraceWriter(self._options.output, force=self._options.force) as writer:
+                recording.read(self._journal.path, writer)
+                writer.provenance = provenance
+        except EnvironmentProblem as error:
+            raise EnvironmentProblem(error.message, kept(self._journal.path)) from error
         self._journal.discard()
         for written in self._beside.values():
             written.close(self._names.files, provenance)
