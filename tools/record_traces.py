@@ -6,7 +6,8 @@
 
 The models are generated (tools/make_model.py), the accesses are real: programs over the plain page cache of a disk, in a
 memory cgroup that keeps about a third of the loop where the trace is of a loop. What the client measured of itself is in
-the provenance: `step_s`, the median token or pass, and `loop_bytes`, what one reads. Each recording differs in timing.
+the provenance: `step_s`, the median time from one token or pass to the next, and `loop_bytes`, what one reads. Each
+recording differs in timing.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Subject:
     command: Callable[[Path], list[str]]
     loop_bytes: Callable[[Path], int]
     note: str
+    tier: str = "auto"
 
 
 def _model(*options: str) -> Callable[[Path], None]:
@@ -73,9 +75,9 @@ SUBJECTS = {
     "llama-mmap": Subject(
         "model.gguf",
         _model("--size", "160M"),
-        lambda path: client("llama_tokens", path, 10, "--threads", THREADS),
+        lambda path: client("llama_tokens", path, 12, "--threads", THREADS, "--pause", 0.5),
         _loop,
-        "llama.cpp decodes 10 tokens with a generated, mapped model that does not fit into memory",
+        "llama.cpp decodes 12 tokens, 0.5 s apart, with a generated, mapped model that does not fit into memory",
     ),
     "llama-no-mmap": Subject(
         "model.gguf",
@@ -83,13 +85,14 @@ SUBJECTS = {
         lambda path: client("llama_tokens", path, 10, "--threads", THREADS, "--no-mmap"),
         lambda path: 0,
         "llama.cpp reads a generated model into its own memory (--no-mmap) and decodes 10 tokens",
+        tier="syscalls",  # whose rows are the requests, whole
     ),
     "safetensors": Subject(
         "model.safetensors",
         _model("--format", "safetensors", "--size", "120M", "--layers", "6"),
-        lambda path: client("tensor_reader", path, 10),
+        lambda path: client("tensor_reader", path, 10, "--pause", 0.3),
         _loop,
-        "a generated model, mapped as the safetensors library does; loaded, then 10 tokens; it does not fit into memory",
+        "a generated model, mapped as the safetensors library does; loaded, then 10 tokens, 0.3 s apart; it does not fit",
     ),
     "read-loop": Subject(
         "loop.bin",
@@ -111,10 +114,10 @@ def record(name: str, out: Path, base: Path, force: bool) -> Path:
         subject.make(file)
         loop, command = subject.loop_bytes(file), subject.command(file)
         cap = tracing.cap_bytes(file, command, int(KEPT * loop)) if loop else None
-        made = tracing.record(file, command, Path(directory) / "trace.parquet", cap)
+        made = tracing.record(file, command, Path(directory) / "trace.parquet", cap, tier=subject.tier)
         trace = Trace.load(made.trace)
         machine = describe(file)
-    facts = {"loop_bytes": str(loop), "step_s": f"{made.median_s:.6f}", "machine": json.dumps(machine)}
+    facts = {"loop_bytes": str(loop), "step_s": f"{made.step_s:.6f}", "machine": json.dumps(machine)}
     facts |= {"memory_bytes": str(cap)} if cap else {}
     provenance = dataclasses.replace(
         trace.provenance,

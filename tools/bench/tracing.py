@@ -11,7 +11,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+
+from llmcache.cache.intervals import RECENT
 
 from .cgroup import Group
 from .errors import BenchError
@@ -25,17 +28,23 @@ ROOM_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Recorded:
-    """A trace, what the client measured of itself, and what the recorder said."""
+    """A trace, what the client measured of itself, and what the recorder said.
+
+    `seconds`: how long each step took; `starts`: when it began, if the client tells.
+    """
 
     trace: Path
     seconds: tuple[float, ...]
+    starts: tuple[float, ...]
     cap_bytes: int | None
     said: str
 
     @property
-    def median_s(self) -> float:
-        """The median step (token, pass) after the first, as the client measured it."""
-        return statistics.median(self.seconds[1:] or self.seconds)
+    def step_s(self) -> float:
+        """The median time from a step (token, pass) to the next, of the last as many as `classify` takes a period from."""
+        if len(self.starts) > 1:
+            return statistics.median([after - before for before, after in pairwise(self.starts[-RECENT - 1 :])])
+        return statistics.median(self.seconds[-RECENT:])
 
 
 def cap_bytes(file: Path, command: Sequence[str], kept_bytes: int) -> int:
@@ -60,7 +69,9 @@ def record(
         error, _, hint = result.stderr.strip().rpartition("llmcache: error: ")[2].partition("\nhint: ")
         raise BenchError(f"llmcache trace: {error or result.returncode}", hint or None)
     events = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-    seconds = tuple(event["seconds"] for event in events if event["event"] == "step")
+    steps = [event for event in events if event["event"] == "step"]
+    seconds = tuple(step["seconds"] for step in steps)
     if not seconds:
         raise BenchError(f"{Path(command[1]).name} failed: {result.stderr.strip()[-600:]}")
-    return Recorded(out, seconds, memory_bytes, result.stderr)
+    starts = tuple(step["start"] for step in steps if "start" in step)
+    return Recorded(out, seconds, starts, memory_bytes, result.stderr)

@@ -1,8 +1,8 @@
 """Client: llama.cpp, one token at a time over a mapped model (or one that it has read); prints one JSON line per token.
 
-Lines: {"event": "load"|"step"|"end", ...}. A step has `seconds`, `read_bytes` (what this process itself caused the
-block layer to read, so 0 over a mount) and `crc` (of the logits: the same over plain storage and over a mount, or a
-byte was wrong).
+Lines: {"event": "load"|"step"|"end", ...}. A step has `start` (seconds since the client began), `seconds`, `read_bytes`
+(what this process itself caused the block layer to read, so 0 over a mount) and `crc` (of the logits: the same over
+plain storage and over a mount, or a byte was wrong).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long")
     parser.add_argument("--no-mmap", action="store_true", help="read the model into memory in place of mapping it")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between tokens")
     parser.add_argument("--json", action="store_true", help="accepted for symmetry: output is always JSON lines")
     args = parser.parse_args()
 
@@ -59,9 +60,10 @@ def main() -> None:
         model.eval([300 + index % 1000])
         took = time.perf_counter() - start
         crc = zlib.crc32(ctypes.string_at(llama_cpp.llama_get_logits(model.ctx), 4 * vocabulary))
-        say(event="step", index=index, seconds=took, read_bytes=read_bytes() - before, crc=crc)
+        say(event="step", index=index, start=start - begin, seconds=took, read_bytes=read_bytes() - before, crc=crc)
         if time.perf_counter() - begin > args.seconds:
             break
+        time.sleep(args.pause)
     say(event="end", anon_bytes=status_bytes("RssAnon") + status_bytes("VmPTE"), wrong=0)
 
 

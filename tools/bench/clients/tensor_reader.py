@@ -67,6 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file")
     parser.add_argument("passes", type=int)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between passes")
     args = parser.parse_args()
     begin = time.perf_counter()
     tensors = Tensors(args.file)
@@ -77,7 +78,8 @@ def main() -> None:
     for index in range(args.passes):
         start = time.perf_counter()
         crc = token(tensors, order, index)
-        say(event="step", index=index, seconds=time.perf_counter() - start, crc=crc)
+        say(event="step", index=index, start=start - begin, seconds=time.perf_counter() - start, crc=crc)
+        time.sleep(args.pause)
     say(event="end", anon_bytes=anon_bytes(), wrong=0)
 
 

@@ -1,0 +1,90 @@
+"""llama.cpp over a capped page cache: what is recorded is the loop that the GGUF header tells, at the pace of the tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.bench import tracing
+from tools.bench.files import loop_bytes
+from tools.bench.runner import client
+
+pytestmark = [pytest.mark.bpf, pytest.mark.llama, pytest.mark.cgroup]
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = 0.25  # of the loop; much more, and part of it stays mapped, where no fault shows that it is read
+TOKENS = 12
+PAUSE_S = 0.5  # between tokens: other load on the disk then does not move the time of a token by much
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recording, its classes, and what the client said."""
+
+    made: tracing.Recorded
+    classes: dict[str, Any]
+    loop_bytes: int
+
+    @property
+    def main_loop(self) -> dict[str, Any]:
+        loops = [row for row in self.classes["rows"] if row["class"] == "LOOP" and row["op"] == "read"]
+        return max(loops, key=lambda row: int(row["accesses"]))
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        model = Path(directory) / "model.gguf"
+        make = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(model), "--size", "160M"]
+        subprocess.run(make, check=True, capture_output=True)
+        loop = loop_bytes(model)
+        command = client("llama_tokens", model, TOKENS, "--threads", 2, "--pause", PAUSE_S)
+        cap = tracing.cap_bytes(model, command, int(KEPT * loop))
+        made = tracing.record(model, command, Path(directory) / "trace.parquet", cap)
+        yield Run(made, classified(made.trace), loop)
+
+
+def classified(trace: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "llmcache", "classify", str(trace), "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_the_loop_has_the_size_of_the_tensors(run: Run) -> None:
+    assert run.classes["lost_events"] == 0
+    assert run.classes["totals"]["loop_bytes"] == pytest.approx(run.loop_bytes, rel=0.02)
+    assert run.main_loop["bytes"] > 0.75 * run.loop_bytes
+    assert run.main_loop["passes"] >= TOKENS
+
+
+def test_the_period_is_the_time_of_a_token(run: Run) -> None:
+    assert run.made.step_s > PAUSE_S
+    assert run.main_loop["period_s"] == pytest.approx(run.made.step_s, rel=0.05)
+
+
+def test_layers_come_in_their_order_and_from_storage(run: Run) -> None:
+    layers = run.classes["layers"]
+    numbered = [layer for layer in layers if layer["layer"].startswith("blk.")]
+    assert [layer["layer"] for layer in numbered] == [f"blk.{number}" for number in range(len(numbered))]
+    assert [layer["place"] for layer in numbered] == list(range(len(numbered)))
+    for layer in numbered:
+        assert layer["accesses_known"] == layer["accesses"] >= 0.75 * TOKENS * layer["bytes"] / 4096
+        assert layer["miss_ratio"] > 0.5
+    (output,) = (layer for layer in layers if layer["layer"] == "output.weight")
+    assert output["place"] > numbered[-1]["place"]
+
+
+def test_the_sizing_it_suggests_is_about_the_loop(run: Run) -> None:
+    command = [sys.executable, "-m", *run.classes["size_command"].split(), "--bw", "500", "--t", "20ms", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
+    need = json.loads(result.stdout)["loop_cache_bytes"]
+    assert need == pytest.approx(run.loop_bytes - 500e6 * 0.02, rel=0.03)

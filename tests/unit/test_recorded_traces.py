@@ -1,0 +1,94 @@
+"""The recorded traces in the tree are small, real, and classed as what their programs did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmcache.cache.classes import READ_OP, TraceClasses
+from llmcache.cache.classify import classify
+from llmcache.cache.detector import LOOP, SEQ
+from llmcache.cache.layers import Layers
+from llmcache.fs.layout.tensors import Tensor
+from llmcache.trace.record import BLOCK_BYTES, HIT, MAP, MISS, READ, UNKNOWN, Trace
+from tools.record_traces import SUBJECTS
+
+TRACES = Path(__file__).resolve().parents[2] / "traces"
+MOST_BYTES = 150_000
+LOOPS = [name for name, subject in SUBJECTS.items() if name != "llama-no-mmap"]
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[str, Trace]:
+    return {name: Trace.load(TRACES / f"{name}.parquet") for name in SUBJECTS}
+
+
+def fact(trace: Trace, name: str) -> float:
+    return float(trace.provenance.extra[name])
+
+
+def classes(trace: Trace) -> TraceClasses:
+    return classify(trace.batches())
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_they_are_small_and_say_where_they_come_from(name: str, traces: dict[str, Trace]) -> None:
+    assert (TRACES / f"{name}.parquet").stat().st_size < MOST_BYTES
+    origin = traces[name].provenance
+    assert origin.lost_events == 0
+    assert origin.tier == ("syscalls" if name == "llama-no-mmap" else "filemap")
+    assert SUBJECTS[name].note in origin.note and "Cannot see" in origin.note
+    assert origin.kernel and json.loads(origin.extra["machine"])["cpu"]
+    assert [Path(file.path).name for file in traces[name].files] == [SUBJECTS[name].file]
+    assert f"**{name}**" in (TRACES / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_have_the_size_of_what_a_step_reads_and_its_period(name: str, traces: dict[str, Trace]) -> None:
+    trace = traces[name]
+    found = classes(trace)
+    assert found.totals.loop_bytes == pytest.approx(fact(trace, "loop_bytes"), rel=0.02)
+    main = max((row for row in found.rows if row.kind == LOOP), key=lambda row: row.accesses)
+    assert main.op == READ_OP and main.passes >= 10
+    assert main.period_ns == pytest.approx(1e9 * fact(trace, "step_s"), rel=0.05)
+    missed = int(trace.count[trace.miss == MISS].sum())
+    assert missed > 0.5 * trace.accesses, "a loop that does not fit comes from storage"
+
+
+def test_mapped_weights_are_seen_by_faults_and_read_ones_by_calls(traces: dict[str, Trace]) -> None:
+    for name, op in (("llama-mmap", MAP), ("safetensors", MAP), ("llama-no-mmap", READ), ("read-loop", READ)):
+        trace = traces[name]
+        assert trace.count[trace.op == op].sum() > 0.99 * trace.accesses, name
+
+
+def test_a_model_that_is_read_into_memory_is_read_once(traces: dict[str, Trace]) -> None:
+    trace = traces["llama-no-mmap"]
+    (row,) = classes(trace).rows
+    assert row.kind == SEQ
+    assert row.size_bytes == trace.files[0].size_bytes
+    assert set(trace.miss.tolist()) == {UNKNOWN}
+
+
+def test_a_loop_of_reads_is_exact(traces: dict[str, Trace]) -> None:
+    trace = traces["read-loop"]
+    (row,) = classes(trace).rows
+    blocks = 64 * 2**20 // BLOCK_BYTES
+    assert (row.kind, row.size_bytes, row.passes, row.accesses) == (LOOP, blocks * BLOCK_BYTES, 12, 12 * blocks)
+    assert int(trace.count[trace.miss == HIT].sum()) < 0.02 * trace.accesses
+
+
+def test_layers_of_the_safetensors_model_come_in_their_order(traces: dict[str, Trace]) -> None:
+    """Layers of equal size stand in for its tensors, which are not in the tree."""
+    trace = traces["safetensors"]
+    size = trace.files[0].size_bytes
+    edge = size - int(fact(trace, "loop_bytes"))  # header and embedding come first
+    step = (size - edge) // 8
+    tensors = [Tensor("embed_tokens.weight", 0, edge, "")]
+    tensors += [Tensor(f"layers.{number}.x", edge + number * step, step, "") for number in range(8)]
+    layers = Layers(lambda file: tensors)
+    layers.note(trace)
+    found = {layer.name: layer for layer in layers.found()}
+    assert [found[f"layers.{number}"].place for number in range(8)] == list(range(8))
+    assert all((found[f"layers.{number}"].miss_ratio or 0) > 0.5 for number in range(8))
