@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,10 @@ from llmcache.kv.spill.shape import Bytes, KvPages, KvShape, aligned, view_slots
 KEYS, VALUES = 0, 1
 LARGEST_READ = 1 << 20
 """Beyond it a disk gets no faster, and threads have less to share."""
+
+
+JOB_BYTES = 1 << 18
+"""What one thread reads before it compares the checksums of it all: still in the processor's cache by then."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +52,36 @@ def read_jobs(raw: RawFile, layout: Layout, chain: Chain, pages: list[int], side
     place = plan.key_at if side == KEYS else plan.value_at
     crcs = chain.key_crcs if side == KEYS else chain.value_crcs
 
-    def read(run: Run, into: Bytes) -> None:
-        raw.read_into(into.reshape(-1), layout.at(run.extent) + place(run.slot), plan.direct)
-        for index, found in enumerate(checksums(into).tolist()):
-            if found != crcs[run.first + index]:
-                raise _damaged(raw.path, chain, run.first + index, side)
+    def read(runs: list[Run], into: Bytes) -> None:
+        done = 0
+        for run in runs:
+            part = into[done : done + run.pages].reshape(-1)
+            raw.read_into(part, layout.at(run.extent) + place(run.slot), plan.direct)
+            done += run.pages
+        wanted = [crc for run in runs for crc in crcs[run.first : run.first + run.pages]]
+        for index in np.flatnonzero(checksums(into) != np.array(wanted, np.uint32)):
+            raise _damaged(raw.path, chain, [run.first + i for run in runs for i in range(run.pages)][index], side)
 
     done = 0
     jobs: list[Job] = []
-    for run in chain.runs(pages, max(1, LARGEST_READ // slots.shape[1])):
-        jobs.append(partial(read, run, slots[done : done + run.pages]))
-        done += run.pages
+    most = max(1, LARGEST_READ // slots.shape[1])
+    for share in _shares(list(chain.runs(pages, most)), max(1, JOB_BYTES // slots.shape[1])):
+        count = sum(run.pages for run in share)
+        jobs.append(partial(read, share, slots[done : done + count]))
+        done += count
     return jobs
+
+
+def _shares(runs: list[Run], pages: int) -> Iterator[list[Run]]:
+    """`runs` in lists of at least `pages` pages: checksums of many pages at once cost less."""
+    share: list[Run] = []
+    for run in runs:
+        share.append(run)
+        if sum(one.pages for one in share) >= pages:
+            yield share
+            share = []
+    if share:
+        yield share
 
 
 def _damaged(path: Path, chain: Chain, page: int, side: int) -> DataError:
