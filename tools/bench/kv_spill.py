@@ -27,7 +27,7 @@ from .simulate_traces import peak_bytes
 SHAPE = KvShape("bench", layers=1, kv_heads=8, head_dim=128)
 CHUNK = 4096
 FETCH_PAGES = 1024
-THREADS = 4
+THREADS = 8
 FETCH_BAR = 0.8  # of what the same reads take without a spill file
 MEMORY_BAR = 1 << 30
 LINK_BAR = 1 / 50  # of the bytes that scoring on the host moves

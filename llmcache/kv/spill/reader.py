@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.kv.kernels.threads import run_all
+from llmcache.kv.kernels.threads import processors, run_all
 from llmcache.kv.spill import reading
 from llmcache.kv.spill.chain import Chain
 from llmcache.kv.spill.layout import EXTENTS_AT, Layout, check_identity, read_header
@@ -131,7 +131,7 @@ class SpillReader:
         """Returns `pages` of a layer, in the order asked for, joined into few reads and compared with their checksums.
 
         `room` is read into (else fresh memory): the result is valid until it is read into again. `threads` read at a time
-        (None: one a processor). DataError: a page is damaged, or the file ends before it. ValueError: there is no such page,
+        (None: two a processor, as most of them wait for the disk). DataError: a page is damaged, or the file ends before it. ValueError: there is no such page,
         or too little room.
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
@@ -141,7 +141,7 @@ class SpillReader:
         keys, values = (side[: len(wanted)] for side in room.sides)
         jobs = reading.read_jobs(self._raw, self._layout, chain, wanted, reading.KEYS, keys)
         jobs += reading.read_jobs(self._raw, self._layout, chain, wanted, reading.VALUES, values)
-        run_all(jobs, threads)
+        run_all(jobs, threads or 2 * processors())
         self.read_bytes += keys.size + values.size
         return reading.as_pages(self.shape, keys, values, self._filled(chain, wanted))
 
