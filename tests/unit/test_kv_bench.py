@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.kvbench import SCHEMA, Case, document, main
+from tools.bench.kv_spill import FETCH_BAR, LINK_BAR, MEMORY_BAR
+from tools.bench.kvbench import DIM, SCHEMA, SCORING_BAR, SPILLED, TOKENS, TOP_BAR, Case, document, main
+
+RESULTS = Path(__file__).parents[2] / "tools/bench/results/kv.json"
 
 
 def test_figures_are_ratios_of_medians() -> None:
@@ -37,3 +40,13 @@ def test_a_quick_run_writes_every_run(tmp_path: Path, capsys: pytest.CaptureFixt
     bars = [row["passed"] for row in [*told["cases"], spilled["fetch"]] if "bar" in row]
     assert len(bars) == 4 and code == (0 if all(bars) else 1)
     assert "top 20%" in capsys.readouterr().out
+
+
+def test_the_results_in_the_tree_are_of_this_benchmark_and_pass() -> None:
+    told = json.loads(RESULTS.read_text())
+    assert (told["schema"], told["tokens"], told["dim"], told["spill"]["tokens"]) == (SCHEMA, TOKENS, DIM, SPILLED)
+    barred = {row["case"]: row["bar"] for row in told["cases"] if "bar" in row}
+    assert barred == {"score float16, 1 a head": SCORING_BAR, "top 256": TOP_BAR, "top 20%": TOP_BAR}
+    parts = [told["spill"][name] for name in ("fetch", "memory", "device")]
+    assert [part["bar"] for part in parts] == [FETCH_BAR, MEMORY_BAR, LINK_BAR]
+    assert all(row["passed"] for row in [*told["cases"], *parts] if "bar" in row)

@@ -131,8 +131,8 @@ class SpillReader:
         """Returns `pages` of a layer, in the order asked for, joined into few reads and compared with their checksums.
 
         `room` is read into (else fresh memory): the result is valid until it is read into again. `threads` read at a time
-        (None: two a processor, as most of them wait for the disk). DataError: a page is damaged, or the file ends before it. ValueError: there is no such page,
-        or too little room.
+        (None: two a processor, as most of them wait for the disk). DataError: a page is damaged, or the file ends before
+        it. ValueError: there is no such page, or too little room.
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
         room = Room(self.shape, len(wanted)) if room is None else room
