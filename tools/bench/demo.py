@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """The demo: llama.cpp over plain storage and over llmcachefs, same memory cap, same storage limit, in turns.
 
+Then what `llmcache trace`, `classify` and `size` say of the same program.
 The model's loop (what each token reads) is larger than the memory that is left for caching. Run through tools/demo,
 which installs what is needed; ends by unmounting and removing its cgroups, also on Ctrl-C.
 """
@@ -27,6 +28,7 @@ from llmcache.units import format_rate, format_size, parse_rate  # noqa: E402
 from tools.bench import machine  # noqa: E402
 from tools.bench.blockdev import disk_of  # noqa: E402
 from tools.bench.cases import TOKEN_WARMUP, tokens  # noqa: E402
+from tools.bench.demo_tools import Demonstration, show_tools  # noqa: E402
 from tools.bench.errors import BenchError  # noqa: E402
 from tools.bench.experiment import Bench, Experiment, Outcome  # noqa: E402
 from tools.bench.files import loop_bytes  # noqa: E402
@@ -140,6 +142,8 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
     outcome = bench.measure(plan)
     console.print("4. unmounted, cgroups removed\n")
     good = show(outcome, plan.read_bps or 0, console)
+    what = Demonstration(model, plan.loop_bytes, args.threads, plan.read_bps or 0, outcome.compute_s, outcome.anon_bytes)
+    good = show_tools(what, scratch / "llama.parquet", console) and good
     console.print(f"done in {time.monotonic() - began:.0f} s")
     return 0 if good else 1
 

@@ -63,12 +63,16 @@ class Run:
 
 @dataclass
 class Outcome:
-    """Every run of an experiment, and what the bound needs: the compute time of a step and the cap that was set."""
+    """Every run of an experiment, and what the bound needs: the compute time of a step and the cap that was set.
+
+    `anon_bytes`: the clients' own memory.
+    """
 
     experiment: Experiment
     compute_s: float
     cap_bytes: int | None
     runs: list[Run] = field(default_factory=list)
+    anon_bytes: int = 0
 
     def of(self, side: str) -> list[Run]:
         """Return the runs of one side."""
@@ -137,7 +141,7 @@ class Bench:
         calibration = self._calibrate(experiment)
         anon = calibration.anon_bytes * experiment.clients
         cap = _round_up(anon + experiment.cache_bytes + MOUNT_OVERHEAD_BYTES) if experiment.capped else None
-        outcome = Outcome(experiment, calibration.undisturbed_s(), cap)
+        outcome = Outcome(experiment, calibration.undisturbed_s(), cap, anon_bytes=anon)
         for repeat in range(self.repeat):
             # the order turns round every time, so that neither side always runs on a freshly throttled disk
             for side in experiment.sides if repeat % 2 == 0 else experiment.sides[::-1]:
