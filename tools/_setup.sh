@@ -89,6 +89,23 @@ install_packages() {
         "install them by hand; where the release has no Python >= 3.10, set LLMCACHE_PYTHON to one"
 }
 
+has_libbpf() {
+    [[ $(PATH=$PATH:/sbin:/usr/sbin ldconfig -p) == *libbpf.so.1* ]]
+}
+
+# For the best tiers of llmcache trace only, so nothing fails without it: Ubuntu 22.04 has just libbpf 0.5 (libbpf0), whose
+# interface is another one. Asked for once per environment.
+install_libbpf() {
+    if [[ -e $venv/.libbpf-asked ]] || has_libbpf; then return 0; fi
+    touch "$venv/.libbpf-asked"
+    if command -v apt-get >/dev/null && can_be_root; then
+        say "installing libbpf1"
+        as_root apt-get update -qq </dev/null >&2 || true
+        as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libbpf1 </dev/null >&2 || true
+    fi
+    has_libbpf || say "libbpf 1 (package libbpf1) is not there: llmcache trace does without BPF, tiers perf and faults"
+}
+
 # What the environment was made from (files and words); differs as soon as any of it changes.
 stamp_of() {
     local input
@@ -168,7 +185,7 @@ locked() (
     "$@"
 )
 
-_setup() { install_packages; make_venv; }
+_setup() { install_packages; make_venv; install_libbpf; }
 _setup_llama() { _setup; install_llama; }
 
 setup() { locked _setup; }
