@@ -81,13 +81,60 @@ static __always_inline u64 read_calls_made(struct task_struct *task)
 	return 0;
 }
 
+static __always_inline bool same_call(struct thread *thread, struct record *next)
+{
+	return is_file(&thread->request_file, next) &&
+	       thread->request_call == read_calls_made((void *)bpf_get_current_task());
+}
+
 /* A large request is told in several events: each names what is left of it. */
 static __always_inline bool goes_on(struct thread *thread, struct record *next)
 {
 	u64 last = next->first + next->count - 1;
 
-	return last == thread->request_last && next->first > thread->request_first &&
-	       is_file(&thread->request_file, next) && thread->request_call == read_calls_made((void *)bpf_get_current_task());
+	return last == thread->request_last && next->first > thread->request_first && same_call(thread, next);
+}
+
+/* The inode of the file open as `fd`, and its position; NULL for anything else. */
+static struct inode *open_file(u32 fd, s64 *position)
+{
+	struct task_struct *task = (void *)bpf_get_current_task();
+	struct fdtable *table = BPF_CORE_READ(task, files, fdt);
+	struct file **slots = BPF_CORE_READ(table, fd), *file = NULL;
+
+	if (fd >= BPF_CORE_READ(table, max_fds) || bpf_probe_read_kernel(&file, sizeof(file), &slots[fd]) || !file)
+		return NULL;
+	*position = BPF_CORE_READ(file, f_pos);
+	return BPF_CORE_READ(file, f_inode);
+}
+
+/* The first page that the current call asks for, `first` where that is not known.
+ *
+ * When a batch of pages ends in one that is not there yet, filemap_get_pages returns without its event, so a read that
+ * goes beyond what was read ahead is told of only from its next batch on. */
+static __always_inline u64 asked_from(struct inode *inode, u64 first)
+{
+	struct pt_regs *regs = (struct pt_regs *)bpf_task_pt_regs(bpf_get_current_task_btf());
+	s64 number = call_number(regs), position = 0, offset;
+	u64 page;
+
+	if (!is_call(config.read_calls, number) || open_file(call_argument(regs, 0), &position) != inode)
+		return first;
+	if (number == config.read_calls[1] || number == config.read_calls[3] || number == config.read_calls[4]) {
+		offset = call_argument(regs, 3);
+		/* preadv2 with -1 goes on where the last call ended. */
+		if (offset >= 0)
+			position = offset;
+	}
+	page = (u64)position >> (12 + config.page_blocks_log2);
+	return position >= 0 && page < first ? page : first;
+}
+
+/* Whether a request begins where the last one ended, in the same block or behind it: then nothing lies between. */
+static __always_inline bool follows(struct thread *thread, struct record *next)
+{
+	return is_file(&thread->request_file, next) &&
+	       (next->first == thread->request_next || next->first + 1 == thread->request_next);
 }
 
 static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u8 flags)
@@ -111,6 +158,12 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 			merge(&thread->slot, &next, 0);
 		}
 	} else {
+		if (!flags && !follows(thread, &next) && !same_call(thread, &next)) {
+			u64 asked = asked_from(inode, first) << config.page_blocks_log2;
+
+			next.count += next.first - asked;
+			next.first = asked;
+		}
 		/* Unaligned requests one after the other share a block, which counts once. */
 		if (config.max_blocks && next.count > 1 && next.first == thread->request_last &&
 		    is_file(&thread->request_file, &next)) {

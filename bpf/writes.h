@@ -12,19 +12,6 @@ static __always_inline bool is_writing(s64 number)
 	return is_call(config.write_calls, number) && number != config.write_calls[5];
 }
 
-/* The inode of a regular file open as `fd`, and its position; NULL for anything else. */
-static struct inode *open_file(u32 fd, s64 *position)
-{
-	struct task_struct *task = (void *)bpf_get_current_task();
-	struct fdtable *table = BPF_CORE_READ(task, files, fdt);
-	struct file **slots = BPF_CORE_READ(table, fd), *file = NULL;
-
-	if (fd >= BPF_CORE_READ(table, max_fds) || bpf_probe_read_kernel(&file, sizeof(file), &slots[fd]) || !file)
-		return NULL;
-	*position = BPF_CORE_READ(file, f_pos);
-	return BPF_CORE_READ(file, f_inode);
-}
-
 /* Like `describe`, for an inode that may only be probed. */
 static __always_inline bool describe_bytes(struct record *record, struct thread *thread, struct inode *inode, s64 start,
 					   s64 size, u8 op)

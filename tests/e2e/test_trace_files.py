@@ -77,7 +77,7 @@ def accessed(trace: Trace) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("request_bytes", [BLOCK_BYTES, 64 << 10, MIB])
+@pytest.mark.parametrize("request_bytes", [BLOCK_BYTES, 20 << 10, 64 << 10, 300_000, MIB, 3_063_808, 16 * MIB])
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_sequential_file_gives_exactly_its_blocks(file: Path, tmp_path: Path, request_bytes: int, cached: bool) -> None:
     expected = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -149,8 +149,8 @@ class FilemapSource(BpfSource):
         "and mapping; cache fills and evictions"
     )
     cannot_see = (
-        "accesses to pages that are mapped already; which blocks around a page fault were touched; the beginning of a read "
-        "that goes beyond what was read ahead, and waits (the kernel tells only the rest); reads of tmpfs; "
+        "accesses to pages that are mapped already; which blocks around a page fault were touched; the beginning of an "
+        "io_uring read, sendfile or splice that goes beyond what was read ahead; reads of tmpfs; "
         "O_DIRECT past iomap (raw devices, btrfs before 5.16, FUSE, NFS); copy_file_range and splice into a file"
     )
 
