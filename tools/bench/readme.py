@@ -88,6 +88,20 @@ def size_table(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def trace_table(document: dict[str, Any]) -> str:
+    """What tracers cost, from `tools/bench/trace`: times as long as without one."""
+    sizes = sorted({one["read_bytes"] for one in document["overheads"]})
+    tracers = dict.fromkeys(one["tracer"] for one in document["overheads"] if one["tracer"] != "none")
+    ratios = {(one["tracer"], one["read_bytes"]): one["ratio"] for one in document["overheads"]}
+    lines = [
+        "| tracer | " + " | ".join(f"preads of {size // 1024} KiB" for size in sizes) + " |",
+        "|---|" + "---:|" * len(sizes),
+    ]
+    for tracer in tracers:
+        lines.append(f"| {tracer} | " + " | ".join(f"{ratios[tracer, size]:.2f}" for size in sizes) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def render(document: dict[str, Any]) -> str:
     """The table of one JSON file in Markdown; mount results come with the machine they were measured on."""
     return TABLES[document["schema"].partition("/")[0]](document)
@@ -113,6 +127,7 @@ TABLES = {
     "llmcache-bench-policies": policy_table,
     "llmcache-bench-simulate": speed_table,
     "llmcache-bench-size": size_table,
+    "llmcache-bench-trace": trace_table,
 }
 
 
