@@ -16,7 +16,7 @@ import pytest
 
 from llmcache.cache.classify import classify
 from llmcache.cache.detector import LOOP, SEQ
-from llmcache.trace.record import BLOCK_BYTES, HIT, MISS, Trace
+from llmcache.trace.record import BLOCK_BYTES, MISS, Trace
 from tools.bench.files import forget
 
 pytestmark = pytest.mark.bpf
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.bpf
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 BLOCKS = 64 * MIB // BLOCK_BYTES
+RECLAIMED = BLOCKS // 100  # of a cached file: some kernels (DAMON) take back pages at any time
 
 READ_ALL = """
 import hashlib, sys
@@ -86,7 +87,8 @@ def test_a_sequential_file_gives_exactly_its_blocks(file: Path, tmp_path: Path, 
     trace, digest = traced(file, tmp_path / "t.parquet", READ_ALL, request_bytes)
     assert digest == expected
     assert accessed(trace) == list(range(BLOCKS))
-    assert set(trace.miss.tolist()) == {HIT if cached else MISS}
+    missed = int(trace.count[trace.miss == MISS].sum())
+    assert missed <= RECLAIMED if cached else missed == BLOCKS
     (row,) = classify(trace.batches()).rows
     assert (row.kind, row.size_bytes, row.accesses) == (SEQ, 64 * MIB, BLOCKS)
 
@@ -121,5 +123,5 @@ def test_other_orders_give_exactly_theirs(file: Path, tmp_path: Path, name: str,
     assert sorted(accessed(trace)) == everything
     if len(wanted) == 1:
         assert accessed(trace) == wanted[0], "one thread's order is the trace's order"
-    missed = trace.count[trace.miss == MISS].sum()
-    assert missed == (0 if cached else len(np.unique(everything)))
+    missed = int(trace.count[trace.miss == MISS].sum())
+    assert missed <= RECLAIMED if cached else missed == len(np.unique(everything))

@@ -88,7 +88,8 @@ class Log:
         if resumed := _RESUMED.match(text):
             text = self._begun.pop(tid, "") + text[resumed.end() :]
         if call := _CALL.match(text):
-            return Call(tid, self.clock.at(prefix, number), call[1], call[2], int(call[3], 0), call[4])
+            result = int(call[3], 16 if "x" in call[3] else 10)  # a damaged line may begin it with zeros
+            return Call(tid, self.clock.at(prefix, number), call[1], call[2], result, call[4])
         if _ENDED.match(text):
             return Ended(tid)
         if not text.startswith(("---", "+++")) and not _UNKNOWN_RESULT.match(text):
