@@ -156,8 +156,7 @@ def _refer_piece(p: Plan, stream: int, block: int, n: int) -> tuple[int, int]:
     held = record.held
     take(p, segment, block, n, in_lru)
     change = n * (np.int64(in_lru) - np.int64(planned))
-    bound = max(1, p.capacity // 2)
-    v.lead = max(-bound, min(bound, v.lead + change))
+    v.lead = max(-p.bound, min(p.bound, v.lead + change))
     put(p, _group(kind, interval), -1, block, n, interval, planned)
     _settle(p, n, held)
     return n, n if held else 0
@@ -243,10 +242,9 @@ def _evict(p: Plan, n: int) -> None:
 def _look(p: Plan) -> None:
     """Once a round: who leads, and what a block that was seen once is worth."""
     v = p.v[0]
-    bound = max(1, p.capacity // 2)
-    if v.lead >= bound:
+    if v.lead >= p.bound:
         v.led_by_lru = 1
-    elif v.lead <= -bound:
+    elif v.lead <= -p.bound:
         v.led_by_lru = 0
     weigh_once(p)
     if v.step & (FADE_ROUNDS * ROUND - 1) == 0:

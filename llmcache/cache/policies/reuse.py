@@ -76,6 +76,7 @@ class Plan(NamedTuple):
     reuses: NDArray[np.int64]  # first reuses by octave of the interval
     capacity: int
     remembered: int  # blocks, in GONE at most
+    bound: int  # hits by which a shadow must lead to take over: half a capacity, about what a change refetches
     stale: int  # evictions that one choice of victims serves
 
 
@@ -87,7 +88,8 @@ def make_plan(capacity: int, blocks: int) -> Plan:
     for name in ("previous", "victims", "chosen_until", "oldest_run", "newest_run", "free_run", "patience"):
         state[name] = -1
     state["runs"] = RUNS
-    state["lead"] = -max(1, capacity // 2)
+    bound = max(1, capacity // 2)
+    state["lead"] = -bound
     queues = RUNS + min(capacity, blocks) + STREAMS
     return Plan(
         make_segments(blocks, records, queues),
@@ -97,6 +99,7 @@ def make_plan(capacity: int, blocks: int) -> Plan:
         np.zeros(64, np.int64),
         capacity,
         remembered,
+        bound,
         1 << max(0, min(ROUND, capacity // STALENESS).bit_length() - 1),
     )
 
