@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import json
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,22 @@ def address() -> Iterator[str]:
         n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", host="127.0.0.1"
     ) as running:
         yield running.scheduler_address
+
+
+@pytest.fixture
+def idle_address(tmp_path: Path) -> Iterator[str]:
+    """A scheduler without workers, as a process: a second cluster in this one waits 10 s for its thread, and no longer."""
+    told = tmp_path / "scheduler.json"
+    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
+    process = subprocess.Popen([*command, "--no-dashboard", "--scheduler-file", told], stderr=subprocess.DEVNULL)
+    try:
+        while not (told.exists() and told.read_text().endswith("\n}")):
+            assert process.poll() is None, "the scheduler did not start"
+            time.sleep(0.05)
+        yield json.loads(told.read_text())["address"]
+    finally:
+        process.terminate()
+        process.wait()
 
 
 @pytest.fixture
@@ -108,16 +126,15 @@ def test_another_version_on_the_workers_is_refused(address: str, traces: list[st
         cluster.simulate_on(address, traces, PLAN)
 
 
-def test_no_scheduler_no_worker_no_trace(traces: list[str], address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_scheduler_no_worker_no_trace(
+    traces: list[str], address: str, idle_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
     for wrong in ("tcp://127.0.0.1:1", "nonsense"):
         with pytest.raises(EnvironmentProblem, match=f"--scheduler: no Dask scheduler answers at '{wrong}'"):
             cluster.simulate_on(wrong, traces, PLAN)
-    with (
-        distributed.LocalCluster(n_workers=0, dashboard_address=":0", host="127.0.0.1") as idle,
-        pytest.raises(EnvironmentProblem, match="no worker came"),
-    ):
-        cluster.simulate_on(idle.scheduler_address, traces, PLAN)
+    with pytest.raises(EnvironmentProblem, match="no worker came"):
+        cluster.simulate_on(idle_address, traces, PLAN)
     with pytest.raises(UsageError, match=r"none\.parquet"):
         cluster.simulate_on(address, ["none.parquet"], PLAN)
 
