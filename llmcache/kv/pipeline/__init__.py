@@ -1,0 +1,5 @@
+"""The decoding pipeline: a policy chooses and fetches for the next layer while this one computes, on a timeline."""
+
+from llmcache.kv.pipeline.timeline import NO_TIMELINE, Span, Timeline
+
+__all__ = ["NO_TIMELINE", "Span", "Timeline"]

@@ -1,0 +1,144 @@
+"""Timeline: which resource did what when, as spans on one clock; how long it was busy, and which share of time idle.
+
+Several threads record into one timeline: a span is complete when it is appended, and appending to a list is one step of
+the interpreter. What reads the spans does so when the threads that record are at rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+COMPUTE, CPU, DEVICE, LINK = RESOURCES = ("compute", "cpu", "device", "link")
+"""What can be busy: the accelerator, the host's processor, the computational SSD, what moves KV data (link or disk)."""
+
+EVALUATE, FETCH, ATTEND, UPDATE = STAGES = ("evaluate", "fetch", "compute", "update")
+"""What a step of a layer consists of."""
+
+
+class Span(NamedTuple):
+    """`resource` was busy with `stage` of `layer` in decode step `step`, from `begin_ns` to `end_ns`."""
+
+    resource: str
+    stage: str
+    layer: int
+    step: int
+    begin_ns: int
+    end_ns: int
+
+
+class Timeline:
+    """Records spans, in ns of `time.perf_counter_ns`. `emulated`: resources that stand for one that is not there."""
+
+    def __init__(self, emulated: Iterable[str] = ()) -> None:
+        self.emulated = frozenset(emulated)
+        if not self.emulated <= set(RESOURCES):
+            raise ValueError(f"emulated: {', '.join(sorted(self.emulated))}, known are {', '.join(RESOURCES)}")
+        self._spans: list[Span] = []
+
+    def span(self, resource: str, stage: str, layer: int, step: int) -> AbstractContextManager[None]:
+        """Returns a with block that is recorded as a span, also when it ends by an exception."""
+        _check(resource, stage)
+        return self._recorded(resource, stage, layer, step)
+
+    @contextmanager
+    def _recorded(self, resource: str, stage: str, layer: int, step: int) -> Iterator[None]:
+        begin_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._spans.append(Span(resource, stage, layer, step, begin_ns, time.perf_counter_ns()))
+
+    def add(self, span: Span) -> None:
+        """Records a span that was timed elsewhere, on the same clock."""
+        _check(span.resource, span.stage)
+        if span.end_ns < span.begin_ns:
+            raise ValueError(f"end_ns: {span.end_ns}, before its begin_ns {span.begin_ns}")
+        self._spans.append(span)
+
+    @property
+    def spans(self) -> list[Span]:
+        """All spans, by their begin."""
+        return sorted(self._spans, key=lambda span: (span.begin_ns, span.end_ns))
+
+    @property
+    def steps(self) -> list[int]:
+        """The decode steps that have spans, ascending."""
+        return sorted({span.step for span in self._spans})
+
+    def of_step(self, step: int) -> list[Span]:
+        """Returns the spans of one decode step, by their begin."""
+        return [span for span in self.spans if span.step == step]
+
+    def period_ns(self, step: int) -> int:
+        """Returns how long `step` took: from its first begin to its last end; 0 if it has no spans."""
+        return _extent([span for span in self._spans if span.step == step])
+
+    def busy_ns(self, step: int, resource: str | None = None, stage: str | None = None) -> int:
+        """Returns how long `resource` (None: any) was busy with `stage` (None: any); spans that overlap count once."""
+        return covered(
+            span
+            for span in self._spans
+            if span.step == step and resource in (None, span.resource) and stage in (None, span.stage)
+        )
+
+    def idle_share(self, resource: str) -> float:
+        """Returns the share of the time of all steps in which `resource` was not busy, 0 .. 1.
+
+        Source: hillinfer.txt, section 3.3, "GPU idle time". ValueError if nothing was recorded.
+        """
+        periods = sum(self.period_ns(step) for step in self.steps)
+        if not periods:
+            raise ValueError("timeline: no time was recorded")
+        return 1 - sum(self.busy_ns(step, resource) for step in self.steps) / periods
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data, times in ns from the first begin on."""
+        spans = self.spans
+        zero = spans[0].begin_ns if spans else 0
+        rows = [span._replace(begin_ns=span.begin_ns - zero, end_ns=span.end_ns - zero)._asdict() for span in spans]
+        return {"emulated": sorted(self.emulated), "spans": rows}
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> Timeline:
+        """Returns the timeline that `to_json` has told of. KeyError, TypeError, ValueError: it is not one."""
+        made = cls(told["emulated"])
+        for row in told["spans"]:
+            made.add(Span(**row))
+        return made
+
+
+class _NoTimeline(Timeline):
+    """Records nothing: what everything takes that can record, unless it is given a timeline."""
+
+    def span(self, resource: str, stage: str, layer: int, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def add(self, span: Span) -> None:
+        return
+
+
+NO_TIMELINE: Timeline = _NoTimeline()
+"""Records nothing."""
+
+
+def covered(spans: Iterable[Span]) -> int:
+    """Returns the time (ns) that `spans` cover together; what several cover counts once."""
+    total, until = 0, 0
+    for begin_ns, end_ns in sorted((span.begin_ns, span.end_ns) for span in spans):
+        total += max(0, end_ns - max(begin_ns, until))
+        until = max(until, end_ns)
+    return total
+
+
+def _extent(spans: list[Span]) -> int:
+    return max(span.end_ns for span in spans) - min(span.begin_ns for span in spans) if spans else 0
+
+
+def _check(resource: str, stage: str) -> None:
+    if resource not in RESOURCES:
+        raise ValueError(f"resource: '{resource}', known are {', '.join(RESOURCES)}")
+    if stage not in STAGES:
+        raise ValueError(f"stage: '{stage}', known are {', '.join(STAGES)}")
