@@ -1,0 +1,214 @@
+"""The numbers of the Kelle paper, each with the section it comes from, and three profiles of energies to model with.
+
+Base units: bytes, nanoseconds, bytes/s, joules, watts, mm². Kelle: T. Xia and S. Q. Zhang, MICRO 2025,
+doi:10.1145/3725843.3756071. Nothing here is fitted to the paper's results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+GB = 10**9
+
+GROUPS = ("hst_msb", "hst_lsb", "lst_msb", "lst_lsb")
+"""The four refresh groups of 2DRP, in the order used everywhere: high-score tokens first, bits 15-8 before 7-0."""
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Refresh intervals of the four groups (ns), in the order of `GROUPS`. Source: Kelle, sections 4.2 and 7.1."""
+
+    hst_msb_ns: float
+    hst_lsb_ns: float
+    lst_msb_ns: float
+    lst_lsb_ns: float
+
+    def __post_init__(self) -> None:
+        for group, interval_ns in zip(GROUPS, self.in_order(), strict=True):
+            if not interval_ns > 0:
+                raise ValueError(f"{group}_ns: {interval_ns}, more than 0 is needed")
+
+    @classmethod
+    def uniform(cls, interval_ns: float) -> Intervals:
+        """Returns one interval (ns) for all groups."""
+        return cls(interval_ns, interval_ns, interval_ns, interval_ns)
+
+    def in_order(self) -> tuple[float, float, float, float]:
+        """Returns the intervals (ns) in the order of `GROUPS`."""
+        return self.hst_msb_ns, self.hst_lsb_ns, self.lst_msb_ns, self.lst_lsb_ns
+
+    @property
+    def mean_ns(self) -> float:
+        """The harmonic mean (ns): the uniform interval with as many refreshes, where the groups are of one size.
+
+        The paper's "average retention time of 1.05 ms" (section 7.1) and all uniform intervals of table 4 are this mean.
+        """
+        return len(GROUPS) / sum(1 / interval_ns for interval_ns in self.in_order())
+
+    def scaled(self, factor: float) -> Intervals:
+        """Returns all intervals times `factor`."""
+        return Intervals(*(factor * interval_ns for interval_ns in self.in_order()))
+
+
+RETENTION_NS = 45_000
+"""Retention time of a 3T cell at 105 °C: refreshed so often, it keeps its data (table 1; section 3.2)."""
+KELLE_INTERVALS = Intervals(360_000, 5_400_000, 1_440_000, 7_200_000)  # 7.1
+TABLE4_INTERVALS: dict[int, Intervals] = {  # table 4: the printed uniform interval (ns) to its 2DRP intervals
+    540_000: Intervals(180_000, 3_600_000, 720_000, 5_400_000),
+    1_050_000: KELLE_INTERVALS,
+    2_062_000: Intervals(720_000, 9_000_000, 2_880_000, 10_800_000),
+}
+ORG_INTERVALS = Intervals.uniform(RETENTION_NS)  # 8.3.3: "Org"
+UNI_INTERVALS = Intervals.uniform(360_000)  # 8.3.3: "Uni", said to be as accurate as 2DRP
+FAILURE_RATE = 2e-3
+"""The "averaged retention failure rate" of the intervals of section 7.1; of all four groups, as read here."""
+
+
+@dataclass(frozen=True)
+class Macro:
+    """A 4 MB memory of table 1 (65 nm, 105 °C, from Destiny). The areas are too small for 65 nm: use ratios only.
+
+    `refresh_j` has no denominator in the paper. It is read here as the energy of one pass over the whole array, which is
+    what its tool reports under that name.
+    """
+
+    capacity_bytes: int
+    area_mm2: float
+    access_ns: float
+    access_j: float  # "pJ/byte"
+    leakage_w: float
+    refresh_j: float = 0.0
+    retention_ns: float = float("inf")
+
+
+SRAM_4MB = Macro(4 * MIB, 7.3, 2.6, 185.9e-12, 0.415)
+EDRAM_4MB = Macro(4 * MIB, 3.2, 1.9, 84.8e-12, 0.154, 1.14e-3, RETENTION_NS)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The Kelle accelerator as section 8 describes it; further sections beside."""
+
+    array_rows: int = 32  # RSA of 32 x 32 processing elements
+    baseline_rows: int = 24  # 8.1.1: of the SRAM system of the same area
+    clock_hz: float = 1e9
+    int8_tops: float = 4.13
+    area_mm2: float = 9.5
+    power_w: float = 6.52
+    area_shares: tuple[float, float, float, float] = (0.23, 0.33, 0.37, 0.07)  # RSA, eDRAM, SRAM, SFU
+    power_shares: tuple[float, float, float, float] = (0.17, 0.29, 0.41, 0.13)
+    dram_area_mm2: float = 16.0
+    dram_w: float = 11.74
+    dram_bytes: int = 16 * GIB
+    dram_bytes_per_s: float = 64 * GB
+    sram_bytes_per_s: float = 128 * GB
+    edram_bytes_per_s: float = 256 * GB
+    weight_sram_bytes: int = 2 * MIB  # 5.1
+    kv_edram_bytes: int = 4 * MIB  # 5.1
+    activation_edram_bytes: int = 256 * KIB  # 5.1
+    baseline_sram_bytes: int = 4 * MIB  # 8.1.1
+    kv_banks: int = 32  # 5.1: 8 each of K-MSB, K-LSB, V-MSB, V-LSB
+    evictor_mm2: float = 0.06  # 8.1.4
+    evictor_w: float = 0.028  # 8.1.4
+    load_vector_ns: float = 1_100.0  # 8.3.2: one KV vector of LLaMA2-7B from DRAM
+    recompute_vector_ns: float = 3_200.0  # 8.3.2: the same, recomputed
+    weight_bytes: int = 1  # 5: 8 bit
+    value_bytes: int = 2  # 5: activations and KV vectors, 16 bit
+
+
+CHIP = Chip()
+
+
+@dataclass(frozen=True)
+class Aerp:
+    """Defaults of the eviction and recomputation policy. Budgets and windows belong to the workloads."""
+
+    sinks: int = 10  # 7.1
+    popularity: float = 0.5  # 4.1.2: x is stored for tokens that more than this share of the heads retain
+    score_bits: int = 4  # 5.1: of the score registers
+    batch: int = 16  # 8
+
+
+AERP = Aerp()
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Energies to model with. `access_j` of both memories is for `access_bytes` bytes: never mix two granularities.
+
+    Leakage and refresh are for `array_bytes`; a refresh pass refreshes the whole array once.
+    """
+
+    name: str
+    title: str
+    dram_j_per_byte: float
+    sram_access_j: float
+    edram_access_j: float
+    access_bytes: float
+    refresh_pass_j: float
+    pe_cycle_j: float
+    sram_leak_w: float = SRAM_4MB.leakage_w
+    edram_leak_w: float = EDRAM_4MB.leakage_w
+    sfu_w: float = CHIP.power_shares[3] * CHIP.power_w
+    evictor_w: float = CHIP.evictor_w
+    dram_static_w: float = 0.0
+    array_bytes: float = 4 * MIB
+
+    @property
+    def sram_j_per_byte(self) -> float:
+        """Energy of reading or writing a byte of SRAM (J)."""
+        return self.sram_access_j / self.access_bytes
+
+    @property
+    def edram_j_per_byte(self) -> float:
+        """Energy of reading or writing a byte of eDRAM (J)."""
+        return self.edram_access_j / self.access_bytes
+
+    @property
+    def refresh_j_per_byte(self) -> float:
+        """Energy of refreshing a byte of eDRAM once (J)."""
+        return self.refresh_pass_j / self.array_bytes
+
+    def refresh_w(self, capacity_bytes: float, interval_ns: float) -> float:
+        """Returns the power (W) of refreshing `capacity_bytes` every `interval_ns`."""
+        return self.refresh_j_per_byte * capacity_bytes / (interval_ns * 1e-9)
+
+
+# 8: the RSA's share of the chip's power, over all its elements at the clock: 1.08 pJ a PE and cycle.
+_PE_CYCLE_J = CHIP.power_shares[0] * CHIP.power_w / (CHIP.array_rows**2 * CHIP.clock_hz)
+
+PAPER = Profile(
+    name="paper",
+    title="as printed: table 1 and the powers of section 8",
+    dram_j_per_byte=CHIP.dram_w / CHIP.dram_bytes_per_s,  # 183 pJ/B
+    sram_access_j=SRAM_4MB.access_j,
+    edram_access_j=EDRAM_4MB.access_j,
+    access_bytes=1,  # table 1 says "pJ/byte"; read as pJ per 8 bytes, SRAM would fit its share of the chip's power
+    refresh_pass_j=EDRAM_4MB.refresh_j,
+    pe_cycle_j=_PE_CYCLE_J,
+)
+# LPDDR4: 8 pJ/bit (Accelergy's CACTI plug-in). SRAM: CACTI 7, 4 MB at 65 nm (itrs-lop), 0.826 nJ a read of 64 bytes;
+# eDRAM by the ratio of table 1. Refresh as printed.
+PUBLIC = Profile(
+    name="public",
+    title="access energies of public tools, refresh as printed",
+    dram_j_per_byte=64e-12,
+    sram_access_j=0.826e-9,
+    edram_access_j=0.826e-9 * EDRAM_4MB.access_j / SRAM_4MB.access_j,
+    access_bytes=64,
+    refresh_pass_j=EDRAM_4MB.refresh_j,
+    pe_cycle_j=_PE_CYCLE_J,
+)
+# The paper's reference [17] (Chun et al., IEEE JSSC 46(6), 2011): a 65 nm 3T array takes 91.3 µW/Mb in all when it is
+# refreshed every 1.25 ms. All of it counted as refresh: 3.65 µJ a pass over 4 MB, a 312th of table 1.
+SILICON = replace(
+    PUBLIC,
+    name="silicon",
+    title="access energies of public tools, refresh as measured on silicon (Chun 2011)",
+    refresh_pass_j=91.3e-6 * 32 * 1.25e-3,
+)
+PROFILES: dict[str, Profile] = {profile.name: profile for profile in (PAPER, PUBLIC, SILICON)}
+"""The named profiles; `paper` is the default."""
