@@ -11,7 +11,7 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "classify": ("llmcache.cli.classify:command", "What of a trace is read once, in loops, or hot, by file."),
     "plot": ("llmcache.cli.plot:command", "Draw which blocks a trace accesses when: PNG, SVG or HTML."),
     "simulate": ("llmcache.cli.simulate:command", "What caches of several sizes and policies hit on traces."),
+    "kv": ("llmcache.cli.kv:command", "Keys and values beyond memory: benchmark, plans, profiles."),
     "reproduce": ("llmcache.cli.reproduce:command", "Recompute a paper's figures and claims, beside ours."),
 }
 
@@ -45,30 +46,35 @@ Exit codes: 0 success (also Ctrl-C), 1 bug, 2 usage, 3 environment, 4 mount, 5 b
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are looked up in `COMMANDS` and imported when they are used."""
+    """A group whose commands are looked up in `table` (like `COMMANDS`) and imported when they are used."""
+
+    def __init__(self, *args: Any, table: dict[str, tuple[str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of all commands, in the order of the table."""
-        return list(COMMANDS)
+        return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command called `cmd_name`, imported now; None if there is no such command."""
-        if cmd_name not in COMMANDS:
+        if cmd_name not in self.table:
             return None
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        module, _, attribute = self.table[cmd_name][0].partition(":")
         command = getattr(importlib.import_module(module), attribute)
         if not isinstance(command, click.Command):
             raise TypeError(f"{module}:{attribute} is not a click command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the table of commands from `COMMANDS`, importing none of them."""
+        """Write the table of commands, importing none of them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+            formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
 
 
 @click.command(
     cls=LazyGroup,
+    table=COMMANDS,
     epilog=EPILOG,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -1,0 +1,27 @@
+"""`llmcache kv`: the commands for keys and values in tiers; a table, each command imported when it is called."""
+
+from __future__ import annotations
+
+import click
+
+from llmcache.cli import LazyGroup
+
+# name: (module:attribute, the line `llmcache kv --help` shows)
+COMMANDS: dict[str, tuple[str, str]] = {}
+
+
+@click.command(
+    "kv",
+    cls=LazyGroup,
+    table=COMMANDS,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.pass_context
+def command(context: click.Context) -> None:
+    """Keys and values that do not fit in memory: in tiers, chosen by importance, scored near where they lie.
+
+    'llmcache kv COMMAND --help' tells more of each command, with examples.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
