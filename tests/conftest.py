@@ -1,6 +1,7 @@
 """Test tiers: a test that this machine cannot run is skipped with the reason, or fails where its tier is required.
 
-Tiers are markers: mount, llama, cgroup, bpf. LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
+Tiers are markers: mount, llama, transformers, cgroup, bpf. LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers
+into a failure.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ def _llama_problem() -> str | None:
     return f"not installed: {', '.join(missing)} (the [llama] extra)" if missing else None
 
 
+def _transformers_problem() -> str | None:
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(missing)} (the [transformers] extra)" if missing else None
+
+
 def _cgroup_problem() -> str | None:
     if os.geteuid() != 0:
         return "cgroups can be made by root only"
@@ -54,6 +60,7 @@ def _bpf_problem() -> str | None:
 PROBLEMS: dict[str, Callable[[], str | None]] = {
     "mount": functools.cache(_mount_problem),
     "llama": functools.cache(_llama_problem),
+    "transformers": functools.cache(_transformers_problem),
     "cgroup": functools.cache(_cgroup_problem),
     "bpf": functools.cache(_bpf_problem),
 }
@@ -74,10 +81,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in tests/mount is of the mount tier."""
+    """Everything in tests/mount is of the mount tier, everything in tests/hf of the transformers tier."""
     for item in items:
-        if "mount" in item.path.relative_to(Path(__file__).parent).parts[:-1]:
-            item.add_marker("mount")
+        directories = item.path.relative_to(Path(__file__).parent).parts[:-1]
+        for directory, tier in (("mount", "mount"), ("hf", "transformers")):
+            if directory in directories:
+                item.add_marker(tier)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,7 +1,8 @@
-# Set-up shared by tools/test, tools/demo and the benchmarks; source it, then call `setup` or `setup_llama`.
+# Set-up shared by tools/test, tools/demo and the benchmarks; source it, then call one of these.
 #
-#   setup        system packages, .venv with the pinned versions, this package (editable)
-#   setup_llama  setup, and llama-cpp-python: compiled once, the wheel kept in ~/.cache/llmcache/wheels
+#   setup               system packages, .venv with the pinned versions, this package (editable)
+#   setup_llama         setup, and llama-cpp-python: compiled once, the wheel kept in ~/.cache/llmcache/wheels
+#   setup_transformers  setup, and torch with transformers, the pinned and (beside it, for the tests) the oldest version
 #
 # Afterwards $root is the repository, $venv the environment and $python its interpreter. A second run takes a moment:
 # it compares a stamp. Exit code 3, after a list of what is missing, when that can be neither found nor installed.
@@ -177,6 +178,21 @@ install_llama() {
     stamp_of "$pins" "$directory" >"$venv/.stamp-llama"
 }
 
+# Where torch comes from decides its build, and that is the user's choice: pip's own settings hold. A torch of the pinned
+# version that is already there, whatever its build, is left alone.
+install_transformers() {
+    local pins=$root/requirements/transformers.txt oldest=$root/requirements/transformers-oldest.txt
+    is_current .stamp-transformers "$pins" "$oldest" && return
+    "$python" -c 'import torch' 2>/dev/null || say "installing torch: 0.8 GB, or several GB where pip's index holds the" \
+        "build with CUDA, as PyPI does; without: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+    # Its dependencies are not all pinned: the libraries of CUDA belong to some builds only.
+    pip install -r "$pins" -c "$root/requirements/lock.txt"
+    pip check
+    rm -rf "$venv/transformers-oldest"
+    pip install --no-deps --no-compile --target "$venv/transformers-oldest" -r "$oldest"
+    stamp_of "$pins" "$oldest" >"$venv/.stamp-transformers"
+}
+
 # Two runs at a time must not make the same environment; the lock ends with the subshell, so no daemon inherits it.
 locked() (
     mkdir -p "$(dirname "$venv")"
@@ -187,6 +203,8 @@ locked() (
 
 _setup() { install_packages; make_venv; install_libbpf; }
 _setup_llama() { _setup; install_llama; }
+_setup_transformers() { _setup; install_transformers; }
 
 setup() { locked _setup; }
 setup_llama() { locked _setup_llama; }
+setup_transformers() { locked _setup_transformers; }

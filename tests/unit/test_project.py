@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -47,14 +48,16 @@ def pins(name: str) -> dict[str, list[str]]:
 
 def test_what_the_package_imports_is_what_it_depends_on() -> None:
     declared = {name_of(requirement) for requirement in PROJECT["dependencies"]}
-    declared |= {name_of(requirement) for requirement in PROJECT["optional-dependencies"]["cluster"]}
+    for extra in ("cluster", "transformers"):
+        declared |= {name_of(requirement) for requirement in PROJECT["optional-dependencies"][extra]}
     assert imported((ROOT / "llmcache").rglob("*.py")) == declared
 
 
 def test_every_dependency_has_a_lower_bound_and_a_pin() -> None:
     extras = PROJECT["optional-dependencies"]
     groups = {"lock.txt": PROJECT["dependencies"] + extras["cluster"] + extras["dev"]}
-    groups["llama.txt"] = PROJECT["optional-dependencies"]["llama"]
+    groups["llama.txt"] = extras["llama"]
+    groups["transformers.txt"] = extras["transformers"]
     for file, requirements in groups.items():
         pinned = pins(file)
         for requirement in requirements:
@@ -63,10 +66,18 @@ def test_every_dependency_has_a_lower_bound_and_a_pin() -> None:
         assert all("==" in line for lines in pinned.values() for line in lines)
 
 
-def test_both_files_of_pins_agree() -> None:
-    lock, llama = pins("lock.txt"), pins("llama.txt")
-    for name in set(lock) & set(llama):
-        assert lock[name] == llama[name]
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(("lock.txt", "llama.txt", "transformers.txt"), 2)))
+def test_files_of_pins_agree(one: str, other: str) -> None:
+    first, second = pins(one), pins(other)
+    for name in set(first) & set(second):
+        assert first[name] == second[name]
+
+
+def test_the_oldest_transformers_is_the_lower_bound() -> None:
+    (declared,) = (line for line in PROJECT["optional-dependencies"]["transformers"] if line.startswith("transformers"))
+    lowest = re.search(r">=([0-9.]+)", declared)
+    assert lowest
+    assert pins("transformers-oldest.txt")["transformers"] == [f"transformers=={lowest[1]}.0"]
 
 
 def test_entry_points_exist() -> None:

@@ -1,0 +1,39 @@
+"""Which versions of torch and transformers this works with, and the error where they are missing or others."""
+
+from __future__ import annotations
+
+import re
+
+from llmcache.errors import EnvironmentProblem
+
+OLDEST = (4, 56)
+"""The first transformers whose caches are made of layers that are initialized late; 4.55 passes them other arguments."""
+FIRST_UNKNOWN = (6, 0)
+"""Nobody can have tried it: a new major version removes what an old one only deprecates."""
+
+_HINT = "pip install 'llmcache-toolkit[transformers]' (torch for processors alone: from download.pytorch.org/whl/cpu)"
+
+
+def version_of(text: str) -> tuple[int, int]:
+    """Returns the first two numbers of a version: "5.23.0.dev0" gives (5, 23)."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    if found is None:
+        raise EnvironmentProblem(f"transformers: cannot read its version '{text}'", _HINT)
+    return int(found[1]), int(found[2])
+
+
+def check_versions() -> None:
+    """EnvironmentProblem if torch or transformers cannot be imported, or if transformers is outside the supported range."""
+    try:
+        import torch  # noqa: F401
+        import transformers
+    except ImportError as error:
+        raise EnvironmentProblem(f"llmcache.kv.transformers: {error}", _HINT) from error
+    check_transformers(transformers.__version__)
+
+
+def check_transformers(version: str) -> None:
+    """EnvironmentProblem if transformers of `version` is outside the supported range."""
+    if not OLDEST <= version_of(version) < FIRST_UNKNOWN:
+        needed = f"{OLDEST[0]}.{OLDEST[1]} or later and before {FIRST_UNKNOWN[0]} is needed"
+        raise EnvironmentProblem(f"transformers: version {version}, {needed}", _HINT)
