@@ -1,0 +1,191 @@
+"""A *synthetic* stream of keys, values and queries, of any shape and length, with the sparsity that the paper presumes.
+
+Source: hillinfer.txt, section 1: "only a small subset of tokens, which is usually less than 20%, plays a critical role";
+section 3.2: "temporal locality". A key is noise, plus the direction of its topic, plus (for few) one that all queries
+look for, plus its position as slow rotations, so that near tokens match. A query looks for the topic of its step, which
+drifts, for heavy hitters, and for what is near. Query heads that share a key head (GQA) differ by noise.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.errors import UsageError
+from llmcache.kv.spill import KvShape
+from llmcache.kv.workload.topics import SEGMENT_TOKENS, Topics
+
+TOPICS = 24
+TOPIC_LOGIT, HEAVY_LOGIT, RECENT_LOGIT = 6.0, 5.0, 4.0
+"""What the topic, being a heavy hitter and being near add to the logit of a token."""
+QUERY_NOISE = 0.5
+"""Standard deviation of a query's noise; that of keys and values is 1."""
+MEMORY_STEPS = 8
+"""Steps over which the noise of queries changes."""
+CHUNK_TOKENS = 2048
+DTYPES = ("float16", "bfloat16", "float32")
+
+_KEYS, _VALUES, _QUERIES, _GUESS, _DIRECTIONS = range(10, 15)
+_UNIFORM = np.float32(2 * 3**0.5 / 255)  # of bytes: standard deviation 1
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """Shape of a *synthetic* stream: `context` tokens of prompt, then as many decode steps as are asked for."""
+
+    layers: int
+    kv_heads: int
+    heads: int
+    head_dim: int
+    context: int
+    batch: int = 1
+    dtype: str = "float16"
+    seed: int = 0
+    topics: int = TOPICS
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "heads", "head_dim", "context", "batch", "topics"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}: {getattr(self, name)}, at least 1 is needed", "see 'llmcache kv bench --help'")
+        if self.heads % self.kv_heads:
+            hint = "each key head serves equally many query heads (GQA)"
+            raise UsageError(f"heads: {self.heads}, not a multiple of {self.kv_heads} kv_heads", hint)
+        if self.head_dim % 4:
+            raise UsageError(f"head_dim: {self.head_dim}, a multiple of 4 is needed", "see the model's config.json")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"dtype: '{self.dtype}', a synthetic stream has {', '.join(DTYPES)}", "leave it out: float16")
+
+    @property
+    def shape(self) -> KvShape:
+        """Identity of its spill files."""
+        return KvShape(f"synthetic-{self.seed}", self.layers, self.kv_heads, self.head_dim, self.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data, labelled."""
+        return {"synthetic": True, **asdict(self)}
+
+
+class SyntheticStream:
+    """Keys, values and queries of a *synthetic* context: the same for the same spec, in whatever parts they are made."""
+
+    def __init__(self, spec: StreamSpec) -> None:
+        self.spec = spec
+        self._topics = [Topics(spec.seed, sequence, spec.topics) for sequence in range(spec.batch)]
+        self._pairs = max(1, spec.head_dim // 16)
+
+    def chunks(self, tokens: int = CHUNK_TOKENS) -> Iterator[range]:
+        """Yields the positions of the prompt in parts of `tokens`."""
+        for first in range(0, self.spec.context, tokens):
+            yield range(first, min(self.spec.context, first + tokens))
+
+    def keys_values(self, layer: int, positions: range) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Returns keys and values [batch, kv_heads, tokens, head_dim] of `positions`, in the type of the stream.
+
+        bfloat16 as its bits, uint16. What lies behind the prompt are the tokens of the decode steps.
+        """
+        sides: list[list[NDArray[Any]]] = [[], []]
+        for sequence in range(self.spec.batch):
+            segments = range(positions.start // SEGMENT_TOKENS, -(-positions.stop // SEGMENT_TOKENS))
+            parts = [self._segment(layer, sequence, segment) for segment in segments]
+            skip = positions.start - segments.start * SEGMENT_TOKENS
+            for side, found in enumerate(zip(*parts, strict=True)):
+                sides[side].append(np.concatenate(found, axis=1)[:, skip : skip + len(positions)])
+        return np.stack(sides[0]), np.stack(sides[1])
+
+    def _segment(self, layer: int, sequence: int, segment: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Keys and values [kv_heads, SEGMENT_TOKENS, head_dim] of a segment."""
+        spec, topics = self.spec, self._topics[sequence]
+        first = segment * SEGMENT_TOKENS
+        keys, values = (self._noise(kind, layer, sequence, segment) for kind in (_KEYS, _VALUES))
+        strength, heavy = topics.strengths(segment)
+        about, shared = self._directions(layer)
+        topic = topics.of_segment(segment) if first < spec.context else topics.of_step(first - spec.context)[0][0]
+        keys += self._amplitude(TOPIC_LOGIT) * strength[None, :, None] * about[:, topic, None]
+        keys += self._amplitude(HEAVY_LOGIT) * heavy[None, :, None] * shared[:, None]
+        keys[:, :, -2 * self._pairs :] = self._rotations(np.arange(first, first + SEGMENT_TOKENS))
+        return self._narrowed(keys), self._narrowed(values)
+
+    def _noise(self, kind: int, layer: int, sequence: int, number: int) -> Floats:
+        """Uniform noise of standard deviation 1, made of bytes: ten times as fast as a normal one, and as good here."""
+        spec = self.spec
+        shape = (spec.kv_heads, SEGMENT_TOKENS, spec.head_dim)
+        raw = np.random.default_rng((spec.seed, kind, layer, sequence, number)).bytes(int(np.prod(shape)))
+        noise: Floats = np.frombuffer(raw, np.uint8).reshape(shape).astype(np.float32)
+        noise -= np.float32(127.5)
+        noise *= _UNIFORM
+        return noise
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - a stream lives as long as its run
+    def _directions(self, layer: int) -> tuple[Floats, Floats]:
+        """Unit vectors of topics [kv_heads, topics, head_dim] and of heavy hitters [kv_heads, head_dim]; 0 for rotations."""
+        spec = self.spec
+        random = np.random.default_rng((spec.seed, _DIRECTIONS, layer))
+        found = random.standard_normal((spec.kv_heads, spec.topics + 1, spec.head_dim)).astype(np.float32)
+        found[:, :, -2 * self._pairs :] = 0
+        found /= np.linalg.norm(found, axis=2, keepdims=True)
+        return found[:, :-1], found[:, -1]
+
+    def _amplitude(self, logit: float) -> float:
+        """What a key and a query each have of a unit vector that is to add `logit`."""
+        return math.sqrt(logit * math.sqrt(self.spec.head_dim))
+
+    def _rotations(self, positions: NDArray[np.int64]) -> Floats:
+        """Positions as angles of slow rotations [tokens, 2 * pairs]: the nearer two are, the better they match."""
+        speeds = np.geomspace(1 / 4, 1 / 256, self._pairs)
+        angles = positions[:, None] * speeds
+        amplitude = self._amplitude(RECENT_LOGIT) / math.sqrt(self._pairs)
+        found: Floats = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+        found *= np.float32(amplitude)
+        return found
+
+    def _narrowed(self, rows: Floats) -> NDArray[Any]:
+        if self.spec.dtype == "bfloat16":
+            return (rows.view(np.uint32) >> 16).astype(np.uint16)
+        return rows.astype(self.spec.dtype, copy=False)
+
+    def queries(self, layer: int, step: int) -> Floats:
+        """Returns the queries [batch, heads, head_dim], float32, of decode step `step` (from 0), by its own token."""
+        return np.stack([self._query(layer, sequence, step) for sequence in range(self.spec.batch)])
+
+    def _query(self, layer: int, sequence: int, step: int) -> Floats:
+        spec = self.spec
+        about, shared = self._directions(layer)
+        query = self._amplitude(HEAVY_LOGIT) * shared
+        for topic, weight in self._topics[sequence].of_step(step):
+            query = query + np.float32(weight) * self._amplitude(TOPIC_LOGIT) * about[:, topic]
+        query[:, -2 * self._pairs :] = self._rotations(np.array([spec.context + step]))
+        each: Floats = query.repeat(spec.heads // spec.kv_heads, axis=0)
+        return each + self._query_noise(_QUERIES, layer, sequence, step, QUERY_NOISE)
+
+    def _query_noise(self, kind: int, layer: int, sequence: int, step: int, deviation: float) -> Floats:
+        """Noise [heads, head_dim] that is the same at one step as at the one before, but for its oldest part."""
+        total = np.zeros((self.spec.heads, self.spec.head_dim), np.float32)
+        for past in range(MEMORY_STEPS):
+            random = np.random.default_rng((self.spec.seed, kind, layer, sequence, step + MEMORY_STEPS - past))
+            total += random.standard_normal(total.shape, dtype=np.float32)
+        total *= np.float32(deviation / math.sqrt(MEMORY_STEPS))
+        return total
+
+    def estimate(self, layer: int, step: int, error: float = 0.2) -> Floats:
+        """Returns what is known of `queries` one layer ahead: them, off by noise of `error` times their length.
+
+        Stands for a layer's projection of its predecessor's input (InfiniGen); the error is *assumed*.
+        """
+        asked = self.queries(layer, step)
+        length = np.linalg.norm(asked, axis=2, keepdims=True) / self.spec.head_dim**0.5
+        noise = [self._query_noise(_GUESS, layer, sequence, step, error) for sequence in range(self.spec.batch)]
+        guessed: Floats = asked + np.stack(noise) * length
+        return guessed
+
+    def ids(self, positions: range) -> NDArray[np.int64]:
+        """Returns ids for the tokens at `positions`: their topics, of the first sequence."""
+        topics = self._topics[0]
+        return np.array([topics.of_segment(position // SEGMENT_TOKENS) for position in positions], np.int64)

@@ -1,0 +1,123 @@
+"""Synthetic streams: sparse as the paper presumes, local in time, and the same in whatever parts they are made."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from llmcache.errors import UsageError
+from llmcache.kv.workload import StreamSpec, SyntheticStream, stream
+
+SPEC = StreamSpec(layers=2, kv_heads=2, heads=4, head_dim=64, context=4096)
+SHARE = 0.2  # hillinfer.txt, section 1: less than 20 % of the tokens matter
+
+
+def weights(made: SyntheticStream, layer: int, step: int) -> NDArray[np.float32]:
+    """Return the attention of a step over all before it [heads, tokens]."""
+    spec = made.spec
+    keys = made.keys_values(layer, range(spec.context + step))[0][0].astype(np.float32)
+    asked = made.queries(layer, step)[0].reshape(spec.kv_heads, -1, spec.head_dim)
+    logits = np.einsum("hgd,htd->hgt", asked, keys).reshape(spec.heads, -1) / spec.head_dim**0.5
+    raised = np.exp(logits - logits.max(axis=1, keepdims=True))
+    found: NDArray[np.float32] = raised / raised.sum(axis=1, keepdims=True)
+    return found
+
+
+def mass(found: NDArray[np.float32], share: float = SHARE) -> float:
+    """Return the part of the attention that the `share` of the tokens with most of it have, the least of all heads."""
+    most = np.sort(found, axis=1)[:, ::-1][:, : int(share * found.shape[1])]
+    return float(most.sum(axis=1).min())
+
+
+def test_few_tokens_have_most_of_the_attention() -> None:
+    made = SyntheticStream(SPEC)
+    for layer, step in ((0, 0), (1, 17), (0, 40)):
+        found = weights(made, layer, step)
+        assert mass(found) > 0.85, "a fifth of the tokens"
+        assert mass(found, 0.05) > 0.5
+
+
+def test_without_topics_heavy_hitters_and_nearness_the_attention_is_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TOPIC_LOGIT", "HEAVY_LOGIT", "RECENT_LOGIT"):
+        monkeypatch.setattr(stream, name, 1e-6)
+    assert mass(weights(SyntheticStream(SPEC), 0, 0)) < 0.5
+
+
+def test_the_near_and_heavy_hitters_always_matter() -> None:
+    made = SyntheticStream(SPEC)
+    for step in (0, 40):
+        found = weights(made, 0, step).mean(axis=0)
+        assert found[-8:].mean() > 3 * np.median(found)
+        heavy = np.concatenate([made._topics[0].strengths(segment)[1] for segment in range(32)]) > 0
+        assert heavy.any() and found[:4096][heavy].mean() > 3 * found.mean()
+
+
+def test_what_matters_changes_slowly_and_then_is_something_else() -> None:
+    made = SyntheticStream(SPEC)
+    chosen = [
+        [set(np.argsort(head)[::-1][:400].tolist()) for head in weights(made, 1, step)[:, : SPEC.context]]
+        for step in (4, 5, 5 + 2 * 32)
+    ]
+    near, far = (
+        np.mean([len(a & b) / 400 for a, b in zip(chosen[0], others, strict=True)]) for others in chosen[1:]
+    )
+    assert near > 0.75 > 0.6 > far
+
+
+def test_any_part_of_a_stream_is_what_the_whole_has_there() -> None:
+    made = SyntheticStream(replace(SPEC, batch=2, seed=5))
+    keys, values = made.keys_values(1, range(1000))
+    assert keys.shape == (2, 2, 1000, 64) and keys.dtype == np.float16
+    assert not np.array_equal(keys[0], keys[1]) and not np.array_equal(keys, values)
+    for part in (range(1), range(127, 129), range(300, 777)):
+        again = SyntheticStream(made.spec).keys_values(1, part)
+        assert np.array_equal(again[0], keys[:, :, part.start : part.stop])
+        assert np.array_equal(again[1], values[:, :, part.start : part.stop])
+    assert not np.array_equal(made.keys_values(0, range(1000))[0], keys), "layers differ"
+    assert not np.array_equal(SyntheticStream(replace(SPEC, batch=2)).keys_values(1, range(1000))[0], keys), "seeds differ"
+    assert [list(part) for part in SyntheticStream(replace(SPEC, context=5)).chunks(2)] == [[0, 1], [2, 3], [4]]
+    assert len(made.ids(range(120, 140))) == 20
+
+
+def test_a_long_context_is_made_in_little_memory() -> None:
+    made = SyntheticStream(StreamSpec(layers=1, kv_heads=2, heads=2, head_dim=64, context=1 << 17))
+    tracemalloc.start()
+    for part in list(made.chunks())[-2:]:
+        made.keys_values(0, part)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_types_of_numbers_hold_the_same_keys() -> None:
+    wide = SyntheticStream(replace(SPEC, dtype="float32")).keys_values(0, range(64))[0]
+    bits = SyntheticStream(replace(SPEC, dtype="bfloat16")).keys_values(0, range(64))[0]
+    assert bits.dtype == np.uint16
+    narrow = (bits.astype(np.uint32) << 16).view(np.float32)
+    assert np.abs(narrow - wide).max() <= np.abs(wide).max() / 128
+
+
+def test_an_estimate_is_near_the_query_but_not_the_same() -> None:
+    made = SyntheticStream(SPEC)
+    asked, guessed = made.queries(1, 3), made.estimate(1, 3)
+    cosine = (asked * guessed).sum(axis=2) / np.linalg.norm(asked, axis=2) / np.linalg.norm(guessed, axis=2)
+    assert guessed.shape == asked.shape == (1, 4, 64)
+    assert cosine.min() > 0.9 and cosine.max() < 1
+    assert np.array_equal(made.estimate(1, 3, error=0), asked)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("context", 0), ("heads", 3), ("head_dim", 30), ("dtype", "int8"), ("topics", 0)]
+)
+def test_what_cannot_be_a_stream_is_refused_by_its_field(field: str, value: object) -> None:
+    with pytest.raises(UsageError, match=f"^{field}: ") as caught:
+        replace(SPEC, **{field: value})  # type: ignore[arg-type]
+    assert caught.value.hint
+
+
+def test_a_stream_says_that_it_is_synthetic() -> None:
+    assert SPEC.to_json()["synthetic"] is True and SPEC.shape.model == "synthetic-0"
