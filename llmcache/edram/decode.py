@@ -1,0 +1,146 @@
+"""One decode step, modelled: the bytes that move, the work of the array, and how long each resource is busy.
+
+The array is weight-stationary with loading hidden: a tile of weights stays for as many cycles as the rows that pass
+through it, or as it takes to load the next, whichever is longer. Memories run at their printed bandwidth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmcache.edram.columns import Array, Columns
+from llmcache.edram.constants import CHIP
+from llmcache.edram.steps import Steps
+
+PASSES_16_BY_8 = 2
+"""8-bit MACs of a product of an activation and a weight (16 x 8 bit; section 5: a PE performs 8-bit MACs)."""
+PASSES_16_BY_16 = 4
+"""8-bit MACs of a product of two activations, as in attention."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of `array_rows` x `array_rows` weights, [n, 1]: in all K and V matrices, in all others, in the head.
+
+    `load_cycles`: to bring one from SRAM; `row_cycles`: per row that passes through one.
+    """
+
+    kv: Array
+    other: Array
+    head: Array
+    load_cycles: Array
+    row_cycles: Array
+
+
+def tiles_of(c: Columns) -> Tiles:
+    """Returns the tiles of the weight matrices."""
+    channels, hidden, query, key = (
+        np.ceil(width / c.array_rows) for width in (c.channels, c.hidden, c.heads * c.head_dim, c.kv_heads * c.head_dim)
+    )
+    feed_forward = np.where(c.gated, 3, 2) * channels * hidden
+    return Tiles(
+        kv=c.layers * 2 * channels * key,
+        other=c.layers * (2 * channels * query + feed_forward),
+        head=channels * np.ceil(c.vocabulary / c.array_rows),
+        load_cycles=c.array_rows**2 * CHIP.weight_bytes * c.clock_hz / c.sram_bytes_per_s,
+        row_cycles=PASSES_16_BY_8 / c.macs_per_pe,
+    )
+
+
+def linear_s(c: Columns, tiles: Tiles, rows: Array, head_rows: Array, extra_kv_rows: Array) -> Array:
+    """Returns the time (s) of all products with weights, for `rows` rows, of which `head_rows` need the head.
+
+    `extra_kv_rows` pass through K and V only: tokens that are recomputed.
+    """
+
+    def cycles(amount: Array) -> Array:
+        return np.maximum(amount * tiles.row_cycles, tiles.load_cycles)
+
+    worked = tiles.other * cycles(rows) + tiles.kv * cycles(rows + extra_kv_rows) + tiles.head * cycles(head_rows)
+    return np.asarray(worked / c.clock_hz)
+
+
+def attention_s(c: Columns, steps: Steps) -> Array:
+    """Returns the time (s) of the products with keys and values in one step, [n, groups]."""
+    per_head = 2 * np.ceil(c.head_dim / c.array_rows) * steps.row_tiles
+    rows = c.heads / c.kv_heads * PASSES_16_BY_16 / c.macs_per_pe
+    load = c.array_rows**2 * CHIP.value_bytes * c.clock_hz / c.kv_bytes_per_s
+    return np.asarray(c.batch * c.layers * c.kv_heads * per_head * np.maximum(rows, load) / c.clock_hz)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decode step: bytes and tokens, then the seconds that each resource is busy; [n, groups], or [n, 1] if constant.
+
+    `recomputed`: tokens per layer, over the batch; `stored_bytes`: of the KV cache, of which `off_chip_bytes` are read
+    from DRAM and the rest lies in the KV memory; `new_bytes`: written to DRAM.
+    """
+
+    recomputed: Array
+    stored_bytes: Array
+    off_chip_bytes: Array
+    new_bytes: Array
+    dram_weights_s: Array
+    dram_kv_s: Array
+    linear_s: Array
+    attention_s: Array
+    sram_s: Array
+    kv_memory_s: Array
+
+
+def step_of(c: Columns, steps: Steps, share: Array) -> Step:
+    """Returns what a step takes if `share` of the cached tokens (0..1, [n, groups]) is stored as inputs.
+
+    With the declared costs of section 8.3.2 such tokens move no bytes and take no time, as in the paper's own example.
+    """
+    tokens = c.batch * steps.cached
+    kv_bytes = tokens * c.layers * c.kv_layer_bytes
+    x_bytes = np.where(c.declared, 0, tokens * c.layers * c.x_layer_bytes)
+    stored = (1 - share) * kv_bytes + share * x_bytes
+    off_chip = np.maximum(stored - c.kv_capacity_bytes, 0)
+    new = c.batch * c.layers * c.kv_layer_bytes
+    recomputed = np.where(c.declared, 0, share * tokens)
+    return Step(
+        recomputed=recomputed,
+        stored_bytes=stored,
+        off_chip_bytes=off_chip,
+        new_bytes=new,
+        dram_weights_s=c.read_weights * CHIP.weight_bytes / c.dram_bytes_per_s,
+        dram_kv_s=(off_chip + new) / c.dram_bytes_per_s,
+        linear_s=linear_s(c, tiles_of(c), c.batch, c.batch, recomputed),
+        attention_s=attention_s(c, steps),
+        sram_s=c.read_weights * CHIP.weight_bytes / c.sram_bytes_per_s,
+        kv_memory_s=kv_bytes / c.kv_bytes_per_s,
+    )
+
+
+RESOURCES = ("dram_weights", "dram_kv", "array", "sram", "kv_memory")
+"""What a step can wait for."""
+
+
+def waits(c: Columns, step: Step) -> dict[str, Array]:
+    """Returns how long (s) a step waits for each of `RESOURCES`, [n, groups]: it takes their sum.
+
+    Without overlap weights and KV are two phases, each as long as its slowest resource; the Kelle scheduler makes them
+    one (section 6), in which DRAM and array each serve both.
+    """
+    weights = _slowest(step.dram_weights_s, step.linear_s, step.sram_s)
+    kv = _slowest(step.dram_kv_s, step.attention_s, step.kv_memory_s)
+    dram, array = step.dram_weights_s + step.dram_kv_s, step.linear_s + step.attention_s
+    both = _slowest(dram, array, step.sram_s, step.kv_memory_s)
+    of_weights = step.dram_weights_s / dram
+    apart = (weights[0], kv[0], weights[1] + kv[1], weights[2], kv[2])
+    together = (both[0] * of_weights, both[0] * (1 - of_weights), both[1], both[2], both[3])
+    return {
+        name: np.where(c.overlap, one, two) for name, one, two in zip(RESOURCES, together, apart, strict=True)
+    }
+
+
+def _slowest(*times_s: Array) -> list[Array]:
+    """Returns each of `times_s` where it is the longest (the first of equals), 0 elsewhere."""
+    shape = np.broadcast_shapes(*(time_s.shape for time_s in times_s))
+    stacked = np.stack([np.broadcast_to(time_s, shape) for time_s in times_s])
+    longest = stacked.argmax(axis=0)
+    return [np.where(longest == place, time_s, 0) for place, time_s in enumerate(stacked)]
