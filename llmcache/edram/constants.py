@@ -6,7 +6,7 @@ doi:10.1145/3725843.3756071. Nothing here is fitted to the paper's results.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -156,6 +156,15 @@ class Profile:
     evictor_w: float = CHIP.evictor_w
     dram_static_w: float = 0.0
     array_bytes: float = 4 * MIB
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and value < 0:
+                raise ValueError(f"{field.name}: {value}, at least 0 is needed")
+        for name in ("access_bytes", "array_bytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: {getattr(self, name)}, more than 0 is needed")
 
     @property
     def sram_j_per_byte(self) -> float:
