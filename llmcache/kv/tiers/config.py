@@ -1,0 +1,125 @@
+"""What a KvStore is made from, what is asked of it and what it hands out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.errors import UsageError
+from llmcache.kv.csd import PROFILES, CsdProfile
+from llmcache.kv.spill import KvShape
+
+SSD_KINDS = ("file", "csd")
+"""How the ssd tier is reached: by this process itself, or through the *emulated* device that owns the file."""
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Shape and sizes of a store; sink and window are rounded up to whole pages.
+
+    `cpu_pages`: capacity of the cpu pool in whole pages per layer and sequence, sink and window included (the page that is
+    being filled is not); None: no bound. `path`: the spill file, the ssd tier; None: there is none, and no bound can be
+    kept. `ssd`: "file" or "csd" (*emulated*, with `profile`). `force`: replace a file that is there. `direct`: as SpillFile.
+    `threads` for copying, reading and scoring: None for one a processor.
+    """
+
+    shape: KvShape
+    batch: int = 1
+    sink_tokens: int = 16
+    window_tokens: int = 32
+    cpu_pages: int | None = None
+    path: Path | None = None
+    ssd: str = "file"
+    profile: CsdProfile = field(default_factory=lambda: PROFILES["none"])
+    force: bool = False
+    direct: bool | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("sink_tokens", 0), ("window_tokens", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: {getattr(self, name)}, at least {least} is needed")
+        if self.ssd not in SSD_KINDS:
+            raise ValueError(f"ssd: '{self.ssd}', known are {', '.join(SSD_KINDS)}")
+        if self.cpu_pages is None:
+            return
+        if self.path is None:
+            raise UsageError("cpu_pages: a bound needs a spill file to put the rest in", "name a path, or give no bound")
+        pinned = self.sink_pages + self.window_pages
+        if self.cpu_pages < pinned:
+            hint = "give the pool more pages, or make sink and window smaller"
+            raise UsageError(f"cpu_pages: {self.cpu_pages}, sink and window alone take {pinned}", hint)
+
+    @property
+    def sink_pages(self) -> int:
+        """Pages of the sink."""
+        return self.shape.pages_of(self.sink_tokens)
+
+    @property
+    def window_pages(self) -> int:
+        """Whole pages of the recent window."""
+        return self.shape.pages_of(self.window_tokens)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Tokens of the middle that are to be attended: `positions` int64 [batch, kv_heads, k], ascending, k may be 0."""
+
+    positions: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        if self.positions.ndim != 3 or self.positions.dtype != np.int64:
+            found = f"{self.positions.dtype} {self.positions.shape}"
+            raise ValueError(f"positions: {found}, int64 [batch, kv_heads, k] is needed")
+
+    @property
+    def count(self) -> int:
+        """Tokens of each head, k."""
+        return int(self.positions.shape[2])
+
+    @staticmethod
+    def none(batch: int, kv_heads: int) -> Selection:
+        """Returns the choice of nothing: sink, window and tail alone are attended."""
+        return Selection(np.empty((batch, kv_heads, 0), np.int64))
+
+    @staticmethod
+    def of_pages(pages: NDArray[np.int64], page_tokens: int) -> Selection:
+        """Returns the choice of all tokens of `pages` [batch, kv_heads, m]; they need not be in order."""
+        ordered = np.sort(pages, axis=2)
+        tokens = ordered[..., None] * page_tokens + np.arange(page_tokens)
+        return Selection(tokens.reshape(*pages.shape[:2], -1).astype(np.int64))
+
+    @staticmethod
+    def of_all(pages: range, batch: int, kv_heads: int, page_tokens: int) -> Selection:
+        """Returns the choice of every token of `pages`, for instance of `KvStore.middle`."""
+        tokens = np.arange(pages.start * page_tokens, pages.stop * page_tokens, dtype=np.int64)
+        return Selection(np.broadcast_to(tokens, (batch, kv_heads, len(tokens))))
+
+
+@dataclass
+class Gathered:
+    """What a layer attends to: sink, chosen, window and tail, ascending by position, in every head equally many.
+
+    `keys` [batch, kv_heads, k, head_dim] and `values` [.., value_dim] in the shape's numpy type (bfloat16: bits in uint16);
+    int8 comes out as float32, times its scales. `positions` int64 [batch, kv_heads, k]: indexes of tokens, padding included.
+    """
+
+    keys: Any
+    values: Any
+    positions: NDArray[np.int64]
+    _give_back: Callable[[], None] | None = field(default=None, repr=False)
+
+    def release(self) -> None:
+        """Lets the store use the memory again; the arrays must not be used any more. Without it they stay as they are."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+
+Victims = Callable[[int, int, NDArray[np.int64], int], NDArray[np.int64]]
+"""(layer, sequence, pages of the middle in the pool, ascending; how many must go) -> those that go down."""

@@ -1,0 +1,137 @@
+"""Which physical page each page of each sequence is, and where that lies in the spill file: copy on write by counting.
+
+All sequences of a batch have equally many pages, and two of them share a page only at the same place of both. A page is
+known by its number, which all layers share; numbers are used again once no sequence refers to them. A stream is a
+sequence of the spill file: pages are only ever added to its end, so a sequence goes on in the stream that its last
+whole page ends, if nobody else has, and in a stream of its own otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.int64]
+NOWHERE = -1
+
+
+class PageTable:
+    """Pages of `batch` sequences. `stream`, `place` [numbers]: where a page lies in the file, NOWHERE before it is full."""
+
+    def __init__(self, batch: int) -> None:
+        self.pages = 0
+        self._table = np.empty((batch, 16), np.int64)
+        self._used = np.empty(0, np.int32)
+        self._free: list[int] = []
+        self.stream = np.empty(0, np.int32)
+        self.place = np.empty(0, np.int32)
+        self.ends: dict[int, int] = {}
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return len(self._table)
+
+    @property
+    def numbers(self) -> int:
+        """Page numbers are below it."""
+        return len(self._used)
+
+    @property
+    def table(self) -> Numbers:
+        """Numbers of the pages of all sequences, [batch, pages]."""
+        return self._table[:, : self.pages]
+
+    def extend(self, pages: int) -> None:
+        """Gives every sequence fresh pages until it has `pages`."""
+        if pages > self._table.shape[1]:
+            wider = np.empty((self.batch, max(pages, 2 * self._table.shape[1])), np.int64)
+            wider[:, : self.pages] = self.table
+            self._table = wider
+        for page in range(self.pages, pages):
+            self._table[:, page] = self._fresh(self.batch)
+        self.pages = max(self.pages, pages)
+
+    def _fresh(self, count: int) -> list[int]:
+        if len(self._free) < count:
+            more = max(64, count, self.numbers)
+            # Popped from the end: the lowest first, so that neighbours get neighbouring slots.
+            self._free = [*range(self.numbers + more - 1, self.numbers - 1, -1), *self._free]
+            self._used = np.concatenate([self._used, np.zeros(more, np.int32)])
+            nowhere = np.full(more, NOWHERE, np.int32)
+            self.stream, self.place = (np.concatenate([old, nowhere]) for old in (self.stream, self.place))
+        found = [self._free.pop() for _ in range(count)]
+        self._used[found] = 1
+        self.stream[found] = self.place[found] = NOWHERE
+        return found
+
+    def settle(self, first: int, end: int) -> None:
+        """Gives the pages `first` .. `end` - 1 of every sequence, which are full now, their places in the file."""
+        for page in range(first, end):
+            for row in self._table:
+                number = row[page]
+                if self.stream[number] == NOWHERE:
+                    self._settle_one(number, int(row[page - 1]) if page else None)
+
+    def _settle_one(self, number: int, before: int | None) -> None:
+        stream = NOWHERE if before is None else int(self.stream[before])
+        if before is None or self.ends.get(stream) != self.place[before] + 1:
+            stream = next(free for free in range(len(self.ends) + 1) if free not in self.ends)
+            self.ends[stream] = 0
+        self.stream[number], self.place[number] = stream, self.ends[stream]
+        self.ends[stream] += 1
+
+    def unsettle(self, page: int) -> None:
+        """Takes the places of the last page of every sequence back, as if it were not full."""
+        self.stream[self._table[:, page]] = self.place[self._table[:, page]] = NOWHERE
+        self._shorten()
+
+    def cut(self, pages: int) -> Numbers:
+        """Takes all pages from `pages` on from every sequence; returns the numbers that nobody uses any more."""
+        self.pages = min(self.pages, pages)
+        return self._recount()
+
+    def choose(self, index: Numbers, partial: bool) -> tuple[Numbers, list[tuple[int, int]]]:
+        """Makes sequence i what sequence `index[i]` was. Returns the numbers nobody uses any more, and pages to copy.
+
+        `partial`: the last page is not full, so each sequence needs its own: (from, to) must be copied in every layer.
+        """
+        chosen = np.empty((len(index), self._table.shape[1]), np.int64)
+        chosen[:, : self.pages] = self.table[index]
+        self._table = chosen
+        copies: list[tuple[int, int]] = []
+        if partial:
+            seen: set[int] = set()
+            for row in chosen:
+                number = int(row[self.pages - 1])
+                if number in seen:
+                    row[self.pages - 1] = self._fresh(1)[0]
+                    copies.append((number, int(row[self.pages - 1])))
+                seen.add(number)
+        return self._recount(), copies
+
+    def _recount(self) -> Numbers:
+        used = np.bincount(self.table.reshape(-1), minlength=self.numbers).astype(np.int32)
+        gone = np.flatnonzero((used == 0) & (self._used > 0))
+        self._used = used
+        self._free += gone[::-1].tolist()
+        self._shorten()
+        return gone
+
+    def _shorten(self) -> None:
+        """Lets each stream end behind the last of its pages that is in use; one without any is free."""
+        alive = np.flatnonzero((self._used > 0) & (self.stream != NOWHERE))
+        ends: dict[int, int] = {}
+        for stream in np.unique(self.stream[alive]).tolist():
+            ends[stream] = int(self.place[alive[self.stream[alive] == stream]].max()) + 1
+        self.ends = ends
+
+    def runs(self, sequence: int, pages: int) -> list[tuple[int, int, int]]:
+        """Returns where the first `pages` pages of a sequence lie, as (stream, first place, pages)."""
+        numbers = self._table[sequence, :pages]
+        streams, places = self.stream[numbers], self.place[numbers]
+        breaks = np.flatnonzero((np.diff(streams) != 0) | (np.diff(places) != 1)) + 1
+        bounds = [0, *breaks.tolist(), pages] if pages else []
+        return [(int(streams[a]), int(places[a]), b - a) for a, b in itertools.pairwise(bounds)]
