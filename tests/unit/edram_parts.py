@@ -1,0 +1,36 @@
+"""Streams that a model would hand to a layer, for the tests of eDRAM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.edram.aerp import LayerShape, Projections, Rope
+
+Floats = NDArray[np.float32]
+
+
+@dataclass
+class Stream:
+    """What a model would hand to a layer: x of every token, its queries, and its projections."""
+
+    shape: LayerShape
+    x: Floats
+    queries: Floats
+    project: Projections
+
+    @classmethod
+    def of(cls, shape: LayerShape, tokens: int, seed: int, flat: bool = False) -> Stream:
+        random = np.random.default_rng(seed)
+        wide = (shape.channels, shape.kv_heads * shape.head_dim)
+        weights = [random.standard_normal(wide, np.float32) for _ in range(2)]
+        queries = random.standard_normal((tokens, shape.heads, shape.head_dim), np.float32)
+        x = random.standard_normal((tokens, shape.channels), np.float32)
+        return cls(shape, x, queries * (not flat), Projections(weights[0], weights[1], shape.kv_heads, Rope()))
+
+    def kv(self) -> tuple[Floats, Floats]:
+        # A token at a time, as decoding does: a product of many rows rounds differently.
+        rows = [self.project(self.x[t : t + 1], np.array([t])) for t in range(len(self.x))]
+        return np.concatenate([keys for keys, _ in rows]), np.concatenate([values for _, values in rows])
