@@ -1,0 +1,336 @@
+"""Planning: model shapes, memory, pools, and the latency model of every system, against sums done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmcache.errors import UsageError
+from llmcache.kv.planning import (
+    MACHINES,
+    MODELS,
+    PAPER_PC,
+    SYSTEMS,
+    TYPICAL_PC,
+    ModelShape,
+    Workload,
+    hillinfer,
+    latency,
+    memory_use,
+)
+from llmcache.kv.planning.config import shape_of
+from llmcache.kv.planning.hardware import NUMBERS, ORIGINS
+from llmcache.kv.planning.memory import largest_batch, largest_context
+from llmcache.kv.planning.placement import by_beta, by_capacity, by_rule, by_ssd_share, room, rule_share
+
+QWEN = MODELS["Qwen-7B"]
+GIB = 1 << 30
+
+
+# Machines
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+def test_every_number_of_a_machine_says_where_it_comes_from(machine: Any) -> None:
+    assert set(machine.origins) == set(NUMBERS)
+    assert {origin.kind for origin in machine.origins.values()} <= set(ORIGINS)
+    assert all(origin.text for origin in machine.origins.values())
+    told = machine.to_json()
+    assert told["ssd_bytes_per_s"] == {"value": 7e9, "origin": "assumed", "source": machine.origins["ssd_bytes_per_s"].text}
+
+
+def test_what_the_paper_says_of_its_machine() -> None:
+    said = {name for name, origin in PAPER_PC.origins.items() if origin.kind == "paper"}
+    assert said == {"gpu_bytes", "host_bytes", "device_bytes_per_s", "device_memory_bytes"}
+    assert (PAPER_PC.gpu_bytes, PAPER_PC.host_bytes, PAPER_PC.device_bytes_per_s) == (24 * GIB, 64 * GIB, 4e9)
+    assert TYPICAL_PC.gpu_bytes + TYPICAL_PC.host_bytes == 44 * GIB  # section 1: "memory limits 44GB"
+
+
+def test_sizes_from_the_command_line_are_given_not_the_papers() -> None:
+    changed = PAPER_PC.with_sizes(gpu_bytes=8 * GIB)
+    assert changed.gpu_bytes == 8 * GIB and changed.origins["gpu_bytes"].kind == "given"
+    assert changed.origins["host_bytes"].kind == "paper"
+
+
+def test_a_machine_needs_speeds_and_origins() -> None:
+    with pytest.raises(ValueError, match="ssd_bytes_per_s: 0"):
+        replace(PAPER_PC, ssd_bytes_per_s=0)
+    with pytest.raises(ValueError, match="host_bytes: -1"):
+        replace(PAPER_PC, host_bytes=-1)
+    with pytest.raises(ValueError, match="origins: \\['gpu_bytes'\\]"):
+        replace(PAPER_PC, origins={name: origin for name, origin in PAPER_PC.origins.items() if name != "gpu_bytes"})
+
+
+def test_scattered_reads_pay_for_whole_blocks_and_for_requests() -> None:
+    slow = replace(PAPER_PC, ssd_bytes_per_s=1e9, ssd_requests_per_s=100_000)
+    assert slow.ssd_rate(1 << 20) == 1e9
+    assert slow.ssd_rate(512) == 512 * 100_000  # 8 times too few requests
+    assert replace(slow, ssd_requests_per_s=1e9).ssd_rate(512) == 1e9 / 8  # an eighth of each block
+
+
+def test_a_device_scores_from_its_memory_what_fits_there() -> None:
+    assert PAPER_PC.device_score_rate(1e9, cached=False) == pytest.approx(4e9)
+    assert PAPER_PC.device_score_rate(1e9, cached=True) == pytest.approx(19.2e9)
+    assert PAPER_PC.device_score_rate(8e9, cached=True) == pytest.approx(8e9 / (4e9 / 19.2e9 + 4e9 / 4e9))
+
+
+# Models and memory
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("Qwen-7B", 7.72), ("Llama2-13B", 13.02), ("LongChat-7B", 6.74), ("OPT-6.7B", 6.66)]
+)
+def test_parameters_of_the_papers_models(name: str, billions: float) -> None:
+    assert MODELS[name].parameters / 1e9 == pytest.approx(billions, abs=0.006)
+
+
+def test_kv_of_a_token() -> None:
+    assert QWEN.token_bytes == 2 * 32 * 32 * 128 * 2
+    assert replace(QWEN, kv_heads=8).token_bytes == QWEN.token_bytes / 4
+    assert replace(QWEN, kv_dtype="int8").token_bytes == 2 * 32 * 32 * (128 + 4)
+
+
+@pytest.mark.parametrize(("name", "gib"), [("Qwen-7B", 30), ("Llama2-13B", 51)])
+def test_figure_2_within_three_percent_in_gib(name: str, gib: float) -> None:
+    use = memory_use(MODELS[name], 4096, 8)
+    assert use.total / GIB == pytest.approx(gib, rel=0.03)
+    assert use.total == use.weights + use.kv + use.activations + use.runtime
+
+
+def test_largest_context_and_batch_are_the_last_that_fit() -> None:
+    memory = 44.0 * GIB
+    most = largest_context(QWEN, 8, memory)
+    assert memory_use(QWEN, most, 8).total <= memory < memory_use(QWEN, most + 1, 8).total
+    batch = largest_batch(QWEN, 4096, memory)
+    assert memory_use(QWEN, 4096, batch).total <= memory < memory_use(QWEN, 4096, batch + 1).total
+    assert largest_context(QWEN, 8, 10 * GIB) == 0 == largest_batch(QWEN, 4096, 10 * GIB)
+
+
+# Configs
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+
+
+def shape(**changes: Any) -> ModelShape:
+    config = {name: value for name, value in (LLAMA | changes).items() if value is not ...}
+    return shape_of(config, "models/Llama-3.1-8B/config.json")
+
+
+def test_a_llama_config() -> None:
+    found = shape()
+    assert found.name == "Llama-3.1-8B" and found.parameters / 1e9 == pytest.approx(8.03, abs=0.01)
+    assert (found.kv_heads, found.head_dim, found.kv_dtype, found.context_limit) == (8, 128, "bfloat16", 131072)
+    assert shape(num_key_value_heads=None).kv_heads == 32
+
+
+def test_other_names_for_the_same_sizes() -> None:
+    small = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    gpt2 = shape_of(small, "gpt2/config.json")
+    assert gpt2.parameters / 1e6 == pytest.approx(124.3, abs=0.2)
+    sizes = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_dim": 16384, "vocab_size": 50272}
+    opt = sizes | {"model_type": "opt", "max_position_embeddings": 2048}
+    assert shape_of(opt, "x").parameters == MODELS["OPT-6.7B"].parameters
+    qwen = shape(model_type="qwen", intermediate_size=22016, num_key_value_heads=None, vocab_size=151936, seq_length=8192)
+    assert qwen.parameters == QWEN.parameters
+    qwen3 = shape(model_type="qwen3", head_dim=64)
+    assert qwen3.head_dim == 64
+    nested = shape_of({"model_type": "llava", "text_config": LLAMA}, "x/config.json")
+    assert nested.layers == 32
+
+
+def test_quantised_weights_and_types() -> None:
+    assert shape(quantization_config={"bits": 4}).weight_bytes == shape().weight_bytes // 4
+    assert shape(quantization_config={"load_in_8bit": True}).weight_bits == 8
+    assert shape(torch_dtype="float32").weight_bits == 32
+    assert shape(torch_dtype="float8_e4m3fn").kv_dtype == "float16"
+    assert "4096" in shape(sliding_window=4096).notes[0] and not shape(sliding_window=4096, use_sliding_window=False).notes
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": ...}, "num_hidden_layers"),
+        ({"num_hidden_layers": "32"}, "num_hidden_layers: '32'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers: True"),
+        ({"num_attention_heads": 0}, "heads"),
+        ({"num_key_value_heads": 5}, "kv_heads: 5"),
+        ({"hidden_size": -1}, "hidden_size: -1"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({"quantization_config": {"bits": 0}}, "weight_bits"),
+    ],
+)
+def test_a_config_that_is_not_understood_names_the_field(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named) as caught:
+        shape(**changes)
+    assert caught.value.message.startswith("--model: ") and caught.value.hint
+
+
+# Pools
+
+
+def test_the_rule_is_equation_1_and_m0_binds() -> None:
+    share = rule_share(PAPER_PC)
+    assert share / (1 - share) == pytest.approx(PAPER_PC.score_bytes_per_s / PAPER_PC.device_bytes_per_s)
+    small, large = Workload(8192), Workload(32768)
+    for workload, binds in ((small, False), (large, True)):
+        kv = QWEN.kv_bytes(workload.context, 8)
+        found = room(PAPER_PC, QWEN, workload, 0.2)
+        places = by_rule(found, kv, PAPER_PC)
+        assert places.total == pytest.approx(kv) and places.gpu == 0
+        if binds:
+            assert places.host == found.host_kv < share * kv
+        else:
+            assert places.beta == pytest.approx(PAPER_PC.score_bytes_per_s / PAPER_PC.device_bytes_per_s)
+
+
+def test_weights_that_the_gpu_has_no_room_for_take_from_the_host() -> None:
+    found = room(PAPER_PC, MODELS["Llama2-13B"], Workload(4096), 0.2)
+    assert found.weights_on_host > 0 and found.lacking == 0
+    assert found.weights_on_gpu + found.weights_on_host == MODELS["Llama2-13B"].weight_bytes
+    assert found.host_kv == pytest.approx(60 * GIB - found.weights_on_host)
+    tiny = PAPER_PC.with_sizes(4 * GIB, 8 * GIB)
+    assert room(tiny, MODELS["Llama2-13B"], Workload(4096), 0.2).lacking > 0
+
+
+def test_what_fits_on_the_gpu_stays_there() -> None:
+    found = room(PAPER_PC, QWEN, Workload(512, batch=1), 1.0)
+    kv = QWEN.kv_bytes(512, 1)
+    assert found.gpu_kv == kv and by_capacity(found, kv).gpu == kv == by_rule(found, kv, PAPER_PC).gpu
+    assert room(PAPER_PC.with_sizes(gpu_bytes=0), QWEN, Workload(512, batch=1), 1.0).gpu_kv == 0
+
+
+def test_pools_by_ratio_and_share() -> None:
+    assert by_beta(100, 3.0).host == 75 and by_beta(100, 3.0).beta == pytest.approx(3)
+    assert by_beta(100, 3.0, most_host_bytes=10).ssd == 90
+    assert by_ssd_share(100, 0.2).ssd == 20 and by_ssd_share(100, 0).beta == float("inf")
+    assert by_ssd_share(100, 0).to_json()["beta"] is None
+    with pytest.raises(ValueError, match="beta: -1"):
+        by_beta(100, -1)
+    with pytest.raises(ValueError, match=r"share: 1\.5"):
+        by_ssd_share(100, 1.5)
+
+
+# Latency: sums by hand, for one layer that is all of the model
+
+ONE = ModelShape("one", 1, 1024, 8, 8, 128, 4096, 1000)
+# 1 GB of KV: half of it keys.
+PLAIN = Workload(context=1 << 18, batch=1, alpha=0.25, chunk_tokens=10)
+KV = ONE.kv_bytes(PLAIN.context, 1)
+FLAT = replace(
+    PAPER_PC,
+    gpu_link_bytes_per_s=8e9,
+    score_bytes_per_s=10e9,
+    ssd_bytes_per_s=2e9,
+    ssd_requests_per_s=1e12,
+    device_bytes_per_s=4e9,
+    device_link_bytes_per_s=1e9,
+    device_latency_ns=0,
+)
+HALF = by_ssd_share(KV, 0.5)
+
+
+def parts(policy: Any, workload: Workload = PLAIN) -> tuple[float, float, float]:
+    """Seconds of evaluation and fetch for a GB of KV, and of what computing leaves exposed."""
+    found = latency(policy, FLAT, ONE, workload, HALF)
+    gb = KV / 1e9
+    return found.stages["evaluate"] / 1e9 / gb, found.stages["fetch"] / 1e9 / gb, found.exposed_ns / 1e9 / gb
+
+
+def test_the_full_cache_is_fetched_whole() -> None:
+    evaluate, fetch, _ = parts("full")
+    assert evaluate == 0 and fetch == pytest.approx(max(0.5 / 2, 1 / 8))
+
+
+def test_h2o_reads_scores_and_fetches_one_after_the_other() -> None:
+    evaluate, fetch, exposed = parts("h2o")
+    assert evaluate == pytest.approx(0.25 / 2 + 0.5 / 10)
+    # A token's keys are 2048 bytes here, half of the block that is read for them.
+    assert fetch == pytest.approx(0.25 * 0.5 / 1 + 0.25 / 8)
+    assert exposed == pytest.approx(evaluate + fetch)
+
+
+def test_prefetch_overlaps_what_it_can() -> None:
+    evaluate, fetch, exposed = parts("prefetch")
+    assert evaluate == pytest.approx(max(0.25 / 2, 0.5 / 10))
+    assert fetch == pytest.approx(max(0.25 * 0.5 / 1, 0.25 / 8))
+    compute = latency("prefetch", FLAT, ONE, PLAIN, HALF)
+    assert exposed * KV / 1e9 == pytest.approx((evaluate + fetch) * KV / 1e9 - compute.busy["compute"] / 1e9)
+
+
+def test_who_evaluates_by_keys_and_values_has_the_values_already() -> None:
+    evaluate, fetch, _ = parts("prefetch", replace(PLAIN, host_evaluates="keys and values"))
+    assert evaluate == pytest.approx(0.5 / 2) and fetch == pytest.approx(0.25 / 8)
+
+
+def test_leoam_reads_two_keys_a_chunk() -> None:
+    evaluate, fetch, _ = parts("leoam")
+    assert evaluate == pytest.approx(max(0.2 * 0.25 / 2, 0.2 * 0.5 / 10))
+    assert fetch == pytest.approx(0.25 * 0.5 / 2)  # chunks of 20 KiB are whole blocks
+
+
+def test_hillinfer_scores_on_both_sides_at_once() -> None:
+    evaluate, fetch, _ = parts("hillinfer")
+    assert evaluate == pytest.approx(max(0.25 / 10, 0.25 / 4))
+    assert fetch == pytest.approx(max(0.25 * 0.5 / 1, 0.25 / 8))
+    moved = latency("hillinfer", FLAT, ONE, PLAIN, HALF).moved
+    assert moved["ssd to host"] == 0
+    assert moved["device internal"] == pytest.approx(KV * (0.25 + 0.125))
+    assert moved["device to host"] == pytest.approx(KV * 0.125 + 4 * 8 * PLAIN.context / 2)
+
+
+def test_each_part_of_hillinfer_counts() -> None:
+    no_hie, no_app = hillinfer(hie=False), hillinfer(app=False)
+    assert no_hie.name == "hillinfer-no-hie" and hillinfer().name == "hillinfer"
+    assert parts(no_hie)[0] == parts("prefetch")[0] > parts("hillinfer")[0]
+    assert parts(no_app)[2] > parts("hillinfer")[2]
+    kept = replace(PLAIN, important_on_ssd=0.5, important_on_ssd_bkp=0.1)
+    assert parts("hillinfer", kept)[1] < parts(hillinfer(bkp=False), kept)[1] == parts("hillinfer")[1]
+    assert hillinfer(False, False, False).title == "HillInfer without HIE, BKP, APP"
+
+
+def test_evaluation_by_score_blocks_moves_a_64th() -> None:
+    """With d = 128 in half precision a key is 256 bytes and its score 4."""
+    judged = replace(PLAIN, important_on_ssd=0.0)
+    host, device = (latency(policy, FLAT, ONE, judged, HALF).moved for policy in ("prefetch", "hillinfer"))
+    assert host["ssd to host"] / device["device to host"] == pytest.approx(64)
+
+
+def test_idle_share_and_busy_times() -> None:
+    found = latency("hillinfer", PAPER_PC, QWEN, Workload(16384))
+    assert found.idle_share == pytest.approx(1 - found.stages["compute"] / found.token_ns)
+    assert set(found.busy) == {"compute", "cpu", "device", "link", "gpu link"}
+    assert max(found.busy.values()) <= found.token_ns
+    assert found.end_to_end_ns(10) == pytest.approx(found.prefill_ns + 10 * found.token_ns)
+    told = found.to_json()
+    assert told["kind"] == "modelled" and told["policy"] == "hillinfer" and told["machine"] == "paper"
+
+
+def test_without_a_gpu_nothing_crosses_to_one() -> None:
+    bare = PAPER_PC.with_sizes(gpu_bytes=0)
+    assert latency("full", bare, QWEN, Workload(4096)).moved["host to gpu"] == 0
+
+
+def test_wrong_arguments_are_named() -> None:
+    wrong: list[dict[str, Any]] = [{"alpha": 0.0}, {"alpha": 1.1}, {"context": 0}, {"batch": 0}, {"important_on_ssd": 2.0}]
+    for changes in wrong:
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            replace(PLAIN, **changes)
+    with pytest.raises(ValueError, match="host_evaluates"):
+        replace(PLAIN, host_evaluates="nothing")
+    with pytest.raises(KeyError):
+        latency("infinigen", PAPER_PC, QWEN, PLAIN)
+    assert list(SYSTEMS) == ["full", "h2o", "prefetch", "leoam", "hillinfer"]
