@@ -1,0 +1,153 @@
+"""KvPolicy: what every policy does, so that a file of one contains little but its way to choose.
+
+Concurrency: the engine calls a policy from one thread at a time, its worker's where it looks ahead, so a policy needs no
+lock. What a policy remembers is kept by layer, so that layers may come in any order.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.errors import UsageError
+from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
+from llmcache.kv.policies.settings import PolicySettings
+from llmcache.kv.tiers import KvStore, Selection
+
+Floats = NDArray[np.float32]
+Positions = NDArray[np.int64]
+
+
+class Remembered(Protocol):
+    """Something kept for each token, which has to follow when a store is cropped or its sequences change."""
+
+    def crop(self, tokens: int) -> None:
+        """Forgets all tokens from number `tokens` on."""
+
+    def reorder(self, index: Positions) -> None:
+        """Gives sequence i what was of sequence `index[i]`."""
+
+
+class KvPolicy(ABC):
+    """Chooses, for each step and layer, the tokens of the middle to attend to: as many as its settings say.
+
+    Sink, window and tail are attended in any case. Made for one `store`, and called by one engine:
+    `prefilled` after a prefill's append, then in each step `select`, and `attended` once it has been attended to. `first`
+    [batch]: first token of each sequence that is not padding.
+
+    A policy defines `choose`, which is called only where there is a choice. What it keeps for tokens it puts into
+    `remembered`. Policies of `whole_pages` choose pages, all of whose tokens are attended to.
+    """
+
+    name: ClassVar[str]
+    """What `--policy` takes."""
+    title: ClassVar[str]
+    """What tables and plots call it."""
+    needs_weights: ClassVar[bool] = False
+    """True if `attended` needs the weights of attention."""
+    ssd: ClassVar[str] = "file"
+    """Which ssd tier it is meant for: "file", read by the host; or "csd", the *emulated* device."""
+    ahead: ClassVar[bool] = False
+    """True if it is meant to run with look-ahead, one layer before the one that computes."""
+    whole_pages: ClassVar[bool] = False
+    """True if it chooses pages rather than tokens."""
+    settings_class: ClassVar[type[PolicySettings]] = PolicySettings
+
+    def __init__(
+        self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE
+    ) -> None:
+        self.store, self.timeline = store, timeline
+        self.settings = self.settings_class() if settings is None else settings
+        if not isinstance(self.settings, self.settings_class):
+            hint = f"{self.settings_class.__name__} is needed"
+            raise UsageError(f"settings: {type(self.settings).__name__} is not for the policy {self.name!r}", hint)
+        self.settings.check_store(store.config)
+        self.first: Positions = np.zeros(store.batch, np.int64)
+        self.remembered: list[Remembered] = []
+
+    @abstractmethod
+    def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
+        """Returns `tokens` tokens of the middle for each head of each sequence; more than 0, fewer than the middle has.
+
+        `queries` [batch, heads, head_dim] float32. With `whole_pages`, `tokens` is a multiple of the page.
+        """
+
+    def prefilled(self, layer: int, queries: Floats, start: int) -> None:  # noqa: B027 - not all take note
+        """Takes note of a prefill that `layer` has appended, or a part of it; `KvStore.commit` has not followed yet.
+
+        `queries` [batch, heads, rows, dim] float32, from position `start` on.
+        """
+
+    def attended(  # noqa: B027 - not all take note
+        self, layer: int, selection: Selection, weights: Floats | None = None
+    ) -> None:
+        """Takes note of what `layer` has attended to in a step; moves of the pool happen here, off the critical path.
+
+        `weights` [batch, heads, k] float32: those of softmax over sink, `selection`, window and tail, in this order of
+        ascending positions, as `KvStore.gather` gives them; None unless `needs_weights`.
+        """
+
+    def select(self, layer: int, queries: Floats) -> Selection:
+        """Returns the tokens to attend to besides sink, window and tail, for `queries` [batch, heads, head_dim] float32."""
+        self._check(queries)
+        tokens, batch, middle = self.tokens, len(queries), self.store.middle
+        if tokens == 0:
+            return Selection.none(batch, self.kv_heads)
+        if tokens == len(middle) * self.page_tokens:
+            return Selection.of_all(middle, batch, self.kv_heads, self.page_tokens)
+        return self.choose(layer, queries, tokens)
+
+    def _check(self, queries: Floats) -> None:
+        batch, dim = self.store.batch, self.store.shape.head_dim
+        heads = queries.shape[1] if queries.ndim == 3 else 0
+        fits = heads and queries.shape == (batch, heads, dim) and heads % self.kv_heads == 0
+        if not fits or queries.dtype != np.float32:
+            wanted = f"float32 [{batch}, a multiple of {self.kv_heads}, {dim}]"
+            raise ValueError(f"queries: {queries.dtype} {queries.shape}, {wanted} is needed")
+
+    # What policies ask
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+        return self.store.shape.page_tokens
+
+    @property
+    def kv_heads(self) -> int:
+        """Key heads."""
+        return self.store.shape.kv_heads
+
+    @property
+    def scale(self) -> float:
+        """What products of queries and keys are multiplied by before softmax."""
+        return self.settings.scale or 1 / math.sqrt(self.store.shape.head_dim)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of the middle are chosen now; whole pages where the policy needs them."""
+        inside = len(self.store.middle) * self.page_tokens
+        wanted = min(inside, self.settings.middle_tokens(self.store.length, self.store.length - inside))
+        return wanted - wanted % self.page_tokens if self.whole_pages else wanted
+
+    # What happens to the sequences
+
+    def pad(self, first: Positions) -> None:
+        """Says that the tokens of sequence i before number `first[i]` are padding: they are chosen last of all."""
+        if first.shape != (self.store.batch,) or (first < 0).any():
+            raise ValueError(f"first: {first}, {self.store.batch} numbers of at least 0 are needed")
+        self.first = first.astype(np.int64)
+
+    def cropped(self, tokens: int) -> None:
+        """Follows the store after `KvStore.crop(tokens)`."""
+        for table in self.remembered:
+            table.crop(tokens)
+
+    def reordered(self, index: Positions) -> None:
+        """Follows the store after sequence i has become what was sequence `index[i]`: reorder, select, repeat."""
+        self.first = self.first[index]
+        for table in self.remembered:
+            table.reorder(index)
