@@ -58,6 +58,15 @@ class Timeline:
             raise ValueError(f"end_ns: {span.end_ns}, before its begin_ns {span.begin_ns}")
         self._spans.append(span)
 
+    def has(self, stage: str, layer: int, step: int, since_ns: int) -> bool:
+        """Returns whether a span of `stage` of `layer` in `step` was recorded that began at `since_ns` or after."""
+        for span in reversed(self._spans):
+            if span.end_ns < since_ns:  # spans are appended when they end: none before this one is later
+                break
+            if (span.stage, span.layer, span.step) == (stage, layer, step) and span.begin_ns >= since_ns:
+                return True
+        return False
+
     @property
     def spans(self) -> list[Span]:
         """All spans, by their begin."""

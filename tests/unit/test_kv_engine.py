@@ -1,0 +1,273 @@
+"""The engine: looking ahead changes when things are done, not what is attended to; errors come up where they belong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from llmcache.errors import EnvironmentProblem
+from llmcache.kv.pipeline import KvEngine, Timeline, attention
+from llmcache.kv.pipeline.merging import merged, missing
+from llmcache.kv.policies.settings import PolicySettings
+from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
+from llmcache.kv.workload import StreamSpec, SyntheticStream
+from tests.unit.kv_policies import Best
+
+SPEC = StreamSpec(layers=3, kv_heads=2, heads=4, head_dim=16, context=300, batch=2, dtype="float32")
+STREAM = SyntheticStream(SPEC)
+STEPS = 20
+
+
+def opened(**settings: object) -> tuple[KvStore, Best]:
+    """Return a store that holds everything in memory, and a policy over it."""
+    store = KvStore(StoreConfig(SPEC.shape, batch=SPEC.batch))
+    return store, Best(store, PolicySettings(**settings))  # type: ignore[arg-type]
+
+
+def ids(positions: range) -> NDArray[np.int64]:
+    return np.tile(np.arange(positions.start, positions.stop), (SPEC.batch, 1))
+
+
+def fill(engine: KvEngine, context: int = SPEC.context) -> None:
+    for layer in range(SPEC.layers):
+        engine.prefill(layer, None, *STREAM.keys_values(layer, range(context)))
+    engine.finish_step(ids(range(context)), ids(range(context)))
+
+
+def decode(engine: KvEngine, step: int, error: float = 0.2) -> list[Gathered]:
+    """Do one step, and return what each layer attends to."""
+    at = range(SPEC.context + step, SPEC.context + step + 1)
+    found = []
+    for layer in range(SPEC.layers):
+        found.append(engine.step(layer, STREAM.queries(layer, step), *STREAM.keys_values(layer, at)))
+        if layer + 1 < SPEC.layers:
+            engine.ahead(layer + 1, STREAM.estimate(layer + 1, step, error))
+        engine.attended(layer)
+    engine.finish_step(ids(at), ids(at))
+    return found
+
+
+def run(
+    steps: int = STEPS, error: float = 0.2, alpha: float = 0.3, app: bool = True, exact: bool = False
+) -> list[list[Gathered]]:
+    """Return what is attended to, by step and layer."""
+    store, policy = opened(alpha=alpha)
+    with store, KvEngine(store, policy, app=app, exact=exact) as engine:
+        fill(engine)
+        return [decode(engine, step, error) for step in range(steps)]
+
+
+def same(first: list[list[Gathered]], second: list[list[Gathered]]) -> bool:
+    return all(
+        np.array_equal(a.positions, b.positions) and np.array_equal(a.keys, b.keys) and np.array_equal(a.values, b.values)
+        for one, other in zip(first, second, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llmcache-kv-ahead")]
+
+
+def test_looking_ahead_with_true_queries_changes_nothing() -> None:
+    plain = run(app=False)
+    assert same(run(app=True, error=0), plain), "what is known ahead is the truth"
+    assert same(run(app=True, exact=True), plain), "it is not, but it is evaluated again"
+    assert not same(run(app=True), plain), "it is not"
+
+
+def test_what_is_attended_to_are_the_rows_of_the_stream() -> None:
+    for options in ({"app": False}, {"app": True}, {"app": True, "exact": True}):
+        last = run(**options)[-1]
+        for layer, found in enumerate(last):
+            keys, values = STREAM.keys_values(layer, range(SPEC.context + STEPS))
+            assert (np.diff(found.positions, axis=2) > 0).all(), "ascending, each once"
+            assert found.positions[..., -1].max() == SPEC.context + STEPS - 1, "the token itself"
+            for rows, everything in ((found.keys, keys), (found.values, values)):
+                assert np.array_equal(rows, np.take_along_axis(everything, found.positions[..., None], axis=2))
+
+
+@pytest.mark.parametrize("app", [False, True])
+def test_a_budget_of_the_whole_context_is_full_attention_bit_for_bit(app: bool) -> None:
+    for step, layers in enumerate(run(alpha=1.0, app=app)):
+        at = range(SPEC.context + step + 1)
+        for layer, found in enumerate(layers):
+            asked = STREAM.queries(layer, step)
+            whole = attention(asked, *STREAM.keys_values(layer, at))
+            assert all(
+                np.array_equal(a, b) for a, b in zip(attention(asked, found.keys, found.values), whole, strict=True)
+            )
+
+
+def test_the_next_layer_is_chosen_while_this_one_computes() -> None:
+    store, policy = opened(alpha=0.3)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def hold(layer: int) -> None:
+        if layer == 1:
+            begun.set()
+            assert may_end.wait(30)
+
+    policy.before_select = hold
+    with KvEngine(store, policy) as engine:
+        fill(engine)
+        engine.step(0, STREAM.queries(0, 0), *STREAM.keys_values(0, range(300, 301)))
+        engine.ahead(1, STREAM.estimate(1, 0))
+        assert begun.wait(30)
+        assert ("select", 1) not in policy.calls, "it is at it, and this thread computes"
+        engine.attended(0)  # must not wait either
+        may_end.set()
+        found = engine.step(1, STREAM.queries(1, 0), *STREAM.keys_values(1, range(300, 301)))
+    assert found.positions.shape[2] == 90 + 1  # of 300 by alpha, and the token that came since
+    assert policy.calls == [("select", 0), ("select", 1), ("attended", 0)]
+
+
+def test_updates_are_done_in_order_and_before_the_step_ends() -> None:
+    store, policy = opened(alpha=0.3)
+    with KvEngine(store, policy) as engine:
+        fill(engine)
+        policy.before_update = lambda layer: None if store.step == 1 else pytest.fail("a step too late")
+        decode(engine, 0)
+        assert [layer for what, layer in policy.calls if what == "attended"] == [0, 1, 2]
+        assert store.length == SPEC.context + 1 and store.step == 2
+
+
+def test_a_policy_hears_of_the_prefill_and_gets_the_weights() -> None:
+    store, policy = opened(alpha=0.3)
+    keys, values = STREAM.keys_values(0, range(40))
+    with KvEngine(store, policy) as engine:
+        for layer in range(SPEC.layers):
+            engine.prefill(layer, np.zeros((2, 4, 8, 16), np.float32), keys, values)
+        engine.finish_step(ids(range(40)), ids(range(40)))
+        assert policy.calls == [("prefilled 8 from 32", layer) for layer in range(SPEC.layers)]
+        found = engine.step(0, STREAM.queries(0, 0), keys[:, :, :1], values[:, :, :1])
+        engine.attended(0, attention(STREAM.queries(0, 0), found.keys, found.values)[1])
+        engine.rest()
+    assert policy.calls[-1] == (f"attended (2, 4, {found.positions.shape[2]})", 0)
+
+
+@pytest.mark.parametrize("app", [False, True])
+def test_an_error_of_an_evaluation_comes_up_at_its_layer_and_can_be_tried_again(app: bool) -> None:
+    store, policy = opened(alpha=0.3)
+    wanted = run(steps=1, app=app)[0]
+
+    def fail(layer: int) -> None:
+        if layer == 1:
+            raise EnvironmentProblem("the device is gone", "restart it")
+
+    policy.before_select = fail
+    with KvEngine(store, policy, app=app) as engine:
+        fill(engine)
+        at = range(SPEC.context, SPEC.context + 1)
+        found = [engine.step(0, STREAM.queries(0, 0), *STREAM.keys_values(0, at))]
+        engine.ahead(1, STREAM.estimate(1, 0))
+        engine.attended(0)
+        with pytest.raises(EnvironmentProblem, match="the device is gone"):
+            engine.step(1, STREAM.queries(1, 0), *STREAM.keys_values(1, at))
+        policy.before_select = lambda layer: None
+        for layer in (1, 2):
+            engine.ahead(layer, STREAM.estimate(layer, 0))
+            found.append(engine.step(layer, STREAM.queries(layer, 0), *STREAM.keys_values(layer, at)))
+            engine.attended(layer)
+        engine.finish_step(ids(at), ids(at))
+    assert same([found], [wanted])
+
+
+def test_an_error_of_an_update_comes_up_at_the_end_of_the_step() -> None:
+    store, policy = opened(alpha=0.3)
+
+    def fail(layer: int) -> None:
+        if layer == 1:
+            raise EnvironmentProblem("the disk is full", "make room")
+
+    policy.before_update = fail
+    with KvEngine(store, policy) as engine:
+        fill(engine)
+        with pytest.raises(EnvironmentProblem, match="the disk is full"):
+            decode(engine, 0)
+        assert [layer for what, layer in policy.calls if what == "attended"] == [0, 2], "the others were done"
+        engine.finish_step(ids(range(300, 301)), ids(range(300, 301)))
+        policy.before_update = lambda layer: None
+        decode(engine, 1)
+
+
+def test_closed_in_mid_flight_it_ends_what_it_is_at_and_drops_the_rest() -> None:
+    store, policy = opened(alpha=0.3)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def hold(layer: int) -> None:
+        begun.set()
+        assert may_end.wait(30)
+
+    engine = KvEngine(store, policy)
+    fill(engine)
+    policy.before_select = hold
+    for layer in range(SPEC.layers):
+        engine.ahead(layer, STREAM.estimate(layer, 0))
+    assert begun.wait(30)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    may_end.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert policy.calls in ([("select", 0)], [("select", 0), ("select", 1)])  # the second may have begun before the close
+    assert not engine._ahead
+    engine.close()  # once more does no harm
+    with pytest.raises(RuntimeError):
+        engine.ahead(0, STREAM.estimate(0, 0))
+
+
+def test_at_rest_nothing_that_was_looked_ahead_for_is_left() -> None:
+    store, policy = opened(alpha=0.3)
+    with KvEngine(store, policy) as engine:
+        fill(engine)
+        engine.ahead(0, STREAM.estimate(0, 0))
+        engine.rest()
+        store.crop(200)
+        policy.calls.clear()
+        found = engine.step(0, STREAM.queries(0, 0), *STREAM.keys_values(0, range(200, 201)))
+    assert policy.calls == [("select", 0)] and found.positions.max() == 200
+
+
+def test_the_timeline_has_every_stage_of_every_layer() -> None:
+    store, policy = opened(alpha=0.3)
+    timeline = Timeline()
+    with KvEngine(store, policy, timeline=timeline) as engine:
+        fill(engine)
+        decode(engine, 0)
+    told = [(span.stage, span.layer) for span in timeline.of_step(1)]
+    assert sorted(told) == [(stage, layer) for stage in ("evaluate", "fetch", "update") for layer in range(3)]
+
+
+def test_a_policy_that_records_its_evaluation_is_not_recorded_twice() -> None:
+    store, policy = opened(alpha=0.3)
+    timeline = Timeline()
+
+    def record(layer: int) -> None:
+        with timeline.span("device", "evaluate", layer, store.step):
+            pass
+
+    policy.before_select = record
+    with KvEngine(store, policy, timeline=timeline) as engine:
+        fill(engine)
+        decode(engine, 0)
+    assert {span.resource for span in timeline.spans if span.stage == "evaluate"} == {"device"}
+
+
+def test_rows_that_are_missing_are_those_of_no_part() -> None:
+    wanted = np.array([[[1, 4, 6, 9], [2, 3, 4, 5]]])
+    have = np.array([[[1, 6, 7, 9], [0, 1, 2, 9]]])
+    lacking = missing(wanted, have)
+    assert lacking.tolist() == [[[4, 9, 9], [3, 4, 5]]]
+    parts = [Gathered(p[..., None] * 10.0, p[..., None] * 100.0, p) for p in (have, lacking)]
+    keys, values = merged(wanted, parts)
+    assert np.array_equal(keys[..., 0], 10 * wanted) and np.array_equal(values[..., 0], 100 * wanted)
+    assert missing(wanted, wanted).shape == (1, 2, 0)
+    with pytest.raises(ValueError, match="wanted"):
+        merged(wanted, parts[:1])
