@@ -1,0 +1,31 @@
+"""`llmcache edram`: the commands for the modelled eDRAM accelerator; a table, each command imported when it is called."""
+
+from __future__ import annotations
+
+import click
+
+from llmcache.cli import LazyGroup
+
+# name: (module:attribute, the line `llmcache edram --help` shows)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "model": ("llmcache.cli.edram.model:command", "Latency and energy of a model on each system, by component."),
+    "sweep": ("llmcache.cli.edram.sweep:command", "The same for every combination of what is varied."),
+    "plot": ("llmcache.cli.edram.plot:command", "Draw a saved model or sweep: HTML, PNG or SVG."),
+}
+
+
+@click.command(
+    "edram",
+    cls=LazyGroup,
+    table=COMMANDS,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.pass_context
+def command(context: click.Context) -> None:
+    """What KV caching would cost on an edge accelerator with eDRAM, after the Kelle paper. Everything here is modelled.
+
+    'llmcache edram COMMAND --help' tells more of each command, with examples.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())

@@ -1,0 +1,202 @@
+"""Pictures of the accelerator model: energy by component, speed-up and efficiency, share of refresh, roofline, sweeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+
+from llmcache.edram.energy import KINDS
+from llmcache.report.edram_saved import Roof, Row
+from llmcache.report.theme import INK, MUTED, PAPER, Look, grid_of, legend_below
+
+KIND_LOOKS: dict[str, tuple[str, str]] = {  # colour and hatch: neighbours in a stack differ in both grey and pattern
+    "DRAM, weights": ("#084c8d", ""),
+    "DRAM, KV": ("#56b4e9", ""),
+    "DRAM, other": ("#b4bac2", "//"),
+    "weight memory": ("#117733", ""),
+    "KV memory": ("#9ad1a5", ""),
+    "activation memory": ("#dfe8b0", ""),
+    "leakage": ("#8b9099", ""),
+    "refresh": ("#d55e00", "xx"),
+    "array": ("#8e44a0", ""),
+    "SFU": ("#cc79a7", ""),
+    "evictor": (INK, ""),
+}
+SYSTEM_LOOKS: dict[str, Look] = {
+    "Original+SRAM": Look("#5c636d", "-", "s"),
+    "Original+eDRAM": Look("#d55e00", (0, (5, 1.5)), "^"),
+    "AEP+SRAM": Look("#e69f00", (0, (3, 1, 1, 1)), "D"),
+    "AERP+SRAM": Look("#009e73", (0, (4, 1)), "v"),
+    "Kelle+eDRAM": Look("#0072b2", "-", "o", 2.4, 5),
+}
+OTHER_LOOKS = (Look("#332288", (0, (6, 2)), "P"), Look("#882255", (0, (2, 1)), "X"), Look("#8c6d1f", (0, (8, 2)), "d"))
+AXES = {
+    "context": "context (tokens)",
+    "decode": "decoded (tokens)",
+    "batch": "batch (sequences)",
+    "budget": "budget N' (tokens)",
+    "mean_interval_ns": "mean refresh interval (µs)",
+    "dram_bytes_per_s": "DRAM (GB/s)",
+    "kv_capacity_bytes": "KV memory (MiB)",
+}
+_SCALES = {"mean_interval_ns": 1e-3, "dram_bytes_per_s": 1e-9, "kv_capacity_bytes": 2.0**-20}
+MOST_LINES = 12
+
+
+def look_of_system(system: str, place: int) -> Look:
+    """Returns how `system` is drawn everywhere; one of the user's own gets a look by its place."""
+    return SYSTEM_LOOKS.get(system) or OTHER_LOOKS[place % len(OTHER_LOOKS)]
+
+
+def energy_figure(rows: Sequence[Row]) -> Figure:
+    """Returns stacked bars of energy (kJ) by component, a panel per profile. Call it in `theme.style()`."""
+    profiles = list(dict.fromkeys(row.profile for row in rows))
+    figure, axes = grid_of(len(profiles))
+    for panel, profile in zip(axes, profiles, strict=True):
+        of = [row for row in rows if row.profile == profile]
+        bottom = np.zeros(len(of))
+        for kind, (colour, hatch) in KIND_LOOKS.items():
+            heights = np.array([sum(row.energies_j.get(name, 0.0) for name in KINDS[kind]) for row in of]) / 1e3
+            panel.bar(
+                range(len(of)), heights, bottom=bottom, width=0.7, label=kind, color=colour, hatch=hatch, edgecolor=PAPER
+            )
+            bottom += heights
+        _systems(panel, of)
+        panel.set_title(f"profile {profile}")
+        panel.set_ylabel("energy, modelled (kJ)")
+    legend_below(figure, axes)
+    return figure
+
+
+def ratio_bars(rows: Sequence[Row], baseline: str) -> Figure:
+    """Returns bars of speed-up and, by profile, of energy efficiency against `baseline`. Call it in `theme.style()`."""
+    profiles = list(dict.fromkeys(row.profile for row in rows))
+    figure, axes = grid_of(1 + len(profiles))
+    shown = [("speed-up", "speedup", profiles[0])] + [
+        (f"energy efficiency, profile {profile}", "efficiency", profile) for profile in profiles
+    ]
+    for panel, (title, name, profile) in zip(axes, shown, strict=True):
+        of = [row for row in rows if row.profile == profile]
+        values = [row[name] for row in of]
+        colours = [look_of_system(row.system, place).colour for place, row in enumerate(of)]
+        bars = panel.bar(range(len(of)), values, width=0.7, color=colours)
+        panel.bar_label(bars, [f"{value:.2f}×" for value in values], fontsize=8)
+        panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
+        _systems(panel, of)
+        panel.set_title(title)
+        panel.set_ylabel(f"times {baseline}, modelled")
+        panel.margins(y=0.12)
+    return figure
+
+
+def refresh_figure(rows: Sequence[Row]) -> Figure:
+    """Returns bars of the share of refresh in the energy of systems with eDRAM, by profile. Call it in `theme.style()`."""
+    of = [row for row in rows if row.mean_interval_ns is not None]
+    profiles = list(dict.fromkeys(row.profile for row in of))
+    systems = list(dict.fromkeys(row.system for row in of))
+    figure, (panel,) = grid_of(1)
+    width = 0.8 / max(1, len(systems))
+    for place, system in enumerate(systems):
+        by_profile = {row.profile: row["refresh_share"] for row in of if row.system == system}
+        shares = [by_profile[profile] for profile in profiles]
+        spots = np.arange(len(profiles)) + (place - (len(systems) - 1) / 2) * width
+        bars = panel.bar(spots, shares, width=0.9 * width, label=system, color=look_of_system(system, place).colour)
+        panel.bar_label(bars, [f"{share:.1%}" for share in shares], fontsize=8)
+    panel.set_xticks(range(len(profiles)), [f"profile {profile}" for profile in profiles])
+    panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    panel.set_ylabel("refresh, of all energy, modelled")
+    panel.margins(y=0.12)
+    legend_below(figure, [panel])
+    return figure
+
+
+def roofline_figure(roofs: Sequence[Roof]) -> Figure:
+    """Returns operations per second over operations per byte, a panel per system (figure 16a). Call it in `style()`."""
+    figure, axes = grid_of(len(roofs))
+    for panel, roof in zip(axes, roofs, strict=True):
+        ridge = roof.peak_ops_per_s / roof.dram_bytes_per_s
+        places = [place for _, place, _ in roof.points] + [ridge]
+        spread = np.geomspace(min(places) / 2, max(places) * 2, 64)
+        roofed = np.minimum(roof.peak_ops_per_s, spread * roof.dram_bytes_per_s)
+        panel.plot(spread, roofed / 1e9, color=MUTED, linewidth=1.6, label="roof: DRAM, then array")
+        for (name, place, rate), look in zip(roof.points, _POINT_LOOKS, strict=False):
+            panel.plot([place], [rate / 1e9], linestyle="", marker=look.marker, color=look.colour, markersize=8, label=name)
+        _logarithmic(panel.xaxis)
+        _logarithmic(panel.yaxis)
+        panel.set_title(roof.system)
+        panel.set_xlabel("8-bit operations of the model per byte over DRAM")
+        panel.set_ylabel("10⁹ operations/s, modelled")
+    legend_below(figure, axes)
+    return figure
+
+
+_POINT_LOOKS = (Look("#e69f00", "-", "s"), Look("#0072b2", "-", "o"), Look("#d55e00", "-", "X"))
+
+
+def sweep_figure(rows: Sequence[Row], baseline: str) -> Figure:
+    """Returns speed-up and efficiency over what a sweep varies most, a line per rest. Call it in `theme.style()`."""
+    along = varied_most(rows)
+    lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
+    by_system = len({row.system for row in rows}) == len(lines)
+    figure, axes = grid_of(2)
+    for panel, name, title in zip(axes, ("speedup", "efficiency"), ("speed-up", "energy efficiency"), strict=True):
+        for place, (label, of) in enumerate(lines.items()):
+            look = look_of_system(of[0].system, place) if by_system else _CYCLE[place % len(_CYCLE)]
+            places = [_place(row, along) for row in of]
+            panel.plot(places, [row[name] for row in of], label=label, **look.line())
+        panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
+        panel.set_title(title)
+        panel.set_xlabel(AXES[along])
+        panel.set_ylabel(f"times {baseline}, modelled")
+        if (spots := [_place(row, along) for row in rows]) and max(spots) > 20 * max(min(spots), 1e-9):
+            _logarithmic(panel.xaxis)
+    legend_below(figure, axes)
+    return figure
+
+
+_CYCLE = (*SYSTEM_LOOKS.values(), *OTHER_LOOKS)
+
+
+def varied_most(rows: Sequence[Row]) -> str:
+    """Returns the number (of `AXES`) of which `rows` have the most different values; the first of equals."""
+    return max(AXES, key=lambda name: len({_place(row, name) for row in rows}))
+
+
+def lines_left_out(rows: Sequence[Row]) -> int:
+    """Returns how many lines a picture of `rows` has no room for."""
+    return max(0, len(_lines(rows, varied_most(rows))) - MOST_LINES)
+
+
+def _place(row: Row, name: str) -> float:
+    value = row.mean_interval_ns or 0.0 if name == "mean_interval_ns" else row[name]
+    return value * _SCALES.get(name, 1.0)
+
+
+def _lines(rows: Sequence[Row], along: str) -> dict[str, list[Row]]:
+    """Returns the rows by all that varies but `along`, each in its order."""
+    names = [name for name in ("model", "workload", "system", "profile") if len({getattr(row, name) for row in rows}) > 1]
+    numbers = [name for name in AXES if name != along and len({_place(row, name) for row in rows}) > 1]
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        parts = [str(getattr(row, name)) for name in names]
+        parts += [f"{AXES[name]} {_place(row, name):g}" for name in numbers if _place(row, name)]
+        found.setdefault(", ".join(parts) or row.system, []).append(row)
+    return {label: sorted(of, key=lambda row: _place(row, along)) for label, of in found.items()}
+
+
+def _logarithmic(axis: Axis) -> None:
+    """Make `axis` logarithmic, with plain numbers: the theme has no mathematical text."""
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _systems(panel: Axes, rows: Sequence[Row]) -> None:
+    panel.set_xticks(range(len(rows)), [row.system.replace("+", "\n+") for row in rows], fontsize=7.5)
+    panel.grid(axis="x", visible=False)
+
