@@ -126,8 +126,7 @@ def roofline_figure(roofs: Sequence[Roof]) -> Figure:
         panel.plot(spread, roofed / 1e9, color=MUTED, linewidth=1.6, label="roof: DRAM, then array")
         for (name, place, rate), look in zip(roof.points, _POINT_LOOKS, strict=False):
             panel.plot([place], [rate / 1e9], linestyle="", marker=look.marker, color=look.colour, markersize=8, label=name)
-        _logarithmic(panel.xaxis)
-        _logarithmic(panel.yaxis)
+        _logarithmic(panel, "x", "y")
         panel.set_title(roof.system)
         panel.set_xlabel("8-bit operations of the model per byte over DRAM")
         panel.set_ylabel("10⁹ operations/s, modelled")
@@ -154,7 +153,7 @@ def sweep_figure(rows: Sequence[Row], baseline: str) -> Figure:
         panel.set_xlabel(AXES[along])
         panel.set_ylabel(f"times {baseline}, modelled")
         if (spots := [_place(row, along) for row in rows]) and max(spots) > 20 * max(min(spots), 1e-9):
-            _logarithmic(panel.xaxis)
+            _logarithmic(panel, "x")
     legend_below(figure, axes)
     return figure
 
@@ -189,9 +188,17 @@ def _lines(rows: Sequence[Row], along: str) -> dict[str, list[Row]]:
     return {label: sorted(of, key=lambda row: _place(row, along)) for label, of in found.items()}
 
 
-def _logarithmic(axis: Axis) -> None:
-    """Make `axis` logarithmic, with plain numbers: the theme has no mathematical text."""
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+def _logarithmic(panel: Axes, *names: str) -> None:
+    """Make the axes of `panel` called "x" or "y" logarithmic, with plain numbers: the theme has no mathematical text."""
+    if "x" in names:
+        panel.set_xscale("log")
+        _plain(panel.xaxis)
+    if "y" in names:
+        panel.set_yscale("log")
+        _plain(panel.yaxis)
+
+
+def _plain(axis: Axis) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
