@@ -53,6 +53,13 @@ def test_what_is_saved_comes_back() -> None:
     assert again.idle_share("compute") == timeline.idle_share("compute")
 
 
+def test_the_last_step_alone_and_a_new_beginning() -> None:
+    timeline = made()
+    assert [span.step for span in timeline.last_step().spans] == [5, 5] and timeline.last_step().emulated == {"compute"}
+    timeline.clear()
+    assert timeline.spans == [] and timeline.last_step().spans == []
+
+
 def test_spans_of_several_threads_are_all_there_also_after_errors() -> None:
     timeline = Timeline()
 

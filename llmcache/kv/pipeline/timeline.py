@@ -81,6 +81,17 @@ class Timeline:
         """Returns the spans of one decode step, by their begin."""
         return [span for span in self.spans if span.step == step]
 
+    def last_step(self) -> Timeline:
+        """Returns a timeline of the spans of the last step alone."""
+        made = Timeline(self.emulated)
+        for span in self.of_step(self.steps[-1]) if self._spans else ():
+            made.add(span)
+        return made
+
+    def clear(self) -> None:
+        """Forgets all spans, to begin anew after a warm-up."""
+        self._spans.clear()
+
     def period_ns(self, step: int) -> int:
         """Returns how long `step` took: from its first begin to its last end; 0 if it has no spans."""
         return _extent([span for span in self._spans if span.step == step])

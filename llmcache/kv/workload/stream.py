@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from llmcache.errors import UsageError
 from llmcache.kv.spill import KvShape
-from llmcache.kv.workload.topics import SEGMENT_TOKENS, Topics
+from llmcache.kv.workload.topics import DWELL_STEPS, SEGMENT_TOKENS, Topics
 
 TOPICS = 24
 TOPIC_LOGIT, HEAVY_LOGIT, RECENT_LOGIT = 6.0, 5.0, 4.0
@@ -152,8 +152,15 @@ class SyntheticStream:
         return rows.astype(self.spec.dtype, copy=False)
 
     def queries(self, layer: int, step: int) -> Floats:
-        """Returns the queries [batch, heads, head_dim], float32, of decode step `step` (from 0), by its own token."""
+        """Returns the queries [batch, heads, head_dim], float32, of decode step `step` (from 0), by its own token.
+
+        Steps down to -DWELL_STEPS are the last tokens of the prompt.
+        """
         return np.stack([self._query(layer, sequence, step) for sequence in range(self.spec.batch)])
+
+    def prompt_queries(self, layer: int) -> Floats:
+        """Returns the queries [batch, heads, DWELL_STEPS, head_dim], float32, of the last tokens of the prompt."""
+        return np.stack([self.queries(layer, step) for step in range(-DWELL_STEPS, 0)], axis=2)
 
     def _query(self, layer: int, sequence: int, step: int) -> Floats:
         spec = self.spec
@@ -169,7 +176,7 @@ class SyntheticStream:
         """Noise [heads, head_dim] that is the same at one step as at the one before, but for its oldest part."""
         total = np.zeros((self.spec.heads, self.spec.head_dim), np.float32)
         for past in range(MEMORY_STEPS):
-            random = np.random.default_rng((self.spec.seed, kind, layer, sequence, step + MEMORY_STEPS - past))
+            random = np.random.default_rng((self.spec.seed, kind, layer, sequence, step + DWELL_STEPS + MEMORY_STEPS - past))
             total += random.standard_normal(total.shape, dtype=np.float32)
         total *= np.float32(deviation / math.sqrt(MEMORY_STEPS))
         return total

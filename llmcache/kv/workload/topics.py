@@ -50,8 +50,11 @@ class Topics:
         return strength.astype(np.float32), heavy.astype(np.float32)
 
     def of_step(self, step: int) -> tuple[tuple[int, float], tuple[int, float]]:
-        """Returns what the queries of a decode step are about: the topic they come from and the one they go to, weighted."""
-        dwell, part = divmod(step, DWELL_STEPS)
+        """Returns what the queries of a decode step are about: the topic they come from and the one they go to, weighted.
+
+        The last `DWELL_STEPS` tokens of the prompt are steps below 0.
+        """
+        dwell, part = divmod(step + DWELL_STEPS, DWELL_STEPS)
         share = part / DWELL_STEPS
         to = share * share * (3 - 2 * share)
         return (self._topic(_STEP, dwell), 1 - to), (self._topic(_STEP, dwell + 1), to)
