@@ -7,7 +7,10 @@ import click
 from llmcache.cli import LazyGroup
 
 # name: (module:attribute, the line `llmcache kv --help` shows)
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "profile": ("llmcache.cli.kv.profile:command", "Measure this machine for planning: scoring, storage, memory."),
+    "plan": ("llmcache.cli.kv.plan:command", "What of a model and its KV cache fits where, and how fast it is."),
+}
 
 
 @click.command(

@@ -1,0 +1,303 @@
+"""`llmcache kv plan` and `llmcache kv profile`, end to end: answers, caching, and what is said of bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmcache import cli
+from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.kv.planning import machine as machines
+from llmcache.kv.planning import probes
+from llmcache.kv.planning.machine import Found, MachineProfile, cached_profile, hardware_of, key_of, profile_of, with_gpu
+from llmcache.kv.planning.plan import Options, parse_context, plan
+from llmcache.kv.planning.probes import HostSpeeds, StorageSpeeds
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+HOST = HostSpeeds(40e9, 30e9, 3e11)
+STORAGE = StorageSpeeds(1e9, 3e9, 2e5, 2e9, 1e9, 32768, 1 << 27, True)
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "llmcache" / "kv-profile"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Speeds that are made up, and a list that tells how often they were asked for."""
+    asked: list[str] = []
+
+    def storage(directory: str | Path) -> StorageSpeeds:
+        asked.append(str(directory))
+        return STORAGE
+
+    monkeypatch.setattr(machines, "measure_storage", storage)
+    monkeypatch.setattr(machines, "measure_host", lambda: HOST)
+    return asked
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    directory = tmp_path / "Llama-8B"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return str(directory)
+
+
+def run(args: Sequence[str]) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.run(cli.app, "llmcache", ["kv", *args])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+# kv profile
+
+
+def test_a_real_profile_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "FILE_BYTES", 16 << 20)
+    monkeypatch.setattr(probes, "MEMORY_BYTES", 32 << 20)
+    monkeypatch.setattr(probes, "READ_S", 0.1)
+    monkeypatch.setattr(probes, "PROBE_S", 0.05)
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    found = profile_of(spill)
+    assert not list(spill.iterdir())
+    assert not found.cached and found.file is not None and found.file.is_file()
+    host, storage = found.profile.host, found.profile.storage
+    assert min(host.memory_bytes_per_s, host.score_bytes_per_s, host.flops) > 0
+    assert storage.page_bytes == 32768 and storage.file_bytes >= 16 << 20
+    assert min(storage.device_bytes_per_s, storage.link_bytes_per_s, storage.sequential_bytes_per_s) > 0
+    again = profile_of(spill)
+    assert again.cached and again.profile == found.profile and again.age_s >= 0
+    machine = hardware_of(found.profile)
+    assert machine.score_bytes_per_s == host.score_bytes_per_s and machine.origins["ssd_bytes_per_s"].kind == "measured"
+    assert "emulated" in machine.origins["device_bytes_per_s"].text
+
+
+def test_a_profile_is_measured_once_and_again_by_force(
+    tmp_path: Path, measured: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["profile", str(tmp_path), "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["schema"] == "llmcache.kv-profile/1" and first["cached"] is False and first["beta"] == 30
+    assert first["storage"]["sequential_bytes_per_s"] == 2e9 and "device_bytes_per_s" in first["emulated"]
+    assert run(["profile", str(tmp_path), "--json"]) == 0
+    second = json.loads(capsys.readouterr().out)
+    assert second["cached"] is True and second["measured_at"] == first["measured_at"] and len(measured) == 1
+    assert run(["profile", str(tmp_path), "--force"]) == 0
+    assert len(measured) == 2
+    told = capsys.readouterr()
+    assert told.err == "" and "measured    now" in told.out and "emulated" in told.out and "2.00 GB/s" in told.out
+    assert run(["profile", str(tmp_path)]) == 0
+    assert "cached; --force measures again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", '{"schema": "llmcache.kv-profile/0"}', '{"schema": "llmcache.kv-profile/1"}']
+)
+def test_a_damaged_profile_is_measured_again(tmp_path: Path, cache: Path, measured: list[str], damage: str) -> None:
+    file = profile_of(tmp_path).file
+    assert file is not None and file.parent == cache
+    file.write_text(damage)
+    assert not profile_of(tmp_path).cached and len(measured) == 2
+    assert profile_of(tmp_path).cached
+    assert [path.name for path in cache.iterdir()] == [file.name]
+
+
+def test_a_profile_is_of_one_machine_and_device(
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile_of(tmp_path)
+    monkeypatch.setattr(machines, "_processor", lambda: "another")
+    assert cached_profile(tmp_path) is None
+    assert not profile_of(tmp_path).cached and profile_of(tmp_path).profile.key.processor == "another"
+    with pytest.raises(UsageError, match="DIR: "):
+        key_of(tmp_path / "nowhere")
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_else(
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert profile_of(tmp_path).file is None
+    assert run(["profile", str(tmp_path)]) == 0
+    assert "nowhere" in capsys.readouterr().out
+
+
+def test_storage_that_cannot_be_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["profile", str(tmp_path / "nowhere")]) == 2
+    assert "DIR: " in capsys.readouterr().err
+    monkeypatch.setattr(probes, "FILE_BYTES", 1 << 60)
+    with pytest.raises(EnvironmentProblem, match="No space left") as caught:
+        probes.measure_storage(tmp_path)
+    assert caught.value.message.startswith("DIR: ") and "free" in (caught.value.hint or "")
+
+
+def test_nothing_is_left_behind_by_a_probe_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_device: object) -> float:
+        raise EnvironmentProblem("its emulated device ended by signal 9", "restart it")
+
+    monkeypatch.setattr(probes, "FILE_BYTES", 16 << 20)
+    monkeypatch.setattr(probes, "_device_rate", fails)
+    with pytest.raises(EnvironmentProblem, match="DIR: its emulated device ended"):
+        probes.measure_storage(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_args: object, **_options: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refused)
+    with pytest.raises(EnvironmentProblem, match=r"DIR: cannot measure in .*Permission denied"):
+        probes.measure_storage(tmp_path)
+
+
+# kv plan
+
+
+def test_what_fits_where_on_a_typical_pc(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--model", config, "--context", "128k", "--gpu", "12Gi", "--ram", "32Gi", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["schema"] == "llmcache.kv-plan/1" and told["kind"] == "modelled" and told["fits"]
+    assert told["model"]["name"] == "Llama-8B" and told["workload"]["context"] == 131072
+    assert told["machine"]["name"] == "typical" and told["machine"]["gpu_bytes"]["origin"] == "given"
+    assert told["memory"]["kv"] == 131072 * 131072 == sum(told["placement"][tier] for tier in ("gpu", "host", "ssd"))
+    assert told["room"]["weights_on_gpu"] + told["room"]["weights_on_host"] == told["memory"]["weights"]
+    assert told["m0_bytes"] == told["room"]["host_kv"] > told["placement"]["host"] and not told["m0_binds"]
+    assert told["beta"] == pytest.approx(told["beta_rule"])
+    by_name = {one["policy"]: one["token_ns"] for one in told["latencies"]}
+    assert told["speedups"]["full"] == pytest.approx(by_name["full"] / by_name["hillinfer"]) and len(by_name) == 5
+    (limit,) = [one for one in told["largest_context_tokens"] if one["batch"] == 1]
+    assert limit["gpu"] == 0 < limit["gpu_and_ram"] and limit["with_ssd"] is None
+
+
+def test_the_plan_in_words(config: str, tmp_path: Path, measured: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "--model", f"{config}/config.json", "--context", "128k", "--gpu", "12G", "--ram", "32G", "--ssd"]
+    assert run([*args, str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert told.err == "" and measured == [str(tmp_path)]
+    for words in (
+        "131,072 tokens x 1",
+        "(modelled",
+        "measured now",
+        "emulated",
+        "assumed",
+        "M0",
+        "beta",
+        "LeoAM-like",
+        "free",
+    ):
+        assert words in told.out
+    assert max(map(len, told.out.splitlines())) < 140
+
+
+def test_m0_binds_where_the_rule_asks_for_more_than_there_is(config: str) -> None:
+    found = plan(Options(config, "128k", batch="8", profile="paper"))
+    assert found.m0_binds and found.places.host == found.m0_bytes and found.places.beta < found.beta_rule
+    small = plan(Options(config, "8k", profile="paper"))
+    assert small.places.gpu == small.use.kv and not small.m0_binds and small.places.ssd == 0
+
+
+def test_what_the_ssd_has_no_room_for(
+    config: str, tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmcache.kv.planning.plan._free_bytes", lambda _: GIB)
+    found = plan(Options(config, "1M", ram="24Gi", ssd=str(tmp_path)))
+    assert found.lacking_bytes == pytest.approx(found.places.ssd - GIB) and not found.latencies
+    (limit,) = [one for one in found.limits if one.batch == 1]
+    assert limit.gpu is None and limit.with_ssd is not None
+    assert limit.with_ssd - limit.gpu_and_ram == pytest.approx(GIB / 131072, abs=1)
+    fits = plan(Options(config, str(limit.with_ssd - 200), ram="24Gi", ssd=str(tmp_path)))
+    assert fits.machine.name == "measured"
+
+
+def test_largest_contexts_are_where_memory_ends(config: str) -> None:
+    found = plan(Options(config, "8k", batch="3", gpu="24Gi", ram="64Gi"))
+    assert [one.batch for one in found.limits] == [1, 2, 3, 4, 8]
+    for one in found.limits:
+        assert one.gpu is not None and one.gpu < one.gpu_and_ram
+        inside, beyond = (
+            plan(Options(config, str(one.gpu + more), batch=str(one.batch), gpu="24Gi", ram="64Gi")) for more in (0, 1)
+        )
+        assert inside.places.gpu == inside.use.kv and beyond.places.gpu == 0
+
+
+def test_a_gpu_whose_speed_was_not_measured_is_assumed(tmp_path: Path, measured: list[str]) -> None:
+    machine = hardware_of(profile_of(tmp_path).profile)
+    assert not machine.has_gpu and machine.gpu_bytes_per_s == HOST.memory_bytes_per_s
+    with_one = with_gpu(machine, 12 * GIB)
+    assert with_one.has_gpu and with_one.origins["gpu_bytes_per_s"].kind == "assumed"
+    assert with_one.score_bytes_per_s == HOST.score_bytes_per_s and with_one.origins["gpu_bytes"].kind == "given"
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("8192", 8192), ("128k", 131072), ("1M", 1 << 20), ("1.5K", 1536), ("128Ki", 131072)]
+)
+def test_contexts_as_typed(text: str, tokens: int) -> None:
+    assert parse_context(text) == tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"context": "0"}, "--context: '0'"),
+        ({"context": "-1"}, "--context: "),
+        ({"context": "1.0001k"}, "--context: "),
+        ({"context": "9999M"}, "--context: "),
+        ({"batch": "0"}, "--batch: "),
+        ({"batch": "two"}, "--batch: "),
+        ({"alpha": "0"}, "--alpha: "),
+        ({"alpha": "1.5"}, "--alpha: "),
+        ({"alpha": "nan"}, "--alpha: "),
+        ({"gpu": "12 apples"}, "--gpu: "),
+        ({"ram": "0"}, "--ram: "),
+        ({"ssd": "/nowhere/at/all"}, "--ssd: "),
+        ({"profile": "a100"}, "--profile: "),
+        ({"profile": "measured"}, "--profile: measured needs"),
+        ({"kv_dtype": "int4"}, "--kv-dtype: "),
+        ({"model": "/nowhere"}, "--model: "),
+        ({"gpu": "4G", "ram": "8G"}, "--gpu, --ram: the weights of Llama-8B alone take 16.1 GB"),
+    ],
+)
+def test_bad_options_are_named(config: str, changes: dict[str, str], named: str) -> None:
+    options: dict[str, Any] = {"model": config, "context": "8k"} | changes
+    with pytest.raises(UsageError) as caught:
+        plan(Options(**options))
+    assert caught.value.message.startswith(named) and caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["", "not json", "[1]", '"text"', "[" * 100_000, "{}"])
+def test_a_file_that_is_no_config(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    assert run(["plan", "--model", str(file), "--context", "8k"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and "--model: " in told.err and "Traceback" not in told.err
+
+
+def test_a_profile_survives_being_written_and_read(tmp_path: Path, measured: list[str]) -> None:
+    found: Found = profile_of(tmp_path)
+    assert MachineProfile.from_json(json.loads(json.dumps(found.profile.to_json()))) == found.profile
