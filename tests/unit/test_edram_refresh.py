@@ -1,0 +1,250 @@
+"""Refresh accounting: closed forms, bounds, moves between groups, and recorded runs with something wrong in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmcache.edram.constants import EDRAM_4MB, GROUPS, KELLE_INTERVALS, MIB, PAPER, Intervals
+from llmcache.edram.refresh import RULES, EdramRun, RunRecorder, account, parse_run, read_run
+from llmcache.errors import DataError, UsageError
+
+DIM = 64
+HALF = 2 * DIM  # bytes of one half of a key and a value
+
+
+def still(rows: int, steps: int, step_ns: float, *, pair_bytes: int = HALF) -> EdramRun:
+    """A run of `rows` pairs, one half of them in each score group, that neither come nor go."""
+    recorder = RunRecorder(pair_bytes)
+    for _ in range(steps):
+        recorder.observe(0, "kv", np.arange(rows), np.arange(rows) % 2 == 0)
+        recorder.end_step(step_ns)
+    return recorder.finish("still", "modelled: a constant")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_mean_interval_of_a_long_run_tends_to_the_harmonic_mean(rule: str) -> None:
+    found = account(still(8, 100, 1e8), KELLE_INTERVALS, 1e-12, rule=rule)  # 10 s
+    assert found.mean_interval_ns == pytest.approx(1_053_658.5, rel=1e-3)
+    assert found.mean_interval_ns == pytest.approx(KELLE_INTERVALS.mean_ns, rel=1e-3)
+
+
+def test_a_full_array_takes_the_power_of_table_1() -> None:
+    """1.14 mJ a pass: 25.33 W at 45 us and 1.082 W at the intervals of section 7.1."""
+    run = still(4 * MIB // (2 * HALF), 20, 1e8)
+    for intervals, watts in ((Intervals.uniform(45e3), 25.33), (KELLE_INTERVALS, 1.082)):
+        found = account(run, intervals, EDRAM_4MB.refresh_j / EDRAM_4MB.capacity_bytes)
+        assert found.watts == pytest.approx(watts, rel=1e-3)
+        assert found.watts == pytest.approx(PAPER.refresh_w(4 * MIB, intervals.mean_ns), rel=1e-3)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_groups_sum_to_the_total(rule: str) -> None:
+    found = account(changing(), KELLE_INTERVALS, 3e-13, rule=rule)
+    assert sum(group.joules for group in found.groups) == pytest.approx(found.joules, rel=1e-9)
+    assert [group.group for group in found.groups] == list(GROUPS)
+    assert found.joules > 0
+
+
+def changing(steps: int = 60, seed: int = 0, lives: bool = True, x: bool = True) -> EdramRun:
+    """A run whose rows come, go and change groups."""
+    random = np.random.default_rng(seed)
+    recorder = RunRecorder(HALF, 256, lives=lives)
+    ids, at = np.full(20, -1), 0
+    for _ in range(steps):
+        for place in random.integers(0, 20, 3):
+            ids[place], at = at, at + 1
+        if random.random() < 0.3:
+            ids[random.integers(0, 20)] = -1
+        recorder.observe("a", "kv", ids.reshape(2, 10), random.random((2, 10)) < 0.5)
+        if x:
+            recorder.observe("a", "x", np.where(np.arange(5) <= at % 5, ids[:5], -1), random.random(5) < 0.5)
+        recorder.end_step(float(random.integers(1, 4_000_000)))
+    return recorder.finish("changing", "modelled: random")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bounds_hold(seed: int) -> None:
+    run = changing(seed=seed)
+    found = {rule: account(run, KELLE_INTERVALS, 1e-12, rule=rule) for rule in RULES}
+    assert found["floor"].joules <= found["ceil"].joules and found["expected"].joules <= found["ceil"].joules
+    assert found["ticks"].joules == pytest.approx(found["expected"].joules, rel=0.3)
+    assert {account.seconds for account in found.values()} == {found["floor"].seconds}
+
+
+def test_a_row_that_dies_before_its_interval_is_never_refreshed() -> None:
+    run = still(2, 1, 300e3)
+    assert account(run, KELLE_INTERVALS, 1e-12, rule="floor").joules == 0
+    assert account(run, KELLE_INTERVALS, 1e-12, rule="ceil").groups[0].refreshes == 2  # one key and one value
+
+
+def test_a_row_is_refreshed_once_for_every_whole_interval_of_its_life() -> None:
+    run = still(2, 7, 1e6)
+    found = account(run, KELLE_INTERVALS, 1e-12, rule="floor")
+    assert [group.refreshes for group in found.groups] == [2 * (7_000_000 // ns) for ns in KELLE_INTERVALS.in_order()]
+    assert [group.mean_rows for group in found.groups] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_promoted_row_is_refreshed_at_once_and_a_demoted_one_keeps_its_timer(rule: str) -> None:
+    recorder = RunRecorder(HALF)
+    for high in (True, False, True):
+        recorder.observe(0, "kv", np.array([5]), np.array([high]))
+        recorder.end_step(1.0)
+    found = account(recorder.finish("", ""), KELLE_INTERVALS, 1e-12, rule=rule)
+    assert [group.promotions for group in found.groups] == [2, 2, 0, 0]
+    if rule == "floor":
+        assert [group.refreshes for group in found.groups] == [2, 2, 0, 0]
+
+
+def test_a_demoted_row_is_refreshed_when_its_age_reaches_the_longer_interval() -> None:
+    recorder = RunRecorder(HALF)
+    for high in (True, False):
+        recorder.observe(0, "kv", np.array([5]), np.array([high]))
+        recorder.end_step(800e3)
+    found = account(recorder.finish("", ""), Intervals(1e9, 1e9, 1_440e3, 1e9), 1e-12, rule="floor")
+    assert [group.refreshes for group in found.groups] == [0, 0, 2, 0]  # 1.6 ms old, although low for 0.8 only
+
+
+def test_ticks_are_those_of_one_counter_whatever_the_steps() -> None:
+    whole, split = still(2, 1, 36e6), still(2, 1000, 36e3)
+    for phase in (0.0, 100e3):
+        found = [account(run, KELLE_INTERVALS, 1e-12, phase_ns=phase) for run in (whole, split)]
+        assert [g.refreshes for g in found[0].groups] == [g.refreshes for g in found[1].groups]
+    assert account(whole, KELLE_INTERVALS, 1e-12).groups[0].refreshes == 2 * 100
+
+
+def test_only_what_fits_is_pinned_and_refreshed() -> None:
+    run = still(8, 10, 1e7)
+    every, half = account(run, KELLE_INTERVALS, 1e-12), account(run, KELLE_INTERVALS, 1e-12, capacity_bytes=8 * HALF)
+    assert half.pinned_share == 0.5 and every.pinned_share == 1
+    assert half.joules == pytest.approx(every.joules / 2)
+    assert half.mean_interval_ns == pytest.approx(every.mean_interval_ns)
+    assert account(run, KELLE_INTERVALS, 1e-12, capacity_bytes=1e9).joules == every.joules
+
+
+def test_flows_are_counted() -> None:
+    recorder = RunRecorder(HALF)
+    for ids, high in (([1, 2, -1], [1, 0, 0]), ([1, 3, 4], [1, 1, 0]), ([-1, 3, 4], [0, 1, 1])):
+        recorder.observe(0, "kv", np.array(ids), np.array(high, np.bool_))
+        recorder.end_step()
+    run = recorder.finish("", "")
+    rows = [(f.high, f.low, f.appended, f.evicted, f.promoted) for f in run.flows["kv"]]
+    assert rows == [(1, 1, 2, 0, 0), (2, 1, 2, 1, 0), (2, 0, 0, 1, 1)]
+
+
+def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
+    for lives in (True, False):
+        run, path = changing(lives=lives), tmp_path / f"run{lives}.json"
+        run.save(path)
+        assert read_run(path) == run
+        with pytest.raises(UsageError, match=r"^run: .* exists"):
+            run.save(path)
+        run.save(path, force=True)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["runFalse.json", "runTrue.json"]
+
+
+def test_a_run_without_durations_gets_them_from_the_reader() -> None:
+    recorder = RunRecorder(HALF)
+    recorder.observe(0, "kv", np.arange(2), np.array([True, False]))
+    recorder.end_step()
+    run = parse_run(recorder.finish("", "").to_json())
+    with pytest.raises(DataError, match=r"^steps.duration_ns: "):
+        account(run, KELLE_INTERVALS, 1e-12)
+    timed = run.with_step(2e6, "modelled: 2 ms")
+    assert account(timed, KELLE_INTERVALS, 1e-12).seconds == 0.002
+    with pytest.raises(UsageError, match=r"^step: "):
+        run.with_step(0, "")
+
+
+def test_rules_that_cannot_be_followed() -> None:
+    run = changing(lives=False)
+    with pytest.raises(DataError, match=r"^lives: "):
+        account(run, KELLE_INTERVALS, 1e-12, rule="floor")
+    with pytest.raises(UsageError, match=r"^rule: "):
+        account(changing(), KELLE_INTERVALS, 1e-12, rule="floor", capacity_bytes=100)
+    with pytest.raises(UsageError, match=r"^rule: "):
+        account(run, KELLE_INTERVALS, 1e-12, rule="guess")
+    with pytest.raises(UsageError, match=r"^capacity: "):
+        account(run, KELLE_INTERVALS, 1e-12, capacity_bytes=0)
+
+
+def test_places_do_not_vanish() -> None:
+    recorder = RunRecorder(HALF)
+    recorder.observe(0, "kv", np.arange(3), np.zeros(3, np.bool_))
+    with pytest.raises(ValueError, match=r"^ids: "):
+        recorder.observe(0, "kv", np.arange(2), np.zeros(2, np.bool_))
+
+
+def test_durations_are_for_all_steps_or_none() -> None:
+    for first, second in ((None, 1.0), (1.0, None), (1.0, -1.0)):
+        recorder = RunRecorder(HALF)
+        recorder.end_step(first)
+        with pytest.raises(ValueError, match=r"^duration_ns: "):
+            recorder.end_step(second)
+
+
+def _set(*keys: str | int) -> Callable[[Any, Any], None]:
+    def change(data: Any, value: Any) -> None:
+        for key in keys[:-1]:
+            data = data[key]
+        data[keys[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "names"),
+    [
+        (_set("schema"), "llmcache.edram-run/2", "schema"),
+        (_set("title"), 3, "title"),
+        (_set("clock"), None, "clock"),
+        (_set("pair_bytes"), 0, "pair_bytes"),
+        (_set("pair_bytes"), "x", "pair_bytes"),
+        (_set("pair_bytes"), True, "pair_bytes"),
+        (_set("x_bytes"), -1, "x_bytes"),
+        (_set("x_bytes"), 0, "x_bytes"),
+        (_set("settings"), [], "settings"),
+        (_set("steps"), [], "steps"),
+        (_set("steps", "high_kv"), [1], "steps.low_kv"),
+        (_set("steps", "high_kv", 0), -1, "steps.high_kv"),
+        (_set("steps", "high_kv", 0), 1.5, "steps.high_kv"),
+        (_set("steps", "appended_x", 3), 9999, "steps.high_x"),
+        (_set("steps", "promoted_kv", 0), 9999, "steps.high_kv"),
+        (_set("steps", "duration_ns"), [1.0], "steps.duration_ns"),
+        (_set("steps", "duration_ns", 0), 0, "steps.duration_ns"),
+        (_set("steps", "duration_ns", 0), "soon", "steps.duration_ns"),
+        (_set("steps", "duration_ns", 0), float("nan"), "steps.duration_ns"),
+        (_set("lives"), {}, "lives"),
+        (_set("lives", 0), 1, "lives"),
+        (_set("lives", 0, "kind"), "q", "lives"),
+        (_set("lives", 0, "begin"), -1, "lives.begin"),
+        (_set("lives", 0, "count"), 0, "lives.count"),
+        (_set("lives", 0, "count"), 99, "lives"),
+        (_set("lives", 0, "path"), [], "lives.path"),
+        (_set("lives", 0, "path"), [[1, 2]], "lives.path"),
+        (_set("lives", 0, "path"), [[True, 10**6]], "lives.path"),
+        (_set("lives", 0, "path"), [[True]], "lives.path"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(change: Callable[[Any, Any], None], value: Any, names: str) -> None:
+    data = json.loads(json.dumps(changing().to_json()))
+    change(data, value)
+    with pytest.raises(DataError, match=rf"^{names}\b") as caught:
+        parse_run(data)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000])
+def test_files_that_hold_no_run(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(DataError):
+        read_run(path)
+    with pytest.raises(UsageError, match=r"^run: .*cannot be read"):
+        read_run(tmp_path / "none.json")
