@@ -1,0 +1,96 @@
+"""How long the activations of an attention block lie in eDRAM: baseline order of work, and the Kelle scheduler's.
+
+Source: kelle.txt, section 6, equations 4 to 8, figure 12. All times are modelled. The equations are for MHA and add times
+up, whatever the sizes; `byte_seconds` weighs them by bytes, which is what refreshing costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import floor
+
+from llmcache.edram.constants import CHIP
+
+
+def matrix_ns(macs: float, macs_per_s: float) -> float:
+    """Returns the time of a matrix product on the array. Source: equation 4, which the paper then neglects."""
+    return 1e9 * macs / macs_per_s
+
+
+@dataclass(frozen=True)
+class Access:
+    """What one attention block reads: a weight matrix (S_W, bytes) at a time, cached keys or values (S_KV, bytes)."""
+
+    weight_bytes: float
+    kv_bytes: float
+    sram_bytes_per_s: float = CHIP.sram_bytes_per_s
+    edram_bytes_per_s: float = CHIP.edram_bytes_per_s
+    dram_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("weight_bytes", 0), ("kv_bytes", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: {getattr(self, name)}, at least {least} is needed")
+        for name in ("sram_bytes_per_s", "edram_bytes_per_s", "dram_bytes_per_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}: {value}, more than 0 is needed")
+
+    @property
+    def edram_ns(self) -> float:
+        """T_eDRAM: reading the cached keys, or the values. Source: equation 5."""
+        return 1e9 * self.kv_bytes / self.edram_bytes_per_s
+
+    @property
+    def sram_ns(self) -> float:
+        """T_SRAM: reading one weight matrix. Source: equation 6.
+
+        Differs from the paper if `dram_bytes_per_s` is given: a matrix larger than the SRAM streams through it, no faster
+        than DRAM delivers; equation 6 has the bandwidth of SRAM for 16.8 MB in 2 MB.
+        """
+        rate = min(self.sram_bytes_per_s, self.dram_bytes_per_s or self.sram_bytes_per_s)
+        return 1e9 * self.weight_bytes / rate
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """How long X, Q, K and V lie in eDRAM between being computed and being used, ns, modelled."""
+
+    x_ns: float
+    q_ns: float
+    k_ns: float
+    v_ns: float
+
+    @property
+    def total_ns(self) -> float:
+        """The sum, L of equations 7 and 8."""
+        return self.x_ns + self.q_ns + self.k_ns + self.v_ns
+
+    def byte_seconds(self, sizes: tuple[float, float, float, float]) -> float:
+        """Returns bytes times seconds, for `sizes` (bytes) of X, Q, K and V. Differs from the paper: it adds bare times."""
+        return sum(size * time for size, time in zip(sizes, self._times(), strict=True)) / 1e9
+
+    def refresh_joules(
+        self, sizes: tuple[float, float, float, float], interval_ns: float, joules_per_byte: float
+    ) -> float:
+        """Returns what refreshing X, Q, K and V every `interval_ns` of their lives costs."""
+        ticks = (floor(time / interval_ns) for time in self._times())
+        return joules_per_byte * sum(size * count for size, count in zip(sizes, ticks, strict=True))
+
+    def _times(self) -> tuple[float, float, float, float]:
+        return self.x_ns, self.q_ns, self.k_ns, self.v_ns
+
+
+def baseline(access: Access) -> Lifetimes:
+    """Returns the lifetimes if Q, K, V and the scores are computed one after the other. Source: equation 7."""
+    sram, edram = access.sram_ns, access.edram_ns
+    return Lifetimes(3 * sram, 2 * sram + edram, sram + edram, 2 * edram)
+
+
+def kelle(access: Access) -> Lifetimes:
+    """Returns the lifetimes if weights and cached keys are read at the same time. Source: equation 8.
+
+    Keys and values are used as they are computed: the paper takes their lifetimes to be nothing.
+    """
+    sram, edram = access.sram_ns, access.edram_ns
+    return Lifetimes(3 * sram, sram + edram, 0.0, 0.0)
