@@ -6,11 +6,15 @@ Needs the [transformers] extra; nothing else in this package does, and nothing o
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_WHERE: dict[str, str] = {}
+if TYPE_CHECKING:
+    from llmcache.kv.transformers.cache import SpillCache
+    from llmcache.kv.transformers.enabling import disable, enable
 
-__all__: list[str] = []
+_WHERE = {"SpillCache": "cache", "disable": "enabling", "enable": "enabling"}
+
+__all__ = ["SpillCache", "disable", "enable"]
 
 
 def __getattr__(name: str) -> Any:

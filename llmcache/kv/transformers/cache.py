@@ -1,0 +1,169 @@
+"""SpillCache: a cache for transformers' models whose keys and values lie in tiers, of which each token attends to some."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers.cache_utils import Cache
+
+from llmcache.kv.csd import PROFILES, CsdProfile
+from llmcache.kv.pipeline import NO_TIMELINE, Timeline
+from llmcache.kv.tiers import KvStore, Traffic
+from llmcache.kv.transformers.conversation import Conversation, Numbers
+from llmcache.kv.transformers.layers import SpillLayer, spilled_layers
+from llmcache.kv.transformers.settings import SpillSettings, policy_settings
+from llmcache.kv.transformers.supported import version_of
+
+
+class SpillCache(Cache):
+    """A cache for a model that `enable` was called for: pass it as `past_key_values`. A context manager.
+
+        enable(model)
+        with SpillCache(model.config, token_budget=1024, path="/mnt/nvme") as cache:
+            model.generate(**inputs, past_key_values=cache)
+
+    `policy`, by name, chooses what a new token attends to: `token_budget` tokens, or the share `alpha` of the context (0.2
+    if neither is given), sink and window included. Prompts are attended to exactly. `path`: the spill file, kept on
+    `close`; a directory: a file in it that is removed then; None: all stays in memory. `ssd`: "file", or "csd" for the
+    *emulated* computational SSD with `profile`. `cpu_pages` of 16 tokens per layer and sequence stay in memory (default:
+    the token budget, or 4096 tokens). `lookahead`: the next layer is evaluated and fetched while one computes; `exact`
+    False takes what an estimate of its queries chose. `options`: further settings of the policy. UsageError names a
+    setting, or a property of the model, that is not supported.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        policy: str = "hillinfer",
+        *,
+        alpha: float | None = None,
+        token_budget: int | None = None,
+        path: str | Path | None = None,
+        ssd: str = "file",
+        sink_tokens: int = 16,
+        window_tokens: int = 32,
+        cpu_pages: int | None = None,
+        profile: CsdProfile = PROFILES["none"],
+        lookahead: bool = False,
+        exact: bool = True,
+        threads: int | None = None,
+        timeline: Timeline = NO_TIMELINE,
+        **options: Any,
+    ) -> None:
+        wanted, chosen = policy_settings(policy, {"alpha": alpha, "token_budget": token_budget, **options})
+        settings = SpillSettings(
+            wanted,
+            chosen,
+            None if path is None else Path(path),
+            ssd,
+            sink_tokens,
+            window_tokens,
+            cpu_pages,
+            profile,
+            lookahead,
+            exact,
+            threads,
+            timeline,
+        )
+        name = model_name(config)
+        super().__init__(layers=spilled_layers(config, lambda layers: Conversation(settings, name, layers)))
+        self.conversation: Conversation = next(self._spilled()).conversation
+        self._finalizer = weakref.finalize(self, Conversation.close, self.conversation)
+
+    def _spilled(self) -> Any:
+        return (layer for layer in self.layers if isinstance(layer, SpillLayer))
+
+    def _stock(self) -> Any:
+        return (layer for layer in self.layers if not isinstance(layer, SpillLayer))
+
+    @property
+    def store(self) -> KvStore:
+        """The store of the spilled layers, numbered without those in between that are not; UsageError while it is empty."""
+        return self.conversation.store
+
+    @property
+    def traffic(self) -> Traffic:
+        """What moved between tiers so far; UsageError while it is empty."""
+        return self.store.traffic
+
+    @property
+    def ids(self) -> Numbers:
+        """Ids of the tokens [batch, tokens] that it holds; -1 for those that the model got as embeddings."""
+        return self.store.ids
+
+    # What transformers asks of a cache
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Returns the tokens of each sequence, padding included, wherever they are."""
+        return int(self.layers[layer_idx].get_seq_length())
+
+    def reset(self) -> None:
+        """Forgets everything: a new conversation may begin, of another batch too."""
+        self.conversation.close()
+        for layer in self._stock():
+            layer.reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Makes sequence i what sequence `beam_idx[i]` was; pages are shared, not copied."""
+        self.conversation.choose(_numbers(beam_idx))
+        for layer in self._stock():
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Makes `repeats` of every sequence, one after the other."""
+        if self.conversation.length:
+            self.conversation.choose(np.repeat(np.arange(self.conversation.store.batch), repeats))
+        for layer in self._stock():
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps only the sequences `indices`."""
+        self.conversation.choose(_numbers(indices))
+        for layer in self._stock():
+            layer.batch_select_indices(indices)
+
+    def crop(self, tokens: int) -> None:
+        """Takes the last `-tokens` tokens away if that is negative, else cuts to `tokens`.
+
+        0 does what transformers of the version at hand means by it: nothing from 5.0 on, before that everything goes.
+        """
+        length = self.conversation.length
+        if tokens < 0 or (tokens == 0 and version_of(transformers.__version__) >= (5, 0)):
+            self.conversation.crop(max(0, length + tokens))
+        else:
+            self.conversation.crop(tokens)
+        for layer in self._stock():
+            layer.crop(tokens)
+
+    # The end
+
+    def close(self) -> None:
+        """Ends it: threads, the device and a spill file without a name are gone. It may begin again."""
+        self.conversation.close()
+
+    def __enter__(self) -> SpillCache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def model_name(config: Any) -> str:
+    """Returns what a spill file calls a model: its type, where it is from, and a digest of its sizes."""
+    text = config.get_text_config(decoder=True)
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = json.dumps([getattr(text, name, None) for name in names])
+    return f"{text.model_type} {config._name_or_path} {hashlib.sha256(sizes.encode()).hexdigest()[:12]}"
+
+
+def _numbers(index: torch.Tensor) -> Numbers:
+    found: Numbers = torch.as_tensor(index).cpu().numpy().astype(np.int64)
+    return np.flatnonzero(found) if torch.as_tensor(index).dtype == torch.bool else found

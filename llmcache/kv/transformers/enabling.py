@@ -1,0 +1,72 @@
+"""`enable`: a model that is told about SpillCaches goes on as before with any other cache."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmcache.errors import UsageError
+from llmcache.kv.transformers.ahead import look_ahead
+from llmcache.kv.transformers.attention import EAGER, SDPA, register
+from llmcache.kv.transformers.cache import SpillCache
+from llmcache.kv.transformers.views import as_array
+
+_ENABLED = "_llmcache_hooks"
+
+
+def enable(model: Any) -> Any:
+    """Makes `model`, any causal language model of transformers, work with a SpillCache; returns it.
+
+    Its attention becomes "llmcache": transformers' own (sdpa; eager where logits are capped, as in Gemma 2), but for the
+    keys of a SpillCache. Called twice it does the same as once. UsageError if the model's attention cannot be replaced.
+    """
+    register()
+    capped = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    try:
+        model.set_attn_implementation(EAGER if capped else SDPA)
+    except (AttributeError, ValueError) as error:
+        hint = "its attention must go through transformers' AttentionInterface"
+        raise UsageError(f"model: the attention of {type(model).__name__} cannot be replaced: {error}", hint) from error
+    if not hasattr(model, _ENABLED):
+        inner = model.base_model
+        hooks = [inner.register_forward_pre_hook(_note_tokens, with_kwargs=True)]
+        for layer, behind in _pairs(inner):
+            hooks.append(layer.register_forward_pre_hook(look_ahead(behind), with_kwargs=True))
+        setattr(model, _ENABLED, hooks)
+    return model
+
+
+def disable(model: Any) -> Any:
+    """Undoes `enable`: attention becomes transformers' "sdpa" (or "eager" where logits are capped); returns the model."""
+    for hook in getattr(model, _ENABLED, []):
+        hook.remove()
+    if hasattr(model, _ENABLED):
+        delattr(model, _ENABLED)
+        model.set_attn_implementation("eager" if model.config._attn_implementation == EAGER else "sdpa")
+    return model
+
+
+def _pairs(inner: Any) -> list[tuple[Any, Any]]:
+    """Each decoder layer with the one behind it."""
+    layers = list(getattr(inner, "layers", []))
+    return list(itertools.pairwise(layers))
+
+
+def _note_tokens(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Before a forward pass: tells the cache which tokens come, and where they are."""
+    cache = options.get("past_key_values")
+    if not isinstance(cache, SpillCache):
+        return
+    ids = options.get("input_ids", arguments[0] if arguments else None)
+    if not torch.is_tensor(ids):
+        cache.conversation.noted = None
+        return
+    numbers = as_array(ids).astype(np.int64)
+    positions: Any = options.get("position_ids")
+    if torch.is_tensor(positions) and positions.ndim == 2:
+        cache.conversation.noted = (numbers, np.broadcast_to(as_array(positions).astype(np.int64), numbers.shape))
+    else:
+        cache.conversation.noted = (numbers, None)
