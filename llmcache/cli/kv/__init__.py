@@ -8,15 +8,23 @@ from llmcache.cli import LazyGroup
 
 # name: (module:attribute, the line `llmcache kv --help` shows)
 COMMANDS: dict[str, tuple[str, str]] = {
+    "plot": ("llmcache.cli.kv.plot:command", "Draw what bench has saved: timelines, latency against beta."),
     "profile": ("llmcache.cli.kv.profile:command", "Measure this machine for planning: scoring, storage, memory."),
     "plan": ("llmcache.cli.kv.plan:command", "What of a model and its KV cache fits where, and how fast it is."),
 }
+
+EPILOG = """\b
+Examples:
+  llmcache kv plan --model config.json --context 128k --gpu 12G --ram 32G --ssd /var/tmp
+  llmcache kv bench --context 32k --json > run.json
+  llmcache kv plot run.json -o steps.png"""
 
 
 @click.command(
     "kv",
     cls=LazyGroup,
     table=COMMANDS,
+    epilog=EPILOG,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

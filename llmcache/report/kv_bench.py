@@ -1,0 +1,107 @@
+"""What `llmcache kv bench` prints: a table for people, JSON for programs; measured and modelled never in one table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.kv.bench.results import MEASURED, Bench, Observed, Row
+from llmcache.kv.pipeline.timeline import STAGES
+from llmcache.units import format_duration, format_size
+
+_UNBOUND = 400
+_WHAT = {
+    "measured": "measured on this machine, with a synthetic stream of keys and values",
+    "modelled": "modelled, on a machine that is not here",
+}
+
+
+def show(bench: Bench, as_json: bool) -> None:
+    """Prints `bench` on stdout."""
+    if as_json:
+        print(json.dumps(bench.document(), indent=1))
+        return
+    # A table is as wide as its columns: on a narrow terminal its lines wrap, but no figure is cut.
+    console = Console(highlight=False, markup=False, width=_UNBOUND)
+    for line in headlines(bench):
+        console.print(line, soft_wrap=True)
+    console.print(latency_table(bench))
+    if bench.kind == MEASURED:
+        console.print(traffic_table(bench))
+        for line in device_lines(bench):
+            console.print(line, soft_wrap=True)
+
+
+def conditions(bench: Bench) -> list[tuple[str, str]]:
+    """Returns what was set, as names and values, without what was not and without the details of the stream."""
+    told = [(name, value) for name, value in bench.conditions.items() if not isinstance(value, dict)]
+    return [(name.replace("_", " "), str(value)) for name, value in told if value is not None]
+
+
+def headlines(bench: Bench) -> Iterator[str]:
+    """What was run, and whether its figures are measured or modelled."""
+    yield f"One decode step ({_WHAT[bench.kind]})"
+    yield "; ".join(f"{name} {value}" for name, value in conditions(bench))
+    if bench.marks is not None:
+        marks = bench.marks
+        bound = "" if marks.m0 is None else f", memory ends at {marks.m0:.3g}"
+        yield f"beta by the rule f_c / f_s = {marks.rule:.3g}{bound}; expected minimum at {marks.expected:.3g}"
+    yield from bench.notes
+
+
+def _table(*headings: str) -> Table:
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    made.add_column("policy", no_wrap=True)
+    for heading in headings:
+        made.add_column(heading, justify="right", no_wrap=True)
+    return made
+
+
+def latency_table(bench: Bench) -> Table:
+    """Time by stage, each as if alone; what of it nothing computes; how many times as long as the fastest."""
+    made = _table("beta", "a token", *STAGES, "exposed", "idle", "times the fastest")
+    fastest = min(row.token_ns for row in bench.rows)
+    for row in bench.rows:
+        made.add_row(
+            row.title,
+            "-" if row.beta is None else f"{row.beta:.3g}",
+            format_duration(row.token_ns),
+            *(format_duration(row.stages_ns[stage]) for stage in STAGES),
+            format_duration(row.exposed_ns),
+            f"{row.idle_share:.1%}",
+            f"{row.token_ns / fastest:.2f}",
+        )
+    return made
+
+
+def traffic_table(bench: Bench) -> Table:
+    """Bytes of a step by link, where chosen tokens were, and pages that moved between the pools."""
+    links = list(dict.fromkeys(link for row in bench.rows for link in row.moved_bytes))
+    made = _table("attended", "in memory", *links, "pages up", "down", "ping-pong")
+    for row in bench.rows:
+        if row.observed is not None:
+            made.add_row(row.title, *_traffic(row, row.observed, links))
+    return made
+
+
+def _traffic(row: Row, seen: Observed, links: list[str]) -> Iterator[str]:
+    yield f"{seen.attended_tokens}"
+    yield f"{seen.hit_ratio:.1%}"
+    yield from (format_size(row.moved_bytes.get(link, 0)) for link in links)
+    yield f"{seen.pages_up}"
+    yield f"{seen.pages_down}"
+    yield f"{seen.ping_pong_pages} ({seen.ping_pong_share:.1%})"
+
+
+def device_lines(bench: Bench) -> Iterator[str]:
+    """What the emulated device took: modelled time and wall time apart."""
+    for row in bench.rows:
+        if row.observed is not None and row.observed.device is not None:
+            device = row.observed.device
+            yield (
+                f"{row.title}: emulated device ({device['profile']}): {device['commands']} commands in all steps, "
+                f"modelled {format_duration(device['modelled_ns'])}, wall {format_duration(device['wall_ns'])}"
+            )

@@ -1,0 +1,89 @@
+"""Draws a saved benchmark of KV policies: a sweep as latency against beta, any other as the timelines of its policies."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from llmcache.errors import DataError, UsageError
+from llmcache.kv.bench.results import Bench, read_bench
+from llmcache.report import kv_beta, kv_timeline, theme
+from llmcache.report.files import check_target, write_target
+from llmcache.report.html import Cell, Facts, Section, Table, html_page
+from llmcache.report.kv_bench import conditions
+from llmcache.report.plot import LETTERS_PER_INCH, OPTION, form_of
+
+_LARGEST_BYTES = 1 << 28
+_LEAD = "Policies that choose which keys and values a decode step attends to; every figure below is {kind}."
+
+
+def plot(run: str, output: str, force: bool) -> None:
+    """Draws the file `run`, what 'llmcache kv bench --json' wrote, as `output` (.png, .svg or .html, by its ending).
+
+    UsageError: `run` cannot be read, `output` has another ending or is there; DataError: `run` is no benchmark.
+    """
+    form = form_of(output)
+    check_target(OPTION, output, force)
+    bench = load(run)
+    figure = kv_beta.beta_figure(bench, run) if bench.marks is not None else kv_timeline.timeline_figure(bench, run)
+    data = _page(bench, figure).encode() if form == "html" else _picture(bench, figure, form)
+    write_target(OPTION, output, data, force)
+
+
+def load(run: str) -> Bench:
+    """Returns the benchmark in the file `run`; errors as `plot`."""
+    try:
+        with Path(run).open("rb") as stream:
+            raw = stream.read(_LARGEST_BYTES)
+    except OSError as error:
+        raise UsageError(f"{run}: cannot read it: {error.strerror}", "write it with 'llmcache kv bench --json'") from error
+    try:
+        told = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{run}: not JSON: {error}", "write it with 'llmcache kv bench --json'") from error
+    return read_bench(told, run)
+
+
+def _alt(bench: Bench) -> str:
+    return kv_timeline.alt_text(bench) if bench.marks is None else kv_beta.alt_text(bench)
+
+
+def _caption(bench: Bench) -> str:
+    told = "; ".join(f"{name}: {value}" for name, value in _facts(bench))
+    return f"{bench.kind.capitalize()}. {told}."
+
+
+def _facts(bench: Bench) -> list[tuple[str, str]]:
+    return [*conditions(bench), *(("note", note) for note in bench.notes)]
+
+
+def _picture(bench: Bench, figure: Figure, form: str) -> bytes:
+    lines = textwrap.wrap(_caption(bench), int(figure.get_figwidth() * LETTERS_PER_INCH))
+    with theme.style():
+        figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7, color=theme.MUTED)
+    return theme.figure_bytes(figure, form)
+
+
+def _page(bench: Bench, figure: Figure) -> str:
+    stages = list(bench.rows[0].stages_ns)
+    columns = ["policy", "beta", "a token (ms)", *(f"{stage} (ms)" for stage in stages), "idle (%)"]
+    rows: list[list[Cell]] = [
+        [
+            row.title,
+            "-" if row.beta is None else f"{row.beta:.3g}",
+            row.token_ns / 1e6,
+            *(row.stages_ns[stage] / 1e6 for stage in stages),
+            100 * row.idle_share,
+        ]
+        for row in bench.rows
+    ]
+    what = "Latency against beta" if bench.marks is not None else "One decode step"
+    sections = [
+        Section(what, [theme.embedded(figure, _alt(bench), _caption(bench))]),
+        Section("Figures", [Table(f"{bench.kind}; stages as if each were alone", columns, rows)]),
+        Section("Conditions", [Facts(_facts(bench))]),
+    ]
+    return html_page("llmcache kv bench", _LEAD.format(kind=bench.kind), sections)
