@@ -38,5 +38,5 @@ def area_of(system: System) -> Area:
         sram_mm2=SRAM_4MB.area_mm2 * sram / SRAM_4MB.capacity_bytes,
         edram_mm2=EDRAM_4MB.area_mm2 * edram / EDRAM_4MB.capacity_bytes,
         sfu_mm2=CHIP.area_shares[3] * CHIP.area_mm2,
-        evictor_mm2=CHIP.evictor_mm2 if system.policy.evict else 0.0,
+        evictor_mm2=CHIP.evictor_mm2 if system.policy.evict and hardware.systolic_evictor else 0.0,
     )

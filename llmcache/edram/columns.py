@@ -83,6 +83,7 @@ class Columns:
     dram_capacity_bytes: Array
     clock_hz: Array
     macs_per_pe: Array
+    systolic_evictor: Flags
     # the policy
     evict: Flags
     recomputes: Flags

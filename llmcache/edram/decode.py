@@ -12,6 +12,7 @@ import numpy as np
 
 from llmcache.edram.columns import Array, Columns
 from llmcache.edram.constants import CHIP
+from llmcache.edram.evictor import CHAIN_CYCLES
 from llmcache.edram.steps import Steps
 
 PASSES_16_BY_8 = 2
@@ -88,6 +89,7 @@ class Step:
     attention_s: Array
     sram_s: Array
     kv_memory_s: Array
+    eviction_s: Array
 
 
 def step_of(c: Columns, steps: Steps, share: Array) -> Step:
@@ -113,10 +115,18 @@ def step_of(c: Columns, steps: Steps, share: Array) -> Step:
         attention_s=attention_s(c, steps),
         sram_s=c.read_weights * CHIP.weight_bytes / c.sram_bytes_per_s,
         kv_memory_s=kv_bytes / c.kv_bytes_per_s,
+        eviction_s=_eviction_s(c, steps),
     )
 
 
-RESOURCES = ("dram_weights", "dram_kv", "array", "sram", "kv_memory")
+def _eviction_s(c: Columns, steps: Steps) -> Array:
+    """Returns how long (s) finding the tokens to evict stalls a step whose cache is full; see `evictor.EvictorCost`."""
+    cycles = np.where(c.systolic_evictor, CHAIN_CYCLES, steps.cached)
+    searches = c.kv_heads * c.layers * c.batch
+    return np.where(c.evict & (steps.cached >= c.budget), searches * cycles / c.clock_hz, 0)
+
+
+RESOURCES = ("dram_weights", "dram_kv", "array", "sram", "kv_memory", "eviction")
 """What a step can wait for."""
 
 
@@ -131,11 +141,9 @@ def waits(c: Columns, step: Step) -> dict[str, Array]:
     dram, array = step.dram_weights_s + step.dram_kv_s, step.linear_s + step.attention_s
     both = _slowest(dram, array, step.sram_s, step.kv_memory_s)
     of_weights = step.dram_weights_s / dram
-    apart = (weights[0], kv[0], weights[1] + kv[1], weights[2], kv[2])
-    together = (both[0] * of_weights, both[0] * (1 - of_weights), both[1], both[2], both[3])
-    return {
-        name: np.where(c.overlap, one, two) for name, one, two in zip(RESOURCES, together, apart, strict=True)
-    }
+    apart = (weights[0], kv[0], weights[1] + kv[1], weights[2], kv[2], step.eviction_s)
+    together = (both[0] * of_weights, both[0] * (1 - of_weights), both[1], both[2], both[3], step.eviction_s)
+    return {name: np.where(c.overlap, one, two) for name, one, two in zip(RESOURCES, together, apart, strict=True)}
 
 
 def _slowest(*times_s: Array) -> list[Array]:

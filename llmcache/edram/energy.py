@@ -7,6 +7,7 @@ import numpy as np
 from llmcache.edram.columns import Array, Columns
 from llmcache.edram.constants import CHIP, GROUPS
 from llmcache.edram.decode import PASSES_16_BY_8, PASSES_16_BY_16, Step
+from llmcache.edram.lifetimes import at_the_same_time, one_after_the_other
 from llmcache.edram.prefill import Prefill, activation_accesses
 from llmcache.edram.steps import Steps
 
@@ -63,7 +64,7 @@ def _timely(c: Columns, latency_s: Array) -> dict[str, Array]:
     leaks_w = (c.sram_leak_w * sram + c.edram_leak_w * np.where(c.edram, on_chip, 0)) / c.array_bytes
     refresh_w = np.where(c.edram, c.refresh_j_per_byte * c.kv_capacity_bytes, 0) * c.refresh_hz  # [n, 4]
     watts = {"dram_static": c.dram_static_w, "leakage": leaks_w, "sfu": c.sfu_w}
-    watts["evictor"] = np.where(c.evict, c.evictor_w, 0)
+    watts["evictor"] = np.where(c.evict & c.systolic_evictor, c.evictor_w, 0)
     watts |= {f"refresh_{group}": refresh_w[:, [place]] for place, group in enumerate(GROUPS)}
     return {name: (power * latency_s)[:, 0] for name, power in watts.items()}
 
@@ -120,7 +121,7 @@ def _activation_refresh_j(c: Columns, steps: Steps) -> Array:
     width = c.heads * c.head_dim
     t_sram_s = c.channels * width * CHIP.weight_bytes / np.minimum(c.sram_bytes_per_s, c.dram_bytes_per_s)
     t_edram_s = c.batch * steps.cached * c.kv_layer_bytes / 2 / c.kv_bytes_per_s
-    plain, kelle = _baseline(t_sram_s, t_edram_s), _kelle(t_sram_s, t_edram_s)
+    plain, kelle = one_after_the_other(t_sram_s, t_edram_s), at_the_same_time(t_sram_s, t_edram_s)
     widths = (c.channels, width, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim)
 
     def refreshed(lifetimes_s: tuple[Array, ...]) -> Array:
@@ -130,12 +131,3 @@ def _activation_refresh_j(c: Columns, steps: Steps) -> Array:
     per_layer = np.where(c.overlap, refreshed(kelle), refreshed(plain))
     return np.asarray(c.layers * c.batch * c.refresh_j_per_byte * per_layer)
 
-
-def _baseline(t_sram: Array, t_edram: Array) -> tuple[Array, ...]:
-    """Returns the lifetimes of X, Q, K and V by equation 7."""
-    return 3 * t_sram, 2 * t_sram + t_edram, t_sram + t_edram, 2 * t_edram
-
-
-def _kelle(t_sram: Array, t_edram: Array) -> tuple[Array, ...]:
-    """Returns the lifetimes of X, Q, K and V by equation 8."""
-    return 3 * t_sram, t_sram + t_edram, np.zeros_like(t_edram), np.zeros_like(t_edram)

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import floor
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from llmcache.edram.constants import CHIP
+
+Time = TypeVar("Time", float, NDArray[np.float64])
 
 
 def matrix_ns(macs: float, macs_per_s: float) -> float:
@@ -83,8 +89,7 @@ class Lifetimes:
 
 def baseline(access: Access) -> Lifetimes:
     """Returns the lifetimes if Q, K, V and the scores are computed one after the other. Source: equation 7."""
-    sram, edram = access.sram_ns, access.edram_ns
-    return Lifetimes(3 * sram, 2 * sram + edram, sram + edram, 2 * edram)
+    return Lifetimes(*one_after_the_other(access.sram_ns, access.edram_ns))
 
 
 def kelle(access: Access) -> Lifetimes:
@@ -92,5 +97,14 @@ def kelle(access: Access) -> Lifetimes:
 
     Keys and values are used as they are computed: the paper takes their lifetimes to be nothing.
     """
-    sram, edram = access.sram_ns, access.edram_ns
-    return Lifetimes(3 * sram, sram + edram, 0.0, 0.0)
+    return Lifetimes(*at_the_same_time(access.sram_ns, access.edram_ns))
+
+
+def one_after_the_other(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time]:
+    """Returns the lifetimes of X, Q, K and V in the baseline, in the unit of T_SRAM and T_eDRAM. Source: equation 7."""
+    return 3 * sram, 2 * sram + edram, sram + edram, 2 * edram
+
+
+def at_the_same_time(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time]:
+    """Returns the lifetimes of X, Q, K and V with the Kelle scheduler, in the same way. Source: equation 8."""
+    return 3 * sram, sram + edram, 0 * edram, 0 * edram

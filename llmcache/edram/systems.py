@@ -15,7 +15,8 @@ class Hardware:
     """An accelerator: array, memories and what connects them. ValueError, naming the field, for impossible values.
 
     `edram`: KV cache and activations lie in eDRAM, else all of the chip is SRAM. `overlap`: weights and KV are
-    loaded at the same time (the Kelle scheduler, section 6).
+    loaded at the same time (the Kelle scheduler, section 6). Without `systolic_evictor` (section 5.3) the token to evict is
+    searched for after the scores are known.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Hardware:
     clock_hz: float = CHIP.clock_hz
     # A PE does two 8-bit MACs a cycle: only so 32 x 32 of them at 1 GHz come near the printed 4.13 TOPS (4.10).
     macs_per_pe: float = 2
+    systolic_evictor: bool = True
 
     def __post_init__(self) -> None:
         positive = ("array_rows", "kv_bytes_per_s", "weight_capacity_bytes", "sram_bytes_per_s", "dram_bytes_per_s")
