@@ -6,9 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 from llmcache.errors import UsageError
 from tools.train_recall import copying, far_recalling, recalling, train
 

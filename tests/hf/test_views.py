@@ -2,16 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
 from llmcache.errors import UsageError
-
-torch = pytest.importorskip("torch")
+from llmcache.kv.transformers.views import as_array, as_tensor, dtype_name
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
 def test_there_and_back_is_the_same_memory(name: str) -> None:
-    from llmcache.kv.transformers.views import as_array, as_tensor, dtype_name
-
     dtype = getattr(torch, name)
     tensor = torch.randn(2, 3, 5).to(dtype)
     assert dtype_name(dtype) == name
@@ -25,7 +23,5 @@ def test_there_and_back_is_the_same_memory(name: str) -> None:
 
 
 def test_a_type_without_a_name_is_refused() -> None:
-    from llmcache.kv.transformers.views import dtype_name
-
     with pytest.raises(UsageError, match="dtype"):
         dtype_name(torch.float64)

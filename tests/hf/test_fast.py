@@ -1,0 +1,60 @@
+"""Pages in a device's memory: the same rows as on the host, bytes counted, what is unused for longest goes first."""
+
+import numpy as np
+import pytest
+import torch
+
+from llmcache.kv.tiers import HostFastTier
+from llmcache.kv.transformers.fast import TorchFastTier
+from llmcache.kv.transformers.views import as_array
+
+CPU = torch.device("cpu")
+
+
+def pages(first: int, count: int, dim: int = 8) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    rng = np.random.default_rng(first)
+    return rng.standard_normal((count, 2, 4, dim), dtype=np.float32)
+
+
+def test_it_does_what_the_tier_on_the_host_does() -> None:
+    rng = np.random.default_rng(3)
+    there, here = TorchFastTier(12, torch.float32, CPU), HostFastTier(12)
+    for step in range(60):
+        layer = int(rng.integers(2))
+        used = np.sort(rng.choice(20, 5, replace=False))
+        found = there.have(layer, used)
+        assert (found == here.have(layer, used)).all()
+        sent = (pages(step, int((~found).sum())), pages(step + 1000, int((~found).sum()), 6))
+        for tier in (there, here):
+            tier.put(layer, used[~found], *sent)
+        wanted = used[rng.integers(0, 5, (3, 2, 7))]
+        offsets = rng.integers(0, 4, wanted.shape)
+        for one, other in zip(there.rows(layer, wanted, offsets), here.rows(layer, wanted, offsets), strict=True):
+            assert (as_array(one) == other).all()
+        if step % 9 == 0:
+            gone = rng.choice(20, 3, replace=False)
+            for tier in (there, here):
+                tier.drop(gone)
+    assert there.memory_bytes == 12 * 2 * 4 * (8 + 6) * 4
+
+
+def test_bytes_are_counted_and_bits_kept() -> None:
+    tier = TorchFastTier(4, torch.bfloat16, CPU)
+    bits = np.random.default_rng(1).integers(0, 1 << 14, (2, 2, 4, 8)).astype(np.uint16)
+    tier.put(0, np.array([5, 9]), bits, bits[..., :4])
+    assert tier.moved_bytes == bits.nbytes * 3 // 2
+    keys, values = tier.rows(0, np.array([[[9], [5]]]), np.array([[[3], [0]]]))
+    assert (as_array(keys)[0, 0, 0] == bits[1, 0, 3]).all()
+    assert (as_array(values)[0, 1, 0] == bits[0, 1, 0, :4]).all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    tier = TorchFastTier(2, torch.float32, CPU)
+    with pytest.raises(ValueError, match="pages: room for 2, 3 are used"):
+        tier.put(0, np.arange(3), pages(0, 3), pages(1, 3))
+    tier.put(0, np.arange(2), pages(0, 2), pages(1, 2))
+    tier.put(0, np.array([2]), pages(0, 1), pages(1, 1))
+    with pytest.raises(ValueError, match="too little for the 3"):
+        tier.rows(0, np.array([[[0, 1, 2]]]), np.zeros((1, 1, 3), np.int64))
+    with pytest.raises(ValueError, match="pages: 0"):
+        TorchFastTier(0, torch.float32, CPU)

@@ -1,0 +1,27 @@
+"""The same tests with the oldest transformers that is supported, which tools/_setup.sh puts beside the environment."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OLDEST = Path(sys.prefix) / "transformers-oldest"
+_HERE = Path(__file__).name
+
+
+def test_the_oldest_transformers_does_the_same() -> None:
+    if not OLDEST.is_dir():
+        pytest.skip(f"{OLDEST} is not there: tools/test sets it up")
+    pinned = (ROOT / "requirements" / "transformers-oldest.txt").read_text()
+    version = re.search(r"^transformers==(\S+)$", pinned, re.MULTILINE)
+    assert version
+    left_out = [f"--ignore=tests/hf/{name}" for name in (_HERE, "test_train_recall.py")]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/hf", *left_out]
+    environment = {**os.environ, "PYTHONPATH": str(OLDEST), "LLMCACHE_REQUIRE_TIERS": "transformers"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert f"transformers {version[1]}" in done.stdout

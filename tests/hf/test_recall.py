@@ -1,0 +1,76 @@
+"""What policies leave out, the recall model answers wrongly: HillInfer's choice costs nothing, the window's nearly all."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from llmcache.kv.tasks import Questions, chain, passkey, recall
+from llmcache.kv.transformers import SpillCache, enable
+from llmcache.kv.transformers.answers import answer, follow
+
+RECALL = Path(__file__).resolve().parents[1] / "fixtures" / "recall"
+CONTEXTS = 8
+
+
+@functools.cache
+def model() -> Any:
+    torch.set_num_threads(2)
+    return enable(transformers.Qwen2ForCausalLM.from_pretrained(RECALL).eval())
+
+
+@functools.cache
+def questions(tokens: int) -> Questions:
+    return recall(np.random.default_rng(17), CONTEXTS, tokens)
+
+
+def share(policy: str, tokens: int, **options: Any) -> float:
+    with SpillCache(model().config, policy, threads=2, **options) as cache:
+        return float(answer(model(), cache, questions(tokens)).mean())
+
+
+@functools.cache
+def full(tokens: int) -> float:
+    return float(answer(model(), transformers.DynamicCache(config=model().config), questions(tokens)).mean())
+
+
+@pytest.mark.parametrize("tokens", [1024, 2048, 4096])
+def test_the_model_knows_its_task(tokens: int) -> None:
+    assert full(tokens) >= 0.97
+
+
+@pytest.mark.parametrize("tokens", [1024, 2048, 4096])
+def test_a_fifth_of_the_context_is_enough(tokens: int) -> None:
+    assert share("hillinfer", tokens, alpha=0.2) >= full(tokens) - 0.01
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_so_are_128_tokens_from_the_ssd(tokens: int, tmp_path: Path) -> None:
+    found = share("hillinfer", tokens, token_budget=128, path=tmp_path, cpu_pages=8)
+    assert found >= full(tokens) - 0.02
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_the_newest_tokens_alone_are_not(tokens: int) -> None:
+    assert share("window", tokens, token_budget=256) <= 0.3
+
+
+@pytest.mark.parametrize("budget", [64, 128])
+def test_a_passkey_is_found_at_every_depth(budget: int) -> None:
+    for depth in np.arange(0, 1, 0.19):
+        task = passkey(np.random.default_rng(5), 4, 2048, depth=float(depth))
+        with SpillCache(model().config, token_budget=budget, threads=2) as cache:
+            assert answer(model(), cache, task).all(), f"depth {depth}"
+
+
+def test_a_chain_is_followed_as_far_as_with_everything() -> None:
+    task = chain(np.random.default_rng(5), CONTEXTS, 1024, steps=48)
+    expected = follow(model(), transformers.DynamicCache(config=model().config), task).mean()
+    with SpillCache(model().config, token_budget=128, threads=2) as cache:
+        found = follow(model(), cache, task).mean()
+    assert expected >= 0.9
+    assert found >= expected - 0.05
