@@ -38,6 +38,11 @@ class HitTable:
             while not _add(counts, np.ascontiguousarray(chosen).reshape(-1), MOST):
                 self._counts.whole(layer, sequence)[:] >>= 1
 
+    def halve(self, layer: int) -> None:
+        """Halves all counts of a layer: hits so far count half as much as those to come."""
+        for sequence in range(self._counts.batch):
+            self._counts.whole(layer, sequence)[:] >>= 1
+
     def tokens(self, layer: int, sequence: int, tokens: int) -> NDArray[np.uint16]:
         """Returns the hits [tokens] uint16 of the first `tokens` tokens; a view, zero where nothing was recorded."""
         return self._counts.rows(layer, sequence, tokens)

@@ -27,6 +27,11 @@ class TokenTable(Generic[Kind]):
         """Bytes of all tables, room for growth included."""
         return sum(table.nbytes for tables in self._tables for table in tables)
 
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return len(self._tables[0])
+
     def rows(self, layer: int, sequence: int, count: int) -> NDArray[Kind]:
         """Returns the first `count` rows [count, *shape]; a view to read and to write."""
         table = self._tables[layer][sequence]

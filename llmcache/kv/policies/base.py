@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.errors import UsageError
+from llmcache.kv.pipeline.attention import widened
 from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
 from llmcache.kv.policies.settings import PolicySettings
 from llmcache.kv.tiers import KvStore, Selection
@@ -132,6 +133,38 @@ class KvPolicy(ABC):
         inside = len(self.store.middle) * self.page_tokens
         wanted = min(inside, self.settings.middle_tokens(self.store.length, self.store.length - inside))
         return wanted - wanted % self.page_tokens if self.whole_pages else wanted
+
+    def page_keys(self, layer: int, sequence: int, pages: Positions) -> Floats:
+        """Returns the keys of whole pages [n, kv_heads, page_tokens, head_dim] float32, read from wherever they are."""
+        keys, scales = self.store.read_keys(layer, sequence, pages)
+        return widened(keys) if scales is None else widened(keys) * scales[..., None]
+
+    def all_keys(self, layer: int) -> Floats:
+        """Returns the keys of all that a layer has, [batch, kv_heads, tokens, head_dim] float32; for `prefilled`."""
+        middle = Selection.of_all(self.store.middle, self.store.batch, self.kv_heads, self.page_tokens)
+        return widened(self.store.gather(layer, middle).keys)
+
+    def attended_positions(self, layer: int, selection: Selection) -> Positions:
+        """Returns the positions [batch, kv_heads, k] of all that a step attends to: what `KvStore.gather` gives."""
+        size, middle = self.page_tokens, self.store.middle
+        shape = selection.positions.shape[:2]
+        lead = np.arange(middle.start * size)
+        end = np.arange(middle.stop * size, self.store.layer_length(layer))
+        sides = [np.broadcast_to(side, (*shape, len(side))) for side in (lead, end)]
+        return np.concatenate([sides[0], selection.positions, sides[1]], axis=2)
+
+    def weights_by_head(self, positions: Positions, weights: Floats | None) -> Floats:
+        """Returns `weights` [batch, heads, k] of `positions` [batch, kv_heads, k], added up by key head (GQA).
+
+        ValueError if there are none, or of another shape.
+        """
+        wanted = (len(positions), positions.shape[2])
+        if weights is None or weights.ndim != 3 or (weights.shape[0], weights.shape[2]) != wanted:
+            found = None if weights is None else weights.shape
+            raise ValueError(f"weights: {found}, [{wanted[0]}, heads, {wanted[1]}] is needed")
+        grouped = weights.reshape(len(positions), self.kv_heads, -1, wanted[1])
+        added: Floats = grouped.sum(axis=2)
+        return added
 
     # What happens to the sequences
 

@@ -1,0 +1,82 @@
+"""HillInfer: importance is evaluated where the keys are, and pages come up that are hit again and again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmcache.kv.importance.bkp import BidirectionalPools, cpu_pages_for
+from llmcache.kv.importance.hie import HierarchicalEvaluation
+from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
+from llmcache.kv.policies.base import Floats, KvPolicy
+from llmcache.kv.policies.settings import PolicySettings, check
+from llmcache.kv.spill import KvShape
+from llmcache.kv.tiers import KvStore, Selection
+
+
+@dataclass(frozen=True)
+class HillInferSettings(PolicySettings):
+    """Settings of HillInfer; n is `score_block_tokens`.
+
+    `hie`, `bkp`, `app`: each of the three designs can be left out, for ablation; `app` is what the engine is asked for.
+    `beta`: M_c / M_s, best f_c / f_s (`llmcache kv profile` measures both). `memory_bytes`: M_0, the most that the host's
+    pools may take, of all layers and sequences; None: as much as beta says.
+    """
+
+    hie: bool = True
+    bkp: bool = True
+    app: bool = True
+    beta: float | None = None
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta is not None:
+            check(self.beta > 0, "beta", self.beta, "it is the ratio M_c / M_s: above 0")
+        if self.memory_bytes is not None:
+            check(self.memory_bytes > 0, "memory_bytes", self.memory_bytes, "it is above 0")
+
+    def cpu_pages(self, shape: KvShape, length: int, batch: int = 1) -> int | None:
+        """Returns the capacity of the host's pool for contexts up to `length`: `StoreConfig.cpu_pages`; None: no bound."""
+        if self.beta is None and self.memory_bytes is None:
+            return None
+        return cpu_pages_for(shape, length, self.beta, self.memory_bytes, batch)
+
+
+class HillInfer(KvPolicy):
+    """Hierarchical importance evaluation (HIE) and bidirectional pools (BKP), over a computational SSD, *emulated* here.
+
+        select:    device and host score their tokens at the same time; score blocks are merged as they come
+                   the alpha * N best of each key head are attended to
+        attended:  hits are counted; the most hit pages come up, the least hit go down for them
+
+    The third design, the adaptive prefetch-based pipeline (APP), is the engine's: see `llmcache.kv.pipeline`.
+
+    Source: hillinfer.txt, sections 3.2 and 3.3, Algorithm 1. Differs from the paper: see `importance.hie`, `importance.bkp`.
+    What is chosen depends on none of the switches, nor on which pool a token is in.
+    """
+
+    name = "hillinfer"
+    title = "HillInfer"
+    ssd = "csd"
+    ahead = True
+    settings_class = HillInferSettings
+
+    def __init__(
+        self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE
+    ) -> None:
+        super().__init__(store, settings, timeline)
+        asked = self.settings
+        assert isinstance(asked, HillInferSettings)
+        n, combine = asked.score_block_tokens, asked.combine
+        self._evaluation = HierarchicalEvaluation(store, n, combine, parallel=asked.hie)
+        self.pools = BidirectionalPools(store, asked.attended, enabled=asked.bkp)
+        self.remembered.append(self.pools.hits)
+
+    def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
+        """Returns the tokens with the largest products of key and query, as Algorithm 1 finds them."""
+        self._evaluation.timeline = self.timeline
+        return Selection(self._evaluation.important(layer, queries, tokens, self.first))
+
+    def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
+        """Counts what was chosen, and moves pages between the pools; `weights` are not looked at."""
+        self.pools.update(layer, selection.positions)

@@ -1,0 +1,378 @@
+"""What every KV policy keeps to, on the whole table; what tells them apart; HillInfer's switches."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmcache.errors import UsageError
+from llmcache.kv.pipeline.timeline import CPU, DEVICE, EVALUATE, LINK, Timeline
+from llmcache.kv.policies import POLICIES, PolicySettings, policy_class
+from llmcache.kv.policies.base import KvPolicy
+from llmcache.kv.policies.hillinfer import HillInferSettings
+from llmcache.kv.policies.leoam import LeoAMSettings
+from llmcache.kv.policies.prefetch import PrefetchSettings, largest_channels
+from llmcache.kv.tiers import KvStore, Selection
+from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, PAGE, Array, Case, Run, running, variants
+
+CASE = Case()
+QUARTER = PolicySettings(alpha=0.5)
+ALL = PolicySettings(alpha=1.0)
+BUDGETED = [name for name in POLICIES if name != "full"]
+
+
+def check_selection(run: Run, selection: Selection) -> None:
+    """Ascending, each token once, in the middle, and of the size that the settings say."""
+    found, middle = selection.positions, run.store.middle
+    assert found.shape[:2] == (run.store.batch, KV_HEADS)
+    assert (np.diff(found, axis=2) > 0).all()
+    assert found.shape[2] == expected(run)
+    if found.size:
+        assert found.min() >= middle.start * PAGE
+        assert found.max() < middle.stop * PAGE
+
+
+def expected(run: Run) -> int:
+    """Tokens of the middle that the settings have room for; whole pages where the policy needs them."""
+    inside = len(run.store.middle) * PAGE
+    if run.policy.name == "full":
+        return inside
+    wanted = min(inside, run.policy.settings.middle_tokens(run.store.length, run.store.length - inside))
+    return wanted // PAGE * PAGE if run.policy.whole_pages else wanted
+
+
+def selections(name: str, settings: PolicySettings, case: Case, path: Path, steps: int = 3) -> list[Array]:
+    path.mkdir(exist_ok=True)
+    with running(name, settings, case, path) as run:
+        return [selection.positions for _ in range(steps) for selection, _ in run.step()]
+
+
+# The contract
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_introduces_itself(name: str) -> None:
+    policy = policy_class(name)
+    assert issubclass(policy, KvPolicy)
+    assert policy.name == name
+    assert policy.title
+    assert "Source:" in (policy.__doc__ or "")
+    assert policy.ssd in ("file", "csd")
+
+
+@pytest.mark.parametrize("case", variants(CASE), ids=lambda case: f"batch{case.batch}-heads{case.heads}")
+@pytest.mark.parametrize("name", POLICIES)
+def test_selections_are_in_order_in_the_middle_and_of_the_right_size(name: str, case: Case, tmp_path: Path) -> None:
+    with running(name, QUARTER, case, tmp_path) as run:
+        assert expected(run) > 0
+        for _ in range(20):  # the window moves on
+            for layer in range(LAYERS):
+                check_selection(run, run.policy.select(layer, run.queries(layer)))
+            run.step()
+
+
+@pytest.mark.parametrize("case", variants(CASE), ids=lambda case: f"batch{case.batch}-heads{case.heads}")
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_budget_of_the_whole_context_is_full_attention_bit_for_bit(name: str, case: Case, tmp_path: Path) -> None:
+    if name == "window":
+        pytest.skip("every token is in its window then as well, but that is what the next test shows")
+    with running(name, ALL, case, tmp_path) as run:
+        for _ in range(3):
+            wanted = []
+            for layer, (_, out) in enumerate(run.step()):
+                run.steps -= 1
+                wanted.append(np.array_equal(out, run.full(layer)))
+                run.steps += 1
+            assert all(wanted)
+
+
+@pytest.mark.parametrize("name", ["full", "hillinfer", "prefetch"])
+def test_the_same_over_the_emulated_device(name: str, tmp_path: Path) -> None:
+    device = Case(batch=2, ssd="csd")
+    with running(name, ALL, device, tmp_path) as run:
+        (_, out), _ = run.step()
+        run.steps -= 1
+        assert np.array_equal(out, run.full(0))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_deterministic(name: str, tmp_path: Path) -> None:
+    first, again = (selections(name, QUARTER, CASE, tmp_path / part) for part in ("a", "b"))
+    for one, other in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_selects_after_a_crop_and_after_a_reorder(name: str, tmp_path: Path) -> None:
+    with running(name, QUARTER, replace(CASE, batch=2), tmp_path) as run:
+        run.step()
+        run.crop(201)
+        for selection, _ in run.step():
+            assert selection.count > 0
+        run.reorder([1, 0])
+        run.reorder([1, 1, 0])
+        for _ in range(20):
+            for layer in range(LAYERS):
+                queries = np.concatenate([run.case.queries(layer, run.steps), run.case.queries(layer, run.steps)[:1]])
+                check_selection(run, run.policy.select(layer, queries))
+            break
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_after_a_crop_it_is_as_if_there_had_never_been_more(name: str, tmp_path: Path) -> None:
+    """But for h2o and kelle, whose sums remember what the cropped tokens looked at."""
+    if policy_class(name).needs_weights:
+        pytest.skip("what the cropped tokens looked at stays in the sums")
+    short = replace(CASE, context=240)
+    with running(name, QUARTER, CASE, tmp_path) as long:
+        long.crop(240)
+        found = long.policy.select(0, long.queries(0))
+    (tmp_path / "short").mkdir()
+    with running(name, QUARTER, short, tmp_path / "short") as run:
+        np.testing.assert_array_equal(found.positions, run.policy.select(0, run.queries(0)).positions)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_sequences_do_not_mix(name: str, tmp_path: Path) -> None:
+    """Reordered, each sequence chooses what it would have chosen in its old place."""
+    with running(name, QUARTER, replace(CASE, batch=2), tmp_path) as run:
+        run.step()
+        queries = run.queries(0)
+        before = run.policy.select(0, queries).positions
+        run.reorder([1, 0])
+        np.testing.assert_array_equal(run.policy.select(0, queries[[1, 0]]).positions, before[[1, 0]])
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_padding_is_chosen_last(name: str, tmp_path: Path) -> None:
+    with running(name, PolicySettings(token_budget=128), CASE, tmp_path) as run:
+        run.policy.pad(np.array([100]))
+        if run.policy.needs_weights or run.policy.whole_pages:
+            pytest.skip("padding must be known before the prefill, or a page is the least that is chosen")
+        assert run.policy.select(0, run.queries(0)).positions.min() >= 100
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_short_context_is_attended_whole(name: str, tmp_path: Path) -> None:
+    with running(name, PolicySettings(token_budget=64), Case(context=5), tmp_path) as run:
+        for _ in range(60):
+            for layer, (selection, out) in enumerate(run.step()):
+                run.steps -= 1
+                if run.store.length <= 64:
+                    assert np.array_equal(out, run.full(layer))
+                run.steps += 1
+                assert selection.count <= 16
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("shape", [(1, 4, 8), (1, 3, 16), (2, 4, 16), (4, 16)])
+def test_queries_that_do_not_fit_are_refused(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    with KvStore(replace(CASE, pool=None).config(tmp_path)) as store, pytest.raises(ValueError, match=r"^queries: "):
+        policy_class(name)(store).select(0, np.zeros(shape, np.float32))
+
+
+# Settings
+
+
+def test_unknown_policy_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="policy: there is no policy 'lru'") as error:
+        policy_class("lru")
+    assert "hillinfer" in (error.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("alpha", value) for value in (0.0, -0.1, 1.01, float("nan"), float("inf"))),
+        *(("token_budget", value) for value in (0, -5)),
+        *(("score_block_tokens", value) for value in (0, 1 << 17)),
+        ("combine", "mean"),
+        ("scale", 0.0),
+        ("seed", -1),
+    ],
+)
+def test_settings_out_of_range_are_named(field: str, value: object) -> None:
+    with pytest.raises(UsageError, match=rf"^{field}: ") as error:
+        PolicySettings(**{field: value})  # type: ignore[arg-type]
+    assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        (lambda: HillInferSettings(beta=0.0), "beta"),
+        (lambda: HillInferSettings(memory_bytes=-1), "memory_bytes"),
+        (lambda: LeoAMSettings(chunk_pages=0), "chunk_pages"),
+        (lambda: LeoAMSettings(promising=0.9), "promising"),
+        (lambda: PrefetchSettings(channels=0.0), "channels"),
+    ],
+)
+def test_settings_of_one_policy_out_of_range_are_named(settings: type[PolicySettings], field: str) -> None:
+    with pytest.raises(UsageError, match=rf"^{field}: "):
+        settings()
+
+
+def test_a_share_and_a_number_exclude_each_other() -> None:
+    with pytest.raises(UsageError, match=r"^token_budget: given together with alpha"):
+        PolicySettings(alpha=0.2, token_budget=100)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_budget_below_sink_and_window_is_refused(name: str, tmp_path: Path) -> None:
+    with KvStore(replace(CASE, pool=None).config(tmp_path)) as store:
+        with pytest.raises(UsageError, match=r"^token_budget: 47, sink and window alone take 48"):
+            policy_class(name)(store, policy_class(name).settings_class(token_budget=47))
+        policy_class(name)(store, policy_class(name).settings_class(token_budget=48))
+
+
+def test_settings_of_another_policy_are_refused(tmp_path: Path) -> None:
+    with KvStore(replace(CASE, pool=None).config(tmp_path)) as store, pytest.raises(UsageError, match=r"^settings: "):
+        policy_class("hillinfer")(store, LeoAMSettings())
+
+
+def test_sizes_of_budgets() -> None:
+    assert PolicySettings(alpha=0.1).attended(30) == 3
+    assert PolicySettings(alpha=0.1).attended(31) == 4
+    assert PolicySettings().attended(1000) == 200  # the paper's alpha
+    assert PolicySettings(token_budget=100).attended(60) == 60
+    assert PolicySettings(alpha=0.2).middle_tokens(1000, 60) == 140
+    assert PolicySettings(alpha=0.2).middle_tokens(100, 60) == 0
+    assert PolicySettings(alpha=1.0).middle_tokens(1000, 60) == 940
+
+
+# What tells them apart
+
+
+def best(scores: Array, run: Run, tokens: int) -> Array:
+    """The tokens of the middle with the best scores, by plain sorting; of equal ones the first."""
+    start, stop = run.store.middle.start * PAGE, run.store.middle.stop * PAGE
+    order = np.argsort(-scores[:, :, start:stop].astype(np.float32), axis=2, kind="stable")[:, :, :tokens]
+    return np.sort(order + start, axis=2)
+
+
+@pytest.mark.parametrize("pool", [None, 3, 9])
+@pytest.mark.parametrize("name", ["prefetch", "hillinfer"])
+def test_the_best_tokens_are_chosen_wherever_they_are(name: str, pool: int | None, tmp_path: Path) -> None:
+    with running(name, QUARTER, Case(batch=2, pool=pool), tmp_path) as run:
+        found = run.policy.select(1, run.queries(1)).positions
+        np.testing.assert_array_equal(found, best(run.scores(1), run, found.shape[2]))
+
+
+def test_the_sum_over_query_heads_counts_if_asked_for(tmp_path: Path) -> None:
+    with running("hillinfer", PolicySettings(alpha=0.5, combine="sum"), CASE, tmp_path) as run:
+        found = run.policy.select(1, run.queries(1)).positions
+        added = run.queries(1).reshape(1, KV_HEADS, 2, 16).sum(axis=2)
+        scores = np.einsum("bhd,bhtd->bht", added, run.keys[1]).astype(np.float16)
+        differing = np.setdiff1d(found, best(scores, run, found.shape[2]))
+        assert len(differing) <= 1  # products are added up in another order: halves may differ
+
+
+def test_leoam_finds_most_of_the_best_tokens(tmp_path: Path) -> None:
+    with running("leoam", QUARTER, Case(context=1000, pool=9), tmp_path) as run:
+        found = run.policy.select(1, run.queries(1)).positions
+        wanted = best(run.scores(1), run, found.shape[2])
+        assert len(np.intersect1d(found[0, 0], wanted[0, 0])) > 0.7 * found.shape[2]
+
+
+def test_leoam_reads_only_promising_keys(tmp_path: Path) -> None:
+    """Keys whose pages lie on a line: bounds tell exactly which are wanted."""
+
+    def read_bytes(name: str) -> int:
+        (tmp_path / name).mkdir()
+        with running(name, PolicySettings(token_budget=80), Case(context=2000, pool=9), tmp_path / name) as run:
+            before = run.store.traffic.bytes_between("ssd", "cpu", "score")
+            run.policy.select(1, run.queries(1))
+            return run.store.traffic.bytes_between("ssd", "cpu", "score") - before
+
+    assert read_bytes("leoam") < 0.25 * read_bytes("prefetch")
+
+
+def test_h2o_chooses_what_drew_the_most_attention(tmp_path: Path) -> None:
+    with running("h2o", QUARTER, CASE, tmp_path) as run:
+        weights = np.zeros((KV_HEADS, CASE.context))
+        for row in range(CASE.context):
+            asked = run.case.prompt(0)[0, :, row].reshape(2, 2, 16)
+            logits = np.einsum("hgd,htd->hgt", asked, run.keys[0][0, :, : row + 1]) / 4
+            softmax = np.exp(logits - logits.max(axis=2, keepdims=True))
+            weights[:, : row + 1] += (softmax / softmax.sum(axis=2, keepdims=True)).sum(axis=1)
+        found = run.policy.select(0, run.queries(0)).positions
+        wanted = best(weights[None], run, found.shape[2])
+        assert len(np.setdiff1d(found, wanted)) <= 1
+
+
+def test_h2o_needs_the_weights(tmp_path: Path) -> None:
+    with running("h2o", QUARTER, CASE, tmp_path) as run, pytest.raises(ValueError, match=r"^weights: None"):
+        run.policy.attended(0, run.policy.select(0, run.queries(0)))
+
+
+def test_h2o_adds_the_attention_of_a_step_to_what_was_attended(tmp_path: Path) -> None:
+    """Attention of 1000 to one token of the middle makes it the heaviest hitter."""
+    with running("h2o", PolicySettings(token_budget=64), CASE, tmp_path) as run:
+        selection = run.policy.select(0, run.queries(0))
+        unlike = Selection(np.full((1, KV_HEADS, 1), 77, np.int64))
+        positions = run.policy.attended_positions(0, unlike)
+        run.policy.attended(0, unlike, np.where(positions == 77, 1000, 0).repeat(2, axis=1).astype(np.float32))
+        again = run.policy.select(0, run.queries(0)).positions
+        assert (again == 77).any(axis=2).all() or (selection.positions == 77).any()
+
+
+def test_the_window_ends_where_the_store_s_window_begins(tmp_path: Path) -> None:
+    with running("window", PolicySettings(token_budget=100), CASE, tmp_path) as run:
+        found = run.policy.select(0, run.queries(0)).positions
+        stop = run.store.middle.stop * PAGE
+        assert found[0, 0].tolist() == list(range(stop - found.shape[2], stop))
+
+
+def test_the_largest_channels_of_a_query() -> None:
+    queries = np.array([[[1.0, -5.0, 0.5, 3.0]]], np.float32)
+    assert largest_channels(queries, 0.5).tolist() == [[[0.0, -5.0, 0.0, 3.0]]]
+    assert largest_channels(queries, 1.0) is queries
+
+
+# HillInfer's switches
+
+SWITCHES = list(itertools.product([True, False], repeat=3))
+
+
+def test_the_switches_change_when_and_where_but_not_what(tmp_path: Path) -> None:
+    found = []
+    for hie, bkp, app in SWITCHES:
+        settings = HillInferSettings(alpha=0.4, hie=hie, bkp=bkp, app=app)
+        found.append(selections("hillinfer", settings, Case(batch=2), tmp_path / f"{hie}{bkp}{app}", steps=6))
+    for hie, bkp in itertools.product([True, False], repeat=2):
+        settings = HillInferSettings(alpha=0.4, hie=hie, bkp=bkp)
+        found.append(selections("hillinfer", settings, Case(batch=2, ssd="csd"), tmp_path / f"{hie}{bkp}", steps=6))
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
+def spans(settings: HillInferSettings, case: Case, path: Path) -> Timeline:
+    timeline = Timeline()
+    with running("hillinfer", settings, case, path) as run:
+        run.policy.timeline = timeline
+        run.policy.select(0, run.queries(0))
+    return timeline
+
+
+def test_host_and_ssd_score_at_the_same_time(tmp_path: Path) -> None:
+    timeline = spans(HillInferSettings(alpha=0.5), Case(context=3000, pool=80), tmp_path)
+    host, far = ([span for span in timeline.spans if span.resource == resource] for resource in (CPU, LINK))
+    assert {span.stage for span in timeline.spans} == {EVALUATE}
+    assert host[0].begin_ns < far[0].end_ns
+    assert far[0].begin_ns < host[0].end_ns
+
+
+def test_without_hie_they_take_turns(tmp_path: Path) -> None:
+    timeline = spans(HillInferSettings(alpha=0.5, hie=False), Case(context=3000, pool=80), tmp_path)
+    host, far = ([span for span in timeline.spans if span.resource == resource] for resource in (CPU, LINK))
+    assert far[0].end_ns <= host[0].begin_ns
+
+
+def test_the_device_is_on_the_timeline_where_there_is_one(tmp_path: Path) -> None:
+    timeline = spans(HillInferSettings(alpha=0.5), Case(ssd="csd"), tmp_path)
+    assert {span.resource for span in timeline.spans} == {CPU, DEVICE}

@@ -1,0 +1,152 @@
+"""A policy over a small store, fed step by step, with all that it was fed beside it: what full attention would look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.kv.pipeline.attention import attention, widened
+from llmcache.kv.policies import PolicySettings, policy_class
+from llmcache.kv.policies.base import KvPolicy
+from llmcache.kv.spill import KvShape
+from llmcache.kv.tiers import KvStore, Selection, StoreConfig
+
+Array = NDArray[Any]
+PAGE, DIM, KV_HEADS, LAYERS = 16, 16, 2, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a store and its contents are made from. `pool`: pages of the host's pool; None: no file and no bound."""
+
+    batch: int = 1
+    heads: int = 4
+    context: int = 300
+    pool: int | None = 9
+    ssd: str = "file"
+    dtype: str = "float32"
+    seed: int = 0
+
+    @property
+    def shape(self) -> KvShape:
+        return KvShape("contract", LAYERS, KV_HEADS, DIM, self.dtype, PAGE)
+
+    def config(self, path: Path) -> StoreConfig:
+        file = None if self.pool is None else path / "kv.spill"
+        return StoreConfig(self.shape, self.batch, 16, 32, self.pool, file, self.ssd, threads=1)
+
+    def rows(self, layer: int, positions: range, side: int) -> Array:
+        """Keys (`side` 0) or values of tokens, [batch, kv_heads, tokens, dim]; the same in whatever parts."""
+        size = (self.batch, KV_HEADS, DIM)
+        randoms = [np.random.default_rng((self.seed, layer, side, position)) for position in positions]
+        found = np.stack([random.standard_normal(size, np.float32) for random in randoms], axis=2)
+        return found.astype(self.shape.numpy_dtype) if self.dtype == "float16" else found
+
+    def queries(self, layer: int, step: int) -> Array:
+        """Queries [batch, heads, dim] of a step: half of each stays what it was at the step before."""
+        found = np.zeros((self.batch, self.heads, DIM), np.float32)
+        for past in range(4):
+            found += np.random.default_rng((self.seed, 2, layer, step - past + 4)).standard_normal(found.shape, np.float32)
+        return found
+
+    def prompt(self, layer: int) -> Array:
+        """Queries [batch, heads, tokens, dim] of the prompt."""
+        size = (self.batch, self.heads, self.context, DIM)
+        return np.random.default_rng((self.seed, 3, layer)).standard_normal(size, np.float32)
+
+
+class Run:
+    """A policy in use. `keys`, `values`: by layer, all that was appended."""
+
+    def __init__(self, case: Case, store: KvStore, policy: KvPolicy) -> None:
+        self.case, self.store, self.policy = case, store, policy
+        self.keys: list[Array] = []
+        self.values: list[Array] = []
+        self.steps = 0
+
+    def prefill(self) -> None:
+        """Feeds the prompt."""
+        for layer in range(LAYERS):
+            rows = [self.case.rows(layer, range(self.case.context), side) for side in (0, 1)]
+            self.keys.append(rows[0])
+            self.values.append(rows[1])
+            self.store.append(layer, *rows)
+            self.policy.prefilled(layer, self.case.prompt(layer), 0)
+        self._commit(self.case.context)
+
+    def _commit(self, tokens: int) -> None:
+        ids = np.broadcast_to(np.arange(self.store.length, self.store.length + tokens), (self.store.batch, tokens))
+        self.store.commit(ids, ids)
+
+    def step(self) -> list[tuple[Selection, Array]]:
+        """Decodes one token; what was chosen, and what attention gave, of each layer."""
+        return [self._layer(layer) for layer in range(LAYERS)] + self._end()
+
+    def _layer(self, layer: int) -> tuple[Selection, Array]:
+        position = self.store.length
+        queries = self.queries(layer)
+        selection = self.policy.select(layer, queries)
+        rows = [self.case.rows(layer, range(position, position + 1), side)[: self.store.batch] for side in (0, 1)]
+        self.keys[layer], self.values[layer] = (
+            np.concatenate([old, new], axis=2) for old, new in zip((self.keys[layer], self.values[layer]), rows, strict=True)
+        )
+        self.store.append(layer, *rows)
+        gathered = self.store.gather(layer, selection)
+        out, weights = attention(queries, gathered.keys, gathered.values)
+        self.policy.attended(layer, selection, weights if self.policy.needs_weights else None)
+        return selection, out
+
+    def _end(self) -> list[tuple[Selection, Array]]:
+        self._commit(1)
+        self.steps += 1
+        return []
+
+    def queries(self, layer: int) -> Array:
+        """Queries of this step."""
+        found = self.case.queries(layer, self.steps)
+        return found[: self.store.batch]
+
+    def full(self, layer: int) -> Array:
+        """What full attention gives for this step's queries over all that was appended."""
+        return attention(self.queries(layer), self.keys[layer], self.values[layer])[0]
+
+    def crop(self, tokens: int) -> None:
+        """Cuts the store and all that goes with it."""
+        self.store.crop(tokens)
+        self.policy.cropped(tokens)
+        self.keys, self.values = ([rows[:, :, :tokens] for rows in side] for side in (self.keys, self.values))
+
+    def reorder(self, index: list[int]) -> None:
+        """Makes sequence i what sequence `index[i]` was."""
+        order = np.array(index)
+        self.store.select(order)
+        self.policy.reordered(order)
+        self.keys, self.values = ([rows[order] for rows in side] for side in (self.keys, self.values))
+
+    def scores(self, layer: int) -> Array:
+        """Best products [batch, kv_heads, tokens] of this step's queries and all keys, in halves as they are compared."""
+        queries = self.queries(layer).reshape(self.store.batch, KV_HEADS, -1, DIM)
+        found: Array = (queries @ widened(self.keys[layer]).swapaxes(2, 3)).max(axis=2).astype(np.float16)
+        return found
+
+
+@contextmanager
+def running(name: str, settings: PolicySettings, case: Case, path: Path) -> Iterator[Run]:
+    """A policy over a store that has the prompt of `case`."""
+    with KvStore(case.config(path)) as store:
+        made = policy_class(name)
+        given = made.settings_class(**{field: getattr(settings, field) for field in ("alpha", "token_budget", "combine")})
+        run = Run(case, store, made(store, given if type(settings) is PolicySettings else settings))
+        run.prefill()
+        yield run
+
+
+def variants(case: Case) -> list[Case]:
+    """The case with one sequence and two, with query heads in groups and without (GQA, MHA)."""
+    return [replace(case, batch=batch, heads=heads) for batch in (1, 2) for heads in (KV_HEADS, 2 * KV_HEADS)]
