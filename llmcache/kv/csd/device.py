@@ -20,11 +20,12 @@ from llmcache.errors import LlmcacheError
 from llmcache.kv.csd.blocks import BLOCK_TOKENS, HEADER_BYTES, MOST_TOKENS, encode
 from llmcache.kv.csd.profile import CsdProfile, ModelledClock, Report
 from llmcache.kv.csd.program import PROGRAMS, score_keys
+from llmcache.kv.csd.rows import pick, shares
 from llmcache.kv.csd.wire import COMMAND_BYTES, COMPLETION_BYTES, RING_BYTES, Data, DeviceEnd, Gone, Shared
 from llmcache.kv.kernels.threads import processors
 from llmcache.kv.spill.file import SpillFile
 from llmcache.kv.spill.reading import KEYS, VALUES
-from llmcache.kv.spill.shape import KvShape
+from llmcache.kv.spill.shape import KvShape, view_slots
 
 Result = dict[str, Any]
 
@@ -50,6 +51,7 @@ class Device:
             "write": self._write,
             "write_tokens": self._write_tokens,
             "read": self._read,
+            "gather": self._gather,
             "deallocate": self._deallocate,
             "flush": self._flush,
         }
@@ -89,13 +91,21 @@ class Device:
             time.sleep(max(0, left_ns) / 1e9)
 
     def _open(
-        self, path: str, shape: Result, profile: Result, create: bool, direct: bool | None, again: bool, threads: int | None
+        self,
+        path: str,
+        shape: Result,
+        profile: Result,
+        create: bool,
+        force: bool,
+        direct: bool | None,
+        again: bool,
+        threads: int | None,
     ) -> Result:
         wanted = KvShape(**shape)
         if max(wanted.key_slot_bytes, wanted.value_slot_bytes) > RING_BYTES // 2:
             raise ValueError(f"page_tokens: {wanted.page_tokens}, pages of at most {RING_BYTES // 2} bytes fit the ring")
         if create:
-            self._file = SpillFile.create(path, wanted, direct=direct)
+            self._file = SpillFile.create(path, wanted, direct=direct, force=force)
         else:
             self._file = SpillFile.open(path, wanted, direct=direct, keep_unfinished=again)
         self._profile = CsdProfile(**profile)
@@ -124,17 +134,21 @@ class Device:
         return {}
 
     def _execute_program(
-        self, index: int, sequence: int, layer: int, heads: int, combine: str, block_tokens: int = BLOCK_TOKENS
+        self, index: int, sequence: int, layer: int, heads: int, runs: int, combine: str, block_tokens: int = BLOCK_TOKENS
     ) -> Result:
+        """Runs a program over the keys of a layer, or of `runs` runs of its pages (0: of all)."""
         if index not in self._active:
             raise ValueError(f"program: number {index} is not activated")
         if not 1 <= block_tokens <= MOST_TOKENS:
             raise ValueError(f"block_tokens: {block_tokens}, between 1 and {MOST_TOKENS} is needed")
-        (asked,) = self._end.shared.take([((heads, self._file.shape.head_dim), np.dtype(np.float32))])
+        forms: list[tuple[tuple[int, ...], np.dtype[Any]]]
+        forms = [((heads, self._file.shape.head_dim), np.dtype(np.float32)), ((runs, 2), np.dtype(np.uint32))]
+        asked, wanted = self._end.shared.take(forms)
         queries = asked.copy()  # the desk belongs to the host again once the command ends
-        self._receive(queries.nbytes)
+        self._receive(queries.nbytes + wanted.nbytes)
+        pages = [page for first, count in wanted.tolist() for page in range(first, first + count)] if runs else None
         buffer_bytes = self._profile.buffer_bytes
-        for piece in score_keys(self._file, sequence, layer, queries, combine, buffer_bytes, self._threads):
+        for piece in score_keys(self._file, sequence, layer, queries, combine, buffer_bytes, self._threads, pages):
             self._count_read(piece.read_bytes)
             self._clock.compute(piece.read_bytes)
             self._report.scored_keys += piece.scores.size
@@ -196,10 +210,29 @@ class Device:
             for side in (KEYS, VALUES):
                 slots = self._file.read_slots(sequence, layer, part, side)
                 self._count_read(slots.size)
-                at, room = self._end.room(slots.size)
-                room[:] = slots.reshape(-1)
-                self._send(Data(at, room.size), 0, False)
+                self._send_bytes(slots)
         return {"length": self._file.length(sequence, layer)}
+
+    def _gather(self, sequence: int, layer: int, counts: list[int]) -> Result:
+        """Reads pages but sends only the rows that are asked for: `counts` of each head, by token number."""
+        shape = self._file.shape
+        (asked,) = self._end.shared.take([((sum(counts),), np.dtype(np.uint32))])
+        flat = asked.astype(np.int64)
+        self._receive(asked.nbytes)
+        for share in shares(shape, np.split(flat, np.cumsum(counts)[:-1])):
+            for side, dim in ((KEYS, shape.head_dim), (VALUES, shape.value_dim)):
+                slots = self._file.read_slots(sequence, layer, share.pages, side)
+                self._count_read(slots.size)
+                for pages in view_slots(shape, slots, dim):
+                    if pages is not None:
+                        self._send_bytes(pick(shape, share, flat, pages))
+        return {}
+
+    def _send_bytes(self, data: Any) -> None:
+        flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        at, room = self._end.room(flat.size)
+        room[:] = flat
+        self._send(Data(at, room.size), 0, False)
 
     def _deallocate(self, sequence: int, pages: int) -> Result:
         self._file.truncate(sequence, pages)

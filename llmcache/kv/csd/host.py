@@ -24,6 +24,7 @@ from llmcache.errors import DataError, EnvironmentProblem
 from llmcache.kv.csd.blocks import BLOCK_TOKENS, ScoreBlock, decode
 from llmcache.kv.csd.profile import PROFILES, CsdProfile, Report
 from llmcache.kv.csd.program import SCORE_KEYS
+from llmcache.kv.csd.rows import KvRows, Share, checked_positions, room_for, shares, sides
 from llmcache.kv.csd.wire import DESK_BYTES, Data, Gone, HostEnd, Shared
 from llmcache.kv.spill.reading import as_pages
 from llmcache.kv.spill.shape import Bytes, KvPages, KvShape, checked_rows
@@ -60,8 +61,8 @@ class Execution:
 class EmulatedCsd:
     """An *emulated* computational SSD (CSx) over the spill file `path`; a context manager.
 
-    `create` makes the file, else it is opened; `direct` and errors as there. `threads` of the engine: None for one a
-    processor. `report` adds up what all commands took.
+    `create` makes the file, else it is opened; `direct`, `force` and errors as there. `threads` of the engine: None for one
+    a processor. `report` adds up what all commands took.
     """
 
     def __init__(
@@ -73,10 +74,11 @@ class EmulatedCsd:
         create: bool = False,
         direct: bool | None = None,
         threads: int | None = None,
+        force: bool = False,
     ) -> None:
         self.path, self.shape, self.profile = Path(path), shape, profile
         self.report = Report()
-        self._options: dict[str, Any] = {"direct": direct, "threads": threads}
+        self._options: dict[str, Any] = {"direct": direct, "threads": threads, "force": force}
         self._programs: list[str] = []
         self._active: list[int] = []
         self._pages: dict[int, list[int]] = {}
@@ -179,9 +181,13 @@ class EmulatedCsd:
     def _command(self, command: str, arrays: list[Rows], **arguments: Any) -> dict[str, Any]:
         """Gives a command and returns its result."""
         self._send(command, arrays, **arguments)
-        found = self._receive()
-        assert not isinstance(found, Data), f"{command} has no data"
+        found = self._result()
         self._ended(found)
+        return found
+
+    def _result(self) -> dict[str, Any]:
+        found = self._receive()
+        assert not isinstance(found, Data), "what ends a command has no data"
         return found
 
     def _send(self, command: str, arrays: list[Rows], **arguments: Any) -> None:
@@ -246,18 +252,23 @@ class EmulatedCsd:
         sequence: int,
         layer: int,
         *,
+        pages: NDArray[np.int64] | list[int] | None = None,
         combine: str = "max",
         block_tokens: int = BLOCK_TOKENS,
     ) -> Execution:
-        """Starts an activated program over all keys of a layer, and returns while it runs.
+        """Starts an activated program over the keys of a layer (of `pages`, if given), and returns while it runs.
 
         `queries` [heads, head_dim] float32, a multiple of kv_heads. The blocks that come are of `block_tokens` tokens or
-        fewer; errors of the device are raised where they are iterated over.
+        fewer; errors of the device are raised where they are iterated over. Only what is scored is read inside; pages that
+        follow each other cost 8 bytes of the link, however many they are.
         """
         if queries.ndim != 2 or queries.shape[1] != self.shape.head_dim or queries.dtype != np.float32:
             raise ValueError(f"queries: {queries.dtype} {queries.shape}, float32 [heads, {self.shape.head_dim}] is needed")
-        options = {"combine": combine, "block_tokens": block_tokens, "heads": len(queries)}
-        self._send("execute_program", [queries], index=index, sequence=sequence, layer=layer, **options)
+        runs = page_runs(np.asarray([] if pages is None else pages, np.int64))
+        if pages is not None and not len(runs):
+            raise ValueError("pages: none is named")
+        options = {"combine": combine, "block_tokens": block_tokens, "heads": len(queries), "runs": len(runs)}
+        self._send("execute_program", [queries, runs], index=index, sequence=sequence, layer=layer, **options)
         self._running = Execution(self)
         return self._running
 
@@ -330,15 +341,55 @@ class EmulatedCsd:
         self._ended(found)
         return int(found["length"])
 
+    def gather(self, sequence: int, layer: int, positions: list[NDArray[np.int64]]) -> KvRows:
+        """Fetches single rows of a layer over the link; the pages that they lie in are read inside the device.
+
+        `positions`: ascending token numbers of each key head. Rows of one head after the other. ValueError: not ascending,
+        or there is no such token; DataError: a page is damaged.
+        """
+        wanted = checked_positions(self.shape, positions)
+        rows = room_for(self.shape, sum(map(len, wanted)))
+        flat = np.concatenate(wanted)
+        if not len(flat):
+            return rows
+        there = self.pages(sequence, layer)
+        if flat.max() >= there * self.shape.page_tokens or flat.nbytes > 2 * DESK_BYTES:
+            raise ValueError(f"positions: up to {flat.max()}, {len(flat)} in all; there are {there} pages")
+        counts = [len(of_head) for of_head in wanted]
+        self._send("gather", [flat.astype(np.uint32)], sequence=sequence, layer=layer, counts=counts)
+        for share in shares(self.shape, wanted):
+            for side in sides(rows):
+                self._take(side, share)
+        self._ended(self._result())
+        return rows
+
+    def _take(self, side: Rows, share: Share) -> None:
+        """Copies what comes next over the link to the rows of `share`."""
+        found = self._receive()
+        assert isinstance(found, Data) and self._end is not None
+        data = self._end.bytes_of(found).view(side.dtype).reshape(-1, *side.shape[1:])
+        done = 0
+        for part in share.parts:
+            side[part] = data[done : done + part.stop - part.start]
+            done += part.stop - part.start
+        self._end.consumed(found)
+
     def truncate(self, sequence: int, pages: int) -> None:
         """Deallocates all pages of a sequence from number `pages` on; as `SpillFile.truncate`."""
-        self._command("deallocate", [], sequence=sequence, pages=pages)
-        if sequence in self._pages:
+        if sequence in self._pages:  # before the command: what is gone then has not been lost
             self._pages[sequence] = [min(pages, there) for there in self._pages[sequence]]
+        self._command("deallocate", [], sequence=sequence, pages=pages)
 
     def flush(self) -> None:
         """Returns when everything acknowledged is on the disk."""
         self._command("flush", [])
+
+
+def page_runs(pages: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """Returns `pages` as runs [n, 2]: the first page, and how many follow each other from there on."""
+    starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
+    counts = np.diff(starts, append=len(pages))
+    return np.stack([pages[starts], counts], axis=1).astype(np.uint32)
 
 
 def _environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The function that the *emulated* device's engine runs (CSF): scores all keys of a layer, buffer by buffer.
+"""The function that the *emulated* device's engine runs (CSF): scores keys of a layer, buffer by buffer.
 
 While the engine works on one buffer, a thread reads the next from the file and compares its checksums.
 """
@@ -47,12 +47,19 @@ def pieces(ranges: list[KeyRange], pages: int) -> list[Piece]:
 
 
 def score_keys(
-    file: SpillFile, sequence: int, layer: int, queries: NDArray[np.float32], combine: str, buffer_bytes: int, threads: int
+    file: SpillFile,
+    sequence: int,
+    layer: int,
+    queries: NDArray[np.float32],
+    combine: str,
+    buffer_bytes: int,
+    threads: int,
+    pages: list[int] | None = None,
 ) -> Iterator[Scored]:
-    """Yields the scores of all keys of a layer, in the order of their positions. `queries` [heads, head_dim]."""
+    """Yields the scores of all keys of a layer, or of those in `pages`, in their order. `queries` [heads, head_dim]."""
     shape = file.shape
     length = file.length(sequence, layer)
-    todo = pieces(file.key_ranges(sequence, layer), max(1, buffer_bytes // shape.key_slot_bytes))
+    todo = pieces(file.key_ranges(sequence, layer, pages), max(1, buffer_bytes // shape.key_slot_bytes))
     buffers = [aligned(max((piece.pages for piece in todo), default=0) * shape.key_slot_bytes) for _ in range(2)]
     with ThreadPoolExecutor(1, thread_name_prefix="csd-read") as reader:
         ahead = reader.submit(_read, file, todo[0], buffers[0]) if todo else None

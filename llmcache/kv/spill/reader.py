@@ -183,8 +183,13 @@ class SpillReader:
     def _chains_of(self, sequence: int) -> list[Chain]:
         return [chain for (owner, _), chain in self._chains.items() if owner == sequence]
 
-    def key_ranges(self, sequence: int, layer: int) -> list[reading.KeyRange]:
-        """Returns where the keys of a layer lie in the file, in the order of their pages: one range for each extent."""
+    def key_ranges(self, sequence: int, layer: int, pages: Pages | None = None) -> list[reading.KeyRange]:
+        """Returns where the keys of a layer lie in the file, in the order of their pages: one range for each extent.
+
+        `pages`: of these alone, in their order; ValueError if there is no such page.
+        """
+        if pages is not None:
+            return reading.key_ranges(self._layout, *self._chain_with(sequence, layer, pages))
         chain = self._chains.get((sequence, self._checked_layer(layer)))
         return reading.key_ranges(self._layout, chain) if chain else []
 

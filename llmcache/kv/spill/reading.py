@@ -102,10 +102,10 @@ def as_pages(shape: KvShape, keys: Bytes, values: Bytes, tokens: NDArray[np.int6
     return KvPages(key_rows, value_rows, tokens, key_scales, value_scales)
 
 
-def key_ranges(layout: Layout, chain: Chain) -> list[KeyRange]:
-    """Returns where the keys of `chain` lie."""
+def key_ranges(layout: Layout, chain: Chain, pages: list[int] | None = None) -> list[KeyRange]:
+    """Returns where the keys of `chain` lie, of all its pages or of `pages` in their order."""
     ranges = []
-    for run in chain.runs(list(range(chain.pages))):
+    for run in chain.runs(list(range(chain.pages)) if pages is None else pages):
         crcs = tuple(chain.key_crcs[run.first : run.first + run.pages])
         ranges.append(KeyRange(run.first, run.pages, layout.at(run.extent) + chain.plan.key_at(run.slot), crcs))
     return ranges

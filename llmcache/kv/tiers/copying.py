@@ -13,7 +13,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.kv.kernels.threads import Job, processors
+from llmcache.kv.kernels.threads import Job, processors, run_all
 
 JOB_BYTES = 1 << 18
 """Rows that are worth handing to a thread."""
@@ -27,6 +27,20 @@ class Rows:
 
     pages: NDArray[Any]
     scales: NDArray[np.float32] | None = None
+
+
+def copy_pages(
+    sides: tuple[Rows, Rows], index: Numbers, positions: Numbers, outs: list[NDArray[Any]], threads: int | None
+) -> None:
+    """Copies the rows that `sides` (keys, values) have to `outs` [batch, kv_heads, k, dim].
+
+    `index` [batch, pages] and `positions` [batch, kv_heads, k]: as `copy_jobs`, for each sequence.
+    """
+    jobs: list[Job] = []
+    for b in range(len(index)):
+        for rows, out in zip(sides, outs, strict=True):
+            jobs += copy_jobs(rows, index[b], positions[b], out[b], threads)
+    run_all(jobs, threads)
 
 
 def copy_jobs(
@@ -52,6 +66,13 @@ def copy_jobs(
     return jobs
 
 
+def mark_missing(index: Numbers, positions: Numbers, tokens: int) -> tuple[int, Numbers]:
+    """Returns how many of `positions` [kv_heads, k] are in pages whose `index` is below 0, and these pages, ascending."""
+    marks = np.zeros(len(index), np.uint8)
+    count = sum(_mark(index, of_head, tokens, marks) for of_head in positions) if (index < 0).any() else 0
+    return count, np.flatnonzero(marks)
+
+
 def _word(row_bytes: int) -> np.dtype[Any]:
     """The longest type that a row is a whole number of."""
     return np.dtype(np.uint64 if row_bytes % 8 == 0 else np.uint8)
@@ -70,6 +91,17 @@ def _in_words(pages: NDArray[Any], head: int) -> tuple[NDArray[Any], int]:
     span = (len(pages) - 1) * pages.strides[0] + of_head[0].nbytes if len(pages) else 0
     flat = np.lib.stride_tricks.as_strided(of_head, (span // pages.itemsize,), (pages.itemsize,))
     return flat.view(word), pages.strides[0] // word.itemsize
+
+
+@numba.njit(nogil=True, cache=True)
+def _mark(index, positions, tokens, marks):  # type: ignore[no-untyped-def]
+    count = 0
+    for i in range(positions.size):
+        page = positions[i] // tokens
+        if index[page] < 0:
+            marks[page] = 1
+            count += 1
+    return count
 
 
 @numba.njit(nogil=True, cache=True)

@@ -58,9 +58,16 @@ class Core:
         self.tokens = Tokens(config.batch)
         self.traffic = Traffic()
         self.lengths = np.zeros(config.shape.layers, np.int64)
-        self.pools = [Pool(config.shape, None) for _ in range(config.shape.layers)]
+        self.pools = [Pool(config.shape) for _ in range(config.shape.layers)]
+        self.bound_pools()
         self.victims: Victims | None = None
         self.step = 0
+
+    def bound_pools(self) -> None:
+        """Tells the pools how far to double: the bound, the page that is being filled, and one that is not written yet."""
+        bound = self.config.cpu_pages
+        for pool in self.pools:
+            pool.most = None if bound is None else self.table.batch * (bound + 2)
 
     @property
     def middle(self) -> range:

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.tiers.config import Gathered, Selection
-from llmcache.kv.tiers.copying import Rows, copy_jobs
+from llmcache.kv.tiers.copying import copy_pages
 from llmcache.kv.tiers.core import Core
+from llmcache.kv.tiers.fetching import Fetcher
 
 Numbers = NDArray[np.int64]
 Sides = tuple[NDArray[Any], NDArray[Any]]
@@ -61,8 +61,8 @@ class Buffers:
 class Gatherer:
     """Gathers for one store."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, core: Core, fetcher: Fetcher | None) -> None:
+        self._core, self._fetcher = core, fetcher
         self._buffers = Buffers()
 
     def stage(self, layer: int, selection: Selection) -> Staged:
@@ -89,11 +89,18 @@ class Gatherer:
         total = self._total(staged.middle, count, length)
         if total != staged.tokens:
             self._resize(staged, lead, count, total)
-        self._copy_in(staged, self._span(0, lead), 0, False)
-        self._copy_in(staged, self._span(end, length), lead + count, False)
         positions = np.concatenate([self._span(0, lead), staged.positions, self._span(end, length)], axis=2)
+        self._copy_in(staged, positions[:, :, :lead], 0, False)
+        self._copy_in(staged, positions[:, :, lead + count :], lead + count, False)
         keys, values = self._views(staged)
         return Gathered(keys, values, positions, partial(self._buffers.give_back, staged.memory))
+
+    def positions(self, layer: int, selection: Selection) -> Numbers:
+        """Returns the positions [batch, kv_heads, k] of all that a layer attends to now."""
+        middle, size = self._core.middle, self._core.shape.page_tokens
+        chosen = self._checked(selection, middle)
+        length = int(self._core.lengths[layer])
+        return np.concatenate([self._span(0, middle.start * size), chosen, self._span(middle.stop * size, length)], axis=2)
 
     def _checked(self, selection: Selection, middle: range) -> Numbers:
         core, found = self._core, selection.positions
@@ -102,7 +109,9 @@ class Gatherer:
         size = core.shape.page_tokens
         if found.size and (found[..., 0].min() < middle.start * size or found[..., -1].max() >= middle.stop * size):
             raise ValueError(f"positions: only tokens {middle.start * size} to {middle.stop * size - 1} can be chosen")
-        return found
+        # The compiled loops are made for one kind of array.
+        plain = found.flags.writeable and found.strides[2] == found.itemsize
+        return found if plain else found.copy()
 
     def _total(self, middle: range, count: int, length: int) -> int:
         return length - len(middle) * self._core.shape.page_tokens + count
@@ -146,12 +155,8 @@ class Gatherer:
         pool = self._core.checked(staged.layer)
         with pool.lock:
             index = pool.slot_of[self._core.table.table]
-            self._copy(pool.keys, pool.values, index, positions, outs)
-
-    def _copy(self, keys: Rows, values: Rows, index: Numbers, positions: Numbers, outs: list[NDArray[Any]]) -> None:
-        threads = self._core.config.threads
-        jobs = []
-        for b in range(len(index)):
-            for rows, out in zip((keys, values), outs, strict=True):
-                jobs += copy_jobs(rows, index[b], positions[b], out[b], threads)
-        run_all(jobs, threads)
+            copy_pages((pool.keys, pool.values), index, positions, outs, self._core.config.threads)
+        # Not under the lock: who waits for the disk must not keep others from the pool.
+        missing = self._fetcher.fetch(staged.layer, index, positions, outs) if self._fetcher else 0
+        if chosen:
+            self._core.traffic.add_hits(cpu=positions.size - missing, ssd=missing)

@@ -22,13 +22,14 @@ NOT_HERE = -1
 class Pool:
     """Slots of pages, [slots, kv_heads, page_tokens, dim]. `slot_of` [numbers] int64: where a page is, NOT_HERE if nowhere.
 
+    `most`: slots that are enough in the mean.
     `since` [numbers]: a count that tells which page came in first. `down_at` [numbers]: the step in which it last went down.
     """
 
-    def __init__(self, shape: KvShape, most: int | None) -> None:
+    def __init__(self, shape: KvShape) -> None:
         self.shape = shape
         self.lock = threading.RLock()
-        self._most = most
+        self.most: int | None = None
         self._free: list[int] = []
         self._slots = 0
         self._clock = 0
@@ -87,7 +88,7 @@ class Pool:
         if needed <= self._slots and self._arrays:
             return
         slots = max(16, 2 * self._slots)
-        slots = max(needed, slots if self._most is None else min(slots, self._most))
+        slots = max(needed, slots if self.most is None else min(slots, self.most))
         old = self._arrays
         self._arrays = [np.empty((slots, *form), dtype) for form, dtype in self._forms()]
         for into, array in zip(self._arrays, old, strict=False):
@@ -137,6 +138,10 @@ class Pool:
         slots = self.add(numbers)
         for array, part in zip(self._arrays, pages, strict=True):
             array[slots] = part
+
+    def take(self, slots: Numbers) -> list[NDArray[Any]]:
+        """Returns copies of keys, values and for int8 their scales in `slots`, [slots, ..]."""
+        return [array[slots] for array in self._arrays]
 
     def rows(self, number: int) -> list[NDArray[Any]]:
         """Returns keys, values and for int8 their scales of a page, [kv_heads, page_tokens, ..]; not copied."""

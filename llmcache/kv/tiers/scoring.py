@@ -1,4 +1,4 @@
-"""Scores of the pages in the cpu pool, where they lie: slots are scored in runs, without copying keys."""
+"""Scores of pages where they lie: slots of the cpu pool in runs, without copying keys; streams of the ssd tier in blocks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.kv.csd import ScoreBlock
 from llmcache.kv.kernels import score_pages
 from llmcache.kv.tiers.copying import Rows
+from llmcache.kv.tiers.core import Core
+from llmcache.kv.tiers.ssd import Ask, SsdTier
 
 Numbers = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -44,3 +47,23 @@ def score_slots(keys: Rows, slots: Numbers, queries: Floats, combine: str, threa
         scores = score_pages(queries, keys.pages[part], scales, combine=combine, threads=threads)
         out[:, order[first : first + count]] = scores.reshape(heads, count, tokens)
     return out.reshape(heads, -1)
+
+
+def score_streams(
+    core: Core,
+    ssd: SsdTier,
+    layer: int,
+    sequence: int,
+    pages: Numbers,
+    queries: Floats,
+    combine: str,
+    block_tokens: int,
+) -> Iterator[ScoreBlock]:
+    """Yields score blocks of `pages` of a sequence, ascending, stream after stream."""
+    numbers = core.table.table[sequence, pages]
+    streams, places = core.table.stream[numbers], core.table.place[numbers].astype(np.int64)
+    for stream in np.unique(streams).tolist():
+        here = streams == stream
+        shift = int(pages[here][0] - places[here][0]) * core.shape.page_tokens
+        for block in ssd.score(Ask(stream, layer, places[here], queries, combine, block_tokens)):
+            yield ScoreBlock(block.head, block.positions + shift, block.scores)

@@ -12,17 +12,32 @@ at; the device has one too, and nobody who holds a pool waits for it.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.errors import LlmcacheError, UsageError
+from llmcache.kv.csd import Report, ScoreBlock
+from llmcache.kv.csd.blocks import BLOCK_TOKENS
 from llmcache.kv.spill import KvShape
+from llmcache.kv.tiers import restoring, tables
+from llmcache.kv.tiers.accelerating import FastGatherer
+from llmcache.kv.tiers.appending import Appender, checked_rows
 from llmcache.kv.tiers.config import Gathered, Selection, StoreConfig, Victims
 from llmcache.kv.tiers.core import Core
+from llmcache.kv.tiers.fast import FastTier
+from llmcache.kv.tiers.fetching import Fetcher
 from llmcache.kv.tiers.gathering import Gatherer, Staged
-from llmcache.kv.tiers.scoring import score_slots
+from llmcache.kv.tiers.moving import Mover
+from llmcache.kv.tiers.restoring import Found, Restored
+from llmcache.kv.tiers.scoring import score_slots, score_streams
+from llmcache.kv.tiers.spilling import Spiller
+from llmcache.kv.tiers.ssd import CsdTier, KeyRows, open_tier
 from llmcache.kv.tiers.traffic import Traffic
 
 Numbers = NDArray[np.int64]
@@ -32,9 +47,40 @@ Floats = NDArray[np.float32]
 class KvStore:
     """Keys and values of `config.batch` sequences of one length; a context manager."""
 
-    def __init__(self, config: StoreConfig) -> None:
-        self._core = Core(config)
-        self._gatherer = Gatherer(self._core)
+    def __init__(self, config: StoreConfig, found: Found | None = None) -> None:
+        """Makes an empty store and its spill file. `found` is for `restore`."""
+        self._core = core = Core(config)
+        ssd, recovery = open_tier(config, core.traffic, create=found is None)
+        self._spiller = None if ssd is None else Spiller(core, ssd, None if found is None else found.told)
+        self._mover = None if self._spiller is None else Mover(core, self._spiller)
+        fetcher = None if ssd is None or self._mover is None else Fetcher(core, self._mover, ssd)
+        self._appender = Appender(core, self._spiller, self._mover)
+        self._gatherer = Gatherer(core, fetcher)
+        self._fast = FastGatherer(core, self._gatherer, self._mover)
+        self.restored: Restored | None = None
+        try:
+            if found is None:
+                self._remove_tables()
+            elif self._spiller is not None and self._mover is not None:
+                restoring.adopt(core, self._spiller, self._mover, found)
+                self.restored = restoring.told_of(core, found, recovery)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def restore(cls, path: str | Path, config: StoreConfig) -> KvStore:
+        """Goes on with the spill file at `path`, as its last writer left it; `restored` tells what may be missing.
+
+        `config`: as for a new store; path and batch are those of the file. DataError: another model's file, or damaged.
+        """
+        found = restoring.look(Path(path), config.shape)
+        return cls(restoring.config_for(config, Path(path), found), found)
+
+    def _remove_tables(self) -> None:
+        """Takes away the page tables of a file that was replaced."""
+        if self.config.path is not None:
+            tables.path_of(self.config.path).unlink(missing_ok=True)
 
     # What it is
 
@@ -79,6 +125,12 @@ class KvStore:
         return self._core.traffic
 
     @property
+    def device_report(self) -> Report | None:
+        """What the commands to the *emulated* device took so far, bytes, modelled and wall time; None without a device."""
+        tier = None if self._spiller is None else self._spiller.ssd
+        return tier.device.report if isinstance(tier, CsdTier) else None
+
+    @property
     def ids(self) -> Numbers:
         """Ids of all tokens, [batch, length], as they were committed."""
         return self._core.tokens.ids
@@ -115,30 +167,20 @@ class KvStore:
         """Adds tokens to a layer: keys and values [batch, kv_heads, tokens, dim] in the shape's numpy type.
 
         Scales, float32 [batch, kv_heads, tokens], belong to int8. Layers of a step come in any order; `commit` ends it.
+        EnvironmentProblem (disk full, device dead): the tokens are in memory all the same, must not be appended again, and
+        are written with the next page, or by `spill`.
         """
-        core = self._core
-        pool = core.checked(layer)
-        rows = _checked_rows(core, keys, values, key_scales, value_scales)
-        size, first = core.shape.page_tokens, int(core.lengths[layer])
-        end = first + keys.shape[2]
-        core.table.extend(core.shape.pages_of(end))
-        with pool.lock:
-            pool.know(core.table.numbers)
-            for b in range(core.table.batch):
-                numbers = core.table.table[b, first // size : core.shape.pages_of(end)]
-                pool.fill(numbers, [part[b] for part in rows], first % size)
-        core.lengths[layer] = end
+        self._core.checked(layer)
+        self._appender.append(layer, checked_rows(self._core, keys, values, (key_scales, value_scales)))
 
     def commit(self, ids: Numbers, positions: Numbers) -> None:
-        """Ends a step after all layers: takes the ids and positions [batch, tokens] of its tokens."""
-        core = self._core
-        if ids.ndim != 2 or ids.shape != positions.shape or len(ids) != core.table.batch:
-            raise ValueError(f"ids: {ids.shape}, positions: {positions.shape}; both [{core.table.batch}, tokens] is needed")
-        if (core.lengths != self.length + ids.shape[1]).any():
-            found = core.lengths.tolist()
-            raise ValueError(f"ids: {ids.shape[1]} tokens after {self.length}, but the layers have {found}")
-        core.tokens.add(ids, positions)
-        core.step += 1
+        """Ends a step after all layers: takes the ids and positions [batch, tokens] of its tokens. Errors as `append`."""
+        self._appender.commit(ids, positions)
+
+    def spill(self) -> None:
+        """Writes what could not be written before; EnvironmentProblem if it still cannot."""
+        if self._spiller is not None:
+            self._spiller.write_all()
 
     # Looking and bringing
 
@@ -152,7 +194,7 @@ class KvStore:
     def score_cpu(
         self, layer: int, sequence: int, queries: Floats, pages: Numbers | None = None, combine: str = "max"
     ) -> tuple[Numbers, Floats]:
-        """Returns pages in the pool, int64 [n] ascending, and the scores float32 [kv_heads, n * page_tokens] of their tokens.
+        """Returns pages in the pool, int64 [n] ascending, and scores float32 [kv_heads, n * page_tokens] of their tokens.
 
         `queries` [heads, head_dim] float32. `pages`: score no others; None: those of the middle.
         """
@@ -163,6 +205,53 @@ class KvStore:
             slots = pool.slot_of[numbers]
             here = slots >= 0
             return wanted[here], score_slots(pool.keys, slots[here], queries, combine, core.config.threads)
+
+    def score_ssd(
+        self,
+        layer: int,
+        sequence: int,
+        queries: Floats,
+        pages: Numbers | None = None,
+        combine: str = "max",
+        block_tokens: int = BLOCK_TOKENS,
+    ) -> Iterator[ScoreBlock]:
+        """Yields score blocks of pages on the ssd tier as they come, each of one key head.
+
+        `pages`: None for those of the middle that are not in the pool. A device scores near its data, at its own pace, and
+        rounds to halves: take all blocks before anything else is asked of the store's device. Keys of a file come to the
+        host. Errors (DataError: a page is damaged; EnvironmentProblem: the device died) come from the iteration.
+        """
+        core, pool = self._core, self._core.checked(layer, sequence)
+        wanted = np.arange(core.middle.start, core.middle.stop) if pages is None else np.sort(pages)
+        wanted, numbers = core.checked_pages(sequence, wanted, range(self.length // self.shape.page_tokens))
+        if pages is None:
+            with pool.lock:
+                wanted = wanted[pool.slot_of[numbers] < 0]
+        if self._spiller is None:
+            return iter(())
+        return score_streams(core, self._spiller.ssd, layer, sequence, wanted, queries, combine, block_tokens)
+
+    def read_keys(self, layer: int, sequence: int, pages: Numbers) -> KeyRows:
+        """Returns copies of the keys [n, kv_heads, page_tokens, head_dim] of whole pages, and for int8 their scales.
+
+        For indexes and page summaries; bytes from the ssd tier are counted as "index".
+        """
+        core, pool = self._core, self._core.checked(layer, sequence)
+        pages, numbers = core.checked_pages(sequence, pages, range(self.length // self.shape.page_tokens))
+        with pool.lock:
+            slots = pool.slot_of[numbers]
+            keys = pool.keys.pages[slots]
+            scales = None if pool.keys.scales is None else pool.keys.scales[slots]
+        missing = np.flatnonzero(slots < 0)
+        if self._mover is not None and self._spiller is not None and len(missing):
+            for stream, found in self._mover.by_stream(np.unique(numbers[missing])):
+                places = core.table.place[found].astype(np.int64)
+                rows, row_scales = self._spiller.ssd.read_keys(stream, layer, places, "index")
+                for index, number in enumerate(found):
+                    keys[numbers == number] = rows[index]
+                    if scales is not None and row_scales is not None:
+                        scales[numbers == number] = row_scales[index]
+        return keys, scales
 
     def stage(self, layer: int, selection: Selection) -> Staged:
         """Fetches what is chosen ahead of time, for a later `gather`; ValueError if it is not all in the middle."""
@@ -179,18 +268,48 @@ class KvStore:
         assert chosen is not None
         return self._gatherer.gather(layer, chosen)
 
+    def gather_fast(self, layer: int, selection: Selection, fast: FastTier) -> Gathered:
+        """As `gather`, but keys and values come from `fast`, to which only pages are sent that are not there yet.
+
+        They are what its `rows` returns, for instance tensors on a gpu; int8 as float32. Bytes are counted as "attend".
+        """
+        return self._fast.gather(layer, selection, fast)
+
+    # Moving pages
+
+    def move_up(self, layer: int, sequence: int, pages: Numbers) -> None:
+        """Reads pages of the middle into the cpu pool; ValueError if it has no room, or one is not of the middle."""
+        self._tier().up(layer, sequence, pages)
+
+    def move_down(self, layer: int, sequence: int, pages: Numbers) -> None:
+        """Drops pages of the middle from the cpu pool; ValueError if one is pinned (sink, window)."""
+        self._tier().down(layer, sequence, pages)
+
+    def _tier(self) -> Mover:
+        if self._mover is None:
+            raise ValueError("path: the store has no ssd tier that pages could move to")
+        return self._mover
+
     # Changing sequences
 
     def crop(self, tokens: int) -> None:
-        """Cuts every sequence to its first `tokens` tokens; between steps only."""
+        """Cuts every sequence to its first `tokens` tokens; takes a step that is under way back."""
         core = self._core
         if not 0 <= tokens <= self.length:
             raise ValueError(f"tokens: {tokens}, between 0 and {self.length} is needed")
-        self._check_between_steps()
+        full, rest = divmod(tokens, self.shape.page_tokens)
+        before = dict(core.table.ends)
+        if rest and self._mover is not None:
+            for layer in range(self.shape.layers):
+                self._mover.bring(layer, core.table.table[:, full])
         core.tokens.length = tokens
         core.lengths[:] = tokens
         self._forget(core.table.cut(core.shape.pages_of(tokens)))
-        self._choose(np.arange(core.table.batch))
+        if rest:
+            self._choose(np.arange(self.batch))
+            core.table.unsettle(full)
+            self._fast.drop(core.table.table[:, full])
+        self._shrink(before)
 
     def reorder(self, index: Numbers) -> None:
         """Makes sequence i what sequence `index[i]` was (beam search); shares whole pages, copies tails."""
@@ -209,55 +328,76 @@ class KvStore:
         index = np.asarray(index, np.int64)
         if index.ndim != 1 or not len(index) or index.min() < 0 or index.max() >= self.batch:
             raise ValueError(f"index: {index.tolist()}, sequences 0 to {self.batch - 1} can be named")
-        self._check_between_steps()
+        if (self._core.lengths != self.length).any():
+            raise ValueError("commit: a step is under way, end it first")
         if len(index) != self.batch or (index != np.arange(self.batch)).any():
+            before = dict(self._core.table.ends)
             self._choose(index)
             self._core.tokens.choose(index)
+            self._shrink(before)
 
     def _choose(self, index: Numbers) -> None:
         core = self._core
         gone, copies = core.table.choose(index, bool(self.length % core.shape.page_tokens))
         for pool in core.pools:
-            pool.know(core.table.numbers)
-            for source, target in copies:
-                pool.copy(source, target)
+            with pool.lock:
+                pool.know(core.table.numbers)
+                for source, target in copies:
+                    pool.copy(source, target)
+        core.bound_pools()
         self._forget(gone)
 
     def _forget(self, numbers: Numbers) -> None:
         for pool in self._core.pools:
             with pool.lock:
                 pool.forget(numbers)
+        self._fast.drop(numbers)
 
-    def _check_between_steps(self) -> None:
+    def _shrink(self, before: dict[int, int]) -> None:
+        """Takes away in the file what no sequence refers to any more."""
+        if self._spiller is not None:
+            self._spiller.shrink(before)
+
+    # Beginning and end
+
+    def save(self) -> None:
+        """Writes all, the last page too, though it is not full: `restore` then loses nothing. Between steps only."""
+        if self._spiller is None:
+            raise UsageError("path: the store has no spill file to save to", "make it with one")
         if (self._core.lengths != self.length).any():
             raise ValueError("commit: a step is under way, end it first")
+        self._spiller.save()
+
+    def restart_device(self) -> None:
+        """Starts the *emulated* device anew after it has died, and writes what it had not acknowledged.
+
+        DataError if something is missing that it had.
+        """
+        if self._spiller is None:
+            raise UsageError("path: the store has no device", "make it with ssd='csd'")
+        self._spiller.ssd.restart()
+        self._spiller.write_all()
 
     def close(self) -> None:
-        """Ends it."""
+        """Flushes and closes the spill file; what fills no page is not in it, unless `save` was called."""
+        if self._spiller is not None:
+            self._spiller.ssd.close()
+
+    def discard(self) -> None:
+        """Closes it and deletes its spill file and page tables."""
+        try:
+            self.close()
+        finally:
+            if self.config.path is not None:
+                self.config.path.unlink(missing_ok=True)
+                self._remove_tables()
 
     def __enter__(self) -> KvStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-def _checked_rows(
-    core: Core, keys: NDArray[Any], values: NDArray[Any], key_scales: Floats | None, value_scales: Floats | None
-) -> list[NDArray[Any]]:
-    """Returns keys, values and for int8 their scales if they fit; ValueError naming the argument if not."""
-    shape = core.shape
-    tokens = keys.shape[2] if keys.ndim == 4 else 0
-    for name, rows, dim in (("keys", keys, shape.head_dim), ("values", values, shape.value_dim)):
-        wanted = (core.table.batch, shape.kv_heads, tokens, dim)
-        if rows.shape != wanted or not tokens or rows.dtype != shape.numpy_dtype:
-            raise ValueError(f"{name}: {rows.dtype} {rows.shape}, {shape.numpy_dtype} {wanted} is needed")
-    found: list[NDArray[Any]] = [keys, values]
-    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
-        if (scales is not None) != (shape.dtype == "int8"):
-            raise ValueError(f"{name}: they belong to int8 and only to int8, the type is {shape.dtype}")
-        if scales is not None:
-            if scales.shape != keys.shape[:3] or scales.dtype != np.float32:
-                raise ValueError(f"{name}: {scales.dtype} {scales.shape}, float32 {keys.shape[:3]} is needed")
-            found.append(scales)
-    return found
+        if kind is None:
+            self.close()
+        else:  # the error that is under way says more than one that follows from it
+            with contextlib.suppress(LlmcacheError):
+                self.close()

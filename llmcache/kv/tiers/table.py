@@ -3,7 +3,8 @@
 All sequences of a batch have equally many pages, and two of them share a page only at the same place of both. A page is
 known by its number, which all layers share; numbers are used again once no sequence refers to them. A stream is a
 sequence of the spill file: pages are only ever added to its end, so a sequence goes on in the stream that its last
-whole page ends, if nobody else has, and in a stream of its own otherwise.
+whole page ends, if nobody else has, and in a stream of its own otherwise. So whatever a sequence has of a stream is a
+beginning of it.
 """
 
 from __future__ import annotations
@@ -128,10 +129,21 @@ class PageTable:
             ends[stream] = int(self.place[alive[self.stream[alive] == stream]].max()) + 1
         self.ends = ends
 
-    def runs(self, sequence: int, pages: int) -> list[tuple[int, int, int]]:
-        """Returns where the first `pages` pages of a sequence lie, as (stream, first place, pages)."""
-        numbers = self._table[sequence, :pages]
-        streams, places = self.stream[numbers], self.place[numbers]
-        breaks = np.flatnonzero((np.diff(streams) != 0) | (np.diff(places) != 1)) + 1
-        bounds = [0, *breaks.tolist(), pages] if pages else []
-        return [(int(streams[a]), int(places[a]), b - a) for a, b in itertools.pairwise(bounds)]
+    def runs(self, sequence: int, pages: int) -> list[tuple[int, int]]:
+        """Returns where the first `pages` pages of a sequence lie, as (stream, pages from its beginning on)."""
+        streams = self.stream[self._table[sequence, :pages]]
+        bounds = [0, *(np.flatnonzero(np.diff(streams)) + 1).tolist(), pages] if pages else []
+        return [(int(streams[a]), b - a) for a, b in itertools.pairwise(bounds)]
+
+    def adopt(self, sequences: list[list[tuple[int, int]]]) -> None:
+        """Makes the table of sequences as `runs` has told them, all equally long."""
+        shared: dict[tuple[int, int], int] = {}
+        for b, runs in enumerate(sequences):
+            places = [(stream, place) for stream, pages in runs for place in range(pages)]
+            self.extend(len(places))
+            for page, (stream, place) in enumerate(places):
+                fresh = int(self._table[b, page])
+                number = shared.setdefault((stream, place), fresh)
+                self._table[b, page] = number
+                self.stream[number], self.place[number] = stream, place
+        self._recount()

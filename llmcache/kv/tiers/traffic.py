@@ -25,6 +25,7 @@ class Traffic:
     pages_up: int = 0
     pages_down: int = 0
     ping_pong_pages: int = 0
+    hits_gpu: int = 0
     hits_cpu: int = 0
     hits_ssd: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
@@ -42,9 +43,10 @@ class Traffic:
             self.pages_down += down
             self.ping_pong_pages += ping_pong
 
-    def add_hits(self, cpu: int, ssd: int) -> None:
+    def add_hits(self, cpu: int, ssd: int, gpu: int = 0) -> None:
         """Counts chosen tokens by where they were."""
         with self._lock:
+            self.hits_gpu += gpu
             self.hits_cpu += cpu
             self.hits_ssd += ssd
 
@@ -56,9 +58,9 @@ class Traffic:
 
     @property
     def hit_ratio(self) -> float:
-        """Share of the chosen tokens that were in the cpu pool; 1 if nothing was chosen."""
-        chosen = self.hits_cpu + self.hits_ssd
-        return self.hits_cpu / chosen if chosen else 1.0
+        """Share of the chosen tokens that had not to come from the ssd tier; 1 if nothing was chosen."""
+        chosen = self.hits_gpu + self.hits_cpu + self.hits_ssd
+        return 1 - self.hits_ssd / chosen if chosen else 1.0
 
     @property
     def ping_pong_share(self) -> float:
@@ -77,6 +79,7 @@ class Traffic:
             "pages_down": self.pages_down,
             "ping_pong_pages": self.ping_pong_pages,
             "ping_pong_share": self.ping_pong_share,
+            "hits_gpu": self.hits_gpu,
             "hits_cpu": self.hits_cpu,
             "hits_ssd": self.hits_ssd,
             "hit_ratio": self.hit_ratio,

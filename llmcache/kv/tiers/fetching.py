@@ -1,0 +1,74 @@
+"""Fetching chosen rows from the ssd tier: pages of a file, each once for all heads; single rows of a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.kv.csd import KvRows
+from llmcache.kv.tiers.copying import Rows, copy_pages, mark_missing
+from llmcache.kv.tiers.core import Core
+from llmcache.kv.tiers.moving import Mover
+from llmcache.kv.tiers.pool import NOT_HERE
+from llmcache.kv.tiers.ssd import SsdTier
+
+Numbers = NDArray[np.int64]
+Outs = list[NDArray[Any]]
+
+
+class Fetcher:
+    """Fetches for one store."""
+
+    def __init__(self, core: Core, mover: Mover, ssd: SsdTier) -> None:
+        self._core, self._mover, self._ssd = core, mover, ssd
+
+    def fetch(self, layer: int, index: Numbers, positions: Numbers, outs: Outs) -> int:
+        """Brings the rows of pages whose `index` [batch, pages] is NOT_HERE to `outs`; returns how many tokens these were.
+
+        `positions` [batch, kv_heads, k]; `outs`: keys and values [batch, kv_heads, k, dim].
+        """
+        size = self._core.shape.page_tokens
+        marked = [mark_missing(index[b], positions[b], size) for b in range(len(index))]
+        missing = sum(count for count, _ in marked)
+        if missing and self._ssd.near_data:
+            for b, (_, pages) in enumerate(marked):
+                self._fetch_rows(layer, b, pages, positions[b], [out[b] for out in outs])
+        elif missing:
+            numbers = [self._core.table.table[b, pages] for b, (_, pages) in enumerate(marked)]
+            self._fetch_pages(layer, np.unique(np.concatenate(numbers)), positions, outs)
+        return missing
+
+    def _fetch_pages(self, layer: int, numbers: Numbers, positions: Numbers, outs: Outs) -> None:
+        core = self._core
+        for stream, found in self._mover.by_stream(numbers):
+            with self._ssd.read(stream, layer, core.table.place[found].astype(np.int64), "fetch") as pages:
+                known = np.full(core.table.numbers, NOT_HERE, np.int64)
+                known[found] = np.arange(len(found))
+                sides = (Rows(pages.keys, pages.key_scales), Rows(pages.values, pages.value_scales))
+                copy_pages(sides, known[core.table.table], positions, outs, core.config.threads)
+
+    def _fetch_rows(self, layer: int, b: int, pages: Numbers, positions: Numbers, outs: Outs) -> None:
+        table, size = self._core.table, self._core.shape.page_tokens
+        streams = table.stream[table.table[b]]
+        wanted = np.zeros(len(streams), np.bool_)
+        wanted[pages] = True
+        for stream in np.unique(streams[pages]).tolist():
+            # Pages of one stream that a sequence has follow each other, from the beginning of the stream on.
+            first = int(np.flatnonzero(streams == stream)[0]) * size
+            of_pages = wanted & (streams == stream)
+            here = [of_pages[of_head // size] for of_head in positions]
+            local = [of_head[mask] - first for of_head, mask in zip(positions, here, strict=True)]
+            rows = self._ssd.gather(stream, layer, local, "fetch")
+            _lay_out(rows, here, outs)
+
+
+def _lay_out(rows: KvRows, here: list[NDArray[np.bool_]], outs: Outs) -> None:
+    """Puts rows, head after head, where `here` [k] of each head says; int8 becomes float32, times its scales."""
+    done = 0
+    for head, mask in enumerate(here):
+        part = slice(done, done + int(mask.sum()))
+        for out, side, scales in ((outs[0], rows.keys, rows.key_scales), (outs[1], rows.values, rows.value_scales)):
+            out[head][mask] = side[part] if scales is None else side[part].astype(np.float32) * scales[part, None]
+        done = part.stop

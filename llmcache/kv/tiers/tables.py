@@ -1,0 +1,88 @@
+"""Page tables on disk, beside a spill file: which pages of which streams each sequence is made of.
+
+A spill file alone tells of sequences that were never forked: sequence i is stream i. Else this small JSON file does. The
+last run of a sequence is open while it is only added to: whatever its stream holds from there on belongs to it, so the
+tables need not be written for every page. They are written before what they tell of changes: a page that is named and
+not there (yet) is cut off when it is restored; one that is there and not named is taken away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmcache.errors import DataError
+from llmcache.kv.spill.raw import problem
+
+OPEN = -1
+"""Pages of a run that takes all that there are in its stream."""
+SCHEMA = "llmcache.kv.tables/1"
+
+Runs = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Runs of each sequence: (stream, pages from its beginning on, or OPEN).
+
+    `saved`: nothing is missing behind the last page, which may be partial.
+    """
+
+    sequences: list[Runs]
+    saved: bool = False
+
+    @staticmethod
+    def plain(batch: int) -> Tables:
+        """Returns the tables of sequences that were never forked."""
+        return Tables([[(stream, OPEN)] for stream in range(batch)])
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the spill file alone tells as much."""
+        alike = all(not runs or (len(runs) == 1 and runs[0][0] == b) for b, runs in enumerate(self.sequences))
+        return alike and not self.saved
+
+    def opened(self) -> Tables:
+        """Returns them with the last run of each sequence open."""
+        return Tables([[*runs[:-1], (runs[-1][0], OPEN)] if runs else [] for runs in self.sequences], self.saved)
+
+
+def path_of(spill: Path) -> Path:
+    """Returns where the tables of a spill file are; the name ends like its own (--spill globs)."""
+    return spill.with_name(f"tables-{spill.name}")
+
+
+def write(spill: Path, tables: Tables) -> None:
+    """Writes the tables of a spill file, under a temporary name at first; on the disk when it returns."""
+    path = path_of(spill)
+    temporary = path.with_name(f"new-{os.getpid()}-{path.name}")
+    told = {"schema": SCHEMA, "saved": tables.saved, "sequences": tables.sequences}
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            json.dump(told, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise problem(path, "writing page tables", error) from None
+
+
+def read(spill: Path) -> Tables | None:
+    """Returns the tables of a spill file, None if there are none; DataError if they are damaged."""
+    path = path_of(spill)
+    try:
+        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if told["schema"] != SCHEMA:
+            raise ValueError(f"schema {told['schema']!r}")
+        sequences = [[(int(stream), int(pages)) for stream, pages in runs] for runs in told["sequences"]]
+        return Tables(sequences, bool(told["saved"]))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise problem(path, "reading page tables", error) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: page tables: {error}", "they are damaged: compute the context again") from None
