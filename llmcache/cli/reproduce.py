@@ -21,6 +21,7 @@ def command(name: str, directory: str | None, quick: bool, as_json: bool, force:
 
     \b
     io-caching   Rethinking I/O Caching for LLM Inference (2025): figures 1, 2, 4, 5, section 4.2
+    kelle        Kelle, KV caching on eDRAM (MICRO 2025): tables, text, figures; all modelled
 
     \b
     llmcache reproduce io-caching -o results

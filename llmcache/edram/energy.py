@@ -20,7 +20,8 @@ COMPONENTS = (
     "weight_memory",
     "kv_memory",
     "activation_memory",
-    "leakage",
+    "sram_leakage",
+    "edram_leakage",
     *REFRESH,
     "array_linear",
     "array_attention",
@@ -37,7 +38,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "weight memory": ("weight_memory",),
     "KV memory": ("kv_memory",),
     "activation memory": ("activation_memory",),
-    "leakage": ("leakage",),
+    "leakage": ("sram_leakage", "edram_leakage"),
     "refresh": REFRESH,
     "array": ("array_linear", "array_attention", "array_recompute"),
     "SFU": ("sfu",),
@@ -61,10 +62,15 @@ def _timely(c: Columns, latency_s: Array) -> dict[str, Array]:
     """Returns what is spent by the second, whatever is done; `latency_s` [n, 1]."""
     on_chip = c.kv_capacity_bytes + c.activation_bytes
     sram = c.weight_capacity_bytes + np.where(c.edram, 0, on_chip)
-    leaks_w = (c.sram_leak_w * sram + c.edram_leak_w * np.where(c.edram, on_chip, 0)) / c.array_bytes
+    edram = np.where(c.edram, on_chip, 0)
     refresh_w = np.where(c.edram, c.refresh_j_per_byte * c.kv_capacity_bytes, 0) * c.refresh_hz  # [n, 4]
-    watts = {"dram_static": c.dram_static_w, "leakage": leaks_w, "sfu": c.sfu_w}
-    watts["evictor"] = np.where(c.evict & c.systolic_evictor, c.evictor_w, 0)
+    watts = {
+        "dram_static": c.dram_static_w,
+        "sram_leakage": c.sram_leak_w * sram / c.array_bytes,
+        "edram_leakage": c.edram_leak_w * edram / c.array_bytes,
+        "sfu": c.sfu_w,
+        "evictor": np.where(c.evict & c.systolic_evictor, c.evictor_w, 0),
+    }
     watts |= {f"refresh_{group}": refresh_w[:, [place]] for place, group in enumerate(GROUPS)}
     return {name: (power * latency_s)[:, 0] for name, power in watts.items()}
 
