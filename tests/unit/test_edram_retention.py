@@ -52,7 +52,7 @@ def test_small_tails_keep_their_digits() -> None:
     assert LogNormal.through(45e3, 1e-15, 1.0).failure(45e3) == pytest.approx(1e-15, rel=1e-6)
 
 
-@pytest.mark.parametrize("text", ["", "45us", "45us=x", "45us=1e-6", "1ms=1e-3,45us=1e-2", "45us=1e-3,1ms=1e-3", "1s=0,2s=1"])
+@pytest.mark.parametrize("text", ["", "45us", "45us=x", "45us=1e-6", "1ms=1e-3,45us=1e-2", "45us=1e-3,1ms=1e-3", "1s=0"])
 def test_what_is_no_curve_is_named(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_curve(text)

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 Scores = NDArray[np.float64]
-QUERY_BLOCK = 256
-"""Queries of a prompt that are multiplied at a time: bounds memory at 256 rows of weights a head."""
 
 
 def attend(queries: Floats, keys: Floats, values: Floats, count: int) -> tuple[Floats, Scores, Scores]:
@@ -34,31 +32,50 @@ def column_sums(queries: Floats, keys: Floats, score: Literal["softmax", "logit"
     """Returns what each token of a prompt gathers from all queries of its group of heads, itself included [kv_heads, n].
 
     `queries` [n, heads, dim], `keys` [n, kv_heads, dim], float32. "softmax": attention weights, "logit": scaled products.
-    In a second pass over the prompt, a block of queries at a time: fused kernels do not hand their weights out.
     Source: kelle.txt, section 4.1.1, the formula of the pre-filling stage. With GQA the sum is over the group's heads.
     """
+    _, weights, products = attend_prompt(queries, keys, keys[:, :, :0])
+    return weights if score == "softmax" else products
+
+
+def attend_prompt(queries: Floats, keys: Floats, values: Floats) -> tuple[Floats, Scores, Scores]:
+    """Returns causal attention of a prompt [n, heads, dim], and its column sums of weights and of products [kv_heads, n].
+
+    Fused kernels do not hand their weights out, which is why this one is here. Arguments as `column_sums`.
+    """
     tokens, heads, dim = queries.shape
-    kv_heads = keys.shape[1]
-    sums = np.zeros((kv_heads, tokens))
-    grouped = queries.reshape(tokens, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)
-    columns = np.ascontiguousarray(keys.transpose(1, 2, 0))[:, None]
-    for first in range(0, tokens, QUERY_BLOCK):
-        last = min(tokens, first + QUERY_BLOCK)
-        products = (grouped[:, :, first:last] @ columns[..., :last]) / np.float32(math.sqrt(dim))
-        hidden = np.arange(last) > np.arange(first, last)[:, None]
-        sums[:, :last] += _gathered(products, hidden, score)
-    return sums
+    out = np.zeros((tokens, heads, values.shape[2]), np.float32)
+    weights, products = np.zeros((keys.shape[1], tokens)), np.zeros((keys.shape[1], tokens))
+    by_head = [np.ascontiguousarray(rows.swapaxes(0, 1)) for rows in (queries, keys, values)]
+    _attend_prompt(*by_head, np.float32(1 / math.sqrt(dim)), out, weights, products)
+    return out, weights, products
 
 
-def _gathered(products: Floats, hidden: NDArray[np.bool_], score: str) -> Scores:
-    if score == "logit":
-        total: Scores = np.where(hidden, 0, products).sum(axis=(1, 2), dtype=np.float64)
-        return total
-    products[..., hidden] = -np.inf
-    weights = np.exp(products - products.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    summed: Scores = weights.sum(axis=(1, 2), dtype=np.float64)
-    return summed
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
+def _attend_prompt(queries, keys, values, scale, out, weights, products):  # type: ignore[no-untyped-def]
+    group = queries.shape[0] // keys.shape[0]
+    row = np.empty(queries.shape[1], np.float32)
+    for head in range(queries.shape[0]):
+        own = head // group
+        for query in range(queries.shape[1]):
+            largest = np.float32(-np.inf)
+            for token in range(query + 1):
+                product = np.float32(0)
+                for i in range(queries.shape[2]):
+                    product += queries[head, query, i] * keys[own, token, i]
+                row[token] = product * scale
+                largest = max(largest, row[token])
+                products[own, token] += row[token]
+            below = 0.0
+            for token in range(query + 1):
+                row[token] = np.exp(row[token] - largest)
+                below += row[token]
+            share = np.float32(1 / below)
+            for token in range(query + 1):
+                weight = row[token] * share
+                weights[own, token] += weight
+                for i in range(values.shape[2]):
+                    out[query, head, i] += weight * values[own, token, i]
 
 
 @njit(cache=True, nogil=True)

@@ -46,6 +46,11 @@ class Inputs:
         """Which rows are there in place of keys and values."""
         return self.used & ~self.waiting
 
+    @property
+    def lost_bits(self) -> int:
+        """Bits of the x rows that read wrongly by now, modelled."""
+        return self._cells.lost_bits(self.used)
+
     def put(self, positions: Ints, rows: Floats, names: Names, retaining: Ints, waiting: Flags) -> Ints:
         """Stores `rows` [n, channels] of the tokens at `positions` and returns their indices [n]."""
         free = np.nonzero(~self.used)[0]

@@ -154,7 +154,7 @@ class AerpLayer:
             return
         hst, in_kv = self.high_scores(), self.in_kv
         for cells in (self.keys, self.values):
-            cells.settle(_widened(hst), _widened(in_kv))
+            cells.settle(hst, in_kv)
         if self.inputs is not None:
             changed = self.inputs.settle(self.x_high_scores(hst))
             self._read_back(*np.nonzero(np.isin(self.x_index, changed)))
@@ -193,10 +193,11 @@ class AerpLayer:
         rows = 0 if self.inputs is None else int(self.inputs.used.sum())
         return 2 * (2 * self.shape.head_dim * int(self.in_kv.sum()) + self.shape.channels * rows)
 
-
-def _widened(flags: Flags) -> Flags:
-    """Returns `flags` with the place of the token being computed, which lies in no cell."""
-    return np.pad(flags, ((0, 0), (0, 1)))
+    @property
+    def lost_bits(self) -> int:
+        """Bits in eDRAM that read wrongly by now, modelled."""
+        lost = sum(cells.lost_bits(self.in_kv) for cells in (self.keys, self.values))
+        return lost if self.inputs is None else lost + self.inputs.lost_bits
 
 
 def _given(x: Floats | None, name: str) -> Floats:

@@ -92,12 +92,16 @@ class Cells:
         self.places = (self.places[0] + more, *self.places[1:])
 
     def settle(self, hst: NDArray[np.bool_], used: NDArray[np.bool_]) -> Where:
-        """Puts the `used` rows in their groups for a step (`hst`, both [*places]) and returns which readings may differ."""
+        """Puts the `used` rows in their groups for a step (`hst`) and returns which readings may differ.
+
+        Both [*places], or fewer from the first place of each axis on: the rest is not in use.
+        """
         if not self.settings.rates.any:
-            return np.nonzero(np.zeros(self.places, np.bool_))
-        now = np.where(hst, HST, LST).astype(np.uint8)
-        groups = self._groups | now if self.settings.sticky else now
-        changed = np.nonzero(used & (groups != self._groups))
+            return np.nonzero(np.zeros(hst.shape, np.bool_))
+        before = self._groups[tuple(map(slice, hst.shape))]
+        now = np.where(hst, np.uint8(HST), np.uint8(LST))
+        groups = before | now if self.settings.sticky else now
+        changed = np.nonzero(used & (groups != before))
         self._groups[changed] = groups[changed]
         both = self._groups[changed][:, None]
         lost = np.where(both & HST, self._hst[changed], 0) | np.where(both & LST, self._lst[changed], 0)
@@ -109,6 +113,7 @@ class Cells:
         """Returns how many bits of the `used` rows read wrongly, in the groups they have been in."""
         if not self.settings.rates.any:
             return 0
-        groups = self._groups[used][:, None]
-        lost = np.where(groups & HST, self._hst[used], 0) | np.where(groups & LST, self._lst[used], 0)
+        at = np.nonzero(used)
+        groups = self._groups[at][:, None]
+        lost = np.where(groups & HST, self._hst[at], 0) | np.where(groups & LST, self._lst[at], 0)
         return int(np.unpackbits(lost.astype(np.uint16).view(np.uint8)).sum())
