@@ -1,4 +1,4 @@
-"""The same tests with the oldest transformers that is supported, which tools/_setup.sh puts beside the environment."""
+"""The tests of exactness with the oldest transformers that is supported: tools/_setup.sh puts it beside the environment."""
 
 import os
 import re
@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST = Path(sys.prefix) / "transformers-oldest"
-_HERE = Path(__file__).name
 
 
 def test_the_oldest_transformers_does_the_same() -> None:
@@ -19,8 +18,8 @@ def test_the_oldest_transformers_does_the_same() -> None:
     pinned = (ROOT / "requirements" / "transformers-oldest.txt").read_text()
     version = re.search(r"^transformers==(\S+)$", pinned, re.MULTILINE)
     assert version
-    left_out = [f"--ignore=tests/hf/{name}" for name in (_HERE, "test_train_recall.py")]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/hf", *left_out]
+    tests = ["tests/hf/test_supported.py", "tests/hf/test_exact.py", "tests/hf/test_refused.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(OLDEST), "LLMCACHE_REQUIRE_TIERS": "transformers"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -14,7 +14,7 @@ from llmcache.kv.transformers import SpillCache, enable
 from llmcache.kv.transformers.answers import answer, follow
 
 RECALL = Path(__file__).resolve().parents[1] / "fixtures" / "recall"
-CONTEXTS = 8
+CONTEXTS = 4
 
 
 @functools.cache
@@ -38,37 +38,33 @@ def full(tokens: int) -> float:
     return float(answer(model(), transformers.DynamicCache(config=model().config), questions(tokens)).mean())
 
 
-@pytest.mark.parametrize("tokens", [1024, 2048, 4096])
+@pytest.mark.parametrize("tokens", [1024, 4096])
 def test_the_model_knows_its_task(tokens: int) -> None:
     assert full(tokens) >= 0.97
 
 
-@pytest.mark.parametrize("tokens", [1024, 2048, 4096])
+@pytest.mark.parametrize("tokens", [1024, 4096])
 def test_a_fifth_of_the_context_is_enough(tokens: int) -> None:
     assert share("hillinfer", tokens, alpha=0.2) >= full(tokens) - 0.01
 
 
-@pytest.mark.parametrize("tokens", [1024, 4096])
-def test_so_are_128_tokens_from_the_ssd(tokens: int, tmp_path: Path) -> None:
-    found = share("hillinfer", tokens, token_budget=128, path=tmp_path, cpu_pages=8)
-    assert found >= full(tokens) - 0.02
+def test_so_are_128_tokens_from_the_ssd(tmp_path: Path) -> None:
+    assert share("hillinfer", 1024, token_budget=128, path=tmp_path, cpu_pages=8) >= full(1024) - 0.02
 
 
-@pytest.mark.parametrize("tokens", [1024, 4096])
-def test_the_newest_tokens_alone_are_not(tokens: int) -> None:
-    assert share("window", tokens, token_budget=256) <= 0.3
+def test_the_newest_tokens_alone_are_not() -> None:
+    assert share("window", 1024, token_budget=256) <= 0.3
 
 
-@pytest.mark.parametrize("budget", [64, 128])
-def test_a_passkey_is_found_at_every_depth(budget: int) -> None:
+def test_a_passkey_is_found_at_every_depth() -> None:
     for depth in np.arange(0, 1, 0.19):
-        task = passkey(np.random.default_rng(5), 4, 2048, depth=float(depth))
-        with SpillCache(model().config, token_budget=budget, threads=2) as cache:
+        task = passkey(np.random.default_rng(5), 4, 1024, depth=float(depth))
+        with SpillCache(model().config, token_budget=64, threads=2) as cache:
             assert answer(model(), cache, task).all(), f"depth {depth}"
 
 
 def test_a_chain_is_followed_as_far_as_with_everything() -> None:
-    task = chain(np.random.default_rng(5), CONTEXTS, 1024, steps=48)
+    task = chain(np.random.default_rng(5), CONTEXTS, 1024, steps=32)
     expected = follow(model(), transformers.DynamicCache(config=model().config), task).mean()
     with SpillCache(model().config, token_budget=128, threads=2) as cache:
         found = follow(model(), cache, task).mean()

@@ -136,12 +136,15 @@ class SpillCache(Cache):
         0 does what transformers of the version at hand means by it: nothing from 5.0 on, before that everything goes.
         """
         length = self.conversation.length
+        if not length:
+            return
+        # A sliding layer may refuse: nothing has changed then.
+        for layer in self._stock():
+            layer.crop(tokens)
         if tokens < 0 or (tokens == 0 and version_of(transformers.__version__) >= (5, 0)):
             self.conversation.crop(max(0, length + tokens))
         else:
             self.conversation.crop(tokens)
-        for layer in self._stock():
-            layer.crop(tokens)
 
     # The end
 

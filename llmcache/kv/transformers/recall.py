@@ -6,12 +6,15 @@ the paper: one small model and a generated task (`llmcache.kv.tasks`), since nei
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging
 
 from llmcache.errors import DataError
 from llmcache.kv.tasks import Questions
@@ -21,6 +24,7 @@ from llmcache.kv.transformers.enabling import enable
 
 def load_model(directory: str | Path) -> Any:
     """Returns the model in `directory`, ready for a SpillCache; DataError if there is none."""
+    logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -34,10 +38,22 @@ def accuracy(model: Any, questions: Questions, policy: str | None = None, **sett
     Each question and its true answer join the context, so that one wrong answer does not spoil the next. `policy` None:
     transformers' own cache, which keeps everything; else a SpillCache with `settings`, whose errors it has.
     """
-    if policy is None:
-        return _share(model, questions, DynamicCache())
-    with SpillCache(model.config, policy, **settings) as cache:
-        return _share(model, questions, cache)
+    with _one_thread():
+        if policy is None:
+            return _share(model, questions, DynamicCache())
+        with SpillCache(model.config, policy, **settings) as cache:
+            return _share(model, questions, cache)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch with one thread: products of so small a model take longer to share out than to do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _share(model: Any, questions: Questions, cache: Any) -> float:

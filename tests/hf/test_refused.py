@@ -1,0 +1,143 @@
+"""What a SpillCache cannot do is said before or at the first step, by name; a wrong answer is never given silently."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from llmcache.errors import DataError, UsageError
+from llmcache.kv.transformers import SpillCache, disable, enable
+from tests.hf.tiny_models import FAMILIES, generate, prompt, single, tiny
+
+
+def config(name: str, **options: Any) -> Any:
+    return getattr(transformers, f"{name}Config")(num_hidden_layers=2, **options)
+
+
+def linear() -> Any:
+    found = config("Llama")
+    found.layer_types = ["linear_attention", "full_attention"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"policy": "best"}, "policy"),
+        ({"alpha": 0.0}, "alpha"),
+        ({"alpha": 1.5}, "alpha"),
+        ({"alpha": 0.5, "token_budget": 100}, "token_budget"),
+        ({"token_budget": 40}, "token_budget"),
+        ({"colour": "blue"}, "colour"),
+        ({"ssd": "tape"}, "ssd"),
+        ({"cpu_pages": 2, "path": "x.kv"}, "cpu_pages"),
+        ({"cpu_pages": 20}, "cpu_pages"),
+    ],
+)
+def test_settings(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(UsageError, match=f"^{field}: "):
+        SpillCache(tiny("llama").config, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "field"),
+    [
+        (config("T5", num_layers=2), "is_encoder_decoder"),
+        (config("DeepseekV3"), "kv_lora_rank"),
+        (config("Mistral", sliding_window=64), "sliding_window"),
+        (linear(), "layer_types"),
+    ],
+    ids=["encoder", "latent", "all sliding", "linear"],
+)
+def test_models(model: Any, field: str) -> None:
+    with pytest.raises(UsageError, match=f"^{field}: "):
+        SpillCache(model)
+
+
+def test_a_model_that_was_not_enabled() -> None:
+    model = tiny("llama")
+    with SpillCache(model.config, "full") as cache, pytest.raises(UsageError, match="attention") as error:
+        generate(model, cache, single())
+    assert "enable(model)" in str(error.value.hint)
+
+
+def test_another_batch_without_reset() -> None:
+    model = enable(tiny("llama"))
+    try:
+        with SpillCache(model.config, "full") as cache:
+            generate(model, cache, single())
+            with pytest.raises(UsageError, match="batch: 2 sequences, the cache has 1"):
+                model(input_ids=prompt()["input_ids"], past_key_values=cache)
+            cache.reset()
+            assert cache.get_seq_length() == 0
+            model(input_ids=prompt()["input_ids"], past_key_values=cache)
+            assert cache.get_seq_length() == 150
+    finally:
+        disable(model)
+
+
+def test_a_step_that_was_broken_off() -> None:
+    model = enable(tiny("llama"))
+
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        with SpillCache(model.config, "full") as cache:
+            model(**single(), past_key_values=cache)
+            hook = model.model.layers[1].mlp.register_forward_pre_hook(stop)
+            with pytest.raises(KeyboardInterrupt):
+                model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+            hook.remove()
+            with pytest.raises(DataError, match="middle of a step"):
+                model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+            cache.reset()
+            model(**single(), past_key_values=cache)
+            assert cache.get_seq_length() == 150
+    finally:
+        disable(model)
+
+
+def test_layers_do_not_change_alone() -> None:
+    with SpillCache(tiny("llama").config) as cache:
+        for change in ("crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices"):
+            with pytest.raises(TypeError, match="layer: "):
+                getattr(cache.layers[0], change)(1)
+
+
+def test_what_an_empty_cache_is_asked() -> None:
+    with SpillCache(tiny("gemma3").config) as cache:
+        cache.crop(-3)
+        cache.batch_repeat_interleave(2)
+        assert cache.get_seq_length() == 0
+        with pytest.raises(UsageError, match="cache: it is empty"):
+            cache.store  # noqa: B018
+
+
+def test_a_spill_file_is_kept_by_its_name_and_else_removed(tmp_path: Path) -> None:
+    model = enable(tiny("llama"))
+    try:
+        for path, left in ((tmp_path, 0), (tmp_path / "kept.kv", 1)):
+            with SpillCache(model.config, path=path) as cache:
+                model(**single(), past_key_values=cache)
+                assert len(list(tmp_path.iterdir())) == 1
+            assert len(list(tmp_path.iterdir())) == left
+    finally:
+        disable(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_enabled_model_goes_on_with_other_caches(family: str) -> None:
+    model = tiny(family)
+    expected = generate(model, None, prompt())
+    enable(model)
+    enable(model)
+    try:
+        got = generate(model, None, prompt())
+    finally:
+        disable(model)
+    assert torch.equal(expected.sequences, got.sequences)
+    assert all(torch.equal(one, other) for one, other in zip(expected.logits, got.logits, strict=True))
+    assert not [name for name in vars(model) if name.startswith("_llmcache")]
