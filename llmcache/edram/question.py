@@ -94,7 +94,7 @@ def ask_model(options: Options) -> Question:
         _named("--model", known.model, options.model),
         workload,
         _systems(known, options),
-        tuple(_list("--profile", known.profile, known.profiles, options.profile)),
+        tuple(chosen("--profile", known.profile, known.profiles, options.profile)),
         known.baseline,
     )
 
@@ -103,17 +103,17 @@ def ask_sweep(options: Options) -> tuple[Axes, System]:
     """The axes of `llmcache edram sweep` and the system to compare with; UsageError names the option that is wrong."""
     known = _catalogue(options)
     return Axes(
-        models=_list("--model", known.model, known.models, options.model),
-        workloads=_list("--workload", known.workload, known.workloads, options.workload),
+        models=chosen("--model", known.model, known.models, options.model),
+        workloads=chosen("--workload", known.workload, known.workloads, options.workload),
         systems=_systems(known, options),
-        profiles=_list("--profile", known.profile, known.profiles, options.profile),
+        profiles=chosen("--profile", known.profile, known.profiles, options.profile),
         contexts=_numbers("--context", options.context),
         decodes=_numbers("--decode", options.decode),
         batches=_numbers("--batch", options.batch),
         budgets=_numbers("--budget", options.budget, AT_LEAST_A_BUDGET),
         interval_factors=_several("--interval-scale", options.interval_scale, _factor),
         dram_rates=_several("--dram-bw", options.dram_bw, lambda option, text: _positive(option, text, parse_rate)),
-        kv_capacities=_several("--kv-memory", options.kv_memory, lambda option, text: _parsed(option, text, parse_size)),
+        kv_capacities=_several("--kv-memory", options.kv_memory, lambda option, text: parsed(option, text, parse_size)),
     ), known.baseline
 
 
@@ -126,7 +126,7 @@ def _catalogue(options: Options) -> Catalogue:
 
 
 def _systems(known: Catalogue, options: Options) -> tuple[System, ...]:
-    systems = _list("--system", known.system, known.systems, options.system)
+    systems = chosen("--system", known.system, known.systems, options.system)
     if options.recompute is None:
         return tuple(systems)
     if options.recompute not in RECOMPUTE_MODES:
@@ -141,7 +141,8 @@ def _named(option: str, look_up: Callable[[str], Found], text: str) -> Found:
         raise UsageError(f"{option}: {error.message}", error.hint) from error
 
 
-def _list(option: str, look_up: Callable[[str], Found], known: Mapping[str, object], text: str) -> list[Found]:
+def chosen(option: str, look_up: Callable[[str], Found], known: Mapping[str, object], text: str) -> list[Found]:
+    """Returns what `text` names, a list with commas or "all", each once; UsageError names `option`."""
     names = list(known) if text.strip().lower() == ALL else text.split(",")
     return list(dict.fromkeys(_named(option, look_up, name) for name in names))
 
@@ -174,13 +175,14 @@ def _factor(option: str, text: str) -> float:
 
 
 def _positive(option: str, text: str, parse: Callable[[str], int]) -> float:
-    value = _parsed(option, text, parse)
+    value = parsed(option, text, parse)
     if not value:
         raise UsageError(f"{option}: more than 0 is needed")
     return value
 
 
-def _parsed(option: str, text: str, parse: Callable[[str], int]) -> float:
+def parsed(option: str, text: str, parse: Callable[[str], int]) -> float:
+    """Returns what `parse` makes of `text`; its UsageError names `option`."""
     try:
         return float(parse(text))
     except UsageError as error:

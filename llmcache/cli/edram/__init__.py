@@ -10,6 +10,7 @@ from llmcache.cli import LazyGroup
 COMMANDS: dict[str, tuple[str, str]] = {
     "model": ("llmcache.cli.edram.model:command", "Latency and energy of a model on each system, by component."),
     "sweep": ("llmcache.cli.edram.sweep:command", "The same for every combination of what is varied."),
+    "report": ("llmcache.cli.edram.report:command", "What refreshing a recorded run would cost, by group."),
     "plot": ("llmcache.cli.edram.plot:command", "Draw a saved model or sweep: HTML, PNG or SVG."),
 }
 

@@ -1,0 +1,176 @@
+"""The answer of `llmcache edram report`: what refreshing a recorded run costs, as tables and as JSON; all modelled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from llmcache import __version__
+from llmcache.edram.catalogue import Catalogue
+from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, ORG_INTERVALS, UNI_INTERVALS, Intervals, Profile
+from llmcache.edram.question import chosen, parsed
+from llmcache.edram.refresh import RULES, EdramRun, RefreshAccount, account, read_run
+from llmcache.edram.userconstants import read_constants
+from llmcache.errors import UsageError
+from llmcache.report.edram_text import MODELLED, joules, watts
+from llmcache.units import format_duration, format_size, parse_duration, parse_size
+
+SCHEMA = "llmcache.edram-report/1"
+STRATEGIES: dict[str, Intervals] = {"kelle": KELLE_INTERVALS, "uni": UNI_INTERVALS, "org": ORG_INTERVALS}
+"""Intervals by name: 2DRP of section 7.1, 0.36 ms and 45 us of section 8.3.3."""
+_ROW_RULES = ("floor", "ceil")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options as typed; None where one was not given."""
+
+    run: str
+    profile: str = "paper,silicon"
+    intervals: str = "kelle"
+    rule: str = "ticks"
+    step: str | None = None
+    capacity: str | None = None
+    constants: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The accounts of one run: by profile at the intervals that were asked for, and, in the first, by rule and strategy."""
+
+    run: EdramRun
+    intervals: Intervals
+    capacity_bytes: float | None
+    by_profile: Mapping[str, RefreshAccount]
+    by_rule: Mapping[str, RefreshAccount]
+    by_strategy: Mapping[str, Mapping[str, RefreshAccount]]
+
+
+def answer(options: Options) -> Answer:
+    """Returns the accounts that `options` ask for; UsageError and DataError name the option or field that is wrong."""
+    known = Catalogue() if options.constants is None else read_constants(options.constants)
+    profiles = chosen("--profile", known.profile, known.profiles, options.profile)
+    if options.rule not in RULES:
+        raise UsageError(f"--rule: there is no rule '{options.rule}'", f"one of: {', '.join(RULES)}")
+    intervals = parse_intervals(options.intervals)
+    capacity = None if options.capacity is None else parsed("--capacity", options.capacity, parse_size)
+    run = read_run(options.run)
+    if options.step is not None:
+        run = run.with_step(parsed("--step", options.step, parse_duration), f"modelled: every step takes {options.step}")
+
+    def made(profile: Profile, at: Intervals, rule: str = options.rule) -> RefreshAccount:
+        return account(run, at, profile.refresh_j_per_byte, rule=rule, capacity_bytes=capacity)
+
+    rules = [rule for rule in RULES if rule not in _ROW_RULES or (run.lives is not None and capacity is None)]
+    return Answer(
+        run,
+        intervals,
+        capacity,
+        {profile.name: made(profile, intervals) for profile in profiles},
+        {rule: made(profiles[0], intervals, rule) for rule in rules},
+        {name: {profile.name: made(profile, at) for profile in profiles} for name, at in STRATEGIES.items()},
+    )
+
+
+def parse_intervals(text: str) -> Intervals:
+    """Returns the intervals meant by `text`: a name of `STRATEGIES`, one duration, or four in the order of `GROUPS`."""
+    if text.strip().lower() in STRATEGIES:
+        return STRATEGIES[text.strip().lower()]
+    parts = text.split(",")
+    hint = f"a name ({', '.join(STRATEGIES)}), one duration (1ms), or four: {', '.join(GROUPS)}"
+    if len(parts) not in (1, len(GROUPS)):
+        raise UsageError(f"--intervals: {len(parts)} durations, 1 or {len(GROUPS)} are needed", hint)
+    try:
+        found = [parse_duration(part.strip()) for part in parts]
+        return Intervals.uniform(found[0]) if len(found) == 1 else Intervals(*found)
+    except (UsageError, ValueError) as error:
+        raise UsageError(f"--intervals: {error}", hint) from error
+
+
+def show(found: Answer, as_json: bool) -> None:
+    """Prints `found` on stdout."""
+    if as_json:
+        print(json.dumps(document(found), indent=1))
+        return
+    run, console = found.run, Console(highlight=False, markup=False, width=400)
+    first = next(iter(found.by_profile.values()))
+    console.print(f"{run.title or 'a run'}: {run.steps:,} steps, {format_duration(1e9 * first.seconds)} ({run.clock})")
+    pinned = "all rows pinned" if found.capacity_bytes is None else f"{format_size(found.capacity_bytes)} pinned"
+    share = "" if found.capacity_bytes is None else f", {first.pinned_share:.1%} of the living bytes"
+    console.print(f"eDRAM: {pinned}{share}; rule: {first.rule}")
+    for name, one in found.by_profile.items():
+        console.print()
+        console.print(_groups(name, one))
+    console.print()
+    console.print(_totals("By strategy of refreshing", "intervals", found.by_strategy))
+    console.print()
+    rules = {rule: {"": one} for rule, one in found.by_rule.items()}
+    console.print(_totals(f"By rule of counting, profile {next(iter(found.by_profile))}", "rule", rules))
+
+
+def _groups(profile: str, found: RefreshAccount) -> Table:
+    table = Table(title=f"Refresh by group, profile {profile} ({MODELLED})", title_justify="left")
+    table.add_column("group")
+    for name in ("interval", "mean rows", "refreshes of rows", "of them promotions", "bytes", "energy"):
+        table.add_column(name, justify="right")
+    for group in found.groups:
+        table.add_row(
+            group.group.replace("_", " ").upper(),
+            format_duration(group.interval_ns),
+            f"{group.mean_rows:,.1f}",
+            f"{group.refreshes:,.0f}",
+            f"{group.promotions:,.0f}",
+            format_size(group.refreshed_bytes),
+            joules(group.joules),
+        )
+    rows = sum(group.mean_rows for group in found.groups)
+    refreshes, bytes_ = (sum(getattr(group, name) for group in found.groups) for name in ("refreshes", "refreshed_bytes"))
+    promotions = sum(group.promotions for group in found.groups)
+    counted = (f"{rows:,.1f}", f"{refreshes:,.0f}", f"{promotions:,.0f}", format_size(bytes_))
+    table.add_row("all", _interval(found), *counted, f"{joules(found.joules)}, {watts(found.watts)}", style="bold")
+    return table
+
+
+def _interval(found: RefreshAccount) -> str:
+    return format_duration(found.mean_interval_ns) if found.mean_interval_ns < float("inf") else "never"
+
+
+def _totals(title: str, first: str, rows: Mapping[str, Mapping[str, RefreshAccount]]) -> Table:
+    table = Table(title=f"{title} ({MODELLED})", title_justify="left")
+    table.add_column(first)
+    table.add_column("mean interval", justify="right")
+    for profile in next(iter(rows.values())):
+        table.add_column(f"energy, power{f' ({profile})' if profile else ''}", justify="right")
+    for name, accounts in rows.items():
+        cells: Sequence[str] = [f"{joules(one.joules)}, {watts(one.watts)}" for one in accounts.values()]
+        table.add_row(name, _interval(next(iter(accounts.values()))), *cells)
+    return table
+
+
+def document(found: Answer) -> dict[str, Any]:
+    """`found` as JSON-ready values: seconds, nanoseconds for intervals, joules, bytes."""
+    run = found.run
+    return {
+        "schema": SCHEMA,
+        "kind": MODELLED,
+        "llmcache_version": __version__,
+        "run": {"title": run.title, "clock": run.clock, "steps": run.steps, "settings": run.settings},
+        "intervals_ns": dict(zip(GROUPS, found.intervals.in_order(), strict=True)),
+        "capacity_bytes": found.capacity_bytes,
+        "profiles": {name: _values(one) for name, one in found.by_profile.items()},
+        "rules": {name: _values(one) for name, one in found.by_rule.items()},
+        "strategies": {
+            name: {profile: _values(one) for profile, one in accounts.items()}
+            for name, accounts in found.by_strategy.items()
+        },
+    }
+
+
+def _values(found: RefreshAccount) -> dict[str, Any]:
+    interval_ns = found.mean_interval_ns if found.mean_interval_ns < float("inf") else None
+    return {**asdict(found), "watts": found.watts, "mean_interval_ns": interval_ns}
