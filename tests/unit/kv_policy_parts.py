@@ -109,12 +109,12 @@ class Run:
 
     def queries(self, layer: int) -> Array:
         """Queries of this step."""
-        found = self.case.queries(layer, self.steps)
-        return found[: self.store.batch]
+        return self.case.queries(layer, self.steps)[: self.store.batch]
 
     def full(self, layer: int) -> Array:
-        """What full attention gives for this step's queries over all that was appended."""
-        return attention(self.queries(layer), self.keys[layer], self.values[layer])[0]
+        """What full attention gives for the queries of the last step over all that was appended."""
+        queries = self.case.queries(layer, self.steps - 1)[: self.store.batch]
+        return attention(queries, self.keys[layer], self.values[layer])[0]
 
     def crop(self, tokens: int) -> None:
         """Cuts the store and all that goes with it."""
@@ -137,12 +137,13 @@ class Run:
 
 
 @contextmanager
-def running(name: str, settings: PolicySettings, case: Case, path: Path) -> Iterator[Run]:
-    """A policy over a store that has the prompt of `case`."""
+def running(name: str, settings: PolicySettings, case: Case, path: Path, first: int = 0) -> Iterator[Run]:
+    """A policy over a store that has the prompt of `case`, whose tokens before `first` are padding."""
     with KvStore(case.config(path)) as store:
         made = policy_class(name)
         given = made.settings_class(**{field: getattr(settings, field) for field in ("alpha", "token_budget", "combine")})
         run = Run(case, store, made(store, given if type(settings) is PolicySettings else settings))
+        run.policy.pad(np.full(case.batch, first))
         run.prefill()
         yield run
 

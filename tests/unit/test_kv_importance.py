@@ -113,7 +113,7 @@ def plain_column_sums(queries: Array, keys: Array, start: int, first: int, scale
 def test_column_sums(heads: int, kv_heads: int, rows: int, start: int, first: int) -> None:
     queries, keys = numbers(heads, rows, 32), numbers(kv_heads, start + rows, 32, seed=1)
     found = column_sums(3 * queries, keys, start, first)
-    np.testing.assert_allclose(found, plain_column_sums(3 * queries, keys, start, first, 32**-0.5), rtol=2e-4, atol=1e-5)
+    np.testing.assert_allclose(found, plain_column_sums(3 * queries, keys, start, first, 32**-0.5), rtol=2e-5, atol=1e-6)
     asking = start + rows - max(start, first)
     np.testing.assert_allclose(found.sum(axis=1), np.full(kv_heads, asking * heads / kv_heads), rtol=1e-4)
     assert not found[:, :first].any()

@@ -1,0 +1,149 @@
+"""Kelle: each key head keeps the tokens that have drawn the most attention; what it drops once, it never sees again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmcache.edram.refresh import EdramRun, RunRecorder
+from llmcache.kv.importance.tables import TokenTable
+from llmcache.kv.kernels import top
+from llmcache.kv.pipeline.timeline import CPU, EVALUATE, NO_TIMELINE, Timeline
+from llmcache.kv.policies.base import Floats, Positions
+from llmcache.kv.policies.h2o import H2O
+from llmcache.kv.policies.settings import PolicySettings, check
+from llmcache.kv.tiers import KvStore, Selection
+
+EVICTED = ("lost", "spilled")
+
+
+@dataclass(frozen=True)
+class KelleSettings(PolicySettings):
+    """Settings of Kelle; N' is `token_budget`.
+
+    `evicted`: "lost" as in the paper, or "spilled": dropped tokens stay candidates, on the ssd if there is one, and come back
+    when tokens that rank lower than they did are all there is beside.
+    """
+
+    evicted: str = "lost"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.evicted in EVICTED, "evicted", self.evicted, f"one of: {', '.join(EVICTED)}")
+
+
+class Kelle(H2O):
+    """Attention-based eviction (AEP of Kelle), per key head and for good.
+
+        prefilled: sums[token] += attention of every query of the prompt to it
+        select:    of the tokens not dropped before, those of the middle with the largest sums; of equal ones the newer
+        attended:  the rest is dropped; sums[token] += attention of this step's queries to it
+
+    Source: kelle.txt, section 4.1.1. Differs from the paper: sink and window are whole pages; dropped tokens still lie in
+    the store's file, and a later prompt, which is attended as a whole, sees them. Not here is recomputation (section 4.1.2): a
+    store gets keys and values of a model, never the x that they are computed from; `edram.aerp` has it. Nor is what bits
+    lose: `edram.accuracy`. With pages of one token it drops what `edram.aerp.Slots` drops.
+
+    `record` notes what would lie in eDRAM, for `llmcache edram report`.
+    """
+
+    name = "kelle"
+    title = "Kelle"
+    settings_class = KelleSettings
+
+    def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:
+        super().__init__(store, settings, timeline)
+        assert isinstance(self.settings, KelleSettings)
+        self._lost = self.settings.evicted == "lost"
+        self._dropped = TokenTable(store.shape.layers, store.batch, (self.kv_heads,), np.bool_)
+        self.remembered.append(self._dropped)
+        self._recorder: RunRecorder | None = None
+        self._recorded_step = -1
+        self._step_ns: float | None = None
+        if store.config.cpu_pages is not None:
+            store.victims = self.victims
+
+    def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
+        """Returns the tokens to keep, whatever the queries are; dropped ones only where nothing else is left (after a crop)."""
+        with self.timeline.span(CPU, EVALUATE, layer, self.store.step):
+            start, stop = (self.page_tokens * page for page in (self.store.middle.start, self.store.middle.stop))
+            newest_first = []
+            for sequence in range(len(queries)):
+                sums = self._sums.rows(layer, sequence, stop)[start:]
+                dropped = self._dropped.rows(layer, sequence, stop)[start:]
+                newest_first.append(np.where(dropped, -np.inf, sums)[::-1].T.astype(np.float32))
+            # Of equal sums `top` takes the first, which is the newest here.
+            return Selection(stop - 1 - top(np.stack(newest_first), tokens)[:, :, ::-1])
+
+    def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
+        """Drops what was not attended to, and adds up the attention of a step; ValueError without its `weights`."""
+        super().attended(layer, selection, weights)
+        if self._lost:
+            self._drop(layer, selection.positions)
+        if self._recorder is not None:
+            self._show(layer, self.attended_positions(layer, selection))
+
+    def _drop(self, layer: int, kept: Positions) -> None:
+        start, stop = (self.page_tokens * page for page in (self.store.middle.start, self.store.middle.stop))
+        for sequence, by_head in enumerate(kept):
+            dropped = self._dropped.rows(layer, sequence, stop)
+            dropped[start:] = True
+            for head, own in enumerate(by_head):
+                dropped[own, head] = False
+
+    def victims(self, layer: int, sequence: int, pages: Positions, count: int) -> Positions:
+        """Returns which `count` of `pages` leave the host's pool: those that the fewest heads keep tokens of, the first first.
+
+        The signature is the store's `Victims`.
+        """
+        tokens = self._dropped.rows(layer, sequence, (int(pages[-1]) + 1) * self.page_tokens)
+        kept = (~tokens).reshape(-1, self.page_tokens * self.kv_heads).sum(axis=1)[pages]
+        return np.sort(pages[np.argsort(kept, kind="stable")[:count]])
+
+    # What would lie in eDRAM
+
+    def record(self, *, step_ns: float | None = None, lives: bool = True) -> None:
+        """Notes from now on which keys and values are kept, by score group; `recorded` gives the run.
+
+        `step_ns`: how long a step takes on the *modelled* accelerator (None: whoever reads the run says). `lives`: follow
+        them one by one, as accounting by row needs.
+        """
+        shape = self.store.shape
+        # One half of 16-bit numbers, whatever type the store has.
+        self._recorder = RunRecorder(shape.head_dim + shape.value_dim, lives=lives)
+        self._recorded_step, self._step_ns = -1, step_ns
+
+    def recorded(self, title: str = "", **settings: Any) -> EdramRun:
+        """Returns the run since `record`, which ends here. ValueError if nothing was recorded."""
+        if self._recorder is None or self._recorded_step < 0:
+            raise ValueError("record: nothing was recorded, call it before the steps")
+        recorder, self._recorder = self._recorder, None
+        recorder.end_step(self._step_ns)
+        clock = "not said" if self._step_ns is None else f"modelled: {self._step_ns:g} ns a step"
+        given = {"policy": self.name, "evicted": self.settings.evicted, "token_budget": self.settings.token_budget}  # type: ignore[attr-defined]
+        return recorder.finish(title or f"{self.title}, {self.store.shape.model}", clock, given | settings)
+
+    def _show(self, layer: int, positions: Positions) -> None:
+        """Shows the recorder what `layer` holds for the next step; a row's place is its token, so that it can be followed."""
+        assert self._recorder is not None
+        if self._recorded_step not in (-1, self.store.step):
+            self._recorder.end_step(self._step_ns)
+        self._recorded_step = self.store.step
+        length, middle = self.store.layer_length(layer), self.store.middle
+        protected = np.ones(length, np.bool_)
+        protected[middle.start * self.page_tokens : middle.stop * self.page_tokens] = False
+        for sequence, by_head in enumerate(positions):
+            sums = self._sums.rows(layer, sequence, length).T
+            ids, high = np.full(sums.shape, -1), np.zeros(sums.shape, np.bool_)
+            np.put_along_axis(ids, by_head, by_head, axis=1)
+            own = np.take_along_axis(sums, by_head, axis=1)
+            np.put_along_axis(high, by_head, own >= np.median(own, axis=1, keepdims=True), axis=1)
+            self._recorder.observe((layer, sequence), "kv", _widened(ids, -1), _widened(high | protected, False))
+
+
+def _widened(rows: Any, fill: int | bool) -> Any:
+    """Returns `rows` [heads, tokens] with room for as many tokens as the next power of two: places must not change."""
+    room = 1 << (rows.shape[1] - 1).bit_length()
+    return np.pad(rows, ((0, 0), (0, room - rows.shape[1])), constant_values=fill)
