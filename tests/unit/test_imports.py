@@ -20,7 +20,7 @@ ALLOWED = {
     "trace": BASE | {"trace.record", "cache"},
     "cache": BASE | {"trace.record"},
     "fs": BASE | {"cache", "trace.record"},
-    "kv": BASE | {"cache"},
+    "kv": BASE | {"cache", "edram"},
     "edram": BASE | {"cache"},
     "report": BASE | {"cache", "trace.record", "trace", "kv", "edram"},
     "cli": BASE | {"trace", "cache", "fs", "kv", "edram", "report"},

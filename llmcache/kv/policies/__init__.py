@@ -21,6 +21,7 @@ POLICIES: dict[str, str] = {
     "prefetch": "prefetch:Prefetch",
     "leoam": "leoam:LeoAM",
     "hillinfer": "hillinfer:HillInfer",
+    "kelle": "kelle:Kelle",
 }
 _LAZY = {"KvPolicy": "base", "PolicySettings": "settings"}
 

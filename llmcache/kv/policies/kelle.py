@@ -23,8 +23,8 @@ EVICTED = ("lost", "spilled")
 class KelleSettings(PolicySettings):
     """Settings of Kelle; N' is `token_budget`.
 
-    `evicted`: "lost" as in the paper, or "spilled": dropped tokens stay candidates, on the ssd if there is one, and come back
-    when tokens that rank lower than they did are all there is beside.
+    `evicted`: "lost" as in the paper, or "spilled": dropped tokens stay candidates, on the ssd if there is one, and come
+    back when tokens that rank lower than they did are all there is beside.
     """
 
     evicted: str = "lost"
@@ -42,9 +42,9 @@ class Kelle(H2O):
         attended:  the rest is dropped; sums[token] += attention of this step's queries to it
 
     Source: kelle.txt, section 4.1.1. Differs from the paper: sink and window are whole pages; dropped tokens still lie in
-    the store's file, and a later prompt, which is attended as a whole, sees them. Not here is recomputation (section 4.1.2): a
-    store gets keys and values of a model, never the x that they are computed from; `edram.aerp` has it. Nor is what bits
-    lose: `edram.accuracy`. With pages of one token it drops what `edram.aerp.Slots` drops.
+    the store's file, and a later prompt, which is attended as a whole, sees them. Not here is recomputation (section
+    4.1.2): a store gets keys and values of a model, never the x that they are computed from; `edram.aerp` has it. Nor are
+    lost bits: `edram.accuracy` has them. With pages of one token it drops what `edram.aerp.Slots` drops.
 
     `record` notes what would lie in eDRAM, for `llmcache edram report`.
     """
@@ -56,17 +56,17 @@ class Kelle(H2O):
     def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:
         super().__init__(store, settings, timeline)
         assert isinstance(self.settings, KelleSettings)
-        self._lost = self.settings.evicted == "lost"
+        self._evicted = self.settings.evicted
         self._dropped = TokenTable(store.shape.layers, store.batch, (self.kv_heads,), np.bool_)
         self.remembered.append(self._dropped)
         self._recorder: RunRecorder | None = None
-        self._recorded_step = -1
+        self._recorded_step, self._places = -1, 0
         self._step_ns: float | None = None
         if store.config.cpu_pages is not None:
             store.victims = self.victims
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Returns the tokens to keep, whatever the queries are; dropped ones only where nothing else is left (after a crop)."""
+        """Returns the tokens to keep, whatever the queries are; dropped ones only if nothing else is left (after a crop)."""
         with self.timeline.span(CPU, EVALUATE, layer, self.store.step):
             start, stop = (self.page_tokens * page for page in (self.store.middle.start, self.store.middle.stop))
             newest_first = []
@@ -80,7 +80,7 @@ class Kelle(H2O):
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
         """Drops what was not attended to, and adds up the attention of a step; ValueError without its `weights`."""
         super().attended(layer, selection, weights)
-        if self._lost:
+        if self._evicted == "lost":
             self._drop(layer, selection.positions)
         if self._recorder is not None:
             self._show(layer, self.attended_positions(layer, selection))
@@ -94,7 +94,7 @@ class Kelle(H2O):
                 dropped[own, head] = False
 
     def victims(self, layer: int, sequence: int, pages: Positions, count: int) -> Positions:
-        """Returns which `count` of `pages` leave the host's pool: those that the fewest heads keep tokens of, the first first.
+        """Returns which `count` of `pages` leave the host's pool: of which the fewest tokens are kept, the first first.
 
         The signature is the store's `Victims`.
         """
@@ -113,7 +113,7 @@ class Kelle(H2O):
         shape = self.store.shape
         # One half of 16-bit numbers, whatever type the store has.
         self._recorder = RunRecorder(shape.head_dim + shape.value_dim, lives=lives)
-        self._recorded_step, self._step_ns = -1, step_ns
+        self._recorded_step, self._places, self._step_ns = -1, 0, step_ns
 
     def recorded(self, title: str = "", **settings: Any) -> EdramRun:
         """Returns the run since `record`, which ends here. ValueError if nothing was recorded."""
@@ -122,28 +122,22 @@ class Kelle(H2O):
         recorder, self._recorder = self._recorder, None
         recorder.end_step(self._step_ns)
         clock = "not said" if self._step_ns is None else f"modelled: {self._step_ns:g} ns a step"
-        given = {"policy": self.name, "evicted": self.settings.evicted, "token_budget": self.settings.token_budget}  # type: ignore[attr-defined]
+        given = {"policy": self.name, "evicted": self._evicted, "token_budget": self.settings.token_budget}
         return recorder.finish(title or f"{self.title}, {self.store.shape.model}", clock, given | settings)
 
     def _show(self, layer: int, positions: Positions) -> None:
-        """Shows the recorder what `layer` holds for the next step; a row's place is its token, so that it can be followed."""
+        """Shows the recorder what `layer` attended to, the new token included; a row's place is its token."""
         assert self._recorder is not None
         if self._recorded_step not in (-1, self.store.step):
             self._recorder.end_step(self._step_ns)
         self._recorded_step = self.store.step
         length, middle = self.store.layer_length(layer), self.store.middle
-        protected = np.ones(length, np.bool_)
-        protected[middle.start * self.page_tokens : middle.stop * self.page_tokens] = False
+        self._places = max(self._places, length)  # places do not vanish where a store is cropped
         for sequence, by_head in enumerate(positions):
-            sums = self._sums.rows(layer, sequence, length).T
-            ids, high = np.full(sums.shape, -1), np.zeros(sums.shape, np.bool_)
-            np.put_along_axis(ids, by_head, by_head, axis=1)
-            own = np.take_along_axis(sums, by_head, axis=1)
-            np.put_along_axis(high, by_head, own >= np.median(own, axis=1, keepdims=True), axis=1)
-            self._recorder.observe((layer, sequence), "kv", _widened(ids, -1), _widened(high | protected, False))
-
-
-def _widened(rows: Any, fill: int | bool) -> Any:
-    """Returns `rows` [heads, tokens] with room for as many tokens as the next power of two: places must not change."""
-    room = 1 << (rows.shape[1] - 1).bit_length()
-    return np.pad(rows, ((0, 0), (0, room - rows.shape[1])), constant_values=fill)
+            tokens = by_head.T
+            own = np.take_along_axis(self._sums.rows(layer, sequence, length), tokens, axis=0)
+            inside = (tokens >= middle.start * self.page_tokens) & (tokens < middle.stop * self.page_tokens)
+            ids, high = np.full((self._places, self.kv_heads), -1), np.zeros((self._places, self.kv_heads), np.bool_)
+            np.put_along_axis(ids, tokens, tokens, axis=0)
+            np.put_along_axis(high, tokens, ~inside | (own >= np.median(own, axis=0)), axis=0)
+            self._recorder.observe((layer, sequence), "kv", ids, high)

@@ -1,0 +1,156 @@
+"""Kelle over a store: the same tokens as AERP's own slots, for good or not, and runs recorded for the accounting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from llmcache.edram.aerp import AerpSettings, Slots
+from llmcache.edram.constants import KELLE_INTERVALS, PAPER
+from llmcache.edram.refresh import account, read_run
+from llmcache.errors import UsageError
+from llmcache.kv.policies.base import KvPolicy
+from llmcache.kv.policies.kelle import Kelle, KelleSettings
+from llmcache.kv.spill import KvShape
+from llmcache.kv.tiers import KvStore, Selection, StoreConfig
+from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, Case, running
+
+DIM = 4
+Weights = NDArray[np.float32]
+
+
+def extended(store: KvStore, tokens: int, seed: int) -> None:
+    """Add random tokens to every layer."""
+    random = np.random.default_rng(seed)
+    for layer in range(store.shape.layers):
+        rows = random.standard_normal((2, store.batch, store.shape.kv_heads, tokens, DIM), np.float32)
+        store.append(layer, rows[0], rows[1])
+
+
+def committed(store: KvStore, tokens: int) -> None:
+    ids = np.broadcast_to(np.arange(store.length, store.length + tokens), (store.batch, tokens))
+    store.commit(ids, ids)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(1, 5), st.integers(0, 6), st.integers(1, 12), st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_with_pages_of_one_token_it_keeps_what_the_slots_of_aerp_keep(
+    sinks: int, window: int, spare: int, prompt: int, seed: int
+) -> None:
+    budget = sinks + window + spare
+    shape = KvShape("kelle", layers=1, kv_heads=2, head_dim=DIM, dtype="float32", page_tokens=1)
+    random = np.random.default_rng(seed)
+    with KvStore(StoreConfig(shape, 1, sinks, window, threads=1)) as store:
+        policy = Kelle(store, KelleSettings(token_budget=budget))
+        extended(store, prompt, 1)
+        queries = random.standard_normal((1, 4, prompt, DIM), np.float32)
+        policy.prefilled(0, queries, 0)
+        committed(store, prompt)
+        slots = Slots(AerpSettings(budget, sinks, window), 2)
+        slots.fill(policy._sums.rows(0, 0, prompt).T.astype(np.float64))
+        for step in range(20):
+            selection = policy.select(0, random.standard_normal((1, 4, DIM), np.float32))
+            extended(store, 1, step)
+            positions = policy.attended_positions(0, selection)
+            for head in range(2):
+                held = set(slots.positions[head, : slots.count].tolist())
+                assert held | {slots.newest + 1} == set(positions[0, head].tolist())
+            weights = random.random((1, 4, positions.shape[2]), np.float32)
+            policy.attended(0, selection, weights)
+            committed(store, 1)
+            slots.add(in_slots(slots, positions[0], weights[0].reshape(2, 2, -1).sum(1)))
+
+
+def in_slots(slots: Slots, positions: NDArray[np.int64], weights: Weights) -> NDArray[np.float64]:
+    """Weights by position, in the order of the slots, the new token last."""
+    rows = []
+    for own, held, gained in zip(slots.positions[:, : slots.count], positions, weights, strict=True):
+        at = dict(zip(held.tolist(), gained.tolist(), strict=True))
+        rows.append([at[position] for position in [*own.tolist(), slots.newest + 1]])
+    return np.array(rows, np.float64)
+
+
+def chosen(policy: KvPolicy, step: int) -> NDArray[np.int64]:
+    return policy.select(0, np.random.default_rng(step).standard_normal((1, 4, 16), np.float32)).positions
+
+
+@pytest.mark.parametrize("evicted", ["lost", "spilled"])
+def test_what_is_dropped_comes_back_only_if_it_was_spilled(evicted: str, tmp_path: Path) -> None:
+    with running("kelle", KelleSettings(token_budget=100, evicted=evicted), Case(), tmp_path) as run:
+        before = chosen(run.policy, 0)
+        run.step()
+        gone = np.setdiff1d(np.arange(16, 256), before[0, 0])[0]
+        unlike = Selection(np.full((1, KV_HEADS, 1), gone, np.int64))
+        positions = run.policy.attended_positions(0, unlike)
+        KvPolicy.attended(run.policy, 0, unlike)
+        rows = run.policy._sums.rows(0, 0, positions.max() + 1)  # type: ignore[attr-defined]
+        rows[gone] += 1000
+        assert (chosen(run.policy, 1) == gone).any() == (evicted == "spilled")
+
+
+def test_heads_drop_each_their_own_and_never_take_back(tmp_path: Path) -> None:
+    with running("kelle", KelleSettings(token_budget=100), Case(), tmp_path) as run:
+        seen: list[set[int]] = [set(range(10**6)) for _ in range(KV_HEADS)]
+        for step in range(40):
+            newest = set(range(run.store.middle.stop * 16 - 16, run.store.middle.stop * 16))
+            found = [set(head.tolist()) for head in chosen(run.policy, step)[0]]
+            assert all(now <= before | newest for now, before in zip(found, seen, strict=True))
+            seen = found
+            run.step()
+        assert seen[0] != seen[1]
+
+
+def test_pages_of_which_little_is_kept_leave_the_pool_first(tmp_path: Path) -> None:
+    with running("kelle", KelleSettings(token_budget=100), Case(pool=6), tmp_path) as run:
+        for _ in range(40):
+            run.step()
+        kept = chosen(run.policy, 0)
+        counts = np.bincount(kept[0].reshape(-1) // 16, minlength=run.store.middle.stop)[1:]
+        pages = np.arange(1, run.store.middle.stop)
+        assert isinstance(run.policy, Kelle)
+        victims = run.policy.victims(0, 0, pages, 3)
+        assert counts[victims - 1].max() <= np.sort(counts)[2]
+
+
+def test_a_recorded_run_is_accounted_for(tmp_path: Path) -> None:
+    with running("kelle", KelleSettings(token_budget=100), Case(batch=2), tmp_path) as run:
+        assert isinstance(run.policy, Kelle)
+        with pytest.raises(ValueError, match=r"^record: "):
+            run.policy.recorded()
+        run.policy.record(step_ns=2e6)
+        for _ in range(20):
+            run.step()
+        found = run.policy.recorded("a run", note=1)
+    found.save(tmp_path / "run.json")
+    again = read_run(tmp_path / "run.json")
+    assert again == found and again.steps == 20 and again.title == "a run" and again.settings["note"] == 1
+    assert again.settings["policy"] == "kelle" and again.clock.startswith("modelled")
+    living = again.column("kv", "high") + again.column("kv", "low")
+    assert (living == LAYERS * 2 * KV_HEADS * 101).all()  # the budget and the new token
+    assert (again.column("kv", "evicted")[1:] == again.column("kv", "appended")[1:]).all()
+    assert (again.column("kv", "high") > living / 2).all()  # sink and window, and half of the rest
+    for rule in ("ticks", "floor"):
+        energy = account(again, KELLE_INTERVALS, PAPER.refresh_j_per_byte, rule=rule)
+        assert energy.joules == pytest.approx(sum(group.joules for group in energy.groups), rel=1e-9)
+        assert energy.joules > 0 and energy.seconds == pytest.approx(0.04)
+
+
+def test_a_run_without_a_clock_asks_for_one(tmp_path: Path) -> None:
+    with running("kelle", KelleSettings(token_budget=100), Case(), tmp_path) as run:
+        assert isinstance(run.policy, Kelle)
+        run.policy.record(lives=False)
+        run.step()
+        run.crop(290)
+        run.step()
+        found = run.policy.recorded()
+    assert found.durations_ns is None and found.clock == "not said" and found.lives is None and found.steps == 2
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(UsageError, match=r"^evicted: 'kept'"):
+        KelleSettings(evicted="kept")
