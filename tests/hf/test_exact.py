@@ -12,8 +12,6 @@ from tests.hf.tiny_models import FAMILIES, Caches, both, check_same, generate, p
 
 
 def spilled(policy: str, ssd: str, path: Path) -> Caches:
-    if ssd == "memory":
-        return whole(policy)
     return whole(policy, ssd=ssd, path=path, cpu_pages=4)
 
 
@@ -21,6 +19,11 @@ def spilled(policy: str, ssd: str, path: Path) -> Caches:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_with_padding(family: str, policy: str) -> None:
     check_same(*both(tiny(family), whole(policy), lambda model, cache: generate(model, cache, prompt())))
+
+
+@pytest.mark.parametrize("policy", ["window", "h2o", "prefetch", "leoam"])
+def test_other_policies(policy: str) -> None:
+    check_same(*both(tiny("qwen2"), whole(policy), lambda model, cache: generate(model, cache, prompt())))
 
 
 @pytest.mark.parametrize("ssd", ["file", "csd"])

@@ -29,13 +29,14 @@ def look_ahead(behind: Any) -> Hook:
         spilled = _spilled(behind, options.get("past_key_values"))
         if spilled is None or not spilled.conversation.looks_ahead or not _same_kind(layer, behind):
             return
+        engine = spilled.conversation.engine
         hidden = options.get("hidden_states", arguments[0] if arguments else None)
         rotation = options.get("position_embeddings")
-        if hidden is None or rotation is None or hidden.shape[1] != 1:
+        if engine is None or hidden is None or rotation is None or hidden.shape[1] != 1:
             return
         with torch.no_grad():
             queries = estimated(behind, hidden, rotation)
-        spilled.conversation.engine.ahead(spilled.number, as_array(queries[:, :, 0].float().contiguous()))
+        engine.ahead(spilled.number, as_array(queries[:, :, 0].float().contiguous()))
 
     return hook
 

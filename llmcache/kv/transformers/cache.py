@@ -16,11 +16,14 @@ from transformers.cache_utils import Cache
 
 from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.pipeline import NO_TIMELINE, Timeline
+from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Traffic
+from llmcache.kv.transformers import sidecar
 from llmcache.kv.transformers.conversation import Conversation, Numbers
 from llmcache.kv.transformers.layers import SpillLayer, spilled_layers
 from llmcache.kv.transformers.settings import SpillSettings, policy_settings
 from llmcache.kv.transformers.supported import version_of
+from llmcache.kv.transformers.views import dtype_name
 
 
 class SpillCache(Cache):
@@ -146,6 +149,29 @@ class SpillCache(Cache):
         else:
             self.conversation.crop(tokens)
 
+    # Keeping it
+
+    def save(self) -> None:
+        """Writes everything to the spill file, so that `restore` goes on exactly here; between steps, and it may go on."""
+        self.conversation.save()
+        sidecar.write(self.store.config.path or Path(), list(self._stock()), self.store.length)
+
+    @classmethod
+    def restore(cls, model: Any, path: str | Path, policy: str = "hillinfer", **options: Any) -> SpillCache:
+        """Returns a cache that goes on with the spill file at `path`, for `model` itself; `options` as for a new one.
+
+        Up to 15 tokens at the end are lost where `save` was not called. Policies that remember what was attended to begin
+        anew. DataError: the file is of another model, damaged, or of a model with sliding layers and not saved.
+        """
+        cache = cls(model.config, policy, path=path, **options)
+        try:
+            cache.conversation.restore(shape_of(model, cache.conversation))
+            sidecar.read(Path(path), list(cache._stock()), cache.store.length, model.device)
+        except BaseException:
+            cache.close()
+            raise
+        return cache
+
     # The end
 
     def close(self) -> None:
@@ -165,6 +191,14 @@ def model_name(config: Any) -> str:
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
     sizes = json.dumps([getattr(text, name, None) for name in names])
     return f"{text.model_type} {config._name_or_path} {hashlib.sha256(sizes.encode()).hexdigest()[:12]}"
+
+
+def shape_of(model: Any, conversation: Conversation) -> KvShape:
+    """Returns the shape of the keys and values that `model` will give to `conversation`."""
+    text = model.config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return KvShape(conversation.model, conversation.layers, heads, dim, dtype_name(model.dtype))
 
 
 def _numbers(index: torch.Tensor) -> Numbers:

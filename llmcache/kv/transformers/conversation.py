@@ -7,7 +7,6 @@ A single token attends to what the policy chooses.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import os
@@ -63,58 +62,40 @@ class Call:
         return self.stock(self.module, self.query, key, value, mask, **self.options)
 
 
-@dataclass
-class _Running:
-    """What there is from the first token on."""
-
-    store: KvStore
-    policy: KvPolicy
-    engine: KvEngine
-    device: torch.device
-    dtype: torch.dtype
-    remove: Path | None
-
-
 class Conversation:
-    """A batch of sequences of equal length; begins with the first token, ends with `close`."""
+    """A batch of sequences of equal length; begins with the first token, or as a file restores it, ends with `close`."""
 
     def __init__(self, settings: SpillSettings, model: str, layers: int) -> None:
         self.settings, self.model, self.layers = settings, model, layers
         self.noted: tuple[Numbers, Numbers | None] | None = None
-        self._running: _Running | None = None
+        self._store: KvStore | None = None
+        self._engine: KvEngine | None = None
+        self._own_file = False
+        self._padding_known = False
         self._done: set[int] = set()
         self._expected: int | None = None
 
     @property
     def length(self) -> int:
         """Tokens of each sequence, padding included."""
-        return self._running.store.length if self._running else 0
-
-    @property
-    def looks_ahead(self) -> bool:
-        """True if layers are evaluated before their queries are there; not for the first token."""
-        return self.settings.lookahead and self.length > 0
+        return self._store.length if self._store is not None else 0
 
     @property
     def store(self) -> KvStore:
         """The store; UsageError before the first token."""
-        return self._now.store
-
-    @property
-    def policy(self) -> KvPolicy:
-        """The policy; UsageError before the first token."""
-        return self._now.policy
-
-    @property
-    def engine(self) -> KvEngine:
-        """The engine; UsageError before the first token."""
-        return self._now.engine
-
-    @property
-    def _now(self) -> _Running:
-        if self._running is None:
+        if self._store is None:
             raise UsageError("cache: it is empty, nothing is known of its keys", "run the model with it first")
-        return self._running
+        return self._store
+
+    @property
+    def engine(self) -> KvEngine | None:
+        """The engine; None before the first step, and before the first after a file was restored."""
+        return self._engine
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if layers are evaluated before their queries are there."""
+        return self.settings.lookahead and self.length > 0 and self._engine is not None
 
     # Attention
 
@@ -128,74 +109,59 @@ class Conversation:
     def attend(self, layer: int, call: Call) -> Output:
         """Returns the output of attention in spilled layer `layer`, and stores its keys and values."""
         self._expected = None
-        if self._running is None:
-            self._running = self._begin(call)
+        engine = self._engine or self._begin(call)
         self._check(layer, call)
         if not self._done:
-            self._note_padding(call.mask)
+            self._note_padding(engine.policy, call.mask)
         whole = call.tokens > 1 or self.length == 0
-        output = self._attend_all(layer, call) if whole else self._attend_chosen(layer, call)
+        output = self._attend_all(engine, layer, call) if whole else self._attend_chosen(engine, layer, call)
         self._done.add(layer)
         if len(self._done) == self.layers:
             self._done = set()
-            self.engine.finish_step(*self._tokens(call.tokens))
+            engine.finish_step(*self._tokens(call.tokens))
         return output
 
     def _check(self, layer: int, call: Call) -> None:
         if layer in self._done:
             raise DataError("cache: the model stopped in the middle of a step before", "reset() the cache and begin anew")
-        if len(call.query) != self.store.batch:
-            raise UsageError(f"batch: {len(call.query)} sequences, the cache has {self.store.batch}", "reset() it before")
+        shape, batch = self.store.shape, self.store.batch
+        if len(call.query) != batch:
+            raise UsageError(f"batch: {len(call.query)} sequences, the cache has {batch}", "reset() the cache before")
+        if (dtype := dtype_name(call.key.dtype)) != shape.dtype:
+            raise UsageError(f"dtype: keys of type {dtype}, the cache has {shape.dtype}", "reset() the cache before")
 
-    def _attend_all(self, layer: int, call: Call) -> Output:
+    def _attend_all(self, engine: KvEngine, layer: int, call: Call) -> Output:
         keys, values, before = call.key, call.value, None
         if self.length:
-            self.engine.rest()
+            engine.rest()
             store = self.store
             everything = Selection.of_all(store.middle, store.batch, store.shape.kv_heads, store.shape.page_tokens)
             before = store.gather(layer, everything)
-            sides = zip(self._tensors(before), (keys, values), strict=True)
+            sides = zip(_tensors(before, call), (keys, values), strict=True)
             keys, values = (torch.cat([old, new], 2) for old, new in sides)
         output = call.run(keys, values, call.mask)
         if before is not None:
             before.release()
-        self.engine.prefill(layer, as_array(call.query.float()), as_array(call.key), as_array(call.value))
+        takes_note = type(engine.policy).prefilled is not KvPolicy.prefilled
+        queries = as_array(call.query.float()) if takes_note else None
+        engine.prefill(layer, queries, as_array(call.key), as_array(call.value))
         return output
 
-    def _attend_chosen(self, layer: int, call: Call) -> Output:
+    def _attend_chosen(self, engine: KvEngine, layer: int, call: Call) -> Output:
         queries = as_array(call.query[:, :, 0].float().contiguous())
-        gathered = self.engine.step(layer, queries, as_array(call.key), as_array(call.value))
-        keys, values = self._tensors(gathered)
+        gathered = engine.step(layer, queries, as_array(call.key), as_array(call.value))
+        keys, values = _tensors(gathered, call)
         mask = cut_mask(call.mask, gathered.positions, call.query.shape[1])
         output = call.run(keys, values, mask)
-        self.engine.attended(layer, self._weights(call, keys, mask, output) if self.policy.needs_weights else None)
+        engine.attended(layer, _weights(call, keys, mask, output[1]) if engine.policy.needs_weights else None)
         gathered.release()
         return output
 
-    def _weights(
-        self, call: Call, keys: torch.Tensor, mask: torch.Tensor | None, output: Output
-    ) -> NDArray[np.float32]:
-        """Weights of attention [batch, heads, k]: those of the model if it gives any, else computed again."""
-        weights = output[1]
-        if weights is None:
-            batch, heads, _, dim = call.query.shape
-            grouped = call.query.float().view(batch, keys.shape[1], -1, dim)
-            scores = (grouped @ keys.float().transpose(2, 3)).view(batch, heads, 1, -1) * self.policy.scale
-            if mask is not None:
-                hidden = ~mask if mask.dtype == torch.bool else None
-                scores = scores + mask if hidden is None else scores.masked_fill(hidden, torch.finfo(torch.float32).min)
-            weights = scores.softmax(-1)
-        return as_array(weights[:, :, 0].float().contiguous())
-
-    def _tensors(self, gathered: Gathered) -> tuple[torch.Tensor, torch.Tensor]:
-        now = self._now
-        keys, values = (as_tensor(side, now.dtype, now.device) for side in (gathered.keys, gathered.values))
-        return keys, values
-
-    def _note_padding(self, mask: torch.Tensor | None) -> None:
-        """Tells the policy where sequences begin, as long as that may change: while one is all padding."""
-        if self.length == 0 or (self.policy.first >= self.length).any():
-            self.policy.pad(first_tokens(mask, self.store.batch))
+    def _note_padding(self, policy: KvPolicy, mask: torch.Tensor | None) -> None:
+        """Tells the policy where sequences begin, until that cannot change any more: while one is all padding."""
+        if not self._padding_known:
+            policy.pad(first_tokens(mask, self.store.batch))
+            self._padding_known = mask is None or bool((policy.first < mask.shape[3]).all())
 
     def _tokens(self, count: int) -> tuple[Numbers, Numbers]:
         """Ids and positions of the newest tokens, as the model got them."""
@@ -210,64 +176,94 @@ class Conversation:
 
     # Beginning and end
 
-    def _begin(self, call: Call) -> _Running:
-        path, remove = self._file()
+    def _begin(self, call: Call) -> KvEngine:
         batch, kv_heads, _, head_dim = call.key.shape
-        shape = KvShape(
-            self.model, self.layers, kv_heads, head_dim, dtype_name(call.key.dtype), value_dim=call.value.shape[3]
-        )
-        chosen = self.settings.chosen
+        if self._store is None:
+            shape = KvShape(
+                self.model, self.layers, kv_heads, head_dim, dtype_name(call.key.dtype), value_dim=call.value.shape[3]
+            )
+            self._store = KvStore(self.settings.store_config(shape, batch, self._file()))
+        settings, chosen = self.settings, self.settings.chosen
         if chosen.scale is None:
             chosen = dataclasses.replace(chosen, scale=call.options.get("scaling"))
-        store = KvStore(self.settings.store_config(shape, batch, path))
-        try:
-            policy = self.settings.policy(store, chosen, self.settings.timeline)
-        except BaseException:
-            store.close()
-            raise
-        engine = self._engine(store, policy)
-        return _Running(store, policy, engine, call.key.device, call.key.dtype, remove)
+        policy = settings.policy(self._store, chosen, settings.timeline)
+        app, exact = settings.lookahead, settings.exact
+        self._engine = KvEngine(self._store, policy, app=app, exact=exact, timeline=settings.timeline)
+        return self._engine
 
-    def _engine(self, store: KvStore, policy: KvPolicy) -> KvEngine:
-        settings = self.settings
-        return KvEngine(store, policy, app=settings.lookahead, exact=settings.exact, timeline=settings.timeline)
-
-    def _file(self) -> tuple[Path | None, Path | None]:
-        """The spill file, and what is to be removed in the end: a file of its own where the path is a directory."""
+    def _file(self) -> Path | None:
+        """The spill file: one of its own where the path is a directory."""
         path = self.settings.path
-        if path is None or not path.is_dir():
-            return path, None
-        own = path / f"llmcache-{os.getpid()}-{next(_numbers)}.kv"
-        return own, own
+        self._own_file = path is not None and path.is_dir()
+        if path is None or not self._own_file:
+            return path
+        return path / f"llmcache-{os.getpid()}-{next(_numbers)}.kv"
+
+    def restore(self, shape: KvShape) -> None:
+        """Goes on with what the spill file holds; DataError if it is another model's, or damaged."""
+        if self.settings.path is None or self.settings.path.is_dir():
+            raise UsageError("path: the name of a spill file is needed", "name the one that was saved")
+        config = self.settings.store_config(shape, 1, self.settings.path)
+        self._store = KvStore.restore(self.settings.path, config)
+
+    def save(self) -> None:
+        """Writes what no page is full of yet, so that `restore` loses nothing; between steps only."""
+        if self._engine is not None:
+            self._engine.rest()
+        self.store.save()
 
     def close(self) -> None:
         """Ends it; a spill file that has a name of the user's stays. It may begin again."""
-        running, self._running = self._running, None
-        self._done, self._expected, self.noted = set(), None, None
-        if running is None:
-            return
-        try:
-            running.engine.close()
-            running.store.close()
-        finally:
-            if running.remove is not None:
-                with contextlib.suppress(OSError):
-                    running.remove.unlink()
+        store, engine, self._store, self._engine = self._store, self._engine, None, None
+        self._done, self._expected, self.noted, self._padding_known = set(), None, None, False
+        if engine is not None:
+            engine.close()
+        if store is not None and self._own_file:
+            store.discard()
+        elif store is not None:
+            store.close()
 
     # Changing sequences
 
     def crop(self, tokens: int) -> None:
         """Cuts every sequence to its first `tokens`."""
-        if self._running is None or tokens >= self.length:
+        if self._store is None or tokens >= self.length:
             return
-        self.engine.rest()
-        self.store.crop(tokens)
-        self.policy.cropped(tokens)
+        if self._engine is not None:
+            self._engine.rest()
+        self._store.crop(tokens)
+        if self._engine is not None:
+            self._engine.policy.cropped(tokens)
 
     def choose(self, index: Numbers) -> None:
         """Makes sequence i what sequence `index[i]` was; there may be more or fewer than before."""
-        if self._running is None:
+        if self._store is None:
             return
-        self.engine.rest()
-        self.store.select(index)
-        self.policy.reordered(index)
+        if self._engine is not None:
+            self._engine.rest()
+        self._store.select(index)
+        if self._engine is not None:
+            self._engine.policy.reordered(index)
+
+
+def _tensors(gathered: Gathered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = (as_tensor(side, call.key.dtype, call.key.device) for side in (gathered.keys, gathered.values))
+    return keys, values
+
+
+def _weights(
+    call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None
+) -> NDArray[np.float32]:
+    """Weights of attention [batch, heads, k]: those of the model if it gives any, else computed again."""
+    if weights is None:
+        batch, heads, _, dim = call.query.shape
+        grouped = call.query.float().view(batch, keys.shape[1], -1, dim)
+        scores = (grouped @ keys.float().transpose(2, 3)).view(batch, heads, 1, -1)
+        scores = scores * (call.options.get("scaling") or dim**-0.5)
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
+        elif mask is not None:
+            scores = scores + mask
+        weights = scores.softmax(-1)
+    found: NDArray[np.float32] = as_array(weights[:, :, 0].float().contiguous())
+    return found

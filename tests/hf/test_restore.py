@@ -1,0 +1,75 @@
+"""A conversation goes on after the process that held it has ended."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmcache.errors import DataError, UsageError
+from llmcache.kv.transformers import SpillCache, disable, enable
+from tests.hf.tiny_models import generate, prompt, tiny
+
+
+def longer(said: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    ids = torch.cat([said.sequences, torch.full((2, 9), 7)], 1)
+    more = ids.shape[1] - inputs["attention_mask"].shape[1]
+    return {"input_ids": ids, "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, more).long()], 1)}
+
+
+@pytest.mark.parametrize("ssd", ["file", "csd"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_saved_conversation_goes_on_as_if_nothing_had_happened(family: str, ssd: str, tmp_path: Path) -> None:
+    model, path, kept = enable(tiny(family)), tmp_path / "talk.kv", tmp_path / "kept"
+    options: dict[str, Any] = {"token_budget": 64, "cpu_pages": 4, "ssd": ssd, "threads": 2}
+    try:
+        with SpillCache(model.config, path=path, **options) as cache:
+            inputs = longer(generate(model, cache, prompt()), prompt())
+            cache.save()
+            length, ids = cache.get_seq_length(), cache.ids.copy()
+            shutil.copytree(tmp_path, kept)
+            expected = generate(model, cache, inputs)
+        with SpillCache.restore(model, kept / "talk.kv", **options) as cache:
+            assert cache.get_seq_length() == length
+            assert (cache.ids == ids).all()
+            got = generate(model, cache, inputs)
+    finally:
+        disable(model)
+    assert torch.equal(expected.sequences, got.sequences)
+    assert all(torch.equal(one, other) for one, other in zip(expected.logits, got.logits, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_what_was_not_saved(family: str, tmp_path: Path) -> None:
+    model, path = enable(tiny(family)), tmp_path / "talk.kv"
+    try:
+        with SpillCache(model.config, path=path, threads=2) as cache:
+            said = generate(model, cache, prompt())
+        if family == "gemma3":
+            with pytest.raises(DataError, match="sliding layers are missing"):
+                SpillCache.restore(model, path)
+            return
+        with SpillCache.restore(model, path) as cache:
+            length = cache.get_seq_length()
+            assert length == (said.sequences.shape[1] - 1) // 16 * 16
+            assert (cache.ids == said.sequences[:, :length].numpy()).all()
+    finally:
+        disable(model)
+
+
+def test_another_model_is_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "talk.kv"
+    model = enable(tiny("llama"))
+    try:
+        with SpillCache(model.config, path=path) as cache:
+            generate(model, cache, prompt())
+            cache.save()
+    finally:
+        disable(model)
+    with pytest.raises(DataError, match=r"talk\.kv"):
+        SpillCache.restore(tiny("qwen2"), path)
+    with pytest.raises(DataError, match=r"talk\.kv"):
+        SpillCache.restore(tiny("llama", "bfloat16"), path)
+    with pytest.raises(UsageError, match="path: "):
+        SpillCache.restore(tiny("llama"), tmp_path)
