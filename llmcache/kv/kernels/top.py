@@ -55,7 +55,7 @@ _scratch = _Scratch()
 
 def _top_of(row: NDArray[np.float32], out: NDArray[np.int64]) -> None:
     _scratch.fit(len(row))
-    _select(row, len(out), _scratch.keys, _scratch.rest, _scratch.places, out)
+    select(row, len(out), _scratch.keys, _scratch.rest, _scratch.places, out)
 
 
 @njit(inline="always")
@@ -67,8 +67,11 @@ def _key(score):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _select(scores, k, keys, rest, places, out):  # type: ignore[no-untyped-def]
-    """Writes the positions of the `k` largest to `out`."""
+def select(scores, k, keys, rest, places, out):  # type: ignore[no-untyped-def]
+    """Writes the positions of the `k` largest to `out`, ascending; for compiled loops that go on with them.
+
+    `keys` and `rest` uint32, `places` int32: room for one more than there are scores. `k` is at most their number.
+    """
     count = _gather(scores, _bound(scores, k), keys, places)
     if count < k:  # the sample was not like the rest
         count = _gather(scores, np.uint32(0), keys, places)
