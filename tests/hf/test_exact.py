@@ -116,3 +116,17 @@ def test_a_small_budget_is_no_exact_attention() -> None:
     expected, got = both(tiny("llama"), few, lambda model, cache: generate(model, cache, prompt()))
     assert torch.equal(expected.logits[0], got.logits[0])
     assert float((expected.logits[1] - got.logits[1]).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("policy", ["hillinfer", "h2o", "leoam"])
+def test_padding_never_takes_the_place_of_a_token(policy: str) -> None:
+    """All tokens that are none fit the budget, so all are chosen; in which order they are added up differs by rounding."""
+
+    def enough(model: Any) -> Any:
+        return SpillCache(model.config, policy, token_budget=160, threads=2)
+
+    inputs = prompt(300, 200)
+    expected, got = both(tiny("llama"), enough, lambda model, cache: generate(model, cache, inputs))
+    for one, other in zip(expected.logits, got.logits, strict=True):
+        assert torch.allclose(one[0], other[0], atol=1e-4)
+    assert float((expected.logits[-1][1] - got.logits[-1][1]).abs().max()) > 1e-3

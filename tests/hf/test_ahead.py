@@ -1,0 +1,91 @@
+"""Looking ahead: the estimate of queries is right where its input is, and changes only when things are fetched."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface
+
+from llmcache.kv.transformers import SpillCache, disable, enable
+from llmcache.kv.transformers.ahead import estimated
+from tests.hf.tiny_models import generate, prompt, single, stock, tiny
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3"])
+def test_the_estimate_is_exact_for_what_really_enters_a_layer(family: str) -> None:
+    model = tiny(family)
+    layer, seen = model.model.layers[1], {}
+
+    def attention(module: Any, query: Any, *arguments: Any, **options: Any) -> Any:
+        if module is layer.self_attn:
+            seen["queries"] = query
+        return plain(module, query, *arguments, **options)
+
+    def note(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        seen["hidden"] = options.get("hidden_states", arguments[0] if arguments else None)
+        rotation = options.get("position_embeddings", options.get("position_embeddings_global"))
+        seen["rotation"] = rotation
+
+    enable(model)
+    name = model.config._attn_implementation
+    plain = AttentionInterface()[name]
+    AttentionInterface.register(name, attention)
+    hook = layer.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model(**single(20), past_key_values=stock(model))
+            found = estimated(layer, seen["hidden"], seen["rotation"])
+    finally:
+        hook.remove()
+        AttentionInterface.register(name, plain)
+        disable(model)
+    assert torch.equal(found, seen["queries"])
+
+
+def test_what_is_chosen_by_true_queries_does_not_depend_on_looking_ahead(tmp_path: Path) -> None:
+    model = enable(tiny("qwen3"))
+    try:
+        results = []
+        for ahead in (False, True):
+            settings: dict[str, Any] = {"token_budget": 64, "path": tmp_path, "cpu_pages": 5, "threads": 2}
+            with SpillCache(model.config, **settings, lookahead=ahead) as cache:
+                results.append(generate(model, cache, prompt(200)))
+    finally:
+        disable(model)
+    assert torch.equal(results[0].sequences, results[1].sequences)
+    assert all(torch.equal(one, other) for one, other in zip(results[0].logits, results[1].logits, strict=True))
+
+
+def test_every_layer_but_the_first_is_evaluated_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable(tiny("llama"))
+    try:
+        with SpillCache(model.config, token_budget=64, lookahead=True, exact=False, threads=2) as cache:
+            asked: list[int] = []
+            generate(model, cache, single(), max_new_tokens=1)
+            engine = cache.conversation.engine
+            assert engine is not None
+            ahead = engine.ahead
+
+            def asking(layer: int, queries: Any) -> None:
+                asked.append(layer)
+                ahead(layer, queries)
+
+            monkeypatch.setattr(engine, "ahead", asking)
+            model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+    finally:
+        disable(model)
+    assert asked == [1, 2]
+
+
+def test_layers_with_another_rotation_are_not() -> None:
+    """In Gemma 3 a global layer follows a local one, whose rotary embedding is another."""
+    model = enable(tiny("gemma3"))
+    try:
+        with SpillCache(model.config, token_budget=64, lookahead=True, threads=2) as cache:
+            generate(model, cache, single(), max_new_tokens=3)
+            engine = cache.conversation.engine
+            assert engine is not None
+            assert not engine._ahead
+    finally:
+        disable(model)
