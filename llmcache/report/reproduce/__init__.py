@@ -20,6 +20,10 @@ REPRODUCTIONS: dict[str, tuple[str, str]] = {
         "llmcache.report.reproduce.io_caching.run",
         "Rethinking I/O Caching for LLM Inference (2025): figures 1, 2, 4, 5 and section 4.2",
     ),
+    "hillinfer": (
+        "llmcache.report.reproduce.hillinfer.run",
+        "HillInfer, KV eviction with a SmartSSD (ACL submission): figures 2, 3, 8, 9, 10, 11",
+    ),
     "kelle": (
         "llmcache.report.reproduce.kelle.run",
         "Kelle: Co-design KV Caching and eDRAM for Efficient LLM Serving in Edge Computing (2025): tables, text, figures",

@@ -1,0 +1,89 @@
+"""Why the modelled speed-ups are what they are: sentences whose numbers are computed from the results beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from llmcache.kv.planning import MODELS, PAPER_PC, SYSTEMS
+from llmcache.report.reproduce.hillinfer import figure10
+from llmcache.report.reproduce.hillinfer.figure10 import LEAST, MOST, Needed, Speedups
+from llmcache.report.reproduce.hillinfer.measured import Measured
+from llmcache.report.reproduce.hillinfer.readings import BASELINES, READINGS
+
+QWEN, CONTEXT = "Qwen-7B", 4096
+
+
+def paragraphs(data: Speedups, measured: Measured) -> Iterator[str]:
+    """Yields what decides about the speed-ups, in the order of its weight."""
+    yield _in_words(data)
+    yield _storage()
+    yield _needed()
+    yield _abstracts()
+    yield _evaluation()
+    if measured.systems is not None:
+        rows = {row.policy: row for row in measured.systems.rows}
+        fastest = min(rows.values(), key=lambda row: row.token_ns)
+        yield f"On this machine (measured here, emulated device) the fastest system is {fastest.title}; see the table below."
+
+
+def _in_words(data: Speedups) -> str:
+    parts = []
+    for name, reading in READINGS.items():
+        values = [value for baseline in BASELINES for value in data.over(name, baseline)]
+        inside = sum(LEAST <= value <= MOST for value in values)
+        parts.append(f"{reading.title}: {inside} of {len(values)}")
+    return "Speed-ups that lie in the paper's range, by reading: " + "; ".join(parts) + "."
+
+
+def _storage() -> str:
+    ssd, device = PAPER_PC.ssd_bytes_per_s, PAPER_PC.device_bytes_per_s
+    return (
+        f"What in-storage evaluation can save is bounded by speeds of the same storage: the device works through its keys "
+        f"at {device / 1e9:g} GB/s (the paper's figure), a plain SSD on PCIe 4.0 gives the host {ssd / 1e9:g} GB/s "
+        f"(assumed). For equal bytes it is {ssd / device:.2f} times as fast to read keys to the host as to score them in "
+        f"the device; evaluating by keys and values instead makes that {ssd / device / 2:.2f}. What it does save is the "
+        f"link: a score and its place are 4 bytes, a key of 128 halves is 256."
+    )
+
+
+def _needed() -> str:
+    found = [one for one in figure10.needed(READINGS["share-20"], QWEN, CONTEXT) if not math.isnan(one.slowest)]
+    by_name = {one.baseline: one for one in found}
+    common = _common([by_name[name] for name in ("full", "h2o", "prefetch") if name in by_name])
+    told = ", ".join(
+        f"{SYSTEMS[one.baseline].title} {one.slowest / 1e9:.2f} to {one.fastest / 1e9:.2f} GB/s" for one in found
+    )
+    between = f"{common[0] / 1e9:.2f} to {common[1] / 1e9:.2f} GB/s" if common[0] < common[1] else "no one speed"
+    return (
+        f"With 20 % of the KV cache on the SSD (Qwen-7B, 4 K), the paper's range would follow if the baselines read it at: "
+        f"{told}. For full cache, H2O-like and prefetch-based together that is {between}; FlexGen, on which the baselines "
+        f"are built, reports 2 GB/s for its disk. The paper does not say what its baselines get of their SSD."
+    )
+
+
+def _common(found: list[Needed]) -> tuple[float, float]:
+    return max(one.slowest for one in found), min(one.fastest for one in found)
+
+
+def _abstracts() -> str:
+    reading = READINGS["flexgen-20"]
+    model = MODELS[QWEN]
+    moved = {name: reading.latency(name, model, CONTEXT).moved["ssd to host"] for name in ("prefetch", "leoam")}
+    return (
+        f"LeoAM-like is the exception in every reading: by two keys per chunk of 16 tokens it reads "
+        f"{moved['leoam'] / 1e9:.2f} GB a step from the SSD where prefetch-based reads {moved['prefetch'] / 1e9:.2f} GB, so "
+        f"most of what evaluation in storage saves is saved already. The model knows no overhead of its software, and none "
+        f"of fetching whole chunks for a few tokens."
+    )
+
+
+def _evaluation() -> str:
+    reading = READINGS["sizes"]
+    found = reading.latency("hillinfer", MODELS["LongChat-7B"], 32768)
+    evaluation_s, step_s = found.stages["evaluate"] / 1e9, found.token_ns / 1e9
+    return (
+        f"Longer contexts do not help in the model: once the memory of the host is full, all that is added lies on the SSD, "
+        f"and HillInfer evaluates it at the device's speed. LongChat-7B at 32 K: {found.places.ssd_share:.0%} of the KV "
+        f"cache is on the SSD, and of {step_s:.1f} s a step {evaluation_s:.1f} s go into evaluation."
+    )
