@@ -36,7 +36,7 @@ def beta_figure(bench: Bench, source: str) -> Figure:
         panel.set_xlabel("beta: keys and values in the processor's pool / in the device's")
         panel.set_ylabel(f"ms per decode step ({bench.kind})")
         panel.set_title(f"{rows[0].title}: latency by the ratio of the pools")
-        theme.legend_below(figure, [panel])
+        panel.legend()
     return figure
 
 

@@ -31,10 +31,12 @@ def timeline_figure(bench: Bench, source: str) -> Figure:
             panel = figure.add_subplot(len(shown), 1, place + 1, sharex=panels[0] if panels else None)
             _draw(panel, row, timeline)
             panels.append(panel)
+        for panel in panels:
+            panel.label_outer()
         panels[-1].set_xlim(0, longest * 1.01)
         panels[-1].set_xlabel("time of one decode step (ms, measured)")
         handles = [Patch(color=STAGE_COLOURS[stage], label=stage) for stage in STAGES]
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
     return figure
 
 

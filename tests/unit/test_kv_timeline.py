@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 
 import pytest
 
@@ -58,6 +59,19 @@ def test_the_last_step_alone_and_a_new_beginning() -> None:
     assert [span.step for span in timeline.last_step().spans] == [5, 5] and timeline.last_step().emulated == {"compute"}
     timeline.clear()
     assert timeline.spans == [] and timeline.last_step().spans == []
+
+
+def test_what_is_paused_takes_no_time() -> None:
+    timeline = Timeline()
+    begin_ns, real_ns = timeline.now_ns(), time.perf_counter_ns()
+    with timeline.span("cpu", "update", 0, 0):
+        with timeline.paused():
+            time.sleep(0.2)
+        time.sleep(0.05)
+    taken_ns, real_ns = timeline.now_ns() - begin_ns, time.perf_counter_ns() - real_ns
+    (span,) = timeline.spans
+    assert span.end_ns - span.begin_ns <= taken_ns <= real_ns - 200_000_000
+    assert span.end_ns - span.begin_ns >= 50_000_000
 
 
 def test_spans_of_several_threads_are_all_there_also_after_errors() -> None:

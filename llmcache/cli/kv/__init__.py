@@ -8,6 +8,7 @@ from llmcache.cli import LazyGroup
 
 # name: (module:attribute, the line `llmcache kv --help` shows)
 COMMANDS: dict[str, tuple[str, str]] = {
+    "bench": ("llmcache.cli.kv.bench:command", "How long a decode step takes by policy: measured, or modelled."),
     "plot": ("llmcache.cli.kv.plot:command", "Draw what bench has saved: timelines, latency against beta."),
     "profile": ("llmcache.cli.kv.profile:command", "Measure this machine for planning: scoring, storage, memory."),
     "plan": ("llmcache.cli.kv.plan:command", "What of a model and its KV cache fits where, and how fast it is."),

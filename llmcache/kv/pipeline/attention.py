@@ -33,9 +33,10 @@ def attention(queries: Floats, keys: NDArray[Any], values: NDArray[Any]) -> tupl
     if not keys.shape[2]:
         raise ValueError("keys: no tokens, at least 1 is needed")
     grouped = queries.reshape(batch, keys.shape[1], -1, dim) * np.float32(1 / math.sqrt(dim))
-    logits = grouped @ widened(keys).swapaxes(2, 3)
+    # Not by matrix products: these few rows are no work for the threads of a BLAS, which wait by spinning.
+    logits: Floats = np.einsum("bhgd,bhtd->bhgt", grouped, widened(keys))
     logits -= logits.max(axis=3, keepdims=True)
     weights = np.exp(logits, out=logits)
     weights /= weights.sum(axis=3, keepdims=True)
-    out = weights @ widened(values)
+    out: Floats = np.einsum("bhgt,bhtd->bhgd", weights, widened(values))
     return out.reshape(batch, heads, -1), weights.reshape(batch, heads, -1)

@@ -15,7 +15,6 @@ Errors of an evaluation or a fetch are raised by the `step` of their layer, thos
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
@@ -91,11 +90,12 @@ class KvEngine:
         """Adds the newest token to `layer` and returns what its queries attend to, the token itself included.
 
         `queries` [batch, heads, dim] float32, `keys` and `values` [batch, kv_heads, 1, dim]. What was looked ahead for is
-        taken, else it is evaluated and fetched now; after an error of that nothing was added, and the step may be tried
-        again.
+        taken, else it is evaluated and fetched now. After any error it may be called again: a token that the store has
+        already taken (it was the spilling that failed) is not added twice.
         """
         chosen = self._choose(layer, queries)
-        self.store.append(layer, keys, values)
+        if self.store.layer_length(layer) == self.store.length:
+            self.store.append(layer, keys, values)
         self._chosen[layer] = chosen.selection
         found = self.store.gather(layer, staged=chosen.staged)
         return self._completed(layer, chosen, found) if chosen.corrected else found
@@ -112,10 +112,10 @@ class KvEngine:
         return Chosen(selection, self._stage(layer, selection, step))
 
     def _select(self, layer: int, queries: Floats, step: int) -> Selection:
-        begin_ns = time.perf_counter_ns()
+        begin_ns = self.timeline.now_ns()
         selection = self.policy.select(layer, queries)
         if not self.timeline.has(EVALUATE, layer, step, begin_ns):  # a policy of several resources records its own
-            self.timeline.add(Span(CPU, EVALUATE, layer, step, begin_ns, time.perf_counter_ns()))
+            self.timeline.add(Span(CPU, EVALUATE, layer, step, begin_ns, self.timeline.now_ns()))
         return selection
 
     def _stage(self, layer: int, selection: Selection, step: int) -> Staged:

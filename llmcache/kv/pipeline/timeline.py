@@ -30,13 +30,27 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Records spans, in ns of `time.perf_counter_ns`. `emulated`: resources that stand for one that is not there."""
+    """Records spans, in ns of its clock, `now_ns`. `emulated`: resources that stand for one that is not there."""
 
     def __init__(self, emulated: Iterable[str] = ()) -> None:
         self.emulated = frozenset(emulated)
         if not self.emulated <= set(RESOURCES):
             raise ValueError(f"emulated: {', '.join(sorted(self.emulated))}, known are {', '.join(RESOURCES)}")
         self._spans: list[Span] = []
+        self._paused_ns = 0
+
+    def now_ns(self) -> int:
+        """Returns the time by its clock: that of the machine, without what was paused."""
+        return time.perf_counter_ns() - self._paused_ns
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the clock, for what is not part of what is measured; nothing may be recorded meanwhile."""
+        begin_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._paused_ns += time.perf_counter_ns() - begin_ns
 
     def span(self, resource: str, stage: str, layer: int, step: int) -> AbstractContextManager[None]:
         """Returns a with block that is recorded as a span, also when it ends by an exception."""
@@ -45,11 +59,11 @@ class Timeline:
 
     @contextmanager
     def _recorded(self, resource: str, stage: str, layer: int, step: int) -> Iterator[None]:
-        begin_ns = time.perf_counter_ns()
+        begin_ns = self.now_ns()
         try:
             yield
         finally:
-            self._spans.append(Span(resource, stage, layer, step, begin_ns, time.perf_counter_ns()))
+            self._spans.append(Span(resource, stage, layer, step, begin_ns, self.now_ns()))
 
     def add(self, span: Span) -> None:
         """Records a span that was timed elsewhere, on the same clock."""

@@ -1,0 +1,69 @@
+"""`llmcache kv bench`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+
+@click.command("bench", context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--policy", metavar="NAME,…", default="full,h2o,prefetch,leoam,hillinfer", show_default=True, help="Policies.")
+@click.option(
+    "--profile",
+    type=click.Choice(["measured", "paper"]),
+    default="measured",
+    show_default=True,
+    help="Run here, or by the latency model on the paper's machine.",
+)
+@click.option("--model", metavar="FILE", help="A config.json, or Qwen-7B …; measured are keys and values of its shape.")
+@click.option("--context", metavar="TOKENS", default="32k", show_default=True, help="Tokens of each sequence.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences decoded together.")
+@click.option("--layers", type=click.IntRange(min=1), metavar="N", help="Layers that are run [default: at most 8].")
+@click.option("--steps", type=click.IntRange(min=1), default=16, show_default=True, help="Decode steps to measure.")
+@click.option("--alpha", metavar="SHARE", help="Share of the tokens that is attended [default: 0.2].")
+@click.option("--budget", type=click.IntRange(min=1), metavar="TOKENS", help="In place of --alpha: tokens attended.")
+@click.option("--beta", metavar="RATIO", help="Pages in memory to pages on the SSD, or auto: f_c/f_s [default: 1].")
+@click.option("--ram", metavar="SIZE", help="The most that pages in memory may take (M0): 4G.")
+@click.option("--block", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a score block (n).")
+@click.option(
+    "--device",
+    type=click.Choice(["csd", "file"]),
+    default="csd",
+    show_default=True,
+    help="HillInfer's SSD: an emulated computational one, or a plain file.",
+)
+@click.option("--csd", metavar="NAME", default="smartssd", show_default=True, help="Modelled speeds of the device, or none.")
+@click.option("--throttle", is_flag=True, help="Let the emulated device really take as long as modelled.")
+@click.option("--no-hie", is_flag=True, help="HillInfer without hierarchical importance evaluation.")
+@click.option("--no-bkp", is_flag=True, help="HillInfer without bidirectional pools.")
+@click.option("--no-app", is_flag=True, help="HillInfer without the prefetching pipeline.")
+@click.option(
+    "--compute",
+    metavar="WHAT",
+    default="paper",
+    show_default=True,
+    help="Emulated accelerator: of the machine paper or typical, or the time of a layer (20ms); or cpu.",
+)
+@click.option("--sweep-beta", is_flag=True, help="One policy at several betas around f_c/f_s.")
+@click.option("--path", metavar="DIR", default="/var/tmp", show_default=True, help="Where spill files go; removed again.")
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Of each kernel [default: one per core].")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the synthetic stream.")
+@click.option("--json", "as_json", is_flag=True, help="Everything as JSON, in bytes and nanoseconds; for 'kv plot'.")
+def command(as_json: bool, **options: Any) -> None:
+    """How long a decode step takes by policy: by stage, with bytes by tier, hits, and speed-ups.
+
+    Measured are the real policies, tiers and pipeline of this machine. Keys, values and queries are synthetic, the
+    accelerator and the computational SSD are emulated; --profile paper is modelled altogether.
+
+    \b
+    llmcache kv bench --context 32k
+    llmcache kv bench --policy hillinfer,hillinfer-no-app --compute 20ms --json > run.json
+    llmcache kv bench --policy hillinfer --sweep-beta --throttle --json > beta.json
+    llmcache kv bench --profile paper --model Qwen-7B --context 16k --batch 8
+    """
+    from llmcache.kv.bench.question import Options, run
+    from llmcache.report import kv_bench
+    from llmcache.report.progress import tell
+
+    kv_bench.show(run(Options(**options), tell), as_json)
