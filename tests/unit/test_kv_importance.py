@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmcache.kv.importance.bkp import cpu_pages_for, moves
-from llmcache.kv.importance.bounds import Abstracts
+from llmcache.kv.importance.bounds import Abstracts, best_pages
 from llmcache.kv.importance.columns import column_sums
 from llmcache.kv.importance.hits import MOST, HitTable
 from llmcache.kv.importance.tables import TokenTable
@@ -158,17 +158,32 @@ def test_no_key_scores_above_the_bounds_of_its_page_and_chunk() -> None:
         queries = numbers(4, dim, seed=2)
         products = np.einsum("pktd,kgd->kgpt", keys, queries.reshape(heads, 2, dim)).max(axis=3)
         best = products.max(axis=1) if combine == "max" else products.sum(axis=1)
-        fine, coarse = (ask(0, 0, queries, pages, combine) for ask in (abstracts.pages, abstracts.chunks))
+        fine = abstracts.pages(0, 0, queries, np.arange(pages), combine)
+        coarse = abstracts.chunks(0, 0, queries, pages, combine)
         assert (fine >= best - 1e-4).all()
         assert coarse.shape == (heads, 3)
         assert (coarse.repeat(4, axis=1)[:, :pages] >= fine - 1e-4).all()
+
+
+def test_the_best_pages_are_found_without_looking_into_every_chunk() -> None:
+    keys = numbers(64, 2, 4, 8)
+    keys[40:44] += 1  # one chunk stands out
+    abstracts = Abstracts(1, 1, 2, 8, page_tokens=4, chunk_pages=4)
+    abstracts.add(0, 0, [keys])
+    for seed in range(50):
+        queries = numbers(4, 8, seed=seed)
+        for pages, count in ((range(64), 5), (range(3, 60), 1), (range(2, 9), 7), (range(1, 64), 40)):
+            bounds = abstracts.pages(0, 0, queries, np.arange(pages.start, pages.stop), "max")
+            wanted = np.sort(np.argsort(-bounds, axis=1, kind="stable")[:, :count]) + pages.start
+            found = best_pages(abstracts, 0, 0, queries, pages, count, "max")
+            np.testing.assert_array_equal(np.stack(found), wanted)
 
 
 def test_the_box_of_one_key_is_the_key() -> None:
     abstracts = Abstracts(1, 1, 1, 4, page_tokens=1, chunk_pages=2)
     keys, queries = numbers(3, 1, 1, 4), numbers(1, 4, seed=1)
     abstracts.add(0, 0, [keys])
-    np.testing.assert_allclose(abstracts.pages(0, 0, queries, 3, "max"), queries @ keys[:, 0, 0].T, rtol=1e-5)
+    np.testing.assert_allclose(abstracts.pages(0, 0, queries, np.arange(3), "max"), queries @ keys[:, 0, 0].T, rtol=1e-5)
 
 
 def test_abstracts_follow_their_sequences() -> None:
@@ -182,7 +197,8 @@ def test_abstracts_follow_their_sequences() -> None:
     plain = Abstracts(1, 1, 1, 8, page_tokens=4, chunk_pages=4)
     plain.add(0, 0, [second[:5]])
     np.testing.assert_array_equal(made.chunks(0, 0, queries, 5, "max"), plain.chunks(0, 0, queries, 5, "max"))
-    np.testing.assert_array_equal(made.pages(0, 0, queries, 5, "max"), plain.pages(0, 0, queries, 5, "max"))
+    five = np.arange(5)
+    np.testing.assert_array_equal(made.pages(0, 0, queries, five, "max"), plain.pages(0, 0, queries, five, "max"))
 
 
 # Moves

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from llmcache.kv.importance.tables import TokenTable
 
 Floats = NDArray[np.float32]
+Numbers = NDArray[np.int64]
 
 
 class Abstracts:
@@ -50,9 +51,9 @@ class Abstracts:
             inside[:, 0].min(axis=0, out=chunks[chunk, 0])
             inside[:, 1].max(axis=0, out=chunks[chunk, 1])
 
-    def pages(self, layer: int, sequence: int, queries: Floats, pages: int, combine: str) -> Floats:
-        """Returns the bounds [kv_heads, pages] of the first pages; `queries` [heads, dim], combined as scores are."""
-        return _bounds(self._pages.rows(layer, sequence, pages), queries, combine)
+    def pages(self, layer: int, sequence: int, queries: Floats, pages: Numbers, combine: str) -> Floats:
+        """Returns the bounds [kv_heads, n] of `pages` int64 [n]; `queries` [heads, dim], combined as scores are."""
+        return _bounds(self._pages.whole(layer, sequence)[pages], queries, combine)
 
     def chunks(self, layer: int, sequence: int, queries: Floats, pages: int, combine: str) -> Floats:
         """Returns the bounds [kv_heads, chunks] of the chunks that have the first pages."""
@@ -67,7 +68,7 @@ class Abstracts:
                 for sequence in range(self._batch):
                     self._join(layer, sequence, max(0, pages - 1), pages)
 
-    def reorder(self, index: NDArray[np.int64]) -> None:
+    def reorder(self, index: Numbers) -> None:
         """Gives sequence i the boxes of what was sequence `index[i]`."""
         self._batch = len(index)
         self._pages.reorder(index)
@@ -82,3 +83,38 @@ def _bounds(boxes: Floats, queries: Floats, combine: str) -> Floats:
     found = np.minimum(grouped, 0) @ low + np.maximum(grouped, 0) @ high
     out: Floats = found.max(axis=1) if combine == "max" else found.sum(axis=1)
     return out
+
+
+def best_pages(
+    abstracts: Abstracts, layer: int, sequence: int, queries: Floats, pages: range, count: int, combine: str
+) -> list[Numbers]:
+    """Returns for each head the `count` of `pages` with the largest bounds, ascending; looks only into chunks that matter.
+
+    First into those with the largest bounds of their own; then into all that could still have a better page than the
+    `count`-th so far. So it finds what the bounds of all pages would tell.
+    """
+    coarse = abstracts.chunks(layer, sequence, queries, pages.stop, combine)
+    known = np.zeros(coarse.shape[1], bool)
+    sizes = _pages_inside(pages, coarse.shape[1], abstracts.chunk_pages)
+    for bounds in coarse:
+        order = np.argsort(-bounds, kind="stable")
+        known[order[: int(np.searchsorted(np.cumsum(sizes[order]), count)) + 1]] = True
+    found = _inside(known, pages, abstracts.chunk_pages)
+    fine = abstracts.pages(layer, sequence, queries, found, combine)
+    least = np.partition(fine, len(found) - count, axis=1)[:, len(found) - count]
+    found = _inside(known | (coarse > least[:, None]).any(axis=0), pages, abstracts.chunk_pages)
+    fine = abstracts.pages(layer, sequence, queries, found, combine)
+    return [found[np.sort(np.argsort(-bounds, kind="stable")[:count])] for bounds in fine]
+
+
+def _pages_inside(pages: range, chunks: int, chunk_pages: int) -> Numbers:
+    """How many of `pages` each chunk has, [chunks]."""
+    first = np.arange(chunks) * chunk_pages
+    sizes: Numbers = np.minimum(first + chunk_pages, pages.stop) - np.maximum(first, pages.start)
+    return np.maximum(sizes, 0)
+
+
+def _inside(chosen: NDArray[np.bool_], pages: range, chunk_pages: int) -> Numbers:
+    """Those of `pages` that are in chosen chunks, ascending."""
+    all_pages = np.arange(pages.start, pages.stop)
+    return all_pages[chosen[all_pages // chunk_pages]]

@@ -91,14 +91,14 @@ class HierarchicalEvaluation:
         with self._span(CPU, layer):
             for sequence, found in enumerate(blocks):
                 for block in found:
-                    merged.add(sequence, block)
+                    merged.add(sequence, block, self._near_data)
 
     def _device(self, layer: int, queries: Floats, pages: Candidates, merged: _Merged) -> None:
         """Lines 4 to 8 and 11: the device scores its tokens, block by block, and every block is merged when it comes."""
         with self._far_span(layer):
             for sequence, asked in enumerate(queries):
                 for block in self._blocks(layer, sequence, asked, pages):
-                    merged.add(sequence, block)
+                    merged.add(sequence, block, self._near_data)
 
     def _blocks(self, layer: int, sequence: int, queries: Floats, pages: Candidates) -> Iterator[ScoreBlock]:
         wanted = None
@@ -124,7 +124,11 @@ class HierarchicalEvaluation:
 
     def _far_span(self, layer: int) -> AbstractContextManager[None]:
         """Where there is no device, the link is busy: the host reads the keys."""
-        return self._span(DEVICE if self.store.config.ssd == "csd" else LINK, layer)
+        return self._span(DEVICE if self._near_data else LINK, layer)
+
+    @property
+    def _near_data(self) -> bool:
+        return self.store.config.ssd == "csd"
 
     def _span(self, resource: str, layer: int) -> AbstractContextManager[None]:
         return self.timeline.span(resource, EVALUATE, layer, self.store.step)
@@ -138,8 +142,11 @@ class _Merged:
         self._first = first
         self._lock = threading.Lock()
 
-    def add(self, sequence: int, block: ScoreBlock) -> None:
-        scores = self._as_compared(sequence, block.positions, block.scores)
+    def add(self, sequence: int, block: ScoreBlock, halves: bool = False) -> None:
+        """Takes a block; `halves`: its scores are rounded already."""
+        scores = block.scores if halves else as_halves(block.scores)
+        if len(scores) and block.positions[0] < self._first[sequence]:
+            scores[block.positions < self._first[sequence]] = -np.inf
         with self._lock:
             self._tops[sequence][block.head].add(block.positions, scores)
 
@@ -149,12 +156,6 @@ class _Merged:
         positions = (pages[:, None] * tokens + np.arange(tokens)).reshape(-1)
         for head, own in enumerate(scores):
             self.add(sequence, ScoreBlock(head, positions, own))
-
-    def _as_compared(self, sequence: int, positions: Positions, scores: Floats) -> Floats:
-        rounded = as_halves(scores)
-        if len(positions) and positions[0] < self._first[sequence]:
-            rounded[positions < self._first[sequence]] = -np.inf
-        return rounded
 
     def result(self) -> Positions:
         return np.array([[top.result()[0] for top in tops] for tops in self._tops], np.int64)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmcache.kv.importance.bounds import Abstracts
+from llmcache.kv.importance.bounds import Abstracts, best_pages
 from llmcache.kv.importance.hie import HierarchicalEvaluation
 from llmcache.kv.pipeline.timeline import CPU, EVALUATE, NO_TIMELINE, Timeline
-from llmcache.kv.policies.base import Floats, KvPolicy
+from llmcache.kv.policies.base import Floats, KvPolicy, Positions
 from llmcache.kv.policies.settings import PolicySettings, check
 from llmcache.kv.tiers import KvStore, Selection
 
@@ -23,7 +22,7 @@ class LeoAMSettings(PolicySettings):
     """`chunk_pages`: pages of a chunk. `promising`: tokens that are scored exactly, as a multiple of those chosen."""
 
     chunk_pages: int = 8
-    promising: float = 1.5
+    promising: float = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,15 +33,15 @@ class LeoAMSettings(PolicySettings):
 class LeoAM(KvPolicy):
     """LeoAM-like: chunks by the bounds of their abstracts, then their pages, then the tokens of these by their scores.
 
-        select:   bounds of all chunks; of the best chunks, bounds of their pages; of the best pages, scores of all tokens
+        select:   bounds of all chunks; of chunks that can matter, bounds of their pages; of the best pages, scores
         attended: abstracts of the pages that have left the window
 
     Abstracts, 2 of a page's 16 rows of keys, stay in the host's memory; keys that are only on the ssd come over the link
     if their page is promising for one head at least.
 
-    Source: hillinfer.txt, section 4.2, baseline (4); Sun et al., LeoAM, 2025. Differs from LeoAM: chunks have one size in
-    all layers (there it adapts) and there are two levels of them; of a promising page only the best tokens are attended
-    to; no compression on the way.
+    Source: hillinfer.txt, section 4.2, baseline (4); Sun et al., LeoAM, 2025. Differs from LeoAM: there are two levels
+    of chunks, of one size in all layers (there sizes adapt to how skewed a layer's attention is); of a promising page only
+    the best tokens are attended to; nothing is compressed on its way.
     """
 
     name = "leoam"
@@ -79,25 +78,11 @@ class LeoAM(KvPolicy):
             keys = [self.page_keys(layer, sequence, pages) for sequence in range(self.store.batch)]
             self.abstracts.add(layer, first, keys)
 
-    def _pages(self, layer: int, sequence: int, queries: Floats, tokens: int) -> NDArray[np.int64]:
+    def _pages(self, layer: int, sequence: int, queries: Floats, tokens: int) -> Positions:
         """Pages of the middle, ascending, that are promising for one of the heads."""
-        middle, chunk_pages = self.store.middle, self.abstracts.chunk_pages
+        middle = self.store.middle
         wanted = min(len(middle), -(-int(self._promising * tokens) // self.page_tokens))
-        coarse = self.abstracts.chunks(layer, sequence, queries, middle.stop, self._combine)
-        fine = self.abstracts.pages(layer, sequence, queries, middle.stop, self._combine)
-        sizes = _pages_inside(middle, coarse.shape[1], chunk_pages)
-        found = np.zeros(middle.stop, bool)
-        for head, bounds in enumerate(coarse):
-            order = np.argsort(-bounds, kind="stable")
-            kept = order[: int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1]
-            pages = (kept[:, None] * chunk_pages + np.arange(chunk_pages)).reshape(-1)
-            pages = np.sort(pages[(pages >= middle.start) & (pages < middle.stop)])
-            found[pages[np.argsort(-fine[head, pages], kind="stable")[:wanted]]] = True
-        return np.flatnonzero(found)
-
-
-def _pages_inside(middle: range, chunks: int, chunk_pages: int) -> NDArray[np.int64]:
-    """How many pages of the middle each chunk has, [chunks]."""
-    first = np.arange(chunks) * chunk_pages
-    sizes: NDArray[np.int64] = np.minimum(first + chunk_pages, middle.stop) - np.maximum(first, middle.start)
-    return np.maximum(sizes, 0)
+        begin = min(int(self.first[sequence]) // self.page_tokens, middle.stop - wanted)  # what is before it is padding
+        pages = range(max(middle.start, begin), middle.stop)
+        found = best_pages(self.abstracts, layer, sequence, queries, pages, wanted, self._combine)
+        return np.unique(np.concatenate(found))
