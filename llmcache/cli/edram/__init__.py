@@ -12,6 +12,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sweep": ("llmcache.cli.edram.sweep:command", "The same for every combination of what is varied."),
     "report": ("llmcache.cli.edram.report:command", "What refreshing a recorded run would cost, by group."),
     "plot": ("llmcache.cli.edram.plot:command", "Draw a saved model or sweep: HTML, PNG or SVG."),
+    "accuracy": ("llmcache.cli.edram.accuracy:command", "What eviction and lost bits do to a model's answers."),
 }
 
 

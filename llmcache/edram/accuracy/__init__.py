@@ -3,6 +3,7 @@
 from llmcache.edram.accuracy.decoder import Decoder
 from llmcache.edram.accuracy.evaluation import Estimate, Outcome, Variant, accuracy, evaluate, harm
 from llmcache.edram.accuracy.experiments import EXPERIMENTS, Accuracies, Row, Setup, custom, run
+from llmcache.edram.accuracy.recording import record_run
 
 __all__ = [
     "EXPERIMENTS",
@@ -17,5 +18,6 @@ __all__ = [
     "custom",
     "evaluate",
     "harm",
+    "record_run",
     "run",
 ]

@@ -15,6 +15,7 @@ from llmcache.kv.policies.base import Floats, Positions
 from llmcache.kv.policies.h2o import H2O
 from llmcache.kv.policies.settings import PolicySettings, check
 from llmcache.kv.tiers import KvStore, Selection
+from llmcache.units import format_duration
 
 EVICTED = ("lost", "spilled")
 
@@ -121,7 +122,7 @@ class Kelle(H2O):
             raise ValueError("record: nothing was recorded, call it before the steps")
         recorder, self._recorder = self._recorder, None
         recorder.end_step(self._step_ns)
-        clock = "not said" if self._step_ns is None else f"modelled: {self._step_ns:g} ns a step"
+        clock = "not said" if self._step_ns is None else f"modelled: {format_duration(self._step_ns)} a step"
         given = {"policy": self.name, "evicted": self._evicted, "token_budget": self.settings.token_budget}
         return recorder.finish(title or f"{self.title}, {self.store.shape.model}", clock, given | settings)
 

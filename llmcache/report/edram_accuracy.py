@@ -1,0 +1,131 @@
+"""The answer of `llmcache edram accuracy`, as a table and as JSON: measured answers, modelled losses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from llmcache import __version__
+from llmcache.edram.accuracy import EXPERIMENTS, Accuracies, Decoder, Estimate, Setup, Variant, custom, record_run, run
+from llmcache.edram.accuracy.experiments import SINKS, WINDOW
+from llmcache.edram.aerp import AerpSettings
+from llmcache.edram.flips import CellSettings
+from llmcache.edram.flips.formats import Format
+from llmcache.edram.question import parsed
+from llmcache.edram.retention import parse_curve
+from llmcache.errors import UsageError
+from llmcache.kv.tasks import Questions, recall
+from llmcache.units import parse_duration
+
+_MODEL_HINT = "--model tests/fixtures/recall names the one in the source tree; tools/train_recall.py makes another"
+_TITLES = {
+    "budgets": "budgets (table 3)",
+    "uniform": "losses of all bits (figure 8a)",
+    "sided": "losses of some bits (figure 8b, 8c)",
+    "intervals": "intervals (table 4)",
+    "flips": "as asked",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options as typed; None where one was not given."""
+
+    model: str | None = None
+    experiment: str | None = None
+    flips: tuple[str, ...] = ()
+    curve: str = "paper"
+    format: Format = "int16"
+    sequences: int = 8
+    context: int = 1024
+    pairs: int = 64
+    questions: int = 32
+    seed: int = 0
+    record: str | None = None
+    budget: int = 256
+    step: str | None = None
+    force: bool = False
+
+
+def answer(options: Options, tell: Callable[[str], None]) -> Accuracies:
+    """Returns what the options ask for, and writes the recorded run if they do; UsageError names the one that is wrong."""
+    if options.model is None:
+        raise UsageError("--model: a model that was trained to recall is needed", _MODEL_HINT)
+    decoder = Decoder.load(options.model)
+    setup = Setup(options.context + 2 * options.questions, format=options.format, curve=parse_curve(options.curve))
+    variants = _variants(options, setup)
+    random = np.random.default_rng(options.seed)
+    asked = recall(random, options.sequences, options.context, pairs=options.pairs, questions=options.questions)
+    if options.record is not None:
+        _record(options, options.record, decoder, asked)
+    return run(decoder, asked, setup, variants, tell)
+
+
+def _variants(options: Options, setup: Setup) -> dict[str, list[Variant]]:
+    names = list(EXPERIMENTS) if options.experiment is None and not options.flips else []
+    if options.experiment is not None:
+        names = [name.strip() for name in options.experiment.split(",")]
+    if unknown := [name for name in names if name not in EXPERIMENTS]:
+        raise UsageError(f"--experiment: there is no '{unknown[0]}'", f"one or more of: {','.join(EXPERIMENTS)}")
+    found = {name: EXPERIMENTS[name](setup) for name in names}
+    return found | ({"flips": custom(setup, options.flips)} if options.flips else {})
+
+
+def _record(options: Options, target: str, decoder: Decoder, asked: Questions) -> None:
+    step_ns = None if options.step is None else parsed("--step", options.step, parse_duration)
+    if options.budget <= SINKS:
+        raise UsageError(f"--budget: {options.budget} tokens leave none beside {SINKS} sinks", "give a larger one")
+    settings = AerpSettings(options.budget, SINKS, WINDOW)
+    recorded = record_run(decoder, asked, settings, CellSettings(options.format), step_ns=step_ns)
+    recorded.save(target, options.force)
+
+
+def show(found: Accuracies, as_json: bool) -> None:
+    """Prints `found`, as a table or as JSON."""
+    if as_json:
+        print(json.dumps(document(found), indent=2))
+        return
+    Console().print(_table(found))
+
+
+def _table(found: Accuracies) -> Table:
+    title = "Answers (measured) over caches that evict and lose bits (modelled)"
+    caption = (
+        f"{found.sequences} texts of {found.questions} questions, up to {found.tokens} tokens; {found.format} unless named; "
+        f"± standard error over texts; rate: of lost bits, mean of the groups. "
+        f"Nothing evicted, nothing lost: {_share(found.baseline)} right."
+    )
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD)
+    table.title_justify = table.caption_justify = "left"
+    table.add_column("variant", no_wrap=True)
+    for name in ("right", "harm, nats", "rate"):
+        table.add_column(name, justify="right", no_wrap=True)
+    before = None
+    for row in found.rows:
+        if row.experiment != before:
+            table.add_section()
+            table.add_row(_TITLES.get(row.experiment, row.experiment), style="bold")
+        before = row.experiment
+        rates = f"{row.rates.mean:.2g}" if row.rates.any else "0"
+        table.add_row(f"  {row.variant}", _share(row.accuracy), _signed(row.harm), rates)
+    return table
+
+
+def _share(estimate: Estimate) -> str:
+    return f"{100 * estimate.mean:.1f} ± {100 * estimate.error:.1f} %"
+
+
+def _signed(estimate: Estimate) -> str:
+    return f"{estimate.mean:+.4f} ± {estimate.error:.4f}"
+
+
+def document(found: Accuracies) -> dict[str, Any]:
+    """`found` as JSON-ready values."""
+    return {**found.to_json(), "llmcache_version": __version__}

@@ -1,0 +1,64 @@
+"""`llmcache edram accuracy`: its table, its JSON, the run it records, and options that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmcache import cli
+from llmcache.edram.refresh import read_run
+
+RECALL = Path(__file__).resolve().parents[1] / "fixtures" / "recall"
+SMALL = ["--sequences", "2", "--context", "100", "--pairs", "8", "--questions", "4"]
+
+
+def called(*arguments: str, command: str = "accuracy") -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.run(cli.app, "llmcache", ["edram", command, *arguments])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_json_has_what_was_asked_for_and_says_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--flips", "uniform=1e-3", "--flips", "2drp", "--experiment", "sided", "--json", *SMALL]
+    assert called("--model", str(RECALL), *options) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["accuracy"], found["losses"]) == ("llmcache.edram-accuracy/1", "measured", "modelled")
+    names = [(row["experiment"], row["variant"]) for row in found["rows"]]
+    assert names[:1] == [("sided", "msb 0.03")] and names[-2:] == [("flips", "uniform=1e-3"), ("flips", "2drp")]
+    assert found["sequences"] == 2 and found["questions"] == 4 and found["baseline"]["mean"] > 0.8
+
+
+def test_a_run_is_recorded_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.json"
+    options = ["--flips", "none", "--record", str(path), "--budget", "40", "--step", "20ms", *SMALL]
+    assert called("--model", str(RECALL), *options) == 0
+    table = capsys.readouterr().out
+    assert "measured" in table and "modelled" in table and "none" in table
+    run = read_run(path)
+    assert run.steps == 8 and run.clock == "modelled: 20.0 ms a step" and run.settings["budget"] == 40
+    assert (run.column("kv", "high") + run.column("kv", "low") == 2 * 2 * 2 * 40).all()
+    assert called("--model", str(RECALL), *options) == 2
+    assert called(str(path), command="report") == 0
+    assert "HST MSB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ([], "--model"),
+        (["--model", "/nowhere"], "model"),
+        (["--model", str(RECALL), "--experiment", "sided,all"], "--experiment"),
+        (["--model", str(RECALL), "--flips", "1e-3"], "flips"),
+        (["--model", str(RECALL), "--curve", "45us"], "points"),
+        (["--model", str(RECALL), "--record", "x.json", "--budget", "4"], "--budget"),
+        (["--model", str(RECALL), "--record", "x.json", "--step", "fast"], "--step"),
+        (["--model", str(RECALL), "--context", "100", "--pairs", "64"], "tokens"),
+    ],
+)
+def test_options_that_cannot_be_are_named(options: list[str], names: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert called(*options) == 2
+    shown = capsys.readouterr().err
+    assert f"error: {names}" in shown
