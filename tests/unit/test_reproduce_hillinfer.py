@@ -14,7 +14,7 @@ import pytest
 
 from llmcache import cli
 from llmcache.errors import EnvironmentProblem
-from llmcache.kv.bench.results import Bench, Marks, Row
+from llmcache.kv.bench.results import Bench, Marks, Observed, Row
 from llmcache.kv.planning import MODELS, SYSTEMS
 from llmcache.report.claims import Verdict
 from llmcache.report.reproduce.hillinfer import figure2, figure3, figure8, figure10, figure11, here, measured, run
@@ -161,6 +161,19 @@ def test_needed_speeds_give_the_ends_of_the_range() -> None:
             point = Point("", 4096, {name: changed.latency(name, MODELS["Qwen-7B"], 4096) for name in names})
             assert point.speedup(one.baseline, figure10.OUTPUT_TOKENS) == pytest.approx(expected, rel=1e-6)
     assert all(math.isnan(one.slowest) for one in figure10.needed(READINGS["sizes"]))
+
+
+def test_hits_that_were_measured_change_what_is_modelled() -> None:
+    plain = runs(FAST).bench
+    assert figure10.with_hits(plain, 0.2) is None
+    seen = Observed((1,), 1, 100, 1.0, 0, 0, 0, 0.0, None, {})
+    hits = {"prefetch": 0.7, "hillinfer": 1.0}
+    rows = tuple(replace(row, observed=replace(seen, hit_ratio=hits.get(row.policy, 0.8))) for row in plain.rows)
+    found = figure10.with_hits(replace(plain, rows=rows), 0.2)
+    assert found is not None and set(found.points) == {"share-20", "flexgen-20"}
+    worst = figure10.Speedups({"share-20": points(READINGS["share-20"])})
+    pairs = zip(found.over("share-20", "prefetch"), worst.over("share-20", "prefetch"), strict=True)
+    assert all(better > plainly for better, plainly in pairs)
 
 
 def test_parts_and_the_ratio_of_the_pools() -> None:

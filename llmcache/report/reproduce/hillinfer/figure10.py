@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from llmcache.kv.bench.results import Bench
 from llmcache.kv.planning import MODELS, SYSTEMS
 from llmcache.report.claims import Claim, Finding, graded
 from llmcache.report.reproduce.hillinfer.readings import BASELINES, READINGS, Point, Reading, points
@@ -31,6 +32,25 @@ class Speedups:
 def computed() -> Speedups:
     """Returns the modelled points of every reading."""
     return Speedups({name: points(reading) for name, reading in READINGS.items()})
+
+
+def with_hits(bench: Bench, share: float) -> Speedups | None:
+    """Returns the points of the readings with `share` on the SSD, for misses as *measured here* at the same share.
+
+    Still *modelled*: only how many of the important tokens are on the SSD, with BKP and without, was measured. None if the
+    benchmark did not observe it.
+    """
+    misses = {row.policy: 1 - row.observed.hit_ratio for row in bench.rows if row.observed is not None}
+    if not {"prefetch", "hillinfer"} <= set(misses):
+        return None
+    plain, kept = misses["prefetch"], misses["hillinfer"]
+    chosen = {name: reading for name, reading in READINGS.items() if reading.ssd_share == share}
+    return Speedups(
+        {
+            name: points(replace(reading, important_on_ssd=plain, important_on_ssd_bkp=kept))
+            for name, reading in chosen.items()
+        }
+    )
 
 
 def in_range(data: Speedups, reading: str) -> Finding:

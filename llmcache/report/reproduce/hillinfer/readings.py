@@ -23,7 +23,7 @@ FLEXGEN_DISK = 2e9
 class Reading:
     """One way to read section 4.2. `ssd_share`: of the KV cache, for every system; None: what does not fit elsewhere.
 
-    `host_evaluates` and `device_caches` as in `Workload`.
+    `host_evaluates`, `device_caches` and what is known of where important tokens lie as in `Workload`.
     """
 
     name: str
@@ -33,10 +33,20 @@ class Reading:
     ssd_share: float | None = None
     host_evaluates: str = KEYS
     device_caches: bool = False
+    important_on_ssd: float | None = None
+    important_on_ssd_bkp: float | None = None
 
     def workload(self, context: int, batch: int = BATCH) -> Workload:
         """Returns the workload of section 4.2 at `context`."""
-        return Workload(context, batch, ALPHA, host_evaluates=self.host_evaluates, device_caches=self.device_caches)
+        return Workload(
+            context,
+            batch,
+            ALPHA,
+            host_evaluates=self.host_evaluates,
+            device_caches=self.device_caches,
+            important_on_ssd=self.important_on_ssd,
+            important_on_ssd_bkp=self.important_on_ssd_bkp,
+        )
 
     def latency(self, system: str | System, model: ModelShape, context: int) -> Latency:
         """Returns the modelled latency of `system`, a name or a system."""
