@@ -1,0 +1,241 @@
+"""Scorers: exact is exact, a tree finds most of clustered keys, summaries bound, auto takes what is measured best."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from llmcache.errors import UsageError
+from llmcache.kv.index.dci import DciHeads, DciIndex, DciSettings
+from llmcache.kv.index.scorers import SCORERS, scorer_class
+from llmcache.kv.index.scorers.auto import QUERIES, Auto, Trial, recall_of
+from llmcache.kv.index.scorers.base import Scorer, ScorerSettings
+from llmcache.kv.index.scorers.dci import Dci
+from llmcache.kv.index.scorers.exact import Exact
+from llmcache.kv.index.scorers.quest import Quest
+from llmcache.kv.spill.shape import KvShape
+
+HEADS, DIM, PAGE = 2, 32, 16
+Floats = NDArray[np.float32]
+
+
+def clustered(count: int, seed: int = 0, clusters: int = 64) -> tuple[Floats, Floats]:
+    """Return keys [HEADS, count, DIM] around centres, and 64 queries for each head near some of these."""
+    random = np.random.default_rng(seed)
+    centres = random.standard_normal((clusters, DIM))
+    keys = centres[random.integers(0, clusters, (HEADS, count))] + 0.3 * random.standard_normal((HEADS, count, DIM))
+    asked = centres[random.integers(0, clusters, (64, HEADS))] + 0.5 * random.standard_normal((64, HEADS, DIM))
+    return keys.astype(np.float32), asked.astype(np.float32)
+
+
+def carried(keys: Floats, dtype: str) -> NDArray[Any]:
+    if dtype == "bfloat16":
+        return (keys.view(np.uint32) >> 16).astype(np.uint16)
+    return np.round(keys * 8).astype(np.int8) if dtype == "int8" else keys.astype(dtype)
+
+
+def made(name: str, keys: Floats, first: int = 0, dtype: str = "float32", **settings: Any) -> Scorer:
+    shape = KvShape("m", 1, HEADS, DIM, dtype, PAGE)
+    scorer = scorer_class(name)(shape, first, ScorerSettings(threads=1, **settings))
+    scales = np.full(keys.shape[:2], 0.125, np.float32) if dtype == "int8" else None
+    scorer.add(carried(keys, dtype), scales)
+    return scorer
+
+
+def best(keys: Floats, queries: Floats, k: int) -> NDArray[np.int64]:
+    """Return the tokens [HEADS, k] with the largest product with some query of the head, ascending."""
+    scores = np.einsum("hgd,hnd->hgn", queries.reshape(HEADS, -1, DIM), keys).max(axis=1)
+    return np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :k], axis=1)
+
+
+@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+def test_every_scorer_gives_as_many_as_it_is_asked_for(name: str, dtype: str) -> None:
+    keys, asked = clustered(320)
+    scorer = made(name, keys, 48, dtype)
+    for k in (1, 16, 50, 319, 320, 1000):
+        found = scorer.top(np.repeat(asked[0], 2, axis=0), k)
+        assert found.dtype == np.int64 and found.shape == (HEADS, min(k, 320))
+        assert (np.diff(found, axis=1) > 0).all() and found.min() >= 48 and found.max() < 48 + 320
+    assert len(scorer) == 320 and scorer.size_bytes > 0 and scorer.touched > 0
+    assert scorer.why.startswith("exact" if name == "auto" else name)
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_cropped_and_added_again_it_knows_what_is_there(name: str) -> None:
+    keys, asked = clustered(400)
+    whole, cut = made(name, keys[:, :320], 32), made(name, keys, 32)
+    again = cut.copy()
+    cut.crop(32 + 325)  # the page of token 325 is not whole any more
+    assert len(cut) == 320 and len(again) == 400
+    for scorer in (whole, cut):
+        scorer.crop(5000)
+        assert (scorer.top(asked[0], 320) == np.arange(32, 352)).all()
+        scorer.add(keys[:, 320:])
+    found = [scorer.top(asked[0], 24) for scorer in (whole, cut, again)]
+    if name in ("exact", "quest", "auto"):
+        assert (found[0] == found[1]).all() and (found[0] == found[2]).all()
+    cut.crop(0)
+    assert len(cut) == 0 and cut.top(asked[0], 5).shape == (HEADS, 0)
+
+
+def test_exact_finds_what_a_sort_would() -> None:
+    keys, asked = clustered(640)
+    scorer = made("exact", keys)
+    for number in range(4):
+        queries = np.repeat(asked[number], 2, axis=0)
+        queries[1::2] = asked[number + 10]
+        assert (scorer.top(queries, 40) == best(keys, queries, 40)).all()
+
+
+def test_bounds_of_pages_are_bounds_and_the_best_are_taken() -> None:
+    keys, asked = clustered(320)
+    scorer = made("quest", keys)
+    assert isinstance(scorer, Quest)
+    bounds = scorer.bounds(asked[0])
+    pages = keys.reshape(HEADS, -1, PAGE, DIM)
+    scores = np.einsum("hd,hpnd->hpn", asked[0], pages)
+    assert (bounds >= scores.max(axis=2) - 1e-4).all()
+    corners = np.maximum(asked[0][:, None] * pages.max(2), asked[0][:, None] * pages.min(2)).sum(-1)
+    assert np.allclose(bounds, corners, atol=1e-4)
+    found = scorer.top(asked[0], 40)
+    for head in range(HEADS):
+        order = np.argsort(-corners[head])[:3]
+        assert set(found[head] // PAGE) == set(order)
+        counts = {page: int((found[head] // PAGE == page).sum()) for page in order}
+        assert [counts[page] for page in order] == [PAGE, PAGE, 8]
+
+
+@pytest.mark.parametrize("inserted", [False, True])
+def test_a_tree_finds_most_of_the_best_on_clustered_keys(inserted: bool) -> None:
+    """Recall of the 64 best of 16 k keys, of which a twentieth is looked at; a third of them came one page at a time."""
+    keys, asked = clustered(16384)
+    index = DciIndex(DIM)
+    built = 11008 if inserted else 16384
+    index.insert(keys[0, :built], np.arange(built))
+    for first in range(built, 16384, PAGE):
+        index.insert(keys[0, first : first + PAGE], np.arange(first, first + PAGE))
+    truth = np.argsort(-(asked[:, 0] @ keys[0].T), axis=1)[:, :64]
+    found = index.query(asked[:, 0], 64)
+    recall = np.mean([len(np.intersect1d(one.tokens, best)) / 64 for one, best in zip(found, truth, strict=True)])
+    touched = np.mean([one.touched for one in found]) / 16384
+    assert recall > 0.85 and touched < 0.06
+    exact = keys[0][found[0].tokens] @ asked[0, 0]
+    assert np.abs(found[0].scores - exact).max() < 1e-2 and (np.diff(found[0].scores) <= 0).all()
+    wide = index.query(asked[:, 0], 64, 1 << 40, 1 << 40)
+    missed = [set(truth[i]) - set(one.tokens) for i, one in enumerate(wide)]
+    assert sum(map(len, missed)) <= 64, "without bounds only what halves round apart is missed"
+    if not inserted:
+        halves = keys.astype(np.float16).astype(np.float32)
+        tree = DciIndex(DIM)
+        tree.insert(halves[0], np.arange(16384))
+        scores = asked[:8, 0] @ halves[0].T
+        for query, one in zip(scores, tree.query(asked[:8, 0], 64, 1 << 40, 1 << 40), strict=True):
+            assert query[one.tokens].min() >= np.sort(query)[-64] - 1e-4
+
+
+def test_prioritized_queries_look_at_the_share_they_are_told() -> None:
+    """P-DCI with random directions: fewer products, and better than choosing by chance."""
+    keys, asked = clustered(4096)
+    knobs = DciSettings(first_promotion=0.01, retrieve=0.5, simple=2, composite=4)
+    pruned, whole = DciIndex(DIM, knobs), DciIndex(DIM, replace(knobs, retrieve=1.0))
+    for index in (pruned, whole):
+        index.insert(keys[0], np.arange(4096))
+    products, hits = [], []
+    for query in asked[:32, 0]:
+        half, full = (index.query(query[None], 10, 32, 1 << 40)[0] for index in (pruned, whole))
+        products.append(half.touched / full.touched)
+        hits.append(len(np.intersect1d(half.tokens, full.tokens)) / 10)
+    assert 0.3 < np.mean(products) < 0.6
+    assert np.mean(hits) > 0.65
+
+
+def test_pages_of_a_tree_are_taken_whole_until_the_budget_is_full() -> None:
+    keys, asked = clustered(4096)
+    heads = DciHeads(HEADS, DIM, DciSettings(), 16, 1)
+    heads.insert(keys, np.arange(16, 16 + 4096))
+    queries = np.repeat(asked[0], 2, axis=0)
+    queries[1::2] = asked[7]
+    chosen, alone = heads.pages(queries, 100).tokens, heads.top(queries, 100).tokens
+    assert chosen.shape == alone.shape == (HEADS, 100)
+    for head, index in enumerate(heads.indexes):
+        slots = index.tree.where[chosen[head] - 16]
+        pages, counts = np.unique(slots // 16, return_counts=True)
+        partly = [page for page, count in zip(pages, counts, strict=True) if count < index.tree.pages[page, 0]]
+        assert len(partly) <= 1, "all pages but the last are whole"
+        own = queries.reshape(HEADS, -1, DIM)[head]
+        for query in own:
+            first = 16 + int(np.argmax(keys[head] @ query))
+            assert first in alone[head], "GQA: the best of every query is in the union"
+        scores = own @ keys[head].T
+        short = (scores - scores.max(axis=1, keepdims=True)).max(axis=0)
+        assert short[alone[head] - 16].mean() > short[chosen[head] - 16].mean() > short.mean()
+
+
+def test_heads_draw_their_levels_apart() -> None:
+    keys, _ = clustered(2048)
+    heads = DciHeads(HEADS, DIM, threads=2)
+    heads.insert(keys, np.arange(2048))
+    up = [index.levels_of(np.arange(2048)) > 1 for index in heads.indexes]
+    assert (up[0] & up[1]).sum() < 20 < up[0].sum()
+    with pytest.raises(ValueError, match="keys: 1 heads"):
+        heads.insert(keys[:1], np.arange(2048, 4096))
+
+
+def test_auto_takes_a_tree_that_wins_its_trial() -> None:
+    keys, asked = clustered(4096)
+    scorer = made("auto", keys, least=2048)
+    assert isinstance(scorer, Auto) and isinstance(scorer.used, Exact)
+    for number in range(QUERIES):
+        scorer.top(asked[number], 32)
+    assert scorer.trial is not None and scorer.trial.tokens == 4096 and scorer.trial.recall > 0
+    wanted: type[Scorer] = Dci if scorer.trial.chosen == "dci" else Exact
+    assert type(scorer.used) is wanted
+    assert scorer.why.startswith(scorer.trial.chosen) and "measured at 4096 keys" in scorer.why
+    scorer.add(keys[:, :512])
+    assert len(scorer.used) == len(scorer) == 4608 and scorer.top(asked[0], 9).shape == (HEADS, 9)
+
+
+def test_what_a_trial_chooses() -> None:
+    found = {"tokens": 100, "recall": 0.95, "wider": 1, "exact_s": 4.0}
+    assert Trial(**found, dci_s=1.0, enough=True).chosen == "dci"  # type: ignore[arg-type]
+    assert Trial(**found, dci_s=3.9, enough=True).chosen == "exact"  # type: ignore[arg-type]
+    assert Trial(**found, dci_s=1.0, enough=False).chosen == "exact"  # type: ignore[arg-type]
+
+
+def test_auto_keeps_to_exact_where_the_tree_finds_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, asked = clustered(2048)
+    scorer = made("auto", keys, least=1024, recall=0.99)
+    monkeypatch.setattr("llmcache.kv.index.scorers.auto.recall_of", lambda found, wanted: 0.5)
+    found = [scorer.top(asked[number], 32) for number in range(QUERIES)]
+    assert isinstance(scorer, Auto) and isinstance(scorer.used, Exact) and scorer.trial is not None
+    assert not scorer.trial.enough and "recall 0.50" in scorer.why
+    assert (found[-1] == best(keys, asked[QUERIES - 1], 32)).all()
+    tried = scorer.trial
+    scorer.top(asked[0], 32)
+    assert scorer.trial is tried, "not tried again before there are twice as many"
+
+
+def test_the_share_of_the_best_that_was_found() -> None:
+    found, wanted = np.array([[1, 2, 3], [4, 5, 6]]), np.array([[2, 3], [7, 8]])
+    assert recall_of(found, wanted) == 0.5
+
+
+def test_what_does_not_fit_is_named() -> None:
+    keys, asked = clustered(32)
+    scorer = made("quest", keys)
+    for wrong in (keys[:1], keys[:, :17], keys[..., :5], keys.astype(np.float16)):
+        with pytest.raises(ValueError, match="keys: "):
+            scorer.add(wrong)
+    with pytest.raises(ValueError, match="scales: "):
+        scorer.add(keys, np.ones(keys.shape[:2], np.float32))
+    with pytest.raises(ValueError, match="queries: "):
+        scorer.top(asked[0][:1], 3)
+    with pytest.raises(ValueError, match="k: 0"):
+        scorer.top(asked[0], 0)
+    with pytest.raises(UsageError, match="scorer: there is no scorer 'hnsw'"):
+        scorer_class("hnsw")
