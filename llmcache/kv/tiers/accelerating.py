@@ -40,7 +40,7 @@ class FastGatherer:
         pages = positions // size
         numbers = np.stack([row[of_row] for row, of_row in zip(core.table.table, pages, strict=True)])
         used = np.unique(numbers)
-        # The page that is being filled is another at every step.
+        # A page that is being filled is another at every step.
         full = int(core.lengths[layer]) // size
         filling = np.isin(used, core.table.table[:, full:])
         there = np.zeros(len(used), np.bool_)
@@ -48,6 +48,7 @@ class FastGatherer:
         self._count_hits(layer, selection, used[there])
         self._send(layer, used[~there], fast)
         keys, values = fast.rows(layer, numbers, positions % size)
+        fast.drop(used[filling])
         return Gathered(keys, values, positions)
 
     def _count_hits(self, layer: int, selection: Selection, there: Numbers) -> None:
@@ -75,6 +76,7 @@ class FastGatherer:
             return
         keys, values = arrays[:2]
         if len(arrays) > 2:
-            keys, values = (rows.astype(np.float32) * by[..., None] for rows, by in zip(arrays[:2], arrays[2:], strict=True))
+            with np.errstate(all="ignore"):  # behind the last token of a page that is being filled there is anything
+                keys, values = (arrays[side].astype(np.float32) * arrays[side + 2][..., None] for side in (0, 1))
         fast.put(layer, numbers, keys, values)
         self._core.traffic.add("cpu", "gpu", "attend", keys.nbytes + values.nbytes)

@@ -88,7 +88,9 @@ class Appender:
 
     def _write(self, spiller: Spiller, layer: int, fresh: Fresh | None) -> None:
         try:
-            spiller.write(layer, fresh)
+            spiller.uncut()
+            if fresh is not None:
+                spiller.write(layer, fresh)
         except LlmcacheError:
             if fresh is not None:
                 keep_all(self._core, layer, fresh)

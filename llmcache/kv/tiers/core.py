@@ -76,6 +76,11 @@ class Core:
         first = min(pages, self.config.sink_pages)
         return range(first, max(first, pages - self.config.window_pages))
 
+    def check_between_steps(self) -> None:
+        """ValueError if layers have tokens whose step is not over."""
+        if (self.lengths != self.tokens.length).any():
+            raise ValueError("commit: a step is under way, end it first")
+
     def checked(self, layer: int, sequence: int = 0) -> Pool:
         """Returns the pool of a layer; ValueError if there is no such layer or sequence."""
         if not 0 <= layer < self.shape.layers:

@@ -17,9 +17,10 @@ class FastTier(Protocol):
     To implement: keep pages of one shape in two arrays [slots, kv_heads, page_tokens, dim] on the device, a dict
     (layer, number) -> slot in the order of use, and an index_select for `rows`. Numbers are the store's: one for a page in
     all layers, shared by the sequences that share the page. The store calls, for each gather of a layer and in this order:
-    `have` (touches the pages it finds), `put` with what was missing and with the page that is being filled (again each
-    step), `rows`. Pages of that gather must survive until `rows`: what is evicted for them is older. The store calls `drop`
-    when pages are no more, as their numbers will be given to others. One thread at a time.
+    `have` (touches the pages it finds), `put` with what was missing and with the page that is being filled, `rows`, `drop`
+    of the page that is being filled, which will be another at the next step. Pages of a gather must survive until `rows`:
+    what is evicted for them is older. The store also calls `drop` when pages are no more, as their numbers will be given to
+    others. One thread at a time.
     """
 
     def have(self, layer: int, pages: Numbers) -> NDArray[np.bool_]:
@@ -67,6 +68,8 @@ class HostFastTier:
     def rows(self, layer: int, pages: Numbers, offsets: Numbers) -> tuple[Any, Any]:
         """Returns keys and values [batch, kv_heads, k, dim]; ValueError if pages of one gather had no room."""
         used = np.unique(pages)
+        if not len(used):
+            raise ValueError("pages: none, there is nothing to attend to")
         missing = [int(page) for page in used if (layer, int(page)) not in self._pages]
         if missing:
             raise ValueError(f"pages: room for {self._most}, which is too little for the {len(used)} of one gather")

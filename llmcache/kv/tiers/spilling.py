@@ -105,6 +105,12 @@ class Spiller:
             self.write(layer)
         self.write_tokens()
 
+    def resume(self) -> None:
+        """As `write_all`, but leaves what `save` has written as it is while there is nothing to follow it."""
+        full = int(self._core.lengths.max()) // self._core.shape.page_tokens
+        if not self._partial or self._settled(0) < full:
+            self.write_all()
+
     # Taking away
 
     def shrink(self, before: dict[int, int]) -> None:
@@ -116,6 +122,8 @@ class Spiller:
         if self._cuts:
             self.note(closed=True)
             self.uncut()
+        elif self._written is None or self._written.opened() != self._tables().opened():
+            self.note()
 
     def uncut(self) -> None:
         """Does what is left of taking away, and takes back the partial pages that `save` has written."""
@@ -130,12 +138,15 @@ class Spiller:
 
     def note(self, closed: bool = False, saved: bool = False) -> None:
         """Writes the tables if those on the disk are others; sequences that were never forked need none."""
-        table = self._core.table
-        now = Tables([table.runs(b, self._settled(b)) for b in range(table.batch)], saved)
+        now = self._tables(saved)
         now = now if closed or saved else now.opened()
         if now != self._written and not (now.is_plain and self._written is None):
             tables.write(self._path, now)
             self._written = now
+
+    def _tables(self, saved: bool = False) -> Tables:
+        table = self._core.table
+        return Tables([table.runs(b, self._settled(b)) for b in range(table.batch)], saved)
 
     def _settled(self, b: int) -> int:
         return int((self._core.table.stream[self._core.table.table[b]] != NOWHERE).sum())

@@ -36,6 +36,7 @@ from llmcache.kv.tiers.gathering import Gatherer, Staged
 from llmcache.kv.tiers.moving import Mover
 from llmcache.kv.tiers.restoring import Found, Restored
 from llmcache.kv.tiers.scoring import score_slots, score_streams
+from llmcache.kv.tiers.sequences import Sequences
 from llmcache.kv.tiers.spilling import Spiller
 from llmcache.kv.tiers.ssd import CsdTier, KeyRows, open_tier
 from llmcache.kv.tiers.traffic import Traffic
@@ -57,6 +58,7 @@ class KvStore:
         self._appender = Appender(core, self._spiller, self._mover)
         self._gatherer = Gatherer(core, fetcher)
         self._fast = FastGatherer(core, self._gatherer, self._mover)
+        self._sequences = Sequences(core, self._spiller, self._mover, self._fast.drop)
         self.restored: Restored | None = None
         try:
             if found is None:
@@ -180,7 +182,7 @@ class KvStore:
     def spill(self) -> None:
         """Writes what could not be written before; EnvironmentProblem if it still cannot."""
         if self._spiller is not None:
-            self._spiller.write_all()
+            self._spiller.resume()
 
     # Looking and bringing
 
@@ -294,69 +296,26 @@ class KvStore:
 
     def crop(self, tokens: int) -> None:
         """Cuts every sequence to its first `tokens` tokens; takes a step that is under way back."""
-        core = self._core
-        if not 0 <= tokens <= self.length:
-            raise ValueError(f"tokens: {tokens}, between 0 and {self.length} is needed")
-        full, rest = divmod(tokens, self.shape.page_tokens)
-        before = dict(core.table.ends)
-        if rest and self._mover is not None:
-            for layer in range(self.shape.layers):
-                self._mover.bring(layer, core.table.table[:, full])
-        core.tokens.length = tokens
-        core.lengths[:] = tokens
-        self._forget(core.table.cut(core.shape.pages_of(tokens)))
-        if rest:
-            self._choose(np.arange(self.batch))
-            core.table.unsettle(full)
-            self._fast.drop(core.table.table[:, full])
-        self._shrink(before)
+        self._sequences.crop(tokens)
 
     def reorder(self, index: Numbers) -> None:
         """Makes sequence i what sequence `index[i]` was (beam search); shares whole pages, copies tails."""
         if len(index) != self.batch:
             raise ValueError(f"index: {len(index)} sequences, the batch has {self.batch}")
-        self.select(index)
+        self._sequences.select(index)
 
     def repeat(self, times: int) -> None:
         """Makes `times` of every sequence, one after the other; shares whole pages, copies tails."""
         if times < 1:
             raise ValueError(f"times: {times}, at least 1 is needed")
-        self.select(np.repeat(np.arange(self.batch), times))
+        self._sequences.select(np.repeat(np.arange(self.batch), times))
 
     def select(self, index: Numbers) -> None:
-        """Makes a batch of the sequences `index`, any of them any number of times; shares whole pages, copies tails."""
-        index = np.asarray(index, np.int64)
-        if index.ndim != 1 or not len(index) or index.min() < 0 or index.max() >= self.batch:
-            raise ValueError(f"index: {index.tolist()}, sequences 0 to {self.batch - 1} can be named")
-        if (self._core.lengths != self.length).any():
-            raise ValueError("commit: a step is under way, end it first")
-        if len(index) != self.batch or (index != np.arange(self.batch)).any():
-            before = dict(self._core.table.ends)
-            self._choose(index)
-            self._core.tokens.choose(index)
-            self._shrink(before)
+        """Makes a batch of the sequences `index`, any of them any number of times; shares whole pages, copies tails.
 
-    def _choose(self, index: Numbers) -> None:
-        core = self._core
-        gone, copies = core.table.choose(index, bool(self.length % core.shape.page_tokens))
-        for pool in core.pools:
-            with pool.lock:
-                pool.know(core.table.numbers)
-                for source, target in copies:
-                    pool.copy(source, target)
-        core.bound_pools()
-        self._forget(gone)
-
-    def _forget(self, numbers: Numbers) -> None:
-        for pool in self._core.pools:
-            with pool.lock:
-                pool.forget(numbers)
-        self._fast.drop(numbers)
-
-    def _shrink(self, before: dict[int, int]) -> None:
-        """Takes away in the file what no sequence refers to any more."""
-        if self._spiller is not None:
-            self._spiller.shrink(before)
+        Between steps only, as `reorder` and `repeat`. What nobody refers to any more is taken away in the file.
+        """
+        self._sequences.select(index)
 
     # Beginning and end
 
@@ -364,8 +323,7 @@ class KvStore:
         """Writes all, the last page too, though it is not full: `restore` then loses nothing. Between steps only."""
         if self._spiller is None:
             raise UsageError("path: the store has no spill file to save to", "make it with one")
-        if (self._core.lengths != self.length).any():
-            raise ValueError("commit: a step is under way, end it first")
+        self._core.check_between_steps()
         self._spiller.save()
 
     def restart_device(self) -> None:
@@ -376,7 +334,7 @@ class KvStore:
         if self._spiller is None:
             raise UsageError("path: the store has no device", "make it with ssd='csd'")
         self._spiller.ssd.restart()
-        self._spiller.write_all()
+        self._spiller.resume()
 
     def close(self) -> None:
         """Flushes and closes the spill file; what fills no page is not in it, unless `save` was called."""

@@ -1,0 +1,239 @@
+"""KvStore against plain arrays: whatever is appended, cropped, forked, moved and restored, every byte comes back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from llmcache.kv.kernels import score
+from llmcache.kv.tiers import HostFastTier, KvStore, Selection, StoreConfig
+from tests.unit.store_parts import Plain, crash, shape_of
+
+LAYERS = 2
+BOUND = 5
+DTYPES = ["float32", "float16", "bfloat16", "int8"]
+SEEDS = st.integers(0, 1 << 30)
+
+
+class Store(RuleBasedStateMachine):
+    """A store beside `Plain`; what it may choose is drawn from seeds, so that failures shrink."""
+
+    ssd = "file"
+
+    @initialize(dtype=st.sampled_from(DTYPES), batch=st.integers(1, 2), wide=st.booleans())
+    def make(self, dtype: str, batch: int, wide: bool) -> None:
+        self.directory = Path(tempfile.mkdtemp())
+        self.shape = shape_of(dtype, LAYERS, value_dim=6 if wide else 3)
+        self.plain = Plain(self.shape, batch)
+        path = self.directory / "a.kv"
+        self.config = StoreConfig(self.shape, batch, 4, 4, cpu_pages=BOUND, path=path, ssd=self.ssd, threads=1)
+        self.store = KvStore(self.config)
+        self.fast = HostFastTier(1000)
+        self.saved = False
+        self.starts = 0
+
+    @rule(tokens=st.integers(1, 6), seed=SEEDS)
+    def append(self, tokens: int, seed: int) -> None:
+        self._step(tokens, seed)
+
+    @rule(tokens=st.integers(20, 40), seed=SEEDS)
+    def prefill(self, tokens: int, seed: int) -> None:
+        self._step(tokens, seed)
+
+    def _step(self, tokens: int, seed: int) -> None:
+        self.plain.append(self.store, tokens, seed)
+        self._compare(seed % LAYERS, self._selection(seed), committed=False)
+        self.plain.commit(self.store, tokens, seed)
+        self.saved = False
+
+    def _selection(self, seed: int) -> Selection:
+        random, middle = np.random.default_rng(seed), self.store.middle
+        tokens = np.arange(middle.start * 4, middle.stop * 4)
+        count = int(random.integers(0, len(tokens) + 1))
+        shape = (self.store.batch, self.shape.kv_heads, 1)
+        chosen = random.permuted(np.tile(tokens, shape), axis=2)[:, :, :count]
+        return Selection(np.sort(chosen, axis=2))
+
+    def _compare(self, layer: int, selection: Selection, committed: bool = True) -> None:
+        middle, length = self.store.middle, self.store.layer_length(layer)
+        hits = self.store.traffic.hits_cpu + self.store.traffic.hits_ssd
+        found = self.store.gather(layer, selection)
+        ends = (np.arange(middle.start * 4), np.arange(middle.stop * 4, length))
+        wanted = [np.broadcast_to(end, (*selection.positions.shape[:2], len(end))) for end in ends]
+        assert (found.positions == np.concatenate([wanted[0], selection.positions, wanted[1]], axis=2)).all()
+        self.plain.check(layer, found)
+        assert self.store.traffic.hits_cpu + self.store.traffic.hits_ssd - hits == selection.positions.size
+        found.release()
+
+    @rule(seed=SEEDS, layer=st.integers(0, LAYERS - 1))
+    def gather(self, seed: int, layer: int) -> None:
+        self._compare(layer, self._selection(seed))
+
+    @rule(seed=SEEDS, tokens=st.integers(0, 9))
+    def stage(self, seed: int, tokens: int) -> None:
+        layer, selection = seed % LAYERS, self._selection(seed)
+        staged = self.store.stage(layer, selection)
+        if tokens:
+            self._step(tokens, seed)
+        found = self.store.gather(layer, staged=staged)
+        assert set(selection.positions.reshape(-1).tolist()) <= set(found.positions.reshape(-1).tolist())
+        self.plain.check(layer, found)
+
+    @precondition(lambda self: self.store.length > 0)
+    @rule(seed=SEEDS)
+    def gather_fast(self, seed: int) -> None:
+        self.plain.check(seed % LAYERS, self.store.gather_fast(seed % LAYERS, self._selection(seed), self.fast))
+
+    @rule(seed=SEEDS)
+    def score(self, seed: int) -> None:
+        random, layer = np.random.default_rng(seed), seed % LAYERS
+        sequence = int(random.integers(self.store.batch))
+        queries = random.standard_normal((2 * self.shape.kv_heads, self.shape.head_dim), dtype=np.float32)
+        middle = self.store.middle
+        found = np.full((self.shape.kv_heads, self.store.length), np.nan, np.float32)
+        pages, scores = self.store.score_cpu(layer, sequence, queries)
+        tokens = (pages[:, None] * 4 + np.arange(4)).reshape(-1)
+        found[:, tokens] = scores
+        for block in self.store.score_ssd(layer, sequence, queries, block_tokens=8):
+            assert np.isnan(found[block.head, block.positions]).all()
+            found[block.head, block.positions] = block.scores
+        keys = self.plain.wide(layer, sequence)
+        wanted = score(queries[None], keys[None])[0][:, middle.start * 4 : middle.stop * 4]
+        assert np.allclose(found[:, middle.start * 4 : middle.stop * 4], wanted, rtol=2e-3, atol=2e-3)
+
+    @rule(seed=SEEDS)
+    def read_keys(self, seed: int) -> None:
+        pages = np.random.default_rng(seed).permutation(self.store.length // 4)[:3]
+        keys, scales = self.store.read_keys(seed % LAYERS, 0, pages)
+        self.plain.check_keys(seed % LAYERS, pages, keys, scales)
+
+    @rule(share=st.floats(0, 1))
+    def crop(self, share: float) -> None:
+        tokens = round(share * self.store.length)
+        self.store.crop(tokens)
+        self.plain.crop(tokens)
+        self.saved = False
+
+    @rule(seed=SEEDS)
+    def crop_a_little(self, seed: int) -> None:
+        tokens = max(0, self.store.length - seed % 7)
+        self.store.crop(tokens)
+        self.plain.crop(tokens)
+        self.saved = False
+
+    @rule(seed=SEEDS)
+    def reorder(self, seed: int) -> None:
+        index = np.random.default_rng(seed).integers(0, self.store.batch, self.store.batch)
+        self.store.reorder(index)
+        self.plain.choose(index)
+        self.saved = False
+
+    @rule(seed=SEEDS, count=st.integers(1, 4))
+    def select(self, seed: int, count: int) -> None:
+        index = np.random.default_rng(seed).integers(0, self.store.batch, count)
+        self.store.select(index)
+        self.plain.choose(index)
+        self.saved = False
+
+    @precondition(lambda self: self.store.batch < 3)
+    @rule()
+    def repeat(self) -> None:
+        self.plain.choose(np.repeat(np.arange(self.store.batch), 2))
+        self.store.repeat(2)
+        self.saved = False
+
+    @rule(seed=SEEDS)
+    def move(self, seed: int) -> None:
+        """One up and one down, as policies do."""
+        layer, sequence, middle = seed % LAYERS, seed % self.store.batch, self.store.middle
+        here = self.store.in_cpu(layer, sequence)
+        up = [page for page in middle if not here[page]][:1]
+        down = [page for page in middle if here[page]][: len(up)]
+        self.store.move_down(layer, sequence, np.array(down, np.int64))
+        assert not self.store.in_cpu(layer, sequence)[down].any()
+        if self.store.in_cpu(layer, sequence).sum() + len(up) <= BOUND:
+            self.store.move_up(layer, sequence, np.array(up, np.int64))
+            assert self.store.in_cpu(layer, sequence)[up].all()
+
+    @rule()
+    def save(self) -> None:
+        self.store.save()
+        self.saved = True
+
+    def _crash_and_restore(self) -> None:
+        crash(self.store)
+        wanted = self.store.length if self.saved else self.store.length // 4 * 4
+        self._restore(wanted, self.store.batch)
+
+    def _close_and_restore(self) -> None:
+        self.store.save()
+        self.store.close()
+        self.saved = True
+        self._restore(self.store.length, self.store.batch)
+
+    def _restore(self, tokens: int, batch: int) -> None:
+        self.plain.crop(tokens)
+        self.store = KvStore.restore(self.directory / "a.kv", self.config)
+        self.fast = HostFastTier(1000)
+        self.starts += self.ssd == "csd"  # a process takes its time
+        told = self.store.restored
+        assert told is not None and told.tokens == tokens and self.store.batch == batch
+        assert told.may_be_lost == (0 if self.saved else 3) and told.tail_tokens == tokens % 4
+        assert (self.store.ids == self.plain.ids).all() and (self.store.positions == self.plain.ids + 7).all()
+        assert sorted(os.listdir(self.directory)) in (["a.kv"], ["a.kv", "tables-a.kv"])
+
+    @precondition(lambda self: self.starts < 3 and (self.store.length >= 4 or self.saved))
+    @rule()
+    def killed(self) -> None:
+        self._crash_and_restore()
+
+    @precondition(lambda self: self.starts < 3 and self.store.length > 0)
+    @rule()
+    def closed(self) -> None:
+        self._close_and_restore()
+
+    @invariant()
+    def is_within_bounds(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        full = self.store.length // 4
+        for layer in range(LAYERS):
+            for sequence in range(self.store.batch):
+                here = self.store.in_cpu(layer, sequence)
+                assert here[:1].all() and here[max(0, full - 1) :].all(), "sink and window are in memory"
+                assert here.sum() <= BOUND + self.store.batch, "more only while sequences share what was brought up for one"
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.plain.check_all(self.store)
+            self.store.discard()
+            left = os.listdir(self.directory)
+            shutil.rmtree(self.directory)
+            assert not left
+
+
+class Device(Store):
+    """The same through the emulated device: a process for each example, so there are few."""
+
+    ssd = "csd"
+
+    @precondition(lambda self: self.starts < 3)
+    @rule()
+    def device_dies(self) -> None:
+        self.starts += 1
+        self.store._spiller.ssd.device.kill()  # type: ignore[union-attr]
+        self.store.restart_device()
+
+
+TestFile: Any = Store.TestCase
+TestFile.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestDevice: Any = Device.TestCase
+TestDevice.settings = settings(max_examples=3, stateful_step_count=30, deadline=None)

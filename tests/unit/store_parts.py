@@ -1,0 +1,135 @@
+"""A plain model of a KvStore: arrays that are appended to and indexed, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.kv.spill import KvShape
+from llmcache.kv.tiers import Gathered, KvStore, Selection
+from llmcache.kv.tiers.ssd import CsdTier, FileTier
+
+Numbers = NDArray[np.int64]
+Rows = NDArray[Any]
+
+
+def shape_of(dtype: str = "float16", layers: int = 2, value_dim: int = 0) -> KvShape:
+    """Return a small shape: two key heads of 8, pages of 4 tokens."""
+    return KvShape("tiny", layers, kv_heads=2, head_dim=8, dtype=dtype, page_tokens=4, value_dim=value_dim)
+
+
+def noise(shape: KvShape, size: tuple[int, ...], seed: int) -> Rows:
+    """Return numbers of the type of `shape`, as numpy carries them."""
+    rows = np.random.default_rng(seed).standard_normal(size, dtype=np.float32)
+    if shape.dtype == "bfloat16":
+        return (rows.view(np.uint32) >> 16).astype(np.uint16)
+    return (30 * rows).clip(-127, 127).astype(np.int8) if shape.dtype == "int8" else rows.astype(shape.numpy_dtype)
+
+
+def scales(size: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    """Return positive scales."""
+    found: NDArray[np.float32] = np.random.default_rng(seed).random(size, dtype=np.float32) / 30 + np.float32(0.001)
+    return found
+
+
+class Plain:
+    """All keys, values and scales of every layer, [batch, kv_heads, tokens, ..]."""
+
+    def __init__(self, shape: KvShape, batch: int) -> None:
+        self.shape = shape
+        self.ids = np.empty((batch, 0), np.int64)
+        dims = [(shape.head_dim,), (shape.value_dim,), *([(), ()] if shape.dtype == "int8" else [])]
+        dtypes = [shape.numpy_dtype] * 2 + [np.dtype(np.float32)] * 2
+        forms = list(zip(dims, dtypes, strict=False))
+        self.layers = [
+            [np.empty((batch, shape.kv_heads, 0, *dim), dtype) for dim, dtype in forms] for _ in range(shape.layers)
+        ]
+
+    def rows(self, layer: int, tokens: int, seed: int) -> list[Rows]:
+        """Return what to append to a layer."""
+        size = (len(self.ids), self.shape.kv_heads, tokens)
+        found = [
+            noise(self.shape, (*size, dim), seed + 2 * layer + side)
+            for side, dim in enumerate((self.shape.head_dim, self.shape.value_dim))
+        ]
+        return found + ([scales(size, seed + 10), scales(size, seed + 11)] if self.shape.dtype == "int8" else [])
+
+    def append(self, store: KvStore, tokens: int, seed: int) -> None:
+        """Append to all layers of both, in another order each time."""
+        for layer in np.random.default_rng(seed).permutation(self.shape.layers).tolist():
+            rows = self.rows(layer, tokens, seed)
+            self.layers[layer] = [np.concatenate(pair, axis=2) for pair in zip(self.layers[layer], rows, strict=True)]
+            store.append(layer, *rows)
+
+    def commit(self, store: KvStore, tokens: int, seed: int) -> None:
+        """End the step of both."""
+        ids = seed + np.arange(tokens) + 1000 * np.arange(len(self.ids))[:, None]
+        self.ids = np.concatenate([self.ids, ids], axis=1)
+        store.commit(ids, ids + 7)
+
+    def step(self, store: KvStore, tokens: int, seed: int = 0) -> None:
+        """Append and commit."""
+        self.append(store, tokens, seed)
+        self.commit(store, tokens, seed)
+
+    def crop(self, tokens: int) -> None:
+        """Forget what is behind."""
+        self.ids = self.ids[:, :tokens]
+        self.layers = [[array[:, :, :tokens] for array in arrays] for arrays in self.layers]
+
+    def choose(self, index: Numbers) -> None:
+        """Make sequence i what `index[i]` was."""
+        self.ids = self.ids[index]
+        self.layers = [[array[index] for array in arrays] for arrays in self.layers]
+
+    def side(self, layer: int, side: int) -> Rows:
+        """Return keys (0) or values (1) as a store gathers them."""
+        arrays = self.layers[layer]
+        if self.shape.dtype != "int8":
+            return arrays[side]
+        found: Rows = arrays[side].astype(np.float32) * arrays[side + 2][..., None]
+        return found
+
+    def wide(self, layer: int, sequence: int) -> NDArray[np.float32]:
+        """Return the keys of a sequence as float32."""
+        keys = self.side(layer, 0)[sequence]
+        is_bits = self.shape.dtype == "bfloat16"
+        found: NDArray[np.float32] = (keys.astype(np.uint32) << 16).view(np.float32) if is_bits else keys.astype(np.float32)
+        return found
+
+    def check(self, layer: int, found: Gathered) -> None:
+        """Compare every byte of what was gathered."""
+        index = found.positions[..., None]
+        for side, got in enumerate((found.keys, found.values)):
+            wanted = np.take_along_axis(self.side(layer, side), index, axis=2)
+            assert got.dtype == wanted.dtype and got.tobytes() == wanted.tobytes()
+
+    def check_all(self, store: KvStore) -> None:
+        """Compare every byte of every layer of a store."""
+        for layer in range(self.shape.layers):
+            everything = Selection.of_all(store.middle, store.batch, self.shape.kv_heads, self.shape.page_tokens)
+            found = store.gather(layer, everything)
+            assert found.positions.shape[2] == self.ids.shape[1]
+            self.check(layer, found)
+
+    def check_keys(self, layer: int, pages: Numbers, keys: Rows, key_scales: NDArray[np.float32] | None) -> None:
+        """Compare whole pages of sequence 0."""
+        size = self.shape.page_tokens
+        arrays = self.layers[layer]
+        for page, got in zip(pages.tolist(), keys, strict=True):
+            assert (got == arrays[0][0, :, page * size : (page + 1) * size]).all()
+        assert (key_scales is None) == (self.shape.dtype != "int8")
+        for index, page in enumerate(pages.tolist() if key_scales is not None else []):
+            assert (key_scales[index] == arrays[2][0, :, page * size : (page + 1) * size]).all()  # type: ignore[index]
+
+
+def crash(store: KvStore) -> None:
+    """End a store as a kill of its process would: nothing is flushed, nothing closed in order."""
+    assert store._spiller is not None
+    ssd = store._spiller.ssd
+    if isinstance(ssd, CsdTier):
+        ssd.device.kill()
+    elif isinstance(ssd, FileTier):
+        ssd._file._raw.close()
