@@ -151,7 +151,7 @@ def test_prioritized_queries_look_at_the_share_they_are_told() -> None:
         products.append(half.touched / full.touched)
         hits.append(len(np.intersect1d(half.tokens, full.tokens)) / 10)
     assert 0.3 < np.mean(products) < 0.6
-    assert np.mean(hits) > 0.65
+    assert np.mean(hits) > np.mean(products) + 0.05
 
 
 def test_pages_of_a_tree_are_taken_whole_until_the_budget_is_full() -> None:

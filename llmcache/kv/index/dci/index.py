@@ -198,14 +198,17 @@ class DciIndex:
             raise ValueError(f"k: {k}, at least 1 is needed")
         knobs = self.settings
         limits = (view or knobs.field_of_view, visit or knobs.visited(len(self), k))
-        scores, slots, counts, touched = self._ask(
-            np.ascontiguousarray(queries), np.zeros(len(queries), np.float32), EVERY_LEVEL, k, limits, knobs.retrieve
-        )
-        unit = np.float32(self.scale.unit)
+        factor, asked = np.ones(len(queries), np.float32), np.ascontiguousarray(queries)
+        if knobs.retrieve < 1:  # T_Q makes queries as long as keys are, which the bounds of P-DCI need
+            factor = self.scale.stretch(np.linalg.norm(queries, axis=1).astype(np.float32))
+            asked = asked * factor[:, None]
+        lifts = np.zeros(len(queries), np.float32)
+        scores, slots, counts, touched = self._ask(asked, lifts, EVERY_LEVEL, k, limits, knobs.retrieve)
+        units = np.float32(self.scale.unit) / factor
         return [
             Found(
                 self.tree.tokens[slots[index, :count]].astype(np.int64),
-                scores[index, :count] * unit,
+                scores[index, :count] * units[index],
                 slots[index, :count],
                 int(touched[index]),
             )

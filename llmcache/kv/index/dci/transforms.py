@@ -48,6 +48,11 @@ class Scale:
         bits: NDArray[np.uint16] = (keys * np.float32(1 / self.unit)).astype(np.float16).view(np.uint16)
         return bits
 
+    def stretch(self, norms: Floats) -> Floats:
+        """Returns what makes queries of these norms as long as all transformed keys are; 1 for zeros."""
+        by: Floats = np.where(norms > 0, self.bound / self.unit / np.where(norms > 0, norms, 1), 1).astype(np.float32)
+        return by
+
     def lifts(self, norms: NDArray[np.float64]) -> Floats:
         """Returns the last coordinates of keys with these norms."""
         lifts: Floats = (np.sqrt(np.maximum(self.bound**2 - norms**2, 0)) / self.unit).astype(np.float32)
