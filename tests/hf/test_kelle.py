@@ -1,0 +1,79 @@
+"""Kelle under transformers: as good as the layers of `edram.aerp` in numpy, which are the model that transformers runs."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from llmcache.edram.accuracy import Decoder, Variant, accuracy, evaluate
+from llmcache.edram.aerp import AerpSettings
+from llmcache.edram.constants import KELLE_INTERVALS, PAPER
+from llmcache.edram.flips import CellSettings
+from llmcache.edram.refresh import account
+from llmcache.kv.policies.kelle import Kelle
+from llmcache.kv.tasks import Questions, recall
+from llmcache.kv.transformers import SpillCache, enable
+from llmcache.kv.transformers.answers import answer
+
+RECALL = Path(__file__).resolve().parents[1] / "fixtures" / "recall"
+
+
+@functools.cache
+def model() -> Any:
+    torch.set_num_threads(2)
+    return enable(transformers.Qwen2ForCausalLM.from_pretrained(RECALL).eval())
+
+
+@functools.cache
+def questions() -> Questions:
+    return recall(np.random.default_rng(17), 4, 1024)
+
+
+@functools.cache
+def share(budget: int, **options: Any) -> float:
+    with SpillCache(model().config, "kelle", token_budget=budget, threads=2, **options) as cache:
+        return float(answer(model(), cache, questions()).mean())
+
+
+def test_the_decoder_in_numpy_is_the_model() -> None:
+    ids = questions().ids[0, :300]
+    with torch.no_grad():
+        wanted = model()(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
+    found = Decoder.load(RECALL).prompt(ids)[1]
+    np.testing.assert_allclose(found, wanted, atol=2e-3)
+
+
+@pytest.mark.parametrize("budget", [256, 512])
+def test_it_answers_as_well_as_the_layers_of_aerp(budget: int) -> None:
+    # As many tokens, split alike: 16 sinks, a window of 32; the store's pages make the window up to 15 tokens longer.
+    layers = Variant("aerp", AerpSettings(budget, 16, 40), CellSettings("exact"))
+    wanted = accuracy(evaluate(Decoder.load(RECALL), questions(), [layers])["aerp"])
+    assert abs(share(budget) - wanted.mean) < 0.08
+
+
+def test_a_larger_budget_forgets_less_and_all_of_it_nothing() -> None:
+    assert share(128) < share(512) < share(2048)
+    assert share(2048) == 1.0
+
+
+def test_a_dropped_token_that_was_spilled_may_come_back() -> None:
+    assert share(256, evicted="spilled") >= share(256) - 0.05
+
+
+def test_what_it_keeps_is_recorded() -> None:
+    with SpillCache(model().config, "kelle", token_budget=128, threads=2) as cache:
+        task = recall(np.random.default_rng(3), 2, 300, pairs=16, questions=4)
+        first = Questions(task.ids, task.asked[:, :1], task.answers[:, :1])
+        answer(model(), cache, first)
+        engine = cache.conversation.engine
+        assert engine is not None and isinstance(engine.policy, Kelle)
+        policy = engine.policy
+        policy.record(step_ns=20e6)
+        later = Questions(task.asked[:, 1:2], task.asked[:, 2:], task.answers[:, 2:])  # a step, no prompt: one token
+        answer(model(), cache, later)
+        found = account(policy.recorded(), KELLE_INTERVALS, PAPER.refresh_j_per_byte)
+    assert found.joules > 0 and found.clock == "modelled: 20.0 ms a step"
