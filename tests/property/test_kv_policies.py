@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmcache.errors import UsageError
+from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.pipeline.timeline import CPU, DEVICE, EVALUATE, LINK, Timeline
 from llmcache.kv.policies import POLICIES, PolicySettings, policy_class
 from llmcache.kv.policies.base import KvPolicy
@@ -100,6 +100,17 @@ def test_deterministic(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
+def test_selecting_changes_nothing(name: str, tmp_path: Path) -> None:
+    with running(name, QUARTER, CASE, tmp_path) as run:
+        run.step()
+        traffic = run.store.traffic
+        before = traffic.pages_up, traffic.pages_down, run.store.in_cpu(0, 0).tolist()
+        found = [run.policy.select(layer, run.queries(layer)).positions for layer in (0, 1, 0)]
+        np.testing.assert_array_equal(found[0], found[2])
+        assert before == (traffic.pages_up, traffic.pages_down, run.store.in_cpu(0, 0).tolist())
+
+
+@pytest.mark.parametrize("name", POLICIES)
 def test_selects_after_a_crop_and_after_a_reorder(name: str, tmp_path: Path) -> None:
     with running(name, QUARTER, replace(CASE, batch=2), tmp_path) as run:
         run.step()
@@ -155,6 +166,16 @@ def test_a_short_context_is_attended_whole(name: str, tmp_path: Path) -> None:
 def test_queries_that_do_not_fit_are_refused(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     with KvStore(replace(CASE, pool=None).config(tmp_path)) as store, pytest.raises(ValueError, match=r"^queries: "):
         policy_class(name)(store).select(0, np.zeros(shape, np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_is_chosen_hardly_depends_on_the_type_of_the_keys(name: str, dtype: str, tmp_path: Path) -> None:
+    exact = selections(name, QUARTER, CASE, tmp_path / "exact")
+    for found, wanted in zip(selections(name, QUARTER, replace(CASE, dtype=dtype), tmp_path / dtype), exact, strict=True):
+        assert found.shape == wanted.shape
+        for head, other in zip(found[0], wanted[0], strict=True):
+            assert len(np.intersect1d(head, other)) > 0.9 * len(head)
 
 
 # Settings
@@ -358,3 +379,14 @@ def test_without_hie_they_take_turns(tmp_path: Path) -> None:
 def test_the_device_is_on_the_timeline_where_there_is_one(tmp_path: Path) -> None:
     timeline = spans(HillInferSettings(alpha=0.5), Case(ssd="csd"), tmp_path)
     assert {span.resource for span in timeline.spans} == {CPU, DEVICE}
+
+
+@pytest.mark.parametrize("hie", [True, False])
+def test_a_dead_device_is_told_of_and_a_new_one_goes_on(hie: bool, tmp_path: Path) -> None:
+    with running("hillinfer", HillInferSettings(alpha=0.5, hie=hie), Case(ssd="csd"), tmp_path) as run:
+        wanted = run.policy.select(0, run.queries(0)).positions
+        run.store._spiller.ssd.device.kill()  # type: ignore[union-attr]
+        with pytest.raises(EnvironmentProblem, match="its emulated device is not running"):
+            run.policy.select(0, run.queries(0))
+        run.store.restart_device()
+        np.testing.assert_array_equal(run.policy.select(0, run.queries(0)).positions, wanted)

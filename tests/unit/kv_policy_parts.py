@@ -45,8 +45,17 @@ class Case:
         """Keys (`side` 0) or values of tokens, [batch, kv_heads, tokens, dim]; the same in whatever parts."""
         size = (self.batch, KV_HEADS, DIM)
         randoms = [np.random.default_rng((self.seed, layer, side, position)) for position in positions]
-        found = np.stack([random.standard_normal(size, np.float32) for random in randoms], axis=2)
-        return found.astype(self.shape.numpy_dtype) if self.dtype == "float16" else found
+        return np.stack([random.standard_normal(size, np.float32) for random in randoms], axis=2)
+
+    def stored(self, layer: int, positions: range) -> list[Array]:
+        """What a store is given: keys and values in its type, for int8 with scales."""
+        rows = [self.rows(layer, positions, side) for side in (0, 1)]
+        if self.dtype == "bfloat16":
+            return [(side.view(np.uint32) >> 16).astype(np.uint16) for side in rows]
+        if self.dtype != "int8":
+            return [side.astype(self.shape.numpy_dtype) for side in rows]
+        scales = [(np.abs(side).max(axis=3) / 127).astype(np.float32) for side in rows]
+        return [(side / of[..., None]).round().astype(np.int8) for side, of in zip(rows, scales, strict=True)] + scales
 
     def queries(self, layer: int, step: int) -> Array:
         """Queries [batch, heads, dim] of a step: half of each stays what it was at the step before."""
@@ -76,7 +85,7 @@ class Run:
             rows = [self.case.rows(layer, range(self.case.context), side) for side in (0, 1)]
             self.keys.append(rows[0])
             self.values.append(rows[1])
-            self.store.append(layer, *rows)
+            self.store.append(layer, *self.case.stored(layer, range(self.case.context)))
             self.policy.prefilled(layer, self.case.prompt(layer), 0)
         self._commit(self.case.context)
 
@@ -96,7 +105,8 @@ class Run:
         self.keys[layer], self.values[layer] = (
             np.concatenate([old, new], axis=2) for old, new in zip((self.keys[layer], self.values[layer]), rows, strict=True)
         )
-        self.store.append(layer, *rows)
+        stored = self.case.stored(layer, range(position, position + 1))
+        self.store.append(layer, *(part[: self.store.batch] for part in stored))
         gathered = self.store.gather(layer, selection)
         out, weights = attention(queries, gathered.keys, gathered.values)
         self.policy.attended(layer, selection, weights if self.policy.needs_weights else None)
