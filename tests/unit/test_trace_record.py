@@ -86,6 +86,12 @@ def test_two_files_cannot_have_one_id() -> None:
         trace(files=(TraceFile(0, "/a", 0, 0, 0, 0), TraceFile(0, "/b", 0, 0, 0, 0)))
 
 
+def test_a_path_that_no_bytes_are_is_refused() -> None:
+    with pytest.raises(DataError, match=r"path '\\ud800' is not what"):
+        TraceFile(0, "\ud800", 0, 0, 0, 0)
+    assert TraceFile(0, "\udcff", 0, 0, 0, 0).path == "\udcff"  # as os.fsdecode gives it
+
+
 def test_slices_by_row_and_by_time() -> None:
     made = trace()
     assert blocks(made.slice(1, 3)) == blocks(made)[3:6]

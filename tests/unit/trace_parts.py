@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ def traces(draw: st.DrawFn, most_rows: int = 60) -> Trace:
     def column(values: st.SearchStrategy[int]) -> list[int]:
         return draw(st.lists(values, min_size=rows, max_size=rows))
 
-    names = st.text(st.characters(exclude_characters="\0\r"), min_size=1)
+    # Any bytes are a path; those that are no text become what the system's calls make of them.
+    text = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), min_size=1)
+    names = text | st.binary(min_size=1).map(lambda raw: os.fsdecode(raw.translate(None, b"\0\r"))).filter(bool)
     paths = draw(st.lists(names, min_size=3, max_size=3, unique=True))
     return Trace.build(
         sorted(column(st.integers(0, 10**12))),

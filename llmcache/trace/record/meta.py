@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
@@ -31,11 +32,15 @@ class TraceFile:
     size_bytes: int
 
     def __post_init__(self) -> None:
-        """DataError, naming the field, for a number that no file has."""
+        """DataError, naming the field, for a number or a path that no file has."""
         for name, limit in _LIMITS.items():
             value = getattr(self, name)
             if not 0 <= value < limit:
                 raise DataError(f"files: {name} of '{self.path}' is {value}, must be 0 to {limit - 1}", _HINT)
+        try:
+            os.fsencode(self.path)
+        except UnicodeEncodeError:
+            raise DataError(f"files: path {self.path!a} is not what any bytes are read as", _HINT) from None
 
     @property
     def identity(self) -> tuple[int, int, int, str]:
