@@ -40,7 +40,7 @@ def full(tokens: int) -> float:
 
 @pytest.mark.parametrize("tokens", [1024, 4096])
 def test_the_model_knows_its_task(tokens: int) -> None:
-    assert full(tokens) >= 0.97
+    assert full(tokens) >= 0.99
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096])
@@ -68,5 +68,5 @@ def test_a_chain_is_followed_as_far_as_with_everything() -> None:
     expected = follow(model(), transformers.DynamicCache(config=model().config), task).mean()
     with SpillCache(model().config, token_budget=128, threads=2) as cache:
         found = follow(model(), cache, task).mean()
-    assert expected >= 0.9
+    assert expected >= 0.95
     assert found >= expected - 0.05
