@@ -49,6 +49,8 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"machine     {machine.title}: {memory}RAM {format_size(machine.host_bytes)}"
     if plan.profile is not None:
         yield f"            its speeds were measured {age_text(plan.profile)}; its device is emulated"
+        if plan.profile.profile.key.in_memory:
+            yield f"            {plan.ssd} is in memory ({plan.profile.profile.key.filesystem}): no speeds of storage"
         if machine.has_gpu:
             yield f"            the GPU's speeds are {machine.origins['gpu_bytes_per_s']}"
     if plan.ssd is not None and plan.ssd_bytes is not None:

@@ -28,9 +28,11 @@ def lines(found: Found) -> Iterator[str]:
     """What was measured, when, and where the profile is kept."""
     profile = found.profile
     yield f"machine     {profile.key.processor}, {profile.key.processors} processors, Linux {profile.key.kernel}"
-    yield f"storage     {profile.directory} (device {profile.key.device})"
+    yield f"storage     {profile.directory} (device {profile.key.device}, {profile.key.filesystem})"
     yield f"measured    {age_text(found)}, in {profile.seconds:.1f} s"
     yield f"kept in     {found.file}" if found.file else "kept in     nowhere: the cache directory cannot be written to"
+    if profile.key.in_memory:
+        yield f"note        {profile.key.filesystem} is memory: these are no speeds of storage"
     if not profile.storage.direct:
         yield "note        no O_DIRECT here: the page cache may have answered in place of the disk"
 

@@ -134,6 +134,17 @@ def test_a_profile_is_of_one_machine_and_device(
         key_of(tmp_path / "nowhere")
 
 
+def test_memory_is_not_taken_for_storage(
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    assert key_of("/proc").filesystem == "proc" and not key_of("/proc").in_memory
+    monkeypatch.setattr(machines, "_filesystem", lambda device: "tmpfs")
+    assert run(["profile", str(tmp_path)]) == 0
+    assert "tmpfs is memory" in capsys.readouterr().out
+    assert run(["plan", "--model", config, "--context", "8k", "--ssd", str(tmp_path)]) == 0
+    assert "no speeds of storage" in capsys.readouterr().out
+
+
 def test_a_cache_that_cannot_be_written_costs_nothing_else(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,12 +28,18 @@ SCHEMA = "llmcache.kv-profile/1"
 
 @dataclass(frozen=True)
 class Key:
-    """What a profile is valid for. `device`: major:minor of the file system's device, and its type."""
+    """What a profile is valid for. `device`: major:minor of the file system's device; `filesystem`: its type."""
 
     processor: str
     processors: int
     kernel: str
     device: str
+    filesystem: str
+
+    @property
+    def in_memory(self) -> bool:
+        """True if there is no storage below: what is measured then is memory."""
+        return self.filesystem in ("tmpfs", "ramfs")
 
     @property
     def name(self) -> str:
@@ -97,7 +103,8 @@ def key_of(directory: str | Path) -> Key:
     if not where.is_dir():
         raise UsageError(f"DIR: {where} is not a directory", "give a directory on the storage to measure")
     number = where.stat().st_dev
-    return Key(_processor(), processors(), platform.release(), f"{os.major(number)}:{os.minor(number)}")
+    device = f"{os.major(number)}:{os.minor(number)}"
+    return Key(_processor(), processors(), platform.release(), device, _filesystem(device))
 
 
 def cached_profile(directory: str | Path) -> Found | None:
@@ -144,6 +151,16 @@ def _keep(profile: MachineProfile) -> Path | None:
             Path(temporary).unlink(missing_ok=True)
         return None
     return file
+
+
+def _filesystem(device: str) -> str:
+    """Type of the file system of `device` (major:minor); "" if the kernel does not tell (btrfs has numbers of its own)."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    found = (line.partition(" - ")[2].split(" ")[0] for line in lines if line.split(" ")[2:3] == [device])
+    return next(found, "")
 
 
 def _processor() -> str:
