@@ -50,4 +50,4 @@ def _found(kind: str, known: Mapping[str, Named], name: str) -> Named:
     for key, value in known.items():
         if key.lower() == name.strip().lower():
             return value
-    raise UsageError(f"{kind}: there is none called '{name.strip()}'", f"one of: {', '.join(known)}")
+    raise UsageError(f"there is no {kind} '{name.strip()}'", f"one of: {', '.join(known)}")

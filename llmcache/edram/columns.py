@@ -84,6 +84,7 @@ class Columns:
     clock_hz: Array
     macs_per_pe: Array
     systolic_evictor: Flags
+    exposed_fill: Flags
     # the policy
     evict: Flags
     recomputes: Flags

@@ -25,7 +25,8 @@ PASSES_16_BY_16 = 4
 class Tiles:
     """Tiles of `array_rows` x `array_rows` weights, [n, 1]: in all K and V matrices, in all others, in the head.
 
-    `load_cycles`: to bring one from SRAM; `row_cycles`: per row that passes through one.
+    `load_cycles`: to bring one from SRAM; `row_cycles`: per row that passes through one; `fill_cycles`: of filling and
+    draining it, where that is not hidden.
     """
 
     kv: Array
@@ -33,6 +34,7 @@ class Tiles:
     head: Array
     load_cycles: Array
     row_cycles: Array
+    fill_cycles: Array
 
 
 def tiles_of(c: Columns) -> Tiles:
@@ -47,6 +49,7 @@ def tiles_of(c: Columns) -> Tiles:
         head=channels * np.ceil(c.vocabulary / c.array_rows),
         load_cycles=c.array_rows**2 * CHIP.weight_bytes * c.clock_hz / c.sram_bytes_per_s,
         row_cycles=PASSES_16_BY_8 / c.macs_per_pe,
+        fill_cycles=np.where(c.exposed_fill, 3 * c.array_rows - 2, 0),  # as SCALE-Sim v3 counts them
     )
 
 
@@ -57,7 +60,7 @@ def linear_s(c: Columns, tiles: Tiles, rows: Array, head_rows: Array, extra_kv_r
     """
 
     def cycles(amount: Array) -> Array:
-        return np.maximum(amount * tiles.row_cycles, tiles.load_cycles)
+        return np.maximum(amount * tiles.row_cycles, tiles.load_cycles) + tiles.fill_cycles
 
     worked = tiles.other * cycles(rows) + tiles.kv * cycles(rows + extra_kv_rows) + tiles.head * cycles(head_rows)
     return np.asarray(worked / c.clock_hz)

@@ -2,7 +2,8 @@
 
 While the cache grows, consecutive steps form groups of one mean; once eviction keeps it at its budget all steps are one
 group. Costs are linear in the cached tokens and in the rows of array tiles that they fill, of which both the group has
-the exact means, save where one resource takes over from another as the slowest: there a group is as good as its mean.
+the exact means, save where one resource takes over from another as the slowest, or an activation lives one interval
+longer: there a group is as good as its mean (energies within 1e-4).
 """
 
 from __future__ import annotations

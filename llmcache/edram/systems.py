@@ -34,6 +34,8 @@ class Hardware:
     # A PE does two 8-bit MACs a cycle: only so 32 x 32 of them at 1 GHz come near the printed 4.13 TOPS (4.10).
     macs_per_pe: float = 2
     systolic_evictor: bool = True
+    # Whether a tile of weights is filled and drained before the next is loaded, as SCALE-Sim has it, or meanwhile.
+    exposed_fill: bool = False
 
     def __post_init__(self) -> None:
         positive = ("array_rows", "kv_bytes_per_s", "weight_capacity_bytes", "sram_bytes_per_s", "dram_bytes_per_s")

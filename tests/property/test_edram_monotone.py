@@ -1,0 +1,160 @@
+"""The accelerator model over random configurations: what more of something can only cost, or can only gain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmcache.edram.accelerator import Outcomes, evaluate
+from llmcache.edram.columns import Configuration
+from llmcache.edram.constants import GB, KELLE_INTERVALS, MIB, PROFILES
+from llmcache.edram.energy import REFRESH
+from llmcache.edram.models import MODELS
+from llmcache.edram.systems import RECOMPUTE_MODES, SYSTEMS, System
+from llmcache.edram.workloads import Workload
+
+RISING = [1.0, 1.5, 2.0, 3.0, 5.0, 9.0]
+SLACK = 1e-6
+"""Of the means of groups of steps."""
+
+
+@st.composite
+def cases(draw: st.DrawFn, evicting: bool = False) -> Configuration:
+    """A configuration around the paper's: its models and systems with other memories, rates and lengths."""
+    names = [name for name, system in SYSTEMS.items() if system.policy.evict or not evicting]
+    system = SYSTEMS[draw(st.sampled_from(names))].with_recompute(draw(st.sampled_from(RECOMPUTE_MODES)))
+    hardware = replace(
+        system.hardware,
+        array_rows=draw(st.sampled_from([8, 16, 24, 32, 64])),
+        kv_capacity_bytes=draw(st.integers(0, 64)) * MIB,
+        kv_bytes_per_s=draw(st.sampled_from([64, 128, 256, 512])) * GB,
+        dram_bytes_per_s=draw(st.sampled_from([8, 16, 64, 128])) * GB,
+        overlap=draw(st.booleans()),
+    )
+    policy = replace(system.policy, intervals=KELLE_INTERVALS.scaled(draw(st.floats(0.05, 20))))
+    workload = Workload(
+        "random",
+        context=draw(st.integers(1, 4096)),
+        decode=draw(st.integers(1, 4096)),
+        budget=draw(st.integers(64, 4096)),
+        batch=draw(st.integers(1, 32)),
+    )
+    profile = PROFILES[draw(st.sampled_from(list(PROFILES)))]
+    return Configuration(MODELS[draw(st.sampled_from(list(MODELS)))], workload, System("random", hardware, policy), profile)
+
+
+def with_workload(one: Configuration, **changes: Any) -> Configuration:
+    return replace(one, workload=replace(one.workload, **changes))
+
+
+def never_falls(values: np.ndarray[Any, Any], slack: float = SLACK) -> bool:
+    return bool((values[1:] * (1 + slack) >= values[:-1]).all())
+
+
+def spends_to_save_time(one: Configuration) -> bool:
+    """Whether it recomputes what shortens a step, at whatever energy: then only latencies are ordered."""
+    return one.policy.recompute == "first-principles"
+
+
+@given(cases(evicting=True))
+@settings(max_examples=60, deadline=None)
+def test_a_larger_budget_only_costs(one: Configuration) -> None:
+    found = evaluate([with_workload(one, budget=int(one.workload.budget * factor)) for factor in RISING])
+    assert never_falls(found.energy_j, STALLS) or spends_to_save_time(one)
+    assert never_falls(found.peak_bytes) or spends_to_save_time(one)
+    assert never_falls(found.latency_s - found.latencies_s["eviction"])
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_a_longer_interval_only_saves(one: Configuration) -> None:
+    def scaled(factor: float) -> Configuration:
+        policy = replace(one.policy, intervals=one.policy.intervals.scaled(factor))
+        return one.on(replace(one.system, policy=policy))
+
+    found = evaluate([scaled(factor) for factor in RISING])
+    assert never_falls(1 / found.energy_j)
+    np.testing.assert_allclose(found.latency_s, found.latency_s[0], rtol=1e-12)
+    kv = np.sum([found.energies_j[name] for name in REFRESH[:4]], axis=0)
+    np.testing.assert_allclose(kv * RISING, kv[0], rtol=1e-9)
+
+
+def gains(pairs: list[tuple[Configuration, Configuration]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """How many times less latency, without the evictor's own stalls, and energy the second of each pair needs."""
+    plain, evicting = (evaluate(list(side)) for side in zip(*pairs, strict=True))
+    latency_s = evicting.latency_s - evicting.latencies_s["eviction"]
+    return plain.latency_s / latency_s, plain.energy_j / evicting.energy_j
+
+
+def pair(one: Configuration, **changes: Any) -> tuple[Configuration, Configuration]:
+    """The configuration without eviction and with it, neither recomputing; an evictor's own power is a loss by itself."""
+    policy = replace(one.policy, recompute="none")
+    one = replace(one, profile=replace(one.profile, evictor_w=0.0))
+    both = [replace(policy, evict=evict) for evict in (False, True)]
+    plain, evicting = (with_workload(one.on(replace(one.system, policy=each)), **changes) for each in both)
+    return plain, evicting
+
+
+def by_cache_alone(one: Configuration) -> Configuration:
+    """The case without what can make eviction gain less where there is more to evict.
+
+    The prefill (alike for both if the budget holds the context), the chip's own memory (of one size, it helps a small
+    cache more than a large one), overlap (a step that the array bounds gains little, whatever DRAM does).
+    """
+    bare = replace(one.system, hardware=replace(one.hardware, kv_capacity_bytes=0, overlap=False))
+    return with_workload(one.on(bare), context=min(one.workload.context, one.workload.budget))
+
+
+STALLS = 2e-3
+"""What the evictor's stalls cost at most in energy: leakage and refresh of a cycle per head, layer and sequence."""
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_eviction_gains_more_in_larger_batches(one: Configuration) -> None:
+    speed, efficiency = gains([pair(by_cache_alone(one), batch=batch) for batch in (1, 2, 4, 8, 16, 32)])
+    assert never_falls(speed) and never_falls(efficiency, STALLS)
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_eviction_gains_more_in_longer_outputs(one: Configuration) -> None:
+    longer = [int(one.workload.decode * factor) for factor in RISING]
+    speed, efficiency = gains([pair(by_cache_alone(one), decode=decode) for decode in longer])
+    assert never_falls(speed) and never_falls(efficiency, STALLS)
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_eviction_never_gains_more_than_its_bound(one: Configuration) -> None:
+    """mean(n) / mean(min(n, N')), strictly once anything is evicted; costs are linear if nothing stays on the chip."""
+    one = by_cache_alone(one)
+    speed, efficiency = gains([pair(one)])
+    bound = one.workload.eviction_bound
+    assert bound >= 1
+    for gain in (*speed, *efficiency):
+        assert gain < bound or (bound == 1 and gain <= 1 + SLACK)
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_faster_memory_never_slows_and_more_work_never_speeds(one: Configuration) -> None:
+    def changed(factor: float) -> Configuration:
+        rate = one.hardware.dram_bytes_per_s * factor
+        return one.on(replace(one.system, hardware=replace(one.hardware, dram_bytes_per_s=rate)))
+
+    assert never_falls(1 / evaluate([changed(factor) for factor in RISING]).latency_s)
+    for name in ("context", "decode", "batch"):
+        many = evaluate([with_workload(one, **{name: int(getattr(one.workload, name) * factor)}) for factor in RISING])
+        assert never_falls(many.latency_s)
+        assert never_falls(many.energy_j) or spends_to_save_time(one)
+    sums_hold(many)
+
+
+def sums_hold(found: Outcomes) -> None:
+    np.testing.assert_allclose(sum(found.energies_j.values()), found.energy_j, rtol=1e-9)
+    np.testing.assert_allclose(sum(found.latencies_s.values()), found.latency_s, rtol=1e-9)
