@@ -15,8 +15,15 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 CGROUPS = Path("/sys/fs/cgroup")
+
+# No property has a deadline: machines are shared. CI tries the same examples in every run of the same tests, so that what
+# fails there is the change; new ones are tried everywhere else.
+settings.register_profile("llmcache", deadline=None)
+settings.register_profile("llmcache-ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("llmcache-ci" if os.environ.get("LLMCACHE_CI") == "1" else "llmcache")
 
 
 def _mount_problem() -> str | None:
