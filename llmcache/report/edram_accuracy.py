@@ -22,6 +22,7 @@ from llmcache.edram.question import parsed
 from llmcache.edram.retention import parse_curve
 from llmcache.errors import UsageError
 from llmcache.kv.tasks import Questions, recall
+from llmcache.report.files import check_target
 from llmcache.units import parse_duration
 
 _MODEL_HINT = "--model tests/fixtures/recall names the one in the source tree; tools/train_recall.py makes another"
@@ -58,6 +59,8 @@ def answer(options: Options, tell: Callable[[str], None]) -> Accuracies:
     """Returns what the options ask for, and writes the recorded run if they do; UsageError names the one that is wrong."""
     if options.model is None:
         raise UsageError("--model: a model that was trained to recall is needed", _MODEL_HINT)
+    if options.record is not None:
+        check_target("--record", options.record, options.force)
     decoder = Decoder.load(options.model)
     setup = Setup(options.context + 2 * options.questions, format=options.format, curve=parse_curve(options.curve))
     variants = _variants(options, setup)

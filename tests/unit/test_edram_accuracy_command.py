@@ -14,9 +14,9 @@ RECALL = Path(__file__).resolve().parents[1] / "fixtures" / "recall"
 SMALL = ["--sequences", "2", "--context", "100", "--pairs", "8", "--questions", "4"]
 
 
-def called(*arguments: str, command: str = "accuracy") -> int:
+def called(*arguments: str, command: str = "edram accuracy") -> int:
     with pytest.raises(SystemExit) as ended:
-        cli.run(cli.app, "llmcache", ["edram", command, *arguments])
+        cli.run(cli.app, "llmcache", [*command.split(), *arguments])
     assert isinstance(ended.value.code, int)
     return ended.value.code
 
@@ -41,8 +41,28 @@ def test_a_run_is_recorded_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run.steps == 8 and run.clock == "modelled: 20.0 ms a step" and run.settings["budget"] == 40
     assert (run.column("kv", "high") + run.column("kv", "low") == 2 * 2 * 2 * 40).all()
     assert called("--model", str(RECALL), *options) == 2
-    assert called(str(path), command="report") == 0
+    assert called(str(path), command="edram report") == 0
     assert "HST MSB" in capsys.readouterr().out
+
+
+def test_kv_bench_asks_the_same_of_flips(capsys: pytest.CaptureFixture[str]) -> None:
+    assert called("--model", str(RECALL), "--flips", "none", "--flips", "uniform=0.3", "--json", command="kv bench") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert rows[0]["harm_nats"]["mean"] == 0 and rows[1]["harm_nats"]["mean"] > 1
+    assert rows[1]["accuracy"]["mean"] < rows[0]["accuracy"]["mean"]
+
+
+def test_kv_bench_records_what_kelle_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "run.json")
+    options = ["--context", "1k", "--layers", "1", "--steps", "3", "--budget", "128", "--path", str(tmp_path)]
+    assert called("--policy", "kelle", "--edram-run", path, *options, command="kv bench") == 0
+    run = read_run(path)
+    assert run.steps == 3 and run.durations_ns is None and run.settings["policy"] == "kelle"
+    assert called(path, command="edram report") == 5
+    assert called(path, "--step", "20ms", command="edram report") == 0
+    assert called("--policy", "kelle", "--edram-run", path, *options, command="kv bench") == 2
+    assert called("--policy", "h2o", "--edram-run", path + "2", *options, command="kv bench") == 2
+    assert "only Kelle's runs" in capsys.readouterr().err and [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
 
 @pytest.mark.parametrize(

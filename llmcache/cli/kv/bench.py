@@ -49,8 +49,10 @@ import click
 @click.option("--path", metavar="DIR", default="/var/tmp", show_default=True, help="Where spill files go; removed again.")
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Of each kernel [default: one per core].")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the synthetic stream.")
+@click.option("--flips", metavar="RATES", multiple=True, help="Instead: answers of --model DIR where eDRAM loses bits.")
+@click.option("--edram-run", metavar="RUN.json", help="Instead: record what --policy kelle keeps, for 'edram report'.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON, in bytes and nanoseconds; for 'kv plot'.")
-def command(as_json: bool, **options: Any) -> None:
+def command(as_json: bool, flips: tuple[str, ...], edram_run: str | None, **options: Any) -> None:
     """How long a decode step takes by policy: by stage, with bytes by tier, hits, and speed-ups.
 
     Measured are the real policies, tiers and pipeline of this machine. Keys, values and queries are synthetic, the
@@ -61,9 +63,20 @@ def command(as_json: bool, **options: Any) -> None:
     llmcache kv bench --policy hillinfer,hillinfer-no-app --compute 20ms --json > run.json
     llmcache kv bench --policy hillinfer --sweep-beta --throttle --json > beta.json
     llmcache kv bench --profile paper --model Qwen-7B --context 16k --batch 8
+    llmcache kv bench --flips 2drp --flips interval=1050us --flips uniform=2e-3 --model tests/fixtures/recall
+    llmcache kv bench --policy kelle --edram-run run.json && llmcache edram report run.json --step 20ms
     """
-    from llmcache.kv.bench.question import Options, run
-    from llmcache.report import kv_bench
+    from llmcache.kv.bench.question import Options, run, run_recorded
+    from llmcache.report import files, kv_bench
     from llmcache.report.progress import tell
 
-    kv_bench.show(run(Options(**options), tell), as_json)
+    if flips:
+        from llmcache.report import edram_accuracy
+
+        asked = edram_accuracy.Options(options["model"], flips=flips, seed=options["seed"])
+        edram_accuracy.show(edram_accuracy.answer(asked, tell), as_json)
+    elif edram_run is not None:
+        files.check_target("--edram-run", edram_run, force=False)
+        run_recorded(Options(**options), tell).save(edram_run)
+    else:
+        kv_bench.show(run(Options(**options), tell), as_json)

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llmcache.edram.refresh import EdramRun
 from llmcache.errors import UsageError
 from llmcache.kv.bench import measured, modelled
 from llmcache.kv.bench.accelerator import Accelerator, Processor, fixed
 from llmcache.kv.bench.accelerator import modelled as modelled_accelerator
+from llmcache.kv.bench.recording import record
 from llmcache.kv.bench.results import Bench
 from llmcache.kv.bench.session import Setup
 from llmcache.kv.bench.variants import PARTS, Variant, variants_of
@@ -78,6 +80,11 @@ def run(options: Options, progress: Progress = lambda _: None) -> Bench:
     return _modelled(options, variants) if options.profile == "paper" else _measured(options, variants, progress)
 
 
+def run_recorded(options: Options, progress: Progress = lambda _: None) -> EdramRun:
+    """Returns what Kelle keeps in the benchmark that is asked for, untimed, for `llmcache edram report`."""
+    return record(setup_of(options), variants_of(options.policy), progress)
+
+
 def _modelled(options: Options, variants: list[Variant]) -> Bench:
     _refuse(options, "with --profile paper nothing runs", "layers", "budget", "beta", "threads")
     workload = Workload(parse_context(options.context), batch=options.batch, alpha=_alpha(options) or ALPHA)
@@ -96,7 +103,7 @@ def _refuse(options: Options, why: str, *names: str) -> None:
 
 
 def _measured(options: Options, variants: list[Variant], progress: Progress) -> Bench:
-    setup = _setup(options)
+    setup = setup_of(options)
     files = len(measured.FACTORS) if options.sweep_beta else len(variants)
     measured.check_space(setup, files)
     if options.sweep_beta:
@@ -110,7 +117,8 @@ def _measured(options: Options, variants: list[Variant], progress: Progress) -> 
     return measured.compare(setup, variants, progress)
 
 
-def _setup(options: Options) -> Setup:
+def setup_of(options: Options) -> Setup:
+    """Returns what all policies of a measured benchmark have in common. UsageError names the option that is wrong."""
     model = GQA_8B if options.model is None else _model(options.model)
     layers = min(LAYERS, model.layers) if options.layers is None else options.layers
     context = parse_context(options.context)
