@@ -107,7 +107,7 @@ def latencies(plan: Plan) -> Table:
     """Modelled times by system and stage; HillInfer's speed-up over each."""
     title = f"Time per token, and HillInfer's speed-up (modelled, speeds of {plan.machine.title})"
     made = Table(title=title, title_justify="left")
-    for heading in ("system", "evaluate", "fetch", "compute", "hidden", "per token", "speed-up"):
+    for heading in ("system", "evaluate", "fetch", "compute", "hidden", "token", "speed-up"):
         made.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
     for one in plan.latencies:
         stages = [one.stages[name] for name in ("evaluate", "fetch", "compute")]
