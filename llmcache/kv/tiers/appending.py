@@ -39,7 +39,7 @@ class Appender:
             if fresh is not None:
                 self._let_go(pool, full, first, end)
         core.lengths[layer] = end
-        if self._spiller is not None and (fresh is not None or self._spiller.has_partial):
+        if self._spiller is not None and (fresh is not None or self._spiller.is_saved):
             self._write(self._spiller, layer, fresh)
         if len(full) > 1 and self._mover is not None:
             self._mover.trim(layer, end)

@@ -65,14 +65,14 @@ class Gatherer:
         self._core, self._fetcher = core, fetcher
         self._buffers = Buffers()
 
-    def stage(self, layer: int, selection: Selection) -> Staged:
-        """Fetches the chosen rows of a layer."""
+    def stage(self, layer: int, selection: Selection, length: int | None = None) -> Staged:
+        """Fetches the chosen rows of a layer, which will be `length` tokens long when the result is completed."""
         core = self._core
         core.checked(layer)
         middle = core.middle
         positions = self._checked(selection, middle)
-        # In a decode step one token will have been appended by the time the result is completed.
-        expected = self._total(middle, selection.count, core.tokens.length + 1)
+        # Else as in a decode step: one token will have been appended.
+        expected = self._total(middle, selection.count, core.tokens.length + 1 if length is None else length)
         staged = Staged(layer, middle, positions, self._memory(expected), expected)
         self._copy_in(staged, positions, middle.start * core.shape.page_tokens, True)
         return staged
@@ -80,10 +80,11 @@ class Gatherer:
     def gather(self, layer: int, chosen: Selection | Staged) -> Gathered:
         """Returns all that a layer attends to now."""
         core = self._core
-        staged = chosen if isinstance(chosen, Staged) else self.stage(layer, chosen)
+        core.checked(layer)
+        size, length = core.shape.page_tokens, int(core.lengths[layer])
+        staged = chosen if isinstance(chosen, Staged) else self.stage(layer, chosen, length)
         if staged.layer != layer:
             raise ValueError(f"staged: it is of layer {staged.layer}, not of {layer}")
-        size, length = core.shape.page_tokens, int(core.lengths[layer])
         lead, end = staged.middle.start * size, staged.middle.stop * size
         count = staged.positions.shape[2]
         total = self._total(staged.middle, count, length)

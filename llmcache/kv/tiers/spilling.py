@@ -47,9 +47,9 @@ class Spiller:
     # Pages
 
     @property
-    def has_partial(self) -> bool:
-        """True if `save` has written pages that are not full, which must go before anything follows."""
-        return bool(self._partial)
+    def is_saved(self) -> bool:
+        """True if `save` has said that nothing is missing, or written pages that are not full: both go before more comes."""
+        return bool(self._partial) or (self._written is not None and self._written.saved)
 
     def _settle(self, full: int) -> None:
         """Gives pages that are full their places, and brings the tables on the disk up to date before they are written."""
@@ -108,7 +108,7 @@ class Spiller:
     def resume(self) -> None:
         """As `write_all`, but leaves what `save` has written as it is while there is nothing to follow it."""
         full = int(self._core.lengths.max()) // self._core.shape.page_tokens
-        if not self._partial or self._settled(0) < full:
+        if not self.is_saved or self._settled(0) < full:
             self.write_all()
 
     # Taking away
@@ -126,8 +126,8 @@ class Spiller:
             self.note()
 
     def uncut(self) -> None:
-        """Does what is left of taking away, and takes back the partial pages that `save` has written."""
-        if self._partial:
+        """Does what is left of taking away, and takes back what `save` has said and written."""
+        if self.is_saved:
             partial, self._partial = self._partial, []
             for stream, place in partial:
                 self._cuts[stream] = min(place, self._cuts.get(stream, place))

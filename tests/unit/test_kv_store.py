@@ -1,0 +1,344 @@
+"""KvStore: what it keeps in memory, what it reads, what it counts; its bytes are compared in tests/property."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmcache.errors import UsageError
+from llmcache.kv.csd import CsdProfile
+from llmcache.kv.spill import SpillReader
+from llmcache.kv.spill.raw import RawFile
+from llmcache.kv.spill.shape import Bytes
+from llmcache.kv.tiers import HostFastTier, KvStore, Selection, StoreConfig
+from llmcache.kv.tiers.scoring import runs
+from tests.unit.store_parts import Plain, shape_of
+
+Make = Callable[..., tuple[KvStore, Plain]]
+SLOT = 4096  # of keys, and of values: a small page fills a block
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Make a store over tmp/a.kv with `tokens` in it, and the arrays that it must equal."""
+    made: list[KvStore] = []
+
+    def build(tokens: int = 0, batch: int = 1, spilled: bool = True, **options: Any) -> tuple[KvStore, Plain]:
+        ends = {"sink_tokens": 4, "window_tokens": 8, "threads": 1}
+        bound = {"cpu_pages": 5, "path": tmp_path / "a.kv"} if spilled else {}
+        store = KvStore(StoreConfig(shape_of(), batch, **{**ends, **bound, **options}))
+        made.append(store)
+        plain = Plain(store.shape, batch)
+        if tokens:
+            plain.step(store, tokens)
+        return store, plain
+
+    yield build
+    for store in made:
+        store.discard()
+
+
+def chosen(store: KvStore, *tokens: int) -> Selection:
+    return Selection(np.tile(np.array(tokens, np.int64), (store.batch, store.shape.kv_heads, 1)))
+
+
+def pages(store: KvStore, sequence: int = 0, layer: int = 0) -> list[int]:
+    """Return the pages of a sequence that are in the pool."""
+    return [int(page) for page in np.flatnonzero(store.in_cpu(layer, sequence))]
+
+
+def test_sink_window_and_the_latest_pages_stay_in_memory(make: Make) -> None:
+    store, plain = make(41)
+    assert store.middle == range(1, 8) and pages(store) == [0, 6, 7, 8, 9]
+    for _ in range(3):
+        plain.step(store, 1)
+    assert store.length == 44 and store.middle == range(1, 9) and pages(store) == [0, 7, 8, 9, 10]
+    assert store.memory_bytes < 2 * 7 * 4 * 2 * (8 + 8) * 2 * 3, "a prefill leaves no more than the bound, doubled"
+    plain.check_all(store)
+
+
+def test_without_an_ssd_everything_is_in_memory(make: Make) -> None:
+    store, plain = make(40, spilled=False)
+    assert pages(store) == list(range(10)) and store.restored is None
+    assert not list(store.score_ssd(0, 0, np.ones((2, 8), np.float32)))
+    with pytest.raises(ValueError, match="no ssd tier"):
+        store.move_down(0, 0, np.array([3]))
+    with pytest.raises(UsageError, match="no spill file"):
+        store.save()
+    assert store.device_report is None and not store.traffic.moved_bytes
+    plain.check_all(store)
+
+
+def test_pages_move_and_those_at_the_ends_are_pinned(make: Make) -> None:
+    store, _ = make(40)
+    with pytest.raises(ValueError, match="pages: 1 more, the pool has 5 of 5"):
+        store.move_up(0, 0, np.array([2]))
+    for pinned in (0, 8, 9):
+        with pytest.raises(ValueError, match="1 to 7 can be named"):
+            store.move_down(0, 0, np.array([pinned]))
+    store.move_down(0, 0, np.array([6, 3]))
+    store.move_up(0, 0, np.array([2]))
+    assert pages(store) == [0, 2, 7, 8, 9] and pages(store, layer=1) == [0, 6, 7, 8, 9]
+    assert (store.traffic.pages_down, store.traffic.pages_up) == (1, 1), "page 3 was down already"
+    assert store.traffic.bytes_between("ssd", "cpu", "move") == 2 * SLOT
+    store.move_up(0, 0, np.array([2]))
+    assert store.traffic.pages_up == 1
+
+
+@pytest.mark.parametrize(("steps", "counted"), [(0, 1), (16, 1), (17, 0)])
+def test_ping_pong_is_a_page_that_comes_back_within_16_steps(make: Make, steps: int, counted: int) -> None:
+    store, plain = make(40, cpu_pages=30)
+    store.move_down(0, 0, np.array([3, 4]))
+    for _ in range(steps):
+        plain.step(store, 1)
+    store.move_up(0, 0, np.array([3]))
+    assert store.traffic.ping_pong_pages == counted
+    assert store.traffic.ping_pong_share == counted and store.traffic.to_json()["ping_pong_pages"] == counted
+
+
+def test_whoever_is_asked_chooses_what_goes_down(make: Make) -> None:
+    store, plain = make(40)
+    asked: list[tuple[int, int, list[int], int]] = []
+
+    def victims(layer: int, sequence: int, found: Any, count: int) -> Any:
+        asked.append((layer, sequence, found.tolist(), count))
+        return found[-count:]
+
+    store.victims = victims
+    plain.step(store, 4)
+    assert asked == [(0, 0, [6, 7, 8], 1), (1, 0, [6, 7, 8], 1)] and pages(store) == [0, 6, 7, 9, 10]
+    store.victims = lambda layer, sequence, found, count: np.array([1])
+    with pytest.raises(ValueError, match="victims: "):
+        plain.step(store, 4)
+
+
+def test_a_file_gives_whole_pages_once_for_all_heads(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, plain = make(80, batch=2)
+    reads: list[int] = []
+    read_into = RawFile.read_into
+
+    def counted(self: RawFile, buffer: Bytes, offset: int, direct: bool = False) -> None:
+        reads.append(buffer.size)
+        read_into(self, buffer, offset, direct)
+
+    monkeypatch.setattr(RawFile, "read_into", counted)
+    # Both heads and the two tokens of a page want page 2, page 3 and page 9; 68 is in the pool.
+    found = store.gather(0, chosen(store, 8, 11, 13, 36, 68))
+    plain.check(0, found)
+    assert sorted(reads) == sorted(2 * [2 * SLOT, SLOT] * 2), "keys and values of each sequence: neighbours in one go"
+    assert store.traffic.bytes_between("ssd", "cpu") == store.traffic.bytes_between("ssd", "cpu", "fetch") == 12 * SLOT
+    assert (store.traffic.hits_ssd, store.traffic.hits_cpu) == (2 * 2 * 4, 2 * 2)
+    assert store.traffic.hit_ratio == pytest.approx(0.2)
+
+
+def test_a_device_sends_rows_and_scores_only(make: Make) -> None:
+    store, plain = make(80, ssd="csd")
+    plain.check(0, store.gather(0, chosen(store, 8, 11, 13, 36)))
+    moved = store.traffic.bytes_between("ssd", "cpu", "fetch")
+    assert moved == 2 * 4 * 2 * 8 * 2 + 16, "keys and values of 4 tokens of 2 heads, and one completion"
+    assert store.traffic.bytes_between("ssd", "device", "fetch") == 2 * 3 * SLOT
+    blocks = list(store.score_ssd(0, 0, np.ones((2, 8), np.float32), np.array([3, 4, 9])))
+    assert {int(position) // 4 for block in blocks for position in block.positions} == {3, 4, 9}
+    assert store.traffic.bytes_between("ssd", "device", "score") == 3 * SLOT
+    assert store.traffic.bytes_between("ssd", "cpu", "score") == 4 * 2 * 12 + 16 * len(blocks) + 16
+    report = store.device_report
+    assert report is not None and report.internal_written_bytes >= 2 * 2 * 20 * SLOT
+
+
+def test_the_device_is_not_asked_while_it_scores(make: Make) -> None:
+    store, plain = make(80, ssd="csd", profile=CsdProfile("slow", 1e9, 1e9, 1e9, 1000))
+    blocks = store.score_ssd(0, 0, np.ones((2, 8), np.float32))
+    next(blocks)
+    with pytest.raises(ValueError, match="take all score blocks"):
+        store.gather(0, chosen(store, 8))
+    blocks.close()  # type: ignore[attr-defined]
+    plain.check(0, store.gather(0, chosen(store, 8)))
+
+
+def test_staged_rows_are_completed_with_the_ends_of_later(make: Make) -> None:
+    store, plain = make(41)
+    staged = store.stage(1, chosen(store, 5, 20, 21))
+    for _ in range(5):
+        plain.step(store, 1)
+    before = store.traffic.bytes_between("ssd", "cpu")
+    found = store.gather(1, staged=staged)
+    plain.check(1, found)
+    wanted = [0, 1, 2, 3, 5, 20, 21, *range(32, 46)]
+    assert (found.positions == wanted).all(), "what left the window meanwhile comes along"
+    assert store.traffic.bytes_between("ssd", "cpu") == before
+    with pytest.raises(ValueError, match="staged: it is of layer 1"):
+        store.gather(0, staged=staged)
+    with pytest.raises(ValueError, match="either a selection or"):
+        store.gather(0)
+
+
+def test_released_memory_is_used_again(make: Make) -> None:
+    store, plain = make(41)
+    kept = store.gather(0, chosen(store, 5))
+    address = kept.keys.ctypes.data
+    other = store.gather(0, chosen(store, 6))
+    assert other.keys.ctypes.data != address
+    plain.check(0, kept)
+    kept.release()
+    kept.release()
+    assert store.gather(0, chosen(store, 7)).keys.ctypes.data == address
+    plain.check(0, other)
+
+
+def test_sequences_share_whole_pages(make: Make, tmp_path: Path) -> None:
+    store, plain = make(38)
+    used = store._core.pools[0].used
+    store.repeat(3)
+    plain.choose(np.zeros(3, np.int64))
+    assert store._core.pools[0].used == used + 2, "of two more sequences only the tail is new"
+    plain.step(store, 10, seed=1)
+    plain.check_all(store)
+    with SpillReader.open(tmp_path / "a.kv") as file:
+        assert file.pages_by_layer(0) == [12, 12, 12] and file.pages_by_layer(2) == [3, 3, 3]
+    store.select(np.array([1, 1]))
+    plain.choose(np.array([1, 1]))
+    with SpillReader.open(tmp_path / "a.kv") as file:
+        assert file.sequences == [0, 1] and file.pages_by_layer(0) == [9, 9, 9], "what nobody refers to is gone"
+    plain.step(store, 10, seed=2)
+    plain.check_all(store)
+    store.crop(9)
+    plain.crop(9)
+    plain.check_all(store)
+    with SpillReader.open(tmp_path / "a.kv") as file:
+        assert file.sequences == [0] and file.pages_by_layer(0) == [2, 2, 2]
+
+
+def test_an_order_that_changes_nothing_is_free(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = make(38, batch=2)
+    monkeypatch.setattr(store._core.table, "choose", None)
+    store.reorder(np.array([0, 1]))
+    store.select(np.array([0, 1]))
+    store.repeat(1)
+
+
+def test_a_step_that_was_given_up(make: Make) -> None:
+    store, plain = make(38)
+    rows = plain.rows(1, 30, 5)
+    store.append(1, *rows)
+    assert store.layer_length(1) == 68 and store.length == 38
+    with pytest.raises(ValueError, match="a step is under way"):
+        store.repeat(2)
+    with pytest.raises(ValueError, match=r"ids: 30 tokens after 38, but the layers have \[38, 68\]"):
+        store.commit(np.zeros((1, 30), np.int64), np.zeros((1, 30), np.int64))
+    store.crop(38)
+    plain.check_all(store)
+    plain.step(store, 11)
+    plain.check_all(store)
+
+
+def test_the_fast_tier_is_sent_what_it_has_not(make: Make) -> None:
+    store, plain = make(41)
+    fast = HostFastTier(20)
+    page = 2 * 4 * 2 * 8 * 2
+    selection = chosen(store, 5, 20, 21)
+    plain.check(0, store.gather_fast(0, selection, fast))
+    assert store.traffic.bytes_between("cpu", "gpu", "attend") == 6 * page, "sink, 2 chosen, window, tail"
+    plain.check(0, store.gather_fast(0, selection, fast))
+    assert store.traffic.bytes_between("cpu", "gpu") == 7 * page, "the tail is another each time"
+    assert store.traffic.hits_gpu == 6 and store.traffic.hits_ssd == 6
+    with pytest.raises(ValueError, match="room for 3"):
+        store.gather_fast(0, selection, HostFastTier(3))
+
+
+def test_one_thread_looks_ahead_while_another_appends(make: Make) -> None:
+    """Layer 1 is scored, staged and moved by a worker while layer 0 of the next step is appended and gathered."""
+    store, plain = make(60, ssd="csd", window_tokens=4, cpu_pages=8)
+    random = np.random.default_rng(0)
+    queries = np.ones((2, 8), np.float32)
+
+    def ahead(results: list[Any]) -> None:
+        found = [block.scores for block in store.score_ssd(1, 0, queries)]
+        tokens = np.sort(random.choice(len(store.middle) * 4, 12, replace=False)) + 4
+        results.append(store.stage(1, chosen(store, *tokens)))
+        down = [page for page in store.middle if store.in_cpu(1, 0)[page]][:1]
+        store.move_down(1, 0, np.array(down, np.int64))
+        store.score_cpu(1, 0, queries)
+        results.append(found)
+
+    for step in range(30):
+        results: list[Any] = []
+        worker = threading.Thread(target=ahead, args=(results,))
+        worker.start()
+        rows = [plain.rows(layer, 1, step) for layer in (0, 1)]
+        store.append(0, *rows[0])
+        mine = store.gather(0, chosen(store, 5, 9, 30))
+        worker.join(60)
+        assert not worker.is_alive() and len(results) == 2
+        store.append(1, *rows[1])
+        for layer in (0, 1):
+            pairs = zip(plain.layers[layer], rows[layer], strict=True)
+            plain.layers[layer] = [np.concatenate(pair, axis=2) for pair in pairs]
+        plain.check(0, mine)
+        plain.check(1, store.gather(1, staged=results[0]))
+        plain.commit(store, 1, step)
+    plain.check_all(store)
+
+
+def test_runs_of_slots() -> None:
+    assert list(runs(np.array([1, 2, 3, 7, 9, 11, 20, 21, 30]))) == [(0, 3, 1), (3, 3, 2), (6, 2, 1), (8, 1, 1)]
+    assert list(runs(np.array([1, 5, 6, 7]))) == [(0, 2, 4), (2, 2, 1)]
+    assert list(runs(np.array([4]))) == [(0, 1, 1)] and not list(runs(np.array([], np.int64)))
+
+
+@pytest.mark.parametrize(
+    ("error", "field", "options"),
+    [
+        (ValueError, "batch", {"batch": 0}),
+        (ValueError, "sink_tokens", {"sink_tokens": -1}),
+        (ValueError, "ssd", {"ssd": "tape"}),
+        (UsageError, "cpu_pages", {"cpu_pages": 4}),
+        (UsageError, "cpu_pages", {"cpu_pages": 2, "path": Path("a.kv"), "sink_tokens": 5, "window_tokens": 1}),
+    ],
+)
+def test_stores_that_cannot_be(error: type[Exception], field: str, options: dict[str, Any]) -> None:
+    with pytest.raises(error, match=f"{field}: "):
+        StoreConfig(shape_of(), **options)
+
+
+def test_arguments_that_do_not_fit(make: Make) -> None:
+    store, plain = make(41)
+    keys, values = plain.rows(0, 2, 0)
+    for name, arguments in {
+        "keys": (keys[:, :1], values),
+        "values": (keys, values[:, :, :1]),
+        "key_scales": (keys, values, np.ones((1, 2, 2), np.float32)),
+    }.items():
+        with pytest.raises(ValueError, match=f"{name}: "):
+            store.append(0, *arguments)
+    with pytest.raises(ValueError, match="layer: 2, the model has 2"):
+        store.append(2, keys, values)
+    with pytest.raises(ValueError, match="sequence: 1"):
+        store.in_cpu(0, 1)
+    with pytest.raises(ValueError, match="only tokens 4 to 31"):
+        store.gather(0, chosen(store, 3, 5))
+    with pytest.raises(ValueError, match="positions: shape"):
+        store.gather(0, Selection.none(2, 2))
+    with pytest.raises(ValueError, match="positions: int32"):
+        Selection(np.zeros((1, 2, 3), np.int32))
+    with pytest.raises(ValueError, match="tokens: 42"):
+        store.crop(42)
+    with pytest.raises(ValueError, match="index: "):
+        store.reorder(np.array([0, 0]))
+    with pytest.raises(ValueError, match=r"index: \[1\]"):
+        store.select(np.array([1]))
+    with pytest.raises(ValueError, match="times: 0"):
+        store.repeat(0)
+    with pytest.raises(UsageError, match="no device"):
+        store.restart_device()
+    plain.check_all(store)
+
+
+def test_selections_of_pages() -> None:
+    found = Selection.of_pages(np.array([[[4, 2]]]), 3)
+    assert found.positions.tolist() == [[[6, 7, 8, 12, 13, 14]]] and found.count == 6
+    assert Selection.of_all(range(2, 4), 1, 2, 3).positions.tolist() == [[[6, 7, 8, 9, 10, 11]] * 2]
