@@ -314,7 +314,7 @@ def _half_bandwidth(evidence: Evidence) -> list[Row]:
             for name, profile in PROFILES.items():
                 costs = evidence.costs("llama2-7b", WORKLOADS[task], profile, change=halved)
                 ours[name] = costs[against].over(costs["Kelle+eDRAM"]).energy
-            quote = f"Kelle+eDRAM achieves {paper:.2f}× energy gains over {against} [{task}, 128 GB/s]"
+            quote = f"{paper:.2f}× [energy gain over {against}, {task}, 128 GB/s]"
             why = "As for table 9; DRAM, not eDRAM, bounds a step, so half the bandwidth changes nothing."
             found.append(Row(f"half-{task}-{against}", "8.3.7", quote, "×", paper, ours, GAIN, why))
     full, half = (evidence.gains("llama2-7b", WORKLOADS["PG19"], change=change) for change in (same, halved))

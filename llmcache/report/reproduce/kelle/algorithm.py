@@ -25,7 +25,7 @@ def _intervals() -> list[Row]:
         Row(
             f"interval-{printed // 1000}",
             "table 4",
-            f"Uniform (µs) {printed // 1000}",
+            f"{printed // 1000} [Uniform (µs)]",
             " µs",
             printed / 1000,
             single(intervals.mean_ns / 1000),

@@ -62,7 +62,7 @@ def _table1() -> list[Row]:
         Row(
             "cell-area",
             "table 1",
-            "SRAM 7.3 mm² [65nm, 4MB]",
+            "7.3 mm2 [SRAM, 65 nm, 4 MB]",
             " mm²",
             SRAM_4MB.area_mm2,
             single(_CELL_UM2 * _BITS / 1e6),
@@ -73,7 +73,7 @@ def _table1() -> list[Row]:
         Row(
             "access-power",
             "table 1, 8",
-            "185.9 pJ/byte; SRAM 41 % of 6.52 W",
+            "185.9 pJ/byte [and SRAM's 41 % of 6.52 W]",
             " W",
             power,
             single(at_bandwidth),
@@ -84,7 +84,7 @@ def _table1() -> list[Row]:
         Row(
             "refresh-pass",
             "table 1, 8",
-            "Refresh Energy 1.14 mJ; eDRAM 29 % of 6.52 W",
+            "1.14 mJ [refresh energy; and eDRAM's 29 % of 6.52 W]",
             " W",
             CHIP.power_shares[1] * CHIP.power_w,
             {name: one.refresh_w(4 * MIB, KELLE_INTERVALS.mean_ns) for name, one in PROFILES.items()},

@@ -181,7 +181,7 @@ def _bounds() -> list[Row]:
         Row(
             "aep-bound-pg19",
             "table 9",
-            "Batch size 16: AEP+SRAM 3.16×",
+            "3.16× [batch size 16, AEP+SRAM]",
             "×",
             3.16,
             single(WORKLOADS["PG19"].eviction_bound),

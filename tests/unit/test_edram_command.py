@@ -1,0 +1,223 @@
+"""`llmcache edram`: what model, sweep, plot and report print and write, and what they refuse by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmcache import cli
+from llmcache.edram.accelerator import LATENCIES
+from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, PROFILES
+from llmcache.edram.energy import COMPONENTS
+from llmcache.edram.models import MODELS
+from llmcache.edram.systems import SYSTEMS
+from llmcache.report.edram_figures import KIND_LOOKS, SYSTEM_LOOKS
+from llmcache.report.edram_model import WIDTH
+from tests.unit.accelerator_parts import outcome
+from tests.unit.test_edram_refresh import changing
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.run(cli.app, "llmcache", ["edram", *args])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def printed(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+    assert run(*args, "--json") == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    return json.loads(told.out)
+
+
+def test_model_says_everything_in_base_units(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "model", "llama3-8b", "--workload", "TQ", "--batch", "4")
+    assert found["schema"] == "llmcache.edram-model/1" and found["kind"] == "modelled"
+    assert (found["model"]["name"], found["workload"]["batch"], found["workload"]["name"]) == ("llama3-8b", 4, "TQ, changed")
+    assert set(found["profiles"]) == {"paper", "silicon"} and set(found["systems"]) == set(SYSTEMS)
+    rows = {(row["system"], row["profile"]): row for row in found["results"]}
+    assert len(rows) == 10
+    ours = outcome("llama3-8b", "TQ", "Kelle+eDRAM", batch=4)
+    row = rows["Kelle+eDRAM", "paper"]
+    assert row["latency_s"] == ours.latency_s and row["energy_j"] == pytest.approx(ours.energy_j)
+    for row in rows.values():
+        assert set(row["energies_j"]) == set(COMPONENTS) and set(row["latencies_s"]) == set(LATENCIES)
+        assert sum(row["energies_j"].values()) == pytest.approx(row["energy_j"], rel=1e-9)
+        assert sum(row["latencies_s"].values()) == pytest.approx(row["latency_s"], rel=1e-9)
+        base = rows["Original+SRAM", row["profile"]]
+        assert row["speedup"] == pytest.approx(base["latency_s"] / row["latency_s"])
+        assert row["efficiency"] == pytest.approx(base["energy_j"] / row["energy_j"])
+        assert row["power_w"] == pytest.approx(row["energy_j"] / row["latency_s"])
+        assert (row["mean_interval_ns"] is None) == row["system"].endswith("SRAM")
+    assert rows["Kelle+eDRAM", "paper"]["mean_interval_ns"] == pytest.approx(KELLE_INTERVALS.mean_ns)
+    assert set(found["rooflines"]) == {"AERP+SRAM", "Kelle+eDRAM"}
+    assert found["systems"]["Original+SRAM"]["area"]["chip_mm2"] == pytest.approx(9.19, abs=0.01)
+
+
+def test_model_prints_both_refresh_energies_and_that_it_is_modelled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("model", "--workload", "LA") == 0
+    told = capsys.readouterr().out
+    for words in ("modelled", "Profile paper", "Profile silicon", "Kelle+eDRAM", "fits", "recomputed", "evictor", "mm²"):
+        assert words in told
+    assert max(map(len, told.splitlines())) <= WIDTH
+
+
+def test_the_paper_systems_of_all_models_are_swept(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "sweep", "--model", "all", "--workload", "all", "--system", "all", "--profile", "all")
+    assert found["schema"] == "llmcache.edram-sweep/1"
+    assert found["configurations"] == len(found["results"]) == 7 * 4 * 5 * 3
+    assert {row["model"] for row in found["results"]} == set(MODELS)
+    assert {row["profile"] for row in found["results"]} == set(PROFILES)
+    for row in found["results"]:
+        if row["system"] == "Original+SRAM":
+            assert row["speedup"] == row["efficiency"] == 1
+
+
+def test_every_axis_of_a_sweep_is_varied(capsys: pytest.CaptureFixture[str]) -> None:
+    axes = ["--context", "100,200", "--decode", "10,20", "--batch", "1,2", "--budget", "64,128"]
+    more = ["--interval-scale", "0.5,1", "--dram-bw", "32GB/s,64GB/s", "--kv-memory", "4Mi,8Mi"]
+    found = printed(capsys, "sweep", *axes, *more)["results"]
+    keys = ("context", "decode", "batch", "budget", "mean_interval_ns", "dram_bytes_per_s", "kv_capacity_bytes")
+    assert len({tuple(row[key] for key in keys) for row in found}) == len(found) == 2**7
+    assert {row["dram_bytes_per_s"] for row in found} == {32e9, 64e9}
+    assert {row["kv_capacity_bytes"] for row in found} == {4 << 20, 8 << 20}
+    assert run("sweep", *axes, *more) == 0
+    told = capsys.readouterr().out
+    assert "the 40 most efficient of 128" in told and "128 configurations in " in told
+
+
+MANY = ",".join(map(str, range(1, 1002)))
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("model", "gpt-5"), "--model: there is no model 'gpt-5'"),
+        (("model", "--workload", "X"), "--workload: there is no workload 'X'"),
+        (("model", "--profile", "paper,x"), "--profile: there is no profile 'x'"),
+        (("model", "--system", "x"), "--system: there is no system 'x'"),
+        (("model", "--recompute", "x"), "--recompute: there is no mode 'x'"),
+        (("model", "--batch", "0"), "--batch: 0 is too small"),
+        (("model", "--context", "many"), "--context: 'many' is not a whole number"),
+        (("model", "--budget", "10"), "--budget: 10"),
+        (("sweep", "--batch", "1,-2"), "--batch: '-2'"),
+        (("sweep", "--budget", "10"), "--budget: 10"),
+        (("sweep", "--interval-scale", "0"), "--interval-scale: '0'"),
+        (("sweep", "--dram-bw", "fast"), "--dram-bw: 'fast'"),
+        (("sweep", "--dram-bw", "0"), "--dram-bw: more than 0"),
+        (("sweep", "--kv-memory", "x"), "--kv-memory: 'x'"),
+        (("sweep", "--constants", "/nowhere.toml"), "/nowhere.toml: cannot be read"),
+        (("sweep", "--batch", MANY, "--decode", MANY), "1,002,001 configurations are more than"),
+        (("plot", "/nowhere.json", "-o", "x.gif"), "-o: 'x.gif' must end in"),
+        (("plot", "/nowhere.json", "-o", "/tmp/x.png"), "/nowhere.json: cannot be read"),
+        (("report", "/nowhere.json"), "run: '/nowhere.json' cannot be read"),
+        (("paint",), "paint"),
+    ],
+)
+def test_what_cannot_be_asked_is_named(args: Sequence[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*args) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and named in told.err and "Traceback" not in told.err
+
+
+def test_a_saved_model_and_a_saved_sweep_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, sweep = tmp_path / "m.json", tmp_path / "s.json"
+    model.write_text(json.dumps(printed(capsys, "model", "--workload", "LA")))
+    sweep.write_text(json.dumps(printed(capsys, "sweep", "--budget", "512,1024,2048", "--system", "all")))
+    page = tmp_path / "m.html"
+    assert run("plot", str(model), "-o", str(page)) == 0
+    text = page.read_text()
+    assert text.count("<figure>") == 4 and "Modelled" in text and "src=\"http" not in text
+    for source, what in ((model, "energy"), (model, "speedup"), (model, "refresh"), (model, "roofline"), (sweep, "sweep")):
+        target = tmp_path / f"{what}.png"
+        assert run("plot", str(source), "-o", str(target), "--what", what) == 0
+        assert target.read_bytes().startswith(b"\x89PNG")
+    assert run("plot", str(sweep), "-o", str(tmp_path / "s.svg")) == 0
+    assert "budget N' (tokens)" in (tmp_path / "s.svg").read_text()
+    assert run("plot", str(sweep), "-o", str(tmp_path / "s.svg")) == 2
+    assert "--force" in capsys.readouterr().err
+    assert run("plot", str(sweep), "-o", str(tmp_path / "x.svg"), "--what", "roofline") == 2
+    assert "--what: there is no picture 'roofline'" in capsys.readouterr().err
+    assert not (tmp_path / "x.svg").exists()
+
+
+def test_every_component_and_system_has_a_look() -> None:
+    from llmcache.edram.energy import KINDS
+
+    assert list(KIND_LOOKS) == list(KINDS) and list(SYSTEM_LOOKS) == list(SYSTEMS)
+    assert len({colour for colour, _ in KIND_LOOKS.values()}) == len(KIND_LOOKS)
+    assert len({look.colour for look in SYSTEM_LOOKS.values()}) == len(SYSTEM_LOOKS)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda data: data.update(schema="llmcache.size/1"), "schema: 'llmcache.size/1'"),
+        (lambda data: data.pop("results"), "results: missing"),
+        (lambda data: data.update(results=[]), "results: there are none"),
+        (lambda data: data["results"][1].pop("speedup"), "results[1].speedup: missing"),
+        (lambda data: data["results"][0].update(energy_j="much"), "results[0].energy_j: 'much'"),
+        (lambda data: data["results"][0].update(energy_j=float("nan")), "results[0].energy_j: 'nan'"),
+        (lambda data: data["results"][0].update(system=3), "results[0].system: not a str"),
+        (lambda data: data["rooflines"]["Kelle+eDRAM"].pop("points"), "rooflines.Kelle+eDRAM.points: missing"),
+        (lambda data: data["results"].insert(0, 7), "results[0]: not an object"),
+    ],
+)
+def test_a_damaged_document_is_named(
+    change: Any, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = printed(capsys, "model", "--workload", "LA")
+    change(data)
+    file = tmp_path / "m.json"
+    file.write_text(json.dumps(data))
+    assert run("plot", str(file), "-o", str(tmp_path / "m.png")) == 5
+    told = capsys.readouterr()
+    assert named in told.err and str(file) in told.err and not (tmp_path / "m.png").exists()
+    file.write_bytes(b"{")
+    assert run("plot", str(file), "-o", str(tmp_path / "m.png")) == 5
+
+
+def test_a_recorded_run_is_accounted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.json"
+    changing(120).save(file)
+    found = printed(capsys, "report", str(file), "--profile", "all")
+    assert found["schema"] == "llmcache.edram-report/1" and found["kind"] == "modelled"
+    for one in found["profiles"].values():
+        assert [group["group"] for group in one["groups"]] == list(GROUPS)
+        assert sum(group["joules"] for group in one["groups"]) == pytest.approx(one["joules"], rel=1e-9)
+        assert one["watts"] == pytest.approx(one["joules"] / one["seconds"])
+    rules = {rule: one["joules"] for rule, one in found["rules"].items()}
+    assert rules["floor"] <= rules["ticks"] <= rules["ceil"] and rules["expected"] == pytest.approx(rules["ticks"], rel=0.05)
+    strategies = [found["strategies"][name]["paper"]["joules"] for name in ("kelle", "uni", "org")]
+    assert strategies == sorted(strategies) and strategies[0] == found["profiles"]["paper"]["joules"]
+    assert found["profiles"]["paper"]["joules"] / found["profiles"]["silicon"]["joules"] == pytest.approx(312, rel=0.01)
+    assert run("report", str(file), "--intervals", "1ms", "--step", "20ms", "--capacity", "1Ki", "--rule", "expected") == 0
+    told = capsys.readouterr().out
+    assert "(modelled)" in told and "every step takes 20ms" in told and "1.00 ms" in told and "of the living bytes" in told
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("--intervals", "1ms,2ms"), "--intervals: 2 durations"),
+        (("--intervals", "soon"), "--intervals: 'soon'"),
+        (("--intervals", "0"), "--intervals: hst_msb_ns: 0"),
+        (("--rule", "x"), "--rule: there is no rule 'x'"),
+        (("--profile", "x"), "--profile: there is no profile 'x'"),
+        (("--capacity", "x"), "--capacity: 'x'"),
+        (("--step", "x"), "--step: 'x'"),
+    ],
+)
+def test_what_cannot_be_accounted_is_named(
+    args: Sequence[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    changing(5).save(file)
+    assert run("report", str(file), *args) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and named in told.err
