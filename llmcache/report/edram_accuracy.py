@@ -78,7 +78,9 @@ def _variants(options: Options, setup: Setup) -> dict[str, list[Variant]]:
     if unknown := [name for name in names if name not in EXPERIMENTS]:
         raise UsageError(f"--experiment: there is no '{unknown[0]}'", f"one or more of: {','.join(EXPERIMENTS)}")
     found = {name: EXPERIMENTS[name](setup) for name in names}
-    return found | ({"flips": custom(setup, options.flips)} if options.flips else {})
+    found |= {name: EXPERIMENTS[name](setup) for name in options.flips if name in EXPERIMENTS}
+    rates = [text for text in options.flips if text not in EXPERIMENTS]
+    return found | ({"flips": custom(setup, rates)} if rates else {})
 
 
 def _record(options: Options, target: str, decoder: Decoder, asked: Questions) -> None:

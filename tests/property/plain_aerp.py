@@ -39,7 +39,8 @@ class PlainAerp:
                 for row in range(tokens):
                     weights, products = self.attention(queries[row, query], head, range(row + 1))
                     total[: row + 1] += weights if self.s.score == "softmax" else products
-            rest = sorted((p for p in range(tokens) if not self.protected(p)), key=lambda p: (-total[p], -p))
+            ranks = [self.weighed(float(total[p]), p) for p in range(tokens)]
+            rest = sorted((p for p in range(tokens) if not self.protected(p)), key=lambda p: (-ranks[p], -p))
             always = [p for p in range(tokens) if self.protected(p)]
             room = max(0, min(self.s.budget, tokens) - len(always))
             self.slots[head] = sorted(always + rest[:room])
@@ -86,10 +87,14 @@ class PlainAerp:
             self.slots[head][self.slots[head].index(victim)] = now
 
     def compared(self, head: int, position: int) -> float:
-        score, largest = self.scores[head][position], max(self.scores[head].values())
+        score = self.weighed(self.scores[head][position], position)
+        largest = max(self.weighed(other, p) for p, other in self.scores[head].items())
         if not self.s.score_bits:
             return score
         return max(0, (2**self.s.score_bits - 1) * (score / largest) // 1) if largest > 0 else 0
+
+    def weighed(self, score: float, position: int) -> float:
+        return score / (len(self.keys) - position) if self.s.per_query else score
 
     def decide(self, now: int) -> None:
         if now >= self.s.sinks:

@@ -26,6 +26,7 @@ policies = st.integers(0, 4).flatmap(
         window=st.integers(0, 10),
         score=st.sampled_from(["softmax", "logit"]),
         score_bits=st.sampled_from([0, 0, 4]),
+        per_query=st.booleans(),
         recompute=st.sampled_from(["none", "prefill", "decode"]),
         max_x=st.sampled_from([None, None, 0, 2]),
     )

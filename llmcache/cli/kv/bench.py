@@ -49,7 +49,12 @@ import click
 @click.option("--path", metavar="DIR", default="/var/tmp", show_default=True, help="Where spill files go; removed again.")
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Of each kernel [default: one per core].")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the synthetic stream.")
-@click.option("--flips", metavar="RATES", multiple=True, help="Instead: answers of --model DIR where eDRAM loses bits.")
+@click.option(
+    "--flips",
+    metavar="RATES",
+    multiple=True,
+    help="Instead: answers of --model DIR over lost bits: 2drp, uniform=1e-3, …; sided, intervals (figure 8, table 4).",
+)
 @click.option("--edram-run", metavar="RUN.json", help="Instead: record what --policy kelle keeps, for 'edram report'.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON, in bytes and nanoseconds; for 'kv plot'.")
 def command(as_json: bool, flips: tuple[str, ...], edram_run: str | None, **options: Any) -> None:

@@ -17,6 +17,8 @@ class AerpSettings:
     `budget` [N']: tokens that each key-value head keeps, of them the first `sinks` and the last `window` always.
     `score`: "softmax" sums attention weights over all queries (column sums); "logit" sums scaled products before the
     softmax (section 5.3). `score_bits`: 4 compares scores as 4-bit numbers, as section 5.1 stores them; 0: as they are.
+    `per_query`: compares scores divided by the number of queries that could attend to a token, which takes from early tokens
+    what they have gathered by their age alone; not in the paper.
     `recompute`: which tokens may be stored as x, the input of their projections: "none", those of the "prefill", or also
     those of "decode". `max_x`: at most so many are, as the array has time to recompute (None: no bound).
 
@@ -31,6 +33,7 @@ class AerpSettings:
     window: int = 64
     score: Literal["softmax", "logit"] = "softmax"
     score_bits: int = 0
+    per_query: bool = False
     recompute: Literal["none", "prefill", "decode"] = "none"
     max_x: int | None = None
 

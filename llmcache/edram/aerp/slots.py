@@ -45,7 +45,7 @@ class Slots:
         if self.newest != NONE:
             raise ValueError("sums: the layer holds tokens already, a prompt comes first")
         tokens = sums.shape[1]
-        rank = sums.astype(np.float64)
+        rank = self._weighed(sums, np.arange(tokens), tokens - 1)
         rank[:, : self.settings.sinks] = np.inf
         rank[:, max(0, tokens - self.settings.recent) :] = np.inf
         self.newest, self.count = tokens - 1, min(tokens, self.settings.budget)
@@ -79,7 +79,7 @@ class Slots:
     def _victims(self, own: Scores) -> tuple[Ints, Ints]:
         scores = np.column_stack([self.scores, own])
         positions = np.column_stack([self.positions, np.full(len(own), self.newest)])
-        scores = self._compared(scores)
+        scores = self._compared(self._weighed(scores, positions, self.newest))
         scores[_protected(positions, self.newest, self.settings)] = np.inf
         lowest = scores.min(axis=1, keepdims=True)
         oldest = np.where(scores == lowest, positions, np.iinfo(np.int64).max).argmin(axis=1)
@@ -87,10 +87,16 @@ class Slots:
         slots: Ints = np.where(oldest == self.settings.budget, NONE, oldest)
         return slots, evicted
 
+    def _weighed(self, scores: Scores, positions: Ints, newest: int) -> Scores:
+        """Returns a copy of `scores` as tokens are ranked by them."""
+        queries = newest + 1 - positions if self.settings.per_query else 1
+        weighed: Scores = scores / queries
+        return weighed
+
     def _compared(self, scores: Scores) -> Scores:
-        """Returns a copy of `scores` as precise as they are compared. Below 0 (sums of products) is 0 in so few bits."""
+        """Returns `scores` in as many bits as they are compared in; below 0 (sums of products) is 0 then."""
         if not self.settings.score_bits:
-            return np.array(scores)
+            return scores
         largest = scores.max(axis=1, keepdims=True)
         steps = 2**self.settings.score_bits - 1
         whole: Scores = np.floor(steps * np.clip(scores / np.where(largest > 0, largest, 1.0), 0, 1))
