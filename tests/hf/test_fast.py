@@ -1,12 +1,16 @@
 """Pages in a device's memory: the same rows as on the host, bytes counted, what is unused for longest goes first."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from llmcache.kv.tiers import HostFastTier
+from llmcache.kv.transformers import SpillCache, disable, enable
 from llmcache.kv.transformers.fast import TorchFastTier
 from llmcache.kv.transformers.views import as_array
+from tests.hf.tiny_models import generate, prompt, tiny
 
 CPU = torch.device("cpu")
 
@@ -58,3 +62,31 @@ def test_what_does_not_fit_is_refused() -> None:
         tier.rows(0, np.array([[[0, 1, 2]]]), np.zeros((1, 1, 3), np.int64))
     with pytest.raises(ValueError, match="pages: 0"):
         TorchFastTier(0, torch.float32, CPU)
+
+
+def test_a_cache_with_pages_on_the_device(tmp_path: Path) -> None:
+    """The device is the processor here: the same logits as without, and only pages that are not there are sent."""
+    model = enable(tiny("llama"))
+    try:
+        results, sent = [], 0
+        for pages in (None, 120):
+            with SpillCache(model.config, token_budget=96, path=tmp_path, gpu_pages=pages, threads=2) as cache:
+                results.append(generate(model, cache, prompt(200)))
+                sent = cache.traffic.bytes_between("cpu", "gpu", "attend")
+    finally:
+        disable(model)
+    assert torch.equal(results[0].sequences, results[1].sequences)
+    assert all(torch.equal(one, other) for one, other in zip(results[0].logits, results[1].logits, strict=True))
+    layers, sequences, steps, token_bytes = 3, 2, 11, 2 * 2 * 16 * 4
+    attended = layers * sequences * steps * 96 * token_bytes
+    assert 0 < sent < attended
+
+
+def test_a_gpu_tier_that_is_too_small_says_so() -> None:
+    model = enable(tiny("llama"))
+    try:
+        small = SpillCache(model.config, token_budget=96, gpu_pages=6, threads=2)
+        with small as cache, pytest.raises(ValueError, match="pages: "):
+            generate(model, cache, prompt(200))
+    finally:
+        disable(model)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from llmcache.errors import DataError, UsageError
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.transformers import SpillCache, disable, enable
 from tests.hf.tiny_models import FAMILIES, generate, prompt, single, tiny
 
@@ -34,6 +34,8 @@ def linear() -> Any:
         ({"ssd": "tape"}, "ssd"),
         ({"cpu_pages": 2, "path": "x.kv"}, "cpu_pages"),
         ({"cpu_pages": 20}, "cpu_pages"),
+        ({"gpu_pages": 0}, "gpu_pages"),
+        ({"gpu_pages": 9, "lookahead": True}, "gpu_pages"),
     ],
 )
 def test_settings(options: dict[str, Any], field: str) -> None:
@@ -78,19 +80,39 @@ def test_another_batch_without_reset() -> None:
         disable(model)
 
 
-def test_a_step_that_was_broken_off() -> None:
-    model = enable(tiny("llama"))
+def stopped_step(model: Any, cache: Any) -> None:
+    """Let a step end after its second attention."""
 
     def stop(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+    hook.remove()
+
+
+def test_a_step_that_was_broken_off_is_taken_back() -> None:
+    model = enable(tiny("llama"))
+    try:
+        results = []
+        for broken in (False, True):
+            with SpillCache(model.config, token_budget=64, threads=2) as cache:
+                model(**single(), past_key_values=cache)
+                if broken:
+                    stopped_step(model, cache)
+                results += [model(input_ids=torch.tensor([[5]]), past_key_values=cache).logits for _ in range(3)]
+    finally:
+        disable(model)
+    assert all(torch.equal(one, other) for one, other in zip(results[:3], results[3:], strict=True))
+
+
+def test_a_step_that_was_broken_off_cannot_be_taken_back_in_sliding_layers() -> None:
+    model = enable(tiny("gemma3"))
     try:
         with SpillCache(model.config, "full") as cache:
             model(**single(), past_key_values=cache)
-            hook = model.model.layers[1].mlp.register_forward_pre_hook(stop)
-            with pytest.raises(KeyboardInterrupt):
-                model(input_ids=torch.tensor([[5]]), past_key_values=cache)
-            hook.remove()
+            stopped_step(model, cache)
             with pytest.raises(DataError, match="middle of a step"):
                 model(input_ids=torch.tensor([[5]]), past_key_values=cache)
             cache.reset()
@@ -98,6 +120,35 @@ def test_a_step_that_was_broken_off() -> None:
             assert cache.get_seq_length() == 150
     finally:
         disable(model)
+
+
+def full_disk(append: Any) -> Any:
+    """Return what the store's `append` does while no page can be written."""
+
+    def failing(layer: int, *rows: Any) -> None:
+        append(layer, *rows)
+        if layer == 1:
+            raise EnvironmentProblem("No space left on device")
+
+    return failing
+
+
+def test_a_spill_that_fails_may_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full for a moment: the tokens are in memory, and the same step gives the same answer later."""
+    model = enable(tiny("llama"))
+    try:
+        results = []
+        for full in (False, True):
+            with SpillCache(model.config, token_budget=64, cpu_pages=4, path=tmp_path, threads=2) as cache:
+                model(**single(159), past_key_values=cache)
+                if full:
+                    with monkeypatch.context() as patch, pytest.raises(EnvironmentProblem):
+                        patch.setattr(cache.store, "append", full_disk(cache.store.append))
+                        model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+                results += [model(input_ids=torch.tensor([[5]]), past_key_values=cache).logits for _ in range(3)]
+    finally:
+        disable(model)
+    assert all(torch.equal(one, other) for one, other in zip(results[:3], results[3:], strict=True))
 
 
 def test_layers_do_not_change_alone() -> None:

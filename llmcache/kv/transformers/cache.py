@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import weakref
@@ -14,6 +15,7 @@ import torch
 import transformers
 from transformers.cache_utils import Cache
 
+from llmcache.errors import DataError
 from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.pipeline import NO_TIMELINE, Timeline
 from llmcache.kv.spill import KvShape
@@ -37,9 +39,10 @@ class SpillCache(Cache):
     if neither is given), sink and window included. Prompts are attended to exactly. `path`: the spill file, kept on
     `close`; a directory: a file in it that is removed then; None: all stays in memory. `ssd`: "file", or "csd" for the
     *emulated* computational SSD with `profile`. `cpu_pages` of 16 tokens per layer and sequence stay in memory (default:
-    the token budget, or 4096 tokens). `lookahead`: the next layer is evaluated and fetched while one computes; `exact`
-    False takes what an estimate of its queries chose. `options`: further settings of the policy. UsageError names a
-    setting, or a property of the model, that is not supported.
+    the token budget, or 4096 tokens); `gpu_pages` that were used lately stay in the memory of the device that the model
+    runs on, over all layers and sequences together. `lookahead`: the next layer is evaluated and fetched while one
+    computes; `exact` False takes what an estimate of its queries chose. `options`: further settings of the policy.
+    UsageError names a setting, or a property of the model, that is not supported.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class SpillCache(Cache):
         sink_tokens: int = 16,
         window_tokens: int = 32,
         cpu_pages: int | None = None,
+        gpu_pages: int | None = None,
         profile: CsdProfile = PROFILES["none"],
         lookahead: bool = False,
         exact: bool = True,
@@ -70,6 +74,7 @@ class SpillCache(Cache):
             sink_tokens,
             window_tokens,
             cpu_pages,
+            gpu_pages,
             profile,
             lookahead,
             exact,
@@ -77,7 +82,7 @@ class SpillCache(Cache):
             timeline,
         )
         name = model_name(config)
-        super().__init__(layers=spilled_layers(config, lambda layers: Conversation(settings, name, layers)))
+        super().__init__(layers=spilled_layers(config, functools.partial(Conversation, settings, name)))
         self.conversation: Conversation = next(self._spilled()).conversation
         self._finalizer = weakref.finalize(self, Conversation.close, self.conversation)
 
@@ -101,6 +106,13 @@ class SpillCache(Cache):
     def ids(self) -> Numbers:
         """Ids of the tokens [batch, tokens] that it holds; -1 for those that the model got as embeddings."""
         return self.store.ids
+
+    def check(self) -> None:
+        """DataError if a forward pass ended between a spilled layer and a sliding one: their tokens differ."""
+        for layer in self._stock():
+            if layer.get_seq_length() != self.conversation.length:
+                hint = "its sliding layers cannot go back: reset() the cache and begin anew"
+                raise DataError("cache: the model stopped in the middle of a step before", hint)
 
     # What transformers asks of a cache
 

@@ -24,6 +24,7 @@ from llmcache.kv.pipeline import KvEngine
 from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import Gathered, KvStore, Selection
+from llmcache.kv.transformers.fast import FastEngine, TorchFastTier
 from llmcache.kv.transformers.masks import cut_mask, first_tokens
 from llmcache.kv.transformers.settings import SpillSettings
 from llmcache.kv.transformers.views import as_array, as_tensor, dtype_name
@@ -63,10 +64,13 @@ class Call:
 
 
 class Conversation:
-    """A batch of sequences of equal length; begins with the first token, or as a file restores it, ends with `close`."""
+    """A batch of sequences of equal length; begins with the first token, or as a file restores it, ends with `close`.
 
-    def __init__(self, settings: SpillSettings, model: str, layers: int) -> None:
-        self.settings, self.model, self.layers = settings, model, layers
+    `layers`: how many are spilled; `alone`: the model has no others, so that a step that failed can be taken back.
+    """
+
+    def __init__(self, settings: SpillSettings, model: str, layers: int, alone: bool = True) -> None:
+        self.settings, self.model, self.layers, self.alone = settings, model, layers, alone
         self.noted: tuple[Numbers, Numbers | None] | None = None
         self._store: KvStore | None = None
         self._engine: KvEngine | None = None
@@ -110,7 +114,7 @@ class Conversation:
         """Returns the output of attention in spilled layer `layer`, and stores its keys and values."""
         self._expected = None
         engine = self._engine or self._begin(call)
-        self._check(layer, call)
+        self._check(engine, layer, call)
         if not self._done:
             self._note_padding(engine.policy, call.mask)
         whole = call.tokens > 1 or self.length == 0
@@ -121,9 +125,13 @@ class Conversation:
             engine.finish_step(*self._tokens(call.tokens))
         return output
 
-    def _check(self, layer: int, call: Call) -> None:
-        if layer in self._done:
-            raise DataError("cache: the model stopped in the middle of a step before", "reset() the cache and begin anew")
+    def _check(self, engine: KvEngine, layer: int, call: Call) -> None:
+        if self.store.layer_length(layer) > self.store.length:
+            if not self.alone:
+                hint = "its sliding layers cannot go back: reset() the cache and begin anew"
+                raise DataError("cache: the model stopped in the middle of a step before", hint)
+            self._done = set()
+            self._cut(engine, self.length)
         shape, batch = self.store.shape, self.store.batch
         if len(call.query) != batch:
             raise UsageError(f"batch: {len(call.query)} sequences, the cache has {batch}", "reset() the cache before")
@@ -187,8 +195,12 @@ class Conversation:
         if chosen.scale is None:
             chosen = dataclasses.replace(chosen, scale=call.options.get("scaling"))
         policy = settings.policy(self._store, chosen, settings.timeline)
-        app, exact = settings.lookahead, settings.exact
-        self._engine = KvEngine(self._store, policy, app=app, exact=exact, timeline=settings.timeline)
+        if settings.gpu_pages is not None:
+            tier = TorchFastTier(settings.gpu_pages, call.key.dtype, call.key.device)
+            self._engine = FastEngine(self._store, policy, tier, settings.timeline)
+        else:
+            app, exact = settings.lookahead, settings.exact
+            self._engine = KvEngine(self._store, policy, app=app, exact=exact, timeline=settings.timeline)
         return self._engine
 
     def _file(self) -> Path | None:
@@ -227,13 +239,15 @@ class Conversation:
 
     def crop(self, tokens: int) -> None:
         """Cuts every sequence to its first `tokens`."""
-        if self._store is None or tokens >= self.length:
-            return
-        if self._engine is not None:
-            self._engine.rest()
-        self._store.crop(tokens)
-        if self._engine is not None:
-            self._engine.policy.cropped(tokens)
+        if self._store is not None and tokens < self.length:
+            self._cut(self._engine, tokens)
+
+    def _cut(self, engine: KvEngine | None, tokens: int) -> None:
+        if engine is not None:
+            engine.rest()
+        self.store.crop(tokens)
+        if engine is not None:
+            engine.policy.cropped(tokens)
 
     def choose(self, index: Numbers) -> None:
         """Makes sequence i what sequence `index[i]` was; there may be more or fewer than before."""
@@ -247,6 +261,8 @@ class Conversation:
 
 
 def _tensors(gathered: Gathered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    if torch.is_tensor(gathered.keys):
+        return gathered.keys, gathered.values
     keys, values = (as_tensor(side, call.key.dtype, call.key.device) for side in (gathered.keys, gathered.values))
     return keys, values
 

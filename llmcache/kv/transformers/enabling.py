@@ -56,10 +56,11 @@ def _pairs(inner: Any) -> list[tuple[Any, Any]]:
 
 
 def _note_tokens(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Before a forward pass: tells the cache which tokens come, and where they are."""
+    """Before a forward pass: checks that the cache is whole, tells it which tokens come, and where they are."""
     cache = options.get("past_key_values")
     if not isinstance(cache, SpillCache):
         return
+    cache.check()
     ids = options.get("input_ids", arguments[0] if arguments else None)
     if not torch.is_tensor(ids):
         cache.conversation.noted = None

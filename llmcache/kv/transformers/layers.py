@@ -73,7 +73,8 @@ class SpillLayer(CacheLayerMixin):
 def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:
     """Returns the layers of a cache for a model with `config`, as transformers makes them, those of full attention spilled.
 
-    `conversation_of(n)` makes the conversation of n spilled layers. UsageError names what of the model is not supported.
+    `conversation_of(n, alone)` makes the conversation of n spilled layers; `alone`: there are no others. UsageError names
+    what of the model is not supported.
     """
     text = config.get_text_config(decoder=True)
     _check(config, text)
@@ -87,7 +88,7 @@ def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:
     if not spilled:
         hint = "such a cache is never longer than the window: use transformers' own"
         raise UsageError("sliding_window: every layer has one, there is nothing to spill", hint)
-    conversation = conversation_of(len(spilled))
+    conversation = conversation_of(len(spilled), len(spilled) == len(layers))
     for number, index in enumerate(spilled):
         layers[index] = SpillLayer(conversation, number)
     return layers

@@ -31,6 +31,7 @@ class SpillSettings:
     sink_tokens: int = 16
     window_tokens: int = 32
     cpu_pages: int | None = None
+    gpu_pages: int | None = None
     profile: CsdProfile = field(default_factory=lambda: PROFILES["none"])
     lookahead: bool = False
     exact: bool = True
@@ -38,6 +39,10 @@ class SpillSettings:
     timeline: Timeline = NO_TIMELINE
 
     def __post_init__(self) -> None:
+        if self.gpu_pages is not None and self.gpu_pages < 1:
+            raise UsageError(f"gpu_pages: {self.gpu_pages}, at least 1 is needed", "leave it out for no gpu tier")
+        if self.gpu_pages is not None and self.lookahead:
+            raise UsageError("gpu_pages: looking ahead fetches to the host, not to the gpu", "give one of the two")
         # A shape of nothing: what does not fit whatever the model is must be said now, and not within its first step.
         self.chosen.check_store(self.store_config(KvShape("none", 1, 1, 1), 1, self.path))
 
