@@ -21,6 +21,8 @@ POLICIES: dict[str, str] = {
     "prefetch": "prefetch:Prefetch",
     "leoam": "leoam:LeoAM",
     "hillinfer": "hillinfer:HillInfer",
+    "quest": "quest:Quest",
+    "icecache": "icecache:IceCache",
     "kelle": "kelle:Kelle",
 }
 _LAZY = {"KvPolicy": "base", "PolicySettings": "settings"}

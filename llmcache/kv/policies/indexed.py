@@ -1,0 +1,151 @@
+"""IndexedPolicy: what policies have in common that keep an index of keys: feeding it, padding, layers that do without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.kv.index.kept import KeyIndexes
+from llmcache.kv.index.scorers.base import Scorer
+from llmcache.kv.policies.base import Floats, KvPolicy, Positions
+from llmcache.kv.policies.settings import PolicySettings, check
+from llmcache.kv.tiers import Selection
+
+
+@dataclass(frozen=True)
+class IndexedSettings(PolicySettings):
+    """`full_layers`: how many of the first layers attend to everything (the papers: 2), whatever the budget.
+
+    `anchor_every`: every so many layers one chooses, and those behind it take its choice (IceCache's `reuse`: 3).
+    `every_steps`: every so many steps a choice is made anew, else that of the last step serves again.
+    """
+
+    full_layers: int = 0
+    anchor_every: int = 1
+    every_steps: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.full_layers >= 0, "full_layers", self.full_layers, "it is a number of layers: 0 or above")
+        check(self.anchor_every >= 1, "anchor_every", self.anchor_every, "1: every layer chooses for itself")
+        check(self.every_steps >= 1, "every_steps", self.every_steps, "1: every step chooses anew")
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What a layer chose, at which step."""
+
+    step: int
+    positions: NDArray[np.int64]
+
+
+class IndexedPolicy(KvPolicy):
+    """Feeds scorers with the keys that leave the window, and asks them; see `KeyIndexes` and the file of the policy."""
+
+    ahead = True
+    settings_class = IndexedSettings
+    indexes: KeyIndexes
+
+    def _use(self, make: Callable[[int], Scorer]) -> None:
+        """Takes the scorers that `make` returns, for tokens from a given number on."""
+        asked = self.settings
+        assert isinstance(asked, IndexedSettings)
+        self._full, self._every, self._steps = asked.full_layers, asked.anchor_every, asked.every_steps
+        self.indexes = KeyIndexes(self.store, make)
+        self.remembered += [self.indexes, _Forgets(self)]
+        self._choices: dict[int, _Choice] = {}
+
+    def anchor_of(self, layer: int) -> int:
+        """Returns the layer whose choice `layer` takes; itself if it chooses."""
+        return layer if layer < self._full else layer - (layer - self._full) % self._every
+
+    @property
+    def _starts(self) -> Positions:
+        """First token [batch] of the first page of each sequence that is indexed: behind the sink, and all of it real."""
+        lead = self.store.config.sink_pages * self.page_tokens
+        starts: Positions = np.maximum(lead, -(-self.first // self.page_tokens) * self.page_tokens)
+        return starts
+
+    def pad(self, first: Positions) -> None:
+        """Says which tokens are padding: an index of tokens that now are is forgotten."""
+        before = self._starts
+        super().pad(first)
+        for sequence in np.flatnonzero(self._starts != before):
+            self.indexes.forget(int(sequence))
+
+    def prefilled(self, layer: int, queries: Floats, start: int) -> None:
+        """Indexes what of a prefill will be in the middle, while the next layer computes; `queries` are not looked at."""
+        self._feed(layer)
+
+    def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
+        """Indexes the page that leaves the window, if one does; `selection` and `weights` are not looked at."""
+        self._feed(layer)
+
+    def _feed(self, layer: int) -> None:
+        if layer >= self._full and self.anchor_of(layer) == layer:
+            self.indexes.feed(layer, self._starts)
+
+    def select(self, layer: int, queries: Floats) -> Selection:
+        """Returns the tokens to attend to; all of the middle in the first `full_layers` layers."""
+        if layer >= self._full:
+            return super().select(layer, queries)
+        self._check(queries)
+        return Selection.of_all(self.store.middle, len(queries), self.kv_heads, self.page_tokens)
+
+    def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
+        """Returns what the layer's scorers find, or what was chosen before where that serves again."""
+        found = self._served(layer, tokens)
+        if found is None:
+            self.indexes.feed(layer, self._starts)
+            parts = [self._of_sequence(layer, sequence, asked, tokens) for sequence, asked in enumerate(queries)]
+            found = np.stack(parts)
+            self._choices[layer] = _Choice(self.store.step, found)
+        return Selection(found)
+
+    def _served(self, layer: int, tokens: int) -> NDArray[np.int64] | None:
+        """What the anchor chose at this step, or this layer not long ago, if that was enough tokens."""
+        anchor = self.anchor_of(layer)
+        choice = self._choices.get(anchor)
+        if choice is None or choice.positions.shape[2] < tokens:
+            return None
+        age = self.store.step - choice.step
+        # An anchor is asked before the layers behind it: within a step its choice is new.
+        fresh = age == 0 if anchor != layer and self._steps == 1 else age < self._steps
+        # Of a budget the tail takes a token more at each step: the first of the choice make room.
+        return choice.positions[..., -tokens:] if fresh and (anchor != layer or age > 0) else None
+
+    def _of_sequence(self, layer: int, sequence: int, queries: Floats, tokens: int) -> NDArray[np.int64]:
+        """`tokens` tokens of the middle [kv_heads, tokens], ascending.
+
+        The first tokens behind padding are as a sink: of the page that they share with it all are taken. Padding itself is
+        taken only where there is nothing else, the last of it first.
+        """
+        size, lead = self.page_tokens, self.store.middle.start * self.page_tokens
+        start, first = int(self._starts[sequence]), int(self.first[sequence])
+        forced = np.arange(start - size if self.whole_pages else first, start) if lead < first < start else np.arange(0)
+        scorer = self.indexes.scorers[layer][sequence]
+        has = 0 if scorer is None else len(scorer)
+        forced = forced[:tokens]
+        rest = min(has, tokens - len(forced))
+        best = np.empty((self.kv_heads, 0), np.int64) if scorer is None or not rest else scorer.top(queries, rest)
+        padding = np.arange(lead, (int(forced[0]) if len(forced) else start))[::-1][: tokens - len(forced) - rest][::-1]
+        sides = [np.broadcast_to(side, (self.kv_heads, len(side))) for side in (padding, forced)]
+        return np.concatenate([*sides, best], axis=1)
+
+
+class _Forgets:
+    """Choices are of the sequences as they were: after a change none serves again."""
+
+    def __init__(self, policy: IndexedPolicy) -> None:
+        self._policy = policy
+
+    def crop(self, tokens: int) -> None:
+        """Forgets all choices."""
+        self._policy._choices.clear()
+
+    def reorder(self, index: Positions) -> None:
+        """Forgets all choices."""
+        self._policy._choices.clear()

@@ -1,0 +1,40 @@
+"""Quest: pages by the bounds that their smallest and largest numbers give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmcache.kv.index.scorers.base import ScorerSettings
+from llmcache.kv.index.scorers.quest import Quest as QuestScorer
+from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
+from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
+from llmcache.kv.policies.settings import PolicySettings
+from llmcache.kv.tiers import KvStore
+
+
+@dataclass(frozen=True)
+class QuestSettings(IndexedSettings):
+    """Settings of Quest: those of all policies that keep an index."""
+
+
+class Quest(IndexedPolicy):
+    """Quest: the pages whose keys could have the largest products, without a look at the keys.
+
+        select:   bounds of all pages of the middle, from the smallest and largest number of each channel; the best pages
+        attended: summaries of the pages that have left the window
+
+    Summaries, 2 of a page's 16 rows of keys as float32, stay in the host's memory.
+
+    Source: Tang et al., Quest, ICML 2024, section 3; baseline of icecache.txt, sections 2.2 and 5.
+    Differs from Quest: there, the first two layers attend to all; here, only if `full_layers` says so.
+    """
+
+    name = "quest"
+    title = "Quest"
+    whole_pages = True
+    settings_class = QuestSettings
+
+    def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:
+        super().__init__(store, settings, timeline)
+        knobs = ScorerSettings(combine=self.settings.combine, threads=store.config.threads)
+        self._use(lambda first: QuestScorer(store.shape, first, knobs))

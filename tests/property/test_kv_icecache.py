@@ -1,0 +1,223 @@
+"""IceCache and Quest over a store: what is indexed when, what is chosen, and what serves again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.kv.index.dci import DciSettings
+from llmcache.kv.index.dci.checking import fault_of
+from llmcache.kv.index.scorers.auto import Auto
+from llmcache.kv.index.scorers.base import Scorer
+from llmcache.kv.index.scorers.dci import Dci
+from llmcache.kv.policies import PolicySettings
+from llmcache.kv.policies.icecache import IceCache, IceCacheSettings
+from llmcache.kv.policies.indexed import IndexedPolicy
+from llmcache.kv.policies.quest import QuestSettings
+from llmcache.kv.tiers import KvStore
+from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, PAGE, Array, Case, Run, running
+
+CASE = Case(batch=2)
+BUDGET = IceCacheSettings(token_budget=128, scorer="dci")
+SMALL_TREES = DciSettings(first_promotion=0.2, promotion=0.3)
+
+
+def policy_of(run: Run) -> IndexedPolicy:
+    assert isinstance(run.policy, IndexedPolicy)
+    return run.policy
+
+
+def scorer_of(run: Run, layer: int, sequence: int) -> Scorer:
+    found = policy_of(run).indexes.scorers[layer][sequence]
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("scorer", ["dci", "exact", "quest", "auto"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_prefill_is_indexed_before_its_step_is_over_and_pages_follow_as_they_leave(
+    scorer: str, dtype: str, tmp_path: Path
+) -> None:
+    case = replace(CASE, dtype=dtype)
+    with running("icecache", IceCacheSettings(token_budget=128, scorer=scorer), case, tmp_path) as run:
+        # 300 tokens: 18 whole pages, the first is sink, the last two are window; `prefilled` came before `commit`.
+        assert [scorer_of(run, layer, 1).end for layer in range(LAYERS)] == [256, 256]
+        ends = []
+        for _ in range(24):
+            run.step()
+            ends.append(scorer_of(run, 0, 0).end)
+        assert ends == [256] * 3 + [272] * 16 + [288] * 5
+        assert policy_of(run).indexes.size_bytes > 0
+
+
+def test_the_index_holds_the_keys_that_were_appended(tmp_path: Path) -> None:
+    with running("icecache", replace(BUDGET, dci=SMALL_TREES), CASE, tmp_path) as run:
+        for _ in range(20):
+            run.step()
+        tree = scorer_of(run, 1, 1)
+        assert isinstance(tree, Dci)
+        for head, index in enumerate(tree.heads.indexes):
+            wanted = run.keys[1][1, head, 16 : tree.end]
+            assert fault_of(index.tree) is None
+            assert np.abs(index.keys(np.arange(16, tree.end)) - wanted).max() <= 2.0**-10 * np.abs(wanted).max()
+
+
+def test_int8_is_indexed_once_its_step_is_over(tmp_path: Path) -> None:
+    case = replace(CASE, pool=None, dtype="int8")
+    keys = np.random.default_rng(0).integers(-127, 128, (2, KV_HEADS, 320, 16)).astype(np.int8)
+    scales = np.random.default_rng(1).uniform(0.01, 0.02, (2, KV_HEADS, 320)).astype(np.float32)
+    with KvStore(case.config(tmp_path)) as store:
+        policy = IceCache(store, BUDGET)
+        for layer in range(LAYERS):
+            store.append(layer, keys, keys, scales, scales)
+            policy.prefilled(layer, np.zeros((2, 4, 320, 16), np.float32), 0)
+        ids = np.zeros((2, 320), np.int64)
+        store.commit(ids, ids)
+        queries = case.queries(0, 0)
+        found = policy.select(0, queries).positions
+        scores = np.einsum("bhgd,bhtd->bhgt", queries.reshape(2, KV_HEADS, 2, 16), keys * scales[..., None])
+        short = (scores - scores[..., 16:288].max(axis=3, keepdims=True)).max(axis=2)
+        for b in range(2):
+            for h in range(KV_HEADS):
+                wanted = 16 + np.argsort(-short[b, h, 16:288])[: found.shape[2]]
+                assert len(np.intersect1d(found[b, h], wanted)) >= found.shape[2] - 2
+
+
+def test_the_tree_chooses_nearly_what_a_scan_does(tmp_path: Path) -> None:
+    """One query a head, so that nothing is to be united; in a small context a tree is looked through whole."""
+    found: dict[str, list[Array]] = {}
+    for scorer in ("dci", "exact"):
+        (tmp_path / scorer).mkdir()
+        settings = replace(BUDGET, scorer=scorer)
+        with running("icecache", settings, replace(CASE, heads=KV_HEADS), tmp_path / scorer) as run:
+            found[scorer] = [selection.positions for _ in range(4) for selection, _ in run.step()]
+    for one, other in zip(found["dci"], found["exact"], strict=True):
+        same = [len(np.intersect1d(one[b, h], other[b, h])) for b in range(2) for h in range(KV_HEADS)]
+        assert np.mean(same) > 0.98 * one.shape[2]
+
+
+def test_the_first_layers_attend_to_all_and_layers_behind_an_anchor_to_what_it_chose(tmp_path: Path) -> None:
+    with running("icecache", replace(BUDGET, full_layers=1), CASE, tmp_path) as run:
+        first, second = (run.policy.select(layer, run.queries(layer)) for layer in range(2))
+        assert first.count == len(run.store.middle) * PAGE and second.count == 128 - (300 - 240)
+        assert policy_of(run).indexes.scorers[0] == [None, None], "no index where none is asked"
+    (tmp_path / "b").mkdir()
+    with running("icecache", replace(BUDGET, anchor_every=3), CASE, tmp_path / "b") as run:
+        for _ in range(3):
+            (anchor, _), (behind, _) = run.step()
+            assert np.array_equal(anchor.positions, behind.positions)
+        assert policy_of(run).indexes.scorers[1] == [None, None]
+        alone = run.policy.select(1, run.queries(1))
+        assert not np.array_equal(alone.positions, behind.positions), "its anchor was not asked at this step"
+    reuse = IceCacheSettings.reuse(token_budget=128)
+    assert (reuse.full_layers, reuse.anchor_every, reuse.token_budget) == (2, 3, 128)
+    (tmp_path / "c").mkdir()
+    with running("icecache", reuse, CASE, tmp_path / "c") as run:
+        anchors = [policy_of(run).anchor_of(layer) for layer in range(10)]
+        assert anchors == [0, 1, 2, 2, 2, 5, 5, 5, 8, 8]
+
+
+@pytest.mark.parametrize("settings", [replace(BUDGET, every_steps=3), QuestSettings(token_budget=144, every_steps=3)])
+def test_a_choice_serves_for_some_steps(settings: PolicySettings, tmp_path: Path) -> None:
+    name = "quest" if isinstance(settings, QuestSettings) else "icecache"
+    with running(name, settings, replace(CASE, context=305), tmp_path) as run:
+        chosen = [run.step()[0][0].positions for _ in range(3)]
+        for later in chosen[1:]:
+            assert np.array_equal(later, chosen[0][..., -later.shape[2] :])
+        lost = 0 if name == "quest" else 2  # the tail has taken them
+        assert chosen[0].shape[2] - chosen[2].shape[2] == lost
+        anew = run.step()[0][0].positions
+        assert not np.array_equal(anew, chosen[0][..., -anew.shape[2] :])
+        run.reorder([1, 0])
+        again = run.policy.select(0, run.queries(0)).positions
+        assert not np.array_equal(again[::-1], chosen[0])
+
+
+def test_forks_share_an_index_until_one_gets_a_page_of_its_own(tmp_path: Path) -> None:
+    with running("icecache", BUDGET, CASE, tmp_path) as run:
+        run.reorder([1, 1])
+        assert scorer_of(run, 0, 0) is scorer_of(run, 0, 1)
+        size = policy_of(run).indexes.size_bytes
+        for _ in range(4):
+            run.step()
+        assert scorer_of(run, 0, 0) is not scorer_of(run, 0, 1)
+        assert scorer_of(run, 0, 0).end == scorer_of(run, 0, 1).end == 272
+        assert policy_of(run).indexes.size_bytes > 1.5 * size
+        for sequence in range(2):
+            tree = scorer_of(run, 0, sequence)
+            assert isinstance(tree, Dci)
+            assert np.abs(tree.heads.indexes[0].keys(np.arange(16, 272)) - run.keys[0][sequence, 0, 16:272]).max() < 0.01
+
+
+@pytest.mark.parametrize("name", ["icecache", "quest"])
+def test_padding_is_chosen_last_and_what_follows_it_always(name: str, tmp_path: Path) -> None:
+    with running(name, PolicySettings(token_budget=144), CASE, tmp_path, first=100) as run:
+        for _ in range(3):
+            found = run.policy.select(0, run.queries(0)).positions
+            real = found[found >= 100].size / found[:, :, 0].size
+            assert real >= found.shape[2] - (4 if name == "quest" else 0), "Quest takes the page of the first tokens whole"
+            assert all(np.isin(np.arange(100, 112), found[b, h]).all() for b in range(2) for h in range(KV_HEADS))
+            run.step()
+    (tmp_path / "b").mkdir()
+    with running(name, PolicySettings(token_budget=240), CASE, tmp_path / "b", first=230) as run:
+        found = run.policy.select(0, run.queries(0)).positions
+        expected = np.arange(256 - found.shape[2], 256)
+        assert (found == expected).all(), "padding only as far as there is nothing else, the last of it first"
+
+
+def test_padding_that_is_told_later_is_not_in_the_index(tmp_path: Path) -> None:
+    with running("icecache", BUDGET, CASE, tmp_path) as run:
+        run.policy.pad(np.array([0, 100]))
+        assert policy_of(run).indexes.scorers[0][1] is None and scorer_of(run, 0, 0).first == 16
+        run.policy.select(0, run.queries(0))
+        assert scorer_of(run, 0, 1).first == 112
+
+
+def test_an_index_is_saved_beside_the_file_and_goes_on(tmp_path: Path) -> None:
+    with running("icecache", BUDGET, CASE, tmp_path) as run:
+        run.step()
+        policy = run.policy
+        assert isinstance(policy, IceCache)
+        run.store.save()
+        assert policy.save_index() == (tmp_path / "dci-kv.spill").stat().st_size
+        queries = run.queries(0)
+        wanted = policy.select(0, queries).positions
+    with KvStore.restore(tmp_path / "kv.spill", CASE.config(tmp_path)) as store:
+        again = IceCache(store, BUDGET)
+        assert again.load_index() == LAYERS * 2 * KV_HEADS
+        before = store.traffic.to_json()
+        assert np.array_equal(again.select(0, queries).positions, wanted)
+        assert store.traffic.to_json() == before, "no key was read to choose"
+        store.crop(290)
+        with pytest.raises(DataError, match="tokens: the index is of 301, the spill file of 290"):
+            IceCache(store, BUDGET).load_index()
+        (tmp_path / "dci-kv.spill").unlink()
+        with pytest.raises(EnvironmentProblem, match="reading an index"):
+            again.load_index()
+
+
+def test_without_a_file_there_is_nothing_to_save_beside(tmp_path: Path) -> None:
+    with running("icecache", BUDGET, replace(CASE, pool=None), tmp_path) as run:
+        policy = run.policy
+        assert isinstance(policy, IceCache)
+        with pytest.raises(UsageError, match="path: "):
+            policy.save_index()
+
+
+def test_auto_says_what_it_uses(tmp_path: Path) -> None:
+    with running("icecache", IceCacheSettings(token_budget=128), CASE, tmp_path) as run:
+        run.step()
+        assert isinstance(run.policy, IceCache) and isinstance(scorer_of(run, 0, 0), Auto)
+        assert all(why.startswith("exact: 240 keys of 16") for why in run.policy.whys)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("scorer", "hnsw"), ("full_layers", -1), ("anchor_every", 0), ("every_steps", 0)]
+)
+def test_settings_out_of_range_are_named(field: str, value: object) -> None:
+    with pytest.raises(UsageError, match=rf"^{field}: "):
+        IceCacheSettings(**{field: value})  # type: ignore[arg-type]
