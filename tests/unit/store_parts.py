@@ -59,15 +59,24 @@ class Plain:
     def append(self, store: KvStore, tokens: int, seed: int) -> None:
         """Append to all layers of both, in another order each time."""
         for layer in np.random.default_rng(seed).permutation(self.shape.layers).tolist():
-            rows = self.rows(layer, tokens, seed)
-            self.layers[layer] = [np.concatenate(pair, axis=2) for pair in zip(self.layers[layer], rows, strict=True)]
-            store.append(layer, *rows)
+            store.append(layer, *self.grow(layer, tokens, seed))
+
+    def grow(self, layer: int, tokens: int, seed: int) -> list[Rows]:
+        """Append to a layer of this alone; return what."""
+        rows = self.rows(layer, tokens, seed)
+        self.layers[layer] = [np.concatenate(pair, axis=2) for pair in zip(self.layers[layer], rows, strict=True)]
+        return rows
 
     def commit(self, store: KvStore, tokens: int, seed: int) -> None:
         """End the step of both."""
+        ids = self.grow_ids(tokens, seed)
+        store.commit(ids, ids + 7)
+
+    def grow_ids(self, tokens: int, seed: int) -> Numbers:
+        """Append to the ids of this alone; return which."""
         ids = seed + np.arange(tokens) + 1000 * np.arange(len(self.ids))[:, None]
         self.ids = np.concatenate([self.ids, ids], axis=1)
-        store.commit(ids, ids + 7)
+        return ids
 
     def step(self, store: KvStore, tokens: int, seed: int = 0) -> None:
         """Append and commit."""

@@ -276,8 +276,7 @@ def test_one_thread_looks_ahead_while_another_appends(make: Make) -> None:
         assert not worker.is_alive() and len(results) == 2
         store.append(1, *rows[1])
         for layer in (0, 1):
-            pairs = zip(plain.layers[layer], rows[layer], strict=True)
-            plain.layers[layer] = [np.concatenate(pair, axis=2) for pair in pairs]
+            plain.grow(layer, 1, step)
         plain.check(0, mine)
         plain.check(1, store.gather(1, staged=results[0]))
         plain.commit(store, 1, step)

@@ -1,0 +1,369 @@
+"""KvStore when the disk is full, pages rot, the device or the process dies: typed errors, and no token lost or wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError
+from llmcache.kv.csd import CsdProfile
+from llmcache.kv.csd.wire import HostEnd
+from llmcache.kv.spill import KvShape, SpillReader
+from llmcache.kv.spill.raw import RawFile, problem
+from llmcache.kv.tiers import KvStore, Selection, StoreConfig
+from llmcache.kv.tiers.ssd import CsdTier
+from tests.unit.kv_parts import flip
+from tests.unit.store_parts import Plain, crash, shape_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = shape_of()
+KINDS = pytest.mark.parametrize("ssd", ["file", "csd"])
+Make = Callable[..., tuple[KvStore, Plain]]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Make a store over tmp/a.kv with `tokens` in it; whatever a test does, its process is gone afterwards."""
+    made: list[KvStore] = []
+
+    def build(tokens: int = 0, batch: int = 1, path: Path | None = None, **options: Any) -> tuple[KvStore, Plain]:
+        ends: dict[str, Any] = {"sink_tokens": 4, "window_tokens": 8, "cpu_pages": 5, "threads": 1}
+        store = KvStore(StoreConfig(SHAPE, batch, path=path or tmp_path / "a.kv", **{**ends, **options}))
+        made.append(store)
+        plain = Plain(SHAPE, batch)
+        if tokens:
+            plain.step(store, tokens)
+        return store, plain
+
+    yield build
+    for store in made:
+        crash(store)
+
+
+def again(store: KvStore) -> KvStore:
+    """Restore what a store has left."""
+    assert store.config.path is not None
+    return KvStore.restore(store.config.path, store.config)
+
+
+def everything(store: KvStore) -> Selection:
+    return Selection.of_all(store.middle, store.batch, SHAPE.kv_heads, SHAPE.page_tokens)
+
+
+def device_of(store: KvStore) -> Any:
+    assert store._spiller is not None and isinstance(store._spiller.ssd, CsdTier)
+    return store._spiller.ssd.device
+
+
+@KINDS
+def test_a_disk_that_is_full(tmp_path: Path, make: Make, ssd: str) -> None:
+    """A real file system of 10 MiB: what cannot be written stays in memory, and follows once there is space."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a small tmpfs needs root")
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", small], check=False).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        (small / "ballast").write_bytes(bytes(1_000_000))
+        store, plain = make(40, path=small / "a.kv", ssd=ssd)
+        for layer in (0, 1):
+            with pytest.raises(EnvironmentProblem, match="no space left") as caught:
+                store.append(layer, *plain.grow(layer, 3000, 1))
+            assert caught.value.hint and caught.value.exit_code == 3
+        plain.commit(store, 3000, 1)  # many tokens fit the extent that they have
+        plain.check_all(store)
+        with pytest.raises(EnvironmentProblem, match="no space left"):
+            store.spill()
+        assert sorted(os.listdir(small)) == ["a.kv", "ballast"], "nothing is left behind"
+        (small / "ballast").unlink()
+        subprocess.run(["mount", "-o", "remount,size=60m", small], check=True)
+        store.spill()
+        plain.step(store, 5, seed=2)
+        plain.check_all(store)
+        assert store._core.pools[0].used <= 7, "and no more than the bound stays in memory"
+        store.save()
+        store.close()
+        with again(store) as found:
+            plain.check_all(found)
+            assert found.restored is not None and found.restored.may_be_lost == 0
+    finally:
+        crash(store)
+        subprocess.run(["umount", small], check=True)
+
+
+def test_errors_at_any_write_lose_nothing(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The n-th write fails once, for every n: each call is done in memory, and the file follows."""
+    write = RawFile.write
+    left = [0]
+
+    def failing(self: RawFile, data: Any, offset: int, direct: bool = False) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise problem(self.path, "spilling", OSError(errno.ENOSPC, "full"))
+        write(self, data, offset, direct)
+
+    monkeypatch.setattr(RawFile, "write", failing)
+    for after in range(1, 400):
+        failed = _story(make, left, after)
+        (tmp_path / "a.kv").unlink()
+        (tmp_path / "tables-a.kv").unlink(missing_ok=True)
+        if not failed:
+            assert after > 60
+            return
+    raise AssertionError("never got through")
+
+
+def _story(make: Make, left: list[int], after: int) -> bool:
+    """Everything that writes; returns whether the write number `after` was among it."""
+    left[0] = 0
+    store, plain = make(6, batch=2)
+    left[0] = after
+
+    def tried(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except LlmcacheError as error:
+            assert error.exit_code == 3 and "no space left" in error.message
+
+    for step, tokens in enumerate((10, 1, 3, 5)):
+        for layer in (1, 0):
+            tried(partial(store.append, layer, *plain.grow(layer, tokens, step)))
+        tried(partial(plain.commit, store, tokens, step))
+        plain.check_all(store)
+        if step == 1:
+            tried(lambda: store.reorder(np.array([1, 1])))
+            plain.choose(np.array([1, 1]))
+        if step == 2:
+            tried(store.save)
+    plain.check_all(store)
+    tried(lambda: store.crop(17))
+    plain.crop(17)
+    plain.check_all(store)
+    failed = left[0] <= 0
+    left[0] = 0
+    store.save()
+    plain.check_all(store)
+    store.close()
+    with again(store) as found:
+        plain.check_all(found)
+        assert (found.ids == plain.ids).all()
+    return failed
+
+
+@KINDS
+def test_pages_that_rot_are_not_served(make: Make, ssd: str) -> None:
+    store, plain = make(80, ssd=ssd)
+    assert store._spiller is not None and store.config.path is not None
+    store._spiller.ssd.flush()
+    with SpillReader.open(store.config.path) as file:
+        place = file.key_ranges(0, 1)[0].offset + 4096 * 9 + 77
+    flip(store.config.path, place)
+    queries = np.ones((2, 8), np.float32)
+    for call in (
+        lambda: store.gather(1, everything(store)),
+        lambda: store.stage(1, everything(store)),
+        lambda: store.read_keys(1, 0, np.array([9])),
+        lambda: list(store.score_ssd(1, 0, queries)),
+    ):
+        with pytest.raises(DataError, match="keys: the checksum of page 9") as caught:
+            call()
+        assert caught.value.exit_code == 5 and caught.value.hint
+    store.move_down(1, 0, np.array([17]))
+    with pytest.raises(DataError, match="page 9"):
+        store.move_up(1, 0, np.array([9]))
+    plain.check(0, store.gather(0, everything(store)))
+    found = store.gather(1, Selection.of_pages(np.full((1, 2, 1), 8), 4))
+    plain.check(1, found)
+    assert list(store.score_ssd(1, 0, queries, np.array([8, 10])))
+
+
+def test_a_file_that_was_cut(make: Make) -> None:
+    store, plain = make(80)
+    assert store.config.path is not None
+    os.truncate(store.config.path, store.config.path.stat().st_size // 4)
+    with pytest.raises(DataError, match="ends at"):
+        store.gather(1, everything(store))
+    plain.check(1, store.gather(1, Selection.none(1, 2)))
+
+
+def test_a_device_killed_while_it_scores(make: Make) -> None:
+    slow = CsdProfile("slow", 20e6, 1e9, 1e9, 0, fdm_bytes=1 << 17, buffer_bytes=1 << 14, throttle=True)
+    store, plain = make(2000, ssd="csd", profile=slow)
+    blocks = store.score_ssd(1, 0, np.ones((2, 8), np.float32), block_tokens=8)
+    next(blocks)
+    os.kill(device_of(store).pid, signal.SIGKILL)
+    with pytest.raises(EnvironmentProblem, match="ended by signal 9") as caught:
+        list(blocks)
+    assert caught.value.hint and "restart" in caught.value.hint
+    with pytest.raises(EnvironmentProblem, match="not running"):
+        store.gather(1, Selection.of_pages(np.full((1, 2, 1), 8), 4))
+    store.restart_device()
+    plain.check(1, store.gather(1, everything(store)))
+    scored = {int(position) for block in store.score_ssd(1, 0, np.ones((2, 8), np.float32)) for position in block.positions}
+    assert len(scored) == 4 * (len(store.middle) - 2), "all that is not in the pool"
+
+
+@pytest.mark.parametrize("messages", [0, 1, 2])
+def test_a_device_killed_while_it_gathers(make: Make, monkeypatch: pytest.MonkeyPatch, messages: int) -> None:
+    store, plain = make(80, ssd="csd")
+    receive = HostEnd.receive
+    left = [messages]
+
+    def dying(self: HostEnd) -> Any:
+        if left[0] == 0:
+            device = device_of(store)
+            os.kill(device.pid, signal.SIGKILL)
+            device._process.wait()
+            while self._socket.recv(1 << 16):  # what was under way is lost with it
+                pass
+        left[0] -= 1
+        return receive(self)
+
+    monkeypatch.setattr(HostEnd, "receive", dying)
+    with pytest.raises(EnvironmentProblem, match="emulated device ended by signal 9"):
+        store.gather(1, everything(store))
+    monkeypatch.undo()
+    store.restart_device()
+    plain.check_all(store)
+
+
+def test_a_device_killed_before_it_acknowledges(make: Make) -> None:
+    store, plain = make(39, ssd="csd", batch=2)
+    device = device_of(store)
+    send = device._end.send
+
+    def last(command: dict[str, Any], arrays: list[Any]) -> None:
+        send(command, arrays)
+        time.sleep(0.2)  # it may write, or not
+        os.kill(device.pid, signal.SIGKILL)
+
+    device._end.send = last
+    with pytest.raises(EnvironmentProblem, match="signal 9"):
+        plain.step(store, 1, seed=1)
+    other = 0 if store.layer_length(0) == 39 else 1
+    with pytest.raises(EnvironmentProblem, match="not running"):
+        store.append(other, *plain.grow(other, 1, 1))
+    with pytest.raises(EnvironmentProblem, match="not running"):
+        plain.commit(store, 1, 1)
+    store.restart_device()
+    plain.step(store, 9, seed=2)
+    plain.check_all(store)
+    store.close()
+    with again(store) as found:
+        plain.crop(48)
+        plain.check_all(found)
+
+
+@KINDS
+def test_the_spill_file_of_another_model(make: Make, ssd: str, tmp_path: Path) -> None:
+    store, _ = make(40, ssd=ssd)
+    store.close()
+    other = KvShape("other", 2, 2, 8, page_tokens=4)
+    files = sorted(os.listdir(tmp_path))
+    with pytest.raises(DataError, match="another model's spill file") as caught:
+        KvStore.restore(tmp_path / "a.kv", StoreConfig(other, ssd=ssd))
+    assert "'tiny', not 'other'" in caught.value.message and sorted(os.listdir(tmp_path)) == files
+    with pytest.raises(EnvironmentProblem, match="opening"):
+        KvStore.restore(tmp_path / "b.kv", StoreConfig(SHAPE, ssd=ssd))
+    children = psutil.Process().children()
+    assert not [child for child in children if "llmcache.kv.csd.device" in child.cmdline()]
+
+
+def test_page_tables_that_are_damaged(make: Make, tmp_path: Path) -> None:
+    store, _ = make(40, batch=2)
+    store.reorder(np.array([1, 0]))
+    store.close()
+    tables = tmp_path / "tables-a.kv"
+    good = tables.read_text()
+    for bad in ("", good[:-5], good.replace("tables/1", "tables/2"), good.replace('"saved"', '"safe"')):
+        tables.write_text(bad)
+        with pytest.raises(DataError, match="page tables: "):
+            again(store)
+    tables.write_text(good)
+    again(store).close()
+
+
+def test_a_file_is_replaced_with_its_tables(make: Make, tmp_path: Path) -> None:
+    store, _ = make(40, batch=2)
+    store.reorder(np.array([1, 0]))
+    store.close()
+    other, plain = make(8, force=True)
+    assert os.listdir(tmp_path) == ["a.kv"]
+    other.close()
+    with again(other) as found:
+        plain.check_all(found)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import numpy as np
+from llmcache.kv.tiers import KvStore, StoreConfig
+from tests.unit.store_parts import Plain, shape_of
+store = KvStore(StoreConfig(shape_of(), 2, 4, 8, cpu_pages=5, path=Path(sys.argv[1]), ssd=sys.argv[2], threads=1))
+plain = Plain(shape_of(), 2)
+for seed in range(10_000):
+    plain.step(store, 3, seed)
+    if seed == 10:
+        store.reorder(np.array([1, 1]))
+    print(store.length, flush=True)
+"""
+
+
+@KINDS
+def test_a_process_that_is_killed(tmp_path: Path, ssd: str) -> None:
+    path = tmp_path / "a.kv"
+    command = [sys.executable, "-c", WRITER, str(path), ssd]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        while int(writer.stdout.readline()) < 90:
+            pass
+        writer.kill()
+        told = int((writer.stdout.read().split() or ["90"])[-1])
+    plain = Plain(SHAPE, 2)
+    for seed in range(told // 3 + 1):
+        for layer in (0, 1):
+            plain.grow(layer, 3, seed)
+        plain.grow_ids(3, seed)
+        if seed == 10:
+            plain.choose(np.array([1, 1]))
+    config = StoreConfig(SHAPE, 2, 4, 8, cpu_pages=5, path=path, ssd=ssd, threads=1)
+    store = _restored_once_free(path, config)
+    try:
+        restored = store.restored
+        assert restored is not None and told // 4 * 4 <= store.length <= told + 3 and restored.may_be_lost == 3
+        plain.crop(store.length)
+        assert (store.ids == plain.ids).all()
+        plain.check_all(store)
+        plain.step(store, 9, seed=1)
+        plain.check_all(store)
+        assert sorted(os.listdir(tmp_path)) == ["a.kv", "tables-a.kv"]
+    finally:
+        store.discard()
+    assert not os.listdir(tmp_path)
+
+
+def _restored_once_free(path: Path, config: StoreConfig) -> KvStore:
+    """A device outlives its host by the moment it takes to flush; until then the file is locked."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return KvStore.restore(path, config)
+        except EnvironmentProblem as error:
+            if "another process writes" not in error.message or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
