@@ -123,8 +123,10 @@ class SpillCache(Cache):
     def reset(self) -> None:
         """Forgets everything: a new conversation may begin, of another batch too."""
         self.conversation.close()
-        for layer in self._stock():
-            layer.reset()
+        # Before transformers 5 a sliding layer that is reset keeps as many zeros as it had keys: new ones are made.
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, SpillLayer):
+                self.layers[index] = type(layer)(sliding_window=layer.sliding_window)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Makes sequence i what sequence `beam_idx[i]` was; pages are shared, not copied."""
