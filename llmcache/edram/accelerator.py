@@ -1,8 +1,8 @@
 """The accelerator model: latency and energy of configurations, by component. Everything it returns is modelled.
 
 A roofline of bytes and cycles with constants from the paper (`constants`, `systems`) and no factor fitted to its results.
-Assumed, as the paper does not say: DRAM gives its whole bandwidth, loads overlap with computing, the first bytes of the
-KV cache stay on the chip for all steps.
+Assumed, as the paper does not say: DRAM gives its whole bandwidth, loads overlap with computing, as much of the KV cache
+as fits stays on the chip for all steps, and all of the KV eDRAM is refreshed all the time, in groups of equal size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.edram.columns import Array, Columns, Configuration, columns_of
-from llmcache.edram.decode import RESOURCES, Step, step_of, waits
+from llmcache.edram.decode import RESOURCES, step_of, waits
 from llmcache.edram.energy import KINDS, REFRESH, energy_of
 from llmcache.edram.prefill import Prefill, prefill_of
 from llmcache.edram.recompute import recompute_share
@@ -109,7 +109,7 @@ def evaluate(configurations: Sequence[Configuration], groups: int | None = GROUP
     step = step_of(columns, steps, share)
     waited = waits(columns, step)
     step_s = _sum(waited.values())
-    peak = _peak_bytes(columns, steps, step)
+    peak = _peak_bytes(columns, steps, share)
     return Outcomes(
         _latencies(prefill, steps, waited),
         energy_of(columns, steps, step, step_s, prefill),
@@ -138,13 +138,14 @@ def _total(steps: Steps, values: Array) -> Array:
     return np.asarray((steps.count * values).sum(axis=1))
 
 
-def _peak_bytes(columns: Columns, steps: Steps, step: Step) -> Array:
-    """Returns what weights and KV cache need after the last step ([n]).
+def _peak_bytes(columns: Columns, steps: Steps, share: Array) -> Array:
+    """Returns what weights and KV cache need after the last step ([n]), inputs in place of `share` of the cached tokens.
 
     The prefill needs no more: with eviction, a layer's cache is reduced before the next layer is computed (section 8.4.1).
     """
     end = columns.context + columns.decode
-    last = np.where(columns.evict, np.minimum(end, columns.budget), end)[:, 0]
-    per_token = np.where(steps.count > 0, step.stored_bytes / steps.cached, 0)
-    final = np.take_along_axis(per_token, (steps.cached * (steps.count > 0)).argmax(axis=1)[:, None], axis=1)[:, 0]
-    return np.asarray(columns.stored_weights[:, 0] + final * last)
+    last = np.where(columns.evict, np.minimum(end, columns.budget), end)
+    latest = (steps.cached * (steps.count > 0)).argmax(axis=1)[:, None]
+    final = np.take_along_axis(share, latest, axis=1)
+    token_bytes = columns.layers * ((1 - final) * columns.kv_layer_bytes + final * columns.x_layer_bytes)
+    return np.asarray(columns.stored_weights + columns.batch * last * token_bytes)[:, 0]

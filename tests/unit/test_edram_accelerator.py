@@ -209,3 +209,12 @@ def test_what_cannot_be_is_named(make: object, named: str) -> None:
     assert callable(make)
     with pytest.raises(ValueError, match=named):
         make()
+
+
+def test_stored_inputs_need_memory_however_they_are_declared() -> None:
+    """Of LLaMA2-7B an input has half the bytes of keys and values; with declared costs it moves none, but lies somewhere."""
+    one = outcome(system=SYSTEMS["AERP+SRAM"].with_recompute("declared"))
+    plain = outcome(system="AEP+SRAM")
+    cache = 16 * 2048 * MODELS["llama2-7b"].kv_bytes
+    assert plain.peak_bytes - one.peak_bytes == pytest.approx(cache * one.recompute_share / 2)
+    assert one.latencies_s["dram_kv"] == pytest.approx(plain.latencies_s["dram_kv"] * (1 - one.recompute_share), rel=1e-3)

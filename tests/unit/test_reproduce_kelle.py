@@ -88,7 +88,7 @@ def test_every_number_of_the_tables_is_there(rows: dict[str, Row]) -> None:
             assert rows[f"t9-{batch}-{system}"].paper == paper
 
 
-# Documented: what follows from the paper's constants, and what does not. With energies as printed.
+# What follows from the paper's constants (with energies as printed), and arithmetic that cannot come out otherwise.
 EXPECTED = {
     "density": CONFIRMED,
     "leakage": NOT,
@@ -110,22 +110,43 @@ EXPECTED = {
     "edram-efficiency": PARTLY,
     "kelle-over-aerp-speedup": PARTLY,
     "kelle-over-aerp-efficiency": PARTLY,
-    "kelle-speedup": NOT,
-    "kelle-efficiency": NOT,
-    "aep-speedup": NOT,
-    "aep-efficiency": NOT,
-    "aerp-speedup": NOT,
     "aep-bound-pg19": NOT,
-    "sram-8mb-speedup": NOT,
-    "refresh-share": NOT,
-    "half-loss": NOT,
-    "t7-llama3.2-3b-2048": NOT,
     "t7-relative-llama3.2-3b-5250": CONFIRMED,
     "t8-relative-TQ-525": CONFIRMED,
     "t9-1-AEP+SRAM": CONFIRMED,
     "t9-4-AEP+SRAM": PARTLY,
-    "t9-16-Kelle+eDRAM": NOT,
 }
+
+
+# What does not follow is reported beside its delta; a better model may change that, so no verdict is expected of it.
+REPORTED = {
+    "kelle-speedup": 3.94,
+    "kelle-efficiency": 4.46,
+    "aep-speedup": 2.39,
+    "aep-efficiency": 2.41,
+    "aerp-speedup": 1.19,
+    "aerp-efficiency": 1.27,
+    "sram-8mb-speedup": 1.27,
+    "refresh-share": 0.46,
+    "refresh-overhead": 1.7,
+    "recompute-efficiency": 0.25,
+    "evictor-latency": 0.07,
+    "evictor-efficiency": 0.05,
+    "long-input": 2.1,
+    "long-output": 5.6,
+    "no-eviction": 3.0,
+    "half-PG19-Original+SRAM": 6.31,
+}
+
+
+def test_what_does_not_follow_is_reported(rows: dict[str, Row]) -> None:
+    for name, paper in REPORTED.items():
+        row = rows[name]
+        assert row.paper == paper
+        for variant in row.ours:
+            told = row.judged().findings[variant].ours
+            assert number(row.ours[variant]) in told and number(paper) in told
+            assert f"{row.delta(variant):+.1%}" in told
 
 
 def test_documented_verdicts(rows: dict[str, Row]) -> None:
@@ -144,8 +165,6 @@ def test_the_rows_are_the_model_s(rows: dict[str, Row]) -> None:
     assert rows["kelle-speedup"].ours["first principles"] == mean_gain("Original+SRAM", "Kelle+eDRAM")[0]
     assert rows["aep-efficiency"].ours["paper"] == mean_gain("Original+SRAM", "AEP+SRAM")[1]
     assert rows["edram-speedup-equal-arrays"].ours["24 x 24 PEs in all"] == pytest.approx(1, rel=1e-3)
-    assert rows["refresh-share"].ours["paper"] > 0.55 and rows["refresh-share"].ours["silicon"] < 0.03
-    assert rows["sram-8mb-speedup"].ours["ours"] == pytest.approx(1.0003, abs=5e-4)
     assert rows["t8-linear-PG19"].ours["131 µs"] == pytest.approx(1.73, abs=0.005)
     assert rows["t8-linear-PG19"].ours["262 µs"] == pytest.approx(1.31, abs=0.005)
 
