@@ -16,7 +16,8 @@ from llmcache.edram.accuracy.weights import Config, parse_tensors, read_model
 from llmcache.edram.aerp import AerpSettings
 from llmcache.edram.constants import KELLE_INTERVALS, PAPER
 from llmcache.edram.flips import CellSettings, FlipRates, iso_failure
-from llmcache.edram.refresh import account, recorder_for, watch
+from llmcache.edram.refresh import account
+from llmcache.edram.refresh.watching import recorder_for, watch
 from llmcache.errors import DataError, LlmcacheError, UsageError
 from llmcache.kv.tasks import Questions, recall
 from tests.unit.edram_parts import random_decoder

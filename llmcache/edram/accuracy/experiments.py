@@ -131,7 +131,7 @@ class Accuracies:
 
     def row(self, variant: str) -> Row:
         """Returns the row of a variant by name; KeyError if there is none."""
-        return next((row for row in self.rows if row.variant == variant), None) or _missing(variant)
+        return {row.variant: row for row in self.rows}[variant]
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data of `SCHEMA`."""
@@ -142,10 +142,6 @@ class Accuracies:
         named = {name: getattr(self, name) for name in ("sequences", "questions", "tokens", "format")}
         labels = {"accuracy": "measured", "losses": "modelled"}
         return {"schema": SCHEMA, **labels, **named, "baseline": vars(self.baseline), "rows": rows}
-
-
-def _missing(variant: str) -> Row:
-    raise KeyError(variant)
 
 
 def run(

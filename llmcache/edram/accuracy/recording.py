@@ -10,7 +10,8 @@ from llmcache.edram.accuracy.decoder import Decoder
 from llmcache.edram.accuracy.evaluation import Asked
 from llmcache.edram.aerp import AerpSettings
 from llmcache.edram.flips import CellSettings
-from llmcache.edram.refresh import EdramRun, recorder_for, watch
+from llmcache.edram.refresh import EdramRun
+from llmcache.edram.refresh.watching import recorder_for, watch
 from llmcache.units import format_duration
 
 

@@ -3,7 +3,6 @@
 from llmcache.edram.refresh.account import RULES, GroupAccount, RefreshAccount, account
 from llmcache.edram.refresh.recorder import RunRecorder
 from llmcache.edram.refresh.run import SCHEMA, EdramRun, parse_run, read_run
-from llmcache.edram.refresh.watching import recorder_for, watch
 
 __all__ = [
     "RULES",
@@ -15,6 +14,4 @@ __all__ = [
     "account",
     "parse_run",
     "read_run",
-    "recorder_for",
-    "watch",
 ]
