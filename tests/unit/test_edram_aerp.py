@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, Slots, column_sums
-from llmcache.edram.flips import CellSettings
+from llmcache.edram.flips import NO_FLIPS, CellSettings, FlipRates
 from tests.unit.edram_parts import Stream
 
 
@@ -169,3 +170,58 @@ def test_recomputing_needs_projections_and_x() -> None:
         layer.prefill(keys, values, np.ones((1, 3)))
     with pytest.raises(ValueError, match=r"^keys: "):
         layer.prefill(keys[:, :, :2], values, np.ones((1, 3)))
+
+
+def lossy(seed: int, rates: FlipRates, sticky: bool = True) -> tuple[AerpLayer, list[NDArray[np.float32]]]:
+    """An MHA layer with x rows, in cells that lose bits, after 20 steps; and its outputs."""
+    shape = LayerShape(4, 4, 8, channels=32)
+    stream = Stream.of(shape, 80, seed=5)
+    keys, values = stream.kv()
+    cells = CellSettings(rates=rates, seed=seed, sticky=sticky)
+    layer = AerpLayer(AerpSettings(24, 2, 6, recompute="decode"), shape, stream.project, cells)
+    layer.prefill(keys[:60], values[:60], column_sums(stream.queries[:60], keys[:60]), stream.x[:60])
+    return layer, [layer.step(stream.queries[t], keys[t], values[t], stream.x[t]) for t in range(60, 80)]
+
+
+def test_lost_bits_are_those_of_the_seed() -> None:
+    rates = FlipRates.uniform(0.02)
+    first, again, other = (np.array(lossy(seed, rates)[1]) for seed in (1, 1, 2))
+    assert (first == again).all() and (first != other).any()
+    intact = np.array(lossy(1, NO_FLIPS)[1])
+    low = np.array(lossy(1, FlipRates(lst_lsb=1e-3))[1])
+    assert 0 < np.abs(low - intact).mean() < 0.01 * np.abs(first - intact).mean()
+
+
+def test_what_is_recomputed_comes_from_what_is_left_of_x() -> None:
+    layer, _ = lossy(1, FlipRates.uniform(0.02))
+    assert layer.inputs is not None and layer.inputs.lost_bits > 0 and layer.lost_bits > layer.inputs.lost_bits
+    layer._settle()
+    inputs, heads_slots = layer.inputs, np.nonzero(layer.slots.used & ~layer.in_kv)
+    assert len(heads_slots[0])
+    rows = inputs._cells.readings[inputs.used]
+    keys, _ = Stream.of(layer.shape, 1, seed=5).project(rows, inputs.positions[inputs.used])
+    by_position = dict(zip(inputs.positions[inputs.used].tolist(), keys, strict=True))
+    for head, slot in zip(*heads_slots, strict=True):
+        wanted = by_position[int(layer.slots.positions[head, slot])][head]
+        np.testing.assert_allclose(layer.keys.readings[head, slot], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_high_scores_are_protected_tokens_and_those_from_the_median_up() -> None:
+    layer, _ = lossy(1, FlipRates.uniform(0.02))
+    slots, high = layer.slots, layer.high_scores()
+    for head, (positions, scores) in enumerate(zip(slots.positions, slots.scores, strict=True)):
+        for slot, (position, score) in enumerate(zip(positions, scores, strict=True)):
+            # As of the token to come, number 80: the window of 6 begins behind number 74.
+            assert high[head, slot] == (position < 2 or position > 74 or score >= np.median(scores))
+    assert layer.inputs is not None
+    votes = layer.x_high_scores(high)
+    for index in np.nonzero(layer.inputs.standing_in)[0]:
+        retaining = high[slots.positions == layer.inputs.positions[index]]
+        assert votes[index] == (2 * retaining.sum() >= len(retaining))
+
+
+def test_by_score_alone_a_new_token_has_a_low_one() -> None:
+    layer, _ = lossy(1, FlipRates.uniform(0.02))
+    layer.cells = CellSettings(protect=False)
+    newest = layer.slots.positions == layer.slots.newest
+    assert newest.any(axis=1).all() and not layer.high_scores()[newest].any()
