@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -45,7 +46,8 @@ AXES = {
     "kv_capacity_bytes": "KV memory (MiB)",
 }
 _SCALES = {"mean_interval_ns": 1e-3, "dram_bytes_per_s": 1e-9, "kv_capacity_bytes": 2.0**-20}
-MOST_LINES = 12
+MOST_LINES, MOST_GROUPS = 8, 12
+"""Of a picture: as many lines as have looks of their own, and groups of bars."""
 
 
 def look_of_system(system: str, place: int) -> Look:
@@ -138,48 +140,104 @@ _POINT_LOOKS = (Look("#e69f00", "-", "s"), Look("#0072b2", "-", "o"), Look("#d55
 
 
 def sweep_figure(rows: Sequence[Row], baseline: str) -> Figure:
-    """Returns speed-up and efficiency over what a sweep varies most, a line per rest. Call it in `theme.style()`."""
+    """Returns speed-up and efficiency over what a sweep varies most, a line per rest; bars, if it varies no number.
+
+    Call it in `theme.style()`.
+    """
     along = varied_most(rows)
-    lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
-    by_system = len({row.system for row in rows}) == len(lines)
     figure, axes = grid_of(2)
     for panel, name, title in zip(axes, ("speedup", "efficiency"), ("speed-up", "energy efficiency"), strict=True):
-        for place, (label, of) in enumerate(lines.items()):
-            look = look_of_system(of[0].system, place) if by_system else _CYCLE[place % len(_CYCLE)]
-            places = [_place(row, along) for row in of]
-            panel.plot(places, [row[name] for row in of], label=label, **look.line())
+        if along is None:
+            _bars(panel, rows, name)
+        else:
+            _curves(panel, rows, name, along)
         panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
         panel.set_title(title)
-        panel.set_xlabel(AXES[along])
         panel.set_ylabel(f"times {baseline}, modelled")
-        if (spots := [_place(row, along) for row in rows]) and max(spots) > 20 * max(min(spots), 1e-9):
-            _logarithmic(panel, "x")
-    legend_below(figure, axes)
+    _legend(figure, axes)
     return figure
+
+
+def _curves(panel: Axes, rows: Sequence[Row], name: str, along: str) -> None:
+    lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
+    by_system = len({row.system for row in rows}) == len(lines)
+    for place, (label, of) in enumerate(lines.items()):
+        look = look_of_system(of[0].system, place) if by_system else _CYCLE[place % len(_CYCLE)]
+        panel.plot([_place(row, along) for row in of], [row[name] for row in of], label=label, **look.line())
+    panel.set_xlabel(AXES[along])
+    spots = [_place(row, along) for row in rows]
+    if max(spots) > 20 * max(min(spots), 1e-9):
+        _logarithmic(panel, "x")
+
+
+def _bars(panel: Axes, rows: Sequence[Row], name: str) -> None:
+    """Draw a group of bars for each combination of model, workload and profile, a bar for each system."""
+    groups = dict(list(_groups(rows).items())[:MOST_GROUPS])
+    systems = list(dict.fromkeys(row.system for row in rows))
+    width = 0.8 / len(systems)
+    for place, system in enumerate(systems):
+        found = [(at, row[name]) for at, of in enumerate(groups.values()) for row in of if row.system == system]
+        spots = [at + (place - (len(systems) - 1) / 2) * width for at, _ in found]
+        colour = look_of_system(system, place).colour
+        panel.bar(spots, [value for _, value in found], width=0.92 * width, label=system, color=colour)
+    panel.set_xticks(range(len(groups)), list(groups), fontsize=7.5, rotation=20 if len(groups) > 4 else 0)
+    panel.grid(axis="x", visible=False)
+
+
+def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    """Put one legend under all panels, in as many columns as its longest label leaves room for."""
+    handles: dict[str, Any] = {}
+    for panel in axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    inches = 0.6 + 0.075 * max(map(len, handles), default=0)
+    columns = max(1, int(figure.get_figwidth() / inches))
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(columns, len(handles) or 1))
 
 
 _CYCLE = (*SYSTEM_LOOKS.values(), *OTHER_LOOKS)
 
 
-def varied_most(rows: Sequence[Row]) -> str:
-    """Returns the number (of `AXES`) of which `rows` have the most different values; the first of equals."""
-    return max(AXES, key=lambda name: len({_place(row, name) for row in rows}))
+def varied_most(rows: Sequence[Row]) -> str | None:
+    """Returns the number (of `AXES`) that is varied most among rows of the same names, the first of equals; None if none."""
+    found = max(AXES, key=lambda name: _values(rows, name))
+    return found if _values(rows, found) > 1 else None
+
+
+def _values(rows: Sequence[Row], name: str) -> int:
+    """Returns how many values `name` has for one model, workload, system and profile: what those imply is no axis."""
+    found: dict[tuple[str, ...], set[float]] = {}
+    for row in rows:
+        found.setdefault((row.model, row.workload, row.system, row.profile), set()).add(_place(row, name))
+    return max(map(len, found.values()))
+
+
+def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Returns the rows by what varies of model, workload and profile."""
+    names = [name for name in ("model", "workload", "profile") if len({getattr(row, name) for row in rows}) > 1]
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(", ".join(getattr(row, name) for name in names) or row.model, []).append(row)
+    return found
 
 
 def lines_left_out(rows: Sequence[Row]) -> int:
-    """Returns how many lines a picture of `rows` has no room for."""
-    return max(0, len(_lines(rows, varied_most(rows))) - MOST_LINES)
+    """Returns how many lines, or groups of bars, a picture of `rows` has no room for."""
+    along = varied_most(rows)
+    if along is None:
+        return max(0, len(_groups(rows)) - MOST_GROUPS)
+    return max(0, len(_lines(rows, along)) - MOST_LINES)
 
 
 def _place(row: Row, name: str) -> float:
-    value = row.mean_interval_ns or 0.0 if name == "mean_interval_ns" else row[name]
+    value = (row.mean_interval_ns or 0.0) if name == "mean_interval_ns" else row[name]
     return value * _SCALES.get(name, 1.0)
 
 
 def _lines(rows: Sequence[Row], along: str) -> dict[str, list[Row]]:
     """Returns the rows by all that varies but `along`, each in its order."""
     names = [name for name in ("model", "workload", "system", "profile") if len({getattr(row, name) for row in rows}) > 1]
-    numbers = [name for name in AXES if name != along and len({_place(row, name) for row in rows}) > 1]
+    numbers = [name for name in AXES if name != along and _values(rows, name) > 1]
     found: dict[str, list[Row]] = {}
     for row in rows:
         parts = [str(getattr(row, name)) for name in names]

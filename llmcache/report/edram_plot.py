@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from llmcache.errors import UsageError
 from llmcache.report.edram_figures import (
+    AXES,
     energy_figure,
     lines_left_out,
     ratio_bars,
@@ -73,7 +74,8 @@ def drawings(found: Saved) -> dict[str, Drawing]:
     """Returns the pictures that `found` has the data for, by name."""
     rows, baseline = found.rows, found.baseline
     if found.is_sweep:
-        title = f"Speed-up and efficiency over {varied_most(rows)}"
+        along = varied_most(rows)
+        title = "Speed-up and efficiency" + (f" over {AXES[along]}" if along else "")
         return {"sweep": Drawing(title, lambda: sweep_figure(rows, baseline), _told(rows[:8]))}
     offered = {
         "energy": Drawing("Energy by component", lambda: energy_figure(rows), _told(rows)),
@@ -108,7 +110,7 @@ def _conditions(found: Saved, told: str) -> str:
     profiles = ", ".join(dict.fromkeys(row.profile for row in found.rows))
     which = f"{len(found.rows):,} configurations" if found.is_sweep else told
     left_out = lines_left_out(found.rows) if found.is_sweep else 0
-    more = f" {left_out:,} further lines are not drawn: sweep less at a time." if left_out else ""
+    more = f" {left_out:,} more are not drawn: sweep less at a time." if left_out else ""
     return f"{which}; profiles: {profiles}; against {found.baseline}.{more}"
 
 

@@ -15,8 +15,16 @@ from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, PROFILES
 from llmcache.edram.energy import COMPONENTS
 from llmcache.edram.models import MODELS
 from llmcache.edram.systems import SYSTEMS
-from llmcache.report.edram_figures import KIND_LOOKS, SYSTEM_LOOKS
+from llmcache.report.edram_figures import (
+    KIND_LOOKS,
+    MOST_GROUPS,
+    MOST_LINES,
+    SYSTEM_LOOKS,
+    lines_left_out,
+    varied_most,
+)
 from llmcache.report.edram_model import WIDTH
+from llmcache.report.edram_saved import Row, saved
 from tests.unit.accelerator_parts import outcome
 from tests.unit.test_edram_refresh import changing
 
@@ -144,6 +152,20 @@ def test_a_saved_model_and_a_saved_sweep_are_drawn(tmp_path: Path, capsys: pytes
     assert run("plot", str(sweep), "-o", str(tmp_path / "x.svg"), "--what", "roofline") == 2
     assert "--what: there is no picture 'roofline'" in capsys.readouterr().err
     assert not (tmp_path / "x.svg").exists()
+
+
+def test_a_sweep_is_drawn_along_what_it_varies(capsys: pytest.CaptureFixture[str]) -> None:
+    """Systems imply refresh intervals and capacities; those are no axes."""
+
+    def rows(*args: str) -> Sequence[Row]:
+        return saved(printed(capsys, "sweep", *args)).rows
+
+    assert varied_most(rows("--system", "all", "--model", "all")) is None
+    assert varied_most(rows("--system", "all", "--batch", "1,2", "--budget", "64,128,256")) == "budget"
+    assert varied_most(rows("--interval-scale", "0.5,1")) == "mean_interval_ns"
+    assert lines_left_out(rows("--batch", "1,2,4", "--budget", "64,128", "--system", "all")) == 10 - MOST_LINES
+    assert lines_left_out(rows("--model", "all", "--workload", "all")) == 28 - MOST_GROUPS
+    assert lines_left_out(rows("--model", "all")) == 0
 
 
 def test_every_component_and_system_has_a_look() -> None:
