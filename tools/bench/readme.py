@@ -102,6 +102,13 @@ def trace_table(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def edram_table(document: dict[str, Any]) -> str:
+    """How long the accelerator model takes, from `tools/bench/edram`."""
+    head = f"| accelerator model, {document['configurations']:,} configurations | s |"
+    rows = [f"| {one['case']} | {one['median_s']:.2f} |" for one in document["cases"]]
+    return "\n".join([head, "|---|---:|", *rows]) + "\n"
+
+
 def render(document: dict[str, Any]) -> str:
     """The table of one JSON file in Markdown; mount results come with the machine they were measured on."""
     return TABLES[document["schema"].partition("/")[0]](document)
@@ -123,6 +130,7 @@ def mount_table(document: dict[str, Any]) -> str:
 
 
 TABLES = {
+    "llmcache-bench-edram": edram_table,
     "llmcache-bench-mount": mount_table,
     "llmcache-bench-policies": policy_table,
     "llmcache-bench-simulate": speed_table,
