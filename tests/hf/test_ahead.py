@@ -43,12 +43,13 @@ def test_the_estimate_is_exact_for_what_really_enters_a_layer(family: str) -> No
     assert torch.equal(found, seen["queries"])
 
 
-def test_what_is_chosen_by_true_queries_does_not_depend_on_looking_ahead(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ssd", ["file", "csd"])
+def test_what_is_chosen_by_true_queries_does_not_depend_on_looking_ahead(ssd: str, tmp_path: Path) -> None:
     model = enable(tiny("qwen3"))
     try:
         results = []
         for ahead in (False, True):
-            settings: dict[str, Any] = {"token_budget": 64, "path": tmp_path, "cpu_pages": 5, "threads": 2}
+            settings: dict[str, Any] = {"token_budget": 80, "path": tmp_path, "cpu_pages": 5, "ssd": ssd, "threads": 2}
             with SpillCache(model.config, **settings, lookahead=ahead) as cache:
                 results.append(generate(model, cache, prompt(200)))
     finally:

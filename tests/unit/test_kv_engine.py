@@ -264,7 +264,7 @@ def test_rows_that_are_missing_are_those_of_no_part() -> None:
     wanted = np.array([[[1, 4, 6, 9], [2, 3, 4, 5]]])
     have = np.array([[[1, 6, 7, 9], [0, 1, 2, 9]]])
     lacking = missing(wanted, have)
-    assert lacking.tolist() == [[[4, 9, 9], [3, 4, 5]]]
+    assert lacking.tolist() == [[[1, 4, 6], [3, 4, 5]]]
     parts = [Gathered(p[..., None] * 10.0, p[..., None] * 100.0, p) for p in (have, lacking)]
     keys, values = merged(wanted, parts)
     assert np.array_equal(keys[..., 0], 10 * wanted) and np.array_equal(values[..., 0], 100 * wanted)

@@ -17,7 +17,7 @@ Positions = NDArray[np.int64]
 def missing(wanted: Positions, have: Positions) -> Positions:
     """Returns what of `wanted` [batch, kv_heads, k] is not in `have` [.., m], int64 [batch, kv_heads, n], ascending.
 
-    n is the most that one head misses; a head that misses fewer repeats one of `wanted`.
+    n is the most that one head misses; a head that misses fewer gets others of `wanted`, none of them twice.
     """
     batch, heads, _ = wanted.shape
     found = [[np.setdiff1d(wanted[b, h], have[b, h], assume_unique=True) for h in range(heads)] for b in range(batch)]
@@ -25,8 +25,8 @@ def missing(wanted: Positions, have: Positions) -> Positions:
     out = np.empty((batch, heads, most), np.int64)
     for b in range(batch):
         for h in range(heads):
-            filler = np.repeat(wanted[b, h, -1:], most - len(found[b][h]))
-            out[b, h] = np.sort(np.concatenate([found[b][h], filler]))
+            others = np.setdiff1d(wanted[b, h], found[b][h], assume_unique=True)
+            out[b, h] = np.sort(np.concatenate([found[b][h], others[: most - len(found[b][h])]]))
     return out
 
 
