@@ -42,7 +42,7 @@ class Appender:
         if self._spiller is not None and (fresh is not None or self._spiller.is_saved):
             self._write(self._spiller, layer, fresh)
         if len(full) > 1 and self._mover is not None:
-            self._mover.trim(layer, end)
+            self._mover.trim(layer, end, placing=True)
 
     def _kept(self, first: int, end: int) -> list[range]:
         """Pages of those an append touches that are to be in the pool: all, or sink, the latest, and the tail."""

@@ -75,13 +75,18 @@ class Mover:
                 raise ValueError(f"pages: not all of {pages.tolist()} could be written to the ssd tier so far: spill first")
             self._drop(pool, np.unique(here))
 
-    def _drop(self, pool: Pool, numbers: Numbers) -> None:
+    def _drop(self, pool: Pool, numbers: Numbers, placing: bool = False) -> None:
         pool.drop(numbers)
+        if placing:
+            return
         pool.down_at[numbers] = self._core.step
         self._core.traffic.add_moves(down=len(numbers))
 
-    def trim(self, layer: int, tokens: int) -> None:
-        """Drops pages between sink and window, counted for `tokens` tokens, until each sequence is within the bound."""
+    def trim(self, layer: int, tokens: int, placing: bool = False) -> None:
+        """Drops pages between sink and window, counted for `tokens` tokens, until each sequence is within the bound.
+
+        `placing`: they are those of a prompt, which finds its first places piece by piece; nothing has moved down then.
+        """
         core, bound = self._core, self._core.config.cpu_pages
         if bound is None:
             return
@@ -97,7 +102,8 @@ class Mover:
                 pages = np.flatnonzero(here & spilled)
                 pages = pages[(pages >= middle.start) & (pages < middle.stop)]
                 if excess > 0 and len(pages):
-                    self._drop(pool, numbers[self._victims(pool, layer, b, pages, min(excess, len(pages)))])
+                    chosen = self._victims(pool, layer, b, pages, min(excess, len(pages)))
+                    self._drop(pool, numbers[chosen], placing)
 
     def _victims(self, pool: Pool, layer: int, sequence: int, pages: Numbers, count: int) -> Numbers:
         if self._core.victims is not None:
