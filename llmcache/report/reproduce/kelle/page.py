@@ -59,7 +59,7 @@ def _summary(rows: Mapping[str, Sequence[Row]]) -> Block:
     ratio = PROFILES["paper"].refresh_pass_j / PROFILES["silicon"].refresh_pass_j
     equal = named["edram-speedup-equal-arrays"].ours["24 x 24 PEs in all"]
     return Text(
-        f"On average Kelle+eDRAM is modelled to be {told('kelle-speedup', 'first principles')} as fast as Original+SRAM, and "
+        f"On average Kelle+eDRAM is modelled as {told('kelle-speedup', 'first principles')} as fast as Original+SRAM, and "
         f"{told('kelle-efficiency', 'paper')} as efficient with energies as printed, "
         f"{told('kelle-efficiency', 'silicon')} with silicon's refresh. Eviction alone gives {told('aep-speedup', 'ours')}, "
         f"eDRAM alone {told('edram-speedup', 'ours')}, of which {number(equal)}× remains with arrays of one size. "
