@@ -19,7 +19,7 @@ import click
 @click.option("--model", metavar="FILE", help="A config.json, or Qwen-7B …; measured are keys and values of its shape.")
 @click.option("--context", metavar="TOKENS", default="32k", show_default=True, help="Tokens of each sequence.")
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences decoded together.")
-@click.option("--layers", type=click.IntRange(min=1), metavar="N", help="Layers that are run [default: at most 8].")
+@click.option("--layers", type=click.IntRange(min=1), metavar="N", help="Layers that are run [default: 4].")
 @click.option("--steps", type=click.IntRange(min=1), default=16, show_default=True, help="Decode steps to measure.")
 @click.option("--alpha", metavar="SHARE", help="Share of the tokens that is attended [default: 0.2].")
 @click.option("--budget", type=click.IntRange(min=1), metavar="TOKENS", help="In place of --alpha: tokens attended.")

@@ -37,11 +37,11 @@ class Emulated:
     emulated = True
 
     def __init__(self, title: str, layer_ns: Callable[[int], float]) -> None:
-        self.title, self._layer_ns = title, layer_ns
+        self.title, self.layer_ns = title, layer_ns
 
     def compute(self, queries: Floats, gathered: Gathered) -> None:
         """See `Accelerator.compute`."""
-        time.sleep(self._layer_ns(gathered.positions.shape[2]) / _NS)
+        time.sleep(self.layer_ns(gathered.positions.shape[2]) / _NS)
 
 
 class Processor:

@@ -41,13 +41,23 @@ def compare(setup: Setup, variants: Sequence[Variant], progress: Progress = lamb
 def sweep(
     setup: Setup, variant: Variant, progress: Progress = lambda _: None, factors: Sequence[float] = FACTORS
 ) -> Bench:
-    """Returns a row for each beta around the one that rule and memory expect, all of one policy."""
+    """Returns a row for each beta around the one that rule and memory expect, all of one policy.
+
+    Betas at which sink and window alone would fill the pool are left out.
+    """
     with workplace(setup.directory) as directory:
         here = replace(setup, directory=directory)
         marks = marks_of(here, variant, progress)
         betas = sorted({marks.expected * factor for factor in factors if marks.m0 is None or factor <= 1})
-        rows, notes = _rows([(replace(here, beta=beta), variant) for beta in betas], progress)
+        todo = [replace(here, beta=beta) for beta in betas]
+        rows, notes = _rows([(one, variant) for one in todo if _has_room(one)], progress)
     return Bench(MEASURED, setup.conditions(), tuple(rows), marks, notes)
+
+
+def _has_room(setup: Setup) -> bool:
+    """Whether the pool holds more than sink and window, which are in it in any case."""
+    pinned = setup.spec.shape.pages_of(setup.sink_tokens) + setup.spec.shape.pages_of(setup.window_tokens)
+    return setup.cpu_pages is None or setup.cpu_pages > pinned
 
 
 def marks_of(setup: Setup, variant: Variant, progress: Progress = lambda _: None) -> Marks:

@@ -26,7 +26,7 @@ from llmcache.units import parse_duration, parse_size
 
 GQA_8B = ModelShape("an 8B model with 8 key heads", 32, 4096, 32, 8, 128, 14336, 128256)
 """What is measured unless a model is named: the shape of Llama-3-8B."""
-LAYERS = 8
+LAYERS = 4
 """Layers that are measured unless it is said how many: all are alike, and each takes a file of its own."""
 ALPHA = 0.2
 BETAS = tuple(2.0**power for power in range(-4, 8))
