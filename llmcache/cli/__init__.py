@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "umount": ("llmcache.cli.umount:command", "Unmount, giving back all memory; --force cleans a dead mount."),
     "stats": ("llmcache.cli.stats:command", "Show what a mount keeps, hits, misses and reads."),
     "size": ("llmcache.cli.size:command", "How large a cache a model needs, or what a cache can do."),
+    "doctor": ("llmcache.cli.doctor:command", "What this machine offers and lacks, with remedies."),
     "info": ("llmcache.cli.info:command", "Show what a trace holds and where it comes from."),
     "convert": ("llmcache.cli.convert:command", "Convert a trace: Parquet, CSV, oracleGeneral, strace logs."),
     "trace": ("llmcache.cli.trace:command", "Record which file blocks a process accesses."),

@@ -72,6 +72,14 @@ def cgroup_memory(root: Path = Path("/")) -> list[Memory]:
     return found
 
 
+def cgroup_version(root: Path = Path("/")) -> int | None:
+    """Returns the version of the cgroups that account this process's memory, None without."""
+    lines = [line.split(":", 2)[1] for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    if any("memory" in controllers.split(",") for controllers in lines):
+        return 1
+    return 2 if "" in lines and (root / "sys/fs/cgroup/cgroup.controllers").exists() else None
+
+
 def _limit_of(group: Path, limit_file: str, usage_file: str) -> Memory | None:
     try:
         text = (group / limit_file).read_text().strip()

@@ -81,6 +81,13 @@ def library() -> Any:
     return lib
 
 
+def version() -> str:
+    """Version of the libfuse that a mount uses, "3.14.0"; EnvironmentProblem where there is none."""
+    lib = library()
+    lib.fuse_pkgversion.restype = ctypes.c_char_p
+    return str(lib.fuse_pkgversion().decode())
+
+
 class _Buffer(ctypes.Structure):
     """libfuse's fuse_bufvec with one fuse_buf inside it (mfusepy declares a pointer there)."""
 

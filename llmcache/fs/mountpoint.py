@@ -93,13 +93,18 @@ def answers(point: str, timeout_s: float = 5.0) -> int | None:
     return result[0] if result else None
 
 
-def check_machine() -> None:
-    """EnvironmentProblem if this machine or this user cannot mount through FUSE."""
+def check_device() -> None:
+    """EnvironmentProblem if /dev/fuse is not there, or not for this user."""
     hint = "install and load FUSE 3: sudo apt install fuse3 && sudo modprobe fuse"
     if not os.path.exists("/dev/fuse"):
         raise EnvironmentProblem("/dev/fuse does not exist", f"{hint}; in a container: --device /dev/fuse")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         raise EnvironmentProblem("/dev/fuse may not be opened by this user", "sudo chmod 666 /dev/fuse, or run as root")
+
+
+def check_machine() -> None:
+    """EnvironmentProblem if this machine or this user cannot mount through FUSE."""
+    check_device()
     if os.geteuid() != 0 and shutil.which("fusermount3") is None:
         raise EnvironmentProblem(
             "fusermount3 is missing: without it only root can mount", "install FUSE 3: sudo apt install fuse3"

@@ -95,11 +95,18 @@ class PressureGauge:
 
     def _stalls(self, now: float) -> float:
         """Share of the time since the last call in which some task stalled on memory; 0 without PSI."""
-        try:
-            line = (self._root / "proc/pressure/memory").read_text().splitlines()[0]
-        except OSError:
+        total_us = stalled_us(self._root)
+        if total_us is None:
             return 0.0
-        total_us = int(line.rpartition("total=")[2])
         before, self._stalled_us = self._stalled_us, total_us
         elapsed, self._looked = now - self._looked, now
         return 0.0 if before is None or elapsed <= 0 else (total_us - before) / 1e6 / elapsed
+
+
+def stalled_us(root: Path = Path("/")) -> int | None:
+    """Microseconds since boot in which some task stalled on memory; None without PSI."""
+    try:
+        line = (root / "proc/pressure/memory").read_text().splitlines()[0]
+    except OSError:
+        return None
+    return int(line.rpartition("total=")[2])

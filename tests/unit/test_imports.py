@@ -22,8 +22,9 @@ ALLOWED = {
     "fs": BASE | {"cache", "trace.record"},
     "kv": BASE | {"cache", "edram"},
     "edram": BASE | {"cache"},
+    "doctor": BASE | {"trace", "fs"},
     "report": BASE | {"cache", "trace.record", "trace", "kv", "edram"},
-    "cli": BASE | {"trace", "cache", "fs", "kv", "edram", "report"},
+    "cli": BASE | {"trace", "cache", "fs", "kv", "edram", "report", "doctor"},
     "__main__": {"cli"},
     "__init__": set(),
 }

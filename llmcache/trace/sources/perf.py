@@ -35,6 +35,7 @@ _TRACED = {
     "iomap/iomap_dio_rw_begin": (DIRECTS, 1 << 20),
 }
 _OPTIONAL = "iomap/iomap_dio_rw_begin"
+REQUIRED = tuple(name for name in _TRACED if name != _OPTIONAL)
 
 
 class PerfSource(Source):
@@ -67,8 +68,8 @@ class PerfSource(Source):
             return reason
         try:
             found = tracepoints(list(_TRACED))
-            for name in _TRACED:
-                if name not in found and name != _OPTIONAL:
+            for name in REQUIRED:
+                if name not in found:
                     return f"the kernel has no tracepoint {name} (Linux 6.12 and later have)"
             os.close(open_event(_event(next(iter(found.values()))), os.getpid(), 0, True))
         except PermissionError:

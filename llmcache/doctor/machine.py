@@ -1,0 +1,76 @@
+"""Processor, kernel, storage and accelerator."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+from llmcache.doctor.finding import LIMITED, OK, SKIPPED, Finding
+from llmcache.errors import LlmcacheError
+from llmcache.fs.bandwidth import measure
+from llmcache.units import format_rate
+
+AREA = "machine"
+_ASK_TORCH = "import torch; print(torch.cuda.is_available())"
+_TORCH_S = 120.0
+
+
+def examine(directory: str | None, root: Path = Path("/")) -> list[Finding]:
+    """Findings on kernel, processors, the storage of `directory` (None: not measured) and GPUs."""
+    return [_system(), _storage(directory), _gpu(root)]
+
+
+def _system() -> Finding:
+    said = f"Linux {platform.release()}, {platform.machine()}, {os.cpu_count()} processors"
+    facts = {"kernel": platform.release(), "machine": platform.machine(), "processors": os.cpu_count()}
+    return Finding(AREA, "system", OK, said, facts=facts)
+
+
+def _storage(directory: str | None) -> Finding:
+    if directory is None:
+        return Finding(AREA, "storage", SKIPPED, "no directory was named", "llmcache doctor DIR measures it, in 10 seconds")
+    try:
+        found = measure(directory)
+    except LlmcacheError as error:
+        remedy = "name a directory on a disk where you may write, or one with a file of 64 MiB or more"
+        return Finding(AREA, "storage", LIMITED, error.message.removeprefix("--measure: "), remedy, {"directory": directory})
+    facts = {"directory": directory, "bandwidth": found.bandwidth, "bytes_read": found.bytes_read, "source": "measured"}
+    said = f"{directory}: reads {format_rate(found.bandwidth)} (measured, O_DIRECT)"
+    return Finding(AREA, "storage", OK, said, facts=facts)
+
+
+def _gpu(root: Path) -> Finding:
+    cards = _nvidia(root)
+    if not cards and (root / "dev/kfd").exists():
+        cards = ["an AMD GPU (/dev/kfd)"]
+    if not cards:
+        remedy = "only the gpu tier of llmcache.kv.transformers needs one"
+        return Finding(AREA, "GPU", LIMITED, "none: keys and values are attended to on the processor", remedy, {"cards": []})
+    usable = _torch_sees_it()
+    said, facts = ", ".join(cards), {"cards": cards, "torch": usable}
+    if usable:
+        return Finding(AREA, "GPU", OK, f"{said}; torch can use it", facts=facts)
+    remedy = "install a torch for this GPU: https://pytorch.org/get-started"
+    return Finding(AREA, "GPU", LIMITED, f"{said}; torch is not there or cannot use it", remedy, facts)
+
+
+def _nvidia(root: Path) -> list[str]:
+    models = []
+    for card in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        lines = card.read_text().splitlines()
+        models += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    return models
+
+
+def _torch_sees_it() -> bool:
+    """Asked in a process of its own: torch takes seconds and much memory, and a broken driver may end it."""
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return asked.stdout.strip() == "True"

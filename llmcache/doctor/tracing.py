@@ -1,0 +1,66 @@
+"""What `llmcache trace` can use here: BTF, libbpf, tracepoints, and the tier that it would take."""
+
+from __future__ import annotations
+
+from llmcache.doctor.finding import LIMITED, OK, Finding
+from llmcache.errors import EnvironmentProblem
+from llmcache.trace import libbpf
+from llmcache.trace.sources import SOURCES, kernel, source_class
+from llmcache.trace.sources.perf import REQUIRED
+from llmcache.trace.sources.tracefs import tracepoints
+
+AREA = "trace"
+_BEST = next(iter(SOURCES))
+
+
+def examine() -> list[Finding]:
+    """Findings on BTF, libbpf, tracepoints, and every tier until one works."""
+    return [_btf(), _libbpf(), _tracepoints(), _tier()]
+
+
+def _btf() -> Finding:
+    reason = kernel.supported()
+    if reason is None:
+        return Finding(AREA, "BTF", OK, "the kernel describes its types")
+    remedy = "a kernel with CONFIG_DEBUG_INFO_BTF=y (those of Debian 11+, Ubuntu 20.10+)"
+    return Finding(AREA, "BTF", LIMITED, reason, remedy)
+
+
+def _libbpf() -> Finding:
+    try:
+        libbpf.library()
+    except EnvironmentProblem as problem:
+        return Finding(AREA, "libbpf", LIMITED, problem.message, problem.hint)
+    return Finding(AREA, "libbpf", OK, "version 1 can be loaded")
+
+
+def _tracepoints() -> Finding:
+    remedy = "Linux 6.12 or later has them"
+    try:
+        found = tracepoints(list(REQUIRED))
+    except OSError as error:
+        return Finding(AREA, "tracepoints", LIMITED, f"tracefs cannot be read: {error.strerror}", "run as root")
+    missing = [name for name in REQUIRED if name not in found]
+    facts = {"missing": missing}
+    if missing:
+        return Finding(AREA, "tracepoints", LIMITED, f"the kernel lacks {', '.join(missing)}", remedy, facts)
+    return Finding(AREA, "tracepoints", OK, "those of the page cache are there", facts=facts)
+
+
+def _tier() -> Finding:
+    reasons: dict[str, str] = {}
+    for name in SOURCES:
+        reason = source_class(name).probe()
+        if reason is None:
+            return _chosen(name, reasons)
+        reasons[name] = reason
+    said = "none works: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    return Finding(AREA, "tier", LIMITED, said, "run as root", {"tier": None, "passed_over": reasons})
+
+
+def _chosen(name: str, reasons: dict[str, str]) -> Finding:
+    facts = {"tier": name, "passed_over": reasons}
+    if name == _BEST:
+        return Finding(AREA, "tier", OK, f"{name}, the best", facts=facts)
+    said = f"{name}, because " + "; ".join(f"{better}: {reason}" for better, reason in reasons.items())
+    return Finding(AREA, "tier", LIMITED, said, f"for {_BEST}: root, Linux 6.12 with BTF, and libbpf 1", facts)

@@ -1,0 +1,176 @@
+"""`llmcache doctor`: findings on made-up machines, and the whole report on this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from llmcache.doctor import machine, memory, mounting, packages, tracing
+from llmcache.doctor.examine import AREAS, examine
+from llmcache.doctor.finding import FAILED, LIMITED, OK, SKIPPED, Finding, Report
+from llmcache.doctor.packages import Requirement, requirements
+from llmcache.errors import EnvironmentProblem, UsageError
+
+GIB = 1 << 30
+
+
+def llmcache(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llmcache", "doctor", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def made_up(root: Path, available: int, cgroup: str = "0::/", psi: bool = True) -> Path:
+    """A tree with the files that memory findings read."""
+    files = {
+        "proc/meminfo": f"MemTotal: {8 * GIB // 1024} kB\nMemAvailable: {available // 1024} kB\n",
+        "proc/self/cgroup": cgroup + "\n",
+        "proc/self/status": "CapEff:\t0000000000000000\n",
+    }
+    if cgroup.startswith("0::"):
+        files["sys/fs/cgroup/cgroup.controllers"] = "memory\n"
+    if psi:
+        files["proc/pressure/memory"] = "some avg10=0.00 avg60=0.00 avg300=0.00 total=7\n"
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def status(findings: list[Finding]) -> dict[str, str]:
+    return {finding.name: finding.status for finding in findings}
+
+
+def test_the_report_of_this_machine_has_every_line_and_the_exit_code_of_its_worst() -> None:
+    done = llmcache("--json")
+    report = json.loads(done.stdout)
+    assert report["schema"] == "llmcache.doctor/1"
+    names = [finding["name"] for finding in report["findings"]]
+    wanted = "FUSE fusermount3 libfuse user_allow_other root RLIMIT_MEMLOCK BTF tracepoints tier PSI cgroup GPU storage"
+    assert set(wanted.split()) | {"free memory", "numpy", "torch"} <= set(names)
+    assert len(names) == len(set(names))
+    assert done.returncode == (3 if report["failed"] else 0)
+    assert report["mountable"] == (done.returncode == 0)
+    assert all(finding["remedy"] for finding in report["findings"] if finding["status"] != OK)
+    assert sum(report[status] for status in (OK, LIMITED, FAILED, SKIPPED)) == len(names)
+
+
+def test_the_text_says_the_same() -> None:
+    report, done = examine(None), llmcache()
+    for finding in report.findings:
+        assert f" {finding.name} " in done.stdout or f" {finding.name}" in done.stdout
+        assert finding.remedy is None or f"> {finding.remedy}" in done.stdout
+    assert ("a mount is possible" in done.stdout) == (report.exit_code == 0)
+
+
+def test_a_directory_is_measured(tmp_path: Path) -> None:
+    (storage,) = (finding for finding in machine.examine(str(tmp_path)) if finding.name == "storage")
+    if storage.status == OK:  # no memory file system below tmp
+        assert storage.facts["bandwidth"] > 0 and "(measured" in storage.found
+    else:
+        assert storage.remedy
+
+
+def test_storage_that_cannot_be_measured_is_limited_and_no_error() -> None:
+    (storage,) = (finding for finding in machine.examine("/dev/shm") if finding.name == "storage")
+    assert storage.status == LIMITED
+    assert "in memory" in storage.found and "--" not in storage.found
+
+
+def test_what_is_no_directory_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="DIR: /nowhere"):
+        examine("/nowhere")
+    assert llmcache("/nowhere").returncode == 2
+
+
+def test_a_good_machine_and_one_without_memory(tmp_path: Path) -> None:
+    good, poor = made_up(tmp_path / "good", 6 * GIB), made_up(tmp_path / "poor", 100 << 20, psi=False)
+    assert status(memory.examine(good)) == {"free memory": OK, "RLIMIT_MEMLOCK": LIMITED, "cgroup": OK, "PSI": OK} or (
+        status(memory.examine(good))["RLIMIT_MEMLOCK"] == OK  # an unlimited ulimit -l
+    )
+    found = {finding.name: finding for finding in memory.examine(poor)}
+    assert found["free memory"].status == FAILED and found["free memory"].facts["available_bytes"] == 100 << 20
+    assert found["PSI"].status == LIMITED
+    assert Report(tuple(found.values())).exit_code == EnvironmentProblem.exit_code
+
+
+@pytest.mark.parametrize(("lines", "version"), [("0::/", 2), ("4:memory:/\n0::/", 1), ("1:name=systemd:/", None)])
+def test_cgroup_versions(tmp_path: Path, lines: str, version: int | None) -> None:
+    (cgroup,) = (finding for finding in memory.examine(made_up(tmp_path, 6 * GIB, lines)) if finding.name == "cgroup")
+    assert cgroup.facts.get("version") == version
+    assert (cgroup.status == OK) == (version is not None)
+
+
+def test_a_user_is_told_what_root_would_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = {finding.name: finding for finding in mounting.examine(tmp_path)}
+    assert found["root"].status == found["user_allow_other"].status == LIMITED
+    assert found["fusermount3"].status == FAILED
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/fuse.conf").write_text("# user_allow_other\nmount_max = 9\n")
+    assert status(mounting.examine(tmp_path))["user_allow_other"] == LIMITED
+    (tmp_path / "etc/fuse.conf").write_text("mount_max = 9\nuser_allow_other\n")
+    assert status(mounting.examine(tmp_path))["user_allow_other"] == OK
+
+
+def test_the_tier_is_the_first_that_works_and_the_better_ones_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Source:
+        def __init__(self, reason: str | None) -> None:
+            self.reason = reason
+
+        def probe(self) -> str | None:
+            return self.reason
+
+    reasons = {"filemap": "too old", "fexit": "needs root", "perf": None, "syscalls": None, "faults": None}
+    monkeypatch.setattr(tracing, "source_class", lambda name: Source(reasons[name]))
+    (tier,) = (finding for finding in tracing.examine() if finding.name == "tier")
+    assert tier.status == LIMITED and tier.facts["tier"] == "perf"
+    assert tier.facts["passed_over"] == {"filemap": "too old", "fexit": "needs root"}
+
+
+def test_a_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0/information"
+    card.parent.mkdir(parents=True)
+    card.write_text("Model: \t\t NVIDIA H100\nIRQ: 7\n")
+    for usable in (False, True):
+        monkeypatch.setattr(machine, "_torch_sees_it", lambda usable=usable: usable)
+        (gpu,) = (finding for finding in machine.examine(None, tmp_path) if finding.name == "GPU")
+        assert gpu.facts["cards"] == ["NVIDIA H100"] and (gpu.status == OK) == usable
+
+
+def test_requirements_are_read_with_bounds_and_extras() -> None:
+    declared = ["click>=8.1", "tomli>=2; python_version < '3.11'", 'transformers<6,>=4.56; extra == "transformers"']
+    declared += ['pytest>=8.2; extra == "dev"']
+    assert requirements(declared) == [Requirement("click", "8.1"), Requirement("transformers", "4.56", "transformers", "6")]
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted"), [(None, FAILED), ("8.0.9", FAILED), ("8.1", OK), ("8.10.1+local", OK), ("9.0", LIMITED)]
+)
+def test_versions_are_compared_as_numbers(version: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", found)
+    monkeypatch.setattr(metadata, "requires", lambda _name: ["click<9,>=8.1"])
+    assert status(packages.examine())["click"] == wanted
+
+
+def test_a_missing_library_hides_only_its_own_area(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llmcache.doctor.tracing", None)
+    report = examine(None)
+    assert {finding.area for finding in report.findings} >= {"mount", "memory", "tracing", "machine", "packages"}
+    assert len(AREAS) == 5
+
+
+def test_whatever_is_not_ok_needs_a_remedy() -> None:
+    with pytest.raises(ValueError, match="no remedy"):
+        Finding("mount", "FUSE", FAILED, "gone")
