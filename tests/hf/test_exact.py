@@ -21,7 +21,7 @@ def test_a_batch_with_padding(family: str, policy: str) -> None:
     check_same(*both(tiny(family), whole(policy), lambda model, cache: generate(model, cache, prompt())))
 
 
-@pytest.mark.parametrize("policy", ["window", "h2o", "prefetch", "leoam"])
+@pytest.mark.parametrize("policy", ["window", "h2o", "prefetch", "leoam", "quest", "icecache"])
 def test_other_policies(policy: str) -> None:
     check_same(*both(tiny("qwen2"), whole(policy), lambda model, cache: generate(model, cache, prompt())))
 

@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+"""Lets a model of transformers answer from a long text twice: with transformers' own cache, and with a spilled one.
+
+    tools/long_context.py                                            the recall model of the tests, 4096 tokens of noise
+    tools/long_context.py MODEL --text book.txt --ask "Who is Ishmael?"     a model of yours, from its directory
+
+What is in between `enable` and `generate` is all that a script of yours needs. Times are measured here; with a small model
+the spilled cache is slower: what it saves is memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llmcache.errors import UsageError, run_cli
+from llmcache.kv.tasks import Questions, recall
+from llmcache.kv.transformers import SpillCache, enable
+from llmcache.kv.transformers.answers import answer
+from llmcache.units import format_size
+
+RECALL = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "recall"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one of the caches did: what was answered, seconds it took, bytes in memory and read from the disk."""
+
+    answered: str
+    seconds: float
+    memory_bytes: int
+    read_bytes: int
+
+
+def ask(answering: Callable[[Any], str], cache: Any) -> Outcome:
+    """What `answering(cache)` says, and what it took."""
+    begin = time.perf_counter()
+    answered = answering(cache)
+    seconds = time.perf_counter() - begin
+    if isinstance(cache, SpillCache):
+        read = cache.traffic.bytes_between("ssd", "cpu")
+        return Outcome(answered, seconds, cache.store.memory_bytes, read)
+    memory = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return Outcome(answered, seconds, memory, 0)
+
+
+def from_noise(tokens: int) -> tuple[Any, Callable[[Any], str]]:
+    """The recall model, and what asks it 32 times for what is hidden in noise."""
+    model = transformers.Qwen2ForCausalLM.from_pretrained(RECALL).eval()
+    questions: Questions = recall(np.random.default_rng(0), 1, tokens)
+    return model, lambda cache: f"{answer(model, cache, questions).mean():.0%} right"
+
+
+def from_text(options: argparse.Namespace) -> tuple[Any, Callable[[Any], str]]:
+    """A model of the user's, and what asks it about a text."""
+    if options.text is None or options.ask is None:
+        raise UsageError("--text, --ask: a model needs a text and a question", "name both")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model).eval()
+    inputs = tokenizer(f"{options.text.read_text()}\n\n{options.ask}\n", return_tensors="pt")
+
+    def generate(cache: Any) -> str:
+        ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=64, do_sample=False)
+        return str(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+
+    return model, generate
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?", metavar="MODEL", help="directory of a model and its tokenizer")
+    parser.add_argument("--text", type=Path, help="file that the question is about")
+    parser.add_argument("--ask", help="the question")
+    parser.add_argument("--tokens", type=int, default=4096, help="of noise, without a model (default: %(default)s)")
+    parser.add_argument("--policy", default="hillinfer")
+    parser.add_argument("--budget", type=int, default=128, help="tokens that each new one attends to (default: %(default)s)")
+    parser.add_argument("--dir", type=Path, help="where to spill to (default: the directory for temporary files)")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """The command: asks twice and prints both outcomes."""
+    options = _arguments()
+    model, answering = from_noise(options.tokens) if options.model is None else from_text(options)
+    enable(model)
+    directory = options.dir or tempfile.gettempdir()
+    with SpillCache(model.config, options.policy, token_budget=options.budget, path=directory) as spilled:
+        rows = {
+            "transformers": ask(answering, transformers.DynamicCache(config=model.config)),
+            f"{options.policy}, {options.budget}": ask(answering, spilled),
+        }
+    for name, found in rows.items():
+        sizes = f"{format_size(found.memory_bytes):>8} in memory, {format_size(found.read_bytes):>8} read"
+        print(f"{name:<16} {found.seconds:6.2f} s, {sizes}: {found.answered}")
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    sys.exit(run_cli(main))
