@@ -186,6 +186,10 @@ class SpillCache(Cache):
             raise
         return cache
 
+    def __deepcopy__(self, memory: dict[int, Any]) -> SpillCache:
+        """Raises TypeError: a spill file has one owner."""
+        raise TypeError("SpillCache: it cannot be copied; save() it to a file, and restore copies of that file")
+
     # The end
 
     def close(self) -> None:
