@@ -25,7 +25,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
     "qwen2": ("Qwen2", {}),
     "qwen2-sliding": ("Qwen2", {**_SLIDING, "use_sliding_window": True}),
-    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3": ("Qwen3", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "gemma": ("Gemma", {"num_key_value_heads": 1}),
     "gemma2": ("Gemma2", {**_SLIDING, "query_pre_attn_scalar": 16}),
