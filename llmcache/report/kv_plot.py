@@ -1,16 +1,20 @@
-"""Draws a saved benchmark of KV policies: a sweep as latency against beta, any other as the timelines of its policies."""
+"""Draws a saved benchmark of KV policies: a sweep as latency against beta, a task as answers, times and memory,
+any other as the timelines of its policies."""
 
 from __future__ import annotations
 
 import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
 from llmcache.errors import DataError, UsageError
 from llmcache.kv.bench.results import Bench, read_bench
-from llmcache.report import kv_beta, kv_timeline, theme
+from llmcache.kv.bench.task_results import SCHEMA as TASK_SCHEMA
+from llmcache.kv.bench.task_results import read_task
+from llmcache.report import kv_beta, kv_task, kv_timeline, theme
 from llmcache.report.files import check_target, write_target
 from llmcache.report.html import Cell, Facts, Section, Table, html_page
 from llmcache.report.kv_bench import conditions
@@ -27,24 +31,27 @@ def plot(run: str, output: str, force: bool) -> None:
     """
     form = form_of(output)
     check_target(OPTION, output, force)
-    bench = load(run)
+    told = load(run)
+    if isinstance(told, dict) and told.get("schema") == TASK_SCHEMA:
+        write_target(OPTION, output, kv_task.drawn(read_task(told, run), form), force)
+        return
+    bench = read_bench(told, run)
     figure = kv_beta.beta_figure(bench, run) if bench.marks is not None else kv_timeline.timeline_figure(bench, run)
     data = _page(bench, figure).encode() if form == "html" else _picture(bench, figure, form)
     write_target(OPTION, output, data, force)
 
 
-def load(run: str) -> Bench:
-    """Returns the benchmark in the file `run`; errors as `plot`."""
+def load(run: str) -> Any:
+    """Returns what the JSON file `run` holds; errors as `plot`."""
     try:
         with Path(run).open("rb") as stream:
             raw = stream.read(_LARGEST_BYTES)
     except OSError as error:
         raise UsageError(f"{run}: cannot read it: {error.strerror}", "write it with 'llmcache kv bench --json'") from error
     try:
-        told = json.loads(raw)
+        return json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{run}: not JSON: {error}", "write it with 'llmcache kv bench --json'") from error
-    return read_bench(told, run)
 
 
 def _alt(bench: Bench) -> str:

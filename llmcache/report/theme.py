@@ -67,6 +67,20 @@ POLICY_LOOKS: dict[str, Look] = {
     "llmcachefs": Look("#332288", (0, (3, 1)), "X", 2.0, 6),
 }
 
+KV_LOOKS: dict[str, Look] = {
+    "stock": Look("#8b9099", (0, (1, 1.2)), "x", 2.0, 3),
+    "full": Look(INK, "-", "s", 1.8),
+    "h2o": Look("#d55e00", (0, (5, 1.5)), "^", 1.8),
+    "prefetch": Look("#cc79a7", (0, (3, 1, 1, 1)), "v", 1.8),
+    "leoam": Look("#009e73", (0, (1, 1)), "D", 1.8),
+    "hillinfer": Look("#0072b2", "-", "o", 2.4, 5),
+    "icecache": Look("#56b4e9", "-", "P", 2.4, 6),
+    "quest": Look("#e69f00", (0, (4, 1)), "p", 1.8),
+    "window": Look("#882255", (0, (2, 1)), "<", 1.8),
+    "kelle": Look("#332288", (0, (8, 2)), ">", 1.8),
+}
+"""Policies of KV eviction; "stock" is transformers' own cache."""
+
 CLASS_COLOURS: dict[str, str] = {"SEQ": "#b4bac2", "LOOP": "#8e44a0", "HOT": "#e3b505"}
 """Sequential, loop and hot, the classes of the paper's figure 1."""
 

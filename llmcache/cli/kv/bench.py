@@ -8,7 +8,12 @@ import click
 
 
 @click.command("bench", context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--policy", metavar="NAME,…", default="full,h2o,prefetch,leoam,hillinfer", show_default=True, help="Policies.")
+@click.option(
+    "--policy",
+    metavar="NAME,…",
+    help="Policies [default: full,h2o,prefetch,leoam,hillinfer; with --task: icecache,quest,h2o,window].",
+)
+@click.option("--task", metavar="TASK", help="Instead: answers of a real model: passkey, recall, needle or chain.")
 @click.option(
     "--profile",
     type=click.Choice(["measured", "paper"]),
@@ -16,13 +21,17 @@ import click
     show_default=True,
     help="Run here, or by the latency model on the paper's machine.",
 )
-@click.option("--model", metavar="FILE", help="A config.json, or Qwen-7B …; measured are keys and values of its shape.")
-@click.option("--context", metavar="TOKENS", default="32k", show_default=True, help="Tokens of each sequence.")
+@click.option(
+    "--model",
+    metavar="FILE",
+    help="A config.json, or Qwen-7B …; measured are keys and values of its shape. With --task: a model's directory.",
+)
+@click.option("--context", metavar="TOKENS", help="Tokens of each sequence [default: 32k; with --task: 4k, also 1k,4k].")
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences decoded together.")
 @click.option("--layers", type=click.IntRange(min=1), metavar="N", help="Layers that are run [default: 4].")
 @click.option("--steps", type=click.IntRange(min=1), default=16, show_default=True, help="Decode steps to measure.")
 @click.option("--alpha", metavar="SHARE", help="Share of the tokens that is attended [default: 0.2].")
-@click.option("--budget", type=click.IntRange(min=1), metavar="TOKENS", help="In place of --alpha: tokens attended.")
+@click.option("--budget", metavar="TOKENS", help="In place of --alpha: tokens attended [with --task: 64,128,256].")
 @click.option("--beta", metavar="RATIO", help="Pages in memory to pages on the SSD, or auto: f_c/f_s [default: 1].")
 @click.option("--ram", metavar="SIZE", help="The most that pages in memory may take (M0): 4G.")
 @click.option("--block", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a score block (n).")
@@ -56,8 +65,18 @@ import click
     help="Instead: answers of --model DIR over lost bits: 2drp, uniform=1e-3, …; sided, intervals (figure 8, table 4).",
 )
 @click.option("--edram-run", metavar="RUN.json", help="Instead: record what --policy kelle keeps, for 'edram report'.")
+@click.option("--cases", type=click.IntRange(min=1), default=2, show_default=True, help="Of --task: contexts (a depth).")
+@click.option("--plot", metavar="FILE", help="Of --task: draw it as well: .png, .svg or .html.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON, in bytes and nanoseconds; for 'kv plot'.")
-def command(as_json: bool, flips: tuple[str, ...], edram_run: str | None, **options: Any) -> None:
+def command(
+    as_json: bool,
+    flips: tuple[str, ...],
+    edram_run: str | None,
+    task: str | None,
+    cases: int,
+    plot: str | None,
+    **options: Any,
+) -> None:
     """How long a decode step takes by policy: by stage, with bytes by tier, hits, and speed-ups.
 
     Measured are the real policies, tiers and pipeline of this machine. Keys, values and queries are synthetic, the
@@ -70,6 +89,8 @@ def command(as_json: bool, flips: tuple[str, ...], edram_run: str | None, **opti
     llmcache kv bench --profile paper --model Qwen-7B --context 16k --batch 8
     llmcache kv bench --flips 2drp --flips interval=1050us --flips uniform=2e-3 --model tests/fixtures/recall
     llmcache kv bench --policy kelle --edram-run run.json && llmcache edram report run.json --step 20ms
+    llmcache kv bench --task passkey --policy icecache,quest --budget 64,256 --context 1k,4k --plot passkey.html
+    llmcache kv bench --task needle --model ~/models/Llama-3.1-8B --context 32k --json > needle.json
     """
     from llmcache.kv.bench.question import Options, run, run_recorded
     from llmcache.report import files, kv_bench
@@ -83,5 +104,11 @@ def command(as_json: bool, flips: tuple[str, ...], edram_run: str | None, **opti
     elif edram_run is not None:
         files.check_target("--edram-run", edram_run, force=False)
         run_recorded(Options(**options), tell).save(edram_run)
+    elif task is not None:
+        from llmcache.kv.bench import task_question
+        from llmcache.report import kv_task
+
+        wanted = task_question.TaskOptions(task, cases, Options(**options))
+        kv_task.answer(wanted, plot, as_json, tell)
     else:
         kv_bench.show(run(Options(**options), tell), as_json)

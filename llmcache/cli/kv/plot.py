@@ -13,11 +13,13 @@ def command(run: str, output: str, force: bool) -> None:
     """Draw what 'llmcache kv bench --json' has saved.
 
     RUN of several policies: what each resource does in one decode step, a panel for each policy (Gantt chart). RUN with
-    --sweep-beta: latency against beta, with f_c/f_s and M0 marked.
+    --sweep-beta: latency against beta, with f_c/f_s and M0 marked. RUN with --task: answers, memory, times and their parts,
+    as in figures 1, 6, 7 and 8 of IceCache; .html has a picture of each.
 
     \b
     llmcache kv bench --policy hillinfer,hillinfer-no-app --compute 20ms --json > run.json
     llmcache kv plot run.json -o steps.png
+    llmcache kv bench --task passkey --json > passkey.json && llmcache kv plot passkey.json -o passkey.html
     """
     from llmcache.report.kv_plot import plot
 

@@ -28,7 +28,7 @@ FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 """Betas of a sweep, as multiples of the one that is expected to be best."""
 SPARE_SHARE = 0.5
 """Of the memory that is free, what pools of policies that take turns may take together."""
-SPEED_RUNS = 5
+SPEED_RUNS = 15
 
 
 def compare(setup: Setup, variants: Sequence[Variant], progress: Progress = lambda _: None) -> Bench:

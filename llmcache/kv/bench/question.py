@@ -29,6 +29,7 @@ GQA_8B = ModelShape("an 8B model with 8 key heads", 32, 4096, 32, 8, 128, 14336,
 LAYERS = 4
 """Layers that are measured unless it is said how many: all are alike, and each takes a file of its own."""
 ALPHA = 0.2
+DEFAULT_POLICIES, DEFAULT_CONTEXT = "full,h2o,prefetch,leoam,hillinfer", "32k"
 BETAS = tuple(2.0**power for power in range(-4, 8))
 """Of a modelled sweep."""
 
@@ -39,9 +40,9 @@ Progress = Callable[[str], None]
 class Options:
     """The options as typed; None where one was not given."""
 
-    policy: str
+    policy: str | None
     profile: str
-    context: str
+    context: str | None
     batch: int
     steps: int
     block: int
@@ -58,7 +59,7 @@ class Options:
     model: str | None = None
     layers: int | None = None
     alpha: str | None = None
-    budget: int | None = None
+    budget: str | None = None
     beta: str | None = None
     ram: str | None = None
     threads: int | None = None
@@ -71,7 +72,7 @@ class Options:
 
 def run(options: Options, progress: Progress = lambda _: None) -> Bench:
     """Returns the benchmark that is asked for, after it has run. UsageError names the option that is wrong."""
-    variants = variants_of(options.policy, options.without)
+    variants = variants_of(options.policy or DEFAULT_POLICIES, options.without)
     for variant in variants:
         if variant.policy not in POLICIES:
             raise UsageError(f"--policy: there is no '{variant.policy}'", f"there are: {', '.join(POLICIES)}")
@@ -82,12 +83,13 @@ def run(options: Options, progress: Progress = lambda _: None) -> Bench:
 
 def run_recorded(options: Options, progress: Progress = lambda _: None) -> EdramRun:
     """Returns what Kelle keeps in the benchmark that is asked for, untimed, for `llmcache edram report`."""
-    return record(setup_of(options), variants_of(options.policy), progress)
+    return record(setup_of(options), variants_of(options.policy or DEFAULT_POLICIES), progress)
 
 
 def _modelled(options: Options, variants: list[Variant]) -> Bench:
     _refuse(options, "with --profile paper nothing runs", "layers", "budget", "beta", "threads")
-    workload = Workload(parse_context(options.context), batch=options.batch, alpha=_alpha(options) or ALPHA)
+    context = parse_context(options.context or DEFAULT_CONTEXT)
+    workload = Workload(context, batch=options.batch, alpha=_alpha(options) or ALPHA)
     hardware = PAPER_PC.with_sizes(host_bytes=_ram(options))
     model = MODELS["Qwen-7B"] if options.model is None else _model(options.model)
     systems = [modelled.system_of(one.policy, one.hie, one.bkp, one.app) for one in variants]
@@ -121,22 +123,25 @@ def setup_of(options: Options) -> Setup:
     """Returns what all policies of a measured benchmark have in common. UsageError names the option that is wrong."""
     model = GQA_8B if options.model is None else _model(options.model)
     layers = min(LAYERS, model.layers) if options.layers is None else options.layers
-    context = parse_context(options.context)
+    context = parse_context(options.context or DEFAULT_CONTEXT)
     spec = StreamSpec(
         layers, model.kv_heads, model.heads, model.head_dim, context, options.batch, model.kv_dtype, options.seed
     )
     alpha = _alpha(options)
-    if alpha is not None and options.budget is not None:
+    budgets = parse_budgets(options.budget)
+    if len(budgets) > 1:
+        raise UsageError(f"--budget: '{options.budget}' are several", "give one; only --task takes several")
+    if alpha is not None and budgets:
         raise UsageError("--budget: given together with --alpha", "give one of the two")
     if options.csd not in PROFILES:
         raise UsageError(f"--csd: there is no profile '{options.csd}'", f"there are: {', '.join(PROFILES)}")
     return Setup(
         spec=spec,
         accelerator=_accelerator(options, model),
-        directory=_directory(options.path),
+        directory=directory_of(options.path),
         steps=options.steps,
-        alpha=ALPHA if alpha is None and options.budget is None else alpha,
-        token_budget=options.budget,
+        alpha=ALPHA if alpha is None and not budgets else alpha,
+        token_budget=budgets[0] if budgets else None,
         block_tokens=options.block,
         beta=_beta(options.beta),
         memory_bytes=_ram(options),
@@ -146,7 +151,17 @@ def setup_of(options: Options) -> Setup:
     )
 
 
-def _directory(path: str) -> Path:
+def parse_budgets(text: str | None) -> list[int]:
+    """Returns the budgets in `text`, tokens joined by commas; none for None. UsageError if one is no number above 0."""
+    parts = [] if text is None else [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not part.isdecimal() or int(part) < 1:
+            raise UsageError(f"--budget: '{part}' is no number of tokens", "for instance: --budget 64,128,256")
+    return [int(part) for part in parts]
+
+
+def directory_of(path: str) -> Path:
+    """Returns the directory of --path; UsageError if it is none."""
     if not Path(path).is_dir():
         raise UsageError(f"--path: {path} is not a directory", "give one on the storage that is to be measured")
     return Path(path)

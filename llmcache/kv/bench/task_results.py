@@ -136,8 +136,8 @@ class TaskBench:
             told = asdict(row)
             told["answers"] |= {"questions": row.answers.questions, "share": row.answers.share, "error": row.answers.error}
             rows.append(told)
-        told = {"schema": SCHEMA, "kind": "measured", "task": self.task, "conditions": dict(self.conditions), "rows": rows}
-        return told
+        about = {"schema": SCHEMA, "kind": "measured", "task": self.task, "conditions": dict(self.conditions)}
+        return {**about, "rows": rows}
 
 
 def read_task(told: Mapping[str, Any], source: str) -> TaskBench:
@@ -159,8 +159,8 @@ def read_task(told: Mapping[str, Any], source: str) -> TaskBench:
 def _row(told: Mapping[str, Any]) -> TaskRow:
     answers, speed, attention = told["answers"], dict(told["speed"]), told["attention"]
     depths = answers["depths"]
-    sides = _numbers("right", answers["right"]), _numbers("asked", answers["asked"])
-    if len(sides[0]) != len(sides[1]) or not sum(sides[1]) or (depths is not None and len(depths) != len(sides[0])):
+    right, asked = _numbers("right", answers["right"]), _numbers("asked", answers["asked"])
+    if len(right) != len(asked) or not sum(asked) or (depths is not None and len(depths) != len(right)):
         raise ValueError("answers: right, asked and depths are not of the same contexts")
     _numbers("speed", [speed[name] for name in ("tt2t_ns", "tpot_ns", "prefill_ns")])
     _numbers("parts_ns", [speed["parts_ns"][part] for part in PARTS])
@@ -170,7 +170,7 @@ def _row(told: Mapping[str, Any]) -> TaskRow:
         title=str(told["title"]),
         context=int(told["context"]),
         budget=None if told["budget"] is None else int(told["budget"]),
-        answers=Answers(*(tuple(side) for side in sides), None if depths is None else tuple(_numbers("depths", depths))),
+        answers=Answers(tuple(right), tuple(asked), None if depths is None else tuple(_numbers("depths", depths))),
         speed=Speed(**speed),
         memory=Memory(**told["memory"]),
         moved_bytes=dict(told["moved_bytes"]),

@@ -13,15 +13,9 @@ from llmcache.report.reproduce.hillinfer.figure3 import Transfers
 from llmcache.report.reproduce.hillinfer.figure10 import LEAST, MOST, OUTPUT_TOKENS
 from llmcache.report.reproduce.hillinfer.figure11 import STEPS, Sweep
 from llmcache.report.reproduce.hillinfer.readings import BASELINES, Point
-from llmcache.report.theme import FAINT, INK, MUTED, Look, grid_of, legend_below
+from llmcache.report.theme import FAINT, KV_LOOKS, MUTED, Look, grid_of, legend_below
 
-SYSTEM_LOOKS: dict[str, Look] = {
-    "full": Look(INK, "-", "s", 1.8),
-    "h2o": Look("#d55e00", (0, (5, 1.5)), "^", 1.8),
-    "prefetch": Look("#cc79a7", (0, (3, 1, 1, 1)), "v", 1.8),
-    "leoam": Look("#009e73", (0, (1, 1)), "D", 1.8),
-    "hillinfer": Look("#0072b2", "-", "o", 2.4, 5),
-}
+SYSTEM_LOOKS = {name: KV_LOOKS[name] for name in ("full", "h2o", "prefetch", "leoam", "hillinfer")}
 _BESIDE = (-0.24, -0.08, 0.08, 0.24)
 """Where the four baselines stand beside each other, so that none hides another."""
 _TWO = (Look("#0072b2", "-", "o", 2.2), Look("#d55e00", (0, (5, 1)), "s", 2.0))

@@ -1,0 +1,248 @@
+"""Tasks for a model of transformers with its own cache and with spilled ones: answers, attention, time, bytes, memory.
+
+Three runs of each cache: one that answers; one that answers the questions of a few contexts while it is watched, for what
+of the attention was chosen; and one sequence that is generated, in turns with all other caches, for times and bytes.
+*Measured* on this machine. Needs torch and transformers, which are imported when a task is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmcache.errors import UsageError
+from llmcache.kv.bench.measured import workplace
+from llmcache.kv.bench.task_results import STOCK, Answers, Attention, Memory, Speed, TaskBench, TaskRow
+from llmcache.kv.pipeline import Timeline
+from llmcache.kv.policies import POLICIES, policy_class
+from llmcache.kv.tasks import Chain, chain
+from llmcache.kv.tasks.probes import TASKS, Probe, symbols
+from llmcache.kv.tasks.texts import texts
+from llmcache.kv.tiers.traffic import Traffic
+
+if TYPE_CHECKING:
+    from llmcache.kv.transformers.probing import Run, Subject
+
+Progress = Callable[[str], None]
+
+VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "icecache-dci": ("icecache", "IceCache, always the tree", {"scorer": "dci"}),
+    "icecache-exact": ("icecache", "IceCache, always exact", {"scorer": "exact"}),
+    "icecache-pages": ("icecache", "IceCache, whole pages", {"scorer": "dci", "whole_pages": True}),
+    "icecache-reuse": ("icecache", "IceCache (reuse)", {"full_layers": 2, "anchor_every": 3}),
+}
+"""Policies with other settings than their own: policy, title, settings. Reuse: icecache.txt, appendix B."""
+STOCK_TITLE = "DynamicCache"
+WARM_UP = 3
+AT_ONCE_TOKENS = 1 << 16
+"""Of all contexts that are read at a time, so that their keys and queries fit in memory."""
+WATCHED = 4
+"""Contexts whose questions are asked once more to see what of the attention was chosen."""
+
+
+@dataclass(frozen=True)
+class TaskSetup:
+    """What is asked. `cases`: contexts, of a passkey for each depth. `directory`: where spill files go."""
+
+    task: str
+    model: Path
+    contexts: Sequence[int]
+    policies: Sequence[str]
+    budgets: Sequence[int]
+    directory: Path
+    cases: int = 2
+    steps: int = 16
+    seed: int = 0
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise UsageError(f"--task: there is no '{self.task}'", f"one of: {', '.join(TASKS)}")
+        for policy in self.policies:
+            if policy not in POLICIES and policy not in VARIANTS:
+                raise UsageError(f"--policy: there is no '{policy}'", f"there are: {', '.join([*POLICIES, *VARIANTS])}")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A cache to be measured: a policy with a budget, or one that attends to everything; `policy` STOCK: transformers'."""
+
+    policy: str
+    budget: int | None
+
+    @property
+    def title(self) -> str:
+        """What tables call it."""
+        if self.policy == STOCK:
+            return STOCK_TITLE
+        return VARIANTS[self.policy][1] if self.policy in VARIANTS else policy_class(self.policy).title
+
+    def cache(self, subject: Subject, setup: TaskSetup, directory: Path, timeline: Timeline | None = None) -> Any:
+        """Returns a new cache, a context manager; spilled ones have a file in `directory` and their budget in memory."""
+        from llmcache.kv.transformers.cache import SpillCache
+        from llmcache.kv.transformers.priming import stock
+
+        if self.policy == STOCK:
+            return contextlib.nullcontext(stock(subject.model))
+        policy, _, options = VARIANTS.get(self.policy, (self.policy, "", {}))
+        if timeline is not None:
+            options = {**options, "timeline": timeline}
+        return SpillCache(
+            subject.model.config, policy, token_budget=self.budget, path=directory, threads=setup.threads, **options
+        )
+
+
+@dataclass
+class _Seen:
+    """Answers of one candidate so far."""
+
+    right: list[int] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    depths: list[float] = field(default_factory=list)
+
+    def add(self, right: np.ndarray[Any, np.dtype[np.bool_]], depths: Sequence[float] | None) -> None:
+        self.right += right.sum(1).tolist()
+        self.asked += [right.shape[1]] * len(right)
+        self.depths += [] if depths is None else list(depths)
+
+    def answers(self) -> Answers:
+        return Answers(tuple(self.right), tuple(self.asked), tuple(self.depths) or None)
+
+
+def candidates(setup: TaskSetup) -> list[Candidate]:
+    """Returns transformers' cache, and each policy with each budget."""
+    found = [Candidate(STOCK, None)]
+    for policy in setup.policies:
+        found += [Candidate(policy, budget) for budget in ([None] if policy == "full" else setup.budgets)]
+    return found
+
+
+def run(setup: TaskSetup, progress: Progress = lambda _: None) -> TaskBench:
+    """Returns a row for each cache at each context. EnvironmentProblem: torch or transformers are missing."""
+    from llmcache.kv.transformers.supported import check_versions
+
+    check_versions()
+    from llmcache.kv.transformers.probing import Subject, torch_threads
+
+    progress(f"loading {setup.model}")
+    subject = Subject(setup.model)
+    with torch_threads(setup.threads), workplace(setup.directory) as directory:
+        rows = [row for context in setup.contexts for row in _rows(setup, subject, context, directory, progress)]
+    return TaskBench(setup.task, {**conditions(setup), **subject.describe()}, tuple(rows))
+
+
+def conditions(setup: TaskSetup) -> dict[str, Any]:
+    """Returns what was set, for tables and JSON."""
+    told = {"model": str(setup.model), "contexts": list(setup.contexts), "budgets": list(setup.budgets)}
+    return told | {"cases": setup.cases, "steps": setup.steps, "seed": setup.seed, "spill files": str(setup.directory)}
+
+
+def _rows(
+    setup: TaskSetup, subject: Subject, context: int, directory: Path, progress: Progress
+) -> Iterator[TaskRow]:
+    everyone = candidates(setup)
+    seen, attention, ids = _asked(setup, subject, context, directory, everyone, progress)
+    progress(f"{context} tokens: generating")
+    timed = _timed(setup, subject, ids, directory, everyone)
+    for one, (speed, memory, moved, spilled_bytes) in zip(everyone, timed, strict=True):
+        yield TaskRow(
+            one.policy, one.title, context, one.budget, seen[one].answers(), speed, memory,
+            {
+                f"{source} to {target}, {why}": size / speed.steps
+                for (source, target, why), size in sorted(moved.moved_bytes.items())
+            },
+            spilled_bytes=spilled_bytes, hit_ratio=moved.hit_ratio, attention=attention.get(one),
+        )  # fmt: skip
+
+
+def _asked(
+    setup: TaskSetup, subject: Subject, context: int, directory: Path, everyone: Sequence[Candidate], progress: Progress
+) -> tuple[dict[Candidate, _Seen], dict[Candidate, Attention], Any]:
+    """Answers and attention of every candidate, and the first context [1, tokens]."""
+    from llmcache.kv.transformers.probing import answered, followed, prompt
+    from llmcache.kv.transformers.watching import watch
+
+    seen = {one: _Seen() for one in everyone}
+    attention: dict[Candidate, Attention] = {}
+    first: Any = None
+    for number, asked in enumerate(_probes(setup, subject, context)):
+        read = prompt(subject, asked.ids)
+        first = asked.ids[:1] if first is None else first
+        for one in everyone:
+            progress(f"{context} tokens, part {number + 1}: {one.title} {one.budget or ''}")
+            with one.cache(subject, setup, directory) as cache:
+                read.give(cache)
+                if isinstance(asked, Chain):
+                    seen[one].add(followed(subject, cache, asked), None)
+                else:
+                    seen[one].add(answered(subject, cache, asked), asked.depths)
+        if number == 0:
+            few = _few(asked)
+            again = prompt(subject, few.ids)
+            for one in everyone:
+                if one.policy == STOCK:
+                    continue
+                with one.cache(subject, setup, directory) as cache:
+                    again.give(cache)
+                    watched = watch(cache)
+                    if isinstance(few, Chain):
+                        followed(subject, cache, few)
+                    else:
+                        answered(subject, cache, few)
+                if watched.recalls:
+                    attention[one] = Attention(float(np.mean(watched.recalls)), float(np.mean(watched.masses)))
+    return seen, attention, first
+
+
+def _few(asked: Probe | Chain) -> Probe | Chain:
+    """Some of the contexts, from all over the batch."""
+    if isinstance(asked, Chain):
+        return Chain(asked.ids[:WATCHED], asked.first[:WATCHED], asked.following[:WATCHED], asked.answers[:WATCHED])
+    return asked.part(slice(None, None, max(1, len(asked.ids) // WATCHED)))
+
+
+def _probes(setup: TaskSetup, subject: Subject, context: int) -> Iterator[Probe | Chain]:
+    """All that is asked at a context, in parts that fit in memory."""
+    random = np.random.default_rng([setup.seed, context])
+    if subject.tokenizer is not None:
+        yield from texts(setup.task, random, context, setup.cases, subject.encode, subject.first)
+        return
+    at_once = max(1, AT_ONCE_TOKENS // context)
+    if setup.task == "chain":
+        for start in range(0, setup.cases, at_once):
+            yield chain(random, min(at_once, setup.cases - start), context, steps=32)
+        return
+    whole = symbols(setup.task, random, context, setup.cases)
+    for start in range(0, len(whole.ids), at_once):
+        yield whole.part(slice(start, start + at_once))
+
+
+def _timed(
+    setup: TaskSetup, subject: Subject, ids: Any, directory: Path, everyone: Sequence[Candidate]
+) -> list[tuple[Speed, Memory, Traffic, int]]:
+    """Times, memory, what a step moves and all that was spilled, of every candidate; they take turns, step by step."""
+    from llmcache.kv.transformers.probing import Run
+
+    with contextlib.ExitStack() as stack:
+        runs: list[Run] = []
+        for one in everyone:
+            timeline = None if one.policy == STOCK else Timeline()
+            cache = stack.enter_context(one.cache(subject, setup, directory, timeline))
+            runs.append(Run(subject, cache, timeline))
+            runs[-1].read(ids)
+        take_turns(runs, setup.steps)
+        return [(one.speed(), one.memory(), one.moved(), one.spilled_bytes) for one in runs]
+
+
+def take_turns(runs: Sequence[Run], steps: int) -> None:
+    """Lets every run make `steps` tokens after those to warm up, not always the same one after the same one."""
+    for step in range(WARM_UP + steps):
+        for place in np.random.default_rng(step).permutation(len(runs)):
+            if step == WARM_UP:
+                runs[place].begin()
+            runs[place].step()

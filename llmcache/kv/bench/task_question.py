@@ -1,0 +1,67 @@
+"""From the options of `llmcache kv bench --task`, as typed, to a task; every error names its option."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import llmcache
+from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.kv.bench import task
+from llmcache.kv.bench.question import Options, directory_of, parse_budgets
+from llmcache.kv.bench.task import TaskSetup
+from llmcache.kv.bench.task_results import TaskBench
+from llmcache.kv.planning.plan import parse_context
+
+POLICIES = "icecache,quest,h2o,window"
+BUDGETS = "64,128,256"
+CONTEXTS = "4k"
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """The options as typed: those of a task, and `others`, of which it takes some."""
+
+    task: str
+    cases: int
+    others: Options
+
+
+def recall_model() -> Path:
+    """Returns where the recall model is; EnvironmentProblem if this is no source tree: the package comes without it."""
+    directory = Path(llmcache.__file__).resolve().parents[1] / "tests" / "fixtures" / "recall"
+    if not (directory / "model.safetensors").is_file():
+        hint = "name a model's directory with --model, or run it from a checkout of the project"
+        raise EnvironmentProblem("the recall model is missing: it is in the source tree, not in the package", hint)
+    return directory
+
+
+def setup_of(options: TaskOptions) -> TaskSetup:
+    """Returns what is asked for. UsageError names the option that is wrong."""
+    others = options.others
+    for name in ("alpha", "beta", "ram", "layers"):
+        if getattr(others, name) is not None:
+            raise UsageError(f"--{name}: --task does not take it", "leave it out; --budget says what is attended to")
+    if others.sweep_beta or others.without or others.profile != "measured":
+        raise UsageError("--task: it runs a real model, on this machine", "leave out what only synthetic streams have")
+    policies = [part.strip() for part in (others.policy or POLICIES).split(",") if part.strip()]
+    if not policies or len(set(policies)) < len(policies):
+        raise UsageError(f"--policy: '{others.policy}' names none, or one twice", f"for instance: --policy {POLICIES}")
+    return TaskSetup(
+        options.task,
+        recall_model() if others.model is None else Path(others.model),
+        [parse_context(part.strip()) for part in (others.context or CONTEXTS).split(",")],
+        policies,
+        parse_budgets(others.budget or BUDGETS),
+        directory_of(others.path),
+        cases=options.cases,
+        steps=others.steps,
+        seed=others.seed,
+        threads=others.threads,
+    )
+
+
+def run(options: TaskOptions, progress: Callable[[str], None]) -> TaskBench:
+    """Returns the task that is asked for, after it has run."""
+    return task.run(setup_of(options), progress)

@@ -1,0 +1,101 @@
+"""The same tasks in English, for models that have a tokenizer: a passkey, magic numbers, one of them among others.
+
+Source: the words of passkey retrieval are those of Mohtashami and Jaggi (2023), those of the needles follow RULER (Hsieh
+et al. 2024); icecache.txt, sections 5.2 and 5.5, asks both. Differs from both: contexts have an exact number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from llmcache.errors import UsageError
+from llmcache.kv.tasks.probes import BINS, DEPTHS, Probe
+
+Encode = Callable[[str], Sequence[int]]
+"""Text to tokens, without a beginning or an end of text."""
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+INTRODUCTION = (
+    "There is important information hidden inside a lot of irrelevant text. Find it and memorize it. "
+    "I will quiz you about it.\n"
+)
+KINDS = [
+    "amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "iris", "juniper",
+    "kelp", "lotus", "maple", "north", "opal", "pearl", "quartz", "river", "slate", "tulip",
+]  # fmt: skip
+RECALLED = 16
+"""Numbers in a context of the task recall, all of which are asked for; of the task needle, one."""
+
+
+def texts(
+    task: str, rng: np.random.Generator, tokens: int, cases: int, encode: Encode, first: Sequence[int]
+) -> Iterator[Probe]:
+    """Yields probes of one context of `tokens` each; `first`: what a text begins with.
+
+    UsageError: the task is not one in English, or `tokens` are too few for it.
+    """
+    if task == "passkey":
+        for depth in DEPTHS:
+            for _ in range(cases):
+                number = str(rng.integers(10000, 100000))
+                needle = f"The pass key is {number}. Remember it. {number} is the pass key. "
+                asked = "\nWhat is the pass key? The pass key is"
+                yield _probe(rng, tokens, encode, first, [(needle, depth)], [(asked, number)], depth)
+    elif task in ("recall", "needle"):
+        for _ in range(cases):
+            yield _numbers(rng, tokens, encode, first, task == "needle")
+    else:
+        hint = "passkey, recall and needle are; leave --model out for the model that recalls"
+        raise UsageError(f"--task: '{task}' is not a task in English", hint)
+
+
+def _numbers(rng: np.random.Generator, tokens: int, encode: Encode, first: Sequence[int], single: bool) -> Probe:
+    kinds = rng.permutation(KINDS)[:RECALLED]
+    numbers = [str(number) for number in rng.choice(np.arange(1000000, 10000000), RECALLED, replace=False)]
+    depths = np.sort(rng.random(RECALLED))
+    needles = [
+        (f"One of the special magic numbers for {kind} is: {number}. ", float(depth))
+        for kind, number, depth in zip(kinds, numbers, depths, strict=True)
+    ]
+    wanted = rng.permutation(RECALLED)[: 1 if single else RECALLED]
+    asked = [(f"\nThe special magic number for {kinds[one]} is:", numbers[one]) for one in wanted]
+    depth = int(BINS * depths[wanted[0]]) / BINS if single else None
+    return _probe(rng, tokens, encode, first, needles, asked, depth)
+
+
+def _probe(
+    rng: np.random.Generator,
+    tokens: int,
+    encode: Encode,
+    first: Sequence[int],
+    needles: Sequence[tuple[str, float]],
+    asked: Sequence[tuple[str, str]],
+    depth: float | None,
+) -> Probe:
+    """A context with `needles` (text, depth) in noise, and questions with their answers."""
+    head = [*first, *encode(INTRODUCTION)]
+    parts = [list(encode(text)) for text, _ in needles]
+    room = tokens - len(head) - sum(map(len, parts))
+    if room < 0:
+        raise UsageError(f"--context: {tokens} tokens, what is hidden alone takes {tokens - room}", "give more")
+    noise = _noise(int(rng.integers(len(NOISE))), room, encode)
+    ids, done = head, 0
+    for part, (_, at) in zip(parts, needles, strict=True):
+        ids = [*ids, *noise[done : round(at * room)], *part]
+        done = round(at * room)
+    ids = [*ids, *noise[done:]]
+    questions = [_row(encode(question)) for question, _ in asked]
+    answers = [_row(encode(f" {answer}")) for _, answer in asked]
+    return Probe(_row(ids), questions, answers, None if depth is None else [depth])
+
+
+def _noise(start: int, count: int, encode: Encode) -> list[int]:
+    sentence = list(encode(NOISE))
+    turns = -(-(start % len(sentence) + count) // len(sentence))
+    return (sentence * turns)[start % len(sentence) :][:count]
+
+
+def _row(ids: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    return np.array([ids], np.int64)
