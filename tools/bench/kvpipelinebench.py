@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -19,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache.kv.bench.accelerator import fixed
-from llmcache.kv.bench.measured import compare, sweep
+from llmcache.kv.bench.measured import compare, marks_of, sweep
 from llmcache.kv.bench.results import Bench, Row
 from llmcache.kv.bench.session import Setup
 from llmcache.kv.bench.variants import Variant
-from llmcache.kv.csd import PROFILES
+from llmcache.kv.csd import CsdProfile
 from llmcache.kv.tiers.traffic import PING_PONG_STEPS
 from llmcache.kv.workload import StreamSpec
 
@@ -114,15 +115,16 @@ def _scoring_bytes(row: Row) -> float:
 def beta(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
     """Where latency is least, in steps of the sweep from f_c / f_s.
 
-    So many queries share the only key head that scoring is bound by the processor, in the emulated device as on the host,
-    and both are about as fast: with a beta of 10 all that is right of it would be within a tenth. Few tokens are attended,
-    so that evaluation, which the rule is about, is most of the time.
+    The emulated device is throttled to a third of the processor's speed, measured before: then it hardly takes part in
+    using the processor, and both sides of the rule can be told apart (with a beta of 20, all that is right of it is
+    within 5 %). So few tokens are attended that evaluation, which the rule is about, is nearly all of the time.
     """
     spec = StreamSpec(layers=1, kv_heads=1, heads=64, head_dim=128, context=(1 << 13) if quick else (1 << 17), seed=seed)
-    setup = Setup(spec, fixed(1000), directory, steps=4 if quick else 24, warm_up=WARM_UP, alpha=0.005, threads=1)
-    setup = replace(setup, block_tokens=4096, csd=PROFILES["none"])
-    variant = Variant("hillinfer", app=False)
-    bench = sweep(setup, variant, factors=FACTORS)
+    setup = Setup(spec, fixed(1000), directory, steps=4 if quick else 24, warm_up=WARM_UP, alpha=0.001, threads=1)
+    setup, variant = replace(setup, block_tokens=4096), Variant("hillinfer", app=False)
+    speed = marks_of(setup, variant).f_c / 3
+    device = CsdProfile("a third as fast as the processor", speed, math.inf, math.inf, 60_000, throttle=True)
+    bench = sweep(replace(setup, csd=device), variant, factors=FACTORS)
     assert bench.marks is not None
     relative = relative_times([_seen(row).steps_ns for row in bench.rows])
     best = min(range(len(FACTORS)), key=lambda place: relative[place])

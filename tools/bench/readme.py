@@ -109,6 +109,32 @@ def edram_table(document: dict[str, Any]) -> str:
     return "\n".join([head, "|---|---:|", *rows]) + "\n"
 
 
+def pipeline_table(document: dict[str, Any]) -> str:
+    """What looking ahead, the pools and near-data scoring of the KV manager do, from `tools/bench/kvpipeline`."""
+    head = "measured; stream synthetic, accelerator and computational SSD emulated"
+    lines = [f"| {head} | figure | bar | without |", "|---|---:|---:|---:|"]
+    for one in document["parts"].values():
+        without = f"{one['without']:.3g}" if "without" in one else ""
+        lines.append(f"| {one['what']} | {one['figure']:.3g} | {one['bar']:g} | {without} |")
+    return "\n".join(lines) + "\n"
+
+
+def kv_table(document: dict[str, Any]) -> str:
+    """The kernels and the spill file of the KV spill manager, from `tools/bench/kv`; what has no bar is left out."""
+    spill = document["spill"]
+    kernels = [(f"{one['case']}: {one['means']}", one) for one in document["cases"] if "bar" in one]
+    size = spill["fetch"]["request_bytes"] // 1024
+    fetch = f"fetch of scattered {size} KiB: share of the bandwidth that plain reads of that size get"
+    lines = ["| part | figure | bar |", "|---|---:|---:|"]
+    for what, one in [*kernels, (fetch, spill["fetch"])]:
+        lines.append(f"| {what} | {one['figure']:.2f} | {one['bar']:.2f} |")
+    memory, tokens = spill["memory"], spill["tokens"] / 2**20
+    lines.append(f"| {tokens:.0f} Mi tokens on disk: memory, MiB | {memory['peak_bytes'] >> 20} | {memory['bar'] >> 20} |")
+    device = spill["device"]
+    lines.append(f"| *emulated* device: share of the keys' bytes over the link | {device['figure']:.3f} | {device['bar']} |")
+    return "\n".join(lines) + "\n"
+
+
 def render(document: dict[str, Any]) -> str:
     """The table of one JSON file in Markdown; mount results come with the machine they were measured on."""
     return TABLES[document["schema"].partition("/")[0]](document)
@@ -131,6 +157,8 @@ def mount_table(document: dict[str, Any]) -> str:
 
 TABLES = {
     "llmcache-bench-edram": edram_table,
+    "llmcache-bench-kvpipeline": pipeline_table,
+    "llmcache-bench-kv": kv_table,
     "llmcache-bench-mount": mount_table,
     "llmcache-bench-policies": policy_table,
     "llmcache-bench-simulate": speed_table,
