@@ -62,7 +62,7 @@ def well_formed(index: DciIndex, tokens: set[int]) -> None:
         assert parent == -1 or found[parent][0] == level + 1
     assert {level for level, _ in found.values()} == (set(range(1, top + 1)) if tokens else set())
     if tokens:
-        everything = index.query(np.ones((1, DIM), np.float32), len(tokens), 1 << 40, 1 << 40)[0]
+        everything = index.query(np.ones((1, DIM), np.float32), len(tokens), 1 << 40, 1 << 40, np.inf)[0]
         assert sorted(everything.tokens) == sorted(tokens) and everything.touched == len(tokens)
 
 
@@ -322,6 +322,6 @@ def test_other_arguments_that_do_not_fit() -> None:
         index.query(np.zeros((1, DIM), np.float32), 0)
     with pytest.raises(ValueError, match="queries: float64"):
         index.query(np.zeros((1, DIM)), 1)  # type: ignore[arg-type]
-    for field, wrong in (("promotion", 1.0), ("retrieve", 0.0), ("field_of_view", 0), ("page_slots", 0), ("simple", 0)):
+    for field, wrong in (("promotion", 1.0), ("retrieve", 0.0), ("field_of_view", 0), ("page_slots", 0), ("margin", -1.0)):
         with pytest.raises(ValueError, match=field):
             DciSettings(**{field: wrong})  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from llmcache.kv.tiers import KvStore
 from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, PAGE, Array, Case, Run, running
 
 CASE = Case(batch=2)
-BUDGET = IceCacheSettings(token_budget=128, scorer="dci")
+BUDGET = IceCacheSettings(token_budget=128, scorer="dci", dci=DciSettings(visit=1.0))
 SMALL_TREES = DciSettings(first_promotion=0.2, promotion=0.3)
 
 

@@ -126,7 +126,7 @@ def test_a_tree_finds_most_of_the_best_on_clustered_keys(inserted: bool) -> None
     assert recall > 0.85 and touched < 0.06
     exact = keys[0][found[0].tokens] @ asked[0, 0]
     assert np.abs(found[0].scores - exact).max() < 1e-2 and (np.diff(found[0].scores) <= 0).all()
-    wide = index.query(asked[:, 0], 64, 1 << 40, 1 << 40)
+    wide = index.query(asked[:, 0], 64, 1 << 40, 1 << 40, np.inf)
     missed = [set(truth[i]) - set(one.tokens) for i, one in enumerate(wide)]
     assert sum(map(len, missed)) <= 64, "without bounds only what halves round apart is missed"
     if not inserted:
@@ -134,7 +134,7 @@ def test_a_tree_finds_most_of_the_best_on_clustered_keys(inserted: bool) -> None
         tree = DciIndex(DIM)
         tree.insert(halves[0], np.arange(16384))
         scores = asked[:8, 0] @ halves[0].T
-        for query, one in zip(scores, tree.query(asked[:8, 0], 64, 1 << 40, 1 << 40), strict=True):
+        for query, one in zip(scores, tree.query(asked[:8, 0], 64, 1 << 40, 1 << 40, np.inf), strict=True):
             assert query[one.tokens].min() >= np.sort(query)[-64] - 1e-4
 
 
@@ -147,7 +147,7 @@ def test_prioritized_queries_look_at_the_share_they_are_told() -> None:
         index.insert(keys[0], np.arange(4096))
     products, hits = [], []
     for query in asked[:32, 0]:
-        half, full = (index.query(query[None], 10, 32, 1 << 40)[0] for index in (pruned, whole))
+        half, full = (index.query(query[None], 10, 32, 1 << 40, np.inf)[0] for index in (pruned, whole))
         products.append(half.touched / full.touched)
         hits.append(len(np.intersect1d(half.tokens, full.tokens)) / 10)
     assert 0.3 < np.mean(products) < 0.6

@@ -164,15 +164,15 @@ class DciIndex:
             return np.zeros(len(lifts), np.int32)
         keys = bits.view(np.float16).astype(np.float32)
         view = self.settings.build_view or ALL
-        slots, counts = self._ask(keys, lifts, level + 1, 1, (view, ALL), 1.0)[1:3]
+        slots, counts = self._ask(keys, lifts, level + 1, 1, (view, ALL, np.inf), 1.0)[1:3]
         lost = np.flatnonzero(counts == 0)  # all that was in view leads nowhere
         if len(lost):
-            slots[lost] = self._ask(keys[lost], lifts[lost], level + 1, 1, (ALL, ALL), 1.0)[1]
+            slots[lost] = self._ask(keys[lost], lifts[lost], level + 1, 1, (ALL, ALL, np.inf), 1.0)[1]
         nodes: Ints = self.tree.children[slots[:, 0]]
         return nodes
 
     def _ask(
-        self, keys: Floats, lifts: Floats, target: int, k: int, limits: tuple[int, int], share: float
+        self, keys: Floats, lifts: Floats, target: int, k: int, limits: tuple[int, int, float], share: float
     ) -> tuple[Floats, Ints, Ints, NDArray[np.int64]]:
         """Algorithm 4 for each of `keys`: scores and slots [n, k], how many there are, how many products were computed."""
         count = len(keys)
@@ -182,22 +182,32 @@ class DciIndex:
             np.empty(count, np.int32),
             np.empty(count, np.int64),
         )
-        scratch = _scratch.fit(len(self))
-        querying.ask(self.tree, keys, lifts, target, (*limits, self.settings.simple), share, scratch, found)
+        scratch = _scratch.fit(len(self), k)
+        view, visit, margin = limits
+        bounds = (view, visit, self.settings.simple, margin)
+        querying.ask(self.tree, keys, lifts, target, bounds, share, scratch, found)
         return found
 
-    def query(self, queries: Floats, k: int, view: int | None = None, visit: int | None = None) -> list[Found]:
+    def query(
+        self,
+        queries: Floats,
+        k: int,
+        view: int | None = None,
+        visit: int | None = None,
+        margin: float | None = None,
+    ) -> list[Found]:
         """Returns the (about) `k` keys that have the largest products with each of `queries` [n, dim]; algorithm 4.
 
-        `view`, `visit`: nodes a level and keys a level to look at (None: as the settings say). Fewer than k are found only
-        if there are no more within these bounds. Any number of threads may ask.
+        `view`, `visit`: nodes a level and keys a level to look at; `margin`: when to stop before (None: as the settings
+        say). Fewer than k are found only if there are no more within these bounds. Any number of threads may ask.
         """
         if queries.ndim != 2 or queries.shape[1] != self.dim or queries.dtype != np.float32:
             raise ValueError(f"queries: {queries.dtype} {queries.shape}, float32 [n, {self.dim}] is needed")
         if k < 1:
             raise ValueError(f"k: {k}, at least 1 is needed")
         knobs = self.settings
-        limits = (view or knobs.field_of_view, visit or knobs.visited(len(self), k))
+        stop = float(knobs.margin if margin is None else margin)
+        limits = (view or knobs.field_of_view, visit or knobs.visited(len(self), k), stop)
         factor, asked = np.ones(len(queries), np.float32), np.ascontiguousarray(queries)
         if knobs.retrieve < 1:  # T_Q makes queries as long as keys are, which the bounds of P-DCI need
             factor = self.scale.stretch(np.linalg.norm(queries, axis=1).astype(np.float32))
@@ -255,12 +265,13 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self._arrays: tuple[NDArray[np.generic], ...] = ()
 
-    def fit(self, points: int) -> tuple[NDArray[np.generic], ...]:
-        """Returns scores, slots, nodes, keys, rest and places for a tree of `points`."""
-        if not self._arrays or len(self._arrays[2]) < points + 1:
+    def fit(self, points: int, k: int) -> tuple[NDArray[np.generic], ...]:
+        """Returns scores, slots, nodes and what is above them, keys, rest and places for a tree of `points`, and k best."""
+        if not self._arrays or len(self._arrays[2]) < points + 1 or len(self._arrays[-1]) < k:
             size = points + points // 4 + 1
-            types = (np.float32, np.int32, np.int32, np.uint32, np.uint32, np.int32)
+            types = (np.float32, np.int32, np.int32, np.float32, np.uint32, np.uint32, np.int32)
             self._arrays = tuple(np.empty(2 * size if at < 2 else size, kind) for at, kind in enumerate(types))
+            self._arrays += (np.empty(max(k, 1024), np.int64),)
         return self._arrays
 
 

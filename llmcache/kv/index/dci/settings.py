@@ -15,22 +15,25 @@ class DciSettings:
     all keys these may hold on a level, on top of `visit_each` for each key that is asked for. `build_view`: field of view
     of the search for a parent; 0: all, for a nearest parent without exception. `simple`, `composite`: indices of P-DCI;
     `retrieve`: the share of a node's keys (at least k) that P-DCI lets through to products of keys; 1: all of them, then no
-    random directions are kept.
+    random directions are kept. `margin`: a level is left before its bounds are reached when the points below the next node
+    would have to be so many standard deviations better than those seen so far, relative to the points above them, to be
+    among the best; infinity: never.
     Differs from the paper: a query opens at most so many nodes (in algorithm 4, up to k for each node of the level above),
     and by default looks at all keys of a node: one projection of 129 numbers tells next to nothing, and walking over keys
     that lie side by side is faster than picking some of them.
     Source: icecache.txt, sections 3.3 and 4.2, algorithms 2 and 4.
     """
 
-    promotion: float = 0.15
+    promotion: float = 0.1
     first_promotion: float = 0.03
     field_of_view: int = 128
-    visit: float = 0.01
-    visit_each: int = 4
+    visit: float = 0.012
+    visit_each: int = 3
     build_view: int = 8
     simple: int = 1
     composite: int = 1
     retrieve: float = 1.0
+    margin: float = 2.5
     page_slots: int = 16
     seed: int = 0
 
@@ -41,6 +44,8 @@ class DciSettings:
         for name in ("visit", "retrieve"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}: {getattr(self, name)}, above 0 and at most 1 is needed")
+        if not self.margin >= 0:
+            raise ValueError(f"margin: {self.margin}, at least 0 is needed")
         for name, least in (("field_of_view", 1), ("visit_each", 0), ("build_view", 0), ("simple", 1), ("composite", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: {getattr(self, name)}, at least {least} is needed")
