@@ -36,8 +36,8 @@ def show(bench: Bench, as_json: bool) -> None:
 
 
 def conditions(bench: Bench) -> list[tuple[str, str]]:
-    """Returns what was set, as names and values, without what was not and without the details of the stream."""
-    told = [(name, value) for name, value in bench.conditions.items() if not isinstance(value, dict)]
+    """Returns what was set, as names and values, without what was not, nor details of the synthetic stream."""
+    told = [(name, "synthetic" if isinstance(value, dict) else value) for name, value in bench.conditions.items()]
     return [(name.replace("_", " "), str(value)) for name, value in told if value is not None]
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from llmcache.errors import DataError, UsageError
+from llmcache.kv.bench.question import Options, run
 from llmcache.kv.bench.results import Bench, read_bench
 from llmcache.kv.bench.task_results import SCHEMA as TASK_SCHEMA
 from llmcache.kv.bench.task_results import read_task
 from llmcache.report import kv_beta, kv_task, kv_timeline, theme
 from llmcache.report.files import check_target, write_target
 from llmcache.report.html import Cell, Facts, Section, Table, html_page
-from llmcache.report.kv_bench import conditions
+from llmcache.report.kv_bench import conditions, show
 from llmcache.report.plot import LETTERS_PER_INCH, OPTION, form_of
 
 _LARGEST_BYTES = 1 << 28
@@ -35,10 +37,29 @@ def plot(run: str, output: str, force: bool) -> None:
     if isinstance(told, dict) and told.get("schema") == TASK_SCHEMA:
         write_target(OPTION, output, kv_task.drawn(read_task(told, run), form), force)
         return
-    bench = read_bench(told, run)
-    figure = kv_beta.beta_figure(bench, run) if bench.marks is not None else kv_timeline.timeline_figure(bench, run)
-    data = _page(bench, figure).encode() if form == "html" else _picture(bench, figure, form)
-    write_target(OPTION, output, data, force)
+    write_target(OPTION, output, drawn(read_bench(told, run), run, form), force)
+
+
+def drawn(bench: Bench, source: str, form: str) -> bytes:
+    """Returns the picture of `bench`, which came from `source`, as a file of `form`; DataError if there is none of it."""
+    figure = kv_beta.beta_figure(bench, source) if bench.marks is not None else kv_timeline.timeline_figure(bench, source)
+    return _page(bench, figure).encode() if form == "html" else _picture(bench, figure, form)
+
+
+def answer(options: Options, output: str | None, as_json: bool, tell: Callable[[str], None]) -> None:
+    """Runs what `options` ask for, prints it, and draws it as `output` if one is given.
+
+    UsageError names the option that is wrong, before anything runs.
+    """
+    if output is not None:
+        form_of(output)
+        check_target("--plot", output, force=False)
+        if options.profile == "paper" and not options.sweep_beta:
+            raise UsageError("--plot: what is modelled has no timeline", "draw a sweep, or a run of --profile measured")
+    bench = run(options, tell)
+    show(bench, as_json)
+    if output is not None:
+        write_target("--plot", output, drawn(bench, output, form_of(output)), False)
 
 
 def load(run: str) -> Any:

@@ -171,6 +171,17 @@ def test_what_cannot_be_asked_for_is_refused_by_its_name(changes: dict[str, Any]
     assert caught.value.hint
 
 
+def test_a_run_is_drawn_at_once_where_it_can_be(tmp_path: Path) -> None:
+    picture = tmp_path / "beta.svg"
+    args = ["kv", "bench", "--profile", "paper", "--policy", "hillinfer", "--batch", "8", "--plot", str(picture)]
+    result = CliRunner().invoke(cli.app, [*args, "--sweep-beta"])
+    assert result.exit_code == 0 and "Modelled." in picture.read_text() and "f_c / f_s" in result.stdout
+    for wrong in ([*args, "--sweep-beta"], [*args[:-1], str(tmp_path / "a.png")], [*args[:-1], "a.txt", "--sweep-beta"]):
+        with pytest.raises(UsageError):
+            CliRunner().invoke(cli.app, wrong, catch_exceptions=False)
+    assert list(tmp_path.iterdir()) == [picture]
+
+
 def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
     spec = StreamSpec(layers=80, kv_heads=8, heads=8, head_dim=128, context=1 << 24)
     with pytest.raises(EnvironmentProblem, match="needed for spill files"):

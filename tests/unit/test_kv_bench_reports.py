@@ -96,6 +96,7 @@ def test_the_table_says_what_is_measured_and_what_is_emulated(capsys: pytest.Cap
     lines = [line.split() for line in told.splitlines() if line.startswith("Full ")]
     assert lines[0][-1] == "3.00" and lines[1][-2:] == ["3", "(25.0%)"]
     assert "context 2048" in told and "alpha" not in told, "what was not set is not told"
+    assert "stream synthetic" in told
     assert "75.0%" in told and "5.00 MB" in told
 
 

@@ -66,12 +66,14 @@ import click
 )
 @click.option("--edram-run", metavar="RUN.json", help="Instead: record what --policy kelle keeps, for 'edram report'.")
 @click.option("--cases", type=click.IntRange(min=1), default=2, show_default=True, help="Of --task: contexts (a depth).")
-@click.option("--plot", metavar="FILE", help="Of --task: draw it as well: .png, .svg or .html.")
+@click.option("--plot", metavar="FILE", help="Draw it as well, like 'kv plot': .png, .svg or .html.")
+@click.option("--force", is_flag=True, help="Replace RUN.json.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON, in bytes and nanoseconds; for 'kv plot'.")
 def command(
     as_json: bool,
     flips: tuple[str, ...],
     edram_run: str | None,
+    force: bool,
     task: str | None,
     cases: int,
     plot: str | None,
@@ -92,18 +94,20 @@ def command(
     llmcache kv bench --task passkey --policy icecache,quest --budget 64,256 --context 1k,4k --plot passkey.html
     llmcache kv bench --task needle --model ~/models/Llama-3.1-8B --context 32k --json > needle.json
     """
-    from llmcache.kv.bench.question import Options, run, run_recorded
-    from llmcache.report import files, kv_bench
+    from llmcache.kv.bench.question import Options, run_recorded
+    from llmcache.report import files, kv_plot
     from llmcache.report.progress import tell
 
+    if plot is not None and (flips or edram_run is not None):
+        raise click.UsageError("--plot: neither --flips nor --edram-run has a picture")
     if flips:
         from llmcache.report import edram_accuracy
 
         asked = edram_accuracy.Options(options["model"], flips=flips, seed=options["seed"])
         edram_accuracy.show(edram_accuracy.answer(asked, tell), as_json)
     elif edram_run is not None:
-        files.check_target("--edram-run", edram_run, force=False)
-        run_recorded(Options(**options), tell).save(edram_run)
+        files.check_target("--edram-run", edram_run, force)
+        run_recorded(Options(**options), tell).save(edram_run, force)
     elif task is not None:
         from llmcache.kv.bench import task_question
         from llmcache.report import kv_task
@@ -111,4 +115,4 @@ def command(
         wanted = task_question.TaskOptions(task, cases, Options(**options))
         kv_task.answer(wanted, plot, as_json, tell)
     else:
-        kv_bench.show(run(Options(**options), tell), as_json)
+        kv_plot.answer(Options(**options), plot, as_json, tell)
