@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from numpy.typing import NDArray
 
 from llmcache.kv.kernels import score
 from llmcache.kv.tiers import HostFastTier, KvStore, Selection, StoreConfig
@@ -118,30 +119,34 @@ class Store(RuleBasedStateMachine):
     @rule(share=st.floats(0, 1))
     def crop(self, share: float) -> None:
         tokens = round(share * self.store.length)
+        self.saved = self.saved and tokens == self.store.length
         self.store.crop(tokens)
         self.plain.crop(tokens)
-        self.saved = False
 
     @rule(seed=SEEDS)
     def crop_a_little(self, seed: int) -> None:
         tokens = max(0, self.store.length - seed % 7)
+        self.saved = self.saved and tokens == self.store.length
         self.store.crop(tokens)
         self.plain.crop(tokens)
-        self.saved = False
 
     @rule(seed=SEEDS)
     def reorder(self, seed: int) -> None:
         index = np.random.default_rng(seed).integers(0, self.store.batch, self.store.batch)
+        self._keeps(index)
         self.store.reorder(index)
         self.plain.choose(index)
-        self.saved = False
 
     @rule(seed=SEEDS, count=st.integers(1, 4))
     def select(self, seed: int, count: int) -> None:
         index = np.random.default_rng(seed).integers(0, self.store.batch, count)
+        self._keeps(index)
         self.store.select(index)
         self.plain.choose(index)
-        self.saved = False
+
+    def _keeps(self, index: NDArray[np.int64]) -> None:
+        """What is saved stays so only where nothing changes."""
+        self.saved = self.saved and index.tolist() == list(range(self.store.batch))
 
     @precondition(lambda self: self.store.batch < 3)
     @rule()

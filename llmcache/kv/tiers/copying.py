@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from llmcache.kv.kernels.threads import Job, processors, run_all
 
+ALL = range(1 << 62)
 JOB_BYTES = 1 << 18
 """Rows that are worth handing to a thread."""
 
@@ -28,42 +29,60 @@ class Rows:
     pages: NDArray[Any]
     scales: NDArray[np.float32] | None = None
 
+    def of_heads(self, heads: slice) -> Rows:
+        """Returns those of some heads alone; not copied."""
+        return Rows(self.pages[:, heads], None if self.scales is None else self.scales[:, heads])
+
 
 def copy_pages(
     sides: tuple[Rows, Rows], index: Numbers, positions: Numbers, outs: list[NDArray[Any]], threads: int | None
 ) -> None:
-    """Copies the rows that `sides` (keys, values) have to `outs` [batch, kv_heads, k, dim].
+    """Copies the rows that `sides` (keys, values) have to `outs` [batch, kv_heads, k, dim]; the others stay.
 
-    `index` [batch, pages] and `positions` [batch, kv_heads, k]: as `copy_jobs`, for each sequence.
+    `index` [batch, pages]: which page of `sides` each page of a sequence is, below 0 if none. `positions` [batch, kv_heads,
+    k], ascending.
     """
     jobs: list[Job] = []
-    for b in range(len(index)):
-        for rows, out in zip(sides, outs, strict=True):
-            jobs += copy_jobs(rows, index[b], positions[b], out[b], threads)
+    batch, heads, count = positions.shape
+    threads = threads or processors()
+    for rows, out in zip(sides, outs, strict=True):
+        share = max(JOB_BYTES // (out.shape[3] * out.itemsize), batch * heads * count // threads)
+        for b in range(batch):
+            for head in range(heads):
+                one = slice(head, head + 1)
+                part = rows.of_heads(one)
+                for first in range(0, count, share):
+                    some = slice(first, first + share)
+                    jobs.append(partial(copy_rows, part, index[b], positions[b, one, some], out[b, one, some]))
     run_all(jobs, threads)
 
 
-def copy_jobs(
-    source: Rows, index: Numbers, positions: Numbers, out: NDArray[Any], threads: int | None = None
-) -> list[Job]:
-    """Returns what copies the rows of one sequence that `source` has to `out` [kv_heads, k, dim]; the others stay.
+def copy_rows(
+    source: Rows, index: Numbers, positions: Numbers, out: NDArray[Any], base: int = 0, tokens: range = ALL
+) -> None:
+    """Copies the rows of one sequence that `source` has to `out` [kv_heads, k, dim], in this thread.
 
-    `index` [pages]: which page of `source` each page of the sequence is, below 0 if none. `positions` [kv_heads, k].
+    Page p of the sequence is page `index[p] - base` of `source`, if it has so many. `positions` [kv_heads, k], ascending;
+    none but those within `tokens` are looked at.
     """
-    heads, count = positions.shape
-    tokens = source.pages.shape[2]
-    row_bytes = out.shape[2] * out.itemsize
-    share = max(JOB_BYTES // row_bytes, -(-heads * count // (threads or processors())))
-    jobs: list[Job] = []
-    for head in range(heads):
-        for first in range(0, count, share):
-            part = slice(first, min(count, first + share))
-            place = (index, positions[head, part], tokens)
-            if source.scales is None:
-                jobs.append(partial(_copy_words, *_in_words(source.pages, head), *place, _words(out[head, part])))
-            else:
-                jobs.append(partial(_copy_scaled, source.pages[:, head], source.scales[:, head], *place, out[head, part]))
-    return jobs
+    if not out.size:
+        return
+    dim, size = out.shape[2], source.pages.shape[2]
+    place = (index, base, len(source.pages), positions, size, tokens.start, tokens.stop)
+    if source.scales is not None:
+        _copy_scaled(source.pages, source.scales, *place, out)
+        return
+    word = np.dtype(np.uint64 if dim * out.itemsize % 8 == 0 else np.uint8)
+    words, strides = _in_words(source.pages, word)
+    into, into_strides = _in_words(out[:, :, None], word)
+    _copy_words(words, *strides, *place, into, into_strides[0], into_strides[1], dim * out.itemsize // word.itemsize)
+
+
+def _in_words(rows: NDArray[Any], word: np.dtype[Any]) -> tuple[NDArray[Any], tuple[int, int]]:
+    """All from the first of `rows` [a, b, .., dim] to their last as words, and the words along the first two axes."""
+    span = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.strides, strict=True)) + rows.itemsize
+    flat = np.lib.stride_tricks.as_strided(rows, (span // rows.itemsize,), (rows.itemsize,))
+    return flat.view(word), (rows.strides[0] // word.itemsize, rows.strides[1] // word.itemsize)
 
 
 def mark_missing(index: Numbers, positions: Numbers, tokens: int) -> tuple[int, Numbers]:
@@ -71,26 +90,6 @@ def mark_missing(index: Numbers, positions: Numbers, tokens: int) -> tuple[int, 
     marks = np.zeros(len(index), np.uint8)
     count = sum(_mark(index, of_head, tokens, marks) for of_head in positions) if (index < 0).any() else 0
     return count, np.flatnonzero(marks)
-
-
-def _word(row_bytes: int) -> np.dtype[Any]:
-    """The longest type that a row is a whole number of."""
-    return np.dtype(np.uint64 if row_bytes % 8 == 0 else np.uint8)
-
-
-def _words(rows: NDArray[Any]) -> NDArray[Any]:
-    """`rows` [k, dim], side by side, as words [k, words]."""
-    found: NDArray[Any] = rows.view(_word(rows.shape[1] * rows.itemsize))
-    return found
-
-
-def _in_words(pages: NDArray[Any], head: int) -> tuple[NDArray[Any], int]:
-    """The rows of one head, from its first page to the last of all pages, as words; and the words from page to page."""
-    word = _word(pages.shape[3] * pages.itemsize)
-    of_head = pages[:, head]
-    span = (len(pages) - 1) * pages.strides[0] + of_head[0].nbytes if len(pages) else 0
-    flat = np.lib.stride_tricks.as_strided(of_head, (span // pages.itemsize,), (pages.itemsize,))
-    return flat.view(word), pages.strides[0] // word.itemsize
 
 
 @numba.njit(nogil=True, cache=True)
@@ -104,22 +103,42 @@ def _mark(index, positions, tokens, marks):  # type: ignore[no-untyped-def]
     return count
 
 
-@numba.njit(nogil=True, cache=True)
-def _copy_words(words, stride, index, positions, tokens, out):  # type: ignore[no-untyped-def]
-    size = out.shape[1]
-    for i in range(positions.size):
-        page = index[positions[i] // tokens]
-        if page >= 0:
-            at = page * stride + positions[i] % tokens * size
-            for j in range(size):
-                out[i, j] = words[at + j]
+@numba.njit(inline="always")
+def _first(positions, least):  # type: ignore[no-untyped-def]
+    """The first of ascending `positions` that is not below `least`."""
+    low, high = 0, positions.size
+    while low < high:
+        between = (low + high) // 2
+        if positions[between] < least:
+            low = between + 1
+        else:
+            high = between
+    return low
 
 
 @numba.njit(nogil=True, cache=True)
-def _copy_scaled(pages, scales, index, positions, tokens, out):  # type: ignore[no-untyped-def]
-    for i in range(positions.size):
-        page = index[positions[i] // tokens]
-        if page >= 0:
-            token = positions[i] % tokens
-            for j in range(out.shape[1]):
-                out[i, j] = np.float32(pages[page, token, j]) * scales[page, token]
+def _copy_words(  # type: ignore[no-untyped-def]
+    words, page_stride, head_stride, index, base, pages, positions, tokens, low, high, out, out_head, out_row, size
+):
+    for head in range(positions.shape[0]):
+        of_head = positions[head]
+        for i in range(_first(of_head, low), _first(of_head, high)):
+            page = index[of_head[i] // tokens] - base
+            if 0 <= page < pages:
+                # Unsigned: a place that may count from the end cannot be copied in one go.
+                at = np.uint64(page * page_stride + head * head_stride + of_head[i] % tokens * size)
+                to = np.uint64(head * out_head + i * out_row)
+                for j in range(size):
+                    out[to + np.uint64(j)] = words[at + np.uint64(j)]
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy_scaled(rows, scales, index, base, pages, positions, tokens, low, high, out):  # type: ignore[no-untyped-def]
+    for head in range(positions.shape[0]):
+        of_head = positions[head]
+        for i in range(_first(of_head, low), _first(of_head, high)):
+            page = index[of_head[i] // tokens] - base
+            if 0 <= page < pages:
+                token = of_head[i] % tokens
+                for j in range(out.shape[2]):
+                    out[head, i, j] = np.float32(rows[page, head, token, j]) * scales[page, head, token]

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
+from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.kv.csd import KvRows
-from llmcache.kv.tiers.copying import Rows, copy_pages, mark_missing
+from llmcache.kv.spill import KvPages
+from llmcache.kv.spill.reading import Then
+from llmcache.kv.spill.shape import Bytes, view_slots
+from llmcache.kv.tiers.copying import Rows, copy_rows, mark_missing
 from llmcache.kv.tiers.core import Core
 from llmcache.kv.tiers.moving import Mover
 from llmcache.kv.tiers.pool import NOT_HERE
@@ -16,6 +25,8 @@ from llmcache.kv.tiers.ssd import SsdTier
 
 Numbers = NDArray[np.int64]
 Outs = list[NDArray[Any]]
+FEW_BYTES = 1 << 22
+"""Below it a thread of its own for copying takes longer than copying."""
 
 
 class Fetcher:
@@ -41,13 +52,34 @@ class Fetcher:
         return missing
 
     def _fetch_pages(self, layer: int, numbers: Numbers, positions: Numbers, outs: Outs) -> None:
+        """Reads pages and copies their rows as they come."""
         core = self._core
         for stream, found in self._mover.by_stream(numbers):
-            with self._ssd.read(stream, layer, core.table.place[found].astype(np.int64), "fetch") as pages:
-                known = np.full(core.table.numbers, NOT_HERE, np.int64)
-                known[found] = np.arange(len(found))
-                sides = (Rows(pages.keys, pages.key_scales), Rows(pages.values, pages.value_scales))
-                copy_pages(sides, known[core.table.table], positions, outs, core.config.threads)
+            places = core.table.place[found].astype(np.int64)
+            known = np.full(core.table.numbers, NOT_HERE, np.int64)
+            known[found] = np.arange(len(found))
+            index = [(row, np.flatnonzero(row != NOT_HERE)) for row in known[core.table.table]]
+            copy = partial(self._copy, index, positions, outs)
+            read = partial(self._ssd.read, stream, layer, places, "fetch")
+            if len(found) * core.shape.token_bytes * core.shape.page_tokens < FEW_BYTES:
+                with read(copy):
+                    pass
+            else:
+                _copy_while_reading(read, copy)
+
+    def _copy(
+        self, index: list[tuple[Numbers, Numbers]], positions: Numbers, outs: Outs, side: int, first: int, slots: Bytes
+    ) -> None:
+        """Copies the rows that lie in some of the pages that are read, from the one with index `first` on."""
+        shape = self._core.shape
+        size = shape.page_tokens
+        rows = Rows(*view_slots(shape, slots, (shape.head_dim, shape.value_dim)[side]))
+        for b, (of_sequence, pages) in enumerate(index):
+            # Within a stream the pages of a sequence ascend as their places do.
+            here = pages[slice(*np.searchsorted(of_sequence[pages], (first, first + len(slots))).tolist())]
+            if len(here):
+                tokens = range(int(here[0]) * size, (int(here[-1]) + 1) * size)
+                copy_rows(rows, of_sequence, positions[b], outs[side][b], first, tokens)
 
     def _fetch_rows(self, layer: int, b: int, pages: Numbers, positions: Numbers, outs: Outs) -> None:
         table, size = self._core.table, self._core.shape.page_tokens
@@ -62,6 +94,30 @@ class Fetcher:
             local = [of_head[mask] - first for of_head, mask in zip(positions, here, strict=True)]
             rows = self._ssd.gather(stream, layer, local, "fetch")
             _lay_out(rows, here, outs)
+
+
+def _copy_while_reading(read: Callable[[Then], AbstractContextManager[KvPages]], copy: Then) -> None:
+    """Gives everything that is read to `copy` in this thread; threads that read do nothing but read."""
+    arrived: SimpleQueue[tuple[int, int, Bytes] | None] = SimpleQueue()
+    copied = Event()
+
+    def run() -> None:
+        try:
+            with read(lambda *part: arrived.put(part)):
+                arrived.put(None)
+                copied.wait()  # the memory is used again once this is left
+        except BaseException:
+            arrived.put(None)
+            raise
+
+    with ThreadPoolExecutor(1, thread_name_prefix="llmcache-fetch") as reader:
+        done = reader.submit(run)
+        try:
+            while (part := arrived.get()) is not None:
+                copy(*part)
+        finally:
+            copied.set()
+        done.result()
 
 
 def _lay_out(rows: KvRows, here: list[NDArray[np.bool_]], outs: Outs) -> None:

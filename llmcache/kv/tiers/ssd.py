@@ -20,7 +20,7 @@ from llmcache.kv.csd import EmulatedCsd, KvRows, ScoreBlock
 from llmcache.kv.csd.blocks import BLOCK_TOKENS
 from llmcache.kv.kernels import score_pages
 from llmcache.kv.spill import KvPages, Recovery, Room, SpillFile
-from llmcache.kv.spill.reading import KEYS, rows
+from llmcache.kv.spill.reading import KEYS, Then, rows
 from llmcache.kv.tiers.config import StoreConfig
 from llmcache.kv.tiers.traffic import Traffic
 
@@ -61,14 +61,16 @@ class SsdTier(Protocol):
     def truncate(self, stream: int, pages: int) -> None:
         """Takes away all pages of a stream from number `pages` on."""
 
-    def read(self, stream: int, layer: int, places: Numbers, why: str) -> contextlib.AbstractContextManager[KvPages]:
-        """Reads whole pages; they are valid while the context lasts."""
+    def read(
+        self, stream: int, layer: int, places: Numbers, why: str, then: Then | None = None
+    ) -> contextlib.AbstractContextManager[KvPages]:
+        """Reads whole pages; they are valid while the context lasts. A file gives their slots to `then` as they come."""
 
     def read_keys(self, stream: int, layer: int, places: Numbers, why: str) -> KeyRows:
         """Returns the keys of pages and for int8 their scales."""
 
     def gather(self, stream: int, layer: int, positions: list[Numbers], why: str) -> KvRows:
-        """Returns single rows, by ascending token numbers of each head; where `near_data`, nothing else is moved."""
+        """Returns single rows, by ascending token numbers of each head, and moves nothing else; only where `near_data`."""
 
     def score(self, ask: Ask) -> Iterator[ScoreBlock]:
         """Yields score blocks as they come; positions count from the beginning of the stream."""
@@ -109,11 +111,11 @@ class FileTier:
         self._file.truncate(stream, pages)
 
     @contextlib.contextmanager
-    def read(self, stream: int, layer: int, places: Numbers, why: str) -> Iterator[KvPages]:
+    def read(self, stream: int, layer: int, places: Numbers, why: str, then: Then | None = None) -> Iterator[KvPages]:
         """Reads whole pages into memory that is used again."""
         room = self._take_room(len(places))
         try:
-            found = self._file.read(stream, layer, places, room, self._threads)
+            found = self._file.read(stream, layer, places, room, self._threads, then)
             shape = self._file.shape
             self._traffic.add("ssd", "cpu", why, len(places) * (shape.key_slot_bytes + shape.value_slot_bytes))
             yield found
@@ -216,8 +218,10 @@ class CsdTier:
             device.truncate(stream, pages)
 
     @contextlib.contextmanager
-    def read(self, stream: int, layer: int, places: Numbers, why: str) -> Iterator[KvPages]:
+    def read(self, stream: int, layer: int, places: Numbers, why: str, then: Then | None = None) -> Iterator[KvPages]:
         """Reads whole pages over the link."""
+        if then is not None:
+            raise ValueError("then: whole pages of a device come together; single rows are gathered")
         with self._command(why) as device:
             found = device.read(stream, layer, places)
         yield found
