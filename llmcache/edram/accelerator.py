@@ -139,13 +139,16 @@ def _total(steps: Steps, values: Array) -> Array:
 
 
 def _peak_bytes(columns: Columns, steps: Steps, share: Array) -> Array:
-    """Returns what weights and KV cache need after the last step ([n]), inputs in place of `share` of the cached tokens.
+    """Returns the most that weights and KV cache need ([n]), inputs in place of `share` of the cached tokens.
 
-    The prefill needs no more: with eviction, a layer's cache is reduced before the next layer is computed (section 8.4.1).
+    That is after the last step, or at the end of the prefill: with eviction a layer's cache is reduced before the next layer
+    is computed (section 8.4.1), so that the whole context is there in one layer only.
     """
     end = columns.context + columns.decode
-    last = np.where(columns.evict, np.minimum(end, columns.budget), end)
+    first, last = (np.where(columns.evict, np.minimum(n, columns.budget), n) for n in (columns.context, end))
     latest = (steps.cached * (steps.count > 0)).argmax(axis=1)[:, None]
     final = np.take_along_axis(share, latest, axis=1)
-    token_bytes = columns.layers * ((1 - final) * columns.kv_layer_bytes + final * columns.x_layer_bytes)
-    return np.asarray(columns.stored_weights + columns.batch * last * token_bytes)[:, 0]
+    layer_bytes = (1 - final) * columns.kv_layer_bytes + final * columns.x_layer_bytes
+    prompt = (columns.layers - 1) * first * layer_bytes + columns.context * columns.kv_layer_bytes
+    most = np.maximum(prompt, columns.layers * last * layer_bytes)
+    return np.asarray(columns.stored_weights + columns.batch * most)[:, 0]

@@ -13,6 +13,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.edram.columns import Configuration
 from llmcache.edram.constants import AERP, CHIP
 
 Scores = NDArray[np.float64]
@@ -92,4 +93,13 @@ def evictor_cost(
         search_ns=budget * cycle_ns * searches,
         search_bytes=2 * ceil(held) * searches,
         joules=CHIP.evictor_w * step_ns / 1e9,
+    )
+
+
+def evictor_cost_of(configuration: Configuration, step_ns: float) -> EvictorCost:
+    """Returns the cost of evicting in a decode step of `configuration` that takes `step_ns` and whose cache is full."""
+    shape, workload = configuration.model, configuration.workload
+    clock_hz = configuration.hardware.clock_hz
+    return evictor_cost(
+        workload.budget, shape.kv_heads, shape.layers, batch=workload.batch, step_ns=step_ns, clock_hz=clock_hz
     )

@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.edram.columns import Configuration
 from llmcache.edram.constants import CHIP
 
 Time = TypeVar("Time", float, NDArray[np.float64])
@@ -98,6 +99,26 @@ def kelle(access: Access) -> Lifetimes:
     Keys and values are used as they are computed: the paper takes their lifetimes to be nothing.
     """
     return Lifetimes(*at_the_same_time(access.sram_ns, access.edram_ns))
+
+
+def access_of(configuration: Configuration) -> Access:
+    """Returns what an attention block of the last decode step reads: W_Q as a weight matrix, the keys of the whole batch."""
+    shape, workload, hardware = configuration.model, configuration.workload, configuration.hardware
+    cached = workload.context + workload.decode
+    if configuration.policy.evict:
+        cached = min(cached, workload.budget)
+    return Access(
+        weight_bytes=shape.channels * shape.heads * shape.head_dim * CHIP.weight_bytes,
+        kv_bytes=workload.batch * cached * shape.kv_layer_bytes / 2,
+        sram_bytes_per_s=hardware.sram_bytes_per_s,
+        edram_bytes_per_s=hardware.kv_bytes_per_s,
+        dram_bytes_per_s=hardware.dram_bytes_per_s,
+    )
+
+
+def lifetimes_of(configuration: Configuration) -> Lifetimes:
+    """Returns the lifetimes in the last decode step of `configuration`, in the order of work of its system."""
+    return (kelle if configuration.hardware.overlap else baseline)(access_of(configuration))
 
 
 def one_after_the_other(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time]:

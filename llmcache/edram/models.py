@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from llmcache.edram.constants import CHIP
 
@@ -69,10 +69,6 @@ class LlmShape:
     def x_layer_bytes(self) -> int:
         """Bytes of a token's input to one layer, which can stand for its keys and values (section 4.1.2)."""
         return self.channels * CHIP.value_bytes
-
-    def as_multi_head(self) -> LlmShape:
-        """Returns the model as if every head had keys and values of its own."""
-        return replace(self, name=f"{self.name} (as MHA)", kv_heads=self.heads)
 
 
 MODELS: dict[str, LlmShape] = {

@@ -110,15 +110,11 @@ def ask_sweep(options: Options) -> tuple[Axes, System]:
         contexts=_numbers("--context", options.context),
         decodes=_numbers("--decode", options.decode),
         batches=_numbers("--batch", options.batch),
-        budgets=_numbers("--budget", options.budget, AT_LEAST_A_BUDGET),
+        budgets=_numbers("--budget", options.budget),
         interval_factors=_several("--interval-scale", options.interval_scale, _factor),
-        dram_rates=_several("--dram-bw", options.dram_bw, lambda option, text: _positive(option, text, parse_rate)),
-        kv_capacities=_several("--kv-memory", options.kv_memory, lambda option, text: parsed(option, text, parse_size)),
+        dram_rates=_several("--dram-bw", options.dram_bw, lambda option, text: positive(option, text, parse_rate)),
+        kv_capacities=_several("--kv-memory", options.kv_memory, lambda option, text: _parsed(option, text, parse_size)),
     ), known.baseline
-
-
-AT_LEAST_A_BUDGET = 11
-"""The ten sinks and one more."""
 
 
 def _catalogue(options: Options) -> Catalogue:
@@ -151,8 +147,8 @@ def _several(option: str, text: str | None, parse: Callable[[str, str], Found]) 
     return () if text is None else list(dict.fromkeys(parse(option, part.strip()) for part in text.split(",")))
 
 
-def _numbers(option: str, text: str | None, least: int = 1) -> Sequence[int]:
-    return _several(option, text, lambda option, part: _number(option, part, least))
+def _numbers(option: str, text: str | None) -> Sequence[int]:
+    return _several(option, text, lambda option, part: _number(option, part, 1))
 
 
 def _number(option: str, text: str, least: int) -> int:
@@ -174,14 +170,15 @@ def _factor(option: str, text: str) -> float:
     return factor
 
 
-def _positive(option: str, text: str, parse: Callable[[str], int]) -> float:
-    value = parsed(option, text, parse)
+def positive(option: str, text: str, parse: Callable[[str], int]) -> float:
+    """Returns what `parse` makes of `text`; UsageError, naming `option`, if that is nothing or 0."""
+    value = _parsed(option, text, parse)
     if not value:
-        raise UsageError(f"{option}: more than 0 is needed")
+        raise UsageError(f"{option}: '{text}', more than 0 is needed")
     return value
 
 
-def parsed(option: str, text: str, parse: Callable[[str], int]) -> float:
+def _parsed(option: str, text: str, parse: Callable[[str], int]) -> float:
     """Returns what `parse` makes of `text`; its UsageError names `option`."""
     try:
         return float(parse(text))

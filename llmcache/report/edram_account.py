@@ -13,11 +13,11 @@ from rich.table import Table
 from llmcache import __version__
 from llmcache.edram.catalogue import Catalogue
 from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, ORG_INTERVALS, UNI_INTERVALS, Intervals, Profile
-from llmcache.edram.question import chosen, parsed
+from llmcache.edram.question import chosen, positive
 from llmcache.edram.refresh import RULES, EdramRun, RefreshAccount, account, read_run
 from llmcache.edram.userconstants import read_constants
 from llmcache.errors import UsageError
-from llmcache.report.edram_text import MODELLED, joules, watts
+from llmcache.report.edram_text import MODELLED, WIDTH, joules, watts
 from llmcache.units import format_duration, format_size, parse_duration, parse_size
 
 SCHEMA = "llmcache.edram-report/1"
@@ -58,10 +58,11 @@ def answer(options: Options) -> Answer:
     if options.rule not in RULES:
         raise UsageError(f"--rule: there is no rule '{options.rule}'", f"one of: {', '.join(RULES)}")
     intervals = parse_intervals(options.intervals)
-    capacity = None if options.capacity is None else parsed("--capacity", options.capacity, parse_size)
+    capacity = None if options.capacity is None else positive("--capacity", options.capacity, parse_size)
     run = read_run(options.run)
     if options.step is not None:
-        run = run.with_step(parsed("--step", options.step, parse_duration), f"modelled: every step takes {options.step}")
+        step_ns = positive("--step", options.step, parse_duration)
+        run = run.with_step(step_ns, f"modelled: every step takes {format_duration(step_ns)}")
 
     def made(profile: Profile, at: Intervals, rule: str = options.rule) -> RefreshAccount:
         return account(run, at, profile.refresh_j_per_byte, rule=rule, capacity_bytes=capacity)
@@ -97,7 +98,7 @@ def show(found: Answer, as_json: bool) -> None:
     if as_json:
         print(json.dumps(document(found), indent=1))
         return
-    run, console = found.run, Console(highlight=False, markup=False, width=400)
+    run, console = found.run, Console(highlight=False, markup=False, width=WIDTH)
     first = next(iter(found.by_profile.values()))
     console.print(f"{run.title or 'a run'}: {run.steps:,} steps, {format_duration(1e9 * first.seconds)} ({run.clock})")
     pinned = "all rows pinned" if found.capacity_bytes is None else f"{format_size(found.capacity_bytes)} pinned"

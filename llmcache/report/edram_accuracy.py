@@ -18,10 +18,11 @@ from llmcache.edram.accuracy.experiments import SINKS, WINDOW
 from llmcache.edram.aerp import AerpSettings
 from llmcache.edram.flips import CellSettings
 from llmcache.edram.flips.formats import Format
-from llmcache.edram.question import parsed
+from llmcache.edram.question import positive
 from llmcache.edram.retention import parse_curve
 from llmcache.errors import UsageError
 from llmcache.kv.tasks import Questions, recall
+from llmcache.report.edram_text import WIDTH
 from llmcache.report.files import check_target
 from llmcache.units import parse_duration
 
@@ -61,6 +62,10 @@ def answer(options: Options, tell: Callable[[str], None]) -> Accuracies:
         raise UsageError("--model: a model that was trained to recall is needed", _MODEL_HINT)
     if options.record is not None:
         check_target("--record", options.record, options.force)
+    if options.context <= 2 * options.pairs:
+        raise UsageError(
+            f"--context: {options.context} tokens do not hold {options.pairs} pairs", "a longer one, or fewer --pairs"
+        )
     decoder = Decoder.load(options.model)
     setup = Setup(options.context + 2 * options.questions, format=options.format, curve=parse_curve(options.curve))
     variants = _variants(options, setup)
@@ -84,7 +89,7 @@ def _variants(options: Options, setup: Setup) -> dict[str, list[Variant]]:
 
 
 def _record(options: Options, target: str, decoder: Decoder, asked: Questions) -> None:
-    step_ns = None if options.step is None else parsed("--step", options.step, parse_duration)
+    step_ns = None if options.step is None else positive("--step", options.step, parse_duration)
     if options.budget <= SINKS:
         raise UsageError(f"--budget: {options.budget} tokens leave none beside {SINKS} sinks", "give a larger one")
     settings = AerpSettings(options.budget, SINKS, WINDOW)
@@ -97,7 +102,7 @@ def show(found: Accuracies, as_json: bool) -> None:
     if as_json:
         print(json.dumps(document(found), indent=2))
         return
-    Console().print(_table(found))
+    Console(highlight=False, markup=False, width=WIDTH).print(_table(found))
 
 
 def _table(found: Accuracies) -> Table:

@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
 from llmcache.edram.energy import KINDS
 from llmcache.report.edram_saved import Roof, Row
+from llmcache.report.edram_text import percent
 from llmcache.report.theme import INK, MUTED, PAPER, Look, grid_of, legend_below
 
 KIND_LOOKS: dict[str, tuple[str, str]] = {  # colour and hatch: neighbours in a stack differ in both grey and pattern
@@ -108,7 +109,7 @@ def refresh_figure(rows: Sequence[Row]) -> Figure:
         shares = [by_profile[profile] for profile in profiles]
         spots = np.arange(len(profiles)) + (place - (len(systems) - 1) / 2) * width
         bars = panel.bar(spots, shares, width=0.9 * width, label=system, color=look_of_system(system, place).colour)
-        panel.bar_label(bars, [f"{share:.1%}" for share in shares], fontsize=8)
+        panel.bar_label(bars, [percent(share) for share in shares], fontsize=8)
     panel.set_xticks(range(len(profiles)), [f"profile {profile}" for profile in profiles])
     panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     panel.set_ylabel("refresh, of all energy, modelled")

@@ -13,41 +13,56 @@ from rich.table import Table
 from llmcache import __version__
 from llmcache.edram.accelerator import LATENCIES
 from llmcache.edram.area import Area, area_of
-from llmcache.edram.columns import Configuration
 from llmcache.edram.comparison import Compared, compared
+from llmcache.edram.decode import RESOURCES
 from llmcache.edram.energy import KINDS
+from llmcache.edram.evictor import EvictorCost, evictor_cost_of
+from llmcache.edram.lifetimes import Lifetimes, lifetimes_of
 from llmcache.edram.question import Question
 from llmcache.edram.roofline import Roofline, roofline_of
-from llmcache.report.edram_text import MODELLED, joules, times, watts, workload_text
+from llmcache.report.edram_text import MODELLED, WIDTH, joules, percent, times, watts, workload_text
 from llmcache.units import format_duration, format_size
 
 SCHEMA = "llmcache.edram-model/1"
-WIDTH = 400
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The systems that were asked for, by profile, with areas and with the rooflines of those that recompute."""
+    """The systems that were asked for, by profile, with areas and with the rooflines of those that recompute.
+
+    `lifetimes`: of activations in eDRAM in the last step, of systems that have it; `evictors`: of a step with a full cache,
+    of systems that evict with one.
+    """
 
     question: Question
     rows: tuple[Compared, ...]
     areas: dict[str, Area]
     rooflines: dict[str, Roofline]
+    lifetimes: dict[str, Lifetimes]
+    evictors: dict[str, EvictorCost]
 
 
 def answer(question: Question) -> Answer:
     """Returns the modelled answer to `question`."""
-    rooflines = {
-        system.name: roofline_of(Configuration(question.model, question.workload, system, question.profiles[0]))
-        for system in question.systems
-        if system.policy.recomputes
-    }
+    rows = tuple(compared(question.configurations(), question.baseline))
+    one_profile = {row.configuration.system.name: row for row in rows[: len(question.systems)]}
+    asked = {name: row.configuration for name, row in one_profile.items()}
     return Answer(
         question,
-        tuple(compared(question.configurations(), question.baseline)),
-        {system.name: area_of(system) for system in question.systems},
-        rooflines,
+        rows,
+        {name: area_of(one.system) for name, one in asked.items()},
+        {name: roofline_of(one) for name, one in asked.items() if one.policy.recomputes},
+        {name: lifetimes_of(one) for name, one in asked.items() if one.hardware.edram},
+        {
+            name: evictor_cost_of(row.configuration, 1e9 * _decode_s(row) / question.workload.decode)
+            for name, row in one_profile.items()
+            if row.configuration.policy.evict and row.configuration.hardware.systolic_evictor
+        },
     )
+
+
+def _decode_s(row: Compared) -> float:
+    return sum(row.outcome.latencies_s[name] for name in RESOURCES)
 
 
 def show(found: Answer, as_json: bool) -> None:
@@ -71,6 +86,10 @@ def tables(found: Answer) -> Iterator[Table]:
     one_profile = found.rows[: len(found.question.systems)]
     yield _waits(one_profile)
     yield _areas(found.areas)
+    if found.lifetimes:
+        yield _lifetimes(found.lifetimes)
+    if found.evictors:
+        yield _evictors(found.evictors)
 
 
 def _made(title: str, first: str, columns: Sequence[str]) -> Table:
@@ -91,7 +110,7 @@ def _costs(title: str, rows: Sequence[Compared]) -> Table:
             times(row.speedup),
             joules(row.outcome.energy_j),
             times(row.efficiency),
-            f"{row.refresh_share:.1%}",
+            percent(row.refresh_share),
             watts(row.power_w),
             f"{row.outcome.recompute_share:.2%}",
             format_size(row.outcome.peak_bytes),
@@ -125,6 +144,23 @@ def _areas(areas: dict[str, Area]) -> Table:
     return table
 
 
+def _lifetimes(lifetimes: dict[str, Lifetimes]) -> Table:
+    table = _made(f"Lifetimes in eDRAM ({MODELLED})", "last step, equations 4-8", list(lifetimes))
+    for name in ("x_ns", "q_ns", "k_ns", "v_ns", "total_ns"):
+        title = name.removesuffix("_ns").upper() if name != "total_ns" else "sum"
+        table.add_row(title, *(format_duration(getattr(one, name)) for one in lifetimes.values()))
+    return table
+
+
+def _evictors(evictors: dict[str, EvictorCost]) -> Table:
+    table = _made(f"Systolic evictor, a step with a full cache ({MODELLED})", "", list(evictors))
+    table.add_row("stall", *(format_duration(one.stall_ns) for one in evictors.values()))
+    table.add_row("a scan of the scores instead", *(format_duration(one.search_ns) for one in evictors.values()))
+    table.add_row("score registers", *(format_size(one.register_bytes) for one in evictors.values()))
+    table.add_row("energy (28 mW, section 8.1.4)", *(joules(one.joules) for one in evictors.values()))
+    return table
+
+
 def document(found: Answer) -> dict[str, Any]:
     """`found` as JSON-ready values: seconds, joules, bytes, mm²; speed-up and efficiency against Original+SRAM."""
     question = found.question
@@ -144,6 +180,8 @@ def document(found: Answer) -> dict[str, Any]:
         "energy_kinds": {kind: list(names) for kind, names in KINDS.items()},
         "results": [{**row_values(row), **_components(row)} for row in found.rows],
         "rooflines": {name: {**asdict(roof), "ridge": roof.ridge} for name, roof in found.rooflines.items()},
+        "lifetimes": {name: {**asdict(one), "total_ns": one.total_ns} for name, one in found.lifetimes.items()},
+        "evictors": {name: asdict(one) for name, one in found.evictors.items()},
     }
 
 

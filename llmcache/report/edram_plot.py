@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from llmcache.report.edram_figures import (
     varied_most,
 )
 from llmcache.report.edram_saved import Row, Saved, read
+from llmcache.report.edram_text import percent
 from llmcache.report.files import check_target, write_target
 from llmcache.report.html import Section, html_page
 from llmcache.report.theme import embedded, figure_bytes, style
@@ -65,9 +67,16 @@ def plot(wanted: Wanted) -> None:
     if form == "html":
         data = page(found, offered).encode()
     else:
+        _warn(found)
         with style():
             data = figure_bytes(offered[chosen].draw(), form)
     write_target(OPTION, wanted.output, data, wanted.force)
+
+
+def _warn(found: Saved) -> None:
+    """Says on stderr what a picture without a caption leaves out."""
+    if found.is_sweep and (left_out := lines_left_out(found.rows)):
+        print(f"llmcache: {left_out:,} are not drawn: sweep less at a time", file=sys.stderr)
 
 
 def drawings(found: Saved) -> dict[str, Drawing]:
@@ -82,7 +91,7 @@ def drawings(found: Saved) -> dict[str, Drawing]:
         "speedup": Drawing("Speed-up and energy efficiency", lambda: ratio_bars(rows, baseline), _told(rows)),
     }
     if refreshed := [row for row in rows if row.mean_interval_ns is not None]:
-        shares = "; ".join(f"{row.system}, {row.profile} {row['refresh_share']:.1%}" for row in refreshed)
+        shares = "; ".join(f"{row.system}, {row.profile} {percent(row['refresh_share'])}" for row in refreshed)
         offered["refresh"] = Drawing("Share of refresh", lambda: refresh_figure(rows), f"Refresh of all energy: {shares}.")
     if found.roofs:
         points = "; ".join(

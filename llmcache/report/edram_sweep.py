@@ -15,8 +15,8 @@ from llmcache import __version__
 from llmcache.edram.comparison import Compared, compared
 from llmcache.edram.sweep import Axes
 from llmcache.edram.systems import System
-from llmcache.report.edram_model import WIDTH, row_values
-from llmcache.report.edram_text import MODELLED, joules, times
+from llmcache.report.edram_model import row_values
+from llmcache.report.edram_text import MODELLED, WIDTH, joules, percent, times
 from llmcache.units import format_duration
 
 SCHEMA = "llmcache.edram-sweep/1"
@@ -76,7 +76,7 @@ def table(rows: Sequence[Compared], baseline: str) -> Table:
             times(row.speedup),
             joules(outcome.energy_j),
             times(row.efficiency),
-            f"{row.refresh_share:.1%}" if one.hardware.edram else "-",
+            percent(row.refresh_share) if one.hardware.edram else "-",
             "yes" if outcome.fits else "NO",
         )
     return made

@@ -5,6 +5,8 @@ from __future__ import annotations
 from llmcache.edram.workloads import Workload
 
 MODELLED = "modelled"
+WIDTH = 400
+"""Of a console: tables are as wide as they are, whatever the terminal."""
 _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"), (1e-12, "p"))
 
 
@@ -26,6 +28,11 @@ def _with_prefix(value: float, unit: str) -> str:
         if abs(value) >= 0.9995 * factor:
             return f"{value / factor:#.3g} {prefix}{unit}".replace(". ", " ")
     return f"{value:.2e} {unit}"
+
+
+def percent(share: float) -> str:
+    """Returns a share (0..1) with three digits: "49.2%", "0.0398%"."""
+    return f"{100 * share:.3g}%"
 
 
 def times(value: float) -> str:

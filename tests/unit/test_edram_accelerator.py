@@ -211,6 +211,15 @@ def test_what_cannot_be_is_named(make: object, named: str) -> None:
         make()
 
 
+def test_a_prompt_longer_than_the_budget_lies_whole_in_one_layer() -> None:
+    """Section 8.4.1: 31 layers of LLaMA2-7B reduced to 2048 tokens, the last one with all 16,384."""
+    shape = MODELS["llama2-7b"]
+    found = outcome(system="AEP+SRAM", context=16_384, decode=128)
+    assert found.peak_bytes == shape.stored_weights + 16 * (31 * 2048 + 16_384) * shape.kv_layer_bytes
+    whole = outcome(system="Original+SRAM", context=16_384, decode=128)
+    assert whole.peak_bytes == shape.stored_weights + 16 * 32 * (16_384 + 128) * shape.kv_layer_bytes
+
+
 def test_stored_inputs_need_memory_however_they_are_declared() -> None:
     """Of LLaMA2-7B an input has half the bytes of keys and values; with declared costs it moves none, but lies somewhere."""
     one = outcome(system=SYSTEMS["AERP+SRAM"].with_recompute("declared"))

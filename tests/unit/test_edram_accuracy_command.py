@@ -61,6 +61,7 @@ def test_kv_bench_records_what_kelle_keeps(tmp_path: Path, capsys: pytest.Captur
     assert called(path, command="edram report") == 5
     assert called(path, "--step", "20ms", command="edram report") == 0
     assert called("--policy", "kelle", "--edram-run", path, *options, command="kv bench") == 2
+    assert called("--policy", "kelle", "--edram-run", path, *options, "--force", command="kv bench") == 0
     assert called("--policy", "h2o", "--edram-run", path + "2", *options, command="kv bench") == 2
     assert "only Kelle's runs" in capsys.readouterr().err and [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
@@ -75,7 +76,8 @@ def test_kv_bench_records_what_kelle_keeps(tmp_path: Path, capsys: pytest.Captur
         (["--model", str(RECALL), "--curve", "45us"], "points"),
         (["--model", str(RECALL), "--record", "x.json", "--budget", "4"], "--budget"),
         (["--model", str(RECALL), "--record", "x.json", "--step", "fast"], "--step"),
-        (["--model", str(RECALL), "--context", "100", "--pairs", "64"], "tokens"),
+        (["--model", str(RECALL), "--record", "x.json", "--step", "0ms"], "--step: '0ms'"),
+        (["--model", str(RECALL), "--context", "100", "--pairs", "64"], "--context: 100 tokens"),
     ],
 )
 def test_options_that_cannot_be_are_named(options: list[str], names: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,8 +23,8 @@ from llmcache.report.edram_figures import (
     lines_left_out,
     varied_most,
 )
-from llmcache.report.edram_model import WIDTH
 from llmcache.report.edram_saved import Row, saved
+from llmcache.report.edram_text import WIDTH, percent
 from tests.unit.accelerator_parts import outcome
 from tests.unit.test_edram_refresh import changing
 
@@ -64,13 +64,19 @@ def test_model_says_everything_in_base_units(capsys: pytest.CaptureFixture[str])
         assert (row["mean_interval_ns"] is None) == row["system"].endswith("SRAM")
     assert rows["Kelle+eDRAM", "paper"]["mean_interval_ns"] == pytest.approx(KELLE_INTERVALS.mean_ns)
     assert set(found["rooflines"]) == {"AERP+SRAM", "Kelle+eDRAM"}
+    plain, kelle = (found["lifetimes"][name] for name in ("Original+eDRAM", "Kelle+eDRAM"))
+    assert kelle["total_ns"] < plain["total_ns"] / 1.5 and kelle["k_ns"] == kelle["v_ns"] == 0
+    assert set(found["evictors"]) == {"AEP+SRAM", "AERP+SRAM", "Kelle+eDRAM"}
+    for name, evictor in found["evictors"].items():
+        assert evictor["joules"] * found["workload"]["decode"] < rows[name, "paper"]["energies_j"]["evictor"]
     assert found["systems"]["Original+SRAM"]["area"]["chip_mm2"] == pytest.approx(9.19, abs=0.01)
 
 
 def test_model_prints_both_refresh_energies_and_that_it_is_modelled(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("model", "--workload", "LA") == 0
     told = capsys.readouterr().out
-    for words in ("modelled", "Profile paper", "Profile silicon", "Kelle+eDRAM", "fits", "recomputed", "evictor", "mm²"):
+    tables = ("Profile paper", "Profile silicon", "Kelle+eDRAM", "equations 4-8", "Systolic evictor", "mm²")
+    for words in ("modelled", *tables, "fits", "recomputed"):
         assert words in told
     assert max(map(len, told.splitlines())) <= WIDTH
 
@@ -114,10 +120,10 @@ MANY = ",".join(map(str, range(1, 1002)))
         (("model", "--context", "many"), "--context: 'many' is not a whole number"),
         (("model", "--budget", "10"), "--budget: 10"),
         (("sweep", "--batch", "1,-2"), "--batch: '-2'"),
-        (("sweep", "--budget", "10"), "--budget: 10"),
+        (("sweep", "--budget", "10"), "--budget: 10, more than the 10 sinks"),
         (("sweep", "--interval-scale", "0"), "--interval-scale: '0'"),
         (("sweep", "--dram-bw", "fast"), "--dram-bw: 'fast'"),
-        (("sweep", "--dram-bw", "0"), "--dram-bw: more than 0"),
+        (("sweep", "--dram-bw", "0"), "--dram-bw: '0', more than 0"),
         (("sweep", "--kv-memory", "x"), "--kv-memory: 'x'"),
         (("sweep", "--constants", "/nowhere.toml"), "/nowhere.toml: cannot be read"),
         (("sweep", "--batch", MANY, "--decode", MANY), "1,002,001 configurations are more than"),
@@ -148,10 +154,18 @@ def test_a_saved_model_and_a_saved_sweep_are_drawn(tmp_path: Path, capsys: pytes
     assert run("plot", str(sweep), "-o", str(tmp_path / "s.svg")) == 0
     assert "budget N' (tokens)" in (tmp_path / "s.svg").read_text()
     assert run("plot", str(sweep), "-o", str(tmp_path / "s.svg")) == 2
-    assert "--force" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "--force" in told and "not drawn" not in told
     assert run("plot", str(sweep), "-o", str(tmp_path / "x.svg"), "--what", "roofline") == 2
     assert "--what: there is no picture 'roofline'" in capsys.readouterr().err
     assert not (tmp_path / "x.svg").exists()
+
+
+def test_a_picture_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = tmp_path / "s.json"
+    sweep.write_text(json.dumps(printed(capsys, "sweep", "--model", "all", "--workload", "all")))
+    assert run("plot", str(sweep), "-o", str(tmp_path / "s.png")) == 0
+    assert f"{28 - MOST_GROUPS} are not drawn" in capsys.readouterr().err
 
 
 def test_a_sweep_is_drawn_along_what_it_varies(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,6 +180,10 @@ def test_a_sweep_is_drawn_along_what_it_varies(capsys: pytest.CaptureFixture[str
     assert lines_left_out(rows("--batch", "1,2,4", "--budget", "64,128", "--system", "all")) == 10 - MOST_LINES
     assert lines_left_out(rows("--model", "all", "--workload", "all")) == 28 - MOST_GROUPS
     assert lines_left_out(rows("--model", "all")) == 0
+
+
+def test_small_shares_keep_their_digits() -> None:
+    assert [percent(share) for share in (0.4917, 0.0357, 0.000398, 0.0)] == ["49.2%", "3.57%", "0.0398%", "0%"]
 
 
 def test_every_component_and_system_has_a_look() -> None:
@@ -220,7 +238,8 @@ def test_a_recorded_run_is_accounted(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["profiles"]["paper"]["joules"] / found["profiles"]["silicon"]["joules"] == pytest.approx(312, rel=0.01)
     assert run("report", str(file), "--intervals", "1ms", "--step", "20ms", "--capacity", "1Ki", "--rule", "expected") == 0
     told = capsys.readouterr().out
-    assert "(modelled)" in told and "every step takes 20ms" in told and "1.00 ms" in told and "of the living bytes" in told
+    for words in ("(modelled)", "every step takes 20.0 ms", "1.00 ms", "of the living bytes"):
+        assert words in told
 
 
 @pytest.mark.parametrize(
@@ -233,6 +252,8 @@ def test_a_recorded_run_is_accounted(tmp_path: Path, capsys: pytest.CaptureFixtu
         (("--profile", "x"), "--profile: there is no profile 'x'"),
         (("--capacity", "x"), "--capacity: 'x'"),
         (("--step", "x"), "--step: 'x'"),
+        (("--step", "0ms"), "--step: '0ms', more than 0"),
+        (("--capacity", "0"), "--capacity: '0', more than 0"),
     ],
 )
 def test_what_cannot_be_accounted_is_named(

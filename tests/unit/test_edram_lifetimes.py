@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmcache.edram.accelerator import evaluate
 from llmcache.edram.aerp import AerpSettings, Slots
+from llmcache.edram.constants import PAPER
 from llmcache.edram.evictor import evictor_cost, search
-from llmcache.edram.lifetimes import Access, baseline, kelle, matrix_ns
+from llmcache.edram.lifetimes import Access, baseline, kelle, lifetimes_of, matrix_ns
+from tests.unit.accelerator_parts import configuration
 
 LLAMA2 = Access(weight_bytes=4096 * 4096, kv_bytes=2048 * 4096 * 2)
 
@@ -44,6 +47,19 @@ def test_refreshes_are_whole_intervals_of_each_life() -> None:
     assert lives.refresh_joules(sizes, 45e3, 2.0) == 2 * 8192 * wanted > 0
     assert kelle(LLAMA2).refresh_joules(sizes, 45e3, 2.0) < 2 * 8192 * wanted
     assert lives.byte_seconds(sizes) == pytest.approx(8192 * lives.total_ns / 1e9)
+
+
+@pytest.mark.parametrize("name", ["Original+eDRAM", "Kelle+eDRAM"])
+def test_the_accelerator_model_refreshes_activations_by_their_lifetimes(name: str) -> None:
+    """One decode step, layer by layer; what the prefill refreshes meanwhile is taken off."""
+    one = configuration("llama2-7b", "PG19", name, context=2000, decode=1)
+    found = evaluate([one])
+    layers, width = one.model.layers, 16 * 4096 * 2.0
+    lives = lifetimes_of(one)
+    wanted = layers * lives.refresh_joules((width,) * 4, one.policy.activation_interval_ns, PAPER.refresh_j_per_byte)
+    prefill_s = found.latencies_s["prefill_array"][0] + found.latencies_s["prefill_dram"][0]
+    live = PAPER.refresh_w(one.hardware.activation_bytes, one.policy.activation_interval_ns) * prefill_s
+    assert found.energies_j["refresh_activations"][0] - live == pytest.approx(wanted, rel=1e-6) and wanted > 0
 
 
 @pytest.mark.parametrize("name", ["weight_bytes", "kv_bytes", "sram_bytes_per_s", "edram_bytes_per_s", "dram_bytes_per_s"])

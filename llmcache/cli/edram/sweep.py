@@ -25,7 +25,7 @@ def command(as_json: bool, **options: str | None) -> None:
 
     \b
     llmcache edram sweep --model all --workload all --system all
-    llmcache edram sweep --budget 2048,3500,5250,7000,8750 --model llama3.2-3b,llama2-13b     the paper's table 7
+    llmcache edram sweep --budget 2048,3500,5250,7000,8750 --model llama3.2-3b,llama2-13b   # table 7
     llmcache edram sweep --interval-scale 0.125,0.25,0.5,1 --profile all --json > sweep.json
     """
     from llmcache.edram.question import Options, ask_sweep

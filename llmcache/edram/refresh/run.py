@@ -28,7 +28,7 @@ from llmcache.errors import DataError, EnvironmentProblem, UsageError
 SCHEMA = "llmcache.edram-run/1"
 FLOWS = tuple(name.name for name in fields(Flow))
 COLUMNS = tuple(f"{flow}_{kind}" for kind in KINDS for flow in FLOWS)
-_HINT = f"a file of {SCHEMA} is needed, as `llmcache kv bench --policy kelle` records it"
+_HINT = f"a file of {SCHEMA} is needed, as `llmcache kv bench --policy kelle --edram-run FILE` records it"
 _LARGEST = 1 << 53
 
 
