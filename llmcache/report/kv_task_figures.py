@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
 from llmcache.kv.bench.task_results import DECODING, LOADING, PARTS, QUERY, UPDATE, TaskBench, TaskRow
 from llmcache.report import theme
@@ -35,13 +35,18 @@ def look_of(policy: str) -> theme.Look:
 
 
 def tradeoff(axes: Axes, bench: TaskBench) -> None:
-    """Memory against time per token, at the longest context, as figure 1; beside each point its share of right answers."""
+    """Memory against time per token, at the longest context, as figure 1; beside each point right answers and budget."""
     for place, row in enumerate(bench.at(bench.contexts[-1])):
         look = look_of(row.policy)
         at = ((row.memory.kv_bytes + row.memory.index_bytes) / _MIB, row.speed.tpot_ns / _MS)
-        axes.scatter(*at, marker=_OTHERS[place % 7], color=look.colour, label=row.name, zorder=look.front)
-        axes.annotate(f"{row.answers.share:.0%}", at, xytext=(4, 3), textcoords="offset points", fontsize=7)
+        axes.scatter(*at, marker=_OTHERS[place % 7], color=look.colour, zorder=look.front)
+        told = f"{row.answers.share:.0%}" + ("" if row.budget is None else f" ({row.budget})")
+        axes.annotate(told, at, xytext=(5, 3), textcoords="offset points", fontsize=6, color=look.colour)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.margins(x=0.2)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("keys, values and index in memory (MiB)")
     axes.set_ylabel("time per token (ms)")
@@ -78,7 +83,8 @@ def breakdown(axes: Axes, bench: TaskBench) -> None:
     _names(axes, rows)
     axes.set_xlabel("time per token (ms)")
     axes.set_title("What it consists of")
-    axes.legend(fontsize=7)
+    axes.set_xlim(right=1.35 * float(left.max()))
+    axes.legend(fontsize=7, loc="lower right")
 
 
 def scaling(axes: Axes, bench: TaskBench) -> None:
@@ -140,8 +146,6 @@ def figure_of(bench: TaskBench) -> Figure:
         figure, axes = theme.grid_of(len(found), columns=3)
         for place, part in zip(axes, found, strict=True):
             part.draw(place, bench)
-        handles = axes[1].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", ncols=min(6, len(handles[0])), fontsize=7)
     return figure
 
 
@@ -150,8 +154,6 @@ def part_figure(bench: TaskBench, part: Part) -> Figure:
     with theme.style():
         figure, (axes,) = theme.grid_of(1)
         part.draw(axes, bench)
-        if part.name == "tradeoff":
-            theme.legend_below(figure, [axes])
     return figure
 
 

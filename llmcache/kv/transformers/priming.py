@@ -42,6 +42,24 @@ class Prompt:
     def __init__(self, model: Any, ids: NDArray[np.int64]) -> None:
         self._model, self._ids, self._calls = model, ids, self._recorded(model, ids)
 
+    @classmethod
+    def by_chance(cls, model: Any, tokens: int, seed: int = 0) -> Prompt:
+        """Returns *synthetic* keys and values of a prompt of `tokens`, normally distributed, in no time; for times alone.
+
+        All layers of `model` must be of full attention. Queries are not there: policies that need them see zeros.
+        """
+        made = cls.__new__(cls)
+        text = model.config.get_text_config(decoder=True)
+        heads, kv_heads, dim = text.num_attention_heads, text.num_key_value_heads, text.head_dim
+        random = torch.Generator().manual_seed(seed)
+        none = torch.zeros((1, 1, 1, 1), dtype=model.dtype, device=model.device).expand(1, heads, tokens, dim)
+        made._model, made._ids, made._calls = model, np.zeros((1, tokens), np.int64), []
+        for _ in range(text.num_hidden_layers):
+            drawn = (torch.randn((1, kv_heads, tokens, dim), generator=random) for _ in range(2))
+            keys, values = (side.to(model.device, model.dtype) for side in drawn)
+            made._calls.append(Call(None, none, keys, values, None, {"scaling": dim**-0.5}, _no_attention))
+        return made
+
     @staticmethod
     def _recorded(model: Any, ids: NDArray[np.int64]) -> list[Call] | None:
         """The calls; None where layers with a sliding window keep keys of their own."""

@@ -140,6 +140,11 @@ class Run:
         self.step()
         self._second_ns = time.perf_counter_ns() - begin_ns
 
+    def take(self, given: Prompt, token: int = 0) -> None:
+        """Takes what a prompt left, and goes on with `token`: for times of steps alone, the prompt's is not measured."""
+        given.give(self.cache)
+        self._next = np.array([token])
+
     def begin(self) -> None:
         """Forgets the steps so far: they were to warm up."""
         self._steps_ns.clear()

@@ -1,0 +1,227 @@
+"""The benchmark of SpillCache in transformers: the recall model's answers, then memory and time against DynamicCache.
+
+Answers: the model of tests/fixtures/recall, asked by `llmcache.kv.bench.task`. Times: a model with random weights, of the
+shape of two layers of Llama-3.1-8B, behind prompts of keys and values drawn by chance; nothing of them is alike, so what
+is chosen lies scattered over the whole context, and no tree finds it: the worst case. All *measured* on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.kv.bench.task import Candidate, TaskSetup, run, take_turns
+from llmcache.kv.bench.task_question import recall_model
+from llmcache.kv.bench.task_results import STOCK, TaskBench
+from llmcache.kv.pipeline import Timeline
+
+from . import machine
+from .signals import one_interrupt
+from .simulatebench import workplace
+
+SCHEMA = "llmcache-bench-kvtransformers/1"
+BUDGETS = (64, 128, 256)
+RECALL_BAR, MEMORY_BAR, TIME_BAR = 0.99, 0.05, 1.5
+RIVALS = ("quest", "h2o", "window")
+BAR_TOKENS = 32768
+TIMED = ("icecache", "quest", "hillinfer")
+SHAPE = {
+    "vocab_size": 1024, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 14336, "num_hidden_layers": 2, "max_position_embeddings": 1 << 20,
+}  # fmt: skip
+"""Layers of Llama-3.1-8B, as float32."""
+SMALL = {**SHAPE, "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
+
+
+def _task(
+    name: str, directory: Path, contexts: Sequence[int], policies: Sequence[str], cases: int, threads: int
+) -> TaskBench:
+    setup = TaskSetup(name, recall_model(), contexts, policies, BUDGETS, directory, cases=cases, steps=4, threads=threads)
+    return run(setup)
+
+
+def passkey(directory: Path, quick: bool, threads: int) -> dict[str, Any]:
+    """The least share of passkeys that IceCache finds, over all budgets, contexts and depths."""
+    bench = _task("passkey", directory, (1024,) if quick else (1024, 2048, 4096), ("icecache",), 1 if quick else 5, threads)
+    rows = [row for row in bench.rows if row.policy == "icecache"]
+    least = min(share for row in rows for share in row.answers.by_depth().values())
+    questions = sum(row.answers.questions for row in rows)
+    return {
+        "what": f"least share of passkeys found at any depth, budget and context ({questions} questions)",
+        "figure": least, "sense": ">=", "bar": 1.0, "passed": least >= 1, "run": bench.document(),
+    }  # fmt: skip
+
+
+def recall(directory: Path, quick: bool, threads: int) -> dict[str, Any]:
+    """IceCache's answers at a budget of 256 beside the full cache's; and whether it beats its rivals at equal budgets."""
+    contexts, policies = (1024,) if quick else (1024, 2048, 4096), ("icecache", *RIVALS)
+    bench = _task("recall", directory, contexts, policies, 2 if quick else 16, threads)
+    own = [row for row in bench.rows if row.policy == "icecache" and row.budget == BUDGETS[-1]]
+    least = min(row.answers.share / bench.stock(row.context).answers.share for row in own)
+    return {
+        "what": "right answers at a budget of 256, of those with the full cache; least of all contexts",
+        "figure": least, "sense": ">=", "bar": RECALL_BAR, "passed": least >= RECALL_BAR, "run": bench.document(),
+    }  # fmt: skip
+
+
+def rivals(of_recall: dict[str, Any]) -> dict[str, Any]:
+    """By how much IceCache is better than the best of its rivals, least of all budgets and contexts."""
+    shares: dict[tuple[int, int], dict[str, float]] = {}
+    for row in of_recall["run"]["rows"]:
+        shares.setdefault((row["context"], row["budget"]), {})[row["policy"]] = row["answers"]["share"]
+    leads = [one["icecache"] - max(one[rival] for rival in RIVALS) for one in shares.values() if "icecache" in one]
+    return {
+        "what": f"right answers more than the best of {', '.join(RIVALS)}, least of all budgets and contexts",
+        "figure": min(leads), "sense": ">", "bar": 0.0, "passed": min(leads) > 0,
+    }  # fmt: skip
+
+
+def lengths(directory: Path, quick: bool, threads: int) -> list[dict[str, Any]]:
+    """Time of a token and memory of each cache by length; rows of base units."""
+    import torch
+    import transformers
+
+    from llmcache.kv.transformers import enable
+    from llmcache.kv.transformers.priming import Prompt
+    from llmcache.kv.transformers.probing import Run
+
+    torch.manual_seed(0)
+    model = enable(transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SMALL if quick else SHAPE))).eval())
+    subject: Any = argparse.Namespace(model=model)
+    setup = TaskSetup("recall", recall_model(), (), (), (), directory, threads=threads)
+    found = []
+    for tokens in (1024, 2048) if quick else (2048, 4096, 8192, 16384, BAR_TOKENS, 2 * BAR_TOKENS):
+        prompt = Prompt.by_chance(model, tokens)
+        with contextlib.ExitStack() as stack:
+            runs = {}
+            for policy, budget in [(STOCK, None), *((policy, BUDGETS[-1]) for policy in TIMED)]:
+                timeline = None if policy == STOCK else Timeline()
+                cache = stack.enter_context(Candidate(policy, budget).cache(subject, setup, directory, timeline))
+                runs[policy] = Run(subject, cache, timeline)
+                runs[policy].take(prompt)
+            take_turns(list(runs.values()), 4 if quick else 12)
+            found += [_length(tokens, policy, runs) for policy in runs]
+    return found
+
+
+def _length(tokens: int, policy: str, runs: dict[str, Any]) -> dict[str, Any]:
+    own, full = runs[policy], runs[STOCK]
+    memory, whole = own.memory(), full.memory().kv_bytes
+    speed = own.speed()
+    engine = None if policy == STOCK else own.cache.conversation.engine
+    return {
+        "tokens": tokens, "policy": policy, **asdict(memory), "tpot_ns": speed.tpot_ns, "parts_ns": dict(speed.parts_ns),
+        "kv_share": memory.kv_bytes / whole, "share_with_index": (memory.kv_bytes + memory.index_bytes) / whole,
+        "times_stock": speed.tpot_ns / full.speed().tpot_ns, "why": list(getattr(engine and engine.policy, "whys", [])),
+        "moved_bytes": {f"{a} to {b}, {why}": size / speed.steps for (a, b, why), size in own.moved().moved_bytes.items()},
+    }  # fmt: skip
+
+
+def against_stock(rows: list[dict[str, Any]], quick: bool) -> dict[str, dict[str, Any]]:
+    """The bars of memory and time, by policy, and from which length on a policy is faster than DynamicCache."""
+    at = max(row["tokens"] for row in rows) if quick else BAR_TOKENS
+    there = {row["policy"]: row for row in rows if row["tokens"] == at}
+    own = there["icecache"]
+    with_index = ", ".join(f"{policy} {there[policy]['share_with_index']:.1%}" for policy in TIMED)
+    faster = {policy: faster_from([row for row in rows if row["policy"] == policy]) for policy in TIMED}
+    told = ", ".join(f"{policy} from {'none measured' if none is None else f'{none:,}'}" for policy, none in faster.items())
+    times = ", ".join(f"{policy} {there[policy]['times_stock']:.2f}" for policy in TIMED)
+    return {
+        "memory": {
+            "what": f"pages of keys and values in memory, of DynamicCache's, at {at:,} tokens; with index: {with_index}",
+            "figure": own["kv_share"], "sense": "<=", "bar": MEMORY_BAR, "passed": own["kv_share"] <= MEMORY_BAR,
+        },
+        "time": {
+            "what": f"time of a token, of DynamicCache's, at {at:,} tokens: {times}",
+            "figure": own["times_stock"], "sense": "<=", "bar": TIME_BAR, "passed": own["times_stock"] <= TIME_BAR,
+        },
+        "faster": {
+            "what": f"tokens from which on a token is faster than with DynamicCache: {told}",
+            "figure": faster["icecache"] or 0, "sense": ">", "bar": 0, "passed": faster["icecache"] is not None,
+            "by_policy": faster, "rows": rows,
+        },
+    }  # fmt: skip
+
+
+def faster_from(rows: list[dict[str, Any]]) -> int | None:
+    """Return the least length from which on, as far as was measured, a policy took less time than DynamicCache."""
+    found = None
+    for row in sorted(rows, key=lambda row: -int(row["tokens"])):
+        if row["times_stock"] >= 1:
+            break
+        found = int(row["tokens"])
+    return found
+
+
+def measure(directory: Path, quick: bool, threads: int, console: Console) -> dict[str, Any]:
+    """Return the figures of all parts."""
+    begin = time.monotonic()
+    with workplace(directory) as scratch:
+        parts: dict[str, Any] = {"passkey": passkey(scratch, quick, threads), "recall": recall(scratch, quick, threads)}
+        parts["rivals"] = rivals(parts["recall"])
+        console.print(f"answers: {time.monotonic() - begin:.0f} s", soft_wrap=True)
+        parts |= against_stock(lengths(scratch, quick, threads), quick)
+    console.print(f"all: {time.monotonic() - begin:.0f} s", soft_wrap=True)
+    return parts
+
+
+def table(parts: dict[str, Any]) -> Table:
+    """Return the figures and their bars."""
+    made = Table(title="SpillCache in transformers (measured)")
+    for name in ("part", "figure", "bar", "", "what"):
+        made.add_column(name, justify="left" if name in ("part", "", "what") else "right")
+    for name, one in parts.items():
+        verdict = "[green]pass[/green]" if one["passed"] else "[red]FAIL[/red]"
+        made.add_row(name, f"{one['figure']:.4g}", f"{one['sense']} {one['bar']:g}", verdict, one["what"])
+    return made
+
+
+def lengths_table(parts: dict[str, Any]) -> Table:
+    """Return memory and time by length."""
+    made = Table(title="Against DynamicCache by length")
+    for name in ("tokens", "cache", "ms a token", "times stock", "KV in memory", "with index"):
+        made.add_column(name, justify="left" if name == "cache" else "right")
+    for row in parts["faster"]["rows"]:
+        shares = (f"{row[name]:.1%}" for name in ("kv_share", "share_with_index"))
+        made.add_row(
+            f"{row['tokens']:,}", row["policy"], f"{row['tpot_ns'] / 1e6:.1f}", f"{row['times_stock']:.2f}", *shares
+        )
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return 0 if every bar is reached, 1 if not."""
+    parser = argparse.ArgumentParser(prog="tools/bench/kvtransformers", description=__doc__)
+    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill files go (3 GB)")
+    parser.add_argument("--threads", type=int, default=2, help="of torch and of each kernel")
+    parser.add_argument("--quick", action="store_true", help="small and short: for a look, not for the bars")
+    parser.add_argument("--json", type=Path, help="write everything here")
+    args = parser.parse_args(argv)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    import torch
+
+    torch.set_num_threads(args.threads)
+    try:
+        with one_interrupt():
+            parts = measure(args.dir, args.quick, args.threads, console)
+    except KeyboardInterrupt:
+        console.print("interrupted: nothing is written")
+        return 1
+    about = {"schema": SCHEMA, "machine": machine.describe(args.dir), "quick": args.quick, "threads": args.threads}
+    told = {**about, "torch": torch.__version__, "shape": SMALL if args.quick else SHAPE, "parts": parts}
+    console.print(table(parts), lengths_table(parts))
+    if args.json:
+        part = args.json.with_name(args.json.name + ".part")
+        part.write_text(json.dumps(told, indent=1) + "\n")
+        part.replace(args.json)
+    return 0 if all(one["passed"] for one in parts.values()) else 1
