@@ -13,6 +13,8 @@ from llmcache.kv.pipeline.timeline import STAGES
 from llmcache.units import format_duration, format_size
 
 _UNBOUND = 400
+_REASONS = {"scoring": {"score", "index", "query"}, "fetch": {"fetch"}, "moves, spill": {"move", "spill"}}
+"""Columns of the table, and why what they add up has moved; every tier and reason by itself is in the JSON."""
 _WHAT = {
     "measured": "measured on this machine, with a synthetic stream of keys and values",
     "modelled": "modelled, on a machine that is not here",
@@ -78,19 +80,22 @@ def latency_table(bench: Bench) -> Table:
 
 
 def traffic_table(bench: Bench) -> Table:
-    """Bytes of a step by link, where chosen tokens were, and pages that moved between the pools."""
-    links = list(dict.fromkeys(link for row in bench.rows for link in row.moved_bytes))
-    made = _table("attended", "in memory", *links, "pages up", "down", "ping-pong")
+    """Bytes of a step over the link to the SSD by reason, where chosen tokens were, pages that moved between the pools."""
+    links = [f"link: {name}" for name in _REASONS]
+    made = _table("attended", "in memory", *links, "inside device", "pages up", "down", "ping-pong")
     for row in bench.rows:
         if row.observed is not None:
-            made.add_row(row.title, *_traffic(row, row.observed, links))
+            made.add_row(row.title, *_traffic(row, row.observed))
     return made
 
 
-def _traffic(row: Row, seen: Observed, links: list[str]) -> Iterator[str]:
+def _traffic(row: Row, seen: Observed) -> Iterator[str]:
     yield f"{seen.attended_tokens}"
     yield f"{seen.hit_ratio:.1%}"
-    yield from (format_size(row.moved_bytes.get(link, 0)) for link in links)
+    reasons = [(link.partition(", ")[2], link, size) for link, size in row.moved_bytes.items()]
+    for why in _REASONS.values():
+        yield format_size(sum(size for reason, link, size in reasons if reason in why and "device" not in link))
+    yield format_size(sum(size for _, link, size in reasons if "device" in link))
     yield f"{seen.pages_up}"
     yield f"{seen.pages_down}"
     yield f"{seen.ping_pong_pages} ({seen.ping_pong_share:.1%})"
