@@ -18,6 +18,7 @@ from llmcache.report.reproduce.kelle.rows import (
     AT_LEAST,
     AT_MOST,
     EVERY,
+    EXACT,
     GAIN,
     PRINTED,
     Row,
@@ -54,6 +55,8 @@ def rows(found: Findings) -> dict[str, Row]:
         (within(0.05, 0.25), 2.0, 1.51, PARTLY),
         (within(0.05, 0.25), 2.0, 2.51, NOT),
         (PRINTED, 1.05, 1.0537, CONFIRMED),
+        (EXACT, 4.0, 4.0, CONFIRMED),
+        (EXACT, 4.0, 4.01, PARTLY),
         (GAIN, 1.32, 1.34, CONFIRMED),
         (GAIN, 1.19, 1.0, NOT),  # within 25 %, but no gain at all
         (GAIN, 1.29, 1.48, PARTLY),
@@ -98,6 +101,10 @@ EXPECTED = {
     "interval-540": CONFIRMED,
     "interval-1050": CONFIRMED,
     "interval-2062": CONFIRMED,
+    "failure-rate": NOT,
+    "lifetime-baseline": CONFIRMED,
+    "lifetime-kelle": CONFIRMED,
+    "lifetime-ratio": CONFIRMED,
     "recompute-time": NOT,
     "load-time": NOT,
     "kv-8192": CONFIRMED,
@@ -167,6 +174,15 @@ def test_the_rows_are_the_model_s(rows: dict[str, Row]) -> None:
     assert rows["edram-speedup-equal-arrays"].ours["24 x 24 PEs in all"] == pytest.approx(1, rel=1e-3)
     assert rows["t8-linear-PG19"].ours["131 µs"] == pytest.approx(1.73, abs=0.005)
     assert rows["t8-linear-PG19"].ours["262 µs"] == pytest.approx(1.31, abs=0.005)
+
+
+def test_limits_are_told_as_limits(rows: dict[str, Row]) -> None:
+    """A number far below a limit is confirmed: without the word it would read as if it were far off."""
+    names = ("density", "refresh-pass", "aep-bound")
+    told = {name: next(iter(rows[name].judged().findings.values())).ours for name in names}
+    assert told["density"].startswith("2.28× where at least 2× is expected")
+    assert told["refresh-pass"].startswith("1.08 W where at most 1.89 W is expected")
+    assert told["aep-bound"].startswith("at most 2.63× where 2.39× is printed")
 
 
 @pytest.mark.parametrize(

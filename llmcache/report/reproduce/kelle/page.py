@@ -89,16 +89,17 @@ def _tables(about: str, rows: Sequence[Row]) -> list[Block]:
                     f"{number(row.paper)}{row.unit}" if first else "",
                     "" if variant == "ours" else variant,
                     f"{number(row.ours[variant])}{row.unit}",
-                    f"{row.delta(variant):+.0%}",
+                    f"{row.delta(variant):+.1%}",
+                    row.rule.label if first else "",
                     Badge(verdict.value, verdict.kind),
                     row.why if first else "",
                 ]
             )
-    columns = ["paper", "where", "printed", "with", f"ours ({KINDS[about]})", "delta", "verdict", "why"]
-    rules: list[list[Cell]] = [[row.name, row.rule.words] for row in rows]
+    columns = ["paper", "where", "printed", "with", f"ours ({KINDS[about]})", "delta", "rule", "verdict", "why"]
+    rules = list(dict.fromkeys((row.rule.label, row.rule.words) for row in rows))
     return [
         Table(TITLES[about], columns, cells),
-        Fold("When a number counts as confirmed", [Table("Rules", ["number", "rule"], rules)]),
+        Fold("When a number counts as confirmed", [Table("Rules", ["rule", "in words"], rules)]),
     ]
 
 

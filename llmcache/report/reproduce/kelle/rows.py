@@ -13,10 +13,15 @@ ARITHMETIC, MODELLED = "computed from the paper's own numbers", "modelled"
 
 @dataclass(frozen=True)
 class Rule:
-    """When a number counts as confirmed: `verdict(paper, ours)`, and the same in words."""
+    """When a number counts as confirmed: `verdict(paper, ours)`, the same in `words`, and a `label` for tables.
 
+    `told`: how both numbers are said beside each other.
+    """
+
+    label: str
     words: str
     verdict: Callable[[float, float], Verdict]
+    told: str = "{ours} where {paper} is printed"
 
 
 def within(exact: float, near: float) -> Rule:
@@ -25,36 +30,55 @@ def within(exact: float, near: float) -> Rule:
     def verdict(paper: float, ours: float) -> Verdict:
         away = abs(ours - paper) / abs(paper)
         # What is printed is rounded: a number on the edge is inside.
-        return graded(away <= exact * (1 + 1e-9), away <= near * (1 + 1e-9))
+        return graded(away <= exact + 1e-9, away <= near + 1e-9)
 
-    return Rule(f"confirmed within {exact:.1%} of the printed number, partly within {near:.0%}", verdict)
+    label = f"{100 * exact:.3g} %, {100 * near:.3g} %" if exact else f"equal, {100 * near:.3g} %"
+    confirmed = f"within {100 * exact:.3g} % of the printed number" if exact else "if equal to the printed number"
+    return Rule(label, f"confirmed {confirmed}, partly within {100 * near:.3g} %", verdict)
 
 
-PRINTED = within(0.01, 0.05)
-"""For arithmetic: the digits that are printed."""
-CLOSE = within(0.05, 0.25)
-"""For what is modelled: it has no factor that could be fitted."""
 def _gained(paper: float, ours: float) -> Verdict:
     away = abs(ours / paper - 1)
     return graded(away <= 0.05 * (1 + 1e-9), away <= 0.4 and 0.5 <= (ours - 1) / (paper - 1) <= 2)
 
 
+EXACT = within(0.0, 0.05)
+"""For arithmetic without rounding."""
+PRINTED = within(0.01, 0.05)
+"""For arithmetic: the digits that are printed."""
+CLOSE = within(0.05, 0.25)
+"""For what is modelled: it has no factor that could be fitted."""
 GAIN = Rule(
+    "gain",
     "confirmed within 5 % of the printed factor; partly within 40 % if the gain (the factor less 1) is half to twice the "
     "printed one",
     _gained,
 )
 """For factors that are modelled: a factor of 1 is no part of a gain, however near."""
-AT_MOST = Rule("confirmed if ours is not above the printed number", lambda paper, ours: graded(ours <= paper, False))
-AT_LEAST = Rule("confirmed if ours is not below the printed number", lambda paper, ours: graded(ours >= paper, False))
-EVERY = Rule("the share of the cases in which it holds: confirmed if all, partly if most", lambda paper, ours: graded(
-    ours >= paper, ours > 0.5 * paper))  # fmt: skip
+AT_MOST = Rule(
+    "at most",
+    "confirmed if ours is not above the printed number",
+    lambda paper, ours: graded(ours <= paper, False),
+    "{ours} where at most {paper} is expected",
+)
+AT_LEAST = Rule(
+    "at least",
+    "confirmed if ours is not below the printed number",
+    lambda paper, ours: graded(ours >= paper, False),
+    "{ours} where at least {paper} is expected",
+)
+EVERY = Rule(
+    "share",
+    "the share of the cases in which it holds: confirmed if all, partly if most",
+    lambda paper, ours: graded(ours >= paper, ours > 0.5 * paper),
+    "{ours} of the cases where {paper} (all) is expected",
+)
 
 
 def bounded(words: str) -> Rule:
     """Returns the rule for a printed number that cannot be above ours, which is a bound; `words` say why."""
     told = f"confirmed unless the printed number is above the bound: {words}"
-    return Rule(told, lambda paper, ours: graded(paper <= ours, False))
+    return Rule("bound", told, lambda paper, ours: graded(paper <= ours, False), "at most {ours} where {paper} is printed")
 
 
 @dataclass(frozen=True)
@@ -86,8 +110,8 @@ class Row:
         last = list(self.ours)[-1]
         findings = {}
         for variant, value in self.ours.items():
-            printed = f"{number(self.paper)}{self.unit} is printed"
-            told = f"{number(value)}{self.unit} where {printed} ({self.delta(variant):+.1%})"
+            ours, paper = (f"{number(one)}{self.unit}" for one in (value, self.paper))
+            told = f"{self.rule.told.format(ours=ours, paper=paper)} ({self.delta(variant):+.1%})"
             told += f". {self.why}" if variant == last and self.why else ""
             findings[variant] = Finding(self.verdict(variant), told, {"paper": self.paper, "ours": value})
         return Judged(self.name, self.section, self.quote, self.rule.words, findings)
