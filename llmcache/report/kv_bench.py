@@ -12,6 +12,7 @@ from llmcache.kv.bench.results import MEASURED, Bench, Observed, Row
 from llmcache.kv.pipeline.timeline import STAGES
 from llmcache.units import format_duration, format_size
 
+OURS = "hillinfer"
 _UNBOUND = 400
 _REASONS = {"scoring": {"score", "index", "query"}, "fetch": {"fetch"}, "moves, spill": {"move", "spill"}}
 """Columns of the table, and why what they add up has moved; every tier and reason by itself is in the JSON."""
@@ -31,6 +32,8 @@ def show(bench: Bench, as_json: bool) -> None:
     for line in headlines(bench):
         console.print(line, soft_wrap=True)
     console.print(latency_table(bench))
+    for line in speedup_lines(bench):
+        console.print(line, soft_wrap=True)
     if bench.kind == MEASURED:
         console.print(traffic_table(bench))
         for line in device_lines(bench):
@@ -77,6 +80,15 @@ def latency_table(bench: Bench) -> Table:
             f"{row.token_ns / fastest:.2f}",
         )
     return made
+
+
+def speedup_lines(bench: Bench) -> Iterator[str]:
+    """How many times as fast as each baseline the variants of HillInfer are; nothing where there is nothing to compare."""
+    baselines = [row for row in bench.rows if row.policy.partition("-")[0] != OURS]
+    for row in bench.rows:
+        if row not in baselines and baselines:
+            times = ", ".join(f"{row.speedup_over(one):.2f} x {one.title}" for one in baselines)
+            yield f"{row.title}: {times} (speed-up)"
 
 
 def traffic_table(bench: Bench) -> Table:

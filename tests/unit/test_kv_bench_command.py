@@ -92,7 +92,7 @@ def _check_times(row: dict[str, Any]) -> None:
 def test_a_sweep_tries_betas_around_the_measured_rule(tmp_path: Path, model: str) -> None:
     told = bench(
         "--model", model, "--context", "2k", "--steps", "1", "--compute", "1ms", "--path", str(tmp_path), "--threads", "2",
-        "--policy", "hillinfer-no-app", "--sweep-beta", "--ram", "350k", "--layers", "1",
+        "--policy", "hillinfer-no-app", "--sweep-beta", "--ram", "350k", "--layers", "1", "--device", "file",
     )  # fmt: skip
     marks = told["marks"]
     whole = 2048 * 2 * 2 * 16 * 4
@@ -116,7 +116,7 @@ def test_switches_leave_designs_out_and_a_file_stands_for_the_device(tmp_path: P
 def test_beta_auto_is_what_the_rule_says_of_measured_speeds(tmp_path: Path, model: str) -> None:
     told = bench(
         "--model", model, "--context", "1k", "--steps", "1", "--compute", "1ms", "--path", str(tmp_path), "--threads", "2",
-        "--policy", "full", "--beta", "auto", "--ram", "100k", "--layers", "1",
+        "--policy", "full", "--beta", "auto", "--ram", "100k", "--layers", "1", "--device", "file",
     )  # fmt: skip
     whole = 1024 * 2 * 2 * 16 * 4
     assert 0 < told["rows"][0]["beta"] <= 1.05 * 100_000 / (whole - 100_000), "M0 bounds it"
@@ -135,10 +135,11 @@ def test_the_paper_profile_is_modelled_and_runs_nothing(monkeypatch: pytest.Monk
 
 def test_the_text_names_what_is_emulated(tmp_path: Path, model: str) -> None:
     args = ["--model", model, "--context", "512", "--steps", "1", "--compute", "1ms", "--path", str(tmp_path)]
-    result = CliRunner().invoke(cli.app, ["kv", "bench", *args, "--policy", "hillinfer", "--threads", "2"])
+    result = CliRunner().invoke(cli.app, ["kv", "bench", *args, "--policy", "hillinfer", "--exact"])
     assert result.exit_code == 0, result.output
-    for wanted in ("synthetic stream", "emulated: 1.00 ms a layer", "emulated device (smartssd)", "measured on this"):
+    for wanted in ("measured on this", "synthetic stream", "emulated: 1.00 ms a layer", "emulated device (smartssd)"):
         assert wanted in result.stdout
+    assert "exact True" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ import click
 @click.option("--no-hie", is_flag=True, help="HillInfer without hierarchical importance evaluation.")
 @click.option("--no-bkp", is_flag=True, help="HillInfer without bidirectional pools.")
 @click.option("--no-app", is_flag=True, help="HillInfer without the prefetching pipeline.")
+@click.option("--exact", is_flag=True, help="Evaluate again with the true queries what was looked ahead for.")
 @click.option(
     "--compute",
     metavar="WHAT",

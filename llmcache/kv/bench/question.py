@@ -55,6 +55,7 @@ class Options:
     no_hie: bool = False
     no_bkp: bool = False
     no_app: bool = False
+    exact: bool = False
     sweep_beta: bool = False
     model: str | None = None
     layers: int | None = None
@@ -148,6 +149,7 @@ def setup_of(options: Options) -> Setup:
         device=options.device,
         csd=replace(PROFILES[options.csd], throttle=options.throttle),
         threads=options.threads,
+        exact=options.exact,
     )
 
 

@@ -38,7 +38,8 @@ class Setup:
     """What all policies of a benchmark have in common.
 
     `steps` decode steps are measured, after `warm_up` that are not. `beta`: Mc / Ms; None: all in memory.
-    `memory_bytes`: M0, of all layers and sequences. `device`: "csd" (*emulated*, with the speeds of `csd`) or "file", for
+    `memory_bytes`: M0, of all layers and sequences. `exact`: a layer that was looked ahead for is evaluated again with its
+    true queries. `device`: "csd" (*emulated*, with the speeds of `csd`) or "file", for
     policies that are meant for a device; all others read the file.
     """
 
@@ -57,6 +58,7 @@ class Setup:
     device: str = "csd"
     csd: CsdProfile = field(default_factory=lambda: PROFILES["smartssd"])
     threads: int | None = None
+    exact: bool = False
 
     @property
     def cpu_pages(self) -> int | None:
@@ -78,6 +80,7 @@ class Setup:
             "alpha": self.alpha,
             "token_budget": self.token_budget,
             "score block": self.block_tokens,
+            "exact": self.exact or None,
             "compute": self.accelerator.title,
             "device": f"emulated, profile {self.csd.name}" if self.device == "csd" else "none: the file is read",
             "directory": str(self.directory),
@@ -111,7 +114,7 @@ class Session:
             stack.callback(self.store.discard)
             self.policy = self._policy(kind)
             app = variant.app and getattr(kind, "ahead", False)
-            self.engine = stack.enter_context(KvEngine(self.store, self.policy, app=app, timeline=self.timeline))
+            self.engine = stack.enter_context(self._engine(app))
             self._open = stack.pop_all()
         self._traffic, self._device = Traffic(), Report()
 
@@ -129,6 +132,9 @@ class Session:
         if self.variant.without:
             settings = replace(settings, **{part: False for part in self.variant.without})  # type: ignore[arg-type]
         return kind(self.store, settings, self.timeline)
+
+    def _engine(self, app: bool) -> KvEngine:
+        return KvEngine(self.store, self.policy, app=app, exact=self.setup.exact, timeline=self.timeline)
 
     def prefill(self) -> None:
         """Stores the prompt; the policy takes note of its last queries."""
