@@ -127,29 +127,20 @@ class SpillReader:
         ids, positions = (self._read_side(chain, pages, side).view(np.int64).reshape(-1)[:count] for side in (0, 1))
         return ids, positions
 
-    def read(
-        self,
-        sequence: int,
-        layer: int,
-        pages: Pages,
-        room: Room | None = None,
-        threads: int | None = None,
-        then: reading.Then | None = None,
-    ) -> KvPages:
+    def read(self, sequence: int, layer: int, pages: Pages, room: Room | None = None, threads: int | None = None) -> KvPages:
         """Returns `pages` of a layer, in the order asked for, joined into few reads and compared with their checksums.
 
         `room` is read into (else fresh memory): the result is valid until it is read into again. `threads` read at a time
-        (None: two a processor, as most of them wait for the disk), and give `then` what they have read, while it is still in
-        the processor's cache. DataError: a page is damaged, or the file ends before it. ValueError: there is no such page,
-        or too little room.
+        (None: two a processor, as most of them wait for the disk). DataError: a page is damaged, or the file ends before
+        it. ValueError: there is no such page, or too little room.
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
         room = Room(self.shape, len(wanted)) if room is None else room
         if len(room) < len(wanted):
             raise ValueError(f"room: for {len(room)} pages, {len(wanted)} are to be read")
         keys, values = (side[: len(wanted)] for side in room.sides)
-        jobs = reading.read_jobs(self._raw, self._layout, chain, wanted, reading.KEYS, keys, then)
-        jobs += reading.read_jobs(self._raw, self._layout, chain, wanted, reading.VALUES, values, then)
+        jobs = reading.read_jobs(self._raw, self._layout, chain, wanted, reading.KEYS, keys)
+        jobs += reading.read_jobs(self._raw, self._layout, chain, wanted, reading.VALUES, values)
         run_all(jobs, threads or 2 * processors())
         self.read_bytes += keys.size + values.size
         return reading.as_pages(self.shape, keys, values, self._filled(chain, wanted))

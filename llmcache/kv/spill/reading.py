@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,6 @@ JOB_BYTES = 1 << 18
 """What one thread reads before it compares the checksums of it all: still in the processor's cache by then."""
 
 
-Then = Callable[[int, int, Bytes], None]
-"""Takes side, index of the first page among those asked for, and slots [pages, slot bytes], in the thread that read them."""
-
-
 @dataclass(frozen=True)
 class KeyRange:
     """Keys of `pages` pages from `first_page` on, side by side from `offset` of the file on, with their checksums."""
@@ -50,18 +46,13 @@ def read_slots(raw: RawFile, layout: Layout, chain: Chain, pages: list[int], sid
     return slots
 
 
-def read_jobs(
-    raw: RawFile, layout: Layout, chain: Chain, pages: list[int], side: int, slots: Bytes, then: Then | None = None
-) -> list[Job]:
-    """Returns what to do to have `pages` in `slots` [pages, slot bytes]: reads, each with its checksums, in any order.
-
-    `then` is given the slots of each job once they are there and whole.
-    """
+def read_jobs(raw: RawFile, layout: Layout, chain: Chain, pages: list[int], side: int, slots: Bytes) -> list[Job]:
+    """Returns what to do to have `pages` in `slots` [pages, slot bytes]: reads, each with its checksums, in any order."""
     plan = chain.plan
     place = plan.key_at if side == KEYS else plan.value_at
     crcs = chain.key_crcs if side == KEYS else chain.value_crcs
 
-    def read(runs: list[Run], into: Bytes, first: int) -> None:
+    def read(runs: list[Run], into: Bytes) -> None:
         done = 0
         for run in runs:
             part = into[done : done + run.pages].reshape(-1)
@@ -70,15 +61,13 @@ def read_jobs(
         wanted = [crc for run in runs for crc in crcs[run.first : run.first + run.pages]]
         for index in np.flatnonzero(checksums(into) != np.array(wanted, np.uint32)):
             raise _damaged(raw.path, chain, [run.first + i for run in runs for i in range(run.pages)][index], side)
-        if then is not None:
-            then(side, first, into)
 
     done = 0
     jobs: list[Job] = []
     most = max(1, LARGEST_READ // slots.shape[1])
     for share in _shares(list(chain.runs(pages, most)), max(1, JOB_BYTES // slots.shape[1])):
         count = sum(run.pages for run in share)
-        jobs.append(partial(read, share, slots[done : done + count], done))
+        jobs.append(partial(read, share, slots[done : done + count]))
         done += count
     return jobs
 

@@ -58,17 +58,17 @@ def copy_pages(
 
 
 def copy_rows(
-    source: Rows, index: Numbers, positions: Numbers, out: NDArray[Any], base: int = 0, tokens: range = ALL
+    source: Rows, index: Numbers, positions: Numbers, out: NDArray[Any], tokens: range = ALL
 ) -> None:
     """Copies the rows of one sequence that `source` has to `out` [kv_heads, k, dim], in this thread.
 
-    Page p of the sequence is page `index[p] - base` of `source`, if it has so many. `positions` [kv_heads, k], ascending;
-    none but those within `tokens` are looked at.
+    `index` [pages]: which page of `source` each page of the sequence is, below 0 if none. `positions` [kv_heads, k],
+    ascending; none but those within `tokens` are looked at.
     """
     if not out.size:
         return
     dim, size = out.shape[2], source.pages.shape[2]
-    place = (index, base, len(source.pages), positions, size, tokens.start, tokens.stop)
+    place = (index, positions, size, tokens.start, tokens.stop)
     if source.scales is not None:
         _copy_scaled(source.pages, source.scales, *place, out)
         return
@@ -118,13 +118,13 @@ def _first(positions, least):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def _copy_words(  # type: ignore[no-untyped-def]
-    words, page_stride, head_stride, index, base, pages, positions, tokens, low, high, out, out_head, out_row, size
+    words, page_stride, head_stride, index, positions, tokens, low, high, out, out_head, out_row, size
 ):
     for head in range(positions.shape[0]):
         of_head = positions[head]
         for i in range(_first(of_head, low), _first(of_head, high)):
-            page = index[of_head[i] // tokens] - base
-            if 0 <= page < pages:
+            page = index[of_head[i] // tokens]
+            if page >= 0:
                 # Unsigned: a place that may count from the end cannot be copied in one go.
                 at = np.uint64(page * page_stride + head * head_stride + of_head[i] % tokens * size)
                 to = np.uint64(head * out_head + i * out_row)
@@ -133,12 +133,12 @@ def _copy_words(  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _copy_scaled(rows, scales, index, base, pages, positions, tokens, low, high, out):  # type: ignore[no-untyped-def]
+def _copy_scaled(rows, scales, index, positions, tokens, low, high, out):  # type: ignore[no-untyped-def]
     for head in range(positions.shape[0]):
         of_head = positions[head]
         for i in range(_first(of_head, low), _first(of_head, high)):
-            page = index[of_head[i] // tokens] - base
-            if 0 <= page < pages:
+            page = index[of_head[i] // tokens]
+            if page >= 0:
                 token = of_head[i] % tokens
                 for j in range(out.shape[2]):
                     out[head, i, j] = np.float32(rows[page, head, token, j]) * scales[page, head, token]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from functools import partial
-from queue import SimpleQueue
-from threading import Event
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,8 +12,6 @@ from numpy.typing import NDArray
 
 from llmcache.kv.csd import KvRows
 from llmcache.kv.spill import KvPages
-from llmcache.kv.spill.reading import Then
-from llmcache.kv.spill.shape import Bytes, view_slots
 from llmcache.kv.tiers.copying import Rows, copy_rows, mark_missing
 from llmcache.kv.tiers.core import Core
 from llmcache.kv.tiers.moving import Mover
@@ -25,8 +20,8 @@ from llmcache.kv.tiers.ssd import SsdTier
 
 Numbers = NDArray[np.int64]
 Outs = list[NDArray[Any]]
-FEW_BYTES = 1 << 22
-"""Below it a thread of its own for copying takes longer than copying."""
+SHARE_BYTES = 1 << 24
+"""What is read at a time: enough for many reads at once, and little enough to copy most of it while more is read."""
 
 
 class Fetcher:
@@ -52,34 +47,40 @@ class Fetcher:
         return missing
 
     def _fetch_pages(self, layer: int, numbers: Numbers, positions: Numbers, outs: Outs) -> None:
-        """Reads pages and copies their rows as they come."""
-        core = self._core
-        for stream, found in self._mover.by_stream(numbers):
-            places = core.table.place[found].astype(np.int64)
-            known = np.full(core.table.numbers, NOT_HERE, np.int64)
-            known[found] = np.arange(len(found))
-            index = [(row, np.flatnonzero(row != NOT_HERE)) for row in known[core.table.table]]
-            copy = partial(self._copy, index, positions, outs)
-            read = partial(self._ssd.read, stream, layer, places, "fetch")
-            if len(found) * core.shape.token_bytes * core.shape.page_tokens < FEW_BYTES:
-                with read(copy):
-                    pass
-            else:
-                _copy_while_reading(read, copy)
-
-    def _copy(
-        self, index: list[tuple[Numbers, Numbers]], positions: Numbers, outs: Outs, side: int, first: int, slots: Bytes
-    ) -> None:
-        """Copies the rows that lie in some of the pages that are read, from the one with index `first` on."""
+        """Reads pages a share at a time, and copies the rows of one while a thread reads the next."""
         shape = self._core.shape
-        size = shape.page_tokens
-        rows = Rows(*view_slots(shape, slots, (shape.head_dim, shape.value_dim)[side]))
-        for b, (of_sequence, pages) in enumerate(index):
-            # Within a stream the pages of a sequence ascend as their places do.
-            here = pages[slice(*np.searchsorted(of_sequence[pages], (first, first + len(slots))).tolist())]
-            if len(here):
-                tokens = range(int(here[0]) * size, (int(here[-1]) + 1) * size)
-                copy_rows(rows, of_sequence, positions[b], outs[side][b], first, tokens)
+        most = max(1, SHARE_BYTES // (shape.key_slot_bytes + shape.value_slot_bytes))
+        todo = [
+            (stream, found[first : first + most])
+            for stream, found in self._mover.by_stream(numbers)
+            for first in range(0, len(found), most)
+        ]
+        if len(todo) == 1:
+            with self._read(layer, *todo[0]) as pages:
+                self._copy(todo[0][1], pages, positions, outs)
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="llmcache-fetch") as reader:
+            ahead = reader.submit(_entered, self._read(layer, *todo[0]))
+            for index, (_, found) in enumerate(todo):
+                with ahead.result() as pages:
+                    if index + 1 < len(todo):
+                        ahead = reader.submit(_entered, self._read(layer, *todo[index + 1]))
+                    self._copy(found, pages, positions, outs)
+
+    def _read(self, layer: int, stream: int, found: Numbers) -> AbstractContextManager[KvPages]:
+        return self._ssd.read(stream, layer, self._core.table.place[found].astype(np.int64), "fetch")
+
+    def _copy(self, found: Numbers, pages: KvPages, positions: Numbers, outs: Outs) -> None:
+        """Copies the rows that lie in `pages`, which have the numbers `found`."""
+        core, size = self._core, self._core.shape.page_tokens
+        known = np.full(core.table.numbers, NOT_HERE, np.int64)
+        known[found] = np.arange(len(found))
+        for b, index in enumerate(known[core.table.table]):
+            here = np.flatnonzero(index != NOT_HERE)
+            tokens = range(int(here[0]) * size, (int(here[-1]) + 1) * size) if len(here) else range(0)
+            sides = (Rows(pages.keys, pages.key_scales), Rows(pages.values, pages.value_scales))
+            for rows, out in zip(sides, outs, strict=True):
+                copy_rows(rows, index, positions[b], out[b], tokens)
 
     def _fetch_rows(self, layer: int, b: int, pages: Numbers, positions: Numbers, outs: Outs) -> None:
         table, size = self._core.table, self._core.shape.page_tokens
@@ -96,28 +97,17 @@ class Fetcher:
             _lay_out(rows, here, outs)
 
 
-def _copy_while_reading(read: Callable[[Then], AbstractContextManager[KvPages]], copy: Then) -> None:
-    """Gives everything that is read to `copy` in this thread; threads that read do nothing but read."""
-    arrived: SimpleQueue[tuple[int, int, Bytes] | None] = SimpleQueue()
-    copied = Event()
+def _entered(context: AbstractContextManager[KvPages]) -> AbstractContextManager[KvPages]:
+    """Enters `context` here, in the thread that reads; who enters what it returns leaves it."""
+    stack = ExitStack()
+    pages = stack.enter_context(context)
 
-    def run() -> None:
-        try:
-            with read(lambda *part: arrived.put(part)):
-                arrived.put(None)
-                copied.wait()  # the memory is used again once this is left
-        except BaseException:
-            arrived.put(None)
-            raise
+    @contextmanager
+    def rest() -> Iterator[KvPages]:
+        with stack:
+            yield pages
 
-    with ThreadPoolExecutor(1, thread_name_prefix="llmcache-fetch") as reader:
-        done = reader.submit(run)
-        try:
-            while (part := arrived.get()) is not None:
-                copy(*part)
-        finally:
-            copied.set()
-        done.result()
+    return rest()
 
 
 def _lay_out(rows: KvRows, here: list[NDArray[np.bool_]], outs: Outs) -> None:

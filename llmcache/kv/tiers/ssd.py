@@ -20,7 +20,7 @@ from llmcache.kv.csd import EmulatedCsd, KvRows, ScoreBlock
 from llmcache.kv.csd.blocks import BLOCK_TOKENS
 from llmcache.kv.kernels import score_pages
 from llmcache.kv.spill import KvPages, Recovery, Room, SpillFile
-from llmcache.kv.spill.reading import KEYS, Then, rows
+from llmcache.kv.spill.reading import KEYS, rows
 from llmcache.kv.tiers.config import StoreConfig
 from llmcache.kv.tiers.traffic import Traffic
 
@@ -61,10 +61,8 @@ class SsdTier(Protocol):
     def truncate(self, stream: int, pages: int) -> None:
         """Takes away all pages of a stream from number `pages` on."""
 
-    def read(
-        self, stream: int, layer: int, places: Numbers, why: str, then: Then | None = None
-    ) -> contextlib.AbstractContextManager[KvPages]:
-        """Reads whole pages; they are valid while the context lasts. A file gives their slots to `then` as they come."""
+    def read(self, stream: int, layer: int, places: Numbers, why: str) -> contextlib.AbstractContextManager[KvPages]:
+        """Reads whole pages; they are valid while the context lasts."""
 
     def read_keys(self, stream: int, layer: int, places: Numbers, why: str) -> KeyRows:
         """Returns the keys of pages and for int8 their scales."""
@@ -93,6 +91,7 @@ class FileTier:
     def __init__(self, file: SpillFile, traffic: Traffic, threads: int | None) -> None:
         self._file, self._traffic, self._threads = file, traffic, threads
         self._rooms: list[Room] = []
+        self._rooms_lock = threading.Lock()
 
     def pages(self, stream: int, layer: int) -> int:
         """Returns how many pages of a layer are written."""
@@ -111,21 +110,22 @@ class FileTier:
         self._file.truncate(stream, pages)
 
     @contextlib.contextmanager
-    def read(self, stream: int, layer: int, places: Numbers, why: str, then: Then | None = None) -> Iterator[KvPages]:
+    def read(self, stream: int, layer: int, places: Numbers, why: str) -> Iterator[KvPages]:
         """Reads whole pages into memory that is used again."""
         room = self._take_room(len(places))
         try:
-            found = self._file.read(stream, layer, places, room, self._threads, then)
+            found = self._file.read(stream, layer, places, room, self._threads)
             shape = self._file.shape
             self._traffic.add("ssd", "cpu", why, len(places) * (shape.key_slot_bytes + shape.value_slot_bytes))
             yield found
         finally:
-            self._rooms = [room, *self._rooms][:KEPT_ROOMS]
+            with self._rooms_lock:
+                self._rooms = [room, *self._rooms][:KEPT_ROOMS]
 
     def _take_room(self, pages: int) -> Room:
-        for index, room in enumerate(self._rooms):
-            if len(room) >= pages:
-                with contextlib.suppress(IndexError):  # another thread was faster
+        with self._rooms_lock:
+            for index, room in enumerate(self._rooms):
+                if len(room) >= pages:
                     return self._rooms.pop(index)
         return Room(self._file.shape, pages + pages // 8)
 
@@ -218,10 +218,8 @@ class CsdTier:
             device.truncate(stream, pages)
 
     @contextlib.contextmanager
-    def read(self, stream: int, layer: int, places: Numbers, why: str, then: Then | None = None) -> Iterator[KvPages]:
+    def read(self, stream: int, layer: int, places: Numbers, why: str) -> Iterator[KvPages]:
         """Reads whole pages over the link."""
-        if then is not None:
-            raise ValueError("then: whole pages of a device come together; single rows are gathered")
         with self._command(why) as device:
             found = device.read(stream, layer, places)
         yield found
