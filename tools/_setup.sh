@@ -186,7 +186,7 @@ install_transformers() {
     "$python" -c 'import torch' 2>/dev/null || say "installing torch: 0.8 GB, or several GB where pip's index holds the" \
         "build with CUDA, as PyPI does; without: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
     # Its dependencies are not all pinned: the libraries of CUDA belong to some builds only.
-    pip install -r "$pins" -c "$root/requirements/lock.txt"
+    pip install -r "$pins" -c "$root/requirements/lock.txt" -c "$root/requirements/llama.txt"
     pip check
     rm -rf "$venv/transformers-oldest"
     pip install --no-deps --no-compile --target "$venv/transformers-oldest" -r "$oldest"

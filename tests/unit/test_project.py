@@ -77,7 +77,10 @@ def test_the_oldest_transformers_is_the_lower_bound() -> None:
     (declared,) = (line for line in PROJECT["optional-dependencies"]["transformers"] if line.startswith("transformers"))
     lowest = re.search(r">=([0-9.]+)", declared)
     assert lowest
-    assert pins("transformers-oldest.txt")["transformers"] == [f"transformers=={lowest[1]}.0"]
+    oldest = pins("transformers-oldest.txt")
+    assert oldest["transformers"] == [f"transformers=={lowest[1]}.0"]
+    llama = pins("llama.txt")
+    assert all(oldest[name] == llama[name] for name in set(oldest) & set(llama))
 
 
 def test_entry_points_exist() -> None:
