@@ -1,0 +1,31 @@
+"""tools/bench/kvstore: it measures what it says, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.bench.kv_store import FETCH_BAR, MEMORY_BAR, SCHEMA, SHAPE, TOKENS, main
+
+RESULTS = Path(__file__).parents[2] / "tools/bench/results/kvstore.json"
+
+
+def test_a_quick_run_writes_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "store.json"
+    code = main(["--quick", "--rounds", "2", "--json", str(path), "--dir", str(tmp_path)])
+    told = json.loads(path.read_text())
+    assert told["schema"] == SCHEMA and told["tokens"] == TOKENS // 16 and told["machine"]
+    assert told["prefill"]["kv_bytes"] == told["tokens"] * SHAPE.token_bytes
+    fetch, memory = told["fetch"], told["memory"]
+    assert len(fetch["seconds"]) == len(fetch["plain_seconds"]) == 2 and fetch["bytes"] == 2 * 1024 * fetch["request_bytes"]
+    assert fetch["passed"] == (fetch["figure"] >= FETCH_BAR) and code == (0 if fetch["passed"] and memory["passed"] else 1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["store.json"], "the scratch directory is gone"
+    assert "GB/s" in capsys.readouterr().out
+
+
+def test_the_results_in_the_tree_are_of_this_benchmark() -> None:
+    told = json.loads(RESULTS.read_text())
+    assert (told["schema"], told["tokens"]) == (SCHEMA, TOKENS)
+    assert told["fetch"]["bar"] == FETCH_BAR and told["memory"]["bar"] == MEMORY_BAR and told["memory"]["passed"]
