@@ -24,7 +24,7 @@ class Loop:
     """A loop that wants budget: `size_bytes`, `period` (None: not seen yet), and whether its readers are active.
 
     Periods of all loops are in one unit, whichever: time, or references. `convoy` tells how far several readers drift
-    apart: 0 for one reader, then in steps of CONVOY_FACTOR in the window.
+    apart: 0 for one reader, then in steps of CONVOY_FACTOR in the window. `first`: the user wants it before all others.
     """
 
     key: Hashable
@@ -32,6 +32,7 @@ class Loop:
     period: int | None
     active: bool
     convoy: int = 0
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,12 @@ def window_for(size_bytes: int, budget_bytes: int, convoy: int = 0) -> int:
 
 
 def share_budget(budget_bytes: int, loops: Iterable[Loop]) -> dict[Hashable, Share]:
-    """Divides `budget_bytes`: active loops before idle ones, shorter period first, unseen periods after seen ones."""
+    """Divides `budget_bytes`: active loops before idle ones, shorter period first, unseen periods after seen ones.
+
+    Those that the user wants first come before all others.
+    """
     endless = 1 << 62
-    ranked = sorted(loops, key=lambda loop: (not loop.active, loop.period or endless, loop.size_bytes))
+    ranked = sorted(loops, key=lambda loop: (not loop.first, not loop.active, loop.period or endless, loop.size_bytes))
     shares: dict[Hashable, Share] = {}
     left = budget_bytes
     for index, loop in enumerate(ranked):

@@ -49,6 +49,7 @@ class Space:
         self.pages: dict[int, int] = {}  # hot extent -> bytes of it that were read
         self.open = True
         self.convoy = 0
+        self.first = False  # as the user wants
         self.last = 0  # clock of the last reference
         self.share = Share(0, 0)
         self.settled = Settled(0, 0, [])

@@ -34,7 +34,7 @@ class Steering:
     `on_evict(key, extent)` is called for each held extent that leaves, `on_plan()` after each new plan.
     """
 
-    EVENTS = ("space", "guess", "open", "close", "convoy", "limit", "end", "lost")
+    EVENTS = ("space", "guess", "open", "close", "convoy", "limit", "end", "lost", "first", "plan", "hold")
 
     def __init__(
         self,
@@ -158,6 +158,23 @@ class Steering:
             space.held.remove(extent)
             self.held_blocks -= space.blocks(extent)
 
+    def first(self, key: str) -> None:
+        """The user wants the space kept before all others, open or not."""
+        self.spaces[key].first = True
+        self._due = True
+
+    def plan(self) -> None:
+        """Plans now what is due, and not with the next reference: somebody wants to know it before there is one."""
+        if self._due:
+            self._plan()
+
+    def hold(self, key: str, extent: int) -> None:
+        """An extent was brought in before anybody asked for it (a warm-up); it is held if the plan wants it."""
+        space = self.spaces[key]
+        if space.wanted[extent] and extent not in space.held:
+            space.held.add(extent)
+            self.held_blocks += space.blocks(extent)
+
     def _set_open(self, key: str, is_open: bool) -> None:
         space = self.spaces[key]
         space.open, space.last = is_open, self.clock
@@ -166,9 +183,9 @@ class Steering:
     # The plan
 
     def _loops(self) -> list[Loop]:
-        looping = [space for space in self.spaces.values() if space.loop_bytes and (space.open or space.held)]
+        looping = [space for space in self.spaces.values() if space.loop_bytes and (space.open or space.held or space.first)]
         active = self._active(looping)
-        return [Loop(s.key, s.loop_bytes, s.learner.period, s.key in active, s.convoy) for s in looping]
+        return [Loop(s.key, s.loop_bytes, s.learner.period, s.key in active, s.convoy, s.first) for s in looping]
 
     def _active(self, looping: list[Space]) -> set[str]:
         """Keys of loops that were referenced within two periods: their own, or those of a slower loop that is active.
@@ -226,7 +243,7 @@ def _period(space: Space) -> int:
 
 def _ranking(loops: list[Loop]) -> list[object]:
     """What the order of service depends on: a new plan is due when it changes."""
-    ranked = sorted(loops, key=lambda loop: (loop.period is None, loop.period or 0, loop.size_bytes))
+    ranked = sorted(loops, key=lambda loop: (not loop.first, loop.period is None, loop.period or 0, loop.size_bytes))
     return [(loop.key, loop.active, loop.period is None) for loop in ranked]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import logging.handlers
 import os
 import select
 import sys
@@ -17,8 +16,8 @@ import traceback
 from typing import IO, Any
 
 from llmcache.errors import EXIT_BUG, LlmcacheError, MountProblem
-from llmcache.fs import control
-from llmcache.fs.daemon import Daemon, MountRequest, check_serves, tune_process
+from llmcache.fs import control, logs
+from llmcache.fs.daemon import Daemon, MountRequest, check_serves, rotation_of, tune_process
 
 _START_TIMEOUT_S = 120.0
 _LOG_BYTES = 1 << 20
@@ -66,7 +65,7 @@ def serve_background(request: MountRequest, source: str, point: str) -> None:
         os._exit(_child(request, source, point, writing))
     os.close(writing)
     with os.fdopen(reading, "r", encoding="utf-8", errors="surrogateescape") as events:
-        _wait_ready(events, child, control.files(point).log)
+        _wait_ready(events, child, _log_path(request, point))
     check_serves(point)
 
 
@@ -94,13 +93,13 @@ def _wait_ready(events: IO[str], child: int, log_path: str) -> None:
 def _child(request: MountRequest, source: str, point: str, pipe: int) -> int:
     """Life of the daemon process; its exit code."""
     reporter = _Reporter(pipe)
+    log_path = _log_path(request, point)
     try:
         os.setsid()
-        log_path = control.files(point).log
-        begin = _redirect(log_path)
-        _log_to(log_path, reporter)
+        begin = _redirect(log_path, shorten=request.log is None)
+        handler = _log_to(request.log, log_path, reporter)
         tune_process()
-        Daemon(request, source, point).run(lambda: _ready(reporter))
+        Daemon(request, source, point, rotation_of(handler)).run(lambda: _ready(reporter))
     except LlmcacheError as error:
         logging.getLogger().removeHandler(reporter)  # the error goes to the parent whole, not as a note
         logging.getLogger("llmcache").error("%s", error.message)
@@ -121,11 +120,16 @@ def _ready(reporter: _Reporter) -> None:
     reporter.finish()
 
 
-def _redirect(log_path: str) -> int:
+def _log_path(request: MountRequest, point: str) -> str:
+    """The file that the daemon's stdout and stderr go to; its log as well, unless that is the journal."""
+    return control.files(point).log if request.log in (None, logs.JOURNAL) else str(request.log)
+
+
+def _redirect(log_path: str, *, shorten: bool) -> int:
     """Make the log this process' stdout and stderr; returns where it ends now."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     fd = os.open(log_path, flags, 0o600)
-    if os.fstat(fd).st_size > _LOG_BYTES:
+    if shorten and os.fstat(fd).st_size > _LOG_BYTES:
         os.ftruncate(fd, 0)
     null = os.open(os.devnull, os.O_RDONLY)
     sys.stdout.flush()
@@ -138,13 +142,17 @@ def _redirect(log_path: str) -> int:
     return os.fstat(1).st_size
 
 
-def _log_to(log_path: str, reporter: _Reporter) -> None:
-    kept = logging.handlers.RotatingFileHandler(log_path, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8")
-    kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+def _log_to(target: str | None, path: str, reporter: _Reporter) -> logging.Handler:
+    """Logs to the journal, or to the file at `path`: of the daemon's own, which is kept short, or the user's."""
+    if target == logs.JOURNAL:
+        handler: logging.Handler = logs.Journal()
+    else:
+        handler = logs.LogFile(path, _LOG_BYTES if target is None else 0, streams=True)
     root = logging.getLogger()
     root.setLevel(logging.INFO)
-    root.addHandler(kept)
+    root.addHandler(handler)
     root.addHandler(reporter)
+    return handler
 
 
 def _said(log_path: str, begin: int) -> str:

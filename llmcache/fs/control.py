@@ -1,4 +1,5 @@
-"""The control socket of a daemon: one JSON line in, one JSON line out; and the files beside it.
+"""The control socket of a daemon: one JSON line in, one JSON line out, and before it as many `{"progress": …}` as the
+operation sends; and the files beside it.
 
 Files are named after a hash of the mount point's real path, in /run/llmcache for root and in $XDG_RUNTIME_DIR/llmcache
 (or /tmp/llmcache-UID) for others: `.sock` (0600), `.json` (pid, source, mount, started), `.lock` (held by the daemon as
@@ -25,6 +26,13 @@ from llmcache.errors import EnvironmentProblem, LlmcacheError, MountProblem
 
 log = logging.getLogger("llmcache.control")
 _LINE = 1 << 20
+
+
+Progress = dict[str, Any]
+
+
+class ClientGone(Exception):
+    """Raised in an operation that tells progress: nobody waits for it any more (Ctrl-C)."""
 
 
 class NoDaemon(MountProblem):
@@ -140,9 +148,12 @@ def take_lock(found: Files, point: str) -> int:
 
 
 class ControlServer:
-    """Answers requests in a thread of its own until closed. `answer` may raise; its message is the reply then."""
+    """Answers requests in threads of their own until closed.
 
-    def __init__(self, found: Files, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    `answer(request, tell)` may raise; its message is the reply then. `tell` sends progress, or raises ClientGone.
+    """
+
+    def __init__(self, found: Files, answer: Callable[[dict[str, Any], Callable[[Progress], None]], Progress]) -> None:
         self._answer = answer
         with contextlib.suppress(FileNotFoundError):
             os.unlink(found.socket)
@@ -164,18 +175,26 @@ class ControlServer:
             threading.Thread(target=self._serve, args=(connection,), name="control-request", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
+        def tell(progress: Progress) -> None:
+            try:
+                connection.sendall(json.dumps({"progress": progress}).encode() + b"\n")
+            except OSError as error:
+                raise ClientGone from error
+
+        with contextlib.suppress(OSError, ClientGone), connection:
             connection.settimeout(10)
             with connection.makefile("rb") as lines:
                 line = lines.readline(_LINE)
             if line:
-                connection.sendall(json.dumps(self._reply(line)).encode() + b"\n")
+                connection.sendall(json.dumps(self._reply(line, tell)).encode() + b"\n")
 
-    def _reply(self, line: bytes) -> dict[str, Any]:
+    def _reply(self, line: bytes, tell: Callable[[Progress], None]) -> dict[str, Any]:
         try:
-            return self._answer(json.loads(line))
+            return self._answer(json.loads(line), tell)
+        except ClientGone:
+            raise
         except LlmcacheError as error:
-            return {"error": error.message, "hint": error.hint}
+            return {"error": error.message, "hint": error.hint, "exit_code": error.exit_code}
         except Exception as error:  # reported to the client and logged
             log.exception("control request failed: %r", line)
             return {"error": f"{type(error).__name__}: {error}", "hint": None}
@@ -185,8 +204,19 @@ class ControlServer:
         self._socket.close()
 
 
-def request(point: str, message: dict[str, Any], *, uid: int | None = None, timeout_s: float = 30.0) -> dict[str, Any]:
-    """Reply of the daemon of the mount on a real path. NoDaemon if nothing listens; MountProblem if it says no."""
+def request(
+    point: str,
+    message: dict[str, Any],
+    *,
+    uid: int | None = None,
+    timeout_s: float = 30.0,
+    on_progress: Callable[[Progress], None] = lambda _progress: None,
+) -> dict[str, Any]:
+    """Reply of the daemon of the mount on a real path. NoDaemon if nothing listens; MountProblem if it says no,
+    with the exit code that belongs to its reason.
+
+    `timeout_s` is how long the daemon may be silent.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         try:
@@ -198,16 +228,18 @@ def request(point: str, message: dict[str, Any], *, uid: int | None = None, time
         try:
             connection.sendall(json.dumps(message).encode() + b"\n")
             with connection.makefile("rb") as lines:
-                line = lines.readline()
+                while (line := lines.readline()) and "progress" in (reply := json.loads(line)):
+                    on_progress(reply["progress"])
         except TimeoutError:
             raise MountProblem(f"the daemon of {point} did not answer within {timeout_s:.0f} s") from None
         except OSError as error:
             raise NoDaemon(f"the daemon of {point} ended: {error.strerror}") from None
     if not line:
         raise NoDaemon(f"the daemon of {point} ended before it answered")
-    reply = json.loads(line)
     if "error" in reply:
-        raise MountProblem(reply["error"], reply.get("hint"))
+        refusal = MountProblem(reply["error"], reply.get("hint"))
+        refusal.exit_code = reply.get("exit_code", MountProblem.exit_code)
+        raise refusal
     return dict(reply)
 
 

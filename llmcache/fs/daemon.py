@@ -24,14 +24,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from llmcache.errors import LlmcacheError, MountProblem
-from llmcache.fs import control, libfuse, mountpoint, syscalls
+from llmcache.fs import control, libfuse, logs, mountpoint, readiness, syscalls
+from llmcache.fs.bringing import Tell
 from llmcache.fs.libfuse import Notifier, Session
 from llmcache.fs.operations import LlmcacheOperations
 from llmcache.fs.policy import DEFAULT_SPILL, WritePolicy
+from llmcache.fs.requests import Requests
 from llmcache.fs.source import SourceTree
+from llmcache.fs.warming import Warmer
 
 if TYPE_CHECKING:
     from llmcache.fs.accesslog import AccessLog
@@ -53,26 +57,34 @@ class MountRequest:
     spill: tuple[str, ...] = DEFAULT_SPILL
     options: tuple[str, ...] = ()
     access_log: str | None = None
+    pinned: tuple[str, ...] = ()
+    log: str | None = None
 
 
 class Daemon:
     """One mount and its engine. `run` serves until the end; `ready` is called once requests are served."""
 
-    def __init__(self, request: MountRequest, source: str, point: str) -> None:
+    def __init__(
+        self, request: MountRequest, source: str, point: str, rotate: Callable[[], None] | None = None
+    ) -> None:
+        """`rotate` is what SIGHUP does; without it, it ends the mount like other signals."""
         from llmcache.fs.engine import make_engine
 
         self._request = request
+        self._rotate = rotate
         self._point = point
         self._source = source
         self._files = control.files(point)
         self._lock_fd = control.take_lock(self._files, point)
         self._tree = SourceTree(source)
-        self._engine = make_engine(request.cache_bytes, request.mode, self._tree)
+        self._engine = make_engine(request.cache_bytes, request.mode, self._tree, request.pinned)
         self._operations = LlmcacheOperations(self._tree, self._engine, WritePolicy(request.writable, request.spill))
         self._operations.on_init = self._hand_over
+        self._warmer = Warmer(self._engine, self._operations, self._tree)
+        self._requests = Requests(self._engine, self._warmer)
         self._session = Session(self._operations, point, max_threads=THREADS, options=request.options)
         self._notifier: Notifier | None = None
-        # What the main thread waits for: "init", "resume", "stop", "over".
+        # What the main thread waits for: "init", "resume", "rotate", "stop", "over".
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._started = threading.Event()
         self._failure: BaseException | None = None
@@ -84,7 +96,7 @@ class Daemon:
         """Serve until unmounted, told to stop, or signalled. Raises what kept the mount from being made."""
         libfuse.prepare_process()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda _number, _frame: self._events.put("stop"))
+            signal.signal(number, self._signalled)
         loop = threading.Thread(target=self._loop, name="fuse")
         loop.start()
         server: control.ControlServer | None = None
@@ -94,11 +106,17 @@ class Daemon:
                     server = self._start()
                     if server is not None:
                         self._served = True
+                        self._bring_pinned()
                         ready()
                 elif event == "resume":
                     assert self._notifier is not None
                     self._engine.start(self._notifier, self._point)
+                    self._bring_pinned()
+                elif event == "rotate":
+                    assert self._rotate is not None
+                    self._rotate()
                 elif event == "stop":
+                    readiness.notify("STOPPING=1")
                     self._started.set()  # FUSE_INIT may be waiting
                     self._engine.stop()
                     self._session.stop()
@@ -114,6 +132,9 @@ class Daemon:
             os.close(self._lock_fd)
         if self._failure is not None:
             raise self._failure
+
+    def _signalled(self, number: int, _frame: FrameType | None) -> None:
+        self._events.put("rotate" if number == signal.SIGHUP and self._rotate is not None else "stop")
 
     def _make_log(self) -> AccessLog:
         from llmcache.fs.accesslog import AccessLog
@@ -157,15 +178,25 @@ class Daemon:
         with open(self._files.info, "w", encoding="utf-8") as file:
             json.dump(facts, file)
 
+    def _bring_pinned(self) -> None:
+        """Brings in what --pin names, while the mount serves already."""
+        if self._request.pinned:
+            threading.Thread(target=self._pin, name="pin-files", daemon=True).start()
+
+    def _pin(self) -> None:
+        try:
+            done = self._warmer.warm(list(self._request.pinned), lambda _progress: None)
+        except LlmcacheError as error:  # nothing matches yet, or the mount ends
+            log.warning("--pin: %s", error.message)
+            return
+        log.info("--pin: %d of %d bytes are kept", done["warm_bytes"], sum(row["size_bytes"] for row in done["files"]))
+
     # Control requests
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        operation = request.get("op")
-        if operation == "stats":
-            return dict(self._engine.stats())
-        if operation == "stop":
+    def _answer(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+        if request.get("op") == "stop":
             return self._stop(bool(request.get("force")))
-        return dict(self._engine.command(request))
+        return self._requests.answer(request, tell)
 
     def _stop(self, force: bool) -> dict[str, Any]:
         """`llmcache umount`: refused while others use the mount, unless forced."""
@@ -208,12 +239,24 @@ def tune_process() -> None:
 
 
 def serve_foreground(request: MountRequest, source: str, point: str) -> None:
-    """Serve in this process, with the log on stderr."""
-    logging.basicConfig(level=logging.INFO, format="llmcache: %(message)s", stream=sys.stderr)
+    """Serve in this process, with the log on stderr unless the request names another; tells systemd when it serves."""
+    handler = logs.handler(request.log)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     control.make_directory()
     tune_process()
-    daemon = Daemon(request, source, point)
-    daemon.run(lambda: log.info("%s is served on %s", source, point))
+
+    def ready() -> None:
+        log.info("%s is served on %s", source, point)
+        readiness.notify(f"READY=1\nSTATUS={source} is served on {point}")
+
+    Daemon(request, source, point, rotation_of(handler)).run(ready)
+
+
+def rotation_of(handler: logging.Handler) -> Callable[[], None] | None:
+    """What SIGHUP does to a log; None where it is a terminal's, which sends it to end what it had started."""
+    if isinstance(handler, logs.LogFile):
+        return handler.renew
+    return (lambda: None) if isinstance(handler, logs.Journal) else None
 
 
 def check_serves(point: str) -> None:

@@ -19,7 +19,6 @@ from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
 from llmcache.cache.cursors import CURSOR_LIFE_NS
 from llmcache.cache.extents import LARGE_EXTENT, SMALL_EXTENT
 from llmcache.cache.order import Pass
-from llmcache.errors import UsageError
 from llmcache.fs.budget import settle_budget, settle_mode
 from llmcache.fs.buffers import BufferPool
 from llmcache.fs.fetching import Fetcher
@@ -58,7 +57,7 @@ CONVOY_LIFE_NS = 60_000_000_000
 class Engine:
     """Cache of one mount; see `make_engine`."""
 
-    def __init__(self, cache_bytes: int, mode: str, tree: SourceTree) -> None:
+    def __init__(self, cache_bytes: int, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> None:
         self.state = CacheState(cache_bytes, BufferPool(POOL_BUFFERS, POOL_RESERVE))
         self.pins = PinService(self._attached, self._lock_failed, self._helper_lost)
         self.holder: Holder
@@ -73,7 +72,7 @@ class Engine:
         self.mode = mode
         self.fetcher = Fetcher(self.state, self.holder)
         self.reader = Reader(self.state, self.fetcher, self._pass_ended)
-        self.grouping = Grouping(self.state, tree, self._dissolve)
+        self.grouping = Grouping(self.state, tree, self._dissolve, pinned)
         self.gauge = PressureGauge(cache_bytes)
         self._wake = threading.Event()
         self._house: threading.Thread | None = None
@@ -133,23 +132,26 @@ class Engine:
                 self._settle(owner[0])
         known = owner is not None and owner[0].alive
         if not backing.hidden:
-            self._adopt(backing)
+            known = self._adopt(backing) or known
         return known
 
-    def _adopt(self, backing: Backing) -> None:
+    def _adopt(self, backing: Backing) -> bool:
+        """Returns True if what the kernel may hold of the file is accounted for, though nobody had it open."""
         group, member = self.grouping.adopt(backing)
         with self.state.lock:
             group.last_ns = time.monotonic_ns()
             self._note_presence(group)
-            attach = member.node is None and not member.attaching
+            known = member.node is not None
+            attach = not known and not member.attaching
             member.attaching = member.attaching or attach
             self._plan_due = True
         if attach:
             self.pins.attach(member.path)
         self._wake.set()
+        return known
 
     def _note_presence(self, group: Group) -> None:
-        self.state.references.presence(group, self.state.opens_of(group) > 0)
+        self.state.references.presence(group, group.first or group.warm or self.state.opens_of(group) > 0)
 
     def _settle(self, group: Group) -> None:
         """Waits until no STORE of `group` is under way: one that ends after a write would bring old data back."""
@@ -166,6 +168,7 @@ class Engine:
             owner = self.state.owners.get(backing)
             if owner is not None:
                 owner[0].last_ns = time.monotonic_ns()
+                owner[0].warm = owner[0].warm and pid == os.getpid()
             if left <= 0:
                 self.state.opens.pop(backing, None)
                 if owner is not None:
@@ -262,19 +265,21 @@ class Engine:
         """Returns the counters and the state of every file, as `llmcache stats --json` prints them."""
         return snapshot(self.state, self.mode, self.pins.pid)
 
-    def command(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Serves one request of the control socket: {"op": "resize", "cache_bytes": N}."""
-        if request.get("op") != "resize" or not isinstance(request.get("cache_bytes"), int):
-            raise UsageError(f"unknown request {request!r}", "known: resize with cache_bytes")
-        size = int(request["cache_bytes"])
-        self.gauge.check(size, self.state.used_bytes)
+    def resize(self, size_bytes: int) -> None:
+        """Gives the mount another budget; what is beyond it is given up soon. EnvironmentProblem: it cannot be had."""
+        self.gauge.check(size_bytes, self.state.used_bytes)
         with self.state.lock:
-            self.state.budget_bytes = size
-            self.state.set_limit(size)
-            self.gauge.reset(size)
+            self.state.budget_bytes = size_bytes
+            self.state.set_limit(size_bytes)
+            self.gauge.reset(size_bytes)
             self.planner.plan()
             self.state.room.notify_all()
-        return {"budget_bytes": size}
+
+    def forget(self, group: Group) -> list[int]:
+        """Gives up all that is kept of `group`, and what was learned; returns its nodes in the kernel. Lock held."""
+        nodes = [member.node for member in group.members if member.node is not None]
+        self._dissolve(group)
+        return nodes
 
     # Events, on other threads
 
@@ -368,7 +373,8 @@ class Engine:
                     self._refused_ns, self.planner.pinnable_bytes, self._plan_due = 0, UNLIMITED, True
                 for group in list(self.state.groups.values()):
                     self._watch_readers(group, now_ns)
-                    if not self.state.opens_of(group) and now_ns - group.last_ns > IDLE_DROP_NS:
+                    kept = group.first or group.warm or self.state.opens_of(group)
+                    if not kept and now_ns - group.last_ns > IDLE_DROP_NS:
                         self._dissolve(group)
                 if self._plan_due:
                     self._plan_due = False
@@ -405,10 +411,11 @@ def start_sentinel(mountpoint: str) -> subprocess.Popen[bytes] | None:
     return subprocess.Popen([sys.executable, "-I", "-S", script, str(os.getpid()), minor], cwd="/")
 
 
-def make_engine(cache_bytes: int | None, mode: str, tree: SourceTree) -> Engine:
+def make_engine(cache_bytes: int | None, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> Engine:
     """Returns the engine for a budget (None: what the machine can spare) and a mode (auto picks and says which).
 
+    `pinned`: globs of files that are kept before all others.
     Raises EnvironmentProblem for a budget that the machine or the cgroup cannot give, or a mode it does not allow.
     """
     budget = settle_budget(cache_bytes)
-    return Engine(budget, settle_mode(mode, budget), tree)
+    return Engine(budget, settle_mode(mode, budget), tree, pinned)

@@ -109,6 +109,8 @@ class Group:
         self.missed: dict[int, int] = {}  # times fetched ahead and dropped untouched, per extent
         self.hot: set[int] = set()  # single extents that are kept (headers, small files)
         self.alive = True
+        self.first = False  # --pin: kept before all others, open or not
+        self.warm = False  # brought in by a warm-up, and not used since: kept though nobody has it open
         self.written = False  # open for writing: the kernel alone fills its pages
         self.storing = 0  # STOREs under way
         self.window_bytes = 0

@@ -18,6 +18,7 @@ from llmcache.errors import DataError
 from llmcache.fs.buffers import Region
 from llmcache.fs.group import PAGE, SINGLE, Group, Member
 from llmcache.fs.layout import ModelLayout, read_layout, shard_name
+from llmcache.fs.policy import matches
 
 if TYPE_CHECKING:
     from llmcache.fs.backing import Backing
@@ -32,8 +33,11 @@ HEADER_READ_BYTES = 256 << 10
 class Grouping:
     """Makes, finds and ends groups."""
 
-    def __init__(self, state: CacheState, tree: SourceTree, end: Callable[[Group], None]) -> None:
-        """`end(group)`, with the lock held, ends a group whose file is no more what it was."""
+    def __init__(
+        self, state: CacheState, tree: SourceTree, end: Callable[[Group], None], pinned: tuple[str, ...] = ()
+    ) -> None:
+        """`end(group)`, with the lock held, ends a group whose file is no more what it was. `pinned`: globs of --pin."""
+        self.pinned = pinned
         self.state = state
         self.end = end
         self.tree = tree
@@ -55,6 +59,8 @@ class Grouping:
                 return known
             self.state.groups[group.key] = group
             self.state.references.began(group, "written" if written else "hot" if group.hot else "loop")
+            if group.first:
+                self.state.references.first(group)
             member = next(member for member in group.members if member.path == path)
             self._join(group, member, backing, layout)
             return group, member
@@ -78,6 +84,8 @@ class Grouping:
     def _join(self, group: Group, member: Member, backing: Backing, layout: ModelLayout | None) -> None:
         if member.identity is None and layout is not None:
             self._guess(group, member, layout)
+        elif group.first:
+            self.suppose(group)
         member.backing, member.identity = backing, backing.identity
         self.state.references.joined(group, member, backing)
         self.state.owners[backing] = (group, member)
@@ -95,7 +103,8 @@ class Grouping:
             base += count
         group = Group(next(self._keys), members, extent_bytes, None)
         group.written = written
-        if written or (layout is None and total < LARGE_FILE_BYTES):
+        group.first = not written and any(matches(name, self.pinned) for name, _ in files)
+        if written or (layout is None and total < LARGE_FILE_BYTES and not group.first):
             group.status = bytearray([SINGLE]) * group.count
             if not written:
                 group.hot = set(range(group.count))
@@ -114,16 +123,23 @@ class Grouping:
                 return []
         return files
 
+    def suppose(self, group: Group) -> None:
+        """Takes a file that no header tells about for a loop from front to back: the user says that it will be read."""
+        if not group.looping:
+            order = list(range(group.count))
+            group.believe(order)
+            self.state.references.guessed(group, [], [], order)
+
     def _guess(self, group: Group, member: Member, layout: ModelLayout) -> None:
-        """Takes over what the header says: hot and row extents are single, the rest loops."""
+        """Takes over what the header says: hot and row extents are single, the rest loops; all of it if it is pinned."""
         single = bytearray(member.count)
         for region in layout.regions():
-            if region.role == "loop":
+            if region.role == "loop" or group.first:
                 continue
             first = -(-region.first_byte // group.extent_bytes)
             for extent in range(first, region.end // group.extent_bytes):
                 single[extent] = 1
-        header_end = -(-layout.header_bytes // group.extent_bytes)
+        header_end = 0 if group.first else -(-layout.header_bytes // group.extent_bytes)
         singles = [member.base + index for index in range(member.count) if single[index]]
         hot = [extent for extent in singles if extent < member.base + header_end]
         for extent in singles:

@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import replace
 
 from llmcache.errors import UsageError
-from llmcache.fs import libfuse, mountpoint, options
+from llmcache.fs import libfuse, logs, mountpoint, options
 from llmcache.fs.accesslog import check_path
 from llmcache.fs.daemon import MountRequest, serve_foreground
-from llmcache.fs.policy import DEFAULT_SPILL
+from llmcache.fs.settings import Setting
+from llmcache.units import parse_size
 
 MODES = ("auto", "steer", "arena")
 
 
-def request_of(
-    source: str,
-    mount: str,
-    *,
-    cache_bytes: int | None,
-    mode: str,
-    writable: bool,
-    spill: Iterable[str],
-    option_values: Iterable[str],
-    access_log: str | None = None,
-) -> MountRequest:
-    """The arguments of a mount, checked among themselves. An empty --spill switches spill files off."""
-    given = options.parse(option_values)
-    if writable and "ro" in given:
+def request_of(settings: Mapping[str, Setting]) -> MountRequest:
+    """The request that `settings` (of `llmcache.fs.settings.resolve`) make, checked among themselves.
+
+    UsageError, naming the setting: it is missing, or says nothing that is possible. An empty spill glob means none.
+    """
+    values = {name: setting.value for name, setting in settings.items()}
+    for name in ("source", "mount"):
+        if values[name] is None:
+            hint = f"'llmcache mount --help' shows the usage; {name} = … in --config FILE does as well"
+            raise UsageError(f"Missing argument '{name.upper()}'", hint)
+    if values["mode"] not in MODES:
+        raise UsageError(f"mode: '{values['mode']}' is unknown", f"one of: {', '.join(MODES)}")
+    given = options.parse(values["options"])
+    if values["rw"] and "ro" in given:
         raise UsageError("--rw and -o ro contradict each other")
-    globs = tuple(spill)
-    chosen = tuple(glob for glob in globs if glob) if globs else DEFAULT_SPILL
-    wanted = options.for_libfuse(given, read_only=not writable and not chosen)
-    return MountRequest(source, mount, cache_bytes, mode, writable, chosen, wanted, access_log)
+    spill = tuple(glob for glob in values["spill"] if glob)
+    return MountRequest(
+        values["source"],
+        values["mount"],
+        _cache_bytes(settings["cache"]),
+        values["mode"],
+        values["rw"],
+        spill,
+        options.for_libfuse(given, read_only=not values["rw"] and not spill),
+        values["access_log"],
+        tuple(glob for glob in values["pin"] if glob),
+        values["log"],
+    )
+
+
+def _cache_bytes(setting: Setting) -> int | None:
+    if setting.value is None:
+        return None
+    try:
+        return parse_size(setting.value)
+    except UsageError as error:
+        raise UsageError(f"cache: {error.message}{f' ({setting.where})' if setting.where else ''}", error.hint) from error
 
 
 def mount(request: MountRequest, *, foreground: bool) -> None:
     """Serve `request`: returns at the end of the mount (foreground), or once it serves (a daemon)."""
     source, point = mountpoint.check(request.source, request.mount)
+    request = replace(request, log=logs.check(request.log, point))
     if request.access_log is not None:
         request = replace(request, access_log=check_path(request.access_log, point))
     libfuse.binding()

@@ -36,9 +36,9 @@ class Planner:
         groups = [group for group in self.state.groups.values() if group.looping and group.loop_bytes]
         now_ns = time.monotonic_ns()
         loops = [
-            Loop(group.key, group.loop_bytes, group.learner.period, self._active(group, now_ns), group.convoy)
+            Loop(group.key, group.loop_bytes, group.learner.period, self._active(group, now_ns), group.convoy, group.first)
             for group in groups
-            if self.state.opens_of(group) or self.holder.held(group)
+            if group.first or group.warm or self.state.opens_of(group) or self.holder.held(group)
         ]
         shares = share_budget(max(0, self.state.limit_bytes - self._reserve()), loops)
         # Pins, not windows, are cut to the budget and to what the kernel locks.
@@ -48,6 +48,8 @@ class Planner:
             self._apply(group, shares.get(group.key, Share(0, 0)))
 
     def _active(self, group: Group, now_ns: int) -> bool:
+        if group.first or group.warm:
+            return True  # the user says that it will be read
         if not self.state.opens_of(group):
             return False
         if PINNED in group.status and group.status.count(PINNED) * group.extent_bytes >= group.loop_bytes:

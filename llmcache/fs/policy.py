@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from llmcache.fs.source import relative
 
 DEFAULT_SPILL = ("*.kv",)
+
+
+def matches(path: str, globs: Iterable[str]) -> bool:
+    """True if the relative path or the base name of a mount's `path` (`/a/b`) matches one of `globs`."""
+    short = relative(path)
+    base = os.path.basename(short)
+    return any(fnmatchcase(short, glob) or fnmatchcase(base, glob) for glob in globs)
 
 
 @dataclass(frozen=True)
@@ -23,9 +31,7 @@ class WritePolicy:
         """True if a regular file at `path` may be changed."""
         if self.everything:
             return True
-        short = relative(path)
-        base = os.path.basename(short)
-        return any(fnmatchcase(short, glob) or fnmatchcase(base, glob) for glob in self.spill)
+        return matches(path, self.spill)
 
     def check(self, *paths: str) -> None:
         """EROFS unless every path may be changed."""

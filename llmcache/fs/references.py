@@ -74,6 +74,18 @@ class References:
         """A header was read."""
         self._tell("guess", group.key, ranges(single), ranges(hot), ranges(order))
 
+    def first(self, group: Group) -> None:
+        """The user wants the group kept before all others."""
+        self._tell("first", group.key)
+
+    def planned(self) -> None:
+        """What is due is planned now."""
+        self._tell("plan")
+
+    def held(self, group: Group, extent: int) -> None:
+        """An extent was brought in by a warm-up."""
+        self._tell("hold", group.key, extent)
+
     def presence(self, group: Group, is_open: bool) -> None:
         """Somebody has a file of `group` open, or nobody any more."""
         if group.alive and group.listed_open != is_open:

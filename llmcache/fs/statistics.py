@@ -10,8 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.errors import MountProblem
-from llmcache.fs import control, mountpoint
+from llmcache.fs.asking import ask
 from llmcache.units import format_size
 
 _WIDTH = 79
@@ -19,16 +18,7 @@ _WIDTH = 79
 
 def fetch(mount: str) -> dict[str, Any]:
     """The counters of the mount on a path; MountProblem if there is no mount or no living daemon."""
-    point = mountpoint.resolve(mount)
-    entry = mountpoint.find(point)
-    if entry is None:
-        mounts = mountpoint.ours()
-        hint = f"mounted are: {', '.join(mounts)}" if mounts else None
-        raise MountProblem(f"no llmcachefs is mounted on {mount}", hint)
-    try:
-        return control.request(point, {"op": "stats"}, uid=entry.owner)
-    except control.NoDaemon:
-        raise mountpoint.stale(point) from None
+    return ask(mount, {"op": "stats"})
 
 
 def show(mount: str, *, pause_s: float | None, count: int | None, as_json: bool) -> None:

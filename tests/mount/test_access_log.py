@@ -18,6 +18,7 @@ from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.belady import why_not_exact
 from llmcache.cache.simulate import simulate
 from llmcache.cache.space import BlockSpace
+from llmcache.fs import control
 from llmcache.trace.record import BLOCK_BYTES, HIT, READ, WRITE, Trace
 from tests.mount.live import MIB, Live, live, random_file, run_llmcache, wait_for
 from tools.bench.sides import end_mount
@@ -104,7 +105,16 @@ def a_file_that_changes_behind(mount: Live) -> None:
         (mount.source / "changing.bin").unlink()
 
 
+def a_warm_up_and_an_eviction(mount: Live) -> None:
+    for name in ("loop.bin", "other.bin"):
+        control.request(str(mount.mountpoint), {"op": "warmup", "globs": [name]})
+        sweep(mount, name, 3)
+    control.request(str(mount.mountpoint), {"op": "evict", "globs": ["loop.bin"]})
+    sweep(mount, "loop.bin", 2)
+
+
 WORKS: list[Work] = [
+    a_warm_up_and_an_eviction,
     a_loop_that_does_not_fit,
     two_loops_of_different_period,
     one_file_after_the_other,

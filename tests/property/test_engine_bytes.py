@@ -76,7 +76,7 @@ def test_a_smaller_budget_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         file = rig.file("loop", LOOP)
         for _ in range(4):
             rig.sweep(file)
-        rig.engine.command({"op": "resize", "cache_bytes": BUDGET})
+        rig.engine.resize(BUDGET)
         rig.sweep(file)
         wait_until(rig.settled, "memory is within the smaller budget")
         assert rig.engine.state.pinned_bytes() <= BUDGET

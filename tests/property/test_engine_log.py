@@ -92,7 +92,7 @@ def budgets(rig: Rig) -> None:
 
     def resize() -> None:
         for _ in range(12):
-            rig.engine.command({"op": "resize", "cache_bytes": source.randrange(4, 40) * MIB})
+            rig.engine.resize(source.randrange(4, 40) * MIB)
             rig.kernel.read(file, source.randrange(LOOP), 300_000)
 
     in_threads(looper(rig, file, 6), looper(rig, file, 6), resize)

@@ -1,0 +1,91 @@
+"""`llmcache resize`, `warmup` and `evict`: the requests, their progress on stderr, and what came of them on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from llmcache.errors import MountProblem
+from llmcache.fs.asking import ask
+from llmcache.units import format_duration, format_size
+
+_WIDTH = 79
+_NS = 1e9
+
+
+def resize(mount: str, size_bytes: int, *, as_json: bool) -> None:
+    """Gives a mount another budget; returns when what it keeps has shrunk to it."""
+    with _progress("shrinking") as show:
+        reply = ask(mount, {"op": "resize", "cache_bytes": size_bytes, "wait": True}, show)
+    if as_json:
+        print(json.dumps(reply))
+        return
+    before, now, used = (format_size(reply[key]) for key in ("before_bytes", "budget_bytes", "resident_bytes"))
+    print(f"{mount}: budget {before} -> {now}, {used} resident")
+
+
+def warmup(mount: str, globs: tuple[str, ...], *, check: bool, as_json: bool) -> None:
+    """Brings files in, or (`check`) looks how much of them is there.
+
+    MountProblem, after the output, if something that should be there is not.
+    """
+    with _progress("warming") as show:
+        reply = ask(mount, {"op": "warmup", "globs": list(globs), "check": check}, show)
+    if as_json:
+        print(json.dumps(reply))
+    else:
+        _print_warm(mount, reply, check)
+    _refuse_cold(mount, reply, check)
+
+
+def _print_warm(mount: str, reply: dict[str, Any], check: bool) -> None:
+    console = Console(width=_WIDTH, file=sys.stdout, highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("file", overflow="ellipsis", no_wrap=True, max_width=34)
+    for name in ("size", "to be kept", "kept"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in reply["files"]:
+        sizes = (format_size(row[key]) for key in ("size_bytes", "wanted_bytes", "warm_bytes"))
+        table.add_row(str(row["path"]).lstrip("/") + (" (pinned)" if row["pinned"] else ""), *sizes)
+    console.print(table)
+    kept, wanted = format_size(reply["warm_bytes"]), format_size(reply["wanted_bytes"])
+    spent = "" if check else f", {format_size(reply['read_bytes'])} read in {format_duration(reply['seconds'] * _NS)}"
+    console.print(f"{mount}: {kept} of {wanted} kept{spent}", soft_wrap=True)
+
+
+def _refuse_cold(mount: str, reply: dict[str, Any], check: bool) -> None:
+    if reply["unreadable"]:
+        raise MountProblem(f"cannot be read: {', '.join(reply['unreadable'])}", "its permissions in SOURCE?")
+    missing = reply["wanted_bytes"] - reply["warm_bytes"]
+    if missing > 0:
+        hint = f"llmcache warmup {mount}" if check else "more memory pressure or busy readers? its log tells of failed locks"
+        raise MountProblem(f"{format_size(missing)} of what should be kept is not there", hint)
+
+
+def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
+    """Gives up what a mount keeps of files; those of --pin stay."""
+    reply = ask(mount, {"op": "evict", "globs": list(globs)})
+    if as_json:
+        print(json.dumps(reply))
+        return
+    files = sum(len(group["paths"]) for group in reply["groups"])
+    print(f"{mount}: {format_size(reply['evicted_bytes'])} of {files} {'file' if files == 1 else 'files'} evicted")
+    for path in reply["pinned"]:
+        print(f"llmcache: {path} is pinned by --pin and stays", file=sys.stderr)
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A bar on stderr, where that is a terminal, for progress in bytes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda told: progress.update(task, completed=told["done_bytes"], total=told["total_bytes"])

@@ -1,0 +1,164 @@
+"""Brings files in before anybody reads them: what the plan wants kept of them, and their hot pages.
+
+`Warmer.warm` opens the files as a reader would (so that they are grouped, attached to the pin helper and planned), has
+`Bringer` fetch what is wanted and absent, and closes them. It fetches nothing that would only stream through.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from llmcache.cache.arbitration import HOT_SHARE
+from llmcache.errors import UsageError
+from llmcache.fs.bringing import Bringer, Piece, Tell, ended, has
+from llmcache.fs.group import SINGLE, Group, Member
+from llmcache.fs.policy import matches
+
+if TYPE_CHECKING:
+    from llmcache.fs.engine import Engine
+    from llmcache.fs.operations import LlmcacheOperations
+    from llmcache.fs.source import SourceTree
+
+SCHEMA = "llmcache.warmup/1"
+ATTACH_S = 10.0
+
+
+class Warmer:
+    """Warm-ups of one mount; several may run at a time."""
+
+    def __init__(self, engine: Engine, operations: LlmcacheOperations, tree: SourceTree) -> None:
+        self.engine = engine
+        self.state = engine.state
+        self.operations = operations
+        self.tree = tree
+
+    def warm(self, globs: list[str], tell: Tell, *, fetch: bool = True) -> dict[str, Any]:
+        """Warms the files that match `globs` (none: all models and small files); returns what is kept of them now.
+
+        `tell` is given progress several times a second, and ends the warm-up by raising. Not `fetch`: only looks.
+        UsageError: no file matches; MountProblem: the mount ended meanwhile.
+        """
+        began = time.monotonic()
+        paths = [path for path in self._paths() if not globs or matches(path, globs)]
+        if globs and not paths:
+            raise UsageError(f"GLOB: no file of the mount matches {' '.join(globs)}", "write globs in quotes: '*.gguf'")
+        before = self.state.counters.backing_read_bytes
+        with ExitStack() as stack:
+            unreadable = [path for path in paths if not self._open(path, stack)]
+            groups = self._groups(set(paths))
+            self._ready(groups, suppose=bool(globs))
+            pieces = self._pieces(groups)
+            if fetch:
+                Bringer(self.state, self.engine.fetcher, pieces).run(tell)
+            rows = self._rows(groups, pieces, warm=fetch)
+        read = self.state.counters.backing_read_bytes - before if fetch else 0
+        return {
+            "schema": SCHEMA,
+            "mode": self.engine.mode,
+            "wanted_bytes": sum(row["wanted_bytes"] for row in rows),
+            "warm_bytes": sum(row["warm_bytes"] for row in rows),
+            "read_bytes": read,
+            "seconds": time.monotonic() - began,
+            "files": rows,
+            "unreadable": unreadable,
+        }
+
+    # Which files
+
+    def _paths(self) -> Iterator[str]:
+        """Paths of all regular files, in the order of their names."""
+        for directory, names, files, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False):
+            names.sort()
+            for name in sorted(files):
+                if stat.S_ISREG(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+                    yield os.path.normpath(f"/{directory}/{name}")
+
+    def _open(self, path: str, stack: ExitStack) -> bool:
+        """Opens as a reader does, until `stack` ends; False where SOURCE refuses."""
+        try:
+            number, _ = self.operations.open(path, os.O_RDONLY, os.getpid())
+        except OSError:
+            return False
+        stack.callback(self.operations.release, number)
+        return True
+
+    def _groups(self, paths: set[str]) -> list[Group]:
+        with self.state.lock:
+            groups = list(self.state.groups.values())
+        return [group for group in groups if not group.written and any(m.path in paths for m in group.members)]
+
+    def _ready(self, groups: list[Group], suppose: bool) -> None:
+        """Waits until the kernel's nodes are known and old pages are dropped; then plans."""
+        state, end = self.state, time.monotonic() + ATTACH_S
+        with state.lock:
+            while any(_waits(member) for group in groups for member in group.members):
+                if not state.running:
+                    raise ended()
+                if time.monotonic() > end:
+                    break
+                state.work.wait(0.05)
+            for group in groups:
+                if suppose and group.alive and group.status.count(SINGLE) == 0:
+                    self.engine.grouping.suppose(group)
+            state.references.planned()
+            self.engine.planner.plan()
+
+    # What is to be kept of them
+
+    def _pieces(self, groups: list[Group]) -> list[Piece]:
+        """What should be there, in the order in which it will be read: hot pages as far as their share goes, then loops."""
+        found: list[Piece] = []
+        with self.state.lock:
+            share = self.state.limit_bytes // HOT_SHARE
+            for group in groups:
+                for extent in sorted(group.hot):
+                    member = group.member_of(extent)
+                    share -= group.length_of(member, extent)
+                    if share >= 0 and group.length_of(member, extent) > 0:
+                        found.append((group, member, extent))
+            for group in groups:
+                wanted = (extent for extent in group.order.extent_at if self._wants(group, extent))
+                found += [(group, group.member_of(extent), extent) for extent in wanted]
+        return found
+
+    def _wants(self, group: Group, extent: int) -> bool:
+        core = self.state.references.core
+        if group.state(extent) == SINGLE or not group.alive:
+            return False
+        return bool(group.wanted[extent]) if core is None else core.wants(group.key, extent)
+
+    def _rows(self, groups: list[Group], pieces: list[Piece], warm: bool) -> list[dict[str, Any]]:
+        """What is kept of each file, and keeps it until it has been used."""
+        sums = {(group.key, member.path): [0, 0] for group in groups for member in group.members if member.backing}
+        with self.state.lock:
+            for piece in pieces:
+                group, member, extent = piece
+                both = sums.get((group.key, member.path))
+                if both is not None:
+                    length = group.length_of(member, extent)
+                    both[0] += length
+                    both[1] += length if has(self.state, piece) else 0
+            for group in groups:
+                group.warm = group.warm or (warm and group.alive)
+            return [
+                {
+                    "path": member.path,
+                    "size_bytes": member.size_bytes,
+                    "wanted_bytes": sums[group.key, member.path][0],
+                    "warm_bytes": sums[group.key, member.path][1],
+                    "pinned": group.first,
+                }
+                for group in groups
+                for member in group.members
+                if (group.key, member.path) in sums
+            ]
+
+
+def _waits(member: Member) -> bool:
+    """True for an open file that the pin helper, or the dropping of old pages, is still busy with. Lock held."""
+    return member.backing is not None and (member.attaching or member.backing.unsettled)

@@ -1,0 +1,125 @@
+"""resize, warmup, evict and --pin on real mounts: what they do to the page cache and to what is read from storage."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmcache.fs import control
+from tests.mount.conftest import Mounted, Mounter, llmcache
+from tests.mount.live import MIB, by_mmap, by_read, random_file, resident_bytes, wait_for
+
+SLACK = 16 * MIB  # windows, beside the budget
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in one safetensors file, a file of no known format, and a small one."""
+    directory = tmp_path_factory.mktemp("source")
+    random_file(directory / "loop.bin", 40 * MIB + 7)
+    random_file(directory / "other.bin", 40 * MIB)
+    random_file(directory / "tokens.json", MIB)
+    tensor = {"layers.0.weight": {"dtype": "U8", "shape": [40 * MIB], "data_offsets": [0, 40 * MIB]}}
+    header = json.dumps(tensor).encode()
+    body = random_file(directory / "body", 40 * MIB).read_bytes()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + body)
+    (directory / "body").unlink()
+    os.sync()
+    return directory
+
+
+def said(*words: str | Path, code: int = 0) -> dict[str, Any]:
+    """What a command says in JSON; it must end with `code`."""
+    done = llmcache(*words, "--json")
+    assert done.returncode == code, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def stats(mounted: Mounted) -> dict[str, Any]:
+    return said("stats", mounted.point)
+
+
+def pinned_bytes(mounted: Mounted, name: str) -> int:
+    files = [file for file in stats(mounted)["files"] if file["path"] == f"/{name}"]
+    return sum(loop["pinned_bytes"] for file in files for loop in file["loops"])
+
+
+def test_what_was_warmed_is_not_read_again(mount: Mounter, mode: str, source: Path) -> None:
+    mounted = mount("--mode", mode, "--cache", "32Mi", source=source)
+    assert said("warmup", mounted.point, "loop.bin", "--check", code=4)["warm_bytes"] == 0
+
+    told: list[dict[str, Any]] = []
+    control.request(str(mounted.point), {"op": "warmup", "globs": ["loop.bin"]}, on_progress=told.append)
+    reply = said("warmup", mounted.point, "loop.bin", "--check")
+    warm = reply["warm_bytes"]
+    assert 20 * MIB < warm == reply["wanted_bytes"] <= 32 * MIB
+    assert told and told[0]["total_bytes"] >= warm
+    assert stats(mounted)["backing_read_bytes"] < warm + 2 * MIB  # nothing of what would stream through
+    if mode == "steer":
+        assert resident_bytes(mounted.point / "loop.bin") >= warm
+
+    before = stats(mounted)
+    assert by_read(mounted.point / "loop.bin") == by_read(source / "loop.bin")
+    after = stats(mounted)
+    # Loaders run ahead of the reader beyond the end, where a loop begins again.
+    assert after["backing_read_bytes"] - before["backing_read_bytes"] <= 40 * MIB - warm + 8 * MIB
+
+    evicted = said("evict", mounted.point, "*.bin")
+    assert evicted["evicted_bytes"] >= warm and len(evicted["groups"]) == 1
+    assert resident_bytes(mounted.point / "loop.bin") < 2 * MIB
+    wait_for(lambda: stats(mounted)["resident_bytes"] < 2 * MIB, "the account follows")
+    assert by_mmap(mounted.point / "loop.bin") == by_read(source / "loop.bin")
+
+
+def test_without_globs_models_and_small_files_are_warmed(mount: Mounter, mode: str, source: Path) -> None:
+    mounted = mount("--mode", mode, "--cache", "64Mi", source=source)
+    reply = said("warmup", mounted.point)
+    warm = {row["path"]: row["warm_bytes"] for row in reply["files"]}
+    assert warm["/model.safetensors"] > 32 * MIB
+    assert warm["/tokens.json"] == MIB == resident_bytes(mounted.point / "tokens.json")
+    assert warm["/loop.bin"] == warm["/other.bin"] == 0
+    for name in ("model.safetensors", "tokens.json"):
+        assert by_read(mounted.point / name) == by_read(source / name)
+
+    done = llmcache("warmup", mounted.point, "*.gguf")
+    assert done.returncode == 2 and "no file of the mount matches *.gguf" in done.stderr
+
+    shrunk = said("resize", mounted.point, "20Mi")
+    assert shrunk["before_bytes"] == 64 * MIB and shrunk["budget_bytes"] == 20 * MIB
+    assert shrunk["resident_bytes"] <= 20 * MIB + SLACK
+    assert resident_bytes(mounted.point / "model.safetensors") <= 20 * MIB + SLACK
+    assert pinned_bytes(mounted, "model.safetensors") <= 20 * MIB
+    assert said("resize", mounted.point, "64Mi")["budget_bytes"] == 64 * MIB
+    assert said("warmup", mounted.point, "model*")["warm_bytes"] > 32 * MIB
+
+    too_large = llmcache("resize", mounted.point, "900P")
+    assert too_large.returncode == 3 and "can be had" in too_large.stderr
+    assert llmcache("resize", mounted.point, "much").returncode == 2
+    assert stats(mounted)["budget_bytes"] == 64 * MIB
+
+
+def test_pinned_files_come_before_loops_and_stay(mount: Mounter, mode: str, source: Path) -> None:
+    mounted = mount("--mode", mode, "--cache", "56Mi", "--pin", "loop.bin", "--pin", "*.json", source=source)
+    wait_for(lambda: pinned_bytes(mounted, "loop.bin") > 40 * MIB, "loop.bin is pinned")
+    wait_for(lambda: pinned_bytes(mounted, "tokens.json") == MIB, "tokens.json is pinned")
+    for _ in range(4):
+        assert by_read(mounted.point / "other.bin") == by_read(source / "other.bin")
+    assert pinned_bytes(mounted, "loop.bin") > 40 * MIB
+    assert said("evict", mounted.point)["pinned"] == ["/loop.bin", "/tokens.json"]
+    assert pinned_bytes(mounted, "loop.bin") > 40 * MIB
+    if mode == "steer":
+        assert resident_bytes(mounted.point / "loop.bin") > 40 * MIB
+    before = stats(mounted)["backing_read_bytes"]
+    assert by_read(mounted.point / "loop.bin") == by_read(source / "loop.bin")
+    assert stats(mounted)["backing_read_bytes"] - before < MIB
+
+
+def test_where_nothing_is_mounted_the_commands_say_so(tmp_path: Path) -> None:
+    for words in (("resize", tmp_path, "1G"), ("warmup", tmp_path), ("evict", tmp_path)):
+        done = llmcache(*words)
+        assert done.returncode == 4 and "no llmcachefs is mounted" in done.stderr
