@@ -198,8 +198,8 @@ class Device:
         self._count_written(self._file.append_tokens(sequence, ids, positions))
         return {}
 
-    def _read(self, sequence: int, layer: int, count: int) -> Result:
-        """Sends the slots of pages, keys before values, in as many parts as the ring needs."""
+    def _read(self, sequence: int, layer: int, count: int, sides: list[int]) -> Result:
+        """Sends the slots of pages, keys before values (or one of both alone), in as many parts as the ring needs."""
         (asked,) = self._end.shared.take([((count,), np.dtype(np.int64))])
         pages = asked.copy()
         self._receive(pages.nbytes)
@@ -207,7 +207,7 @@ class Device:
         share = max(1, RING_BYTES // 8 // max(shape.key_slot_bytes, shape.value_slot_bytes))
         for first in range(0, count, share):
             part = pages[first : first + share]
-            for side in (KEYS, VALUES):
+            for side in sides:
                 slots = self._file.read_slots(sequence, layer, part, side)
                 self._count_read(slots.size)
                 self._send_bytes(slots)

@@ -26,8 +26,8 @@ from llmcache.kv.csd.profile import PROFILES, CsdProfile, Report
 from llmcache.kv.csd.program import SCORE_KEYS
 from llmcache.kv.csd.rows import KvRows, Share, checked_positions, room_for, shares, sides
 from llmcache.kv.csd.wire import DESK_BYTES, Data, Gone, HostEnd, Shared
-from llmcache.kv.spill.reading import as_pages
-from llmcache.kv.spill.shape import Bytes, KvPages, KvShape, checked_rows
+from llmcache.kv.spill.reading import KEYS, VALUES, as_pages
+from llmcache.kv.spill.shape import Bytes, KvPages, KvShape, checked_rows, view_slots
 
 ANSWER_S = 120.0
 """A device that says nothing for so long is taken for dead: the longest answer is a flush of a slow disk."""
@@ -321,23 +321,33 @@ class EmulatedCsd:
     def read(self, sequence: int, layer: int, pages: NDArray[np.int64] | list[int]) -> KvPages:
         """Fetches whole pages of a layer over the link; as `SpillFile.read`."""
         wanted = np.asarray(pages, np.int64)
-        self._send("read", [wanted], sequence=sequence, layer=layer, count=len(wanted))
+        self._send("read", [wanted], sequence=sequence, layer=layer, count=len(wanted), sides=[KEYS, VALUES])
         sizes = (self.shape.key_slot_bytes, self.shape.value_slot_bytes)
         keys, values = (np.empty((len(wanted), size), np.uint8) for size in sizes)
-        length = self._collect(keys, values)
+        length = self._collect([keys, values])
         tokens = np.clip(length - wanted * self.shape.page_tokens, 0, self.shape.page_tokens)
         return as_pages(self.shape, keys, values, tokens)
 
-    def _collect(self, keys: Bytes, values: Bytes) -> int:
-        """Copies slots from the link, keys and values in turns, until the command ends; returns the layer's length."""
-        left = [keys.reshape(-1), values.reshape(-1)]
+    def read_keys(
+        self, sequence: int, layer: int, pages: NDArray[np.int64] | list[int]
+    ) -> tuple[Rows, NDArray[np.float32] | None]:
+        """Fetches the keys of pages alone; as `SpillFile.read_keys`."""
+        wanted = np.asarray(pages, np.int64)
+        self._send("read", [wanted], sequence=sequence, layer=layer, count=len(wanted), sides=[KEYS])
+        keys = np.empty((len(wanted), self.shape.key_slot_bytes), np.uint8)
+        self._collect([keys])
+        return view_slots(self.shape, keys, self.shape.head_dim)
+
+    def _collect(self, sides: list[Bytes]) -> int:
+        """Copies slots from the link, the sides in turns, until the command ends; returns the layer's length."""
+        left = [side.reshape(-1) for side in sides]
         side = 0
         while isinstance(found := self._receive(), Data):
             assert self._end is not None
             left[side][: found.size_bytes] = self._end.bytes_of(found)
             left[side] = left[side][found.size_bytes :]
             self._end.consumed(found)
-            side = 1 - side
+            side = (side + 1) % len(left)
         self._ended(found)
         return int(found["length"])
 

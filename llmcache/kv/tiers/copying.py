@@ -5,6 +5,7 @@ All that the compiled loops contain is in this file: numba keeps them by its dat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,8 +17,8 @@ from numpy.typing import NDArray
 from llmcache.kv.kernels.threads import Job, processors, run_all
 
 ALL = range(1 << 62)
-JOB_BYTES = 1 << 18
-"""Rows that are worth handing to a thread."""
+FEW_BYTES = 1 << 22
+"""Rows that are copied in less time than it takes to hand them to threads."""
 
 Numbers = NDArray[np.int64]
 
@@ -43,18 +44,25 @@ def copy_pages(
     k], ascending.
     """
     jobs: list[Job] = []
-    batch, heads, count = positions.shape
-    threads = threads or processors()
     for rows, out in zip(sides, outs, strict=True):
-        share = max(JOB_BYTES // (out.shape[3] * out.itemsize), batch * heads * count // threads)
-        for b in range(batch):
-            for head in range(heads):
-                one = slice(head, head + 1)
-                part = rows.of_heads(one)
-                for first in range(0, count, share):
-                    some = slice(first, first + share)
-                    jobs.append(partial(copy_rows, part, index[b], positions[b, one, some], out[b, one, some]))
+        for b in range(len(index)):
+            if positions.size * out.shape[3] * out.itemsize < FEW_BYTES:
+                copy_rows(rows, index[b], positions[b], out[b])
+            else:
+                jobs += _jobs(rows, index[b], positions[b], out[b], threads or processors())
     run_all(jobs, threads)
+
+
+def _jobs(source: Rows, index: Numbers, positions: Numbers, out: NDArray[Any], threads: int) -> Iterator[Job]:
+    """What copies the rows of one sequence, in about as many parts as there are threads, or as heads."""
+    heads, count = positions.shape
+    share = max(1, heads * count // threads)
+    for head in range(heads):
+        one = slice(head, head + 1)
+        part = source.of_heads(one)
+        for first in range(0, count, share):
+            some = slice(first, first + share)
+            yield partial(copy_rows, part, index, positions[one, some], out[one, some])
 
 
 def copy_rows(

@@ -225,10 +225,9 @@ class CsdTier:
         yield found
 
     def read_keys(self, stream: int, layer: int, places: Numbers, why: str) -> KeyRows:
-        """Returns the keys of pages; the device sends their values as well."""
+        """Returns the keys of pages over the link."""
         with self._command(why) as device:
-            found = device.read(stream, layer, places)
-        return found.keys, found.key_scales
+            return device.read_keys(stream, layer, places)
 
     def gather(self, stream: int, layer: int, positions: list[Numbers], why: str) -> KvRows:
         """Returns single rows; nothing else crosses the link."""
