@@ -96,8 +96,7 @@ class DciIndex:
             self.tree = with_room(self.tree, len(tokens), promoted + 1, last)
             self._add(bits, lifts, tokens.astype(np.int32), levels)
         else:
-            # Every node but the root has at most one page that is not full.
-            self.tree = with_room(self.tree, len(tokens) // self.settings.page_slots + promoted + 1, promoted + 1, last)
+            self.tree = with_room(self.tree, 0, promoted + 1, last)
             self._build(bits, lifts, tokens.astype(np.int32), levels)
 
     def _check(self, keys: Floats, tokens: NDArray[np.int64]) -> None:
@@ -143,6 +142,7 @@ class DciIndex:
                 parents[part] = self._nodes_for(bits[members[part]], lifts[members[part]], level)
             members = members[np.argsort(parents, kind="stable")]
             nodes, sizes = np.unique(parents, return_counts=True)
+            self.tree = with_room(self.tree, int((-(-sizes // self.settings.page_slots)).sum()), 0, 0)
             building.lay(self.tree, level, members, np.cumsum(sizes), nodes, flat, lifts, tokens)
 
     def _add(self, bits: NDArray[np.uint16], lifts: Floats, tokens: Ints, levels: Ints) -> None:

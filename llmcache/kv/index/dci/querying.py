@@ -251,8 +251,8 @@ def hopeless(scores, k, best, spread, margin, rest):  # type: ignore[no-untyped-
 
     `spread`: number, sum and sum of squares of the differences of the points seen from those above them.
     """
-    if scores.size < k:
-        return False
+    if scores.size < max(k, 2 * FIRST):
+        return False  # there is little to be saved
     chosen = rest[3][:k]
     select(scores, k, rest[0], rest[1], rest[2], chosen)
     least = np.float32(np.inf)

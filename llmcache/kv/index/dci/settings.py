@@ -26,14 +26,14 @@ class DciSettings:
 
     promotion: float = 0.1
     first_promotion: float = 0.03
-    field_of_view: int = 128
+    field_of_view: int = 112
     visit: float = 0.012
     visit_each: int = 3
-    build_view: int = 8
+    build_view: int = 6
     simple: int = 1
     composite: int = 1
     retrieve: float = 1.0
-    margin: float = 2.5
+    margin: float = 2.4
     page_slots: int = 16
     seed: int = 0
 
