@@ -26,6 +26,7 @@ from llmcache.errors import EnvironmentProblem, LlmcacheError, MountProblem
 
 log = logging.getLogger("llmcache.control")
 _LINE = 1 << 20
+_ENDING_S = 5.0
 
 
 Progress = dict[str, Any]
@@ -131,13 +132,22 @@ def is_locked(found: Files) -> bool:
 
 
 def take_lock(found: Files, point: str) -> int:
-    """Descriptor of the lock file, locked for the life of this process; MountProblem if another daemon has it."""
+    """Descriptor of the lock file, locked for the life of this process; MountProblem if another daemon has it.
+
+    One that is about to end, its mount gone (umount, then mount at once), is waited for.
+    """
+    from llmcache.fs import mountpoint
+
+    end = time.monotonic() + _ENDING_S
     while True:
         fd = os.open(found.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
+            if mountpoint.find(point) is None and time.monotonic() < end:
+                time.sleep(0.05)
+                continue
             pid = found.describe().get("pid")
             by = f" by pid {pid}" if pid else ""
             raise MountProblem(f"{point} is already served{by}", f"end it first: llmcache umount {point}") from None

@@ -113,8 +113,8 @@ def check(target: str | None, point: str) -> str | None:
 
 
 def handler(target: str | None) -> logging.Handler:
-    """The handler of a daemon in the foreground."""
-    if target == JOURNAL:
+    """The handler of a daemon in the foreground; without a target the journal, where systemd has made that its stderr."""
+    if target == JOURNAL or (target is None and _is_stderr_the_journal()):
         return Journal()
     if target is not None:
         return LogFile(target, 0, streams=False)
@@ -122,3 +122,7 @@ def handler(target: str | None) -> logging.Handler:
     plain.setFormatter(logging.Formatter("llmcache: %(message)s"))
     return plain
 
+
+def _is_stderr_the_journal() -> bool:
+    status = os.fstat(sys.stderr.fileno())
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"

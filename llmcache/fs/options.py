@@ -7,9 +7,10 @@ from collections.abc import Iterable
 # What fstab entries carry for mount(8), systemd and others; it means nothing to a file system.
 _NOISE = {
     *("defaults", "rw", "auto", "noauto", "nofail", "_netdev", "user", "nouser", "users", "owner", "group"),
-    *("async", "relatime", "noatime", "nodiratime", "strictatime", "lazytime"),
+    *("async", "relatime", "noatime", "nodiratime", "strictatime", "lazytime", "nolazytime", "norelatime", "nostrictatime"),
+    *("noowner", "nogroup", "silent", "loud", "nomand", "noiversion"),
 }
-_NOISE_PREFIXES = ("x-", "comment=", "X-")
+_NOISE_PREFIXES = ("x-", "comment=", "X-", "user=", "uhelper=", "helper=")
 _OWN = ("fsname=llmcachefs", "subtype=llmcachefs", "default_permissions", "nodev", "nosuid")
 
 

@@ -106,6 +106,7 @@ def a_file_that_changes_behind(mount: Live) -> None:
 
 
 def a_warm_up_and_an_eviction(mount: Live) -> None:
+    os.listdir(mount.mountpoint)  # answered once the control socket is there
     for name in ("loop.bin", "other.bin"):
         control.request(str(mount.mountpoint), {"op": "warmup", "globs": [name]})
         sweep(mount, name, 3)

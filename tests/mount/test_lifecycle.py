@@ -136,7 +136,7 @@ def test_busy_and_forced(reading: Mounted) -> None:
         fails_with(errno.ENOTCONN, os.fstat, file.fileno())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_it_cleanly(reading: Mounted, number: int) -> None:
     os.kill(reading.pid, number)
     assert control.wait_until_gone(reading.files, 30)

@@ -96,6 +96,7 @@ def test_the_version_is_one() -> None:
 
 def test_scripts_can_be_executed() -> None:
     scripts = ("tools/test", "tools/demo", "tools/make_model.py", "tools/make_traces.py", "tools/train_recall.py", ".ci/run")
+    scripts += ("tools/mount.llmcachefs",)
     for script in (*scripts, "tools/long_context.py"):
         assert (ROOT / script).stat().st_mode & 0o111, f"{script} is not executable"
 

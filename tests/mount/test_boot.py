@@ -1,0 +1,126 @@
+"""Mounts as a system makes them: by mount(8)'s helper from a line of /etc/fstab, and by systemd from a settings file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llmcache.fs import control, mountpoint
+from tests.mount.conftest import llmcache
+from tests.mount.live import wait_for
+from tools.bench.sides import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(sys.executable).with_name("llmcachefs")
+FSTAB = "defaults,rw,nofail,_netdev,x-systemd.automount,noatime,user=root,cache=32Mi,mode=arena,writable,pin=*.json"
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """(SOURCE, MOUNT); the mount is ended whatever a test does."""
+    for name in ("source", "mnt"):
+        (tmp_path / name).mkdir()
+    yield tmp_path / "source", tmp_path / "mnt"
+    if mountpoint.find(str(tmp_path / "mnt")) is not None:
+        llmcache("umount", "--force", tmp_path / "mnt")
+
+
+def helper(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """What mount(8) runs."""
+    command = [ROOT / "tools/mount.llmcachefs", *words]
+    settings = {**environment(), "LLMCACHEFS": str(PROGRAM)}
+    return subprocess.run(command, capture_output=True, text=True, env=settings, timeout=60, check=False)
+
+
+def test_a_line_of_fstab(places: tuple[Path, Path]) -> None:
+    source, point = places
+    done = helper(source, point, "-n", "-v", "-o", FSTAB)
+    assert done.returncode == 0, done.stderr
+    stats = json.loads(llmcache("stats", point, "--json").stdout)
+    assert (stats["mode"], stats["budget_bytes"]) == ("arena", 32 << 20)
+    (point / "new.bin").write_bytes(b"x")  # writable
+    assert (source / "new.bin").read_bytes() == b"x"
+    subprocess.run(["umount", str(point)], check=True, timeout=60)
+    again = helper(source, point, "-o", FSTAB)  # at once, while the first daemon still ends
+    assert again.returncode == 0, again.stderr
+
+
+def test_the_helper_has_the_exit_codes_of_mount(places: tuple[Path, Path]) -> None:
+    assert helper(*places, "-f", "-o", FSTAB).returncode == 0  # a trial
+    assert mountpoint.find(str(places[1])) is None
+    assert helper(places[0]).returncode == 1
+    assert helper(*places, "-o", "cache=lots").returncode == 1
+    assert helper(*places, "-o", "cache=32Mi,nonsense=1").returncode == 32
+
+
+def unit_words(name: str, config: Path) -> list[str]:
+    """The command of a line of the unit, for the settings in `config`."""
+    lines = (ROOT / "tools/systemd/llmcachefs@.service").read_text().splitlines()
+    (line,) = (line.partition("=")[2] for line in lines if line.startswith(f"{name}="))
+    text = line.replace("/etc/llmcache/%i.toml", str(config)).replace("/usr/local/bin", str(PROGRAM.parent))
+    return shlex.split(text)
+
+
+def test_the_unit_serves_rotates_and_ends(places: tuple[Path, Path], tmp_path: Path) -> None:
+    config, log = tmp_path / "models.toml", tmp_path / "log"
+    config.write_text(f'[mount]\nsource = "{places[0]}"\nmount = "{places[1]}"\ncache = "32Mi"\nlog = "{log}"\n')
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(30)
+        settings = {**environment(), "NOTIFY_SOCKET": str(tmp_path / "notify")}
+        daemon = subprocess.Popen(unit_words("ExecStart", config), env=settings)
+        try:
+            assert systemd.recv(1000).startswith(b"READY=1\nSTATUS=")
+            assert mountpoint.find(str(places[1])) is not None
+            subprocess.run(
+                [word.replace("$MAINPID", str(daemon.pid)) for word in unit_words("ExecReload", config)], check=True
+            )
+            wait_for(lambda: (tmp_path / "log.1").exists(), "the log is rotated")
+            assert os.listdir(places[1]) == [] and daemon.poll() is None
+            daemon.send_signal(signal.SIGTERM)
+            assert systemd.recv(1000) == b"STOPPING=1"
+            assert daemon.wait(30) == 0
+        finally:
+            if daemon.poll() is None:
+                daemon.kill()
+                daemon.wait()
+    assert mountpoint.find(str(places[1])) is None
+    assert "is served on" in (tmp_path / "log.1").read_text()
+
+
+def test_after_a_crash_the_unit_cleans_up(places: tuple[Path, Path], tmp_path: Path) -> None:
+    config = tmp_path / "models.toml"
+    config.write_text(f'[mount]\nsource = "{places[0]}"\nmount = "{places[1]}"\ncache = "32Mi"\n')
+    made = llmcache("mount", "--config", config)
+    assert made.returncode == 0, made.stderr
+    pid = control.daemon_pid(str(places[1]))
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(0.1)
+    for result, still_there in (("success", True), ("signal", False)):
+        after = {**environment(), "SERVICE_RESULT": result}
+        subprocess.run(unit_words("ExecStopPost", config), env=after, timeout=60, check=True)
+        assert (mountpoint.find(str(places[1])) is not None) == still_there
+
+
+def test_a_daemon_in_the_background_rotates_its_log(places: tuple[Path, Path], tmp_path: Path) -> None:
+    done = llmcache("mount", *places, "--cache", "32Mi", "--log", tmp_path / "log")
+    assert done.returncode == 0, done.stderr
+    pid = control.daemon_pid(str(places[1]))
+    assert pid is not None
+    (tmp_path / "log").rename(tmp_path / "moved")  # as logrotate does
+    os.kill(pid, signal.SIGHUP)
+    wait_for(lambda: (tmp_path / "log").exists(), "a new log is begun")
+    assert os.listdir(places[1]) == [] and "mode" in (tmp_path / "moved").read_text()
+    assert os.path.samefile(f"/proc/{pid}/fd/2", tmp_path / "log")
+    assert llmcache("umount", places[1]).returncode == 0

@@ -1,0 +1,113 @@
+"""A daemon's log: files that rotate, the journal's protocol, and what systemd is told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.fs import logs
+from llmcache.fs.readiness import notify
+
+
+def record(text: str, level: int = logging.INFO) -> logging.LogRecord:
+    return logging.LogRecord("llmcache.x", level, __file__, 1, text, None, None)
+
+
+def lines(path: Path) -> list[str]:
+    return [line.split(" ", 3)[3] for line in path.read_text().splitlines()]
+
+
+def test_a_file_rotates_itself(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    handler = logs.LogFile(str(path), 0, streams=False)
+    handler.emit(record("one"))
+    handler.renew()
+    handler.emit(record("two"))
+    assert lines(tmp_path / "log.1") == ["one"] and lines(path) == ["two"]
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
+
+
+def test_a_file_that_was_moved_away_is_opened_anew(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    handler = logs.LogFile(str(path), 0, streams=False)
+    handler.emit(record("one"))
+    path.rename(tmp_path / "log.1")
+    handler.emit(record("still here"))
+    handler.renew()
+    handler.emit(record("two"))
+    assert lines(tmp_path / "log.1") == ["one", "still here"] and lines(path) == ["two"]
+
+
+def test_streams_follow_a_rotation(tmp_path: Path) -> None:
+    code = f"""
+import os
+from llmcache.fs.logs import LogFile
+handler = LogFile({str(tmp_path / "log")!r}, 0, streams=True)
+os.write(2, b"before\\n")
+handler.renew()
+os.write(1, b"after\\n")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert (tmp_path / "log.1").read_text() == "before\n" and (tmp_path / "log").read_text() == "after\n"
+
+
+def test_a_rotation_that_fails_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "log"
+    handler = logs.LogFile(str(path), 0, streams=False)
+    (tmp_path / "log.1" / "in the way").mkdir(parents=True)
+    handler.renew()
+    handler.emit(record("goes on"))
+    assert lines(path) == ["goes on"]
+    assert "cannot be rotated" in caplog.text
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "log").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic"):
+        logs.LogFile(str(tmp_path / "log"), 0, streams=False)
+
+
+def test_the_journal_gets_whole_messages_with_their_priority(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
+        journal.bind(str(tmp_path / "journal"))
+        logs.Journal(str(tmp_path / "journal")).emit(record("two\nlines", logging.WARNING))
+        sent = journal.recv(4096)
+    head, _, rest = sent.partition(b"MESSAGE\n")
+    assert head.splitlines() == [b"PRIORITY=4", b"SYSLOG_IDENTIFIER=llmcachefs", b"LOGGER=llmcache.x"]
+    assert int.from_bytes(rest[:8], "little") == 9 and rest[8:] == b"two\nlines\n"
+
+
+def test_without_a_journal_there_is_a_hint(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match="no journal") as caught:
+        logs.Journal(str(tmp_path / "none"))
+    assert caught.value.hint is not None and "--log FILE" in caught.value.hint
+
+
+def test_places_of_a_log(tmp_path: Path) -> None:
+    assert logs.check(None, "/mnt") is None
+    assert logs.check("journal", "/mnt") == "journal"
+    assert logs.check(str(tmp_path / "a"), "/mnt") == str(tmp_path / "a")
+    for target, said in (("/nowhere/x", "/nowhere"), (str(tmp_path), "not a file"), (str(tmp_path / "m/x"), "mount")):
+        (tmp_path / "m").mkdir(exist_ok=True)
+        with pytest.raises(UsageError, match=f"log: .*{said}"):
+            logs.check(target, str(tmp_path / "m"))
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_systemd_is_told_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abstract: bool) -> None:
+    name = f"@llmcache-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(name.replace("@", "\0") if abstract else name)
+        monkeypatch.setenv("NOTIFY_SOCKET", name)
+        assert notify("READY=1")
+        assert systemd.recv(100) == b"READY=1"
+    assert not notify("READY=1")
+    monkeypatch.delenv("NOTIFY_SOCKET")
+    assert not notify("READY=1")
