@@ -51,6 +51,7 @@ class Warmer:
         with ExitStack() as stack:
             unreadable = [path for path in paths if not self._open(path, stack)]
             groups = self._groups(set(paths))
+            self._open_shards(groups, stack)
             self._ready(groups, suppose=bool(globs))
             pieces = self._pieces(groups)
             if fetch:
@@ -86,6 +87,13 @@ class Warmer:
             return False
         stack.callback(self.operations.release, number)
         return True
+
+    def _open_shards(self, groups: list[Group], stack: ExitStack) -> None:
+        """Shards of one model are kept together, whichever of them was named."""
+        with self.state.lock:
+            closed = [member.path for group in groups for member in group.members if member.backing is None]
+        for path in closed:
+            self._open(path, stack)
 
     def _groups(self, paths: set[str]) -> list[Group]:
         with self.state.lock:

@@ -19,18 +19,22 @@ SLACK = 16 * MIB  # windows, beside the budget
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in one safetensors file, a file of no known format, and a small one."""
+    """A model in one safetensors file, one in two shards, two files of no known format, and a small one."""
     directory = tmp_path_factory.mktemp("source")
     random_file(directory / "loop.bin", 40 * MIB + 7)
     random_file(directory / "other.bin", 40 * MIB)
     random_file(directory / "tokens.json", MIB)
-    tensor = {"layers.0.weight": {"dtype": "U8", "shape": [40 * MIB], "data_offsets": [0, 40 * MIB]}}
-    header = json.dumps(tensor).encode()
-    body = random_file(directory / "body", 40 * MIB).read_bytes()
-    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + body)
-    (directory / "body").unlink()
+    write_model(directory / "model.safetensors", "layers.0.weight", 40 * MIB)
+    for number in (1, 2):
+        write_model(directory / f"shard-0000{number}-of-00002.safetensors", f"layers.{number}.weight", 5 * MIB)
     os.sync()
     return directory
+
+
+def write_model(path: Path, name: str, size: int) -> None:
+    """A safetensors file of one tensor."""
+    header = json.dumps({name: {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + os.urandom(size))
 
 
 def said(*words: str | Path, code: int = 0) -> dict[str, Any]:
@@ -83,6 +87,13 @@ def test_without_globs_models_and_small_files_are_warmed(mount: Mounter, mode: s
     assert warm["/model.safetensors"] > 32 * MIB
     assert warm["/tokens.json"] == MIB == resident_bytes(mounted.point / "tokens.json")
     assert warm["/loop.bin"] == warm["/other.bin"] == 0
+    shards = ["/shard-00001-of-00002.safetensors", "/shard-00002-of-00002.safetensors"]
+    assert all(warm[shard] > 4 * MIB for shard in shards)
+
+    gone = said("evict", mounted.point, "shard-00001*")["groups"]
+    assert [group["paths"] for group in gone] == [shards]
+    again = said("warmup", mounted.point, "shard-00002*")["files"]
+    assert [(row["path"], row["warm_bytes"]) for row in again] == [(shard, warm[shard]) for shard in shards]
     for name in ("model.safetensors", "tokens.json"):
         assert by_read(mounted.point / name) == by_read(source / name)
 
