@@ -129,7 +129,7 @@ def parse_intervals(text: str) -> Intervals:
     """Returns the intervals meant by `text`: one for all groups ("1050us") or four, in the order of `GROUPS`."""
     parts = [float(parse_duration(part)) for part in text.split(",")]
     if len(parts) not in (1, 4) or min(parts) <= 0:
-        raise UsageError(f"intervals: '{text}' is neither one nor four of more than 0", "write 360us,5.4ms,1.44ms,7.2ms")
+        raise UsageError(f"'{text}' is neither one interval nor four, of more than 0", "write 360us,5.4ms,1.44ms,7.2ms")
     return Intervals.uniform(parts[0]) if len(parts) == 1 else Intervals(*parts)
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache import __version__
+from llmcache.edram import retention
 from llmcache.edram.catalogue import Catalogue
 from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, ORG_INTERVALS, UNI_INTERVALS, Intervals, Profile
 from llmcache.edram.question import chosen, positive
@@ -82,15 +83,11 @@ def parse_intervals(text: str) -> Intervals:
     """Returns the intervals meant by `text`: a name of `STRATEGIES`, one duration, or four in the order of `GROUPS`."""
     if text.strip().lower() in STRATEGIES:
         return STRATEGIES[text.strip().lower()]
-    parts = text.split(",")
-    hint = f"a name ({', '.join(STRATEGIES)}), one duration (1ms), or four: {', '.join(GROUPS)}"
-    if len(parts) not in (1, len(GROUPS)):
-        raise UsageError(f"--intervals: {len(parts)} durations, 1 or {len(GROUPS)} are needed", hint)
     try:
-        found = [parse_duration(part.strip()) for part in parts]
-        return Intervals.uniform(found[0]) if len(found) == 1 else Intervals(*found)
-    except (UsageError, ValueError) as error:
-        raise UsageError(f"--intervals: {error}", hint) from error
+        return retention.parse_intervals(text)
+    except UsageError as error:
+        hint = f"a name ({', '.join(STRATEGIES)}), one duration (1ms), or four: {', '.join(GROUPS)}"
+        raise UsageError(f"--intervals: {error.message}", hint) from error
 
 
 def show(found: Answer, as_json: bool) -> None:

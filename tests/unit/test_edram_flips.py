@@ -173,7 +173,7 @@ def test_texts_of_rates() -> None:
     assert parse_flips("2drp") == FlipRates.of_intervals(KELLE_INTERVALS) == parse_flips("2drp=1050us")
     assert parse_flips("interval=45us").in_order() == pytest.approx([1e-6] * 4)
     for text in ("", "none=1", "uniform", "uniform=2", "uniform=x", "msb", "2drp=1s", "interval", "interval=1ms,2ms"):
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError, match=r"^flips: ") as caught:
             parse_flips(text)
         assert caught.value.hint
 

@@ -28,6 +28,11 @@ def command(as_json: bool, **options: str | None) -> None:
     llmcache edram model llama3-8b --context 16000 --decode 128 --batch 1
     llmcache edram model --constants mine.toml --profile mine,paper --json > run.json
     llmcache edram plot run.json -o run.html
+
+    \b
+    [profile.mine]            # mine.toml; also [model.X], [workload.X] and [system.X]
+    base = "paper"            # what it begins with
+    refresh_pass_j = 3.65e-6  # any constant of it: a wrong name lists all
     """
     from llmcache.edram.question import Options, ask_model
     from llmcache.report import edram_model

@@ -96,9 +96,9 @@ def parse_flips(text: str, curve: RetentionCurve | None = None) -> FlipRates:
     if kind in _ONE_SIDED:
         return one_sided(kind, _rate(value, text))
     if kind == "interval" and value:
-        return FlipRates.of_intervals(parse_intervals(value), curve)
+        return FlipRates.of_intervals(_intervals(value, text), curve)
     if kind == "2drp":
-        return FlipRates.of_intervals(_column(value) if value else KELLE_INTERVALS, curve)
+        return FlipRates.of_intervals(_column(value, text) if value else KELLE_INTERVALS, curve)
     raise UsageError(f"flips: '{text}' is not understood", _HINT)
 
 
@@ -112,8 +112,15 @@ def _rate(value: str, text: str) -> float:
     return rate
 
 
-def _column(value: str) -> Intervals:
-    wanted = parse_intervals(value).mean_ns
+def _intervals(value: str, text: str) -> Intervals:
+    try:
+        return parse_intervals(value)
+    except UsageError as error:
+        raise UsageError(f"flips: '{text}': {error.message}", _HINT) from error
+
+
+def _column(value: str, text: str) -> Intervals:
+    wanted = _intervals(value, text).mean_ns
     for printed, intervals in TABLE4_INTERVALS.items():
         if abs(wanted - printed) < 1:
             return intervals

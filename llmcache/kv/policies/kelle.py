@@ -25,7 +25,8 @@ class KelleSettings(PolicySettings):
     """Settings of Kelle; N' is `token_budget`.
 
     `evicted`: "lost" as in the paper, or "spilled": dropped tokens stay candidates, on the ssd if there is one, and come
-    back when tokens that rank lower than they did are all there is beside.
+    back when tokens that rank lower than they did are all there is beside. That is seldom: nobody attends to what is
+    dropped, so its sum stays as it is while others grow. Policies that ask the query call more back.
     """
 
     evicted: str = "lost"
