@@ -136,4 +136,3 @@ def _activation_refresh_j(c: Columns, steps: Steps) -> Array:
 
     per_layer = np.where(c.overlap, refreshed(kelle), refreshed(plain))
     return np.asarray(c.layers * c.batch * c.refresh_j_per_byte * per_layer)
-

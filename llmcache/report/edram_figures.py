@@ -265,4 +265,3 @@ def _plain(axis: Axis) -> None:
 def _systems(panel: Axes, rows: Sequence[Row]) -> None:
     panel.set_xticks(range(len(rows)), [row.system.replace("+", "\n+") for row in rows], fontsize=7.5)
     panel.grid(axis="x", visible=False)
-

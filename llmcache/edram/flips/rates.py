@@ -126,5 +126,3 @@ def _column(value: str, text: str) -> Intervals:
             return intervals
     known = ", ".join(f"{printed // 1000}us" for printed in TABLE4_INTERVALS)
     raise UsageError(f"flips: table 4 has no column '{value}'", f"its columns are {known}")
-
-

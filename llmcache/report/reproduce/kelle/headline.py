@@ -244,4 +244,3 @@ def _fits() -> list[Row]:
             )
         )
     return found
-

@@ -139,4 +139,3 @@ def no_eviction(evidence: Evidence) -> Row:
         GAIN,
         _WHY7,
     )
-
