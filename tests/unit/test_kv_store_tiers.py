@@ -58,7 +58,11 @@ def test_sink_window_and_the_latest_pages_stay_in_memory(make: Make) -> None:
     for _ in range(3):
         plain.step(store, 1)
     assert store.length == 44 and store.middle == range(1, 9) and pages(store) == [0, 7, 8, 9, 10]
-    assert store.memory_bytes < 2 * 7 * 4 * 2 * (8 + 8) * 2 * 3, "a prefill leaves no more than the bound, doubled"
+    plain.check_all(store)
+    for _ in range(3):
+        plain.step(store, 60)
+        assert len(pages(store)) == 5
+    assert store.memory_bytes == 2 * 16 * 4 * 2 * (8 + 8) * 2, "16 slots of the first growth, as 5 pages and the tail need"
     plain.check_all(store)
 
 

@@ -33,8 +33,13 @@ class Appender:
         core.table.extend(core.shape.pages_of(end))
         pool = core.checked(layer)
         fresh = self._fresh(pool, rows, first, full) if full and self._spiller else None
+        kept = self._kept(first, end)
+        if len(full) > 1 and self._mover is not None:
+            # Many at once: what must go goes before they come, so that the pool need not be larger than its bound.
+            more = sum(len(part) for part in kept) - bool(first % size) - bool(end % size)
+            self._mover.trim(layer, end, more, placing=True)
         with pool.lock:
-            for part in self._kept(first, end):
+            for part in kept:
                 self._fill(pool, part, rows, first, end)
             if fresh is not None:
                 self._let_go(pool, full, first, end)
@@ -66,8 +71,7 @@ class Appender:
 
     def _let_go(self, pool: Pool, full: range, first: int, end: int) -> None:
         """Takes the page that was being filled out of the pool if it is full now and does not stay."""
-        kept = [page for part in self._kept(first, end) for page in part]
-        if full.start not in kept:
+        if not any(full.start in part for part in self._kept(first, end)):
             pool.drop(self._core.table.table[:, full.start])
 
     def _fresh(self, pool: Pool, rows: Arrays, first: int, full: range) -> Fresh:

@@ -82,8 +82,8 @@ class Mover:
         pool.down_at[numbers] = self._core.step
         self._core.traffic.add_moves(down=len(numbers))
 
-    def trim(self, layer: int, tokens: int, placing: bool = False) -> None:
-        """Drops pages between sink and window, counted for `tokens` tokens, until each sequence is within the bound.
+    def trim(self, layer: int, tokens: int, more: int = 0, placing: bool = False) -> None:
+        """Drops pages between sink and window, counted for `tokens` tokens, until each sequence has room for `more`.
 
         `placing`: they are those of a prompt, which finds its first places piece by piece; nothing has moved down then.
         """
@@ -98,7 +98,7 @@ class Mover:
             spilled = self._spiller.is_spilled(layer, numbers)
             with pool.lock:
                 here = pool.slot_of[numbers] != NOT_HERE
-                excess = int(here.sum()) - bound
+                excess = int(here.sum()) + more - bound
                 pages = np.flatnonzero(here & spilled)
                 pages = pages[(pages >= middle.start) & (pages < middle.stop)]
                 if excess > 0 and len(pages):

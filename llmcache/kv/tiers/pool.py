@@ -66,11 +66,12 @@ class Pool:
 
     def know(self, numbers: int) -> None:
         """Makes it know page numbers below `numbers`."""
-        more = numbers - len(self.slot_of)
-        if more > 0:
-            self.slot_of = np.concatenate([self.slot_of, np.full(more, NOT_HERE, np.int64)])
-            self.since = np.concatenate([self.since, np.zeros(more, np.int64)])
-            self.down_at = np.concatenate([self.down_at, np.full(more, -(1 << 62), np.int64)])
+        with self.lock:
+            more = numbers - len(self.slot_of)
+            if more > 0:
+                self.slot_of = np.concatenate([self.slot_of, np.full(more, NOT_HERE, np.int64)])
+                self.since = np.concatenate([self.since, np.zeros(more, np.int64)])
+                self.down_at = np.concatenate([self.down_at, np.full(more, -(1 << 62), np.int64)])
 
     def add(self, numbers: Numbers) -> Numbers:
         """Returns the slots of pages, giving one to each that has none; what is in a new slot is undefined."""
