@@ -102,6 +102,8 @@ def wait_mounted(mountpoint: Path, daemon: subprocess.Popen[bytes], log: Path, t
             what = f"ended with {daemon.returncode}" if daemon.poll() is not None else "does not serve"
             raise BenchError(f"llmcachefs {what}: {log.read_text()[-2000:].strip()}")
         time.sleep(0.02)
+    # It is in the mount table before it serves, and before its control socket is there: the first request waits for that.
+    os.stat(mountpoint)
 
 
 def is_mounted(path: Path) -> bool:
