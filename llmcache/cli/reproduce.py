@@ -13,7 +13,7 @@ import click
     metavar="DIR",
     help="Write NAME.html and NAME.json here [default: the current directory; with --json, nowhere].",
 )
-@click.option("--quick", is_flag=True, help="Coarser and smaller: 10 cache sizes, short runs (io-caching, hillinfer).")
+@click.option("--quick", is_flag=True, help="Coarser and smaller: 10 cache sizes, short runs (all but kelle).")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON document instead of the claims.")
 @click.option("--force", is_flag=True, help="Replace the files if they exist.")
 def command(name: str, directory: str | None, quick: bool, as_json: bool, force: bool) -> None:
@@ -22,6 +22,7 @@ def command(name: str, directory: str | None, quick: bool, as_json: bool, force:
     \b
     io-caching   Rethinking I/O Caching for LLM Inference (2025): figures 1, 2, 4, 5, section 4.2
     hillinfer    HillInfer, KV eviction with a SmartSSD: figures 2, 3, 8 to 11; modelled, and measured here
+    icecache     IceCache, trees of keys (ICLR 2026): figures 1, 6 to 8, claims of the tables; measured here
     kelle        Kelle, KV caching on eDRAM (MICRO 2025): tables, text, figures; all modelled
 
     \b

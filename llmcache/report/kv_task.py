@@ -27,9 +27,7 @@ LEAD = (
 )
 
 
-def answer(
-    options: task_question.TaskOptions, plot: str | None, as_json: bool, tell: Callable[[str], None]
-) -> None:
+def answer(options: task_question.TaskOptions, plot: str | None, as_json: bool, tell: Callable[[str], None]) -> None:
     """Runs the task, prints it and draws it; UsageError names the option that is wrong, before anything runs."""
     if plot is not None:
         form_of(plot)

@@ -8,7 +8,6 @@ is chosen lies scattered over the whole context, and no tree finds it: the worst
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
@@ -20,10 +19,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.kv.bench.task import Candidate, TaskSetup, run, take_turns
+from llmcache.kv.bench import lengths
+from llmcache.kv.bench.lengths import LengthRow
+from llmcache.kv.bench.task import Candidate, TaskSetup, run
 from llmcache.kv.bench.task_question import recall_model
 from llmcache.kv.bench.task_results import STOCK, TaskBench
-from llmcache.kv.pipeline import Timeline
 
 from . import machine
 from .signals import one_interrupt
@@ -35,14 +35,6 @@ RECALL_BAR, MEMORY_BAR, TIME_BAR = 0.99, 0.05, 1.5
 RIVALS = ("quest", "h2o", "window")
 BAR_TOKENS = 32768
 TIMED = ("icecache", "quest", "hillinfer")
-SHAPE = {
-    "vocab_size": 1024, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "intermediate_size": 14336, "num_hidden_layers": 2, "max_position_embeddings": 1 << 20,
-}  # fmt: skip
-"""Layers of Llama-3.1-8B, as float32."""
-SMALL = {**SHAPE, "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
-
-
 def _task(
     name: str, directory: Path, contexts: Sequence[int], policies: Sequence[str], cases: int, threads: int
 ) -> TaskBench:
@@ -86,81 +78,48 @@ def rivals(of_recall: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def lengths(directory: Path, quick: bool, threads: int) -> list[dict[str, Any]]:
-    """Time of a token and memory of each cache by length; rows of base units."""
-    import torch
-    import transformers
-
-    from llmcache.kv.transformers import enable
-    from llmcache.kv.transformers.priming import Prompt
-    from llmcache.kv.transformers.probing import Run
-
-    torch.manual_seed(0)
-    model = enable(transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SMALL if quick else SHAPE))).eval())
-    subject: Any = argparse.Namespace(model=model)
-    setup = TaskSetup("recall", recall_model(), (), (), (), directory, threads=threads)
-    found = []
-    for tokens in (1024, 2048) if quick else (2048, 4096, 8192, 16384, BAR_TOKENS, 2 * BAR_TOKENS):
-        prompt = Prompt.by_chance(model, tokens)
-        with contextlib.ExitStack() as stack:
-            runs = {}
-            for policy, budget in [(STOCK, None), *((policy, BUDGETS[-1]) for policy in TIMED)]:
-                timeline = None if policy == STOCK else Timeline()
-                cache = stack.enter_context(Candidate(policy, budget).cache(subject, setup, directory, timeline))
-                runs[policy] = Run(subject, cache, timeline)
-                runs[policy].take(prompt)
-            take_turns(list(runs.values()), 4 if quick else 12)
-            found += [_length(tokens, policy, runs) for policy in runs]
-    return found
+def by_length(directory: Path, quick: bool, threads: int) -> list[LengthRow]:
+    """Time of a token and memory of each cache by length."""
+    everyone = [Candidate(STOCK, None), *(Candidate(policy, BUDGETS[-1]) for policy in TIMED)]
+    if quick:
+        return lengths.measure(lengths.SMALL, (1024, 2048), everyone, directory, 4, threads)
+    at = (2048, 4096, 8192, 16384, BAR_TOKENS, 2 * BAR_TOKENS)
+    return lengths.measure(lengths.SHAPE, at, everyone, directory, 12, threads)
 
 
-def _length(tokens: int, policy: str, runs: dict[str, Any]) -> dict[str, Any]:
-    own, full = runs[policy], runs[STOCK]
-    memory, whole = own.memory(), full.memory().kv_bytes
-    speed = own.speed()
-    engine = None if policy == STOCK else own.cache.conversation.engine
+def _told(row: LengthRow, stock: LengthRow) -> dict[str, Any]:
     return {
-        "tokens": tokens, "policy": policy, **asdict(memory), "tpot_ns": speed.tpot_ns, "parts_ns": dict(speed.parts_ns),
-        "kv_share": memory.kv_bytes / whole, "share_with_index": (memory.kv_bytes + memory.index_bytes) / whole,
-        "times_stock": speed.tpot_ns / full.speed().tpot_ns, "why": list(getattr(engine and engine.policy, "whys", [])),
-        "moved_bytes": {f"{a} to {b}, {why}": size / speed.steps for (a, b, why), size in own.moved().moved_bytes.items()},
+        "tokens": row.tokens, "policy": row.policy, **asdict(row.memory), "tpot_ns": row.speed.tpot_ns,
+        "parts_ns": dict(row.speed.parts_ns), "kv_share": row.kv_share(stock), "times_stock": row.times(stock),
+        "share_with_index": row.share_with_index(stock), "why": list(row.whys), "moved_bytes": dict(row.moved_bytes),
     }  # fmt: skip
 
 
-def against_stock(rows: list[dict[str, Any]], quick: bool) -> dict[str, dict[str, Any]]:
+def against_stock(rows: list[LengthRow]) -> dict[str, dict[str, Any]]:
     """The bars of memory and time, by policy, and from which length on a policy is faster than DynamicCache."""
-    at = max(row["tokens"] for row in rows) if quick else BAR_TOKENS
-    there = {row["policy"]: row for row in rows if row["tokens"] == at}
-    own = there["icecache"]
-    with_index = ", ".join(f"{policy} {there[policy]['share_with_index']:.1%}" for policy in TIMED)
-    faster = {policy: faster_from([row for row in rows if row["policy"] == policy]) for policy in TIMED}
+    at = BAR_TOKENS if any(row.tokens == BAR_TOKENS for row in rows) else max(row.tokens for row in rows)
+    stock = lengths.stock_at(rows, at)
+    there = {row.policy: row for row in rows if row.tokens == at}
+    share, times = there["icecache"].kv_share(stock), there["icecache"].times(stock)
+    with_index = ", ".join(f"{policy} {there[policy].share_with_index(stock):.1%}" for policy in TIMED)
+    faster = {policy: lengths.faster_from(rows, policy) for policy in TIMED}
     told = ", ".join(f"{policy} from {'none measured' if none is None else f'{none:,}'}" for policy, none in faster.items())
-    times = ", ".join(f"{policy} {there[policy]['times_stock']:.2f}" for policy in TIMED)
+    each = ", ".join(f"{policy} {there[policy].times(stock):.2f}" for policy in TIMED)
     return {
         "memory": {
             "what": f"pages of keys and values in memory, of DynamicCache's, at {at:,} tokens; with index: {with_index}",
-            "figure": own["kv_share"], "sense": "<=", "bar": MEMORY_BAR, "passed": own["kv_share"] <= MEMORY_BAR,
+            "figure": share, "sense": "<=", "bar": MEMORY_BAR, "passed": share <= MEMORY_BAR,
         },
         "time": {
-            "what": f"time of a token, of DynamicCache's, at {at:,} tokens: {times}",
-            "figure": own["times_stock"], "sense": "<=", "bar": TIME_BAR, "passed": own["times_stock"] <= TIME_BAR,
+            "what": f"time of a token, of DynamicCache's, at {at:,} tokens: {each}",
+            "figure": times, "sense": "<=", "bar": TIME_BAR, "passed": times <= TIME_BAR,
         },
         "faster": {
             "what": f"tokens from which on a token is faster than with DynamicCache: {told}",
             "figure": faster["icecache"] or 0, "sense": ">", "bar": 0, "passed": faster["icecache"] is not None,
-            "by_policy": faster, "rows": rows,
+            "by_policy": faster, "rows": [_told(row, lengths.stock_at(rows, row.tokens)) for row in rows],
         },
     }  # fmt: skip
-
-
-def faster_from(rows: list[dict[str, Any]]) -> int | None:
-    """Return the least length from which on, as far as was measured, a policy took less time than DynamicCache."""
-    found = None
-    for row in sorted(rows, key=lambda row: -int(row["tokens"])):
-        if row["times_stock"] >= 1:
-            break
-        found = int(row["tokens"])
-    return found
 
 
 def measure(directory: Path, quick: bool, threads: int, console: Console) -> dict[str, Any]:
@@ -170,7 +129,7 @@ def measure(directory: Path, quick: bool, threads: int, console: Console) -> dic
         parts: dict[str, Any] = {"passkey": passkey(scratch, quick, threads), "recall": recall(scratch, quick, threads)}
         parts["rivals"] = rivals(parts["recall"])
         console.print(f"answers: {time.monotonic() - begin:.0f} s", soft_wrap=True)
-        parts |= against_stock(lengths(scratch, quick, threads), quick)
+        parts |= against_stock(by_length(scratch, quick, threads))
     console.print(f"all: {time.monotonic() - begin:.0f} s", soft_wrap=True)
     return parts
 
@@ -218,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
         console.print("interrupted: nothing is written")
         return 1
     about = {"schema": SCHEMA, "machine": machine.describe(args.dir), "quick": args.quick, "threads": args.threads}
-    told = {**about, "torch": torch.__version__, "shape": SMALL if args.quick else SHAPE, "parts": parts}
+    told = {**about, "torch": torch.__version__, "shape": lengths.SMALL if args.quick else lengths.SHAPE, "parts": parts}
     console.print(table(parts), lengths_table(parts))
     if args.json:
         part = args.json.with_name(args.json.name + ".part")

@@ -142,9 +142,7 @@ def conditions(setup: TaskSetup) -> dict[str, Any]:
     return told | {"cases": setup.cases, "steps": setup.steps, "seed": setup.seed, "spill files": str(setup.directory)}
 
 
-def _rows(
-    setup: TaskSetup, subject: Subject, context: int, directory: Path, progress: Progress
-) -> Iterator[TaskRow]:
+def _rows(setup: TaskSetup, subject: Subject, context: int, directory: Path, progress: Progress) -> Iterator[TaskRow]:
     everyone = candidates(setup)
     seen, attention, ids = _asked(setup, subject, context, directory, everyone, progress)
     progress(f"{context} tokens: generating")

@@ -24,6 +24,10 @@ REPRODUCTIONS: dict[str, tuple[str, str]] = {
         "llmcache.report.reproduce.hillinfer.run",
         "HillInfer, KV eviction with a SmartSSD (ACL submission): figures 2, 3, 8, 9, 10, 11",
     ),
+    "icecache": (
+        "llmcache.report.reproduce.icecache.run",
+        "IceCache, trees of keys for long contexts (ICLR 2026): figures 1, 6, 7, 8 and the tables' claims",
+    ),
     "kelle": (
         "llmcache.report.reproduce.kelle.run",
         "Kelle: Co-design KV Caching and eDRAM for Efficient LLM Serving in Edge Computing (2025): tables, text, figures",
