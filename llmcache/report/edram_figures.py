@@ -105,9 +105,8 @@ def refresh_figure(rows: Sequence[Row]) -> Figure:
     figure, (panel,) = grid_of(1)
     width = 0.8 / max(1, len(systems))
     for place, system in enumerate(systems):
-        by_profile = {row.profile: row["refresh_share"] for row in of if row.system == system}
-        shares = [by_profile[profile] for profile in profiles]
-        spots = np.arange(len(profiles)) + (place - (len(systems) - 1) / 2) * width
+        own, beside = [row for row in of if row.system == system], (place - (len(systems) - 1) / 2) * width
+        spots, shares = [profiles.index(row.profile) + beside for row in own], [row["refresh_share"] for row in own]
         bars = panel.bar(spots, shares, width=0.9 * width, label=system, color=look_of_system(system, place).colour)
         panel.bar_label(bars, [percent(share) for share in shares], fontsize=8)
     panel.set_xticks(range(len(profiles)), [f"profile {profile}" for profile in profiles])

@@ -103,7 +103,9 @@ def saved(document: Any) -> Saved:
 
 def _row(result: Any, where: str) -> Row:
     interval_ns = _any(result, where, "mean_interval_ns")
-    energies = result.get("energies_j", {}) if isinstance(result, dict) else {}
+    energies = {}  # a sweep has none by component
+    if isinstance(result, dict) and "energies_j" in result:
+        energies = _field(result, where, "energies_j", dict)
     model, workload, system, profile = (
         _field(result, where, name, str) for name in ("model", "workload", "system", "profile")
     )
@@ -122,13 +124,20 @@ def _roof(system: str, roof: Any, where: str) -> Roof:
     points = [
         (
             _field(point, f"{where}.points[{place}]", "name", str),
-            _number(_any(point, f"{where}.points[{place}]", "intensity"), f"{where}.points[{place}].intensity"),
-            _number(_any(point, f"{where}.points[{place}]", "ops_per_s"), f"{where}.points[{place}].ops_per_s"),
+            _rate(point, f"{where}.points[{place}]", "intensity"),
+            _rate(point, f"{where}.points[{place}]", "ops_per_s"),
         )
         for place, point in enumerate(_field(roof, where, "points", list))
     ]
-    peak, rate = (_number(_any(roof, where, name), f"{where}.{name}") for name in ("peak_ops_per_s", "dram_bytes_per_s"))
+    peak, rate = (_rate(roof, where, name) for name in ("peak_ops_per_s", "dram_bytes_per_s"))
     return Roof(system, peak, rate, points)
+
+
+def _rate(holder: Any, where: str, name: str) -> float:
+    value = _number(_any(holder, where, name), f"{where}.{name}")
+    if not 0 < value < 1e100:
+        raise DataError(f"{where}.{name}: {value:g}, more than 0 is needed", HINT)
+    return value
 
 
 def _any(holder: Any, where: str, name: str) -> Any:

@@ -206,6 +206,8 @@ def test_every_component_and_system_has_a_look() -> None:
         (lambda data: data["results"][0].update(system=3), "results[0].system: not a str"),
         (lambda data: data["rooflines"]["Kelle+eDRAM"].pop("points"), "rooflines.Kelle+eDRAM.points: missing"),
         (lambda data: data["results"].insert(0, 7), "results[0]: not an object"),
+        (lambda data: data["results"][0].update(energies_j=[1]), "results[0].energies_j: not a dict"),
+        (lambda data: data["rooflines"]["Kelle+eDRAM"].update(dram_bytes_per_s=0), "dram_bytes_per_s: 0, more than 0"),
     ],
 )
 def test_a_damaged_document_is_named(
