@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmcache.errors import DataError, UsageError
+from llmcache.fs.policy import DEFAULT_SPILL
 
 PREFIX = "LLMCACHE_"
 TABLE = "mount"
@@ -52,7 +53,7 @@ KEYS = (
     Key("cache"),
     Key("mode", default="auto"),
     Key("rw", SWITCH, False),
-    Key("spill", LIST, ("*.kv",)),
+    Key("spill", LIST, DEFAULT_SPILL),
     Key("pin", LIST, ()),
     Key("access_log"),
     Key("log"),

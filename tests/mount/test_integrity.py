@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from llmcache.fs import control
 from tests.mount.live import MIB, WAYS, Live, by_read, finish_reader, live, random_file, readers
 from tools.bench.clients.loop_reader import crcs
 
@@ -103,12 +104,14 @@ def test_strides(mounted: Live, source: Path) -> None:
     assert wrong == []
 
 
-def test_while_the_budget_changes(mounted: Live, checks: dict[str, Path]) -> None:
+def test_while_the_budget_changes_and_files_are_warmed_and_evicted(mounted: Live, checks: dict[str, Path]) -> None:
     jobs = [(mounted.mountpoint / name, checks[name], how) for name in checks for how in ("read", "mmap")]
     with readers(jobs, LOAD_SECONDS) as running:
         turn = 0
         while any(reader.poll() is None for reader in running):
             mounted.resize((24, 96, 48, 160)[turn % 4] * MIB)
+            operation = ("warmup", "evict", "warmup")[turn % 3]
+            control.request(str(mounted.mountpoint), {"op": operation, "globs": ["*"]})
             turn += 1
             threading.Event().wait(0.3)
         results = [finish_reader(reader, 60) for reader in running]
