@@ -156,7 +156,7 @@ def _evictors(evictors: dict[str, EvictorCost]) -> Table:
     table = _made(f"Systolic evictor, a step with a full cache ({MODELLED})", "", list(evictors))
     table.add_row("stall", *(format_duration(one.stall_ns) for one in evictors.values()))
     table.add_row("a scan of the scores instead", *(format_duration(one.search_ns) for one in evictors.values()))
-    table.add_row("score registers", *(format_size(one.register_bytes) for one in evictors.values()))
+    table.add_row("scores of all heads and layers", *(format_size(one.register_bytes) for one in evictors.values()))
     table.add_row("energy (28 mW, section 8.1.4)", *(joules(one.joules) for one in evictors.values()))
     return table
 
