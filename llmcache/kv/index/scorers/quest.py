@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from llmcache.kv.index.dci.transforms import single
 from llmcache.kv.index.scorers.base import Floats, Grown, Positions, Scorer, ScorerSettings, as_pages
-from llmcache.kv.kernels import score, top
+from llmcache.kv.kernels import score_pages, top
 from llmcache.kv.spill.shape import KvShape
 
 
@@ -42,9 +42,8 @@ class Quest(Scorer):
     def bounds(self, queries: Floats) -> Floats:
         """Returns the bounds [kv_heads, pages] of the scores of each page's keys, combined as scores are."""
         asked = np.concatenate([np.maximum(queries, 0), np.minimum(queries, 0)], axis=1)
-        rows = self._boxes.rows.swapaxes(0, 1)[None]
-        found: Floats = score(asked[None], np.ascontiguousarray(rows), combine=self.settings.combine)[0]
-        return found
+        rows = self._boxes.rows[:, :, None]  # to the kernels, pages of one token
+        return score_pages(asked, rows, combine=self.settings.combine, threads=self.settings.threads)
 
     def _top(self, queries: Floats, k: int) -> Positions:
         size = self.shape.page_tokens
