@@ -46,20 +46,22 @@ def drawn(bench: Bench, source: str, form: str) -> bytes:
     return _page(bench, figure).encode() if form == "html" else _picture(bench, figure, form)
 
 
-def answer(options: Options, output: str | None, as_json: bool, tell: Callable[[str], None]) -> None:
+def answer(
+    options: Options, output: str | None, force: bool, as_json: bool, tell: Callable[[str], None]
+) -> None:
     """Runs what `options` ask for, prints it, and draws it as `output` if one is given.
 
     UsageError names the option that is wrong, before anything runs.
     """
     if output is not None:
         form_of(output)
-        check_target("--plot", output, force=False)
+        check_target("--plot", output, force)
         if options.profile == "paper" and not options.sweep_beta:
             raise UsageError("--plot: what is modelled has no timeline", "draw a sweep, or a run of --profile measured")
     bench = run(options, tell)
     show(bench, as_json)
     if output is not None:
-        write_target("--plot", output, drawn(bench, output, form_of(output)), False)
+        write_target("--plot", output, drawn(bench, output, form_of(output)), force)
 
 
 def load(run: str) -> Any:

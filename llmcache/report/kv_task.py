@@ -27,14 +27,16 @@ LEAD = (
 )
 
 
-def answer(options: task_question.TaskOptions, plot: str | None, as_json: bool, tell: Callable[[str], None]) -> None:
+def answer(
+    options: task_question.TaskOptions, plot: str | None, force: bool, as_json: bool, tell: Callable[[str], None]
+) -> None:
     """Runs the task, prints it and draws it; UsageError names the option that is wrong, before anything runs."""
     if plot is not None:
         form_of(plot)
-        check_target(OPTION, plot, force=False)
+        check_target(OPTION, plot, force)
     bench = task_question.run(options, tell)
     if plot is not None:
-        write_target(OPTION, plot, drawn(bench, form_of(plot)), False)
+        write_target(OPTION, plot, drawn(bench, form_of(plot)), force)
     show(bench, as_json)
 
 

@@ -56,12 +56,14 @@ def test_kv_bench_records_what_kelle_keeps(tmp_path: Path, capsys: pytest.Captur
     path = str(tmp_path / "run.json")
     options = ["--context", "1k", "--layers", "1", "--steps", "3", "--budget", "128", "--path", str(tmp_path)]
     assert called("--policy", "kelle", "--edram-run", path, *options, command="kv bench") == 0
+    assert f"written: {path}" in capsys.readouterr().err
     run = read_run(path)
     assert run.steps == 3 and run.durations_ns is None and run.settings["policy"] == "kelle"
     assert called(path, command="edram report") == 5
     assert called(path, "--step", "20ms", command="edram report") == 0
     assert called("--policy", "kelle", "--edram-run", path, *options, command="kv bench") == 2
     assert called("--policy", "kelle", "--edram-run", path, *options, "--force", command="kv bench") == 0
+    assert called("--flips", "2drp", "--edram-run", path + "2", command="kv bench") == 2
     assert called("--policy", "h2o", "--edram-run", path + "2", *options, command="kv bench") == 2
     assert "only Kelle's runs" in capsys.readouterr().err and [file.name for file in tmp_path.iterdir()] == ["run.json"]
 

@@ -68,7 +68,7 @@ import click
 @click.option("--edram-run", metavar="RUN.json", help="Instead: record what --policy kelle keeps, for 'edram report'.")
 @click.option("--cases", type=click.IntRange(min=1), default=2, show_default=True, help="Of --task: contexts (a depth).")
 @click.option("--plot", metavar="FILE", help="Draw it as well, like 'kv plot': .png, .svg or .html.")
-@click.option("--force", is_flag=True, help="Replace RUN.json.")
+@click.option("--force", is_flag=True, help="Replace RUN.json, or the picture.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON, in bytes and nanoseconds; for 'kv plot'.")
 def command(
     as_json: bool,
@@ -101,6 +101,8 @@ def command(
 
     if plot is not None and (flips or edram_run is not None):
         raise click.UsageError("--plot: neither --flips nor --edram-run has a picture")
+    if (bool(flips), edram_run is not None, task is not None).count(True) > 1:
+        raise click.UsageError("--flips, --edram-run, --task: one of them at a time")
     if flips:
         from llmcache.report import edram_accuracy
 
@@ -109,11 +111,12 @@ def command(
     elif edram_run is not None:
         files.check_target("--edram-run", edram_run, force)
         run_recorded(Options(**options), tell).save(edram_run, force)
+        click.echo(f"written: {edram_run}; for 'llmcache edram report'", err=True)
     elif task is not None:
         from llmcache.kv.bench import task_question
         from llmcache.report import kv_task
 
         wanted = task_question.TaskOptions(task, cases, Options(**options))
-        kv_task.answer(wanted, plot, as_json, tell)
+        kv_task.answer(wanted, plot, force, as_json, tell)
     else:
-        kv_plot.answer(Options(**options), plot, as_json, tell)
+        kv_plot.answer(Options(**options), plot, force, as_json, tell)
