@@ -192,6 +192,7 @@ def _conditions() -> Block:
             ("assumed", "DRAM gives its whole bandwidth; loads overlap with computing"),
             ("SRAM baseline", "2 MB for weights and 2 MB for KV: the paper does not say how its 4 MB are divided"),
             ("refresh energy", "1.14 mJ is read as the energy of one pass over 4 MB"),
+            ("retention curve", "log-normal through 2e-3 (section 7.1) and 1e-6 at 45 µs, which the paper does not print"),
         ]
     )
 
