@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from llmcache.kv.kernels.threads import Job, processors, run_all
 
-ALL = range(1 << 62)
 FEW_BYTES = 1 << 22
 """Rows that are copied in less time than it takes to hand them to threads."""
 
@@ -41,7 +40,7 @@ def copy_pages(
     """Copies the rows that `sides` (keys, values) have to `outs` [batch, kv_heads, k, dim]; the others stay.
 
     `index` [batch, pages]: which page of `sides` each page of a sequence is, below 0 if none. `positions` [batch, kv_heads,
-    k], ascending.
+    k].
     """
     jobs: list[Job] = []
     for rows, out in zip(sides, outs, strict=True):
@@ -65,18 +64,15 @@ def _jobs(source: Rows, index: Numbers, positions: Numbers, out: NDArray[Any], t
             yield partial(copy_rows, part, index, positions[one, some], out[one, some])
 
 
-def copy_rows(
-    source: Rows, index: Numbers, positions: Numbers, out: NDArray[Any], tokens: range = ALL
-) -> None:
+def copy_rows(source: Rows, index: Numbers, positions: Numbers, out: NDArray[Any]) -> None:
     """Copies the rows of one sequence that `source` has to `out` [kv_heads, k, dim], in this thread.
 
-    `index` [pages]: which page of `source` each page of the sequence is, below 0 if none. `positions` [kv_heads, k],
-    ascending; none but those within `tokens` are looked at.
+    `index` [pages]: which page of `source` each page of the sequence is, below 0 if none. `positions` [kv_heads, k].
     """
     if not out.size:
         return
     dim, size = out.shape[2], source.pages.shape[2]
-    place = (index, positions, size, tokens.start, tokens.stop)
+    place = (index, positions, size)
     if source.scales is not None:
         _copy_scaled(source.pages, source.scales, *place, out)
         return
@@ -111,26 +107,13 @@ def _mark(index, positions, tokens, marks):  # type: ignore[no-untyped-def]
     return count
 
 
-@numba.njit(inline="always")
-def _first(positions, least):  # type: ignore[no-untyped-def]
-    """The first of ascending `positions` that is not below `least`."""
-    low, high = 0, positions.size
-    while low < high:
-        between = (low + high) // 2
-        if positions[between] < least:
-            low = between + 1
-        else:
-            high = between
-    return low
-
-
 @numba.njit(nogil=True, cache=True)
 def _copy_words(  # type: ignore[no-untyped-def]
-    words, page_stride, head_stride, index, positions, tokens, low, high, out, out_head, out_row, size
+    words, page_stride, head_stride, index, positions, tokens, out, out_head, out_row, size
 ):
     for head in range(positions.shape[0]):
         of_head = positions[head]
-        for i in range(_first(of_head, low), _first(of_head, high)):
+        for i in range(of_head.size):
             page = index[of_head[i] // tokens]
             if page >= 0:
                 # Unsigned: a place that may count from the end cannot be copied in one go.
@@ -141,10 +124,10 @@ def _copy_words(  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _copy_scaled(rows, scales, index, positions, tokens, low, high, out):  # type: ignore[no-untyped-def]
+def _copy_scaled(rows, scales, index, positions, tokens, out):  # type: ignore[no-untyped-def]
     for head in range(positions.shape[0]):
         of_head = positions[head]
-        for i in range(_first(of_head, low), _first(of_head, high)):
+        for i in range(of_head.size):
             page = index[of_head[i] // tokens]
             if page >= 0:
                 token = of_head[i] % tokens

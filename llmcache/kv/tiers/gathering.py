@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.kv.tiers.config import Gathered, Selection
-from llmcache.kv.tiers.copying import copy_pages
+from llmcache.kv.tiers.copying import copy_pages, mark_missing
 from llmcache.kv.tiers.core import Core
 from llmcache.kv.tiers.fetching import Fetcher
 
@@ -156,8 +156,12 @@ class Gatherer:
         pool = self._core.checked(staged.layer)
         with pool.lock:
             index = pool.slot_of[self._core.table.table]
-            copy_pages((pool.keys, pool.values), index, positions, outs, self._core.config.threads)
-        # Not under the lock: who waits for the disk must not keep others from the pool.
-        missing = self._fetcher.fetch(staged.layer, index, positions, outs) if self._fetcher else 0
+            marked = [mark_missing(*pair, self._core.shape.page_tokens) for pair in zip(index, positions, strict=True)]
+            missing = sum(count for count, _ in marked)
+            if missing < positions.size:
+                copy_pages((pool.keys, pool.values), index, positions, outs, self._core.config.threads)
+        if missing and self._fetcher is not None:
+            # Not under the lock: who waits for the disk must not keep others from the pool.
+            self._fetcher.fetch(staged.layer, [pages for _, pages in marked], positions, outs)
         if chosen:
             self._core.traffic.add_hits(cpu=positions.size - missing, ssd=missing)
