@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from llmcache.kv.csd import CsdProfile
 from llmcache.kv.spill import SpillReader
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.spill.shape import Bytes
-from llmcache.kv.tiers import HostFastTier, KvStore, Selection, StoreConfig
+from llmcache.kv.tiers import HostFastTier, KvStore, Selection, StoreConfig, fetching
 from llmcache.kv.tiers.scoring import runs
 from tests.unit.store_parts import Plain, shape_of
 
@@ -163,6 +164,17 @@ def test_a_device_sends_rows_and_scores_only(make: Make) -> None:
     assert store.traffic.bytes_between("ssd", "cpu", "index") == 2 * SLOT + 16
     report = store.device_report
     assert report is not None and report.internal_written_bytes >= 2 * 2 * 20 * SLOT
+
+
+def test_a_device_is_asked_for_what_its_desk_holds(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, plain = make(200, ssd="csd")
+    monkeypatch.setattr(fetching, "ASKED_ROWS", 100)
+    report = store.device_report
+    assert report is not None
+    before = replace(report)
+    plain.check_all(store)
+    after = store.device_report
+    assert after is not None and after.commands - before.commands == 2 * 4, "45 pages of each layer, 12 at a time"
 
 
 def test_the_device_is_not_asked_while_it_scores(make: Make) -> None:

@@ -18,6 +18,8 @@ Numbers = NDArray[np.int64]
 Outs = list[NDArray[Any]]
 SHARE_BYTES = 1 << 26
 """What is read at a time: more needs more memory and is no faster."""
+ASKED_ROWS = 1 << 20
+"""What a device is asked for at a time: the numbers of the rows must fit its desk."""
 
 
 class Fetcher:
@@ -32,8 +34,10 @@ class Fetcher:
         `positions` [batch, kv_heads, k]; `outs`: keys and values [batch, kv_heads, k, dim].
         """
         if self._ssd.near_data:
+            most = max(1, ASKED_ROWS // (self._core.shape.kv_heads * self._core.shape.page_tokens))
             for b, pages in enumerate(missing):
-                self._fetch_rows(layer, b, pages, positions[b], [out[b] for out in outs])
+                for first in range(0, len(pages), most):
+                    self._fetch_rows(layer, b, pages[first : first + most], positions[b], [out[b] for out in outs])
         else:
             numbers = [self._core.table.table[b, pages] for b, pages in enumerate(missing)]
             self._fetch_pages(layer, np.unique(np.concatenate(numbers)), positions, outs)
@@ -52,8 +56,6 @@ class Fetcher:
                     copy_pages(sides, known[core.table.table], positions, outs, core.config.threads)
 
     def _fetch_rows(self, layer: int, b: int, pages: Numbers, positions: Numbers, outs: Outs) -> None:
-        if not len(pages):
-            return
         table, size = self._core.table, self._core.shape.page_tokens
         streams = table.stream[table.table[b]]
         wanted = np.zeros(len(streams), np.bool_)
