@@ -78,14 +78,9 @@ def measure(
     from llmcache.kv.transformers.supported import check_versions
 
     check_versions()
-    import torch
-    import transformers
+    from llmcache.kv.transformers.probing import random_model, torch_threads
 
-    from llmcache.kv.transformers import enable
-    from llmcache.kv.transformers.probing import torch_threads
-
-    torch.manual_seed(0)
-    model = enable(transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).eval())
+    model = random_model(shape)
     setup = TaskSetup("recall", directory, (), (), (), directory, steps=steps, threads=threads)
     found: list[LengthRow] = []
     with torch_threads(threads), workplace(directory) as scratch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from llmcache.errors import DataError
@@ -75,6 +75,12 @@ def _tokenizer(directory: str | Path) -> Any:
     except (OSError, ValueError) as error:
         hint = "give a directory with tokenizer.json beside the weights"
         raise DataError(f"{directory}: no tokenizer: {error}", hint) from error
+
+
+def random_model(shape: Mapping[str, int], seed: int = 0) -> Any:
+    """Returns an enabled Llama of `shape`, arguments of its config, with random weights: for times alone."""
+    torch.manual_seed(seed)
+    return enable(LlamaForCausalLM(LlamaConfig(**shape)).eval())
 
 
 @contextmanager

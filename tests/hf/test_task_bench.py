@@ -1,0 +1,170 @@
+"""Tasks with real models: what is measured is what happens, and a prompt given to a cache is the prompt read by it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from click.testing import CliRunner
+
+from llmcache import cli
+from llmcache.errors import DataError
+from llmcache.kv.bench import lengths
+from llmcache.kv.bench.task import Candidate
+from llmcache.kv.bench.task_results import STOCK, Memory, Speed
+from llmcache.kv.tasks.probes import symbols
+from llmcache.kv.transformers import SpillCache
+from llmcache.kv.transformers.priming import Prompt, feed, stock
+from llmcache.kv.transformers.probing import Subject, answered
+from llmcache.kv.transformers.watching import watch
+
+ROOT = Path(__file__).resolve().parents[2]
+RECALL = ROOT / "tests" / "fixtures" / "recall"
+
+
+@functools.cache
+def subject() -> Subject:
+    torch.set_num_threads(2)
+    return Subject(RECALL)
+
+
+def task(tmp_path: Path, *words: str) -> dict[str, Any]:
+    fast = ("--steps", "2", "--threads", "2", "--cases", "1", "--path", str(tmp_path), "--json")
+    result = CliRunner().invoke(cli.app, ["kv", "bench", "--task", *words, *fast], catch_exceptions=False)
+    assert result.exit_code == 0
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+# The command
+
+
+def test_a_passkey_is_found_by_a_tree_and_not_by_a_window(tmp_path: Path) -> None:
+    told = task(tmp_path, "passkey", "--context", "512", "--policy", "icecache,window", "--budget", "64")
+    rows = {row["policy"]: row for row in told["rows"]}
+    assert rows["stock"]["answers"]["share"] == rows["icecache"]["answers"]["share"] == 1
+    assert rows["window"]["answers"]["share"] < 0.5
+    assert rows["icecache"]["attention"]["mass"] > rows["window"]["attention"]["mass"]
+    assert rows["icecache"]["attention"]["recall"] > 0.6
+    own = rows["icecache"]
+    assert own["spilled_bytes"] > 0 and own["moved_bytes"]["ssd to cpu, fetch"] > 0
+    assert own["memory"]["kv_bytes"] < rows["stock"]["memory"]["kv_bytes"] == 2 * 2 * 32 * 2 * 4 * (512 + 1 + 3 + 2)
+    for row in rows.values():
+        assert sum(row["speed"]["parts_ns"].values()) == pytest.approx(row["speed"]["tpot_ns"])
+        assert row["speed"]["prefill_ns"] < row["speed"]["tt2t_ns"] and row["speed"]["steps"] == 2
+    assert not list(tmp_path.iterdir()), "no spill file stays"
+
+
+def test_a_chain_and_everything_kept(tmp_path: Path) -> None:
+    told = task(tmp_path, "chain", "--context", "512", "--policy", "full,quest", "--budget", "64")
+    full, own, quest = (row["answers"] for row in told["rows"])
+    assert full["questions"] == 32 and own["right"] == full["right"] and quest["share"] < full["share"]
+
+
+def test_a_model_with_a_tokenizer_is_asked_in_words(tmp_path: Path) -> None:
+    directory = worded(tmp_path / "model")
+    told = task(tmp_path, "needle", "--model", str(directory), "--context", "1100", "--policy", "window", "--budget", "64")
+    assert [row["answers"]["questions"] for row in told["rows"]] == [1, 1]
+    assert told["conditions"]["family"] == "llama" and told["rows"][0]["answers"]["depths"][0] < 1
+
+
+def worded(directory: Path) -> Path:
+    """A tiny model with random weights whose tokens are letters."""
+    letters = {chr(code): code for code in range(128)}
+    kind = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="\x00"))
+    kind.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=kind, bos_token="\x01").save_pretrained(directory)
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).save_pretrained(directory)
+    return directory
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    directory = worded(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).unlink()
+    with pytest.raises(DataError, match="no tokenizer"):
+        Subject(directory)
+    with pytest.raises(DataError, match="not a model"):
+        Subject(tmp_path)
+
+
+# What it rests on
+
+
+def test_a_prompt_that_was_given_is_the_prompt_read() -> None:
+    probe = symbols("passkey", np.random.default_rng(2), 300, 1)
+    model = subject().model
+    read, given = stock(model), stock(model)
+    feed(model, read, probe.ids)
+    prompt = Prompt(model, probe.ids)
+    prompt.give(given)
+    for one, other in zip(read.layers, given.layers, strict=True):
+        assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+    with SpillCache(model.config, "h2o", token_budget=64, threads=2) as own:
+        feed(model, own, probe.ids)
+        expected = answered(subject(), own, probe)
+    with SpillCache(model.config, "h2o", token_budget=64, threads=2) as own:
+        prompt.give(own)
+        assert (answered(subject(), own, probe) == expected).all() and not expected.all()
+
+
+def test_the_watch_sees_what_attention_would() -> None:
+    """Counted again by hand, from transformers' own weights of eager attention."""
+    ids = symbols("recall", np.random.default_rng(2), 400, 2).ids
+    plain = transformers.Qwen2ForCausalLM.from_pretrained(RECALL, attn_implementation="eager").eval()
+    with torch.no_grad():
+        weights = plain(input_ids=torch.from_numpy(ids), output_attentions=True).attentions[0][:, :, -1].numpy()
+    model = subject().model
+    with SpillCache(model.config, "window", token_budget=128, threads=2) as cache:
+        feed(model, cache, ids[:, :-1])
+        seen, middle = watch(cache), cache.store.middle
+        feed(model, cache, ids[:, -1:])
+        recalls, masses = seen.recalls[0], seen.masses[0]
+    old = weights[..., :-1] / weights[..., :-1].sum(-1, keepdims=True)
+    lead, end = middle.start * 16, middle.stop * 16
+    count = 128 - (399 - (end - lead))  # of the middle, as many as the budget leaves
+    assert masses == pytest.approx(float((old[..., :lead].sum(-1) + old[..., end - count :].sum(-1)).mean()), abs=1e-4)
+    best = np.argsort(-old.reshape(2, 2, 2, -1).sum(2)[..., lead:end], -1)[..., :count]
+    assert recalls == pytest.approx(float((best >= end - lead - count).mean()), abs=1e-6)
+
+
+def test_lengths_are_measured_beside_the_stock_cache(tmp_path: Path) -> None:
+    shape = {**lengths.SMALL, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 2}
+    everyone = [Candidate(STOCK, None), Candidate("quest", 64), Candidate("icecache-reuse", 64)]
+    rows = lengths.measure(shape, (256, 512), everyone, tmp_path, 2, 2)
+    assert [(row.tokens, row.policy) for row in rows[:3]] == [(256, "stock"), (256, "quest"), (256, "icecache-reuse")]
+    full = lengths.stock_at(rows, 512)
+    assert full.memory.kv_bytes == 2 * 2 * 2 * 16 * 4 * (512 + 3 + 2)
+    quest = rows[4]
+    assert quest.kv_share(full) < 1 and quest.share_with_index(full) > quest.kv_share(full)
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_a_cache_gets_faster_is_told_from_the_longest_on() -> None:
+    speed = [(1, 2.0), (2, 0.9), (4, 1.1), (8, 0.8), (16, 0.5)]
+    rows = [made(tokens, policy, ms) for tokens, times in speed for policy, ms in (("stock", 1.0), ("quest", times))]
+    assert lengths.faster_from(rows, "quest") == 8
+    assert lengths.faster_from(rows[:6], "quest") is None
+
+
+def made(tokens: int, policy: str, ms: float) -> lengths.LengthRow:
+    return lengths.LengthRow(tokens, policy, policy, Speed(1, 0, 0, ms * 1e6, {}), Memory(1, 0), {})
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main = runpy.run_path(str(ROOT / "examples" / "long_context.py"))["main"]
+    words = ["--tokens", "300", "--path", str(tmp_path), "--budget"]
+    assert main([*words, "448"]) == 0
+    assert "16 of 16 new tokens are the same" in capsys.readouterr().out
+    assert main([*words, "8"]) == 2
+    assert "token_budget: 8" in capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""Tasks of `llmcache kv bench --task`: what is asked, what is counted, printed and drawn; without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from llmcache import cli
+from llmcache.errors import DataError, LlmcacheError, UsageError
+from llmcache.kv.bench.question import Options
+from llmcache.kv.bench.task import Candidate, TaskSetup, candidates
+from llmcache.kv.bench.task_question import TaskOptions, setup_of
+from llmcache.kv.bench.task_results import STOCK, Answers, read_task
+from llmcache.kv.tasks.probes import DEPTHS, symbols
+from llmcache.kv.tasks.recall import FIRST_NOISE
+from llmcache.kv.tasks.texts import RECALLED, texts
+from llmcache.report import kv_task, kv_task_figures
+from tests.unit.task_parts import answers, bench, of_policies
+
+PLAIN: dict[str, Any] = {
+    "policy": None, "profile": "measured", "context": None, "batch": 1, "steps": 4, "block": 256, "device": "csd",
+    "csd": "smartssd", "path": "/var/tmp", "compute": "paper", "seed": 0,
+}  # fmt: skip
+
+
+def random() -> np.random.Generator:
+    return np.random.default_rng(3)
+
+
+# What is asked
+
+
+def test_passkeys_lie_at_every_depth() -> None:
+    probe = symbols("passkey", random(), 200, 3)
+    assert probe.depths == [depth for depth in DEPTHS for _ in range(3)] and len(DEPTHS) == 20
+    for ids, asked, answer, depth in zip(probe.ids, probe.asked[0], probe.answers[0], probe.depths, strict=True):
+        (at,) = np.flatnonzero(ids == asked[0])
+        assert ids[at + 1] == answer[0] and at == 1 + round(depth * 197)
+        assert (np.delete(ids[1:], [at - 1, at]) >= FIRST_NOISE).all()
+
+
+def test_a_needle_is_one_of_many_and_its_depth_is_known() -> None:
+    probe = symbols("needle", random(), 400, 5)
+    assert len(probe.asked) == 1 and probe.depths is not None
+    for ids, asked, depth in zip(probe.ids, probe.asked[0], probe.depths, strict=True):
+        (at,) = np.flatnonzero(ids == asked[0])
+        assert depth <= at / 400 < depth + 0.1
+
+
+def test_a_part_of_a_probe_keeps_question_answer_and_depth_together() -> None:
+    whole = symbols("passkey", random(), 100, 1)
+    part = whole.part(slice(3, 5))
+    assert (part.ids == whole.ids[3:5]).all() and (part.answers[0] == whole.answers[0][3:5]).all()
+    assert part.depths == whole.depths[3:5] if whole.depths else False
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize("task", ["passkey", "recall", "needle"])
+def test_texts_have_their_length_and_hide_what_they_ask_for(task: str) -> None:
+    probes = list(texts(task, random(), 3000, 1, letters, [0]))
+    assert len(probes) == (20 if task == "passkey" else 1)
+    for probe in probes:
+        assert probe.ids.shape == (1, 3000) and probe.ids[0, 0] == 0
+        told = "".join(map(chr, probe.ids[0, 1:]))
+        for question, answer in zip(probe.asked, probe.answers, strict=True):
+            asked, right = ("".join(map(chr, side[0])) for side in (question, answer))
+            assert right.strip().isdecimal() and right.strip() in told and right not in asked
+    assert len(probes[0].asked) == (RECALLED if task == "recall" else 1)
+    assert (probes[0].depths is None) == (task == "recall")
+
+
+def test_a_passkey_in_words_lies_where_it_should() -> None:
+    first, *_, last = texts("passkey", random(), 3000, 1, letters, [])
+    places = ["".join(map(chr, probe.ids[0])).index("pass key is") / 3000 for probe in (first, last)]
+    assert places[0] < 0.1 and 0.85 < places[1] < 0.97
+
+
+def test_contexts_that_are_too_short_say_so() -> None:
+    with pytest.raises(UsageError, match="--context: 100 tokens"):
+        list(texts("recall", random(), 100, 1, letters, []))
+    with pytest.raises(UsageError, match="not a task in English"):
+        list(texts("chain", random(), 100, 1, letters, []))
+    with pytest.raises(UsageError, match="there is no 'sorting'"):
+        symbols("sorting", random(), 100, 1)
+
+
+# Options
+
+
+def options(task: str = "passkey", **changes: Any) -> TaskOptions:
+    return TaskOptions(task, 2, Options(**{**PLAIN, **changes}))
+
+
+def test_defaults_ask_the_recall_model() -> None:
+    setup = setup_of(options())
+    assert setup.model.name == "recall" and list(setup.contexts) == [4096] and list(setup.budgets) == [64, 128, 256]
+    assert [(one.policy, one.budget) for one in candidates(replace(setup, policies=["full", "quest"], budgets=[64]))] == [
+        (STOCK, None), ("full", None), ("quest", 64),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"task": "sorting"}, "--task"),
+        ({"policy": "magic"}, "--policy: there is no 'magic'"),
+        ({"policy": "quest,quest"}, "--policy"),
+        ({"budget": "many"}, "--budget: 'many'"),
+        ({"budget": "64,0"}, "--budget: '0'"),
+        ({"alpha": "0.2"}, "--alpha"),
+        ({"layers": 2}, "--layers"),
+        ({"sweep_beta": True}, "--task"),
+        ({"path": "/nowhere"}, "--path"),
+        ({"context": "1k,much"}, "much"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(LlmcacheError, match=field):
+        setup_of(options(**changes))
+
+
+def invoke(*words: str) -> None:
+    """Runs the command; its errors are raised."""
+    result = CliRunner().invoke(cli.app, ["kv", *words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+def test_several_budgets_belong_to_tasks() -> None:
+    with pytest.raises(UsageError, match="--budget: '64,128' are several"):
+        invoke("bench", "--budget", "64,128")
+
+
+def test_variants_have_titles_of_their_own() -> None:
+    assert Candidate("icecache-reuse", 64).title == "IceCache (reuse)"
+    assert Candidate(STOCK, None).title == "DynamicCache"
+    with pytest.raises(UsageError, match="no 'icecache-magic'") as error:
+        TaskSetup("passkey", Path(), [], ["icecache-magic"], [], Path())
+    assert "icecache-reuse" in (error.value.hint or "")
+
+
+# What is counted
+
+
+def test_shares_and_their_errors() -> None:
+    assert answers([10, 10]).share == 1 and answers([10, 10]).error == 0
+    assert Answers((3,), (4,)).error == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
+    found = answers([0, 10, 10, 0])
+    assert found.share == 0.5 and found.error == pytest.approx(0.5 / math.sqrt(3)), "answers of a context are alike"
+    assert answers([0, 10, 5], depths=[0.5, 0.0, 0.5]).by_depth() == {0.0: 1.0, 0.5: 0.25}
+
+
+# What is saved, printed and drawn
+
+
+def test_what_is_saved_comes_back_whole() -> None:
+    found = of_policies()
+    told = json.loads(json.dumps(found.document()))
+    assert told["schema"] == "llmcache.kv-task/1" and told["kind"] == "measured"
+    assert told["rows"][0]["answers"]["share"] == 1.0
+    assert read_task(told, "run.json").document() == found.document()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        (["rows"], [], "rows: none"),
+        (["rows", 0, "policy"], "quest", "none of 'stock'"),
+        (["rows", 1, "speed", "tpot_ns"], "soon", "speed: 'soon'"),
+        (["rows", 1, "answers", "right"], [1], "not of the same contexts"),
+        (["rows", 1, "memory"], {}, "kv_bytes"),
+        (["conditions"], 3, "int"),
+    ],
+)
+def test_what_is_damaged_is_named(path: list[Any], value: Any, field: str) -> None:
+    told = json.loads(json.dumps(of_policies().document()))
+    place: Any = told
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(DataError, match=field):
+        read_task(told, "run.json")
+
+
+def test_the_table_says_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    kv_task.show(of_policies(own=9), False)
+    told = capsys.readouterr().out
+    assert "measured on this machine" in told and "IceCache 64" in told and "90.0% ± 0.0%" in told
+    kv_task.show(of_policies(), True)
+    assert json.loads(capsys.readouterr().out)["task"] == "passkey"
+
+
+def test_panels_follow_from_the_data() -> None:
+    one, two = of_policies(), bench({(STOCK, None): [9], ("quest", 64): [5]}, (1024, 4096))
+    assert [part.name for part in kv_task_figures.parts_of(two)][-1] == "scaling"
+    assert "scaling" not in [part.name for part in kv_task_figures.parts_of(one)]
+    assert [axes.get_title("left") for axes in kv_task_figures.figure_of(two).axes][-1] == "Time per token by context"
+
+
+def test_depths_are_drawn_as_they_were_found() -> None:
+    found = bench({(STOCK, None): [10, 10, 10], ("quest", 64): [0, 5, 10]}, (1024, 2048))
+    figure = kv_task_figures.depth_figure(found)
+    assert figure is not None
+    (image,) = figure.axes[0].images
+    assert np.asarray(image.get_array()).tolist() == [[0.0, 0.5, 1.0]] * 2
+    without = replace(found, rows=tuple(replace(row, answers=answers([5])) for row in found.rows))
+    assert kv_task_figures.depth_figure(without) is None
+
+
+def test_plot_draws_a_saved_task(tmp_path: Path) -> None:
+    run = tmp_path / "run.json"
+    run.write_text(json.dumps(of_policies().document()))
+    for form, begin in (("png", b"\x89png"), ("html", b"<!doctype html>")):
+        invoke("plot", str(run), "-o", str(tmp_path / f"run.{form}"))
+        assert (tmp_path / f"run.{form}").read_bytes().lower().startswith(begin)
+    page = (tmp_path / "run.html").read_text()
+    assert "figure 6" in page and "figure 7c" in page and "Measured" in page
+    run.write_text(json.dumps({"schema": "llmcache.kv-task/1"}))
+    with pytest.raises(DataError, match="rows: missing"):
+        invoke("plot", str(run), "-o", str(tmp_path / "other.png"))
+
+
+def test_a_picture_that_cannot_be_written_is_said_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r".png, .svg or .html"):
+        invoke("bench", "--task", "passkey", "--plot", "run.gif")
+    (tmp_path / "there.png").touch()
+    with pytest.raises(UsageError, match="--plot"):
+        invoke("bench", "--task", "passkey", "--plot", str(tmp_path / "there.png"))
