@@ -1,0 +1,249 @@
+"""The index benchmark's command line: the key heads of one layer, one core, the tree and the scan asked in turns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.kv.index.dci import DciIndex, DciSettings
+from llmcache.kv.index.dci.heads import asked as find
+from llmcache.kv.index.scorers.auto import Auto, recall_of
+from llmcache.kv.index.scorers.base import ScorerSettings, as_pages
+from llmcache.kv.index.scorers.dci import Dci
+from llmcache.kv.index.scorers.exact import Exact
+from llmcache.kv.index.scorers.quest import Quest
+from llmcache.kv.kernels import score, score_pages, top
+from llmcache.kv.spill.shape import KvShape
+
+from . import machine
+from .kvindexkeys import DIM, KINDS
+from .signals import one_interrupt
+
+SCHEMA = "llmcache-bench-kvindex/1"
+K, PAGE = 64, 16
+HEADS, QUERIES, PAGES = 4, 48, 128
+SIZES = (16384, 65536, 262144)
+RECALL, TOUCHED = 0.9, 0.05
+FASTER = {65536: 4.0, 262144: 20.0}
+INSERT_MS, BUILD_PER_S, AUTO = 1.0, 100_000.0, 1.2
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: the measured value, the limit, and which side of it is good."""
+
+    what: str
+    value: float
+    sense: str
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Return whether it is reached."""
+        return self.value <= self.limit if self.sense == "<=" else self.value >= self.limit
+
+
+Ask = Callable[[Floats], NDArray[np.int64]]
+
+
+def in_turns(
+    asked: dict[str, Ask], queries: Floats, truth: NDArray[np.int64], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Return the seconds of each way for all sets of queries, and the mean recall of each.
+
+    The ways take turns, and turns at being first: what follows a scan finds the caches empty.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in asked}
+    hits: dict[str, list[float]] = {name: [] for name in asked}
+    for ask in asked.values():  # the first time compiles, and `auto` holds its trial
+        for query in queries[:32]:
+            ask(query)
+    for _ in range(rounds):
+        for number, (query, best) in enumerate(zip(queries, truth, strict=True)):
+            ways = list(asked.items())
+            for name, ask in ways[number % len(ways) :] + ways[: number % len(ways)]:
+                begin = time.perf_counter()
+                found = ask(query)
+                seconds[name].append(time.perf_counter() - begin)
+                hits[name].append(recall_of(found, best))
+    return seconds, {name: statistics.mean(shares) for name, shares in hits.items()}
+
+
+def scorers(halves: NDArray[np.float16]) -> dict[str, Any]:
+    """Return every scorer with all keys."""
+    shape = KvShape("bench", 1, HEADS, DIM, "float16", PAGE)
+    made = {kind.name: kind(shape, 0, ScorerSettings(threads=1)) for kind in (Exact, Auto, Dci, Quest)}
+    for scorer in made.values():
+        scorer.add(halves)
+    return made
+
+
+def built(keys: Floats) -> tuple[list[DciIndex], list[float]]:
+    """Return an index for each head and the processor seconds of building it; other load stretches them, but less."""
+    indexes = [DciIndex(DIM, DciSettings(seed=head)) for head in range(len(keys))]
+    seconds = []
+    for index, own in zip(indexes, keys, strict=True):
+        begin = time.thread_time()
+        index.insert(own, np.arange(len(own)))
+        seconds.append(time.thread_time() - begin)
+    return indexes, seconds
+
+
+def insertion(index: DciIndex, more: Floats) -> list[float]:
+    """Return the seconds that each page of 16 tokens takes to be inserted."""
+    seconds = []
+    for first in range(0, len(more), PAGE):
+        at = len(index)
+        begin = time.perf_counter()
+        index.insert(more[first : first + PAGE], np.arange(at, at + PAGE))
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def best_of(keys: Floats, queries: Floats) -> NDArray[np.int64]:
+    """Return the best tokens [queries, heads, K] of keys [heads, n, DIM] for queries [queries, heads, DIM]."""
+    found = [top(queries[:, head] @ own.T, K) for head, own in enumerate(keys)]
+    return np.stack(found, axis=1)
+
+
+def measure(kind: str, count: int, rounds: int) -> dict[str, Any]:
+    """Return all figures of one kind and number of keys.
+
+    `scan`, which the bars are about, is over pages as the store and its file have them, all heads in each; `scan side by
+    side` is over the keys of each head in one piece, as nothing in llmcache has them: the fastest that a scan could be.
+    """
+    made = [KINDS[kind](count, PAGE * PAGES, QUERIES, head) for head in range(HEADS)]
+    keys, queries = np.stack([one.keys for one in made]), np.stack([one.queries for one in made], axis=1)
+    halves = keys.astype(np.float16)
+    indexes, build_s = built(keys)
+    pages, singles = (np.ascontiguousarray(as_pages(rows, PAGE)) for rows in (halves, keys))
+    used = scorers(halves)
+    asked: dict[str, Ask] = {
+        "scan": lambda query: top(score_pages(query, pages, threads=1), K, threads=1),
+        "tree": lambda query: np.stack([find(one, query[at : at + 1], K)[0].tokens for at, one in enumerate(indexes)]),
+        "scan side by side": lambda query: top(score(query[None], halves[None], threads=1)[0], K, threads=1),
+        "scan float32": lambda query: top(score_pages(query, singles, threads=1), K, threads=1),
+    }
+    asked |= {name: partial(scorer.top, k=K) for name, scorer in used.items()}
+    seconds, recall = in_turns(asked, queries, best_of(halves.astype(np.float32), queries), rounds)
+    touched = [find(one, query[at : at + 1], K)[0].touched for query in queries for at, one in enumerate(indexes)]
+    levels = [int(points) for points in indexes[0].tree.population[1:] if points]
+    size = indexes[0].size_bytes
+    return {
+        "kind": kind, "keys": count, "levels": levels, "touched": statistics.mean(touched) / count,
+        "bytes_per_key": size / count, "build_cpu_s": build_s, "insert_s": insertion(indexes[0], made[0].more),
+        "seconds": seconds, "recall": recall, "auto": {"uses": used["auto"].used.name, "why": used["auto"].why},
+    }  # fmt: skip
+
+
+def grown(count: int) -> dict[str, Any]:
+    """Return recall of a tree built of half of its keys, the rest inserted page by page, beside one built of all."""
+    keys = KINDS["clustered"](count, 0, QUERIES)
+    truth = best_of(keys.keys[None], keys.queries[:, None])[:, 0]
+    half, whole = (built(keys.keys[None, :size])[0][0] for size in (count // 2, count))
+    insertion(half, keys.keys[count // 2 :])
+
+    def recall(index: DciIndex) -> float:
+        found = [find(index, query[None], K)[0].tokens for query in keys.queries]
+        return statistics.mean(recall_of(one[None], best[None]) for one, best in zip(found, truth, strict=True))
+
+    return {"keys": count, "recall_grown": recall(half), "recall_built": recall(whole)}
+
+
+def faster(row: dict[str, Any], than: str = "scan") -> float:
+    """Return how many times faster the tree is, by medians."""
+    medians = [statistics.median(row["seconds"][name]) for name in (than, "tree")]
+    return float(medians[0] / medians[1])
+
+
+def bars(row: dict[str, Any]) -> list[Bar]:
+    """Return the bars of one row; on keys without clusters only that `auto` sees it."""
+    medians = {name: statistics.median(times) for name, times in row["seconds"].items()}
+    enough = [medians[name] for name in ("exact", "dci") if row["recall"][name] >= RECALL]
+    found = [Bar("auto / better of exact and dci", medians["auto"] / min(enough), "<=", AUTO)]
+    if row["kind"] != "clustered":
+        return found
+    found += [Bar("recall@64", row["recall"]["tree"], ">=", RECALL), Bar("keys touched", row["touched"], "<=", TOUCHED)]
+    found.append(Bar("build, keys/s, best of heads", row["keys"] / min(row["build_cpu_s"]), ">=", BUILD_PER_S))
+    if row["keys"] in FASTER:
+        found.append(Bar("times faster than the scan", faster(row), ">=", FASTER[row["keys"]]))
+    if row["keys"] == SIZES[-1]:
+        found.append(Bar("insertion, ms a page", 1e3 * statistics.median(row["insert_s"]), "<=", INSERT_MS))
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Return the figures of all rows."""
+    made = Table(title=f"{K} best of n keys of {DIM} halves, {HEADS} heads, one core (measured; medians by head, in turns)")
+    sides = ("faster", "side by side", "f32")
+    for name in ("keys", "n", "recall", "touched", "tree us", "scan us", *sides, "quest", "auto", "B/key"):
+        made.add_column(name, justify="left" if name in ("keys", "auto") else "right")
+    for row in rows:
+        us = {name: f"{1e6 / HEADS * statistics.median(times):.0f}" for name, times in row["seconds"].items()}
+        figures = [f"{row['recall']['tree']:.3f}", f"{row['touched']:.1%}", us["tree"], us["scan"], f"{faster(row):.1f}x"]
+        quest = f"{us['quest']} ({row['recall']['quest']:.2f})"
+        auto = f"{us['auto']} {row['auto']['uses']}"
+        others = [f"{faster(row, than):.1f}x" for than in ("scan side by side", "scan float32")]
+        last = [*others, quest, auto, f"{row['bytes_per_key']:.0f}"]
+        made.add_row(row["kind"], f"{row['keys']:,}", *figures, *last)
+    return made
+
+
+def verdicts(rows: list[dict[str, Any]]) -> Table:
+    """Return every bar with pass or FAIL."""
+    made = Table(title="bars")
+    for name in ("keys", "n", "bar", "value", "limit", ""):
+        made.add_column(name, justify="left" if name in ("keys", "bar", "") else "right")
+    for row in rows:
+        for bar in row["bars"]:
+            result = "[green]pass[/green]" if bar["passed"] else "[red]FAIL[/red]"
+            limit = f"{bar['sense']} {bar['limit']:g}"
+            made.add_row(row["kind"], f"{row['keys']:,}", bar["what"], f"{bar['value']:,.3g}", limit, result)
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return 0 if every bar is reached, 1 if not."""
+    parser = argparse.ArgumentParser(prog="tools/bench/kvindex", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="how often all queries are asked")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the keys: for a look, not for the bars")
+    parser.add_argument("--json", type=Path, help="write every run here")
+    args = parser.parse_args(argv)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
+    rows = []
+    try:
+        with one_interrupt():
+            for kind in KINDS:
+                for count in SIZES:
+                    size = count // 8 if args.quick else count
+                    console.print(f"{kind}: {size:,} keys", soft_wrap=True)
+                    row = measure(kind, size, args.rounds)
+                    rows.append({**row, "bars": [{**asdict(bar), "passed": bar.passed} for bar in bars(row)]})
+            later = grown(SIZES[1] // 8 if args.quick else SIZES[1])
+    except KeyboardInterrupt:
+        console.print("interrupted: nothing is written")
+        return 1
+    told = {"schema": SCHEMA, "machine": machine.describe(Path.cwd()), "dim": DIM, "heads": HEADS, "k": K, "threads": 1}
+    told |= {"settings": DciSettings().to_json(), "rows": rows, "grown": later}
+    console.print(table(rows))
+    console.print(verdicts(rows))
+    console.print(f"grown page by page from half: recall {later['recall_grown']:.3f}, built: {later['recall_built']:.3f}")
+    if args.json:
+        part = args.json.with_name(args.json.name + ".part")
+        part.write_text(json.dumps(told, indent=1) + "\n")
+        part.replace(args.json)
+    return 0 if all(bar["passed"] for row in rows for bar in row["bars"]) else 1
