@@ -310,6 +310,48 @@ def test_one_thread_looks_ahead_while_another_appends(make: Make) -> None:
     plain.check_all(store)
 
 
+@pytest.mark.parametrize("ssd", ["file", "csd"])
+def test_pages_of_another_layer_may_come_at_any_moment_of_a_fetch(
+    make: Make, monkeypatch: pytest.MonkeyPatch, ssd: str
+) -> None:
+    """Layer 0 gets as many tokens as need page numbers that nobody knew, wherever the fetch of layer 1 has just got to."""
+    store, plain = make(60, ssd=ssd)
+    random = np.random.default_rng(0)
+
+    def meanwhile() -> None:
+        before = store._core.table.numbers
+        while store._core.table.numbers == before:
+            step = int(random.integers(1 << 30))
+            store.append(0, *plain.grow(0, 256, step))
+            plain.grow(1, 256, step)
+            plain.grow_ids(256, step)
+
+    tier, pool = store._spiller.ssd, store._core.pools[1]  # type: ignore[union-attr]
+    name = "read" if ssd == "file" else "gather"
+    plainly, know = getattr(tier, name), pool.know
+
+    def at(call: int, owner: object, name: str, real: Callable[..., Any]) -> None:
+        """Have `meanwhile` happen at the end of that call."""
+        left = iter(range(call - 1, -1, -1))
+
+        def instead(*arguments: Any) -> Any:
+            found = real(*arguments)
+            if next(left) == 0:
+                monkeypatch.setattr(owner, name, real)
+                meanwhile()
+            return found
+
+        monkeypatch.setattr(owner, name, instead)
+
+    at(1, tier, name, plainly)  # while it reads
+    staged = store.stage(1, chosen(store, 5, 9, 30))
+    at(2, pool, "know", know)  # between the last check and what was checked
+    again = store.stage(1, chosen(store, 6, 9, 31))
+    store.append(1, *(array[:, :, 60:] for array in plain.layers[1]))
+    for found in (staged, again):
+        plain.check(1, store.gather(1, staged=found))
+
+
 def test_runs_of_slots() -> None:
     assert list(runs(np.array([1, 2, 3, 7, 9, 11, 20, 21, 30]))) == [(0, 3, 1), (3, 3, 2), (6, 2, 1), (8, 1, 1)]
     assert list(runs(np.array([1, 5, 6, 7]))) == [(0, 2, 4), (2, 2, 1)]

@@ -45,6 +45,8 @@ class Fetcher:
     def _fetch_pages(self, layer: int, numbers: Numbers, positions: Numbers, outs: Outs) -> None:
         """Reads pages, then copies their rows: to do both at once, in shares, keeps the disk less busy, and is slower."""
         core = self._core
+        # As it is now: while pages are read, another layer may get pages with numbers that are not known here.
+        table = core.table.table
         most = max(1, SHARE_BYTES // (core.shape.key_slot_bytes + core.shape.value_slot_bytes))
         for stream, of_stream in self._mover.by_stream(numbers):
             for first in range(0, len(of_stream), most):
@@ -53,11 +55,11 @@ class Fetcher:
                 known[found] = np.arange(len(found))
                 with self._ssd.read(stream, layer, core.table.place[found].astype(np.int64), "fetch") as pages:
                     sides = (Rows(pages.keys, pages.key_scales), Rows(pages.values, pages.value_scales))
-                    copy_pages(sides, known[core.table.table], positions, outs, core.config.threads)
+                    copy_pages(sides, known[table], positions, outs, core.config.threads)
 
     def _fetch_rows(self, layer: int, b: int, pages: Numbers, positions: Numbers, outs: Outs) -> None:
-        table, size = self._core.table, self._core.shape.page_tokens
-        streams = table.stream[table.table[b]]
+        size, own = self._core.shape.page_tokens, self._core.table.table[b]
+        streams = self._core.table.stream[own]
         wanted = np.zeros(len(streams), np.bool_)
         wanted[pages] = True
         for stream in np.unique(streams[pages]).tolist():

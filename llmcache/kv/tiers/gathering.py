@@ -154,8 +154,10 @@ class Gatherer:
         sides = self._views(staged)
         outs = [side[:, :, first : first + positions.shape[2]] for side in sides]
         pool = self._core.checked(staged.layer)
+        table = self._core.table.table
         with pool.lock:
-            index = pool.slot_of[self._core.table.table]
+            pool.know(self._core.table.numbers)  # another layer may have got pages since it was checked
+            index = pool.slot_of[table]
             marked = [mark_missing(*pair, self._core.shape.page_tokens) for pair in zip(index, positions, strict=True)]
             missing = sum(count for count, _ in marked)
             if missing < positions.size:
