@@ -131,7 +131,9 @@ def run(setup: TaskSetup, progress: Progress = lambda _: None) -> TaskBench:
 
     progress(f"loading {setup.model}")
     subject = Subject(setup.model)
-    with torch_threads(setup.threads), workplace(setup.directory) as directory:
+    # Products of the recall model are so small that sharing them out takes longer than doing them.
+    threads = 1 if setup.threads is None and subject.tokenizer is None else setup.threads
+    with torch_threads(threads), workplace(setup.directory) as directory:
         rows = [row for context in setup.contexts for row in _rows(setup, subject, context, directory, progress)]
     return TaskBench(setup.task, {**conditions(setup), **subject.describe()}, tuple(rows))
 

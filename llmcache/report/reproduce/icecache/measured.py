@@ -61,18 +61,15 @@ def measure(quick: bool, progress: Progress) -> Measured:
             missing[name] = f"{error.message}" + (f" ({error.hint})" if error.hint else "")
             return None
 
-    context = 1024 if quick else 4096
+    context, tries = (1024, 2) if quick else (4096, 4)
+    contexts = (1024,) if quick else (1024, 4096)
     tenth = (round(TENTH * context),)
+    everyone = (*OURS, *RIVALS)
     return Measured(
-        passkey=tried(
-            "passkey", lambda: _task("passkey", (1024,) if quick else (1024, 2048, 4096), tuple(OURS), BUDGETS, 1, progress)
-        ),
-        recall=tried("recall", lambda: _task("recall", (context,), (*OURS, *RIVALS), BUDGETS, 2 if quick else 8, progress)),
-        chain=tried("chain", lambda: _task("chain", (context,), (*OURS, *RIVALS), tenth, 2 if quick else 8, progress)),
-        needle=tried(
-            "needle",
-            lambda: _task("needle", (1024,) if quick else (2048, 4096), (*OURS,), (256,), 8 if quick else 40, progress),
-        ),
+        passkey=tried("passkey", lambda: _task("passkey", contexts, tuple(OURS), BUDGETS, 1, progress)),
+        recall=tried("recall", lambda: _task("recall", (context,), everyone, BUDGETS, tries, progress)),
+        chain=tried("chain", lambda: _task("chain", (context,), everyone, tenth, tries, progress)),
+        needle=tried("needle", lambda: _task("needle", contexts, tuple(OURS), BUDGETS[-1:], 8 * tries, progress)),
         lengths=tried("lengths", lambda: _lengths(quick, progress)),
         missing=missing,
     )
@@ -82,7 +79,7 @@ def _task(
     name: str, contexts: Sequence[int], policies: Sequence[str], budgets: Sequence[int], cases: int, progress: Progress
 ) -> TaskBench:
     directory = Path(tempfile.gettempdir())
-    setup = TaskSetup(name, recall_model(), contexts, policies, budgets, directory, cases=cases, steps=8, threads=THREADS)
+    setup = TaskSetup(name, recall_model(), contexts, policies, budgets, directory, cases=cases, steps=4, threads=1)
     return task.run(setup, progress)
 
 
