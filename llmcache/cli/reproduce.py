@@ -33,7 +33,9 @@ def command(name: str, directory: str | None, quick: bool, as_json: bool, force:
     the paper says, what is modelled and what is measured here stay apart. The paper's traces are not public: synthetic
     ones stand in.
     """
+    from llmcache.cli import ending
     from llmcache.report.reproduce.output import Wanted, run
 
     where = directory if directory is not None or as_json else "."
-    run(Wanted(name, where, quick, as_json, force))
+    with ending.in_order():
+        run(Wanted(name, where, quick, as_json, force))

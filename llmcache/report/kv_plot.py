@@ -54,7 +54,7 @@ def answer(
     UsageError names the option that is wrong, before anything runs.
     """
     if output is not None:
-        form_of(output)
+        form_of(output, "--plot")
         check_target("--plot", output, force)
         if options.profile == "paper" and not options.sweep_beta:
             raise UsageError("--plot: what is modelled has no timeline", "draw a sweep, or a run of --profile measured")

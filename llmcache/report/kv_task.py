@@ -32,7 +32,7 @@ def answer(
 ) -> None:
     """Runs the task, prints it and draws it; UsageError names the option that is wrong, before anything runs."""
     if plot is not None:
-        form_of(plot)
+        form_of(plot, OPTION)
         check_target(OPTION, plot, force)
     bench = task_question.run(options, tell)
     if plot is not None:

@@ -51,11 +51,11 @@ def plot(wanted: Wanted, names: Callable[[Sequence[TraceFile]], NamesOf], progre
     write_target(OPTION, wanted.output, data, wanted.force)
 
 
-def form_of(output: str) -> str:
-    """Returns "png", "svg" or "html" by the ending of `output`; UsageError for another."""
+def form_of(output: str, option: str = OPTION) -> str:
+    """Returns "png", "svg" or "html" by the ending of `output`; UsageError, naming `option`, for another."""
     form = Path(output).suffix.lower().removeprefix(".")
     if form not in FORMS:
-        raise UsageError(f"{OPTION}: '{output}' must end in .png, .svg or .html", "the ending says what is written")
+        raise UsageError(f"{option}: '{output}' must end in .png, .svg or .html", "the ending says what is written")
     return form
 
 

@@ -150,7 +150,9 @@ def test_the_text_names_what_is_emulated(tmp_path: Path, model: str) -> None:
         ({"policy": "full,hillinfer", "sweep_beta": True}, "--sweep-beta"),
         ({"policy": "window", "profile": "paper"}, "--policy: 'window' has no latency model"),
         ({"profile": "paper", "layers": 3}, "--layers"),
+        ({"policy": ""}, "--policy: '' names none"),
         ({"context": "none"}, "--context"),
+        ({"context": ""}, "--context"),
         ({"alpha": "0"}, "--alpha"),
         ({"alpha": "1.2"}, "--alpha"),
         ({"alpha": "0.2", "budget": "64"}, "--budget"),
@@ -178,7 +180,7 @@ def test_a_run_is_drawn_at_once_where_it_can_be(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, [*args, "--sweep-beta"])
     assert result.exit_code == 0 and "Modelled." in picture.read_text() and "f_c / f_s" in result.stdout
     for wrong in ([*args, "--sweep-beta"], [*args[:-1], str(tmp_path / "a.png")], [*args[:-1], "a.txt", "--sweep-beta"]):
-        with pytest.raises(UsageError):
+        with pytest.raises(UsageError, match="--plot: "):
             CliRunner().invoke(cli.app, wrong, catch_exceptions=False)
     assert list(tmp_path.iterdir()) == [picture]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import LazyGroup
+from llmcache.cli import LazyGroup, ending
 
 # name: (module:attribute, the line `llmcache kv --help` shows)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -35,5 +35,6 @@ def command(context: click.Context) -> None:
 
     'llmcache kv COMMAND --help' tells more of each command, with examples.
     """
+    context.with_resource(ending.in_order())
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

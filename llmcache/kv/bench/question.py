@@ -73,7 +73,7 @@ class Options:
 
 def run(options: Options, progress: Progress = lambda _: None) -> Bench:
     """Returns the benchmark that is asked for, after it has run. UsageError names the option that is wrong."""
-    variants = variants_of(options.policy or DEFAULT_POLICIES, options.without)
+    variants = variants_of(_policies(options), options.without)
     for variant in variants:
         if variant.policy not in POLICIES:
             raise UsageError(f"--policy: there is no '{variant.policy}'", f"there are: {', '.join(POLICIES)}")
@@ -82,14 +82,18 @@ def run(options: Options, progress: Progress = lambda _: None) -> Bench:
     return _modelled(options, variants) if options.profile == "paper" else _measured(options, variants, progress)
 
 
+def _policies(options: Options) -> str:
+    return DEFAULT_POLICIES if options.policy is None else options.policy
+
+
 def run_recorded(options: Options, progress: Progress = lambda _: None) -> EdramRun:
     """Returns what Kelle keeps in the benchmark that is asked for, untimed, for `llmcache edram report`."""
-    return record(setup_of(options), variants_of(options.policy or DEFAULT_POLICIES), progress)
+    return record(setup_of(options), variants_of(_policies(options)), progress)
 
 
 def _modelled(options: Options, variants: list[Variant]) -> Bench:
     _refuse(options, "with --profile paper nothing runs", "layers", "budget", "beta", "threads")
-    context = parse_context(options.context or DEFAULT_CONTEXT)
+    context = parse_context(DEFAULT_CONTEXT if options.context is None else options.context)
     workload = Workload(context, batch=options.batch, alpha=_alpha(options) or ALPHA)
     hardware = PAPER_PC.with_sizes(host_bytes=_ram(options))
     model = MODELS["Qwen-7B"] if options.model is None else _model(options.model)
@@ -124,7 +128,7 @@ def setup_of(options: Options) -> Setup:
     """Returns what all policies of a measured benchmark have in common. UsageError names the option that is wrong."""
     model = GQA_8B if options.model is None else _model(options.model)
     layers = min(LAYERS, model.layers) if options.layers is None else options.layers
-    context = parse_context(options.context or DEFAULT_CONTEXT)
+    context = parse_context(DEFAULT_CONTEXT if options.context is None else options.context)
     spec = StreamSpec(
         layers, model.kv_heads, model.heads, model.head_dim, context, options.batch, model.kv_dtype, options.seed
     )
