@@ -43,7 +43,11 @@ def setup_of(options: TaskOptions) -> TaskSetup:
     for name in ("alpha", "beta", "ram", "layers"):
         if getattr(others, name) is not None:
             raise UsageError(f"--{name}: --task does not take it", "leave it out; --budget says what is attended to")
-    if others.sweep_beta or others.without or others.profile != "measured":
+    if others.batch != 1:
+        raise UsageError(
+            f"--batch: {others.batch}, --task answers as many at a time as fit", "leave it out; --cases says how many"
+        )
+    if others.sweep_beta or others.without or others.throttle or others.profile != "measured":
         raise UsageError("--task: it runs a real model, on this machine", "leave out what only synthetic streams have")
     policies = [part.strip() for part in (others.policy or POLICIES).split(",") if part.strip()]
     if not policies or len(set(policies)) < len(policies):
