@@ -119,6 +119,35 @@ def pipeline_table(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def transformers_table(document: dict[str, Any]) -> str:
+    """What SpillCache does to a model's answers, memory and time, from `tools/bench/kvtransformers`."""
+    lines = ["| measured, in transformers | figure | bar |", "|---|---:|---:|"]
+    for one in document["parts"].values():
+        figure = one["figure"]
+        shown = f"{figure:,}" if isinstance(figure, int) else f"{figure:.3g}"
+        lines.append(f"| {one['what']} | {shown} | {one['sense']} {one['bar']:g} |")
+    return "\n".join(lines) + "\n"
+
+
+def index_table(document: dict[str, Any]) -> str:
+    """Trees of keys against a scan of all, one thread each, from `tools/bench/kvindex`."""
+    head = ["keys", "recall@64", "keys touched", "scan us", "tree us", "times", "auto takes"]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 2) + "---|"]
+    for one in document["rows"]:
+        scan, tree = (1e6 * statistics.median(one["seconds"][side]) for side in ("scan", "tree"))
+        cells = [
+            f"{one['kind']}, {one['keys'] // 1024} Ki",
+            f"{one['recall']['tree']:.3f}",
+            f"{one['touched']:.1%}",
+            f"{scan:.0f}",
+            f"{tree:.0f}",
+            f"{scan / tree:.1f}",
+            one["auto"]["uses"],
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def kv_table(document: dict[str, Any]) -> str:
     """The kernels and the spill file of the KV spill manager, from `tools/bench/kv`; what has no bar is left out."""
     spill = document["spill"]
@@ -159,6 +188,8 @@ TABLES = {
     "llmcache-bench-edram": edram_table,
     "llmcache-bench-kvpipeline": pipeline_table,
     "llmcache-bench-kv": kv_table,
+    "llmcache-bench-kvindex": index_table,
+    "llmcache-bench-kvtransformers": transformers_table,
     "llmcache-bench-mount": mount_table,
     "llmcache-bench-policies": policy_table,
     "llmcache-bench-simulate": speed_table,
