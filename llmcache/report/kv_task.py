@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache import __version__
-from llmcache.errors import UsageError
 from llmcache.kv.bench import task_question
 from llmcache.kv.bench.task_results import PARTS, TaskBench, TaskRow
 from llmcache.report import kv_task_figures, theme
@@ -39,12 +38,6 @@ def answer(
     if plot is not None:
         write_target(OPTION, plot, drawn(bench, form_of(plot)), force)
     show(bench, as_json)
-
-
-def refuse_without_task(plot: str | None) -> None:
-    """UsageError if a picture is asked for of a benchmark that is no task."""
-    if plot is not None:
-        raise UsageError(f"{OPTION}: only a --task is drawn at once", "write --json to a file, then draw it with 'kv plot'")
 
 
 def show(bench: TaskBench, as_json: bool) -> None:
