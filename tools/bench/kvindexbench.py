@@ -65,19 +65,19 @@ def in_turns(
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Return the seconds of each way for all sets of queries, and the mean recall of each.
 
-    The ways take turns, and turns at being first: what follows a scan finds the caches empty.
+    The ways take turns in an order drawn anew each time: what follows a scan finds the caches empty.
     """
+    random = np.random.default_rng(0)
     seconds: dict[str, list[float]] = {name: [] for name in asked}
     hits: dict[str, list[float]] = {name: [] for name in asked}
     for ask in asked.values():  # the first time compiles, and `auto` holds its trial
         for query in queries[:32]:
             ask(query)
     for _ in range(rounds):
-        for number, (query, best) in enumerate(zip(queries, truth, strict=True)):
-            ways = list(asked.items())
-            for name, ask in ways[number % len(ways) :] + ways[: number % len(ways)]:
+        for query, best in zip(queries, truth, strict=True):
+            for name in map(str, random.permutation(list(asked))):
                 begin = time.perf_counter()
-                found = ask(query)
+                found = asked[name](query)
                 seconds[name].append(time.perf_counter() - begin)
                 hits[name].append(recall_of(found, best))
     return seconds, {name: statistics.mean(shares) for name, shares in hits.items()}
