@@ -20,7 +20,8 @@ class DciSettings:
     among the best; infinity: never.
     Differs from the paper: a query opens at most so many nodes (in algorithm 4, up to k for each node of the level above)
     and stops early by `margin`: 1.5 % of 256 k keys looked at instead of 2.1 %, at the same recall. And by default it looks
-    at all keys of a node (the authors' code at .6 to .8 of them): walking over keys that lie side by side is faster.
+    at all keys of a node (the authors' code at .6 to .8 of them): at 64 k clustered keys, with one projection and .8, a
+    query takes 1.9 times as long and finds .88 of the best instead of .94.
     Source: icecache.txt, sections 3.3 and 4.2, algorithms 2 and 4.
     """
 
