@@ -12,7 +12,7 @@ from tools.bench.readme import render
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("results", ["mount", "policies", "simulate", "size", "trace", "kv", "kvpipeline"])
+@pytest.mark.parametrize("results", ["mount", "policies", "simulate", "size", "trace", "kv", "kvpipeline", "kvtransformers", "kvindex"])
 def test_the_result_tables_are_the_measured_ones(results: str) -> None:
     document = json.loads((ROOT / f"tools/bench/results/{results}.json").read_text())
     assert render(document) in (ROOT / "README.md").read_text()
