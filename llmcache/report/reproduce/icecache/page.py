@@ -33,9 +33,9 @@ OWN_MODEL = (
 _NOT_HERE = "not here"
 _NOTE = (
     "Three things differ from the paper. Without a GPU there is no second memory: what the policy keeps to choose by (all "
-    "keys where it scans exactly) lies in the same one, and counts in the last column. Pages come from an SSD, not over PCIe "
+    "keys where it scans exactly) lies in the same one, and counts in the last column. Pages come from an SSD, not by PCIe "
     "from the host, and keys drawn by chance are scattered, so that loading takes most. And the model has four layers, of "
-    "which reuse lets the first two attend to everything, as in the paper's models of 32 and more: here that is half of them."
+    "which reuse lets the first two attend to everything, as in the paper's models of 32 and more: here half of them."
 )
 
 
