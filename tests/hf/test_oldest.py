@@ -19,7 +19,7 @@ def test_the_oldest_transformers_does_the_same() -> None:
     pinned = (ROOT / "requirements" / "transformers-oldest.txt").read_text()
     version = re.search(r"^transformers==(\S+)$", pinned, re.MULTILINE)
     assert version
-    tests = [f"tests/hf/test_{name}.py" for name in ("supported", "exact", "refused", "restore")]
+    tests = [f"tests/hf/test_{name}.py" for name in ("supported", "exact", "refused", "restore", "users")]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(OLDEST), "LLMCACHE_REQUIRE_TIERS": "transformers"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=570)

@@ -110,6 +110,17 @@ class Conversation:
             raise UsageError("model: keys that were given to the cache did not come to its attention", hint)
         self._expected = layer
 
+    def begin_step(self) -> None:
+        """Forgets keys that did not come to attention because a forward pass was broken off between the two."""
+        self._expected = None
+
+    def check_step(self) -> None:
+        """UsageError if a forward pass has ended and not all layers have attended."""
+        missing = self.layers - len(self._done) if self._done or self._expected is not None else 0
+        if missing:
+            hint = "every layer must run, with the attention that enable(model) gives it; reset() the cache"
+            raise UsageError(f"model: {missing} of {self.layers} spilled layers have not attended", hint)
+
     def attend(self, layer: int, call: Call) -> Output:
         """Returns the output of attention in spilled layer `layer`, and stores its keys and values."""
         self._expected = None
@@ -119,6 +130,8 @@ class Conversation:
             self._note_padding(engine.policy, call.mask)
         whole = call.tokens > 1 or self.length == 0
         output = self._attend_all(engine, layer, call) if whole else self._attend_chosen(engine, layer, call)
+        if self.length:
+            _refuse_backward(output[0])
         self._done.add(layer)
         if len(self._done) == self.layers:
             self._done = set()
@@ -135,6 +148,10 @@ class Conversation:
         shape, batch = self.store.shape, self.store.batch
         if len(call.query) != batch:
             raise UsageError(f"batch: {len(call.query)} sequences, the cache has {batch}", "reset() the cache before")
+        if (call.key.shape[1], call.key.shape[3]) != (shape.kv_heads, shape.head_dim):
+            heads, dim = call.key.shape[1], call.key.shape[3]
+            has = f"the cache has {shape.kv_heads} of {shape.head_dim}"
+            raise UsageError(f"model: {heads} key heads of {dim} dimensions, {has}", "reset() the cache before")
         if (dtype := dtype_name(call.key.dtype)) != shape.dtype:
             raise UsageError(f"dtype: keys of type {dtype}, the cache has {shape.dtype}", "reset() the cache before")
 
@@ -246,6 +263,7 @@ class Conversation:
         if engine is not None:
             engine.rest()
         self.store.crop(tokens)
+        self._padding_known = False  # what follows may begin elsewhere, if nothing but padding is left
         if engine is not None:
             engine.policy.cropped(tokens)
 
@@ -258,6 +276,16 @@ class Conversation:
         self._store.select(index)
         if self._engine is not None:
             self._engine.policy.reordered(index)
+
+
+def _refuse_backward(output: torch.Tensor) -> None:
+    """Makes a backward pass through attention to stored keys an error: they are copies, through which nothing flows."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise UsageError("backward: no gradients flow through what a SpillCache keeps", "train with transformers' own cache")
+
+    if output.requires_grad:
+        output.register_hook(refuse)
 
 
 def _tensors(gathered: Gathered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:

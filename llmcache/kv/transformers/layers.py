@@ -39,6 +39,8 @@ class SpillLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the new keys, tagged, and values: attention over what is stored happens when they arrive there."""
         self.conversation.expect(self.number)
+        if key_states.dtype != value_states.dtype:
+            key_states, value_states = _of_one_type(key_states, value_states)
         tagged = key_states.view_as(key_states)
         setattr(tagged, TAG, self)
         return tagged, value_states
@@ -68,6 +70,18 @@ class SpillLayer(CacheLayerMixin):
 
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _only_together
     offload = prefetch = _only_together
+
+
+def _of_one_type(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in the type of autocast, which attention would cast them to; UsageError if they differ without it.
+
+    Under autocast rotary embeddings leave keys in float32, while values are in half precision.
+    """
+    if not torch.is_autocast_enabled(keys.device.type):
+        types = f"keys of type {keys.dtype}, values of type {values.dtype}"
+        raise UsageError(f"dtype: {types}, one is needed for both", _HINT)
+    dtype = torch.get_autocast_dtype(keys.device.type)
+    return keys.to(dtype), values.to(dtype)
 
 
 def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:

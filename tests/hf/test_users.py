@@ -1,0 +1,236 @@
+"""What users do besides: whatever it is, the cache does as transformers' own does, or says why not."""
+
+import copy
+import gc
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from llmcache.errors import UsageError
+from llmcache.kv.transformers import SpillCache, disable, enable
+from tests.hf.tiny_models import VOCABULARY, both, check_same, generate, prompt, single, stock, tiny, whole
+
+POLICIES = ["hillinfer", "h2o", "quest", "leoam", "icecache"]
+
+
+@pytest.fixture
+def llama() -> Iterator[Any]:
+    yield enable(tiny("llama"))
+    disable(tiny("llama"))
+
+
+def small(policy: str, path: Path | None = None) -> Callable[[Any], SpillCache]:
+    return lambda model: SpillCache(
+        model.config, policy, token_budget=64, threads=2, path=path, cpu_pages=None if path is None else 4
+    )
+
+
+def steps(model: Any, cache: Any, tokens: int = 20, batch: int = 3) -> torch.Tensor:
+    ids = torch.arange(tokens * batch).view(batch, tokens) % VOCABULARY
+    found = [model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(tokens)]
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_autocast(family: str) -> None:
+    """Rotary embeddings leave keys in float32 there, and values are in half precision."""
+
+    def run(model: Any, cache: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return generate(model, cache, prompt())
+
+    check_same(*both(tiny(family), whole("full"), run))
+
+
+def test_inference_mode(tmp_path: Path) -> None:
+    def run(model: Any, cache: Any) -> Any:
+        with torch.inference_mode():
+            return generate(model, cache, prompt())
+
+    check_same(*both(tiny("qwen2"), whole(path=tmp_path, cpu_pages=4), run))
+
+
+def test_use_cache_false() -> None:
+    check_same(*both(tiny("llama"), whole(), lambda model, cache: generate(model, cache, prompt(), use_cache=False)))
+
+
+def test_a_model_with_eager_attention_keeps_it() -> None:
+    model = copy.deepcopy(tiny("llama"))
+    model.set_attn_implementation("eager")
+    check_same(*both(model, whole("full"), lambda model, cache: generate(model, cache, prompt())))
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_pipeline(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
+    text = " ".join(f"w{i * 7 % 90 + 2}" for i in range(200))
+
+    def run(model: Any, cache: Any) -> Any:
+        pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+        said = pipe(text, max_new_tokens=10, do_sample=False, past_key_values=cache)
+        assert cache.get_seq_length() >= 200
+        return said
+
+    expected, got = both(copy.deepcopy(tiny("qwen2")), whole(path=tmp_path, cpu_pages=4), run)
+    assert expected == got
+
+
+def test_two_caches_in_two_threads(llama: Any, tmp_path: Path) -> None:
+    inputs, got = [single(), prompt()], {}
+
+    def run(number: int, cache: SpillCache) -> None:
+        got[number] = generate(llama, cache, inputs[number])
+
+    with whole(path=tmp_path, cpu_pages=4)(llama) as one, whole("icecache", path=tmp_path, cpu_pages=4)(llama) as two:
+        threads = [threading.Thread(target=run, args=pair) for pair in ((0, one), (1, two))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for number, asked in enumerate(inputs):
+        check_same(generate(llama, stock(llama), asked), got[number])
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_after_ctrl_c_a_conversation_goes_on(llama: Any, tmp_path: Path, lookahead: bool) -> None:
+    """Wherever the signal comes, the cache holds whole steps, and goes on like one that has read the same tokens."""
+    torch.set_grad_enabled(False)
+    try:
+        for delay in (0.03, 0.06, 0.09, 0.12):
+            with whole(path=tmp_path, cpu_pages=4, lookahead=lookahead)(llama) as cache:
+                timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+                timer.start()
+                with suppress(KeyboardInterrupt):
+                    generate(llama, cache, single(), max_new_tokens=4000, eos_token_id=-1)
+                timer.join()
+                held = torch.from_numpy(cache.ids) if cache.get_seq_length() else single()["input_ids"][:, :0]
+                expected = llama(input_ids=torch.cat([held, torch.tensor([[5]])], 1)).logits[:, -1:]
+                got = llama(input_ids=torch.tensor([[5]]), past_key_values=cache).logits
+                torch.testing.assert_close(expected, got, atol=1e-4, rtol=1e-4)
+                assert cache.get_seq_length() == held.shape[1] + 1
+    finally:
+        torch.set_grad_enabled(True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_that_nobody_has_any_more_is_gone(llama: Any, tmp_path: Path) -> None:
+    cache = SpillCache(llama.config, token_budget=64, path=tmp_path, lookahead=True)
+    generate(llama, cache, single())
+    seen = weakref.ref(cache), weakref.ref(cache.conversation)
+    del cache
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]
+    assert not list(tmp_path.iterdir())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llmcache-kv-ahead")]
+
+
+def test_an_enabled_model_that_nobody_has_any_more_is_gone() -> None:
+    model = enable(copy.deepcopy(tiny("llama")))
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sequences_of_a_batch_do_not_disturb_each_other(llama: Any, policy: str, tmp_path: Path) -> None:
+    """With a small budget too, each says what it says alone."""
+    inputs = prompt(150, 0)["input_ids"]
+    with small(policy, tmp_path)(llama) as cache:
+        together = generate(llama, cache, {"input_ids": inputs}, eos_token_id=-1)
+    for row in (0, 1):
+        with small(policy, tmp_path)(llama) as cache:
+            alone = generate(llama, cache, {"input_ids": inputs[row : row + 1]}, eos_token_id=-1)
+        for one, other in zip(together.logits, alone.logits, strict=True):
+            torch.testing.assert_close(one[row], other[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sequences_that_were_chosen_are_as_if_they_had_been_read(llama: Any, policy: str, tmp_path: Path) -> None:
+    inputs, chosen, found = prompt(150, 0)["input_ids"], torch.tensor([1, 1, 0]), []
+    with torch.no_grad():
+        for after in (True, False):
+            with small(policy, tmp_path)(llama) as cache:
+                llama(input_ids=inputs if after else inputs[chosen], past_key_values=cache)
+                if after:
+                    cache.batch_select_indices(chosen)
+                found.append(steps(llama, cache, 36))
+    torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_another_prompt_after_a_padded_one_that_was_taken_back(llama: Any, policy: str) -> None:
+    """Where the first one's padding was there are tokens now, which may be chosen like any others."""
+    found = []
+    with torch.no_grad():
+        for before in (True, False):
+            with small(policy)(llama) as cache:
+                if before:
+                    llama(**prompt(150, 120), past_key_values=cache)
+                    cache.crop(-150)
+                    assert cache.get_seq_length() == 0
+                llama(**prompt(150, 0), past_key_values=cache)
+                found.append(steps(llama, cache, 4, 2))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_a_cache_for_another_number_of_layers(llama: Any, layers: int) -> None:
+    config = transformers.LlamaConfig(**{**llama.config.to_dict(), "num_hidden_layers": layers})
+    with SpillCache(config, "full") as cache, pytest.raises(UsageError, match=f"config: .* {layers} layers, .* has 3"):
+        generate(llama, cache, single())
+
+
+def test_a_model_that_lost_layers_since() -> None:
+    """Else no step would ever be whole, and the model would forget what it has read."""
+    model = enable(copy.deepcopy(tiny("llama")))
+    model.model.layers = model.model.layers[:2]
+    with SpillCache(model.config, "full") as cache, pytest.raises(UsageError, match="model: 1 of 3 spilled layers"):
+        model(**single(), past_key_values=cache)
+
+
+def test_a_model_with_other_heads(llama: Any) -> None:
+    other = enable(copy.deepcopy(tiny("llama-mha")))
+    with SpillCache(llama.config, "full") as cache:
+        llama(**single(), past_key_values=cache)
+        with pytest.raises(UsageError, match="model: 4 key heads of 16 dimensions, the cache has 2 of 16"):
+            other(input_ids=torch.tensor([[5]]), past_key_values=cache)
+
+
+def test_no_gradient_is_wrong_silently(llama: Any) -> None:
+    with SpillCache(llama.config, "full") as cache:
+        llama(**single(), past_key_values=cache).logits.sum().backward()
+        assert llama.model.embed_tokens.weight.grad is not None
+        llama.zero_grad()
+        loss = llama(input_ids=torch.tensor([[5]]), past_key_values=cache).logits.sum()
+        with pytest.raises(UsageError, match="backward: "):
+            loss.backward()
+    llama.zero_grad()
+
+
+def test_keys_and_values_of_two_types() -> None:
+    with SpillCache(tiny("llama").config) as cache, pytest.raises(UsageError, match="dtype: keys of type"):
+        cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16).half(), 0)
+
+
+def test_half_precision_after_enable() -> None:
+    model = enable(copy.deepcopy(tiny("llama")))
+    with SpillCache(model.config, "full") as cache:
+        generate(model, cache, single())
+        model.half()
+        with pytest.raises(UsageError, match="dtype: keys of type float16, the cache has float32"):
+            model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+        cache.reset()
+        check_same(generate(model, stock(model), single()), generate(model, cache, single()))
