@@ -95,9 +95,8 @@ def test_the_version_is_one() -> None:
 
 
 def test_scripts_can_be_executed() -> None:
-    scripts = ("tools/test", "tools/demo", "tools/make_model.py", "tools/make_traces.py", "tools/train_recall.py", ".ci/run")
-    scripts += ("tools/mount.llmcachefs",)
-    for script in (*scripts, "tools/long_context.py"):
+    tools = ["test", "demo", "make_model.py", "make_traces.py", "train_recall.py", "long_context.py", "mount.llmcachefs"]
+    for script in (*(f"tools/{tool}" for tool in tools), ".ci/run"):
         assert (ROOT / script).stat().st_mode & 0o111, f"{script} is not executable"
 
 
