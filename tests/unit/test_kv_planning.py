@@ -22,7 +22,7 @@ from llmcache.kv.planning import (
 )
 from llmcache.kv.planning.config import shape_of
 from llmcache.kv.planning.hardware import NUMBERS, ORIGINS
-from llmcache.kv.planning.memory import largest_batch, largest_context
+from llmcache.kv.planning.memory import largest_context
 from llmcache.kv.planning.placement import by_beta, by_capacity, by_rule, by_ssd_share, room, rule_share
 
 QWEN = MODELS["Qwen-7B"]
@@ -99,13 +99,11 @@ def test_figure_2_within_three_percent_in_gib(name: str, gib: float) -> None:
     assert use.total == use.weights + use.kv + use.activations + use.runtime
 
 
-def test_largest_context_and_batch_are_the_last_that_fit() -> None:
+def test_the_largest_context_is_the_last_that_fits() -> None:
     memory = 44.0 * GIB
     most = largest_context(QWEN, 8, memory)
     assert memory_use(QWEN, most, 8).total <= memory < memory_use(QWEN, most + 1, 8).total
-    batch = largest_batch(QWEN, 4096, memory)
-    assert memory_use(QWEN, 4096, batch).total <= memory < memory_use(QWEN, 4096, batch + 1).total
-    assert largest_context(QWEN, 8, 10 * GIB) == 0 == largest_batch(QWEN, 4096, 10 * GIB)
+    assert largest_context(QWEN, 8, 10 * GIB) == 0
 
 
 # Configs

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError
+from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.kv.csd import CsdProfile
 from llmcache.kv.csd.wire import HostEnd
 from llmcache.kv.spill import KvShape, SpillReader
@@ -281,6 +281,15 @@ def test_the_spill_file_of_another_model(make: Make, ssd: str, tmp_path: Path) -
         KvStore.restore(tmp_path / "b.kv", StoreConfig(SHAPE, ssd=ssd))
     children = psutil.Process().children()
     assert not [child for child in children if "llmcache.kv.csd.device" in child.cmdline()]
+
+
+@pytest.mark.parametrize("ssd", ["file", "csd"])
+@pytest.mark.parametrize("where", ["nowhere", "a.txt"])
+def test_a_directory_that_is_none(tmp_path: Path, make: Make, ssd: str, where: str) -> None:
+    (tmp_path / "a.txt").write_text("a file")
+    with pytest.raises(UsageError, match=f"{where}: is not a directory"):
+        make(path=tmp_path / where / "a.kv", ssd=ssd)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_page_tables_that_are_damaged(make: Make, tmp_path: Path) -> None:

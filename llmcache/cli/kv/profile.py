@@ -12,8 +12,8 @@ import click
 def command(directory: str, as_json: bool, force: bool) -> None:
     """Measure this machine for planning: scoring, storage below DIR, an emulated device, memory.
 
-    It takes about 10 seconds and 140 MB in DIR, which are removed at the end. What was measured is kept in the user's
-    cache directory, per processor, kernel and device of DIR, and shown with its age from then on.
+    It takes about 10 seconds and 140 MB in DIR (twice that must be free), which are removed at the end. What was measured
+    is kept in the user's cache directory, per processor, kernel and device of DIR, and shown with its age from then on.
 
     \b
     llmcache kv profile /var/tmp

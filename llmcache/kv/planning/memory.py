@@ -54,12 +54,6 @@ def largest_context(model: ModelShape, batch: int, memory_bytes: float) -> int:
     return max(0, int((memory_bytes - fixed) // (model.token_bytes * batch)))
 
 
-def largest_batch(model: ModelShape, context: int, memory_bytes: float) -> int:
-    """Returns the most sequences of `context` tokens for which `memory_bytes` hold everything; 0 if none fits."""
-    one = memory_use(model, context, 1)
-    return max(0, int((memory_bytes - one.weights - one.runtime) // (one.kv + one.activations)))
-
-
 def _check(context: int, batch: int) -> None:
     if context < 0:
         raise ValueError(f"context: {context}, at least 0 is needed")

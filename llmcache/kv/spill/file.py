@@ -59,10 +59,13 @@ class SpillFile(SpillReader):
     ) -> SpillFile:
         """Makes an empty file, under a temporary name that ends like its own (--spill globs), and opens it.
 
-        `extent_pages` pages of a layer lie side by side (0: 1024 tokens). UsageError if the file is there, unless `force`.
+        `extent_pages` pages of a layer lie side by side (0: 1024 tokens). UsageError if the file is there, unless `force`,
+        or its directory is not.
         """
         path = Path(path)
         layout = Layout(shape, extent_pages or max(1, EXTENT_TOKENS // shape.page_tokens))
+        if not path.parent.is_dir():
+            raise UsageError(f"{path.parent}: is not a directory", f"make it before {path.name} is put there")
         if path.exists():
             _check_replaceable(path, force)
         temporary = path.with_name(f"new-{os.getpid()}-{path.name}")
