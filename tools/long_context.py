@@ -4,8 +4,18 @@
     tools/long_context.py                                            the recall model of the tests, 4096 tokens of noise
     tools/long_context.py MODEL --text book.txt --ask "Who is Ishmael?"     a model of yours, from its directory
 
-What is in between `enable` and `generate` is all that a script of yours needs. Times are measured here; with a small model
-the spilled cache is slower: what it saves is memory.
+Before, in a script of yours:
+
+    model.generate(**inputs)
+
+After:
+
+    enable(model)
+    with SpillCache(model.config, "icecache", token_budget=1024, path="/mnt/nvme") as cache:
+        model.generate(**inputs, past_key_values=cache)
+
+Times are measured here; with a small model the spilled cache is slower: what it saves is memory. The model runs on the gpu
+if torch sees one; an index of keys, which some policies have, counts as memory.
 """
 
 from __future__ import annotations
@@ -25,10 +35,11 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llmcache.errors import UsageError, run_cli
+from llmcache.errors import DataError, UsageError, run_cli
 from llmcache.kv.tasks import Questions, recall
-from llmcache.kv.transformers import SpillCache, enable
+from llmcache.kv.transformers import SpillCache
 from llmcache.kv.transformers.answers import answer
+from llmcache.kv.transformers.probing import Run, Subject
 from llmcache.units import format_size
 
 RECALL = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "recall"
@@ -36,46 +47,51 @@ RECALL = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "recall
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one of the caches did: what was answered, seconds it took, bytes in memory and read from the disk."""
+    """What one of the caches did: what was answered, seconds it took, bytes in memory, and read from and written to disk."""
 
     answered: str
     seconds: float
     memory_bytes: int
     read_bytes: int
+    written_bytes: int
 
 
-def ask(answering: Callable[[Any], str], cache: Any) -> Outcome:
+def ask(subject: Subject, answering: Callable[[Any], str], cache: Any) -> Outcome:
     """What `answering(cache)` says, and what it took."""
     begin = time.perf_counter()
     answered = answering(cache)
     seconds = time.perf_counter() - begin
+    memory = Run(subject, cache).memory()
+    read = written = 0
     if isinstance(cache, SpillCache):
-        read = cache.traffic.bytes_between("ssd", "cpu")
-        return Outcome(answered, seconds, cache.store.memory_bytes, read)
-    memory = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return Outcome(answered, seconds, memory, 0)
+        read, written = (cache.traffic.bytes_between(*way) for way in (("ssd", "cpu"), ("cpu", "ssd")))
+    return Outcome(answered, seconds, memory.kv_bytes + memory.index_bytes, read, written)
 
 
-def from_noise(tokens: int) -> tuple[Any, Callable[[Any], str]]:
+def from_noise(tokens: int) -> tuple[Subject, Callable[[Any], str]]:
     """The recall model, and what asks it 32 times for what is hidden in noise."""
-    model = transformers.Qwen2ForCausalLM.from_pretrained(RECALL).eval()
+    subject = Subject(RECALL)
     questions: Questions = recall(np.random.default_rng(0), 1, tokens)
-    return model, lambda cache: f"{answer(model, cache, questions).mean():.0%} right"
+    return subject, lambda cache: f"{answer(subject.model, cache, questions).mean():.0%} right"
 
 
-def from_text(options: argparse.Namespace) -> tuple[Any, Callable[[Any], str]]:
+def from_text(options: argparse.Namespace) -> tuple[Subject, Callable[[Any], str]]:
     """A model of the user's, and what asks it about a text."""
     if options.text is None or options.ask is None:
         raise UsageError("--text, --ask: a model needs a text and a question", "name both")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
-    model = transformers.AutoModelForCausalLM.from_pretrained(options.model).eval()
-    inputs = tokenizer(f"{options.text.read_text()}\n\n{options.ask}\n", return_tensors="pt")
+    try:
+        text = options.text.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--text: {options.text}: {error}", "name a file of text") from error
+    subject = Subject(options.model)
+    tokenizer: Any = subject.tokenizer
+    inputs = tokenizer(f"{text}\n\n{options.ask}\n", return_tensors="pt").to(subject.model.device)
 
     def generate(cache: Any) -> str:
-        ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=64, do_sample=False)
+        ids = subject.model.generate(**inputs, past_key_values=cache, max_new_tokens=64, do_sample=False)
         return str(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
 
-    return model, generate
+    return subject, generate
 
 
 def _arguments() -> argparse.Namespace:
@@ -93,16 +109,16 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """The command: asks twice and prints both outcomes."""
     options = _arguments()
-    model, answering = from_noise(options.tokens) if options.model is None else from_text(options)
-    enable(model)
-    directory = options.dir or tempfile.gettempdir()
-    with SpillCache(model.config, options.policy, token_budget=options.budget, path=directory) as spilled:
+    subject, answering = from_noise(options.tokens) if options.model is None else from_text(options)
+    config, directory = subject.model.config, options.dir or tempfile.gettempdir()
+    with SpillCache(config, options.policy, token_budget=options.budget, path=directory) as spilled:
         rows = {
-            "transformers": ask(answering, transformers.DynamicCache(config=model.config)),
-            f"{options.policy}, {options.budget}": ask(answering, spilled),
+            "transformers": ask(subject, answering, transformers.DynamicCache(config=config)),
+            f"{options.policy}, {options.budget}": ask(subject, answering, spilled),
         }
     for name, found in rows.items():
-        sizes = f"{format_size(found.memory_bytes):>8} in memory, {format_size(found.read_bytes):>8} read"
+        memory, read, written = map(format_size, (found.memory_bytes, found.read_bytes, found.written_bytes))
+        sizes = f"{memory:>8} in memory, {written:>8} written, {read:>8} read"
         print(f"{name:<16} {found.seconds:6.2f} s, {sizes}: {found.answered}")
     return 0
 

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 import transformers
 
-from llmcache.errors import UsageError
+from llmcache.errors import DataError, UsageError
 from tests.hf.tiny_models import VOCABULARY, tiny
 from tools import long_context
 
@@ -24,7 +24,7 @@ def test_the_recall_model_answers_alike(
     found = lines(monkeypatch, capsys, "--tokens", "700", "--budget", "96", "--dir", str(tmp_path))
     assert [answer for _, answer in found] == ["100% right", "100% right"]
     assert " 0 B read" in found[0][0]
-    assert " 0 B read" not in found[1][0]
+    assert " 0 B read" not in found[1][0] and " 0 B written" not in found[1][0]
     assert not list(tmp_path.iterdir())
 
 
@@ -42,3 +42,5 @@ def test_a_model_from_a_directory_is_asked_about_a_text(
     assert found[0][1] == found[1][1] != ""
     with pytest.raises(UsageError, match="--text, --ask"):
         lines(monkeypatch, capsys, str(tmp_path / "model"))
+    with pytest.raises(DataError, match="--text: "):
+        lines(monkeypatch, capsys, *(argument + "x" if argument == str(text) else argument for argument in arguments))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -159,12 +158,3 @@ def test_where_a_cache_gets_faster_is_told_from_the_longest_on() -> None:
 
 def made(tokens: int, policy: str, ms: float) -> lengths.LengthRow:
     return lengths.LengthRow(tokens, policy, policy, Speed(1, 0, 0, ms * 1e6, {}), Memory(1, 0), {})
-
-
-def test_the_example_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    main = runpy.run_path(str(ROOT / "examples" / "long_context.py"))["main"]
-    words = ["--tokens", "300", "--path", str(tmp_path), "--budget"]
-    assert main([*words, "448"]) == 0
-    assert "16 of 16 new tokens are the same" in capsys.readouterr().out
-    assert main([*words, "8"]) == 2
-    assert "token_budget: 8" in capsys.readouterr().err
