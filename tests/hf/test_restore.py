@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llmcache.errors import DataError, UsageError
+from llmcache.kv.policies.icecache import IceCache
 from llmcache.kv.transformers import SpillCache, disable, enable
 from tests.hf.tiny_models import generate, prompt, tiny
 
@@ -34,6 +35,50 @@ def test_a_saved_conversation_goes_on_as_if_nothing_had_happened(family: str, ss
             assert cache.get_seq_length() == length
             assert (cache.ids == ids).all()
             got = generate(model, cache, inputs)
+    finally:
+        disable(model)
+    assert torch.equal(expected.sequences, got.sequences)
+    assert all(torch.equal(one, other) for one, other in zip(expected.logits, got.logits, strict=True))
+
+
+def _trees(policy: Any) -> list[list[list[int]]]:
+    """Return the number of keys in each tree, by layer and sequence; of one without a tree nothing."""
+    rows = policy.indexes.scorers
+    return [[[] if one is None else [len(tree) for tree in one.heads.indexes] for one in row] for row in rows]
+
+
+def test_trees_of_keys_are_saved_and_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path, kept = enable(tiny("llama")), tmp_path / "talk.kv", tmp_path / "kept"
+    options: dict[str, Any] = {"token_budget": 64, "scorer": "dci", "threads": 2}
+    found: list[Any] = []
+    restored = IceCache.restored
+
+    def seen(policy: IceCache) -> None:
+        restored(policy)
+        found.append(_trees(policy))
+
+    monkeypatch.setattr(IceCache, "restored", seen)
+    try:
+        with SpillCache(model.config, "icecache", path=path, **options) as cache:
+            inputs = longer(generate(model, cache, prompt()), prompt())
+            cache.save()
+            engine = cache.conversation.engine
+            assert engine is not None
+            saved = _trees(engine.policy)
+            shutil.copytree(tmp_path, kept)
+            expected = generate(model, cache, inputs)
+        with SpillCache.restore(model, kept / "talk.kv", "icecache", **options) as cache:
+            got = generate(model, cache, inputs)
+        damaged = bytearray((tmp_path / "dci-talk.kv").read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        (tmp_path / "dci-talk.kv").write_bytes(damaged)
+        with SpillCache.restore(model, path, "icecache", **options) as cache:
+            generate(model, cache, inputs)
+        assert "trees are built anew" in caplog.text
+        assert all(len(trees) == 2 and min(trees) > 16 for row in saved for trees in row)
+        assert found == [saved, [[[], []]] * 3]
     finally:
         disable(model)
     assert torch.equal(expected.sequences, got.sequences)

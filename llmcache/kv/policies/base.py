@@ -166,6 +166,12 @@ class KvPolicy(ABC):
         added: Floats = grouped.sum(axis=2)
         return added
 
+    def saved(self) -> None:  # noqa: B027 - not all keep anything
+        """Follows `KvStore.save`, between steps: keeps beside the spill file what takes long to make again."""
+
+    def restored(self) -> None:  # noqa: B027 - not all keep anything
+        """Takes back what `saved` has kept, before the first step over a store that was restored; after `pad`."""
+
     # What happens to the sequences
 
     def pad(self, first: Positions) -> None:
@@ -184,3 +190,11 @@ class KvPolicy(ABC):
         self.first = self.first[index]
         for table in self.remembered:
             table.reorder(index)
+
+    def saved(self) -> None:
+        """Follows `KvStore.save`, between steps: writes beside the spill file what would take long to make again."""
+        return
+
+    def restored(self) -> None:
+        """Follows the first `pad` over a store that was restored: takes what `saved` had written."""
+        return

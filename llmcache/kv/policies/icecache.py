@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmcache.errors import UsageError
+from llmcache.errors import DataError
 from llmcache.kv.index.dci.saved import load_indexes, path_of, save_indexes
 from llmcache.kv.index.dci.settings import DciSettings
 from llmcache.kv.index.scorers import SCORERS, scorer_class
@@ -19,6 +21,8 @@ from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
 from llmcache.kv.policies.settings import PolicySettings, check
 from llmcache.kv.tiers import KvStore
+
+log = logging.getLogger("llmcache.kv")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class IceCache(IndexedPolicy):
         super().__init__(store, settings, timeline)
         asked = self.settings
         assert isinstance(asked, IceCacheSettings)
+        self.scorer = asked.scorer
         made = scorer_class(asked.scorer)
         threads = store.config.threads
         self.knobs = ScorerSettings(asked.combine, threads, asked.whole_pages, dci=asked.dci)
@@ -78,40 +83,48 @@ class IceCache(IndexedPolicy):
 
     # Beside the spill file
 
-    def save_index(self) -> int:
-        """Writes all trees beside the spill file; returns the bytes. After `KvStore.save`, between steps.
-
-        UsageError: the store has no file. EnvironmentProblem: it cannot be written.
-        """
+    def saved(self) -> None:
+        """Writes all trees beside the spill file, in place of older ones. EnvironmentProblem: it cannot."""
+        path = self._sidecar
+        if path is None:
+            return
         found: dict[tuple[int, int, int], Any] = {}
         for layer, row in enumerate(self.indexes.scorers):
             for sequence, scorer in enumerate(row):
                 tree = _tree_of(scorer)
                 if tree is not None:
                     found |= {(layer, sequence, head): index for head, index in enumerate(tree.heads.indexes)}
-        return save_indexes(path_of(self._path), found, self._identity())
+        if found:
+            save_indexes(path, found, self._identity())
+        else:
+            path.unlink(missing_ok=True)
 
-    def load_index(self) -> int:
-        """Takes the trees that `save_index` has written; returns how many. What is missing is built when it is needed.
+    def restored(self) -> None:
+        """Takes the trees that `saved` has written, where trees are asked for; a layer without them builds its own.
 
-        DataError: damaged, or of another spill file or state of it. EnvironmentProblem: not there.
+        Trees that are damaged, or of another state of the spill file, are left alone and logged: they can be built again.
         """
-        found = load_indexes(path_of(self._path), self._identity())
-        for layer, sequence, head in found:
-            if head == 0:
-                heads = [found[layer, sequence, other] for other in range(self.kv_heads)]
-                first = int(self._starts[sequence])
-                tree = Dci(self.store.shape, first, self.knobs)
-                tree.heads.indexes = heads
-                tree.end = first + len(heads[0])
-                self.indexes.scorers[layer][sequence] = tree
-        return len(found)
+        path = self._sidecar
+        if path is None or self.scorer not in ("dci", "auto") or not path.exists():
+            return
+        try:
+            found = load_indexes(path, self._identity())
+        except DataError as error:
+            log.warning("%s: trees are built anew", error.message)
+            return
+        for layer, sequence in dict.fromkeys(place[:2] for place in found):
+            heads = [found[layer, sequence, head] for head in range(self.kv_heads)]
+            first = int(self._starts[sequence])
+            tree = Dci(self.store.shape, first, self.knobs)
+            tree.heads.indexes = heads
+            tree.end = first + len(heads[0])
+            self.indexes.scorers[layer][sequence] = tree
 
     @property
-    def _path(self) -> Any:
-        if self.store.config.path is None:
-            raise UsageError("path: the store has no spill file that an index could lie beside", "make it with one")
-        return self.store.config.path
+    def _sidecar(self) -> Path | None:
+        """Where trees lie beside the spill file; None if there is none."""
+        path = self.store.config.path
+        return None if path is None else path_of(path)
 
     def _identity(self) -> dict[str, Any]:
         """What an index must have in common with a spill file: its shape, how many tokens of which ids, and padding."""

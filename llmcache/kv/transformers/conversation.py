@@ -76,6 +76,7 @@ class Conversation:
         self._engine: KvEngine | None = None
         self._own_file = False
         self._padding_known = False
+        self._is_restored = False
         self._done: set[int] = set()
         self._expected: int | None = None
 
@@ -187,6 +188,9 @@ class Conversation:
         if not self._padding_known:
             policy.pad(first_tokens(mask, self.store.batch))
             self._padding_known = mask is None or bool((policy.first < mask.shape[3]).all())
+            if self._is_restored:
+                self._is_restored = False
+                policy.restored()
 
     def _tokens(self, count: int) -> tuple[Numbers, Numbers]:
         """Ids and positions of the newest tokens, as the model got them."""
@@ -234,17 +238,21 @@ class Conversation:
             raise UsageError("path: the name of a spill file is needed", "name the one that was saved")
         config = self.settings.store_config(shape, 1, self.settings.path)
         self._store = KvStore.restore(self.settings.path, config)
+        self._is_restored = True
 
     def save(self) -> None:
         """Writes what no page is full of yet, so that `restore` loses nothing; between steps only."""
         if self._engine is not None:
             self._engine.rest()
         self.store.save()
+        if self._engine is not None and not self._own_file:
+            self._engine.policy.saved()
 
     def close(self) -> None:
         """Ends it; a spill file that has a name of the user's stays. It may begin again."""
         store, engine, self._store, self._engine = self._store, self._engine, None, None
         self._done, self._expected, self.noted, self._padding_known = set(), None, None, False
+        self._is_restored = False
         if engine is not None:
             engine.close()
         if store is not None and self._own_file:
