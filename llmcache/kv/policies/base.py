@@ -190,11 +190,3 @@ class KvPolicy(ABC):
         self.first = self.first[index]
         for table in self.remembered:
             table.reorder(index)
-
-    def saved(self) -> None:
-        """Follows `KvStore.save`, between steps: writes beside the spill file what would take long to make again."""
-        return
-
-    def restored(self) -> None:
-        """Follows the first `pad` over a store that was restored: takes what `saved` had written."""
-        return

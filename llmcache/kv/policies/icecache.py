@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import zlib
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmcache.errors import DataError
+from llmcache.errors import DataError, UsageError
 from llmcache.kv.index.dci.saved import load_indexes, path_of, save_indexes
 from llmcache.kv.index.dci.settings import DciSettings
 from llmcache.kv.index.scorers import SCORERS, scorer_class
@@ -84,47 +83,57 @@ class IceCache(IndexedPolicy):
     # Beside the spill file
 
     def saved(self) -> None:
-        """Writes all trees beside the spill file, in place of older ones. EnvironmentProblem: it cannot."""
-        path = self._sidecar
-        if path is None:
+        """Writes the trees beside the spill file, in place of older ones; EnvironmentProblem if it cannot."""
+        if self.store.config.path is not None:
+            self.save_index()
+
+    def restored(self) -> None:
+        """Takes the trees that were saved, where trees are asked for; a layer without them builds its own.
+
+        Trees that are damaged, or of another state of the spill file, are left alone and logged: they can be built again.
+        """
+        path = self.store.config.path
+        if path is None or self.scorer not in ("dci", "auto") or not path_of(path).exists():
             return
+        try:
+            self.load_index()
+        except DataError as error:
+            log.warning("%s: trees are built anew", error.message)
+
+    def save_index(self) -> int:
+        """Writes all trees beside the spill file; returns the bytes. After `KvStore.save`, between steps.
+
+        UsageError: the store has no file. EnvironmentProblem: it cannot be written.
+        """
         found: dict[tuple[int, int, int], Any] = {}
         for layer, row in enumerate(self.indexes.scorers):
             for sequence, scorer in enumerate(row):
                 tree = _tree_of(scorer)
                 if tree is not None:
                     found |= {(layer, sequence, head): index for head, index in enumerate(tree.heads.indexes)}
-        if found:
-            save_indexes(path, found, self._identity())
-        else:
-            path.unlink(missing_ok=True)
+        return save_indexes(path_of(self._path), found, self._identity())
 
-    def restored(self) -> None:
-        """Takes the trees that `saved` has written, where trees are asked for; a layer without them builds its own.
+    def load_index(self) -> int:
+        """Takes the trees that `save_index` has written; returns how many. What is missing is built when it is needed.
 
-        Trees that are damaged, or of another state of the spill file, are left alone and logged: they can be built again.
+        DataError: damaged, or of another spill file or state of it. EnvironmentProblem: not there.
         """
-        path = self._sidecar
-        if path is None or self.scorer not in ("dci", "auto") or not path.exists():
-            return
-        try:
-            found = load_indexes(path, self._identity())
-        except DataError as error:
-            log.warning("%s: trees are built anew", error.message)
-            return
-        for layer, sequence in dict.fromkeys(place[:2] for place in found):
-            heads = [found[layer, sequence, head] for head in range(self.kv_heads)]
-            first = int(self._starts[sequence])
-            tree = Dci(self.store.shape, first, self.knobs)
-            tree.heads.indexes = heads
-            tree.end = first + len(heads[0])
-            self.indexes.scorers[layer][sequence] = tree
+        found = load_indexes(path_of(self._path), self._identity())
+        for layer, sequence, head in found:
+            if head == 0:
+                heads = [found[layer, sequence, other] for other in range(self.kv_heads)]
+                first = int(self._starts[sequence])
+                tree = Dci(self.store.shape, first, self.knobs)
+                tree.heads.indexes = heads
+                tree.end = first + len(heads[0])
+                self.indexes.scorers[layer][sequence] = tree
+        return len(found)
 
     @property
-    def _sidecar(self) -> Path | None:
-        """Where trees lie beside the spill file; None if there is none."""
-        path = self.store.config.path
-        return None if path is None else path_of(path)
+    def _path(self) -> Any:
+        if self.store.config.path is None:
+            raise UsageError("path: the store has no spill file that an index could lie beside", "make it with one")
+        return self.store.config.path
 
     def _identity(self) -> dict[str, Any]:
         """What an index must have in common with a spill file: its shape, how many tokens of which ids, and padding."""
