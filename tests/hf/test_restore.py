@@ -85,6 +85,19 @@ def test_trees_of_keys_are_saved_and_go_on(
     assert all(torch.equal(one, other) for one, other in zip(expected.logits, got.logits, strict=True))
 
 
+def test_what_would_not_stay_cannot_be_saved(tmp_path: Path) -> None:
+    model = enable(tiny("gemma3"))
+    try:
+        for path in (tmp_path, None):
+            with SpillCache(model.config, path=path) as cache:
+                generate(model, cache, prompt())
+                with pytest.raises(UsageError, match="path: no spill file that stays"):
+                    cache.save()
+    finally:
+        disable(model)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_what_was_not_saved(family: str, tmp_path: Path) -> None:
     model, path = enable(tiny(family)), tmp_path / "talk.kv"

@@ -241,11 +241,17 @@ class Conversation:
         self._is_restored = True
 
     def save(self) -> None:
-        """Writes what no page is full of yet, so that `restore` loses nothing; between steps only."""
+        """Writes what no page is full of yet, so that `restore` loses nothing; between steps only.
+
+        UsageError: nothing would be left of it, as the spill file has no name of the user's.
+        """
+        store = self.store
+        if self._own_file or self.settings.path is None:
+            raise UsageError("path: no spill file that stays when the cache is closed", "make the cache with a file's name")
         if self._engine is not None:
             self._engine.rest()
-        self.store.save()
-        if self._engine is not None and not self._own_file:
+        store.save()
+        if self._engine is not None:
             self._engine.policy.saved()
 
     def close(self) -> None:
