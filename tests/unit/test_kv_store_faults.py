@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -23,6 +24,7 @@ from llmcache.kv.csd import CsdProfile
 from llmcache.kv.csd.wire import HostEnd
 from llmcache.kv.spill import KvShape, SpillReader
 from llmcache.kv.spill.raw import RawFile, problem
+from llmcache.kv.spill.shape import Bytes
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from llmcache.kv.tiers.ssd import CsdTier
 from tests.unit.kv_parts import flip
@@ -281,6 +283,30 @@ def test_the_spill_file_of_another_model(make: Make, ssd: str, tmp_path: Path) -
         KvStore.restore(tmp_path / "b.kv", StoreConfig(SHAPE, ssd=ssd))
     children = psutil.Process().children()
     assert not [child for child in children if "llmcache.kv.csd.device" in child.cmdline()]
+
+
+@pytest.mark.parametrize("writes", range(8))
+def test_sequences_that_go_and_a_crash_take_none_along(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    """One of three stays; the process ends after so many writes of those that take the others away."""
+    store, plain = make(18, batch=3)
+    real, left = RawFile.write, iter(range(writes))
+
+    def until_killed(self: RawFile, data: bytes | Bytes, offset: int, direct: bool = False) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        real(self, data, offset, direct)
+
+    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+        patched.setattr(RawFile, "write", until_killed)
+        store.select(np.array([0]))
+    crash(store)
+    with KvStore.restore(tmp_path / "a.kv", store.config) as restored:
+        plain.choose(np.arange(restored.batch))
+        plain.crop(16)
+        assert restored.batch in (1, 3) and restored.length == 16
+        plain.check_all(restored)
 
 
 @pytest.mark.parametrize("ssd", ["file", "csd"])

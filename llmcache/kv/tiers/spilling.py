@@ -120,7 +120,8 @@ class Spiller:
             if after.get(stream, 0) < end:
                 self._cuts[stream] = min(after.get(stream, 0), self._cuts.get(stream, end))
         if self._cuts:
-            self.note(closed=True)
+            # Half taken away, a stream that is no sequence any more must not be taken for a short one.
+            self.note(closed=True, needed=bool(after) and any(stream not in after for stream in before))
             self.uncut()
         elif self._written is None or self._written.opened() != self._tables().opened():
             self.note()
@@ -136,11 +137,11 @@ class Spiller:
             self.ssd.truncate(stream, pages)
             del self._cuts[stream]
 
-    def note(self, closed: bool = False, saved: bool = False) -> None:
-        """Writes the tables if those on the disk are others; sequences that were never forked need none."""
+    def note(self, closed: bool = False, saved: bool = False, needed: bool = False) -> None:
+        """Writes the tables if those on the disk are others; sequences that were never forked need none, unless `needed`."""
         now = self._tables(saved)
         now = now if closed or saved else now.opened()
-        if now != self._written and not (now.is_plain and self._written is None):
+        if now != self._written and (needed or not (now.is_plain and self._written is None)):
             tables.write(self._path, now)
             self._written = now
 
