@@ -51,6 +51,7 @@ def test_trees_of_keys_are_saved_and_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, path, kept = enable(tiny("llama")), tmp_path / "talk.kv", tmp_path / "kept"
+    spoiled = tmp_path / "spoiled"
     options: dict[str, Any] = {"token_budget": 64, "scorer": "dci", "threads": 2}
     found: list[Any] = []
     restored = IceCache.restored
@@ -67,14 +68,15 @@ def test_trees_of_keys_are_saved_and_go_on(
             engine = cache.conversation.engine
             assert engine is not None
             saved = _trees(engine.policy)
-            shutil.copytree(tmp_path, kept)
+            for copy in (kept, spoiled):
+                shutil.copytree(tmp_path, copy, ignore=shutil.ignore_patterns("kept"))
             expected = generate(model, cache, inputs)
         with SpillCache.restore(model, kept / "talk.kv", "icecache", **options) as cache:
             got = generate(model, cache, inputs)
-        damaged = bytearray((tmp_path / "dci-talk.kv").read_bytes())
+        damaged = bytearray((spoiled / "dci-talk.kv").read_bytes())
         damaged[len(damaged) // 2] ^= 1
-        (tmp_path / "dci-talk.kv").write_bytes(damaged)
-        with SpillCache.restore(model, path, "icecache", **options) as cache:
+        (spoiled / "dci-talk.kv").write_bytes(damaged)
+        with SpillCache.restore(model, spoiled / "talk.kv", "icecache", **options) as cache:
             generate(model, cache, inputs)
         assert "trees are built anew" in caplog.text
         assert all(len(trees) == 2 and min(trees) > 16 for row in saved for trees in row)
