@@ -15,7 +15,7 @@ import transformers
 from click.testing import CliRunner
 
 from llmcache import cli
-from llmcache.errors import DataError
+from llmcache.errors import DataError, UsageError
 from llmcache.kv.bench import lengths
 from llmcache.kv.bench.task import Candidate
 from llmcache.kv.bench.task_results import STOCK, Memory, Speed
@@ -95,6 +95,8 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         Subject(directory)
     with pytest.raises(DataError, match="not a model"):
         Subject(tmp_path)
+    with pytest.raises(UsageError, match="is not a directory"):
+        Subject(tmp_path / "nowhere")
 
 
 # What it rests on

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from llmcache.errors import DataError
+from llmcache.errors import DataError, UsageError
 from llmcache.kv.bench.session import since, snapshot
 from llmcache.kv.bench.task_results import DECODING, LOADING, QUERY, UPDATE, Memory, Speed
 from llmcache.kv.pipeline import Timeline
@@ -35,10 +35,13 @@ _STAGES = {QUERY: EVALUATE, LOADING: FETCH, UPDATE: UPDATING}
 class Subject:
     """An enabled model from a directory, on the gpu if torch sees one, and its tokenizer.
 
-    `tokenizer`: None for the recall model, which has a language of its own. DataError: there is no model, or no tokenizer.
+    `tokenizer`: None for the recall model, which has a language of its own. UsageError: there is no such directory.
+    DataError: there is no model in it, or no tokenizer.
     """
 
     def __init__(self, directory: str | Path) -> None:
+        if not Path(directory).is_dir():
+            raise UsageError(f"--model: {directory} is not a directory", "give one with config.json and weights")
         logging.disable_progress_bar()
         try:
             model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype="auto")
