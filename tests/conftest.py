@@ -15,14 +15,14 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 CGROUPS = Path("/sys/fs/cgroup")
 
-# No property has a deadline: machines are shared. CI tries the same examples in every run of the same tests, so that what
-# fails there is the change; new ones are tried everywhere else.
-settings.register_profile("llmcache", deadline=None)
-settings.register_profile("llmcache-ci", deadline=None, derandomize=True, print_blob=True)
+# No property has a deadline, nor must its examples be made in a certain time: machines are shared. CI tries the same
+# examples in every run of the same tests, so that what fails there is the change; new ones are tried everywhere else.
+settings.register_profile("llmcache", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("llmcache-ci", settings.get_profile("llmcache"), derandomize=True, print_blob=True)
 settings.load_profile("llmcache-ci" if os.environ.get("LLMCACHE_CI") == "1" else "llmcache")
 
 
