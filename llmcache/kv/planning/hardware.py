@@ -128,18 +128,6 @@ EFFICIENCY = Efficiency()
 _PCIE4_X16 = 25 * _GB  # of 31.5 raw; what NVIDIA's bandwidthTest shows with pinned memory
 _8352V_PEAK = 8 * 8 * 2.933 * _GB  # eight channels of DDR4-2933
 
-_ASSUMED_LINK = Origin(ASSUMED, "PCIe 4.0 x16 carries 31.5 GB/s raw, copies from pinned memory get about 25")
-_ASSUMED_RESERVE = Origin(ASSUMED, "a CUDA context with its libraries takes about half a GiB")
-_ASSUMED_SYSTEM = Origin(ASSUMED, "system, Python and staging buffers: 4 GiB")
-_ASSUMED_SCORE = Origin(ASSUMED, f"{EFFICIENCY.scoring:.0%} of the host's memory, as the kernels here reach")
-_ASSUMED_SSD = Origin(ASSUMED, "7 GB/s: what NVMe drives on PCIe 4.0 x4 are sold with; the paper: 'a 300 GB Intel SSD'")
-_ASSUMED_REQUESTS = Origin(ASSUMED, "data centre NVMe on PCIe 4.0: about 900,000 reads of 4 KiB a second")
-_CSD_SPEED = Origin(PAPER, "4.2: 'a peak bandwidth of approximately 4 GB/s'; the engine is taken to keep up with it")
-_CSD_MEMORY = Origin(PAPER, "4.2: '4 GB DDR4'")
-_CSD_MEMORY_SPEED = Origin(ASSUMED, "one channel of DDR4-2400: 19.2 GB/s")
-_CSD_LINK = Origin(ASSUMED, "SmartSSD is on PCIe 3.0 x4, which carries 3.5 GB/s of data")
-_CSD_LATENCY = Origin(ASSUMED, "60 us per command through the Xilinx runtime")
-
 PAPER_PC = Hardware(
     name="paper",
     title="the paper's machine (RTX 4090, Xeon 8352V, SmartSSD)",
@@ -163,64 +151,51 @@ PAPER_PC = Hardware(
         "gpu_bytes": Origin(PAPER, "4.2: '24 GB of GPU memory'"),
         "gpu_bytes_per_s": Origin(ASSUMED, f"RTX 4090: 1008 GB/s by its data sheet, {EFFICIENCY.gpu_memory:.0%} of it"),
         "gpu_flops": Origin(ASSUMED, f"RTX 4090: 165 TFLOPS dense half precision, {EFFICIENCY.gpu_compute:.0%} of it"),
-        "gpu_link_bytes_per_s": _ASSUMED_LINK,
-        "gpu_reserved_bytes": _ASSUMED_RESERVE,
+        "gpu_link_bytes_per_s": Origin(
+            ASSUMED, "PCIe 4.0 x16 carries 31.5 GB/s raw, copies from pinned memory get about 25"
+        ),
+        "gpu_reserved_bytes": Origin(ASSUMED, "a CUDA context with its libraries takes about half a GiB"),
         "host_bytes": Origin(PAPER, "4.2: '64 GB of host memory'"),
         "host_bytes_per_s": Origin(
             ASSUMED, f"Xeon 8352V: 8 channels of DDR4-2933, 188 GB/s if all are used, {EFFICIENCY.host_memory:.0%} of it"
         ),
-        "host_reserved_bytes": _ASSUMED_SYSTEM,
-        "score_bytes_per_s": _ASSUMED_SCORE,
-        "ssd_bytes_per_s": _ASSUMED_SSD,
-        "ssd_requests_per_s": _ASSUMED_REQUESTS,
-        "device_bytes_per_s": _CSD_SPEED,
-        "device_memory_bytes": _CSD_MEMORY,
-        "device_memory_bytes_per_s": _CSD_MEMORY_SPEED,
-        "device_link_bytes_per_s": _CSD_LINK,
-        "device_latency_ns": _CSD_LATENCY,
+        "host_reserved_bytes": Origin(ASSUMED, "system, Python and staging buffers: 4 GiB"),
+        "score_bytes_per_s": Origin(ASSUMED, f"{EFFICIENCY.scoring:.0%} of the host's memory, as the kernels here reach"),
+        "ssd_bytes_per_s": Origin(
+            ASSUMED, "7 GB/s: what NVMe drives on PCIe 4.0 x4 are sold with; the paper: 'a 300 GB Intel SSD'"
+        ),
+        "ssd_requests_per_s": Origin(ASSUMED, "data centre NVMe on PCIe 4.0: about 900,000 reads of 4 KiB a second"),
+        "device_bytes_per_s": Origin(
+            PAPER, "4.2: 'a peak bandwidth of approximately 4 GB/s'; the engine is taken to keep up with it"
+        ),
+        "device_memory_bytes": Origin(PAPER, "4.2: '4 GB DDR4'"),
+        "device_memory_bytes_per_s": Origin(ASSUMED, "one channel of DDR4-2400: 19.2 GB/s"),
+        "device_link_bytes_per_s": Origin(ASSUMED, "SmartSSD is on PCIe 3.0 x4, which carries 3.5 GB/s of data"),
+        "device_latency_ns": Origin(ASSUMED, "60 us per command through the Xilinx runtime"),
     },
 )
 """Source: hillinfer.txt, section 4.2, "Hardware"."""
 
-TYPICAL_PC = Hardware(
+TYPICAL_PC = replace(
+    PAPER_PC,
     name="typical",
     title="the paper's typical PC (RTX 3080, 32 GB), with a SmartSSD",
     gpu_bytes=12 * _GIB,
     gpu_bytes_per_s=EFFICIENCY.gpu_memory * 912 * _GB,
     gpu_flops=EFFICIENCY.gpu_compute * 61e12,
-    gpu_link_bytes_per_s=_PCIE4_X16,
-    gpu_reserved_bytes=RUNTIME_BYTES,
     host_bytes=32 * _GIB,
     host_bytes_per_s=EFFICIENCY.host_memory * 51.2 * _GB,
-    host_reserved_bytes=4 * _GIB,
     score_bytes_per_s=EFFICIENCY.scoring * EFFICIENCY.host_memory * 51.2 * _GB,
-    ssd_bytes_per_s=7 * _GB,
-    ssd_requests_per_s=900_000,
-    device_bytes_per_s=4 * _GB,
-    device_memory_bytes=4 * _GB,
-    device_memory_bytes_per_s=19.2 * _GB,
-    device_link_bytes_per_s=3.5 * _GB,
-    device_latency_ns=60_000,
     origins={
+        **PAPER_PC.origins,
         "gpu_bytes": Origin(PAPER, "1: 'a 12 GB commodity GPU (RTX 3080)'"),
         "gpu_bytes_per_s": Origin(ASSUMED, f"RTX 3080 12 GB: 912 GB/s by its data sheet, {EFFICIENCY.gpu_memory:.0%} of it"),
         "gpu_flops": Origin(ASSUMED, f"RTX 3080 12 GB: 61 TFLOPS dense half precision, {EFFICIENCY.gpu_compute:.0%} of it"),
-        "gpu_link_bytes_per_s": _ASSUMED_LINK,
-        "gpu_reserved_bytes": _ASSUMED_RESERVE,
         "host_bytes": Origin(PAPER, "1: '32 GB CPU memory'"),
         "host_bytes_per_s": Origin(ASSUMED, f"two channels of DDR4-3200: 51.2 GB/s, {EFFICIENCY.host_memory:.0%} of it"),
-        "host_reserved_bytes": _ASSUMED_SYSTEM,
-        "score_bytes_per_s": _ASSUMED_SCORE,
-        "ssd_bytes_per_s": _ASSUMED_SSD,
-        "ssd_requests_per_s": _ASSUMED_REQUESTS,
-        "device_bytes_per_s": _CSD_SPEED,
-        "device_memory_bytes": _CSD_MEMORY,
-        "device_memory_bytes_per_s": _CSD_MEMORY_SPEED,
-        "device_link_bytes_per_s": _CSD_LINK,
-        "device_latency_ns": _CSD_LATENCY,
     },
 )
-"""Source: hillinfer.txt, section 1; what it leaves open is a desktop of that time."""
+"""Source: hillinfer.txt, section 1; links, storage and device are those of `PAPER_PC`, the rest a desktop of that time."""
 
 MACHINES: dict[str, Hardware] = {machine.name: machine for machine in (PAPER_PC, TYPICAL_PC)}
 """Machines that can be named; "measured" is made from a profile, see `machine.hardware_of`."""
