@@ -1,7 +1,4 @@
-"""The errors a user can cause or cure, and the exit code of each.
-
-0 success (also Ctrl-C) · 1 a bug in llmcache · 2 usage · 3 environment · 4 mount · 5 bad data
-"""
+"""The errors a user can cause or cure, and the exit code of each: `EXIT_CODES`."""
 
 from __future__ import annotations
 
@@ -11,6 +8,15 @@ from collections.abc import Callable
 
 EXIT_OK = 0
 EXIT_BUG = 1
+# code: (in a word, for help; in a sentence, for manuals)
+EXIT_CODES: dict[int, tuple[str, str]] = {
+    EXIT_OK: ("success (also Ctrl-C)", "success, also Ctrl-C, and output that nobody reads any more"),
+    EXIT_BUG: ("bug", "a bug in llmcache: a traceback is printed, please report it"),
+    2: ("usage", "the command line cannot be understood"),
+    3: ("environment", "something is missing on this machine (package, device, privilege, memory)"),
+    4: ("mount", "a mount cannot be made, reached or ended"),
+    5: ("bad data", "a file does not hold what it should"),
+}
 
 
 class LlmcacheError(Exception):

@@ -112,3 +112,8 @@ def _three_digits(value: float) -> str:
         if value < limit:
             return f"{value:.{digits}f}"
     return f"{value:.0f}"
+
+
+def printable(text: str) -> str:
+    """`text`, a file's name, for a terminal: what could steer it, or is no text, as `\\x1b`."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1].replace("udc", "x") for char in str(text))

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -82,7 +83,16 @@ def _tiers(item: pytest.Item) -> set[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a tier that does not exist: a mistyped one would require nothing."""
+    """Refuse a tier that does not exist, as a mistyped one would require nothing; keep the tests' files on a disk.
+
+    /tmp is a tmpfs on many machines: nothing there can be throttled, and its pages are memory of whoever wrote them.
+    What nohup, or a shell in the background, ignores for us is not ignored by the programs that tests send signals to.
+    A run that is told to end ends in order: mounts, cgroups and small disks of a test do not outlive it.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        is_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+        signal.signal(number, (lambda *_: None) if is_nohup else signal.default_int_handler)
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", os.environ.get("LLMCACHE_TEST_DISK", "/var/tmp"))
     if unknown := _required() - set(PROBLEMS):
         raise pytest.UsageError(f"LLMCACHE_REQUIRE_TIERS: no such tier: {', '.join(sorted(unknown))}")
 

@@ -83,7 +83,7 @@ install_packages() {
     say "installing $packages"
     as_root apt-get update -qq </dev/null >&2
     # shellcheck disable=SC2086 # one word per package
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages </dev/null >&2
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages </dev/null >/dev/null
     # shellcheck disable=SC2046
     packages=$(echo $(missing_packages "$@"))
     [[ -z $packages ]] || give_up "apt-get did not bring: $packages" \
@@ -102,9 +102,17 @@ install_libbpf() {
     if command -v apt-get >/dev/null && can_be_root; then
         say "installing libbpf1"
         as_root apt-get update -qq </dev/null >&2 || true
-        as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libbpf1 </dev/null >&2 || true
+        as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libbpf1 </dev/null >/dev/null || true
     fi
     has_libbpf || say "libbpf 1 (package libbpf1) is not there: llmcache trace does without BPF, tiers perf and faults"
+}
+
+# systemd makes this link when a machine starts; in a chroot or image that was never started, fusermount3 cannot unmount
+# for ordinary users without it.
+make_mtab() {
+    if [[ -e /etc/mtab ]] || ! can_be_root; then return 0; fi
+    say "making /etc/mtab, a link to /proc/self/mounts: fusermount3 needs it"
+    as_root ln -sf ../proc/self/mounts /etc/mtab
 }
 
 # What the environment was made from (files and words); differs as soon as any of it changes.
@@ -201,7 +209,7 @@ locked() (
     "$@"
 )
 
-_setup() { install_packages; make_venv; install_libbpf; }
+_setup() { install_packages; make_mtab; make_venv; install_libbpf; }
 _setup_llama() { _setup; install_llama; }
 _setup_transformers() { _setup; install_transformers; }
 

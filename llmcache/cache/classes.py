@@ -85,11 +85,13 @@ class Totals:
     """Bytes and shares (0..1) of all accesses by class, as section 3.3 of io_caching sums up a workload.
 
     `loop_bytes` are read in loops, `once_bytes` once. `loop_at_once_bytes`: the most that loops in use at the same time
-    have together, which is the N of formula (1). Write loops are apart: no cache saves what must be written.
+    have together; with `locked_loop_bytes`, which a mount kept locked so that no fault showed them, the N of formula (1).
+    Write loops are apart: no cache saves what must be written.
     """
 
     loop_bytes: int
     loop_at_once_bytes: int
+    locked_loop_bytes: int
     hot_bytes: int
     once_bytes: int
     write_loop_bytes: int
@@ -100,10 +102,18 @@ class Totals:
 
 
 @dataclass(frozen=True)
+class LockedLoop:
+    """The part of a file's loop that its mount kept locked while it was traced: read without faults, so not in the rows."""
+
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class TraceClasses:
     """The classes of one trace, largest share first, and how much of what it is. `begin_ns`: time of its first row.
 
-    `layers`: of the model files whose tensors are known.
+    `layers`: of the model files whose tensors are known; `locked`: of files that have a read loop in the rows.
     """
 
     rows: tuple[Classification, ...]
@@ -113,6 +123,7 @@ class TraceClasses:
     tier: str
     lost_events: int
     layers: tuple[Layer, ...] = ()
+    locked: tuple[LockedLoop, ...] = ()
 
     @property
     def totals(self) -> Totals:
@@ -120,6 +131,7 @@ class TraceClasses:
         return Totals(
             loop_bytes=_bytes(self.rows, LOOP, READ_OP),
             loop_at_once_bytes=_at_once(row for row in self.rows if (row.kind, row.op) == (LOOP, READ_OP)),
+            locked_loop_bytes=sum(each.size_bytes for each in self.locked),
             hot_bytes=sum(row.size_bytes for row in self.rows if row.kind == HOT),
             once_bytes=_bytes(self.rows, SEQ, READ_OP),
             write_loop_bytes=_bytes(self.rows, LOOP, WRITE_OP),
@@ -135,7 +147,8 @@ class TraceClasses:
         totals = self.totals
         if not totals.loop_at_once_bytes:
             return None
-        return f"llmcache size --loop {totals.loop_at_once_bytes / 1e6:.10g}M --hot {totals.hot_bytes / 1e6:.10g}M"
+        loop_bytes = totals.loop_at_once_bytes + totals.locked_loop_bytes
+        return f"llmcache size --loop {loop_bytes / 1e6:.10g}M --hot {totals.hot_bytes / 1e6:.10g}M"
 
     def document(self, trace: str, min_bytes: int = 0) -> dict[str, Any]:
         """Returns the JSON document; rows below `min_bytes` are summed up in `smaller`, and are part of the totals."""
@@ -157,6 +170,7 @@ class TraceClasses:
                 "share": sum(row.share for row in smaller),
             },
             "layers": [layer.row() for layer in self.layers],
+            "locked": [{"path": each.path, "bytes": each.size_bytes} for each in self.locked],
         }
 
 

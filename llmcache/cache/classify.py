@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.cache.assembling import Found, classes_of
-from llmcache.cache.classes import READ_OP, WRITE_OP, Classification, TraceClasses
+from llmcache.cache.classes import READ_OP, WRITE_OP, Classification, LockedLoop, TraceClasses
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.detector import LOOP, SEQ, Detector, Trail
 from llmcache.cache.layers import Layers, Named, NamesOf
@@ -24,7 +24,7 @@ from llmcache.cache.streams import WINDOW
 from llmcache.errors import DataError
 
 if TYPE_CHECKING:
-    from llmcache.trace.record import Trace, TraceFile
+    from llmcache.trace.record import Provenance, Trace, TraceFile
 
 _WRITE = 1  # trace.record.WRITE, which brings pyarrow along
 
@@ -39,10 +39,12 @@ class _Seen:
     end_ns: int = 0
     tier: str = ""
     lost_events: int = 0
+    provenance: Provenance | None = None
 
     def note(self, batch: Trace) -> None:
         self.files.update((file.id, file) for file in batch.files)
         self.tier, self.lost_events = batch.provenance.tier, batch.provenance.lost_events
+        self.provenance = batch.provenance
         if len(batch):
             self.accesses += batch.accesses
             self.begin_ns = int(batch.t_ns[0]) if self.begin_ns is None else self.begin_ns
@@ -90,6 +92,7 @@ def classify(batches: Iterable[Trace], names: NamesOf | None = None) -> TraceCla
         tier=seen.tier,
         lost_events=seen.lost_events,
         layers=() if layers is None else layers.found(),
+        locked=tuple(_locked(rows, seen)),
     )
 
 
@@ -99,6 +102,18 @@ def classify_file(path: str, names: Callable[[Sequence[TraceFile]], NamesOf]) ->
 
     with open_trace(path) as reader:
         return classify(reader.batches(), names(reader.files))
+
+
+def _locked(rows: Sequence[Classification], seen: _Seen) -> Iterator[LockedLoop]:
+    """What a mount kept locked of files that are read in loops; where read() or another process showed it, less of it."""
+    from llmcache.trace.record.meta import locked_bytes
+
+    by_file = {} if seen.provenance is None else locked_bytes(seen.provenance)
+    for number, size_bytes in sorted(by_file.items()):
+        shown = sum(row.size_bytes for row in rows if (row.file, row.kind, row.op) == (number, LOOP, READ_OP))
+        hidden = min(size_bytes, seen.files[number].size_bytes - shown) if number in seen.files else 0
+        if shown and hidden > 0:
+            yield LockedLoop(seen.files[number].path, hidden)
 
 
 def runs(batch: Trace) -> Iterator[tuple[int, int, int, int, int, int, bool]]:

@@ -9,6 +9,7 @@ Workers need this version of llmcache. `distributed` (extra [cluster]) is import
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import tempfile
@@ -94,11 +95,20 @@ def parts_of(plan: Plan, threads: int) -> list[Plan]:
 def _client(address: str) -> Iterator[Any]:
     try:
         from distributed import Client
+        from distributed.comm.core import connect
     except ImportError as error:
         raise EnvironmentProblem(
             "--scheduler needs dask.distributed, which is not installed", "pip install 'llmcache-toolkit[cluster]'"
         ) from error
+
+    async def greet() -> None:
+        comm = await connect(address, timeout=CONNECT_S)  # type: ignore[no-untyped-call]
+        await comm.close()
+
     try:
+        # A Client that finds nobody stays half made. Collected in another client's new thread, it waits for a lock that
+        # who waits for that thread holds: so ask first.
+        asyncio.run(greet())
         client = Client(address, timeout=CONNECT_S, set_as_default=False)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, TypeError) as error:
         raise EnvironmentProblem(

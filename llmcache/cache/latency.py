@@ -83,12 +83,11 @@ class StallMeter:
     the bandwidth counts, not the set-up latency. A slice holds the rows that begin in it: a run of the trace is not cut.
     """
 
-    def __init__(self, period_ns: int, bandwidths: tuple[int, ...], block_bytes: int = PAPER.block_bytes) -> None:
+    def __init__(self, period_ns: int, bandwidths: tuple[int, ...]) -> None:
         if period_ns <= 0:
             raise ValueError(f"period_ns: {period_ns}, must be above 0")
         self._period_ns = period_ns
         self._bandwidths = bandwidths
-        self._block_bytes = block_bytes
         self._start_ns = -1
         self._current = -1  # the slice that later rows may still add to
         self._blocks = 0
@@ -121,7 +120,7 @@ class StallMeter:
         self._slices += len(blocks)
         self._worst = max(self._worst, int(blocks.max()))
         for index, bandwidth in enumerate(self._bandwidths):
-            late_s = blocks * (self._block_bytes / bandwidth) - self._period_ns * NS
+            late_s = blocks * (PAPER.block_bytes / bandwidth) - self._period_ns * NS
             self._stalled[index] += int(np.count_nonzero(late_s > 0))
             self._stall_s[index] += float(late_s[late_s > 0].sum())
 
@@ -135,7 +134,7 @@ class StallMeter:
                 self._slices,
                 self._stalled[index],
                 self._stall_s[index],
-                self._worst * self._block_bytes,
+                self._worst * PAPER.block_bytes,
             )
             for index, bandwidth in enumerate(self._bandwidths)
         ]

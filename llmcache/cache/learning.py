@@ -52,7 +52,8 @@ class LoopLearner:
         if len(done.extents) < max(1, visible // 2):
             return Lesson(counts=False)
         self.passes += 1
-        self._intervals.add(done.duration, len(done.extents))
+        # What is pinned in the page cache is touched by nobody: by their share of the rest, passes are alike in any budget.
+        self._intervals.add(done.duration, min(len(self.order), len(done.extents) * len(self.order) // max(1, visible)))
         usual = self._intervals.period()
         self.period = None if usual is None else usual.ns
         changed = not self.looping

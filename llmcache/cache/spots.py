@@ -46,10 +46,9 @@ class Spot:
 
 
 class Spots:
-    """The cells of one file; at most `limit` of them."""
+    """The cells of one file; at most `MAX_CELLS` of them."""
 
-    def __init__(self, limit: int = MAX_CELLS) -> None:
-        self.limit = limit
+    def __init__(self) -> None:
         self.shift = 0  # log2 of the blocks of a place
         self.forgotten_blocks = 0  # accessed once, in cells given up
         self.forgotten_accesses = 0
@@ -75,7 +74,7 @@ class Spots:
                 cell.accesses += share
                 cell.since, cell.last = min(cell.since, now), max(cell.last, now)  # streams end later than they stop
             self._cells[index] = cell
-        if len(self._cells) > self.limit:
+        if len(self._cells) > MAX_CELLS:
             self._make_room()
 
     def credit(self, block: int, accesses: int) -> None:
@@ -111,7 +110,7 @@ class Spots:
         for index in cold[: max(1, len(cold) // 2)] if cold else ():
             cell = self._cells.pop(index)
             self.forget(cell.seen.bit_count() << self.shift, cell.accesses)
-        while len(self._cells) > self.limit * 7 // 8 and len(cold) < self.limit // 8:
+        while len(self._cells) > MAX_CELLS * 7 // 8 and len(cold) < MAX_CELLS // 8:
             self._widen()
 
     def forget(self, blocks: int, accesses: int) -> None:

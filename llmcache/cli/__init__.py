@@ -6,16 +6,18 @@ the same errors and exit codes.
 
 from __future__ import annotations
 
-import importlib
+import io
 import os
 import select
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
 from llmcache import __version__
+from llmcache.cli import completing
+from llmcache.cli.base import HELP_OPTIONS, LazyGroup
 from llmcache.errors import EXIT_OK, UsageError, run_cli
 
 # name: (module:attribute, the line `llmcache --help` shows); help must not import the commands, so it is kept here.
@@ -23,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mount": ("llmcache.cli.mount:command", "Mount a model directory with a cache budget (also: llmcachefs)."),
     "umount": ("llmcache.cli.umount:command", "Unmount, giving back all memory; --force cleans a dead mount."),
     "stats": ("llmcache.cli.stats:command", "Show what a mount keeps, hits, misses and reads."),
+    "top": ("llmcache.cli.top:command", "Watch a mount live: memory, loops, rates, waits, layers."),
     "resize": ("llmcache.cli.resize:command", "Give a mount another budget while it serves."),
     "warmup": ("llmcache.cli.warmup:command", "Bring in what a mount would keep, before it is read."),
     "evict": ("llmcache.cli.evict:command", "Give up what a mount keeps of files."),
@@ -38,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "kv": ("llmcache.cli.kv:command", "Keys and values beyond memory: benchmark, plans, profiles."),
     "edram": ("llmcache.cli.edram:command", "KV caching on a modelled eDRAM accelerator: energy, refresh."),
     "reproduce": ("llmcache.cli.reproduce:command", "Recompute a paper's figures and claims, beside ours."),
+    "completion": ("llmcache.cli.completion:command", "Print what makes bash, zsh or fish complete command lines."),
 }
 
 EPILOG = """\b
@@ -45,39 +49,7 @@ Examples:
   llmcachefs ~/models /mnt/models --cache 6G
   llama-cli -m /mnt/models/llama-8b-q8_0.gguf -p "Hello"
   llmcache stats /mnt/models 1
-  llmcache umount /mnt/models
-
-\b
-Exit codes: 0 success (also Ctrl-C), 1 bug, 2 usage, 3 environment, 4 mount, 5 bad data."""
-
-
-class LazyGroup(click.Group):
-    """A group whose commands are looked up in `table` (like `COMMANDS`) and imported when they are used."""
-
-    def __init__(self, *args: Any, table: dict[str, tuple[str, str]], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.table = table
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of all commands, in the order of the table."""
-        return list(self.table)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command called `cmd_name`, imported now; None if there is no such command."""
-        if cmd_name not in self.table:
-            return None
-        module, _, attribute = self.table[cmd_name][0].partition(":")
-        command = getattr(importlib.import_module(module), attribute)
-        if not isinstance(command, click.Command):
-            raise TypeError(f"{module}:{attribute} is not a click command")
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the table of commands, importing none of them."""
-        if not self.table:
-            return
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
+  llmcache umount /mnt/models"""
 
 
 @click.command(
@@ -85,7 +57,7 @@ class LazyGroup(click.Group):
     table=COMMANDS,
     epilog=EPILOG,
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_OPTIONS,
 )
 @click.version_option(__version__, "-V", "--version", prog_name="llmcache")
 @click.pass_context
@@ -97,6 +69,9 @@ def app(context: click.Context) -> None:
 
 def run(command: click.Command, prog_name: str, args: Sequence[str] | None = None) -> NoReturn:
     """Run `command` on `args` (default: the command line) and leave the process with the documented exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            stream.reconfigure(errors="replace")  # of a terminal that has no such letter
     sys.exit(run_cli(lambda: _invoke(command, prog_name, args)))
 
 
@@ -105,6 +80,9 @@ def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) 
 
     Not `command.main`, which makes exit code 1 of a reader that has gone away (`llmcache stats … | head`).
     """
+    if completing.is_asked(prog_name):
+        completing.answer(command, prog_name)
+        return EXIT_OK
     color = False if os.environ.get("NO_COLOR") else None
     try:
         with command.make_context(prog_name, list(sys.argv[1:] if args is None else args), color=color) as context:
@@ -119,6 +97,10 @@ def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) 
         raise UsageError(error.format_message()) from error
     except click.Abort as error:
         raise KeyboardInterrupt from error
+    except SystemExit as ending:
+        if isinstance(ending.__context__, BrokenPipeError):  # how rich ends, when it has made sure that nothing follows
+            return EXIT_OK
+        raise
     except BrokenPipeError:
         if not _is_stdout_gone():
             raise

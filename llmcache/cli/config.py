@@ -6,25 +6,29 @@ from typing import Any
 
 import click
 
+from llmcache.cli import base
 from llmcache.cli.mount import settings_of_a_mount
 
 
-@click.command("config", context_settings={"help_option_names": ["-h", "--help"]})
+@base.command("config")
 @click.option("--show", is_flag=True, required=True, help="Show every setting of a mount and where it comes from.")
-@click.option("--json", "as_json", is_flag=True, help="The settings as JSON.")
+@base.json_option("llmcache.config/1")
 @settings_of_a_mount
 def command(show: bool, as_json: bool, config: str | None, **flags: Any) -> None:
     """Show the settings that `llmcache mount` would take with the same arguments, and the origin of each.
 
     \b
-    llmcache config --show
-    llmcache config --show --config /etc/llmcache/models.toml --cache 8G
+    Examples:
+      llmcache config --show
+      llmcache config --show --config /etc/llmcache/models.toml --cache 8G
 
     \b
-    Origins, first come first: flag         an argument, an option, or -o KEY=VALUE
-                               environment  LLMCACHE_CACHE=6G; lists with colons: LLMCACHE_PIN=a.gguf:b.gguf
-                               file         --config FILE, or LLMCACHE_CONFIG: cache = "6G" in the table [mount]
-                               default
+    Origins, first come first:
+      flag         an argument, an option, or -o KEY=VALUE
+      environment  LLMCACHE_CACHE=6G; lists with colons: LLMCACHE_PIN=a:b
+      file         --config FILE, LLMCACHE_CONFIG: cache = "6G" below [mount]
+      default
+
     A key of a file that is not known is an error that names it (exit code 2); a file that is no TOML: 5.
     """
     from llmcache.fs import settings, settings_text

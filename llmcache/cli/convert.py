@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import click
+
+from llmcache.cli import base, kinds
 
 EPILOG = """\b
 Formats, by the ending of the name:
-  .parquet        llmcache's own: every column, read and written
-  .csv            file,offset,length,op[,time] in bytes and seconds; read, written
-  .oracleGeneral  libCacheSim's, 24 bytes a record; read, and written by block
-  .strace         log of: strace -f -ttt -y -e trace=desc,process -o OUT; read
+  .parquet        llmcache's own: every column
+  .csv            file,offset,length,op[,time] in bytes and seconds
+  .oracleGeneral  libCacheSim's, 24 bytes a record; written by block
+  .strace         only read: strace -f -ttt -y -e trace=desc,process -o OUT …
 
 \b
 Examples:
@@ -17,14 +21,17 @@ Examples:
   llmcache convert app.parquet app.oracleGeneral --force"""
 
 
-@click.command("convert", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("source", metavar="IN")
-@click.argument("target", metavar="OUT")
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-def command(source: str, target: str, force: bool) -> None:
+@base.command("convert", epilog=EPILOG)
+@click.argument("source", metavar="IN", type=kinds.FILE)
+@click.argument("target", metavar="OUT", type=kinds.FILE)
+@base.force_option()
+@base.json_option("llmcache.convert/1")
+def command(source: str, target: str, force: bool, as_json: bool) -> None:
     """Convert the trace IN to OUT; the endings of the names tell the formats."""
     from llmcache.trace.convert import convert
     from llmcache.units import format_size
 
     done = convert(source, target, force)
+    if as_json:
+        click.echo(json.dumps(done.document()))
     click.echo(f"{done.path}: {done.rows} rows, {format_size(done.size_bytes)}", err=True)

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import click
 
+from llmcache.cli import base, kinds
 
-@click.command("doctor", context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("directory", metavar="[DIR]", required=False)
-@click.option("--json", "as_json", is_flag=True, help="The findings as JSON, in base units.")
+
+@base.command("doctor")
+@click.argument("directory", metavar="[DIR]", required=False, type=kinds.DIRECTORY)
+@base.json_option("llmcache.doctor/1")
 def command(directory: str | None, as_json: bool) -> int:
     """Say what this machine offers to llmcache, and what to do about what it lacks; DIR's storage is measured.
 
     \b
-    llmcache doctor
-    sudo llmcache doctor ~/models
-    llmcache doctor --json | jq '.findings[] | select(.status != "ok")'
+    Examples:
+      llmcache doctor
+      sudo llmcache doctor ~/models
+      llmcache doctor --json | jq '.findings[] | select(.status != "ok")'
 
     \b
     ok       as good as it gets
     limited  works, with less: the remedy says how to have more
     failed   a mount is not possible before this is cured
     skipped  was not asked for
-    Exit code: 0 if a mount is possible, 3 if something it needs has failed, 2 if DIR is no directory.
+
+    Exit code 3 if something that a mount needs has failed, 2 if DIR is no directory.
     """
     from llmcache.doctor.examine import examine
     from llmcache.doctor.text import show

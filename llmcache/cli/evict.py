@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import click
 
+from llmcache.cli import base, kinds
 
-@click.command("evict", context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("mount")
+
+@base.command("evict")
+@click.argument("mount", type=kinds.MOUNT)
 @click.argument("globs", metavar="[GLOB…]", nargs=-1)
-@click.option("--json", "as_json", is_flag=True, help="What came of it as JSON, in bytes.")
+@base.json_option("llmcache.evict/1")
 def command(mount: str, globs: tuple[str, ...], as_json: bool) -> None:
     """Give up what the mount on MOUNT keeps of files, and what it learned about them: all, or those that match a GLOB.
 
     \b
-    llmcache evict /mnt/models
-    llmcache evict /mnt/models 'llama-8b*' '*.json'
+    Examples:
+      llmcache evict /mnt/models
+      llmcache evict /mnt/models 'llama-8b*' '*.json'
 
     Shards of one model go together. Files of --pin stay. Programs that read on bring their files back.
     """

@@ -7,11 +7,13 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
+from llmcache.cli import base, kinds
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _SETTINGS = (
-    click.argument("source", required=False),
-    click.argument("mount", required=False),
+    click.argument("source", required=False, type=kinds.DIRECTORY),
+    click.argument("mount", required=False, type=kinds.DIRECTORY),
     click.option("--cache", metavar="SIZE", help="Memory it may hold, e.g. 6G or 800Mi [default: fitting]."),
     click.option(
         "--mode",
@@ -21,9 +23,21 @@ _SETTINGS = (
     click.option("--rw", is_flag=True, default=None, help="Let everything be written, not only spill files."),
     click.option("--spill", multiple=True, metavar="GLOB", help="Files that may be written [default: *.kv; '' for none]."),
     click.option("--pin", multiple=True, metavar="GLOB", help="Files to keep before all others, brought in at once."),
-    click.option("--access-log", metavar="FILE.parquet", help="Record every reference to an extent: a trace to replay."),
-    click.option("--log", metavar="journal|FILE", help="Where the log goes; SIGHUP rotates a FILE."),
-    click.option("--config", metavar="FILE.toml", help="Settings in the table [mount]; flags and LLMCACHE_* come first."),
+    click.option(
+        "--access-log",
+        type=kinds.FILE,
+        metavar="FILE.parquet",
+        help="Record every reference to an extent: a trace to replay.",
+    ),
+    click.option("--metrics", metavar="127.0.0.1:PORT", help="Serve /metrics (OpenMetrics) there; port 0 for any."),
+    click.option("--metrics-files", is_flag=True, default=None, help="Name files in them: any local user can read that."),
+    click.option("--log", type=kinds.FILE, metavar="journal|FILE", help="Where the log goes; SIGHUP rotates a FILE."),
+    click.option(
+        "--config",
+        type=kinds.FILE,
+        metavar="FILE.toml",
+        help="Settings in the table [mount]; flags and LLMCACHE_* come first.",
+    ),
     click.option("-o", "options", multiple=True, metavar="OPT,…", help="Mount options: ro, allow_other, cache=6G, …"),
 )
 
@@ -35,15 +49,18 @@ def settings_of_a_mount(command: Command) -> Command:
     return command
 
 
-@click.command("mount", context_settings={"help_option_names": ["-h", "--help"]})
+@base.command("mount")
 @click.option("-f", "--foreground", is_flag=True, help="Stay in the foreground, log on stderr; Ctrl-C unmounts.")
 @settings_of_a_mount
-def command(foreground: bool, config: str | None, **flags: Any) -> None:
+@base.json_option("llmcache.mount/1", ", once it serves")
+def command(foreground: bool, config: str | None, as_json: bool, **flags: Any) -> None:
     """Mount the model directory SOURCE on MOUNT (they may be the same) with a cache budget.
 
     \b
-    llmcachefs ~/models /mnt/models --cache 6G
-    llmcachefs --config /etc/llmcache/models.toml
+    Examples:
+      llmcachefs ~/models /mnt/models --cache 6G
+      llmcachefs --config /etc/llmcache/models.toml
+      llmcachefs ~/models ~/models --mode arena --json | jq .budget_bytes
 
     Returns once the mount serves. Ends with `llmcache umount MOUNT`. Every setting may also stand in --config FILE or in
     LLMCACHE_SOURCE, LLMCACHE_CACHE, …; `llmcache config --show` tells which is taken.
@@ -51,7 +68,7 @@ def command(foreground: bool, config: str | None, **flags: Any) -> None:
     from llmcache.fs import mounting
     from llmcache.fs.settings import resolve
 
-    mounting.mount(mounting.request_of(resolve(flags, config)), foreground=foreground)
+    mounting.mount(mounting.request_of(resolve(flags, config)), foreground=foreground, as_json=as_json)
 
 
 def main() -> NoReturn:

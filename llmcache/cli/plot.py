@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import click
 
+from llmcache.cli import base, kinds
 
-@click.command("plot", context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("trace")
-@click.option("-o", "--output", metavar="FILE", required=True, help="What to write: .png, .svg or .html, by its ending.")
+
+@base.command("plot")
+@click.argument("trace", type=kinds.FILE)
+@base.output_option("What to write: .png, .svg or .html, by its ending.", required=True)
 @click.option("--files", metavar="GLOB", help="Draw only files whose path or name matches: '*.gguf'.")
 @click.option("--classes/--no-classes", default=True, show_default=True, help="Shade what is SEQ, LOOP and HOT.")
-@click.option("--model", "models", metavar="FILE", multiple=True, help="Name layers from this GGUF or safetensors file.")
-@click.option("--force", is_flag=True, help="Replace the file of -o if it exists.")
-def command(trace: str, output: str, files: str | None, classes: bool, models: tuple[str, ...], force: bool) -> None:
+@click.option("--model", "models", type=kinds.FILE, multiple=True, help="Name layers from this GGUF or safetensors file.")
+@base.force_option()
+@base.json_option("llmcache.plot/1")
+def command(
+    trace: str, output: str, files: str | None, classes: bool, models: tuple[str, ...], force: bool, as_json: bool
+) -> None:
     """Draw which blocks are accessed when: block number against time, a band for each file.
 
     TRACE is a trace of llmcache (.parquet), or .strace, .csv or .oracleGeneral. Layers and tensors are named at the
@@ -22,12 +27,16 @@ def command(trace: str, output: str, files: str | None, classes: bool, models: t
     --no-classes is faster where millions of rows are random.
 
     \b
-    llmcache plot run.parquet -o run.html
-    llmcache plot run.parquet -o loops.png --files '*.gguf' --model ~/models/llama-8b-q8_0.gguf
+    Examples:
+      llmcache plot run.parquet -o run.html
+      llmcache plot run.parquet -o loops.png --files '*.gguf'
+      llmcache plot run.parquet -o run.svg --model ~/models/llama-8b-q8_0.gguf
     """
     from llmcache.fs.layout.naming import TensorNames
     from llmcache.report.plot import Wanted, plot
     from llmcache.report.simulation_text import progress
 
     with progress() as tell:
-        plot(Wanted(trace, output, files, classes, force), lambda table: TensorNames(models, table), tell)
+        written = plot(Wanted(trace, output, files, classes, force), lambda table: TensorNames(models, table), tell)
+    if as_json:
+        written.show("llmcache.plot/1")

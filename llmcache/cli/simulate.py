@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import click
 
+from llmcache.cli import base, kinds, names
 
-@click.command("simulate", context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("traces", metavar="TRACE…", nargs=-1, required=True)
-@click.option("--policy", metavar="NAME,…", default="lru,llmcache", show_default=True, help="Policies to compare.")
+
+@base.command("simulate")
+@click.argument("traces", metavar="TRACE…", nargs=-1, required=True, type=kinds.FILE)
+@click.option(
+    "--policy",
+    type=kinds.Names(names.policies),
+    default="lru,llmcache",
+    show_default=True,
+    help="Policies to compare.",
+)
 @click.option(
     "--cache",
     metavar="SIZE,…",
@@ -16,11 +24,11 @@ import click
     help="16M,64M, or shares of the blocks that a trace touches: 2%,10%, or auto: ten of them, 2 to 100 %.",
 )
 @click.option("--bw", metavar="RATE,…", help="Bandwidths of storage: 100,500 (MB/s), 1GB/s [default: 100,200,500,1000].")
-@click.option("--t", metavar="SECONDS", help="Say where more is missed within T than storage delivers in it: stalls.")
+@click.option("--t", metavar="TIME", help="Say where more is missed within T than storage delivers in it: stalls.")
 @click.option("--mrc", is_flag=True, help="Add the hits of LRU at every cache size.")
-@click.option("--json", "as_json", is_flag=True, help="Rows and curves as JSON, in bytes and seconds.")
-@click.option("--report", metavar="FILE", help="Write an HTML page with pictures of the rows and curves.")
-@click.option("--force", is_flag=True, help="Replace the file of --report if it exists.")
+@base.json_option("llmcache.simulate/1")
+@click.option("--report", type=kinds.FILE, help="Write an HTML page with pictures of the rows and curves.")
+@base.force_option()
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Threads [default: one per core].")
 @click.option("--scheduler", metavar="ADDRESS", help="Run on a Dask cluster instead: tcp://host:8786 ([cluster] extra).")
 def command(
@@ -42,9 +50,10 @@ def command(
     the buffer-cache paper: 50 us for each missed block of 4 KiB, storage bandwidth, 1 KiB requests to the GPU).
 
     \b
-    llmcache simulate notes.parquet --policy lru,lecar,llmcache
-    llmcache simulate a.parquet b.csv --cache 64M,256M,1G --bw 100,1000 --t 0.1
-    llmcache simulate run.parquet --policy lru --mrc --json > run.json
+    Examples:
+      llmcache simulate notes.parquet --policy lru,lecar,llmcache
+      llmcache simulate a.parquet b.csv --cache 64M,1G --bw 100,1000 --t 0.1
+      llmcache simulate run.parquet --policy lru --mrc --json > run.json
 
     --t cuts the trace's own time into slices and tells in how many of them more is missed than storage delivers in one
     (formula 1: BW x T), and how long they wait for it in all.

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import click
 
+from llmcache.cli import base, kinds
 
-@click.command("size", context_settings={"help_option_names": ["-h", "--help"]})
+
+@base.command("size")
 @click.option("--bw", metavar="RATE", help="Bandwidth of storage: 100 (MB/s), 100MB/s, 1GB/s.")
 @click.option("--loop", metavar="SIZE", help="Bytes that a token reads of the weights: 70M.")
-@click.option("--model", metavar="FILE", help="Take loop and hot set from a GGUF or safetensors file, or a shard.")
+@click.option("--model", type=kinds.FILE, help="Take loop and hot set from a GGUF or safetensors file, or a shard.")
 @click.option("--cache", metavar="SIZE", help="A cache to judge, hot set included: 64M.")
 @click.option("--t", metavar="TIME", help="Computing time per token [default: 0.1 s].")
 @click.option("--tokens-per-second", metavar="N", help="In place of --t: the wanted rate, T = 1/N.")
 @click.option("--hot", metavar="SIZE", help="Hot set, kept whole [default: the model's, else 4M].")
 @click.option("--device", type=click.Choice(["watch", "phone"]), help="Bandwidth, cache and hot set of a device class.")
-@click.option("--measure", metavar="DIR", help="Measure the bandwidth of DIR's storage, in place of --bw.")
-@click.option("--json", "as_json", is_flag=True, help="The answer as JSON, in bytes and seconds.")
+@click.option("--measure", type=kinds.DIRECTORY, help="Measure the bandwidth of DIR's storage, in place of --bw.")
+@base.json_option("llmcache.size/1")
 def command(as_json: bool, **options: str | None) -> None:
     """How large a cache a model needs to run without stalls, or how large a loop a cache serves.
 
     \b
-    llmcache size --bw 100 --loop 70M             the smallest cache for a loop of 70 MB
-    llmcache size --bw 100 --cache 64M            the largest loop for a cache of 64 MB
-    llmcache size --bw 1GB/s --model m.gguf --cache 4G --t 50ms
-    llmcache size --measure ~/models --model m.gguf --tokens-per-second 10
+    Examples:
+      llmcache size --bw 100 --loop 70M    # the smallest cache for this loop
+      llmcache size --bw 100 --cache 64M   # the largest loop for this cache
+      llmcache size --bw 1GB/s --model m.gguf --cache 4G --t 50ms
+      llmcache size --measure ~/models --model m.gguf --tokens-per-second 10
     """
     from llmcache.cache.question import Options, ask
     from llmcache.fs.advice import advise

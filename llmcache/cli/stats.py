@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import click
 
+from llmcache.cli import base, kinds
 
-@click.command("stats", context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("mount")
-@click.argument("interval", required=False)
+
+@base.command("stats")
+@click.argument("mount", type=kinds.MOUNT)
+@click.argument("interval", required=False, type=kinds.TIME)
 @click.argument("count", required=False, type=click.IntRange(min=1))
-@click.option("--json", "as_json", is_flag=True, help="The counters as JSON, one line for each sample of an interval.")
-def command(mount: str, interval: str | None, count: int | None, as_json: bool) -> None:
-    """Show what the mount on MOUNT keeps and reads; every INTERVAL (e.g. 1s), COUNT times or until Ctrl-C."""
-    from llmcache.fs import statistics
-    from llmcache.units import parse_duration
+@base.json_option("llmcache.stats/1", "; one line for each sample")
+@click.option("--openmetrics", is_flag=True, help="Print OpenMetrics text 1.0, once, with the names of looping files.")
+def command(mount: str, interval: int | None, count: int | None, as_json: bool, openmetrics: bool) -> None:
+    """Show what the mount on MOUNT keeps and reads; every INTERVAL (e.g. 1s), COUNT times or until Ctrl-C.
 
-    pause_ns = None if interval is None else parse_duration(interval)
-    statistics.show(mount, pause_s=None if pause_ns is None else pause_ns / 1e9, count=count, as_json=as_json)
+    \b
+    Examples:
+      llmcache stats /mnt/models
+      llmcache stats /mnt/models 1s 10
+      llmcache stats /mnt/models --openmetrics | grep byte_hit_ratio
+
+    For a scraper, a mount can serve the same over HTTP itself: llmcachefs … --metrics 127.0.0.1:9464
+    """
+    from llmcache.fs import statistics
+
+    if openmetrics:
+        if interval is not None or as_json:
+            raise click.UsageError("--openmetrics goes neither with INTERVAL nor with --json")
+        statistics.show_openmetrics(mount)
+        return
+    statistics.show(mount, pause_s=None if interval is None else interval / 1e9, count=count, as_json=as_json)

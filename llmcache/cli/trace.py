@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import click
 
+from llmcache.cli import base, kinds, names
 
-@click.command("trace", context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("words", metavar="[PID | -- CMD…]", nargs=-1)
-@click.option("-o", "output", metavar="FILE", help="The trace, .parquet [default: PROGRAM-PID.parquet].")
-@click.option("-d", "duration", metavar="SECONDS", help="How long: 30, 90s, 5m [default: until the process ends].")
+
+@base.command("trace")
+@click.argument("words", metavar="[PID | -- CMD…]", nargs=-1, type=kinds.FILE)
+@base.output_option("The trace, .parquet [default: PROGRAM-PID.parquet].")
+@click.option("-d", "--duration", type=kinds.TIME, help="How long: 30, 90s, 5m [default: until the process ends].")
 @click.option("--follow/--no-follow", default=True, show_default=True, help="Record processes that it starts as well.")
 @click.option("--path", "glob", metavar="GLOB", help="Only these files: '*.gguf', '/models/*'.")
 @click.option("--writes/--no-writes", default=True, show_default=True, help="Record writes as well as reads.")
 @click.option("--block", is_flag=True, help="Write requests to block devices, with latency, to FILE.block.parquet.")
-@click.option("--mmap-rerefs", "rerefs", metavar="SECONDS", help="Sample mapped pages at this interval (x86-64).")
-@click.option("--tier", metavar="NAME", default="auto", show_default=True, help="filemap, fexit, perf, syscalls or faults.")
+@click.option("--mmap-rerefs", "rerefs", type=kinds.TIME, help="Sample mapped pages at this interval (x86-64).")
+@click.option(
+    "--tier",
+    type=kinds.Names(names.tiers, several=False),
+    default="auto",
+    show_default=True,
+    help="filemap, fexit, perf, syscalls or faults.",
+)
 @click.option("--coalesce/--no-coalesce", default=True, show_default=True, help="Join accesses to adjacent blocks.")
-@click.option("--report", metavar="FILE", help="Also classify and draw what was recorded, as an HTML page.")
-@click.option("--force", is_flag=True, help="Replace files that exist.")
-@click.option("--json", "as_json", is_flag=True, help="The summary as JSON on stdout.")
+@click.option("--report", type=kinds.FILE, help="Also classify and draw what was recorded, as an HTML page.")
+@base.force_option()
+@base.json_option("llmcache.capture/1")
 def command(
     words: tuple[str, ...],
     output: str | None,
-    duration: str | None,
+    duration: int | None,
     follow: bool,
     glob: str | None,
     writes: bool,
     block: bool,
-    rerefs: str | None,
+    rerefs: int | None,
     tier: str,
     coalesce: bool,
     report: str | None,
@@ -37,10 +45,11 @@ def command(
     """Record which file blocks a process accesses: PID, or a command after --.
 
     \b
-    sudo llmcache trace 4711 -o run.parquet -d 60
-    sudo llmcache trace -o run.parquet -- llama-cli -m model.gguf -p "Hello"
-    sudo llmcache trace 4711 --path '*.gguf' --report run.html
-    llmcache classify run.parquet
+    Examples:
+      sudo llmcache trace 4711 -o run.parquet -d 60
+      sudo llmcache trace -o run.parquet -- llama-cli -m model.gguf -p "Hello"
+      sudo llmcache trace 4711 --path '*.gguf' --report run.html
+      llmcache classify run.parquet
 
     Ctrl-C ends the recording normally: the file is complete. A command that still runs then, or after -d, is ended
     (SIGTERM); a PID goes on. What a killed recorder leaves, FILE.recording, is read by info, classify and convert.
@@ -48,12 +57,12 @@ def command(
     Tiers, best first: filemap, fexit, syscalls (BPF: root and libbpf), perf (root), faults (page faults, and reads where
     strace is installed; no root for your own processes). The best that works is taken; what it cannot see is printed.
     """
+    from llmcache.fs.locked import locked_bytes
     from llmcache.trace.capture import session
     from llmcache.trace.capture.options import Options, default_output
     from llmcache.trace.capture.target import target_of
-    from llmcache.units import parse_duration
 
-    seconds, rerefs_s = (None if text is None else parse_duration(text) / 1e9 for text in (duration, rerefs))
+    seconds, rerefs_s = (None if span_ns is None else span_ns / 1e9 for span_ns in (duration, rerefs))
     if report is not None:
         from llmcache.report.files import check_target
 
@@ -71,7 +80,7 @@ def command(
         tier=tier,
         force=force,
     )
-    captured = session.record(target, options)
+    captured = session.record(target, options, locked_bytes)
     session.show(captured, as_json)
     if report is not None and captured.rows:
         from llmcache.fs.layout.naming import TensorNames

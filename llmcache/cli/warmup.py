@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import click
 
+from llmcache.cli import base, kinds
 
-@click.command("warmup", context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("mount")
+
+@base.command("warmup")
+@click.argument("mount", type=kinds.MOUNT)
 @click.argument("globs", metavar="[GLOB…]", nargs=-1)
 @click.option("--check", is_flag=True, help="Bring nothing in: say how much is there, exit code 4 if some is not.")
-@click.option("--json", "as_json", is_flag=True, help="What came of it as JSON, in bytes and seconds.")
+@base.json_option("llmcache.warmup/1")
 def command(mount: str, globs: tuple[str, ...], check: bool, as_json: bool) -> None:
     """Bring in what the mount on MOUNT would keep of its files, before they are read.
 
     \b
-    llmcache warmup /mnt/models
-    llmcache warmup /mnt/models 'llama-70b*.gguf'
-    llmcache warmup /mnt/models --check
+    Examples:
+      llmcache warmup /mnt/models
+      llmcache warmup /mnt/models 'llama-70b*.gguf'
+      llmcache warmup /mnt/models --check
 
     GLOBs are matched with paths below MOUNT and with names. Without one: models and small files; files of no known
     format only if a GLOB names them. What would stream through the budget is not read. What was brought in is kept
     until it has been used, or others need the room. Sizes are by the mount's own count.
-    Exit code: 4 if something that should be kept is not there.
+
+    Exit code 4 if something that should be kept is not there.
     """
     from llmcache.fs import operating
 

@@ -15,7 +15,7 @@ AREA = "mount"
 
 def examine(root: Path = Path("/")) -> list[Finding]:
     """Findings on FUSE, fusermount3, libfuse, user_allow_other and root. `root` is there for tests on made-up trees."""
-    return [_fuse(), _fusermount(), _libfuse(), _allow_other(root), _root()]
+    return [_fuse(), _fusermount(root), _libfuse(), _allow_other(root), _root()]
 
 
 def _fuse() -> Finding:
@@ -26,8 +26,10 @@ def _fuse() -> Finding:
     return Finding(AREA, "FUSE", OK, "/dev/fuse may be opened")
 
 
-def _fusermount() -> Finding:
+def _fusermount(root: Path) -> Finding:
     found = shutil.which("fusermount3")
+    if found is not None and (hint := mountpoint.mtab_hint(str(root / "etc/mtab"))):
+        return Finding(AREA, "fusermount3", LIMITED, f"{found}, but only root can unmount", hint, {"path": found})
     if found is not None:
         return Finding(AREA, "fusermount3", OK, found, facts={"path": found})
     status = LIMITED if os.geteuid() == 0 else FAILED

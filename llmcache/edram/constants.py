@@ -77,15 +77,13 @@ class Macro:
 
     capacity_bytes: int
     area_mm2: float
-    access_ns: float
     access_j: float  # "pJ/byte"
     leakage_w: float
     refresh_j: float = 0.0
-    retention_ns: float = float("inf")
 
 
-SRAM_4MB = Macro(4 * MIB, 7.3, 2.6, 185.9e-12, 0.415)
-EDRAM_4MB = Macro(4 * MIB, 3.2, 1.9, 84.8e-12, 0.154, 1.14e-3, RETENTION_NS)
+SRAM_4MB = Macro(4 * MIB, 7.3, 185.9e-12, 0.415)
+EDRAM_4MB = Macro(4 * MIB, 3.2, 84.8e-12, 0.154, 1.14e-3)
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,6 @@ class Chip:
     kv_edram_bytes: int = 4 * MIB  # 5.1
     activation_edram_bytes: int = 256 * KIB  # 5.1
     baseline_sram_bytes: int = 4 * MIB  # 8.1.1
-    kv_banks: int = 32  # 5.1: 8 each of K-MSB, K-LSB, V-MSB, V-LSB
     evictor_mm2: float = 0.06  # 8.1.4
     evictor_w: float = 0.028  # 8.1.4
     load_vector_ns: float = 1_100.0  # 8.3.2: one KV vector of LLaMA2-7B from DRAM

@@ -63,11 +63,6 @@ class EvictorCost:
     search_bytes: float
     joules: float
 
-    @property
-    def saved_ns(self) -> float:
-        """Time a step saves by the evictor."""
-        return self.search_ns - self.stall_ns
-
 
 def evictor_cost(
     budget: int,
@@ -76,7 +71,6 @@ def evictor_cost(
     *,
     batch: int = 1,
     step_ns: float = 0.0,
-    score_bits: int = AERP.score_bits,
     clock_hz: float = CHIP.clock_hz,
 ) -> EvictorCost:
     """Returns the cost of evicting from `budget` tokens of each of `kv_heads` in `layers` of `batch` sequences per step.
@@ -86,7 +80,7 @@ def evictor_cost(
     """
     searches = kv_heads * layers * batch
     cycle_ns = 1e9 / clock_hz
-    held = budget * score_bits / 8
+    held = budget * AERP.score_bits / 8
     return EvictorCost(
         register_bytes=held * searches,
         stall_ns=CHAIN_CYCLES * cycle_ns * searches,

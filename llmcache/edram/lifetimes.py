@@ -1,13 +1,12 @@
 """How long the activations of an attention block lie in eDRAM: baseline order of work, and the Kelle scheduler's.
 
 Source: kelle.txt, section 6, equations 4 to 8, figure 12. All times are modelled. The equations are for MHA and add times
-up, whatever the sizes; `byte_seconds` weighs them by bytes, which is what refreshing costs.
+up, whatever the sizes; what refreshing costs is by bytes (`energy`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import floor
 from typing import TypeVar
 
 import numpy as np
@@ -17,11 +16,6 @@ from llmcache.edram.columns import Configuration
 from llmcache.edram.constants import CHIP
 
 Time = TypeVar("Time", float, NDArray[np.float64])
-
-
-def matrix_ns(macs: float, macs_per_s: float) -> float:
-    """Returns the time of a matrix product on the array. Source: equation 4, which the paper then neglects."""
-    return 1e9 * macs / macs_per_s
 
 
 @dataclass(frozen=True)
@@ -72,20 +66,6 @@ class Lifetimes:
     def total_ns(self) -> float:
         """The sum, L of equations 7 and 8."""
         return self.x_ns + self.q_ns + self.k_ns + self.v_ns
-
-    def byte_seconds(self, sizes: tuple[float, float, float, float]) -> float:
-        """Returns bytes times seconds, for `sizes` (bytes) of X, Q, K and V. Differs from the paper: it adds bare times."""
-        return sum(size * time for size, time in zip(sizes, self._times(), strict=True)) / 1e9
-
-    def refresh_joules(
-        self, sizes: tuple[float, float, float, float], interval_ns: float, joules_per_byte: float
-    ) -> float:
-        """Returns what refreshing X, Q, K and V every `interval_ns` of their lives costs."""
-        ticks = (floor(time / interval_ns) for time in self._times())
-        return joules_per_byte * sum(size * count for size, count in zip(sizes, ticks, strict=True))
-
-    def _times(self) -> tuple[float, float, float, float]:
-        return self.x_ns, self.q_ns, self.k_ns, self.v_ns
 
 
 def baseline(access: Access) -> Lifetimes:

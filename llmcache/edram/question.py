@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
+from llmcache.cache.question import parse_bandwidth
 from llmcache.edram.catalogue import Catalogue
 from llmcache.edram.columns import Configuration
 from llmcache.edram.constants import Profile
@@ -15,7 +16,7 @@ from llmcache.edram.systems import RECOMPUTE_MODES, System
 from llmcache.edram.userconstants import read_constants
 from llmcache.edram.workloads import Workload
 from llmcache.errors import UsageError
-from llmcache.units import parse_rate, parse_size
+from llmcache.units import parse_size
 
 ALL = "all"
 Found = TypeVar("Found")
@@ -62,9 +63,7 @@ class Question:
     def configurations(self) -> list[Configuration]:
         """Returns the configurations, by profile, then by system."""
         return [
-            Configuration(self.model, self.workload, system, profile)
-            for profile in self.profiles
-            for system in self.systems
+            Configuration(self.model, self.workload, system, profile) for profile in self.profiles for system in self.systems
         ]
 
 
@@ -112,7 +111,7 @@ def ask_sweep(options: Options) -> tuple[Axes, System]:
         batches=_numbers("--batch", options.batch),
         budgets=_numbers("--budget", options.budget),
         interval_factors=_several("--interval-scale", options.interval_scale, _factor),
-        dram_rates=_several("--dram-bw", options.dram_bw, lambda option, text: positive(option, text, parse_rate)),
+        dram_rates=_several("--dram-bw", options.dram_bw, parse_bandwidth),
         kv_capacities=_several("--kv-memory", options.kv_memory, lambda option, text: _parsed(option, text, parse_size)),
     ), known.baseline
 

@@ -37,9 +37,10 @@ def _hidden_share(c: Columns, steps: Steps) -> Array:
     tiles, none = tiles_of(c), np.zeros_like(c.batch)
     per_row_s = tiles.kv * tiles.row_cycles / c.clock_hz
     # The time of everything but K and V, which with a row of their own would take max(load, rows) a tile.
-    fixed_s = linear_s(c, tiles, c.batch, c.batch, none) - tiles.kv * np.maximum(
-        c.batch * tiles.row_cycles, tiles.load_cycles
-    ) / c.clock_hz
+    fixed_s = (
+        linear_s(c, tiles, c.batch, c.batch, none)
+        - tiles.kv * np.maximum(c.batch * tiles.row_cycles, tiles.load_cycles) / c.clock_hz
+    )
     saved_s = np.maximum(saved_bytes, 1) / c.dram_bytes_per_s
     dram_s, array_s = plain.dram_weights_s + plain.dram_kv_s, fixed_s + plain.attention_s
     slack = np.where(

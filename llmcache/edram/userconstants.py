@@ -1,17 +1,17 @@
 """Constants of the user, from a TOML file: profiles, models, workloads and systems of their own, or changed ones.
 
-    [profile.mine]              # any field of constants.Profile; `base` says what it begins with
-    base = "paper"
-    refresh_pass_j = 3.65e-6
-    [model.tiny]                # any field of models.LlmShape
-    base = "llama2-7b"
-    layers = 8
-    [workload.chat]             # any field of workloads.Workload
-    base = "TQ"
-    batch = 1
-    [system.half]               # any field of systems.Hardware and systems.Policy; the interval of a group: hst_msb_ns, …
-    base = "Kelle+eDRAM"
-    kv_bytes_per_s = 128e9
+[profile.mine]              # any field of constants.Profile; `base` says what it begins with
+base = "paper"
+refresh_pass_j = 3.65e-6
+[model.tiny]                # any field of models.LlmShape
+base = "llama2-7b"
+layers = 8
+[workload.chat]             # any field of workloads.Workload
+base = "TQ"
+batch = 1
+[system.half]               # any field of systems.Hardware and systems.Policy; the interval of a group: hst_msb_ns, …
+base = "Kelle+eDRAM"
+kv_bytes_per_s = 128e9
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _tables(path: Path) -> dict[str, Any]:
         return dict(tomllib.loads(path.read_text()))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}", "name a TOML file with --constants") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not TOML: {error}", "see https://toml.io") from error
 
 

@@ -105,7 +105,7 @@ class AccessLog:
             self._broken = True
             self.lost += len(self._queue)
             self._queue.clear()
-            log.error("the access log %s ends here: %s", self.path, error)
+            log.error("the access log ends here: %s", error.strerror)
 
     def _feed_batch(self) -> None:
         if self.lost != self._lost_told:
@@ -143,9 +143,9 @@ class AccessLog:
         except (OSError, subprocess.TimeoutExpired) as error:
             self._child.kill()
             status = self._child.wait()
-            log.error("the access log %s is not complete: %s", self.path, error)
+            log.error("the access log is not complete: %s", type(error).__name__)
         if status != 0:
-            log.error("the access log %s is not complete: its writer ended with status %d", self.path, status)
+            log.error("the access log is not complete: its writer ended with status %d", status)
 
 
 def _start(path: str) -> subprocess.Popen[bytes]:

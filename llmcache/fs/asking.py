@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llmcache.errors import MountProblem
@@ -22,4 +23,18 @@ def ask(
     try:
         return control.request(point, message, uid=entry.owner, on_progress=on_progress)
     except control.NoDaemon:
+        if mountpoint.answers(point) == 0:  # it serves
+            socket = control.files(point, entry.owner).socket
+            hint = "set XDG_RUNTIME_DIR as it was when the mount was made"
+            raise MountProblem(f"{point} is served, but nothing listens at {socket}", hint) from None
         raise mountpoint.stale(point) from None
+
+
+@contextmanager
+def understood(mount: str) -> Iterator[None]:
+    """While a reply of the mount on a path is read: MountProblem if it is not what this version knows."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        hint = "it may be of another version: unmount and mount again"
+        raise MountProblem(f"{mount}: its daemon tells what this version does not understand", hint) from error

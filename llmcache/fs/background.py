@@ -6,13 +6,14 @@ error, or ready. Its stdout and stderr are the log from the start, so no helper 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import select
+import signal
 import sys
 import time
-import traceback
 from typing import IO, Any
 
 from llmcache.errors import EXIT_BUG, LlmcacheError, MountProblem
@@ -44,15 +45,27 @@ class _Reporter(logging.Handler):
 
     def send(self, **event: Any) -> None:
         """One line to the parent, if it still waits."""
-        if self._pipe is not None:
-            self._pipe.write(json.dumps(event) + "\n")
-            self._pipe.flush()
+        self.acquire()  # another thread may come to the end
+        try:
+            if self._pipe is not None:
+                self._pipe.write(json.dumps(event) + "\n")
+                self._pipe.flush()
+        except OSError:  # it was killed
+            self._pipe = None
+        finally:
+            self.release()
 
     def finish(self) -> None:
         """Close the pipe: from now on warnings go to the log alone."""
-        if self._pipe is not None:
-            self._pipe.close()
-        self._pipe = None
+        self.acquire()
+        try:
+            if self._pipe is not None:
+                self._pipe.close()
+        except OSError:  # the parent was killed
+            pass
+        finally:
+            self._pipe = None
+            self.release()
 
 
 def serve_background(request: MountRequest, source: str, point: str) -> None:
@@ -65,7 +78,13 @@ def serve_background(request: MountRequest, source: str, point: str) -> None:
         os._exit(_child(request, source, point, writing))
     os.close(writing)
     with os.fdopen(reading, "r", encoding="utf-8", errors="surrogateescape") as events:
-        _wait_ready(events, child, _log_path(request, point))
+        try:
+            _wait_ready(events, child, _log_path(request, point))
+        except KeyboardInterrupt:  # no mount, then; the daemon has a session of its own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGTERM)
+            os.waitpid(child, 0)
+            raise
     check_serves(point)
 
 
@@ -102,13 +121,13 @@ def _child(request: MountRequest, source: str, point: str, pipe: int) -> int:
         Daemon(request, source, point, rotation_of(handler)).run(lambda: _ready(reporter))
     except LlmcacheError as error:
         logging.getLogger().removeHandler(reporter)  # the error goes to the parent whole, not as a note
-        logging.getLogger("llmcache").error("%s", error.message)
+        logging.getLogger("llmcache").error("ends with exit code %d", error.exit_code)  # why is told to who made the mount
         said = _said(log_path, begin) if isinstance(error, MountProblem) else ""
         message = f"{error.message}{said}"
         reporter.send(error=message, hint=error.hint, exit_code=error.exit_code)
         return error.exit_code
     except BaseException as error:  # noqa: BLE001 - the outermost frame of the daemon: shown whole, in its log
-        traceback.print_exc()
+        print(logs.without_text(error), file=sys.stderr, flush=True)
         reporter.send(error=f"{type(error).__name__}: {error}", hint=f"a bug; see {log_path}", exit_code=EXIT_BUG)
         return EXIT_BUG
     return 0
@@ -127,8 +146,10 @@ def _log_path(request: MountRequest, point: str) -> str:
 
 def _redirect(log_path: str, *, shorten: bool) -> int:
     """Make the log this process' stdout and stderr; returns where it ends now."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-    fd = os.open(log_path, flags, 0o600)
+    try:
+        fd = logs.open_own(log_path)
+    except OSError as error:
+        raise logs.problem(log_path, error) from error
     if shorten and os.fstat(fd).st_size > _LOG_BYTES:
         os.ftruncate(fd, 0)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -152,6 +173,7 @@ def _log_to(target: str | None, path: str, reporter: _Reporter) -> logging.Handl
     root.setLevel(logging.INFO)
     root.addHandler(handler)
     root.addHandler(reporter)
+    logs.catch_all()
     return handler
 
 

@@ -3,7 +3,9 @@
 The mount's inodes belong to paths, not to inodes of SOURCE. A file that is replaced behind the mount therefore keeps its
 kernel inode; once an open has noticed, the same Backing continues with the new file's descriptors and a higher
 generation, and every handle of that path reads the new file, as if it had been rewritten in place. Nothing stale can
-then be fetched again, at the price that an old handle does not go on reading the replaced file.
+then be fetched again, at the price that an old handle does not go on reading the replaced file. If one of its holders
+may not read the new file, nobody can open that (EBUSY) before they have closed the old one: the kernel's pages are the
+same for all.
 
 Locks: BackingTable's lock guards the two maps, references and the descriptors' exchange; Backing.lock serialises changes
 of one file made through the mount with the bookkeeping of its identity. Reads take neither: descriptors are exchanged
@@ -19,10 +21,11 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llmcache.fs import syscalls
+from llmcache.fs.caller import NOBODY_ELSE, Caller
 
 BLOCK = 4096
 _REMEMBERED = 65536
@@ -181,13 +184,17 @@ class Backing:
             identity = Identity.of(status)
             if identity == self.identity and not self._changed_behind:
                 return False
-            if (identity.dev, identity.ino) != (self.dev, self.ino):
+            if self.is_other(status):
                 self._exchange(fd)
             self.identity, self.links = identity, status.st_nlink
             self._changed_behind = False
             self.generation += 1
             self.unsettled = True
             return True
+
+    def is_other(self, status: os.stat_result) -> bool:
+        """True if `status` is of another file than this one, whatever its path."""
+        return (status.st_dev, status.st_ino) != (self.dev, self.ino)
 
     def make_writable(self, fd: int) -> None:
         """Replace a read-only descriptor by a writable one of the same file."""
@@ -261,10 +268,24 @@ class BackingTable:
         self._closed: OrderedDict[str, Closed] = OrderedDict()
         self._complete = True
 
-    def open(self, path: str, dir_fd: int, name: str, flags: int, mode: int = 0o600) -> Opened:
-        """Open `name` in `dir_fd`, known as `path`; O_CREAT and O_EXCL are honoured, O_APPEND and O_TRUNC are not."""
+    def open(
+        self,
+        path: str,
+        dir_fd: int,
+        name: str,
+        flags: int,
+        mode: int = 0o600,
+        *,
+        caller: Caller = NOBODY_ELSE,
+        may_replace: Callable[[Backing, int], bool] = lambda _backing, _fd: True,
+    ) -> Opened:
+        """Open `name` in `dir_fd`, known as `path`; O_CREAT and O_EXCL are honoured, O_APPEND and O_TRUNC are not.
+
+        PermissionError if `caller` may not open it. EBUSY if another file is at `path` now and `may_replace(backing, fd)`
+        is false: those who have the one before open would read it.
+        """
         writable = flags & os.O_ACCMODE != os.O_RDONLY
-        fd = _open_regular(dir_fd, name, flags, mode)
+        fd = _open_for(caller, dir_fd, name, flags, mode)
         keep = False
         try:
             status = os.fstat(fd)
@@ -274,6 +295,8 @@ class BackingTable:
                     opened = self._add(path, fd, status, writable)
                     keep = True
                     return opened
+                if backing.is_other(status) and not may_replace(backing, fd):
+                    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
                 changed = backing.notice(fd)
                 if writable and not backing.writable:
                     backing.make_writable(fd)
@@ -315,23 +338,36 @@ class BackingTable:
         backing.close()
         return True
 
+    def is_last(self, backing: Backing) -> bool:
+        """True if there is one reference left."""
+        with self._lock:
+            return backing.references == 1
+
     def _remember(self, path: str, identity: Identity | None) -> None:
         self._closed[path] = Closed(identity, time.monotonic())
         while len(self._closed) > _REMEMBERED:
             self._closed.popitem(last=False)
             self._complete = False
 
-    def get(self, path: str) -> Backing | None:
-        """The open Backing of a path, with no reference taken."""
-        with self._lock:
-            return self._open.get(path)
+    @contextlib.contextmanager
+    def using(self, path: str) -> Iterator[Backing | None]:
+        """A with block in which the open Backing of a path, if there is one, stays open whoever closes it meanwhile."""
+        backing = self.acquire(path)
+        try:
+            yield backing
+        finally:
+            if backing is not None:
+                self.release(backing)
 
     def others(self, backing: Backing) -> list[Backing]:
-        """Open Backings of the same file under other names (hard links)."""
+        """Open Backings of the same file under other names (hard links), each with another reference."""
         if backing.links < 2:
             return []
         with self._lock:
-            return [b for b in self._open.values() if b is not backing and (b.dev, b.ino) == (backing.dev, backing.ino)]
+            same = [b for b in self._open.values() if b is not backing and (b.dev, b.ino) == (backing.dev, backing.ino)]
+            for other in same:
+                other.references += 1
+            return same
 
     def moved(self, old: str, new: str) -> None:
         """A path, or a directory with all below it, was renamed through the mount; `new` no longer names what it did."""
@@ -359,6 +395,20 @@ class BackingTable:
         """A path was deleted through the mount."""
         with self._lock:
             self._closed.pop(path, None)
+
+
+def _open_for(caller: Caller, dir_fd: int, name: str, flags: int, mode: int) -> int:
+    """A descriptor of a regular file that `caller` may open so. What is made is made by them, and so is theirs."""
+    if flags & os.O_CREAT:
+        with caller.rights():
+            return _open_regular(dir_fd, name, flags, mode)
+    fd = _open_regular(dir_fd, name, flags, mode)  # readable for the cache, also for one who may only write
+    try:
+        caller.check(fd, flags)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _open_regular(dir_fd: int, name: str, flags: int, mode: int) -> int:

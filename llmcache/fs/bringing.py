@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcache.errors import MountProblem
 from llmcache.fs.buffers import Region
-from llmcache.fs.group import ABSENT, PAGE, PINNED, SINGLE, SPARSE, Group, Member
+from llmcache.fs.group import ABSENT, LOADING, PAGE, PINNED, SINGLE, SPARSE, Group, Member
 from llmcache.fs.references import READ
 
 if TYPE_CHECKING:
@@ -103,9 +103,13 @@ class Bringer:
         """Steer: as a loader does, when there is a buffer and room."""
         while not self.stop and self.state.running:
             with self.state.lock:
-                if not group.alive or group.state(extent) not in (ABSENT, SPARSE) or not group.wanted[extent]:
-                    return  # it is there, others bring it, or the plan has changed
-                if self.state.used_bytes + group.extent_bytes <= self.state.limit_bytes and member.reachable:
+                if not group.alive or not group.wanted[extent]:
+                    return  # the plan has changed
+                if group.state(extent) not in (ABSENT, SPARSE, LOADING):
+                    return  # it is there
+                if group.state(extent) == LOADING:  # others bring it
+                    fetch = None
+                elif self.state.used_bytes + group.extent_bytes <= self.state.limit_bytes and member.reachable:
                     fetch = self.fetcher.claim(group, member, extent, ahead=True)
                 else:
                     fetch = None

@@ -6,6 +6,7 @@ path (None here) to calls on an open file, so everything on an open file goes by
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -13,10 +14,19 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from llmcache.fs.caller import Caller
+
 log = logging.getLogger("llmcache.fs")
 
 # Results of interrupted or mis-raised system calls that an application could not make sense of.
 _NEVER_LEAK = {errno.EINTR, errno.EAGAIN, errno.EBADF, errno.EFAULT}
+
+
+# What changes or lists directories, or changes attributes: done with the rights of who asks (see `caller.py`).
+_WITH_RIGHTS = {
+    *("mknod", "mkdir", "unlink", "rmdir", "symlink", "rename", "link", "opendir"),
+    *("chown", "utimens", "setxattr", "removexattr"),
+}
 
 
 def reply_errno(error: OSError) -> int:
@@ -48,9 +58,13 @@ class Callbacks:
         if method is None:
             return None
 
+        own = contextlib.nullcontext
+        rights = (lambda: self._caller().rights()) if name in _WITH_RIGHTS else own
+
         def call(*arguments: Any) -> int:
             try:
-                return method(*arguments) or 0
+                with rights():
+                    return method(*arguments) or 0
             except OSError as error:
                 return -reply_errno(error)
             except BaseException:  # nothing may unwind into C
@@ -64,15 +78,12 @@ class Callbacks:
     def op_open(self, path: bytes, info: Any) -> None:
         """FUSE_OPEN."""
         info = info.contents
-        opened = self._ops.open(os.fsdecode(path), info.flags, self._context().contents.pid)
-        info.fh, info.keep_cache = opened
+        info.fh, info.keep_cache = self._ops.open(os.fsdecode(path), info.flags, self._caller())
 
     def op_create(self, path: bytes, mode: int, info: Any) -> None:
         """FUSE_CREATE."""
         info = info.contents
-        context = self._context().contents
-        owner = (context.uid, context.gid)
-        info.fh, info.keep_cache = self._ops.create(os.fsdecode(path), info.flags, mode, owner, context.pid)
+        info.fh, info.keep_cache = self._ops.create(os.fsdecode(path), info.flags, mode, self._caller())
 
     def op_read(self, _path: bytes | None, buffer: Any, size: int, offset: int, info: Any) -> int:
         """FUSE_READ."""
@@ -117,11 +128,11 @@ class Callbacks:
 
     def op_truncate(self, path: bytes | None, length: int, info: Any) -> None:
         """FUSE_SETATTR of the size."""
-        self._ops.truncate(_name(path), _handle(info), length)
+        self._ops.truncate(_name(path), _handle(info), length, self._caller())
 
     def op_chmod(self, path: bytes | None, mode: int, info: Any) -> None:
         """FUSE_SETATTR of the mode."""
-        self._ops.chmod(_name(path), _handle(info), mode)
+        self._ops.chmod(_name(path), _handle(info), mode, self._caller())
 
     def op_chown(self, path: bytes | None, uid: int, gid: int, info: Any) -> None:
         """FUSE_SETATTR of the owner; -1 leaves one as it is."""
@@ -162,11 +173,11 @@ class Callbacks:
 
     def op_mknod(self, path: bytes, mode: int, _device: int) -> None:
         """FUSE_MKNOD."""
-        self._ops.mknod(os.fsdecode(path), mode, self._owner())
+        self._ops.mknod(os.fsdecode(path), mode)
 
     def op_mkdir(self, path: bytes, mode: int) -> None:
         """FUSE_MKDIR."""
-        self._ops.mkdir(os.fsdecode(path), mode, self._owner())
+        self._ops.mkdir(os.fsdecode(path), mode)
 
     def op_unlink(self, path: bytes) -> None:
         """FUSE_UNLINK."""
@@ -178,7 +189,7 @@ class Callbacks:
 
     def op_symlink(self, target: bytes, path: bytes) -> None:
         """FUSE_SYMLINK."""
-        self._ops.symlink(os.fsdecode(target), os.fsdecode(path), self._owner())
+        self._ops.symlink(os.fsdecode(target), os.fsdecode(path))
 
     def op_rename(self, old: bytes, new: bytes, flags: int) -> None:
         """FUSE_RENAME2."""
@@ -222,9 +233,9 @@ class Callbacks:
             setattr(target, field, getattr(status, field))
         target.f_namemax = status.f_namemax
 
-    def _owner(self) -> tuple[int, int]:
+    def _caller(self) -> Caller:
         context = self._context().contents
-        return context.uid, context.gid
+        return Caller(context.uid, context.gid, context.pid)
 
 
 def _put(value: bytes, buffer: Any, size: int) -> int:

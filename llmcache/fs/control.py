@@ -2,13 +2,20 @@
 operation sends; and the files beside it.
 
 Files are named after a hash of the mount point's real path, in /run/llmcache for root and in $XDG_RUNTIME_DIR/llmcache
-(or /tmp/llmcache-UID) for others: `.sock` (0600), `.json` (pid, source, mount, started), `.lock` (held by the daemon as
-long as it lives, so two never share a mount point) and `.log`.
+(or /tmp/llmcache-UID) for others: `.sock`, `.json` (pid, source, mount, started), `.lock` (held by the daemon as long
+as it lives, so two never share a mount point) and `.log`, all 0600 in a directory of 0700.
+
+A daemon answers its own user and root. Root's commands on a user's mount believe what that user's files say of that
+user's processes, and nothing more: files, links and sockets of anybody else there do not count.
+
+Neither side trusts the other: a daemon outlives any client, and root asks daemons of other users. So lines, the time to
+send one and the number of connections are limited, and whatever is no request, or no reply, is refused as such.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -16,16 +23,23 @@ import logging
 import os
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from llmcache.errors import EnvironmentProblem, LlmcacheError, MountProblem
+from llmcache.errors import EnvironmentProblem, LlmcacheError, MountProblem, UsageError
 
 log = logging.getLogger("llmcache.control")
-_LINE = 1 << 20
+_LONGEST_REQUEST = 1 << 20
+_LONGEST_REPLY = 1 << 28
+_MOST_CONNECTIONS = 32
+_REQUEST_S = 10.0  # for a client to send its line
+_REPLY_S = 10.0  # for a client to take what it is told
+_RETRY_S = 0.1
+_CHUNK = 1 << 16
 _ENDING_S = 5.0
 
 
@@ -42,9 +56,10 @@ class NoDaemon(MountProblem):
 
 @dataclass(frozen=True)
 class Files:
-    """The files of one mount point."""
+    """The files of one mount point, of the user with that id."""
 
     base: str
+    uid: int
 
     @property
     def socket(self) -> str:
@@ -68,13 +83,33 @@ class Files:
 
     def describe(self) -> dict[str, Any]:
         """Contents of the info file; empty if there is none."""
-        with contextlib.suppress(OSError, ValueError), open(self.info, encoding="utf-8") as file:
+        with contextlib.suppress(OSError, ValueError), open(self.open(self.info, os.O_RDONLY), encoding="utf-8") as file:
             found = json.load(file)
             return found if isinstance(found, dict) else {}
         return {}
 
+    def open(self, path: str, flags: int) -> int:
+        """A descriptor of one of these files; OSError for a link, or what is no file of their user."""
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == self.uid:
+            return fd
+        os.close(fd)
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    def tell(self, facts: dict[str, Any]) -> None:
+        """Write the info file, whole or not at all."""
+        new = f"{self.info}.new"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as file:
+            json.dump(facts, file)
+        os.replace(new, self.info)
+
     def remove(self) -> None:
         """Remove what a daemon leaves that is of no use without it (not the log)."""
+        if not is_own_directory(os.path.dirname(self.base), self.uid):
+            return
         for path in (self.socket, self.info, self.lock):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -84,8 +119,8 @@ def directory(uid: int) -> str:
     """Where a user's daemons keep their files (it may not exist yet)."""
     if uid == 0:
         return "/run/llmcache"
-    own = os.environ.get("XDG_RUNTIME_DIR") if uid == os.geteuid() else f"/run/user/{uid}"
-    if own and os.path.isdir(own):
+    own = (os.environ.get("XDG_RUNTIME_DIR") if uid == os.geteuid() else None) or f"/run/user/{uid}"
+    if os.path.isdir(own):
         return os.path.join(own, "llmcache")
     return f"/tmp/llmcache-{uid}"
 
@@ -93,33 +128,49 @@ def directory(uid: int) -> str:
 def files(point: str, uid: int | None = None) -> Files:
     """The files of the mount on a real path, made by a user (default: this one)."""
     name = hashlib.sha256(os.fsencode(point)).hexdigest()[:16]
-    return Files(os.path.join(directory(os.geteuid() if uid is None else uid), name))
+    uid = os.geteuid() if uid is None else uid
+    return Files(os.path.join(directory(uid), name), uid)
 
 
 def make_directory() -> None:
     """Make this user's directory, closed to others; one that belongs to someone else is refused."""
     path = directory(os.geteuid())
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
-    status = os.lstat(path)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    except OSError as error:
+        hint = "set XDG_RUNTIME_DIR to a directory of your own"
+        raise EnvironmentProblem(f"{path} cannot be made: {error.strerror}", hint) from error
+    if not is_own_directory(path, os.geteuid()):
         raise EnvironmentProblem(f"{path} is not a directory of this user", "remove it, or set XDG_RUNTIME_DIR")
     os.chmod(path, 0o700)
 
 
+def is_own_directory(path: str, uid: int) -> bool:
+    """True if `path` is a directory, not a link to one, of that user: nobody else can put anything there."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == uid
+
+
 def daemon_pid(point: str, uid: int | None = None) -> int | None:
-    """Process id of the living daemon of a mount, or None if that cannot be told."""
+    """Process id of the living daemon of a mount, or None if that cannot be told. Always a process of that user."""
     found = files(point, uid)
     if not is_locked(found):
         return None
     pid = found.describe().get("pid")
-    return pid if isinstance(pid, int) else None
+    with contextlib.suppress(OSError):
+        if type(pid) is int and pid > 0 and os.stat(f"/proc/{pid}").st_uid == found.uid:
+            return pid
+    return None
 
 
 def is_locked(found: Files) -> bool:
     """True if a daemon holds the lock file."""
     try:
-        fd = os.open(found.lock, os.O_RDWR | os.O_CLOEXEC)
+        fd = found.open(found.lock, os.O_RDWR)
     except OSError:
         return False
     try:
@@ -174,15 +225,23 @@ class ControlServer:
         finally:
             os.umask(old)
         self._socket.listen(16)
+        self._closed = False
+        self._places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         threading.Thread(target=self._accept, name="control", daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
+            # The others wait in the queue of the socket: their clients' patience is their limit.
+            self._places.acquire()
+            connection = None
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._serve, args=(connection,), name="control-request", daemon=True).start()
+                threading.Thread(target=self._serve, args=(connection,), name="control-request", daemon=True).start()
+            except (OSError, RuntimeError):  # closed, or no descriptor or thread is left for now
+                if connection is not None:
+                    connection.close()
+                self._places.release()
+                time.sleep(0 if self._closed else _RETRY_S)
 
     def _serve(self, connection: socket.socket) -> None:
         def tell(progress: Progress) -> None:
@@ -191,27 +250,63 @@ class ControlServer:
             except OSError as error:
                 raise ClientGone from error
 
-        with contextlib.suppress(OSError, ClientGone), connection:
-            connection.settimeout(10)
-            with connection.makefile("rb") as lines:
-                line = lines.readline(_LINE)
-            if line:
-                connection.sendall(json.dumps(self._reply(line, tell)).encode() + b"\n")
+        try:
+            with contextlib.suppress(OSError, ClientGone), connection:
+                if _peer(connection) not in (0, os.geteuid()):
+                    return
+                line = _request_line(connection)
+                connection.settimeout(_REPLY_S)
+                if line:
+                    connection.sendall(json.dumps(self._reply(line, tell)).encode() + b"\n")
+        finally:
+            self._places.release()
 
     def _reply(self, line: bytes, tell: Callable[[Progress], None]) -> dict[str, Any]:
         try:
-            return self._answer(json.loads(line), tell)
+            return self._answer(_request(line), tell)
         except ClientGone:
             raise
         except LlmcacheError as error:
             return {"error": error.message, "hint": error.hint, "exit_code": error.exit_code}
         except Exception as error:  # reported to the client and logged
-            log.exception("control request failed: %r", line)
+            log.exception("control request failed")
             return {"error": f"{type(error).__name__}: {error}", "hint": None}
 
     def close(self) -> None:
         """Stop listening; requests in progress are finished by their threads."""
+        self._closed = True
         self._socket.close()
+
+
+def _request_line(connection: socket.socket) -> bytes:
+    """The line that a client sends, with its end; without it if the client ends it there, or it is too long.
+
+    TimeoutError for a client that takes too long over it, however many bytes it sends meanwhile.
+    """
+    line, end = bytearray(), time.monotonic() + _REQUEST_S
+    while b"\n" not in line[-_CHUNK:] and len(line) <= _LONGEST_REQUEST:
+        connection.settimeout(max(end - time.monotonic(), 1e-3))
+        piece = connection.recv(_CHUNK)
+        if not piece:
+            break
+        line += piece
+    return bytes(line.partition(b"\n")[0] + b"\n" if b"\n" in line else line)
+
+
+def _request(line: bytes) -> dict[str, Any]:
+    """What a client asks for. UsageError if it is no request."""
+    hint = 'a request is one line of JSON: {"op": "stats"}'
+    if len(line) > _LONGEST_REQUEST:
+        raise UsageError(f"request: longer than {_LONGEST_REQUEST} bytes", hint)
+    if not line.endswith(b"\n"):
+        raise UsageError("request: its line does not end", hint)
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UsageError("request: not JSON", hint) from None
+    if not isinstance(found, dict):
+        raise UsageError("request: not a JSON object", hint)
+    return found
 
 
 def request(
@@ -227,30 +322,88 @@ def request(
 
     `timeout_s` is how long the daemon may be silent.
     """
+    found = files(point, uid)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         try:
-            connection.connect(files(point, uid).socket)
+            _connect(connection, found.socket, timeout_s)
+            peer = _peer(connection)
         except PermissionError:
             raise MountProblem(f"the daemon of {point} belongs to another user", "use sudo") from None
+        except TimeoutError:
+            raise MountProblem(f"the daemon of {point} has too many clients", "try again later") from None
         except OSError as error:
             raise NoDaemon(f"no daemon answers for {point}: {error.strerror}") from None
+        if peer not in (0, found.uid):
+            raise MountProblem(f"what answers for {point} is not the daemon of its user", f"see {found.socket}")
         try:
             connection.sendall(json.dumps(message).encode() + b"\n")
             with connection.makefile("rb") as lines:
-                while (line := lines.readline()) and "progress" in (reply := json.loads(line)):
-                    on_progress(reply["progress"])
+                while "progress" in (reply := _reply_in(lines.readline(_LONGEST_REPLY), point)):
+                    on_progress(_checked_progress(reply, point))
         except TimeoutError:
             raise MountProblem(f"the daemon of {point} did not answer within {timeout_s:.0f} s") from None
         except OSError as error:
             raise NoDaemon(f"the daemon of {point} ended: {error.strerror}") from None
+    if "error" in reply:
+        raise _refused(reply, point)
+    return reply
+
+
+def _peer(connection: socket.socket) -> int:
+    """User id of the process at the other end."""
+    size = struct.calcsize("3i")
+    _pid, uid, _gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(uid)
+
+
+def _connect(connection: socket.socket, path: str, timeout_s: float) -> None:
+    """Connects; TimeoutError if a daemon is there and takes nobody. Its queue being full is no reason to give up."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection.connect(path)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise TimeoutError from None
+            time.sleep(_RETRY_S)
+
+
+def _reply_in(line: bytes, point: str) -> dict[str, Any]:
+    """What a daemon answers. NoDaemon if it does not; MountProblem if it answers something else."""
     if not line:
         raise NoDaemon(f"the daemon of {point} ended before it answered")
-    if "error" in reply:
-        refusal = MountProblem(reply["error"], reply.get("hint"))
-        refusal.exit_code = reply.get("exit_code", MountProblem.exit_code)
-        raise refusal
-    return dict(reply)
+    try:
+        found = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise _foreign(point)
+    return found
+
+
+def _checked_progress(reply: dict[str, Any], point: str) -> Progress:
+    """Progress: numbers by name."""
+    found = reply["progress"]
+    if not isinstance(found, dict) or not all(type(number) in (int, float) for number in found.values()):
+        raise _foreign(point)
+    return found
+
+
+def _refused(reply: dict[str, Any], point: str) -> MountProblem:
+    """The error that a daemon reports."""
+    message, hint, code = reply["error"], reply.get("hint"), reply.get("exit_code", MountProblem.exit_code)
+    if not isinstance(message, str) or not isinstance(hint, str | None) or type(code) is not int or not 0 < code < 6:
+        return _foreign(point)
+    refusal = MountProblem(message, hint)
+    refusal.exit_code = code
+    return refusal
+
+
+def _foreign(point: str) -> MountProblem:
+    hint = "it may be of another version: unmount and mount again"
+    return MountProblem(f"the daemon of {point} answers what is no reply", hint)
 
 
 def wait_until_gone(found: Files, timeout_s: float, pid: int | None = None) -> bool:

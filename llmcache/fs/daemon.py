@@ -5,14 +5,13 @@ own (in the main thread it would keep handlers from running). FUSE_INIT is hande
 the engine starts belongs to a thread that lives as long as the daemon: a child with PR_SET_PDEATHSIG dies with the
 *thread* that made it, and libfuse's threads come and go.
 
-Order at the end: the engine lets go (unpinned, its helper gone), requests in progress are answered, the mount is
-detached, files beside the control socket are removed.
+Order at the end: the engine lets go (unpinned, its helper gone), what is being told to the kernel comes to its end,
+requests in progress are answered, the mount is detached, the sentinel ends, files beside the control socket are removed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
@@ -27,13 +26,14 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from llmcache.errors import LlmcacheError, MountProblem
-from llmcache.fs import control, libfuse, logs, mountpoint, readiness, syscalls
+from llmcache.errors import LlmcacheError, MountProblem, UsageError
+from llmcache.fs import control, libfuse, logs, metrics, mountpoint, readiness, syscalls
 from llmcache.fs.bringing import Tell
+from llmcache.fs.endpoint import MetricsEndpoint
 from llmcache.fs.libfuse import Notifier, Session
 from llmcache.fs.operations import LlmcacheOperations
 from llmcache.fs.policy import DEFAULT_SPILL, WritePolicy
-from llmcache.fs.requests import Requests
+from llmcache.fs.requests import Requests, switch
 from llmcache.fs.source import SourceTree
 from llmcache.fs.warming import Warmer
 
@@ -59,30 +59,39 @@ class MountRequest:
     access_log: str | None = None
     pinned: tuple[str, ...] = ()
     log: str | None = None
+    metrics: str | None = None  # ADDRESS:PORT of the metrics endpoint
+    metrics_files: bool = False  # with the names of files
 
 
 class Daemon:
     """One mount and its engine. `run` serves until the end; `ready` is called once requests are served."""
 
-    def __init__(
-        self, request: MountRequest, source: str, point: str, rotate: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, request: MountRequest, source: str, point: str, rotate: Callable[[], None] | None = None) -> None:
         """`rotate` is what SIGHUP does; without it, it ends the mount like other signals."""
-        from llmcache.fs.engine import make_engine
-
         self._request = request
         self._rotate = rotate
         self._point = point
         self._source = source
         self._files = control.files(point)
         self._lock_fd = control.take_lock(self._files, point)
-        self._tree = SourceTree(source)
+        try:
+            self._make(request)
+        except BaseException:
+            self._files.remove()
+            os.close(self._lock_fd)
+            raise
+
+    def _make(self, request: MountRequest) -> None:
+        from llmcache.fs.engine import make_engine
+
+        self._metrics = None if request.metrics is None else MetricsEndpoint(request.metrics)
+        self._tree = SourceTree(self._source)
         self._engine = make_engine(request.cache_bytes, request.mode, self._tree, request.pinned)
         self._operations = LlmcacheOperations(self._tree, self._engine, WritePolicy(request.writable, request.spill))
         self._operations.on_init = self._hand_over
         self._warmer = Warmer(self._engine, self._operations, self._tree)
-        self._requests = Requests(self._engine, self._warmer)
-        self._session = Session(self._operations, point, max_threads=THREADS, options=request.options)
+        self._requests = Requests(self._engine, self._warmer, self._metrics.address if self._metrics else None)
+        self._session = Session(self._operations, self._point, max_threads=THREADS, options=request.options)
         self._notifier: Notifier | None = None
         # What the main thread waits for: "init", "resume", "rotate", "stop", "over".
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -124,10 +133,13 @@ class Daemon:
             self._started.set()
             loop.join()
             self._engine.stop()
+            self._engine.end_sentinel()
             if self._log is not None:
                 self._log.close(keep=self._served)
             if server is not None:
                 server.close()
+            if self._metrics is not None:
+                self._metrics.close()
             self._files.remove()
             os.close(self._lock_fd)
         if self._failure is not None:
@@ -166,6 +178,8 @@ class Daemon:
             self._engine.start(self._notifier, self._point)
             server = control.ControlServer(self._files, self._answer)
             self._describe()
+            if self._metrics is not None:
+                self._metrics.start(self._exposition)
             return server
         except BaseException as error:  # noqa: BLE001 - ends the mount, and is raised by run()
             self._failure = error
@@ -175,8 +189,7 @@ class Daemon:
 
     def _describe(self) -> None:
         facts = {"pid": os.getpid(), "source": self._source, "mount": self._point, "started": time.time()}
-        with open(self._files.info, "w", encoding="utf-8") as file:
-            json.dump(facts, file)
+        self._files.tell(facts)
 
     def _bring_pinned(self) -> None:
         """Brings in what --pin names, while the mount serves already."""
@@ -187,15 +200,18 @@ class Daemon:
         try:
             done = self._warmer.warm(list(self._request.pinned), lambda _progress: None)
         except LlmcacheError as error:  # nothing matches yet, or the mount ends
-            log.warning("--pin: %s", error.message)
+            log.warning("--pin: %s", "no file matches yet" if isinstance(error, UsageError) else error.message)
             return
         log.info("--pin: %d of %d bytes are kept", done["warm_bytes"], sum(row["size_bytes"] for row in done["files"]))
+
+    def _exposition(self) -> str:
+        return metrics.exposition(self._engine.stats(), self._point, paths=self._request.metrics_files)
 
     # Control requests
 
     def _answer(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         if request.get("op") == "stop":
-            return self._stop(bool(request.get("force")))
+            return self._stop(switch(request, "force"))
         return self._requests.answer(request, tell)
 
     def _stop(self, force: bool) -> dict[str, Any]:
@@ -228,7 +244,11 @@ def _is_own(pid: int) -> bool:
 
 
 def tune_process() -> None:
-    """Small heap, quick hand-over of the GIL, many descriptors, no directory kept busy, and (root) a high priority."""
+    """Small heap, quick hand-over of the GIL, many descriptors, no directory kept busy, and (root) a high priority.
+
+    No umask: what applications make has their own taken off by the kernel; the daemon's own files say 0600 themselves.
+    """
+    os.umask(0)
     syscalls.keep_heap_small()
     sys.setswitchinterval(0.0005)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -238,16 +258,20 @@ def tune_process() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
 
 
-def serve_foreground(request: MountRequest, source: str, point: str) -> None:
-    """Serve in this process, with the log on stderr unless the request names another; tells systemd when it serves."""
+def serve_foreground(request: MountRequest, source: str, point: str, served: Callable[[], None]) -> None:
+    """Serve in this process, with the log on stderr unless the request names another; tells systemd, and `served`, when
+    it serves.
+    """
     handler = logs.handler(request.log)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logs.catch_all()
     control.make_directory()
     tune_process()
 
     def ready() -> None:
-        log.info("%s is served on %s", source, point)
-        readiness.notify(f"READY=1\nSTATUS={source} is served on {point}")
+        log.info("a directory is served on %s", point)
+        readiness.notify(f"READY=1\nSTATUS=a directory is served on {point}")  # every user may ask systemd for it
+        served()
 
     Daemon(request, source, point, rotation_of(handler)).run(ready)
 

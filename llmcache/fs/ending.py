@@ -6,21 +6,38 @@ import contextlib
 import errno
 import os
 import signal
+from dataclasses import dataclass
+from typing import Any
 
 from llmcache.errors import MountProblem
 from llmcache.fs import control, mountpoint
 
+SCHEMA = "llmcache.umount/1"
 _STOP_TIMEOUT_S = 60.0
 _KILL_AFTER_S = 10.0
 
 
-def end_mount(path: str, *, force: bool) -> None:
+@dataclass(frozen=True)
+class Ended:
+    """What an unmounting ended. `pid`: its daemon, None if there was none; `killed`: it had to be (SIGKILL)."""
+
+    mount: str
+    mounted: bool
+    pid: int | None
+    killed: bool
+
+    def document(self) -> dict[str, Any]:
+        """Returns the JSON-ready document of `llmcache umount --json`."""
+        return {"schema": SCHEMA, "mount": self.mount, "mounted": self.mounted, "pid": self.pid, "killed": self.killed}
+
+
+def end_mount(path: str, *, force: bool) -> Ended:
     """Unmount and wait until the daemon is gone. MountProblem if nothing of ours is mounted, or it is busy or dead."""
     point = mountpoint.resolve(path)
     entry = mountpoint.find(point)
     if entry is None:
-        if force and _leftover(point):
-            return
+        if force and (ended := _leftover(point)):
+            return ended
         raise MountProblem(f"no llmcachefs is mounted on {path}", _hint())
     found = control.files(point, entry.owner)
     pid = control.daemon_pid(point, entry.owner)
@@ -34,7 +51,8 @@ def end_mount(path: str, *, force: bool) -> None:
         if not force:
             raise
         _end_directly(entry, force)
-    _finish(entry, found, pid, force)
+    killed = _finish(entry, found, pid, force)
+    return Ended(point, True, pid, killed)
 
 
 def _hint() -> str | None:
@@ -48,31 +66,36 @@ def _end_directly(entry: mountpoint.MountEntry, force: bool) -> None:
     mountpoint.detach(entry.point, lazy=force)
 
 
-def _finish(entry: mountpoint.MountEntry, found: control.Files, pid: int | None, force: bool) -> None:
-    """Wait for the daemon's end; with force kill one that does not end, and detach what is still there."""
+def _finish(entry: mountpoint.MountEntry, found: control.Files, pid: int | None, force: bool) -> bool:
+    """Wait for the daemon's end; with force kill one that does not end (True), and detach what is still there."""
+    killed = False
     if not control.wait_until_gone(found, _KILL_AFTER_S, pid):
         if not force or pid is None:
             raise MountProblem(f"{entry.point} is unmounted, but its daemon (pid {pid}) has not ended", f"see {found.log}")
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+            killed = True
         control.wait_until_gone(found, _KILL_AFTER_S, pid)
     now = mountpoint.find(entry.point)
     if force and now is not None and now.mount_id == entry.mount_id:
         mountpoint.detach(entry.point, lazy=True)
     if not control.is_locked(found):
         found.remove()
+    return killed
 
 
-def _leftover(point: str) -> bool:
-    """True if a daemon without a mount, or only its files, had to be cleaned up."""
+def _leftover(point: str) -> Ended | None:
+    """What there was to clean up: a daemon without a mount, or only its files; None if there was neither."""
     found = control.files(point)
     pid = control.daemon_pid(point)
+    killed = False
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
         if not control.wait_until_gone(found, _KILL_AFTER_S):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+                killed = True
     known = bool(found.describe())
     found.remove()
-    return known or pid is not None
+    return Ended(point, False, pid, killed) if known or pid is not None else None

@@ -49,6 +49,7 @@ IDLE_DROP_NS = 60_000_000_000  # closed files give everything back after this
 SEEN_NS = 200_000_000  # a cursor that was touched within this is a reader's, now
 APART_NS = 300_000_000  # readers apart for so long are several; one that wraps round seems to be two for SEEN_NS
 CONVOY_STEP_NS = 3_000_000_000  # what a wider window is given to bring them together, before a still wider one
+REST, REST_MAX_S = 4.0, 0.1  # housekeeping rests for so many times as long as it took
 STRAYS_MIN = 3  # readers that fall behind so often need more room behind the first
 CONVOY_MAX = 3
 CONVOY_LIFE_NS = 60_000_000_000
@@ -113,6 +114,9 @@ class Engine:
         self.pins.stop()
         self.loader.join()
         self._house.join(timeout=10)
+
+    def end_sentinel(self) -> None:
+        """Ends the process that watches this one; once nothing can hang any more if this one is killed."""
         if self._sentinel is not None:
             self._sentinel.kill()
             self._sentinel.wait()
@@ -194,9 +198,9 @@ class Engine:
             self._adopt(backing)
         return self.reader.read(backing, address, size, offset, pid)
 
-    def read_direct(self, backing: Backing, address: int, size: int, offset: int) -> int:
-        """As `read`, for an O_DIRECT open: nothing of it enters the page cache, so nothing is noted."""
-        return self.reader.direct(backing, address, max(0, min(size, backing.size - offset)), offset)
+    def read_direct(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
+        """As `read`, for an O_DIRECT open: nothing of it enters the page cache, so nothing but its size is noted."""
+        return self.reader.uncached(backing, address, max(0, min(size, backing.size - offset)), offset, pid)
 
     def changed(self, backing: Backing, offset: int, length: int) -> None:
         """A file was written through the mount, or was found rewritten behind it (offset 0, length -1)."""
@@ -275,9 +279,11 @@ class Engine:
             self.planner.plan()
             self.state.room.notify_all()
 
-    def forget(self, group: Group) -> list[int]:
-        """Gives up all that is kept of `group`, and what was learned; returns its nodes in the kernel. Lock held."""
-        nodes = [member.node for member in group.members if member.node is not None]
+    def forget(self, group: Group) -> list[tuple[int, int]]:
+        """Gives up all that is kept of `group`, and what was learned. Lock held.
+
+        Returns the nodes in the kernel and the sizes of its files."""
+        nodes = [(member.node, member.size_bytes) for member in group.members if member.node is not None]
         self._dissolve(group)
         return nodes
 
@@ -311,7 +317,8 @@ class Engine:
         extents = [extent for extent in range(first, end) if group.state(extent) == PINNED]
         if not extents:
             return
-        log.warning("%s: cannot lock %d bytes at %d: %s", member.path, length, offset, os.strerror(code))
+        inode = member.identity.ino if member.identity is not None else 0
+        log.warning("inode %d: cannot lock %d bytes at %d: %s", inode, length, offset, os.strerror(code))
         for extent in extents:
             group.wanted[extent] = 0
         self.holder.release(group, extents)
@@ -353,9 +360,13 @@ class Engine:
 
     def _keep_house(self, mountpoint: str) -> None:
         limit_before = -1
+        began = time.monotonic()
         while self.state.running:
+            # Every open asks for a plan: with thousands of files known, one after another would leave no time to serve.
+            time.sleep(min(REST * (time.monotonic() - began), REST_MAX_S))
             self._wake.wait(self.gauge.pause_s)
             self._wake.clear()
+            began = time.monotonic()
             if find(mountpoint) is None:  # unmounted by others: the helper's namespace must not keep it alive
                 self.pins.stop()
                 return

@@ -23,6 +23,7 @@ from llmcache.cache.order import LoopOrder, Pass
 if TYPE_CHECKING:
     from llmcache.fs.backing import Backing, Identity
     from llmcache.fs.buffers import Region
+    from llmcache.fs.layout.anatomy import Anatomy
 
 PAGE = 4096
 ABSENT, LOADING, READY, TOUCHED, PINNED, SINGLE, SPARSE = range(7)
@@ -48,6 +49,7 @@ class Member:
     attaching: bool = False
     loads: int = 0  # reads of the backing file that fetches have under way
     file_id: int = -1  # in the access log
+    anatomy: Anatomy | None = None  # of a model
 
     @property
     def reachable(self) -> bool:
@@ -73,6 +75,7 @@ class Fetch:
     error: OSError | None = None
     users: int = 1
     joined: bool = False
+    judged: bool = False  # a reader has come for it, and was counted as in time or late
     stale: bool = False
     held: bool = False  # the arena had it
     keep: bool = False  # the arena wants it
@@ -99,6 +102,7 @@ class Group:
         self.order = self.learner.order
         self.status = bytearray(self.count)
         self.charge = array("L", bytes(array("L").itemsize * self.count))
+        self.seen_ns = array("Q", bytes(8 * self.count))  # by extent: when a request for it came last; 0 for never
         self.wanted = bytearray(self.count)  # by extent: 1 where the plan wants a pin
         self.loading: dict[int, Fetch] = {}
         self.trips: dict[int, Tripwire] = {}
@@ -148,8 +152,8 @@ class Group:
         return (extent - member.base) * self.extent_bytes
 
     def length_of(self, member: Member, extent: int) -> int:
-        """Returns the bytes of `extent` (the last one of a file may be short)."""
-        return min(self.extent_bytes, member.size_bytes - self.offset_of(member, extent))
+        """Returns the bytes of `extent`: the last one of a file may be short, those behind it have none (it was cut)."""
+        return max(0, min(self.extent_bytes, member.size_bytes - self.offset_of(member, extent)))
 
     def state(self, extent: int) -> int:
         """Returns the state of `extent`."""
@@ -166,7 +170,7 @@ class Group:
 
     def note(self, extent: int, now_ns: int, missed: bool) -> Pass | None:
         """Records that a reader touched `extent`; returns the pass that this ends, if any."""
-        self.last_ns = now_ns
+        self.last_ns = self.seen_ns[extent] = now_ns
         self.cursors.note(self.order.rank_of[extent], now_ns, missed)
         return self.learner.note(extent, now_ns)
 
@@ -212,6 +216,7 @@ class Group:
             self.status.extend(bytes([SINGLE]) * more)
             self.wanted.extend(bytes(more))
             self.charge.extend([0] * more)
+            self.seen_ns.extend([0] * more)
             self.count = member.count = self.count + more
             self.order = self.learner.order = LoopOrder(self.count)
             self.cursors.count = self.count

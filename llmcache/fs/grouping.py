@@ -18,6 +18,7 @@ from llmcache.errors import DataError
 from llmcache.fs.buffers import Region
 from llmcache.fs.group import PAGE, SINGLE, Group, Member
 from llmcache.fs.layout import ModelLayout, read_layout, shard_name
+from llmcache.fs.layout.anatomy import Anatomy
 from llmcache.fs.policy import matches
 
 if TYPE_CHECKING:
@@ -52,18 +53,22 @@ class Grouping:
             return owner
         written = backing.writable
         layout = None if written or size <= LEAST_MODEL_BYTES else _layout_of(backing)
+        anatomy = None if layout is None else Anatomy(layout)
         group = self._make(path, size, backing, written, layout)
         with self.state.lock:
             known = self._known(backing, layout)  # closed before, a shard, or another open was faster
-            if known is not None:
-                return known
-            self.state.groups[group.key] = group
-            self.state.references.began(group, "written" if written else "hot" if group.hot else "loop")
-            if group.first:
-                self.state.references.first(group)
-            member = next(member for member in group.members if member.path == path)
-            self._join(group, member, backing, layout)
+            group, member = known or self._begin(group, backing, layout)
+            member.anatomy = member.anatomy or anatomy
             return group, member
+
+    def _begin(self, group: Group, backing: Backing, layout: ModelLayout | None) -> tuple[Group, Member]:
+        self.state.groups[group.key] = group
+        self.state.references.began(group, "written" if group.written else "hot" if group.hot else "loop")
+        if group.first:
+            self.state.references.first(group)
+        member = next(member for member in group.members if member.path == backing.path)
+        self._join(group, member, backing, layout)
+        return group, member
 
     def _known(self, backing: Backing, layout: ModelLayout | None) -> tuple[Group, Member] | None:
         owner = self.state.owners.get(backing)
@@ -191,8 +196,8 @@ def _layout_of(backing: Backing) -> ModelLayout | None:
 
     try:
         return read_layout(read, backing.size, os.path.basename(backing.path))
-    except DataError as error:
-        log.warning("%s is cached without a layout: %s", backing.path, error.message)
+    except DataError:  # its text quotes the file
+        log.warning("inode %d is cached without a layout: its header is damaged", backing.ino)
     except OSError as error:
-        log.warning("%s: cannot read the header: %s", backing.path, error)
+        log.warning("inode %d is cached without a layout: cannot read its header: %s", backing.ino, error.strerror)
     return None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from llmcache.fs.backing import Backing
+from llmcache.fs.caller import Caller
 
 T = TypeVar("T")
 
@@ -23,6 +24,7 @@ class FileHandle:
     backing: Backing
     flags: int
     pid: int
+    rights: Caller | None = None  # of another user
 
     @property
     def direct(self) -> bool:
@@ -120,6 +122,10 @@ class HandleTable(Generic[T]):
             return self._handles[number]
         except KeyError:
             raise OSError(errno.EIO, f"no handle {number}") from None
+
+    def all(self) -> list[T]:
+        """Every handle there is now."""
+        return list(self._handles.values())
 
     def pop(self, number: int) -> T:
         """Forget a number and return its handle."""

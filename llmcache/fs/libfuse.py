@@ -13,11 +13,12 @@ through the mount, because use_ino stays unset.
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llmcache.errors import EnvironmentProblem, MountProblem
@@ -26,6 +27,7 @@ from llmcache.fs.callbacks import Callbacks
 APT_HINT = "install FUSE 3: sudo apt install fuse3"
 WAKE_SIGNAL = signal.SIGUSR2
 _ASYNC_READ = 1 << 0
+_POSIX_ACL = 1 << 19  # the mode of a file with access lists says more than its lists allow: the kernel must see both
 _UNWANTED = (
     (1 << 7 | 1 << 8 | 1 << 9)  # splice: replies come from memory, a pipe would only add system calls
     | 1 << 12  # AUTO_INVAL_DATA: a changed file is noticed at open, pages are dropped by the daemon
@@ -115,25 +117,52 @@ class _OldLoopConfig(ctypes.Structure):
 
 class Notifier:
     """What the daemon tells the kernel unasked. Calls wait for locked pages: never from a thread that owes a reply to
-    a READ. They return 0 or a negative errno (-ENOENT: the kernel does not know the inode, so it holds nothing)."""
+    a READ. They return 0 or a negative errno (-ENOENT: the kernel does not know the inode, so it holds nothing;
+    -ENOTCONN: after `close`).
+
+    A page is locked from the moment its READ is queued. A call that waits for one while nobody takes requests any more
+    would wait for ever, and with it whoever reads: it keeps the connection open that its process has closed. So no call
+    is under way when the serving loop is told to end.
+    """
 
     def __init__(self, fuse: int) -> None:
         self._lib = library()
         self._fuse = fuse
         self._session = self._lib.fuse_get_session(fuse)
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._closed = False
 
     def store(self, nodeid: int, offset: int, address: int, length: int) -> int:
         """Put memory at `address` into the page cache of an inode."""
         vector = _Buffer(1, 0, 0, length, 0, address, -1, 0)
-        return int(self._lib.fuse_lowlevel_notify_store(self._session, nodeid, offset, ctypes.byref(vector), 0))
+        return self._tell(self._lib.fuse_lowlevel_notify_store, self._session, nodeid, offset, ctypes.byref(vector), 0)
 
     def invalidate(self, nodeid: int, offset: int, length: int) -> int:
         """Drop pages of an inode, mapped or not; length 0 is to the end; offset -1 drops only its attributes."""
-        return int(self._lib.fuse_lowlevel_notify_inval_inode(self._session, nodeid, offset, length))
+        return self._tell(self._lib.fuse_lowlevel_notify_inval_inode, self._session, nodeid, offset, length)
 
     def invalidate_path(self, path: str) -> int:
         """Drop all pages and the attributes of the inode at a path of the mount (`/a/b`)."""
-        return int(self._lib.fuse_invalidate_path(self._fuse, os.fsencode(path)))
+        return self._tell(self._lib.fuse_invalidate_path, self._fuse, os.fsencode(path))
+
+    def _tell(self, call: Callable[..., int], *arguments: Any) -> int:
+        with self._changed:
+            if self._closed:
+                return -errno.ENOTCONN
+            self._under_way += 1
+        try:
+            return int(call(*arguments))
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Tell the kernel nothing more; returns when no call is under way, for which requests must still be served."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._under_way)
 
 
 class Session:
@@ -146,6 +175,7 @@ class Session:
         self._mountpoint = mountpoint
         self._max_threads = max_threads
         self._failure: BaseException | None = None
+        self._notifier: Notifier | None = None
         self._thread = 0
         self._over = threading.Event()
         self._table = self._callbacks()
@@ -182,7 +212,8 @@ class Session:
         """FUSE_INIT: settings, then the operations' own start. A failure ends the loop and is raised by run()."""
         try:
             self._configure(conn.contents, config.contents)
-            self._operations.init(Notifier(self._fuse))
+            self._notifier = Notifier(self._fuse)
+            self._operations.init(self._notifier)
         except BaseException as error:  # noqa: BLE001 - carried to run(); libfuse itself cannot be told
             self._failure = error
             self._lib.fuse_exit(self._fuse)
@@ -190,6 +221,7 @@ class Session:
     @staticmethod
     def _configure(conn: Any, config: Any) -> None:
         conn.want = (conn.want | (conn.capable & _ASYNC_READ)) & ~_UNWANTED
+        conn.want |= conn.capable & _POSIX_ACL
         conn.max_background, conn.congestion_threshold = 64, 48
         config.entry_timeout = 1.0
         # Size and times are asked for at every open and stat (default_permissions checks refresh them), so a file that
@@ -241,6 +273,8 @@ class Session:
         """End run(): requests in progress are answered, then the mount is detached. Returns when the loop is over.
 
         libfuse's loop waits on a semaphore that only a signal interrupts; one sent before it waits is lost, so again."""
+        if self._notifier is not None:
+            self._notifier.close()
         self._lib.fuse_exit(self._fuse)
         while not self._over.is_set():
             if self._thread:

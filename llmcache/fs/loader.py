@@ -71,6 +71,8 @@ class Loader:
         """Claims the extent that is wanted soonest, if there is room for it. Lock held."""
         best: tuple[tuple[int, int], Group, int] | None = None
         for group in self.state.groups.values():
+            if not group.cursors.live:  # here, and not in `_candidates`: of thousands of files, all but a few have no reader
+                continue
             for urgency, extent in self._candidates(group):
                 if best is None or urgency < best[0]:
                     best = (urgency, group, extent)
@@ -89,7 +91,7 @@ class Loader:
 
         Urgency: place in the convoy, then bytes already waiting ahead.
         """
-        if self.state.notifier is None or not group.cursors.live:
+        if self.state.notifier is None:
             return
         readers = [cursor for cursor in group.cursors.trailing_first() if self._follows(group, cursor)]
         # The last of the convoy may fill the window alone: the sooner it has caught up, the sooner one read serves all.

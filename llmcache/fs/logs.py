@@ -2,15 +2,24 @@
 
 Rotation on SIGHUP: a file that logrotate has moved away is opened anew under its name; one that is still there is moved
 to `FILE.1` first. What libfuse and helpers print follows, where their stdout and stderr are the log.
+
+A log names no file of a model and nothing of its content: other people get to read logs. Files go by the number of their
+inode in SOURCE (`find SOURCE -inum N`), and of exceptions the places in our code and the kind are written, not the text.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import logging.handlers
 import os
 import socket
+import stat
 import sys
+import threading
+import traceback
+from types import TracebackType
 
 from llmcache.errors import EnvironmentProblem, UsageError
 
@@ -28,15 +37,15 @@ class LogFile(logging.handlers.RotatingFileHandler):
     """A log file (0600); `streams`: this process' stdout and stderr go there as well. `most_bytes` 0: as long as it gets."""
 
     def __init__(self, path: str, most_bytes: int, streams: bool) -> None:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-        super().__init__(path, maxBytes=most_bytes, backupCount=1, encoding="utf-8")
-        self.setFormatter(logging.Formatter(FORMAT))
+        super().__init__(path, maxBytes=most_bytes, backupCount=1, encoding="utf-8", errors="backslashreplace")
+        self.setFormatter(PrivateFormatter(FORMAT))
         self._streams = streams
         self._redirect()
 
     def renew(self) -> None:
-        """Begins a new file."""
+        """Begins a new file; where that is not possible, the log goes on in the old one."""
         self.acquire()
+        fd = os.dup(self._descriptor)
         try:
             if self._is_in_place():
                 self.doRollover()
@@ -44,11 +53,19 @@ class LogFile(logging.handlers.RotatingFileHandler):
                 self.close()
                 self.stream = self._open()
                 self._redirect()
-        except OSError as error:  # no right to rename, no space: the mount goes on, and so does its log
-            self.stream = self.stream or self._open()
+        except OSError as error:  # no right to rename, no space, no such directory any more: the mount goes on
+            if self.stream is None:
+                self.stream = self._open_again(fd)
             log.warning("the log cannot be rotated: %s", error.strerror)
         finally:
+            os.close(fd)
             self.release()
+
+    def _open(self) -> io.TextIOWrapper:
+        return open(open_own(self.baseFilename), "a", encoding=self.encoding, errors=self.errors)
+
+    def _open_again(self, fd: int) -> io.TextIOWrapper:
+        return open(os.dup(fd), "a", encoding=self.encoding, errors=self.errors)
 
     @property
     def _descriptor(self) -> int:
@@ -75,11 +92,62 @@ class LogFile(logging.handlers.RotatingFileHandler):
             os.dup2(self._descriptor, 2)
 
 
+def open_own(path: str) -> int:
+    """A descriptor to append to a file of this user, new (0600) or not; OSError for a link, and what is another user's."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o600)
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        return fd
+    os.close(fd)
+    raise PermissionError(errno.EPERM, "not a file of this user")
+
+
+def problem(path: str, error: OSError) -> EnvironmentProblem:
+    """The error to raise where there can be no log at `path`."""
+    return EnvironmentProblem(f"log: '{path}' cannot be written: {error.strerror}", "name another file with --log")
+
+
+class PrivateFormatter(logging.Formatter):
+    """Writes of an exception what `without_text` leaves of it."""
+
+    def formatException(
+        self,
+        ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None],
+    ) -> str:
+        """Text of an exception."""
+        return without_text(ei[1]) if ei[1] is not None else ""
+
+
+def without_text(error: BaseException) -> str:
+    """Where an exception came from, and of which kind it and those behind it are; its own text may name files."""
+    parts = []
+    behind: BaseException | None = error
+    while behind is not None:
+        said = f": {os.strerror(behind.errno)}" if isinstance(behind, OSError) and behind.errno else ""
+        parts += ["Traceback:\n", *traceback.format_tb(behind.__traceback__), f"{type(behind).__name__}{said}\n"]
+        behind = behind.__cause__ or (None if behind.__suppress_context__ else behind.__context__)
+    return "".join(parts).rstrip()
+
+
+def catch_all() -> None:
+    """From now on exceptions that nobody handles, in threads and in callbacks of C, are logged without their text."""
+
+    def said(error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, SystemExit):
+            log.error("unexpected error", exc_info=error)
+
+    logging.raiseExceptions = False  # a record that cannot be written would be shown whole on stderr, which is the log
+    threading.excepthook = lambda args: said(args.exc_value)
+    sys.unraisablehook = lambda args: said(args.exc_value)
+
+
 class Journal(logging.Handler):
     """The journal of systemd, in its native protocol: a datagram of `FIELD=value` lines."""
 
     def __init__(self, path: str = JOURNAL_SOCKET) -> None:
         super().__init__()
+        self.setFormatter(PrivateFormatter())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._socket.connect(path)
@@ -102,9 +170,12 @@ def check(target: str | None, point: str) -> str | None:
     """`target` as a daemon can use it: None, JOURNAL or an absolute path. UsageError for a path that cannot be a log."""
     if target is None or target == JOURNAL:
         return target
-    path = os.path.realpath(target)
+    above, name = os.path.split(os.path.abspath(target))
+    path = os.path.join(os.path.realpath(above), name)  # a link there may be another user's: it is not followed
     if not os.path.isdir(os.path.dirname(path)):
         raise UsageError(f"log: '{os.path.dirname(path)}' is not a directory", "make it first")
+    if os.path.islink(path):
+        raise UsageError(f"log: '{target}' is a symbolic link", "name the file itself")
     if os.path.commonpath([path, point]) == point:
         raise UsageError(f"log: '{target}' is below the mount point", "name a place outside of it")
     if os.path.exists(path) and not os.path.isfile(path):
@@ -117,9 +188,12 @@ def handler(target: str | None) -> logging.Handler:
     if target == JOURNAL or (target is None and _is_stderr_the_journal()):
         return Journal()
     if target is not None:
-        return LogFile(target, 0, streams=False)
+        try:
+            return LogFile(target, 0, streams=False)
+        except OSError as error:
+            raise problem(target, error) from error
     plain = logging.StreamHandler(sys.stderr)
-    plain.setFormatter(logging.Formatter("llmcache: %(message)s"))
+    plain.setFormatter(PrivateFormatter("llmcache: %(message)s"))
     return plain
 
 

@@ -117,6 +117,7 @@ def main() -> int:
     """Writes until stdin closes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    os.umask(0o077)  # the log tells which files there are
     with contextlib.suppress(OSError):  # the daemon may have given itself priority; this is not urgent
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
     try:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
 from llmcache.errors import UsageError
-from llmcache.fs import libfuse, logs, mountpoint, options
+from llmcache.fs import control, libfuse, logs, mountpoint, options
 from llmcache.fs.accesslog import check_path
 from llmcache.fs.daemon import MountRequest, serve_foreground
+from llmcache.fs.endpoint import parse_address
+from llmcache.fs.served import announce
 from llmcache.fs.settings import Setting
 from llmcache.units import parse_size
 
@@ -21,6 +24,9 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
     UsageError, naming the setting: it is missing, or says nothing that is possible. An empty spill glob means none.
     """
     values = {name: setting.value for name, setting in settings.items()}
+    for name, value in values.items():
+        if isinstance(value, str) and "\0" in value:
+            raise UsageError(f"{name}: {value!r} contains a NUL character", "no path does")
     for name in ("source", "mount"):
         if values[name] is None:
             hint = f"'llmcache mount --help' shows the usage; {name} = … in --config FILE does as well"
@@ -30,6 +36,10 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
     given = options.parse(values["options"])
     if values["rw"] and "ro" in given:
         raise UsageError("--rw and -o ro contradict each other")
+    if values["metrics"] is not None:
+        parse_address(values["metrics"])
+    elif values["metrics_files"]:
+        raise UsageError("metrics_files: there are no metrics", "give --metrics 127.0.0.1:PORT with it")
     spill = tuple(glob for glob in values["spill"] if glob)
     return MountRequest(
         values["source"],
@@ -42,6 +52,8 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
         values["access_log"],
         tuple(glob for glob in values["pin"] if glob),
         values["log"],
+        values["metrics"],
+        values["metrics_files"],
     )
 
 
@@ -54,17 +66,30 @@ def _cache_bytes(setting: Setting) -> int | None:
         raise UsageError(f"cache: {error.message}{f' ({setting.where})' if setting.where else ''}", error.hint) from error
 
 
-def mount(request: MountRequest, *, foreground: bool) -> None:
-    """Serve `request`: returns at the end of the mount (foreground), or once it serves (a daemon)."""
+def mount(request: MountRequest, *, foreground: bool, as_json: bool = False) -> None:
+    """Serve `request`: returns at the end of the mount (foreground), or once it serves (a daemon).
+
+    `as_json`: once it serves, a document about it is printed.
+    """
     source, point = mountpoint.check(request.source, request.mount)
     request = replace(request, log=logs.check(request.log, point))
     if request.access_log is not None:
         request = replace(request, access_log=check_path(request.access_log, point))
     libfuse.binding()
     mountpoint.check_machine()
+    if options.opens_to_others(request.options) and mountpoint.is_closed_above(source):
+        said = "others, who do not reach SOURCE below a closed directory, reach it through the mount (allow_other)"
+        print(f"llmcache: note: {said}", file=sys.stderr)
+
+    def served() -> None:
+        if as_json:
+            own = None if foreground else control.files(point).log
+            announce(point, request.log or own)
+
     if foreground:
-        serve_foreground(request, source, point)
+        serve_foreground(request, source, point, served)
     else:
         from llmcache.fs.background import serve_background
 
         serve_background(request, source, point)
+        served()

@@ -56,8 +56,16 @@ def _parse(line: str) -> MountEntry:
 
 
 def resolve(path: str) -> str:
-    """Real path of a mount point. Its last component is not looked at if something of ours is mounted there."""
-    absolute = os.path.abspath(path)
+    """Real path of a mount point. Its last component is not looked at if something of ours is mounted there.
+
+    UsageError if it is relative to a directory that has gone, or no path at all."""
+    if "\0" in path:
+        raise UsageError(f"MOUNT: {path!r} is no path")
+    try:
+        absolute = os.path.abspath(path)
+    except FileNotFoundError:
+        said = f"MOUNT: '{path}' is relative, and the working directory has gone"
+        raise UsageError(said, "cd to one that is there") from None
     above, name = os.path.split(absolute)
     likely = os.path.join(os.path.realpath(above), name) if name else absolute
     if any(entry.point == likely and entry.fstype == FSTYPE for entry in entries()):
@@ -130,6 +138,16 @@ def check(source: str, mount: str) -> tuple[str, str]:
     return real, point
 
 
+def is_closed_above(directory: str) -> bool:
+    """True if other users cannot walk to a real path, by the modes of the directories that it lies in."""
+    above = os.path.dirname(directory)
+    while above != directory:
+        if not os.stat(above).st_mode & stat.S_IXOTH:
+            return True
+        above, directory = os.path.dirname(above), above
+    return False
+
+
 def _check_directory(path: str, what: str) -> None:
     try:
         mode = os.stat(path).st_mode
@@ -177,8 +195,16 @@ def detach(point: str, *, lazy: bool) -> None:
             _fusermount(point, lazy)
     except OSError as error:
         if error.errno != errno.EBUSY:
-            raise MountProblem(f"cannot unmount {point}: {error.strerror}") from error
+            raise MountProblem(f"cannot unmount {point}: {error.strerror}", mtab_hint()) from error
         raise busy(entry) from error
+
+
+def mtab_hint(path: str = "/etc/mtab") -> str | None:
+    """How to come by /etc/mtab, which fusermount3 does not unmount without; None if it is there.
+
+    systemd makes it when a machine starts, so chroots and images that were never started lack it.
+    """
+    return None if os.path.exists(path) else f"fusermount3 needs {path}: sudo ln -s ../proc/self/mounts {path}"
 
 
 def _fusermount(point: str, lazy: bool) -> None:

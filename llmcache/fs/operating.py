@@ -11,10 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from llmcache.errors import MountProblem
 from llmcache.fs.asking import ask
-from llmcache.units import format_duration, format_size
+from llmcache.units import format_duration, format_size, printable
 
 _WIDTH = 79
 _NS = 1e9
@@ -36,7 +37,7 @@ def warmup(mount: str, globs: tuple[str, ...], *, check: bool, as_json: bool) ->
 
     MountProblem, after the output, if something that should be there is not.
     """
-    with _progress("warming") as show:
+    with _progress("checking" if check else "warming") as show:
         reply = ask(mount, {"op": "warmup", "globs": list(globs), "check": check}, show)
     if as_json:
         print(json.dumps(reply))
@@ -53,7 +54,7 @@ def _print_warm(mount: str, reply: dict[str, Any], check: bool) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for row in reply["files"]:
         sizes = (format_size(row[key]) for key in ("size_bytes", "wanted_bytes", "warm_bytes"))
-        table.add_row(str(row["path"]).lstrip("/") + (" (pinned)" if row["pinned"] else ""), *sizes)
+        table.add_row(Text(printable(row["path"].lstrip("/")) + (" (pinned)" if row["pinned"] else "")), *sizes)
     console.print(table)
     kept, wanted = format_size(reply["warm_bytes"]), format_size(reply["wanted_bytes"])
     spent = "" if check else f", {format_size(reply['read_bytes'])} read in {format_duration(reply['seconds'] * _NS)}"
@@ -62,23 +63,26 @@ def _print_warm(mount: str, reply: dict[str, Any], check: bool) -> None:
 
 def _refuse_cold(mount: str, reply: dict[str, Any], check: bool) -> None:
     if reply["unreadable"]:
-        raise MountProblem(f"cannot be read: {', '.join(reply['unreadable'])}", "its permissions in SOURCE?")
+        said = ", ".join(map(printable, reply["unreadable"]))
+        raise MountProblem(f"cannot be read: {said}", "its permissions in SOURCE, or its storage?")
     missing = reply["wanted_bytes"] - reply["warm_bytes"]
     if missing > 0:
-        hint = f"llmcache warmup {mount}" if check else "more memory pressure or busy readers? its log tells of failed locks"
+        why = "given up meanwhile? by memory pressure, resize or evict; or locks failed: see its log"
+        hint = f"llmcache warmup {mount}" if check else why
         raise MountProblem(f"{format_size(missing)} of what should be kept is not there", hint)
 
 
 def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
     """Gives up what a mount keeps of files; those of --pin stay."""
-    reply = ask(mount, {"op": "evict", "globs": list(globs)})
+    with _progress("evicting") as show:
+        reply = ask(mount, {"op": "evict", "globs": list(globs)}, show)
     if as_json:
         print(json.dumps(reply))
         return
     files = sum(len(group["paths"]) for group in reply["groups"])
     print(f"{mount}: {format_size(reply['evicted_bytes'])} of {files} {'file' if files == 1 else 'files'} evicted")
     for path in reply["pinned"]:
-        print(f"llmcache: {path} is pinned by --pin and stays", file=sys.stderr)
+        print(f"llmcache: {printable(path)} is pinned by --pin and stays", file=sys.stderr)
 
 
 @contextmanager
@@ -88,4 +92,4 @@ def _progress(what: str) -> Iterator[Callable[[dict[str, Any]], None]]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=None)
-        yield lambda told: progress.update(task, completed=told["done_bytes"], total=told["total_bytes"])
+        yield lambda told: progress.update(task, completed=told.get("done_bytes", 0), total=told.get("total_bytes"))

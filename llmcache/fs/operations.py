@@ -8,15 +8,18 @@ open is about to drop. The size needs no care: attributes expire at once (see li
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import queue
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from llmcache.fs import syscalls
 from llmcache.fs.backing import Backing, BackingTable, Opened
+from llmcache.fs.caller import Caller
 from llmcache.fs.handles import FileHandle, HandleTable, Listing
 from llmcache.fs.policy import WritePolicy
 from llmcache.fs.source import SourceTree
@@ -36,6 +39,7 @@ class LlmcacheOperations(TreeOperations):
         self._engine = engine
         self._files: HandleTable[FileHandle] = HandleTable()
         self._listings: HandleTable[Listing] = HandleTable()
+        self._in_progress: list[tuple[str, int, Caller]] = []  # of opens that have no handle yet
         self._notifier: Notifier | None = None
         self._to_drop: queue.SimpleQueue[Backing | None] = queue.SimpleQueue()
         self._dropper = threading.Thread(target=self._drop_pages, name="drop-pages", daemon=True)
@@ -71,62 +75,95 @@ class LlmcacheOperations(TreeOperations):
 
     # Open and close
 
-    def open(self, path: str, flags: int, pid: int) -> tuple[int, bool]:
+    def open(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]:
         """(handle, whether the kernel may keep its pages) of an existing regular file."""
         if path in self._hidden:
-            return self._reopen_hidden(path, flags, pid)
+            return self._reopen_hidden(path, flags, caller)
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
             self._policy.check(path)
-        with self._tree.parent(path) as (dir_fd, name):
-            opened = self._table.open(path, dir_fd, name, flags & ~(os.O_CREAT | os.O_EXCL))
-        return self._register(opened, path, flags, pid)
+        return self._open(path, flags & ~(os.O_CREAT | os.O_EXCL), 0, caller)
 
-    def create(self, path: str, flags: int, mode: int, owner: tuple[int, int], pid: int) -> tuple[int, bool]:
+    def _open(self, path: str, flags: int, mode: int, caller: Caller) -> tuple[int, bool]:
+        rights = caller.remembered()
+        with self._opening(path, flags, rights):
+            with self._tree.parent(path, caller) as (dir_fd, name):
+                opened = self._table.open(path, dir_fd, name, flags, mode, caller=caller, may_replace=self._may_replace)
+            return self._register(opened, path, flags, caller.pid, rights)
+
+    @contextlib.contextmanager
+    def _opening(self, path: str, flags: int, rights: Caller | None) -> Iterator[None]:
+        """While it lasts, these rights count for `path`: there is no handle yet that would tell."""
+        if rights is None:
+            yield
+            return
+        entry = (path, flags, rights)
+        self._in_progress.append(entry)
+        try:
+            yield
+        finally:
+            self._in_progress.remove(entry)
+
+    def _may_replace(self, backing: Backing, fd: int) -> bool:
+        """True if all who have a file open may so open what has taken its place: they will have it, see `backing.py`."""
+        known = [(handle.flags, handle.rights) for handle in self._files.all() if handle.backing is backing]
+        known += [(flags, rights) for path, flags, rights in list(self._in_progress) if path == backing.path]
+        return all(rights is None or self._may_open(backing.path, fd, flags, rights) for flags, rights in known)
+
+    def _may_open(self, path: str, fd: int, flags: int, caller: Caller) -> bool:
+        """True if `path` leads that user to the file behind `fd`, and they may open it."""
+        try:
+            with self._tree.parent(path, caller) as (dir_fd, name):
+                found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+            caller.check(fd, flags & ~os.O_TRUNC)
+        except OSError:
+            return False
+        return os.path.samestat(found, os.fstat(fd))
+
+    def create(self, path: str, flags: int, mode: int, caller: Caller) -> tuple[int, bool]:
         """(handle, keep) of a file that did not exist a moment ago."""
         self._policy.check(path)
-        with self._tree.parent(path) as (dir_fd, name):
-            opened = self._table.open(path, dir_fd, name, flags | os.O_CREAT, mode)
-            try:
-                self._give(opened.backing.fd, dir_fd, owner)
-                opened.backing.record()
-            except BaseException:
-                self._table.release(opened.backing)
-                raise
-        return self._register(opened, path, flags, pid)
+        return self._open(path, flags | os.O_CREAT, mode, caller)
 
-    def _register(self, opened: Opened, path: str, flags: int, pid: int) -> tuple[int, bool]:
+    def _register(self, opened: Opened, path: str, flags: int, pid: int, rights: Caller | None) -> tuple[int, bool]:
         """The handle of an open, after everything it noticed has been passed on."""
         backing = opened.backing
         try:
             if opened.changed:
-                log.info("%s was changed behind the mount", path)
+                log.info("inode %d was changed behind the mount", backing.ino)
                 self._engine.changed(backing, 0, -1)
             if opened.drop:
                 self._to_drop.put(backing)
             if flags & os.O_TRUNC:
                 self._resize(backing, 0)
             may_keep = self._engine.opened(backing, path, pid)
-            return self._files.add(FileHandle(backing, flags, pid)), bool(opened.keep_cache and may_keep)
+            handle = FileHandle(backing, flags, pid, rights)
+            return self._files.add(handle), bool(opened.keep_cache and may_keep)
         except BaseException:
             self._table.release(backing)
             raise
 
-    def _reopen_hidden(self, path: str, flags: int, pid: int) -> tuple[int, bool]:
+    def _reopen_hidden(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]:
         """A deleted file opened again through /proc/PID/fd (it may be written: it could be deleted)."""
         backing = self._table.acquire(path)
         if backing is None:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+        try:
+            caller.check(backing.fd, flags)
+        except OSError:
+            self._table.release(backing)
+            raise
         if flags & os.O_ACCMODE != os.O_RDONLY and not backing.writable:
             fd = os.open(f"/proc/self/fd/{backing.fd}", os.O_RDWR | os.O_CLOEXEC)
             backing.make_writable(fd)
             os.close(fd)
-        return self._register(Opened(backing, False, False, True), path, flags, pid)
+        return self._register(Opened(backing, False, False, True), path, flags, caller.pid, caller.remembered())
 
     def release(self, number: int) -> None:
         """The last descriptor of one open was closed."""
         handle = self._files.pop(number)
         self._engine.closed(handle.backing, handle.pid)
-        self._table.release(handle.backing)
+        if not self._table.release(handle.backing):
+            self._let_go(handle.backing)
 
     # Data
 
@@ -134,7 +171,7 @@ class LlmcacheOperations(TreeOperations):
         """Bytes put at `address`; short only at the end of the file."""
         handle = self._files.get(number)
         if handle.direct:
-            return int(self._engine.read_direct(handle.backing, address, size, offset))
+            return int(self._engine.read_direct(handle.backing, address, size, offset, pid))
         return int(self._engine.read(handle.backing, address, size, offset, pid))
 
     def write_from(self, number: int, address: int, size: int, offset: int) -> int:
@@ -144,7 +181,7 @@ class LlmcacheOperations(TreeOperations):
         self._note_change(backing, offset, done)
         return done
 
-    def truncate(self, path: str | None, number: int | None, length: int) -> None:
+    def truncate(self, path: str | None, number: int | None, length: int, caller: Caller) -> None:
         """Set the size, of an open file by its handle or of a path."""
         backing = self._backing_of(path, number)
         if backing is not None:
@@ -152,8 +189,8 @@ class LlmcacheOperations(TreeOperations):
             return
         assert path is not None
         self._policy.check(path)
-        with self._tree.parent(path) as (dir_fd, name):
-            opened = self._table.open(path, dir_fd, name, os.O_WRONLY)
+        with self._tree.parent(path, caller) as (dir_fd, name):
+            opened = self._table.open(path, dir_fd, name, os.O_WRONLY, caller=caller, may_replace=self._may_replace)
         try:
             self._resize(opened.backing, length)
         finally:
@@ -168,10 +205,14 @@ class LlmcacheOperations(TreeOperations):
     def _note_change(self, backing: Backing, offset: int, length: int) -> None:
         """Tell the engine; the kernel's pages of this path are right already, those of other hard links are not."""
         self._engine.changed(backing, offset, length)
-        for other in self._table.others(backing):
-            other.outdate()
-            self._engine.changed(other, 0, -1)
-            self._drop_now(other)
+        with contextlib.ExitStack() as in_use:
+            others = self._table.others(backing)
+            for other in others:
+                in_use.callback(self._table.release, other)
+            for other in others:
+                other.outdate()
+                self._engine.changed(other, 0, -1)
+                self._drop_now(other)
 
     def fsync(self, number: int, data_only: bool) -> None:
         """Force written data to SOURCE's storage."""

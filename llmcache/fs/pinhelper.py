@@ -18,6 +18,7 @@ import json
 import os
 import re
 import signal
+import stat
 import sys
 from typing import Any
 
@@ -39,8 +40,8 @@ libc.mlock.argtypes = libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 class Mapping:
     """One attached file: open handle and a read-only shared mapping of it."""
 
-    def __init__(self, path: str) -> None:
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, directory: str, path: str) -> None:
+        self.fd = open_below(directory, path)
         status = os.fstat(self.fd)
         self.node, self.size, self.address = status.st_ino, status.st_size, 0
 
@@ -86,7 +87,7 @@ class Helper:
     def attach(self, path: str) -> dict[str, Any]:
         """Opens `path` through the mount, anew if it was attached before."""
         self.detach(path)
-        mapping = self.files[path] = Mapping(os.path.join(self.mountpoint, path.lstrip("/")))
+        mapping = self.files[path] = Mapping(self.mountpoint, path)
         return {"node": mapping.node, "size": mapping.size}
 
     def detach(self, path: str) -> dict[str, Any]:
@@ -114,6 +115,27 @@ class Helper:
             if call(base + offset, length):
                 failed.append([offset, length, ctypes.get_errno()])
         return failed
+
+
+def open_below(directory: str, path: str) -> int:
+    """Returns a descriptor of the regular file at `path` below `directory`.
+
+    No link is followed, and no pipe waited for: what has taken a file's place meanwhile could lead root anywhere.
+    """
+    *above, name = path.strip("/").split("/")
+    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for step in above:
+            below = os.open(step, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+            os.close(fd)
+            fd = below
+        found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
+    finally:
+        os.close(fd)
+    if stat.S_ISREG(os.fstat(found).st_mode):
+        return found
+    os.close(found)
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
 def own_namespace(mountpoint: str) -> None:

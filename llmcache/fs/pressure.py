@@ -43,12 +43,13 @@ class PressureGauge:
     def check(self, budget_bytes: int, used_bytes: int) -> None:
         """Raises EnvironmentProblem if a new budget cannot be had; `used_bytes` are ours already."""
         if budget_bytes < MIN_BUDGET_BYTES:
-            raise EnvironmentProblem(f"{format_size(budget_bytes)} is less than {format_size(MIN_BUDGET_BYTES)}")
+            raise EnvironmentProblem(f"a budget of {format_size(budget_bytes)} is less than {format_size(MIN_BUDGET_BYTES)}")
         least = tightest(self._root)
         if budget_bytes - used_bytes > least.spare_bytes:
             raise EnvironmentProblem(
-                f"{format_size(budget_bytes)} does not fit: {format_size(used_bytes + least.spare_bytes)} can be had",
-                f"in the {least.name}",
+                f"a budget of {format_size(budget_bytes)} does not fit: "
+                f"the {least.name} can spare {format_size(max(0, used_bytes + least.spare_bytes))}",
+                "take less, or free memory there",
             )
 
     def reset(self, budget_bytes: int) -> None:

@@ -49,7 +49,7 @@ class Reader:
         size = max(0, min(size, backing.size - offset))
         owner = self.state.owners.get(backing)
         if owner is None or offset + size > owner[1].size_bytes:
-            return self.direct(backing, address, size, offset)
+            return self.uncached(backing, address, size, offset, pid)
         group, member = owner
         done = 0
         while done < size:
@@ -102,14 +102,14 @@ class Reader:
             ctypes.memmove(address, trip.page, length)
             return length
         if mine is not None:
-            return self._answer_mine(group, member, backing, mine, address, start, length)
+            return self._answer_mine(group, member, backing, mine, address, start, length, pid)
         if theirs is not None:
-            return self._answer_theirs(group, member, backing, theirs, address, start, length)
+            return self._answer_theirs(group, member, backing, theirs, address, start, length, pid)
         return self.direct(backing, address, length, group.offset_of(member, extent) + start)
 
     def _note(self, group: Group, extent: int, state: int) -> None:
         if state == SINGLE:
-            group.last_ns = time.monotonic_ns()
+            group.last_ns = group.seen_ns[extent] = time.monotonic_ns()
             return
         done = group.note(extent, time.monotonic_ns(), state in (ABSENT, SPARSE))
         if done is not None:
@@ -145,13 +145,17 @@ class Reader:
             group.strays[extent] = time.monotonic_ns()
 
     def _answer_mine(
-        self, group: Group, member: Member, backing: Backing, fetch: Fetch, address: int, start: int, length: int
+        self, group: Group, member: Member, backing: Backing, fetch: Fetch, address: int, start: int, length: int, pid: int
     ) -> int:
+        began_ns = time.monotonic_ns()
         self.fetcher.load(group, member, fetch)
+        waited_ns = time.monotonic_ns() - began_ns
         if fetch.error is None:
             copy(address, fetch.region, start, length)
             fetch.replied = (start // PAGE * PAGE, start + length)
         with self.state.lock:
+            if pid and not fetch.held:
+                self.state.demand_waits.add(waited_ns)
             self.state.fills.append(Fill(group, member, fetch))
             self.state.work.notify()
         if fetch.error is not None:
@@ -159,22 +163,45 @@ class Reader:
         return length
 
     def _answer_theirs(
-        self, group: Group, member: Member, backing: Backing, fetch: Fetch, address: int, start: int, length: int
+        self, group: Group, member: Member, backing: Backing, fetch: Fetch, address: int, start: int, length: int, pid: int
     ) -> int:
-        late = not fetch.done.is_set()
+        waited = not fetch.done.is_set()
+        began_ns = time.monotonic_ns()
         while not fetch.done.wait(WAIT_S):
             if not self.state.running:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
+        waited_ns = time.monotonic_ns() - began_ns
         usable = fetch.error is None and not fetch.stale
         if usable:
             copy(address, fetch.region, start, length)
         with self.state.lock:
-            if late and fetch.ahead:
-                self.state.counters.prefetch_late_bytes += fetch.length
+            if pid:
+                self._judge(fetch, waited, waited_ns)
             self.state.finish(fetch)
         if not usable:
             return self.direct(backing, address, length, group.offset_of(member, fetch.extent) + start)
         return length
+
+    def _judge(self, fetch: Fetch, waited: bool, waited_ns: int) -> None:
+        """A reader got an extent that was on its way; prefetched bytes count once, as in time or late. Lock held."""
+        counters = self.state.counters
+        if waited:
+            (self.state.late_waits if fetch.ahead else self.state.demand_waits).add(waited_ns)
+        if fetch.ahead and not fetch.judged and not fetch.held and fetch.error is None:
+            fetch.judged = True
+            if waited:
+                counters.prefetch_late_bytes += fetch.length
+            else:
+                counters.prefetch_useful_bytes += fetch.length
+
+    def uncached(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
+        """Serves a read of which nothing is kept, such as one with O_DIRECT: all that it gives comes from storage."""
+        done = self.direct(backing, address, size, offset)
+        if pid:
+            with self.state.lock:
+                self.state.counters.requested_bytes += done
+                self.state.consumed(done, False)
+        return done
 
     def direct(self, backing: Backing, address: int, size: int, offset: int) -> int:
         """Reads exactly this range, through this thread's aligned buffer; returns the bytes read."""

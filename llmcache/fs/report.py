@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,12 @@ def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
         result: dict[str, Any] = {
             "schema": SCHEMA,
             "mode": mode,
+            "uptime_s": (time.monotonic_ns() - state.began_ns) / 1e9,
             "budget_bytes": state.budget_bytes,
             "limit_bytes": state.pin_limit_bytes,
             "pinned_bytes": state.pinned_bytes(),
             "window_bytes": state.window_bytes(),
+            "pages_bytes": _pages_bytes(state),
             "resident_bytes": state.used_bytes,
             "read_bytes": counters["hit_bytes"] + counters["miss_bytes"],
             "hit_bytes": counters["hit_bytes"],
@@ -37,13 +40,14 @@ def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
                 "late_bytes": counters["prefetch_late_bytes"],
                 "wasted_bytes": counters["prefetch_wasted_bytes"],
             },
+            "waits": {"late": state.late_waits.as_dict(), "demand": state.demand_waits.as_dict()},
             "stored_bytes": counters["stored_bytes"],
             "invalidated_bytes": counters["invalidated_bytes"],
             "refault_bytes": counters["refault_bytes"],
             "helper_pid": helper_pid,
             "arena": _arena(state.references),
             "access_log": _access_log(state.references),
-            "files": [_file(state, group, member) for group in state.groups.values() for member in group.members],
+            "files": _files(state),
         }
         held_bytes = state.held_bytes
     helper_bytes = private_bytes(str(helper_pid)) if helper_pid else 0
@@ -70,12 +74,23 @@ def _access_log(references: References) -> dict[str, Any] | None:
     return None if log is None else {"path": log.path, "rows": log.rows, "lost_rows": log.lost}
 
 
-def _file(state: CacheState, group: Group, member: Member) -> dict[str, Any]:
+def _pages_bytes(state: CacheState) -> int:
+    """What is charged for single pages: of headers, embedding rows, small files and written ones."""
+    return sum(group.charge[extent] for group in state.groups.values() for extent in group.strays)
+
+
+def _files(state: CacheState) -> list[dict[str, Any]]:
+    owners = state.owners.items()
+    in_use = {member for backing, (_, member) in owners if state.opens.get(backing)}
+    return [_file(group, member, member in in_use) for group in state.groups.values() for member in group.members]
+
+
+def _file(group: Group, member: Member, is_open: bool) -> dict[str, Any]:
     return {
         "path": member.path,
         "size_bytes": member.size_bytes,
         "class": _class(group),
-        "open": any(owner == (group, member) and state.opens.get(backing) for backing, owner in state.owners.items()),
+        "open": is_open,
         "loops": [_loop(group)] if group.looping and member is group.members[0] else [],
     }
 

@@ -13,17 +13,21 @@ In the environment, entries of a list are separated by colons.
 from __future__ import annotations
 
 import os
+import reprlib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from llmcache.errors import DataError, UsageError
+from llmcache.fs import options
 from llmcache.fs.policy import DEFAULT_SPILL
 
 PREFIX = "LLMCACHE_"
 TABLE = "mount"
+_LONGEST_FILE = 1 << 14  # tomllib's memory grows with the square of what a key can have in dots
 TEXT, SWITCH, LIST = "a text", "true or false", "a list of texts"
+_EXAMPLES = {TEXT: '"…", in quotes (sizes too: "6G")', SWITCH: "true", LIST: '["first", "second"]'}
 FLAG, ENVIRONMENT, FILE, DEFAULT = "flag", "environment", "file", "default"
 _SWITCHES = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off", ""), False)
 
@@ -57,6 +61,8 @@ KEYS = (
     Key("pin", LIST, ()),
     Key("access_log"),
     Key("log"),
+    Key("metrics"),
+    Key("metrics_files", SWITCH, False),
     Key("options", LIST, ()),
 )
 NAMES = {key.name: key for key in KEYS}
@@ -116,13 +122,13 @@ def read_file(path: str) -> dict[str, Any]:
     tables = _tables(path)
     for name in tables:
         if name != TABLE:
-            raise UsageError(f"{path}: unknown key '{name}'", f"settings stand in the table [{TABLE}]")
+            raise UsageError(f"{path}: unknown key {reprlib.repr(name)}", f"settings stand in the table [{TABLE}]")
     table = tables.get(TABLE, {})
     if not isinstance(table, dict):
         raise UsageError(f"{path}: {TABLE} is not a table", f"write [{TABLE}] on a line of its own")
     for name in table:
         if name not in NAMES:
-            raise UsageError(f"{path}: unknown key '{TABLE}.{name}'", f"one of: {', '.join(NAMES)}")
+            raise UsageError(f"{path}: unknown key {reprlib.repr(f'{TABLE}.{name}')}", f"one of: {', '.join(NAMES)}")
     return {name: _from_file(NAMES[name], value, path) for name, value in table.items()}
 
 
@@ -133,10 +139,13 @@ def _tables(path: str) -> dict[str, Any]:
         import tomli as tomllib
     try:
         with open(path, "rb") as file:
-            return dict(tomllib.load(file))
+            text = file.read(_LONGEST_FILE + 1)
+        if len(text) > _LONGEST_FILE:
+            raise DataError(f"{path}: longer than {_LONGEST_FILE} bytes: these are no settings", "see llmcache mount --help")
+        return dict(tomllib.loads(text.decode()))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}", "name a TOML file with --config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: numbers of 5000 digits, other encodings
         raise DataError(f"{path}: not TOML: {error}", "see https://toml.io") from error
 
 
@@ -147,7 +156,8 @@ def _from_file(key: Key, value: object, path: str) -> Any:
         return tuple(value)
     if key.kind == TEXT and isinstance(value, str):
         return value
-    raise UsageError(f"{path}: {TABLE}.{key.name}: {value!r} is not {key.kind}", 'sizes too are texts: cache = "6G"')
+    what = f"{path}: {TABLE}.{key.name}: {reprlib.repr(value)}"
+    raise UsageError(f"{what} is not {key.kind}", f"write {key.name} = {_EXAMPLES[key.kind]}")
 
 
 def _from_text(key: Key, text: str, where: str) -> Any:
@@ -164,11 +174,11 @@ def split_options(values: Iterable[str]) -> tuple[tuple[str, ...], dict[str, Any
     """Mount options (`-o a,b -o c`) that are meant for libfuse or nobody, and ours (cache=6G, pin=GLOB, writable, …)."""
     rest: list[str] = []
     own: dict[str, Any] = {}
-    for word in (word.strip() for value in values for word in value.split(",")):
-        name, is_set, text = word.partition("=")
+    for word in options.words(values):
+        name, is_set, text = word.replace("\\,", ",").partition("=")
         key = _OWN_OPTIONS.get(name)
         if key is None or bool(is_set) == (key.kind == SWITCH):
-            rest += [word] if word else []
+            rest.append(word)
         elif key.kind == LIST:
             own[key.name] = (*own.get(key.name, ()), text)
         else:

@@ -10,6 +10,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from llmcache.fs.caller import NOBODY_ELSE, Caller
+
 _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -26,25 +28,35 @@ class SourceTree:
         self.fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     @contextlib.contextmanager
-    def parent(self, path: str) -> Iterator[tuple[int, str]]:
-        """(descriptor of the parent directory, last component) of a path."""
+    def parent(self, path: str, caller: Caller = NOBODY_ELSE) -> Iterator[tuple[int, str]]:
+        """(descriptor of the parent directory, last component) of a path that `caller` may walk."""
         *above, name = relative(path).split("/")
-        fd = self.fd
+        if not above:
+            yield self.fd, name
+            return
+        with caller.rights():
+            fd = self._walk(above)
         try:
-            for step in above:
-                below = os.open(step, _STEP, dir_fd=fd)
-                if fd != self.fd:
-                    os.close(fd)
-                fd = below
+            caller.check_search(fd)
             yield fd, name
         finally:
-            if fd != self.fd:
-                os.close(fd)
+            os.close(fd)
+
+    def _walk(self, steps: list[str]) -> int:
+        fd = self.fd
+        for step in steps:
+            try:
+                below = os.open(step, _STEP, dir_fd=fd)
+            finally:
+                if fd != self.fd:
+                    os.close(fd)
+            fd = below
+        return fd
 
     @contextlib.contextmanager
-    def item(self, path: str) -> Iterator[str]:
+    def item(self, path: str, caller: Caller = NOBODY_ELSE) -> Iterator[str]:
         """A name in /proc that stands for exactly the file, directory or link at `path` (for calls without dir_fd)."""
-        with self.parent(path) as (dir_fd, name):
+        with self.parent(path, caller) as (dir_fd, name):
             fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
         try:
             yield f"/proc/self/fd/{fd}"

@@ -6,11 +6,13 @@ during I/O, a notification to the kernel, an mlock or a wait for a fetch. `work`
 Who may wait for whom (a page of an unanswered READ is locked in the kernel; STORE, INVAL and mlock wait for it):
 reader -> fetch under way -> storage, and nothing else. Loaders set `done` before they STORE; the evictor and the pin
 thread hold no fetch while they wait for the kernel. So every READ is answered however long those take.
+At the end nobody waits for the kernel any more before requests are no longer taken (`libfuse.Notifier.close`).
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -19,6 +21,7 @@ from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
 from llmcache.fs.buffers import BufferPool
 from llmcache.fs.group import PAGE, Fetch, Group, Member
 from llmcache.fs.references import References
+from llmcache.fs.waits import Waits
 
 if TYPE_CHECKING:
     from llmcache.fs.backing import Backing
@@ -72,6 +75,9 @@ class CacheState:
     pool: BufferPool
     lock: threading.Lock = field(default_factory=threading.Lock)
     counters: Counters = field(default_factory=Counters)
+    late_waits: Waits = field(default_factory=Waits)  # for extents that were being fetched ahead of the reader
+    demand_waits: Waits = field(default_factory=Waits)  # for extents that nobody had fetched ahead
+    began_ns: int = field(default_factory=time.monotonic_ns)
     references: References = field(default_factory=References)
     groups: dict[str, Group] = field(default_factory=dict)
     owners: dict[Backing, tuple[Group, Member]] = field(default_factory=dict)

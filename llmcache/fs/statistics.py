@@ -9,9 +9,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from llmcache.fs.asking import ask
-from llmcache.units import format_size
+from llmcache.errors import UsageError
+from llmcache.fs import mountpoint
+from llmcache.fs.asking import ask, understood
+from llmcache.units import format_size, printable
 
 _WIDTH = 79
 
@@ -21,19 +24,35 @@ def fetch(mount: str) -> dict[str, Any]:
     return ask(mount, {"op": "stats"})
 
 
+def show_openmetrics(mount: str) -> None:
+    """Print the counters once as OpenMetrics text, with the names of looping files: this is for the mount's own user."""
+    from llmcache.fs.metrics import exposition
+
+    stats = fetch(mount)
+    with understood(mount):
+        text = exposition(stats, mountpoint.resolve(mount), paths=True)
+    sys.stdout.write(text)
+
+
 def show(mount: str, *, pause_s: float | None, count: int | None, as_json: bool) -> None:
-    """Print the counters once, or every `pause_s` seconds, `count` times or until Ctrl-C (which ends normally)."""
+    """Print the counters once, or every `pause_s` seconds, `count` times or until Ctrl-C (which ends normally).
+
+    UsageError: a pause of nothing. MountProblem: no mount, or one that tells what cannot be understood.
+    """
+    if pause_s is not None and pause_s <= 0:
+        raise UsageError("INTERVAL: must be more than nothing", "write 250ms, 1s, 1m")
     before: dict[str, Any] | None = None
     shown = 0
     try:
         while True:
             now = fetch(mount)
-            if as_json:
-                print(json.dumps(now, indent=2 if pause_s is None else None), flush=True)
-            elif pause_s is None:
-                _print_table(mount, now)
-            else:
-                _print_line(now, before, pause_s, header=shown % 20 == 0)
+            with understood(mount):
+                if as_json:
+                    print(json.dumps(now, indent=2 if pause_s is None else None), flush=True)
+                elif pause_s is None:
+                    _print_table(mount, now)
+                else:
+                    _print_line(now, before, header=shown % 20 == 0)
             before = now
             shown += 1
             if pause_s is None or (count is not None and shown >= count):
@@ -68,7 +87,9 @@ def _percent(ratio: float | None) -> str:
 
 def _print_table(mount: str, stats: dict[str, Any]) -> None:
     console = Console(width=_WIDTH, file=sys.stdout, highlight=False)
-    console.print(f"{mount}: mode {stats['mode']}, budget {format_size(stats['budget_bytes'])}")
+    console.print(Text(f"{printable(mount)}: mode {printable(stats['mode'])}, budget {format_size(stats['budget_bytes'])}"))
+    if stats.get("metrics"):
+        console.print(Text(f"metrics on http://{printable(stats['metrics'])}/metrics"))
     facts = Table(box=None, show_header=False, pad_edge=False)
     for column in ("", "right", "", "right"):
         facts.add_column(justify="right" if column else "left")
@@ -99,7 +120,7 @@ def _file_table(files: list[dict[str, Any]]) -> Table:
     for file in files:
         loops = file.get("loops") or [{}]
         for number, loop in enumerate(loops):
-            name = (str(file["path"]).lstrip("/"), format_size(file["size_bytes"]), str(file["class"]))
+            name = (Text(printable(file["path"]).lstrip("/")), format_size(file["size_bytes"]), printable(file["class"]))
             period = loop.get("period_s")
             table.add_row(
                 *(name if number == 0 else ("", "", "")),
@@ -110,14 +131,18 @@ def _file_table(files: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _print_line(now: dict[str, Any], before: dict[str, Any] | None, pause_s: float, *, header: bool) -> None:
+def _print_line(now: dict[str, Any], before: dict[str, Any] | None, *, header: bool) -> None:
     """One sample of an interval: levels as they are, counters as rates since the last sample."""
     columns = ("pinned", "window", "daemon", "read/s", "storage/s", "written/s", "in time")
     if header:
         print("".join(f"{name:>11}" for name in columns), flush=True)
 
+    passed_s = 0.0 if before is None else now["uptime_s"] - before["uptime_s"]  # a busy daemon answers late
+
     def rate(key: str) -> str:
-        return "-" if before is None else format_size((now.get(key, 0) - before.get(key, 0)) / pause_s)
+        if before is None or passed_s <= 0:  # another mount on the same path
+            return "-"
+        return format_size((now.get(key, 0) - before.get(key, 0)) / passed_s)
 
     cells = [format_size(now.get(f"{key}_bytes", 0)) for key in ("pinned", "window", "daemon")]
     cells += [rate("read_bytes"), rate("backing_read_bytes"), rate("backing_write_bytes"), _percent(useful_ratio(now))]

@@ -7,6 +7,7 @@ is closed. Here that rename deletes the file at once; its open Backing goes on u
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 from llmcache.fs import syscalls
 from llmcache.fs.backing import Backing, BackingTable
+from llmcache.fs.caller import Caller
 from llmcache.fs.policy import WritePolicy, read_only
 from llmcache.fs.source import SourceTree
 
@@ -26,8 +28,17 @@ def _fail(number: int) -> OSError:
     return OSError(number, os.strerror(number))
 
 
+def _chmod(file: int | str, bits: int, caller: Caller) -> None:
+    """With the caller's rights, but for set-id bits: the kernel takes them away when somebody writes, who may not own it."""
+    before = stat.S_IMODE(os.stat(file).st_mode)
+    less = before & ~bits
+    by_kernel = less and before ^ less == bits and not less & ~(stat.S_ISUID | stat.S_ISGID)
+    with contextlib.nullcontext() if by_kernel else caller.rights():
+        os.chmod(file, bits)
+
+
 class TreeOperations:
-    """Lookup, attributes, and changes of names."""
+    """Lookup, attributes, and changes of names; those that change something are called with the caller's rights."""
 
     _engine: Any
 
@@ -56,18 +67,18 @@ class TreeOperations:
         with self._tree.parent(path) as (dir_fd, name):
             return os.readlink(name, dir_fd=dir_fd)
 
-    def chmod(self, path: str | None, number: int | None, mode: int) -> None:
+    def chmod(self, path: str | None, number: int | None, mode: int, caller: Caller) -> None:
         """Change permission bits."""
         backing = self._backing_of(path, number)
         if backing is not None:
             self._check_open(backing)
-            os.fchmod(backing.fd, stat.S_IMODE(mode))
+            _chmod(backing.fd, stat.S_IMODE(mode), caller)
             backing.record()
             return
         assert path is not None
         self._check_file(path)
-        with self._tree.item(path) as item:
-            os.chmod(item, stat.S_IMODE(mode))
+        with self._tree.item(path, caller) as item:
+            _chmod(item, stat.S_IMODE(mode), caller)
         self._touched(path)
 
     def chown(self, path: str | None, number: int | None, uid: int, gid: int) -> None:
@@ -192,10 +203,20 @@ class TreeOperations:
         self._engine.removed(old)
         self._hidden[new] = backing
         self._table.moved(old, new)
-        with backing.lock:
-            backing.hidden = True
-            backing.record()
+        backing.record()
+        backing.hidden = True  # from here on it may be let go by who closes it
+        self._let_go(backing)
         return True
+
+    def _let_go(self, backing: Backing) -> None:
+        """Gives a deleted file up, and its space free, once nobody has it open any more.
+
+        libfuse says so with an unlink of the hidden name, but not if the last release came while it hid the file: the pin
+        helper closes what is deleted at once.
+        """
+        if backing.hidden and self._table.is_last(backing) and self._hidden.pop(backing.path, None) is not None:
+            self._vanished.add(backing.path)
+            self._table.release(backing)
 
     def _moved(self, old: str, new: str, exchanged: bool) -> None:
         if exchanged:
@@ -219,30 +240,20 @@ class TreeOperations:
             os.link(old_name, new_name, src_dir_fd=old_fd, dst_dir_fd=new_fd, follow_symlinks=False)
         self._touched(old)
 
-    def mknod(self, path: str, mode: int, owner: tuple[int, int]) -> None:
+    def mknod(self, path: str, mode: int) -> None:
         """Make an empty regular file; EPERM for devices, FIFOs and sockets."""
         self._policy.check(path)
         if not stat.S_ISREG(mode):
             raise _fail(errno.EPERM)
         with self._tree.parent(path) as (dir_fd, name):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(name, flags, stat.S_IMODE(mode), dir_fd=dir_fd)
-            try:
-                self._give(fd, dir_fd, owner)
-            finally:
-                os.close(fd)
+            os.close(os.open(name, flags, stat.S_IMODE(mode), dir_fd=dir_fd))
 
-    def mkdir(self, path: str, mode: int, owner: tuple[int, int]) -> None:
+    def mkdir(self, path: str, mode: int) -> None:
         """Make a directory."""
         self._policy.check_tree()
         with self._tree.parent(path) as (dir_fd, name):
             os.mkdir(name, mode, dir_fd=dir_fd)
-            if os.geteuid() == 0:
-                fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
-                try:
-                    self._give(fd, dir_fd, owner)
-                finally:
-                    os.close(fd)
 
     def rmdir(self, path: str) -> None:
         """Remove an empty directory."""
@@ -250,13 +261,11 @@ class TreeOperations:
         with self._tree.parent(path) as (dir_fd, name):
             os.rmdir(name, dir_fd=dir_fd)
 
-    def symlink(self, target: str, path: str, owner: tuple[int, int]) -> None:
+    def symlink(self, target: str, path: str) -> None:
         """Make a symbolic link with any target."""
         self._policy.check_tree()
         with self._tree.parent(path) as (dir_fd, name):
             os.symlink(target, name, dir_fd=dir_fd)
-            if os.geteuid() == 0 and owner != (0, 0):
-                os.chown(name, *owner, dir_fd=dir_fd, follow_symlinks=False)
 
     # Shared
 
@@ -281,18 +290,10 @@ class TreeOperations:
 
     def _touched(self, path: str) -> None:
         """The change time moved by our own doing: not a change of content."""
-        backing = self._table.get(path)
-        if backing is not None:
-            backing.record()
+        with self._table.using(path) as backing:
+            if backing is not None:
+                backing.record()
 
     def _gone(self, path: str) -> None:
         self._table.forget(path)
         self._engine.removed(path)
-
-    @staticmethod
-    def _give(fd: int, dir_fd: int, owner: tuple[int, int]) -> None:
-        """Give a new file or directory to the application's user; a set-group-id directory keeps its group."""
-        if os.geteuid() != 0 or owner == (0, 0):
-            return
-        inherits = os.fstat(dir_fd).st_mode & stat.S_ISGID
-        os.fchown(fd, owner[0], -1 if inherits else owner[1])

@@ -6,16 +6,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import stat
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.arbitration import HOT_SHARE
-from llmcache.errors import UsageError
-from llmcache.fs.bringing import Bringer, Piece, Tell, ended, has
+from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.fs.bringing import TELL_S, Bringer, Piece, Tell, ended, has
+from llmcache.fs.caller import Caller
 from llmcache.fs.group import SINGLE, Group, Member
 from llmcache.fs.policy import matches
 
@@ -26,16 +30,19 @@ if TYPE_CHECKING:
 
 SCHEMA = "llmcache.warmup/1"
 ATTACH_S = 10.0
+DESCRIPTORS = 2  # of an open file: with and without O_DIRECT
+_LONGEST_SHOWN = 500
 
 
 class Warmer:
-    """Warm-ups of one mount; several may run at a time."""
+    """Warm-ups of one mount; several may be asked for at a time, and bring in one after the other."""
 
     def __init__(self, engine: Engine, operations: LlmcacheOperations, tree: SourceTree) -> None:
         self.engine = engine
         self.state = engine.state
         self.operations = operations
         self.tree = tree
+        self._turn = threading.Lock()
 
     def warm(self, globs: list[str], tell: Tell, *, fetch: bool = True) -> dict[str, Any]:
         """Warms the files that match `globs` (none: all models and small files); returns what is kept of them now.
@@ -44,18 +51,17 @@ class Warmer:
         UsageError: no file matches; MountProblem: the mount ended meanwhile.
         """
         began = time.monotonic()
-        paths = [path for path in self._paths() if not globs or matches(path, globs)]
-        if globs and not paths:
-            raise UsageError(f"GLOB: no file of the mount matches {' '.join(globs)}", "write globs in quotes: '*.gguf'")
+        paths = self.named(globs, tell)
+        _refuse_too_many(paths)
         before = self.state.counters.backing_read_bytes
         with ExitStack() as stack:
-            unreadable = [path for path in paths if not self._open(path, stack)]
+            unreadable = [path for path in _while_telling(paths, tell) if not self._open(path, stack)]
             groups = self._groups(set(paths))
             self._open_shards(groups, stack)
             self._ready(groups, suppose=bool(globs))
             pieces = self._pieces(groups)
             if fetch:
-                Bringer(self.state, self.engine.fetcher, pieces).run(tell)
+                self._bring(pieces, tell)
             rows = self._rows(groups, pieces, warm=fetch)
         read = self.state.counters.backing_read_bytes - before if fetch else 0
         return {
@@ -69,20 +75,40 @@ class Warmer:
             "unreadable": unreadable,
         }
 
+    def _bring(self, pieces: list[Piece], tell: Tell) -> None:
+        """Brings in what is absent when its turn has come: two warm-ups at once would read the same twice."""
+        while not self._turn.acquire(timeout=TELL_S):
+            tell({})
+            if not self.state.running:
+                raise ended()
+        try:
+            Bringer(self.state, self.engine.fetcher, pieces).run(tell)
+        finally:
+            self._turn.release()
+
     # Which files
+
+    def named(self, globs: list[str], tell: Tell) -> list[str]:
+        """Paths of the regular files that match `globs`, all without globs. UsageError: there are globs and no file."""
+        paths = [path for path in _while_telling(self._paths(), tell) if not globs or matches(path, globs)]
+        if globs and not paths:
+            shown, hint = " ".join(globs)[:_LONGEST_SHOWN], "write globs in quotes: '*.gguf', 'directory/*'"
+            raise UsageError(f"GLOB: no file of the mount matches {shown}", hint)
+        return paths
 
     def _paths(self) -> Iterator[str]:
         """Paths of all regular files, in the order of their names."""
         for directory, names, files, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False):
             names.sort()
             for name in sorted(files):
-                if stat.S_ISREG(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
-                    yield os.path.normpath(f"/{directory}/{name}")
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    if stat.S_ISREG(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+                        yield os.path.normpath(f"/{directory}/{name}")
 
     def _open(self, path: str, stack: ExitStack) -> bool:
         """Opens as a reader does, until `stack` ends; False where SOURCE refuses."""
         try:
-            number, _ = self.operations.open(path, os.O_RDONLY, os.getpid())
+            number, _ = self.operations.open(path, os.O_RDONLY, Caller(os.geteuid(), os.getegid(), os.getpid()))
         except OSError:
             return False
         stack.callback(self.operations.release, number)
@@ -165,6 +191,24 @@ class Warmer:
                 for member in group.members
                 if (group.key, member.path) in sums
             ]
+
+
+def _while_telling(paths: Iterable[str], tell: Tell) -> Iterator[str]:
+    """Passes `paths` on; now and then tells the client, whose patience ends, that something goes on."""
+    told = time.monotonic()
+    for path in paths:
+        if time.monotonic() - told > TELL_S:
+            told = time.monotonic()
+            tell({})
+        yield path
+
+
+def _refuse_too_many(paths: list[str]) -> None:
+    """EnvironmentProblem if opening all of `paths` could leave no descriptors for those who read meanwhile."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // (2 * DESCRIPTORS)
+    if len(paths) > most:
+        hint = "name those that matter with globs; a daemon that may open more files (ulimit -n) takes more"
+        raise EnvironmentProblem(f"GLOB: {len(paths)} files are more than can be warmed at once, {most}", hint)
 
 
 def _waits(member: Member) -> bool:

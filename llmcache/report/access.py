@@ -22,6 +22,7 @@ from llmcache.report.theme import CLASS_COLOURS, FAINT, INK, OP_COLOURS, PAPER
 
 FAINTEST = 0.5  # opacity of a cell with one run; the fullest has 1
 LEAST_LABEL_GAP = 0.032  # of the height, between names at the right edge
+MOST_LETTERS = 30  # of a file's name
 CLASS_NAMES = {"SEQ": "sequential", "LOOP": "loop", "HOT": "hot"}
 KINDS = tuple(CLASS_NAMES)
 """Where classes lie on each other (one of the reads, one of the writes), the later one is shown."""
@@ -214,8 +215,8 @@ def _name_inside(axes: Axes, band: Band, name: str) -> None:
     )
 
 
-def _short(name: str, most: int = 30) -> str:
-    return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-most // 2 :]}"
+def _short(name: str) -> str:
+    return name if len(name) <= MOST_LETTERS else f"{name[: MOST_LETTERS // 2 - 1]}…{name[-MOST_LETTERS // 2 :]}"
 
 
 def _legend(axes: Axes, picture: AccessPicture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -109,6 +110,16 @@ def claims_table(caption: str, judged: Sequence[Judged], titles: Mapping[str, st
             cells += [Badge(finding.verdict.value, finding.verdict.kind), finding.ours]
         rows.append(cells)
     return Table(caption, columns, rows)
+
+
+def verdicts_table(claims: Mapping[str, Sequence[Judged]], titles: Mapping[str, str]) -> Table:
+    """Returns how many claims have which verdict, a row for each variant (by `titles`)."""
+    rows: list[list[Cell]] = []
+    for about, judged in claims.items():
+        for variant in dict.fromkeys(variant for claim in judged for variant in claim.findings):
+            counts = Counter(claim.findings[variant].verdict for claim in judged if variant in claim.findings)
+            rows.append([about, titles.get(variant, variant), *(counts[verdict] for verdict in Verdict)])
+    return Table("Claims by verdict", ["claims about", "judged for", *(verdict.value for verdict in Verdict)], rows)
 
 
 def rules_table(judged: Sequence[Judged]) -> Table:

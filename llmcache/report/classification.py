@@ -11,7 +11,7 @@ from rich.table import Table
 
 from llmcache.cache.classes import Classification, TraceClasses
 from llmcache.report.layers import layer_tables
-from llmcache.units import format_duration, format_size
+from llmcache.units import format_duration, format_size, printable
 
 SHOWN_NAMES = 3  # groups of tensors in a row of the table
 _LAYER = re.compile(r"(.*?(?:blk|layers?|h|blocks?))\.([0-9]+)\..*")
@@ -25,7 +25,7 @@ def show(found: TraceClasses, trace: str, min_bytes: int, as_json: bool) -> None
     console = Console(highlight=False, markup=False)
     lost = f", {found.lost_events} accesses lost" if found.lost_events else ""
     duration = format_duration(found.end_ns - found.begin_ns)
-    console.print(f"{trace}: {found.accesses} blocks accessed in {duration}; {found.tier}{lost}", soft_wrap=True)
+    console.print(f"{trace}: {found.accesses} blocks accessed in {duration}; {printable(found.tier)}{lost}", soft_wrap=True)
     rows = [row for row in found.rows if row.size_bytes >= min_bytes]
     if rows:
         console.print(table(rows))
@@ -117,6 +117,10 @@ def summary(found: TraceClasses) -> list[str]:
     )
     shares = f"{totals.loop_share:.1%} loops, {totals.hot_share:.1%} hot, {totals.once_share:.1%} once"
     lines = [f"read: {reads}; of all accesses {shares}"]
+    lines += [
+        f"also in the loop: {format_size(each.size_bytes)} of {each.path} that its mount keeps locked, read without faults"
+        for each in found.locked
+    ]
     if totals.write_loop_bytes or totals.write_once_bytes:
         writes = f"loops {format_size(totals.write_loop_bytes)}, once {format_size(totals.write_once_bytes)}"
         lines.append(f"written: {writes}")

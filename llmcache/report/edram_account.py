@@ -19,6 +19,7 @@ from llmcache.edram.refresh import RULES, EdramRun, RefreshAccount, account, rea
 from llmcache.edram.userconstants import read_constants
 from llmcache.errors import UsageError
 from llmcache.report.edram_text import MODELLED, WIDTH, joules, watts
+from llmcache.report.tables import titled_table
 from llmcache.units import format_duration, format_size, parse_duration, parse_size
 
 SCHEMA = "llmcache.edram-report/1"
@@ -112,10 +113,8 @@ def show(found: Answer, as_json: bool) -> None:
 
 
 def _groups(profile: str, found: RefreshAccount) -> Table:
-    table = Table(title=f"Refresh by group, profile {profile} ({MODELLED})", title_justify="left")
-    table.add_column("group")
-    for name in ("interval", "mean rows", "refreshes of rows", "of them promotions", "bytes", "energy"):
-        table.add_column(name, justify="right")
+    figures = ("interval", "mean rows", "refreshes of rows", "of them promotions", "bytes", "energy")
+    table = titled_table(f"Refresh by group, profile {profile} ({MODELLED})", "group", *figures)
     for group in found.groups:
         table.add_row(
             group.group.replace("_", " ").upper(),
@@ -139,11 +138,8 @@ def _interval(found: RefreshAccount) -> str:
 
 
 def _totals(title: str, first: str, rows: Mapping[str, Mapping[str, RefreshAccount]]) -> Table:
-    table = Table(title=f"{title} ({MODELLED})", title_justify="left")
-    table.add_column(first)
-    table.add_column("mean interval", justify="right")
-    for profile in next(iter(rows.values())):
-        table.add_column(f"energy, power{f' ({profile})' if profile else ''}", justify="right")
+    energies = (f"energy, power{f' ({profile})' if profile else ''}" for profile in next(iter(rows.values())))
+    table = titled_table(f"{title} ({MODELLED})", first, "mean interval", *energies)
     for name, accounts in rows.items():
         cells: Sequence[str] = [f"{joules(one.joules)}, {watts(one.watts)}" for one in accounts.values()]
         table.add_row(name, _interval(next(iter(accounts.values()))), *cells)

@@ -21,6 +21,7 @@ from llmcache.edram.lifetimes import Lifetimes, lifetimes_of
 from llmcache.edram.question import Question
 from llmcache.edram.roofline import Roofline, roofline_of
 from llmcache.report.edram_text import MODELLED, WIDTH, joules, percent, times, watts, workload_text
+from llmcache.report.tables import titled_table
 from llmcache.units import format_duration, format_size
 
 SCHEMA = "llmcache.edram-model/1"
@@ -92,17 +93,9 @@ def tables(found: Answer) -> Iterator[Table]:
         yield _evictors(found.evictors)
 
 
-def _made(title: str, first: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(first)
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
-
-
 def _costs(title: str, rows: Sequence[Compared]) -> Table:
     columns = ["latency", "speed-up", "energy", "efficiency", "refresh", "power", "recomputed", "weights and KV", "fits"]
-    table = _made(title, "system", columns)
+    table = titled_table(title, "system", *columns)
     for row in rows:
         table.add_row(
             row.configuration.system.name,
@@ -120,7 +113,7 @@ def _costs(title: str, rows: Sequence[Compared]) -> Table:
 
 
 def _energies(title: str, rows: Sequence[Compared]) -> Table:
-    table = _made(title, "component", [row.configuration.system.name for row in rows])
+    table = titled_table(title, "component", *(row.configuration.system.name for row in rows))
     kinds = [row.outcome.by_kind() for row in rows]
     for kind in KINDS:
         table.add_row(kind, *(f"{joules(of[kind])} {of[kind] / sum(of.values()):6.1%}" for of in kinds))
@@ -129,7 +122,7 @@ def _energies(title: str, rows: Sequence[Compared]) -> Table:
 
 def _waits(rows: Sequence[Compared]) -> Table:
     systems = [row.configuration.system.name for row in rows]
-    table = _made(f"What the time is spent waiting for ({MODELLED})", "resource", systems)
+    table = titled_table(f"What the time is spent waiting for ({MODELLED})", "resource", *systems)
     for name in LATENCIES:
         waited = [row.outcome.latencies_s[name] for row in rows]
         if any(waited):
@@ -138,14 +131,14 @@ def _waits(rows: Sequence[Compared]) -> Table:
 
 
 def _areas(areas: dict[str, Area]) -> Table:
-    table = _made(f"Area, mm² ({MODELLED}; table 1: for comparing only)", "part", list(areas))
+    table = titled_table(f"Area, mm² ({MODELLED}; table 1: for comparing only)", "part", *areas)
     for name in ("array_mm2", "sram_mm2", "edram_mm2", "sfu_mm2", "evictor_mm2", "chip_mm2"):
         table.add_row(name.removesuffix("_mm2"), *(f"{getattr(area, name):.2f}" for area in areas.values()))
     return table
 
 
 def _lifetimes(lifetimes: dict[str, Lifetimes]) -> Table:
-    table = _made(f"Lifetimes in eDRAM ({MODELLED})", "last step, equations 4-8", list(lifetimes))
+    table = titled_table(f"Lifetimes in eDRAM ({MODELLED})", "last step, equations 4-8", *lifetimes)
     for name in ("x_ns", "q_ns", "k_ns", "v_ns", "total_ns"):
         title = name.removesuffix("_ns").upper() if name != "total_ns" else "sum"
         table.add_row(title, *(format_duration(getattr(one, name)) for one in lifetimes.values()))
@@ -153,7 +146,7 @@ def _lifetimes(lifetimes: dict[str, Lifetimes]) -> Table:
 
 
 def _evictors(evictors: dict[str, EvictorCost]) -> Table:
-    table = _made(f"Systolic evictor, a step with a full cache ({MODELLED})", "", list(evictors))
+    table = titled_table(f"Systolic evictor, a step with a full cache ({MODELLED})", "", *evictors)
     table.add_row("stall", *(format_duration(one.stall_ns) for one in evictors.values()))
     table.add_row("a scan of the scores instead", *(format_duration(one.search_ns) for one in evictors.values()))
     table.add_row("scores of all heads and layers", *(format_size(one.register_bytes) for one in evictors.values()))

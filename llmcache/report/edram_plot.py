@@ -22,7 +22,7 @@ from llmcache.report.edram_figures import (
 )
 from llmcache.report.edram_saved import Row, Saved, read
 from llmcache.report.edram_text import percent
-from llmcache.report.files import check_target, write_target
+from llmcache.report.files import Written, check_target, write_target
 from llmcache.report.html import Section, html_page
 from llmcache.report.theme import embedded, figure_bytes, style
 
@@ -53,8 +53,11 @@ class Drawing:
     alt: str
 
 
-def plot(wanted: Wanted) -> None:
-    """Draw what is `wanted`; UsageError for an ending that is no form, an unknown picture, a file that exists."""
+def plot(wanted: Wanted) -> Written:
+    """Draw what is `wanted`, and return the file.
+
+    UsageError for an ending that is no form, an unknown picture, a file that exists.
+    """
     form = Path(wanted.output).suffix.lower().removeprefix(".")
     if form not in FORMS:
         raise UsageError(f"{OPTION}: '{wanted.output}' must end in .png, .svg or .html", "the ending says what is written")
@@ -70,7 +73,7 @@ def plot(wanted: Wanted) -> None:
         _warn(found)
         with style():
             data = figure_bytes(offered[chosen].draw(), form)
-    write_target(OPTION, wanted.output, data, wanted.force)
+    return write_target(OPTION, wanted.output, data, wanted.force)
 
 
 def _warn(found: Saved) -> None:

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import dataclass
+from pathlib import Path
 
 from llmcache.trace.record.output import Output, problem
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that has been written."""
+
+    path: Path
+    size_bytes: int
+
+    def show(self, schema: str) -> None:
+        """Print it on stdout as the JSON document called `schema`."""
+        print(json.dumps({"schema": schema, "path": str(self.path), "size_bytes": self.size_bytes}))
 
 
 def check_target(option: str, path: str | os.PathLike[str], force: bool) -> None:
@@ -12,11 +27,15 @@ def check_target(option: str, path: str | os.PathLike[str], force: bool) -> None
     Output(path, force, option)
 
 
-def write_target(option: str, path: str | os.PathLike[str], data: bytes, force: bool) -> None:
-    """Write `data` to `path` as a whole; errors as `check_target`, and EnvironmentProblem if there is no room."""
+def write_target(option: str, path: str | os.PathLike[str], data: bytes, force: bool) -> Written:
+    """Write `data` to `path` as a whole, and return what was written.
+
+    Errors as `check_target`, and EnvironmentProblem if there is no room.
+    """
     output = Output(path, force, option)
     with output as temporary:
         try:
             temporary.write_bytes(data)
         except OSError as error:
             raise problem(output.path, error) from error
+    return Written(output.path, len(data))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Protocol
+from urllib.parse import quote
 
 from llmcache import __version__
 
@@ -70,7 +71,19 @@ class Badge:
         return f'<span class="badge {self.kind}"><span aria-hidden="true">{mark}</span> {_text(self.text)}</span>'
 
 
-Cell = str | int | float | Badge
+@dataclass(frozen=True)
+class Link:
+    """A table cell that leads to another page, which lies beside this one."""
+
+    text: str
+    file: str
+
+    def html(self) -> str:
+        """See `Block.html`."""
+        return f'<a href="{quote(self.file)}">{_text(self.text)}</a>'
+
+
+Cell = str | int | float | Badge | Link
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,7 @@ class Table:
         return "".join(self._cell(cell, place) for place, cell in enumerate(cells))
 
     def _cell(self, cell: Cell, place: int) -> str:
-        if isinstance(cell, Badge):
+        if isinstance(cell, Badge | Link):
             return f"<td>{cell.html()}</td>"
         if isinstance(cell, str):
             return f'<th scope="row">{_text(cell)}</th>' if place == 0 else f"<td>{_text(cell)}</td>"

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from llmcache.kv.bench.results import MEASURED, Bench, Observed, Row
 from llmcache.kv.pipeline.timeline import STAGES
+from llmcache.report.tables import plain_table
 from llmcache.units import format_duration, format_size
 
 OURS = "hillinfer"
@@ -57,17 +58,9 @@ def headlines(bench: Bench) -> Iterator[str]:
     yield from bench.notes
 
 
-def _table(*headings: str) -> Table:
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    made.add_column("policy", no_wrap=True)
-    for heading in headings:
-        made.add_column(heading, justify="right", no_wrap=True)
-    return made
-
-
 def latency_table(bench: Bench) -> Table:
     """Time by stage, each as if alone; what of it nothing computes; how many times as long as the fastest."""
-    made = _table("beta", "a token", *STAGES, "exposed", "idle", "times the fastest")
+    made = plain_table("policy", "beta", "a token", *STAGES, "exposed", "idle", "times the fastest")
     fastest = min(row.token_ns for row in bench.rows)
     for row in bench.rows:
         made.add_row(
@@ -94,7 +87,7 @@ def speedup_lines(bench: Bench) -> Iterator[str]:
 def traffic_table(bench: Bench) -> Table:
     """Bytes of a step over the link to the SSD by reason, where chosen tokens were, pages that moved between the pools."""
     links = [f"link: {name}" for name in _REASONS]
-    made = _table("attended", "in memory", *links, "inside device", "pages up", "down", "ping-pong")
+    made = plain_table("policy", "attended", "in memory", *links, "inside device", "pages up", "down", "ping-pong")
     for row in bench.rows:
         if row.observed is not None:
             made.add_row(row.title, *_traffic(row, row.observed))

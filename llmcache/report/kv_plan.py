@@ -12,6 +12,7 @@ from rich.table import Table
 
 from llmcache.kv.planning.plan import Limit, Plan
 from llmcache.report.kv_profile import age_text
+from llmcache.report.tables import titled_table
 from llmcache.units import format_duration, format_rate, format_size
 
 SCHEMA = "llmcache.kv-plan/1"
@@ -62,9 +63,7 @@ def tiers(plan: Plan) -> Table:
     found, places, machine = plan.found, plan.places, plan.machine
     reserved = (machine.gpu_reserved_bytes if machine.has_gpu else 0, machine.host_reserved_bytes)
     free = plan.ssd_bytes
-    made = Table(title="What fits where (modelled)", title_justify="left")
-    for heading in ("", "GPU", "RAM", "SSD"):
-        made.add_column(heading, justify="left" if not heading else "right")
+    made = titled_table("What fits where (modelled)", "", "GPU", "RAM", "SSD")
     made.add_row("weights", _size(found.weights_on_gpu), _size(found.weights_on_host), _size(0))
     made.add_row("KV cache", _size(places.gpu), _size(places.host), _size(places.ssd))
     made.add_row("system and runtime", _size(reserved[0]), _size(reserved[1]), _size(0))

@@ -17,7 +17,7 @@ from llmcache.kv.bench.results import Bench, read_bench
 from llmcache.kv.bench.task_results import SCHEMA as TASK_SCHEMA
 from llmcache.kv.bench.task_results import read_task
 from llmcache.report import kv_beta, kv_task, kv_timeline, theme
-from llmcache.report.files import check_target, write_target
+from llmcache.report.files import Written, check_target, write_target
 from llmcache.report.html import Cell, Facts, Section, Table, html_page
 from llmcache.report.kv_bench import conditions, show
 from llmcache.report.plot import LETTERS_PER_INCH, OPTION, form_of
@@ -26,8 +26,8 @@ _LARGEST_BYTES = 1 << 28
 _LEAD = "Policies that choose which keys and values a decode step attends to; every figure below is {kind}."
 
 
-def plot(run: str, output: str, force: bool) -> None:
-    """Draws the file `run`, what 'llmcache kv bench --json' wrote, as `output` (.png, .svg or .html, by its ending).
+def plot(run: str, output: str, force: bool) -> Written:
+    """Draws the file `run`, what 'llmcache kv bench --json' wrote, as `output` (.png, .svg or .html), and returns that.
 
     UsageError: `run` cannot be read, `output` has another ending or is there; DataError: `run` is no benchmark.
     """
@@ -35,9 +35,8 @@ def plot(run: str, output: str, force: bool) -> None:
     check_target(OPTION, output, force)
     told = load(run)
     if isinstance(told, dict) and told.get("schema") == TASK_SCHEMA:
-        write_target(OPTION, output, kv_task.drawn(read_task(told, run), form), force)
-        return
-    write_target(OPTION, output, drawn(read_bench(told, run), run, form), force)
+        return write_target(OPTION, output, kv_task.drawn(read_task(told, run), form), force)
+    return write_target(OPTION, output, drawn(read_bench(told, run), run, form), force)
 
 
 def drawn(bench: Bench, source: str, form: str) -> bytes:
@@ -46,9 +45,7 @@ def drawn(bench: Bench, source: str, form: str) -> bytes:
     return _page(bench, figure).encode() if form == "html" else _picture(bench, figure, form)
 
 
-def answer(
-    options: Options, output: str | None, force: bool, as_json: bool, tell: Callable[[str], None]
-) -> None:
+def answer(options: Options, output: str | None, force: bool, as_json: bool, tell: Callable[[str], None]) -> None:
     """Runs what `options` ask for, prints it, and draws it as `output` if one is given.
 
     UsageError names the option that is wrong, before anything runs.

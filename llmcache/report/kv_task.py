@@ -17,6 +17,7 @@ from llmcache.report.files import check_target, write_target
 from llmcache.report.html import Block, Cell, Facts, Section, html_page
 from llmcache.report.html import Table as PageTable
 from llmcache.report.plot import LETTERS_PER_INCH, form_of
+from llmcache.report.tables import plain_table
 from llmcache.units import format_duration, format_size
 
 OPTION = "--plot"
@@ -60,17 +61,11 @@ def facts(bench: TaskBench) -> list[tuple[str, str]]:
     return list(told.items())
 
 
-def _table(*headings: str) -> Table:
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    made.add_column("cache", no_wrap=True)
-    for heading in headings:
-        made.add_column(heading, justify="right", no_wrap=True)
-    return made
-
-
 def answers_table(bench: TaskBench, context: int) -> Table:
     """Answers, attention and memory at a context."""
-    made = _table("right", "questions", "top-k found", "attention", "KV in memory", "of full", "index", "spilled")
+    made = plain_table(
+        "cache", "right", "questions", "top-k found", "attention", "KV in memory", "of full", "index", "spilled"
+    )
     full = bench.stock(context).memory.kv_bytes
     for row in bench.at(context):
         made.add_row(row.name, *_answers(row, full))
@@ -92,7 +87,7 @@ def speed_table(bench: TaskBench, context: int) -> Table:
     """Times of one sequence at a context, and what a step moves."""
     rows = bench.at(context)
     links = list(dict.fromkeys(link for row in rows for link in row.moved_bytes))
-    made = _table("2nd token", "a token", *PARTS, "of full", *(f"{link} a step" for link in links))
+    made = plain_table("cache", "2nd token", "a token", *PARTS, "of full", *(f"{link} a step" for link in links))
     full_ns = bench.stock(context).speed.tpot_ns
     for row in rows:
         times = (row.speed.tt2t_ns, row.speed.tpot_ns, *(row.speed.parts_ns[part] for part in PARTS))

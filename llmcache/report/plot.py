@@ -16,7 +16,7 @@ from llmcache.cache.plan import Progress
 from llmcache.errors import UsageError
 from llmcache.report.access import AccessPicture, access_figure
 from llmcache.report.classes import classes_table, landmarks_of, shades_of
-from llmcache.report.files import check_target, write_target
+from llmcache.report.files import Written, check_target, write_target
 from llmcache.report.html import Block, Facts, Section, html_page
 from llmcache.report.picture import alt_text, caption, chosen_files, conditions, picture_of
 from llmcache.report.theme import MUTED, embedded, figure_bytes, style
@@ -39,8 +39,10 @@ class Wanted:
     force: bool = False
 
 
-def plot(wanted: Wanted, names: Callable[[Sequence[TraceFile]], NamesOf], progress: Progress) -> None:
-    """Draw what is `wanted`; `names` gives the tensors for a file table, `progress` is told how far the classes are.
+def plot(wanted: Wanted, names: Callable[[Sequence[TraceFile]], NamesOf], progress: Progress) -> Written:
+    """Draw what is `wanted`, and return the file.
+
+    `names` gives the tensors for a file table, `progress` is told how far the classes are.
 
     UsageError for an ending that is no form, or an output that exists; DataError for the trace.
     """
@@ -48,7 +50,7 @@ def plot(wanted: Wanted, names: Callable[[Sequence[TraceFile]], NamesOf], progre
     check_target(OPTION, wanted.output, wanted.force)
     with open_trace(wanted.trace) as reader:
         data = _drawn(wanted, form, reader, names(reader.files), progress)
-    write_target(OPTION, wanted.output, data, wanted.force)
+    return write_target(OPTION, wanted.output, data, wanted.force)
 
 
 def form_of(output: str, option: str = OPTION) -> str:

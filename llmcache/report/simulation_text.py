@@ -16,7 +16,8 @@ from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.latency import Stalls
 from llmcache.cache.plan import Progress
 from llmcache.cache.results import Result, Simulation, Summary, TraceCurve
-from llmcache.units import format_duration, format_rate, format_size
+from llmcache.report.tables import plain_table
+from llmcache.units import format_duration, format_rate, format_size, printable
 
 _UNBOUND = 400
 _LATENCY_NOTE = (
@@ -78,24 +79,18 @@ def headline(summary: Summary) -> str:
     lost = f", {summary.lost_events} accesses lost" if summary.lost_events else ""
     return (
         f"{summary.trace}: {summary.accesses} blocks referenced ({summary.reads} read, {summary.writes} written) of "
-        f"{summary.footprint_blocks} distinct ones, {format_size(summary.footprint_bytes)}; {summary.tier}{lost}"
+        f"{summary.footprint_blocks} distinct ones, {format_size(summary.footprint_bytes)}; {printable(summary.tier)}{lost}"
     )
 
 
 def table(rows: list[Result]) -> Table:
     """The rows of one trace."""
-    made = _table("cache", "hits", "reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies))
+    made = plain_table(
+        "policy", "cache", "hits", "reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies), gap=1
+    )
     for number, row in enumerate(rows):
         first = number == 0 or rows[number - 1].policy != row.policy
         made.add_row(row.title if first else "", *_cells(row))
-    return made
-
-
-def _table(*headings: str) -> Table:
-    made = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    made.add_column("policy", no_wrap=True)
-    for heading in headings:
-        made.add_column(heading, justify="right", no_wrap=True)
     return made
 
 
@@ -120,7 +115,7 @@ def _seconds(seconds: float) -> str:
 
 def stall_table(summary: Summary, rows: list[Result]) -> Table:
     """In how many slices of T storage falls behind, and by how much in all, for the rows of one trace."""
-    made = _table("cache", "worst slice", *(_rate(each.bw) for each in rows[0].stalls))
+    made = plain_table("policy", "cache", "worst slice", *(_rate(each.bw) for each in rows[0].stalls), gap=1)
     made.add_row("(no cache avoids)", "", *_stall_cells(summary.cold_stalls))
     for number, row in enumerate(rows):
         first = number == 0 or rows[number - 1].policy != row.policy

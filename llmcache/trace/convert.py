@@ -7,12 +7,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmcache.errors import DataError, UsageError
 from llmcache.trace.record import TraceReader, TraceWriter, open_trace
 from llmcache.trace.record.opening import PARQUET, ending, importer
 from llmcache.trace.record.output import Output, problem
 
+SCHEMA = "llmcache.convert/1"
 Exporter = Callable[[TraceReader, Path], None]
 # ending (in lower case): module:function
 EXPORTERS = {
@@ -28,6 +30,10 @@ class Converted:
     path: Path
     rows: int
     size_bytes: int
+
+    def document(self) -> dict[str, Any]:
+        """Returns the JSON-ready document of `llmcache convert --json`."""
+        return {"schema": SCHEMA, "path": str(self.path), "rows": self.rows, "size_bytes": self.size_bytes}
 
 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], force: bool = False) -> Converted:

@@ -14,7 +14,7 @@ from rich.table import Table
 from llmcache.cache.space import BlockSpace
 from llmcache.trace.record import BLOCK_BYTES, Provenance, Trace, TraceFile, TraceReader, open_trace
 from llmcache.trace.record.columns import MISS_NAMES, OP_NAMES
-from llmcache.units import format_duration, format_size
+from llmcache.units import format_duration, format_size, printable
 
 SCHEMA = "llmcache.info/1"
 _WIDTH = 79
@@ -135,7 +135,7 @@ def _print_table(info: TraceInfo) -> None:
     console.print(f"{info.trace}: {info.rows} rows, {info.accesses} accesses to blocks of {BLOCK_BYTES} bytes")
     facts = Table(box=None, show_header=False, pad_edge=False)
     for name, value in _facts(info):
-        facts.add_row(name, value)
+        facts.add_row(printable(name), printable(value))
     console.print(facts)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("file", overflow="ellipsis", no_wrap=True, max_width=36)

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,10 @@ def test_the_loop_has_the_size_of_the_tensors(run: Run) -> None:
 
 
 def test_the_period_is_the_time_of_a_token(run: Run) -> None:
-    assert run.made.step_s > PAUSE_S
-    assert run.main_loop["period_s"] == pytest.approx(run.made.step_s, rel=0.05)
+    steps = [after - before for before, after in pairwise(run.made.starts)]
+    assert min(steps) > PAUSE_S
+    # on a quiet machine all tokens but the first take the same time, on a busy one which are the last ones matters
+    assert 0.95 * min(steps[1:]) <= run.main_loop["period_s"] <= 1.05 * max(steps[1:])
 
 
 def test_layers_come_in_their_order_and_from_storage(run: Run) -> None:

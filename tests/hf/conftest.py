@@ -12,8 +12,6 @@ _OTHERS = [path.name for path in Path(__file__).parent.glob("test_*.py") if path
 collect_ignore = [] if _PRESENT else _OTHERS
 
 
-
-
 def pytest_report_header() -> str:
     """Say which transformers it is: `test_oldest.py` looks for it."""
     return f"transformers {importlib.metadata.version('transformers')}" if _PRESENT else "transformers: missing"

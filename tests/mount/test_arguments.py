@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from llmcache.fs import mountpoint
-from tests.mount.conftest import llmcache
+from llmcache.fs import control, mountpoint
+from tests.mount.conftest import Mounter, llmcache
 from tools.bench.sides import environment
 
 
@@ -92,3 +94,31 @@ def test_umount_and_stats_of_nothing(places: tuple[Path, Path]) -> None:
 def test_stats_nonsense(places: tuple[Path, Path]) -> None:
     refused(2, "'soon'", None, "stats", places[1], "soon")
     refused(2, "COUNT", None, "stats", places[1], "1", "0")
+
+
+def test_a_mount_that_is_not_made_leaves_nothing_but_its_log(places: tuple[Path, Path]) -> None:
+    done = llmcache("mount", *places, "--cache", "900P")
+    assert done.returncode == 3
+    base = Path(control.files(str(places[1])).base)
+    assert [path.suffix for path in base.parent.glob(f"{base.name}*")] == [".log"]
+    Path(control.files(str(places[1])).log).unlink()
+
+
+def test_paths_that_are_none(places: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text(f'[mount]\nsource = "a\\u0000b"\nmount = "{places[1]}"\n')
+    done = llmcache("mount", "--config", tmp_path / "settings.toml")
+    assert done.returncode == 2 and "source: 'a\\x00b' contains a NUL" in done.stderr
+    code = (
+        "import os, sys, subprocess; os.mkdir('x'); os.chdir('x'); os.rmdir('../x'); sys.exit(subprocess.call(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, sys.executable, "-m", "llmcache", "stats", "mnt"]
+    gone = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, check=False)
+    assert gone.returncode == 2 and "the working directory has gone" in gone.stderr
+
+
+def test_a_mount_whose_socket_is_elsewhere_is_not_called_dead(mount: Mounter) -> None:
+    mounted = mount()
+    os.unlink(mounted.files.socket)
+    done = llmcache("stats", mounted.point)
+    assert done.returncode == 4 and "is served, but nothing listens at" in done.stderr
+    assert llmcache("umount", mounted.point).returncode == 0

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def test_a_line_of_fstab(places: tuple[Path, Path]) -> None:
 
 
 def test_the_helper_has_the_exit_codes_of_mount(places: tuple[Path, Path]) -> None:
-    assert helper(*places, "-f", "-o", FSTAB).returncode == 0  # a trial
+    assert helper(*places, "-f", "-N", "4711", "-t", "llmcachefs", "-o", FSTAB).returncode == 0  # a trial
     assert mountpoint.find(str(places[1])) is None
     assert helper(places[0]).returncode == 1
     assert helper(*places, "-o", "cache=lots").returncode == 1
@@ -106,7 +105,7 @@ def test_after_a_crash_the_unit_cleans_up(places: tuple[Path, Path], tmp_path: P
     pid = control.daemon_pid(str(places[1]))
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    time.sleep(0.1)
+    wait_for(lambda: control.daemon_pid(str(places[1])) is None, "the daemon is dead")
     for result, still_there in (("success", True), ("signal", False)):
         after = {**environment(), "SERVICE_RESULT": result}
         subprocess.run(unit_words("ExecStopPost", config), env=after, timeout=60, check=True)
@@ -124,3 +123,34 @@ def test_a_daemon_in_the_background_rotates_its_log(places: tuple[Path, Path], t
     assert os.listdir(places[1]) == [] and "mode" in (tmp_path / "moved").read_text()
     assert os.path.samefile(f"/proc/{pid}/fd/2", tmp_path / "log")
     assert llmcache("umount", places[1]).returncode == 0
+
+
+# In a mount namespace of its own, where mount(8) finds the helper beside the system's: nothing of it is left behind.
+BY_MOUNT = """
+mount -t overlay -o lowerdir="$1:$(readlink -f /sbin)" overlay "$(readlink -f /sbin)" || exit 99
+shift
+trap 'umount "$2" 2>/dev/null' EXIT
+mount -t llmcachefs "$@" && cat "$2/file" || exit 1
+mount --all -t llmcachefs --fstab "$FSTAB" || exit 2  # what is mounted already is known by its SOURCE
+mount -t llmcachefs "$@" 2>/dev/null
+[ $? = 32 ] && umount "$2"
+"""
+
+
+def test_mount_itself(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can have a mount namespace")
+    source, point, helpers = (tmp_path / name for name in ("models, all", "mount point", "sbin"))
+    for place in (source, point, helpers):
+        place.mkdir()
+    (source / "file").write_text("x")
+    (helpers / "mount.llmcachefs").symlink_to(ROOT / "tools/mount.llmcachefs")
+    options = "cache=32Mi,nofail,_netdev,x-foo,ro,noexec"
+    escaped = (str(place).replace(" ", "\\040") for place in (source, point))
+    (tmp_path / "fstab").write_text(f"{' '.join(escaped)} llmcachefs {options} 0 0\n")
+    words = ["unshare", "-m", "sh", "-c", BY_MOUNT, "sh", str(helpers), str(source), str(point), "-o", options]
+    settings = {**os.environ, "LLMCACHEFS": str(PROGRAM), "FSTAB": str(tmp_path / "fstab")}
+    done = subprocess.run(words, env=settings, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode == 99:
+        pytest.skip("no overlay file system")
+    assert (done.returncode, done.stdout) == (0, "x"), done.stderr

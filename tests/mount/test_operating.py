@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import struct
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import pytest
 from llmcache.fs import control
 from tests.mount.conftest import Mounted, Mounter, llmcache
 from tests.mount.live import MIB, by_mmap, by_read, random_file, resident_bytes, wait_for
+from tools.bench.sides import environment
 
 SLACK = 16 * MIB  # windows, beside the budget
 
@@ -44,6 +49,18 @@ def said(*words: str | Path, code: int = 0) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
+def drawn(*words: str | Path) -> str:
+    """What a command draws on a terminal while it works: stderr is one, stdout is not."""
+    terminal, end = os.openpty()
+    os.set_blocking(terminal, False)
+    with open(terminal, "rb", buffering=0) as screen:
+        command = [sys.executable, "-m", "llmcache", *map(str, words)]
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=end, env=environment(), timeout=90, check=True)
+        text = screen.read(1 << 16) or b""
+        os.close(end)
+    return text.decode()
+
+
 def stats(mounted: Mounted) -> dict[str, Any]:
     return said("stats", mounted.point)
 
@@ -51,6 +68,19 @@ def stats(mounted: Mounted) -> dict[str, Any]:
 def pinned_bytes(mounted: Mounted, name: str) -> int:
     files = [file for file in stats(mounted)["files"] if file["path"] == f"/{name}"]
     return sum(loop["pinned_bytes"] for file in files for loop in file["loops"])
+
+
+def test_a_terminal_shows_how_far_it_is(mount: Mounter, source: Path) -> None:
+    mounted = mount("--cache", "32Mi", source=source)
+    commands: tuple[tuple[str, tuple[str | Path, ...]], ...] = (
+        ("warming", ("warmup", mounted.point, "loop.bin")),
+        ("checking", ("warmup", mounted.point, "loop.bin", "--check")),
+        ("shrinking", ("resize", mounted.point, "20Mi")),
+        ("evicting", ("evict", mounted.point)),
+    )
+    for word, command in commands:
+        text = drawn(*command)
+        assert word in text and "━" in text, text
 
 
 def test_what_was_warmed_is_not_read_again(mount: Mounter, mode: str, source: Path) -> None:
@@ -109,7 +139,7 @@ def test_without_globs_models_and_small_files_are_warmed(mount: Mounter, mode: s
     assert said("warmup", mounted.point, "model*")["warm_bytes"] > 32 * MIB
 
     too_large = llmcache("resize", mounted.point, "900P")
-    assert too_large.returncode == 3 and "can be had" in too_large.stderr
+    assert too_large.returncode == 3 and "can spare" in too_large.stderr
     assert llmcache("resize", mounted.point, "much").returncode == 2
     assert stats(mounted)["budget_bytes"] == 64 * MIB
 
@@ -128,6 +158,47 @@ def test_pinned_files_come_before_loops_and_stay(mount: Mounter, mode: str, sour
     before = stats(mounted)["backing_read_bytes"]
     assert by_read(mounted.point / "loop.bin") == by_read(source / "loop.bin")
     assert stats(mounted)["backing_read_bytes"] - before < MIB
+
+
+def test_evict_tells_how_far_it_is_and_refuses_what_names_no_file(mount: Mounter, source: Path) -> None:
+    mounted = mount(source=source)
+    said("warmup", mounted.point, "*.bin")
+    told: list[dict[str, Any]] = []
+    reply = control.request(str(mounted.point), {"op": "evict"}, on_progress=told.append)
+    assert told[0] == {"done_bytes": 0, "total_bytes": 80 * MIB + 7} and reply["evicted_bytes"] > 16 * MIB
+    assert [step["done_bytes"] for step in told] == sorted({step["done_bytes"] for step in told})
+    assert said("evict", mounted.point, "tokens.json")["groups"] == []  # nothing of it was kept
+    done = llmcache("evict", mounted.point, "*.gguf")
+    assert done.returncode == 2 and "no file of the mount matches *.gguf" in done.stderr
+
+
+def test_two_warm_ups_at_once_read_once(mount: Mounter, mode: str, source: Path) -> None:
+    mounted = mount("--mode", mode, "--cache", "100Mi", source=source)
+    with ThreadPoolExecutor(2) as pool:
+        replies = list(pool.map(lambda _: said("warmup", mounted.point, "*.bin"), range(2)))
+    for reply in replies:
+        assert reply["warm_bytes"] == reply["wanted_bytes"] > 75 * MIB
+    assert stats(mounted)["backing_read_bytes"] < 84 * MIB
+
+
+def test_names_cannot_steer_a_terminal(mount: Mounter, tmp_path: Path) -> None:
+    mounted = mount("--pin", "*red*")
+    for name in (b"\x1b[31mred", b"\xffred", "é red".encode()):
+        (mounted.source / os.fsdecode(name)).write_bytes(b"x")
+    shown = llmcache("warmup", mounted.point).stdout
+    assert all(word in shown for word in ("\\x1b[31mred", "\\xffred", "é red")) and "\x1b" not in shown
+    assert "\\x1b[31mred is pinned" in llmcache("evict", mounted.point).stderr
+
+
+def test_more_files_than_may_be_opened_are_refused(mount: Mounter) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    mounted = mount()
+    for number in range(70):
+        (mounted.source / f"{number}.json").write_text("x")
+    resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE, (256, before[1]))
+    done = llmcache("warmup", mounted.point)
+    assert done.returncode == 3 and "GLOB: 70 files are more than can be warmed at once, 64" in done.stderr
+    assert said("warmup", mounted.point, "?.json")["warm_bytes"] == 10
 
 
 def test_where_nothing_is_mounted_the_commands_say_so(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
 import stat
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import Mounted
+from tests.mount.conftest import Mounted, llmcache
 from tests.mount.live import by_mmap, by_odd_pread, by_read, by_sendfile, random_file
 
 SIZE = (3 << 20) + 777
@@ -97,6 +98,19 @@ def test_o_direct(data: tuple[Path, bytes], how: str) -> None:
         assert got == content
     finally:
         os.close(fd)
+
+
+def test_o_direct_counts_as_read_from_storage(reading: Mounted) -> None:
+    random_file(reading.source / "f", 3 << 20)
+    fd = os.open(reading.point / "f", os.O_RDONLY | os.O_DIRECT)
+    try:
+        for _ in range(2):
+            assert os.preadv(fd, [mmap.mmap(-1, 4 << 20)], 0) == 3 << 20
+    finally:
+        os.close(fd)
+    stats = json.loads(llmcache("stats", reading.point, "--json").stdout)
+    names = ("read_bytes", "miss_bytes", "requested_bytes", "backing_read_bytes")
+    assert {name: stats[name] for name in names} == dict.fromkeys(names, 6 << 20)
 
 
 def test_stat_is_the_sources(reading: Mounted) -> None:

@@ -37,6 +37,14 @@ OPERATIONS = st.lists(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_real_sync() -> Iterator[None]:
+    """The disk that loses power is a modelled one: nothing waits for the real one, thousands of times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fdatasync", lambda _fd: None)
+        yield
+
+
 class Disk:
     """A disk with a cache: remembers all writes to a file and what of them was synced, and makes what a crash leaves."""
 

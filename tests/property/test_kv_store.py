@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -22,6 +24,14 @@ LAYERS = 2
 BOUND = 5
 DTYPES = ["float32", "float16", "bfloat16", "int8"]
 SEEDS = st.integers(0, 1 << 30)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_real_sync() -> Iterator[None]:
+    """Only processes crash here: nothing of this one waits for the disk, thousands of times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fdatasync", lambda _fd: None)
+        yield
 
 
 class Store(RuleBasedStateMachine):

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 from llmcache.trace.record import BLOCK_BYTES
-from llmcache.trace.sources.base import ACCESS, FILL, KIND_NAMES, POLL_S, Records, Source, Wish
+from llmcache.trace.sources.base import ACCESS, FILL, POLL_S, Records, Source, Wish
 from llmcache.trace.sources.bpf import FilemapSource
 
 HERE = Path(__file__).parent
 BLOCKS = 1024
 TOUCHED = [3 + 40 * i for i in range(23)]
+_KINDS = ("access", "fill", "evict", "block request", "sampled")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Recording:
 
     def __str__(self) -> str:
         """Returns the records, one a line, for a failed assertion."""
-        return "\n".join(f"{KIND_NAMES[row['kind']]} {row}" for row in self.records)
+        return "\n".join(f"{_KINDS[row['kind']]} {row}" for row in self.records)
 
 
 @pytest.fixture(scope="session")

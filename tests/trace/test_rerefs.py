@@ -53,11 +53,18 @@ def test_a_sample_holds_what_was_touched_since_the_last(file: Path, offset: int)
     with mapped(file, offset) as touch:
         sampler = Sampler([os.getpid()], 0.0)
         for _ in range(2):
-            for block in TOUCHED:
-                touch(block)
-            assert blocks(sampler.sample(), file) == TOUCHED
+            # who else ages pages (DAMON, reclaim) takes a bit away now and then, but never gives one
+            assert any(touched_blocks(sampler, touch, file) == TOUCHED for _ in range(5))
             assert blocks(sampler.sample(), file) == []
         sampler.close()
+
+
+def touched_blocks(sampler: Sampler, touch: Callable[[int], int], file: Path) -> list[int]:
+    for block in TOUCHED:
+        touch(block)
+    found = blocks(sampler.sample(), file)
+    assert set(found) <= set(TOUCHED)
+    return found
 
 
 def test_samples_come_at_their_interval(file: Path) -> None:

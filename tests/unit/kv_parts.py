@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
+from llmcache.kv.spill.raw import RawFile
+from llmcache.kv.spill.shape import Bytes
 
 Rows = NDArray[Any]
 
@@ -79,3 +87,38 @@ def restored(file: SpillReader, sequence: int) -> list[int]:
                 flat_scales = got_scales.swapaxes(0, 1).reshape(shape.kv_heads, -1)[:, : len(ids)]
                 assert (flat_scales == wanted).all()
     return [int(token) for token in ids]
+
+
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the bytes of every read of pages from now on."""
+    reads: list[int] = []
+    read_runs = RawFile.read_runs
+
+    def counted(self: RawFile, buffer: Bytes, sizes: Rows, offsets: Rows, direct: bool = False) -> None:
+        reads.extend(sizes.tolist())
+        read_runs(self, buffer, sizes, offsets, direct)
+
+    monkeypatch.setattr(RawFile, "read_runs", counted)
+    return reads
+
+
+def unmount(point: Path) -> None:
+    """Unmount a file system of a test; one that is still in use goes too, once nobody uses it any more, but is told."""
+    if subprocess.run(["umount", str(point)], capture_output=True, check=False).returncode:
+        subprocess.run(["umount", "-l", str(point)], check=True)
+        raise AssertionError(f"{point} was still in use")
+
+
+@contextlib.contextmanager
+def small_disk(parent: Path, size: str) -> Iterator[Path]:
+    """A real file system of `size` (as mount takes it) below `parent`; skips the test where none can be mounted."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a small tmpfs needs root")
+    small = parent / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", small], check=False).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        yield small
+    finally:
+        unmount(small)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.errors import EnvironmentProblem
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import Gathered, KvStore, Selection
 from llmcache.kv.tiers.ssd import CsdTier, FileTier
@@ -141,4 +143,5 @@ def crash(store: KvStore) -> None:
     if isinstance(ssd, CsdTier):
         ssd.device.kill()
     elif isinstance(ssd, FileTier):
-        ssd._file._raw.close()
+        with contextlib.suppress(EnvironmentProblem):  # on a dead mount
+            ssd._file._raw.close()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError, UsageError
+from llmcache.trace.capture import inodes
 from llmcache.trace.capture.journal import Journal, journal_of
 from llmcache.trace.capture.names import Names
 from llmcache.trace.capture.options import Options, default_output
@@ -106,6 +107,24 @@ def test_names_of_open_deleted_and_unknown_files(tmp_path: Path) -> None:
         names.finish()
         assert names.unnamed == 1
         assert {file.path for file in names.files} >= {str(tmp_path / "renamed"), str(gone)}
+
+
+def test_a_file_that_was_closed_is_named_when_it_is_seen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inodes, "path_of", lambda *_: None)  # as on FUSE, which cannot open files by inode
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(9000))
+    stat = path.stat()
+    row = np.array([stat.st_dev], np.uint64), np.array([stat.st_ino], np.uint64), np.array([os.getpid()], np.uint32)
+    names = Names([os.getpid()])
+    first = names.numbers(*row)
+    assert names.files[0].path.startswith("[") and names.changes == 0
+    with path.open("rb"):
+        assert names.numbers(*row).tolist() == first.tolist()
+    assert (names.files[0].path, names.files[0].size_bytes, names.changes) == (str(path), 9000, 1)
+    names.numbers(*row)
+    assert len(names.files) == names.changes == 1
+    names.finish()
+    assert names.unnamed == 0
 
 
 def test_a_new_mapping_replaces_what_it_covers() -> None:

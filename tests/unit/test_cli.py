@@ -95,9 +95,10 @@ def test_ctrl_c_ends_a_command_with_code_0() -> None:
         assert process.wait(30) == 0
 
 
-def test_a_reader_that_goes_away_is_no_failure() -> None:
-    code = "import click; from llmcache import cli\n"
-    code += "cli.run(click.Command('x', callback=lambda: [click.echo('line' * 99) for _ in range(9999)]), 'x', [])"
+@pytest.mark.parametrize("say", ["click.echo", "rich.print"])
+def test_a_reader_that_goes_away_is_no_failure(say: str) -> None:
+    code = "import click, rich; from llmcache import cli\n"
+    code += f"cli.run(click.Command('x', callback=lambda: [{say}('line' * 99) for _ in range(9999)]), 'x', [])"
     read_end, write_end = os.pipe()
     with subprocess.Popen([sys.executable, "-c", code], stdout=write_end, stderr=subprocess.PIPE, text=True) as process:
         os.close(write_end)
@@ -105,6 +106,16 @@ def test_a_reader_that_goes_away_is_no_failure() -> None:
         os.close(read_end)
         assert process.wait(30) == 0
         assert process.stderr is not None and process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_terminal_without_our_letters_gets_others(encoding: str) -> None:
+    code = "import click; from llmcache import cli\n"
+    code += "cli.run(click.Command('x', callback=lambda: print('3 \\u2588')), 'x', [])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True, check=True
+    )
+    assert result.stdout.decode(encoding) == ("3 \u2588\n" if encoding == "utf-8" else "3 ?\n")
 
 
 def test_a_pipe_that_breaks_elsewhere_is_not_hidden() -> None:

@@ -46,6 +46,16 @@ def status(findings: list[Finding]) -> dict[str, str]:
     return {finding.name: finding.status for finding in findings}
 
 
+def test_without_mtab_only_root_can_unmount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    found = {finding.name: finding for finding in mounting.examine(tmp_path)}["fusermount3"]
+    assert found.status == LIMITED
+    assert "ln -s" in (found.remedy or "")
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "mtab").touch()
+    assert status(mounting.examine(tmp_path))["fusermount3"] == OK
+
+
 def test_the_report_of_this_machine_has_every_line_and_the_exit_code_of_its_worst() -> None:
     done = llmcache("--json")
     report = json.loads(done.stdout)

@@ -123,7 +123,7 @@ MANY = ",".join(map(str, range(1, 1002)))
         (("sweep", "--budget", "10"), "--budget: 10, more than the 10 sinks"),
         (("sweep", "--interval-scale", "0"), "--interval-scale: '0'"),
         (("sweep", "--dram-bw", "fast"), "--dram-bw: 'fast'"),
-        (("sweep", "--dram-bw", "0"), "--dram-bw: '0', more than 0"),
+        (("sweep", "--dram-bw", "0"), "--dram-bw: '0' is no bandwidth: it must be above 0"),
         (("sweep", "--kv-memory", "x"), "--kv-memory: 'x'"),
         (("sweep", "--constants", "/nowhere.toml"), "/nowhere.toml: cannot be read"),
         (("sweep", "--batch", MANY, "--decode", MANY), "1,002,001 configurations are more than"),
@@ -146,7 +146,7 @@ def test_a_saved_model_and_a_saved_sweep_are_drawn(tmp_path: Path, capsys: pytes
     page = tmp_path / "m.html"
     assert run("plot", str(model), "-o", str(page)) == 0
     text = page.read_text()
-    assert text.count("<figure>") == 4 and "Modelled" in text and "src=\"http" not in text
+    assert text.count("<figure>") == 4 and "Modelled" in text and 'src="http' not in text
     for source, what in ((model, "energy"), (model, "speedup"), (model, "refresh"), (model, "roofline"), (sweep, "sweep")):
         target = tmp_path / f"{what}.png"
         assert run("plot", str(source), "-o", str(target), "--what", what) == 0
@@ -210,9 +210,7 @@ def test_every_component_and_system_has_a_look() -> None:
         (lambda data: data["rooflines"]["Kelle+eDRAM"].update(dram_bytes_per_s=0), "dram_bytes_per_s: 0, more than 0"),
     ],
 )
-def test_a_damaged_document_is_named(
-    change: Any, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_document_is_named(change: Any, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = printed(capsys, "model", "--workload", "LA")
     change(data)
     file = tmp_path / "m.json"

@@ -13,7 +13,7 @@ from llmcache.edram.accelerator import evaluate
 from llmcache.edram.aerp import AerpSettings, Slots
 from llmcache.edram.constants import PAPER
 from llmcache.edram.evictor import evictor_cost, search
-from llmcache.edram.lifetimes import Access, baseline, kelle, lifetimes_of, matrix_ns
+from llmcache.edram.lifetimes import Access, baseline, kelle, lifetimes_of
 from tests.unit.accelerator_parts import configuration
 
 LLAMA2 = Access(weight_bytes=4096 * 4096, kv_bytes=2048 * 4096 * 2)
@@ -32,7 +32,6 @@ def test_totals_are_those_of_equations_7_and_8(weight: float, kv: float) -> None
 def test_times_are_bytes_over_bandwidth() -> None:
     assert pytest.approx(4096**2 / 128e9 * 1e9) == LLAMA2.sram_ns
     assert pytest.approx(2048 * 8192 / 256e9 * 1e9) == LLAMA2.edram_ns
-    assert matrix_ns(2 * 4096**2, 1.024e12) == pytest.approx(32_768)  # a recomputed K and V of LLaMA2-7B: 32.77 us
 
 
 def test_weights_that_stream_come_no_faster_than_dram_delivers_them() -> None:
@@ -41,22 +40,15 @@ def test_weights_that_stream_come_no_faster_than_dram_delivers_them() -> None:
     assert Access(1, 1, dram_bytes_per_s=1e12).sram_ns == Access(1, 1).sram_ns
 
 
-def test_refreshes_are_whole_intervals_of_each_life() -> None:
-    lives, sizes = baseline(LLAMA2), (8192.0, 8192.0, 8192.0, 8192.0)
-    wanted = sum(int(life // 45e3) for life in (lives.x_ns, lives.q_ns, lives.k_ns, lives.v_ns))
-    assert lives.refresh_joules(sizes, 45e3, 2.0) == 2 * 8192 * wanted > 0
-    assert kelle(LLAMA2).refresh_joules(sizes, 45e3, 2.0) < 2 * 8192 * wanted
-    assert lives.byte_seconds(sizes) == pytest.approx(8192 * lives.total_ns / 1e9)
-
-
 @pytest.mark.parametrize("name", ["Original+eDRAM", "Kelle+eDRAM"])
 def test_the_accelerator_model_refreshes_activations_by_their_lifetimes(name: str) -> None:
-    """One decode step, layer by layer; what the prefill refreshes meanwhile is taken off."""
+    """One decode step, layer by layer, in whole intervals; what the prefill refreshes meanwhile is taken off."""
     one = configuration("llama2-7b", "PG19", name, context=2000, decode=1)
     found = evaluate([one])
     layers, width = one.model.layers, 16 * 4096 * 2.0
     lives = lifetimes_of(one)
-    wanted = layers * lives.refresh_joules((width,) * 4, one.policy.activation_interval_ns, PAPER.refresh_j_per_byte)
+    refreshes = sum(life // one.policy.activation_interval_ns for life in (lives.x_ns, lives.q_ns, lives.k_ns, lives.v_ns))
+    wanted = layers * width * refreshes * PAPER.refresh_j_per_byte
     prefill_s = found.latencies_s["prefill_array"][0] + found.latencies_s["prefill_dram"][0]
     live = PAPER.refresh_w(one.hardware.activation_bytes, one.policy.activation_interval_ns) * prefill_s
     assert found.energies_j["refresh_activations"][0] - live == pytest.approx(wanted, rel=1e-6) and wanted > 0
@@ -100,5 +92,5 @@ def test_the_evictor_stalls_for_a_cycle_where_a_scan_takes_one_per_token() -> No
     cost = evictor_cost(2048, 32, 32, step_ns=1e8)
     assert cost.search_ns == 2048 * cost.stall_ns == 2048 * 1024
     assert cost.register_bytes == 1024 * 1024 and cost.search_bytes == 2 * cost.register_bytes
-    assert cost.joules == pytest.approx(0.0028) and cost.saved_ns > 0
+    assert cost.joules == pytest.approx(0.0028)
     assert evictor_cost(2048, 32, 32, batch=16).stall_ns == 16 * cost.stall_ns

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmcache.cache.intervals import RECENT
 from llmcache.cache.order import Pass
 from llmcache.fs.group import ABSENT, LOADING, MISSES_MAX, PINNED, READY, SINGLE, SPARSE, TOUCHED, Group, Member
 from llmcache.fs.state import CacheState
@@ -130,6 +131,17 @@ def test_a_second_pass_makes_a_loop_and_its_period() -> None:
     assert group.learner.period == 2000
 
 
+def test_the_period_follows_when_more_of_the_loop_is_pinned() -> None:
+    group = new_group(new_state(1 << 40), "loop", SIZE, looping=True)
+    for _ in range(100):
+        group.learn(whole_pass(list(range(SIZE)), 3000))
+    for extent in range(SIZE * 3 // 4):
+        group.set_state(extent, PINNED)
+    for _ in range(RECENT):
+        group.learn(whole_pass(list(range(SIZE * 3 // 4, SIZE)), 1000))
+    assert group.learner.period == 1000
+
+
 def test_a_short_pass_is_no_evidence() -> None:
     group = new_group(new_state(MIB), "file", SIZE)
     assert not group.learn(whole_pass(list(range(SIZE // 2 - 1))))
@@ -166,3 +178,11 @@ def test_neighbours_are_dropped_together() -> None:
     group = new_group(state, "file", SIZE)
     found = [(offset, length) for _, offset, length in state.ranges(group, [4, 2, 3, 9])]
     assert found == [(2 * MIB, 3 * MIB), (9 * MIB, MIB)]
+
+
+def test_what_lies_behind_the_end_of_a_file_that_was_cut_has_no_bytes() -> None:
+    """It had less than none: they were taken off the count of bytes that were dropped."""
+    group = new_group(new_state(MIB), "file", SIZE)
+    (member,) = group.members
+    member.size_bytes = group.size_bytes = MIB + 5
+    assert [group.length_of(member, extent) for extent in range(4)] == [MIB, 5, 0, 0]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import EnvironmentProblem, UsageError
-from llmcache.fs import logs
+from llmcache.fs import background, logs
 from llmcache.fs.readiness import notify
 
 
@@ -111,3 +111,39 @@ def test_systemd_is_told_where_it_listens(tmp_path: Path, monkeypatch: pytest.Mo
     assert not notify("READY=1")
     monkeypatch.delenv("NOTIFY_SOCKET")
     assert not notify("READY=1")
+
+
+def test_a_directory_that_has_gone_costs_no_lines(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "log"
+    path.parent.mkdir()
+    handler = logs.LogFile(str(path), 0, streams=False)
+    path.rename(tmp_path / "moved")
+    path.parent.rmdir()
+    handler.renew()
+    handler.emit(record("goes on"))
+    assert lines(tmp_path / "moved") == ["goes on"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can put another user's files there")
+def test_what_others_have_put_there_is_no_log(tmp_path: Path) -> None:
+    (tmp_path / "theirs").touch()
+    os.chown(tmp_path / "theirs", 65534, 65534)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("theirs", "pipe", "link"):
+        with pytest.raises(EnvironmentProblem, match=f"log: '{tmp_path / name}' cannot be written"):
+            logs.handler(str(tmp_path / name))
+    with pytest.raises(UsageError, match=r"log: .* is a symbolic link"):
+        logs.check(str(tmp_path / "link"), "/mnt")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_daemon_outlives_who_started_it() -> None:
+    reading, writing = os.pipe()
+    reporter = background._Reporter(writing)
+    os.close(reading)
+    for _ in range(2):
+        reporter.handle(record("a warning", logging.WARNING))
+        reporter.send(ready=True)
+    reporter.finish()
+    reporter.handle(record("later, on another thread", logging.WARNING))

@@ -1,8 +1,11 @@
-"""Which mounts the pin helper gives up in its own namespace."""
+"""Which mounts the pin helper gives up in its own namespace, and what it opens."""
 
 from __future__ import annotations
 
-from llmcache.fs.pinhelper import others
+import os
+from pathlib import Path
+
+from llmcache.fs.pinhelper import Helper, others
 
 MOUNTINFO = rb"""
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -23,3 +26,23 @@ def test_all_but_the_way_to_the_mount_point_is_given_up_last_first() -> None:
 def test_nothing_is_on_the_way_to_the_root_but_itself() -> None:
     assert b"/" not in others(MOUNTINFO, b"/mnt/models")
     assert len(others(MOUNTINFO, b"/elsewhere")) == 6
+
+
+def test_only_regular_files_below_the_mount_are_opened_and_no_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "file").write_bytes(b"x" * 5000)
+    mount = tmp_path / "mnt"
+    (mount / "dir").mkdir(parents=True)
+    (mount / "dir" / "file").write_bytes(b"x" * 4096)
+    (mount / "way").symlink_to(tmp_path / "outside")
+    (mount / "link").symlink_to("dir/file")
+    os.mkfifo(mount / "pipe")
+    helper = Helper(str(mount))
+    assert helper.handle({"op": "attach", "path": "/dir/file"}) == {
+        "node": (mount / "dir" / "file").stat().st_ino,
+        "size": 4096,
+    }
+    for path in ("/way/file", "/link", "/pipe", "/dir", "/none"):
+        reply = helper.handle({"op": "attach", "path": path})
+        assert list(reply) == ["errno"], path
+    helper.handle({"op": "detach", "path": "/dir/file"})

@@ -74,6 +74,8 @@ def test_wrong_keys_and_values_are_named(tmp_path: Path, text: str, said: str) -
     with pytest.raises(UsageError) as caught:
         read_file(str(path))
     assert said in caught.value.message and str(path) in caught.value.message
+    if "is not a list" in said:
+        assert caught.value.hint == 'write pin = ["first", "second"]'
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
@@ -97,6 +99,8 @@ def test_options_of_fstab_are_settings_mount_options_or_noise() -> None:
     assert rest == ("rw", "nofail", "_netdev", "x-systemd.automount", "ro", "mode", "rw=1")
     found = origins({"cache": "8G", "options": ("cache=6G,nofail,allow_other",)}, None, {})
     assert found["cache"] == ("8G", FLAG)
+    escaped = split_options([r"pin=a\,b,fsname=/srv\,x\\,allow_other"])
+    assert escaped == ((r"fsname=/srv\,x\\", "allow_other"), {"pin": ("a,b",)})
     request = mounting.request_of(resolve({**PLACES, "options": ("nofail,user=me,x-y,allow_other",)}, None, {}))
     assert request.options[0].endswith("nosuid,allow_other")
 

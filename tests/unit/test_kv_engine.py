@@ -100,9 +100,7 @@ def test_a_budget_of_the_whole_context_is_full_attention_bit_for_bit(app: bool) 
         for layer, found in enumerate(layers):
             asked = STREAM.queries(layer, step)
             whole = attention(asked, *STREAM.keys_values(layer, at))
-            assert all(
-                np.array_equal(a, b) for a, b in zip(attention(asked, found.keys, found.values), whole, strict=True)
-            )
+            assert all(np.array_equal(a, b) for a, b in zip(attention(asked, found.keys, found.values), whole, strict=True))
 
 
 def test_the_next_layer_is_chosen_while_this_one_computes() -> None:

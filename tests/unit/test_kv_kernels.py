@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import numba
@@ -148,6 +149,24 @@ def test_an_error_in_a_thread_is_raised() -> None:
 
     with pytest.raises(ZeroDivisionError):
         run_all([fail, lambda: None], 2)
+
+
+def test_nothing_runs_any_more_once_an_error_is_raised() -> None:
+    """Memory that the jobs write to may then be used again."""
+    failed, ended = threading.Event(), []
+
+    def fail() -> None:
+        failed.set()
+        raise ZeroDivisionError
+
+    def late() -> None:
+        failed.wait()
+        time.sleep(0.05)
+        ended.append(True)
+
+    with pytest.raises(ZeroDivisionError):
+        run_all([fail, late], 2)
+    assert ended
 
 
 @pytest.mark.parametrize(

@@ -16,18 +16,8 @@ from llmcache.kv.planning import probes
 from llmcache.kv.planning.machine import Found, MachineProfile, cached_profile, hardware_of, key_of, profile_of, with_gpu
 from llmcache.kv.planning.plan import Options, parse_context, plan
 from llmcache.kv.planning.probes import HostSpeeds, StorageSpeeds
+from tests.unit.model_configs import LLAMA_8B
 
-CONFIG = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "torch_dtype": "bfloat16",
-}
 HOST = HostSpeeds(40e9, 30e9, 3e11)
 STORAGE = StorageSpeeds(1e9, 3e9, 2e5, 2e9, 1e9, 32768, 1 << 27, True)
 GIB = 1 << 30
@@ -58,7 +48,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def config(tmp_path: Path) -> str:
     directory = tmp_path / "Llama-8B"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "config.json").write_text(json.dumps(LLAMA_8B))
     return str(directory)
 
 

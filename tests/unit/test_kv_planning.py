@@ -24,6 +24,7 @@ from llmcache.kv.planning.config import shape_of
 from llmcache.kv.planning.hardware import NUMBERS, ORIGINS
 from llmcache.kv.planning.memory import largest_context
 from llmcache.kv.planning.placement import by_beta, by_capacity, by_rule, by_ssd_share, room, rule_share
+from tests.unit.model_configs import LLAMA_8B
 
 QWEN = MODELS["Qwen-7B"]
 GIB = 1 << 30
@@ -108,21 +109,9 @@ def test_the_largest_context_is_the_last_that_fits() -> None:
 
 # Configs
 
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "torch_dtype": "bfloat16",
-}
-
 
 def shape(**changes: Any) -> ModelShape:
-    config = {name: value for name, value in (LLAMA | changes).items() if value is not ...}
+    config = {name: value for name, value in (LLAMA_8B | changes).items() if value is not ...}
     return shape_of(config, "models/Llama-3.1-8B/config.json")
 
 
@@ -144,7 +133,7 @@ def test_other_names_for_the_same_sizes() -> None:
     assert qwen.parameters == QWEN.parameters
     qwen3 = shape(model_type="qwen3", head_dim=64)
     assert qwen3.head_dim == 64
-    nested = shape_of({"model_type": "llava", "text_config": LLAMA}, "x/config.json")
+    nested = shape_of({"model_type": "llava", "text_config": LLAMA_8B}, "x/config.json")
     assert nested.layers == 32
 
 

@@ -17,6 +17,7 @@ from llmcache.kv.index.scorers.base import Scorer, ScorerSettings
 from llmcache.kv.index.scorers.dci import Dci
 from llmcache.kv.index.scorers.exact import Exact
 from llmcache.kv.index.scorers.quest import Quest
+from llmcache.kv.index.scorers.rounded import rounded
 from llmcache.kv.spill.shape import KvShape
 
 HEADS, DIM, PAGE = 2, 32, 16
@@ -77,7 +78,7 @@ def test_cropped_and_added_again_it_knows_what_is_there(name: str) -> None:
         assert (scorer.top(asked[0], 320) == np.arange(32, 352)).all()
         scorer.add(keys[:, 320:])
     found = [scorer.top(asked[0], 24) for scorer in (whole, cut, again)]
-    if name in ("exact", "quest", "auto"):
+    if name in ("exact", "rounded", "quest", "auto"):
         assert (found[0] == found[1]).all() and (found[0] == found[2]).all()
     cut.crop(0)
     assert len(cut) == 0 and cut.top(asked[0], 5).shape == (HEADS, 0)
@@ -90,6 +91,25 @@ def test_exact_finds_what_a_sort_would() -> None:
         queries = np.repeat(asked[number], 2, axis=0)
         queries[1::2] = asked[number + 10]
         assert (scorer.top(queries, 40) == best(keys, queries, 40)).all()
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("float32", 0.29), ("float16", 0.57), ("bfloat16", 0.57)])
+@pytest.mark.parametrize("clusters", [64, 4096], ids=["clustered", "spread"])
+def test_rounded_keys_take_less_memory_and_hardly_any_of_the_best_is_missed(dtype: str, share: float, clusters: int) -> None:
+    keys, asked = clustered(4096, clusters=clusters)
+    exact, small = made("exact", keys, dtype=dtype), made("rounded", keys, dtype=dtype)
+    assert small.size_bytes < share * exact.size_bytes
+    assert np.mean([recall_of(small.top(one, 64), exact.top(one, 64)) for one in asked]) > 0.97
+
+
+def test_keys_of_a_byte_are_not_rounded_again_and_keys_of_nothing_stay_so() -> None:
+    keys, asked = clustered(320)
+    found = [made(name, keys, dtype="int8").top(asked[0], 40) for name in ("rounded", "exact")]
+    assert (found[0] == found[1]).all()
+    nothing, line = np.zeros(DIM), np.linspace(-3, 3, DIM)
+    numbers, scales = rounded(np.stack([nothing, line]).astype(np.float32))
+    assert not numbers[0].any() and (scales > 0).all()
+    assert np.abs(numbers[1] * scales[1] - line).max() <= 0.5001 * scales[1] and abs(numbers[1]).max() == 127
 
 
 def test_bounds_of_pages_are_bounds_and_the_best_are_taken() -> None:

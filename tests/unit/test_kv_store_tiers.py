@@ -14,10 +14,9 @@ import pytest
 from llmcache.errors import UsageError
 from llmcache.kv.csd import CsdProfile
 from llmcache.kv.spill import SpillReader
-from llmcache.kv.spill.raw import RawFile
-from llmcache.kv.spill.shape import Bytes
 from llmcache.kv.tiers import HostFastTier, KvStore, Selection, StoreConfig, fetching
 from llmcache.kv.tiers.scoring import runs
+from tests.unit.kv_parts import counted_reads
 from tests.unit.store_parts import Plain, shape_of
 
 Make = Callable[..., tuple[KvStore, Plain]]
@@ -133,14 +132,7 @@ def test_whoever_is_asked_chooses_what_goes_down(make: Make) -> None:
 
 def test_a_file_gives_whole_pages_once_for_all_heads(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store, plain = make(80, batch=2)
-    reads: list[int] = []
-    read_into = RawFile.read_into
-
-    def counted(self: RawFile, buffer: Bytes, offset: int, direct: bool = False) -> None:
-        reads.append(buffer.size)
-        read_into(self, buffer, offset, direct)
-
-    monkeypatch.setattr(RawFile, "read_into", counted)
+    reads = counted_reads(monkeypatch)
     # Both heads and the two tokens of a page want page 2, page 3 and page 9; 68 is in the pool.
     found = store.gather(0, chosen(store, 8, 11, 13, 36, 68))
     plain.check(0, found)

@@ -62,9 +62,7 @@ def test_what_matters_changes_slowly_and_then_is_something_else() -> None:
         [set(np.argsort(head)[::-1][:400].tolist()) for head in weights(made, 1, step)[:, : SPEC.context]]
         for step in (4, 5, 5 + 2 * 32)
     ]
-    near, far = (
-        np.mean([len(a & b) / 400 for a, b in zip(chosen[0], others, strict=True)]) for others in chosen[1:]
-    )
+    near, far = (np.mean([len(a & b) / 400 for a, b in zip(chosen[0], others, strict=True)]) for others in chosen[1:])
     assert near > 0.75 > 0.6 > far
 
 

@@ -84,16 +84,19 @@ def made(
     return LengthRow(tokens, policy, policy, speed(ms, loading * ms, query * ms), Memory(kv, index), {})
 
 
-def by_length(*own: float, policy: str = ICE, kv: int = 4, **parts: float) -> list[LengthRow]:
+def by_length(*own: float, policy: str = ICE, kv: int = 4, index: int = 50, **parts: float) -> list[LengthRow]:
     """Lengths at which the full cache takes 10, 20, 40 .. ms and `policy` as said."""
     rows = [made(1024 << place, STOCK, 10 << place, loading=0, query=0) for place in range(len(own))]
-    return rows + [made(1024 << place, policy, ms, kv, 50, **parts) for place, ms in enumerate(own)]
+    return rows + [made(1024 << place, policy, ms, kv, index, **parts) for place, ms in enumerate(own)]
 
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        (by_length(15, 19, 20), GOOD),
+        (by_length(15, 19, 20, index=1), GOOD),
+        (by_length(15, 19, 20, index=2), FAIR),
+        (by_length(15, 19, 20), FAIR),
+        (by_length(15, 19, 50, index=1), FAIR),
         (by_length(15, 19, 50), FAIR),
         (by_length(15, 19, 20, kv=50), FAIR),
         (by_length(15, 19, 50, kv=50), BAD),

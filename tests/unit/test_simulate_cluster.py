@@ -126,15 +126,23 @@ def test_another_version_on_the_workers_is_refused(address: str, traces: list[st
         cluster.simulate_on(address, traces, PLAN)
 
 
-def test_no_scheduler_no_worker_no_trace(
-    traces: list[str], address: str, idle_address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.timeout(600)  # Dask once took five minutes for one of these three instead of three seconds
+@pytest.mark.parametrize("wrong", ["tcp://127.0.0.1:1", "nonsense"])
+def test_no_scheduler(wrong: str, traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
-    for wrong in ("tcp://127.0.0.1:1", "nonsense"):
-        with pytest.raises(EnvironmentProblem, match=f"--scheduler: no Dask scheduler answers at '{wrong}'"):
-            cluster.simulate_on(wrong, traces, PLAN)
+    with pytest.raises(EnvironmentProblem, match=f"--scheduler: no Dask scheduler answers at '{wrong}'"):
+        cluster.simulate_on(wrong, traces, PLAN)
+
+
+@pytest.mark.timeout(600)
+def test_no_worker(traces: list[str], idle_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "CONNECT_S", 1)
     with pytest.raises(EnvironmentProblem, match="no worker came"):
         cluster.simulate_on(idle_address, traces, PLAN)
+
+
+@pytest.mark.timeout(600)
+def test_no_trace(address: str) -> None:
     with pytest.raises(UsageError, match=r"none\.parquet"):
         cluster.simulate_on(address, ["none.parquet"], PLAN)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -171,10 +172,13 @@ def test_a_place_without_room_is_an_environment_problem(
     name: str, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """/dev/full stands for a full disk: everything can be opened and nothing written."""
+
+    def full(path: Path, _mode: int) -> int:
+        path.symlink_to("/dev/full")
+        return os.open(path, os.O_WRONLY)
+
     target = source.with_name(name)
-    monkeypatch.setattr("llmcache.trace.record.output.os.getpid", lambda: 1)
-    temporary = target.with_name(f".{name}.1.tmp")
-    temporary.symlink_to("/dev/full")
+    monkeypatch.setattr("llmcache.trace.record.output.create", full)
     assert run("convert", source, target) == 3
     assert "cannot write" in capsys.readouterr().err
     assert [entry.name for entry in source.parent.iterdir()] == ["in.parquet"]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.errors import UsageError
-from llmcache.units import format_duration, format_rate, format_size, parse_duration, parse_rate, parse_size
+from llmcache.units import format_duration, format_rate, format_size, parse_duration, parse_rate, parse_size, printable
 
 
 @pytest.mark.parametrize(
@@ -132,3 +132,8 @@ def test_any_text_is_a_value_or_a_usage_error(text: str) -> None:
             assert 0 <= parse(text) < 2**63
         except UsageError as error:
             assert text in error.message
+
+
+def test_what_could_steer_a_terminal_is_shown_escaped() -> None:
+    assert printable("a\x1b[31mb\n\udcffc") == "a\\x1b[31mb\\n\\xffc"
+    assert printable("modèle 日本.gguf [bold]") == "modèle 日本.gguf [bold]"

@@ -12,6 +12,7 @@ from .runner import client
 
 RATES = (500_000_000, 200_000_000)
 TOKEN_WARMUP = 3  # the kernel's and the mount's first tokens fill the cache and learn the order
+SHORT_TIMES = 3  # runs that last a second or two are repeated so many times as often
 SIZES = (0.6, 0.9, 1.1, 1.5, 3.0)
 
 
@@ -42,7 +43,7 @@ class Plan:
     @property
     def counts(self) -> tuple[int, int]:
         """Return (steps, warm-up steps among them)."""
-        return (6, 2) if self.quick else (11, TOKEN_WARMUP)
+        return (6, 2) if self.quick else (9, TOKEN_WARMUP)
 
 
 def experiments(plan: Plan, cases: str) -> Iterator[Experiment]:
@@ -65,8 +66,10 @@ def passes(how: str, steps: int, check: Path | None = None) -> Callable[[str, Pa
 
 def larger(plan: Plan) -> Iterator[Experiment]:
     """(a) A loop of which `fraction` fits, storage limited: llama.cpp, and one reader by mmap and by read."""
-    steps, warmup = plan.counts
     for rate in RATES:
+        steps, warmup = plan.counts
+        if rate == min(RATES) and not plan.quick:
+            steps -= 2  # what lasts seconds scatters little
         label = f"{rate // 10**6} MB/s"
         if plan.model is not None:
             loop = loop_bytes(plan.model)
@@ -87,12 +90,14 @@ def fits(plan: Plan) -> Iterator[Experiment]:
         cache = int(1.2 * plan.model.stat().st_size)
         make = tokens(plan.threads, steps)
         loop = loop_bytes(plan.model)
-        yield Experiment("b", "llama.cpp fits", plan.model, loop, cache, make, steps, 5, capped=False)
+        name = "llama.cpp fits"
+        yield Experiment("b", name, plan.model, loop, cache, make, steps, 5, capped=False, times=SHORT_TIMES)
     file = loop_file(plan.source / "loop.bin", plan.loop_size)
     cache = int(1.2 * plan.loop_size)
     for how in ("read", "mmap"):
         make = passes(how, steps)
-        yield Experiment("b", f"warm {how} 1 MiB", file, plan.loop_size, cache, make, steps, 5, capped=False)
+        name, size = f"warm {how} 1 MiB", plan.loop_size
+        yield Experiment("b", name, file, size, cache, make, steps, 5, capped=False, times=SHORT_TIMES)
 
 
 def cold(plan: Plan) -> Iterator[Experiment]:
@@ -104,7 +109,8 @@ def cold(plan: Plan) -> Iterator[Experiment]:
         return client("loop_reader", path, "--how", "direct" if side == "direct" else "read")
 
     for name, cache in (("cold, fits", int(1.2 * plan.loop_size)), ("cold, budget 1/4", plan.loop_size // 4)):
-        yield Experiment("c", name, file, plan.loop_size, cache, command, 1, 0, capped=False, sides=sides)
+        size = plan.loop_size
+        yield Experiment("c", name, file, size, cache, command, 1, 0, capped=False, times=SHORT_TIMES, sides=sides)
 
 
 def readers(plan: Plan) -> Iterator[Experiment]:

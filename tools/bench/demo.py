@@ -103,9 +103,10 @@ def result_table(outcome: Outcome, rate: int) -> Table:
 
 
 def same_answers(outcome: Outcome) -> bool:
-    """Return whether every run computed the same logits, token for token."""
+    """Return whether every run computed the same logits, token for token, as far as it came."""
     runs = [[step.crc for step in one.steps] for run in outcome.runs for one in run.clients]
-    return all(run == runs[0] for run in runs)
+    longest = max(runs, key=len)
+    return all(run == longest[: len(run)] for run in runs)
 
 
 def show(outcome: Outcome, rate: int, console: Console) -> bool:

@@ -18,7 +18,10 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is run, and under which limits; `command` gives the client's command line for a side and a file."""
+    """What is run, and under which limits; `command` gives the client's command line for a side and a file.
+
+    `times`: how many times as often as others it is repeated; runs that are short scatter more than they last.
+    """
 
     case: str
     name: str
@@ -31,6 +34,7 @@ class Experiment:
     read_bps: int | None = None
     capped: bool = True
     clients: int = 1
+    times: int = 1
     sides: tuple[str, ...] = ("kernel", "mount")
 
     def timeout_s(self) -> float:
@@ -59,6 +63,16 @@ class Run:
         if len(self.clients) == 1:
             return statistics.median(step.storage_bytes for step in self.clients[0].measured(warmup) or [])
         return self.usage.read_bytes / max(1, sum(len(run.steps) for run in self.clients))
+
+    def to_json(self, warmup: int) -> dict[str, Any]:
+        """Return its measured steps, a list for each client, and what one of them read from storage."""
+        measured = any(one.steps for one in self.clients)
+        return {
+            "side": self.side,
+            "repeat": self.repeat,
+            "seconds": [[step.seconds for step in client.measured(warmup)] for client in self.clients],
+            "storage_bytes_per_step": self.storage_bytes_per_step(warmup) if measured else None,
+        }
 
 
 @dataclass
@@ -111,18 +125,17 @@ class Outcome:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as plain data, times in seconds."""
+        """Return every measured step as plain data, times in seconds."""
         each = self.experiment
         shape = {key: value for key, value in asdict(each).items() if key != "command"}
         return {
             **shape,
             "file": each.file.name,
-            "file_bytes": each.file.stat().st_size,
             "compute_s": self.compute_s,
             "bound_s": self.bound_s(),
             "cap_bytes": self.cap_bytes,
-            "order": [run.side for run in self.runs],
-            "runs": [asdict(run) for run in self.runs],
+            "problems": {side: self.problems(side) for side in each.sides},
+            "runs": [run.to_json(each.warmup) for run in self.runs],
         }
 
 
@@ -142,7 +155,7 @@ class Bench:
         anon = calibration.anon_bytes * experiment.clients
         cap = _round_up(anon + experiment.cache_bytes + MOUNT_OVERHEAD_BYTES) if experiment.capped else None
         outcome = Outcome(experiment, calibration.undisturbed_s(), cap, anon_bytes=anon)
-        for repeat in range(self.repeat):
+        for repeat in range(self.repeat * experiment.times):
             # the order turns round every time, so that neither side always runs on a freshly throttled disk
             for side in experiment.sides if repeat % 2 == 0 else experiment.sides[::-1]:
                 outcome.runs.append(self._run(experiment, side, repeat, cap))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +26,13 @@ from llmcache.kv.index.scorers.quest import Quest
 from llmcache.kv.kernels import score, score_pages, top
 from llmcache.kv.spill.shape import KvShape
 
-from . import machine
+from . import machine, results
+from .bars import Bar, exit_code, with_bars
+from .bars import table as bar_table
 from .kvindexkeys import DIM, KINDS
 from .signals import one_interrupt
 
-SCHEMA = "llmcache-bench-kvindex/1"
+SCHEMA = "llmcache-bench-kvindex/2"
 K, PAGE = 64, 16
 HEADS, QUERIES, PAGES = 4, 48, 128
 SIZES = (16384, 65536, 262144)
@@ -40,21 +40,6 @@ RECALL, TOUCHED = 0.9, 0.05
 FASTER = {65536: 4.0, 262144: 20.0}
 INSERT_MS, BUILD_PER_S, AUTO = 1.0, 100_000.0, 1.2
 Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One bar: the measured value, the limit, and which side of it is good."""
-
-    what: str
-    value: float
-    sense: str
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        """Return whether it is reached."""
-        return self.value <= self.limit if self.sense == "<=" else self.value >= self.limit
 
 
 Ask = Callable[[Floats], NDArray[np.int64]]
@@ -145,8 +130,9 @@ def measure(kind: str, count: int, rounds: int) -> dict[str, Any]:
     size = indexes[0].size_bytes
     return {
         "kind": kind, "keys": count, "levels": levels, "touched": statistics.mean(touched) / count,
-        "bytes_per_key": size / count, "build_cpu_s": build_s, "insert_s": insertion(indexes[0], made[0].more),
-        "seconds": seconds, "recall": recall, "auto": {"uses": used["auto"].used.name, "why": used["auto"].why},
+        "bytes_per_key": size / count, "build_cpu_s": build_s, "insert": spread(insertion(indexes[0], made[0].more)),
+        "times": {name: spread(times) for name, times in seconds.items()}, "recall": recall,
+        "auto": {"uses": used["auto"].used.name, "why": used["auto"].why},
     }  # fmt: skip
 
 
@@ -164,26 +150,42 @@ def grown(count: int) -> dict[str, Any]:
     return {"keys": count, "recall_grown": recall(half), "recall_built": recall(whole)}
 
 
+def spread(seconds: list[float]) -> dict[str, float]:
+    """Return what is kept of many short runs: median, quartiles, how many."""
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return {"median_s": middle, "low_quartile_s": low, "high_quartile_s": high, "runs": len(seconds)}
+
+
 def faster(row: dict[str, Any], than: str = "scan") -> float:
     """Return how many times faster the tree is, by medians."""
-    medians = [statistics.median(row["seconds"][name]) for name in (than, "tree")]
-    return float(medians[0] / medians[1])
+    return float(row["times"][than]["median_s"] / row["times"]["tree"]["median_s"])
 
 
-def bars(row: dict[str, Any]) -> list[Bar]:
-    """Return the bars of one row; on keys without clusters only that `auto` sees it."""
-    medians = {name: statistics.median(times) for name, times in row["seconds"].items()}
-    enough = [medians[name] for name in ("exact", "dci") if row["recall"][name] >= RECALL]
-    found = [Bar("auto / better of exact and dci", medians["auto"] / min(enough), "<=", AUTO)]
+def bars(told: dict[str, Any]) -> list[Bar]:
+    """Return the bars of all rows."""
+    return [bar for row in told["rows"] for bar in _of_row(row)]
+
+
+def _of_row(row: dict[str, Any]) -> Iterator[Bar]:
+    """Yield the bars of one row; on keys without clusters only that `auto` sees it."""
+    times = {name: spread["median_s"] for name, spread in row["times"].items()}
+    enough = [times[name] for name in ("exact", "dci") if row["recall"][name] >= RECALL]
+    yield _bar(row, "auto", "time of auto over that of the better of exact and dci", times["auto"] / min(enough), "<=", AUTO)
     if row["kind"] != "clustered":
-        return found
-    found += [Bar("recall@64", row["recall"]["tree"], ">=", RECALL), Bar("keys touched", row["touched"], "<=", TOUCHED)]
-    found.append(Bar("build, keys/s, best of heads", row["keys"] / min(row["build_cpu_s"]), ">=", BUILD_PER_S))
+        return
+    yield _bar(row, "recall", "recall@64", row["recall"]["tree"], ">=", RECALL)
+    yield _bar(row, "touched", "share of keys touched", row["touched"], "<=", TOUCHED)
+    built = row["keys"] / min(row["build_cpu_s"])
+    yield _bar(row, "build", "build, best of heads", built, ">=", BUILD_PER_S, "keys/s")
     if row["keys"] in FASTER:
-        found.append(Bar("times faster than the scan", faster(row), ">=", FASTER[row["keys"]]))
+        yield _bar(row, "faster", "times faster than the scan", faster(row), ">=", FASTER[row["keys"]])
     if row["keys"] == SIZES[-1]:
-        found.append(Bar("insertion, ms a page", 1e3 * statistics.median(row["insert_s"]), "<=", INSERT_MS))
-    return found
+        yield _bar(row, "insert", "insertion of a page of 16", 1e3 * row["insert"]["median_s"], "<=", INSERT_MS, "ms")
+
+
+def _bar(row: dict[str, Any], name: str, what: str, value: float, sense: str, limit: float, unit: str = "") -> Bar:
+    key, keys = f"{row['kind']}.{row['keys']}.{name}", f"{row['keys']:,} {row['kind']} keys"
+    return Bar(6, key, f"{keys}: {what}", value, sense, limit, "tools/bench/kvindex", unit=unit)
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -193,26 +195,13 @@ def table(rows: list[dict[str, Any]]) -> Table:
     for name in ("keys", "n", "recall", "touched", "tree us", "scan us", *sides, "quest", "auto", "B/key"):
         made.add_column(name, justify="left" if name in ("keys", "auto") else "right")
     for row in rows:
-        us = {name: f"{1e6 / HEADS * statistics.median(times):.0f}" for name, times in row["seconds"].items()}
+        us = {name: f"{1e6 / HEADS * times['median_s']:.0f}" for name, times in row["times"].items()}
         figures = [f"{row['recall']['tree']:.3f}", f"{row['touched']:.1%}", us["tree"], us["scan"], f"{faster(row):.1f}x"]
         quest = f"{us['quest']} ({row['recall']['quest']:.2f})"
         auto = f"{us['auto']} {row['auto']['uses']}"
         others = [f"{faster(row, than):.1f}x" for than in ("scan side by side", "scan float32")]
         last = [*others, quest, auto, f"{row['bytes_per_key']:.0f}"]
         made.add_row(row["kind"], f"{row['keys']:,}", *figures, *last)
-    return made
-
-
-def verdicts(rows: list[dict[str, Any]]) -> Table:
-    """Return every bar with pass or FAIL."""
-    made = Table(title="bars")
-    for name in ("keys", "n", "bar", "value", "limit", ""):
-        made.add_column(name, justify="left" if name in ("keys", "bar", "") else "right")
-    for row in rows:
-        for bar in row["bars"]:
-            result = "[green]pass[/green]" if bar["passed"] else "[red]FAIL[/red]"
-            limit = f"{bar['sense']} {bar['limit']:g}"
-            made.add_row(row["kind"], f"{row['keys']:,}", bar["what"], f"{bar['value']:,.3g}", limit, result)
     return made
 
 
@@ -231,19 +220,16 @@ def main(argv: list[str] | None = None) -> int:
                 for count in SIZES:
                     size = count // 8 if args.quick else count
                     console.print(f"{kind}: {size:,} keys", soft_wrap=True)
-                    row = measure(kind, size, args.rounds)
-                    rows.append({**row, "bars": [{**asdict(bar), "passed": bar.passed} for bar in bars(row)]})
+                    rows.append(measure(kind, size, args.rounds))
             later = grown(SIZES[1] // 8 if args.quick else SIZES[1])
     except KeyboardInterrupt:
         console.print("interrupted: nothing is written")
         return 1
     told = {"schema": SCHEMA, "machine": machine.describe(Path.cwd()), "dim": DIM, "heads": HEADS, "k": K, "threads": 1}
-    told |= {"settings": DciSettings().to_json(), "rows": rows, "grown": later}
-    console.print(table(rows))
-    console.print(verdicts(rows))
+    told = results.rounded({**told, "settings": DciSettings().to_json(), "rows": rows, "grown": later})
+    judged = bars(told)
+    console.print(table(rows), bar_table(judged))
     console.print(f"grown page by page from half: recall {later['recall_grown']:.3f}, built: {later['recall_built']:.3f}")
     if args.json:
-        part = args.json.with_name(args.json.name + ".part")
-        part.write_text(json.dumps(told, indent=1) + "\n")
-        part.replace(args.json)
-    return 0 if all(bar["passed"] for row in rows for bar in row["bars"]) else 1
+        results.write(args.json, with_bars(told, judged))
+    return exit_code(judged)

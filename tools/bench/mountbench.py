@@ -13,10 +13,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import machine, report
+from . import machine, report, results
+from .bars import exit_code
 from .cases import Plan, experiments
 from .errors import BenchError
 from .experiment import Bench, Outcome
+from .mountbars import bars
 from .sides import Mounted
 from .signals import one_interrupt
 
@@ -73,7 +75,9 @@ def run(args: argparse.Namespace, console: Console) -> list[Outcome]:
                 console.print(f"({experiment.case}) {experiment.name}")
                 outcomes.append(bench.measure(experiment))
                 if args.json:
-                    report.write_json(args.json, host, outcomes)
+                    results.write(args.json, report.document(host, outcomes, complete=False))
+            if args.json:
+                results.write(args.json, report.document(host, outcomes, complete=True))
         except KeyboardInterrupt:
             console.print("interrupted: what follows is what was measured until then")
     return outcomes
@@ -89,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     except BenchError as error:
         print(f"tools/bench/mount: error: {error}", file=sys.stderr)
         return 3
+    judged = bars([one.to_json() for one in outcomes])
     if outcomes:
-        report.show(outcomes, console)
-    return 0 if report.all_passed(outcomes) else 1
+        report.show(outcomes, judged, console)
+    return exit_code(judged)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from .bars import judge
+from . import results
+from .bars import Bar, with_bars
+from .bars import table as bar_table
 from .experiment import Outcome
+from .mountbars import bars
 
-SCHEMA = "llmcache-bench-mount/1"
+SCHEMA = "llmcache-bench-mount/2"
 
 
 def table(outcomes: list[Outcome]) -> Table:
@@ -42,34 +44,20 @@ def _row(outcome: Outcome, side: str) -> list[str]:
     return [*row, f"{bound:.4f}", f"{median / bound:.2f}", f"{median / against:.2f}"]
 
 
-def verdicts(outcomes: list[Outcome]) -> Table:
-    """Return every bar with pass or FAIL."""
-    made = Table(title="bars")
-    for name in ("case", "bar", "value", "limit", ""):
-        made.add_column(name, justify="left" if name in ("case", "bar", "") else "right")
-    for outcome in outcomes:
-        for bar in judge(outcome):
-            result = "[green]pass[/green]" if bar.passed else "[red]FAIL[/red]"
-            made.add_row(outcome.experiment.name, bar.what, f"{bar.value:.3f}", f"{bar.sense} {bar.limit}", result)
-        for problem in outcome.problems("mount"):
-            made.add_row(outcome.experiment.name, f"mount: {problem}", "", "", "")
-    return made
+def problems(outcomes: list[Outcome]) -> list[str]:
+    """Return what went wrong over the mount, a line each."""
+    return [f"{one.experiment.name}: {problem}" for one in outcomes for problem in one.problems("mount")]
 
 
-def write_json(path: Path, machine: dict[str, Any], outcomes: list[Outcome]) -> None:
-    """Write every run; replaces the file as a whole, so that an interrupted benchmark leaves what it has."""
-    results = [{**one.to_json(), "bars": [bar.to_json() for bar in judge(one)]} for one in outcomes]
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps({"schema": SCHEMA, "machine": machine, "results": results}, indent=1) + "\n")
-    part.replace(path)
+def document(machine: dict[str, Any], outcomes: list[Outcome], complete: bool) -> dict[str, Any]:
+    """Return every run with the bars; `complete`: all that was asked for is there."""
+    told = results.rounded([one.to_json() for one in outcomes])
+    return with_bars({"schema": SCHEMA, "machine": machine, "complete": complete, "results": told}, bars(told))
 
 
-def show(outcomes: list[Outcome], console: Console) -> None:
-    """Print both tables."""
+def show(outcomes: list[Outcome], judged: Sequence[Bar], console: Console) -> None:
+    """Print both tables, and what went wrong."""
     console.print(table(outcomes))
-    console.print(verdicts(outcomes))
-
-
-def all_passed(outcomes: list[Outcome]) -> bool:
-    """Return whether every bar is reached."""
-    return all(bar.passed for outcome in outcomes for bar in judge(outcome))
+    console.print(bar_table(judged))
+    for problem in problems(outcomes):
+        console.print(f"problem over the mount: {problem}", soft_wrap=True)

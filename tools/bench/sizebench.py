@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -15,13 +14,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from . import machine
+from . import machine, results
+from .bars import Bar, exit_code, of_document, verdict, with_bars
+from .bars import table as bar_table
 from .errors import BenchError
 from .signals import one_interrupt
 from .size_mounted import Sweep, Sweeper, Swept
 from .size_simulated import Begin, simulated
 
-SCHEMA = "llmcache-bench-size/1"
+SCHEMA = "llmcache-bench-size/2"
+COMMAND = "tools/bench/size"
 AGREE = 0.05
 POLICIES = ("belady", "llmcache", "llmcachefs")
 MIB = 1 << 20
@@ -46,7 +48,7 @@ def sweeps_of(args: argparse.Namespace) -> Iterator[Sweep]:
             yield Sweep("quick", 96 * MIB, 100 * 10**6, 0.25, mode, 6, 3, 1, (0.7, 0.8, 0.9, 1.15, 1.3))
             continue
         yield Sweep("100 MB/s", 256 * MIB, 100 * 10**6, 0.9, mode, steps=8, warmup=3, repeat=args.repeat)
-        yield Sweep("200 MB/s", 256 * MIB, 200 * 10**6, 0.45, mode, steps=11, warmup=3, repeat=args.repeat)
+        yield Sweep("200 MB/s", 256 * MIB, 200 * 10**6, 0.45, mode, steps=9, warmup=3, repeat=args.repeat)
 
 
 @contextmanager
@@ -72,32 +74,42 @@ def run(args: argparse.Namespace, console: Console) -> int:
         for sweep in sweeps_of(args):
             sweeps.append(sweeper.run(sweep))
             if args.json:
-                write_json(args.json, document(host, begins, sweeps))
+                results.write(args.json, document(host, begins, sweeps, complete=False))
+    told = document(host, begins, sweeps, complete=True)
     if args.json:
-        write_json(args.json, document(host, begins, sweeps))
+        results.write(args.json, told)
     for table in (simulated_table(begins), mounted_table(sweeps)):
         if table.row_count:
             console.print(table)
-    differences = [one.difference for one in begins] + [one.difference for one in sweeps]
-    return 0 if all(abs(difference) <= AGREE for difference in differences) else 1
+    judged = of_document(told)
+    console.print(bar_table(judged))
+    return exit_code(judged)
 
 
-def document(host: dict[str, Any], begins: Sequence[Begin], sweeps: Sequence[Swept]) -> dict[str, Any]:
-    """Return everything as plain data."""
-    return {
+def document(host: dict[str, Any], begins: Sequence[Begin], sweeps: Sequence[Swept], complete: bool) -> dict[str, Any]:
+    """Return everything as plain data; `complete`: all that was asked for is there."""
+    told: dict[str, Any] = {
         "schema": SCHEMA,
         "machine": host,
-        "bar": {"what": "difference of where stalls begin from formula (1), as a share of S", "limit": AGREE},
+        "complete": complete,
         "simulator": [one.to_json() for one in begins],
         "mount": [one.to_json() for one in sweeps],
     }
+    return with_bars(results.rounded(told), bars(told))
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write the results; replaces the file as a whole."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(values, indent=1) + "\n")
-    part.replace(path)
+def bars(told: dict[str, Any]) -> list[Bar]:
+    """Return the bars: how far simulator and mount are from formula (1), as a share of its S, whichever side."""
+    what = "where stalls begin, off formula (1) by"
+    found = []
+    for one in told["simulator"]:
+        name = f"{one['case']['name']}, {one['policy']}"
+        text, value = f"{name}: {what}", abs(one["difference"])
+        found.append(Bar(3, name, text, value, "<=", AGREE, COMMAND, kind="modelled"))
+    for one in told["mount"]:
+        name = f"{one['sweep']['mode']}, {one['sweep']['name']}"
+        found.append(Bar(3, name, f"mount, {name}: {what}", abs(one["difference"]), "<=", AGREE, COMMAND))
+    return found
 
 
 def simulated_table(begins: Sequence[Begin]) -> Table:
@@ -149,7 +161,7 @@ def mounted_table(sweeps: Sequence[Swept]) -> Table:
 
 
 def _verdict(difference: float) -> str:
-    return "[green]pass[/green]" if abs(difference) <= AGREE else "[red]FAIL[/red]"
+    return verdict(abs(difference) <= AGREE)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -25,12 +25,14 @@ from rich.table import Table
 
 from llmcache.trace.record import Trace
 
-from . import machine
+from . import machine, results
+from .bars import Bar, exit_code, with_bars
+from .bars import table as bar_table
 from .errors import BenchError
 from .signals import one_interrupt
 from .tracers import Tracer, llmcache, tracers
 
-SCHEMA = "llmcache-bench-trace/1"
+SCHEMA = "llmcache-bench-trace/2"
 SOURCE = Path(__file__).parent / "clients" / "preads.c"
 FILE_BYTES = 64 << 20
 SIZES = (4096, 1 << 20)
@@ -146,41 +148,27 @@ def start(client: Path, scratch: Path, rounds: int) -> list[float]:
     return found
 
 
-def bars(
-    rows: Sequence[dict[str, Any]], pairs: Sequence[dict[str, Any]], events: dict[str, Any], starts: Sequence[float]
-) -> list[dict[str, Any]]:
-    """Returns what was wanted, what was measured, and whether it suffices."""
-    by_key = {(row["tracer"], row["read_bytes"]): row for row in rows}
-    small, large = pairs
+def bars(told: dict[str, Any]) -> list[Bar]:
+    """Returns what was wanted, what was measured, and whether it suffices; without strace nothing is compared with it."""
+    by_key = {(row["tracer"], row["read_bytes"]): row["ns_per_read"] for row in told["overheads"]}
+    small, large = told["pairs"]
+    events, seconds = told["rate"][0], statistics.median(told["start_s"])
+    unseen = f"cached 1 MiB preads: chance that as many pairs are slower without a cause (ratio {large['ratio']:.2f})"
     found = [
-        {
-            "bar": f"cached 4 KiB preads: <= {MOST_OVERHEAD}x",
-            "value": small["ratio"],
-            "passed": small["ratio"] <= MOST_OVERHEAD,
-        },
-        {
-            "bar": f"cached 1 MiB preads: not slower more often than chance has it (p >= {CHANCE}; "
-            f"ratio {large['ratio']:.2f})",
-            "value": chance(large["llmcache"], large["none"]),
-            "passed": chance(large["llmcache"], large["none"]) >= CHANCE,
-        },
-        {
-            "bar": f">= {LEAST_RATE} events/s, none lost",
-            "value": events["events_per_s"],
-            "passed": events["events_per_s"] >= LEAST_RATE and events["lost"] == 0,
-        },
-        {
-            "bar": f"first access recorded < {MOST_START_S} s after the start",
-            "value": statistics.median(starts),
-            "passed": statistics.median(starts) < MOST_START_S,
-        },
+        _bar("small", "cached 4 KiB preads while traced: times as long", small["ratio"], "<=", MOST_OVERHEAD),
+        _bar("large", unseen, chance(large["llmcache"], large["none"]), ">=", CHANCE),
+        _bar("rate", "single events recorded", events["events_per_s"], ">=", LEAST_RATE, "events/s"),
+        _bar("lost", "events lost at that rate", events["lost"], "<=", 0),
+        _bar("start", "from the start of the recorder to the first access recorded", seconds, "<", MOST_START_S, "s"),
     ]
     if ("strace", SIZES[0]) in by_key:
-        cheaper = ratio(by_key["strace", SIZES[0]]["ns_per_read"], by_key["llmcache", SIZES[0]]["ns_per_read"])
-        found.append(
-            {"bar": f"strace takes >= {LEAST_CHEAPER}x as long", "value": cheaper, "passed": cheaper >= LEAST_CHEAPER}
-        )
+        cheaper = ratio(by_key["strace", SIZES[0]], by_key["llmcache", SIZES[0]])
+        found.append(_bar("strace", "times as long under strace as under llmcache trace", cheaper, ">=", LEAST_CHEAPER))
     return found
+
+
+def _bar(name: str, what: str, value: float, sense: str, limit: float, unit: str = "") -> Bar:
+    return Bar(4, name, what, value, sense, limit, "tools/bench/trace", unit=unit)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -243,21 +231,12 @@ def main(argv: list[str] | None = None) -> int:
     except BenchError as error:
         console.print(f"tools/bench/trace: {error}", soft_wrap=True)
         return 3
-    judged = bars(rows, pairs, events, starts)
-    console.print(table(rows))
-    for one in judged:
-        verdict = "[green]pass[/green]" if one["passed"] else "[red]FAIL[/red]"
-        console.print(f"{verdict}  {one['bar']}: {one['value']:,.2f}")
+    about = {"schema": SCHEMA, "machine": host}
+    measured = {"overheads": rows, "pairs": pairs, "rate": [events, fastest], "start_s": starts}
+    told = results.rounded({**about, **measured})
+    judged = bars(told)
+    console.print(table(rows), bar_table(judged))
     console.print(f"as fast as it can: {fastest['events_per_s']:,.0f} events/s, lost {fastest['lost']:,}")
     if args.json:
-        whole = {
-            "schema": SCHEMA,
-            "machine": host,
-            "overheads": rows,
-            "pairs": pairs,
-            "rate": [events, fastest],
-            "start_s": starts,
-            "bars": judged,
-        }
-        args.json.write_text(json.dumps(whole, indent=1) + "\n")
-    return 0 if all(one["passed"] for one in judged) else 1
+        results.write(args.json, with_bars(told, judged))
+    return exit_code(judged)

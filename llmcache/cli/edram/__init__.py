@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import LazyGroup
+from llmcache.cli.base import HELP_OPTIONS, LazyGroup
 
 # name: (module:attribute, the line `llmcache edram --help` shows)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -16,12 +16,20 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+EPILOG = """\b
+Examples:
+  llmcache edram model llama2-7b --workload PG19
+  llmcache edram sweep --budget 512,1024 --model all --json > sweep.json
+  llmcache edram plot sweep.json -o sweep.png"""
+
+
 @click.command(
     "edram",
     cls=LazyGroup,
     table=COMMANDS,
+    epilog=EPILOG,
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_OPTIONS,
 )
 @click.pass_context
 def command(context: click.Context) -> None:

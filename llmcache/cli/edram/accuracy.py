@@ -6,9 +6,13 @@ from typing import Any
 
 import click
 
+from llmcache.cli import base, kinds
 
-@click.command("accuracy", context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", metavar="DIR", help="config.json and model.safetensors of a model that was trained to recall.")
+
+@base.command("accuracy")
+@click.option(
+    "--model", type=kinds.DIRECTORY, help="config.json and model.safetensors of a model that was trained to recall."
+)
 @click.option(
     "--experiment",
     metavar="NAME,…",
@@ -22,16 +26,29 @@ import click
 )
 @click.option("--curve", metavar="POINTS", default="paper", show_default=True, help="Retention: 45us=1e-6,1.05ms=3e-4,…")
 @click.option("--format", type=click.Choice(["int16", "fp16"]), default="int16", show_default=True, help="Of vectors.")
-@click.option("--sequences", type=click.IntRange(min=2), default=8, show_default=True, help="Texts; errors are over them.")
-@click.option("--context", type=click.IntRange(min=64), default=1024, show_default=True, help="Tokens of each text.")
-@click.option("--pairs", type=click.IntRange(1, 512), default=64, show_default=True, help="Pairs of key and value in it.")
-@click.option("--questions", type=click.IntRange(min=1), default=32, show_default=True, help="Pairs asked for.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the texts.")
-@click.option("--record", metavar="RUN.json", help="Also record what AERP keeps at --budget, for 'llmcache edram report'.")
-@click.option("--budget", type=click.IntRange(min=1), default=256, show_default=True, help="N' of the recorded run.")
+@click.option(
+    "--sequences", type=click.IntRange(min=2), metavar="N", default=8, show_default=True, help="Texts; errors are over them."
+)
+@click.option(
+    "--context", type=click.IntRange(min=64), metavar="N", default=1024, show_default=True, help="Tokens of each text."
+)
+@click.option(
+    "--pairs", type=click.IntRange(1, 512), metavar="N", default=64, show_default=True, help="Pairs of key and value in it."
+)
+@click.option("--questions", type=click.IntRange(min=1), metavar="N", default=32, show_default=True, help="Pairs asked for.")
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Of the texts.")
+@click.option(
+    "--record",
+    type=kinds.FILE,
+    metavar="RUN.json",
+    help="Also record what AERP keeps at --budget, for 'llmcache edram report'.",
+)
+@click.option(
+    "--budget", type=click.IntRange(min=1), metavar="N", default=256, show_default=True, help="N' of the recorded run."
+)
 @click.option("--step", metavar="TIME", help="Length of a step on the modelled accelerator, in the recorded run: 20ms.")
-@click.option("--force", is_flag=True, help="Replace RUN.json.")
-@click.option("--json", "as_json", is_flag=True, help="Everything as JSON.")
+@base.force_option()
+@base.json_option("llmcache.edram-accuracy/1")
 def command(as_json: bool, **options: Any) -> None:
     """What eviction and lost bits do to a model's answers. Answers are measured here, losses of bits are modelled.
 
@@ -39,9 +56,10 @@ def command(as_json: bool, **options: Any) -> None:
     how much the loss of the right answers rises over keeping everything intact, paired by text.
 
     \b
-    llmcache edram accuracy --model tests/fixtures/recall
-    llmcache edram accuracy --model tests/fixtures/recall --flips uniform=1e-3 --flips 2drp --flips interval=1050us
-    llmcache edram accuracy --model tests/fixtures/recall --experiment budgets --record run.json --step 20ms
+    Examples:
+      llmcache edram accuracy --model tests/fixtures/recall
+      llmcache edram accuracy --model DIR --flips uniform=1e-3 --flips 2drp
+      llmcache edram accuracy --model DIR --record run.json --step 20ms
     """
     from llmcache.report import edram_accuracy
     from llmcache.report.progress import tell

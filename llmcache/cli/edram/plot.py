@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import click
 
+from llmcache.cli import base, kinds
 
-@click.command("plot", context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("source", metavar="RESULT.json")
-@click.option("-o", "--output", metavar="FILE", required=True, help="What to write: .html, .png or .svg, by its ending.")
-@click.option("--what", metavar="NAME", help="For .png and .svg: energy, speedup, refresh, roofline; sweep of a sweep.")
-@click.option("--force", is_flag=True, help="Replace the file of -o if it exists.")
-def command(source: str, output: str, what: str | None, force: bool) -> None:
+_PICTURES = kinds.Names(lambda: ("energy", "speedup", "refresh", "roofline", "sweep"), several=False)
+
+
+@base.command("plot")
+@click.argument("source", metavar="RESULT.json", type=kinds.FILE)
+@base.output_option("What to write: .png, .svg or .html, by its ending.", required=True)
+@click.option("--what", type=_PICTURES, help="For .png and .svg: energy, speedup, refresh, roofline; sweep of a sweep.")
+@base.force_option()
+@base.json_option("llmcache.edram-plot/1")
+def command(source: str, output: str, what: str | None, force: bool, as_json: bool) -> None:
     """Draw a saved document of 'llmcache edram model --json' or 'llmcache edram sweep --json'; all of it is modelled.
 
     \b
-    llmcache edram model llama2-7b --json > run.json
-    llmcache edram plot run.json -o run.html
-    llmcache edram plot run.json -o roofline.png --what roofline
+    Examples:
+      llmcache edram model llama2-7b --json > run.json
+      llmcache edram plot run.json -o run.html
+      llmcache edram plot run.json -o roofline.png --what roofline
     """
     from llmcache.report.edram_plot import Wanted, plot
 
-    plot(Wanted(source, output, what, force))
+    written = plot(Wanted(source, output, what, force))
+    if as_json:
+        written.show("llmcache.edram-plot/1")

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import click
 
+from llmcache.cli import base, kinds, names
 
-@click.command("report", context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("run", metavar="RUN.json")
-@click.option("--profile", metavar="NAME,…", default="paper,silicon", show_default=True, help="Energies; also: public.")
+
+@base.command("report")
+@click.argument("run", metavar="RUN.json", type=kinds.FILE)
+@click.option(
+    "--profile",
+    type=kinds.Names(names.edram_profiles),
+    default="paper,silicon",
+    show_default=True,
+    help="Energies; also: public.",
+)
 @click.option(
     "--intervals",
     metavar="WHICH",
@@ -18,8 +26,8 @@ import click
 @click.option("--rule", metavar="NAME", default="ticks", show_default=True, help="ticks, expected, floor or ceil.")
 @click.option("--step", metavar="TIME", help="How long a step takes, in place of what the run says: 20ms.")
 @click.option("--capacity", metavar="SIZE", help="What the eDRAM holds: 4Mi; of more, the rest streams unrefreshed.")
-@click.option("--constants", metavar="FILE", help="Your profiles: TOML.")
-@click.option("--json", "as_json", is_flag=True, help="The accounts as JSON, in joules and bytes.")
+@click.option("--constants", type=kinds.FILE, help="Your profiles: TOML.")
+@base.json_option("llmcache.edram-report/1")
 def command(
     run: str,
     profile: str,
@@ -35,8 +43,9 @@ def command(
     A run is recorded by a policy of the KV manager; its clock is that of a modelled accelerator, never of this machine.
 
     \b
-    llmcache edram report run.json
-    llmcache edram report run.json --intervals 180us,3.6ms,720us,5.4ms --profile paper --json
+    Examples:
+      llmcache edram report run.json
+      llmcache edram report run.json --intervals 180us,3.6ms,720us,5.4ms
     """
     from llmcache.report import edram_account
 

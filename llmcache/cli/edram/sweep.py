@@ -4,12 +4,38 @@ from __future__ import annotations
 
 import click
 
+from llmcache.cli import base, kinds, names
 
-@click.command("sweep", context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", metavar="NAME,…", default="llama2-7b", show_default=True, help="Models, or all.")
-@click.option("--workload", metavar="NAME,…", default="PG19", show_default=True, help="LA, TQ, QP, PG19, or all.")
-@click.option("--system", metavar="NAME,…", default="Kelle+eDRAM", show_default=True, help="Systems, or all.")
-@click.option("--profile", metavar="NAME,…", default="paper", show_default=True, help="paper, public, silicon, or all.")
+
+@base.command("sweep")
+@click.option(
+    "--model",
+    type=kinds.Names(names.edram_models),
+    default="llama2-7b",
+    show_default=True,
+    help="Models, or all.",
+)
+@click.option(
+    "--workload",
+    type=kinds.Names(names.edram_workloads),
+    default="PG19",
+    show_default=True,
+    help="LA, TQ, QP, PG19, or all.",
+)
+@click.option(
+    "--system",
+    type=kinds.Names(names.edram_systems),
+    default="Kelle+eDRAM",
+    show_default=True,
+    help="Systems, or all.",
+)
+@click.option(
+    "--profile",
+    type=kinds.Names(names.edram_profiles),
+    default="paper",
+    show_default=True,
+    help="paper, public, silicon, or all.",
+)
 @click.option("--context", metavar="N,…", help="Tokens of the prompt.")
 @click.option("--decode", metavar="N,…", help="Tokens to decode.")
 @click.option("--batch", metavar="N,…", help="Sequences at once.")
@@ -18,15 +44,16 @@ import click
 @click.option("--dram-bw", metavar="RATE,…", help="Bandwidths of DRAM: 15GB/s,64GB/s.")
 @click.option("--kv-memory", metavar="SIZE,…", help="Capacities of the KV memory: 4Mi,8Mi.")
 @click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
-@click.option("--constants", metavar="FILE", help="Your profiles, models, workloads and systems: TOML.")
-@click.option("--json", "as_json", is_flag=True, help="Every configuration as JSON.")
+@click.option("--constants", type=kinds.FILE, help="Your profiles, models, workloads and systems: TOML.")
+@base.json_option("llmcache.edram-sweep/1")
 def command(as_json: bool, **options: str | None) -> None:
     """Latency and energy of every combination of what is varied, against Original+SRAM; all modelled.
 
     \b
-    llmcache edram sweep --model all --workload all --system all
-    llmcache edram sweep --budget 2048,3500,5250,7000,8750 --model llama3.2-3b,llama2-13b   # table 7
-    llmcache edram sweep --interval-scale 0.125,0.25,0.5,1 --profile all --json > sweep.json
+    Examples:
+      llmcache edram sweep --model all --workload all --system all
+      llmcache edram sweep --budget 2048,3500,5250 --model llama3.2-3b
+      llmcache edram sweep --interval-scale 0.5,1 --profile all --json > x.json
     """
     from llmcache.edram.question import Options, ask_sweep
     from llmcache.report import edram_sweep

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import LazyGroup, ending
+from llmcache.cli import ending
+from llmcache.cli.base import HELP_OPTIONS, LazyGroup
 
 # name: (module:attribute, the line `llmcache kv --help` shows)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -16,7 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 EPILOG = """\b
 Examples:
-  llmcache kv plan --model config.json --context 128k --gpu 12G --ram 32G --ssd /var/tmp
+  llmcache kv plan --model llama.json --context 128k --gpu 12G --ssd /tmp
   llmcache kv bench --context 32k --json > run.json
   llmcache kv plot run.json -o steps.png"""
 
@@ -27,7 +28,7 @@ Examples:
     table=COMMANDS,
     epilog=EPILOG,
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_OPTIONS,
 )
 @click.pass_context
 def command(context: click.Context) -> None:

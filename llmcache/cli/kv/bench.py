@@ -6,14 +6,21 @@ from typing import Any
 
 import click
 
+from llmcache.cli import base, kinds, names
 
-@click.command("bench", context_settings={"help_option_names": ["-h", "--help"]})
+
+@base.command("bench")
 @click.option(
     "--policy",
-    metavar="NAME,…",
+    type=kinds.Names(names.kv_policies),
     help="Policies [default: full,h2o,prefetch,leoam,hillinfer; with --task: icecache,quest,h2o,window].",
 )
-@click.option("--task", metavar="TASK", help="Instead: answers of a real model: passkey, recall, needle or chain.")
+@click.option(
+    "--task",
+    type=kinds.Names(names.kv_tasks, several=False),
+    metavar="TASK",
+    help="Instead: answers of a real model: passkey, recall, needle or chain.",
+)
 @click.option(
     "--profile",
     type=click.Choice(["measured", "paper"]),
@@ -23,18 +30,24 @@ import click
 )
 @click.option(
     "--model",
-    metavar="FILE",
+    type=kinds.FILE,
     help="A config.json, or Qwen-7B …; measured are keys and values of its shape. With --task: a model's directory.",
 )
 @click.option("--context", metavar="TOKENS", help="Tokens of each sequence [default: 32k; with --task: 4k, also 1k,4k].")
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences decoded together.")
+@click.option(
+    "--batch", type=click.IntRange(min=1), metavar="N", default=1, show_default=True, help="Sequences decoded together."
+)
 @click.option("--layers", type=click.IntRange(min=1), metavar="N", help="Layers that are run [default: 4].")
-@click.option("--steps", type=click.IntRange(min=1), default=16, show_default=True, help="Decode steps to measure.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), metavar="N", default=16, show_default=True, help="Decode steps to measure."
+)
 @click.option("--alpha", metavar="SHARE", help="Share of the tokens that is attended [default: 0.2].")
 @click.option("--budget", metavar="TOKENS", help="In place of --alpha: tokens attended [with --task: 64,128,256].")
 @click.option("--beta", metavar="RATIO", help="Pages in memory to pages on the SSD, or auto: f_c/f_s [default: 1].")
 @click.option("--ram", metavar="SIZE", help="The most that pages in memory may take (M0): 4G.")
-@click.option("--block", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a score block (n).")
+@click.option(
+    "--block", type=click.IntRange(min=1), metavar="N", default=256, show_default=True, help="Tokens of a score block (n)."
+)
 @click.option(
     "--device",
     type=click.Choice(["csd", "file"]),
@@ -56,20 +69,34 @@ import click
     help="Emulated accelerator: of the machine paper or typical, or the time of a layer (20ms); or cpu.",
 )
 @click.option("--sweep-beta", is_flag=True, help="One policy at several betas around f_c/f_s.")
-@click.option("--path", metavar="DIR", default="/var/tmp", show_default=True, help="Where spill files go; removed again.")
+@click.option(
+    "--path",
+    "--ssd",
+    "path",
+    type=kinds.DIRECTORY,
+    default="/var/tmp",
+    show_default=True,
+    help="Where spill files go; removed again.",
+)
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Of each kernel [default: one per core].")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the synthetic stream.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Of the synthetic stream."
+)
 @click.option(
     "--flips",
     metavar="RATES",
     multiple=True,
     help="Instead: answers of --model DIR over lost bits: 2drp, uniform=1e-3, …; sided, intervals (figure 8, table 4).",
 )
-@click.option("--edram-run", metavar="RUN.json", help="Instead: record what --policy kelle keeps, for 'edram report'.")
-@click.option("--cases", type=click.IntRange(min=1), default=2, show_default=True, help="Of --task: contexts (a depth).")
-@click.option("--plot", metavar="FILE", help="Draw it as well, like 'kv plot': .png, .svg or .html.")
-@click.option("--force", is_flag=True, help="Replace RUN.json, or the picture.")
-@click.option("--json", "as_json", is_flag=True, help="Everything as JSON, in bytes and nanoseconds; for 'kv plot'.")
+@click.option(
+    "--edram-run", type=kinds.FILE, metavar="RUN.json", help="Instead: record what --policy kelle keeps, for 'edram report'."
+)
+@click.option(
+    "--cases", type=click.IntRange(min=1), metavar="N", default=2, show_default=True, help="Of --task: contexts (a depth)."
+)
+@click.option("--plot", type=kinds.FILE, help="Draw it as well, like 'kv plot': .png, .svg or .html.")
+@base.force_option()
+@base.json_option("llmcache.kv-bench/1", "; for 'kv plot'")
 def command(
     as_json: bool,
     flips: tuple[str, ...],
@@ -86,14 +113,15 @@ def command(
     accelerator and the computational SSD are emulated; --profile paper is modelled altogether.
 
     \b
-    llmcache kv bench --context 32k
-    llmcache kv bench --policy hillinfer,hillinfer-no-app --compute 20ms --json > run.json
-    llmcache kv bench --policy hillinfer --sweep-beta --throttle --json > beta.json
-    llmcache kv bench --profile paper --model Qwen-7B --context 16k --batch 8
-    llmcache kv bench --flips 2drp --flips interval=1050us --flips uniform=2e-3 --model tests/fixtures/recall
-    llmcache kv bench --policy kelle --edram-run run.json && llmcache edram report run.json --step 20ms
-    llmcache kv bench --task passkey --policy icecache,quest --budget 64,256 --context 1k,4k --plot passkey.html
-    llmcache kv bench --task needle --model ~/models/Llama-3.1-8B --context 32k --json > needle.json
+    Examples:
+      llmcache kv bench --context 32k
+      llmcache kv bench --policy hillinfer,hillinfer-no-app --json > run.json
+      llmcache kv bench --policy hillinfer --sweep-beta --json > beta.json
+      llmcache kv bench --profile paper --model Qwen-7B --context 16k --batch 8
+      llmcache kv bench --policy kelle --edram-run run.json
+      llmcache kv bench --flips 2drp --model tests/fixtures/recall
+      llmcache kv bench --task passkey --policy icecache,quest --plot run.html
+      llmcache kv bench --task needle --model ~/Llama-3.1-8B --context 32k
     """
     from llmcache.kv.bench.question import Options, run_recorded
     from llmcache.report import files, kv_plot

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import click
 
+from llmcache.cli import base, kinds
 
-@click.command("profile", context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("directory", metavar="DIR")
-@click.option("--json", "as_json", is_flag=True, help="The profile as JSON, in bytes and seconds.")
-@click.option("--force", is_flag=True, help="Measure again, also if there is a profile of this machine and device.")
+
+@base.command("profile")
+@click.argument("directory", metavar="DIR", type=kinds.DIRECTORY)
+@base.json_option("llmcache.kv-profile/1")
+@base.force_option("Measure again, also if there is a profile of this machine and device.")
 def command(directory: str, as_json: bool, force: bool) -> None:
     """Measure this machine for planning: scoring, storage below DIR, an emulated device, memory.
 
@@ -16,8 +18,9 @@ def command(directory: str, as_json: bool, force: bool) -> None:
     is kept in the user's cache directory, per processor, kernel and device of DIR, and shown with its age from then on.
 
     \b
-    llmcache kv profile /var/tmp
-    llmcache kv profile ~/spill --json | jq '.storage'
+    Examples:
+      llmcache kv profile /var/tmp
+      llmcache kv profile ~/spill --json | jq '.storage'
     """
     from llmcache.kv.planning.machine import profile_of
     from llmcache.report import kv_profile

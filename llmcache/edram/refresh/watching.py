@@ -10,9 +10,9 @@ from llmcache.edram.aerp import AerpLayer
 from llmcache.edram.refresh.recorder import RunRecorder
 
 
-def recorder_for(layer: AerpLayer, *, lives: bool = True) -> RunRecorder:
+def recorder_for(layer: AerpLayer) -> RunRecorder:
     """Returns a recorder for layers of the shape of `layer`, all vectors of 16 bits."""
-    return RunRecorder(2 * layer.shape.head_dim, layer.shape.channels, lives=lives)
+    return RunRecorder(2 * layer.shape.head_dim, layer.shape.channels)
 
 
 def watch(recorder: RunRecorder, layers: Sequence[AerpLayer], sequence: int = 0) -> None:

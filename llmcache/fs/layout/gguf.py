@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
 
 from llmcache.errors import DataError
 from llmcache.fs.layout.cursor import Cursor, ReadAt
 from llmcache.fs.layout.ggml_types import GGML_TYPES
-from llmcache.fs.layout.tensors import ModelLayout, Tensor, check_tensors
+from llmcache.fs.layout.tensors import ModelLayout, Tensor, check_tensors, quoted
 
 MAGIC = b"GGUF"
 
@@ -28,6 +29,10 @@ _MOST_KEYS = 2**20
 _MOST_TENSORS = 2**17
 _MOST_DIMENSIONS = 8
 _DEEPEST_ARRAY = 4
+# Real files have some dozens, and tokenizers of 260 000 words. A damaged or sparse file has as many as fit the header limit,
+# and whoever opens it waits.
+_MOST_ARRAYS = 2**14
+_MOST_TEXTS = 2**22
 
 
 def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
@@ -66,10 +71,11 @@ def _read_version(cursor: Cursor) -> str:
 def _read_keys(cursor: Cursor, count: int, byte_order: str) -> dict[str, int]:
     """The values of the keys in `_WANTED`; all others are skipped."""
     wanted: dict[str, int] = {}
+    arrays = iter(range(_MOST_ARRAYS))
     for _ in range(count):
         key, value_type = cursor.text(_LONGEST_NAME), cursor.u32()
         if key not in _WANTED:
-            _skip_value(cursor, value_type)
+            _skip_value(cursor, value_type, arrays)
             continue
         code = _INTEGER_CODES.get(value_type)
         if code is None:
@@ -78,42 +84,45 @@ def _read_keys(cursor: Cursor, count: int, byte_order: str) -> dict[str, int]:
     return wanted
 
 
-def _skip_value(cursor: Cursor, value_type: int, depth: int = 0) -> None:
+def _skip_value(cursor: Cursor, value_type: int, arrays: Iterator[int], depth: int = 0) -> None:
+    """Skips a value; `arrays` ends where a file has had more of them than any model."""
     if value_type in _FIXED_BYTES:
         cursor.skip(_FIXED_BYTES[value_type])
     elif value_type == _STRING:
         cursor.skip(cursor.u64())
     elif value_type == _ARRAY and depth < _DEEPEST_ARRAY:
-        _skip_array(cursor, depth)
+        _skip_array(cursor, arrays, depth)
     else:
         raise DataError(f"unknown value type {value_type} before byte {cursor.position}")
 
 
-def _skip_array(cursor: Cursor, depth: int) -> None:
+def _skip_array(cursor: Cursor, arrays: Iterator[int], depth: int) -> None:
     item_type, count = cursor.u32(), cursor.u64()
+    if next(arrays, None) is None or (item_type == _STRING and count > _MOST_TEXTS):
+        raise DataError(f"more arrays or strings before byte {cursor.position} than any model has: the header is damaged")
     if item_type in _FIXED_BYTES:
         cursor.skip(count * _FIXED_BYTES[item_type])
     elif item_type == _STRING:
         cursor.skip_texts(count)
     else:
         for _ in range(count):
-            _skip_value(cursor, item_type, depth + 1)
+            _skip_value(cursor, item_type, arrays, depth + 1)
 
 
 def _read_tensor(cursor: Cursor, alignment: int) -> Tensor:
     """The next tensor info; its offset still counts from the start of the data."""
     name, dimension_count = cursor.text(_LONGEST_NAME), cursor.u32()
     if dimension_count > _MOST_DIMENSIONS:
-        raise DataError(f"tensor {name!r} has {dimension_count} dimensions")
+        raise DataError(f"tensor {quoted(name)} has {dimension_count} dimensions")
     shape = [cursor.u64() for _ in range(dimension_count)]
     type_number, offset = cursor.u32(), cursor.u64()
     kind = GGML_TYPES.get(type_number)
     if kind is None:
-        raise DataError(f"tensor {name!r} has the unknown type {type_number}")
+        raise DataError(f"tensor {quoted(name)} has the unknown type {type_number}")
     if (shape[0] if shape else 1) % kind.block_values:
-        raise DataError(f"tensor {name!r}: rows of {shape[:1]} values are no whole blocks of {kind.name}")
+        raise DataError(f"tensor {quoted(name)}: rows of {shape[:1]} values are no whole blocks of {kind.name}")
     if offset % alignment:
-        raise DataError(f"tensor {name!r}: offset {offset} is not a multiple of the alignment {alignment}")
+        raise DataError(f"tensor {quoted(name)}: offset {offset} is not a multiple of the alignment {alignment}")
     return Tensor(name, offset, math.prod(shape) // kind.block_values * kind.block_bytes, kind.name)
 
 

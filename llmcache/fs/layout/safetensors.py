@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 from llmcache.errors import DataError
 from llmcache.fs.layout.cursor import Cursor, ReadAt
 from llmcache.fs.layout.shards import shard_name
-from llmcache.fs.layout.tensors import ModelLayout, Tensor, check_tensors
+from llmcache.fs.layout.tensors import ModelLayout, Tensor, check_tensors, is_text, quoted
 
 SUFFIX = ".safetensors"
 
@@ -21,6 +21,8 @@ _BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
 }  # fmt: skip
+# What PyTorch allows. The product of many more large numbers takes hours.
+_MOST_DIMENSIONS = 64
 # The reference implementation allows 100 MB, of which Python would make 1 GB of objects; real headers have a few MB.
 _LONGEST_JSON = 32 * 2**20
 
@@ -63,15 +65,20 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _tensor(name: str, entry: object, header_bytes: int) -> Tensor:
     if not isinstance(entry, dict):
-        raise DataError(f"tensor {name!r} is not described by an object")
+        raise DataError(f"tensor {quoted(name)} is not described by an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise DataError(f"tensor {name!r} needs a dtype, a shape and two data_offsets")
+        raise DataError(f"tensor {quoted(name)} needs a dtype, a shape and two data_offsets")
+    if len(shape) > _MOST_DIMENSIONS:
+        raise DataError(f"tensor {quoted(name)} has {len(shape)} dimensions")
+    if not (is_text(name) and is_text(dtype)):
+        raise DataError(f"tensor {quoted(name)}: its name or dtype {quoted(dtype)} is no text: half a surrogate pair")
     begin, end = offsets
     size_bytes = end - begin
     # An unknown dtype is no obstacle: the offsets say where the tensor is.
     if size_bytes < 0 or (dtype in _BITS and math.prod(shape) * _BITS[dtype] != size_bytes * 8):
-        raise DataError(f"tensor {name!r}: {dtype} of shape {shape} does not fill the bytes {begin} to {end}")
+        what = f"{quoted(dtype)} of shape {shape}"
+        raise DataError(f"tensor {quoted(name)}: {what} does not fill the bytes {begin} to {end}")
     return Tensor(name, header_bytes + begin, size_bytes, dtype)
 
 

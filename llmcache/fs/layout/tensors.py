@@ -10,6 +10,7 @@ from llmcache.errors import DataError
 from llmcache.fs.layout.order import OrderKey, compute_key, is_embedding, is_expert, is_output, layer_name
 
 Role = Literal["hot", "loop", "rows"]
+_LONGEST_SHOWN = 120
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,16 @@ def region_of(tensor: Tensor, tied: bool) -> Region:
     return Region(tensor.offset, tensor.size_bytes, role, tensor.name, sparse=is_expert(tensor.name))
 
 
+def quoted(name: str) -> str:
+    """`name` as messages show it: damaged headers have names of any length, and of characters that cannot be printed."""
+    return repr(name) if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]!r}…"
+
+
+def is_text(text: str) -> bool:
+    """Whether `text` can be printed: JSON may escape a surrogate that stands alone."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def check_tensors(tensors: Iterable[Tensor], header_bytes: int, file_bytes: int) -> tuple[Tensor, ...]:
     """`tensors` in file order; DataError when one lies outside the data, overlaps another or has its name."""
     in_order = tuple(sorted(tensors, key=lambda tensor: (tensor.offset, tensor.size_bytes)))
@@ -100,15 +111,16 @@ def check_tensors(tensors: Iterable[Tensor], header_bytes: int, file_bytes: int)
     end, previous = header_bytes, "the header"
     for tensor in in_order:
         if tensor.name in names:
-            raise DataError(f"two tensors are called {tensor.name!r}")
+            raise DataError(f"two tensors are called {quoted(tensor.name)}")
         if tensor.offset < end and tensor.size_bytes:
-            raise DataError(f"tensor {tensor.name!r} at byte {tensor.offset} overlaps {previous}, which ends at {end}")
+            name = quoted(tensor.name)
+            raise DataError(f"tensor {name} at byte {tensor.offset} overlaps {previous}, which ends at {end}")
         if tensor.end > file_bytes:
             raise DataError(
-                f"tensor {tensor.name!r} ends at byte {tensor.end}, behind the end of the file ({file_bytes})",
+                f"tensor {quoted(tensor.name)} ends at byte {tensor.end}, behind the end of the file ({file_bytes})",
                 "the file is incomplete: copy or download it again",
             )
         names.add(tensor.name)
         if tensor.size_bytes:
-            end, previous = tensor.end, repr(tensor.name)
+            end, previous = tensor.end, quoted(tensor.name)
     return in_order

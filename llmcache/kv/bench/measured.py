@@ -38,9 +38,7 @@ def compare(setup: Setup, variants: Sequence[Variant], progress: Progress = lamb
     return Bench(MEASURED, setup.conditions(), tuple(rows), notes=notes)
 
 
-def sweep(
-    setup: Setup, variant: Variant, progress: Progress = lambda _: None, factors: Sequence[float] = FACTORS
-) -> Bench:
+def sweep(setup: Setup, variant: Variant, progress: Progress = lambda _: None, factors: Sequence[float] = FACTORS) -> Bench:
     """Returns a row for each beta around the one that rule and memory expect, all of one policy.
 
     Betas at which sink and window alone would fill the pool are left out.

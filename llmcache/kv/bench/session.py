@@ -155,9 +155,7 @@ class Session:
     def _inputs(self, step: int) -> list[Inputs]:
         at = range(self.setup.spec.context + step, self.setup.spec.context + step + 1)
         return [
-            Inputs(
-                self.stream.queries(layer, step), self.stream.estimate(layer, step), *self.stream.keys_values(layer, at)
-            )
+            Inputs(self.stream.queries(layer, step), self.stream.estimate(layer, step), *self.stream.keys_values(layer, at))
             for layer in range(self.setup.spec.layers)
         ]
 

@@ -99,9 +99,7 @@ class BidirectionalPools:
         return np.sort(pages[np.argsort(ranks, kind="stable")[:count]])
 
 
-def moves(
-    in_cpu: NDArray[np.bool_], ranks: Pages, important: int, room: int, recent: int, clearly: int = 1
-) -> Moves:
+def moves(in_cpu: NDArray[np.bool_], ranks: Pages, important: int, room: int, recent: int, clearly: int = 1) -> Moves:
     """Returns which pages of a middle change places, by their number in it.
 
     `in_cpu` [pages]: those in the host's pool; `ranks` [pages]: their hits. `important`: how many of the most hit belong

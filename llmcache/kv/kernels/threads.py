@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 Job = Callable[[], None]
 SHARES = 4
@@ -33,7 +33,9 @@ def run_all(jobs: Iterable[Job], threads: int | None = None) -> None:
         for one in shares:
             _run(one)
         return
-    for done in [_pool(threads).submit(_run, one) for one in shares]:
+    running = [_pool(threads).submit(_run, one) for one in shares]
+    wait(running)  # all of them, even if one fails: none may write any more where the caller goes on
+    for done in running:
         done.result()
 
 

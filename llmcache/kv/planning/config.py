@@ -39,10 +39,10 @@ _FOREIGN = {
 }
 
 
-def read_config(path: str | Path, option: str = "--model") -> ModelShape:
+def read_config(path: str | Path) -> ModelShape:
     """Returns the shape of the model whose config.json, or directory with one, is `path`.
 
-    UsageError, naming `option`: it cannot be read, is no JSON of a decoder, or is of a kind that is not understood.
+    UsageError, naming --model: it cannot be read, is no JSON of a decoder, or is of a kind that is not understood.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
@@ -50,17 +50,17 @@ def read_config(path: str | Path, option: str = "--model") -> ModelShape:
         with file.open("rb") as stream:
             raw = stream.read(_LARGEST_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{option}: cannot read {file}: {error.strerror}", "give a model's config.json") from error
+        raise UsageError(f"--model: cannot read {file}: {error.strerror}", "give a model's config.json") from error
     try:
         found = json.loads(raw) if len(raw) <= _LARGEST_BYTES else None
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise UsageError(f"{option}: {file} is not a config.json", "give the config.json of a Hugging Face model")
-    return shape_of(found, str(file), option)
+        raise UsageError(f"--model: {file} is not a config.json", "give the config.json of a Hugging Face model")
+    return shape_of(found, str(file))
 
 
-def shape_of(config: Mapping[str, Any], source: str, option: str = "--model") -> ModelShape:
+def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
     """Returns the shape that `config` describes; errors as `read_config`, `source` names the file in them."""
     kind = str(config.get("model_type", ""))
     text = config.get("text_config")
@@ -69,23 +69,23 @@ def shape_of(config: Mapping[str, Any], source: str, option: str = "--model") ->
     for name, why in _FOREIGN.items():
         value = config.get(name)
         if value is True or (value and value != 1):  # one expert is none
-            raise UsageError(f"{option}: {source}: {name}: {value}: {why}", "plans are for plain decoders")
-    sizes = {field: _size(config, field, source, option) for field in ("layers", "hidden", "heads", "vocabulary")}
+            raise UsageError(f"--model: {source}: {name}: {value}: {why}", "plans are for plain decoders")
+    sizes = {field: _size(config, field, source) for field in ("layers", "hidden", "heads", "vocabulary")}
     heads = sizes["heads"]
-    ffn = _size(config, "ffn", source, option, 4 * sizes["hidden"])
+    ffn = _size(config, "ffn", source, 4 * sizes["hidden"])
     if kind == "qwen":
         ffn //= 2  # the first Qwen counts both halves of its gated MLP
     if config.get("multi_query") is True and not any(name in config for name in _NAMES["kv_heads"]):
         kv_heads = 1
     else:
-        kv_heads = _size(config, "kv_heads", source, option, heads)
-    limit = _size(config, "context_limit", source, option, 0)
+        kv_heads = _size(config, "kv_heads", source, heads)
+    limit = _size(config, "context_limit", source, 0)
     try:
         return ModelShape(
             name=_title(config, source),
             **sizes,
             kv_heads=kv_heads,
-            head_dim=_size(config, "head_dim", source, option, sizes["hidden"] // max(1, heads)),
+            head_dim=_size(config, "head_dim", source, sizes["hidden"] // max(1, heads)),
             ffn=ffn,
             gated=kind not in _PLAIN_MLP,
             tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
@@ -96,20 +96,20 @@ def shape_of(config: Mapping[str, Any], source: str, option: str = "--model") ->
             notes=_notes(config),
         )
     except ValueError as error:
-        raise UsageError(f"{option}: {source}: {error}", "is it the config.json of a decoder?") from error
+        raise UsageError(f"--model: {source}: {error}", "is it the config.json of a decoder?") from error
 
 
-def _size(config: Mapping[str, Any], field: str, source: str, option: str, default: int | None = None) -> int:
+def _size(config: Mapping[str, Any], field: str, source: str, default: int | None = None) -> int:
     for name in _NAMES[field]:
         value = config.get(name)
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
-            raise UsageError(f"{option}: {source}: {name}: {value!r} is not a size", "is it the config.json of a decoder?")
+            raise UsageError(f"--model: {source}: {name}: {value!r} is not a size", "is it the config.json of a decoder?")
         return value
     if default is None:
         wanted = " or ".join(_NAMES[field][:3])
-        raise UsageError(f"{option}: {source}: {wanted} is missing", "give the config.json of a Hugging Face decoder")
+        raise UsageError(f"--model: {source}: {wanted} is missing", "give the config.json of a Hugging Face decoder")
     return default
 
 

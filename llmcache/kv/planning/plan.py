@@ -182,12 +182,12 @@ def _free_bytes(directory: str) -> int:
     return space.f_bavail * space.f_frsize
 
 
-def parse_context(text: str, option: str = "--context") -> int:
+def parse_context(text: str) -> int:
     """Returns the tokens that `text` means: "131072", "128k" (k is 1024, as contexts are named), "1M"."""
     match = _CONTEXT.fullmatch(text.strip())
     tokens = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()] if match else 0
     if tokens < 1 or tokens != int(tokens) or tokens > _MOST_TOKENS:
-        raise UsageError(f"{option}: '{text}' is not a number of tokens", "write tokens: 8192, 128k (131,072) or 1M")
+        raise UsageError(f"--context: '{text}' is not a number of tokens", "write tokens: 8192, 128k (131,072) or 1M")
     return int(tokens)
 
 

@@ -58,9 +58,7 @@ class KvPolicy(ABC):
     """True if it chooses pages rather than tokens."""
     settings_class: ClassVar[type[PolicySettings]] = PolicySettings
 
-    def __init__(
-        self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE
-    ) -> None:
+    def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:
         self.store, self.timeline = store, timeline
         self.settings = self.settings_class() if settings is None else settings
         if not isinstance(self.settings, self.settings_class):

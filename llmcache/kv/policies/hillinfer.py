@@ -61,9 +61,7 @@ class HillInfer(KvPolicy):
     ahead = True
     settings_class = HillInferSettings
 
-    def __init__(
-        self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE
-    ) -> None:
+    def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:
         super().__init__(store, settings, timeline)
         asked = self.settings
         assert isinstance(asked, HillInferSettings)

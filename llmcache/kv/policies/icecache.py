@@ -28,7 +28,8 @@ log = logging.getLogger("llmcache.kv")
 class IceCacheSettings(IndexedSettings):
     """Settings of IceCache.
 
-    `scorer`: "dci", "exact", "quest", or "auto", which measures whether the tree is worth it (`policy.whys` tells).
+    `scorer`: "dci", "exact", "rounded" (keys of a byte a number), "quest", or "auto", which measures whether the tree is
+    worth it, and scans exactly where it is not (`policy.whys` tells).
     `whole_pages`: whole pages of the tree, as in the paper, rather than the best keys alone. `dci`: the knobs of the tree.
     """
 

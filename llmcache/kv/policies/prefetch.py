@@ -41,9 +41,7 @@ class Prefetch(KvPolicy):
     ahead = True
     settings_class = PrefetchSettings
 
-    def __init__(
-        self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE
-    ) -> None:
+    def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:
         super().__init__(store, settings, timeline)
         n, combine = self.settings.score_block_tokens, self.settings.combine
         self._evaluation = HierarchicalEvaluation(store, n, combine, parallel=False)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import LlmcacheError, UsageError
 from llmcache.kv.spill.chain import Chain, Run
 from llmcache.kv.spill.checksum import checksums
 from llmcache.kv.spill.layout import (
@@ -50,7 +50,8 @@ class SpillFile(SpillReader):
     def __init__(self, raw: RawFile, layout: Layout, found: Found) -> None:
         super().__init__(raw, layout, found)
         self._lock = threading.Lock()
-        self._broken = False
+        self._unwiped: list[tuple[int, int]] = []  # (offset, bytes) in tables, of pages that are no more
+        self._undone: Chain | None = None  # may have extents to give back
         self.written_bytes = 0
 
     @classmethod
@@ -78,7 +79,8 @@ class SpillFile(SpillReader):
             raw.open_direct()
             raw.rename(path)
         except BaseException:
-            raw.close()
+            with contextlib.suppress(LlmcacheError):
+                raw.close()
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
@@ -146,7 +148,7 @@ class SpillFile(SpillReader):
             raise ValueError(f"sequence: {sequence}, a number from 0 to {(1 << 32) - 1} is needed")
         page_tokens, before, done = self.shape.page_tokens, self.written_bytes, 0
         with self._lock:
-            self._check_whole()
+            self._make_whole()
             plan = self._layout.plan(layer)
             chain = self._chains.setdefault((sequence, layer), Chain(sequence, layer, plan))
             if chain.pages and chain.last_tokens < page_tokens:
@@ -177,20 +179,30 @@ class SpillFile(SpillReader):
             chain.add(entry.key_crc, entry.value_crc, entry.tokens)
 
     def _undo(self, chain: Chain, pages: int) -> None:
-        """Takes back what an append has done before an error: entries, from the end, and then the extents it claimed.
-
-        An entry left behind would come alive with a later page before it; if that cannot be helped, nothing follows.
-        """
-        self._broken = True
+        """Takes back what an append has done before an error: entries, from the end, and then the extents it claimed."""
+        chain.cut(pages, self.shape.page_tokens)
         ordinal, slot = divmod(pages, chain.plan.slots)
-        for index in range(len(chain.extents) - 1, ordinal - 1, -1):
+        for index in range(ordinal, len(chain.extents)):
             first = slot if index == ordinal else 0
             offset = self._layout.at(chain.extents[index]) + chain.plan.entry_at(first)
-            self._write(bytes((chain.plan.slots - first) * RECORD_BYTES), offset)
-        chain.cut(pages, self.shape.page_tokens)
-        while len(chain.extents) > -(-pages // chain.plan.slots):
-            self._give_back(chain)
-        self._broken = False
+            self._unwiped.append((offset, (chain.plan.slots - first) * RECORD_BYTES))
+        self._undone = chain
+        self._make_whole()
+
+    def _make_whole(self) -> None:
+        """Takes away in the file what is no more in memory; before every change, as an error may have been in the way.
+
+        An entry left behind would come alive with a later page before it. From the end, so that what a crash leaves is a
+        beginning.
+        """
+        while self._unwiped:
+            offset, size = self._unwiped[-1]
+            self._write(bytes(size), offset)
+            self._unwiped.pop()
+        if self._undone is not None:
+            while len(self._undone.extents) > -(-self._undone.pages // self._undone.plan.slots):
+                self._give_back(self._undone)
+            self._undone = None
 
     def _write_pages(self, chain: Chain, run: Run, keys: Bytes, values: Bytes) -> None:
         at, plan = self._layout.at(run.extent), chain.plan
@@ -246,26 +258,26 @@ class SpillFile(SpillReader):
         if pages < 0:
             raise ValueError(f"pages: {pages}, at least 0 is needed")
         with self._lock:
-            self._check_whole()
+            self._make_whole()
             self._cut([(chain, pages) for chain in self._chains_of(sequence) if chain.pages > pages], [])
 
     def _cut(self, cuts: list[tuple[Chain, int]], wipe: list[tuple[int, int]]) -> None:
         """Cuts chains in the file. The commit comes first: were it last, a crash before it would look like damage."""
         gone = sum(chain.pages - pages for chain, pages in cuts)
         self._write_commit(sum(chain.pages for chain in self._chains.values()) - gone)
+        self._unwiped += wipe
         for chain, pages in cuts:
             for run in chain.runs(list(range(pages, chain.pages))):
-                wipe = [*wipe, (self._layout.at(run.extent) + chain.plan.entry_at(run.slot), run.pages * RECORD_BYTES)]
+                offset = self._layout.at(run.extent) + chain.plan.entry_at(run.slot)
+                self._unwiped.append((offset, run.pages * RECORD_BYTES))
             chain.cut(pages, self.shape.page_tokens)
-        # From the end, so that what a crash leaves is a beginning.
-        for offset, size in reversed(wipe):
-            self._write(bytes(size), offset)
+        self._make_whole()
         self._raw.sync()
 
     def flush(self) -> None:
         """Returns when everything appended is on the disk and will be there after a crash of the machine."""
         with self._lock:
-            self._check_whole()
+            self._make_whole()
             self._write_commit(sum(chain.pages for chain in self._chains.values()))
 
     def _write_commit(self, pages: int) -> None:
@@ -279,18 +291,12 @@ class SpillFile(SpillReader):
         self._raw.write(data, offset, direct)
         self.written_bytes += len(data)
 
-    def _check_whole(self) -> None:
-        if self._broken:
-            hint = "close it and open it again: what is whole is restored"
-            raise EnvironmentProblem(f"{self.path}: an error while writing could not be undone", hint)
-
     def close(self) -> None:
         """Flushes and closes the file."""
         if self._raw.fd < 0:
             return
         try:
-            if not self._broken:
-                self.flush()
+            self.flush()
         finally:
             self._raw.close()
 

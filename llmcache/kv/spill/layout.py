@@ -28,6 +28,7 @@ COMMITS_AT = (4096, 6144)
 EXTENTS_AT = 8192
 EXTENT_TOKENS = 1024
 """What an extent of a layer holds unless told otherwise: 2 MiB of keys for 8 heads of 128 halves."""
+LARGEST_EXTENT = 1 << 40
 
 _HEADER = struct.Struct("<8sIII")
 _RECORD = struct.Struct("<4s9I20sI")
@@ -134,8 +135,8 @@ class Layout:
     """The places in a file of `shape` whose extents hold `extent_pages` pages of a layer."""
 
     def __init__(self, shape: KvShape, extent_pages: int) -> None:
-        if not 1 <= extent_pages <= 1 << 20:
-            raise ValueError(f"extent_pages: {extent_pages}, between 1 and {1 << 20} is needed")
+        if type(extent_pages) is not int or not 1 <= extent_pages <= 1 << 20:
+            raise ValueError(f"extent_pages: {extent_pages!r}, between 1 and {1 << 20} is needed")
         table = whole_blocks((extent_pages + 1) * RECORD_BYTES)
         self.shape = shape
         self.extent_pages = extent_pages
@@ -146,6 +147,8 @@ class Layout:
         self.extent_bytes = whole_blocks(max(self.of_layer.value_at(extent_pages), least))
         slots = (self.extent_bytes - BLOCK_BYTES - RECORD_BYTES) // (RECORD_BYTES + 2 * slot)
         slots = max(1, slots)
+        if self.extent_bytes > LARGEST_EXTENT:
+            raise ValueError(f"extent_pages: an extent would have {self.extent_bytes} bytes, more than {LARGEST_EXTENT}")
         self.of_tokens = ExtentPlan(slots, whole_blocks((slots + 1) * RECORD_BYTES), slot, slot, False)
 
     def plan(self, layer: int) -> ExtentPlan:
@@ -180,7 +183,7 @@ def read_header(block: bytes, path: Path) -> Layout:
         found: dict[str, Any] = json.loads(identity)
         names = {field.name for field in fields(KvShape)}
         return Layout(KvShape(**{name: found[name] for name in names}), found["extent_pages"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: header: {error}", "the file is damaged: spill the context again") from None
 
 

@@ -11,9 +11,14 @@ import fcntl
 import os
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError
+from llmcache.kv.spill.bulk import read_all
 from llmcache.kv.spill.shape import BLOCK_BYTES, Bytes, aligned
 
+Numbers = NDArray[np.int64]
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -84,6 +89,16 @@ class RawFile:
                 raise DataError(f"{self.path}: ends at {offset + done}, a page needs it up to {wanted}", hint)
             done += count
 
+    def read_runs(self, buffer: Bytes, sizes: Numbers, offsets: Numbers, direct: bool = False) -> None:
+        """Fills `buffer` with `sizes` [n] bytes from each of `offsets` [n] on, side by side; errors as `read_into`."""
+        fd = self._direct_fd if direct and self._direct_fd is not None else self.fd
+        whole = int(read_all(fd, buffer.ctypes.data, sizes, offsets))
+        at = int(sizes[:whole].sum())
+        # What failed is tried once more, which tells why, or goes on where it was short.
+        for size, offset in zip(sizes[whole:].tolist(), offsets[whole:].tolist(), strict=True):
+            self.read_into(buffer[at : at + size], offset, direct)
+            at += size
+
     def read(self, size: int, offset: int) -> bytes:
         """Returns up to `size` bytes at `offset`: fewer only where the file ends."""
         parts, done = [], 0
@@ -150,8 +165,14 @@ class RawFile:
         return os.fstat(self.fd).st_size
 
     def close(self) -> None:
-        """Closes both ways to the file."""
+        """Closes both ways to the file, also where one of them fails: EnvironmentProblem then."""
         fds, self.fd, self._direct_fd = (self.fd, self._direct_fd), -1, None
+        failed: OSError | None = None
         for fd in fds:
-            if fd is not None and fd >= 0:
-                os.close(fd)
+            try:
+                if fd is not None and fd >= 0:
+                    os.close(fd)
+            except OSError as error:  # writes of network file systems, and all of a dead mount, fail only here
+                failed = failed or error
+        if failed is not None:
+            raise problem(self.path, "closing", failed)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -10,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.errors import LlmcacheError
 from llmcache.kv.kernels.threads import processors, run_all
 from llmcache.kv.spill import reading
 from llmcache.kv.spill.chain import Chain
@@ -19,6 +22,12 @@ from llmcache.kv.spill.recovery import Found, Recovery, scan, unfinished, whole_
 from llmcache.kv.spill.shape import BLOCK_BYTES, Bytes, KvPages, KvShape, Room
 
 Pages = NDArray[np.int64] | list[int]
+TakeRows = Callable[[int, int, NDArray[Any], NDArray[np.float32] | None], None]
+"""Gets keys (0) or values (1), where in the pages asked for they begin, rows [n, kv_heads, page_tokens, dim], scales (int8).
+
+They are valid until it returns. It is called by several threads at a time.
+"""
+SIDES = (reading.KEYS, reading.VALUES)
 Self = TypeVar("Self", bound="SpillReader")
 
 
@@ -62,7 +71,8 @@ class SpillReader:
             file = cls(raw, layout, found)
             file._drop_unfinished(found, [] if keep_unfinished else unfinished(file._chains, layout.shape))
         except BaseException:
-            raw.close()
+            with contextlib.suppress(LlmcacheError):
+                raw.close()
             raise
         return file
 
@@ -104,7 +114,7 @@ class SpillReader:
     def pages(self, sequence: int, layer: int | None = None) -> int:
         """Returns how many pages `sequence` has: those that all layers and the tokens have, or those of one layer."""
         if layer is None:
-            return whole_pages(self._chains, sequence, self.shape.layers, self.shape.page_tokens)
+            return whole_pages(self._chains, sequence, self.shape)
         chain = self._chains.get((sequence, self._checked_layer(layer)))
         return chain.pages if chain else 0
 
@@ -144,6 +154,23 @@ class SpillReader:
         run_all(jobs, threads or 2 * processors())
         self.read_bytes += keys.size + values.size
         return reading.as_pages(self.shape, keys, values, self._filled(chain, wanted))
+
+    def read_through(self, sequence: int, layer: int, pages: Pages, take: TakeRows, threads: int | None = None) -> None:
+        """Reads `pages` as `read`, but hands them to `take` some at a time, by the threads that read them.
+
+        What is taken is in the processor's cache, and while one thread takes, others read. Errors as `read`; some pages may
+        have been taken by then, and none is any more.
+        """
+        chain, wanted = self._chain_with(sequence, layer, pages)
+        # None: four a processor, as most of them wait for the disk while some take.
+        threads, dims = threads or 4 * processors(), (self.shape.head_dim, self.shape.value_dim)
+
+        def take_slots(side: int, first: int, slots: Bytes) -> None:
+            take(side, first, *reading.rows(self.shape, slots, dims[side]))
+
+        place = (self._raw, self._layout, chain, wanted)
+        run_all([job for side in SIDES for job in reading.taking_jobs(*place, side, take_slots, threads)], threads)
+        self.read_bytes += len(wanted) * (self.shape.key_slot_bytes + self.shape.value_slot_bytes)
 
     def read_keys(self, sequence: int, layer: int, pages: Pages) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
         """Returns the keys alone, [pages, kv_heads, page_tokens, head_dim], and their scales (int8); errors as `read`."""

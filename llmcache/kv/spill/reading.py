@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import mmap
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +23,16 @@ from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.spill.shape import Bytes, KvPages, KvShape, aligned, view_slots
 
 KEYS, VALUES = 0, 1
+Take = Callable[[int, int, Bytes], None]
+"""Gets the side (KEYS, VALUES), where in the pages asked for a share begins, and its slots [n, slot bytes]."""
 LARGEST_READ = 1 << 20
 """Beyond it a disk gets no faster, and threads have less to share."""
-
-
 JOB_BYTES = 1 << 18
 """What one thread reads before it compares the checksums of it all: still in the processor's cache by then."""
+TAKEN_BYTES = 1 << 20
+"""What one thread reads before it hands it over: fewer and longer jobs, as each has more to do."""
+HUGE_PAGE_BYTES = 1 << 21
+_of_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -48,40 +55,81 @@ def read_slots(raw: RawFile, layout: Layout, chain: Chain, pages: list[int], sid
 
 def read_jobs(raw: RawFile, layout: Layout, chain: Chain, pages: list[int], side: int, slots: Bytes) -> list[Job]:
     """Returns what to do to have `pages` in `slots` [pages, slot bytes]: reads, each with its checksums, in any order."""
+    read = _reader(raw, layout, chain, side)
+    shares = _shares(chain, pages, slots.shape[1], JOB_BYTES)
+    return [partial(read, runs, slots[first : first + count]) for first, count, runs in shares]
+
+
+def taking_jobs(
+    raw: RawFile, layout: Layout, chain: Chain, pages: list[int], side: int, take: Take, threads: int
+) -> list[Job]:
+    """Returns what to do to have `pages` taken, in any order: each thread hands over what it has read and checked."""
+    size = chain.plan.key_slot_bytes if side == KEYS else chain.plan.value_slot_bytes
+    read = _reader(raw, layout, chain, side)
+
+    def read_and_take(first: int, count: int, runs: list[Run]) -> None:
+        slots = _own_memory(count * size).reshape(count, size)
+        read(runs, slots)
+        take(side, first, slots)
+
+    # Of few pages every thread gets some.
+    at_a_time = min(TAKEN_BYTES, len(pages) * size // (2 * threads))
+    return [partial(read_and_take, *share) for share in _shares(chain, pages, size, at_a_time)]
+
+
+def _own_memory(size_bytes: int) -> Bytes:
+    """Returns memory of this thread, the same at every call: what was read last is still in the processor's cache.
+
+    It lies in one huge page: the disk is told of one place in memory for each read, not of one for each 4 KiB.
+    """
+    memory: Bytes | None = getattr(_of_thread, "memory", None)
+    if memory is None or memory.size < size_bytes:
+        memory = _of_thread.memory = _huge_pages(max(size_bytes, HUGE_PAGE_BYTES))
+    return memory[:size_bytes]
+
+
+def _huge_pages(size_bytes: int) -> Bytes:
+    """Returns memory in huge pages, where the kernel has some: fresh, as the allocator's may be in small ones already."""
+    fresh = mmap.mmap(-1, size_bytes + 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        fresh.madvise(mmap.MADV_HUGEPAGE)
+    memory: Bytes = np.frombuffer(fresh, np.uint8)
+    skip = -memory.ctypes.data % HUGE_PAGE_BYTES
+    return memory[skip : skip + size_bytes]
+
+
+def _reader(raw: RawFile, layout: Layout, chain: Chain, side: int) -> Callable[[list[Run], Bytes], None]:
+    """Returns what fills slots [pages, slot bytes] with runs and compares them with their checksums."""
     plan = chain.plan
     place = plan.key_at if side == KEYS else plan.value_at
     crcs = chain.key_crcs if side == KEYS else chain.value_crcs
 
     def read(runs: list[Run], into: Bytes) -> None:
-        done = 0
-        for run in runs:
-            part = into[done : done + run.pages].reshape(-1)
-            raw.read_into(part, layout.at(run.extent) + place(run.slot), plan.direct)
-            done += run.pages
+        sizes = np.array([run.pages * into.shape[1] for run in runs], np.int64)
+        offsets = np.array([layout.at(run.extent) + place(run.slot) for run in runs], np.int64)
+        raw.read_runs(into.reshape(-1), sizes, offsets, plan.direct)
         wanted = [crc for run in runs for crc in crcs[run.first : run.first + run.pages]]
         for index in np.flatnonzero(checksums(into) != np.array(wanted, np.uint32)):
             raise _damaged(raw.path, chain, [run.first + i for run in runs for i in range(run.pages)][index], side)
 
-    done = 0
-    jobs: list[Job] = []
-    most = max(1, LARGEST_READ // slots.shape[1])
-    for share in _shares(list(chain.runs(pages, most)), max(1, JOB_BYTES // slots.shape[1])):
-        count = sum(run.pages for run in share)
-        jobs.append(partial(read, share, slots[done : done + count]))
-        done += count
-    return jobs
+    return read
 
 
-def _shares(runs: list[Run], pages: int) -> Iterator[list[Run]]:
-    """`runs` in lists of at least `pages` pages: checksums of many pages at once cost less."""
+def _shares(chain: Chain, pages: list[int], slot_bytes: int, at_a_time: int) -> Iterator[tuple[int, int, list[Run]]]:
+    """Where in `pages` a share begins, how many it has and their runs, of at least `at_a_time` bytes each.
+
+    Checksums of many pages at once cost less.
+    """
+    first = count = 0
     share: list[Run] = []
-    for run in runs:
+    for run in chain.runs(pages, max(1, LARGEST_READ // slot_bytes)):
         share.append(run)
-        if sum(one.pages for one in share) >= pages:
-            yield share
-            share = []
+        count += run.pages
+        if count * slot_bytes >= at_a_time:
+            yield first, count, share
+            first, count, share = first + count, 0, []
     if share:
-        yield share
+        yield first, count, share
 
 
 def _damaged(path: Path, chain: Chain, page: int, side: int) -> DataError:

@@ -56,6 +56,8 @@ class Found:
 
 
 ATTEMPTS = 5
+LAST_EPOCH = (1 << 32) - 2
+"""A record has 32 bits for an epoch, and pages are those of the next."""
 
 
 def scan(raw: RawFile, layout: Layout) -> Found:
@@ -91,10 +93,14 @@ def _scan(raw: RawFile, layout: Layout, commit: Commit) -> Found:
 
 def _commit_of(raw: RawFile) -> Commit:
     records = [unpack_commit(raw.read(RECORD_BYTES, at)) for at in COMMITS_AT]
-    whole = [record for record in records if record is not None]
+    # One in the other's place would be overwritten by the next, instead of the older one.
+    whole = [record for turn, record in enumerate(records) if record is not None and record.epoch % 2 == turn]
     if not whole:
         raise DataError(f"{raw.path}: commit: both records are damaged", "spill the context again")
-    return max(whole)
+    newest = max(whole)
+    if newest.epoch >= LAST_EPOCH:
+        raise DataError(f"{raw.path}: commit: epoch {newest.epoch} is the last there can be", "spill the context again")
+    return newest
 
 
 def _owners(raw: RawFile, layout: Layout, found: Found) -> dict[ChainKey, list[int]]:
@@ -108,7 +114,8 @@ def _owners(raw: RawFile, layout: Layout, found: Found) -> dict[ChainKey, list[i
             owners.setdefault(entry[:2], {})[entry.ordinal] = extent
     chains: dict[ChainKey, list[int]] = {}
     for key, extents in owners.items():
-        chains[key] = [extents.pop(ordinal) for ordinal in range(len(extents)) if ordinal in extents]
+        gap = next(ordinal for ordinal in range(len(extents) + 1) if ordinal not in extents)
+        chains[key] = [extents.pop(ordinal) for ordinal in range(gap)]
         for extent in extents.values():
             # The extent before it is missing, so what it holds can be of no use.
             _free(raw, layout, found, extent)
@@ -117,10 +124,10 @@ def _owners(raw: RawFile, layout: Layout, found: Found) -> dict[ChainKey, list[i
 
 def _free(raw: RawFile, layout: Layout, found: Found, extent: int) -> None:
     """Notes an extent that may be used again, without what is in its table: it must not come alive under a new owner."""
-    size = max(layout.of_layer.table_bytes, layout.of_tokens.table_bytes)
     found.free.append(extent)
-    if any(raw.read(size, layout.at(extent))):
-        found.wipe.append((layout.at(extent), size))
+    table = raw.read(max(layout.of_layer.table_bytes, layout.of_tokens.table_bytes), layout.at(extent))
+    if any(table):
+        found.wipe.append((layout.at(extent), len(table)))
         found.torn_entries += 1
 
 
@@ -188,18 +195,29 @@ def _entries(table: bytes, chain: Chain, first: int) -> Iterator[PageEntry]:
 
 def unfinished(chains: dict[ChainKey, Chain], shape: KvShape) -> list[tuple[Chain, int]]:
     """Returns the chains that have more pages than all layers of their sequence, and how many those have."""
-    sequences = {sequence for sequence, _ in chains}
-    pages = {sequence: whole_pages(chains, sequence, shape.layers, shape.page_tokens) for sequence in sequences}
+    sequences: dict[int, list[Chain]] = {}
+    for chain in chains.values():
+        sequences.setdefault(chain.sequence, []).append(chain)
+    pages = {sequence: _common_pages(own, shape) for sequence, own in sequences.items()}
     return [(chain, pages[chain.sequence]) for chain in chains.values() if chain.pages > pages[chain.sequence]]
 
 
-def whole_pages(chains: dict[ChainKey, Chain], sequence: int, layers: int, page_tokens: int) -> int:
+def whole_pages(chains: dict[ChainKey, Chain], sequence: int, shape: KvShape) -> int:
     """Returns how many pages of `sequence` all layers and the tokens have, the last with equally many tokens in each."""
-    own = [chains.get((sequence, layer)) for layer in range(layers + 1)]
-    present = [chain for chain in own if chain is not None]
-    if len(present) < len(own):
+    own: list[Chain] = []
+    for layer in range(shape.layers + 1):
+        chain = chains.get((sequence, layer))
+        if chain is None:
+            return 0
+        own.append(chain)
+    return _common_pages(own, shape)
+
+
+def _common_pages(own: list[Chain], shape: KvShape) -> int:
+    """As `whole_pages`, of the chains of one sequence. A damaged header may tell of more layers than memory holds."""
+    if len(own) <= shape.layers:
         return 0
-    pages = min(chain.pages for chain in present)
-    if pages and len({chain.tokens_of(pages - 1, page_tokens) for chain in present}) > 1:
+    pages = min(chain.pages for chain in own)
+    if pages and len({chain.tokens_of(pages - 1, shape.page_tokens) for chain in own}) > 1:
         pages -= 1
     return pages

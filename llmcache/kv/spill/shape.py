@@ -43,13 +43,15 @@ class KvShape:
     value_dim: int = 0
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype: '{self.dtype}', known are {', '.join(DTYPES)}")
+        if not isinstance(self.model, str) or any("\ud800" <= character <= "\udfff" for character in self.model):
+            raise ValueError(f"model: {self.model!r}, a text is needed")
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
+            raise ValueError(f"dtype: {self.dtype!r}, known are {', '.join(DTYPES)}")
         if not self.value_dim:
             object.__setattr__(self, "value_dim", self.head_dim)
         for name in ("layers", "kv_heads", "head_dim", "page_tokens", "value_dim"):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value < 1 << 24:
+            if type(value) is not int or not 1 <= value < 1 << 24:
                 raise ValueError(f"{name}: {value!r}, a whole number of at least 1 is needed")
 
     @property

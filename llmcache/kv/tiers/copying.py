@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from llmcache.kv.kernels.threads import Job, processors, run_all
 
+EVERYWHERE = range(1 << 62)
+"""All positions."""
 FEW_BYTES = 1 << 22
 """Rows that are copied in less time than it takes to hand them to threads."""
 
@@ -64,15 +66,40 @@ def _jobs(source: Rows, index: Numbers, positions: Numbers, out: NDArray[Any], t
             yield partial(copy_rows, part, index, positions[one, some], out[one, some])
 
 
-def copy_rows(source: Rows, index: Numbers, positions: Numbers, out: NDArray[Any]) -> None:
+class Landing:
+    """Where rows go whose pages come a few at a time, taken by many threads: each writes what no other does.
+
+    `index` [batch, pages]: the place among all that come that each page of a sequence has, below 0 if none; pages come in
+    the order that sequences have them in. `positions` [batch, kv_heads, k], ascending; `outs`: keys and values [batch,
+    kv_heads, k, dim].
+    """
+
+    def __init__(self, index: Numbers, positions: Numbers, outs: list[NDArray[Any]], page_tokens: int) -> None:
+        self._index, self._positions, self._outs = index, positions, outs
+        self._page_tokens = page_tokens
+        self._coming = [np.flatnonzero(of_sequence >= 0) for of_sequence in index]
+
+    def take(self, side: int, first: int, rows: NDArray[Any], scales: NDArray[np.float32] | None) -> None:
+        """Copies what is wanted of the keys (`side` 0) or values (1) of the pages from place `first` on."""
+        for index, coming, positions, out in zip(self._index, self._coming, self._positions, self._outs[side], strict=True):
+            low, high = np.searchsorted(index[coming], (first, first + len(rows))).tolist()
+            if low < high:
+                part = range(coming[low] * self._page_tokens, (coming[high - 1] + 1) * self._page_tokens)
+                copy_rows(Rows(rows, scales), index, positions, out, first, part)
+
+
+def copy_rows(
+    source: Rows, index: Numbers, positions: Numbers, out: NDArray[Any], first: int = 0, part: range = EVERYWHERE
+) -> None:
     """Copies the rows of one sequence that `source` has to `out` [kv_heads, k, dim], in this thread.
 
-    `index` [pages]: which page of `source` each page of the sequence is, below 0 if none. `positions` [kv_heads, k].
+    `index` [pages]: which page of `source` each page of the sequence is, counted from `first` on, another number if none.
+    `positions` [kv_heads, k], ascending, are looked at only within `part`.
     """
     if not out.size:
         return
     dim, size = out.shape[2], source.pages.shape[2]
-    place = (index, positions, size)
+    place = (first, len(source.pages), index, positions, part.start, part.stop, size)
     if source.scales is not None:
         _copy_scaled(source.pages, source.scales, *place, out)
         return
@@ -109,27 +136,34 @@ def _mark(index, positions, tokens, marks):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def _copy_words(  # type: ignore[no-untyped-def]
-    words, page_stride, head_stride, index, positions, tokens, out, out_head, out_row, size
+    words, page_stride, head_stride, first, pages, index, positions, begin, end, tokens, out, out_head, out_row, size
 ):
     for head in range(positions.shape[0]):
         of_head = positions[head]
-        for i in range(of_head.size):
-            page = index[of_head[i] // tokens]
-            if page >= 0:
+        i = np.searchsorted(of_head, begin)
+        while i < of_head.size and of_head[i] < end:
+            page, token, many = index[of_head[i] // tokens] - first, of_head[i] % tokens, 1
+            if page >= 0 and page < pages:
+                # Tokens that follow each other within a page are copied in one go, where their rows touch.
+                most = min(tokens - token, of_head.size - i) if out_row == size else 1
+                while many < most and of_head[i + many] == of_head[i] + many:
+                    many += 1
                 # Unsigned: a place that may count from the end cannot be copied in one go.
-                at = np.uint64(page * page_stride + head * head_stride + of_head[i] % tokens * size)
+                at = np.uint64(page * page_stride + head * head_stride + token * size)
                 to = np.uint64(head * out_head + i * out_row)
-                for j in range(size):
+                for j in range(many * size):
                     out[to + np.uint64(j)] = words[at + np.uint64(j)]
+            i += many
 
 
 @numba.njit(nogil=True, cache=True)
-def _copy_scaled(rows, scales, index, positions, tokens, out):  # type: ignore[no-untyped-def]
+def _copy_scaled(rows, scales, first, pages, index, positions, begin, end, tokens, out):  # type: ignore[no-untyped-def]
     for head in range(positions.shape[0]):
         of_head = positions[head]
-        for i in range(of_head.size):
-            page = index[of_head[i] // tokens]
-            if page >= 0:
-                token = of_head[i] % tokens
+        i = np.searchsorted(of_head, begin)
+        while i < of_head.size and of_head[i] < end:
+            page, token = index[of_head[i] // tokens] - first, of_head[i] % tokens
+            if page >= 0 and page < pages:
                 for j in range(out.shape[2]):
                     out[head, i, j] = np.float32(rows[page, head, token, j]) * scales[page, head, token]
+            i += 1

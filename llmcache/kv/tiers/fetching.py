@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.kv.csd import KvRows
-from llmcache.kv.tiers.copying import Rows, copy_pages
+from llmcache.kv.tiers.copying import Landing
 from llmcache.kv.tiers.core import Core
 from llmcache.kv.tiers.moving import Mover
 from llmcache.kv.tiers.pool import NOT_HERE
@@ -16,8 +16,6 @@ from llmcache.kv.tiers.ssd import SsdTier
 
 Numbers = NDArray[np.int64]
 Outs = list[NDArray[Any]]
-SHARE_BYTES = 1 << 26
-"""What is read at a time: more needs more memory and is no faster."""
 ASKED_ROWS = 1 << 20
 """What a device is asked for at a time: the numbers of the rows must fit its desk."""
 
@@ -43,19 +41,15 @@ class Fetcher:
             self._fetch_pages(layer, np.unique(np.concatenate(numbers)), positions, outs)
 
     def _fetch_pages(self, layer: int, numbers: Numbers, positions: Numbers, outs: Outs) -> None:
-        """Reads pages, then copies their rows: to do both at once, in shares, keeps the disk less busy, and is slower."""
+        """Reads pages; the threads that read them copy their rows, so that the disk does not wait meanwhile."""
         core = self._core
         # As it is now: while pages are read, another layer may get pages with numbers that are not known here.
         table = core.table.table
-        most = max(1, SHARE_BYTES // (core.shape.key_slot_bytes + core.shape.value_slot_bytes))
-        for stream, of_stream in self._mover.by_stream(numbers):
-            for first in range(0, len(of_stream), most):
-                found = of_stream[first : first + most]
-                known = np.full(core.table.numbers, NOT_HERE, np.int64)
-                known[found] = np.arange(len(found))
-                with self._ssd.read(stream, layer, core.table.place[found].astype(np.int64), "fetch") as pages:
-                    sides = (Rows(pages.keys, pages.key_scales), Rows(pages.values, pages.value_scales))
-                    copy_pages(sides, known[table], positions, outs, core.config.threads)
+        for stream, found in self._mover.by_stream(numbers):
+            known = np.full(core.table.numbers, NOT_HERE, np.int64)
+            known[found] = np.arange(len(found))
+            landing = Landing(known[table], positions, outs, core.shape.page_tokens)
+            self._ssd.read_through(stream, layer, core.table.place[found].astype(np.int64), landing.take, "fetch")
 
     def _fetch_rows(self, layer: int, b: int, pages: Numbers, positions: Numbers, outs: Outs) -> None:
         size, own = self._core.shape.page_tokens, self._core.table.table[b]

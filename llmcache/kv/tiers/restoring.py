@@ -18,6 +18,7 @@ from llmcache.kv.tiers.spilling import Spiller
 from llmcache.kv.tiers.tables import OPEN, Runs, Tables
 
 Numbers = NDArray[np.int64]
+_HINT = "they are damaged: compute the context again"
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,13 @@ def _there(runs: Runs, streams: dict[int, int]) -> Runs:
 
 
 def _length(file: SpillReader, runs: Runs) -> int:
-    """Tokens in `runs`, of which only the last page can be partial."""
+    """Tokens in `runs`. DataError if another page than the last is partial."""
     size = file.shape.page_tokens
     if not runs:
         return 0
+    for stream, pages in runs[:-1]:
+        if file.length(stream) < pages * size:
+            raise DataError(f"{file.path}: page tables: page {pages - 1} of stream {stream} is not full", _HINT)
     stream, pages = runs[-1]
     return sum(count for _, count in runs[:-1]) * size + min(pages * size, file.length(stream))
 

@@ -17,9 +17,7 @@ Numbers = NDArray[np.int64]
 class Sequences:
     """Changes the sequences of one store; `drop` tells others of pages that are no more."""
 
-    def __init__(
-        self, core: Core, spiller: Spiller | None, mover: Mover | None, drop: Callable[[Numbers], None]
-    ) -> None:
+    def __init__(self, core: Core, spiller: Spiller | None, mover: Mover | None, drop: Callable[[Numbers], None]) -> None:
         self._core, self._spiller, self._mover, self._drop = core, spiller, mover, drop
 
     def crop(self, tokens: int) -> None:

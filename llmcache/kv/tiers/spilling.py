@@ -33,6 +33,8 @@ class Spiller:
         self._path = core.config.path
         self._written = written
         self._cuts: dict[int, int] = {}
+        self._takes_streams = False  # whole ones, which the tables on the disk may still name
+        self._is_behind = False  # the file, as an error was in the way of taking away, or of the tables
         self._partial: list[tuple[int, int]] = []
 
     def is_spilled(self, layer: int, numbers: Numbers) -> NDArray[np.bool_]:
@@ -108,7 +110,7 @@ class Spiller:
     def resume(self) -> None:
         """As `write_all`, but leaves what `save` has written as it is while there is nothing to follow it."""
         full = int(self._core.lengths.max()) // self._core.shape.page_tokens
-        if not self.is_saved or self._settled(0) < full:
+        if self._is_behind or not self.is_saved or self._settled(0) < full:
             self.write_all()
 
     # Taking away
@@ -119,23 +121,30 @@ class Spiller:
         for stream, end in before.items():
             if after.get(stream, 0) < end:
                 self._cuts[stream] = min(after.get(stream, 0), self._cuts.get(stream, end))
+        self._is_behind = True
         if self._cuts:
-            # Half taken away, a stream that is no sequence any more must not be taken for a short one.
-            self.note(closed=True, needed=bool(after) and any(stream not in after for stream in before))
+            self._takes_streams |= bool(after) and any(stream not in after for stream in before)
             self.uncut()
         elif self._written is None or self._written.opened() != self._tables().opened():
             self.note()
+        self._is_behind = False
 
     def uncut(self) -> None:
         """Does what is left of taking away, and takes back what `save` has said and written."""
+        self._is_behind = True
         if self.is_saved:
             partial, self._partial = self._partial, []
             for stream, place in partial:
                 self._cuts[stream] = min(place, self._cuts.get(stream, place))
             self.note(closed=True)
-        for stream, pages in list(self._cuts.items()):
-            self.ssd.truncate(stream, pages)
-            del self._cuts[stream]
+        if self._cuts:
+            # Half taken away, a stream that is no sequence any more must not be taken for a short one.
+            self.note(closed=True, needed=self._takes_streams)
+            for stream, pages in list(self._cuts.items()):
+                self.ssd.truncate(stream, pages)
+                del self._cuts[stream]
+            self._takes_streams = False
+        self._is_behind = False
 
     def note(self, closed: bool = False, saved: bool = False, needed: bool = False) -> None:
         """Writes the tables if those on the disk are others; sequences that were never forked need none, unless `needed`."""
@@ -164,6 +173,8 @@ class Spiller:
             numbers = core.table.table[:, full]
             self._partial = [(int(core.table.stream[n]), int(core.table.place[n])) for n in numbers]
         try:
+            if not full:  # as long as no sequence has a whole page, only the tables tell how many there are
+                self.note(needed=True)
             for b, (stream, _) in enumerate(self._partial):
                 self._save_tail(b, stream, full * size, rest)
             self.ssd.flush()

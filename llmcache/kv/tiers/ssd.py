@@ -20,6 +20,7 @@ from llmcache.kv.csd import EmulatedCsd, KvRows, ScoreBlock
 from llmcache.kv.csd.blocks import BLOCK_TOKENS
 from llmcache.kv.kernels import score_pages
 from llmcache.kv.spill import KvPages, Recovery, Room, SpillFile
+from llmcache.kv.spill.reader import TakeRows
 from llmcache.kv.spill.reading import KEYS, rows
 from llmcache.kv.tiers.config import StoreConfig
 from llmcache.kv.tiers.traffic import Traffic
@@ -63,6 +64,9 @@ class SsdTier(Protocol):
 
     def read(self, stream: int, layer: int, places: Numbers, why: str) -> contextlib.AbstractContextManager[KvPages]:
         """Reads whole pages; they are valid while the context lasts."""
+
+    def read_through(self, stream: int, layer: int, places: Numbers, take: TakeRows, why: str) -> None:
+        """Reads whole pages and hands them to `take`, some at a time, by many threads; not where `near_data`."""
 
     def read_keys(self, stream: int, layer: int, places: Numbers, why: str) -> KeyRows:
         """Returns the keys of pages and for int8 their scales."""
@@ -121,6 +125,12 @@ class FileTier:
         finally:
             with self._rooms_lock:
                 self._rooms = [room, *self._rooms][:KEPT_ROOMS]
+
+    def read_through(self, stream: int, layer: int, places: Numbers, take: TakeRows, why: str) -> None:
+        """Reads whole pages and hands them on."""
+        self._file.read_through(stream, layer, places, take, self._threads)
+        shape = self._file.shape
+        self._traffic.add("ssd", "cpu", why, len(places) * (shape.key_slot_bytes + shape.value_slot_bytes))
 
     def _take_room(self, pages: int) -> Room:
         with self._rooms_lock:
@@ -223,6 +233,10 @@ class CsdTier:
         with self._command(why) as device:
             found = device.read(stream, layer, places)
         yield found
+
+    def read_through(self, stream: int, layer: int, places: Numbers, take: TakeRows, why: str) -> None:
+        """Not done: single rows are asked for instead, and nothing else crosses the link."""
+        raise ValueError("ssd: of a device rows are gathered")
 
     def read_keys(self, stream: int, layer: int, places: Numbers, why: str) -> KeyRows:
         """Returns the keys of pages over the link."""

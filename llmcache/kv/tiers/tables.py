@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmcache.errors import DataError
 from llmcache.kv.spill.raw import problem
+from llmcache.private import create
 
 OPEN = -1
 """Pages of a run that takes all that there are in its stream."""
@@ -61,7 +63,7 @@ def write(spill: Path, tables: Tables) -> None:
     temporary = path.with_name(f"new-{os.getpid()}-{path.name}")
     told = {"schema": SCHEMA, "saved": tables.saved, "sequences": tables.sequences}
     try:
-        with temporary.open("w", encoding="utf-8") as stream:
+        with open(create(temporary), "w", encoding="utf-8") as stream:
             json.dump(told, stream)
             stream.flush()
             os.fsync(stream.fileno())
@@ -77,12 +79,23 @@ def read(spill: Path) -> Tables | None:
     try:
         told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if told["schema"] != SCHEMA:
-            raise ValueError(f"schema {told['schema']!r}")
-        sequences = [[(int(stream), int(pages)) for stream, pages in runs] for runs in told["sequences"]]
-        return Tables(sequences, bool(told["saved"]))
+            raise ValueError(f"schema {reprlib.repr(told['schema'])}")
+        return Tables([_checked(runs) for runs in told["sequences"]], bool(told["saved"]))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise problem(path, "reading page tables", error) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: page tables: {error}", "they are damaged: compute the context again") from None
+
+
+def _checked(runs: Any) -> Runs:
+    """`runs` if a sequence can consist of them: a run begins where its stream does, so none has a stream twice."""
+    found = [(stream, pages) for stream, pages in runs]
+    for place, (stream, pages) in enumerate(found):
+        is_open = pages == OPEN and place == len(found) - 1
+        if type(stream) is not int or type(pages) is not int or not 0 <= stream < 1 << 32 or (pages < 0 and not is_open):
+            raise ValueError(f"a run of {reprlib.repr(pages)} pages of stream {reprlib.repr(stream)}")
+    if len({stream for stream, _ in found}) < len(found):
+        raise ValueError("a sequence has a stream twice")
+    return found

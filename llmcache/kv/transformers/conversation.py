@@ -141,11 +141,7 @@ class Conversation:
 
     def _check(self, engine: KvEngine, layer: int, call: Call) -> None:
         if self.store.layer_length(layer) > self.store.length:
-            if not self.alone:
-                hint = "its sliding layers cannot go back: reset() the cache and begin anew"
-                raise DataError("cache: the model stopped in the middle of a step before", hint)
-            self._done = set()
-            self._cut(engine, self.length)
+            self._take_back(engine)
         shape, batch = self.store.shape, self.store.batch
         if len(call.query) != batch:
             raise UsageError(f"batch: {len(call.query)} sequences, the cache has {batch}", "reset() the cache before")
@@ -155,6 +151,14 @@ class Conversation:
             raise UsageError(f"model: {heads} key heads of {dim} dimensions, {has}", "reset() the cache before")
         if (dtype := dtype_name(call.key.dtype)) != shape.dtype:
             raise UsageError(f"dtype: keys of type {dtype}, the cache has {shape.dtype}", "reset() the cache before")
+
+    def _take_back(self, engine: KvEngine | None) -> None:
+        """Takes a step back that an error has broken off; DataError where that cannot be done."""
+        if not self.alone:
+            hint = "its sliding layers cannot go back: reset() the cache and begin anew"
+            raise DataError("cache: the model stopped in the middle of a step before", hint)
+        self._done = set()
+        self._cut(engine, self.length)
 
     def _attend_all(self, engine: KvEngine, layer: int, call: Call) -> Output:
         keys, values, before = call.key, call.value, None
@@ -250,6 +254,8 @@ class Conversation:
             raise UsageError("path: no spill file that stays when the cache is closed", "make the cache with a file's name")
         if self._engine is not None:
             self._engine.rest()
+        if any(store.layer_length(layer) > store.length for layer in range(self.layers)):
+            self._take_back(self._engine)
         store.save()
         if self._engine is not None:
             self._engine.policy.saved()
@@ -309,9 +315,7 @@ def _tensors(gathered: Gathered, call: Call) -> tuple[torch.Tensor, torch.Tensor
     return keys, values
 
 
-def _weights(
-    call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None
-) -> NDArray[np.float32]:
+def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None) -> NDArray[np.float32]:
     """Weights of attention [batch, heads, k]: those of the model if it gives any, else computed again."""
     if weights is None:
         batch, heads, _, dim = call.query.shape

@@ -43,7 +43,7 @@ class Prompt:
         self._model, self._ids, self._calls = model, ids, self._recorded(model, ids)
 
     @classmethod
-    def by_chance(cls, model: Any, tokens: int, seed: int = 0) -> Prompt:
+    def by_chance(cls, model: Any, tokens: int) -> Prompt:
         """Returns *synthetic* keys and values of a prompt of `tokens`, normally distributed, in no time; for times alone.
 
         All layers of `model` must be of full attention. Queries are not there: policies that need them see zeros.
@@ -51,7 +51,7 @@ class Prompt:
         made = cls.__new__(cls)
         text = model.config.get_text_config(decoder=True)
         heads, kv_heads, dim = text.num_attention_heads, text.num_key_value_heads, text.head_dim
-        random = torch.Generator().manual_seed(seed)
+        random = torch.Generator().manual_seed(0)
         none = torch.zeros((1, 1, 1, 1), dtype=model.dtype, device=model.device).expand(1, heads, tokens, dim)
         made._model, made._ids, made._calls = model, np.zeros((1, tokens), np.int64), []
         for _ in range(text.num_hidden_layers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from llmcache.errors import DataError, EnvironmentProblem
+from llmcache.private import create
 
 _HINT = "restore what save() wrote, or compute the context again"
 
@@ -26,11 +28,25 @@ def write(spill: Path, layers: list[Any], tokens: int) -> None:
             path.unlink(missing_ok=True)
             return
         states = [{"keys": layer.keys.cpu(), "values": layer.values.cpu()} for layer in layers]
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        torch.save({"tokens": tokens, "states": states}, temporary)
-        temporary.rename(path)
+        saved = io.BytesIO()  # torch.save does not say what is wrong with a file
+        torch.save({"tokens": tokens, "states": states}, saved)
+        _replace(path, saved.getbuffer())
     except OSError as error:
         raise EnvironmentProblem(f"cannot write {path}: {error.strerror}", "name a place with room") from error
+
+
+def _replace(path: Path, data: memoryview) -> None:
+    """Gives `path` other contents; they are on the disk when it returns, and nothing half written stays."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with open(create(temporary), "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read(spill: Path, layers: list[Any], tokens: int, device: Any) -> None:

@@ -7,7 +7,7 @@ import re
 from llmcache.errors import EnvironmentProblem
 
 OLDEST = (4, 56)
-"""The first transformers whose caches are made of layers that are initialized late; 4.55 passes them other arguments."""
+"""The first transformers whose caches are made of layers that are initialised late; 4.55 passes them other arguments."""
 FIRST_UNKNOWN = (6, 0)
 """Nobody can have tried it: a new major version removes what an old one only deprecates."""
 

@@ -59,7 +59,7 @@ class Reproduction(Protocol):
 def check_name(name: str) -> None:
     """UsageError unless a paper called `name` can be recomputed."""
     if name not in REPRODUCTIONS:
-        raise UsageError(f"NAME: there is no reproduction called '{name}'", f"one of: {', '.join(REPRODUCTIONS)}")
+        raise UsageError(f"NAME: there is no reproduction called '{name}'", f"one of: {', '.join(REPRODUCTIONS)}, all")
 
 
 def reproduce(name: str, quick: bool, progress: Progress) -> Reproduction:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -20,7 +21,7 @@ from llmcache.report.reproduce import Reproduction, check_name, reproduce
 
 OPTION = "-o"
 ENDINGS = ("html", "json")
-_COLOURS = {Verdict.CONFIRMED: "green", Verdict.PARTLY: "yellow", Verdict.NOT_CONFIRMED: "red"}
+COLOURS = {Verdict.CONFIRMED: "green", Verdict.PARTLY: "yellow", Verdict.NOT_CONFIRMED: "red"}
 
 
 @dataclass(frozen=True)
@@ -42,19 +43,24 @@ class Wanted:
 def run(wanted: Wanted) -> None:
     """Recompute, write and print what is `wanted`. UsageError for an unknown name, or where nothing may be written."""
     check_name(wanted.name)
-    _prepare(wanted)
-    done = reproduce(wanted.name, wanted.quick, _tell)
-    text = json.dumps(done.document(), indent=1) + "\n"
-    if wanted.targets:
-        for target, data in zip(wanted.targets, (done.page(), text), strict=True):
-            write_target(OPTION, target, data.encode(), wanted.force)
+    prepare(wanted)
+    done = reproduce(wanted.name, wanted.quick, tell)
+    text = write(wanted, done.page(), done.document())
     if wanted.as_json:
         sys.stdout.write(text)
     else:
         show(done, wanted.targets)
 
 
-def _prepare(wanted: Wanted) -> None:
+def write(wanted: Wanted, page: str, document: dict[str, Any]) -> str:
+    """Write page and JSON where they are wanted; returns the JSON."""
+    text = json.dumps(document, indent=1) + "\n"
+    for target, data in zip(wanted.targets, (page, text), strict=bool(wanted.targets)):
+        write_target(OPTION, target, data.encode(), wanted.force)
+    return text
+
+
+def prepare(wanted: Wanted) -> None:
     """Make the directory and ask for every file, before there is any work to lose."""
     if wanted.directory is None:
         return
@@ -66,7 +72,7 @@ def _prepare(wanted: Wanted) -> None:
         check_target(OPTION, target, wanted.force)
 
 
-def _tell(what: str) -> None:
+def tell(what: str) -> None:
     """Say on stderr what begins, if somebody looks."""
     if sys.stderr.isatty():
         print(what, file=sys.stderr)
@@ -87,5 +93,5 @@ def show(done: Reproduction, written: Sequence[Path]) -> None:
 def _findings(claim: Judged) -> Table:
     made = Table.grid(padding=(0, 2, 0, 0))
     for name, finding in claim.findings.items():
-        made.add_row(name, Text(finding.verdict.value, _COLOURS[finding.verdict]), finding.ours)
+        made.add_row(name, Text(finding.verdict.value, COLOURS[finding.verdict]), finding.ours)
     return made

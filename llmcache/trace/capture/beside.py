@@ -52,7 +52,7 @@ class BlockRequests:
         self._output = Output(path, force)
         try:
             described = _COLUMNS.with_metadata({"llmcache.block": BLOCK_SCHEMA})
-            self._parquet = pq.ParquetWriter(self._output.temporary, described, compression="zstd")
+            self._parquet = pq.ParquetWriter(self._output.begin(), described, compression="zstd")
         except OSError as error:
             self._output.discard()
             raise problem(path, error) from error

@@ -12,14 +12,14 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.private import PRIVATE
 from llmcache.trace.record.columns import SCHEMA, Columns
-from llmcache.trace.record.meta import KEY, Provenance, TraceFile, encode
+from llmcache.trace.record.meta import KEY, Provenance, TraceFile, encode, files_of
 from llmcache.trace.record.output import problem
 
 ENDING = ".recording"
@@ -40,7 +40,8 @@ class Journal:
         try:
             if force:
                 path.unlink(missing_ok=True)
-            self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - open until close()
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE)
+            self._file = open(fd, "wb", buffering=0)  # noqa: SIM115 - open until close()
         except FileExistsError as error:
             hint = f"it is being written, or was left by a recorder that was killed: llmcache convert {path} OUT.parquet"
             raise UsageError(f"-o: '{path}' exists", f"{hint}; --force replaces it") from error
@@ -114,6 +115,5 @@ def journal_of(output: str | os.PathLike[str]) -> Path:
 
 
 def files_in(facts: Mapping[bytes, bytes]) -> list[TraceFile]:
-    """Returns the files that a batch's metadata adds; ValueError, KeyError or TypeError if it is damaged."""
-    entries: list[dict[str, Any]] = json.loads(facts[FILES])
-    return [TraceFile(**entry) for entry in entries]
+    """Returns the files that a batch's metadata adds; ValueError, KeyError, RecursionError or DataError: it is damaged."""
+    return files_of(json.loads(facts[FILES]))

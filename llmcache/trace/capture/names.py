@@ -1,7 +1,8 @@
 """Names of files by device and inode, which is all that the kernel tells of an access.
 
 A name is looked up when its inode is first seen, in what the process has open and mapped, while it most likely still
-is; else the file system is asked. It is the name at that time: a file that is renamed later keeps it unless the name is
+is; else the file system is asked; else (it was closed already, on a file system that cannot be asked) each time it is
+seen again. It is the name at that time: a file that is renamed later keeps it unless the name is
 gone at the end and a process still shows the new one; one that is deleted keeps the last it had.
 """
 
@@ -27,18 +28,20 @@ class Names:
         self._told = told
         self.files: list[TraceFile] = []
         self.unnamed = 0
+        self.changes = 0  # how often a file that was in `files` already got its name
         self._ids: dict[Key, int] = {}
         self._known: dict[Key, Named] = {}
+        self._nameless: set[Key] = set()
         self._pids = set(pids)
         self._look(self._pids)
 
     def numbers(self, dev: NDArray[np.uint64], inode: NDArray[np.uint64], pid: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """Returns the id of each row's file; files not seen before are looked up and added to `files`."""
+        """Returns the id of each row's file; files without a name are looked up, new ones added to `files`."""
         if not len(dev):
             return np.zeros(0, np.uint32)
         first, index = _distinct(dev, inode)
         keys = [(int(dev[row]), int(inode[row])) for row in first]
-        new = [(key, row) for key, row in zip(keys, first, strict=True) if key not in self._ids]
+        new = [(key, row) for key, row in zip(keys, first, strict=True) if key not in self._ids or key in self._nameless]
         if new:
             strange = {key for key, _ in new if key not in self._known}
             self._pids.update(np.unique(pid).tolist())
@@ -46,7 +49,10 @@ class Names:
                 # Another process may have passed the file on: all are looked at, those that touched it first.
                 self._look(_first({int(pid[row]) for _, row in new}, self._pids), strange)
             for key, _ in new:
-                self._add(key)
+                if key in self._ids:
+                    self._name(key)
+                else:
+                    self._add(key)
         found: NDArray[np.uint32] = np.array([self._ids[key] for key in keys], np.uint32)[index]
         return found
 
@@ -66,8 +72,18 @@ class Names:
     def _add(self, key: Key) -> None:
         named = self._known.get(key) or _by_path(self._told().get(key), key) or _by_inode(key)
         path = named.path if named else unnamed(key)
+        if named is None:
+            self._nameless.add(key)
         self._ids[key] = len(self.files)
         self.files.append(TraceFile(len(self.files), path, *key, 0, named.size_bytes if named else 0))
+
+    def _name(self, key: Key) -> None:
+        """Give a file that had none its name, if a process shows it by now."""
+        if named := self._known.get(key):
+            number = self._ids[key]
+            self.files[number] = dataclasses.replace(self.files[number], path=named.path, size_bytes=named.size_bytes)
+            self._nameless.discard(key)
+            self.changes += 1
 
     def _look(self, pids: Iterable[int], wanted: set[Key] | None = None) -> None:
         """Look at `pids`, one after the other, until all that is `wanted` is known."""

@@ -24,6 +24,7 @@ import numpy as np
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.capture.beside import BlockRequests, Sampled, beside
 from llmcache.trace.capture.journal import Full, Journal, journal_of, kept, no_rows
+from llmcache.trace.capture.locked import Ask, Locked, nothing_locked
 from llmcache.trace.capture.names import Names
 from llmcache.trace.capture.options import Options
 from llmcache.trace.capture.tally import HEADING, Captured, Tally, line, ranking
@@ -32,6 +33,7 @@ from llmcache.trace.capture.tiers import Choice, begin
 from llmcache.trace.importers import recording
 from llmcache.trace.record import Columns, Provenance, TraceWriter
 from llmcache.trace.record.columns import concatenated
+from llmcache.trace.record.meta import LOCKED, locked_extra
 from llmcache.trace.record.output import Output
 from llmcache.trace.sources.base import ACCESS, BLOCK, POLL_S, SAMPLED, Records, Wish
 
@@ -42,11 +44,12 @@ _LARGE_BYTES = 64 << 20  # from which on the last step takes a while
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def record(target: Target, options: Options) -> Captured:
+def record(target: Target, options: Options, locked: Ask = nothing_locked) -> Captured:
     """Record `target` until it ends, `options.seconds` are over or a signal comes; returns what was written.
 
-    EnvironmentProblem if nothing can record here, the target is gone or the output cannot be written; UsageError if the
-    output exists. On a full disk the rows until then stay in the journal, and the error names it.
+    `locked` tells how many bytes of a file its mount keeps locked. EnvironmentProblem if nothing can record here, the
+    target is gone or the output cannot be written; UsageError if the output exists. On a full disk the rows until then
+    stay in the journal, and the error names it.
     """
     with ExitStack() as stack:
         stack.callback(target.end)
@@ -55,7 +58,7 @@ def record(target: Target, options: Options) -> Captured:
         with _Stop() as stop:
             choice = begin(options.tier, wish)
             stack.callback(choice.source.stop)
-            with _Recording(target, options, choice) as session:
+            with _Recording(target, options, choice, Locked(locked)) as session:
                 return session.run(stop)
 
 
@@ -80,13 +83,14 @@ class _Stop:
 class _Recording:
     """The state of a recording, whose source has been started; the with block ends its files."""
 
-    def __init__(self, target: Target, options: Options, choice: Choice) -> None:
-        self._target, self._options, self._choice = target, options, choice
+    def __init__(self, target: Target, options: Options, choice: Choice, locked: Locked) -> None:
+        self._target, self._options, self._choice, self._locked = target, options, choice, locked
         self._source = choice.source
         self._tally, self._shown = Tally(), Tally()
         self._waiting: list[Columns] = []
         self._files_written = 0
         self._wanted: list[bool] = []
+        self._changes_known = 0
         self._beside: dict[int, BlockRequests | Sampled] = {}
 
     def __enter__(self) -> _Recording:
@@ -119,6 +123,7 @@ class _Recording:
         self._names.finish()
         ending = self._target.ending or ending
         self._flush(whole_table=True)
+        self._locked.finish(self._names.files)
         self._journal.close()
         self._finish()
         return self._captured(duration_s, ending)
@@ -171,6 +176,8 @@ class _Recording:
         matches = self._options.matches
         if matches is None:
             return accesses, file
+        if self._names.changes != self._changes_known:
+            self._changes_known, self._wanted = self._names.changes, []
         self._wanted += [matches(entry.path) for entry in self._names.files[len(self._wanted) :]]
         chosen = np.array(self._wanted, bool)[file]
         self._tally.left_out += int((~chosen).sum())
@@ -181,6 +188,7 @@ class _Recording:
         files = self._names.files[0 if whole_table else self._files_written :]
         if not self._waiting and not whole_table:
             return
+        self._locked.begin(files)
         waiting, self._waiting = self._waiting, []
         rows = concatenated(waiting) if waiting else no_rows()
         try:
@@ -225,6 +233,7 @@ class _Recording:
             "filled_blocks": str(tally.filled or ""),
             "evicted_blocks": str(tally.evicted or ""),
             "rows_left_out": str(tally.left_out or ""),
+            LOCKED: locked_extra(self._locked.by_file),
         }
         return Provenance(
             tier=source.name,
@@ -232,7 +241,7 @@ class _Recording:
             kernel=platform.release(),
             lost_events=source.lost,
             command=self._target.command,
-            note=" ".join([f"Sees {source.sees}. Cannot see {source.cannot_see}.", *source.remarks]),
+            note=" ".join([f"Sees {source.sees}. Cannot see {source.cannot_see}.", *source.remarks, *self._locked.remarks]),
             extra={name: value for name, value in extra.items() if value},
         )
 
@@ -254,7 +263,7 @@ class _Recording:
             files=ranking(tally, self._names.files),
             ending=ending,
             beside=[f"{written.path}: {written.summary}" for written in self._beside.values()],
-            remarks=list(self._source.remarks),
+            remarks=[*self._source.remarks, *self._locked.remarks],
         )
 
     def _say_begin(self) -> None:

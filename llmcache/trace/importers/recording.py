@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from llmcache.errors import DataError
 from llmcache.trace.capture.journal import LOST, files_in
-from llmcache.trace.record import COLUMNS, Columns, TraceWriter
+from llmcache.trace.record import TraceWriter
 from llmcache.trace.record.columns import SCHEMA
 from llmcache.trace.record.meta import KEY, decode
-from llmcache.trace.record.reader import readable
+from llmcache.trace.record.reader import columns_of, readable
 
 INTERRUPTED = "The recording was cut short: it ends with its last flush."
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream that was closed
@@ -33,11 +32,11 @@ def read(path: Path, writer: TraceWriter) -> None:
             try:
                 files = files_in(facts)
                 lost = int(facts[LOST])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, RecursionError) as error:
                 raise DataError(f"files: '{path}' has a batch without its file table", _FOREIGN) from error
             for entry in files:
                 writer.add_file(entry)
-            writer.append(Columns(*(np.asarray(batch.column(name).to_numpy()) for name in COLUMNS)))
+            writer.append(columns_of(batch))
     note = provenance.note if _is_ended(path) else f"{provenance.note} {INTERRUPTED}".strip()
     writer.provenance = dataclasses.replace(provenance, lost_events=lost, note=note)
 
@@ -59,6 +58,10 @@ def _batches(stream: Any) -> Iterator[tuple[Any, dict[bytes, bytes]]]:
             batch, facts = stream.read_next_batch_with_custom_metadata()
         except (StopIteration, pa.ArrowException, OSError):
             return  # the end, or a batch that was being written when the recorder died
+        try:
+            batch.validate()  # that its columns are as long as it says; reading on would be outside of them
+        except pa.ArrowException as error:
+            raise DataError(f"rows: a batch is damaged: {str(error).splitlines()[0]}", _FOREIGN) from error
         yield batch, dict(facts or {})
 
 

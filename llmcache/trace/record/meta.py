@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from llmcache.errors import DataError
 
 SCHEMA = "llmcache.trace/1"
 KEY = b"llmcache.trace"
+LOCKED = "locked_bytes"
 _HINT = "the file was changed or is damaged: record or convert it again"
 _LIMITS = {"id": 1 << 32, "dev": 1 << 64, "inode": 1 << 64, "generation": 1 << 64, "size_bytes": 1 << 63}
 
@@ -69,6 +71,22 @@ class Provenance:
             raise DataError(f"provenance: lost_events is {self.lost_events}, must be at least 0", _HINT)
 
 
+def locked_extra(locked: Mapping[int, int]) -> str:
+    """Returns how `Provenance.extra` says, under LOCKED, how many bytes of which file (id) were locked all the time."""
+    return json.dumps({str(file): size_bytes for file, size_bytes in locked.items()}) if locked else ""
+
+
+def locked_bytes(provenance: Provenance) -> dict[int, int]:
+    """Returns the bytes by file id that a mount kept locked, so that no fault showed them; DataError if it is not that."""
+    text = provenance.extra.get(LOCKED)
+    if text is None:
+        return {}
+    try:
+        return {int(file): int(size_bytes) for file, size_bytes in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError):
+        raise DataError(f"provenance: {LOCKED} is {text!r}", _HINT) from None
+
+
 def file_table(files: Iterable[TraceFile]) -> tuple[TraceFile, ...]:
     """Returns `files` in the order of their ids; DataError if two have the same."""
     table = tuple(sorted(files, key=lambda file: file.id))
@@ -89,16 +107,20 @@ def decode(text: bytes) -> tuple[tuple[TraceFile, ...], Provenance]:
     """Returns the file table and the provenance in `text`; DataError, naming the field, if it holds something else."""
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"metadata: not JSON: {error}", _HINT) from error
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         found = document.get("schema") if isinstance(document, dict) else None
-        raise DataError(f"schema: {found!r}, not '{SCHEMA}'", "written by another version of llmcache")
-    entries = document.get("files")
+        raise DataError(f"schema: {reprlib.repr(found)}, not '{SCHEMA}'", "written by another version of llmcache")
+    table = file_table(files_of(document.get("files")))
+    return table, _entry(Provenance, document.get("provenance"), "provenance")
+
+
+def files_of(entries: object) -> list[TraceFile]:
+    """Returns the files that a JSON list tells of; DataError, naming the field, if it is none."""
     if not isinstance(entries, list):
         raise DataError("files: the metadata has no file table", _HINT)
-    table = file_table(_entry(TraceFile, entry, "files") for entry in entries)
-    return table, _entry(Provenance, document.get("provenance"), "provenance")
+    return [_entry(TraceFile, entry, "files") for entry in entries]
 
 
 _Entry = TypeVar("_Entry", TraceFile, Provenance)
@@ -106,13 +128,13 @@ _Entry = TypeVar("_Entry", TraceFile, Provenance)
 
 def _entry(kind: type[_Entry], values: Any, where: str) -> _Entry:
     if not isinstance(values, dict):
-        raise DataError(f"{where}: {values!r} is not an object", _HINT)
+        raise DataError(f"{where}: {reprlib.repr(values)} is not an object", _HINT)
     types = {entry.name: entry.type for entry in fields(kind)}
     for name, value in values.items():
         if name not in types:
-            raise DataError(f"{where}: '{name}' is unknown", _HINT)
+            raise DataError(f"{where}: {reprlib.repr(name)} is unknown", _HINT)
         if not _suits(value, str(types[name])):
-            raise DataError(f"{where}: {name} is {value!r}", _HINT)
+            raise DataError(f"{where}: {name} is {reprlib.repr(value)}", _HINT)
     try:
         return kind(**values)
     except TypeError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.private import PRIVATE, create
 
 
 class Output:
@@ -24,7 +25,15 @@ class Output:
             raise UsageError(f"{option}: '{self.path.parent}' is not a directory", "make it first")
 
     def __enter__(self) -> Path:
-        """Returns the temporary name to write to."""
+        """Returns the temporary name to write to, of a file that is there and empty."""
+        return self.begin(0o666)
+
+    def begin(self, mode: int = PRIVATE) -> Path:
+        """Makes the temporary file, empty, and returns its name. EnvironmentProblem if that is not possible."""
+        try:
+            os.close(create(self.temporary, mode))
+        except OSError as error:
+            raise problem(self.path, error) from error
         return self.temporary
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -30,7 +30,8 @@ class TraceReader:
         with readable(self.path), _decoding(self.path):
             self._parquet = pq.ParquetFile(self.path, page_checksum_verification=True)
         try:
-            _check_schema(self.path, self._parquet.schema_arrow)
+            with _decoding(self.path):
+                _check_schema(self.path, self._parquet.schema_arrow)
             metadata = self._parquet.metadata.metadata or {}
             if KEY not in metadata:
                 raise DataError(f"metadata: '{self.path}' is Parquet without '{KEY.decode()}' in it", _FOREIGN)
@@ -51,7 +52,7 @@ class TraceReader:
                 batch = next(source, None)
             if batch is None:
                 return
-            columns = _columns(batch)
+            columns = columns_of(batch)
             check_rows(columns, row, after_ns)
             reach.check(reach.note(columns), files)
             row, after_ns = row + len(columns), int(columns.t_ns[-1]) if len(columns) else after_ns
@@ -61,7 +62,7 @@ class TraceReader:
         """Returns the whole trace."""
         with _decoding(self.path):
             table = self._parquet.read(columns=list(COLUMNS))
-        columns = _columns(table)
+        columns = columns_of(table)
         check_rows(columns)
         check_files(columns, self.files)
         return Trace(columns, self.files, self.provenance)
@@ -96,7 +97,7 @@ def _decoding(path: Path) -> Iterator[None]:
     """A with block in which pyarrow's complaints mean that the file is damaged."""
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns
         # An OSError with an errno comes from the system; pyarrow raises those without for what it cannot decode.
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -118,8 +119,8 @@ def _check_schema(path: Path, schema: Any) -> None:
         raise DataError(f"{extra[0]}: '{path}' has a column that a trace does not have", _FOREIGN)
 
 
-def _columns(data: Any) -> Columns:
-    """Returns the columns of a pyarrow table or batch as arrays."""
+def columns_of(data: Any) -> Columns:
+    """Returns the columns of a pyarrow table or batch as arrays; DataError where a row has no value."""
     arrays = []
     for name in COLUMNS:
         column = data.column(name)

@@ -48,7 +48,7 @@ class TraceWriter:
         others = [name for name in SCHEMA.names if name not in deltas]
         try:
             self._parquet = pq.ParquetWriter(
-                self._output.temporary,
+                self._output.begin(),
                 SCHEMA,
                 compression="zstd",
                 use_dictionary=others,

@@ -14,11 +14,12 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.errors import EnvironmentProblem
+
 POLL_S = 0.02  # how often drain() is called: often enough for the buffers, seldom enough to cost nothing
 
 # The kinds of record. FILL and EVICT tell what the page cache did, whoever caused it, for files that were accessed.
 ACCESS, FILL, EVICT, BLOCK, SAMPLED = range(5)
-KIND_NAMES = ("access", "fill", "evict", "block request", "sampled")
 
 # Bits of `flags`.
 DIRECT = 1  # O_DIRECT: past the page cache, always from or to storage
@@ -58,6 +59,11 @@ class Wish:
     block: bool = False
     rerefs_s: float = 0.0
     coalesce: bool = True
+
+
+def not_there(pids: Sequence[int]) -> EnvironmentProblem:
+    """Returns the error that none of the processes to record runs."""
+    return EnvironmentProblem(f"process {', '.join(map(str, pids))} is not there", "list processes with: ps -e")
 
 
 class Source(ABC):

@@ -12,7 +12,7 @@ import numpy as np
 
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.libbpf import LoadFailure, has_tracepoint
-from llmcache.trace.sources.base import Records, Source, TimeOrder, Wish, no_records
+from llmcache.trace.sources.base import Records, Source, TimeOrder, Wish, no_records, not_there
 from llmcache.trace.sources.kernel import KernelPart, Part, explained, supported
 from llmcache.trace.sources.rerefs import Sampler, Unreadable
 from llmcache.trace.sources.residency import Residency, unknown
@@ -78,8 +78,7 @@ class BpfSource(Source):
         self._remarks += [f"not recorded: {what} (the kernel refuses the program)" for what in self._kernel.missing]
         if not self._live:
             self.stop()
-            wanted = ", ".join(map(str, wish.targets))
-            raise EnvironmentProblem(f"process {wanted} is not there", "list processes with: ps -e")
+            raise not_there(wish.targets)
         if wish.rerefs_s > 0 and "rerefs_s" in self.offers:
             self._start_sampler(wish)
 

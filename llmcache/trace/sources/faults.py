@@ -13,7 +13,7 @@ import numpy as np
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.record import MAP, UNKNOWN
 from llmcache.trace.sources import perf_event, strace
-from llmcache.trace.sources.base import ACCESS, Records, Source, TimeOrder, Wish, no_records
+from llmcache.trace.sources.base import ACCESS, Records, Source, TimeOrder, Wish, no_records, not_there
 from llmcache.trace.sources.family import Family, threads
 from llmcache.trace.sources.mappings import Spaces
 from llmcache.trace.sources.perf_event import ADDR, PAGE_FAULTS, SOFTWARE, TID, TIME, Bytes, Event, EventRing, field
@@ -64,8 +64,7 @@ class FaultSource(Source):
         """See Source."""
         self._family = Family(wish.targets, wish.follow)
         if not self._family.alive():
-            wanted = ", ".join(map(str, wish.targets))
-            raise EnvironmentProblem(f"process {wanted} is not there", "list processes with: ps -e")
+            raise not_there(wish.targets)
         try:
             self._attach(wish)
             self._without_strace = not strace.installed()

@@ -14,7 +14,7 @@ import numpy as np
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.openfiles import Key, opened
 from llmcache.trace.sources import perf_event
-from llmcache.trace.sources.base import Records, Source, TimeOrder, Wish, no_records
+from llmcache.trace.sources.base import Records, Source, TimeOrder, Wish, no_records, not_there
 from llmcache.trace.sources.family import Family, threads
 from llmcache.trace.sources.perf_event import RAW, TID, TIME, TRACEPOINT, Bytes, Event, EventRing, field, open_event
 from llmcache.trace.sources.perf_runs import AROUNDS, DIRECTS, EVENT, FAULTS, FILLS, READS, Events, Runs
@@ -94,8 +94,7 @@ class PerfSource(Source):
             raise EnvironmentProblem(f"perf events cannot be opened: {error.strerror}", hint) from error
         if not attached:
             self._close()
-            wanted = ", ".join(map(str, wish.targets))
-            raise EnvironmentProblem(f"process {wanted} is not there", "list processes with: ps -e")
+            raise not_there(wish.targets)
 
     def _attach(self, wish: Wish) -> int:
         """Returns the number of threads that are recorded."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmcache.kv.index.dci.settings import DciSettings
 from llmcache.kv.index.dci.tree import (
     BASE,
     COUNT,
+    DIM,
     FOLLOW,
     HEAD,
     HOME,
@@ -22,7 +24,27 @@ from llmcache.kv.index.dci.tree import (
     SIZE,
     SLOTS,
     Tree,
+    empty_tree,
 )
+
+
+def misfit_of(tree: Tree, settings: DciSettings) -> str | None:
+    """Returns which array of a tree, as it is saved, has not the type or the size that its state tells; None if none."""
+    one = empty_tree(1, 1, 0, np.zeros((1, 2), np.float32))
+    for name in Tree._fields:
+        array, wanted = getattr(tree, name), getattr(one, name)
+        if array.dtype != wanted.dtype or array.ndim != wanted.ndim:
+            return f"{name}: {array.ndim} dimensions of {array.dtype}"
+    if tree.state.shape != one.state.shape or tree.population.shape != one.population.shape:
+        return "state or population: their sizes are fixed"
+    dim, slots, pages = int(tree.state[DIM]), int(tree.state[SLOTS]), len(tree.pages)
+    if slots != settings.page_slots or not 0 < dim < 1 << 16 or pages != tree.state[PAGES]:
+        return f"state: {pages} pages of {slots} slots, keys of {dim} numbers"
+    directions, all_slots = settings.directions, pages * slots
+    sizes: dict[str, tuple[int, ...]] = dict.fromkeys(("lifts", "tokens", "children"), (all_slots,))
+    sizes |= {"rows": (all_slots * dim,), "projections": (all_slots * directions,), "directions": (directions, dim + 1)}
+    sizes |= {"pages": (pages, 4), "nodes": (int(tree.state[NODES]), 4)}
+    return next((f"{name}: its size" for name, size in sizes.items() if getattr(tree, name).shape != size), None)
 
 
 def fault_of(tree: Tree) -> str | None:
@@ -39,6 +61,8 @@ def _records(tree: Tree) -> str | None:
     if not (1 <= used_nodes <= len(tree.nodes) and 0 <= used_pages <= len(tree.pages) and slots >= 1):
         return "more pages or nodes in use than there are"
     pages, nodes = tree.pages[:used_pages], tree.nodes[:used_nodes]
+    if not ((nodes[:, LEVEL] >= 0) & (nodes[:, LEVEL] < len(tree.population))).all():
+        return "a node of a level that there cannot be"
     live = nodes[:, LEVEL] > 0
     if not ((pages[:, COUNT] >= 0) & (pages[:, COUNT] <= slots)).all():
         return "a page with more tokens than it has slots"

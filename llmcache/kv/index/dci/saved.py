@@ -1,15 +1,17 @@
 """Indexes beside a spill file: one file with the arrays of all trees, bound to what the spill file holds.
 
-    0   magic, version, length of the header, its CRC
-    20  header, JSON: the identity; for each index where it belongs, its settings, its scale and its arrays with their
-        types, shapes, offsets and CRCs
-        the arrays as they lie in memory, each from a multiple of 64 on
+0   magic, version, length of the header, its CRC
+20  header, JSON: the identity; for each index where it belongs, its settings, its scale and its arrays with their
+    types, shapes, offsets and CRCs
+    the arrays as they lie in memory, each from a multiple of 64 on
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import reprlib
 import struct
 import zlib
 from collections.abc import Mapping
@@ -20,12 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.errors import DataError
-from llmcache.kv.index.dci.checking import fault_of
+from llmcache.kv.index.dci.checking import fault_of, misfit_of
 from llmcache.kv.index.dci.index import DciIndex
 from llmcache.kv.index.dci.settings import DciSettings
 from llmcache.kv.index.dci.transforms import Scale
 from llmcache.kv.index.dci.tree import BASE, DIM, Tree, trimmed
 from llmcache.kv.spill.raw import problem
+from llmcache.private import create
 
 MAGIC = b"LLMDCI\r\n"
 VERSION = 1
@@ -66,7 +69,7 @@ def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[
 def _write(path: Path, parts: list[Any]) -> None:
     temporary = path.with_name(f"new-{os.getpid()}-{path.name}")
     try:
-        with temporary.open("wb") as stream:
+        with open(create(temporary), "wb") as stream:
             for part in parts:
                 stream.write(part)
                 stream.write(bytes(-stream.tell() % _ALIGN))
@@ -88,13 +91,19 @@ def load_indexes(path: Path, identity: Mapping[str, Any]) -> dict[Place, DciInde
     except OSError as error:
         raise problem(path, "reading an index", error) from None
     told, first = _header(path, data)
-    for field, value in identity.items():
-        if told["identity"].get(field) != value:
-            found = told["identity"].get(field)
-            raise DataError(f"{path}: {field}: the index is of {found!r}, the spill file of {value!r}", _HINT)
-    if len(data) < first + told["bytes"]:
-        raise DataError(f"{path}: ends at {len(data)}, the index needs {first + told['bytes']} bytes", _HINT)
-    return {tuple(entry["place"]): _index(path, entry, data[first:]) for entry in told["indexes"]}
+    try:
+        _check_identity(path, told["identity"], identity)
+        if len(data) < first + told["bytes"]:
+            raise DataError(f"{path}: ends at {len(data)}, the index needs {first + told['bytes']} bytes", _HINT)
+        return {tuple(entry["place"]): _index(path, entry, data[first:]) for entry in told["indexes"]}
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise DataError(f"{path}: header: {reprlib.repr(error)}", _HINT) from None
+
+
+def _check_identity(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for field, value in wanted.items():
+        if (has := found.get(field)) != value:
+            raise DataError(f"{path}: {field}: the index is of {reprlib.repr(has)}, the spill file of {value!r}", _HINT)
 
 
 def _header(path: Path, data: NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
@@ -106,7 +115,12 @@ def _header(path: Path, data: NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
     header = bytes(data[_START.size : _START.size + size])
     if zlib.crc32(header) != crc or len(header) != size:
         raise DataError(f"{path}: header: damaged", _HINT)
-    told: dict[str, Any] = json.loads(header)
+    try:
+        told = json.loads(header)
+    except (ValueError, RecursionError):
+        told = None
+    if not isinstance(told, dict):
+        raise DataError(f"{path}: header: not a JSON object", _HINT)
     return told, _data_at(size)
 
 
@@ -115,19 +129,20 @@ def _data_at(header_bytes: int) -> int:
 
 
 def _index(path: Path, entry: dict[str, Any], data: NDArray[np.uint8]) -> DciIndex:
+    where, settings = f"in the index of {reprlib.repr(entry['place'])}", DciSettings(**entry["settings"])
     found: dict[str, NDArray[Any]] = {}
     for name, (dtype, shape, at, crc) in entry["arrays"].items():
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        size = math.prod(shape) * np.dtype(dtype).itemsize
         part = data[at : at + size]
-        if zlib.crc32(part.tobytes()) != crc:
-            raise DataError(f"{path}: {name}: damaged in the index of {entry['place']}", _HINT)
+        if at < 0 or len(part) != size or zlib.crc32(part.tobytes()) != crc:
+            raise DataError(f"{path}: {reprlib.repr(name)}: damaged {where}", _HINT)
         found[name] = part.view(dtype).reshape(shape).copy()
     tree = Tree(**found)
-    fault = fault_of(tree)
+    # Compiled loops go through these arrays without looking at their ends.
+    fault = misfit_of(tree, settings) or fault_of(tree)
     if fault:
-        raise DataError(f"{path}: tree: {fault} in the index of {entry['place']}", _HINT)
-    index = DciIndex(int(tree.state[DIM]), DciSettings(**entry["settings"]), int(tree.state[BASE]))
+        raise DataError(f"{path}: tree: {fault} {where}", _HINT)
+    index = DciIndex(int(tree.state[DIM]), settings, int(tree.state[BASE]))
     index.tree = tree
     index.scale = Scale(*map(float.fromhex, entry["scale"]))
     return index
-

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 __all__ = ["SCORERS", "scorer_class"]
 
 # name: module:class, imported when it is asked for (compiled loops take a while to load).
-SCORERS: dict[str, str] = {"exact": "exact:Exact", "dci": "dci:Dci", "quest": "quest:Quest", "auto": "auto:Auto"}
+SCORERS: dict[str, str] = {
+    "exact": "exact:Exact",
+    "rounded": "rounded:Rounded",
+    "dci": "dci:Dci",
+    "quest": "quest:Quest",
+    "auto": "auto:Auto",
+}
 
 
 def scorer_class(name: str) -> type[Scorer]:

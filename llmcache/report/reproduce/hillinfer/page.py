@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import platform
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from llmcache.kv.planning import PAPER_PC, SYSTEMS
-from llmcache.report.claims import Judged, Verdict, claims_table, rules_table
+from llmcache.report.claims import Judged, claims_table, rules_table, verdicts_table
 from llmcache.report.html import Block, Cell, Facts, Fold, Section, Table, Text, html_page
 from llmcache.report.reproduce.hillinfer import figure2, figure3, figure8, figure10, figure11, here, pictures, why
 from llmcache.report.reproduce.hillinfer.document import PAPER, Modelled
@@ -31,7 +30,7 @@ LONGEST = "LongChat-7B"
 def page(found: Modelled, measured: Measured, claims: Mapping[str, Sequence[Judged]]) -> str:
     """Returns the page."""
     sections = [
-        Section("Verdicts", [_verdicts(claims)]),
+        Section("Verdicts", [verdicts_table(claims, TITLES)]),
         Section("The speed-ups: by how much not, and why", _why(found, measured)),
         Section("Memory (the paper's figure 2)", _figure2(found, claims)),
         Section("Transfers from the SSD (figure 3)", _figure3(found, measured, claims)),
@@ -42,15 +41,6 @@ def page(found: Modelled, measured: Measured, claims: Mapping[str, Sequence[Judg
         Section("Conditions", [_conditions(measured)]),
     ]
     return html_page(f"Recomputed: {PAPER['title']}", LEAD, sections)
-
-
-def _verdicts(claims: Mapping[str, Sequence[Judged]]) -> Block:
-    rows: list[list[Cell]] = []
-    for about, judged in claims.items():
-        for variant in judged[0].findings:
-            counts = Counter(claim.findings[variant].verdict for claim in judged if variant in claim.findings)
-            rows.append([about, TITLES.get(variant, variant), *(counts[verdict] for verdict in Verdict)])
-    return Table("Claims by verdict", ["claims about", "judged for", *(verdict.value for verdict in Verdict)], rows)
 
 
 def _why(found: Modelled, measured: Measured) -> list[Block]:

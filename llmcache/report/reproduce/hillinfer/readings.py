@@ -36,11 +36,11 @@ class Reading:
     important_on_ssd: float | None = None
     important_on_ssd_bkp: float | None = None
 
-    def workload(self, context: int, batch: int = BATCH) -> Workload:
+    def workload(self, context: int) -> Workload:
         """Returns the workload of section 4.2 at `context`."""
         return Workload(
             context,
-            batch,
+            BATCH,
             ALPHA,
             host_evaluates=self.host_evaluates,
             device_caches=self.device_caches,

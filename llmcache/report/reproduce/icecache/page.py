@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import platform
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from llmcache.kv.bench.task_results import PARTS, TaskBench
 from llmcache.report import kv_task, kv_task_figures
-from llmcache.report.claims import Judged, Verdict, claims_table, rules_table
+from llmcache.report.claims import Judged, claims_table, rules_table, verdicts_table
 from llmcache.report.html import Block, Cell, Facts, Fold, Section, Table, Text, html_page
 from llmcache.report.reproduce.icecache.measured import OURS, Measured
 from llmcache.report.reproduce.icecache.paper import BLANK, FIGURE7, FIGURE7C, PAPER, TABLE1, TABLE2, TABLE3, TABLE4, TABLE6
@@ -42,7 +41,7 @@ _NOTE = (
 def page(found: Measured, claims: Mapping[str, Sequence[Judged]]) -> str:
     """Returns the page."""
     sections = [
-        Section("Verdicts", [_verdicts(claims), Text(OWN_MODEL)]),
+        Section("Verdicts", [verdicts_table(claims, OURS), Text(OWN_MODEL)]),
         Section("Passkeys (the paper's figure 6)", _task(found, claims, "passkey", "figure 6", "Section 5.2")),
         Section(
             "Answers (tables 1, 2 and 5)", [*_averages(), *_task(found, claims, "recall", "tables 1, 2 and 5", "The text")]
@@ -56,15 +55,6 @@ def page(found: Measured, claims: Mapping[str, Sequence[Judged]]) -> str:
         Section("Conditions", [_conditions(found)]),
     ]
     return html_page(f"Recomputed: {PAPER['title']}", LEAD, sections)
-
-
-def _verdicts(claims: Mapping[str, Sequence[Judged]]) -> Block:
-    rows: list[list[Cell]] = []
-    for about, judged in claims.items():
-        for variant in dict.fromkeys(variant for claim in judged for variant in claim.findings):
-            counts = Counter(claim.findings[variant].verdict for claim in judged if variant in claim.findings)
-            rows.append([about, OURS.get(variant, variant), *(counts[verdict] for verdict in Verdict)])
-    return Table("Claims by verdict", ["claims about", "judged for", *(verdict.value for verdict in Verdict)], rows)
 
 
 def _task(found: Measured, claims: Mapping[str, Sequence[Judged]], name: str, about: str, where: str) -> list[Block]:

@@ -10,7 +10,7 @@ from llmcache.report.claims import Claim, Finding, graded
 from llmcache.report.reproduce.icecache.measured import ICE, REUSE
 
 Rows = Sequence[LengthRow]
-MEMORY, WITH_INDEX = 0.05, 0.5  # of the full cache's
+MEMORY = 0.05  # of the full cache's
 SLOW_GROWTH = 0.5
 
 
@@ -20,13 +20,16 @@ def longest(rows: Rows, policy: str) -> LengthRow:
 
 
 def trade_off(rows: Rows, policy: str) -> Finding:
-    """Whether at the longest context it needs a small part of the memory and no more time than the full cache."""
+    """Whether at the longest context it needs little of the memory, index included, and no more time than the full cache.
+
+    Differs from the paper: it counts the memory of the GPU, and its index is in the host's; here there is one memory.
+    """
     own, full = longest(rows, policy), longest(rows, STOCK)
     pages, whole, times = own.kv_share(full), own.share_with_index(full), own.times(full)
     faster = faster_from(rows, policy)
     told = "at no length measured" if faster is None else f"from {faster:,} tokens on"
     ours = f"{pages:.1%} of the memory ({whole:.1%} with index), {times:.2f} times the time at {own.tokens:,}; faster {told}"
-    verdict = graded(pages <= MEMORY and times <= 1, pages <= MEMORY or times <= 1)
+    verdict = graded(whole <= MEMORY and times <= 1, pages <= MEMORY or times <= 1)
     return Finding(verdict, ours, {"kv_share": pages, "share_with_index": whole, "times": times})
 
 
@@ -69,8 +72,9 @@ CLAIMS: tuple[Claim[Rows], ...] = (
         "memory-and-time",
         "1",
         "significantly reducing CUDA memory usage and decoding latency compared to all existing baselines",
-        "pages of keys and values in memory are 5 % of the full cache's and a token takes no longer; partly: one of both. "
-        "What trees or an exact scan keep beside, in the paper too in the host's memory, is told but not counted",
+        "pages of keys and values in memory, with what trees or an exact scan keep beside, are 5 % of the full cache's, "
+        "and a token takes no longer; partly: so without what is kept beside (in the paper it is in the host's memory), "
+        "or a token takes no longer",
         trade_off,
         (ICE,),
     ),

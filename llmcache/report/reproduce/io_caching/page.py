@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import platform
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from llmcache.cache.latency import FetchModel
 from llmcache.cache.policies import policy_class
 from llmcache.report.access import access_figure
-from llmcache.report.claims import Judged, Verdict, claims_table, rules_table
+from llmcache.report.claims import Judged, claims_table, rules_table, verdicts_table
 from llmcache.report.classes import shades_of
 from llmcache.report.html import Block, Cell, Facts, Fold, Section, Table, Text, html_page
 from llmcache.report.lines import Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
@@ -47,7 +46,7 @@ def page(
     patterned = claims["figures 1 and 2"]
     remote = [app for app in evidence.apps.values() if app.remote]
     sections = [
-        Section("Verdicts", [_verdicts(claims)]),
+        Section("Verdicts", [verdicts_table(claims, VARIANTS)]),
         Section("Hit ratio against cache size (the paper's figure 4)", _figure4(on_device, claims["figure 4"])),
         Section("Fetch latency against cache size (the paper's figure 5)", _figure5(evidence, claims)),
         Section("Loops larger than the cache", _loops(claims)),
@@ -58,15 +57,6 @@ def page(
         Section("Conditions", [_conditions()]),
     ]
     return html_page(f"Recomputed: {PAPER['title']}", LEAD, sections)
-
-
-def _verdicts(claims: Mapping[str, Sequence[Judged]]) -> Block:
-    rows: list[list[Cell]] = []
-    for about, judged in claims.items():
-        for variant in judged[0].findings:
-            counts = Counter(claim.findings[variant].verdict for claim in judged)
-            rows.append([about, VARIANTS.get(variant, variant), *(counts[verdict] for verdict in Verdict)])
-    return Table("Claims by verdict", ["claims about", "judged for", *(verdict.value for verdict in Verdict)], rows)
 
 
 def _figure4(apps: Sequence[App], judged: Sequence[Judged]) -> list[Block]:

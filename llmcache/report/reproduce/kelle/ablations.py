@@ -69,9 +69,7 @@ def _motivation(evidence: Evidence) -> list[Row]:
         for name, p in PROFILES.items()
     }
     edram = replace(EDRAM_HARDWARE, kv_capacity_bytes=8 * MIB)
-    shares = {
-        name: [one.refresh_j / one.energy_j for one in asked(edram, profile)] for name, profile in PROFILES.items()
-    }
+    shares = {name: [one.refresh_j / one.energy_j for one in asked(edram, profile)] for name, profile in PROFILES.items()}
     return [
         Row(
             "sram-8mb-speedup",

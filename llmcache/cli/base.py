@@ -1,0 +1,100 @@
+"""What all commands share: groups that import nothing, exit codes in every help, options that mean the same everywhere."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from llmcache.cli import kinds
+from llmcache.errors import EXIT_CODES
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+
+class Command(click.Command):
+    """A command whose help ends with the exit codes."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the command's own epilog, then the exit codes."""
+        super().format_epilog(ctx, formatter)
+        _write_exit_codes(formatter)
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are looked up in `table` and imported when they are used.
+
+    `table`: name to module:attribute and the line that help and completion show.
+    """
+
+    def __init__(self, *args: Any, table: dict[str, tuple[str, str]], **kwargs: Any) -> None:
+        # Versions of click differ in whether they write brackets around it: help and manual pages are the same with all.
+        super().__init__(*args, **{"subcommand_metavar": "[COMMAND] [ARGS]...", **kwargs})
+        self.table = table
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all commands, in the order of the table."""
+        return list(self.table)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command called `cmd_name`, imported now; None if there is no such command."""
+        if cmd_name not in self.table:
+            return None
+        module, _, attribute = self.table[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{module}:{attribute} is not a click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table of commands, importing none of them."""
+        if not self.table:
+            return
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the group's own epilog, then the exit codes."""
+        super().format_epilog(ctx, formatter)
+        _write_exit_codes(formatter)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands, then options, that begin with `incomplete`; imports none of them."""
+        own = [
+            CompletionItem(name, help=summary)
+            for name, (_, summary) in self.table.items()
+            if name.startswith(incomplete) and not incomplete.startswith("-")
+        ]
+        return [*own, *click.Command.shell_complete(self, ctx, incomplete)]
+
+
+def _write_exit_codes(formatter: click.HelpFormatter) -> None:
+    codes = ", ".join(f"{code} {short}" for code, (short, _) in EXIT_CODES.items())
+    formatter.write_paragraph()
+    formatter.write_text(f"Exit codes: {codes}.")
+
+
+def command(name: str, **settings: Any) -> Callable[[Callable[..., Any]], click.Command]:
+    """Makes a click command called `name` of a function, with what all commands share."""
+    return click.command(name, cls=Command, context_settings=HELP_OPTIONS, **settings)
+
+
+def json_option(schema: str, more: str = "") -> Callable[[Function], Function]:
+    """The option `--json` (parameter `as_json`); `schema` is the name in the document that it prints."""
+    return click.option("--json", "as_json", is_flag=True, help=f"Print JSON in base units (schema {schema}){more}.")
+
+
+def output_option(
+    what: str, kind: click.ParamType[Any] = kinds.FILE, required: bool = False
+) -> Callable[[Function], Function]:
+    """The option `-o`, `--output` (parameter `output`)."""
+    return click.option("-o", "--output", type=kind, required=required, help=what)
+
+
+def force_option(what: str = "Replace files that exist.") -> Callable[[Function], Function]:
+    """The option `--force`."""
+    return click.option("--force", is_flag=True, help=what)

@@ -1,0 +1,33 @@
+"""`llmcache top MOUNT [INTERVAL [COUNT]]`."""
+
+from __future__ import annotations
+
+import click
+
+from llmcache.cli import base, kinds
+
+
+@base.command("top")
+@click.argument("mount", type=kinds.MOUNT)
+@click.argument("interval", type=kinds.TIME, default="1s")
+@click.argument("count", required=False, type=click.IntRange(min=1))
+@click.option("--once", is_flag=True, help="Print one view as text, with the rates of one INTERVAL.")
+@base.json_option("llmcache.top/1", "; one line for each sample")
+def command(mount: str, interval: int, count: int | None, once: bool, as_json: bool) -> None:
+    """Watch the mount on MOUNT live: who has the memory, loops and their readers, rates, waits, heat of each layer.
+
+    \b
+    Examples:
+      llmcache top /mnt/models
+      llmcache top /mnt/models 5s
+      llmcache top /mnt/models --once
+      llmcache top /mnt/models 10s 6 --json | jq .interval.hit_ratio
+
+    A new look every INTERVAL [default: 1s], COUNT of them or until q or Ctrl-C. Where stdout is no terminal, one view (or
+    COUNT) is printed as text.
+    """
+    from llmcache.cli.ending import in_order
+    from llmcache.fs.top import screen
+
+    with in_order():
+        screen.show(mount, pause_s=interval / 1e9, count=count, once=once, as_json=as_json)

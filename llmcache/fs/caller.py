@@ -1,0 +1,82 @@
+"""The user on whose behalf the daemon acts, and their rights.
+
+With default_permissions the kernel checks rights before it asks, by the attributes that it was told last. A daemon that is
+root and serves others (allow_other) must not rely on that alone: what is at a path may have been exchanged since, behind
+the mount, for something that this user may not have. So what changes or lists a directory is done with the user's own
+rights, and an opened file is shown to them only if they may open that very file.
+
+Rights are a thread's: the raw system calls change this thread alone (glibc's setgroups would change all), so threads that
+serve others meanwhile are not concerned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from llmcache.fs import syscalls
+
+_EXEC = 0x20  # __FMODE_EXEC: the file is opened to be run, which needs no right to read it
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks: user, group and thread, as the kernel tells them with each request."""
+
+    uid: int
+    gid: int
+    pid: int
+    known_groups: tuple[int, ...] | None = None  # for later, when the thread may have ended
+
+    @property
+    def is_other(self) -> bool:
+        """True if the daemon may more than they may. An ordinary user's daemon has no other's rights to take on."""
+        return (self.uid, self.gid) != (0, 0) and os.geteuid() == 0
+
+    def groups(self) -> tuple[int, ...]:
+        """Their supplementary groups; none once the thread has ended, or where it cannot be seen (another pid namespace)."""
+        if self.known_groups is not None:
+            return self.known_groups
+        try:
+            with open(f"/proc/{self.pid}/status", "rb") as status:
+                line = next(line for line in status if line.startswith(b"Groups:"))
+        except (OSError, StopIteration):
+            return ()
+        return tuple(map(int, line.split()[1:]))
+
+    def remembered(self) -> Caller | None:
+        """The same with the groups of now; None for one who may whatever the daemon may."""
+        return replace(self, known_groups=self.groups()) if self.is_other else None
+
+    @contextlib.contextmanager
+    def rights(self) -> Iterator[None]:
+        """While it lasts, this thread may do on file systems what they may, and makes files that are theirs."""
+        if not self.is_other:
+            yield
+            return
+        own = os.getgroups()
+        try:
+            syscalls.set_thread_groups(self.groups())
+            syscalls.set_thread_fs_ids(self.uid, self.gid)
+            yield
+        finally:
+            syscalls.set_thread_fs_ids(0, os.getegid())
+            syscalls.set_thread_groups(own)
+
+    def check(self, fd: int, flags: int) -> None:
+        """PermissionError unless they may open the file behind `fd` with `flags`."""
+        if self.is_other:
+            access = {os.O_RDONLY: os.R_OK, os.O_WRONLY: os.W_OK, os.O_RDWR: os.R_OK | os.W_OK}[flags & os.O_ACCMODE]
+            wanted = os.X_OK if flags & _EXEC else access | (os.W_OK if flags & os.O_TRUNC else 0)
+            with self.rights():
+                syscalls.check_access(fd, wanted)
+
+    def check_search(self, fd: int) -> None:
+        """PermissionError unless they may search the directory behind `fd`."""
+        self.check(fd, _EXEC)
+
+
+NOBODY_ELSE = Caller(0, 0, 0)
+"""The daemon itself."""

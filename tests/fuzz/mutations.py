@@ -1,0 +1,174 @@
+"""Inputs made from good ones: bits flipped, numbers replaced, pieces lost or exchanged; and JSON with wrong types.
+
+Places are drawn as fractions of the input, so that shrinking an example moves its damage to the beginning and leaves less
+of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+_PLACES = 1 << 20
+_POWERS = (7, 8, 15, 16, 31, 32, 53, 60, 62, 63)
+_EDGES = [*range(10), 15, 16, 31, 32, 63, 64, *(2**bits + near for bits in _POWERS for near in (-1, 0))]
+NUMBERS = st.sampled_from([*_EDGES, 2**64 - 1, 2**64 - 8, 2**64 - 4096]) | st.integers(0, 2**64 - 1)
+
+Edit = Callable[[bytearray, Sequence[int]], None]
+
+
+def mutated(seeds: Sequence[bytes], repair: Callable[[bytes], bytes] | None = None) -> st.SearchStrategy[bytes]:
+    """Any of `seeds`, damaged; or bytes at random. `repair` mends checksums: half the time, damage gets behind them."""
+    damaged = st.builds(_apply, st.sampled_from(list(seeds)), st.lists(_edits(list(seeds)), max_size=6))
+    if repair is not None:
+        damaged |= damaged.map(repair)
+    begun = st.builds(lambda seed, tail: seed[:16] + tail, st.sampled_from(list(seeds)), st.binary(max_size=200))
+    return damaged | damaged | begun | st.binary(max_size=300)
+
+
+def _apply(seed: bytes, edits: list[Edit]) -> bytes:
+    data = bytearray(seed)
+    # Most of some files is padding: half of the damage goes where something is.
+    told = [place for place, byte in enumerate(seed) if byte]
+    for edit in edits:
+        edit(data, told)
+    return bytes(data)
+
+
+def _edits(seeds: list[bytes]) -> st.SearchStrategy[Edit]:
+    place = st.tuples(st.integers(0, _PLACES - 1), st.booleans())
+    width = st.sampled_from([8, 4, 2, 1])
+    order = st.sampled_from(["little", "big"])
+    size = st.sampled_from([1, 2, 4, 8, 16, 64, 300])
+    return st.one_of(
+        st.builds(_flip, place, st.integers(0, 7)),
+        st.builds(_number, place, NUMBERS, width, order),
+        st.builds(_cut, place),
+        st.builds(_take, place, size),
+        st.builds(_put, place, st.binary(min_size=1, max_size=20)),
+        st.builds(_splice, place, place, size, st.sampled_from(seeds)),
+    )
+
+
+def _at(place: tuple[int, bool], data: bytearray, told: Sequence[int]) -> int:
+    share, where_told = place
+    if where_told and told:
+        return min(told[share * len(told) // _PLACES], len(data))
+    return share * (len(data) + 1) // _PLACES
+
+
+def _flip(place: tuple[int, bool], bit: int) -> Edit:
+    def edit(data: bytearray, told: Sequence[int]) -> None:
+        at = _at(place, data, told)
+        data[at : at + 1] = bytes(byte ^ 1 << bit for byte in data[at : at + 1])
+
+    return edit
+
+
+def _number(place: tuple[int, bool], value: int, width: int, order: Any) -> Edit:
+    def edit(data: bytearray, told: Sequence[int]) -> None:
+        at = _at(place, data, told)
+        at = min(at - at % width, len(data))
+        data[at : at + width] = (value % (1 << 8 * width)).to_bytes(width, order)
+
+    return edit
+
+
+def _cut(place: tuple[int, bool]) -> Edit:
+    def edit(data: bytearray, told: Sequence[int]) -> None:
+        del data[_at(place, data, told) :]
+
+    return edit
+
+
+def _take(place: tuple[int, bool], size: int) -> Edit:
+    def edit(data: bytearray, told: Sequence[int]) -> None:
+        at = _at(place, data, told)
+        del data[at : at + size]
+
+    return edit
+
+
+def _put(place: tuple[int, bool], piece: bytes) -> Edit:
+    def edit(data: bytearray, told: Sequence[int]) -> None:
+        at = _at(place, data, told)
+        data[at:at] = piece
+
+    return edit
+
+
+def _splice(place: tuple[int, bool], start: tuple[int, bool], size: int, other: bytes) -> Edit:
+    def edit(data: bytearray, told: Sequence[int]) -> None:
+        at, begin = _at(place, data, told), start[0] * (len(other) + 1) // _PLACES
+        data[at : at + size] = other[begin : begin + size]
+
+    return edit
+
+
+def _deep(levels: int, kind: str) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value] if kind == "list" else {"a": value}
+    return value
+
+
+ODD = [
+    *(None, True, False, 0, 1, -1, 2, 7, 0.5, -0.0, 1e308, float("inf"), float("nan")),
+    *(2**31, 2**32 - 1, 2**32, 2**53, 2**60, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63), 10**400),
+    *("", "a", "0", "F32", "/", "../../etc/passwd", "\0", "\ud800", "é\n\x1b[2J", "x" * 5000),
+    *([], {}, [[]], [None], [0, 0], [0, 2**60], ["a", 1], {"": None}, _deep(50, "list"), _deep(50, "object")),
+]
+"""Values that a field does not expect."""
+
+
+def documents(good: Sequence[Any], values: Sequence[Any] = ODD) -> st.SearchStrategy[Any]:
+    """JSON values: any of `good` with some of its parts, at any depth, replaced by `values`, left out, or added."""
+    change = st.tuples(st.integers(0, _PLACES - 1), st.sampled_from(["replace", "remove", "add", "rename"]))
+    changes = st.lists(st.tuples(change, st.sampled_from(list(values))), min_size=1, max_size=4)
+    return st.builds(_changed, st.sampled_from(list(good)), changes) | st.sampled_from(list(values))
+
+
+def _changed(good: Any, changes: list[tuple[tuple[int, str], Any]]) -> Any:
+    box = [copy.deepcopy(good)]
+    for (share, how), value in changes:
+        places = list(_places(box))
+        holder, key = places[share * len(places) // _PLACES]
+        _change(holder, key, how, copy.deepcopy(value))
+        if not box:
+            return value
+    return box[0]
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """(holder, key) of every value below `value`."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    found = [(value, key) for key in keys]
+    for key in keys:
+        found += _places(value[key])
+    return found
+
+
+def _change(holder: Any, key: Any, how: str, value: Any) -> None:
+    if how == "remove":
+        del holder[key]
+    elif how == "add" and isinstance(holder, list):
+        holder.insert(key, value)
+    elif how in ("add", "rename") and isinstance(holder, dict):
+        old = holder[key] if how == "add" else holder.pop(key)
+        holder[value if isinstance(value, str) else "other"] = old
+    else:
+        holder[key] = value
+
+
+def written(document: Any) -> bytes:
+    """`document` as JSON; infinities and lone surrogates are written as Python reads them."""
+    return json.dumps(document).encode()
+
+
+def nested(levels: int, text: bytes = b"[") -> bytes:
+    """JSON that is only nested, deeper than parsers go."""
+    return text * levels

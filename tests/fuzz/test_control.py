@@ -1,0 +1,204 @@
+"""Fuzz target: the control socket. What a daemon is asked, byte for byte and field for field; and what clients are told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from llmcache.errors import LlmcacheError, MountProblem
+from llmcache.fs import control
+from tests.fuzz.mutations import ODD, documents, mutated, nested, written
+from tests.fuzz.service import POINT, Service, service
+from tests.fuzz.target import Target, bounded, refusal
+
+MIB = 1 << 20
+REQUESTS: list[dict[str, Any]] = [
+    {"op": "stats"},
+    {"op": "resize", "cache_bytes": 64 * MIB, "wait": False},
+    {"op": "warmup", "globs": ["*.gguf"], "check": True},
+    {"op": "warmup", "globs": [], "check": False},
+    {"op": "evict", "globs": ["a*", "b.kv"]},
+]
+FIELDS = ("op", "cache_bytes", "wait", "globs", "check")
+REPLIES: list[dict[str, Any]] = [
+    {"schema": "x", "budget_bytes": 3},
+    {"progress": {"done_bytes": 1, "total_bytes": 2}},
+    {"error": "no", "hint": "do", "exit_code": 3},
+    {"error": "no", "hint": None},
+]
+GLOBS = ["*", "[", "[!", "[z-a]", "*[[]" * 200, "*a" * 2000, "?" * 5000, "\0", "\ud800", "[[:x:]]", "(?P<a>", "\\"]
+
+
+_running: list[Service] = []
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[None]:
+    """A with block in which there is a service that all inputs are sent to."""
+    with service() as one:
+        _running.append(one)
+        try:
+            yield
+        finally:
+            _running.clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _serving() -> Iterator[None]:
+    with serving():
+        yield
+
+
+def shared() -> Service:
+    """The service of this block."""
+    (one,) = _running
+    return one
+
+
+def ask(line: bytes, ends: bool = True) -> list[bytes]:
+    """Lines that are answered to `line`; `ends`: the client closes its half."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(shared().socket)
+        with contextlib.suppress(BrokenPipeError):  # the server may refuse before it has read all
+            client.sendall(line)
+            if ends:
+                client.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError), client.makefile("rb") as answers:
+            return answers.read().splitlines(keepends=True)
+    return []
+
+
+def is_well() -> None:
+    """The service answers, with a budget that it can have, and has met nothing that it did not expect."""
+    (line,) = ask(b'{"op": "stats"}\n')
+    stats = json.loads(line)
+    assert stats["schema"] == "llmcache.stats/1" and 0 <= stats["budget_bytes"] < 1 << 63
+    assert not shared().errors, shared().errors
+
+
+def check_fields(document: dict[str, Any]) -> None:
+    """Any fields: an answer that can be sent, or an error that names what is wrong."""
+    told: list[dict[str, Any]] = []
+    with bounded(), refusal(LlmcacheError):
+        reply = shared().requests.answer(document, told.append)
+        json.loads(json.dumps(reply))
+        assert str(reply["schema"]).startswith("llmcache.")
+    assert all(isinstance(number, int) for progress in told for number in progress.values())
+    is_well()
+
+
+def check_line(line: bytes) -> None:
+    """Any bytes on the socket: lines of progress, then one of an answer."""
+    *progress, last = ask(line) or [b'{"error": ""}\n']
+    assert all("progress" in json.loads(one) for one in progress)
+    reply = json.loads(last)
+    assert last.endswith(b"\n") and ("error" in reply or "schema" in reply)
+    assert len(reply.get("error") or "") < 4096
+    is_well()
+
+
+def check_reply(answer: bytes) -> None:
+    """Any bytes from a daemon: a reply, or a MountProblem; never more told than was sent."""
+    told: list[dict[str, Any]] = []
+    with bounded(), refusal(MountProblem), answering(answer):
+        reply = control.request(POINT, {"op": "stats"}, timeout_s=20, on_progress=told.append)
+        assert isinstance(reply, dict) and "error" not in reply and "progress" not in reply
+    assert len(told) <= answer.count(b"\n")
+    assert all(isinstance(progress, dict) for progress in told)
+
+
+@contextlib.contextmanager
+def answering(answer: bytes) -> Iterator[None]:
+    """A with block in which a daemon answers the first request with these bytes, and ends."""
+    path, known = shared().directory / "other.sock", shared().socket
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control.Files, "socket", str(path))
+        assert control.files(POINT).socket != known
+        server.bind(str(path))
+        server.listen(1)
+        thread = threading.Thread(target=_answer_once, args=(server, answer))
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join(60)
+
+
+def _answer_once(server: socket.socket, answer: bytes) -> None:
+    connection, _ = server.accept()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError), connection:
+        connection.recv(1 << 16)
+        connection.sendall(answer)
+
+
+def _fields() -> st.SearchStrategy[dict[str, Any]]:
+    values = st.sampled_from([*ODD, *GLOBS]) | st.lists(st.sampled_from(GLOBS), max_size=3)
+    changed = st.builds(
+        lambda good, more: good | more, st.sampled_from(REQUESTS), st.dictionaries(st.sampled_from(FIELDS), values)
+    )
+    return changed.filter(lambda fields: fields.get("wait") is not True)  # it may wait half a minute for memory
+
+
+LINES = mutated([written(request) + b"\n" for request in REQUESTS]) | documents(REQUESTS).map(
+    lambda one: written(one) + b"\n"
+)
+ANSWERS = documents(REPLIES).map(lambda one: written(one) + b"\n") | mutated([written(one) + b"\n" for one in REPLIES])
+FIELDS_TARGET = Target("control-fields", _fields(), check_fields, serving, is_json=True)
+TARGET = Target("control-lines", LINES.filter(lambda line: b'"wait": true' not in line), check_line, serving)
+CLIENT = Target("control-client", st.lists(ANSWERS, max_size=3).map(b"".join), check_reply, serving)
+
+
+def test_the_seeds_are_answered() -> None:
+    for request in REQUESTS:
+        (*_, last) = ask(written(request) + b"\n")
+        assert str(json.loads(last)["schema"]).startswith("llmcache.")
+    is_well()
+
+
+@given(FIELDS_TARGET.inputs)
+@settings(max_examples=150)
+@example({"op": "resize", "cache_bytes": 10**400})
+@example({"op": "resize", "cache_bytes": -1})
+@example({"op": "evict", "globs": ["["]})
+@example({"op": "warmup", "globs": ["\ud800"]})
+@example({"op": "warmup", "globs": ["x" * 4000] * 5})
+def test_any_fields(document: dict[str, Any]) -> None:
+    check_fields(document)
+
+
+@given(TARGET.inputs)
+@settings(max_examples=120)
+@example(b"")
+@example(b"\n")
+@example(b'{"op": "stats"}')
+@example(nested(200_000) + b"\n")
+@example(nested(200_000, b'{"op":') + b"\n")
+@example(b"x" * (2 << 20))
+@example(b"x" * (2 << 20) + b"\n")
+@example(b'["stats"]\n')
+@example(b'{"op": "resize", "cache_bytes": ' + b"9" * 5000 + b"}\n")
+def test_any_line(line: bytes) -> None:
+    check_line(line)
+
+
+@given(CLIENT.inputs)
+@settings(max_examples=120)
+@example(b"")
+@example(b"5\n")
+@example(b"nonsense\n")
+@example(b'{"budget_bytes": 1}')
+@example(nested(200_000) + b"\n")
+@example(b'{"progress": 5}\n{}\n')
+@example(b'{"error": ["x"]}\n')
+@example(b'{"error": "x", "hint": 5, "exit_code": "y"}\n')
+def test_any_reply(answer: bytes) -> None:
+    check_reply(answer)

@@ -1,0 +1,67 @@
+"""The long runs of tools/fuzz: what fails is made small, kept, and fails again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from llmcache.errors import UsageError
+from tests.fuzz.target import Machine, Target
+from tools import fuzzing
+
+
+def refuse_long(data: bytes) -> None:
+    if len(data) > 2:
+        raise RecursionError("too deep")
+
+
+class Counting(RuleBasedStateMachine):
+    """Fails at the third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    @rule()
+    def step(self) -> None:
+        self.count += 1
+        assert self.count < 3
+
+
+def test_a_failure_is_made_small_and_kept(tmp_path: Path) -> None:
+    target = Target("long", st.binary(max_size=50), refuse_long)
+    run = fuzzing.run_target(target, 60, 1, tmp_path)
+    assert run.failure is not None
+    file, again = run.failure
+    assert file.read_bytes() == b"\0\0\0" and again == f"tools/fuzz long --input {file}"
+    with pytest.raises(RecursionError):
+        fuzzing.repeat(target, file)
+
+
+def test_a_target_that_holds_is_tried_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzzing, "ROUND", 20)
+    run = fuzzing.run_target(Target("short", st.binary(max_size=2), refuse_long), 0.01, 1, tmp_path)
+    assert run.failure is None and run.inputs > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_operations_that_fail_are_kept_with_their_seed(tmp_path: Path) -> None:
+    machine = Machine("counting", Counting)
+    run = fuzzing.run_machine(machine, 60, 7, tmp_path)
+    assert run.failure is not None
+    file, again = run.failure
+    assert again == "tools/fuzz counting --seed 7"
+    assert file.read_text().startswith("seed 7\n") and file.read_text().count("state.step()") == 3
+    with pytest.raises(UsageError):
+        fuzzing.repeat(machine, file)
+
+
+def test_names_of_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fuzzing.main(["--list"]) == 0
+    names = capsys.readouterr().out.split()
+    assert {"gguf", "safetensors", "parquet", "recording", "spill", "control-lines", "spill-operations"} <= set(names)
+    with pytest.raises(UsageError, match="no 'nonsense'"):
+        fuzzing.main(["nonsense"])

@@ -1,0 +1,121 @@
+"""Fuzz target: headers of GGUF files."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from llmcache.errors import DataError
+from llmcache.fs.layout import ModelLayout, order_shards, read_layout
+from tests.fuzz.mutations import mutated
+from tests.fuzz.target import Target, bounded, is_printable, refusal
+from tests.unit import gguf_bytes as gguf
+from tests.unit.gguf_bytes import Gguf, Reads
+
+
+def seeds() -> list[bytes]:
+    """Small files with every kind of key, in both byte orders; a shard; a file without tensors."""
+    made = []
+    for order, version in (("<", 3), (">", 3), ("<", 2)):
+        file = Gguf(order=order, version=version, data_bytes=1024)
+        file.key("general.architecture", gguf.STRING, "llama").key("general.alignment", gguf.U32, 32)
+        file.key("llama.block_count", gguf.U16, 2).key("llama.rope", gguf.F64, 1.5)
+        words = [file.text(word) for word in ("a", "bc", "")]
+        file.array("tokenizer.ggml.tokens", gguf.STRING, words).array("scores", gguf.F32, [bytes(4)] * 3)
+        inner = file.number(gguf.U32, gguf.U8) + file.number(gguf.U64, 2) + b"ab"
+        file.array("nested", gguf.ARRAY, [inner, inner])
+        file.tensor("token_embd.weight", [32, 4], 8, 0).tensor("blk.0.attn_q.weight", [8, 8], 0, 160)
+        made.append(file.tensor("blk.0.ffn_gate_exps.weight", [4, 4, 2], 1, 416).tensor("empty", [0], 0, 480).file())
+    shard = Gguf(data_bytes=64).key("split.no", gguf.U16, 1).key("split.count", gguf.U16, 3)
+    return [*made, shard.tensor("output.weight", [16], 0, 0).file(), Gguf().key("split.count", gguf.I32, 2).file()]
+
+
+def check_layout(layout: ModelLayout, size: int) -> None:
+    """Headers, tensors and regions lie in the file, apart from each other, and can be told to people."""
+    assert 0 < layout.header_bytes <= size
+    assert layout.shard is None or 0 <= layout.shard[0] < layout.shard[1]
+    end = layout.header_bytes
+    for tensor in layout.tensors:
+        assert tensor.size_bytes >= 0 and layout.header_bytes <= tensor.offset and tensor.end <= size
+        assert tensor.offset >= end or not tensor.size_bytes
+        assert is_printable(tensor.name) and is_printable(tensor.dtype) and is_printable(tensor.layer)
+        end = max(end, tensor.end)
+    names = sorted(tensor.name for tensor in layout.tensors)
+    assert len(set(names)) == len(names)
+    for tied in (None, True, False):
+        regions = layout.regions(tied)
+        assert sorted(region.name for region in regions[1:]) == names
+        assert sum(region.size_bytes for region in regions) <= size
+    assert len(order_shards([layout, layout])) == 2 * (len(names) + 1)
+
+
+def check(data: bytes) -> None:
+    """What must hold for any bytes."""
+    reads = Reads(data)
+    with bounded(), refusal():
+        layout = read_layout(reads, len(data), "model.gguf")
+        assert (layout is None) == (data[:4] != b"GGUF")
+        if layout is not None:
+            check_layout(layout, len(data))
+            assert layout == read_layout(Reads(data), len(data), "model.gguf")
+    assert reads.total_bytes <= 2 * len(data) + 64, "a header is read once"
+
+
+def _built() -> st.SearchStrategy[bytes]:
+    """Well formed headers of tensors that may lie anywhere: side by side, over each other, behind the end."""
+    sizes = st.sampled_from([0, 1, 1, 2, 8, 8, 31, 32, 64, 1 << 62, (1 << 64) - 1])
+    names = st.sampled_from(["a", "b", "blk.0.attn_q.weight", "token_embd.weight", ""])
+    offsets = st.sampled_from([0, 32, 64, 96, 128, 256, 33, (1 << 63) - 32, (1 << 64) - 32])
+    tensors = st.lists(
+        st.tuples(names, st.lists(sizes, max_size=2), st.sampled_from([0, 1, 8, 24, 24, 24, 99]), offsets), max_size=5
+    )
+    alignments = st.sampled_from([32, 32, 32, 1, 64, 0, 3, 1 << 31])
+    return st.builds(_file, tensors, st.sampled_from([0, 32, 64, 128, 300, 1024]), alignments)
+
+
+def _file(tensors: list[tuple[str, list[int], int, int]], data_bytes: int, alignment: int) -> bytes:
+    file = Gguf(data_bytes=data_bytes).key("general.alignment", gguf.U32, alignment)
+    for tensor in tensors:
+        file.tensor(*tensor)
+    return file.file()
+
+
+TARGET = Target("gguf", mutated(seeds()) | _built(), check)
+
+
+def test_the_seeds_are_read() -> None:
+    for seed in seeds():
+        layout = read_layout(Reads(seed), len(seed), "model.gguf")
+        assert layout is not None
+        check_layout(layout, len(seed))
+    assert [len(seed) for seed in seeds()] == [len(seed) for seed in seeds()]
+
+
+@given(TARGET.inputs)
+@settings(max_examples=250)
+@example(b"GGUF")
+@example(_file([("a", [8], 24, 0), ("a", [8], 24, 32)], 128, 32))
+@example(_file([("a", [33], 24, 0), ("b", [8], 24, 32)], 128, 32))
+@example(_file([("a", [64], 24, 96)], 128, 32))
+@example(Gguf(counts=(1 << 17, 1 << 20)).file() + bytes(4096))
+@example(Gguf().array("a", gguf.ARRAY, [], count=1 << 60).file() + bytes(4096))
+@example(Gguf().array("a", gguf.STRING, [], count=1 << 60).file() + bytes(4096))
+def test_any_bytes(data: bytes) -> None:
+    check(data)
+
+
+@pytest.mark.parametrize("kind", [gguf.ARRAY, gguf.STRING])
+def test_a_large_file_of_zeros_is_refused_at_once(kind: int) -> None:
+    """Empty arrays and strings without end: whoever opened such a file waited for as many as the header may hold."""
+    head, size = Gguf().array("a", kind, [], count=1 << 60).file(), 1 << 40
+    asked = 0
+
+    def read(offset: int, length: int) -> bytes:
+        nonlocal asked
+        asked += length
+        return head[offset : offset + length].ljust(min(length, size - offset), b"\0")
+
+    with pytest.raises(DataError, match="more arrays or strings"):
+        read_layout(read, size, "a.gguf")
+    assert asked < 4 << 20

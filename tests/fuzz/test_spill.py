@@ -1,0 +1,202 @@
+"""Fuzz target: spill files of keys and values, and the page tables beside them: opened, restored, read, written on."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from llmcache.errors import DataError
+from llmcache.kv.spill import KvShape, SpillFile, SpillReader
+from llmcache.kv.spill.layout import EXTENTS_AT, Commit, pack_commit
+from llmcache.kv.tiers import restoring, tables
+from tests.fuzz.mutations import documents, mutated, nested, written
+from tests.fuzz.target import Target, bounded, refusal, scratch
+from tests.unit.kv_parts import append, ids, restored
+
+SHAPE = KvShape("tiny", layers=1, kv_heads=1, head_dim=2, page_tokens=2)
+
+
+def made(shape: KvShape = SHAPE, closed: bool = True) -> bytes:
+    """A file of two sequences, of which one was cut and goes on; `closed`, or as a kill leaves it."""
+    with scratch() as directory:
+        path = Path(directory) / "a.kv"
+        file = SpillFile.create(path, shape, extent_pages=1, direct=False)
+        append(file, 0, ids(0, 7))
+        file.flush()
+        file.truncate(0, 1)
+        append(file, 0, ids(2, 3))
+        append(file, 1, ids(50, 2))
+        if closed:
+            file.close()
+        data = path.read_bytes()
+        file.close()
+        return data
+
+
+def header_of(identity: bytes, version: int = 1) -> bytes:
+    """A header block with a right checksum around any identity."""
+    crc = zlib.crc32(identity, zlib.crc32(struct.pack("<II", version, len(identity))))
+    return (struct.pack("<8sIII", b"LLMCKV\r\n", version, len(identity), crc) + identity).ljust(4096, b"\0")[:4096]
+
+
+def repaired(data: bytes) -> bytes:
+    """`data` with right checksums in its header and in every record, wherever they may lie."""
+    out = bytearray(data)
+    if len(out) >= 4096:
+        version, length = struct.unpack_from("<II", out, 8)
+        out[:4096] = header_of(bytes(out[20 : 20 + min(length, 4000)]), version)
+    for at in range(4096, len(out) - 63, 64):
+        if bytes(out[at : at + 4]) in (b"PAGE", b"EXTN", b"DONE"):
+            out[at + 60 : at + 64] = struct.pack("<I", zlib.crc32(out[at : at + 60]))
+    return bytes(out)
+
+
+def check(data: bytes) -> None:
+    """What must hold for any bytes: read, restored, and opened to be written on."""
+    with scratch() as directory:
+        path = Path(directory) / "a.kv"
+        path.write_bytes(data)
+        with bounded(), refusal():
+            with SpillReader.open(path, direct=False) as file:
+                read_all(file, len(data))
+            restoring.look(path, file.shape)
+        assert path.read_bytes() == data, "who reads changes nothing"
+        _write_on(path, data)
+
+
+def read_all(file: SpillReader, size: int) -> None:
+    """Whatever the file says it has is there, or is damaged page by page; nothing lies in two places or behind the end."""
+    shape = file.shape
+    taken: set[int] = set()
+    for sequence in file.sequences:
+        pages, tokens = file.pages(sequence), file.length(sequence)
+        assert 0 <= tokens <= pages * shape.page_tokens
+        with refusal():
+            found, positions = file.tokens(sequence)
+            assert len(found) == len(positions) == tokens
+        for layer in range(min(shape.layers, 4)):
+            assert file.pages(sequence, layer) == pages
+            for kind in (0, 1):
+                with refusal():
+                    assert len(file.read_slots(sequence, layer, list(range(pages)), kind)) == pages
+            for place in file.key_ranges(sequence, layer):
+                assert place.offset >= EXTENTS_AT and place.offset + place.pages * shape.key_slot_bytes <= size
+                slots = {place.offset + number * shape.key_slot_bytes for number in range(place.pages)}
+                assert not slots & taken
+                taken |= slots
+
+
+def _write_on(path: Path, data: bytes) -> None:
+    """A file that can be opened to be written takes pages, and has them and all others when it is opened again."""
+    with bounded(), refusal():
+        try:
+            file = SpillFile.open(path, SHAPE, direct=False)
+        except DataError:
+            assert path.read_bytes() == data, "what is refused is not changed"
+            raise
+        with file:
+            kept = {sequence: file.pages(sequence) for sequence in file.sequences}
+            for sequence in (0, 5):
+                file.truncate(sequence, whole := file.length(sequence) // SHAPE.page_tokens)
+                append(file, sequence, ids(0, 5))
+                kept[sequence] = whole + 3
+        with SpillReader.open(path, SHAPE, direct=False) as again:
+            assert {sequence: again.pages(sequence) for sequence in again.sequences} == kept
+
+
+def check_tables(text: bytes) -> None:
+    """Any bytes beside a good spill file: sequences of pages that are there, or a refusal."""
+    with scratch() as directory:
+        path = Path(directory) / "a.kv"
+        path.write_bytes(SEEDS[0])
+        tables.path_of(path).write_bytes(text)
+        with bounded(), refusal():
+            found = restoring.look(path, SHAPE)
+            assert found.ids.shape == found.positions.shape and len(found.ids) == len(found.sequences) > 0
+            for runs in found.sequences:
+                assert sum(pages for _, pages in runs) == SHAPE.pages_of(found.ids.shape[1])
+                assert all(0 < pages <= found.streams[stream] for stream, pages in runs)
+        assert path.read_bytes() == SEEDS[0] and tables.path_of(path).read_bytes() == text
+
+
+SEEDS = [made(), made(closed=False)]
+IDENTITY = {**SHAPE.to_json(), "extent_pages": 1}
+TABLES = [
+    {"schema": tables.SCHEMA, "saved": True, "sequences": [[[0, 3]], [[0, 1], [1, 1]]]},
+    {"schema": tables.SCHEMA, "saved": False, "sequences": [[[0, -1]], [[0, 1], [1, -1]]]},
+]
+HEADERS = st.builds(
+    lambda identity, seed: header_of(written(identity)) + seed[4096:], documents([IDENTITY]), st.sampled_from(SEEDS)
+)
+TARGET = Target("spill", mutated(SEEDS, repaired) | HEADERS, check)
+PAGE_TABLES = Target(
+    "spill-tables", documents(TABLES).map(written) | mutated([written(one) for one in TABLES]), check_tables
+)
+
+
+def with_records(*records: tuple[int, bytes]) -> bytes:
+    """A file with these records in these places."""
+    data = bytearray(SEEDS[0])
+    for at, record in records:
+        data[at : at + 64] = record
+    return bytes(data)
+
+
+def huge(**changes: Any) -> bytes:
+    """A file whose header tells of other numbers."""
+    return header_of(written(IDENTITY | changes)) + SEEDS[0][4096:]
+
+
+def test_the_seeds_are_read() -> None:
+    for seed in SEEDS:
+        assert repaired(seed) == seed
+        check(seed)
+    for document in TABLES:
+        check_tables(written(document))
+
+
+@given(TARGET.inputs)
+@settings(max_examples=150)
+@example(header_of(nested(4000)) + SEEDS[0][4096:])
+@example(huge(layers=(1 << 24) - 1))
+@example(huge(page_tokens=(1 << 24) - 1, kv_heads=(1 << 24) - 1, head_dim=(1 << 24) - 1))
+@example(huge(extent_pages=1 << 20))
+@example(huge(extent_pages=1.5))
+@example(huge(model=["tiny"]))
+@example(with_records((4096, pack_commit(Commit((1 << 32) - 1, 0))), (6144, pack_commit(Commit((1 << 32) - 1, 0)))))
+@example(with_records((4096, pack_commit(Commit(5, 0))), (6144, pack_commit(Commit(4, 0)))))
+@example(with_records((4096, pack_commit(Commit(1 << 31, 1 << 60))), (6144, bytes(64))))
+def test_any_bytes(data: bytes) -> None:
+    check(data)
+
+
+def test_an_extent_behind_a_gap_is_free(tmp_path: Path) -> None:
+    """A crash lost the record of a chain's first extent, not of the next two: they were taken for its first, and what
+    was written to them was lost when the file was opened again.
+    """
+    path = tmp_path / "a.kv"
+    file = SpillFile.create(path, SHAPE, extent_pages=1, direct=False)
+    append(file, 0, ids(0, 6))
+    image = bytearray(path.read_bytes())
+    file.close()
+    image[EXTENTS_AT : EXTENTS_AT + 64] = bytes(64)
+    path.write_bytes(image)
+    with SpillFile.open(path, SHAPE, direct=False) as file:
+        assert file.sequences == []
+        append(file, 0, ids(50, 6))
+    with SpillReader.open(path, SHAPE, direct=False) as again:
+        assert restored(again, 0) == list(range(50, 56))
+
+
+@given(PAGE_TABLES.inputs)
+@settings(max_examples=150)
+@example(nested(100_000))
+@example(written({"schema": tables.SCHEMA, "saved": True, "sequences": [[[0, 1 << 62]]]}))
+@example(written({"schema": tables.SCHEMA, "saved": True, "sequences": [[[0, 1]] * 1000] * 2}))
+def test_any_page_tables(text: bytes) -> None:
+    check_tables(text)

@@ -1,0 +1,205 @@
+"""Random operations on a spill file against a dictionary, as fsx does with files: append, cut, flush, reopen, read rows in
+any order, readers beside the writer, and crashes of the machine, after which it goes on with what the disk has.
+
+tests/property/test_kv_spill_crashes.py looks at one crash at a time, in every place; here they follow one another, with
+extents of one page, so that chains have many.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from llmcache.errors import DataError
+from llmcache.kv.spill import KvShape, SpillFile, SpillReader
+from llmcache.kv.spill.shape import Room
+from tests.fuzz.target import Machine, scratch
+from tests.property.test_kv_spill_crashes import Disk, recorded
+from tests.property.test_kv_store import Device, Store
+from tests.unit.kv_parts import append, ids, restored, rows
+
+Tokens = tuple[int, ...]
+State = dict[int, Tokens]
+SEQUENCES = 3
+SEEDS = st.integers(0, 1 << 30)
+PAGE = 2
+
+
+class Operations(RuleBasedStateMachine):
+    """A file and its dictionary: the tokens of each sequence. `possible`: what a crash may bring back."""
+
+    @initialize(dtype=st.sampled_from(["float16", "int8"]), extent_pages=st.integers(1, 3), layers=st.integers(1, 2))
+    def make(self, dtype: str, extent_pages: int, layers: int) -> None:
+        self.shape = KvShape("tiny", layers, 1, 3, dtype, page_tokens=PAGE, value_dim=5)
+        self.stack = ExitStack()
+        self.directory = Path(self.stack.enter_context(scratch()))
+        self.disk, self.next_id, self.crashes = Disk(), 0, 0
+        self.stack.enter_context(recorded(self.disk))
+        self.file = SpillFile.create(self.directory / "0.kv", self.shape, extent_pages=extent_pages, direct=False)
+        self.state: State = {}
+        self.possible: list[State] = [{}]
+        self.readers: list[tuple[SpillReader, State, list[State]]] = []
+
+    def teardown(self) -> None:
+        if hasattr(self, "stack"):
+            for reader, _, _ in self.readers:
+                reader.close()
+            self.file.close()
+            self.stack.close()
+
+    # What changes the file
+
+    @rule(sequence=st.integers(0, SEQUENCES - 1), count=st.integers(1, 9))
+    def append(self, sequence: int, count: int) -> None:
+        self._end_with_whole_pages(sequence)
+        new = self._new(count)
+        append(self.file, sequence, new)
+        self._now({**self.state, sequence: (*self.state.get(sequence, ()), *map(int, new))})
+
+    @rule(sequence=st.integers(0, SEQUENCES - 1), count=st.integers(1, 7))
+    def append_one_layer(self, sequence: int, count: int) -> None:
+        """A step that does not end: nobody sees its tokens."""
+        self._end_with_whole_pages(sequence)
+        append(self.file, sequence, self._new(count), range(1))
+
+    @rule(sequence=st.integers(0, SEQUENCES - 1), pages=st.integers(0, 6))
+    def crop(self, sequence: int, pages: int) -> None:
+        self.file.truncate(sequence, pages)
+        self._now({**self.state, sequence: self.state.get(sequence, ())[: PAGE * pages]})
+
+    @rule()
+    def flush(self) -> None:
+        self.file.flush()
+        self.possible = [self.state]
+
+    @rule()
+    def reopen(self) -> None:
+        self.file.close()
+        self.possible = [self.state]
+        self.file = SpillFile.open(self.file.path, self.shape, direct=False)
+        self.disk.writes, self.disk.syncs = [(0, self.file.path.read_bytes())], [1]
+
+    # Crashes
+
+    @rule(seed=SEEDS)
+    def crash(self, seed: int) -> None:
+        """Of what was not synced, any sectors may be missing."""
+        self._crash(len(self.disk.writes), random.Random(seed), self.possible)
+
+    @rule(sequence=st.integers(0, SEQUENCES - 1), count=st.integers(1, 9), cut=st.booleans(), seed=SEEDS)
+    def crash_within(self, sequence: int, count: int, cut: bool, seed: int) -> None:
+        """In the middle of an operation."""
+        source, first, before = random.Random(seed), len(self.disk.writes), list(self.possible)
+        if cut:
+            self.crop(sequence, count)
+        else:
+            self.append(sequence, count)
+        self._crash(source.randint(first, len(self.disk.writes)), source, [*before, *self.possible])
+
+    def _crash(self, at: int, source: random.Random, possible: list[State]) -> None:
+        self.crashes += 1
+        path = self.directory / f"{self.crashes}.kv"
+        self.disk.image(path, at, source)
+        self.disk.writes, self.disk.syncs = [], [0]
+        for reader, _, _ in self.readers:
+            reader.close()
+        self.readers = []
+        self.file.close()
+        with SpillReader.open(path, self.shape, direct=False) as reader:
+            seen = {sequence: tuple(restored(reader, sequence)) for sequence in range(SEQUENCES)}
+        self.disk.writes, self.disk.syncs = [(0, path.read_bytes())], [1]
+        self.file = SpillFile.open(path, self.shape, direct=False)
+        self.state = {sequence: tuple(restored(self.file, sequence)) for sequence in range(SEQUENCES)}
+        assert self.state == seen, "a reader sees what a writer would go on with"
+        for sequence, found in self.state.items():
+            states = [state.get(sequence, ()) for state in possible]
+            assert any(found == state[: len(found)] for state in states), "a beginning of what it was"
+            assert len(found) >= min(map(len, states)) // PAGE * PAGE, "what was flushed is there"
+        self.possible = [self.state]
+
+    # Looking
+
+    @invariant()
+    def lengths_are_right(self) -> None:
+        if hasattr(self, "state"):
+            for sequence in range(SEQUENCES):
+                assert self.file.length(sequence) == len(self.state.get(sequence, ()))
+
+    @rule(seed=SEEDS, shared=st.booleans())
+    def read(self, seed: int, shared: bool) -> None:
+        self._check_rows(self.file, self.state, np.random.default_rng(seed), shared)
+
+    @rule()
+    def read_all(self) -> None:
+        for sequence in range(SEQUENCES):
+            assert tuple(restored(self.file, sequence)) == self.state.get(sequence, ())
+
+    @precondition(lambda self: len(self.readers) < 3)
+    @rule()
+    def open_reader(self) -> None:
+        """A second process: it sees all whole pages that were appended, flushed or not."""
+        reader = SpillReader.open(self.file.path, self.shape, direct=False)
+        seen = {sequence: tuple(restored(reader, sequence)) for sequence in range(SEQUENCES)}
+        assert seen == {sequence: self.state.get(sequence, ()) for sequence in range(SEQUENCES)}
+        self.readers.append((reader, seen, [self.state]))
+
+    @precondition(lambda self: self.readers)
+    @rule(seed=SEEDS)
+    def read_beside(self, seed: int) -> None:
+        """What a reader knew is there, or was taken away by the writer: then it is refused, and nothing else is served."""
+        reader, seen, since = self.readers[seed % len(self.readers)]
+        try:
+            self._check_rows(reader, seen, np.random.default_rng(seed), True)
+        except DataError as error:
+            kept = all(state.get(sequence, ())[: len(own)] == own for state in since for sequence, own in seen.items())
+            assert not kept, error.message
+
+    def _check_rows(self, file: SpillReader, state: State, source: np.random.Generator, shared: bool) -> None:
+        """Pages of one layer in any order, some twice: whole, their keys alone, as slots."""
+        sequence, layer = int(source.integers(SEQUENCES)), int(source.integers(self.shape.layers))
+        pages = file.pages(sequence)
+        own = np.array(state.get(sequence, ()), np.int64)
+        wanted = source.integers(0, pages, int(source.integers(1, 9))) if pages else np.empty(0, np.int64)
+        found = file.read(sequence, layer, wanted, Room(self.shape, 8) if shared else None)
+        keys, _ = file.read_keys(sequence, layer, wanted)
+        assert keys.tobytes() == np.ascontiguousarray(found.keys).tobytes()
+        for index, page in enumerate(wanted.tolist()):
+            tokens = own[page * PAGE : (page + 1) * PAGE]
+            assert found.tokens[index] == len(tokens)
+            for side, got in ((0, found.keys), (1, found.values)):
+                assert got[index, :, : len(tokens)].tobytes() == rows(self.shape, layer, tokens, side).tobytes()
+                assert not got[index, :, len(tokens) :].any()
+
+    # The dictionary
+
+    def _new(self, count: int) -> Any:
+        self.next_id += count
+        return ids(self.next_id - count, count)
+
+    def _end_with_whole_pages(self, sequence: int) -> None:
+        """Nothing can follow a partial page, nor pages that not all layers have."""
+        own = self.state.get(sequence, ())
+        if len(own) % PAGE or self.file.pages(sequence, 0) > len(own) // PAGE:
+            self.crop(sequence, len(own) // PAGE)
+
+    def _now(self, state: State) -> None:
+        self.state = state
+        self.possible.append(state)
+        for _, _, since in self.readers:
+            since.append(state)
+
+
+MACHINE = Machine("spill-operations", Operations)
+# Their short runs are where they are written.
+STORE = Machine("kv-store", Store)
+DEVICE = Machine("kv-store-device", Device)
+
+TestOperations = Operations.TestCase
+TestOperations.settings = settings(max_examples=25, stateful_step_count=30)

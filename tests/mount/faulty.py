@@ -1,0 +1,179 @@
+"""A file system for tests that hands everything on to a directory, and fails where it is told to.
+
+`python -m tests.mount.faulty DIRECTORY MOUNTPOINT RULES`: RULES is a JSON file with a list of rules (`Rule`), looked at
+before every call; `write_rules` replaces it whole. Files are opened with direct_io: what a call asks for arrives here,
+and what is answered (an error, fewer bytes than asked for) arrives there, with no page cache in between.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmcache.fs.libfuse import binding
+
+SHORT_BYTES = 40 * 512  # a short answer has as many at least; whole sectors, as a disk's
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What goes wrong: `call` (read, write, fsync) on files that match `glob`, where bytes `first` to `end` are touched.
+
+    `what`: "eio", "short" (an answer of fewer bytes) or "slow" (after `seconds`).
+    """
+
+    what: str
+    call: str = "read"
+    glob: str = "*"
+    first: int = 0
+    end: int = 1 << 62
+    seconds: float = 0.0
+
+    def concerns(self, call: str, path: str, offset: int, size: int) -> bool:
+        """Returns whether a call meets it."""
+        touched = offset < self.end and offset + size > self.first
+        return call == self.call and touched and fnmatch.fnmatch(path.lstrip("/"), self.glob)
+
+
+def write_rules(path: Path, rules: Iterable[Rule]) -> None:
+    """Replace the rules; calls that begin afterwards follow them."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps([asdict(rule) for rule in rules]))
+    fresh.rename(path)
+
+
+class Rules:
+    """The rules of a file, read again when it was replaced."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._seen = path, (0, 0)
+        self._rules: list[Rule] = []
+
+    def apply(self, call: str, path: str, offset: int, size: int) -> int:
+        """Return how many of `size` bytes to answer; sleeps, or raises EIO."""
+        status = os.stat(self._path)
+        seen = (status.st_ino, status.st_mtime_ns)  # an inode's number is used again
+        if seen != self._seen:
+            with open(self._path, encoding="utf-8") as file:
+                self._rules = [Rule(**rule) for rule in json.load(file)]
+            self._seen = seen
+        for rule in self._rules:
+            if rule.concerns(call, path, offset, size):
+                if rule.what == "eio":
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                time.sleep(rule.seconds)
+                if rule.what == "short":
+                    size = min(size, max(SHORT_BYTES, size // 3 // 512 * 512))
+        return size
+
+
+class Faulty:
+    """The calls of the file system, as mfusepy makes them."""
+
+    use_ns = True
+
+    def __init__(self, directory: str, rules: Rules) -> None:
+        self._directory, self._rules = directory, rules
+
+    def _below(self, path: str) -> str:
+        return self._directory + path
+
+    def init_with_config(self, conn: Any, config: Any) -> None:
+        config = config.contents if hasattr(config, "contents") else config
+        config.attr_timeout = config.entry_timeout = config.negative_timeout = 0.0
+
+    def getattr(self, path: str, fh: Any = None) -> dict[str, Any]:
+        status = os.lstat(self._below(path)) if fh is None else os.fstat(fh.fh)
+        names = ("mode", "nlink", "uid", "gid", "size", "blocks", "blksize", "ino")
+        times = {f"st_{name}": getattr(status, f"st_{name}_ns") for name in ("atime", "mtime", "ctime")}
+        return {f"st_{name}": getattr(status, f"st_{name}") for name in names} | times
+
+    def readdir(self, path: str, fh: Any) -> Any:
+        with os.scandir(self._below(path)) as entries:
+            found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
+        facts = [(name, {"st_mode": status.st_mode, "st_ino": status.st_ino}, 0) for name, status in found]
+        return [(".", {}, 0), ("..", {}, 0), *facts]
+
+    def open(self, path: str, info: Any) -> int:
+        # The kernel has already worked out where O_APPEND writes.
+        info.fh = os.open(self._below(path), info.flags & ~(os.O_DIRECT | os.O_APPEND))
+        info.direct_io = 1
+        return 0
+
+    def create(self, path: str, mode: int, info: Any) -> int:
+        flags = (info.flags & ~(os.O_DIRECT | os.O_APPEND)) | os.O_CREAT
+        info.fh = os.open(self._below(path), flags, mode)
+        info.direct_io = 1
+        return 0
+
+    def read(self, path: str, size: int, offset: int, info: Any) -> bytes:
+        return os.pread(info.fh, self._rules.apply("read", path, offset, size), offset)
+
+    def write(self, path: str, data: bytes, offset: int, info: Any) -> int:
+        return os.pwrite(info.fh, data[: self._rules.apply("write", path, offset, len(data))], offset)
+
+    def fsync(self, path: str, _data_only: int, info: Any) -> int:
+        self._rules.apply("fsync", path, 0, 1 << 62)
+        os.fsync(info.fh)
+        return 0
+
+    def fsyncdir(self, path: str, _data_only: int, fh: Any) -> int:
+        return 0
+
+    def release(self, path: str, info: Any) -> int:
+        os.close(info.fh)
+        return 0
+
+    def truncate(self, path: str, length: int, fh: Any = None) -> int:
+        os.truncate(self._below(path) if fh is None else fh.fh, length)
+        return 0
+
+    def fallocate(self, path: str, mode: int, offset: int, size: int, info: Any) -> int:
+        if mode:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        os.posix_fallocate(info.fh, offset, size)
+        return 0
+
+    def statfs(self, path: str) -> dict[str, int]:
+        found = os.statvfs(self._below(path))
+        return {name: getattr(found, name) for name in ("f_bavail", "f_bfree", "f_blocks", "f_bsize", "f_frsize")}
+
+    def unlink(self, path: str) -> int:
+        os.unlink(self._below(path))
+        return 0
+
+    def rename(self, old: str, new: str) -> int:
+        os.rename(self._below(old), self._below(new))
+        return 0
+
+    def chmod(self, path: str, mode: int) -> int:
+        os.chmod(self._below(path), mode)
+        return 0
+
+    def chown(self, path: str, uid: int, gid: int) -> int:
+        os.chown(self._below(path), uid, gid)
+        return 0
+
+    def utimens(self, path: str, times: tuple[int, int]) -> int:
+        os.utime(self._below(path), ns=times)
+        return 0
+
+
+def main() -> None:
+    """Serve until unmounted."""
+    directory, mountpoint, rules = sys.argv[1:]
+    options: dict[str, Any] = {"foreground": True, "raw_fi": True, "use_ino": True, "fsname": "faulty", "allow_other": True}
+    served = type("Served", (Faulty, binding().Operations), {})
+    binding().FUSE(served(directory, Rules(rules)), mountpoint, **options)
+
+
+if __name__ == "__main__":
+    main()

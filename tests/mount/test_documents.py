@@ -1,0 +1,85 @@
+"""What the commands of a mount print with --json: every key of it stands in the manual; and who serves is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mount.conftest import Mounted, Mounter, llmcache
+from tests.unit.document_parts import keys
+from tools.bench.sides import environment
+
+ROOT = Path(__file__).parents[2]
+
+
+def told(page: str, *words: str | Path) -> dict[str, Any]:
+    """The document that `llmcache WORDS --json` prints; all its keys are explained in the text of `page`."""
+    result = llmcache(*words, "--json")
+    assert result.returncode == 0, result.stderr
+    document: dict[str, Any] = json.loads(result.stdout)
+    assert document["schema"] == f"llmcache.{page}/1"
+    words_of_page = set(re.findall(r"[a-z0-9_]+", (ROOT / f"llmcache/cli/{page}.txt").read_text()))
+    assert sorted({*keys(document)} - words_of_page) == []
+    return document
+
+
+@pytest.mark.mount
+def test_every_key_is_explained(mount: Mounter, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "hot.bin").write_bytes(os.urandom(1 << 20))
+    mounted = mount("--mode", "arena", "--access-log", str(tmp_path / "log.parquet"), "--metrics", "127.0.0.1:0")
+    (mounted.point / "hot.bin").read_bytes()
+    assert told("stats", "stats", mounted.point)["mode"] == "arena"
+    told("top", "top", mounted.point, "--once")
+    assert told("resize", "resize", mounted.point, "48Mi")["budget_bytes"] == 48 << 20
+    assert told("warmup", "warmup", mounted.point, "hot.bin")["files"]
+    assert told("evict", "evict", mounted.point)["groups"]
+    pid = mounted.pid
+    document = told("umount", "umount", mounted.point)
+    assert document == {
+        "schema": document["schema"],
+        "mount": str(mounted.point),
+        "mounted": True,
+        "pid": pid,
+        "killed": False,
+    }
+
+
+@pytest.mark.mount
+def test_a_mount_tells_who_serves_it(mount: Mounter, tmp_path: Path) -> None:
+    own = Mounted(tmp_path / "source", tmp_path / "mnt")
+    for directory in (own.source, own.point):
+        directory.mkdir()
+    mount.made.append(own)  # to be ended with the test
+    document = told("mount", "mount", own.source, own.point, "--cache", "32Mi", "--mode", "arena")
+    assert isinstance(document.pop("helper_pid"), int)
+    assert document == {
+        "schema": "llmcache.mount/1", "pid": own.pid, "source": str(own.source), "mount": str(own.point),
+        "mode": "arena", "budget_bytes": 32 << 20, "log": own.files.log,
+    }  # fmt: skip
+
+
+@pytest.mark.mount
+def test_in_the_foreground_it_is_told_and_goes_on(tmp_path: Path, mount: Mounter) -> None:
+    for name in ("source", "mnt"):
+        (tmp_path / name).mkdir()
+    words = ["mount", "-f", str(tmp_path / "source"), str(tmp_path / "mnt"), "--cache", "32Mi", "--mode", "arena", "--json"]
+    command = [sys.executable, "-m", "llmcache", *words]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as daemon:
+        try:
+            assert daemon.stdout is not None
+            document = json.loads(daemon.stdout.readline())
+            assert (document["pid"], document["log"]) == (daemon.pid, None)
+            assert os.path.ismount(tmp_path / "mnt")
+        finally:
+            daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(30) == 0
+    assert not os.path.ismount(tmp_path / "mnt")

@@ -1,0 +1,290 @@
+"""Rights: a mount that a root daemon opens to others (allow_other) shows nobody more than SOURCE would.
+
+Every question is asked twice, in SOURCE and through the mount, by a process of that user.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llmcache.fs import mountpoint
+from tests.mount.conftest import Mounted, Mounter, llmcache
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can try other users' rights")
+
+ALICE, BOB, TEAM = 60_001, 60_002, 60_100
+USERS = {
+    "alice": (ALICE, ALICE, ()),
+    "bob": (BOB, BOB, ()),
+    "bob of the team": (BOB, BOB, (TEAM,)),
+    "a team's user": (BOB, TEAM, ()),
+}
+SECRET = b"secret" * 1000
+
+# Standard library only, by the system's Python: another user may not be able to reach ours.
+PROBE = """
+import json, os, sys
+uid, gid, groups, base, names = json.loads(sys.argv[1])
+os.setgroups(groups); os.setgid(gid); os.setuid(uid)
+def tried(call, *words):
+    try:
+        found = call(*words)
+    except OSError as error:
+        return error.errno
+    if isinstance(found, int):
+        os.close(found)
+    return 0
+print(json.dumps({name: [tried(os.open, os.path.join(base, name), os.O_RDONLY),
+                         tried(os.open, os.path.join(base, name), os.O_WRONLY),
+                         tried(os.listdir, os.path.join(base, name)),
+                         os.access(os.path.join(base, name), os.X_OK)] for name in names}))
+"""
+
+
+def access_list(*entries: tuple[int, int, int]) -> bytes:
+    """A POSIX access list as its extended attribute has it: entries of (tag, rights, id)."""
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory that every user can reach, unlike pytest's."""
+    directory = Path(tempfile.mkdtemp(prefix="llmcache-rights-"))
+    directory.chmod(0o755)
+    yield directory
+    if mountpoint.find(str(directory / "mnt")) is not None:
+        llmcache("umount", "--force", directory / "mnt")
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def shared(place: Path, mount: Mounter) -> Iterator[Mounted]:
+    """A mount that everybody may use; --rw, so that SOURCE's rights alone decide."""
+    for name in ("source", "mnt"):
+        (place / name).mkdir()
+        (place / name).chmod(0o755)
+    yield mount("--rw", "-o", "allow_other", source=place / "source", point=place / "mnt")
+    mount.end()
+
+
+def make(path: Path, mode: int, uid: int = 0, gid: int = 0, data: bytes = b"x") -> Path:
+    """A file with its rights."""
+    path.write_bytes(data)
+    os.chown(path, uid, gid)
+    path.chmod(mode)
+    return path
+
+
+def run_as(uid: int, code: str, *words: str | Path) -> subprocess.Popen[str]:
+    """A process of that user, of no supplementary groups, that runs `code`; it is told to go on by lines on stdin."""
+    begin = f"import os, sys; os.setgroups([]); os.setgid({uid}); os.setuid({uid})\n"
+    pipe = subprocess.PIPE
+    return subprocess.Popen([python(), "-c", begin + code, *map(str, words)], stdin=pipe, stdout=pipe, text=True)
+
+
+def results(base: Path, names: list[str], uid: int, gid: int, groups: tuple[int, ...]) -> dict[str, list[int]]:
+    """errno, or 0, of reading, writing and listing each name, and whether it may be run, for that user."""
+    asked = json.dumps([uid, gid, groups, str(base), names])
+    done = subprocess.run([python(), "-c", PROBE, asked], capture_output=True, text=True, timeout=60, check=True)
+    return dict(json.loads(done.stdout))
+
+
+def python() -> str:
+    """An interpreter outside of root's private directories."""
+    return shutil.which("python3", path="/usr/bin:/bin") or sys.executable
+
+
+def test_everybody_may_what_they_may_in_source(shared: Mounted) -> None:
+    source = shared.source
+    mask, nobody = 2**32 - 1, 2**32 - 1
+    for mode in (0o000, 0o004, 0o040, 0o400, 0o044, 0o222, 0o640, 0o611, 0o666):
+        make(source / f"root {mode:o}", mode, 0, TEAM)
+        make(source / f"bob {mode:o}", mode, BOB, TEAM)
+    for name, entries in {
+        "for alice": [(1, 6, nobody), (2, 4, ALICE), (4, 0, nobody), (16, 4, mask), (32, 0, nobody)],
+        "not for bob": [(1, 6, nobody), (2, 0, BOB), (4, 6, nobody), (16, 6, mask), (32, 4, nobody)],
+        "for the team": [(1, 6, nobody), (4, 0, nobody), (8, 6, TEAM), (16, 4, mask), (32, 0, nobody)],
+    }.items():
+        os.setxattr(make(source / name, 0o660, 0, 0), "system.posix_acl_access", access_list(*entries))
+    for mode in (0o700, 0o710, 0o711, 0o750, 0o751, 0o755):
+        below = source / f"directory {mode:o}"
+        below.mkdir()
+        make(below / "file", 0o644)
+        os.chown(below, 0, TEAM)
+        below.chmod(mode)
+    names = [str(path.relative_to(source)) for path in sorted(source.rglob("*"))]
+    for who, user in USERS.items():
+        assert results(shared.point, names, *user) == results(source, names, *user), who
+
+
+def test_what_is_made_belongs_to_who_makes_it_and_has_their_mode(shared: Mounted) -> None:
+    for name, mode in (("open", 0o777), ("team", 0o2775)):
+        (shared.source / name).mkdir()
+        os.chown(shared.source / name, 0, TEAM)
+        (shared.source / name).chmod(mode)
+    (shared.source / "open").chmod(0o1777)
+    make(shared.source / "open" / "root's", 0o644)
+    code = """
+os.umask(0o002); os.chdir(sys.argv[1])
+os.close(os.open("open/file", os.O_CREAT | os.O_WRONLY, 0o666)); os.mkdir("open/dir"); os.symlink("x", "open/link")
+os.mknod("open/node", 0o100666); os.chmod("open/file", 0o6755)
+for refused in (lambda: os.unlink("open/root's"), lambda: os.rename("open/root's", "open/file"),
+                lambda: os.chmod("open/root's", 0o666), lambda: os.mkdir("team/x"), lambda: os.link("open/root's", "open/l"),
+                lambda: os.truncate("open/root's", 0), lambda: os.setxattr("open/root's", "user.x", b"x")):
+    try:
+        refused()
+    except PermissionError:
+        continue
+    print("not refused")
+"""
+    child = run_as(BOB, code, shared.point)
+    assert child.communicate(timeout=60)[0] == "" and child.returncode == 0
+    made = {path.name: path.lstat() for path in (shared.source / "open").iterdir() if path.name != "root's"}
+    assert {(status.st_uid, status.st_gid) for status in made.values()} == {(BOB, BOB)}
+    modes = {name: stat.S_IMODE(status.st_mode) for name, status in made.items() if name != "link"}
+    assert modes == {"file": 0o6755, "dir": 0o775, "node": 0o664}
+    team = subprocess.run(
+        ["setpriv", f"--reuid={BOB}", f"--regid={BOB}", f"--groups={TEAM}", "mkdir", shared.point / "team/x"]
+    )
+    assert team.returncode == 0 and (shared.source / "team/x").stat().st_gid == TEAM  # by a supplementary group
+
+
+def test_set_id_bits_go_when_another_user_writes_and_do_not_count_in_the_mount(shared: Mounted) -> None:
+    make(shared.source / "tool", 0o6777, 0, TEAM)
+    child = run_as(BOB, "open(sys.argv[1], 'r+').write('y')", shared.point / "tool")
+    assert child.wait(60) == 0
+    assert stat.S_IMODE((shared.source / "tool").stat().st_mode) == 0o777
+    options = next(line for line in Path("/proc/self/mounts").read_text().splitlines() if f" {shared.point} " in line)
+    assert {"nosuid", "nodev", "default_permissions"} <= set(options.split()[3].split(",")) | set(options.split(",")), (
+        options
+    )
+
+
+def test_who_has_a_file_open_never_sees_one_in_its_place_that_they_may_not_read(shared: Mounted) -> None:
+    file = make(shared.source / "file", 0o644, data=b"public" * 1000)
+    code = """
+fd = os.open(sys.argv[1], os.O_RDONLY)
+for _ in sys.stdin:
+    print(os.pread(fd, 6, 0) + os.pread(fd, 6, 4096 + 6 - 4096 % 6), flush=True)
+"""
+    reader = run_as(BOB, code, shared.point / "file")
+    assert reader.stdin is not None and reader.stdout is not None
+
+    def seen() -> str:
+        print(file=reader.stdin, flush=True)
+        assert reader.stdout is not None
+        return reader.stdout.readline().strip()
+
+    before = seen()
+    make(shared.source / "new", 0o600, data=SECRET).rename(file)
+    with pytest.raises(OSError, match=os.strerror(errno.EBUSY)):
+        (shared.point / "file").read_bytes()
+    assert llmcache("warmup", shared.point, "file").returncode == 4
+    assert seen() == before
+    make(shared.source / "new", 0o644, data=b"newer!" * 1000).rename(file)
+    assert (shared.point / "file").read_bytes() == b"newer!" * 1000
+    make(shared.source / "new", 0o600, data=SECRET).rename(file)
+    reader.stdin.close()
+    assert reader.wait(60) == 0
+    assert (shared.point / "file").read_bytes() == SECRET  # they have closed it
+
+
+def test_what_is_swapped_in_between_is_not_read_or_changed(shared: Mounted) -> None:
+    """Bob exchanges what is at a path, in a directory of his own, while he uses it through the mount."""
+    own, others = shared.source / "own", shared.source / "own" / "secrets"
+    others.mkdir(parents=True)
+    make(others / "file", 0o644, data=SECRET)
+    make(shared.source / "own" / "private", 0o600, data=SECRET)
+    (own / "mine").mkdir()
+    make(own / "mine" / "file", 0o644, BOB, BOB, b"public")
+    make(own / "public", 0o644, BOB, BOB, b"public")
+    others.chmod(0o700)
+    for path in (own, own / "mine"):
+        os.chown(path, BOB, BOB)
+    swapping = """
+import ctypes, time
+swap, end = ctypes.CDLL(None).renameat2, time.monotonic() + float(sys.argv[2])
+os.chdir(sys.argv[1])
+while time.monotonic() < end:
+    for one, other in ((b"public", b"private"), (b"mine", b"secrets")):
+        assert swap(-100, one, -100, other, 2) == 0
+"""
+    reading = """
+import time
+end = time.monotonic() + float(sys.argv[2])
+os.chdir(sys.argv[1])
+while time.monotonic() < end:
+    for call in (lambda: open("public").read(), lambda: open("mine/file").read(), lambda: os.chmod("public", 0o644),
+                 lambda: os.chmod("mine", 0o755), lambda: os.mkdir("mine/x"), lambda: os.truncate("public", 6)):
+        try:
+            said = call()
+        except OSError:
+            continue
+        if said and "secret" in said:
+            print("seen")
+"""
+    swapper = run_as(BOB, swapping, own, "2")
+    readers = [run_as(BOB, reading, shared.point / "own", "2") for _ in range(2)]
+    assert [reader.communicate(timeout=60)[0] for reader in readers] == ["", ""]
+    assert swapper.wait(60) == 0
+    for path in own.iterdir():
+        status = path.stat()
+        if status.st_uid == 0:
+            assert stat.S_IMODE(status.st_mode) in (0o600, 0o700), path
+            assert not path.is_file() or path.read_bytes() == SECRET
+            assert not path.is_dir() or os.listdir(path) == ["file"]
+
+
+def test_links_lead_nobody_out_of_source_with_the_daemons_rights(shared: Mounted, place: Path) -> None:
+    """Links are resolved by the kernel, for the client: inside the mount, or outside with the client's own rights."""
+    hub = shared.source / "models--org--name"
+    (hub / "blobs").mkdir(parents=True)
+    (hub / "snapshots" / "main").mkdir(parents=True)
+    make(hub / "blobs" / "0123", 0o644, data=b"weights")
+    (hub / "snapshots" / "main" / "model.gguf").symlink_to("../../blobs/0123")  # as Hugging Face's hub has it
+    outside = place / "outside"
+    outside.mkdir()
+    make(outside / "secret", 0o600, data=SECRET)
+    make(outside / "public", 0o644, data=b"public")
+    outside.chmod(0o755)
+    (shared.source / "relative").symlink_to("../outside")
+    (shared.source / "absolute").symlink_to(outside)
+    (shared.source / "itself").symlink_to("/proc/self")
+    os.mkfifo(shared.source / "pipe", 0o666)
+    (shared.source / "pipe").chmod(0o666)
+    os.mknod(shared.source / "memory", 0o666 | stat.S_IFCHR, os.makedev(1, 5))
+    (shared.source / "memory").chmod(0o666)
+    assert (shared.point / "models--org--name/snapshots/main/model.gguf").read_bytes() == b"weights"
+    names = ["relative/secret", "absolute/secret", "absolute/public", "memory", "relative/../source/memory"]
+    found = results(shared.point, names, *USERS["bob"])
+    assert [found[name][0] for name in names] == [errno.EACCES, errno.EACCES, 0, errno.EACCES, 0]  # nodev in the mount
+    code = "print(os.readlink(sys.argv[1] + '/itself/../self'), os.getpid())"
+    said, _ = run_as(BOB, code, shared.point).communicate(timeout=60)
+    assert len(set(said.split())) == 1  # their process, not the daemon's
+    done = llmcache("warmup", shared.point, "*")  # the daemon opens what lies in SOURCE, and neither pipes nor devices
+    assert done.returncode == 0 and "secret" not in done.stdout, done.stderr
+
+
+def test_a_closed_directory_above_source_is_noted(place: Path) -> None:
+    for name, mode in (("closed", 0o700), ("open", 0o755)):
+        source = place / name / "source"
+        source.mkdir(parents=True)
+        (place / name).chmod(mode)
+        (place / "mnt").mkdir(exist_ok=True)
+        for option in ("allow_other", "default_permissions"):
+            done = llmcache("mount", source, place / "mnt", "--cache", "32Mi", "-o", option)
+            assert done.returncode == 0, done.stderr
+            assert ("reach it through the mount" in done.stderr) == (name == "closed" and option == "allow_other")
+            assert llmcache("umount", place / "mnt").returncode == 0

@@ -1,0 +1,204 @@
+"""What every command owes its users: help with examples that can be parsed, --json, exit codes, words that mean the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from llmcache import cli
+from llmcache.cli.base import HELP_OPTIONS, LazyGroup
+from llmcache.cli.mount import command as mount_command
+from llmcache.errors import EXIT_CODES, EnvironmentProblem, UsageError
+from tests.unit.document_parts import keys
+from tools.manual.pages import walk
+
+ROOT = Path(__file__).parents[2]
+TRACE = ROOT / "traces/ai_notes.parquet"
+HEAVY = {"numpy", "numba", "pyarrow", "matplotlib", "rich", "torch", "transformers", "mfusepy", "psutil"}
+ALL = {"llmcache": cli.app, **dict(walk(cli.app, "llmcache"))}
+COMMANDS = {words: command for words, command in ALL.items() if not isinstance(command, LazyGroup)}
+NO_DOCUMENT = {"llmcache completion"}  # prints a script
+# What stands for values in help: nothing else, so that the same is called the same.
+METAVARS = {
+    "SIZE", "SIZE,…", "RATE", "RATE,…", "TIME", "GLOB", "FILE", "DIR", "FILE.toml", "FILE.parquet", "RUN.json", "NAME",
+    "NAME,…", "N", "N,…", "X,…", "TYPE", "TOKENS", "SHARE", "RATIO", "TASK", "MODE", "WHICH", "WHAT", "RATES", "POINTS",
+    "ADDRESS", "OPT,…", "journal|FILE", "127.0.0.1:PORT",
+}  # fmt: skip
+
+
+def shown(command: click.Command, words: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    return command.get_help(click.Context(command, info_name=words, help_option_names=HELP_OPTIONS["help_option_names"]))
+
+
+@pytest.mark.parametrize("words", ALL)
+def test_help_has_examples_and_exit_codes_within_79_columns(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(ALL[words], words, monkeypatch)
+    assert "\n  Examples:\n" in text
+    flat = " ".join(text.split())
+    assert all(f"{code} {short}" in flat for code, (short, _) in EXIT_CODES.items())
+    assert [line for line in text.splitlines() if len(line) > 79] == []
+    assert [option.opts for option in options(ALL[words]) if not option.help] == []
+
+
+def options(command: click.Command) -> list[click.Option]:
+    return [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_command_prints_json_and_names_the_schema(words: str) -> None:
+    found = [option for option in options(COMMANDS[words]) if "--json" in option.opts]
+    if words in NO_DOCUMENT:
+        assert not found
+        return
+    (option,) = found
+    assert option.name == "as_json" and option.is_flag
+    assert re.search(r"in base units \(schema llmcache\.[a-zA-Z.-]+/\d+\)", option.help or "")
+
+
+def calls(line: str) -> Iterator[list[str]]:
+    """The calls of ours in a line for a shell, without what the shell does with them."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    found: list[str] = []
+    for word in (*lexer, "|"):
+        if word.startswith("$("):
+            yield from calls(word[2:-1])
+        if not set(word) <= set("|&>"):
+            found.append(word)
+            continue
+        found = found[1:] if found[:1] == ["sudo"] else found
+        if found[:1] in (["llmcache"], ["llmcachefs"]):
+            yield found
+        found = []
+
+
+def examples(command: click.Command) -> Iterator[list[str]]:
+    """The calls in a command's examples."""
+    for text in (command.help, command.epilog):
+        for block in re.findall(r"Examples:\n((?:[ \t]+.*\n?)+)", text or ""):
+            for line in block.splitlines():
+                yield from calls(line)
+
+
+@pytest.mark.parametrize("words", ALL)
+def test_examples_can_be_parsed(words: str) -> None:
+    found = list(examples(ALL[words]))
+    assert found
+    for program, *args in found:
+        command: click.Command = mount_command if program == "llmcachefs" else cli.app
+        context = command.make_context(program, list(args))
+        while isinstance(command, LazyGroup):
+            name, below, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+            assert name is not None and below is not None
+            command, context = below, below.make_context(name, rest, parent=context)
+
+
+def test_the_same_option_is_the_same_everywhere() -> None:
+    short: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+    for words, command in COMMANDS.items():
+        for option in options(command):
+            if option.metavar or not (option.is_flag or isinstance(option.type, click.Choice)):
+                metavar = option.metavar or option.type.name.upper()
+                assert metavar in METAVARS or option.name == "version", f"{words} {option.opts[-1]}: {metavar}"
+            short[option.opts[-1]].add(tuple(name for name in option.opts if not name.startswith("--")))
+    assert {name: found for name, found in short.items() if len(found) > 1} == {}
+    assert short["--output"] == {("-o",)}
+    assert {name for name, found in short.items() if name.startswith("-o")} == {"-o"}, "only what mount(8) calls so"
+
+
+def test_help_of_all_loads_nothing_large() -> None:
+    code = (
+        "import sys, click; from tools.manual.pages import walk; from llmcache.cli import app\n"
+        "for words, command in walk(app, 'llmcache'): command.get_help(click.Context(command, info_name=words))\n"
+        "print(*{name.split('.')[0] for name in sys.modules})"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert not HEAVY & set(result.stdout.split())
+
+
+def test_size_loads_no_arrays() -> None:
+    code = "import sys; from llmcache import cli\ntry: cli.main()\nfinally: print(*{n.split('.')[0] for n in sys.modules})"
+    args = ["size", "--bw", "100", "--loop", "70M"]
+    result = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
+    assert not (HEAVY - {"rich"}) & set(result.stdout.splitlines()[-1].split())
+
+
+# Words of a call, and below which keys constants stand that go by their own names (profiles, hardware, findings).
+DOCUMENTS: list[tuple[str, set[str]]] = [
+    ("size --bw 100 --loop 70M --cache 64M", set()),
+    ("size --device watch", {"bandwidth_detail"}),
+    (f"info {TRACE}", {"extra"}),
+    (f"classify {TRACE}", set()),
+    (f"simulate {TRACE} --policy lru --cache 50% --t 0.1 --mrc", set()),
+    ("config --show", set()),
+    ("doctor", {"facts"}),
+    ("edram sweep", set()),
+    ("edram model", {"model", "workload", "profiles", "systems", "energy_kinds", "rooflines", "lifetimes", "evictors"}),
+]
+
+
+def codes(call: str) -> set[int]:
+    """Exit codes of a call that tells what it should: doctor may find that this machine lacks something."""
+    return {0, EnvironmentProblem.exit_code} if call == "doctor" else {0}
+
+
+@pytest.mark.parametrize(("call", "named"), DOCUMENTS)
+def test_every_key_of_a_document_is_explained(call: str, named: set[str]) -> None:
+    result = CliRunner().invoke(cli.app, [*call.split(), "--json"])
+    assert result.exit_code in codes(call), result.output
+    document = json.loads(result.stdout)
+    called = [
+        word for word in call.split()[:2] if word in {"size", "info", "classify", "simulate", "config", "doctor", "edram"}
+    ]
+    path = "/".join(call.split()[: 2 if called == ["edram"] else 1])
+    text = (ROOT / f"llmcache/cli/{path}.txt").read_text()
+    assert document["schema"] in text
+    for row in document.get("results", []):
+        for part in ("latencies_s", "energies_j"):
+            row.pop(part, None)
+    for name in named:
+        for holder in (document, document.get("provenance", {}), *document.get("findings", [])):
+            if name in holder:
+                holder[name] = None
+    assert sorted(set(keys(document)) - set(re.findall(r"[A-Za-z0-9_]+", text))) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("stats", "/nowhere", "soon"), "INTERVAL: 'soon'"),
+        (("resize", "/nowhere", "much"), "SIZE: 'much'"),
+        (("trace", "1", "-d", "soon"), "--duration: 'soon'"),
+        (("trace", "1", "--mmap-rerefs", "x"), "--mmap-rerefs: 'x'"),
+        (("classify", "x.csv", "--min-bytes", "x"), "--min-bytes: 'x'"),
+        (("simulate", "x.csv", "--t", "x"), "--t: 'x'"),
+        (("edram", "sweep", "--dram-bw", "x"), "--dram-bw: 'x'"),
+        (("size", "--bw", "x", "--loop", "1M"), "--bw: 'x'"),
+    ],
+)
+def test_errors_name_the_field_and_have_a_hint(args: tuple[str, ...], named: str) -> None:
+    command = [sys.executable, "-m", "llmcache", *args]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == UsageError.exit_code
+    first, second = result.stderr.splitlines()
+    assert first.startswith(f"llmcache: error: {named}") and second.startswith("hint: ")
+
+
+@pytest.mark.parametrize("call", ["size --bw 100 --loop 70M", f"classify {TRACE}", "config --show", "edram sweep", "doctor"])
+def test_no_color_is_honoured_by_tables(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    monkeypatch.setenv("NO_COLOR", "1")
+    result = CliRunner().invoke(cli.app, call.split(), color=True)
+    assert result.exit_code in codes(call)
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", result.output)

@@ -1,0 +1,176 @@
+"""Completion as shells ask for it: real bash, and zsh and fish where they are installed; and that it loads nothing large."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
+
+from llmcache.cli import app, names
+from llmcache.cli.mount import command as mount_command
+
+HEAVY = {"numpy", "numba", "pyarrow", "rich", "matplotlib", "torch", "transformers", "mfusepy", "psutil"}
+# what is typed, with the word to complete last: words that are offered, and whether there are no others
+CASES = [
+    (("llmcache", "st"), {"stats"}, True),
+    (("llmcache", "kv", ""), {"bench", "plot", "profile", "plan"}, True),
+    (("llmcache", "trace", "--ti"), {"--tier"}, True),
+    (("llmcache", "trace", "--tier", ""), {"auto", "filemap", "faults"}, False),
+    (("llmcache", "simulate", "x.csv", "--policy", "lru,le"), {"lru,lecar"}, True),
+    (("llmcache", "kv", "bench", "--policy", "ic"), {"icecache"}, True),
+    (("llmcache", "kv", "bench", "--device", ""), {"csd", "file"}, True),
+    (("llmcache", "edram", "sweep", "--system", "Ke"), {"Kelle+eDRAM"}, True),
+    (("llmcache", "reproduce", "a"), {"all"}, True),
+    (("llmcache", "resize", "/nowhere", "nothing"), set(), True),
+    (("llmcachefs", "--mode", ""), {"auto", "steer", "arena"}, True),
+    (("llmcachefs", "--acc"), {"--access-log"}, True),
+]
+BASH = """
+eval "$(llmcache completion bash)"
+ask() {
+    COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
+    "_$1_completion" "$1" 2>/dev/null
+    echo "${COMPREPLY[*]}"
+}
+"""
+ZSH = """
+compdef() { :; }
+compadd() { print -r -- $completions; }
+_describe() { for each in $completions_with_descriptions; do print -r -- ${each%%:*}; done; }
+eval "$(llmcache completion zsh)"
+ask() { words=("$@"); CURRENT=$#; print -r -- $("_$1_completion"); }
+"""
+FISH = """
+llmcache completion fish | source
+function ask; echo (complete -C "$argv" | string replace -r '\\t.*' ''); end
+"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> dict[str, str]:
+    """An environment in which both programs are found, of this source tree."""
+    for program, module in (("llmcache", "llmcache.cli"), ("llmcachefs", "llmcache.cli.mount")):
+        script = tmp_path / program
+        script.write_text(f"#!{sys.executable}\nfrom {module} import main\nmain()\n")
+        script.chmod(0o755)
+    root = Path(__file__).parents[2]
+    return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(root), "HOME": str(tmp_path)}
+
+
+def offered(shell: Sequence[str], prologue: str, programs: dict[str, str]) -> list[set[str]]:
+    """What a shell offers for each of CASES."""
+    lines = [" ".join(["ask", *(f"'{word}'" for word in typed)]) for typed, _, _ in CASES]
+    result = subprocess.run(
+        [*shell, "\n".join([prologue, *lines])], env=programs, capture_output=True, text=True, check=True, timeout=120
+    )
+    told = [set(line.split()) for line in result.stdout.splitlines()]
+    assert len(told) == len(CASES), result.stdout + result.stderr
+    return told
+
+
+def check(told: list[set[str]]) -> None:
+    for (typed, wanted, alone), words in zip(CASES, told, strict=True):
+        assert words == wanted if alone else words > wanted, typed
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash(programs: dict[str, str]) -> None:
+    check(offered(["bash", "--norc", "-c"], BASH, programs))
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize(("word", "wanted"), [("lru,le", "lru,lecar"), ("=", "lru"), ("bela", "belady")])
+def test_bash_breaks_words_at_equals_signs(word: str, wanted: str, programs: dict[str, str]) -> None:
+    typed = ["llmcache", "simulate", "x.csv", "--cache", "=", "50%", "--policy", *(["="] if word != "=" else []), word]
+    script = f"{BASH}\nask {' '.join(typed)}"
+    result = subprocess.run(["bash", "--norc", "-c", script], env=programs, capture_output=True, text=True, check=True)
+    assert wanted in result.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh(programs: dict[str, str]) -> None:
+    check(offered(["zsh", "-f", "-c"], ZSH, programs))
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish(programs: dict[str, str]) -> None:
+    check(offered(["fish", "--no-config", "-c"], FISH, programs))
+
+
+def words(args: Sequence[str], incomplete: str, program: str = "llmcache") -> dict[str, str]:
+    """Value to type of what is offered, in this process."""
+    command = mount_command if program == "llmcachefs" else app
+    return {
+        item.value: item.type for item in ShellComplete(command, {}, program, "X").get_completions(list(args), incomplete)
+    }
+
+
+def test_mount_points_of_running_mounts_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmcache.fs.mountpoint.ours", lambda: ["/mnt/models", "/srv/other"])
+    for command in ("stats", "top", "resize", "warmup", "evict", "umount"):
+        assert words([command], "/mnt") == {"/mnt/models": "plain"}, command
+    assert words(["stats"], "") == {"/mnt/models": "plain", "/srv/other": "plain"}
+    assert words(["stats"], "/home") == {"/home": "dir"}
+
+
+@pytest.mark.parametrize("name", ["a b", "$(reboot)", "a;b", "`id`", "a\nplain,b", "a&", "'", "*"])
+def test_a_mount_point_that_a_shell_would_obey_is_not_offered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmcache.fs.mountpoint.ours", lambda: [f"/tmp/{name}", "/tmp/mnt"])
+    assert words(["umount"], "/tmp/") == {"/tmp/mnt": "plain"}
+
+
+def test_files_and_directories_are_left_to_the_shell() -> None:
+    assert words(["classify"], "run") == {"run": "file"}
+    assert words(["trace", "-o"], "x") == {"x": "file"}
+    assert words(["kv", "profile"], "/var") == {"/var": "dir"}
+    assert words([], "/m", "llmcachefs") == {"/m": "dir"}
+
+
+def test_commands_come_with_what_they_do_and_no_import() -> None:
+    asked = "import os, sys; from llmcache import cli\ntry: cli.main()\nfinally: print(*sys.modules)"
+    environment = {**os.environ, "_LLMCACHE_COMPLETE": "fish_complete", "COMP_WORDS": "llmcache s", "COMP_CWORD": "s"}
+    result = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True)
+    *lines, modules = result.stdout.splitlines()
+    assert "plain,stats\t" + app.table["stats"][1] in lines
+    assert not [name for name in modules.split() if name in HEAVY or name.startswith("llmcache.cli.s")]
+
+
+@pytest.mark.parametrize(("typed", "word"), [(typed[:-1], typed[-1]) for typed, _, _ in CASES] + [(("llmcache", "top"), "")])
+def test_nothing_large_is_loaded_for_a_word(typed: tuple[str, ...], word: str) -> None:
+    module = "llmcache.cli.mount" if typed[0] == "llmcachefs" else "llmcache.cli"
+    code = f"import sys; from {module} import main\ntry: main()\nfinally: print(*sys.modules)"
+    line = {"COMP_WORDS": " ".join([*typed, word]), "COMP_CWORD": str(len(typed))}
+    environment = {**os.environ, f"_{typed[0].upper()}_COMPLETE": "bash_complete", **line}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert not HEAVY & set(result.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_script_is_of_both_programs(shell: str) -> None:
+    made = CliRunner().invoke(app, ["completion", shell])
+    assert made.exit_code == 0
+    assert "_LLMCACHE_COMPLETE" in made.output and "_LLMCACHEFS_COMPLETE" in made.output
+
+
+def test_another_shell_gets_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("_LLMCACHE_COMPLETE", "tcsh_complete")
+    from llmcache.cli import run
+
+    with pytest.raises(SystemExit) as end:
+        run(app, "llmcache", ["stats"])
+    assert end.value.code == 0 and capsys.readouterr().out == ""
+
+
+def test_names_are_those_of_the_tables() -> None:
+    from llmcache.kv.tasks.probes import TASKS
+    from llmcache.trace.capture.tiers import AUTO
+
+    assert set(names.kv_tasks()) == set(TASKS)
+    assert next(iter(names.tiers())) == AUTO

@@ -1,0 +1,154 @@
+"""Heat: every byte of a layer is counted once, as what it is; bounded replies; the lock is held for copies only."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcache.fs.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Group
+from llmcache.fs.heat import CELLS, ROWS_MAX, heat
+from llmcache.fs.layout.anatomy import Anatomy
+from llmcache.fs.layout.tensors import ModelLayout, Tensor
+from llmcache.fs.state import CacheState
+from tests.property.rig import LOOP, running
+from tests.unit.fs_parts import MIB, new_group, new_state
+
+KINDS = {ABSENT: "storage", SPARSE: "storage", LOADING: "window", READY: "window", TOUCHED: "window"}
+KINDS |= {PINNED: "pinned", SINGLE: "pages"}
+HEADER = 4096
+
+
+def model(extents: int, sizes: list[int]) -> tuple[CacheState, Group]:
+    """A looping group of one file, in which a layer of each size follows the header."""
+    state = new_state(64 * MIB)
+    group = new_group(state, "model.gguf", extents, looping=True)
+    tensors, offset = [], HEADER
+    for number, size in enumerate(sizes):
+        tensors.append(Tensor(f"blk.{number}.attn_q.weight", offset, size, "F16"))
+        offset += size
+    assert offset <= group.size_bytes
+    group.members[0].anatomy = Anatomy(ModelLayout("gguf", HEADER, tuple(tensors)))
+    return state, group
+
+
+@given(
+    st.lists(st.integers(1, 5 * MIB), min_size=1, max_size=6),
+    st.lists(st.tuples(st.sampled_from(sorted(KINDS)), st.booleans(), st.integers(0, MIB)), min_size=32, max_size=32),
+)
+def test_every_byte_is_counted_once_as_what_it_is(sizes: list[int], extents: list[tuple[int, bool, int]]) -> None:
+    state, group = model(32, sizes)
+    now_ns = time.monotonic_ns()
+    for number, (kind, seen, charge) in enumerate(extents):
+        group.set_state(number, kind)
+        group.charge[number] = charge
+        group.seen_ns[number] = now_ns if seen else 0
+    (file,) = heat(state, "steer")["files"]
+    first = HEADER
+    for size, layer in zip(sizes, file["layers"][1:], strict=True):
+        expected: Counter[str] = Counter()
+        for number in range(first // MIB, (first + size - 1) // MIB + 1):
+            length = min(first + size, (number + 1) * MIB) - max(first, number * MIB)
+            kind, seen, charge = extents[number]
+            there = charge * length // MIB if kind == SINGLE else 0
+            expected["pages"] += there
+            rest = "streamed" if seen and (kind != SINGLE or not charge) else "cold"
+            name = KINDS[kind] if KINDS[kind] in ("window", "pinned") else rest
+            expected[name] += length - there
+        names = ("pinned", "window", "pages", "streamed", "cold")
+        assert {name: layer[f"{name}_bytes"] for name in names} == {name: expected[name] for name in names}
+        assert sum(layer[f"{name}_bytes"] for name in names) == layer["bytes"] == size
+        touched = range(first // MIB, (first + size - 1) // MIB + 1)
+        assert (layer["age_s"] is None) == (not any(extents[number][1] for number in touched))
+        assert all(len(cells) == CELLS and set(cells) <= set("0123456789") for cells in layer["cells"].values())
+        first += size
+
+
+def test_the_strip_shows_where_things_are() -> None:
+    state, group = model(33, [32 * MIB - HEADER])
+    for extent in range(16):
+        group.set_state(extent, PINNED)
+    group.set_state(20, READY)
+    cells = heat(state, "steer")["files"][0]["layers"][1]["cells"]
+    assert cells["pinned"] == "9" * 8 + "0" * 8
+    assert cells["window"] == "0" * 10 + "5" + "0" * 5
+    assert cells["cold"] == "0" * 8 + "9" * 2 + "5" + "9" * 5
+
+
+def test_what_loops_and_is_no_model_is_one_layer_and_small_files_are_none() -> None:
+    state = new_state(64 * MIB)
+    new_group(state, "loop.bin", 8, looping=True)
+    new_group(state, "once.bin", 8)
+    (file,) = heat(state, "steer")["files"]
+    assert file["path"] == "/loop.bin"
+    assert [(layer["name"], layer["bytes"]) for layer in file["layers"]] == [("", 8 * MIB)]
+
+
+def test_the_reply_is_bounded_however_strange_the_models_are() -> None:
+    state = new_state(64 * MIB)
+    for number in range(20):
+        group = new_group(state, f"{number}" * 200, 600, looping=True)
+        tensors = [Tensor("層" * 300 + str(place), place * MIB, MIB, "F16") for place in range(600)]
+        group.members[0].anatomy = Anatomy(ModelLayout("gguf", 0, tuple(tensors)))
+    found = heat(state, "steer")
+    assert len(json.dumps(found)) < 1 << 20
+    told = sum(len(file["layers"]) for file in found["files"])
+    assert told == ROWS_MAX and found["left_out_files"] == 18
+    assert found["files"][-1]["left_out_layers"] == 0
+
+
+class HeldTimes:
+    """A lock that notes how long it is held, in the processor's time of its thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since = 0
+        self.held_ns = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._since = time.thread_time_ns()
+
+    def __exit__(self, *_error: object) -> None:
+        self.held_ns += time.thread_time_ns() - self._since
+        self._lock.release()
+
+
+def test_of_a_model_of_100_gb_the_lock_is_held_for_a_small_part_of_the_work() -> None:
+    count = 100_000
+    state, group = model(count, [count * MIB // 80 - MIB] * 80)
+    group.seen_ns[:] = type(group.seen_ns)("Q", [time.monotonic_ns()]) * count
+    for extent in range(0, count, 3):
+        group.status[extent] = PINNED
+    state.lock = lock = HeldTimes()  # type: ignore[assignment]
+    began = time.thread_time_ns()
+    found = heat(state, "steer")
+    assert lock.held_ns < (time.thread_time_ns() - began) / 4
+    assert len(found["files"][0]["layers"]) == 81
+
+
+@pytest.mark.parametrize("mode", ["steer", "arena"])
+def test_of_a_running_engine_it_is_what_the_counters_say(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path, mode, monkeypatch) as rig:
+        file = rig.file("loop", LOOP)
+        for _ in range(4):
+            rig.sweep(file)
+        group = rig.engine.state.owners[file.backing][0]
+        deadline = time.monotonic() + 20
+        while group.pinned_bytes < MIB:
+            assert time.monotonic() < deadline, "nothing was pinned"
+            rig.sweep(file)
+        (layer,) = heat(rig.engine.state, mode)["files"][0]["layers"]
+        pinned = group.pinned_bytes
+        assert abs(layer["pinned_bytes"] - pinned) <= 4 * MIB  # it goes on meanwhile
+        assert layer["bytes"] == LOOP and layer["age_s"] < 60
+        waits = rig.engine.stats()["waits"]
+        assert sum(waits["demand"]["counts"]) > 0 and waits["demand"]["sum_s"] > 0
+        prefetch = rig.engine.stats()["prefetch"]
+        assert prefetch["useful_bytes"] + prefetch["late_bytes"] > 0

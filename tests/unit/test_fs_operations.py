@@ -1,0 +1,87 @@
+"""What a file's last close must not take away from a call on its path that runs at the same time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from llmcache.fs.backing import Backing
+from llmcache.fs.caller import NOBODY_ELSE
+from llmcache.fs.operations import LlmcacheOperations
+from llmcache.fs.policy import WritePolicy
+from llmcache.fs.source import SourceTree
+
+
+@pytest.fixture
+def operations(tmp_path: Path) -> LlmcacheOperations:
+    """Operations on a directory with a file that has two names; no engine, no kernel."""
+    (tmp_path / "a.kv").write_bytes(b"x" * 10)
+    os.link(tmp_path / "a.kv", tmp_path / "b.kv")
+    made = LlmcacheOperations(SourceTree(str(tmp_path)), Mock(), WritePolicy(everything=True))
+    made._notifier = Mock()
+    return made
+
+
+CALLS: dict[str, Callable[[LlmcacheOperations], object]] = {
+    "rename": lambda operations: operations.rename("/a.kv", "/c.kv", 0),
+    "chmod": lambda operations: operations.chmod("/a.kv", None, 0o600, NOBODY_ELSE),
+    "utimens": lambda operations: operations.utimens("/a.kv", None, None),
+    "write to another name": lambda operations: operations.truncate("/b.kv", None, 3, NOBODY_ELSE),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_file_that_is_closed_meanwhile(operations: LlmcacheOperations, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor was closed under the call, which failed then with EIO, or looked at another file of that number."""
+    number, _ = operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)
+    record, handles = Backing.record, [number]
+
+    def closing(backing: Backing) -> None:
+        if handles and backing.path in ("/a.kv", "/c.kv"):
+            operations.release(handles.pop())
+        record(backing)
+
+    monkeypatch.setattr(Backing, "record", closing)
+    CALLS[call](operations)
+    assert not handles
+    assert operations._table.acquire("/a.kv") is None and operations._table.acquire("/c.kv") is None
+
+
+@pytest.mark.parametrize("released", ["before", "while", "late", "after"])
+def test_a_deleted_file_is_let_go_with_its_last_release(
+    operations: LlmcacheOperations, released: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libfuse deletes the hidden name only if the last release came after it had hidden the file; space was lost else."""
+    number, _ = operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)
+    fd = operations._files.get(number).backing.fd
+    hidden = "/.fuse_hidden0000000300000001"
+    if released == "before":
+        operations.release(number)
+    if released == "while":
+        monkeypatch.setattr(operations._engine, "removed", lambda _path: operations.release(number))
+    if released == "late":
+        _release_once_hidden(operations, number, monkeypatch)
+    operations.rename("/a.kv", hidden, 0)
+    if released == "after":
+        assert operations.getattr(hidden, None).st_nlink == 1
+        operations.release(number)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    operations.unlink(hidden)
+    assert not operations._hidden and not operations._vanished
+    assert os.listdir(operations._tree.directory) == ["b.kv"]
+
+
+def _release_once_hidden(operations: LlmcacheOperations, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Release a handle at the first moment at which its file is known to be hidden."""
+
+    def setting(backing: Backing, name: str, value: object) -> None:
+        object.__setattr__(backing, name, value)
+        if name == "hidden" and value:
+            operations.release(number)
+
+    monkeypatch.setattr(Backing, "__setattr__", setting)

@@ -1,0 +1,69 @@
+"""Files that tell what a user reads or says are closed to others, whatever the umask and whatever lies at their names."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from llmcache.kv.index.dci import saved
+from llmcache.kv.tiers import tables
+from llmcache.private import create
+from llmcache.trace.capture.journal import Journal
+from llmcache.trace.record import Provenance, TraceWriter
+
+
+def journal(path: Path) -> None:
+    Journal(path, Provenance(tier="faults"), force=False).close()
+
+
+def trace(path: Path) -> None:
+    with TraceWriter(path):
+        pass
+
+
+def indexes(path: Path) -> None:
+    saved.save_indexes(path, {}, {"spill": "x"})
+
+
+def page_tables(path: Path) -> None:
+    tables.write(path, tables.Tables([[(0, 3)]]))
+
+
+@pytest.fixture(autouse=True)
+def open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize("write", [journal, trace, indexes, page_tables])
+def test_what_is_written_is_closed_to_others(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path / "file.kv")
+    (made,) = tmp_path.iterdir()
+    assert stat.S_IMODE(made.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("write", [trace, indexes, page_tables])
+def test_what_lies_at_the_temporary_name_is_not_written_through(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    target = tmp_path / "target"
+    target.write_text("untouched")
+    directory = tmp_path / "shared"
+    directory.mkdir()
+    pid = os.getpid()
+    for name in (f".file.kv.{pid}.tmp", f"new-{pid}-file.kv", f"new-{pid}-tables-file.kv"):
+        (directory / name).symlink_to(target)
+    write(directory / "file.kv")
+    assert target.read_text() == "untouched"
+
+
+def test_a_new_file_is_new(tmp_path: Path) -> None:
+    old = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR, 0o666)
+    new = create(tmp_path / "file")
+    os.write(old, b"who had it open does not see what follows")
+    assert os.fstat(new).st_size == 0 and stat.S_IMODE(os.fstat(new).st_mode) == 0o600
+    for fd in (old, new):
+        os.close(fd)

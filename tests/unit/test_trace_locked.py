@@ -1,0 +1,93 @@
+"""What a mount keeps locked is in no trace of a program that maps it: it is noted beside the rows, and classed with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmcache.cache.classes import LockedLoop, TraceClasses
+from llmcache.cache.classify import classify
+from llmcache.errors import DataError, MountProblem
+from llmcache.fs import control, locked, mountpoint
+from llmcache.report.classification import summary
+from llmcache.trace.capture.locked import Locked
+from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
+from llmcache.trace.record.meta import LOCKED, locked_bytes, locked_extra
+
+BLOCK = 4096
+FILE = TraceFile(0, "/mnt/models/m.gguf", 0x2B, 7, 0, 1000 * BLOCK)
+OTHER = TraceFile(1, "/etc/hosts", 1, 8, 0, BLOCK)
+
+
+def passes(extra: str, shown_blocks: int = 600) -> TraceClasses:
+    """The classes of six passes over the first blocks of FILE, 100 at a time, with what was locked beside them."""
+    first = [block for _ in range(6) for block in range(0, shown_blocks, 100)]
+    times = [number * 10**8 for number in range(len(first))]
+    provenance = Provenance("test", extra={LOCKED: extra} if extra else {})
+    return classify(Trace.build(times, 0, first, 100, MAP, files=[FILE, OTHER], provenance=provenance).batches())
+
+
+def test_the_loop_is_what_was_seen_and_what_was_locked() -> None:
+    found = passes(locked_extra({0: 300 * BLOCK, 1: BLOCK}))
+    assert found.locked == (LockedLoop(FILE.path, 300 * BLOCK),), "what is in no loop is not counted"
+    assert (found.totals.loop_at_once_bytes, found.totals.locked_loop_bytes) == (600 * BLOCK, 300 * BLOCK)
+    assert found.size_command == f"llmcache size --loop {900 * BLOCK / 1e6:.10g}M --hot 0M"
+    assert found.document("t")["locked"] == [{"path": FILE.path, "bytes": 300 * BLOCK}]
+    assert any("1.23 MB of /mnt/models/m.gguf that its mount keeps locked" in line for line in summary(found))
+
+
+@pytest.mark.parametrize(("shown", "hidden"), [(1000, 0), (800, 200), (600, 300)])
+def test_what_was_seen_in_spite_of_it_counts_once(shown: int, hidden: int) -> None:
+    found = passes(locked_extra({0: 300 * BLOCK}), shown)
+    assert sum(each.size_bytes for each in found.locked) == hidden * BLOCK
+
+
+def test_without_locks_nothing_is_added() -> None:
+    assert locked_extra({}) == "" and passes("").locked == ()
+    assert locked_bytes(Provenance("test")) == {}
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"x": 1}', '{"0": []}'])
+def test_damage_is_named(text: str) -> None:
+    with pytest.raises(DataError, match="locked_bytes"):
+        locked_bytes(Provenance("test", extra={LOCKED: text}))
+
+
+def test_the_smaller_of_two_answers_was_locked_all_the_time() -> None:
+    answers = {FILE.path: [500, 300], OTHER.path: [0]}
+    asked = Locked(lambda file: answers[file.path].pop(0))
+    asked.begin([FILE, OTHER])
+    asked.begin([FILE])
+    asked.finish([FILE, OTHER])
+    assert asked.by_file == {0: 300} and "300 B" in asked.remarks[0]
+
+
+def test_a_daemon_that_does_not_answer_is_told_of() -> None:
+    def silent(_file: TraceFile) -> int:
+        raise MountProblem("the daemon does not answer")
+
+    asked = Locked(silent)
+    asked.begin([FILE])
+    asked.finish([FILE])
+    assert asked.by_file == {} and asked.remarks == [f"{FILE.path}: how much of it its mount keeps locked is not known: " + (
+        "the daemon does not answer"
+    )]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("steer", 300), ("arena", 0)])
+def test_the_mount_below_a_file_is_asked(monkeypatch: pytest.MonkeyPatch, mode: str, expected: int) -> None:
+    entry = mountpoint.MountEntry(30, "0:43", "/mnt/models", mountpoint.FSTYPE, "user_id=0")
+    files = [{"path": "/m.gguf", "loops": [{"pinned_bytes": 300}]}, {"path": "/n.gguf", "loops": [{"pinned_bytes": 9}]}]
+    asked: list[Any] = []
+
+    def request(point: str, message: dict[str, Any], **_: object) -> dict[str, Any]:
+        asked.append((point, message))
+        return {"mode": mode, "files": files}
+
+    monkeypatch.setattr(mountpoint, "entries", lambda: [replace(entry, device="0:42", point="/else"), entry])
+    monkeypatch.setattr(control, "request", request)
+    assert locked.locked_bytes(FILE) == expected
+    assert asked == [("/mnt/models", {"op": "stats"})]
+    assert locked.locked_bytes(OTHER) == 0 and len(asked) == 1

@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""Runs fuzz targets for a long time; `tools/fuzz` sets up what it needs and says how it is called.
+
+A round is a few hundred inputs of hypothesis, with a seed of its own, told with every failure: the same seed gives the
+same inputs. An input is on disk before it is tried, so that it is still there if the process dies of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import hashlib
+import importlib
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+# Run as a script, Python looks for modules in tools/ and not in the repository above it.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from llmcache.errors import UsageError, run_cli
+from tests.fuzz.target import Machine, Target
+
+MODULES = (
+    *(f"tests.fuzz.test_{name}" for name in ("gguf", "safetensors", "trace", "spill", "spill_index")),
+    *(f"tests.fuzz.test_{name}" for name in ("spill_operations", "control", "settings")),
+    "tests.mount.test_fsx",
+)
+ROUND = 300
+MACHINE_ROUND = 20
+STEPS = 60
+HANG_S = 30
+
+
+class Hang(AssertionError):
+    """An input takes longer than any may."""
+
+
+def targets() -> dict[str, Target | Machine]:
+    """All targets by name."""
+    modules = [importlib.import_module(name) for name in MODULES]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Target | Machine)]
+    return {target.name: target for target in found}
+
+
+@dataclass
+class Run:
+    """What came of a target: `failure` is the file of the input, and what to call to try it again."""
+
+    name: str
+    inputs: int
+    seconds: float
+    failure: tuple[Path, str] | None = None
+
+
+def written(value: Any) -> bytes:
+    """An input as it is kept in a file."""
+    return value if isinstance(value, bytes) else json.dumps(value).encode()
+
+
+def run_target(target: Target, seconds: float, first_seed: int, out: Path) -> Run:
+    """Tries new inputs for `seconds`, or until one fails; that one is made small and kept in `out`."""
+    began, tried = time.monotonic(), 0
+    current = out / f"fuzz-{target.name}.current"
+    last: list[Any] = []
+
+    def attempt(value: Any) -> None:
+        nonlocal tried
+        tried += 1
+        last[:] = [value]
+        current.write_bytes(written(value))
+        signal.setitimer(signal.ITIMER_REAL, HANG_S)
+        try:
+            target.check(value)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    with target.around():
+        number = first_seed
+        while time.monotonic() - began < seconds:
+            try:
+                seed(number)(_settings(ROUND)(given(target.inputs)(attempt)))()
+            except Exception:  # noqa: BLE001 - whatever a parser raises is what is looked for
+                file = _keep(out, target.name, written(last[0]), traceback.format_exc())
+                again = f"tools/fuzz {target.name} --input {file}"
+                return Run(target.name, tried, time.monotonic() - began, (file, again))
+            number += 1
+    current.unlink(missing_ok=True)
+    return Run(target.name, tried, time.monotonic() - began)
+
+
+def run_machine(machine: Machine, seconds: float, first_seed: int, out: Path) -> Run:
+    """As `run_target`, with sequences of operations; what is kept are the operations, and the seed is the repetition."""
+    began, number = time.monotonic(), first_seed
+    with machine.around():
+        while time.monotonic() - began < seconds:
+            try:
+                seed(number)(machine.operations)
+                run_state_machine_as_test(
+                    machine.operations, settings=settings(_settings(MACHINE_ROUND), stateful_step_count=STEPS)
+                )
+            except Exception:  # noqa: BLE001 - as above
+                told = f"seed {number}\n\n{traceback.format_exc()}"
+                file = _keep(out, machine.name, told.encode(), told)
+                again = f"tools/fuzz {machine.name} --seed {number}"
+                return Run(machine.name, (number - first_seed + 1) * MACHINE_ROUND, time.monotonic() - began, (file, again))
+            number += 1
+    return Run(machine.name, (number - first_seed) * MACHINE_ROUND, time.monotonic() - began)
+
+
+def _settings(examples: int) -> settings:
+    phases = (Phase.generate, Phase.target, Phase.shrink)
+    checks = list(HealthCheck)
+    return settings(
+        max_examples=examples, database=None, deadline=None, suppress_health_check=checks, phases=phases, derandomize=False
+    )
+
+
+def _keep(out: Path, name: str, data: bytes, error: str) -> Path:
+    file = out / f"fuzz-{name}-{hashlib.sha256(data).hexdigest()[:12]}"
+    file.write_bytes(data)
+    print(error, file=sys.stderr)
+    return file
+
+
+def repeat(target: Target | Machine, file: Path) -> None:
+    """Tries the input in `file` once; it raises what it raised before."""
+    if isinstance(target, Machine):
+        raise UsageError(f"--input: {target.name} has operations and no input", "its file tells the --seed")
+    data = file.read_bytes()
+    with target.around():
+        target.check(json.loads(data) if target.is_json else data)
+
+
+def _hang(_number: int, _frame: FrameType | None) -> None:
+    raise Hang(f"more than {HANG_S} s")
+
+
+def fuzz(arguments: argparse.Namespace) -> int:
+    """Exit code of a run: 1 if an input failed."""
+    known = targets()
+    if arguments.list:
+        print("\n".join(known))
+        return 0
+    if unknown := set(arguments.targets) - set(known):
+        raise UsageError(f"TARGET: there is no '{min(unknown)}'", f"one of: {', '.join(known)}")
+    chosen = [known[name] for name in arguments.targets or known]
+    faulthandler.enable()
+    signal.signal(signal.SIGALRM, _hang)
+    if arguments.input is not None:
+        for target in chosen:
+            repeat(target, arguments.input)
+            print(f"{target.name}: {arguments.input} is taken as it must be")
+        return 0
+    runs = []
+    for target in chosen:
+        print(f"{target.name}: {arguments.seconds:g} s", file=sys.stderr)
+        limits = (arguments.seconds, arguments.seed, arguments.out)
+        runs.append(run_machine(target, *limits) if isinstance(target, Machine) else run_target(target, *limits))
+        print(_line(runs[-1]))
+    return int(any(run.failure for run in runs))
+
+
+def _line(run: Run) -> str:
+    told = f"{run.name}: {run.inputs} inputs in {run.seconds:.0f} s"
+    if run.failure is None:
+        return f"{told}, all taken as they must be"
+    file, again = run.failure
+    return f"{told}; FAILED: {file}\n    {again}"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help="default: all")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each target (default: 60)")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the first round (default: the time)")
+    parser.add_argument("--input", type=Path, help="try this file once")
+    parser.add_argument("--out", type=Path, default=Path(), help="where failing inputs are kept (default: here)")
+    parser.add_argument("--list", action="store_true", help="print the names of the targets")
+    return fuzz(parser.parse_args(words))
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

@@ -1,0 +1,1 @@
+"""Manual pages made of the commands' own help and the texts beside them."""
