@@ -62,16 +62,29 @@ static __always_inline bool describe(struct record *record, struct thread *threa
 
 #define TRIES 256
 
-/* Waits out a flush, which takes a fraction of a microsecond. If that was interrupted itself, sends past the slot. */
-static __always_inline bool own(struct slot *slot, struct record *record)
+/* Waits out a flush, which copies a record. False if that was interrupted itself, for as long as an interrupt takes or a
+ * hypervisor has other things to do: then what the owner has to tell goes past the slot (`tell`). */
+static __always_inline bool own(struct slot *slot)
 {
-	if (lock(slot))
-		return true;
 	for (int i = 0; i < TRIES; i++)
 		if (lock(slot))
 			return true;
-	emit(record);
 	return false;
+}
+
+/* Records what an owner saw, in the slot if that is `owned`. What the run there tells came before, and says so. */
+static __always_inline void tell(struct slot *slot, bool owned, struct record *next, u64 shared)
+{
+	if (owned)
+		merge(slot, next, shared);
+	else
+		emit(next);
+}
+
+static __always_inline void disown(struct slot *slot, bool owned)
+{
+	if (owned)
+		unlock(slot);
 }
 
 static __always_inline u64 read_calls_made(struct task_struct *task)
@@ -141,13 +154,13 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 {
 	struct thread *thread = this_thread();
 	struct record next = {};
+	bool owned;
 
 	if (!thread || !describe(&next, thread, inode, first, last, READ))
 		return 0;
 	next.flags = flags;
 	last = next.first + next.count - 1;
-	if (!own(&thread->slot, &next))
-		return 0;
+	owned = own(&thread->slot);
 	thread->fault_mapping = NULL;
 	if (goes_on(thread, &next)) {
 		thread->request_first = next.first;
@@ -155,7 +168,7 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 			next.first = thread->request_next;
 			next.count = last - next.first + 1;
 			next.aux = 0;
-			merge(&thread->slot, &next, 0);
+			tell(&thread->slot, owned, &next, 0);
 		}
 	} else {
 		if (!flags && !follows(thread, &next) && !same_call(thread, &next)) {
@@ -177,11 +190,11 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 			thread->request_call = read_calls_made((void *)bpf_get_current_task());
 			thread->request_in_call = is_call(config.read_calls, current_call());
 		}
-		merge(&thread->slot, &next, 0);
+		tell(&thread->slot, owned, &next, 0);
 	}
 	thread->request_next = last + 1;
 	thread->request_ns = next.t_ns;
-	unlock(&thread->slot);
+	disown(&thread->slot, owned);
 	return 0;
 }
 
@@ -220,6 +233,7 @@ static __always_inline int take_fill(struct folio *folio)
 	struct thread *thread = this_thread();
 	struct record fill = {};
 	struct inode *inode;
+	bool owned;
 	u64 pages;
 
 	if (!thread)
@@ -230,12 +244,11 @@ static __always_inline int take_fill(struct folio *folio)
 		return 0;
 	fill.kind = FILL;
 	fill.aux = 0;
-	if (!own(&thread->slot, &fill))
-		return 0;
-	if (thread->slot.live && thread->slot.run.kind == ACCESS && is_file(&thread->request_file, &fill))
+	owned = own(&thread->slot);
+	if (owned && thread->slot.live && thread->slot.run.kind == ACCESS && is_file(&thread->request_file, &fill))
 		interrupt(thread, &fill);
-	merge(&thread->slot, &fill, 0);
-	unlock(&thread->slot);
+	tell(&thread->slot, owned, &fill, 0);
+	disown(&thread->slot, owned);
 	return 0;
 }
 

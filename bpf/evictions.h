@@ -20,6 +20,7 @@ int BPF_PROG(evicted, struct folio *folio)
 	struct slot *slot = bpf_map_lookup_elem(&evictions, &cpu);
 	struct record next = {};
 	struct file_key file;
+	bool owned;
 
 	name_file(&next, inode);
 	file.dev = next.dev;
@@ -31,10 +32,9 @@ int BPF_PROG(evicted, struct folio *folio)
 	next.count = folio_pages(folio) << config.page_blocks_log2;
 	next.miss = UNKNOWN;
 	next.kind = EVICT;
-	if (!own(slot, &next))
-		return 0;
-	merge(slot, &next, 0);
-	unlock(slot);
+	owned = own(slot);
+	tell(slot, owned, &next, 0);
+	disown(slot, owned);
 	return 0;
 }
 

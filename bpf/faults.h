@@ -27,12 +27,15 @@ static __always_inline bool covers(struct slot *slot, struct record *next)
 static __always_inline void take_mapped(struct thread *thread, struct record *next, bool again)
 {
 	struct record *run = &thread->slot.run;
-	u64 end = run->first + run->count, next_end = next->first + next->count;
+	u64 end, next_end = next->first + next->count;
 
 	next->flags = next->count > 1 << config.page_blocks_log2 ? AROUND : 0;
-	if (!own(&thread->slot, next))
-		return;
 	thread->request_last = 0;
+	if (!own(&thread->slot)) {
+		emit(next);
+		return;
+	}
+	end = run->first + run->count;
 	if (again && covers(&thread->slot, next)) {
 		/* Nothing new. */
 	} else if (thread->slot.live && same_stream(run, next) && run->count == 1 << config.page_blocks_log2 &&

@@ -6,23 +6,23 @@
 
 /* What does not grow for so long has ended: a request through io_uring, whose end nothing tells. */
 #define STALLED_NS 200000000
+/* An event is timed before its slot is locked, so a little may be told later than now that happened before; half of what
+ * user space waits for before it believes that nothing older comes (llmcache/trace/sources/bpf.py). */
+#define UNTOLD_NS 1000000
 
 extern struct task_struct *bpf_task_from_pid(s32 pid) __ksym __weak;
 extern void bpf_task_release(struct task_struct *task) __ksym __weak;
 
 struct flush_result { u32 live, busy; };
-struct flushing { struct flush_result result; u64 now_ns; };
 
 /* Whether the thread is still in the call that made its last request: fills of the rest may come. */
 static __always_inline bool in_request(struct thread *thread, u32 tid, u64 now_ns)
 {
-	struct record *run = &thread->slot.run;
 	struct task_struct *task;
 	bool same_call;
 
-	if (run->kind != ACCESS || run->op != READ || run->first + run->count != thread->request_last + 1 ||
-	    thread->request_first >= thread->request_last ||
-	    (!thread->request_in_call && now_ns - thread->request_ns > STALLED_NS) || !bpf_task_from_pid)
+	if (thread->request_first >= thread->request_last ||
+	    (!thread->request_in_call && now_ns > thread->request_ns + STALLED_NS) || !bpf_task_from_pid)
 		return false;
 	task = bpf_task_from_pid(tid);
 	if (!task)
@@ -32,50 +32,79 @@ static __always_inline bool in_request(struct thread *thread, u32 tid, u64 now_n
 	return same_call;
 }
 
-/* Sends what was read of a request in progress. The rest is yet to be read, later than now. */
-static __always_inline void send_part(struct thread *thread, u64 now_ns)
+static __always_inline void take_all(struct slot *slot, struct record *done)
 {
-	struct record *run = &thread->slot.run;
-	u64 end = run->first + run->count;
-
-	if (thread->request_first > run->first) {
-		run->count = thread->request_first - run->first;
-		emit(run);
-		run->aux = 0;
-		run->first = thread->request_first;
-		run->count = end - run->first;
-	}
-	run->t_ns = now_ns;
+	*done = slot->run;
+	slot->live = 0;
 }
 
-static long flush_thread(void *map, u32 *tid, struct thread *thread, struct flushing *flushing)
+/* Takes what was read of a request in progress; the rest is yet to be read. All, if the run does not end in one. */
+static __always_inline void take_part(struct thread *thread, struct record *done, u64 now_ns)
 {
-	flushing->result.live++;
+	struct record *run = &thread->slot.run;
+	/* Read once: an owner that waits no longer goes on to its next request. */
+	u64 first = *(volatile u64 *)&thread->request_first, end = run->first + run->count;
+	u64 told_ns = *(volatile u64 *)&thread->request_ns;
+
+	if (run->kind != ACCESS || run->op != READ || end != thread->request_last + 1 || first >= end) {
+		take_all(&thread->slot, done);
+		return;
+	}
+	if (first > run->first) {
+		*done = *run;
+		done->count = first - run->first;
+		run->aux = 0;
+		run->first = first;
+		run->count = end - first;
+	}
+	run->t_ns = told_ns > now_ns - UNTOLD_NS ? told_ns : now_ns - UNTOLD_NS;
+}
+
+/* Sends what was taken, after the slot is unlocked: an owner waits while a record is copied, not for the ring. */
+static __always_inline void send_taken(struct record *done)
+{
+	if (done->count)
+		emit(done);
+}
+
+static long flush_thread(void *map, u32 *tid, struct thread *thread, struct flush_result *result)
+{
+	struct record done = {};
+	u64 now_ns = bpf_ktime_get_ns();
+	bool requesting;
+
+	result->live++;
 	if (!thread->slot.live)
 		return 0;
+	requesting = in_request(thread, *tid, now_ns);
 	if (!lock(&thread->slot)) {
-		flushing->result.busy++;
+		result->busy++;
 		return 0;
 	}
 	owe_fault(thread);
-	if (in_request(thread, *tid, flushing->now_ns))
-		send_part(thread, flushing->now_ns);
-	else
-		send(&thread->slot);
+	if (thread->slot.live && requesting)
+		take_part(thread, &done, now_ns);
+	else if (thread->slot.live)
+		take_all(&thread->slot, &done);
 	unlock(&thread->slot);
+	send_taken(&done);
 	return 0;
 }
 
-static long flush_cpu(void *map, u32 *cpu, struct slot *slot, struct flushing *flushing)
+static long flush_cpu(void *map, u32 *cpu, struct slot *slot, struct flush_result *result)
 {
+	struct record done = {};
+
 	if (!slot->live)
 		return 0;
 	if (!lock(slot)) {
-		flushing->result.busy++;
+		result->busy++;
 		return 0;
 	}
-	send(slot);
+	if (slot->live)
+		take_all(slot, &done);
 	unlock(slot);
+	send_taken(&done);
 	return 0;
 }
 
@@ -83,12 +112,11 @@ static long flush_cpu(void *map, u32 *cpu, struct slot *slot, struct flushing *f
 SEC("syscall")
 int flush(struct flush_result *result)
 {
-	struct flushing flushing = { .now_ns = bpf_ktime_get_ns() };
+	struct flush_result counts = {};
 
-	bpf_for_each_map_elem(&threads, flush_thread, &flushing, 0);
-	bpf_for_each_map_elem(&evictions, flush_cpu, &flushing, 0);
-	result->live = flushing.result.live;
-	result->busy = flushing.result.busy;
+	bpf_for_each_map_elem(&threads, flush_thread, &counts, 0);
+	bpf_for_each_map_elem(&evictions, flush_cpu, &counts, 0);
+	*result = counts;
 	return 0;
 }
 

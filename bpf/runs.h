@@ -2,7 +2,8 @@
  *
  * A slot holds the run that is still growing. Its owner is the only writer, except that user space has old runs sent
  * by the `flush` program from another CPU; `lock` keeps the two apart. The flush skips a busy slot and is called again; an
- * owner that finds its slot being flushed tries again for some microseconds and then sends its record past it.
+ * owner that finds its slot being flushed tries again for some microseconds and then sends its record past it. What an
+ * owner knows of its requests is written by nobody else, locked or not; the flush only reads it.
  *
  * Order: whoever sorts the records by time gets the order in which one thread did things. Therefore a fill ends the run of
  * accesses before it, the part of a request that comes after a fill is counted after it, and a page that faults is

@@ -39,13 +39,15 @@ static __always_inline int take_bytes(struct inode *inode, s64 start, s64 size, 
 {
 	struct thread *thread = this_thread();
 	struct record next = {};
+	bool owned;
 
-	if (!thread || !describe_bytes(&next, thread, inode, start, size, op) || !own(&thread->slot, &next))
+	if (!thread || !describe_bytes(&next, thread, inode, start, size, op))
 		return 0;
+	owned = own(&thread->slot);
 	thread->request_last = 0;
 	thread->fault_mapping = NULL;
-	merge(&thread->slot, &next, start & 4095 ? 1 : 0);
-	unlock(&thread->slot);
+	tell(&thread->slot, owned, &next, start & 4095 ? 1 : 0);
+	disown(&thread->slot, owned);
 	return 0;
 }
 
@@ -112,6 +114,7 @@ static __always_inline int take_dirty(struct folio *folio, bool record_stores)
 	struct thread *thread = this_thread();
 	struct record next = {};
 	u64 first = folio->index;
+	bool owned;
 
 	if (!thread || !describe(&next, thread, folio->mapping->host, first, first + folio_pages(folio) - 1, WRITE))
 		return 0;
@@ -123,10 +126,11 @@ static __always_inline int take_dirty(struct folio *folio, bool record_stores)
 		}
 		return 0;
 	}
-	if (!record_stores || !own(&thread->slot, &next))
+	if (!record_stores)
 		return 0;
-	merge(&thread->slot, &next, 0);
-	unlock(&thread->slot);
+	owned = own(&thread->slot);
+	tell(&thread->slot, owned, &next, 0);
+	disown(&thread->slot, owned);
 	return 0;
 }
 

@@ -25,7 +25,7 @@ TOUCHED = [3 + 40 * i for i in range(23)]
 _KINDS = ("access", "fill", "evict", "block request", "sampled")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recording:
     """What was recorded of one file."""
 
@@ -54,7 +54,7 @@ class Recording:
         """Requests that the accesses stand for."""
         return int(self.accesses["aux"].sum())
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Returns the records, one a line, for a failed assertion."""
         return "\n".join(f"{_KINDS[row['kind']]} {row}" for row in self.records)
 
@@ -97,14 +97,14 @@ def warm(path: Path) -> None:
             pass
 
 
-def drained(source: Source, process: subprocess.Popen[Any], lazy: bool = False) -> Records:
+def drained(source: Source, process: subprocess.Popen[Any], lazy: bool = False, pause: float = POLL_S) -> Records:
     """Everything that `source` records until the processes end; `lazy` leaves it in the ring until then."""
     records = []
     deadline = time.monotonic() + 60
     while (process.poll() is None or source.alive()) and time.monotonic() < deadline:
         if not lazy or process.poll() is not None:
             records.append(source.drain())
-        time.sleep(POLL_S)
+        time.sleep(pause)
     source.stop()
     records.append(source.drain())
     return np.concatenate(records)
@@ -114,7 +114,9 @@ def drained(source: Source, process: subprocess.Popen[Any], lazy: bool = False) 
 def record(paths: Path, file: Path) -> Callable[..., Recording]:
     """Returns a function that records paths.c doing something to the file in one way."""
 
-    def go(way: str, kind: type[Source] = FilemapSource, lazy: bool = False, **wish: Any) -> Recording:
+    def go(
+        way: str, kind: type[Source] = FilemapSource, lazy: bool = False, pause: float = POLL_S, **wish: Any
+    ) -> Recording:
         command = [str(paths), str(file), way]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             source = kind()
@@ -123,7 +125,7 @@ def record(paths: Path, file: Path) -> Callable[..., Recording]:
                 assert process.stdin is not None
                 process.stdin.write("\n")
                 process.stdin.close()
-                records = drained(source, process, lazy)
+                records = drained(source, process, lazy, pause)
             finally:
                 source.stop()
                 process.kill()

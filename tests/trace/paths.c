@@ -249,6 +249,14 @@ static void unaligned(void)
 		need(pread(fd, buffer, 10000, at) == 10000, "pread");
 }
 
+/* The whole file in requests that share their first and last blocks with their neighbours. */
+static void unaligned_passes(void)
+{
+	for (int pass = 0; pass < 50; pass++)
+		for (off_t at = 0; at + 10000 <= SIZE; at += 10000)
+			need(pread(fd, buffer, 10000, at) == 10000, "pread");
+}
+
 static void do_it(const char *way)
 {
 	static const struct { const char *name; void (*one)(int); } simple[] = {
@@ -291,6 +299,8 @@ static void do_it(const char *way)
 		scan();
 	else if (!strcmp(way, "unaligned"))
 		unaligned();
+	else if (!strcmp(way, "unaligned passes"))
+		unaligned_passes();
 	else if (!strcmp(way, "sequential"))
 		sequentially();
 	else
