@@ -188,7 +188,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--input", type=Path, help="try this file once")
     parser.add_argument("--out", type=Path, default=Path(), help="where failing inputs are kept (default: here)")
     parser.add_argument("--list", action="store_true", help="print the names of the targets")
-    return fuzz(parser.parse_args(words))
+    arguments = parser.parse_args(words)
+    # As Ctrl-C: mounts are taken down then too. Any other exception hypothesis takes for what an input did.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return fuzz(arguments)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,24 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from llmcache.errors import UsageError
 from tests.fuzz.target import Machine, Target
 from tools import fuzzing
+
+ROOT = Path(__file__).resolve().parents[2]
+# A target that has something to take down, as the mounts of fsx-steer.
+ENDLESS = """
+import contextlib, sys
+from hypothesis import strategies as st
+from llmcache.errors import run_cli
+from tests.fuzz.target import Target
+from tools import fuzzing
+@contextlib.contextmanager
+def closing():
+    with contextlib.ExitStack() as stack:
+        stack.callback(print, "down", flush=True)
+        print("up", flush=True)
+        yield
+fuzzing.targets = lambda: {"endless": Target("endless", st.binary(), lambda data: None, closing)}
+sys.exit(run_cli(lambda: fuzzing.main(["endless", "--out", sys.argv[1]])))
+"""
 
 
 def refuse_long(data: bytes) -> None:
@@ -65,3 +86,13 @@ def test_names_of_targets(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"gguf", "safetensors", "parquet", "recording", "spill", "control-lines", "spill-operations"} <= set(names)
     with pytest.raises(UsageError, match="no 'nonsense'"):
         fuzzing.main(["nonsense"])
+
+
+def test_a_run_that_is_ended_takes_down_what_it_put_up(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDLESS, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=60)[0] == "down\n"
+    assert process.returncode == 0
