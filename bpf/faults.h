@@ -94,6 +94,32 @@ static __always_inline int take_fault(struct address_space *mapping, u64 page)
 	return 0;
 }
 
+/* Changes whenever the process maps or unmaps something; 0 if the kernel does not tell (before 6.13). */
+static __always_inline u32 mappings_seq(void)
+{
+	struct task_struct *task = (void *)bpf_get_current_task();
+
+	if (bpf_core_field_exists(((struct mm_struct *)0)->mm_lock_seq.sequence))
+		return BPF_CORE_READ(task, mm, mm_lock_seq.sequence) | 1;
+	return 0;
+}
+
+/* Whether a fault maps around itself what the thread's last one did. The kernel leaves out pages that it is about to take
+ * back, or looks at (DAMON, compaction), and tells of the whole window again when one of them is touched after all. What
+ * was unmapped in between without a word, by MADV_DONTNEED, is not told apart from that. */
+static __always_inline bool mapped_before(struct thread *thread, struct address_space *mapping, u64 first, u64 last)
+{
+	u32 seq = mappings_seq();
+	bool same = seq && seq == thread->around_seq && mapping == thread->around_mapping && first == thread->around_first &&
+		    last == thread->around_last;
+
+	thread->around_mapping = mapping;
+	thread->around_first = first;
+	thread->around_last = last;
+	thread->around_seq = seq;
+	return same;
+}
+
 static __always_inline int take_around(struct address_space *mapping, u64 first, u64 last)
 {
 	struct thread *thread = this_thread();
@@ -102,6 +128,11 @@ static __always_inline int take_around(struct address_space *mapping, u64 first,
 
 	if (!thread)
 		return 0;
+	if (mapped_before(thread, mapping, first, last)) {
+		thread->fault_told = thread->sees_starts;
+		thread->fault_mapping = NULL;
+		return 0;
+	}
 	/* Not the folio at the very end of the file. */
 	limit = pages_of(mapping->host) - 1;
 	widen(mapping, last, limit, &begin, &end);

@@ -37,7 +37,8 @@ struct kiocb { struct file *ki_filp; s64 ki_pos; };
 struct iov_iter { bool data_source; unsigned long count; };
 struct vm_area_struct { unsigned long vm_start, vm_pgoff; struct file *vm_file; };
 struct percpu_counter { s64 count; };
-struct mm_struct { struct percpu_counter rss_stat[4]; void *pgd; };
+struct seqcount { unsigned int sequence; };
+struct mm_struct { struct percpu_counter rss_stat[4]; void *pgd; struct seqcount mm_lock_seq; };
 struct vm_fault { struct vm_area_struct *vma; unsigned long pgoff; };
 
 struct upid { int nr; };

@@ -18,6 +18,9 @@ struct thread {
 	struct address_space *fault_mapping;	/* of the last fault, until its page is mapped; */
 	struct record fault;			/* that page, */
 	u64 fault_end;				/* and the end of its file, in pages */
+	struct address_space *around_mapping;	/* of the pages that were mapped around a fault last, */
+	u64 around_first, around_last;		/* those pages, */
+	u32 around_seq;				/* and mappings_seq() then */
 	u32 fault_owed;				/* it was taken out of the run, to be counted when it is mapped */
 	u32 fault_told;				/* the last fault was counted */
 	u32 sees_starts;			/* `touched` tells when a fault begins */

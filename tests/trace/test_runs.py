@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import EnvironmentProblem
-from llmcache.trace.record import HIT, MISS
+from llmcache.trace.record import BLOCK_BYTES, HIT, MISS
 from llmcache.trace.sources.base import FILL, Wish
 from llmcache.trace.sources.bpf import FilemapSource
 from tests.trace.conftest import BLOCKS, TOUCHED, Recording, drained, drop, warm
@@ -45,6 +45,15 @@ def test_every_page_of_a_mapping_counts_once_a_pass(folios: str, record: Record,
     assert found.blocks() == 3 * list(range(BLOCKS)), found
     assert set(found.accesses["miss"]) == {HIT}
     assert found.lost == 0
+
+
+def test_a_page_that_the_kernel_left_out_does_not_count_its_neighbours_again(record: Record, file: Path) -> None:
+    warm(file)
+    with file.open("rb") as handle:
+        os.posix_fadvise(handle.fileno(), 675 * BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
+    found = record("scan")
+    assert found.blocks() == 3 * list(range(BLOCKS)), found
+    assert found.blocks(FILL) == found.blocks(miss=MISS) == [675], found
 
 
 def test_nothing_is_merged_without_coalescing(record: Record, file: Path) -> None:
