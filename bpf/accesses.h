@@ -177,16 +177,16 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 			next.count += next.first - asked;
 			next.first = asked;
 		}
+		thread->request_first = next.first;
 		/* Unaligned requests one after the other share a block, which counts once. */
 		if (config.max_blocks && next.count > 1 && next.first == thread->request_last &&
 		    is_file(&thread->request_file, &next)) {
 			next.first++;
 			next.count--;
 		}
-		thread->request_first = next.first;
 		thread->request_last = last;
 		thread->request_file = thread->file;
-		if (next.first < last) {
+		if (thread->request_first < last) {
 			thread->request_call = read_calls_made((void *)bpf_get_current_task());
 			thread->request_in_call = is_call(config.read_calls, current_call());
 		}

@@ -47,10 +47,15 @@ def test_every_page_of_a_mapping_counts_once_a_pass(folios: str, record: Record,
     assert found.lost == 0
 
 
+def drop_block(file: Path, block: int) -> None:
+    """Takes one block out of the page cache, of which the others are small folios."""
+    with file.open("rb") as handle:
+        os.posix_fadvise(handle.fileno(), block * BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
+
+
 def test_a_page_that_the_kernel_left_out_does_not_count_its_neighbours_again(record: Record, file: Path) -> None:
     warm(file)
-    with file.open("rb") as handle:
-        os.posix_fadvise(handle.fileno(), 675 * BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
+    drop_block(file, 675)
     found = record("scan")
     assert found.blocks() == 3 * list(range(BLOCKS)), found
     assert found.blocks(FILL) == found.blocks(miss=MISS) == [675], found
@@ -79,6 +84,18 @@ def test_draining_all_the_time_changes_nothing(way: str, passes: int, blocks: in
     found = record(way, pause=0)
     assert found.blocks() == passes * list(range(blocks)), found
     assert found.lost == 0
+
+
+@pytest.mark.parametrize("missing", [0, 26, 27, 28, 29, 30, 97])
+def test_one_block_to_be_read_from_storage_does_not_count_its_request_again(
+    missing: int, record: Record, file: Path
+) -> None:
+    warm(file)
+    drop_block(file, missing)
+    found = record("unaligned")
+    assert found.blocks() == list(range(-(-400_000 // 4096))), found
+    assert found.requests == 40
+    assert found.blocks(FILL) == found.blocks(miss=MISS) == [missing], found
 
 
 def test_a_file_read_to_its_end_gives_exactly_its_blocks(file: Path) -> None:
