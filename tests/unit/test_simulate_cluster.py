@@ -167,7 +167,7 @@ def test_nothing_but_a_cluster_imports_distributed(traces: list[str]) -> None:
 
     code = "import sys; from llmcache import cli\ntry: cli.main()\nfinally: print('distributed' in sys.modules)"
     command = [sys.executable, "-c", code, "simulate", traces[1], "--policy", "lru"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "False"
 
 
