@@ -100,6 +100,11 @@ def test_storage_that_hardly_answers_is_no_bandwidth() -> None:
         bandwidth._sustained([(15.0, MB)])
 
 
+def test_one_read_that_hangs_does_not_hide_the_others() -> None:
+    read, seconds, rate = bandwidth._sustained([*((0.01 * number, MB) for number in range(1, 101)), (9.0, MB)])
+    assert (read, seconds) == (100 * MB, 9.0 - 0.01) and rate > 0
+
+
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
 def test_what_cannot_be_written_is_explained(on_disk: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     refusing(monkeypatch, code)
