@@ -130,12 +130,10 @@ def test_the_interpreter_runs_while_scores_are_computed() -> None:
     loops, during, ended = 0, [0], threading.Event()
 
     def compute() -> None:
-        for _ in range(200):  # until the processor is not taken away from the other thread for as long as one takes
+        while len(during) < 200 and (len(during) < 8 or np.median(during) <= 20):  # either thread may pause in some of them
             before = loops
             score(queries, keys, threads=1)
             during.append(loops - before)
-            if during[-1] > 20:
-                break
         ended.set()
 
     worker = threading.Thread(target=compute)
@@ -144,7 +142,7 @@ def test_the_interpreter_runs_while_scores_are_computed() -> None:
         loops += 1
         ended.wait(0.0001)
     worker.join()
-    assert max(during) > 20
+    assert np.median(during) > 20
 
 
 def test_an_error_in_a_thread_is_raised() -> None:
