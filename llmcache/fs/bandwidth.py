@@ -190,6 +190,8 @@ def _sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:
     last_s = completed[-1][0]
     counted = [item for item in completed if item[0] >= SETTLING_SHARE * last_s]
     if counted[0][0] == last_s:
+        counted = completed  # the last one hung for most of the time: what was before it is all there is
+    if counted[0][0] == last_s:
         raise EnvironmentProblem(f"--measure: fewer than two reads of 1 MiB in {last_s:.0f} s", "give --bw instead")
     times = [time_s for time_s, _ in counted]
     done = list(itertools.accumulate(size for _, size in counted))

@@ -174,7 +174,7 @@ def is_locked(found: Files) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: another who looks at the same moment is no daemon
     except BlockingIOError:
         return True
     finally:

@@ -24,8 +24,8 @@ from llmcache.fs.pressure import PressureGauge
 
 PAGE = 4096
 READ_AHEAD_PAGES = 32
-PATIENCE_S = 15.0  # for a locked page
-SETTLE_S = 6.0
+PATIENCE_S = 120.0  # for a locked page
+SETTLE_S = 120.0
 HELPER_PID = 4242
 READER_PID = 77
 

@@ -66,6 +66,14 @@ class Rig:
         owner = self.engine.state.owners.get(file.backing)
         return owner is not None and owner[1].node is not None
 
+    def until_pinned(self, file: File) -> None:
+        """Passes over a loop until something of it is pinned: a pin that found no time waits for the next pass."""
+        wait_until(lambda: self._swept(file) and self.engine.state.pinned_bytes() > 0, "something is pinned")
+
+    def _swept(self, file: File) -> bool:
+        self.sweep(file)
+        return True
+
     def bound_holds(self) -> None:
         """The engine never believes that the kernel holds less than it does."""
         with self.engine.state.lock, self.kernel.lock:
@@ -125,7 +133,7 @@ def in_threads(*jobs: Callable[[], None]) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(90)
+            thread.join(240)
             assert not thread.is_alive(), "deadlock: a thread does not end"
     finally:
         sys.setswitchinterval(interval)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -362,7 +365,23 @@ def spans(settings: HillInferSettings, case: Case, path: Path) -> Timeline:
     return timeline
 
 
-def test_host_and_ssd_score_at_the_same_time(tmp_path: Path) -> None:
+def test_host_and_ssd_score_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits, once it has begun, for the other to begin: one after the other, they would wait in vain."""
+    both = threading.Barrier(2, timeout=60)
+
+    def meeting(real: Callable[..., Any]) -> Callable[..., Any]:
+        first = [True]
+
+        def scored(*arguments: Any) -> Any:
+            if first:
+                first.clear()
+                both.wait()
+            return real(*arguments)
+
+        return scored
+
+    for name in ("score_cpu", "score_ssd"):
+        monkeypatch.setattr(KvStore, name, meeting(getattr(KvStore, name)))
     timeline = spans(HillInferSettings(alpha=0.5), Case(context=3000, pool=80), tmp_path)
     host, far = ([span for span in timeline.spans if span.resource == resource] for resource in (CPU, LINK))
     assert {span.stage for span in timeline.spans} == {EVALUATE}

@@ -21,6 +21,8 @@ from llmcache.kv.spill.shape import Bytes
 from tests.unit.kv_parts import append, flip, ids, restored
 
 SECTOR = 512
+# In place of what the profile suppresses, which goes with it.
+SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 SHAPE = KvShape("tiny", layers=2, kv_heads=1, head_dim=4, page_tokens=4)
 ONE_LAYER = KvShape("tiny", layers=1, kv_heads=1, head_dim=2, page_tokens=2)
 State = dict[int, tuple[int, ...]]
@@ -151,7 +153,7 @@ class Model:
 
 
 @given(OPERATIONS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=SUPPRESSED)
 def test_it_is_a_dictionary(tmp_path: Path, operations: list[tuple[str, int, int]]) -> None:
     path = tmp_path / "a.kv"
     path.unlink(missing_ok=True)
@@ -165,7 +167,7 @@ def test_it_is_a_dictionary(tmp_path: Path, operations: list[tuple[str, int, int
 
 
 @given(OPERATIONS, st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=SUPPRESSED)
 def test_a_crash_of_the_machine_leaves_a_beginning(
     tmp_path: Path, operations: list[tuple[str, int, int]], chance: random.Random
 ) -> None:

@@ -18,6 +18,8 @@ from llmcache.trace.record import WRITE, TraceReader
 from tests.unit.simulation_parts import Row, loop, plain_lru, rows, saved, trace_of
 
 BLOCK = 4096
+# In place of what the profile suppresses, which goes with it.
+SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 @settings(deadline=None)
@@ -41,7 +43,7 @@ def test_lru_rows_are_those_of_a_plain_lru(made: list[Row], capacity: int, odd_b
         assert row.byte_hit_ratio is None
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+@settings(deadline=None, suppress_health_check=SUPPRESSED, max_examples=25)
 @given(made=rows(most=120), batch=st.integers(1, 50))
 def test_batches_and_groups_of_cells_change_nothing(
     made: list[Row], batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

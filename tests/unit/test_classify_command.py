@@ -22,7 +22,7 @@ LAYER_BYTES = 100 * BLOCK
 def classify(*args: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "llmcache", "classify", *map(str, args)]
     environment = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
 def document(*args: str | Path) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def test_table(model: Path, tmp_path: Path) -> None:
 def test_the_command_it_suggests_works(model: Path, tmp_path: Path) -> None:
     suggested = document(recorded(model, tmp_path))["size_command"].split()[1:]
     command = [sys.executable, "-m", "llmcache", *suggested, "--bw", "100"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 def llmcache(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "llmcache", "doctor", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def made_up(root: Path, available: int, cgroup: str = "0::/", psi: bool = True) -> Path:

@@ -14,7 +14,7 @@ import pytest
 
 from llmcache.errors import MountProblem, UsageError
 from llmcache.fs import endpoint
-from llmcache.fs.endpoint import CONNECTIONS, MetricsEndpoint, parse_address
+from llmcache.fs.endpoint import CONNECTIONS, REQUEST_BYTES, MetricsEndpoint, parse_address
 from llmcache.fs.openmetrics import CONTENT_TYPE
 from tests.mount.live import wait_for
 
@@ -23,15 +23,24 @@ Answer = tuple[int, dict[str, str], bytes]
 
 def get(address: str, path: str = "/metrics", method: str = "GET") -> Answer:
     host, _, port = address.rpartition(":")
-    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=20)
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=120)
     connection.request(method, path)
     reply = connection.getresponse()
     return reply.status, dict(reply.getheaders()), reply.read()
 
 
+def status_of(address: str, path: str = "/metrics") -> int | None:
+    """The status of a GET; None if the deadline of a slow moment has cut it off."""
+    try:
+        return get(address, path)[0]
+    except (OSError, http.client.HTTPException):
+        return None
+
+
 @pytest.fixture
-def serve() -> Iterator[Callable[..., str]]:
-    """A function that serves a text and returns the address."""
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """A function that serves a text and returns the address; its deadline is one that only a hang meets."""
+    monkeypatch.setattr(endpoint, "DEADLINE_S", 120.0)
     made: list[MetricsEndpoint] = []
 
     def begin(text: Callable[[], str], where: str = "127.0.0.1:0") -> str:
@@ -46,7 +55,7 @@ def serve() -> Iterator[Callable[..., str]]:
 
 def dial(address: str, sends: bytes = b"") -> socket.socket:
     host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection = socket.create_connection((host, int(port)), timeout=120)
     connection.sendall(sends)
     return connection
 
@@ -127,8 +136,7 @@ def test_a_port_in_use_is_told_at_once() -> None:
     MetricsEndpoint(first.address).close()  # free again, at once
 
 
-def test_hanging_scrapers_leave_no_room(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "DEADLINE_S", 120.0)
+def test_hanging_scrapers_leave_no_room(serve: Callable[..., str]) -> None:
     address = serve(lambda: "text")
     with ExitStack() as stack:
         for _ in range(CONNECTIONS):
@@ -156,22 +164,22 @@ def test_hanging_scrapers_leave_room_by_the_deadline(serve: Callable[..., str], 
         hanging = [stack.enter_context(dial(address, b"GET /met")) for _ in range(CONNECTIONS)]
         for connection in hanging:
             assert connection.recv(100) == b""  # closed by the deadline
-        wait_for(lambda: get(address)[0] == 200, "their places are free")
+        wait_for(lambda: status_of(address) == 200, "their places are free")
 
 
 def test_a_scraper_that_sends_byte_by_byte_does_not_stay(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "DEADLINE_S", 0.5)
-    with dial(serve(lambda: "text")) as connection, pytest.raises(OSError):
-        for _ in range(1000):  # ten seconds, twenty deadlines
+    with dial(serve(lambda: "text")) as connection, pytest.raises(ConnectionError):
+        for _ in range(REQUEST_BYTES):  # 80 seconds, 160 deadlines
             connection.sendall(b"G")
             time.sleep(0.01)
 
 
 def test_a_request_has_a_bounded_length(serve: Callable[..., str]) -> None:
-    with dial(serve(lambda: "text")) as connection, pytest.raises(OSError):
-        for _ in range(1000):
+    with dial(serve(lambda: "text")) as connection, pytest.raises(ConnectionError):
+        for _ in range(6000):
             connection.sendall(b"x" * 4096)
-            time.sleep(0.001)
+            time.sleep(0.01)  # a minute in all, half the deadline
 
 
 def test_a_scraper_that_does_not_read_does_not_stay(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +188,7 @@ def test_a_scraper_that_does_not_read_does_not_stay(serve: Callable[..., str], m
     with ExitStack() as stack:
         for _ in range(CONNECTIONS):
             stack.enter_context(dial(address, b"GET /metrics HTTP/1.1\r\n\r\n"))
-        wait_for(lambda: get(address, "/")[0] == 404, "a place becomes free")
+        wait_for(lambda: status_of(address, "/") == 404, "a place becomes free")
 
 
 def test_the_engine_is_asked_seldom_however_often_it_is_scraped(
@@ -200,7 +208,7 @@ def test_closing_ends_the_thread() -> None:
     (thread,) = set(threading.enumerate()) - before
     assert get(served.address)[0] == 200
     served.close()
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()
     with pytest.raises(ConnectionRefusedError):
         dial(served.address)

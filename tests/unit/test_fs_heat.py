@@ -17,7 +17,7 @@ from llmcache.fs.heat import CELLS, ROWS_MAX, heat
 from llmcache.fs.layout.anatomy import Anatomy
 from llmcache.fs.layout.tensors import ModelLayout, Tensor
 from llmcache.fs.state import CacheState
-from tests.property.rig import LOOP, running
+from tests.property.rig import LOOP, Rig, running
 from tests.unit.fs_parts import MIB, new_group, new_state
 
 KINDS = {ABSENT: "storage", SPARSE: "storage", LOADING: "window", READY: "window", TOUCHED: "window"}
@@ -126,11 +126,14 @@ def test_of_a_model_of_100_gb_the_lock_is_held_for_a_small_part_of_the_work() ->
     group.seen_ns[:] = type(group.seen_ns)("Q", [time.monotonic_ns()]) * count
     for extent in range(0, count, 3):
         group.status[extent] = PINNED
-    state.lock = lock = HeldTimes()  # type: ignore[assignment]
-    began = time.thread_time_ns()
-    found = heat(state, "steer")
-    assert lock.held_ns < (time.thread_time_ns() - began) / 4
-    assert len(found["files"][0]["layers"]) == 81
+    shares = []
+    for _ in range(5):  # a processor that is taken away meanwhile may count as used
+        state.lock = lock = HeldTimes()  # type: ignore[assignment]
+        began = time.thread_time_ns()
+        found = heat(state, "steer")
+        shares.append(lock.held_ns / (time.thread_time_ns() - began))
+        assert len(found["files"][0]["layers"]) == 81
+    assert min(shares) < 1 / 4
 
 
 @pytest.mark.parametrize("mode", ["steer", "arena"])
@@ -140,15 +143,20 @@ def test_of_a_running_engine_it_is_what_the_counters_say(mode: str, tmp_path: Pa
         for _ in range(4):
             rig.sweep(file)
         group = rig.engine.state.owners[file.backing][0]
-        deadline = time.monotonic() + 20
-        while group.pinned_bytes < MIB:
-            assert time.monotonic() < deadline, "nothing was pinned"
+        deadline = time.monotonic() + 120
+        while group.pinned_bytes < MIB or not fetched_ahead(rig):
+            assert time.monotonic() < deadline, "nothing was pinned, or fetched ahead"
             rig.sweep(file)
+        before = group.pinned_bytes
         (layer,) = heat(rig.engine.state, mode)["files"][0]["layers"]
-        pinned = group.pinned_bytes
-        assert abs(layer["pinned_bytes"] - pinned) <= 4 * MIB  # it goes on meanwhile
-        assert layer["bytes"] == LOOP and layer["age_s"] < 60
+        after = group.pinned_bytes
+        least, most = sorted((before, after))  # it goes on meanwhile
+        assert least - 4 * MIB <= layer["pinned_bytes"] <= most + 4 * MIB
+        assert layer["bytes"] == LOOP and layer["age_s"] < 120
         waits = rig.engine.stats()["waits"]
         assert sum(waits["demand"]["counts"]) > 0 and waits["demand"]["sum_s"] > 0
-        prefetch = rig.engine.stats()["prefetch"]
-        assert prefetch["useful_bytes"] + prefetch["late_bytes"] > 0
+
+
+def fetched_ahead(rig: Rig) -> bool:
+    prefetch = rig.engine.stats()["prefetch"]
+    return bool(prefetch["useful_bytes"] + prefetch["late_bytes"] > 0)

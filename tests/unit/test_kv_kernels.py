@@ -127,11 +127,13 @@ def test_pages_are_scored_where_they_lie_in_the_file(tmp_path: Any, dtype: str) 
 def test_the_interpreter_runs_while_scores_are_computed() -> None:
     keys, queries = np.zeros((1, 1, 1 << 20, 64), np.float16), np.ones((1, 1, 64), np.float32)
     score(queries, keys[:, :, :8])
-    loops, ended = 0, threading.Event()
+    loops, during, ended = 0, [0], threading.Event()
 
     def compute() -> None:
-        for _ in range(5):
+        while len(during) < 200 and (len(during) < 8 or np.median(during) <= 20):  # either thread may pause in some of them
+            before = loops
             score(queries, keys, threads=1)
+            during.append(loops - before)
         ended.set()
 
     worker = threading.Thread(target=compute)
@@ -140,7 +142,7 @@ def test_the_interpreter_runs_while_scores_are_computed() -> None:
         loops += 1
         ended.wait(0.0001)
     worker.join()
-    assert loops > 20
+    assert np.median(during) > 20
 
 
 def test_an_error_in_a_thread_is_raised() -> None:

@@ -83,6 +83,12 @@ def test_a_real_profile_of_a_directory(tmp_path: Path, monkeypatch: pytest.Monke
     assert "emulated" in machine.origins["device_bytes_per_s"].text
 
 
+def test_a_machine_that_pauses_has_no_storage_without_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(1 << 16))
+    monkeypatch.setattr(probes, "READ_S", -1.0)  # the time is up before the first read
+    assert probes._disk_rate(tmp_path / "file", 4096, scattered=True, direct=False) > 0
+
+
 def test_a_profile_is_measured_once_and_again_by_force(
     tmp_path: Path, measured: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
@@ -26,7 +25,7 @@ from llmcache.kv.spill.raw import RawFile, problem
 from llmcache.kv.spill.shape import Bytes
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from llmcache.kv.tiers.ssd import CsdTier
-from tests.unit.kv_parts import flip, small_disk
+from tests.unit.kv_parts import devices, flip, small_disk
 from tests.unit.store_parts import Plain, crash, shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -267,14 +266,13 @@ def test_the_spill_file_of_another_model(make: Make, ssd: str, tmp_path: Path) -
     store, _ = make(40, ssd=ssd)
     store.close()
     other = KvShape("other", 2, 2, 8, page_tokens=4)
-    files = sorted(os.listdir(tmp_path))
+    files, before = sorted(os.listdir(tmp_path)), devices()
     with pytest.raises(DataError, match="another model's spill file") as caught:
         KvStore.restore(tmp_path / "a.kv", StoreConfig(other, ssd=ssd))
     assert "'tiny', not 'other'" in caught.value.message and sorted(os.listdir(tmp_path)) == files
     with pytest.raises(EnvironmentProblem, match="opening"):
         KvStore.restore(tmp_path / "b.kv", StoreConfig(SHAPE, ssd=ssd))
-    children = psutil.Process().children()
-    assert not [child for child in children if "llmcache.kv.csd.device" in child.cmdline()]
+    assert devices() == before
 
 
 @pytest.mark.parametrize("writes", range(8))

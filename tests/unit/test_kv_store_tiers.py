@@ -291,7 +291,7 @@ def test_one_thread_looks_ahead_while_another_appends(make: Make) -> None:
         rows = [plain.rows(layer, 1, step) for layer in (0, 1)]
         store.append(0, *rows[0])
         mine = store.gather(0, chosen(store, 5, 9, 30))
-        worker.join(60)
+        worker.join(240)
         assert not worker.is_alive() and len(results) == 2
         store.append(1, *rows[1])
         for layer in (0, 1):

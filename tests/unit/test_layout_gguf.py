@@ -86,13 +86,15 @@ def test_a_large_tokenizer_is_skipped_fast_and_in_few_reads() -> None:
     words = [gguf.text(f"token number {i}") for i in range(260_000)]
     gguf.array("tokenizer.ggml.merges", STRING, words).array("scores", U32, [bytes(4 * 260_000)], count=260_000)
     content = gguf.file() + bytes(10_000_000)
-    read = Reads(content)
-    started = time.perf_counter()
-    layout = read_layout(read, len(content), "model.gguf")
-    took_s = time.perf_counter() - started
+    took_s = []
+    for _ in range(5):
+        read = Reads(content)
+        started = time.perf_counter()
+        layout = read_layout(read, len(content), "model.gguf")
+        took_s.append(time.perf_counter() - started)
     assert layout is not None and len(layout.tensors) == 2
     # About 0.03 s on a laptop; the bound only tells a walk over lengths from building every string.
-    assert took_s < 1.0
+    assert min(took_s) < 1.0
     assert read.calls < 20
     assert read.furthest <= layout.header_bytes + 2**20
 

@@ -25,6 +25,12 @@ from tests.unit.simulation_parts import loop, saved, trace_of
 distributed = pytest.importorskip("distributed")
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is there may take its time to answer."""
+    monkeypatch.setattr(cluster, "CONNECT_S", 120)
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     with distributed.LocalCluster(
@@ -136,7 +142,8 @@ def test_no_scheduler(wrong: str, traces: list[str], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.timeout(600)
 def test_no_worker(traces: list[str], idle_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "CONNECT_S", 1)
+    real = distributed.Client.wait_for_workers
+    monkeypatch.setattr(distributed.Client, "wait_for_workers", lambda client, count, timeout: real(client, count, 1))
     with pytest.raises(EnvironmentProblem, match="no worker came"):
         cluster.simulate_on(idle_address, traces, PLAN)
 
@@ -167,7 +174,7 @@ def test_nothing_but_a_cluster_imports_distributed(traces: list[str]) -> None:
 
     code = "import sys; from llmcache import cli\ntry: cli.main()\nfinally: print('distributed' in sys.modules)"
     command = [sys.executable, "-c", code, "simulate", traces[1], "--policy", "lru"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "False"
 
 

@@ -32,7 +32,7 @@ from llmcache.cache.simulate import simulate_all
 simulate_all([sys.argv[1]], Plan(("lru", "llmcache"), (4096 * 1000, 4096 * 50000), period_ns=10**6, curves=True), jobs=2)
 print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
 """
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, timeout=240)
     return 1024 * int(done.stdout)
 
 
@@ -40,5 +40,6 @@ def test_ten_times_the_trace_takes_no_more_memory(tmp_path: Path) -> None:
     short, long = tmp_path / "short.parquet", tmp_path / "long.parquet"
     write(short, 4)
     write(long, 40)
+    peak_bytes(short)  # compiles what is not in numba's cache yet, which takes as much memory again
     # The rows alone are 31 bytes each, 38 times ROWS: 155 MiB more if they were kept.
     assert peak_bytes(long) - peak_bytes(short) < 40 * MIB

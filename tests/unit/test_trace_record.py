@@ -204,18 +204,18 @@ def test_open_trace_needs_a_known_ending_and_rows(tmp_path: Path) -> None:
 def test_a_trace_is_streamed_in_constant_memory(tmp_path: Path) -> None:
     """30 M rows are 840 MB of columns: written and read in parts, they take less than a third of it."""
     code = """
-import resource, sys
+import sys
 import numpy as np
 from llmcache.trace.record import *
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-path, before, rows = sys.argv[1], peak(), 1_000_000
+from tools.bench.simulate_traces import peak_bytes
+path, before, rows = sys.argv[1], peak_bytes(), 1_000_000
 with TraceWriter(path, [TraceFile(0, "/f", 0, 0, 0, 0)]) as writer:
     for part in range(30):
         writer.append({"t_ns": np.arange(rows) + part * rows, "file": 0, "first": np.arange(rows), "count": 1})
 with TraceReader(path) as reader:
-    print(sum(batch.accesses for batch in reader.batches()), peak() - before)
+    print(sum(batch.accesses for batch in reader.batches()), peak_bytes() - before)
 """
     command = [sys.executable, "-c", code, str(tmp_path / "t.parquet")]
-    accesses, grown_kib = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    accesses, grown_bytes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert int(accesses) == 30_000_000
-    assert int(grown_kib) < 280_000
+    assert int(grown_bytes) < 280_000 << 10

@@ -412,7 +412,7 @@ def test_a_real_log_means_what_the_program_did(options: str, tmp_path: Path) -> 
         pytest.skip(problem)
     log = tmp_path / "t.strace"
     tracer = ["strace", *options.split(), "-e", "trace=desc,process,file", "-o", str(log)]
-    subprocess.run([*tracer, sys.executable, "-S", "-E", "-c", PROGRAM, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([*tracer, sys.executable, "-S", "-E", "-c", PROGRAM, str(tmp_path)], check=True, timeout=120)
     with open_trace(log) as reader:
         loaded = reader.read()
     ours = [(Path(path).name, *rest) for path, *rest in rows(loaded) if Path(path).parent == tmp_path]
