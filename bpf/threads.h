@@ -25,6 +25,7 @@ struct thread {
 	s64 mapped_pages;			/* file pages that the process had mapped then */
 	struct file_key file;			/* the last one that was noted in `files` */
 	u32 pid;
+	u32 gone;				/* it has ended: its last run is to be sent, and this to be removed */
 };
 
 struct {
@@ -81,6 +82,18 @@ static __always_inline bool add_thread(u32 tid, u32 pid)
 	return false;
 }
 
+/* Sends the last run of a thread and removes it. When the lock cannot be had, the flush is at this run, and does it.
+ *
+ * The slot stays locked: the place may go to another thread at once, while the flush still believes it to be this one's. */
+static __always_inline void remove_thread(struct thread *thread, u32 tid)
+{
+	*(volatile u32 *)&thread->gone = 1;
+	if (!lock(&thread->slot))
+		return;
+	send(&thread->slot);
+	bpf_map_delete_elem(&threads, &tid);
+}
+
 /* Run by user space: reads every task, adds the targets' threads, and writes a byte for each one added. */
 SEC("iter/task")
 int seed(struct bpf_iter__task *ctx)
@@ -129,14 +142,8 @@ int BPF_PROG(ended, struct task_struct *task)
 	u32 tid = task->pid;
 	struct thread *thread = bpf_map_lookup_elem(&threads, &tid);
 
-	if (!thread)
-		return 0;
-	/* When the lock cannot be had, the flush is sending this run. */
-	if (lock(&thread->slot)) {
-		send(&thread->slot);
-		unlock(&thread->slot);
-	}
-	bpf_map_delete_elem(&threads, &tid);
+	if (thread)
+		remove_thread(thread, tid);
 	return 0;
 }
 
@@ -150,11 +157,7 @@ int BPF_PROG(replaced, struct task_struct *task, int old_pid)
 	if (!thread || old == tid)
 		return 0;
 	add_thread(tid, thread->pid);
-	if (lock(&thread->slot)) {
-		send(&thread->slot);
-		unlock(&thread->slot);
-	}
-	bpf_map_delete_elem(&threads, &old);
+	remove_thread(thread, old);
 	return 0;
 }
 
