@@ -19,7 +19,8 @@ struct thread {
 	struct record fault;			/* that page, */
 	u64 fault_end;				/* and the end of its file, in pages */
 	u32 fault_owed;				/* it was taken out of the run, to be counted when it is mapped */
-	u32 fault_told;				/* the last fault was counted */
+	u32 fault_told;				/* the last fault was counted: */
+	u64 told_first, told_end;		/* what it mapped, in blocks */
 	u32 sees_starts;			/* `touched` tells when a fault begins */
 	u64 touched;				/* address of the last page fault, until a mapping follows */
 	s64 mapped_pages;			/* file pages that the process had mapped then */
