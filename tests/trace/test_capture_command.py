@@ -90,7 +90,7 @@ def reads(process: subprocess.Popen[str]) -> int:
 
 def kept_open(out: Path, path: Path, name: Path, change: str, blocks: int) -> subprocess.CompletedProcess[str]:
     """Record a process that opens `path`, does `change`, reads, and keeps it open until the recorder knows it by `name`."""
-    words = [path, name, f"{out}.recording", change, blocks]
+    words: list[str | int | Path] = [path, name, f"{out}.recording", change, blocks]
     return run("-o", out, "--force", "--", sys.executable, "-c", KEEP_OPEN, *words)
 
 
