@@ -13,7 +13,7 @@
 extern struct task_struct *bpf_task_from_pid(s32 pid) __ksym __weak;
 extern void bpf_task_release(struct task_struct *task) __ksym __weak;
 
-/* How many threads are recorded, and how many slots were busy; `all` is asked for at the end, when nobody else is at work. */
+/* How many threads are recorded and how many slots were busy. `all` is asked for at the end, when nobody is at work. */
 struct flush_result { u32 live, busy, all; };
 
 /* Not what grew in the last milliseconds: it is sent by its owner, or by a later flush, which user space waits for. */
