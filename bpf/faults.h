@@ -15,46 +15,53 @@
 #define PRESENT 1	/* in a fault's error code: the page was mapped, but not for this */
 #define WHOLE_FOLIOS (6 << 16 | 18 << 8)	/* the Linux version from which whole folios are mapped */
 
-static __always_inline bool covers(struct slot *slot, struct record *next)
+/* Leaves out of `next` what this fault told before, whatever became of that run; false if nothing is left. */
+static __always_inline bool is_new(struct thread *thread, struct record *next)
 {
-	struct record *run = &slot->run;
+	u64 end = thread->told_end, next_end = next->first + next->count;
 
-	return slot->live && same_stream(run, next) && run->first <= next->first &&
-	       next->first + next->count <= run->first + run->count && next->t_ns - run->t_ns <= config.max_age_ns;
+	/* That page was taken back. */
+	if (thread->fault_owed && thread->fault.first + (1 << config.page_blocks_log2) == end)
+		end = thread->fault.first;
+	if (next->first < thread->told_first || next->first >= end)
+		return true;
+	if (next_end <= end)
+		return false;
+	next->first = end;
+	next->count = next_end - end;
+	next->aux = 0;
+	return true;
 }
 
-/* Records pages that were mapped: all of them, or, `again` in one fault, what the thread's run does not have already. */
-static __always_inline void take_mapped(struct thread *thread, struct record *next, bool again)
+static __always_inline void note_told(struct thread *thread, u64 first, u64 end, bool again)
+{
+	if (!again || first < thread->told_first)
+		thread->told_first = first;
+	if (!again || end > thread->told_end)
+		thread->told_end = end;
+	thread->fault_owed = 0;
+}
+
+/* Records pages that were mapped: all of them, or, `again` in one fault, what it did not tell already. */
+static __always_inline void take_mapped(struct thread *thread, struct record next, bool again)
 {
 	struct record *run = &thread->slot.run;
-	u64 end, next_end = next->first + next->count;
+	u64 first = next.first, end = first + next.count;
+	bool owned = own(&thread->slot);
 
-	next->flags = next->count > 1 << config.page_blocks_log2 ? AROUND : 0;
+	next.flags = next.count > 1 << config.page_blocks_log2 ? AROUND : 0;
 	thread->request_last = 0;
-	if (!own(&thread->slot)) {
-		emit(next);
-		return;
-	}
-	end = run->first + run->count;
-	if (again && covers(&thread->slot, next)) {
-		/* Nothing new. */
-	} else if (thread->slot.live && same_stream(run, next) && run->count == 1 << config.page_blocks_log2 &&
-		   run->first >= next->first && run->first < next->first + next->count) {
+	if (owned && thread->slot.live && same_stream(run, &next) && run->count == 1 << config.page_blocks_log2 &&
+	    run->first >= first && run->first < end) {
 		/* The page that faulted was told already. */
-		run->first = next->first;
-		run->count = next->count;
-		run->flags |= next->flags;
-	} else {
-		/* Storage took so long that a new run begins: without what was told before it was asked. */
-		if (again && thread->slot.live && same_stream(run, next) && next->t_ns - run->t_ns > config.max_age_ns &&
-		    next->first < end && next->first >= run->first && next_end > end) {
-			next->first = end;
-			next->count = next_end - end;
-			next->aux = 0;
-		}
-		merge(&thread->slot, next, next->count);
+		run->first = first;
+		run->count = next.count;
+		run->flags |= next.flags;
+	} else if (!again || is_new(thread, &next)) {
+		tell(&thread->slot, owned, &next, next.count);
 	}
-	unlock(&thread->slot);
+	note_told(thread, first, end, again);
+	disown(&thread->slot, owned);
 }
 
 /* Widens first .. last to the folio of page `index`, if it is mapped whole: it has to end before page `limit`. */
@@ -84,7 +91,7 @@ static __always_inline int take_fault(struct address_space *mapping, u64 page)
 	if (thread->fault_mapping == mapping && thread->fault.first == next.first)
 		return 0;
 	next.aux = !(thread->sees_starts && thread->fault_told);
-	take_mapped(thread, &next, !next.aux);
+	take_mapped(thread, next, !next.aux);
 	thread->fault = next;
 	thread->fault_end = pages_of(mapping->host);
 	thread->fault_mapping = mapping;
@@ -141,7 +148,7 @@ static __always_inline int take_around(struct address_space *mapping, u64 first,
 	if (!describe(&next, thread, mapping->host, begin, end, MAP))
 		return 0;
 	next.aux = !thread->fault_told;
-	take_mapped(thread, &next, thread->fault_told);
+	take_mapped(thread, next, thread->fault_told);
 	thread->fault_told = thread->sees_starts;
 	thread->fault_mapping = NULL;
 	return 0;
@@ -155,6 +162,7 @@ static __always_inline int begin_fault(u64 address, u64 error_code)
 		return 0;
 	thread->fault_mapping = NULL;
 	thread->fault_told = 0;
+	thread->fault_owed = 0;
 	thread->sees_starts = 1;
 	thread->touched = error_code & PRESENT ? 0 : address;
 	thread->mapped_pages = BPF_CORE_READ((struct task_struct *)bpf_get_current_task(), mm, rss_stat[MM_FILEPAGES].count);
@@ -187,7 +195,7 @@ static long take_huge(struct task_struct *task, struct vm_area_struct *vma, stru
 	page = vma->vm_pgoff + ((search->address - vma->vm_start) >> (12 + config.page_blocks_log2));
 	find_folio(file->f_mapping, page, &first, &last);
 	if (first < last && describe(&next, search->thread, file->f_mapping->host, first, last, MAP))
-		take_mapped(search->thread, &next, false);
+		take_mapped(search->thread, next, false);
 	return 0;
 }
 
@@ -203,10 +211,12 @@ static __always_inline void take_faulted(struct thread *thread, bool copied)
 	thread->fault_told = 1;
 	if (first == last && !thread->fault_owed)
 		return;
+	if (!thread->fault_owed)
+		next.aux = 0;
 	next.t_ns = bpf_ktime_get_ns();
 	next.first = first << config.page_blocks_log2;
 	next.count = (last - first + 1) << config.page_blocks_log2;
-	take_mapped(thread, &next, true);
+	take_mapped(thread, next, true);
 }
 
 SEC("tp_btf/rss_stat")

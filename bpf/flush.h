@@ -7,13 +7,20 @@
 /* What does not grow for so long has ended: a request through io_uring, whose end nothing tells. */
 #define STALLED_NS 200000000
 /* An event is timed before its slot is locked, so a little may be told later than now that happened before; half of what
- * user space waits for before it believes that nothing older comes (llmcache/trace/sources/bpf.py). */
+ * user space grants it (llmcache/trace/sources/bpf.py). */
 #define UNTOLD_NS 1000000
 
 extern struct task_struct *bpf_task_from_pid(s32 pid) __ksym __weak;
 extern void bpf_task_release(struct task_struct *task) __ksym __weak;
 
-struct flush_result { u32 live, busy; };
+/* How many threads are recorded and how many slots were busy. `all` is asked for at the end, when nobody is at work. */
+struct flush_result { u32 live, busy, all; };
+
+/* Not what grew in the last milliseconds: it is sent by its owner, or by a later flush, which user space waits for. */
+static __always_inline bool is_due(struct slot *slot, struct flush_result *result, u64 now_ns)
+{
+	return slot->live && (result->all || now_ns > slot->grown_ns + 4 * config.max_age_ns);
+}
 
 /* Whether the thread is still in the call that made its last request: fills of the rest may come. */
 static __always_inline bool in_request(struct thread *thread, u32 tid, u64 now_ns)
@@ -67,27 +74,47 @@ static __always_inline void send_taken(struct record *done)
 		emit(done);
 }
 
-static long flush_thread(void *map, u32 *tid, struct thread *thread, struct flush_result *result)
+/* Does for a thread that ended meanwhile what it could not do itself. */
+static __always_inline void remove_ended(struct thread *thread, u32 tid)
+{
+	if (!*(volatile u32 *)&thread->gone || !lock(&thread->slot))
+		return;
+	/* By now this may be another thread's place. */
+	if (!*(volatile u32 *)&thread->gone) {
+		unlock(&thread->slot);
+		return;
+	}
+	send(&thread->slot);
+	bpf_map_delete_elem(&threads, &tid);
+}
+
+static long flush_thread(void *map, u32 *key, struct thread *thread, struct flush_result *result)
 {
 	struct record done = {};
-	u64 now_ns = bpf_ktime_get_ns();
+	u64 now_ns = bpf_ktime_get_ns(), told_ns = *(volatile u64 *)&thread->request_ns;
+	u32 tid = *key;
 	bool requesting;
 
 	result->live++;
-	if (!thread->slot.live)
+	if (!is_due(&thread->slot, result, now_ns)) {
+		remove_ended(thread, tid);
 		return 0;
-	requesting = in_request(thread, *tid, now_ns);
+	}
+	requesting = in_request(thread, tid, now_ns);
 	if (!lock(&thread->slot)) {
 		result->busy++;
 		return 0;
 	}
 	owe_fault(thread);
-	if (thread->slot.live && requesting)
+	/* A request that began since may be in progress. */
+	if (thread->slot.live && (requesting || told_ns != *(volatile u64 *)&thread->request_ns))
 		take_part(thread, &done, now_ns);
 	else if (thread->slot.live)
 		take_all(&thread->slot, &done);
-	unlock(&thread->slot);
+	/* Orders this before `gone` is read; a thread sets that before it tries the lock. */
+	__sync_lock_test_and_set(&thread->slot.lock, 0);
 	send_taken(&done);
+	remove_ended(thread, tid);
 	return 0;
 }
 
@@ -95,7 +122,7 @@ static long flush_cpu(void *map, u32 *cpu, struct slot *slot, struct flush_resul
 {
 	struct record done = {};
 
-	if (!slot->live)
+	if (!is_due(slot, result, bpf_ktime_get_ns()))
 		return 0;
 	if (!lock(slot)) {
 		result->busy++;
@@ -108,11 +135,11 @@ static long flush_cpu(void *map, u32 *cpu, struct slot *slot, struct flush_resul
 	return 0;
 }
 
-/* Says how many threads are recorded and how many slots were busy, so that it has to be run again. */
+/* While slots were busy, it has to be run again. */
 SEC("syscall")
 int flush(struct flush_result *result)
 {
-	struct flush_result counts = {};
+	struct flush_result counts = { .all = result->all };
 
 	bpf_for_each_map_elem(&threads, flush_thread, &counts, 0);
 	bpf_for_each_map_elem(&evictions, flush_cpu, &counts, 0);

@@ -3,7 +3,8 @@
  * A slot holds the run that is still growing. Its owner is the only writer, except that user space has old runs sent
  * by the `flush` program from another CPU; `lock` keeps the two apart. The flush skips a busy slot and is called again; an
  * owner that finds its slot being flushed tries again for some microseconds and then sends its record past it. What an
- * owner knows of its requests is written by nobody else, locked or not; the flush only reads it.
+ * owner knows of its requests is written by nobody else, locked or not; the flush only reads it. It leaves alone what grew
+ * just now: the less the two meet, the less it matters for how long a hypervisor lets the flush stand still.
  *
  * Order: whoever sorts the records by time gets the order in which one thread did things. Therefore a fill ends the run of
  * accesses before it, the part of a request that comes after a fill is counted after it, and a page that faults is
@@ -15,6 +16,7 @@
 
 struct slot {
 	struct record run;
+	u64 grown_ns;	/* when the run was last told something: `max_age_ns` after its beginning at most */
 	u32 lock;
 	u32 live;
 };
@@ -50,6 +52,7 @@ static __always_inline void begin(struct slot *slot, struct record *run)
 {
 	send(slot);
 	slot->run = *run;
+	slot->grown_ns = run->t_ns;
 	slot->live = 1;
 }
 
@@ -74,6 +77,7 @@ static __always_inline void extend(struct slot *slot, struct record *next)
 	slot->run.count = next->first + next->count - slot->run.first;
 	slot->run.aux += next->aux;
 	slot->run.flags |= next->flags;
+	slot->grown_ns = next->t_ns;
 }
 
 static __always_inline void merge(struct slot *slot, struct record *next, u64 shared)

@@ -22,12 +22,14 @@ struct thread {
 	u64 around_first, around_last;		/* those pages, */
 	u32 around_seq;				/* and mappings_seq() then */
 	u32 fault_owed;				/* it was taken out of the run, to be counted when it is mapped */
-	u32 fault_told;				/* the last fault was counted */
+	u32 fault_told;				/* the last fault was counted: */
+	u64 told_first, told_end;		/* what it mapped, in blocks */
 	u32 sees_starts;			/* `touched` tells when a fault begins */
 	u64 touched;				/* address of the last page fault, until a mapping follows */
 	s64 mapped_pages;			/* file pages that the process had mapped then */
 	struct file_key file;			/* the last one that was noted in `files` */
 	u32 pid;
+	u32 gone;				/* it has ended: its last run is to be sent, and this to be removed */
 };
 
 struct {
@@ -84,6 +86,18 @@ static __always_inline bool add_thread(u32 tid, u32 pid)
 	return false;
 }
 
+/* Sends the last run of a thread and removes it. When the lock cannot be had, the flush is at this run, and does it.
+ *
+ * The slot stays locked: the place may go to another thread at once, while the flush still believes it to be this one's. */
+static __always_inline void remove_thread(struct thread *thread, u32 tid)
+{
+	*(volatile u32 *)&thread->gone = 1;
+	if (!lock(&thread->slot))
+		return;
+	send(&thread->slot);
+	bpf_map_delete_elem(&threads, &tid);
+}
+
 /* Run by user space: reads every task, adds the targets' threads, and writes a byte for each one added. */
 SEC("iter/task")
 int seed(struct bpf_iter__task *ctx)
@@ -132,14 +146,8 @@ int BPF_PROG(ended, struct task_struct *task)
 	u32 tid = task->pid;
 	struct thread *thread = bpf_map_lookup_elem(&threads, &tid);
 
-	if (!thread)
-		return 0;
-	/* When the lock cannot be had, the flush is sending this run. */
-	if (lock(&thread->slot)) {
-		send(&thread->slot);
-		unlock(&thread->slot);
-	}
-	bpf_map_delete_elem(&threads, &tid);
+	if (thread)
+		remove_thread(thread, tid);
 	return 0;
 }
 
@@ -153,11 +161,7 @@ int BPF_PROG(replaced, struct task_struct *task, int old_pid)
 	if (!thread || old == tid)
 		return 0;
 	add_thread(tid, thread->pid);
-	if (lock(&thread->slot)) {
-		send(&thread->slot);
-		unlock(&thread->slot);
-	}
-	bpf_map_delete_elem(&threads, &old);
+	remove_thread(thread, old);
 	return 0;
 }
 

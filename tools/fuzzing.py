@@ -69,7 +69,7 @@ def written(value: Any) -> bytes:
 
 
 def run_target(target: Target, seconds: float, first_seed: int, out: Path) -> Run:
-    """Tries new inputs for `seconds`, or until one fails; that one is made small and kept in `out`."""
+    """Tries new inputs for `seconds`, at least one round, or until one fails; that one is made small and kept in `out`."""
     began, tried = time.monotonic(), 0
     current = out / f"fuzz-{target.name}.current"
     last: list[Any] = []
@@ -87,7 +87,7 @@ def run_target(target: Target, seconds: float, first_seed: int, out: Path) -> Ru
 
     with target.around():
         number = first_seed
-        while time.monotonic() - began < seconds:
+        while number == first_seed or time.monotonic() - began < seconds:
             try:
                 seed(number)(_settings(ROUND)(given(target.inputs)(attempt)))()
             except Exception:  # noqa: BLE001 - whatever a parser raises is what is looked for
@@ -103,7 +103,7 @@ def run_machine(machine: Machine, seconds: float, first_seed: int, out: Path) ->
     """As `run_target`, with sequences of operations; what is kept are the operations, and the seed is the repetition."""
     began, number = time.monotonic(), first_seed
     with machine.around():
-        while time.monotonic() - began < seconds:
+        while number == first_seed or time.monotonic() - began < seconds:
             try:
                 seed(number)(machine.operations)
                 run_state_machine_as_test(

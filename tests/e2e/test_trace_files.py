@@ -19,7 +19,7 @@ import pytest
 from llmcache.cache.classify import classify
 from llmcache.cache.detector import LOOP, SEQ
 from llmcache.trace.record import BLOCK_BYTES, MISS, Trace
-from tools.bench.files import forget
+from tests.trace.conftest import PATIENCE_S, drop
 
 pytestmark = pytest.mark.bpf
 
@@ -63,7 +63,7 @@ def file() -> Iterator[Path]:
 def prepared(file: Path, cached: bool) -> Iterator[None]:
     """All of a file is in the page cache, and stays: some kernels (DAMON) take pages back at any time. Or nothing is."""
     if not cached:
-        forget(file)
+        drop(file)
         yield
         return
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, mmap.MAP_SHARED | MAP_LOCKED, mmap.PROT_READ):
@@ -75,7 +75,7 @@ def traced(file: Path, out: Path, script: str, *args: object, stdin: str = "") -
     program = [sys.executable, "-c", script, str(file), *map(str, args)]
     options = ["-o", str(out), "--path", file.name, "--no-writes"]
     command = [sys.executable, "-m", "llmcache", "trace", *options, "--", *program]
-    result = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    result = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     trace = Trace.load(out)
     assert trace.provenance.lost_events == 0
@@ -135,5 +135,6 @@ def test_other_orders_give_exactly_theirs(file: Path, tmp_path: Path, name: str,
     assert sorted(accessed(trace)) == everything
     if len(wanted) == 1:
         assert accessed(trace) == wanted[0], "one thread's order is the trace's order"
-    missed = int(trace.count[trace.miss == MISS].sum())
-    assert missed == 0 if cached else missed == len(np.unique(everything))
+    missed, once = int(trace.count[trace.miss == MISS].sum()), len(np.unique(everything))
+    evicted = int(trace.provenance.extra.get("evicted_blocks", 0))
+    assert missed == 0 if cached else once <= missed <= once + evicted

@@ -67,7 +67,7 @@ def ask(line: bytes, ends: bool = True) -> list[bytes]:
     """Lines that are answered to `line`; `ends`: the client closes its half."""
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(shared().socket)
-        with contextlib.suppress(BrokenPipeError):  # the server may refuse before it has read all
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server may refuse before it has read all
             client.sendall(line)
             if ends:
                 client.shutdown(socket.SHUT_WR)
@@ -109,7 +109,7 @@ def check_reply(answer: bytes) -> None:
     """Any bytes from a daemon: a reply, or a MountProblem; never more told than was sent."""
     told: list[dict[str, Any]] = []
     with bounded(), refusal(MountProblem), answering(answer):
-        reply = control.request(POINT, {"op": "stats"}, timeout_s=20, on_progress=told.append)
+        reply = control.request(POINT, {"op": "stats"}, timeout_s=120, on_progress=told.append)
         assert isinstance(reply, dict) and "error" not in reply and "progress" not in reply
     assert len(told) <= answer.count(b"\n")
     assert all(isinstance(progress, dict) for progress in told)
@@ -130,7 +130,7 @@ def answering(answer: bytes) -> Iterator[None]:
         try:
             yield
         finally:
-            thread.join(60)
+            thread.join(120)
 
 
 def _answer_once(server: socket.socket, answer: bytes) -> None:

@@ -111,8 +111,8 @@ def test_after_ctrl_c_a_conversation_goes_on(llama: Any, tmp_path: Path, lookahe
         for delay in (0.03, 0.06, 0.09, 0.12):
             with whole(path=tmp_path, cpu_pages=4, lookahead=lookahead)(llama) as cache:
                 timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
-                timer.start()
                 with suppress(KeyboardInterrupt):
+                    timer.start()
                     generate(llama, cache, single(), max_new_tokens=4000, eos_token_id=-1)
                 timer.join()
                 held = torch.from_numpy(cache.ids) if cache.get_seq_length() else single()["input_ids"][:, :0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import subprocess
@@ -18,11 +19,15 @@ import pytest
 from llmcache.trace.record import BLOCK_BYTES
 from llmcache.trace.sources.base import ACCESS, FILL, POLL_S, Records, Source, Wish
 from llmcache.trace.sources.bpf import FilemapSource
+from tests.mount.live import resident_bytes, wait_for
 
 HERE = Path(__file__).parent
 BLOCKS = 1024
 TOUCHED = [3 + 40 * i for i in range(23)]
+PATIENCE_S = 240.0  # what only a hang takes
+_MAP_LOCKED = 0x2000
 _KINDS = ("access", "fill", "evict", "block request", "sampled")
+_locked: list[mmap.mmap] = []  # until the test's file goes
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,26 +86,71 @@ def file() -> Iterator[Path]:
         if subprocess.run(["stat", "-fc", "%T", path], capture_output=True, text=True).stdout.strip() == "tmpfs":
             pytest.skip("/var/tmp is a tmpfs: LLMCACHE_TEST_DISK names a directory on a disk")
         yield path
+        unlock()
 
 
 def drop(path: Path) -> None:
-    """Take a file out of the page cache."""
-    with path.open("rb") as handle:
-        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    """Take a file out of the page cache. A page that the kernel has in hand just then (to age it, say) needs another try."""
+    unlock()
+
+    def is_gone() -> bool:
+        with path.open("rb") as handle:
+            os.fdatasync(handle.fileno())
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return resident_bytes(path) == 0
+
+    wait_for(is_gone, f"{path} leaves the page cache")
 
 
 def warm(path: Path) -> None:
-    """Bring a file into the page cache page by page: no large folios, so that every fault is seen."""
+    """Bring a file into the page cache page by page, to stay: no large folios, so that every fault is seen."""
     with path.open("rb", buffering=0) as handle:
         os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         while handle.read(BLOCK_BYTES):
             pass
+    lock(path)
+
+
+def warm_but(path: Path, block: int) -> None:
+    """The same, without one block."""
+
+    def is_so() -> bool:
+        warm(path)
+        unlock()
+        with path.open("rb") as handle:
+            os.posix_fadvise(handle.fileno(), block * BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
+        _lock(path, 0, block)
+        _lock(path, block + 1, BLOCKS)
+        return resident_bytes(path) == (BLOCKS - 1) * BLOCK_BYTES
+
+    wait_for(is_so, f"block {block} leaves the page cache")
+
+
+def lock(path: Path) -> None:
+    """Keep a file in the page cache until its test ends or drops it: some kernels (DAMON) take pages back at any time."""
+    _lock(path, 0, -(-path.stat().st_size // BLOCK_BYTES))
+    assert resident_bytes(path) == path.stat().st_size
+
+
+def _lock(path: Path, first: int, end: int) -> None:
+    if first == end:
+        return
+    flags, offset = mmap.MAP_SHARED | _MAP_LOCKED, first * BLOCK_BYTES
+    length = min(end * BLOCK_BYTES, path.stat().st_size) - offset
+    with path.open("rb") as handle:
+        _locked.append(mmap.mmap(handle.fileno(), length, flags, mmap.PROT_READ, offset=offset))
+
+
+def unlock() -> None:
+    """Let go of what was locked."""
+    while _locked:
+        _locked.pop().close()
 
 
 def drained(source: Source, process: subprocess.Popen[Any], lazy: bool = False, pause: float = POLL_S) -> Records:
     """Everything that `source` records until the processes end; `lazy` leaves it in the ring until then."""
     records = []
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while (process.poll() is None or source.alive()) and time.monotonic() < deadline:
         if not lazy or process.poll() is not None:
             records.append(source.drain())
@@ -140,4 +190,4 @@ def record(paths: Path, file: Path) -> Callable[..., Recording]:
     return go
 
 
-__all__ = ["FILL", "TOUCHED", "Recording", "drop", "warm"]
+__all__ = ["FILL", "TOUCHED", "Recording", "drop", "lock", "warm"]

@@ -12,14 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
+from llmcache.errors import DataError
 from llmcache.trace.record import MISS, Trace, open_trace
-from tests.trace.conftest import BLOCKS, drop
+from tests.mount.live import wait_for
+from tests.trace.conftest import BLOCKS, PATIENCE_S, drop
 
 pytestmark = pytest.mark.bpf
 LLMCACHE = [sys.executable, "-m", "llmcache", "trace"]
@@ -32,11 +35,24 @@ while True:
         os.pread(fd, 4096, block * 4096)
     time.sleep(0.01)
 """
+# Keeps a file open until the recorder has its name, which it writes down once a second.
+KEEP_OPEN = """
+import os, sys, time
+path, name, recording = sys.argv[1:4]
+fd = os.open(path, os.O_RDONLY)
+exec(sys.argv[4])
+for block in range(int(sys.argv[5])):
+    os.pread(fd, 4096, block * 4096)
+deadline = time.monotonic() + 60
+while f'"path": "{name}"'.encode() not in open(recording, "rb").read():
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+"""
 
 
 def run(*arguments: str | int | Path, **more: Any) -> subprocess.CompletedProcess[str]:
     command = [*LLMCACHE, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **more)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, **more)
 
 
 def recorded(path: Path, trace: Path) -> list[int]:
@@ -67,6 +83,17 @@ def started(*arguments: str | int | Path) -> subprocess.Popen[str]:
     return recorder
 
 
+def reads(process: subprocess.Popen[str]) -> int:
+    """How many bytes a process has read so far."""
+    return int(Path(f"/proc/{process.pid}/io").read_text().split()[1])
+
+
+def kept_open(out: Path, path: Path, name: Path, change: str, blocks: int) -> subprocess.CompletedProcess[str]:
+    """Record a process that opens `path`, does `change`, reads, and keeps it open until the recorder knows it by `name`."""
+    words: list[str | int | Path] = [path, name, f"{out}.recording", change, blocks]
+    return run("-o", out, "--force", "--", sys.executable, "-c", KEEP_OPEN, *words)
+
+
 def test_a_command_is_recorded_from_its_first_access_to_its_last(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.parquet"
     done = run("-o", out, "--json", "--", "sh", "-c", f"cat {file} > /dev/null; exit 3")
@@ -90,9 +117,10 @@ def test_a_signal_ends_a_recording_normally_and_leaves_the_process(
 ) -> None:
     out = tmp_path / "run.parquet"
     recorder = started(str(reader.pid), "-o", out)
-    time.sleep(0.5)
+    rounds = reads(reader) + 3 * 64 * 4096
+    wait_for(lambda: reads(reader) > rounds, "all its blocks are read")
     recorder.send_signal(how)
-    _, said = recorder.communicate(timeout=60)
+    _, said = recorder.communicate(timeout=PATIENCE_S)
     assert recorder.returncode == 0, said
     assert f"stopped by {how.name}" in said
     assert set(recorded(file, out)) == set(range(64))
@@ -102,22 +130,31 @@ def test_a_signal_ends_a_recording_normally_and_leaves_the_process(
 def test_a_duration_ends_it_and_each_second_has_a_line(reader: subprocess.Popen[str], tmp_path: Path) -> None:
     began = time.monotonic()
     done = run(reader.pid, "-o", tmp_path / "run.parquet", "-d", "2.3")
-    assert done.returncode == 0 and 2.3 < time.monotonic() - began < 15
+    assert done.returncode == 0 and 2.3 < time.monotonic() - began < 100
     lines = done.stderr.splitlines()
     assert all(len(line) < 80 for line in lines)
     heading = next(number for number, line in enumerate(lines) if "blocks/s" in line)
-    assert [line.split()[0] for line in lines[heading + 1 : heading + 3]] == ["1.0s", "2.0s"]
+    told = [float(found[1]) for line in lines[heading + 1 :] if (found := re.match(r" +(\d+\.\d)s +\d", line))]
+    # A second after the other; a machine that stands still for one leaves it out.
+    assert told[0] >= 1 and 1 <= len(told) <= 2 and told[-1] - told[0] >= 0.9 * (len(told) - 1)
     assert "the time is over" in done.stderr
 
 
 def test_what_a_killed_recorder_leaves_is_readable(reader: subprocess.Popen[str], file: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.parquet"
     recorder = started(str(reader.pid), "-o", out)
-    time.sleep(2.5)
-    recorder.kill()
-    recorder.communicate(timeout=60)
-    assert not out.exists()
     left = tmp_path / "run.parquet.recording"
+
+    def has_flushed() -> bool:
+        with suppress(DataError), open_trace(left) as found:
+            rows = found.read()
+            return bool(rows.t_ns[-1] - rows.t_ns[0] > 0.7e9)
+        return False
+
+    wait_for(has_flushed, "rows of a second are written")
+    recorder.kill()
+    recorder.communicate(timeout=PATIENCE_S)
+    assert not out.exists()
     with open_trace(left) as found:
         assert "cut short" in found.provenance.note
         rows = found.read()
@@ -132,9 +169,9 @@ def test_what_a_killed_recorder_leaves_is_readable(reader: subprocess.Popen[str]
 def test_a_full_disk_keeps_what_was_recorded(reader: subprocess.Popen[str], file: Path, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", small], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", small], check=True)
     try:
-        done = run(reader.pid, "-o", small / "run.parquet", "--no-coalesce", "-d", "20")
+        done = run(reader.pid, "-o", small / "run.parquet", "--no-coalesce", "-d", "200")
         assert done.returncode == 3
         assert "No space left" in done.stderr and "run.parquet.recording" in done.stderr
         with open_trace(small / "run.parquet.recording") as found:
@@ -157,17 +194,11 @@ def test_only_files_that_match_are_recorded(file: Path, tmp_path: Path) -> None:
 
 def test_names_of_deleted_and_renamed_files(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.parquet"
-    program = (
-        "import os, sys, time; path = sys.argv[1]; fd = os.open(path, os.O_RDONLY); {}; "
-        "[os.pread(fd, 4096, block * 4096) for block in range(23)]; time.sleep(0.2)"
-    )
-    for change, name in (("os.rename(path, path + '2')", file.with_name("data2")), ("os.unlink(path + '2')", None)):
-        source = file if name else file.with_name("data2")
-        if not name:
-            change = "os.unlink(path)"
-        done = run("-o", out, "--force", "--", sys.executable, "-c", program.format(change), source)
+    renamed = file.with_name("data2")
+    for path, change in ((file, "os.rename(path, path + '2')"), (renamed, "os.unlink(path)")):
+        done = kept_open(out, path, renamed, change, 23)
         assert done.returncode == 0, done.stderr
-        assert recorded(name or source, out) == list(range(23))
+        assert recorded(renamed, out) == list(range(23))
 
 
 def test_a_file_that_is_closed_at_once_has_its_name(file: Path, tmp_path: Path) -> None:
@@ -188,8 +219,7 @@ def test_names_on_an_overlay(file: Path, tmp_path: Path) -> None:
         pytest.skip(f"overlay: {mounted.stderr.decode()}")
     try:
         out, path = tmp_path / "run.parquet", base / "merged" / "data"
-        hold = f"import time; f = open({str(path)!r}, 'rb', 0); f.read(); time.sleep(0.3)"
-        assert run("-o", out, "--", sys.executable, "-c", hold).returncode == 0
+        assert kept_open(out, path, path, "", BLOCKS).returncode == 0
         assert recorded(path, out) == list(range(BLOCKS))
     finally:
         subprocess.run(["umount", base / "merged"], check=True)
@@ -238,15 +268,14 @@ def test_without_privilege_it_says_what_would_work(tmp_path: Path) -> None:
 
 def test_nothing_is_attached_after_a_kill(reader: subprocess.Popen[str], tmp_path: Path) -> None:
     recorder = started(reader.pid, "-o", tmp_path / "run.parquet")
-    infos = [entry.read_text() for entry in Path(f"/proc/{recorder.pid}/fdinfo").iterdir()]
-    programs = {int(found[1]) for info in infos if (found := re.search(r"prog_id:\s+(\d+)", info))}
+    programs = set()
+    for entry in Path(f"/proc/{recorder.pid}/fdinfo").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile: it works
+            programs |= {int(number) for number in re.findall(r"prog_id:\s+(\d+)", entry.read_text())}
     assert programs and all(map(in_kernel, programs))
     recorder.kill()
-    recorder.communicate(timeout=60)
-    deadline = time.monotonic() + 5
-    while any(map(in_kernel, programs)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(in_kernel, programs))
+    recorder.communicate(timeout=PATIENCE_S)
+    wait_for(lambda: not any(map(in_kernel, programs)), "the kernel frees the programs")
 
 
 def in_kernel(program: int) -> bool:
@@ -296,6 +325,6 @@ def test_block_requests_are_written_beside_the_trace(file: Path, tmp_path: Path)
 
 def test_after_its_duration_a_command_is_ended(tmp_path: Path) -> None:
     began = time.monotonic()
-    done = run("-o", tmp_path / "run.parquet", "-d", "0.3", "--", "sleep", "60")
+    done = run("-o", tmp_path / "run.parquet", "-d", "0.3", "--", "sleep", "600")
     assert done.returncode == 0 and "the time is over" in done.stderr
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 200

@@ -6,24 +6,27 @@ import mmap
 import os
 import platform
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from llmcache.trace.record import BLOCK_BYTES, MAP, UNKNOWN
+from llmcache.trace.sources import rerefs
 from llmcache.trace.sources.base import SAMPLED, Records, Wish
 from llmcache.trace.sources.bpf import FilemapSource, SyscallSource
 from llmcache.trace.sources.rerefs import Sampler, Unreadable, descendants, file_mappings
+from tests.mount.live import wait_for
 from tests.trace.conftest import BLOCKS, TOUCHED, warm
 
 pytestmark = [
     pytest.mark.bpf,
     pytest.mark.skipif(platform.machine() != "x86_64", reason="page tables of x86-64 are read"),
 ]
+TRIES = 5  # who else ages pages (DAMON, reclaim) takes a bit away now and then, but never gives one
 
 
 @contextmanager
@@ -53,8 +56,7 @@ def test_a_sample_holds_what_was_touched_since_the_last(file: Path, offset: int)
     with mapped(file, offset) as touch:
         sampler = Sampler([os.getpid()], 0.0)
         for _ in range(2):
-            # who else ages pages (DAMON, reclaim) takes a bit away now and then, but never gives one
-            assert any(touched_blocks(sampler, touch, file) == TOUCHED for _ in range(5))
+            assert any(touched_blocks(sampler, touch, file) == TOUCHED for _ in range(TRIES))
             assert blocks(sampler.sample(), file) == []
         sampler.close()
 
@@ -67,27 +69,38 @@ def touched_blocks(sampler: Sampler, touch: Callable[[int], int], file: Path) ->
     return found
 
 
-def test_samples_come_at_their_interval(file: Path) -> None:
+def test_samples_come_at_their_interval(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], monotonic_ns=lambda: int(now_s[0] * 1e9))
+    monkeypatch.setattr(rerefs, "time", clock)
     with mapped(file) as touch:
         sampler = Sampler([os.getpid()], 0.2)
-        touch(5)
-        assert not len(sampler.sample())
-        time.sleep(0.25)
-        assert blocks(sampler.sample(), file) == [5]
+        found: list[int] = []
+        for _ in range(TRIES):
+            touch(5)
+            now_s[0] += 0.1
+            assert not len(sampler.sample())
+            now_s[0] += 0.15
+            found = blocks(sampler.sample(), file) or found
+        assert found == [5]
         sampler.close()
 
 
 def test_a_source_brings_samples_among_its_records(file: Path) -> None:
     with mapped(file) as touch:
         source = FilemapSource()
-        source.start(Wish([os.getpid()], rerefs_s=0.05))
-        touch(7)
-        time.sleep(0.1)
-        source.drain()
+        source.start(Wish([os.getpid()], rerefs_s=0.001))
+        found = []
+
+        def sampled() -> bool:
+            touch(7)
+            found.append(source.drain())
+            return 7 in blocks(found[-1][found[-1]["kind"] == SAMPLED], file)
+
+        wait_for(sampled, "a sample of what was touched")
         source.stop()
-        records = source.drain()
+        records = np.concatenate([*found, source.drain()])
         assert source.remarks == ()
-    assert 7 in blocks(records[records["kind"] == SAMPLED], file)
     assert (np.diff(records["t_ns"].astype(np.int64)) >= 0).all()
 
 
@@ -107,7 +120,8 @@ def test_a_process_that_ended_gives_nothing() -> None:
 
 def test_children_are_found() -> None:
     with subprocess.Popen(["sleep", "30"]) as child:
-        assert {os.getpid(), child.pid} <= set(descendants(os.getpid()))
+        # What /proc lists is whole only while none of the children comes or goes.
+        wait_for(lambda: {os.getpid(), child.pid} <= set(descendants(os.getpid())), "the child is found")
         child.kill()
 
 

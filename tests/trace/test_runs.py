@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import EnvironmentProblem
-from llmcache.trace.record import BLOCK_BYTES, HIT, MISS
-from llmcache.trace.sources.base import FILL, Wish
+from llmcache.trace.record import HIT, MISS
+from llmcache.trace.sources.base import EVICT, FILL, Wish
 from llmcache.trace.sources.bpf import FilemapSource
-from tests.trace.conftest import BLOCKS, TOUCHED, Recording, drained, drop, warm
+from tests.trace.conftest import BLOCKS, PATIENCE_S, TOUCHED, Recording, drained, drop, lock, warm, warm_but
 
 pytestmark = pytest.mark.bpf
 Record = Callable[..., Recording]
@@ -32,7 +32,9 @@ def test_large_requests_are_counted_once(cached: bool, record: Record, file: Pat
     assert found.requests == 16
     assert set(found.accesses["miss"]) == {HIT if cached else MISS}, found
     assert len(found.accesses) < 16
-    assert found.blocks(FILL) == ([] if cached else list(range(BLOCKS)))
+    fills = found.blocks(FILL)
+    assert list(dict.fromkeys(fills)) == ([] if cached else list(range(BLOCKS)))
+    assert len(fills) == len(set(fills)) or found.blocks(EVICT), "none is filled twice, unless the kernel took it back"
 
 
 @pytest.mark.parametrize("folios", ["small", "large"])
@@ -41,21 +43,15 @@ def test_every_page_of_a_mapping_counts_once_a_pass(folios: str, record: Record,
         warm(file)
     else:
         file.read_bytes()
+        lock(file)
     found = record("scan")
     assert found.blocks() == 3 * list(range(BLOCKS)), found
     assert set(found.accesses["miss"]) == {HIT}
     assert found.lost == 0
 
 
-def drop_block(file: Path, block: int) -> None:
-    """Takes one block out of the page cache, of which the others are small folios."""
-    with file.open("rb") as handle:
-        os.posix_fadvise(handle.fileno(), block * BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
-
-
 def test_a_page_that_the_kernel_left_out_does_not_count_its_neighbours_again(record: Record, file: Path) -> None:
-    warm(file)
-    drop_block(file, 675)
+    warm_but(file, 675)
     found = record("scan")
     assert found.blocks() == 3 * list(range(BLOCKS)), found
     assert found.blocks(FILL) == found.blocks(miss=MISS) == [675], found
@@ -63,11 +59,10 @@ def test_a_page_that_the_kernel_left_out_does_not_count_its_neighbours_again(rec
 
 def test_nothing_is_merged_without_coalescing(record: Record, file: Path) -> None:
     warm(file)
-    found = record("sequential", coalesce=False)
+    # Drained at the end: a request that is half done when records are drained makes two of them.
+    found = record("sequential", coalesce=False, lazy=True)
     assert found.blocks() == list(range(BLOCKS)), found
-    assert found.requests == 16
-    # A request that is half done when records are drained makes two of them.
-    assert 16 <= len(found.accesses) <= 20
+    assert found.requests == len(found.accesses) == 16
 
 
 def test_a_block_shared_by_requests_in_a_row_counts_once(record: Record, file: Path) -> None:
@@ -90,8 +85,7 @@ def test_draining_all_the_time_changes_nothing(way: str, passes: int, blocks: in
 def test_one_block_to_be_read_from_storage_does_not_count_its_request_again(
     missing: int, record: Record, file: Path
 ) -> None:
-    warm(file)
-    drop_block(file, missing)
+    warm_but(file, missing)
     found = record("unaligned")
     assert found.blocks() == list(range(-(-400_000 // 4096))), found
     assert found.requests == 40
@@ -156,7 +150,7 @@ def test_processes_have_the_recorders_numbers_in_a_pid_namespace(paths: Path, fi
         "print(json.dumps([p.pid,sorted(set(r['pid'].tolist())),int(r['aux'].sum())]))\n"
     )
     command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", script, str(paths), str(file), "pread"]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
     if "unshare" in ended.stderr:
         pytest.skip(ended.stderr.strip())
     assert ended.returncode == 0, ended.stderr
@@ -175,7 +169,8 @@ def test_short_processes_leave_nothing_out(file: Path) -> None:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.close()
-        records = drained(source, process)
+        # All the time: a thread then often ends while its run is being sent.
+        records = drained(source, process, pause=0)
     found = Recording(records[records["inode"] == file.stat().st_ino], process.pid, source.lost)
     assert found.blocks() == list(range(1, 101)), found
     assert len(set(found.accesses["pid"])) == 100

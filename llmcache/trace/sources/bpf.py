@@ -13,7 +13,7 @@ import numpy as np
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.libbpf import LoadFailure, has_tracepoint
 from llmcache.trace.sources.base import Records, Source, TimeOrder, Wish, no_records, not_there
-from llmcache.trace.sources.kernel import KernelPart, Part, explained, supported
+from llmcache.trace.sources.kernel import LEFT_NS, KernelPart, Part, explained, supported
 from llmcache.trace.sources.rerefs import Sampler, Unreadable
 from llmcache.trace.sources.residency import Residency, unknown
 
@@ -27,8 +27,8 @@ _FILLS = Part([["filled", "evicted"]], "fills and evictions: hits and misses are
 _DIRECT = Part([["read_direct"]], "O_DIRECT reads")
 _HUGE = Part([["touched", "touched_in_call"]], "mappings by huge pages")
 _BLOCK = Part([["submitted", "completed", "request_completed"]], "block requests")
-# An event is timed before its slot is locked: this much later it is certainly in the slot.
-_SETTLED_NS = 2_000_000
+# An event is timed before its slot is locked: this much later it is in the slot, and later still it is sent.
+_SETTLED_NS = 2_000_000 + LEFT_NS
 
 
 class BpfSource(Source):
@@ -93,7 +93,7 @@ class BpfSource(Source):
         if self._kernel is None:
             return no_records()
         horizon: int | None = time.monotonic_ns() - _SETTLED_NS
-        self._live, complete = self._kernel.flush()
+        self._live, complete = self._kernel.flush(self._stopped)
         records = self._kernel.read()
         if self._sampler is not None:
             records = np.concatenate((records, self._sampler.sample()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import platform
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from llmcache.trace.sources.base import RECORD, Records
 OBJECT = Path(__file__).parent.parent / "objects" / "iotrace.bpf.o"
 RING_BYTES = 16 << 20
 MAX_AGE_NS = 1_000_000
+LEFT_NS = 5 * MAX_AGE_NS  # a run that `flush` leaves alone began at most so long ago (bpf/flush.h)
+_BUSY_TRIES, _BUSY_S = 1000, 0.001  # at the end, for programs that stand still with the processor they run on
 MAX_BLOCKS = 1024
 LOSSES = ("ring full", "too many threads", "too many files", "too many block requests", "huge mapping of an unknown file")
 
@@ -64,7 +67,7 @@ def supported() -> str | None:
 
 
 class _FlushResult(ctypes.Structure):
-    _fields_ = (("live", ctypes.c_uint32), ("busy", ctypes.c_uint32))
+    _fields_ = (("live", ctypes.c_uint32), ("busy", ctypes.c_uint32), ("all", ctypes.c_uint32))
 
 
 class KernelPart:
@@ -117,13 +120,16 @@ class KernelPart:
                 self._object.attach(name)
         return found
 
-    def flush(self) -> tuple[int, bool]:
-        """Sends all growing runs to the ring; returns the number of live threads and whether all could be sent."""
-        result = _FlushResult()
-        for _ in range(4):
+    def flush(self, at_end: bool = False) -> tuple[int, bool]:
+        """Sends runs that stopped growing to the ring, `at_end` all; returns the number of live threads and whether none
+        was busy."""
+        result = _FlushResult(all=at_end)
+        for _ in range(_BUSY_TRIES if at_end else 4):
             self._object.run("flush", result)
             if not result.busy:
                 break
+            if at_end:
+                time.sleep(_BUSY_S)
         return int(result.live), not result.busy
 
     def read(self) -> Records:

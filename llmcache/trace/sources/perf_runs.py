@@ -26,7 +26,7 @@ EVENT = np.dtype(
 Events = NDArray[np.void]
 Mask = NDArray[np.bool_]
 
-HOLD_NS = 250_000_000  # how long an access waits for events that belong to it: a page from slow storage
+HOLD_NS = 1_000_000_000  # how long an access waits for events that belong to it: a page from slow storage
 _AGE_NS = 1_000_000  # runs are joined within milliseconds of the clock
 _NEVER = 1 << 63
 

@@ -19,7 +19,7 @@ from llmcache.trace.importers.strace.lines import Log
 from llmcache.trace.record import BLOCK_BYTES, MAP, UNKNOWN, WRITE
 from llmcache.trace.sources.base import ACCESS, RECORD, Records
 
-ATTACH_S = 10.0
+ATTACH_S = 60.0  # of one that neither attaches nor says why not: only a machine that stands still
 _PIPE_BYTES = 1 << 20
 _GONE = (0, 0)
 
