@@ -78,7 +78,7 @@ class Engine:
         self._wake = threading.Event()
         self._house: threading.Thread | None = None
         self._sentinel: subprocess.Popen[bytes] | None = None
-        self._helpers: set[int] = set()  # pids of pin helpers: the kernel tells of a dead one's files when it has a successor
+        self._helpers: set[int] = set()  # their pids: the kernel tells late of what a dead one had open
         self._plan_due = False
         self._refused_ns = 0
 
