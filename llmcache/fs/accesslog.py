@@ -34,7 +34,7 @@ QUEUE_MAX = 1 << 15  # entries; some 3 MB
 PAUSE_S = 0.1
 BATCH_ROWS = 4096
 START_TIMEOUT_S = 60.0
-END_TIMEOUT_S = 8.0  # less than what `llmcache umount` waits for
+END_TIMEOUT_S = 25.0  # twice: less than what `llmcache umount` waits for
 
 
 def check_path(path: str, point: str) -> str:
@@ -122,7 +122,11 @@ class AccessLog:
             else:
                 rows.append(payload)
         if rows:
-            self._send(ROWS, b"".join(rows))
+            try:
+                self._send(ROWS, b"".join(rows))
+            except OSError:
+                self.lost += len(rows)
+                raise
 
     def _send(self, kind: int, payload: bytes) -> None:
         assert self._child.stdin is not None

@@ -40,7 +40,7 @@ _REQUEST_S = 10.0  # for a client to send its line
 _REPLY_S = 10.0  # for a client to take what it is told
 _RETRY_S = 0.1
 _CHUNK = 1 << 16
-_ENDING_S = 5.0
+_ENDING_S = 30.0
 
 
 Progress = dict[str, Any]

@@ -15,6 +15,7 @@ from llmcache.fs import control, mountpoint
 SCHEMA = "llmcache.umount/1"
 _STOP_TIMEOUT_S = 60.0
 _KILL_AFTER_S = 10.0
+_END_S = 60.0  # for a daemon that is not killed: it completes its access log
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def _end_directly(entry: mountpoint.MountEntry, force: bool) -> None:
 def _finish(entry: mountpoint.MountEntry, found: control.Files, pid: int | None, force: bool) -> bool:
     """Wait for the daemon's end; with force kill one that does not end (True), and detach what is still there."""
     killed = False
-    if not control.wait_until_gone(found, _KILL_AFTER_S, pid):
+    if not control.wait_until_gone(found, _KILL_AFTER_S if force else _END_S, pid):
         if not force or pid is None:
             raise MountProblem(f"{entry.point} is unmounted, but its daemon (pid {pid}) has not ended", f"see {found.log}")
         with contextlib.suppress(ProcessLookupError):

@@ -78,6 +78,7 @@ class Engine:
         self._wake = threading.Event()
         self._house: threading.Thread | None = None
         self._sentinel: subprocess.Popen[bytes] | None = None
+        self._helpers: set[int] = set()  # their pids: the kernel tells late of what a dead one had open
         self._plan_due = False
         self._refused_ns = 0
 
@@ -126,9 +127,13 @@ class Engine:
 
     def opened(self, backing: Backing, path: str, pid: int) -> bool:
         """Notes an open of a regular file; returns True if the kernel may keep the pages it has."""
-        if pid == self.pins.pid or not self.state.running:
+        if pid == self.pins.pid:
+            self._helpers.add(pid)
+            return True
+        if not self.state.running:
             return True
         with self.state.lock:
+            self._helpers.discard(pid)  # used again, by another process
             self.state.opens[backing] = self.state.opens.get(backing, 0) + 1
             owner = self.state.owners.get(backing)
             if owner is not None and backing.writable and not owner[0].written:
@@ -164,7 +169,7 @@ class Engine:
 
     def closed(self, backing: Backing, pid: int) -> None:
         """Notes the end of one open."""
-        if pid == self.pins.pid:
+        if pid in self._helpers:
             return
         with self.state.lock:
             left = self.state.opens.get(backing, 1) - 1

@@ -90,7 +90,10 @@ def answers(point: str, timeout_s: float = 5.0) -> int | None:
 
     def ask() -> None:
         try:
-            os.statvfs(point)
+            try:
+                os.statvfs(point)
+            except ConnectionAbortedError:  # its daemon has died meanwhile: what it is now, the next call says
+                os.statvfs(point)
             result.append(0)
         except OSError as error:
             result.append(error.errno or errno.EIO)

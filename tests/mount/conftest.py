@@ -16,11 +16,13 @@ import pytest
 from llmcache.fs import control, mountpoint, syscalls
 from tools.bench.sides import environment
 
+PATIENCE_S = 60.0
+
 
 def llmcache(*words: str | Path, **more: object) -> subprocess.CompletedProcess[str]:
     """Run `llmcache WORDS`; its code and what it printed."""
     command = [sys.executable, "-m", "llmcache", *map(str, words)]
-    settings: dict[str, object] = {"env": environment(), "timeout": 90, "check": False, **more}
+    settings: dict[str, object] = {"env": environment(), "timeout": 150, "check": False, **more}
     return subprocess.run(command, capture_output=True, text=True, **settings)  # type: ignore[call-overload, no-any-return]
 
 
@@ -73,9 +75,9 @@ class Mounter:
             if pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
-                if not control.wait_until_gone(mounted.files, 20):
+                if not control.wait_until_gone(mounted.files, PATIENCE_S):
                     os.kill(pid, signal.SIGKILL)
-                    control.wait_until_gone(mounted.files, 20)
+                    control.wait_until_gone(mounted.files, PATIENCE_S)
             while mountpoint.find(str(mounted.point)) is not None:
                 syscalls.umount2(str(mounted.point), syscalls.MNT_DETACH)
             mounted.files.remove()

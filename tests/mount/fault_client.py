@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-HANG_S = 90.0  # nothing takes so long: faults last seconds
+HANG_S = 150.0  # nothing takes so long: faults last seconds
 PIECE = 256 << 10
 HELD_S = 3.0  # until a file is opened anew
-LOCK_S = 3.0
+LOCK_S = 15.0
 FOREVER = float("inf")
 
 

@@ -243,9 +243,16 @@ def sentinel_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 
 def _killed(rig: Rig, name: str) -> Iterator[None]:
-    wait_for(lambda: name in rig.children(), f"the {name} runs")
-    victim = rig.children()[name]
-    victim.kill()
+    found: list[psutil.Process] = []
+
+    def runs() -> bool:
+        found[:] = [child for other, child in rig.children().items() if other == name]
+        return bool(found)
+
+    wait_for(runs, f"the {name} runs")
+    victim = found[0]
+    with contextlib.suppress(psutil.NoSuchProcess):  # the OOM killer was faster
+        victim.kill()
     yield
     wait_for(lambda: rig.children().get(name, victim) != victim, f"the {name} runs again")
 
@@ -257,7 +264,7 @@ def daemon_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
     assert rig.daemon is not None
     rig.daemon.kill()
     yield
-    rig.daemon.wait(60)
+    rig.daemon.wait(120)
     force_unmount(rig)
     rig.start_daemon()
     window.until = time.monotonic()
@@ -275,7 +282,7 @@ def all_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
     daemon.kill()
     yield
     force_unmount(rig)
-    rig.daemon.wait(60)
+    rig.daemon.wait(120)
     rig.start_daemon()
     window.until = time.monotonic()
 
@@ -293,7 +300,7 @@ def remounted(rig: Rig, chance: random.Random) -> Iterator[None]:
     window = rig.model.excuse(Window(NOBODY))
     assert rig.daemon is not None
     rig.daemon.terminate()
-    assert rig.daemon.wait(60) == 0
+    assert rig.daemon.wait(120) == 0
     yield
     rig.start_daemon()
     window.until = time.monotonic()

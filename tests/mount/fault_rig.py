@@ -81,7 +81,7 @@ def faulty(directory: Path, point: Path, rules: Path) -> Iterator[subprocess.Pop
         try:
             if is_mounted(point):
                 unmount(point)
-            process.wait(60)
+            process.wait(120)
         finally:
             process.kill()
             process.wait()
@@ -238,7 +238,7 @@ class Rig:
     def llmcache(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command of `llmcache`."""
         command = [sys.executable, "-m", "llmcache", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment(), check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment(), check=False)
 
     def _end_daemon(self) -> None:
         if self.daemon is None:
@@ -247,11 +247,11 @@ class Rig:
             self.daemon.send_signal(signal.SIGCONT)
             self.daemon.send_signal(signal.SIGTERM)
         try:
-            self.daemon.wait(20)
+            self.daemon.wait(60)
         except subprocess.TimeoutExpired:
             self.daemon.kill()
             subprocess.run(["umount", "-f", str(self.point)], capture_output=True, check=False)
-            self.daemon.wait(20)
+            self.daemon.wait(60)
         while is_mounted(self.point):
             run("umount", "-l", self.point)
         control.files(str(self.point)).remove()
@@ -378,7 +378,7 @@ class Rig:
         found = control.files(str(self.point))
         result = self.llmcache("umount", str(self.point))
         assert result.returncode == 0, result.stderr
-        assert self.daemon.wait(60) == 0
+        assert self.daemon.wait(120) == 0
         assert mountpoint.find(str(self.point)) is None
         wait_for(lambda: not any(child.is_running() for child in children.values()), "helpers end with their daemon")
         left = [name for name in (found.socket, found.info, found.lock) if os.path.exists(name)]

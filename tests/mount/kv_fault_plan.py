@@ -250,7 +250,7 @@ class KvRig:
         """kill -9 of the mount's daemon: the store's descriptors are dead with it."""
         assert self.rig.daemon is not None
         self.rig.daemon.kill()
-        self.rig.daemon.wait(60)
+        self.rig.daemon.wait(120)
         self.broken.add("mount")
         self.do_look(chance)
         crash(self.store)

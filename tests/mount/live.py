@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -47,13 +48,17 @@ class Live:
         assert result.returncode == 0, result.stderr
         return dict(json.loads(result.stdout))
 
+    def know(self) -> None:
+        """Return once the mount knows every file: what is read before goes uncounted, and the kernel keeps it meanwhile."""
+        control.request(str(self.mountpoint), {"op": "warmup", "check": True})
+
     def resize(self, cache_bytes: int) -> dict[str, Any]:
         """Change the budget of the running mount over its control socket."""
         return control.request(str(self.mountpoint), {"op": "resize", "cache_bytes": cache_bytes})
 
-    def pinned_bytes(self, name: str) -> int:
-        """Return how much of the loops of one file is pinned."""
-        found = [entry for entry in self.stats()["files"] if entry["path"].lstrip("/") == name]
+    def pinned_bytes(self, *names: str) -> int:
+        """Return how much of the loops of files is pinned at one moment."""
+        found = [entry for entry in self.stats()["files"] if entry["path"].lstrip("/") in names]
         return sum(int(loop["pinned_bytes"]) for entry in found for loop in entry["loops"])
 
     def helpers(self) -> list[psutil.Process]:
@@ -69,7 +74,7 @@ class Live:
 def run_llmcache(*words: str) -> subprocess.CompletedProcess[str]:
     """Run `llmcache WORDS` from the tree."""
     command = [sys.executable, "-m", "llmcache", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment(), check=False)
 
 
 @contextmanager
@@ -105,6 +110,15 @@ def live(
     finally:
         end_mount(mountpoint, daemon)
     assert "Traceback" not in log.read_text(), log.read_text()
+
+
+def is_busy(pid: int) -> bool:
+    """Return whether a thread of a process runs, wants to run, or waits for storage; idle ones wait for something to do."""
+    states = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended
+            states.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return "R" in states or "D" in states
 
 
 def private_bytes(pid: int) -> int:
@@ -228,7 +242,7 @@ def finish_reader(reader: Reader, timeout_s: float) -> tuple[int, int]:
     return sum(event["event"] == "step" for event in events), events[-1]["wrong"]
 
 
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
     """Return as soon as `condition()` holds; fails after a time that only a hang takes."""
     deadline = time.monotonic() + timeout_s
     while not condition():

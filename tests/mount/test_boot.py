@@ -38,7 +38,7 @@ def helper(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """What mount(8) runs."""
     command = [ROOT / "tools/mount.llmcachefs", *words]
     settings = {**environment(), "LLMCACHEFS": str(PROGRAM)}
-    return subprocess.run(command, capture_output=True, text=True, env=settings, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=settings, timeout=150, check=False)
 
 
 def test_a_line_of_fstab(places: tuple[Path, Path]) -> None:
@@ -49,7 +49,7 @@ def test_a_line_of_fstab(places: tuple[Path, Path]) -> None:
     assert (stats["mode"], stats["budget_bytes"]) == ("arena", 32 << 20)
     (point / "new.bin").write_bytes(b"x")  # writable
     assert (source / "new.bin").read_bytes() == b"x"
-    subprocess.run(["umount", str(point)], check=True, timeout=60)
+    subprocess.run(["umount", str(point)], check=True, timeout=150)
     again = helper(source, point, "-o", FSTAB)  # at once, while the first daemon still ends
     assert again.returncode == 0, again.stderr
 
@@ -75,7 +75,7 @@ def test_the_unit_serves_rotates_and_ends(places: tuple[Path, Path], tmp_path: P
     config.write_text(f'[mount]\nsource = "{places[0]}"\nmount = "{places[1]}"\ncache = "32Mi"\nlog = "{log}"\n')
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
-        systemd.settimeout(30)
+        systemd.settimeout(120)
         settings = {**environment(), "NOTIFY_SOCKET": str(tmp_path / "notify")}
         daemon = subprocess.Popen(unit_words("ExecStart", config), env=settings)
         try:
@@ -88,7 +88,7 @@ def test_the_unit_serves_rotates_and_ends(places: tuple[Path, Path], tmp_path: P
             assert os.listdir(places[1]) == [] and daemon.poll() is None
             daemon.send_signal(signal.SIGTERM)
             assert systemd.recv(1000) == b"STOPPING=1"
-            assert daemon.wait(30) == 0
+            assert daemon.wait(120) == 0
         finally:
             if daemon.poll() is None:
                 daemon.kill()
@@ -108,7 +108,7 @@ def test_after_a_crash_the_unit_cleans_up(places: tuple[Path, Path], tmp_path: P
     wait_for(lambda: control.daemon_pid(str(places[1])) is None, "the daemon is dead")
     for result, still_there in (("success", True), ("signal", False)):
         after = {**environment(), "SERVICE_RESULT": result}
-        subprocess.run(unit_words("ExecStopPost", config), env=after, timeout=60, check=True)
+        subprocess.run(unit_words("ExecStopPost", config), env=after, timeout=150, check=True)
         assert (mountpoint.find(str(places[1])) is not None) == still_there
 
 
@@ -120,8 +120,8 @@ def test_a_daemon_in_the_background_rotates_its_log(places: tuple[Path, Path], t
     (tmp_path / "log").rename(tmp_path / "moved")  # as logrotate does
     os.kill(pid, signal.SIGHUP)
     wait_for(lambda: (tmp_path / "log").exists(), "a new log is begun")
+    wait_for(lambda: os.path.samefile(f"/proc/{pid}/fd/2", tmp_path / "log"), "what libfuse prints goes there too")
     assert os.listdir(places[1]) == [] and "mode" in (tmp_path / "moved").read_text()
-    assert os.path.samefile(f"/proc/{pid}/fd/2", tmp_path / "log")
     assert llmcache("umount", places[1]).returncode == 0
 
 
@@ -150,7 +150,7 @@ def test_mount_itself(tmp_path: Path) -> None:
     (tmp_path / "fstab").write_text(f"{' '.join(escaped)} llmcachefs {options} 0 0\n")
     words = ["unshare", "-m", "sh", "-c", BY_MOUNT, "sh", str(helpers), str(source), str(point), "-o", options]
     settings = {**os.environ, "LLMCACHEFS": str(PROGRAM), "FSTAB": str(tmp_path / "fstab")}
-    done = subprocess.run(words, env=settings, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, env=settings, capture_output=True, text=True, timeout=150, check=False)
     if done.returncode == 99:
         pytest.skip("no overlay file system")
     assert (done.returncode, done.stdout) == (0, "x"), done.stderr

@@ -28,6 +28,7 @@ from tools.bench.runner import client
 
 SIZES = {"short.bin": 36 * MIB, "long.bin": 150 * MIB + 99}
 CACHE = 64 * MIB
+SPARE = 64 * MIB  # when so little is left, a neighbour is slow: a machine that stands still for a second is no test
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_the_shorter_loop_comes_first_and_gives_back_when_closed(
             try:
                 wait_for(lambda: mount.pinned_bytes("short.bin") >= 0.8 * SIZES["short.bin"], "short.bin is pinned")
                 wait_for(lambda: mount.pinned_bytes("long.bin") > 0, "long.bin gets the rest")
-                assert mount.pinned_bytes("short.bin") + mount.pinned_bytes("long.bin") <= CACHE
+                assert mount.pinned_bytes("short.bin", "long.bin") <= CACHE
                 before = mount.pinned_bytes("long.bin")
             finally:
                 short.kill()
@@ -99,11 +100,12 @@ def test_the_shorter_loop_comes_first_and_gives_back_when_closed(
 HOG = """
 import mmap, sys, time
 kept = []
-for _ in range(int(sys.argv[1])):
+most, last = int(sys.argv[1]), int(sys.argv[2])
+for number in range(most):
     block = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block[:] = b"x" * len(block)
     kept.append(block)
-    time.sleep(0.03)
+    time.sleep(0.01 if number < most - last else 0.1)
 print("full", flush=True)
 sys.stdin.read()
 """
@@ -126,7 +128,7 @@ def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path, mode
             pinned = mount.stats()["pinned_bytes"]
             free = cap - group.usage().anon_bytes - pinned  # an arena is shared memory, which is not in anon either
             hog = subprocess.Popen(
-                group.wrap([sys.executable, "-c", HOG, str((free + pinned // 2) // MIB)]),
+                group.wrap([sys.executable, "-c", HOG, str((free + pinned // 2) // MIB), str((pinned // 2 + SPARE) // MIB)]),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             )  # fmt: skip
             assert hog.stdout is not None and hog.stdin is not None
@@ -134,7 +136,7 @@ def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path, mode
             squeezed = mount.stats()["pinned_bytes"]
             assert squeezed < 0.75 * pinned
             hog.stdin.close()
-            assert hog.wait(30) == 0
+            assert hog.wait(120) == 0
             wait_for(lambda: mount.stats()["pinned_bytes"] > 0.9 * pinned, "pins are retaken")
             assert reader.poll() is None and mount.daemon.poll() is None
             assert group.usage().oom_kills == 0

@@ -81,5 +81,5 @@ def test_in_the_foreground_it_is_told_and_goes_on(tmp_path: Path, mount: Mounter
             assert os.path.ismount(tmp_path / "mnt")
         finally:
             daemon.send_signal(signal.SIGTERM)
-        assert daemon.wait(30) == 0
+        assert daemon.wait(120) == 0
     assert not os.path.ismount(tmp_path / "mnt")

@@ -59,7 +59,7 @@ def change(path: Path) -> None:
 def ends(mount: Live, minor: int) -> bool:
     """Return whether the daemon ends; if not, nobody is left waiting."""
     try:
-        return mount.daemon.wait(40) == 0
+        return mount.daemon.wait(120) == 0
     except subprocess.TimeoutExpired:
         mount.daemon.kill()
         sentinel.abort(minor)
@@ -99,4 +99,4 @@ def test_the_end_while_pages_of_changed_files_are_dropped(tmp_path: Path) -> Non
             tell(other)
             assert ends(mount, int(entry.device.partition(":")[2]))
             for process in (slow, slower, other, opener):
-                process.wait(40)
+                process.wait(120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import fcntl
 import json
@@ -78,17 +79,17 @@ def end_readers(running: list[Reader]) -> None:
     for reader in running:
         assert reader.poll() != 0
         reader.kill()
-        reader.wait(30)
+        reader.wait(120)
 
 
 @pytest.mark.parametrize("mode", ["steer", "arena"])
 def test_sigterm_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, Path, str]], mode: str) -> None:
     mountpoint = tmp_path / "mnt"
-    with live(source, mountpoint, CACHE, "--mode", mode) as mount, readers(jobs, 60) as running:
+    with live(source, mountpoint, CACHE, "--mode", mode) as mount, readers(jobs, 600) as running:
         time.sleep(2)
         helpers = mount.helpers()
         mount.daemon.send_signal(signal.SIGTERM)
-        mount.daemon.wait(30)
+        mount.daemon.wait(120)
         assert not is_mounted(mountpoint)
         assert not any(alive(helper) for helper in helpers)
         end_readers(running)
@@ -99,7 +100,7 @@ def test_a_dead_mount_says_so(source: Path, tmp_path: Path) -> None:
     mountpoint = tmp_path / "mnt"
     with live(source, mountpoint, CACHE) as mount:
         mount.daemon.kill()
-        mount.daemon.wait(30)
+        mount.daemon.wait(120)
         with pytest.raises(OSError) as caught:
             os.listdir(mountpoint)
         assert caught.value.errno == errno.ENOTCONN
@@ -112,14 +113,14 @@ def test_a_dead_mount_says_so(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["steer", "arena"])
 def test_kill_9_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, Path, str]], mode: str) -> None:
     mountpoint = tmp_path / "mnt"
-    with live(source, mountpoint, CACHE, "--mode", mode) as mount, readers(jobs, 60) as running:
+    with live(source, mountpoint, CACHE, "--mode", mode) as mount, readers(jobs, 600) as running:
         time.sleep(2)
         helpers = mount.helpers()
         mount.daemon.kill()
         wait_for(lambda: all(reader.poll() is not None for reader in running), "readers are not left hanging")
         result = run_llmcache("umount", str(mountpoint), "--force")
         assert result.returncode == 0, result.stderr
-        mount.daemon.wait(30)
+        mount.daemon.wait(120)
         end_readers(running)
         wait_for(lambda: not any(alive(helper) for helper in helpers), "the pin helper ends with its daemon")
         assert not is_mounted(mountpoint)
@@ -132,8 +133,9 @@ def test_kill_9_of_the_pin_helper_under_load(source: Path, tmp_path: Path, jobs:
             time.sleep(2)
             assert mount.helpers(), "steer has a pin helper"
             for helper in mount.helpers():
-                helper.kill()
-        results = [finish_reader(reader, 60) for reader in running]
+                with contextlib.suppress(psutil.NoSuchProcess):  # of the turn before, and waited for just now
+                    helper.kill()
+        results = [finish_reader(reader, 120) for reader in running]
         assert mount.daemon.poll() is None
         assert mount.stats()["mode"] == "steer"
     assert all(passes > 0 and wrong == 0 for passes, wrong in results), results

@@ -77,7 +77,7 @@ def test_all_ways_under_load(mounted: Live, digests: dict[str, str], checks: dic
                 for way, read in WAYS.items():
                     assert read(mounted.mountpoint / name) == expected, f"{name} by {way}, round {rounds}"
             rounds += 1
-        results = [finish_reader(reader, 60) for reader in running]
+        results = [finish_reader(reader, 120) for reader in running]
     assert all(passes > 0 and wrong == 0 for passes, wrong in results), results
 
 
@@ -114,7 +114,7 @@ def test_while_the_budget_changes_and_files_are_warmed_and_evicted(mounted: Live
             control.request(str(mounted.mountpoint), {"op": operation, "globs": ["*"]})
             turn += 1
             threading.Event().wait(0.3)
-        results = [finish_reader(reader, 60) for reader in running]
+        results = [finish_reader(reader, 120) for reader in running]
     assert all(passes > 0 and wrong == 0 for passes, wrong in results), results
     mounted.resize(48 * MIB)
     assert mounted.stats()["budget_bytes"] == 48 * MIB

@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import pytest
 
 from llmcache.fs import control, mountpoint
 from tests.mount.conftest import Mounted, Mounter, llmcache
+from tests.mount.live import wait_for
 from tests.mount.test_posix_read import fails_with
 from tools.bench.sides import environment
 
@@ -96,7 +96,7 @@ def test_two_daemons_at_the_same_time(mount: Mounter) -> None:
     mount.made.append(mounted)
     command = [sys.executable, "-m", "llmcache", "mount", str(mounted.source), str(mounted.point), "--cache", "32Mi"]
     running = [subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) for _ in range(4)]
-    codes = sorted((process.communicate(timeout=60), process.returncode)[1] for process in running)
+    codes = sorted((process.communicate(timeout=120), process.returncode)[1] for process in running)
     assert codes == [0, 4, 4, 4]
     assert sum(entry.point == str(mounted.point) for entry in mountpoint.entries()) == 1
 
@@ -120,7 +120,7 @@ def test_busy_is_refused_and_names_who(reading: Mounted) -> None:
             assert how in result.stderr
         assert "--force" in result.stderr
         assert (reading.point / "f").read_text() == "x" * 10_000, "it goes on serving"
-        user.communicate(b"\n", timeout=60)
+        user.communicate(b"\n", timeout=120)
     assert llmcache("umount", reading.point).returncode == 0
 
 
@@ -139,7 +139,7 @@ def test_busy_and_forced(reading: Mounted) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_it_cleanly(reading: Mounted, number: int) -> None:
     os.kill(reading.pid, number)
-    assert control.wait_until_gone(reading.files, 30)
+    assert control.wait_until_gone(reading.files, 120)
     assert gone(reading)
 
 
@@ -157,7 +157,7 @@ def test_foreground(tmp_path: Path, number: int, mode: str) -> None:
             assert line, "it ended before it served"
         assert os.listdir(tmp_path / "mnt") == []
         daemon.send_signal(number)
-        assert daemon.wait(30) == 0
+        assert daemon.wait(120) == 0
     finally:
         if daemon.poll() is None:
             daemon.kill()
@@ -167,8 +167,8 @@ def test_foreground(tmp_path: Path, number: int, mode: str) -> None:
 
 
 def test_external_umount_ends_the_daemon(reading: Mounted) -> None:
-    subprocess.run(["umount", str(reading.point)], check=True, timeout=60)
-    assert control.wait_until_gone(reading.files, 30)
+    subprocess.run(["umount", str(reading.point)], check=True, timeout=120)
+    assert control.wait_until_gone(reading.files, 120)
     assert not os.path.exists(reading.files.socket)
 
 
@@ -176,7 +176,8 @@ def test_after_kill_9(reading: Mounted) -> None:
     (reading.source / "f").write_text("x")
     assert (reading.point / "f").read_text() == "x"
     os.kill(reading.pid, signal.SIGKILL)
-    assert control.wait_until_gone(reading.files, 30)
+    assert control.wait_until_gone(reading.files, 120)
+    wait_for(lambda: mountpoint.answers(str(reading.point)) == errno.ENOTCONN, "the kernel has ended the connection")
     fails_with(errno.ENOTCONN, os.listdir, reading.point)
     for words in (("mount", reading.source, reading.point), ("umount", reading.point), ("stats", reading.point)):
         result = llmcache(*words)
@@ -222,7 +223,7 @@ def test_stats_ends_normally_by_ctrl_c(reading: Mounted) -> None:
     assert running.stdout is not None
     running.stdout.readline()
     running.send_signal(signal.SIGINT)
-    _, said = running.communicate(timeout=60)
+    _, said = running.communicate(timeout=120)
     assert (running.returncode, said) == (0, "")
 
 
@@ -237,7 +238,7 @@ def python_of_nobody() -> str:
     """An interpreter that nobody may run: ours, or the system's where ours lies below a private home."""
     for python in (sys.executable, "/usr/bin/python3"):
         # setpriv itself may still run an interpreter below /root, but its children may not.
-        if subprocess.run([*NOBODY, "sh", "-c", '"$0" -c ""', python], check=False, timeout=60).returncode == 0:
+        if subprocess.run([*NOBODY, "sh", "-c", '"$0" -c ""', python], check=False, timeout=120).returncode == 0:
             return python
     pytest.skip(f"an ordinary user can run neither {sys.executable} nor /usr/bin/python3")
 
@@ -260,7 +261,7 @@ def as_nobody(place: Path, *words: str | Path, path: str | None = None) -> subpr
     return subprocess.run(
         [str(shutil.which(NOBODY[0])), *NOBODY[1:], python_of_nobody(), "-m", "llmcache", *map(str, words)],
         env={**environment(), **more, "PYTHONPATH": str(place / "lib")}, cwd=place,
-        capture_output=True, text=True, timeout=90, check=False,
+        capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
 
 
@@ -296,7 +297,7 @@ def test_ordinary_user(users_place: Path) -> None:
     assert entry.owner == 65534
     code = f"print(len(open({str(point / 'f')!r}).read())); open({str(point / 'a.kv')!r}, 'w').write('w')"
     command = [*NOBODY, python_of_nobody(), "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "100000", done.stderr
     assert (source / "a.kv").read_text() == "w"
     assert json.loads(llmcache("stats", "--json", point).stdout)["mode"] == "arena", "root finds a user's daemon"
@@ -312,8 +313,7 @@ def test_ordinary_user_after_kill_9(users_place: Path) -> None:
     pid = control.daemon_pid(str(point), 65534)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    while os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
-        time.sleep(0.05)
+    assert control.wait_until_gone(control.files(str(point), 65534), 120, pid)
     assert "is a dead mount" in as_nobody(users_place, "umount", point).stderr
     result = as_nobody(users_place, "umount", "--force", point)
     assert result.returncode == 0, result.stderr
@@ -345,7 +345,6 @@ def test_a_mount_ends_while_another_one_lives(mount: Mounter, tmp_path: Path, mo
     (first.source / "f").write_bytes(bytes(100_000))
     for mounted in (first, second):
         assert len((mounted.point / "f").read_bytes()) == 100_000
-    begin = time.monotonic()
-    assert llmcache("umount", first.point).returncode == 0
-    assert time.monotonic() - begin < 5
+    done = llmcache("umount", first.point)  # waits for the end of its daemon, which a copy of the mount would keep
+    assert done.returncode == 0, done.stderr
     assert len((second.point / "f").read_bytes()) == 100_000

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from llmcache.fs import control
 from tests.mount.conftest import Mounted, Mounter, llmcache
 from tests.mount.live import MIB, by_read, random_file, wait_for
 
@@ -32,8 +33,13 @@ def stats(mounted: Mounted) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
+def know(mounted: Mounted) -> None:
+    """The mount knows every file from now on: what is read before is not seen, and the kernel keeps it meanwhile."""
+    control.request(str(mounted.point), {"op": "warmup", "check": True})
+
+
 def scrape(address: str) -> str:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as reply:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as reply:
         return str(reply.read().decode())
 
 
@@ -51,6 +57,7 @@ def test_they_add_up_to_what_was_read(mount: Mounter, source: Path, mode: str) -
     address = stats(mounted)["metrics"]
     first = values(scrape(address))
     assert first["llmcache_read_bytes_total"] == 0 and first["llmcache_budget_bytes"] == 32 * MIB
+    know(mounted)
     path = mounted.point / "secret-loop.bin"
     expected = by_read(source / "secret-loop.bin")
     for _ in range(3):
@@ -80,14 +87,16 @@ def test_they_add_up_to_what_was_read(mount: Mounter, source: Path, mode: str) -
 
 def test_names_of_files_are_told_to_the_user_and_to_others_only_on_request(mount: Mounter, source: Path) -> None:
     mounted = mount("--metrics", "127.0.0.1:0", source=source)
+    know(mounted)
     by_read(mounted.point / "secret-loop.bin")
     by_read(mounted.point / "secret-loop.bin")
     assert "secret" in llmcache("stats", mounted.point, "--openmetrics").stdout
     assert "secret" not in scrape(stats(mounted)["metrics"])
     with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen(f"http://{stats(mounted)['metrics']}/secret-loop.bin", timeout=20)
+        urllib.request.urlopen(f"http://{stats(mounted)['metrics']}/secret-loop.bin", timeout=60)
     assert llmcache("umount", mounted.point).returncode == 0
     open_to_all = mount("--metrics", "127.0.0.1:0", "--metrics-files", source=source)
+    know(open_to_all)
     by_read(open_to_all.point / "secret-loop.bin")
     by_read(open_to_all.point / "secret-loop.bin")
     assert 'file="/secret-loop.bin"' in scrape(stats(open_to_all)["metrics"])
@@ -96,7 +105,7 @@ def test_names_of_files_are_told_to_the_user_and_to_others_only_on_request(mount
 def test_scrapers_that_hang_harm_nobody(mount: Mounter, source: Path, mode: str) -> None:
     mounted = mount("--mode", mode, "--metrics", "127.0.0.1:0", source=source)
     host, _, port = stats(mounted)["metrics"].rpartition(":")
-    hanging = [socket.create_connection((host, int(port)), timeout=20) for _ in range(40)]
+    hanging = [socket.create_connection((host, int(port)), timeout=60) for _ in range(40)]
     for connection in hanging[::2]:
         connection.sendall(b"GET /metrics HTTP/1.1\r\n")
     try:
@@ -105,7 +114,7 @@ def test_scrapers_that_hang_harm_nobody(mount: Mounter, source: Path, mode: str)
         assert stats(mounted)["read_bytes"] > 0
         assert llmcache("umount", mounted.point).returncode == 0
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((host, int(port)), timeout=20)
+            socket.create_connection((host, int(port)), timeout=60)
     finally:
         for connection in hanging:
             connection.close()

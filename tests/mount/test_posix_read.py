@@ -277,7 +277,7 @@ def test_another_users_rights(mount, mode: str) -> None:  # type: ignore[no-unty
         "except OSError as e: print(e.errno)\n"
     )
     command = [sys.executable, "-c", probe, str(mounted.point)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert result.stdout.split() == ["open", str(errno.EACCES)]
 
 

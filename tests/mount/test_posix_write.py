@@ -66,7 +66,7 @@ def test_append(reading: Mounted) -> None:
     code = "import os, sys\nfd = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)\n"
     code += "for i in range(200): os.write(fd, (sys.argv[2] * 15 + '\\n').encode())"
     words = [subprocess.Popen([sys.executable, "-c", code, str(path), letter]) for letter in "abcd"]
-    assert [process.wait(60) for process in words] == [0] * 4
+    assert [process.wait(120) for process in words] == [0] * 4
     lines = path.read_text().splitlines()
     assert sorted(lines) == sorted(letter * 15 for letter in "abcd" for _ in range(200))
 
@@ -292,7 +292,7 @@ def test_new_files_belong_to_their_user(mount: Mounter) -> None:
     os.chmod(mounted.source, 0o777)
     code = "import os, sys\nos.setgroups([]); os.setgid(65534); os.setuid(65534); os.umask(0o022); os.chdir(sys.argv[1])\n"
     code += "open('f', 'w').close(); os.mkdir('d'); os.symlink('f', 's')"
-    subprocess.run([sys.executable, "-c", code, str(mounted.point)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(mounted.point)], check=True, timeout=120)
     for name, kind in (("f", 0o644), ("d", 0o755), ("s", 0o777)):
         status = os.lstat(mounted.source / name)
         assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (65534, 65534, kind)

@@ -117,7 +117,7 @@ try:
 except KeyError:
     logging.getLogger().exception("in an operation")
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     text = (tmp_path / "log").read_text()
     assert text.count("FileNotFoundError: No such file") == text.count("KeyError\n") == 3
     assert text.count("in fail") == 6 and SECRET not in text.replace(f'open("/nowhere/{SECRET}")', "")

@@ -12,12 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.live import MIB, OVERHEAD_BYTES, finish_reader, live, random_file, readers, resident_bytes
+from tests.mount.live import MIB, OVERHEAD_BYTES, Live, finish_reader, live, random_file, readers, resident_bytes
 from tools.bench.clients.loop_reader import crcs
 
 SECONDS = float(os.environ.get("LLMCACHE_SOAK_SECONDS", "20"))
 SIZES = {"loop.bin": 150 * MIB, "second.bin": 70 * MIB + 77, "small.bin": 9 * MIB + 1}
 CACHE = 96 * MIB
+
+
+def held(mount: Live) -> int:
+    """Bytes in the page cache of the mount, and of memory of its processes."""
+    return sum(resident_bytes(mount.mountpoint / name) for name in SIZES) + mount.memory_bytes()
 
 
 @pytest.mark.timeout(SECONDS + 240)
@@ -39,10 +44,9 @@ def test_soak(tmp_path: Path, mode: str) -> None:
                 budget = CACHE // 2 if budget == CACHE else CACHE
                 mount.resize(budget)
                 time.sleep(2.0)  # a smaller budget may take a moment to be reached
-                resident = sum(resident_bytes(mount.mountpoint / name) for name in SIZES)
-                held = resident + mount.memory_bytes()
-                if held > CACHE + OVERHEAD_BYTES:
-                    over.append(held)
+                # What moves from memory to the page cache between the two counts twice: too much is so again at once.
+                if held(mount) > CACHE + OVERHEAD_BYTES and (still := held(mount)) > CACHE + OVERHEAD_BYTES:
+                    over.append(still)
             results = [finish_reader(reader, 120) for reader in running]
         assert mount.daemon.poll() is None
         assert mount.stats()["mode"] == mode

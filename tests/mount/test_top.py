@@ -28,7 +28,8 @@ from tests.mount.test_operating import write_model
 from tools.bench.sides import environment
 
 ALTERNATE, BACK, CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
-PATIENCE_S = 90.0
+PATIENCE_S = 120.0
+MARK = "<all that it wrote stands before this>"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
@@ -80,9 +81,17 @@ class Terminal:
         while self.process.poll() is None:
             assert time.monotonic() < deadline, "it does not end"
             self._take(0.05)
-        while self._take(0.05):
-            pass
+        self.drain()
         return self.process.returncode, self.said
+
+    def drain(self) -> None:
+        """Take what it has written, which the kernel hands over when it gets to it: until what we write after it."""
+        os.write(self._theirs, MARK.encode())
+        deadline = time.monotonic() + PATIENCE_S
+        while MARK not in self.said:
+            assert time.monotonic() < deadline, "what it has written does not come"
+            self._take(0.2)
+        self.said = self.said.replace(MARK, "")
 
     def is_restored(self) -> bool:
         """True if keys are shown and gathered in lines as before, and the screen is the one from before."""
@@ -123,8 +132,10 @@ def test_as_text_it_tells_what_the_counters_tell(mounted: Mounted) -> None:
     done = llmcache("top", mounted.point, "0.3s")
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout and max(map(len, done.stdout.splitlines())) <= 80
-    for words in ("/mnt ", "budget ", "model.safetensors", "model.layers.0", "byte hit ratio", "last 0.3 s"):
+    for words in ("/mnt ", "budget ", "model.safetensors", "model.layers.0", "byte hit ratio"):
         assert words in done.stdout
+    passed = re.search(r"last ([0-9.]+) s", done.stdout)
+    assert passed and 0.3 <= float(passed[1]) < PATIENCE_S  # the interval that there was, on a busy machine a longer one
     assert done.stdout.count("to readers") == 1
     assert llmcache("top", mounted.point, "0.2s", "2").stdout.count("to readers") == 2
 
@@ -135,10 +146,11 @@ def test_as_json_each_sample_is_a_line(mounted: Mounted) -> None:
 
     def at_rest() -> bool:
         """What was read last may still be pinned between one command and the next."""
+        before = json.loads(llmcache("stats", mounted.point, "--json").stdout)
         done = llmcache("top", mounted.point, "0.2s", "3", "--json")
         found[:] = [json.loads(line) for line in done.stdout.splitlines()]
         facts.update(json.loads(llmcache("stats", mounted.point, "--json").stdout))
-        return {each["budget"]["pinned_bytes"] for each in found} == {facts["pinned_bytes"]}
+        return {each["budget"]["pinned_bytes"] for each in [*found, {"budget": before}]} == {facts["pinned_bytes"]}
 
     wait_for(at_rest, "it says the same before and after")
     assert [each["schema"] for each in found] == ["llmcache.top/1"] * 3
@@ -192,8 +204,7 @@ def test_it_can_be_stopped_and_goes_on(watch: Terminal) -> None:
     while Path(f"/proc/{watch.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         assert time.monotonic() < deadline, "it does not stop"
         time.sleep(0.05)
-    while watch._take(0.1):
-        pass
+    watch.drain()
     assert watch.is_restored()
     watch.said = ""
     watch.process.send_signal(signal.SIGCONT)
@@ -213,7 +224,7 @@ def test_a_mount_that_ends_ends_it_with_a_message(watch: Terminal, mounted: Moun
     message = ESCAPES.sub("", said[said.rindex(BACK) :])
     assert f"error: {mounted.point} can no longer be watched: " in " ".join(message.split())
     if way == "kill":
-        control.wait_until_gone(mounted.files, 20)
+        control.wait_until_gone(mounted.files, PATIENCE_S)
 
 
 def test_a_terminal_that_can_do_nothing_gets_text(mounted: Mounted) -> None:

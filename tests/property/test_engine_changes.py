@@ -151,6 +151,22 @@ def test_a_name_used_again_after_a_rename_is_another_file(
 
 
 @MODES
+def test_what_a_dead_pin_helper_had_open_is_not_taken_for_what_a_reader_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    with running(tmp_path, mode, monkeypatch) as rig:
+        file, state, helper = rig.file("file", LOOP), rig.engine.state, rig.engine.pins.pid
+        assert rig.engine.opened(file.backing, "/file", helper) and state.opens[file.backing] == 1
+        rig.engine.pins.pid = helper + 1  # the successor is there before the kernel has told all
+        rig.engine.closed(file.backing, helper)
+        assert state.opens[file.backing] == 1 and file.backing in state.owners
+        rig.engine.opened(file.backing, "/file", helper)  # another process, of the same number
+        rig.engine.closed(file.backing, helper)
+        rig.engine.closed(file.backing, 1)
+        assert file.backing not in state.opens and file.backing not in state.owners
+
+
+@MODES
 def test_nothing_is_fetched_through_a_closed_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """A short visit: closed before the helper has attached the file; the number then means another file."""
     with running(tmp_path, mode, monkeypatch) as rig:

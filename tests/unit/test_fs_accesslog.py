@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import threading
@@ -47,6 +48,16 @@ class Stuck:
     def wait(self, _timeout: float) -> int:
         """Ended well."""
         return 0
+
+
+class Dead(Stuck):
+    """Stands in for a child that has died after the first message."""
+
+    def write(self, data: bytes) -> None:
+        """Wait, then fail."""
+        if b"about" not in data:
+            super().write(data)
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def a_row(log: AccessLog, number: int = 0) -> None:
@@ -118,6 +129,17 @@ def test_a_child_that_dies_is_an_error_in_the_log_and_no_exception(tmp_path: Pat
     log.close()
     assert "the access log" in caplog.text
     assert not (tmp_path / "log.parquet").exists()
+
+
+def test_rows_that_a_dead_child_did_not_take_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Dead()
+    monkeypatch.setattr(accesslog, "_start", lambda _path: child)
+    log = AccessLog(str(tmp_path / "log.parquet"), ABOUT)
+    for _ in range(50):
+        a_row(log)
+    child.go_on.set()
+    log._thread.join(60)
+    assert (log.rows, log.lost) == (50, 50)  # whether they were sent together, or still in the queue
 
 
 def test_what_is_not_kept_leaves_nothing(tmp_path: Path) -> None:

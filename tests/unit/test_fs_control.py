@@ -134,6 +134,23 @@ def test_a_users_files_name_no_process_of_somebody_else(tmp_path: Path, monkeypa
     os.close(lock)
 
 
+def test_who_looks_at_the_lock_at_the_same_time_is_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "directory", lambda _uid: str(tmp_path))
+    found = control.files("/nowhere")
+    os.close(control.take_lock(found, "/nowhere"))
+    looking: list[bool] = []
+    plain = fcntl.flock
+
+    def look_twice(fd: int, how: int) -> None:
+        plain(fd, how)
+        if not looking:
+            looking.append(True)
+            looking.append(control.is_locked(found))
+
+    monkeypatch.setattr(fcntl, "flock", look_twice)
+    assert not control.is_locked(found) and looking == [True, False]
+
+
 @needs_root
 def test_links_and_pipes_in_place_of_files_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = planted(tmp_path, monkeypatch, OTHER)

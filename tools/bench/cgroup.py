@@ -188,7 +188,7 @@ class Group:
             self._delegations.pop().undo()
 
 
-def _remove(path: Path, name: str, proc: Path, patience_s: float = 10.0) -> None:
+def _remove(path: Path, name: str, proc: Path, patience_s: float = 60.0) -> None:
     deadline = time.monotonic() + patience_s
     while True:
         _empty(path, name, proc)

@@ -94,7 +94,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def wait_mounted(mountpoint: Path, daemon: subprocess.Popen[bytes], log: Path, timeout_s: float = 30.0) -> None:
+def wait_mounted(mountpoint: Path, daemon: subprocess.Popen[bytes], log: Path, timeout_s: float = 120.0) -> None:
     """Return when the mount answers; raises BenchError with the end of the log if the daemon gives up."""
     deadline = time.monotonic() + timeout_s
     while not is_mounted(mountpoint):
@@ -113,7 +113,7 @@ def is_mounted(path: Path) -> bool:
     return any(line.split()[4] == wanted for line in lines)
 
 
-def end_mount(mountpoint: Path, daemon: subprocess.Popen[bytes], patience_s: float = 20.0) -> None:
+def end_mount(mountpoint: Path, daemon: subprocess.Popen[bytes], patience_s: float = 60.0) -> None:
     """SIGTERM, then a lazy unmount, then SIGKILL; removes the mount point."""
     if daemon.poll() is None:
         daemon.send_signal(signal.SIGTERM)
