@@ -90,17 +90,6 @@ def test_without_a_daemon(point: str) -> None:
         control.request(point, {"op": "stats"})
 
 
-def test_who_looks_at_the_same_moment_is_no_daemon(point: str) -> None:
-    found = control.files(point)
-    os.close(control.take_lock(found, point))  # the daemon has ended, and left its files
-    with open(found.lock, "r+b") as looking:
-        fcntl.flock(looking, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as `is_locked` does
-        assert not control.is_locked(found)
-    lock = control.take_lock(found, point)
-    assert control.is_locked(found)
-    os.close(lock)
-
-
 # Who is trusted (only root can put files of other users where they do not belong)
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make other users' files")
