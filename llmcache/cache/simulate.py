@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -73,9 +73,13 @@ def simulate_all(
     threads = jobs or len(os.sched_getaffinity(0))
     at_once = min(threads, len(sources))
     stop = threading.Event()
-    with ThreadPoolExecutor(threads) as pool, ThreadPoolExecutor(at_once) as drivers:
+    with ThreadPoolExecutor(threads) as pool, ThreadPoolExecutor(at_once) as drivers, ExitStack() as at_end:
+        # After Ctrl-C, which may come at any point here, or the first error the others end with the batch that they are at.
+        at_end.callback(stop.set)
 
         def one(source: Source) -> Simulation:
+            if stop.is_set():
+                raise Interrupted
             with _opened(source) as (name, trace):
                 run = TraceRun(
                     plan,
@@ -89,14 +93,8 @@ def simulate_all(
                 return run.run()
 
         futures = [drivers.submit(one, source) for source in sources]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            # After Ctrl-C or the first error the others end with the batch that they are at.
-            stop.set()
-            for future in futures:
-                future.cancel()
-    errors = [future.exception() for future in futures if not future.cancelled()]
+        wait(futures, return_when=FIRST_EXCEPTION)
+    errors = [future.exception() for future in futures]
     for error in errors:
         if error is not None and not isinstance(error, Interrupted):
             raise error

@@ -130,7 +130,7 @@ def test_the_interpreter_runs_while_scores_are_computed() -> None:
     loops, during, ended = 0, [0], threading.Event()
 
     def compute() -> None:
-        while len(during) < 200 and (len(during) < 8 or np.median(during) <= 20):  # either thread may pause in some of them
+        while len(during) < 200 and (len(during) < 8 or np.median(during) <= 3):  # either thread may pause in some of them
             before = loops
             score(queries, keys, threads=1)
             during.append(loops - before)
@@ -142,7 +142,7 @@ def test_the_interpreter_runs_while_scores_are_computed() -> None:
         loops += 1
         ended.wait(0.0001)
     worker.join()
-    assert np.median(during) > 20
+    assert np.median(during) > 3, "a kernel that holds the interpreter lets one or two through"
 
 
 def test_an_error_in_a_thread_is_raised() -> None:

@@ -6,14 +6,19 @@ import json
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llmcache import cli
+from llmcache.cache import grid, simulate, tracerun
 from llmcache.cache.cachesizes import AUTO_PERCENT
+from llmcache.cache.plan import Plan
 from llmcache.trace.record import Provenance
 from tests.unit.simulation_parts import loop, saved, trace_of
 
@@ -167,6 +172,35 @@ def test_other_formats_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text("file,offset,length,op\na,0,8192,read\na,0,8192,read\nb,100,1,write\n")
     (row,) = document([str(path), "--policy", "lru", "--cache", "1M"], capsys)["results"]
     assert (row["trace"], row["accesses"], row["hits"], row["writes"]) == (str(path), 5, 2, 1)
+
+
+def test_ctrl_c_while_the_work_is_handed_out_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = 0
+    begun = threading.Event()
+    feed = grid.PolicyCell.feed
+
+    def count(cell: grid.PolicyCell, part: grid.Part) -> None:
+        nonlocal batches
+        batches += 1
+        begun.set()
+        time.sleep(0.01)  # 20 s in all
+        feed(cell, part)
+
+    class Interrupting(ThreadPoolExecutor):
+        def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+            future: Future[Any] = super().submit(*args, **kwargs)
+            if threading.current_thread() is threading.main_thread():
+                begun.wait()
+                raise KeyboardInterrupt
+            return future
+
+    monkeypatch.setattr(tracerun, "BATCH_ROWS", 100)
+    monkeypatch.setattr(grid.PolicyCell, "feed", count)
+    monkeypatch.setattr(simulate, "ThreadPoolExecutor", Interrupting)
+    trace = trace_of([(0, block, 1, 0) for block in range(200_000)])
+    with pytest.raises(KeyboardInterrupt):
+        simulate.simulate_all([trace], Plan(("lru",), (1 << 20,)))
+    assert 0 < batches < 1000, "of 2000"
 
 
 def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
