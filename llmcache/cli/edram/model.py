@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from llmcache.cli import base, kinds, names
+from llmcache.cli.edram.options import profile_option
 
 
 @base.command("model")
@@ -28,13 +29,7 @@ from llmcache.cli import base, kinds, names
     show_default=True,
     help="Systems to compare.",
 )
-@click.option(
-    "--profile",
-    type=kinds.Names(names.edram_profiles),
-    default="paper,silicon",
-    show_default=True,
-    help="Energies; also: public.",
-)
+@profile_option()
 @click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
 @click.option("--constants", type=kinds.FILE, help="Your profiles, models, workloads and systems: TOML.")
 @base.json_option("llmcache.edram-model/1")

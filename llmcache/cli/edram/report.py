@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds, names
+from llmcache.cli import base, kinds
+from llmcache.cli.edram.options import profile_option
 
 
 @base.command("report")
 @click.argument("run", metavar="RUN.json", type=kinds.FILE)
-@click.option(
-    "--profile",
-    type=kinds.Names(names.edram_profiles),
-    default="paper,silicon",
-    show_default=True,
-    help="Energies; also: public.",
-)
+@profile_option()
 @click.option(
     "--intervals",
     metavar="WHICH",

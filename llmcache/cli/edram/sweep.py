@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from llmcache.cli import base, kinds, names
+from llmcache.cli.edram.options import profile_option
 
 
 @base.command("sweep")
@@ -29,13 +30,7 @@ from llmcache.cli import base, kinds, names
     show_default=True,
     help="Systems, or all.",
 )
-@click.option(
-    "--profile",
-    type=kinds.Names(names.edram_profiles),
-    default="paper",
-    show_default=True,
-    help="paper, public, silicon, or all.",
-)
+@profile_option("paper", "paper, public, silicon, or all.")
 @click.option("--context", metavar="N,…", help="Tokens of the prompt.")
 @click.option("--decode", metavar="N,…", help="Tokens to decode.")
 @click.option("--batch", metavar="N,…", help="Sequences at once.")
