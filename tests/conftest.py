@@ -1,18 +1,22 @@
 """Test tiers: a test that this machine cannot run is skipped with the reason, or fails where its tier is required.
 
-Tiers are markers: mount, llama, transformers, cgroup, bpf. LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers
-into a failure.
+Tiers are markers: mount, llama, transformers, cgroup, bpf, and the names of programs that a test runs (clang, zsh). What
+brings a tier that is missing is said in one line at the end. LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those
+tiers into a failure.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes.util
+import fcntl
 import functools
 import importlib.util
 import os
 import shutil
 import signal
-from collections.abc import Callable, Generator
+import tempfile
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,31 +24,32 @@ from hypothesis import HealthCheck, settings
 
 CGROUPS = Path("/sys/fs/cgroup")
 
-# No property has a deadline, nor must its examples be made in a certain time: machines are shared. CI tries the same
-# examples in every run of the same tests, so that what fails there is the change; new ones are tried everywhere else.
-settings.register_profile("llmcache", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("llmcache-ci", settings.get_profile("llmcache"), derandomize=True, print_blob=True)
-settings.load_profile("llmcache-ci" if os.environ.get("LLMCACHE_CI") == "1" else "llmcache")
+# No property has a deadline, nor must its examples be made in a certain time: machines are shared. Every run of the same
+# tests tries the same examples, so that what fails is the change. `--hypothesis-profile=fresh` tries new ones: what it
+# finds becomes an explicit example.
+settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("same", settings.get_profile("fresh"), derandomize=True, database=None)
+settings.load_profile("same")
 
 
 def _mount_problem() -> str | None:
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         return "/dev/fuse cannot be opened"
     if ctypes.util.find_library("fuse3") is None:
-        return "libfuse 3 is not installed (apt-get install fuse3)"
+        return "libfuse 3 is not installed"
     if shutil.which("fusermount3") is None:
-        return "fusermount3 is not installed (apt-get install fuse3)"
+        return "fusermount3 is not installed"
     return None if importlib.util.find_spec("mfusepy") else "mfusepy is not installed"
 
 
 def _llama_problem() -> str | None:
     missing = [name for name in ("llama_cpp", "gguf", "numpy") if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(missing)} (the [llama] extra)" if missing else None
+    return f"not installed: {', '.join(missing)}" if missing else None
 
 
 def _transformers_problem() -> str | None:
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(missing)} (the [transformers] extra)" if missing else None
+    return f"not installed: {', '.join(missing)}" if missing else None
 
 
 def _cgroup_problem() -> str | None:
@@ -65,12 +70,34 @@ def _bpf_problem() -> str | None:
     return FilemapSource.probe()
 
 
+def _missing(*programs: str, header: str = "") -> Callable[[], str | None]:
+    """What says which of `programs`, or of the C headers, is not there."""
+
+    def problem() -> str | None:
+        missing = [program for program in programs if shutil.which(program) is None]
+        missing += [header] if header and not Path(header).exists() else []
+        return f"not installed: {', '.join(missing)}" if missing else None
+
+    return problem
+
+
 PROBLEMS: dict[str, Callable[[], str | None]] = {
     "mount": functools.cache(_mount_problem),
     "llama": functools.cache(_llama_problem),
     "transformers": functools.cache(_transformers_problem),
     "cgroup": functools.cache(_cgroup_problem),
     "bpf": functools.cache(_bpf_problem),
+    "clang": _missing("clang", "llvm-strip", header="/usr/include/bpf/bpf_helpers.h"),
+    **{program: _missing(program) for program in ("bash", "zsh", "fish", "mandoc", "groff")},
+}
+CURES = {
+    "mount": "apt-get install fuse3",
+    "llama": "tools/test installs it",
+    "transformers": "tools/test installs it",
+    "cgroup": "run as root, where /sys/fs/cgroup can be written",
+    "bpf": "apt-get install libbpf1, and run as root on Linux 6.12 or later",
+    "clang": "apt-get install clang llvm libbpf-dev",
+    **{package: f"apt-get install {package}" for package in ("bash", "zsh", "fish", "mandoc", "groff")},
 }
 
 
@@ -97,6 +124,14 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"LLMCACHE_REQUIRE_TIERS: no such tier: {', '.join(sorted(unknown))}")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line which tiers were not run, and what brings each."""
+    reasons = {str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])}
+    absent = [tier for tier in PROBLEMS if any(f"Skipped: {tier}: " in reason for reason in reasons)]
+    if absent:
+        terminalreporter.write_line("not run here: " + "; ".join(f"{tier} ({CURES[tier]})" for tier in absent))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything in tests/mount is of the mount tier, everything in tests/hf of the transformers tier."""
     for item in items:
@@ -104,6 +139,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for directory, tier in (("mount", "mount"), ("hf", "transformers")):
             if directory in directories:
                 item.add_marker(tier)
+
+
+@contextlib.contextmanager
+def _turn(alone: bool) -> Iterator[None]:
+    """Among the workers of a run: with all others, or alone. Who waits to be alone is passed by nobody (the gate)."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        yield
+        return
+    name = os.path.join(tempfile.gettempdir(), f"llmcache-tests-{run}")
+    with open(f"{name}.gate", "w") as gate, open(f"{name}.turn", "w") as turn:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(turn, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        if not alone:
+            fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let a test that measures run alone; the wait is no part of its time."""
+    with _turn(item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

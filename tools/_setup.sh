@@ -2,7 +2,8 @@
 #
 #   setup               system packages, .venv with the pinned versions, this package (editable)
 #   setup_llama         setup, and llama-cpp-python: compiled once, the wheel kept in ~/.cache/llmcache/wheels
-#   setup_transformers  setup, and torch with transformers, the pinned and (beside it, for the tests) the oldest version
+#   setup_tests         setup_llama, torch with transformers (the pinned version and, beside it, the oldest), and the small
+#                       programs that some tests run
 #
 # Afterwards $root is the repository, $venv the environment and $python its interpreter. A second run takes a moment:
 # it compares a stamp. Exit code 3, after a list of what is missing, when that can be neither found nor installed.
@@ -94,17 +95,32 @@ has_libbpf() {
     [[ $(PATH=$PATH:/sbin:/usr/sbin ldconfig -p) == *libbpf.so.1* ]]
 }
 
-# For the best tiers of llmcache trace only, so nothing fails without it: Ubuntu 22.04 has just libbpf 0.5 (libbpf0), whose
-# interface is another one. Asked for once per environment.
-install_libbpf() {
-    if [[ -e $venv/.libbpf-asked ]] || has_libbpf; then return 0; fi
-    touch "$venv/.libbpf-asked"
-    if command -v apt-get >/dev/null && can_be_root; then
-        say "installing libbpf1"
+# What nothing fails without. Asked for once per environment.
+install_optional() {
+    local package
+    for package in "$@"; do
+        if [[ -e $venv/.asked-$package ]]; then continue; fi
+        touch "$venv/.asked-$package"
+        command -v apt-get >/dev/null && can_be_root || continue
+        say "installing $package"
         as_root apt-get update -qq </dev/null >&2 || true
-        as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libbpf1 </dev/null >/dev/null || true
-    fi
+        as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$package" </dev/null >/dev/null || true
+    done
+}
+
+# For the best tiers of llmcache trace only: Ubuntu 22.04 has just libbpf 0.5 (libbpf0), whose interface is another one.
+install_libbpf() {
+    if has_libbpf; then return 0; fi
+    install_optional libbpf1
     has_libbpf || say "libbpf 1 (package libbpf1) is not there: llmcache trace does without BPF, tiers perf and faults"
+}
+
+# The small programs that some tests run; a test whose program is not there is skipped, and says so.
+install_tested_programs() {
+    local program
+    for program in zsh fish mandoc groff; do
+        command -v "$program" >/dev/null || install_optional "$program"
+    done
 }
 
 # systemd makes this link when a machine starts; in a chroot or image that was never started, fusermount3 cannot unmount
@@ -211,8 +227,8 @@ locked() (
 
 _setup() { install_packages; make_mtab; make_venv; install_libbpf; }
 _setup_llama() { _setup; install_llama; }
-_setup_transformers() { _setup; install_transformers; }
+_setup_tests() { _setup; install_tested_programs; install_llama; install_transformers; }
 
 setup() { locked _setup; }
 setup_llama() { locked _setup_llama; }
-setup_transformers() { locked _setup_transformers; }
+setup_tests() { locked _setup_tests; }

@@ -28,15 +28,17 @@ def llmcache(*words: str | Path, **more: object) -> subprocess.CompletedProcess[
 
 @dataclass
 class Mounted:
-    """A mount that a daemon in the background serves."""
+    """A mount that a daemon in the background serves, or a directory of one that several tests share."""
 
     source: Path
     point: Path
+    whole: Mounted | None = None  # what the directory is in
+    logged: int = 0  # characters of the log that are of tests before
 
     @property
     def files(self) -> control.Files:
         """The daemon's files."""
-        return control.files(str(self.point))
+        return control.files(str((self.whole or self).point))
 
     @property
     def pid(self) -> int:
@@ -45,7 +47,12 @@ class Mounted:
 
     def log(self) -> str:
         """What the daemon logged so far."""
-        return Path(self.files.log).read_text()
+        return Path(self.files.log).read_text()[self.logged :]
+
+    def directory(self, name: str) -> Mounted:
+        """An empty directory of the mount, for one test."""
+        (self.source / name).mkdir()
+        return Mounted(self.source / name, self.point / name, self, len(self.log()))
 
 
 @dataclass
@@ -85,10 +92,10 @@ class Mounter:
                 os.unlink(mounted.files.log)
 
 
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mounter]:
-    """A function that mounts; a traceback in a daemon's log fails the test."""
-    mounter = Mounter(tmp_path)
+@contextlib.contextmanager
+def mounting(directory: Path) -> Iterator[Mounter]:
+    """What mounts in `directory`, and ends it all; a traceback in a daemon's log fails whoever asked."""
+    mounter = Mounter(directory)
     logs: Callable[[], Sequence[str]] = lambda: [  # noqa: E731 - read before end() removes them
         mounted.log() for mounted in mounter.made if os.path.exists(mounted.files.log)
     ]
@@ -100,7 +107,14 @@ def mount(tmp_path: Path) -> Iterator[Mounter]:
     assert not [text for text in said if "Traceback" in text or "unexpected error" in text], said
 
 
-@pytest.fixture(params=["steer", "arena"])
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mounter]:
+    """A function that mounts."""
+    with mounting(tmp_path) as mounter:
+        yield mounter
+
+
+@pytest.fixture(scope="module", params=["steer", "arena"])
 def mode(request: pytest.FixtureRequest) -> str:
     """Both ways of holding data; steer needs locked memory."""
     if request.param == "steer" and os.geteuid() != 0:
@@ -108,13 +122,27 @@ def mode(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def reading(mount: Mounter, mode: str) -> Mounted:
+@pytest.fixture(scope="module")
+def readable(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mounted]:
     """A mount with the default rights (only *.kv may be written)."""
-    return mount("--mode", mode)
+    with mounting(tmp_path_factory.mktemp("readable")) as mounter:
+        yield mounter("--mode", mode)
+
+
+@pytest.fixture(scope="module")
+def writable(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mounted]:
+    """A mount on which everything may be written."""
+    with mounting(tmp_path_factory.mktemp("writable")) as mounter:
+        yield mounter("--mode", mode, "--rw")
 
 
 @pytest.fixture
-def writing(mount: Mounter, mode: str) -> Mounted:
-    """A mount on which everything may be written."""
-    return mount("--mode", mode, "--rw")
+def reading(readable: Mounted, tmp_path: Path) -> Mounted:
+    """A directory, with the default rights, of a mount that the tests of a module share."""
+    return readable.directory(tmp_path.name)
+
+
+@pytest.fixture
+def writing(writable: Mounted, tmp_path: Path) -> Mounted:
+    """The same where everything may be written."""
+    return writable.directory(tmp_path.name)

@@ -67,7 +67,7 @@ def test_the_budget_holds_under_load(source: Path, checks: dict[str, Path], tmp_
     with live(source, tmp_path / "mnt", str(CACHE), "--mode", mode) as mount:
         jobs = [(mount.mountpoint / name, checks[name], how) for name in SIZES for how in ("read", "mmap")]
         samples = []
-        with readers(jobs, 10) as running:
+        with readers(jobs, 5) as running:
             while any(reader.poll() is None for reader in running):
                 sample = held(mount)
                 # Page cache and memory are counted one after the other, so what moves from one to the other in between

@@ -34,8 +34,8 @@ from tests.mount.live import (
 from tools.bench.clients.loop_reader import crcs
 from tools.bench.sides import is_mounted
 
-SIZE = 72 * MIB + 321
-CACHE = "48Mi"
+SIZE = 40 * MIB + 321
+CACHE = "28Mi"
 
 
 @pytest.fixture

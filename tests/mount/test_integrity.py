@@ -16,7 +16,7 @@ from tools.bench.clients.loop_reader import crcs
 
 # much more than the budget; sizes around blocks and extents, and odd ones
 FILES = {
-    "big.bin": 96 * MIB + 1234,
+    "big.bin": 64 * MIB + 1234,
     "mid.bin": 33 * MIB + 3 * 4096 + 17,
     "extent.bin": MIB,
     "extent-1.bin": MIB - 1,
@@ -27,8 +27,8 @@ FILES = {
     "one.bin": 1,
     "empty.bin": 0,
 }
-CACHE = "48Mi"
-LOAD_SECONDS = 6.0
+CACHE = "36Mi"
+LOAD_SECONDS = 3.0
 
 
 @pytest.fixture(scope="module")

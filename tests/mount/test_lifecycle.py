@@ -29,6 +29,12 @@ def gone(mounted: Mounted) -> bool:
     return mountpoint.find(str(mounted.point)) is None and not control.is_locked(mounted.files)
 
 
+@pytest.fixture
+def reading(mount: Mounter, mode: str) -> Mounted:
+    """A mount of the test's own, to be ended."""
+    return mount("--mode", mode)
+
+
 def test_mount_umount_mount(mount: Mounter, mode: str) -> None:
     for _ in range(3):
         mounted = mount("--mode", mode)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, attend, column_sums
@@ -13,7 +13,10 @@ from tests.unit.edram_parts import Stream
 
 EXACT = CellSettings("exact")
 DIM = 4
-
+RECOMPUTED = AerpSettings(9, sinks=1, window=4, score="logit", per_query=True, recompute="decode")
+# What is recomputed is a product of many rows at once, which rounds float32 otherwise than that of a row by itself: up to
+# 8e-8 of a key, in scores that are sums over all steps. Nothing else may differ.
+ROUNDED = 1e-4
 
 shapes = st.sampled_from([(4, 4), (4, 2), (4, 1), (1, 1), (3, 3)]).flatmap(
     lambda heads: st.builds(LayerShape, st.just(heads[0]), st.just(heads[1]), st.just(DIM), st.sampled_from([6, 16, 24, 40]))
@@ -35,6 +38,7 @@ policies = st.integers(0, 4).flatmap(
 
 @settings(max_examples=150, deadline=None)
 @given(shapes, policies, st.integers(1, 30), st.integers(0, 30), st.integers(0, 2**32 - 1), st.sampled_from([0, 0, 0, 1]))
+@example(LayerShape(3, 3, DIM, 16), RECOMPUTED, 8, 16, 1173, 0)  # scores 7e-6 apart
 def test_equals_what_keeps_everything_and_masks(
     shape: LayerShape, policy: AerpSettings, prompt: int, steps: int, seed: int, flat: int
 ) -> None:
@@ -60,7 +64,8 @@ def check_state(layer: AerpLayer, plain: PlainAerp) -> None:
     assert (positions[:, count:] == -1).all()
     for head, scores in enumerate(plain.scores):
         wanted = [scores[p] for p in plain.slots[head]]
-        np.testing.assert_allclose(layer.slots.scores[head, :count], wanted, rtol=1e-9, atol=1e-9)
+        apart = 1e-9 if layer.inputs is None else ROUNDED
+        np.testing.assert_allclose(layer.slots.scores[head, :count], wanted, rtol=apart, atol=apart)
     assert layer.stored_bytes == plain.stored_bytes()
     if layer.inputs is None:
         assert not plain.as_x and layer.in_kv.sum() == layer.slots.used.sum()

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tools.bench import allbench, held, papersbench, results, startupbench, suite, suitereport, timebench
@@ -224,8 +225,8 @@ def test_the_papers_figures_are_judged() -> None:
 @pytest.mark.parametrize(
     ("last", "seconds", "code"),
     [
-        ("==== 6093 passed in 1017.23s (0:16:57) ====", 1017.23, 0),
-        ("=== 1 failed, 6092 passed, 3 skipped in 900.00s (0:15:00) ===", 900.0, 1),
+        ("==== 6093 passed in 517.23s (0:08:37) ====", 517.23, 0),
+        ("=== 1 failed, 6092 passed, 3 skipped in 500.00s (0:08:20) ===", 500.0, 1),
         ("6 passed, 1 error in 2.50s", 2.5, 1),
     ],
 )
@@ -234,10 +235,13 @@ def test_times_of_finished_runs(tmp_path: Path, last: str, seconds: float, code:
     log.write_text(f"tests/unit/test_x.py .... [ 1%]\n==== 2 passed in 1.00s ====\n{last}\n")
     run = timebench.of_log(log)
     assert (run["seconds"], run["exit_code"], run["log"]) == (seconds, code, "run.log")
-    suite_bar, flakes = timebench.suite_bars({"runs": [run] * 5})
+    suite_bar, flakes = timebench.suite_bars({"runs": [run] * 5 + [{**run, "seconds": 900.0, "busy": 2}] * 5})
     assert suite_bar.passed and flakes.passed == (code == 0)
-    assert not timebench.suite_bars({"runs": [run] * 4})[1].passed, "five runs are asked for"
-    assert not timebench.suite_bars({"runs": [{**run, "exit_code": 0}] * 5 + [{**run, "exit_code": 1}]})[1].passed
+    assert not timebench.suite_bars({"runs": [run] * 9})[1].passed, "ten runs are asked for"
+    assert not timebench.suite_bars({"runs": [{**run, "exit_code": 0}] * 10 + [{**run, "exit_code": 1}]})[1].passed
+    with timebench.load(1):
+        (busy,) = (child for child in psutil.Process().children() if "while True: pass" in child.cmdline())
+    assert not busy.is_running()
     log.write_text("collected 6093 items\n")
     with pytest.raises(BenchError, match="--log"):
         timebench.of_log(log)

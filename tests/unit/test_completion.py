@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -80,12 +79,12 @@ def check(told: list[set[str]]) -> None:
         assert words == wanted if alone else words > wanted, typed
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.bash
 def test_bash(programs: dict[str, str]) -> None:
     check(offered(["bash", "--norc", "-c"], BASH, programs))
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.bash
 @pytest.mark.parametrize(("word", "wanted"), [("lru,le", "lru,lecar"), ("=", "lru"), ("bela", "belady")])
 def test_bash_breaks_words_at_equals_signs(word: str, wanted: str, programs: dict[str, str]) -> None:
     typed = ["llmcache", "simulate", "x.csv", "--cache", "=", "50%", "--policy", *(["="] if word != "=" else []), word]
@@ -94,12 +93,12 @@ def test_bash_breaks_words_at_equals_signs(word: str, wanted: str, programs: dic
     assert wanted in result.stdout.split()
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+@pytest.mark.zsh
 def test_zsh(programs: dict[str, str]) -> None:
     check(offered(["zsh", "-f", "-c"], ZSH, programs))
 
 
-@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+@pytest.mark.fish
 def test_fish(programs: dict[str, str]) -> None:
     check(offered(["fish", "--no-config", "-c"], FISH, programs))
 

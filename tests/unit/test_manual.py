@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -62,7 +61,7 @@ def test_pages_that_are_named_are_there() -> None:
         assert {word.replace("\\", "") for word in named} <= ours, name
 
 
-@pytest.mark.skipif(shutil.which("mandoc") is None, reason="mandoc is not installed")
+@pytest.mark.mandoc
 @pytest.mark.parametrize("name", PAGES)
 def test_mandoc_finds_nothing(name: str, tmp_path: Path) -> None:
     path = tmp_path / Path(name).name
@@ -71,7 +70,7 @@ def test_mandoc_finds_nothing(name: str, tmp_path: Path) -> None:
     assert result.stdout + result.stderr == ""
 
 
-@pytest.mark.skipif(shutil.which("groff") is None, reason="groff is not installed")
+@pytest.mark.groff
 def test_groff_warns_of_nothing_and_keeps_to_the_width() -> None:
     for name, text in PAGES.items():
         command = ["groff", "-man", "-Tascii", "-ww", "-rLL=80n"]

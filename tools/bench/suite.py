@@ -71,7 +71,7 @@ BENCHMARKS = (
         ("--repeat", "1"),
         quick=("--quick", "--repeat", "1", "--modes", "steer"),
     ),
-    Benchmark("testtime", "tools/test, five times", quick=None, asked=True),
+    Benchmark("testtime", "tools/test, ten times", quick=None, asked=True),
 )
 NAMES = tuple(one.name for one in BENCHMARKS)
 
