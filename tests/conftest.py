@@ -24,6 +24,9 @@ from hypothesis import HealthCheck, settings
 
 CGROUPS = Path("/sys/fs/cgroup")
 
+# Two tests run at a time: threads of torch and BLAS, which wait for each other by spinning, would take each other's time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # No property has a deadline, nor must its examples be made in a certain time: machines are shared. Every run of the same
 # tests tries the same examples, so that what fails is the change. `--hypothesis-profile=fresh` tries new ones: what it
 # finds becomes an explicit example.

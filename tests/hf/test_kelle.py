@@ -24,7 +24,7 @@ RECALL = Path(__file__).resolve().parents[1] / "fixtures" / "recall"
 
 @functools.cache
 def model() -> Any:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return enable(transformers.Qwen2ForCausalLM.from_pretrained(RECALL).eval())
 
 

@@ -19,7 +19,7 @@ CONTEXTS = 4
 
 @functools.cache
 def model() -> Any:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return enable(transformers.Qwen2ForCausalLM.from_pretrained(RECALL).eval())
 
 

@@ -31,7 +31,7 @@ RECALL = ROOT / "tests" / "fixtures" / "recall"
 
 @functools.cache
 def subject() -> Subject:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return Subject(RECALL)
 
 
