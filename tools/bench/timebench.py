@@ -104,7 +104,7 @@ def suite_bars(told: dict[str, Any]) -> list[Bar]:
     good = sum(run["exit_code"] == 0 for run in runs)
     wanted = max(TEST_RUNS, len(runs))
     return [
-        Bar(8, "suite", f"longest of {len(free)} runs of tools/test without load", longest, "<", TEST_BAR_MIN, command, unit="min"),
+        Bar(8, "suite", f"longest of {len(free)} runs without load", longest, "<", TEST_BAR_MIN, command, unit="min"),
         Bar(8, "flakes", f"runs of tools/test without a failure, of {len(runs)}", good, ">=", wanted, command),
     ]
 
