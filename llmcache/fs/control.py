@@ -6,7 +6,9 @@ Files are named after a hash of the mount point's real path, in /run/llmcache fo
 as it lives, so two never share a mount point) and `.log`, all 0600 in a directory of 0700.
 
 A daemon answers its own user and root. Root's commands on a user's mount believe what that user's files say of that
-user's processes, and nothing more: files, links and sockets of anybody else there do not count.
+user's processes, and nothing more: files, links and sockets of anybody else there do not count, nor does what others may
+write to. The directory is opened first, then what is in it, both without following a link, and each is looked at before
+anything is done with it; a process is held by a descriptor from when it was known to be the daemon.
 
 Neither side trusts the other: a daemon outlives any client, and root asks daemons of other users. So lines, the time to
 send one and the number of connections are limited, and whatever is no request, or no reply, is refused as such.
@@ -21,12 +23,14 @@ import hashlib
 import json
 import logging
 import os
+import select
+import signal
 import socket
 import stat
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +45,9 @@ _REPLY_S = 10.0  # for a client to take what it is told
 _RETRY_S = 0.1
 _CHUNK = 1 << 16
 _ENDING_S = 30.0
+_LONGEST_INFO = 1 << 16
+_MOST_PIDS = 1 << 22
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 Progress = dict[str, Any]
@@ -52,6 +59,10 @@ class ClientGone(Exception):
 
 class NoDaemon(MountProblem):
     """Nothing listens on the control socket of a mount."""
+
+
+class NotTheirs(OSError):
+    """What lies at the name of a daemon's directory or file is no such thing, or not its user's alone."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +94,40 @@ class Files:
 
     def describe(self) -> dict[str, Any]:
         """Contents of the info file; empty if there is none."""
-        with contextlib.suppress(OSError, ValueError), open(self.open(self.info, os.O_RDONLY), encoding="utf-8") as file:
-            found = json.load(file)
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            with open(self.open(self.info, os.O_RDONLY), encoding="utf-8") as file:
+                found = json.loads(file.read(_LONGEST_INFO))
             return found if isinstance(found, dict) else {}
         return {}
 
     def open(self, path: str, flags: int) -> int:
-        """A descriptor of one of these files; OSError for a link, or what is no file of their user."""
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        status = os.fstat(fd)
-        if stat.S_ISREG(status.st_mode) and status.st_uid == self.uid:
+        """A descriptor of one of these files, with O_PATH of the socket; NotTheirs, or another OSError."""
+        kind = stat.S_IFSOCK if flags & os.O_PATH else stat.S_IFREG
+        with self._directory() as directory:
+            fd = os.open(os.path.basename(path), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        self._check(fd, kind)
+        if flags & os.O_PATH:
             return fd
-        os.close(fd)
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        try:
+            return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def _directory(self) -> Iterator[int]:
+        fd = os.open(os.path.dirname(self.base), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._check(fd, stat.S_IFDIR)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _check(self, fd: int, kind: int) -> None:
+        """Close `fd`, with NotTheirs, if it is of something else than that kind, or not of their user alone."""
+        status = os.fstat(fd)
+        if stat.S_IFMT(status.st_mode) != kind or status.st_uid != self.uid or status.st_mode & _OTHERS_WRITE:
+            os.close(fd)
+            raise NotTheirs(errno.EPERM, "it is not its user's alone")
 
     def tell(self, facts: dict[str, Any]) -> None:
         """Write the info file, whole or not at all."""
@@ -107,12 +139,39 @@ class Files:
         os.replace(new, self.info)
 
     def remove(self) -> None:
-        """Remove what a daemon leaves that is of no use without it (not the log)."""
-        if not is_own_directory(os.path.dirname(self.base), self.uid):
-            return
-        for path in (self.socket, self.info, self.lock):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+        """Remove what a daemon leaves that is of no use without it (not the log). Its lock is the caller's."""
+        with contextlib.suppress(OSError), self._directory() as directory:
+            for path in (self.socket, self.info, self.lock):
+                with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                    os.unlink(os.path.basename(path), dir_fd=directory)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A daemon's process: its number, and a descriptor (pidfd) that never stands for another one of that number."""
+
+    pid: int
+    fd: int
+
+    def is_running(self) -> bool:
+        """False also for a zombie: its memory and descriptors are gone."""
+        end = select.poll()
+        end.register(self.fd, select.POLLIN)
+        if end.poll(0):
+            return False
+        try:
+            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
+                return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+        except OSError:
+            return False
+
+    def signal(self, number: int) -> bool:
+        """Whether it was there to be signalled."""
+        try:
+            signal.pidfd_send_signal(self.fd, number)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 def directory(uid: int) -> str:
@@ -155,16 +214,38 @@ def is_own_directory(path: str, uid: int) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == uid
 
 
-def daemon_pid(point: str, uid: int | None = None) -> int | None:
-    """Process id of the living daemon of a mount, or None if that cannot be told. Always a process of that user."""
+@contextlib.contextmanager
+def daemon(point: str, uid: int | None = None) -> Iterator[Process | None]:
+    """The living daemon of a mount while it lasts, or None if that cannot be told. Always a process of that user."""
     found = files(point, uid)
-    if not is_locked(found):
-        return None
     pid = found.describe().get("pid")
-    with contextlib.suppress(OSError):
-        if type(pid) is int and pid > 0 and os.stat(f"/proc/{pid}").st_uid == found.uid:
-            return pid
-    return None
+    if type(pid) is not int or not 0 < pid < _MOST_PIDS:
+        yield None
+        return
+    try:
+        process = Process(pid, os.pidfd_open(pid))
+    except OSError:  # it has ended, or is a thread
+        yield None
+        return
+    try:
+        yield process if _is_daemon(process, found) else None
+    finally:
+        os.close(process.fd)
+
+
+def _is_daemon(process: Process, found: Files) -> bool:
+    """True if a daemon lives and says that it is this process, which is still the one that was opened."""
+    try:
+        owner = os.stat(f"/proc/{process.pid}").st_uid
+    except FileNotFoundError:
+        return False
+    return is_locked(found) and found.describe().get("pid") == process.pid and process.is_running() and owner == found.uid
+
+
+def daemon_pid(point: str, uid: int | None = None) -> int | None:
+    """Process id of the living daemon of a mount, or None if that cannot be told: to be shown, not to be signalled."""
+    with daemon(point, uid) as process:
+        return None if process is None else process.pid
 
 
 def is_locked(found: Files) -> bool:
@@ -182,16 +263,39 @@ def is_locked(found: Files) -> bool:
     return False
 
 
+def remove_left(found: Files) -> None:
+    """Remove what a dead daemon left, unless another one serves, or begins to: its lock is kept from it meanwhile."""
+    try:
+        lock = found.open(found.lock, os.O_RDWR)
+    except FileNotFoundError:  # the daemon has removed its files; those there are now are a new one's
+        return
+    except OSError:  # no daemon takes such a lock
+        found.remove()
+        return
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if os.path.samestat(os.lstat(found.lock), os.fstat(lock)):
+            found.remove()
+    os.close(lock)
+
+
 def take_lock(found: Files, point: str) -> int:
     """Descriptor of the lock file, locked for the life of this process; MountProblem if another daemon has it.
 
-    One that is about to end, its mount gone (umount, then mount at once), is waited for.
+    One that is about to end, its mount gone (umount, then mount at once), is waited for. What a daemon before said of
+    itself is removed: a new one is not taken for it. EnvironmentProblem where no lock file of this user can be made.
     """
     from llmcache.fs import mountpoint
 
     end = time.monotonic() + _ENDING_S
     while True:
-        fd = os.open(found.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with making(found.lock):
+            try:
+                fd = found.open(found.lock, os.O_RDWR)
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(found.lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -204,8 +308,19 @@ def take_lock(found: Files, point: str) -> int:
             raise MountProblem(f"{point} is already served{by}", f"end it first: llmcache umount {point}") from None
         with contextlib.suppress(FileNotFoundError):
             if os.stat(found.lock).st_ino == os.fstat(fd).st_ino:
+                with making(found.info), contextlib.suppress(FileNotFoundError):
+                    os.unlink(found.info)
                 return fd
         os.close(fd)  # the last owner removed the file between our open and our lock
+
+
+@contextlib.contextmanager
+def making(path: str) -> Iterator[None]:
+    """A with block that makes a daemon's file: EnvironmentProblem where what is there cannot be replaced."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} cannot be made: {error.strerror}", "remove what is there") from error
 
 
 class ControlServer:
@@ -216,12 +331,13 @@ class ControlServer:
 
     def __init__(self, found: Files, answer: Callable[[dict[str, Any], Callable[[Progress], None]], Progress]) -> None:
         self._answer = answer
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(found.socket)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         old = os.umask(0o177)
         try:
-            self._socket.bind(found.socket)
+            with making(found.socket):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(found.socket)
+                self._socket.bind(found.socket)
         finally:
             os.umask(old)
         self._socket.listen(16)
@@ -326,16 +442,18 @@ def request(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         try:
-            _connect(connection, found.socket, timeout_s)
+            _connect(connection, found, timeout_s)
             peer = _peer(connection)
+        except NotTheirs:
+            raise _not_theirs(found, point) from None
         except PermissionError:
             raise MountProblem(f"the daemon of {point} belongs to another user", "use sudo") from None
         except TimeoutError:
             raise MountProblem(f"the daemon of {point} has too many clients", "try again later") from None
         except OSError as error:
             raise NoDaemon(f"no daemon answers for {point}: {error.strerror}") from None
-        if peer not in (0, found.uid):
-            raise MountProblem(f"what answers for {point} is not the daemon of its user", f"see {found.socket}")
+        if peer != found.uid:
+            raise _not_theirs(found, point)
         try:
             connection.sendall(json.dumps(message).encode() + b"\n")
             with connection.makefile("rb") as lines:
@@ -357,17 +475,26 @@ def _peer(connection: socket.socket) -> int:
     return int(uid)
 
 
-def _connect(connection: socket.socket, path: str, timeout_s: float) -> None:
+def _connect(connection: socket.socket, found: Files, timeout_s: float) -> None:
     """Connects; TimeoutError if a daemon is there and takes nobody. Its queue being full is no reason to give up."""
     end = time.monotonic() + timeout_s
-    while True:
-        try:
-            connection.connect(path)
-            return
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise TimeoutError from None
-            time.sleep(_RETRY_S)
+    fd = found.open(found.socket, os.O_PATH)
+    try:
+        while True:
+            try:
+                connection.connect(f"/proc/self/fd/{fd}")  # what was looked at, whatever has its name by now
+                return
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TimeoutError from None
+                time.sleep(_RETRY_S)
+    finally:
+        os.close(fd)
+
+
+def _not_theirs(found: Files, point: str) -> MountProblem:
+    hint = f"look at {found.socket} and its directory, which only its user should be able to change"
+    return MountProblem(f"what should answer for {point} is not the daemon of its user", hint)
 
 
 def _reply_in(line: bytes, point: str) -> dict[str, Any]:
@@ -406,20 +533,11 @@ def _foreign(point: str) -> MountProblem:
     return MountProblem(f"the daemon of {point} answers what is no reply", hint)
 
 
-def wait_until_gone(found: Files, timeout_s: float, pid: int | None = None) -> bool:
-    """True once no daemon holds the lock and the process `pid` has ended."""
+def wait_until_gone(found: Files, timeout_s: float, process: Process | None = None) -> bool:
+    """True once no daemon holds the lock and `process` has ended."""
     end = time.monotonic() + timeout_s
-    while is_locked(found) or (pid is not None and _is_running(pid)):
+    while is_locked(found) or (process is not None and process.is_running()):
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
     return True
-
-
-def _is_running(pid: int) -> bool:
-    """False also for a zombie: its memory and descriptors are gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False

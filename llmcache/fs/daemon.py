@@ -189,7 +189,8 @@ class Daemon:
 
     def _describe(self) -> None:
         facts = {"pid": os.getpid(), "source": self._source, "mount": self._point, "started": time.time()}
-        self._files.tell(facts)
+        with control.making(self._files.info):
+            self._files.tell(facts)
 
     def _bring_pinned(self) -> None:
         """Brings in what --pin names, while the mount serves already."""

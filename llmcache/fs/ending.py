@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import signal
 from dataclasses import dataclass
 from typing import Any
@@ -40,20 +38,19 @@ def end_mount(path: str, *, force: bool) -> Ended:
         if force and (ended := _leftover(point)):
             return ended
         raise MountProblem(f"no llmcachefs is mounted on {path}", _hint())
-    found = control.files(point, entry.owner)
-    pid = control.daemon_pid(point, entry.owner)
-    try:
-        # the socket of a daemon that cannot even die still accepts: force does not wait long for an answer
-        patience = _KILL_AFTER_S if force else _STOP_TIMEOUT_S
-        control.request(point, {"op": "stop", "force": force}, uid=entry.owner, timeout_s=patience)
-    except control.NoDaemon:
-        _end_directly(entry, force)
-    except MountProblem:
-        if not force:
-            raise
-        _end_directly(entry, force)
-    killed = _finish(entry, found, pid, force)
-    return Ended(point, True, pid, killed)
+    with control.daemon(point, entry.owner) as process:
+        try:
+            # the socket of a daemon that cannot even die still accepts: force does not wait long for an answer
+            patience = _KILL_AFTER_S if force else _STOP_TIMEOUT_S
+            control.request(point, {"op": "stop", "force": force}, uid=entry.owner, timeout_s=patience)
+        except control.NoDaemon:
+            _end_directly(entry, force)
+        except MountProblem:
+            if not force:
+                raise
+            _end_directly(entry, force)
+        killed = _finish(entry, control.files(point, entry.owner), process, force)
+        return Ended(point, True, process.pid if process else None, killed)
 
 
 def _hint() -> str | None:
@@ -67,36 +64,35 @@ def _end_directly(entry: mountpoint.MountEntry, force: bool) -> None:
     mountpoint.detach(entry.point, lazy=force)
 
 
-def _finish(entry: mountpoint.MountEntry, found: control.Files, pid: int | None, force: bool) -> bool:
+def _finish(
+    entry: mountpoint.MountEntry, found: control.Files, process: control.Process | None, force: bool
+) -> bool:
     """Wait for the daemon's end; with force kill one that does not end (True), and detach what is still there."""
     killed = False
-    if not control.wait_until_gone(found, _KILL_AFTER_S if force else _END_S, pid):
-        if not force or pid is None:
-            raise MountProblem(f"{entry.point} is unmounted, but its daemon (pid {pid}) has not ended", f"see {found.log}")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            killed = True
-        control.wait_until_gone(found, _KILL_AFTER_S, pid)
+    if not control.wait_until_gone(found, _KILL_AFTER_S if force else _END_S, process):
+        if not force or process is None:
+            who = f" (pid {process.pid})" if process else ""
+            raise MountProblem(f"{entry.point} is unmounted, but its daemon{who} has not ended", f"see {found.log}")
+        killed = process.signal(signal.SIGKILL)
+        control.wait_until_gone(found, _KILL_AFTER_S, process)
     now = mountpoint.find(entry.point)
     if force and now is not None and now.mount_id == entry.mount_id:
         mountpoint.detach(entry.point, lazy=True)
-    if not control.is_locked(found):
-        found.remove()
+    control.remove_left(found)
     return killed
 
 
 def _leftover(point: str) -> Ended | None:
     """What there was to clean up: a daemon without a mount, or only its files; None if there was neither."""
     found = control.files(point)
-    pid = control.daemon_pid(point)
-    killed = False
-    if pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-        if not control.wait_until_gone(found, _KILL_AFTER_S):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                killed = True
-    known = bool(found.describe())
-    found.remove()
-    return Ended(point, False, pid, killed) if known or pid is not None else None
+    with control.daemon(point) as process:
+        killed = False
+        if process is not None:
+            process.signal(signal.SIGTERM)
+            if not control.wait_until_gone(found, _KILL_AFTER_S):
+                killed = process.signal(signal.SIGKILL)
+                control.wait_until_gone(found, _KILL_AFTER_S, process)
+        known = bool(found.describe())
+        control.remove_left(found)
+        pid = process.pid if process else None
+        return Ended(point, False, pid, killed) if known or pid is not None else None

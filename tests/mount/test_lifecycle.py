@@ -316,10 +316,9 @@ def test_ordinary_user(users_place: Path) -> None:
 def test_ordinary_user_after_kill_9(users_place: Path) -> None:
     source, point = users_place / "source", users_place / "mnt"
     assert as_nobody(users_place, "mount", source, point, "--cache", "32Mi", "--mode", "arena").returncode == 0
-    pid = control.daemon_pid(str(point), 65534)
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    assert control.wait_until_gone(control.files(str(point), 65534), 120, pid)
+    with control.daemon(str(point), 65534) as process:
+        assert process is not None and process.signal(signal.SIGKILL)
+        assert control.wait_until_gone(control.files(str(point), 65534), 120, process)
     assert "is a dead mount" in as_nobody(users_place, "umount", point).stderr
     result = as_nobody(users_place, "umount", "--force", point)
     assert result.returncode == 0, result.stderr

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+import shutil
 import socket
+import stat
 import subprocess
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
-from llmcache.fs import control
+from llmcache.fs import control, ending
 from tests.mount.live import wait_for
 
 Tell = Callable[[dict[str, Any]], None]
@@ -96,30 +100,51 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make ot
 OTHER = 65534
 
 
-def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int) -> control.Files:
-    """Files of OTHER's mount, in a directory of `owner`."""
-    directory = tmp_path / "llmcache-other"
-    directory.mkdir()
-    os.chown(directory, owner, owner)
-    monkeypatch.setattr(control, "directory", lambda _uid: str(directory))
-    return control.files("/nowhere", OTHER)
+@contextlib.contextmanager
+def acting_as(uid: int) -> Iterator[None]:
+    """A with block in which this process is that user: what it makes is theirs, and so is what listens."""
+    os.setegid(uid)
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Path]]:
+    """The directories of root's, of OTHER's, and of a third user's daemons, where all three can reach them."""
+    with tempfile.TemporaryDirectory(prefix="llmcache-control-") as name:
+        os.chmod(name, 0o755)
+        made = {uid: Path(name) / str(uid) for uid in (0, OTHER, OTHER + 1)}
+        for uid, path in made.items():
+            path.mkdir(0o700)
+            os.chown(path, uid, uid)
+        monkeypatch.setattr(control, "directory", lambda uid: str(made[uid]))
+        yield made
 
 
 @needs_root
-def test_a_users_files_name_no_process_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = planted(tmp_path, monkeypatch, OTHER)
-    found.tell({"pid": os.getpid()})
-    lock = control.take_lock(found, "/nowhere")
+def test_a_users_files_name_no_process_of_somebody_else(places: dict[int, Path]) -> None:
+    found = control.files("/nowhere", OTHER)
+    with acting_as(OTHER):
+        lock = control.take_lock(found, "/nowhere")
+        found.tell({"pid": os.getpid()})
     for path in (found.info, found.lock):
-        assert control.daemon_pid("/nowhere", OTHER) is None  # the files are root's, then the process is
+        os.chown(path, 0, 0)
+        assert control.daemon_pid("/nowhere", OTHER) is None
         os.chown(path, OTHER, OTHER)
     assert control.is_locked(found) and found.describe() == {"pid": os.getpid()}
-    assert control.daemon_pid("/nowhere", OTHER) is None
+    assert control.daemon_pid("/nowhere", OTHER) is None  # this process is root's
     with subprocess.Popen(["setpriv", f"--reuid={OTHER}", "--clear-groups", "sleep", "600"]) as theirs:
         wait_for(lambda: os.stat(f"/proc/{theirs.pid}").st_uid == OTHER, "it is another user's")
         Path(found.info).write_text(json.dumps({"pid": theirs.pid}))
         assert control.daemon_pid("/nowhere", OTHER) == theirs.pid
         theirs.kill()
+    for pid in (10**400, -1, 0, 2**31, True, [1], "1"):
+        Path(found.info).write_text(json.dumps({"pid": pid}))
+        assert control.daemon_pid("/nowhere", OTHER) is None
     os.close(lock)
 
 
@@ -140,41 +165,209 @@ def test_who_looks_at_the_lock_at_the_same_time_is_no_daemon(tmp_path: Path, mon
     assert not control.is_locked(found) and looking == [True, False]
 
 
-@needs_root
-def test_links_and_pipes_in_place_of_files_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = planted(tmp_path, monkeypatch, OTHER)
-    target = tmp_path / "target"
-    target.write_text('{"pid": 1}')
-    os.chown(target, OTHER, OTHER)
-    for path in (found.info, found.lock):
-        os.symlink(target, path)
-    assert found.describe() == {} and not control.is_locked(found)
-    found.remove()
-    assert not os.path.lexists(found.info) and target.exists()
-    for path in (found.info, found.lock):  # neither hangs
-        os.mkfifo(path)
-        os.chown(path, OTHER, OTHER)
-    assert found.describe() == {} and not control.is_locked(found)
+def test_what_a_dead_daemon_said_of_itself_is_forgotten_with_the_lock(point: str) -> None:
+    """Its number may be another process' by now: `umount --force` would end that."""
+    found = control.files(point)
+    found.tell({"pid": os.getpid()})
+    lock = control.take_lock(found, point)
+    assert control.is_locked(found) and control.daemon_pid(point) is None
+    os.close(lock)
+
+
+LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
+
+
+@pytest.mark.skipif(not os.access(LAST_PID, os.W_OK), reason="numbers of processes cannot be chosen here")
+def test_umount_ends_the_daemon_and_not_who_has_its_number_by_then(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = control.files(point)
+    lock = control.take_lock(found, point)
+    daemon = subprocess.Popen(["sleep", "600"])
+    found.tell({"pid": daemon.pid})
+    later: list[subprocess.Popen[bytes]] = []
+
+    def wait_until_gone(*_: object) -> bool:
+        """The daemon ends late, and another process begins."""
+        daemon.kill()
+        daemon.wait()
+        while not later or (later[-1].pid != daemon.pid and len(later) < 1000):
+            LAST_PID.write_text(str(daemon.pid - 1))
+            later.append(subprocess.Popen(["sleep", "600"]))
+        return False
+
+    monkeypatch.setattr(control, "wait_until_gone", wait_until_gone)
+    try:
+        ended = ending._leftover(point)
+        assert ended is not None and (ended.pid, ended.killed) == (daemon.pid, False)
+        assert later[-1].pid == daemon.pid and later[-1].poll() is None
+    finally:
+        os.close(lock)
+        for process in (daemon, *later):
+            process.kill()
+            process.wait()
+
+
+def test_what_a_daemon_left_is_removed_but_not_from_one_that_begins(point: str) -> None:
+    found = control.files(point)
+    lock = control.take_lock(found, point)
+    found.tell({"pid": os.getpid()})
+    control.remove_left(found)
+    assert control.daemon_pid(point) == os.getpid()  # it serves
+    os.unlink(found.lock)
+    newer = control.take_lock(found, point)
+    os.close(lock)
+    found.tell({"pid": os.getpid()})
+    control.remove_left(found)
+    assert control.daemon_pid(point) == os.getpid()
+    os.close(newer)
+    control.remove_left(found)
+    assert not os.path.lexists(found.info) and not os.path.lexists(found.lock)
+    found.tell({})  # of one that has no lock yet
+    control.remove_left(found)
+    assert os.path.lexists(found.info)
+
+
+def test_nobody_begins_while_what_was_left_is_removed(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = control.files(point)
+    os.close(control.take_lock(found, point))
+    monkeypatch.setattr(control, "_ENDING_S", 0.0)
+    begun: list[str] = []
+    plain = control.Files.remove
+
+    def remove(files: control.Files) -> None:
+        try:
+            os.close(control.take_lock(files, point))
+        except MountProblem as error:
+            begun.append(error.message)
+        plain(files)
+
+    monkeypatch.setattr(control.Files, "remove", remove)
+    control.remove_left(found)
+    assert len(begun) == 1 and "already served" in begun[0]
+    os.close(control.take_lock(found, point))
+
+
+# What may lie at the name of a daemon's directory or file: made of the name in root's directory, of what should be there.
+HOSTILE: dict[str, Callable[[str, str], object]] = {
+    "a link to root's": os.symlink,
+    "a link to nothing": lambda root, path: os.symlink(root + "-gone", path),
+    "a hard link to root's": os.link,
+    "root's, moved there": os.rename,
+    "a third user's": lambda root, path: proper(path, OTHER + 1),
+    "open to all": lambda root, path: os.chmod(proper(path, OTHER), 0o777),
+    "a pipe": lambda root, path: os.mkfifo(path),
+    "a device": lambda root, path: os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5)),  # /dev/zero: it never ends
+    "a file": lambda root, path: os.mknod(path, 0o600 | stat.S_IFREG),
+    "a directory": lambda root, path: os.mkdir(path, 0o700),
+    "endless": lambda root, path: os.truncate(proper(path, OTHER), 1 << 40),
+    "deep": lambda root, path: Path(proper(path, OTHER)).write_text("[" * 60_000),
+}
+PLANTED = [
+    *(("directory", kind) for kind in HOSTILE if kind not in ("a hard link to root's", "a directory", "endless", "deep")),
+    *(("socket", kind) for kind in HOSTILE if kind not in ("endless", "deep")),
+    *(("lock", kind) for kind in HOSTILE if kind not in ("a file", "endless", "deep")),
+    *(("info", kind) for kind in HOSTILE if kind != "a file"),
+]
+
+
+def proper(path: str, uid: int) -> str:
+    """What should be at the path of a daemon's directory or file, of that user; returns the path."""
+    if path.endswith(".sock"):
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path)
+    elif path.endswith((".lock", ".json")):
+        Path(path).write_text(json.dumps({"pid": os.getpid()}))
+    else:
+        os.mkdir(path)
+    os.chmod(path, 0o700)
+    os.chown(path, uid, uid)
+    return path
 
 
 @needs_root
-def test_nothing_is_removed_in_somebody_elses_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = planted(tmp_path, monkeypatch, OTHER + 1)
-    Path(found.info).touch()
-    found.remove()
-    assert os.path.exists(found.info)
+@pytest.mark.parametrize(("name", "kind"), PLANTED)
+def test_what_a_user_plants_for_root_is_not_taken_for_a_daemon(places: dict[int, Path], name: str, kind: str) -> None:
+    """Root asks, ends and cleans up the mount of a user, who has put something at the name of one of its files."""
+    own, found = control.files("/nowhere"), control.files("/nowhere", OTHER)
+    asked: list[dict[str, Any]] = []
+    server = control.ControlServer(own, lambda request, _tell: asked.append(request) or {})
+    lock = control.take_lock(own, "/nowhere")
+    own.tell({"pid": os.getpid()})
+    base = os.path.dirname(own.base)
+    held = {entry.inode(): entry.name for entry in os.scandir(base)}
+    if name == "directory":
+        places[OTHER].rmdir()
+        HOSTILE[kind](base, str(places[OTHER]))
+    else:
+        HOSTILE[kind](getattr(own, name), getattr(found, name))
+    try:
+        with pytest.raises(MountProblem, match="is not the daemon of its user" if name in ("directory", "socket") else None):
+            control.request("/nowhere", {"op": "stop", "force": True}, uid=OTHER, timeout_s=60)
+        assert control.daemon_pid("/nowhere", OTHER) is None and not control.is_locked(found) and not found.describe()
+        control.remove_left(found)
+        assert not asked
+        here = Path(base) if os.path.isdir(base) else places[OTHER]  # moved
+        left = {entry.inode(): entry.name for entry in os.scandir(here)}
+        assert left == {inode: was for inode, was in held.items() if kind != "root's, moved there" or inode in left}
+    finally:
+        server.close()
+        os.close(lock)
 
 
 @needs_root
-def test_a_socket_of_somebody_else_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(tmp_path, monkeypatch, OTHER)
-    server = serve("/nowhere", lambda _request, _tell: {"believed": True})
-    assert control.request("/nowhere", {"op": "x"}, uid=OTHER) == {"believed": True}  # root's, who may
-    monkeypatch.setattr(control, "_peer", lambda _connection: OTHER + 1)
-    with pytest.raises(MountProblem, match="not the daemon of its user"):
+@pytest.mark.parametrize("name", ["socket", "lock", "info"])
+@pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind not in ("endless", "deep", "root's, moved there")])
+def test_a_daemon_writes_through_nothing_that_lies_at_its_names(places: dict[int, Path], name: str, kind: str) -> None:
+    """A directory may have been open to others before it was closed: what they put there is replaced, or refused."""
+    found = control.files("/nowhere", OTHER)
+    target = proper(control.files("/elsewhere").base + os.path.splitext(getattr(found, name))[1], 0)
+    before = os.lstat(target)
+    HOSTILE[kind](target, getattr(found, name))
+    with acting_as(OTHER):
+        try:
+            lock = control.take_lock(found, "/nowhere")
+            with control.making(found.info):
+                found.tell({"pid": os.getpid()})
+            server = control.ControlServer(found, lambda request, _tell: request)
+        except EnvironmentProblem as error:
+            refused = name == "lock" or kind == "a directory"
+            assert refused and getattr(found, name) in error.message and error.hint == "remove what is there"
+        else:
+            assert name != "lock"
+            assert control.request("/nowhere", {"op": "x"}) == {"op": "x"}
+            assert control.daemon_pid("/nowhere") == os.getpid()
+            server.close()
+            os.close(lock)
+    assert os.path.samestat(os.lstat(target), before) and os.lstat(target).st_size == before.st_size
+
+
+@needs_root
+def test_only_the_daemon_of_a_mounts_user_is_asked_and_it_answers_only_them_and_root(places: dict[int, Path]) -> None:
+    found = control.files("/nowhere", OTHER)
+    with acting_as(OTHER):
+        server = control.ControlServer(found, lambda request, _tell: {"asked": request["op"]})
+    assert control.request("/nowhere", {"op": "x"}, uid=OTHER) == {"asked": "x"}
+    places[OTHER].chmod(0o711)
+    os.chmod(found.socket, 0o777)
+    ask = """
+import socket, sys
+client = socket.socket(socket.AF_UNIX)
+client.connect(sys.argv[1])
+try:
+    client.sendall(b'{"op": "x"}' + bytes([10]))
+    print(client.recv(100))
+except (BrokenPipeError, ConnectionResetError):
+    print(b"")
+"""
+    python = str(shutil.which("python3", path="/usr/bin:/bin"))  # ours may lie where a third user does not come
+    third = ["setpriv", f"--reuid={OTHER + 1}", "--clear-groups", python, "-c", ask, found.socket]
+    assert subprocess.run(third, capture_output=True, text=True, timeout=120).stdout == "b''\n"
+    places[OTHER].chmod(0o700)
+    with acting_as(OTHER + 1), pytest.raises(MountProblem, match="belongs to another user"):
         control.request("/nowhere", {"op": "x"}, uid=OTHER)
-    monkeypatch.setattr(control, "_peer", lambda connection: OTHER + 1 if threading.current_thread().daemon else OTHER)
-    with pytest.raises(control.NoDaemon):  # the daemon does not answer another user
+    server.close()
+    server = control.ControlServer(found, lambda request, _tell: {"asked": request["op"]})  # root's, at the user's name
+    os.chown(found.socket, OTHER, OTHER)
+    with pytest.raises(MountProblem, match="is not the daemon of its user"):
         control.request("/nowhere", {"op": "x"}, uid=OTHER)
     server.close()
 
