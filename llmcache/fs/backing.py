@@ -401,7 +401,7 @@ def _open_for(caller: Caller, dir_fd: int, name: str, flags: int, mode: int) -> 
     """A descriptor of a regular file that `caller` may open so. What is made is made by them, and so is theirs."""
     if flags & os.O_CREAT:
         with caller.rights():
-            return _open_regular(dir_fd, name, flags, mode)
+            return _open_regular(dir_fd, name, flags, caller.new_mode(dir_fd, mode))
     fd = _open_regular(dir_fd, name, flags, mode)  # readable for the cache, also for one who may only write
     try:
         caller.check(fd, flags)

@@ -25,7 +25,7 @@ _NEVER_LEAK = {errno.EINTR, errno.EAGAIN, errno.EBADF, errno.EFAULT}
 # What changes or lists directories, or changes attributes: done with the rights of who asks (see `caller.py`).
 _WITH_RIGHTS = {
     *("mknod", "mkdir", "unlink", "rmdir", "symlink", "rename", "link", "opendir"),
-    *("chown", "utimens", "setxattr", "removexattr"),
+    *("chown", "utimens", "setxattr", "removexattr", "listxattr"),
 }
 
 
@@ -94,7 +94,7 @@ class Callbacks:
     def op_write(self, _path: bytes | None, buffer: Any, size: int, offset: int, info: Any) -> int:
         """FUSE_WRITE."""
         address = ctypes.addressof(buffer.contents)
-        result: int = self._ops.write_from(info.contents.fh, address, size, offset)
+        result: int = self._ops.write_from(info.contents.fh, address, size, offset, self._caller())
         return result
 
     def op_release(self, _path: bytes | None, info: Any) -> None:
@@ -107,7 +107,7 @@ class Callbacks:
 
     def op_fallocate(self, _path: bytes | None, mode: int, offset: int, length: int, info: Any) -> None:
         """FUSE_FALLOCATE."""
-        self._ops.fallocate(info.contents.fh, mode, offset, length)
+        self._ops.fallocate(info.contents.fh, mode, offset, length, self._caller())
 
     def op_lseek(self, _path: bytes | None, offset: int, whence: int, info: Any) -> int:
         """FUSE_LSEEK: SEEK_DATA and SEEK_HOLE; the kernel does the others."""
@@ -153,7 +153,9 @@ class Callbacks:
 
     def op_getxattr(self, path: bytes, name: bytes, buffer: Any, size: int) -> int:
         """FUSE_GETXATTR; size 0 asks for the length."""
-        return _put(self._ops.getxattr(os.fsdecode(path), os.fsdecode(name)), buffer, size)
+        # The kernel itself asks for others, access lists on every way and capabilities at every write: they are no secret.
+        with self._caller().rights() if name.startswith((b"user.", b"trusted.")) else contextlib.nullcontext():
+            return _put(self._ops.getxattr(os.fsdecode(path), os.fsdecode(name)), buffer, size)
 
     def op_listxattr(self, path: bytes, buffer: Any, size: int) -> int:
         """FUSE_LISTXATTR; size 0 asks for the length."""
@@ -173,11 +175,11 @@ class Callbacks:
 
     def op_mknod(self, path: bytes, mode: int, _device: int) -> None:
         """FUSE_MKNOD."""
-        self._ops.mknod(os.fsdecode(path), mode)
+        self._ops.mknod(os.fsdecode(path), mode, self._caller())
 
     def op_mkdir(self, path: bytes, mode: int) -> None:
         """FUSE_MKDIR."""
-        self._ops.mkdir(os.fsdecode(path), mode)
+        self._ops.mkdir(os.fsdecode(path), mode, self._caller())
 
     def op_unlink(self, path: bytes) -> None:
         """FUSE_UNLINK."""
@@ -235,7 +237,7 @@ class Callbacks:
 
     def _caller(self) -> Caller:
         context = self._context().contents
-        return Caller(context.uid, context.gid, context.pid)
+        return Caller(context.uid, context.gid, context.pid, context.umask)
 
 
 def _put(value: bytes, buffer: Any, size: int) -> int:

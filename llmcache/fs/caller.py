@@ -3,7 +3,8 @@
 With default_permissions the kernel checks rights before it asks, by the attributes that it was told last. A daemon that is
 root and serves others (allow_other) must not rely on that alone: what is at a path may have been exchanged since, behind
 the mount, for something that this user may not have. So what changes or lists a directory is done with the user's own
-rights, and an opened file is shown to them only if they may open that very file.
+rights, and an opened file is shown to them only if they may open that very file. What takes space is done with their
+rights as well: root may take the blocks that a file system reserves, and is held by no quota.
 
 Rights are a thread's: the raw system calls change this thread alone (glibc's setgroups would change all), so threads that
 serve others meanwhile are not concerned.
@@ -18,16 +19,18 @@ from dataclasses import dataclass, replace
 
 from llmcache.fs import syscalls
 
+_DEFAULT_LIST = "system.posix_acl_default"
 _EXEC = 0x20  # __FMODE_EXEC: the file is opened to be run, which needs no right to read it
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks: user, group and thread, as the kernel tells them with each request."""
+    """Who asks: user, group, thread and umask, as the kernel tells them with each request."""
 
     uid: int
     gid: int
     pid: int
+    umask: int = 0
     known_groups: tuple[int, ...] | None = None  # for later, when the thread may have ended
 
     @property
@@ -41,10 +44,12 @@ class Caller:
             return self.known_groups
         try:
             with open(f"/proc/{self.pid}/status", "rb") as status:
-                line = next(line for line in status if line.startswith(b"Groups:"))
-        except (OSError, StopIteration):
-            return ()
-        return tuple(map(int, line.split()[1:]))
+                lines = {name: numbers.split() for name, _, numbers in (line.partition(b":") for line in status)}
+            if (int(lines[b"Uid"][3]), int(lines[b"Gid"][3])) == (self.uid, self.gid):  # not one that has its number by now
+                return tuple(map(int, lines[b"Groups"]))
+        except (OSError, KeyError):
+            pass
+        return ()
 
     def remembered(self) -> Caller | None:
         """The same with the groups of now; None for one who may whatever the daemon may."""
@@ -56,19 +61,22 @@ class Caller:
         if not self.is_other:
             yield
             return
-        own = os.getgroups()
+        group, groups = os.getegid(), os.getgroups()
         try:
             syscalls.set_thread_groups(self.groups())
-            syscalls.set_thread_fs_ids(self.uid, self.gid)
+            syscalls.set_thread_group(self.gid)
+            syscalls.set_thread_user(self.uid)
             yield
         finally:
-            syscalls.set_thread_fs_ids(0, os.getegid())
-            syscalls.set_thread_groups(own)
+            syscalls.set_thread_user(0)  # first: the others need its capabilities
+            syscalls.set_thread_group(group)
+            syscalls.set_thread_groups(groups)
 
     def check(self, fd: int, flags: int) -> None:
         """PermissionError unless they may open the file behind `fd` with `flags`."""
         if self.is_other:
-            access = {os.O_RDONLY: os.R_OK, os.O_WRONLY: os.W_OK, os.O_RDWR: os.R_OK | os.W_OK}[flags & os.O_ACCMODE]
+            both = os.R_OK | os.W_OK  # also for O_ACCMODE itself, which opens a file for ioctl alone
+            access = {os.O_RDONLY: os.R_OK, os.O_WRONLY: os.W_OK}.get(flags & os.O_ACCMODE, both)
             wanted = os.X_OK if flags & _EXEC else access | (os.W_OK if flags & os.O_TRUNC else 0)
             with self.rights():
                 syscalls.check_access(fd, wanted)
@@ -76,6 +84,16 @@ class Caller:
     def check_search(self, fd: int) -> None:
         """PermissionError unless they may search the directory behind `fd`."""
         self.check(fd, _EXEC)
+
+    def new_mode(self, dir_fd: int, mode: int) -> int:
+        """The mode of what they make with `mode` in a directory: less their umask, unless it has a default access list."""
+        if not mode & self.umask:
+            return mode
+        try:
+            os.getxattr(f"/proc/self/fd/{dir_fd}", _DEFAULT_LIST)
+        except OSError:  # none, or not known on that file system
+            return mode & ~self.umask
+        return mode
 
 
 NOBODY_ELSE = Caller(0, 0, 0)

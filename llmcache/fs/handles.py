@@ -8,11 +8,11 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from llmcache.fs.backing import Backing
-from llmcache.fs.caller import Caller
+from llmcache.fs.caller import NOBODY_ELSE, Caller
 
 T = TypeVar("T")
 
@@ -35,6 +35,16 @@ class FileHandle:
     def writable(self) -> bool:
         """True if the application may write through this handle."""
         return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+    def writer(self, caller: Caller) -> Caller:
+        """Whose rights a write has: the caller's, or of who opened the file, where the kernel writes what was mapped.
+
+        Without a look at the caller's groups: those of who opened the file count, if that is the same user.
+        """
+        opener = self.rights or NOBODY_ELSE
+        if not caller.is_other:
+            return NOBODY_ELSE if caller.pid else opener
+        return opener if (caller.uid, caller.gid) == (opener.uid, opener.gid) else replace(caller, known_groups=())
 
 
 class Listing:

@@ -27,6 +27,7 @@ from llmcache.fs.callbacks import Callbacks
 APT_HINT = "install FUSE 3: sudo apt install fuse3"
 WAKE_SIGNAL = signal.SIGUSR2
 _ASYNC_READ = 1 << 0
+_DONT_MASK = 1 << 6  # a umask counts only where a directory has no default access list: see Caller.new_mode
 _POSIX_ACL = 1 << 19  # the mode of a file with access lists says more than its lists allow: the kernel must see both
 _UNWANTED = (
     (1 << 7 | 1 << 8 | 1 << 9)  # splice: replies come from memory, a pipe would only add system calls
@@ -221,7 +222,7 @@ class Session:
     @staticmethod
     def _configure(conn: Any, config: Any) -> None:
         conn.want = (conn.want | (conn.capable & _ASYNC_READ)) & ~_UNWANTED
-        conn.want |= conn.capable & _POSIX_ACL
+        conn.want |= conn.capable & (_POSIX_ACL | _DONT_MASK)
         conn.max_background, conn.congestion_threshold = 64, 48
         config.entry_timeout = 1.0
         # Size and times are asked for at every open and stat (default_permissions checks refresh them), so a file that

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcache.fs import syscalls
 from llmcache.fs.backing import Backing, BackingTable, Opened
-from llmcache.fs.caller import Caller
+from llmcache.fs.caller import NOBODY_ELSE, Caller
 from llmcache.fs.handles import FileHandle, HandleTable, Listing
 from llmcache.fs.policy import WritePolicy
 from llmcache.fs.source import SourceTree
@@ -134,7 +134,7 @@ class LlmcacheOperations(TreeOperations):
             if opened.drop:
                 self._to_drop.put(backing)
             if flags & os.O_TRUNC:
-                self._resize(backing, 0)
+                self._resize(backing, 0, rights or NOBODY_ELSE)
             may_keep = self._engine.opened(backing, path, pid)
             handle = FileHandle(backing, flags, pid, rights)
             return self._files.add(handle), bool(opened.keep_cache and may_keep)
@@ -174,10 +174,12 @@ class LlmcacheOperations(TreeOperations):
             return int(self._engine.read_direct(handle.backing, address, size, offset, pid))
         return int(self._engine.read(handle.backing, address, size, offset, pid))
 
-    def write_from(self, number: int, address: int, size: int, offset: int) -> int:
+    def write_from(self, number: int, address: int, size: int, offset: int, caller: Caller) -> int:
         """Bytes written through to SOURCE. The kernel has worked out the offset of O_APPEND."""
-        backing = self._files.get(number).backing
-        done = backing.write_from(address, size, offset)
+        handle = self._files.get(number)
+        backing = handle.backing
+        with handle.writer(caller).rights():
+            done = backing.write_from(address, size, offset)
         self._note_change(backing, offset, done)
         return done
 
@@ -185,19 +187,19 @@ class LlmcacheOperations(TreeOperations):
         """Set the size, of an open file by its handle or of a path."""
         backing = self._backing_of(path, number)
         if backing is not None:
-            self._resize(backing, length)
+            self._resize(backing, length, caller)
             return
         assert path is not None
         self._policy.check(path)
         with self._tree.parent(path, caller) as (dir_fd, name):
             opened = self._table.open(path, dir_fd, name, os.O_WRONLY, caller=caller, may_replace=self._may_replace)
         try:
-            self._resize(opened.backing, length)
+            self._resize(opened.backing, length, caller)
         finally:
             self._table.release(opened.backing)
 
-    def _resize(self, backing: Backing, length: int) -> None:
-        with backing.own_change():
+    def _resize(self, backing: Backing, length: int, caller: Caller) -> None:
+        with caller.rights(), backing.own_change():
             before = backing.size
             os.ftruncate(backing.fd, length)
         self._note_change(backing, min(before, length), -1)
@@ -218,10 +220,10 @@ class LlmcacheOperations(TreeOperations):
         """Force written data to SOURCE's storage."""
         self._files.get(number).backing.sync(data_only)
 
-    def fallocate(self, number: int, mode: int, offset: int, length: int) -> None:
+    def fallocate(self, number: int, mode: int, offset: int, length: int, caller: Caller) -> None:
         """Allocate, punch, collapse, … as SOURCE's file system can."""
         backing = self._files.get(number).backing
-        with backing.own_change():
+        with caller.rights(), backing.own_change():
             syscalls.fallocate(backing.fd, mode, offset, length)
         self._note_change(backing, offset, -1)
 

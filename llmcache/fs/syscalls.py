@@ -1,6 +1,6 @@
 """The few libc calls that Python's os module lacks, or offers only with a copy: raw-address I/O, renameat2, utimensat, …
 
-All release the GIL (ctypes.CDLL) and raise OSError. EINTR is retried here, so it never reaches an application.
+Those that can wait release the GIL (ctypes.CDLL). All raise OSError; EINTR is retried, it never reaches an application.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import ctypes
 import errno
 import os
 from collections.abc import Sequence
+from typing import Any
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_quick = ctypes.PyDLL(None, use_errno=True)  # for what never waits: to get the GIL back would take longer than the call
 
 _OFF = ctypes.c_int64
 _libc.pread64.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, _OFF]
@@ -19,8 +21,7 @@ _libc.pwrite64.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, _OFF]
 _libc.pwrite64.restype = ctypes.c_ssize_t
 _libc.fallocate64.argtypes = [ctypes.c_int, ctypes.c_int, _OFF, _OFF]
 _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
-_libc.setfsuid.argtypes = _libc.setfsgid.argtypes = [ctypes.c_uint]
-_libc.syscall.restype = ctypes.c_long
+_libc.syscall.restype = _quick.syscall.restype = ctypes.c_long
 _libc.mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
 
 AT_FDCWD = -100
@@ -30,11 +31,20 @@ MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
-_NO_ID = 2**32 - 1
 _AT_EACCESS = 0x200
 _AT_EMPTY_PATH = 0x1000
 _FACCESSAT2 = 439  # on every architecture; Linux 5.8
-_SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159, "ppc64le": 81, "s390x": 206}
+_CALLS = ("setresuid", "setresgid", "setgroups")
+_NUMBERS = {
+    machine: dict(zip(_CALLS, numbers, strict=True))
+    for machine, numbers in {
+        "x86_64": (117, 119, 116),
+        "aarch64": (147, 149, 159),
+        "riscv64": (147, 149, 159),
+        "ppc64le": (164, 169, 81),
+        "s390x": (208, 210, 206),
+    }.items()
+}.get(os.uname().machine)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
@@ -104,25 +114,25 @@ def umount2(target: str, flags: int) -> None:
         raise _failure()
 
 
-def set_thread_fs_ids(uid: int, gid: int) -> None:
-    """The user and group that this thread's calls on files are checked by; of a uid that is not 0 no capability helps.
+def set_thread_user(uid: int) -> None:
+    """The user that this thread alone acts for, on file systems and elsewhere; another than root has no capability."""
+    _set_thread("setresuid", ctypes.c_long(-1), ctypes.c_long(uid), ctypes.c_long(-1))
 
-    OSError (EPERM) if that is refused: the calls themselves do not tell, they return what there was before.
-    """
-    _libc.setfsgid(gid)
-    _libc.setfsuid(uid)
-    now = _libc.setfsuid(_NO_ID) & _NO_ID, _libc.setfsgid(_NO_ID) & _NO_ID
-    if now != (uid, gid):
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+def set_thread_group(gid: int) -> None:
+    """The group that this thread alone acts for."""
+    _set_thread("setresgid", ctypes.c_long(-1), ctypes.c_long(gid), ctypes.c_long(-1))
 
 
 def set_thread_groups(groups: Sequence[int]) -> None:
     """The supplementary groups of this thread alone."""
-    number = _SETGROUPS.get(os.uname().machine)
-    if number is None:
+    _set_thread("setgroups", ctypes.c_size_t(len(groups)), (ctypes.c_uint * max(1, len(groups)))(*groups))
+
+
+def _set_thread(call: str, *arguments: Any) -> None:
+    if _NUMBERS is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    block = (ctypes.c_uint * max(1, len(groups)))(*groups)
-    if _libc.syscall(ctypes.c_long(number), ctypes.c_size_t(len(groups)), block) != 0:
+    if _quick.syscall(ctypes.c_long(_NUMBERS[call]), *arguments) != 0:
         raise _failure()
 
 

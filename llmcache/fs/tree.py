@@ -240,20 +240,20 @@ class TreeOperations:
             os.link(old_name, new_name, src_dir_fd=old_fd, dst_dir_fd=new_fd, follow_symlinks=False)
         self._touched(old)
 
-    def mknod(self, path: str, mode: int) -> None:
+    def mknod(self, path: str, mode: int, caller: Caller) -> None:
         """Make an empty regular file; EPERM for devices, FIFOs and sockets."""
         self._policy.check(path)
         if not stat.S_ISREG(mode):
             raise _fail(errno.EPERM)
         with self._tree.parent(path) as (dir_fd, name):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            os.close(os.open(name, flags, stat.S_IMODE(mode), dir_fd=dir_fd))
+            os.close(os.open(name, flags, caller.new_mode(dir_fd, stat.S_IMODE(mode)), dir_fd=dir_fd))
 
-    def mkdir(self, path: str, mode: int) -> None:
+    def mkdir(self, path: str, mode: int, caller: Caller) -> None:
         """Make a directory."""
         self._policy.check_tree()
         with self._tree.parent(path) as (dir_fd, name):
-            os.mkdir(name, mode, dir_fd=dir_fd)
+            os.mkdir(name, caller.new_mode(dir_fd, mode), dir_fd=dir_fd)
 
     def rmdir(self, path: str) -> None:
         """Remove an empty directory."""

@@ -47,13 +47,13 @@ def run(*words: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def small_disk(directory: Path, mib: int) -> Iterator[Path]:
-    """Yield an ext4 file system of so many MiB, on a loop device."""
+def small_disk(directory: Path, mib: int, *options: str) -> Iterator[Path]:
+    """Yield an ext4 file system of so many MiB, on a loop device; `options` are mkfs.ext4's."""
     image, point = directory / "disk.img", directory / "disk"
     point.mkdir()
     with image.open("wb") as file:
         file.truncate(mib * MIB)
-    run("mkfs.ext4", "-q", "-m", "0", image)
+    run("mkfs.ext4", "-q", "-m", "0", *options, image)
     made = subprocess.run(["mount", "-o", "loop", str(image), str(point)], capture_output=True, text=True, check=False)
     if made.returncode:
         pytest.skip(f"no loop devices here: {made.stderr.strip()}")

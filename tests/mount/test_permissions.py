@@ -20,12 +20,15 @@ from pathlib import Path
 import pytest
 
 from llmcache.fs import mountpoint
+from llmcache.fs.caller import Caller
 from tests.mount.conftest import Mounted, Mounter, llmcache
+from tests.mount.fault_rig import small_disk
 from tests.mount.live import wait_for
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can try other users' rights")
 
 ALICE, BOB, TEAM = 60_001, 60_002, 60_100
+NO_ID = 2**32 - 1  # in an access list, of entries that are about nobody in particular
 USERS = {
     "alice": (ALICE, ALICE, ()),
     "bob": (BOB, BOB, ()),
@@ -49,6 +52,7 @@ def tried(call, *words):
     return 0
 print(json.dumps({name: [tried(os.open, os.path.join(base, name), os.O_RDONLY),
                          tried(os.open, os.path.join(base, name), os.O_WRONLY),
+                         tried(os.open, os.path.join(base, name), os.O_ACCMODE),
                          tried(os.listdir, os.path.join(base, name)),
                          os.access(os.path.join(base, name), os.X_OK)] for name in names}))
 """
@@ -95,7 +99,7 @@ def run_as(uid: int, code: str, *words: str | Path) -> subprocess.Popen[str]:
 
 
 def results(base: Path, names: list[str], uid: int, gid: int, groups: tuple[int, ...]) -> dict[str, list[int]]:
-    """errno, or 0, of reading, writing and listing each name, and whether it may be run, for that user."""
+    """errno, or 0, of opening each name in three modes and of listing it, and whether it may be run, for that user."""
     asked = json.dumps([uid, gid, groups, str(base), names])
     done = subprocess.run([python(), "-c", PROBE, asked], capture_output=True, text=True, timeout=120, check=True)
     return dict(json.loads(done.stdout))
@@ -108,14 +112,13 @@ def python() -> str:
 
 def test_everybody_may_what_they_may_in_source(shared: Mounted) -> None:
     source = shared.source
-    mask, nobody = 2**32 - 1, 2**32 - 1
     for mode in (0o000, 0o004, 0o040, 0o400, 0o044, 0o222, 0o640, 0o611, 0o666):
         make(source / f"root {mode:o}", mode, 0, TEAM)
         make(source / f"bob {mode:o}", mode, BOB, TEAM)
     for name, entries in {
-        "for alice": [(1, 6, nobody), (2, 4, ALICE), (4, 0, nobody), (16, 4, mask), (32, 0, nobody)],
-        "not for bob": [(1, 6, nobody), (2, 0, BOB), (4, 6, nobody), (16, 6, mask), (32, 4, nobody)],
-        "for the team": [(1, 6, nobody), (4, 0, nobody), (8, 6, TEAM), (16, 4, mask), (32, 0, nobody)],
+        "for alice": [(1, 6, NO_ID), (2, 4, ALICE), (4, 0, NO_ID), (16, 4, NO_ID), (32, 0, NO_ID)],
+        "not for bob": [(1, 6, NO_ID), (2, 0, BOB), (4, 6, NO_ID), (16, 6, NO_ID), (32, 4, NO_ID)],
+        "for the team": [(1, 6, NO_ID), (4, 0, NO_ID), (8, 6, TEAM), (16, 4, NO_ID), (32, 0, NO_ID)],
     }.items():
         os.setxattr(make(source / name, 0o660, 0, 0), "system.posix_acl_access", access_list(*entries))
     for mode in (0o700, 0o710, 0o711, 0o750, 0o751, 0o755):
@@ -159,6 +162,124 @@ for refused in (lambda: os.unlink("open/root's"), lambda: os.rename("open/root's
         ["setpriv", f"--reuid={BOB}", f"--regid={BOB}", f"--groups={TEAM}", "mkdir", shared.point / "team/x"]
     )
     assert team.returncode == 0 and (shared.source / "team/x").stat().st_gid == TEAM  # by a supplementary group
+
+
+MAKING = """
+base, found = sys.argv[1], {}
+for umask in (0o027, 0o777):
+    os.umask(umask)
+    for place in ("plain", "listed"):
+        for mode in (0o777, 0o640):
+            name = f"{base}/{place}/{os.getuid()} {umask:o} {mode:o}"
+            os.close(os.open(name + " file", os.O_CREAT | os.O_WRONLY, mode))
+            os.mknod(name + " node", 0o100000 | mode)
+            os.mkdir(name + " directory", mode)
+"""
+
+
+def test_a_umask_counts_where_there_is_no_default_access_list(shared: Mounted, place: Path) -> None:
+    everybody = [(1, 7, NO_ID), (2, 7, ALICE), (4, 5, NO_ID), (16, 7, NO_ID), (32, 5, NO_ID)]
+    for base in (shared.source, place):
+        for name in ("plain", "listed"):
+            (base / name).mkdir()
+            (base / name).chmod(0o777)
+        os.setxattr(base / "listed", "system.posix_acl_default", access_list(*everybody))
+    made = []
+    for base, below in ((place, place), (shared.point, shared.source)):
+        for uid in (BOB, 0):
+            assert run_as(uid, MAKING, base).wait(120) == 0
+        paths = sorted(path for name in ("plain", "listed") for path in (below / name).iterdir())
+        attributes = [{name: os.getxattr(path, name) for name in os.listxattr(path)} for path in paths]
+        modes = [f"{path.relative_to(below)}: {path.stat().st_mode:o}" for path in paths]
+        made.append((modes, attributes))
+    assert made[0] == made[1] and len(made[0][0]) == 48
+
+
+def test_others_see_no_attributes_of_roots(shared: Mounted) -> None:
+    file = make(shared.source / "file", 0o644, BOB, BOB)
+    for name in ("trusted.secret", "user.known"):
+        os.setxattr(file, name, b"x")
+    code = """
+for path in sys.argv[1:]:
+    found = [os.listxattr(path)]
+    for call, more in ((os.getxattr, ()), (os.setxattr, (b"y",)), (os.removexattr, ())):
+        try:
+            found.append(call(path, "trusted.secret", *more))
+        except OSError as error:
+            found.append(error.errno)
+    print(found)
+"""
+    said, _ = run_as(BOB, code, file, shared.point / "file").communicate(timeout=120)
+    plain, through = said.splitlines()
+    assert plain == through and "user.known" in plain and "trusted" not in plain
+    assert set(os.listxattr(shared.point / "file")) == {"trusted.secret", "user.known"}  # root does
+
+
+def test_groups_are_those_of_the_process_that_asked_and_not_of_a_later_one_of_its_number() -> None:
+    with subprocess.Popen(["setpriv", f"--reuid={BOB}", f"--regid={BOB}", f"--groups={TEAM}", "sleep", "600"]) as process:
+        try:
+            wait_for(lambda: os.stat(f"/proc/{process.pid}").st_uid == BOB, "it is Bob's")
+            for uid, gid, groups in ((BOB, BOB, (TEAM,)), (ALICE, BOB, ()), (BOB, ALICE, ())):
+                assert Caller(uid, gid, process.pid).groups() == groups
+        finally:
+            process.kill()
+    assert Caller(BOB, BOB, process.pid).groups() == ()
+
+
+FILLING = """
+import json, mmap
+base, inherited = sys.argv[1], int(sys.argv[2])
+os.chdir(base)
+fill, size = os.open("fill", os.O_CREAT | os.O_RDWR, 0o600), 1 << 16
+hole = os.open("hole", os.O_CREAT | os.O_RDWR, 0o600)
+os.ftruncate(hole, 1 << 20)
+new = os.open("new", os.O_CREAT | os.O_RDWR, 0o600)
+while size >= 1024:
+    try:
+        os.write(fill, bytes(size))
+    except OSError:
+        size //= 2
+def mapped():
+    pages = mmap.mmap(hole, 1 << 20)
+    pages[:] = bytes([1]) * (1 << 20)
+    pages.flush()
+    os.fsync(hole)
+calls = {"write": lambda: os.write(new, bytes(4096)), "inherited": lambda: os.write(inherited, bytes(4096)),
+         "fallocate": lambda: os.posix_fallocate(fill, 1 << 23, 1 << 16), "mkdir": lambda: os.mkdir("directory"),
+         "symlink": lambda: os.symlink("x" * 1000, "link"), "mapped": mapped}
+found = {}
+for name, call in calls.items():
+    try:
+        call()
+    except OSError as error:
+        found[name] = error.errno
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(not shutil.which("mkfs.ext4"), reason="a file system of its own needs e2fsprogs")
+def test_others_leave_the_blocks_that_are_reserved_for_root(place: Path, mount: Mounter) -> None:
+    with small_disk(place, 8, "-m", "25") as files:
+        before = os.statvfs(files)
+        reserve = before.f_bfree - before.f_bavail
+        assert reserve > before.f_blocks // 8
+        files.chmod(0o777)
+        mounted = mount("--rw", "-o", "allow_other", source=files, point=place / "mnt")
+        begin = f"import os, sys; os.setgroups([]); os.setgid({BOB}); os.setuid({BOB})\n"
+        try:
+            with (mounted.point / "root's").open("wb", buffering=0) as inherited:
+                command = [python(), "-c", begin + FILLING, str(mounted.point), str(inherited.fileno())]
+                fds = [inherited.fileno()]
+                done = subprocess.run(command, pass_fds=fds, capture_output=True, text=True, timeout=120, check=True)
+                refused = json.loads(done.stdout)
+                assert set(refused) == {"write", "inherited", "fallocate", "mkdir", "symlink", "mapped"}, refused
+                assert set(refused.values()) <= {errno.ENOSPC, errno.EIO}
+                os.sync()
+                assert os.statvfs(files).f_bfree > 0.9 * reserve
+                assert inherited.write(bytes(1 << 19)) == 1 << 19  # root may
+        finally:
+            ended = llmcache("umount", "--force", mounted.point)
+        assert ended.returncode == 0, ended.stderr
 
 
 def test_set_id_bits_go_when_another_user_writes_and_do_not_count_in_the_mount(shared: Mounted) -> None:
