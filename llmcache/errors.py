@@ -54,11 +54,16 @@ class DataError(LlmcacheError):
     exit_code = 5
 
 
+def printable(text: str) -> str:
+    """`text`, a file's name or what somebody else says, for a terminal: what could steer it, or is no text, as `\\x1b`."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1].replace("udc", "x") for char in str(text))
+
+
 def report(error: LlmcacheError) -> None:
-    """Print `error` and its hint on stderr, in the form every command uses."""
-    print(f"llmcache: error: {error.message}", file=sys.stderr)
+    """Print `error` and its hint on stderr, in the form every command uses: a line each, whatever names they quote."""
+    print(f"llmcache: error: {printable(error.message)}", file=sys.stderr)
     if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
+        print(f"hint: {printable(error.hint)}", file=sys.stderr)
 
 
 def run_cli(command: Callable[[], int]) -> int:

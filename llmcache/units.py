@@ -9,6 +9,7 @@ import re
 from decimal import Decimal
 
 from llmcache.errors import UsageError
+from llmcache.errors import printable as printable
 
 _PREFIXES = "KMGTPE"
 _FACTORS = {"": 1}
@@ -112,8 +113,3 @@ def _three_digits(value: float) -> str:
         if value < limit:
             return f"{value:.{digits}f}"
     return f"{value:.0f}"
-
-
-def printable(text: str) -> str:
-    """`text`, a file's name, for a terminal: what could steer it, or is no text, as `\\x1b`."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1].replace("udc", "x") for char in str(text))

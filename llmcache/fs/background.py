@@ -19,6 +19,7 @@ from typing import IO, Any
 from llmcache.errors import EXIT_BUG, LlmcacheError, MountProblem
 from llmcache.fs import control, logs
 from llmcache.fs.daemon import Daemon, MountRequest, check_serves, rotation_of, tune_process
+from llmcache.units import printable
 
 _START_TIMEOUT_S = 120.0
 _LOG_BYTES = 1 << 20
@@ -101,7 +102,7 @@ def _wait_ready(events: IO[str], child: int, log_path: str) -> None:
             raise MountProblem(f"the daemon ended with status {code} before it served", f"see {log_path}")
         event = json.loads(line)
         if "note" in event:
-            print(f"llmcache: {event['note']}", file=sys.stderr)
+            print(f"llmcache: {printable(event['note'])}", file=sys.stderr)
         elif "error" in event:
             os.waitpid(child, 0)
             raise _Reported(event["error"], event["hint"], event["exit_code"])

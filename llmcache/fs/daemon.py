@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from llmcache.errors import LlmcacheError, MountProblem, UsageError
 from llmcache.fs import control, libfuse, logs, metrics, mountpoint, readiness, syscalls
 from llmcache.fs.bringing import Tell
+from llmcache.fs.controlserver import ControlServer
 from llmcache.fs.endpoint import MetricsEndpoint
 from llmcache.fs.libfuse import Notifier, Session
 from llmcache.fs.operations import LlmcacheOperations
@@ -108,7 +109,7 @@ class Daemon:
             signal.signal(number, self._signalled)
         loop = threading.Thread(target=self._loop, name="fuse")
         loop.start()
-        server: control.ControlServer | None = None
+        server: ControlServer | None = None
         try:
             while (event := self._events.get()) != "over":
                 if event == "init":
@@ -172,11 +173,11 @@ class Daemon:
         if self._failure is not None:
             raise self._failure
 
-    def _start(self) -> control.ControlServer | None:
+    def _start(self) -> ControlServer | None:
         try:
             assert self._notifier is not None
             self._engine.start(self._notifier, self._point)
-            server = control.ControlServer(self._files, self._answer)
+            server = ControlServer(self._files, self._answer)
             self._describe()
             if self._metrics is not None:
                 self._metrics.start(self._exposition)

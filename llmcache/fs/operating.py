@@ -29,7 +29,7 @@ def resize(mount: str, size_bytes: int, *, as_json: bool) -> None:
         print(json.dumps(reply))
         return
     before, now, used = (format_size(reply[key]) for key in ("before_bytes", "budget_bytes", "resident_bytes"))
-    print(f"{mount}: budget {before} -> {now}, {used} resident")
+    print(f"{printable(mount)}: budget {before} -> {now}, {used} resident")
 
 
 def warmup(mount: str, globs: tuple[str, ...], *, check: bool, as_json: bool) -> None:
@@ -58,7 +58,7 @@ def _print_warm(mount: str, reply: dict[str, Any], check: bool) -> None:
     console.print(table)
     kept, wanted = format_size(reply["warm_bytes"]), format_size(reply["wanted_bytes"])
     spent = "" if check else f", {format_size(reply['read_bytes'])} read in {format_duration(reply['seconds'] * _NS)}"
-    console.print(f"{mount}: {kept} of {wanted} kept{spent}", soft_wrap=True)
+    console.print(Text(f"{printable(mount)}: {kept} of {wanted} kept{spent}"), soft_wrap=True)
 
 
 def _refuse_cold(mount: str, reply: dict[str, Any], check: bool) -> None:
@@ -79,8 +79,9 @@ def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(reply))
         return
-    files = sum(len(group["paths"]) for group in reply["groups"])
-    print(f"{mount}: {format_size(reply['evicted_bytes'])} of {files} {'file' if files == 1 else 'files'} evicted")
+    count = sum(len(group["paths"]) for group in reply["groups"])
+    files = f"{count} {'file' if count == 1 else 'files'}"
+    print(f"{printable(mount)}: {format_size(reply['evicted_bytes'])} of {files} evicted")
     for path in reply["pinned"]:
         print(f"llmcache: {printable(path)} is pinned by --pin and stays", file=sys.stderr)
 

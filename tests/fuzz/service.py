@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.fs import control, warming
+from llmcache.fs.controlserver import ControlServer
 from llmcache.fs.engine import Engine
 from llmcache.fs.operations import LlmcacheOperations
 from llmcache.fs.policy import WritePolicy
@@ -32,7 +33,7 @@ class Service:
     directory: Path
     engine: Engine
     requests: Requests
-    server: control.ControlServer
+    server: ControlServer
     errors: list[str] = field(default_factory=list)
 
     @property
@@ -71,7 +72,7 @@ def service(mode: str = "arena") -> Iterator[Service]:
             tree = SourceTree(str(source))
             operations = LlmcacheOperations(tree, rig.engine, WritePolicy())
             requests = Requests(rig.engine, Warmer(rig.engine, operations, tree))
-            server = control.ControlServer(control.files(POINT), requests.answer)
+            server = ControlServer(control.files(POINT), requests.answer)
             try:
                 yield Service(directory, rig.engine, requests, server, errors.texts)
             finally:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs import control
+from llmcache.fs import control, controlserver
 
 POINT = "/nowhere"
 QUEUE = 16
@@ -25,15 +25,16 @@ Asked = list[dict[str, Any]]
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     """A server that notes what it is asked, and answers so."""
     monkeypatch.setattr(control, "directory", lambda _uid: str(tmp_path))
-    monkeypatch.setattr(control, "_REQUEST_S", 240.0)
-    monkeypatch.setattr(control, "_RETRY_S", 0.01)
+    monkeypatch.setattr(controlserver, "_REQUEST_S", 240.0)
+    for module in (control, controlserver):
+        monkeypatch.setattr(module, "_RETRY_S", 0.01)
     seen: Asked = []
 
     def answer(request: dict[str, Any], _tell: Any) -> dict[str, Any]:
         seen.append(request)
         return {"asked": request}
 
-    server = control.ControlServer(control.files(POINT), answer)
+    server = controlserver.ControlServer(control.files(POINT), answer)
     yield seen
     server.close()
 
@@ -41,7 +42,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
 @pytest.fixture
 def hurried(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> Asked:
     """The same, but a client may take little time to ask: what a machine does not stand still for."""
-    monkeypatch.setattr(control, "_REQUEST_S", 2.0)
+    monkeypatch.setattr(controlserver, "_REQUEST_S", 2.0)
     return asked
 
 
@@ -91,10 +92,10 @@ def test_more_clients_than_places(hurried: Asked) -> None:
     """The others wait, be the queue full as well, until those that say nothing were let go; they are served then."""
     with contextlib.ExitStack() as stack:
         before = threading.active_count()
-        for _ in range(control._MOST_CONNECTIONS + QUEUE):
+        for _ in range(controlserver._MOST_CONNECTIONS + QUEUE):
             stack.enter_context(connected())
         assert is_served()
-        assert threading.active_count() <= before + control._MOST_CONNECTIONS
+        assert threading.active_count() <= before + controlserver._MOST_CONNECTIONS
     assert len(hurried) == 1
 
 

@@ -209,12 +209,16 @@ def test_two_warm_ups_at_once_read_once(mount: Mounter, mode: str, source: Path)
 
 
 def test_names_cannot_steer_a_terminal(mount: Mounter, tmp_path: Path) -> None:
-    mounted = mount("--pin", "*red*")
+    mounted = mount("--pin", "*red*", point=tmp_path / "\x1b[31m[bold]mnt")
     for name in (b"\x1b[31mred", b"\xffred", "é red".encode()):
         (mounted.source / os.fsdecode(name)).write_bytes(b"x")
     shown = llmcache("warmup", mounted.point).stdout
     assert all(word in shown for word in ("\\x1b[31mred", "\\xffred", "é red")) and "\x1b" not in shown
-    assert "\\x1b[31mred is pinned" in llmcache("evict", mounted.point).stderr
+    evicted = llmcache("evict", mounted.point)
+    assert "\\x1b[31mred is pinned" in evicted.stderr
+    other = llmcache("stats", tmp_path)
+    said = [shown, evicted.stdout, llmcache("resize", mounted.point, "40Mi").stdout, other.stderr]
+    assert other.returncode == 4 and all("/\\x1b[31m[bold]mnt" in text and "\x1b" not in text for text in said), said
 
 
 def test_more_files_than_may_be_opened_are_refused(mount: Mounter) -> None:

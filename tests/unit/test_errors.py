@@ -26,6 +26,12 @@ def test_each_error_has_its_exit_code_and_prints_message_and_hint(
     assert capsys.readouterr() == ("", "llmcache: error: it broke\nhint: mend it\n")
 
 
+def test_what_others_say_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Messages quote daemons of other users, names of mount points and of files."""
+    assert run_cli(_raising(MountProblem("\x1b]0;title\x07\nhint: \udcff é", "\r\x9b2J"))) == 4
+    assert capsys.readouterr().err == "llmcache: error: \\x1b]0;title\\x07\\nhint: \\xff é\nhint: \\r\\x9b2J\n"
+
+
 def test_without_a_hint_only_the_message_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(_raising(MountProblem("it broke"))) == 4
     assert capsys.readouterr().err == "llmcache: error: it broke\n"

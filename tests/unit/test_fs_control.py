@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
-from llmcache.fs import control, ending
+from llmcache.fs import control, controlserver, ending
 from tests.mount.live import wait_for
 
 Tell = Callable[[dict[str, Any]], None]
@@ -32,8 +32,8 @@ def point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "/nowhere"
 
 
-def serve(point: str, answer: Callable[[dict[str, Any], Tell], dict[str, Any]]) -> control.ControlServer:
-    return control.ControlServer(control.files(point), answer)
+def serve(point: str, answer: Callable[[dict[str, Any], Tell], dict[str, Any]]) -> controlserver.ControlServer:
+    return controlserver.ControlServer(control.files(point), answer)
 
 
 def test_progress_comes_before_the_reply(point: str) -> None:
@@ -85,7 +85,7 @@ def test_an_operation_ends_when_its_client_has_gone(point: str, caplog: pytest.L
         assert begun.wait(120)
     assert over.wait(120)
     server.close()
-    assert [type(error) for error in ended] == [control.ClientGone]
+    assert [type(error) for error in ended] == [controlserver.ClientGone]
     assert not caplog.records  # Ctrl-C is nobody's fault
 
 
@@ -289,7 +289,7 @@ def test_what_a_user_plants_for_root_is_not_taken_for_a_daemon(places: dict[int,
     """Root asks, ends and cleans up the mount of a user, who has put something at the name of one of its files."""
     own, found = control.files("/nowhere"), control.files("/nowhere", OTHER)
     asked: list[dict[str, Any]] = []
-    server = control.ControlServer(own, lambda request, _tell: asked.append(request) or {})
+    server = controlserver.ControlServer(own, lambda request, _tell: asked.append(request) or {})
     lock = control.take_lock(own, "/nowhere")
     own.tell({"pid": os.getpid()})
     base = os.path.dirname(own.base)
@@ -327,7 +327,7 @@ def test_a_daemon_writes_through_nothing_that_lies_at_its_names(places: dict[int
             lock = control.take_lock(found, "/nowhere")
             with control.making(found.info):
                 found.tell({"pid": os.getpid()})
-            server = control.ControlServer(found, lambda request, _tell: request)
+            server = controlserver.ControlServer(found, lambda request, _tell: request)
         except EnvironmentProblem as error:
             refused = name == "lock" or kind == "a directory"
             assert refused and getattr(found, name) in error.message and error.hint == "remove what is there"
@@ -344,7 +344,7 @@ def test_a_daemon_writes_through_nothing_that_lies_at_its_names(places: dict[int
 def test_only_the_daemon_of_a_mounts_user_is_asked_and_it_answers_only_them_and_root(places: dict[int, Path]) -> None:
     found = control.files("/nowhere", OTHER)
     with acting_as(OTHER):
-        server = control.ControlServer(found, lambda request, _tell: {"asked": request["op"]})
+        server = controlserver.ControlServer(found, lambda request, _tell: {"asked": request["op"]})
     assert control.request("/nowhere", {"op": "x"}, uid=OTHER) == {"asked": "x"}
     places[OTHER].chmod(0o711)
     os.chmod(found.socket, 0o777)
@@ -365,8 +365,8 @@ except (BrokenPipeError, ConnectionResetError):
     with acting_as(OTHER + 1), pytest.raises(MountProblem, match="belongs to another user"):
         control.request("/nowhere", {"op": "x"}, uid=OTHER)
     server.close()
-    server = control.ControlServer(found, lambda request, _tell: {"asked": request["op"]})  # root's, at the user's name
-    os.chown(found.socket, OTHER, OTHER)
+    server = controlserver.ControlServer(found, lambda request, _tell: {"asked": request["op"]})
+    os.chown(found.socket, OTHER, OTHER)  # it is root who listens
     with pytest.raises(MountProblem, match="is not the daemon of its user"):
         control.request("/nowhere", {"op": "x"}, uid=OTHER)
     server.close()

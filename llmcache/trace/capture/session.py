@@ -21,7 +21,7 @@ from types import FrameType
 
 import numpy as np
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import EnvironmentProblem, printable
 from llmcache.trace.capture.beside import BlockRequests, Sampled, beside
 from llmcache.trace.capture.journal import Full, Journal, journal_of, kept, no_rows
 from llmcache.trace.capture.locked import Ask, Locked, nothing_locked
@@ -295,6 +295,7 @@ def show(captured: Captured, as_json: bool) -> None:
 
 def say(text: str) -> None:
     """Print `text` on stderr, in lines under 80 columns; a terminal that is gone does not end a recording."""
+    text = printable(text)
     with suppress(OSError, ValueError):
         lines = (
             [text] if len(text) <= _WIDTH else textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
