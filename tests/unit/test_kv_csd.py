@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile, EmulatedCsd, ScoreBlock
 from llmcache.kv.csd.blocks import HEADER_BYTES, decode, encode
 from llmcache.kv.csd.profile import ModelledClock, Report
+from llmcache.kv.csd.wire import Data, DeviceEnd, Gone, HostEnd, Shared
 from llmcache.kv.kernels import RunningTop, score, top
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from tests.unit.kv_parts import append, devices, flip, ids, restored
@@ -39,6 +42,33 @@ def make(tmp_path: Path) -> Iterator[Make]:
     yield start
     for device in made:
         device.kill()
+
+
+def test_a_message_of_any_length_arrives_whole() -> None:
+    """What a device with thousands of sequences tells of itself is longer than one message."""
+    pages = {str(number): [[number, 7]] for number in range(20_000)}
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    shared = Shared(Shared.make())
+    device, host = DeviceEnd(one, shared), HostEnd(other, shared, 120)
+    data = Data(0, 64, 1, 2, 3)
+
+    def serve() -> None:
+        device.complete(device.next_command())
+        device.send_data(data)
+        device.fail(UsageError("no" * 100_000))
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    host.send({"pages": pages}, [])
+    assert host.receive() == {"pages": pages}
+    assert host.receive() == data
+    with pytest.raises(UsageError, match=r"^(no){100000}$"):
+        host.receive()
+    thread.join()
+    host.close()
+    with pytest.raises(Gone):
+        device.next_command()
+    one.close()
 
 
 def normal(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:

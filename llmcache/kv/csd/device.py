@@ -244,7 +244,7 @@ class Device:
 
 
 def _runs(values: list[int]) -> list[tuple[int, int]]:
-    """Equal neighbours as (value, count): a message has little room, and layers mostly have equally many pages."""
+    """Equal neighbours as (value, count): layers mostly have equally many pages."""
     return [(value, len(list(equal))) for value, equal in itertools.groupby(values)]
 
 

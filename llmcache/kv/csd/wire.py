@@ -1,9 +1,10 @@
 """Between host and *emulated* device: messages over a socket, data in shared memory, both ends in this file.
 
-Messages keep their borders (SOCK_SEQPACKET). Shared memory has no name (memfd), so nothing is left behind whoever dies.
-It holds two counters, a ring for what goes to the host, and a desk for what comes with a command. Only the device moves
-`produced` and only the host moves `consumed`, each by one aligned store of 8 bytes; what lies between them belongs to the
-host. The desk belongs to the device from a command's beginning to its end.
+Messages keep their borders (SOCK_SEQPACKET); JSON comes in as many as it takes, all but the last marked so. Shared memory
+has no name (memfd), so nothing is left behind whoever dies. It holds two counters, a ring for what goes to the host, and a
+desk for what comes with a command. Only the device moves `produced` and only the host moves `consumed`, each by one aligned
+store of 8 bytes; what lies between them belongs to the host. The desk belongs to the device from a command's beginning to
+its end.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ COMMAND_BYTES, COMPLETION_BYTES = 64, 16
 
 _RING_AT = 4096
 _MESSAGE_BYTES = 1 << 16
+_MORE = b"+"
 _DATA = struct.Struct("<cQIIQI")
 _FULL_NAP_S = 50e-6
 
@@ -91,10 +93,10 @@ class DeviceEnd:
 
     def next_command(self) -> dict[str, Any]:
         """Returns the next command; raises Gone when the host has ended."""
-        message = self._socket.recv(_MESSAGE_BYTES)
+        message = _receive(self._socket)
         if not message:
             raise Gone
-        command: dict[str, Any] = json.loads(message)
+        command: dict[str, Any] = json.loads(message[1:])
         return command
 
     def room(self, size_bytes: int) -> tuple[int, Bytes]:
@@ -121,7 +123,7 @@ class DeviceEnd:
 
     def complete(self, result: dict[str, Any]) -> None:
         """Tells the host that a command is done."""
-        self._socket.send(b"D" + json.dumps(result).encode())
+        _send(self._socket, b"D", result)
 
     def fail(self, error: errors.LlmcacheError | ValueError) -> None:
         """Tells the host that a command has failed, and why."""
@@ -129,7 +131,7 @@ class DeviceEnd:
             told = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
         else:
             told = {"kind": "ValueError", "message": str(error), "hint": None}
-        self._socket.send(b"E" + json.dumps(told).encode())
+        _send(self._socket, b"E", told)
 
 
 class HostEnd:
@@ -144,14 +146,14 @@ class HostEnd:
         """Gives a command; raises Gone when there is no device any more."""
         self.shared.put(arrays)
         try:
-            self._socket.send(json.dumps(command).encode())
+            _send(self._socket, b"C", command)
         except (BrokenPipeError, ConnectionResetError):
             raise Gone from None
 
     def receive(self) -> Data | dict[str, Any]:
         """Returns what comes next: data, or the result of a command. Raises what the device raised, TimeoutError, Gone."""
         try:
-            message = self._socket.recv(_MESSAGE_BYTES)
+            message = _receive(self._socket)
         except ConnectionResetError:
             raise Gone from None
         if not message:
@@ -174,6 +176,23 @@ class HostEnd:
     def close(self) -> None:
         """Closes this end; the device sees it."""
         self._socket.close()
+
+
+def _send(end: socket.socket, kind: bytes, document: dict[str, Any]) -> None:
+    """Sends a document, the last of its messages as one of that kind."""
+    text, room = json.dumps(document).encode(), _MESSAGE_BYTES - 1
+    while len(text) > room:
+        end.send(_MORE + text[:room])
+        text = text[room:]
+    end.send(kind + text)
+
+
+def _receive(end: socket.socket) -> bytes:
+    """Returns the kind of the next message and all that it says; nothing if the other end is not there any more."""
+    text = bytearray()
+    while (message := end.recv(_MESSAGE_BYTES))[:1] == _MORE:
+        text += message[1:]
+    return message[:1] + bytes(text) + message[1:] if message else b""
 
 
 def _raised(told: dict[str, Any]) -> Exception:
