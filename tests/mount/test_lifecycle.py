@@ -18,7 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from llmcache.errors import MountProblem
 from llmcache.fs import control, mountpoint
+from llmcache.fs.asking import ask
+from llmcache.fs.ending import end_mount
 from tests.mount.conftest import Mounted, Mounter, llmcache
 from tests.mount.live import wait_for
 from tests.mount.test_posix_read import fails_with
@@ -341,6 +344,23 @@ def test_user_may_not_mount_on_roots_directory(users_place: Path) -> None:
     )
     assert result.returncode == 4
     assert "cannot mount on" in result.stderr
+
+
+def test_a_link_in_place_of_the_socket_leads_to_no_other_daemon(mount: Mounter, tmp_path: Path) -> None:
+    first, second = mount(point=tmp_path / "first"), mount(point=tmp_path / "second")
+    os.unlink(first.files.socket)
+    os.symlink(second.files.socket, first.files.socket)
+    pid = first.pid
+    for call in (
+        lambda: ask(str(first.point), {"op": "resize", "cache_bytes": 40 << 20}),
+        lambda: end_mount(str(first.point), force=False),
+    ):
+        with pytest.raises(MountProblem, match="is not the daemon of its user"):
+            call()
+    ended = end_mount(str(first.point), force=True)
+    assert ended.pid == pid and mountpoint.find(str(first.point)) is None and not control.is_locked(first.files)
+    assert not any(os.path.lexists(path) for path in (first.files.socket, first.files.info, first.files.lock))
+    assert ask(str(second.point), {"op": "stats"})["budget_bytes"] == 32 << 20
 
 
 def test_a_mount_ends_while_another_one_lives(mount: Mounter, tmp_path: Path, mode: str) -> None:

@@ -289,7 +289,12 @@ def test_what_a_user_plants_for_root_is_not_taken_for_a_daemon(places: dict[int,
     """Root asks, ends and cleans up the mount of a user, who has put something at the name of one of its files."""
     own, found = control.files("/nowhere"), control.files("/nowhere", OTHER)
     asked: list[dict[str, Any]] = []
-    server = controlserver.ControlServer(own, lambda request, _tell: asked.append(request) or {})
+
+    def answer(request: dict[str, Any], _tell: Tell) -> dict[str, Any]:
+        asked.append(request)
+        return {}
+
+    server = controlserver.ControlServer(own, answer)
     lock = control.take_lock(own, "/nowhere")
     own.tell({"pid": os.getpid()})
     base = os.path.dirname(own.base)

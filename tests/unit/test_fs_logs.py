@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -130,7 +131,11 @@ def test_what_others_have_put_there_is_no_log(tmp_path: Path) -> None:
     os.chown(tmp_path / "theirs", 65534, 65534)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    for name in ("theirs", "pipe", "link"):
+    (tmp_path / "directory").mkdir()
+    os.mknod(tmp_path / "device", 0o600 | stat.S_IFCHR, os.makedev(1, 5))
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+    for name in ("theirs", "pipe", "link", "directory", "device", "socket"):
         with pytest.raises(EnvironmentProblem, match=f"log: '{tmp_path / name}' cannot be written"):
             logs.handler(str(tmp_path / name))
     with pytest.raises(UsageError, match=r"log: .* is a symbolic link"):
