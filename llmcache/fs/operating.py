@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmcache.errors import MountProblem
-from llmcache.fs.asking import ask
+from llmcache.fs.asking import ask, understood
 from llmcache.units import format_duration, format_size, printable
 
 _WIDTH = 79
@@ -28,7 +28,8 @@ def resize(mount: str, size_bytes: int, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(reply))
         return
-    before, now, used = (format_size(reply[key]) for key in ("before_bytes", "budget_bytes", "resident_bytes"))
+    with understood(mount):
+        before, now, used = (format_size(reply[key]) for key in ("before_bytes", "budget_bytes", "resident_bytes"))
     print(f"{printable(mount)}: budget {before} -> {now}, {used} resident")
 
 
@@ -39,11 +40,12 @@ def warmup(mount: str, globs: tuple[str, ...], *, check: bool, as_json: bool) ->
     """
     with _progress("checking" if check else "warming") as show:
         reply = ask(mount, {"op": "warmup", "globs": list(globs), "check": check}, show)
-    if as_json:
-        print(json.dumps(reply))
-    else:
-        _print_warm(mount, reply, check)
-    _refuse_cold(mount, reply, check)
+    with understood(mount):
+        if as_json:
+            print(json.dumps(reply))
+        else:
+            _print_warm(mount, reply, check)
+        _refuse_cold(mount, reply, check)
 
 
 def _print_warm(mount: str, reply: dict[str, Any], check: bool) -> None:
@@ -79,11 +81,12 @@ def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(reply))
         return
-    count = sum(len(group["paths"]) for group in reply["groups"])
-    files = f"{count} {'file' if count == 1 else 'files'}"
-    print(f"{printable(mount)}: {format_size(reply['evicted_bytes'])} of {files} evicted")
-    for path in reply["pinned"]:
-        print(f"llmcache: {printable(path)} is pinned by --pin and stays", file=sys.stderr)
+    with understood(mount):
+        count = sum(len(group["paths"]) for group in reply["groups"])
+        files = f"{count} {'file' if count == 1 else 'files'}"
+        print(f"{printable(mount)}: {format_size(reply['evicted_bytes'])} of {files} evicted")
+        for path in reply["pinned"]:
+            print(f"llmcache: {printable(path)} is pinned by --pin and stays", file=sys.stderr)
 
 
 @contextmanager

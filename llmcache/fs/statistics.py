@@ -86,7 +86,7 @@ def _percent(ratio: float | None) -> str:
 
 
 def _print_table(mount: str, stats: dict[str, Any]) -> None:
-    console = Console(width=_WIDTH, file=sys.stdout, highlight=False)
+    console = Console(width=_WIDTH, file=sys.stdout, highlight=False, markup=False)
     console.print(Text(f"{printable(mount)}: mode {printable(stats['mode'])}, budget {format_size(stats['budget_bytes'])}"))
     if stats.get("metrics"):
         console.print(Text(f"metrics on http://{printable(stats['metrics'])}/metrics"))
@@ -103,7 +103,7 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
     facts.add_row("daemon", format_size(stats.get("daemon_bytes", 0)), "   byte hit ratio", _percent(hit_ratio(stats)))
     facts.add_row("", "", "   prefetch in time", _percent(useful_ratio(stats)))
     if log := stats.get("access_log"):
-        facts.add_row("", "", "   logged references", f"{log['rows']}, {log['lost_rows']} lost")
+        facts.add_row("", "", "   logged references", printable(f"{log['rows']}, {log['lost_rows']} lost"))
     console.print(facts)
     if stats.get("files"):
         console.print(_file_table(stats["files"]))

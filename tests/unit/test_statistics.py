@@ -1,14 +1,15 @@
-"""`llmcache stats`: names that would command a terminal, words that mean nothing."""
+"""`llmcache stats`, resize, warmup and evict: names that would command a terminal, words that mean nothing."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from llmcache.errors import MountProblem, UsageError
-from llmcache.fs import statistics
+from llmcache.fs import operating, statistics
 from tests.unit.top_parts import file, loop, stats
 
 
@@ -37,10 +38,36 @@ def test_metrics_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_daemon_of_another_cannot_command_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = stats(mode="\x1b[2J", metrics="\x1b[3J", files=[file("/a", loop()) | {"class": "\x1b[1J"}])
-    assert "\x1b" not in shown(facts, capsys, monkeypatch)
+    facts = stats(mode="\x1b[2J", metrics="\x1b[3J", files=[file("/a", loop()) | {"class": "[/x]\x1b[1J"}])
+    facts["access_log"] = {"path": "", "rows": "\x1b[2J[/y]", "lost_rows": "\x1b[2J"}
+    said = shown(facts, capsys, monkeypatch)
+    assert "\x1b" not in said and "[/x]" in said and "[/y]" in said
     with pytest.raises(MountProblem, match="does not understand"):
         shown({"files": []}, capsys, monkeypatch)
+
+
+ROW = {"path": "/a", "size_bytes": 1, "wanted_bytes": 1, "warm_bytes": 1, "pinned": False}
+TOLD = {"files": [ROW], "warm_bytes": 1, "wanted_bytes": 1, "read_bytes": 1, "seconds": 1.0, "unreadable": []}
+
+
+@pytest.mark.parametrize(
+    ("call", "reply"),
+    [
+        (lambda: operating.resize("/mnt", 1, as_json=False), {}),
+        (lambda: operating.resize("/mnt", 1, as_json=False), {"before_bytes": [], "budget_bytes": 1, "resident_bytes": 1}),
+        (lambda: operating.warmup("/mnt", (), check=True, as_json=True), {}),
+        (lambda: operating.warmup("/mnt", (), check=False, as_json=False), TOLD | {"unreadable": 5}),
+        (lambda: operating.warmup("/mnt", (), check=False, as_json=False), TOLD | {"files": [ROW | {"path": 5}]}),
+        (lambda: operating.evict("/mnt", (), as_json=False), {"evicted_bytes": 1, "groups": [{}], "pinned": []}),
+        (lambda: operating.evict("/mnt", (), as_json=False), {"evicted_bytes": 1, "groups": [], "pinned": 5}),
+    ],
+)
+def test_nonsense_that_a_daemon_answers_is_refused(
+    call: Callable[[], None], reply: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operating, "ask", lambda *_: reply)
+    with pytest.raises(MountProblem, match="does not understand"):
+        call()
 
 
 def test_rates_are_of_the_time_that_has_passed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
