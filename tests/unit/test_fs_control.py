@@ -10,6 +10,7 @@ import shutil
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -19,8 +20,9 @@ from typing import Any
 import pytest
 
 from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
-from llmcache.fs import control, controlserver, ending
+from llmcache.fs import control, controlserver
 from tests.mount.live import wait_for
+from tools.bench.sides import environment
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -174,36 +176,34 @@ def test_what_a_dead_daemon_said_of_itself_is_forgotten_with_the_lock(point: str
     os.close(lock)
 
 
-LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
-
-
-@pytest.mark.skipif(not os.access(LAST_PID, os.W_OK), reason="numbers of processes cannot be chosen here")
-def test_umount_ends_the_daemon_and_not_who_has_its_number_by_then(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = control.files(point)
-    lock = control.take_lock(found, point)
-    daemon = subprocess.Popen(["sleep", "600"])
-    found.tell({"pid": daemon.pid})
-    later: list[subprocess.Popen[bytes]] = []
-
-    def wait_until_gone(*_: object) -> bool:
-        """The daemon ends late, and another process begins."""
+# In a pid namespace of its own, where the next number can be chosen; the daemon ends late, and another process begins.
+REUSED = """
+import subprocess, sys
+from llmcache.fs import control, ending
+control.directory = lambda _uid: sys.argv[1]
+found, later = control.files("/nowhere"), []
+lock = control.take_lock(found, "/nowhere")
+daemon = subprocess.Popen(["sleep", "600"])
+found.tell({"pid": daemon.pid})
+def wait_until_gone(*_):
+    if not later:
         daemon.kill()
         daemon.wait()
-        while not later or (later[-1].pid != daemon.pid and len(later) < 1000):
-            LAST_PID.write_text(str(daemon.pid - 1))
-            later.append(subprocess.Popen(["sleep", "600"]))
-        return False
+        with open("/proc/sys/kernel/ns_last_pid", "w") as last:
+            last.write(str(daemon.pid - 1))
+        later.append(subprocess.Popen(["sleep", "600"]))
+    return False
+control.wait_until_gone = wait_until_gone
+ended = ending._leftover("/nowhere")
+print(ended.pid == daemon.pid == later[0].pid, ended.killed, later[0].poll())
+"""
 
-    monkeypatch.setattr(control, "wait_until_gone", wait_until_gone)
-    try:
-        ended = ending._leftover(point)
-        assert ended is not None and (ended.pid, ended.killed) == (daemon.pid, False)
-        assert later[-1].pid == daemon.pid and later[-1].poll() is None
-    finally:
-        os.close(lock)
-        for process in (daemon, *later):
-            process.kill()
-            process.wait()
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a pid namespace needs root and util-linux")
+def test_umount_ends_the_daemon_and_not_who_has_its_number_by_then(tmp_path: Path) -> None:
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", REUSED, str(tmp_path)]
+    done = subprocess.run(inside, capture_output=True, text=True, timeout=120, env=environment(), check=False)
+    assert done.stdout == "True False None\n", done.stderr
 
 
 def test_what_a_daemon_left_is_removed_but_not_from_one_that_begins(point: str) -> None:
