@@ -5,6 +5,7 @@ Every question is asked twice, in SOURCE and through the mount, by a process of 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -21,7 +22,7 @@ import pytest
 
 from llmcache.fs import mountpoint
 from llmcache.fs.caller import Caller
-from tests.mount.conftest import Mounted, Mounter, llmcache
+from tests.mount.conftest import Mounted, Mounter, llmcache, mounting
 from tests.mount.fault_rig import small_disk
 from tests.mount.live import wait_for
 
@@ -63,8 +64,8 @@ def access_list(*entries: tuple[int, int, int]) -> bytes:
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
+@contextlib.contextmanager
+def reachable() -> Iterator[Path]:
     """A directory that every user can reach, unlike pytest's."""
     directory = Path(tempfile.mkdtemp(prefix="llmcache-rights-"))
     directory.chmod(0o755)
@@ -75,12 +76,37 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def shared(place: Path, mount: Mounter) -> Mounted:
+def place() -> Iterator[Path]:
+    """A directory that every user can reach."""
+    with reachable() as directory:
+        yield directory
+
+
+def opened(mount: Mounter, place: Path) -> Mounted:
     """A mount that everybody may use; --rw, so that SOURCE's rights alone decide."""
     for name in ("source", "mnt"):
         (place / name).mkdir()
         (place / name).chmod(0o755)
     return mount("--rw", "-o", "allow_other", source=place / "source", point=place / "mnt")
+
+
+@pytest.fixture(scope="module")
+def everybodys() -> Iterator[Mounted]:
+    """A mount that everybody may use."""
+    with reachable() as directory, mounting(directory) as mounter:
+        yield opened(mounter, directory)
+
+
+@pytest.fixture
+def shared(everybodys: Mounted, tmp_path: Path) -> Mounted:
+    """A directory of that mount."""
+    return everybodys.directory(tmp_path.name)
+
+
+@pytest.fixture
+def alone(place: Path, mount: Mounter) -> Mounted:
+    """A mount that everybody may use, for one test."""
+    return opened(mount, place)
 
 
 def make(path: Path, mode: int, uid: int = 0, gid: int = 0, data: bytes = b"x") -> Path:
@@ -282,25 +308,25 @@ def test_others_leave_the_blocks_that_are_reserved_for_root(place: Path, mount: 
         assert ended.returncode == 0, ended.stderr
 
 
-def test_set_id_bits_go_when_another_user_writes_and_do_not_count_in_the_mount(shared: Mounted) -> None:
-    make(shared.source / "tool", 0o6777, 0, TEAM)
-    child = run_as(BOB, "open(sys.argv[1], 'r+').write('y')", shared.point / "tool")
+def test_set_id_bits_go_when_another_user_writes_and_do_not_count_in_the_mount(alone: Mounted) -> None:
+    make(alone.source / "tool", 0o6777, 0, TEAM)
+    child = run_as(BOB, "open(sys.argv[1], 'r+').write('y')", alone.point / "tool")
     assert child.wait(120) == 0
-    assert stat.S_IMODE((shared.source / "tool").stat().st_mode) == 0o777
-    options = next(line for line in Path("/proc/self/mounts").read_text().splitlines() if f" {shared.point} " in line)
+    assert stat.S_IMODE((alone.source / "tool").stat().st_mode) == 0o777
+    options = next(line for line in Path("/proc/self/mounts").read_text().splitlines() if f" {alone.point} " in line)
     assert {"nosuid", "nodev", "default_permissions"} <= set(options.split()[3].split(",")) | set(options.split(",")), (
         options
     )
 
 
-def test_who_has_a_file_open_never_sees_one_in_its_place_that_they_may_not_read(shared: Mounted) -> None:
-    file = make(shared.source / "file", 0o644, data=b"public" * 1000)
+def test_who_has_a_file_open_never_sees_one_in_its_place_that_they_may_not_read(alone: Mounted) -> None:
+    file = make(alone.source / "file", 0o644, data=b"public" * 1000)
     code = """
 fd = os.open(sys.argv[1], os.O_RDONLY)
 for _ in sys.stdin:
     print(os.pread(fd, 6, 0) + os.pread(fd, 6, 4096 + 6 - 4096 % 6), flush=True)
 """
-    reader = run_as(BOB, code, shared.point / "file")
+    reader = run_as(BOB, code, alone.point / "file")
     assert reader.stdin is not None and reader.stdout is not None
 
     def seen() -> str:
@@ -309,20 +335,20 @@ for _ in sys.stdin:
         return reader.stdout.readline().strip()
 
     before = seen()
-    make(shared.source / "new", 0o600, data=SECRET).rename(file)
+    make(alone.source / "new", 0o600, data=SECRET).rename(file)
     with pytest.raises(OSError, match=os.strerror(errno.EBUSY)):
-        (shared.point / "file").read_bytes()
-    assert llmcache("warmup", shared.point, "file").returncode == 4
+        (alone.point / "file").read_bytes()
+    assert llmcache("warmup", alone.point, "file").returncode == 4
     assert seen() == before
-    make(shared.source / "new", 0o644, data=b"newer!" * 1000).rename(file)
-    assert (shared.point / "file").read_bytes() == b"newer!" * 1000
-    make(shared.source / "new", 0o600, data=SECRET).rename(file)
+    make(alone.source / "new", 0o644, data=b"newer!" * 1000).rename(file)
+    assert (alone.point / "file").read_bytes() == b"newer!" * 1000
+    make(alone.source / "new", 0o600, data=SECRET).rename(file)
     reader.stdin.close()
     assert reader.wait(120) == 0
     def closed() -> bool:
         """Whether the kernel has told of the end of their file: it does so when it gets to it."""
         try:
-            return (shared.point / "file").read_bytes() == SECRET
+            return (alone.point / "file").read_bytes() == SECRET
         except OSError as error:
             assert error.errno == errno.EBUSY
             return False
@@ -376,9 +402,9 @@ while time.monotonic() < end:
             assert not path.is_dir() or os.listdir(path) == ["file"]
 
 
-def test_links_lead_nobody_out_of_source_with_the_daemons_rights(shared: Mounted, place: Path) -> None:
+def test_links_lead_nobody_out_of_source_with_the_daemons_rights(alone: Mounted, place: Path) -> None:
     """Links are resolved by the kernel, for the client: inside the mount, or outside with the client's own rights."""
-    hub = shared.source / "models--org--name"
+    hub = alone.source / "models--org--name"
     (hub / "blobs").mkdir(parents=True)
     (hub / "snapshots" / "main").mkdir(parents=True)
     make(hub / "blobs" / "0123", 0o644, data=b"weights")
@@ -388,21 +414,21 @@ def test_links_lead_nobody_out_of_source_with_the_daemons_rights(shared: Mounted
     make(outside / "secret", 0o600, data=SECRET)
     make(outside / "public", 0o644, data=b"public")
     outside.chmod(0o755)
-    (shared.source / "relative").symlink_to("../outside")
-    (shared.source / "absolute").symlink_to(outside)
-    (shared.source / "itself").symlink_to("/proc/self")
-    os.mkfifo(shared.source / "pipe", 0o666)
-    (shared.source / "pipe").chmod(0o666)
-    os.mknod(shared.source / "memory", 0o666 | stat.S_IFCHR, os.makedev(1, 5))
-    (shared.source / "memory").chmod(0o666)
-    assert (shared.point / "models--org--name/snapshots/main/model.gguf").read_bytes() == b"weights"
+    (alone.source / "relative").symlink_to("../outside")
+    (alone.source / "absolute").symlink_to(outside)
+    (alone.source / "itself").symlink_to("/proc/self")
+    os.mkfifo(alone.source / "pipe", 0o666)
+    (alone.source / "pipe").chmod(0o666)
+    os.mknod(alone.source / "memory", 0o666 | stat.S_IFCHR, os.makedev(1, 5))
+    (alone.source / "memory").chmod(0o666)
+    assert (alone.point / "models--org--name/snapshots/main/model.gguf").read_bytes() == b"weights"
     names = ["relative/secret", "absolute/secret", "absolute/public", "memory", "relative/../source/memory"]
-    found = results(shared.point, names, *USERS["bob"])
+    found = results(alone.point, names, *USERS["bob"])
     assert [found[name][0] for name in names] == [errno.EACCES, errno.EACCES, 0, errno.EACCES, 0]  # nodev in the mount
     code = "print(os.readlink(sys.argv[1] + '/itself/../self'), os.getpid())"
-    said, _ = run_as(BOB, code, shared.point).communicate(timeout=120)
+    said, _ = run_as(BOB, code, alone.point).communicate(timeout=120)
     assert len(set(said.split())) == 1  # their process, not the daemon's
-    done = llmcache("warmup", shared.point, "*")  # the daemon opens what lies in SOURCE, and neither pipes nor devices
+    done = llmcache("warmup", alone.point, "*")  # the daemon opens what lies in SOURCE, and neither pipes nor devices
     assert done.returncode == 0 and "secret" not in done.stdout, done.stderr
 
 
