@@ -11,7 +11,7 @@ ReadAt = Callable[[int, int], bytes]
 """`read(offset, size)` gives up to `size` bytes of the file at `offset`."""
 
 # The largest real headers (tokenizers of 260 000 words) have 15 MB. The limit stops a walk through a file of zeros.
-HEADER_LIMIT = 128 * 2**20
+HEADER_LIMIT = 64 * 2**20
 _SMALLEST_READ = 64 * 2**10
 _LARGEST_READ = 2**20
 
