@@ -108,7 +108,7 @@ class Steering:
         getattr(self, name)(*arguments)
 
     def space(self, key: str, extent_bytes: int, parts: Ranges, kind: str) -> None:
-        """A new space: `parts` are (size_bytes, base, count) of its files; `kind` is "loop", "hot" or "written"."""
+        """A new space: `parts` are (size_bytes, base, count) of its files; `kind` is "loop", "hot", "written" or "paged"."""
         space = Space(key, extent_bytes, [Part(*part) for part in parts], single=kind != "loop")
         space.last = self.clock
         if kind == "hot":

@@ -181,7 +181,7 @@ Pieces = list[tuple[bytes, int]]
 
 
 class Repeated:
-    """`read(offset, size)` over pieces that come as often as told, of which only one each is in memory; counts what is read."""
+    """`read(offset, size)` over pieces that come as often as told, one each of them in memory; counts what is read."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = [(piece, count) for piece, count in pieces if piece and count]

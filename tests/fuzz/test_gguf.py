@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -153,7 +155,7 @@ _KEYS = st.one_of(
     st.builds(lambda length: [(_key(1, gguf.STRING, Gguf().text("x" * length)), 1)], LENGTHS),
     st.builds(lambda announced, items: [(_array(gguf.STRING, announced), 1), *items], COUNTS, _TEXT),
     st.builds(lambda announced, item, count: [(_array(gguf.ARRAY, announced), 1), (item, count)], COUNTS, _INNER, COUNTS),
-    st.builds(lambda levels: [(_array(gguf.ARRAY, 1), 1), (Gguf().array("", gguf.ARRAY, [], 1).keys[0][12:], levels)], COUNTS),
+    COUNTS.map(lambda levels: [(_array(gguf.ARRAY, 1), 1), (Gguf().array("", gguf.ARRAY, [], 1).keys[0][12:], levels)]),
 )
 
 
@@ -163,7 +165,7 @@ def _tensors(length: int, dimensions: int, count: int) -> Pieces:
 
 
 _COSTLY = st.builds(
-    lambda counts, keys, tensors: [(Gguf(counts=counts).header(), 1), *sum(keys, []), *tensors],
+    lambda counts, keys, tensors: [(Gguf(counts=counts).header(), 1), *chain(*keys), *tensors],
     st.tuples(st.sampled_from([0, 1, 2, 100, 3000, 65_537, 1 << 60]), COUNTS),
     st.lists(_KEYS, max_size=2),
     st.builds(_tensors, LENGTHS, st.sampled_from([0, 1, 4, 9, 1000]), COUNTS),

@@ -55,7 +55,7 @@ def test_small_and_large_types_have_their_sizes(dtype: str, size_bytes: int) -> 
 
 
 def test_metadata_of_any_length_is_skipped() -> None:
-    told = {"a": "\\\"}{" * 40_000, "é\ud83d": "\0" * 70_000, "": ""}
+    told = {"a": '\\"}{' * 40_000, "é\ud83d": "\0" * 70_000, "": ""}
     layout = layout_of(encoded(json.dumps(GOOD | {"__metadata__": told}).encode() + b" " * 70_000))
     assert [tensor.name for tensor in layout.tensors] == ["model.norm.weight", "lm_head.weight"]
 

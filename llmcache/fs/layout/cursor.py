@@ -94,7 +94,6 @@ class Cursor:
         if self.position + size <= self._file_bytes:
             return DataError(f"the header needs more than {HEADER_LIMIT} bytes, which no model's does")
         return DataError(
-            f"the file ends inside its header: {size} bytes are due at byte {self.position}, "
-            f"and it has {self._file_bytes}",
+            f"the file ends inside its header: {size} bytes are due at byte {self.position}, and it has {self._file_bytes}",
             "the file is incomplete: copy or download it again",
         )
