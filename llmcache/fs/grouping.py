@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEADER_READ_BYTES = 256 << 10
-EXTENTS_ROOM = 1 << 19  # of all groups that are known: some 30 bytes each, as much again in arena
+EXTENTS_ROOM = 1 << 19  # of all groups that are known: some 40 bytes each, in arena 60
 PAGED_EXTENTS = 256  # of a group that finds no room for as many as it should have
 SHARDS_MAX = 1024
 UNUSABLE_MAX = 4096
@@ -133,7 +133,7 @@ class Grouping:
     def _make(self, files: list[tuple[str, int]], written: bool, header: Header | None) -> Group:
         total = sum(length for _, length in files)
         extent_bytes = extent_bytes_for(total, WRITTEN_EXTENTS_MAX if written else EXTENTS_MAX)
-        has_room = self._make_room(-(-total // extent_bytes) + len(files))
+        has_room = self._make_room(sum(max(1, -(-length // extent_bytes)) for _, length in files))
         paged = not written and (extent_bytes > LARGEST_EXTENT or not has_room)
         if not has_room:
             extent_bytes = extent_bytes_for(total, PAGED_EXTENTS)
