@@ -19,7 +19,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,7 +132,8 @@ def _value(where: str, value: object, kind: str) -> Any:
         return value
     if kind == "str" and isinstance(value, str):
         return value
-    if kind in ("int", "float") and isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind in ("int", "float") and is_number and abs(value) <= sys.float_info.max:
         if kind == "float":
             return float(value)
         if float(value).is_integer():
