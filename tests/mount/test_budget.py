@@ -153,6 +153,7 @@ def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path, mode
                 hog.wait()
 
 
+TAIL = 24 * MIB + 99
 HOSTILE_ROOM = 40 * MIB
 """What hostile files may cost a daemon at a time, beside what it holds: within what a mount takes beside its budget."""
 
@@ -164,6 +165,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, size in (("tebibyte.bin", 1 << 40), ("largest.bin", (16 << 40) - 4096)):
         with (directory / name).open("wb") as file:
             file.truncate(size)
+            file.seek(size - TAIL)
+            file.write(os.urandom(TAIL))
     with (directory / "names.gguf").open("wb") as file:
         file.write(struct.pack("<4sIQQ", b"GGUF", 3, 1000, 0))
         for number in range(1000):
@@ -193,8 +196,12 @@ def test_hostile_files_cost_no_more_than_others(hostile: Path, tmp_path: Path, m
             for offset in (0, size // 2, size - 4096):
                 assert os.pread(file.fileno(), 100, offset) == os.pread(file.fileno(), 100, offset)
         for name in ("tebibyte.bin", "largest.bin"):
-            with (mount.mountpoint / name).open("rb", buffering=0) as file:
-                assert all(not any(file.read(MIB)) for _ in range(3 * CACHE // MIB))
+            with (mount.mountpoint / name).open("rb", buffering=0) as file, (hostile / name).open("rb") as same:
+                assert all(not any(file.read(MIB)) for _ in range(2 * CACHE // MIB))
+                for _ in range(2):
+                    file.seek(-TAIL, os.SEEK_END)
+                    same.seek(-TAIL, os.SEEK_END)
+                    assert all(file.read(MIB) == same.read(MIB) for _ in range(-(-TAIL // MIB)))
         assert mount.llmcache("warmup", str(mount.mountpoint), "*.bin", "*.gguf").returncode == 0
         control.request(str(mount.mountpoint), {"op": "heat"})
         stats = mount.stats()
