@@ -132,11 +132,11 @@ def _value(where: str, value: object, kind: str) -> Any:
         return value
     if kind == "str" and isinstance(value, str):
         return value
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind in ("int", "float") and is_number and abs(value) <= sys.float_info.max:
-        if kind == "float":
+    if kind in ("int", "float") and isinstance(value, int | float) and not isinstance(value, bool):
+        fits = abs(value) <= sys.float_info.max
+        if fits and kind == "float":
             return float(value)
-        if float(value).is_integer():
+        if fits and float(value).is_integer():
             return int(value)
     raise UsageError(f"{where}: '{value}' is not {WANTED[kind]}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -159,5 +158,5 @@ def _field(holder: Any, where: str, name: str, kind: type) -> Any:
 
 def _number(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise DataError(f"{where}: {reprlib.repr(value)} is not a number", HINT)
+        raise DataError(f"{where}: '{value}' is not a number", HINT)
     return float(value)
