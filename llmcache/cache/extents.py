@@ -16,11 +16,14 @@ LARGE_EXTENT = 1 << 20
 SMALL_EXTENT = 128 << 10
 LARGE_FILE_BYTES = 32 << 20  # from here on extents are large; smaller files that are no models are hot (tokenizers)
 LEAST_MODEL_BYTES = 4 << 20  # smaller files are hot, model or not
+EXTENTS_MAX = 1 << 18  # of one space: state and plans cost by the extent. Beyond 256 GiB extents become larger
+LARGEST_EXTENT = 4 << 20  # that is fetched whole, so that a space of more than 1 TiB is read page by page
 
 
-def extent_bytes_for(size_bytes: int) -> int:
-    """Returns the size of the extents (bytes) into which a loop space of `size_bytes` is cut."""
-    return LARGE_EXTENT if size_bytes >= LARGE_FILE_BYTES else SMALL_EXTENT
+def extent_bytes_for(size_bytes: int, most: int = EXTENTS_MAX) -> int:
+    """Returns the size of the extents (bytes) into which a loop space of `size_bytes` is cut, at most `most` of them."""
+    least = LARGE_EXTENT if size_bytes >= LARGE_FILE_BYTES else SMALL_EXTENT
+    return least * max(1, -(-size_bytes // (least * most)))
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ class _Tally:
         self._seen: set[int] = set()
         self._recent: OrderedDict[int, None] = OrderedDict()
         self._loaded = False
-        self._passes: deque[tuple[int, ...]] = deque(maxlen=_MOST_PASSES)
+        self._passes: deque[Sequence[int]] = deque(maxlen=_MOST_PASSES)
 
     @property
     def accesses(self) -> int:

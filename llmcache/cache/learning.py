@@ -7,7 +7,7 @@ reader) and the deterministic core in `steering` (clock in references). The dete
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from llmcache.cache.intervals import Intervals
@@ -31,12 +31,12 @@ class LoopLearner:
         self.order = LoopOrder(count, first_guess)
         self.looping = False
         self.guessed = False
-        self.guess: list[int] = []  # extents in the order a decoder computes, from the headers
+        self.guess = array("I")  # extents in the order a decoder computes, from the headers
         self.passes = 0
         self.period: int | None = None  # the usual one: a pause does not change it
         self._recorder = PassRecorder()
         self._intervals = Intervals()
-        self._unproved: tuple[int, ...] = ()  # the last pass in another order than the present one
+        self._unproved: Sequence[int] = ()  # the last pass in another order than the present one
 
     def believe(self, guess: Iterable[int]) -> None:
         """Takes a header's word: it loops, and after the first pass in the order of `guess`, added to what is guessed."""

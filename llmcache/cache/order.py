@@ -11,14 +11,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
 class Pass:
     """One completed pass: extents in the order of their first touch, and when it ran, by the clock of its recorder."""
 
-    extents: tuple[int, ...]
+    extents: Sequence[int]
     started: int
     ended: int
 
@@ -37,24 +37,30 @@ class PassRecorder:
     """
 
     def __init__(self) -> None:
-        self._place: dict[int, int] = {}
+        self._extents = array("I")  # in the order of their first touch
+        self._places = array("I")  # by extent: its place in this pass, counted from 1; 0 for none
         self._started = 0
 
     def __len__(self) -> int:
-        return len(self._place)
+        return len(self._extents)
 
     def note(self, extent: int, now: int) -> Pass | None:
         """Returns the pass that this touch of `extent` at `now` ends, or None."""
-        place = self._place.get(extent)
-        if place is None:
-            if not self._place:
+        if extent >= len(self._places):
+            self._places.frombytes(bytes(self._places.itemsize * (extent + 1 - len(self._places))))
+        place = self._places[extent]
+        if not place:
+            if not self._extents:
                 self._started = now
-            self._place[extent] = len(self._place)
+            self._extents.append(extent)
+            self._places[extent] = len(self._extents)
             return None
-        if len(self._place) - place < max(2, len(self._place) // 2):
+        if len(self._extents) - (place - 1) < max(2, len(self._extents) // 2):
             return None
-        done = Pass(tuple(self._place), self._started, now)
-        self._place = {extent: 0}
+        done = Pass(self._extents, self._started, now)
+        self._extents = array("I", (extent,))
+        self._places = array("I", bytes(self._places.itemsize * len(self._places)))
+        self._places[extent] = 1
         self._started = now
         return done
 
@@ -63,11 +69,10 @@ class LoopOrder:
     """A permutation of the extents 0..count-1: `rank_of[extent]` and `extent_at[rank]`."""
 
     def __init__(self, count: int, first_guess: Iterable[int] | None = None) -> None:
-        guess = list(range(count)) if first_guess is None else list(first_guess)
-        if sorted(guess) != list(range(count)):
+        self.extent_at = array("I", range(count) if first_guess is None else first_guess)
+        if first_guess is not None and sorted(self.extent_at) != list(range(count)):
             raise ValueError(f"first_guess is not a permutation of {count} extents")
-        self.extent_at = array("L", guess)
-        self.rank_of = array("L", bytes(array("L").itemsize * count))
+        self.rank_of = self.extent_at[:]
         self._index()
 
     def __len__(self) -> int:
@@ -77,17 +82,21 @@ class LoopOrder:
         for rank, extent in enumerate(self.extent_at):
             self.rank_of[extent] = rank
 
+    def extend(self, count: int) -> None:
+        """Adds extents at the end, so that there are `count`."""
+        more = array("I", range(len(self), count))
+        self.extent_at.extend(more)
+        self.rank_of.extend(more)
+
     def adopt(self, seen: Sequence[int]) -> array[int]:
         """Makes `seen` (distinct extents, in touch order) the order; returns the old rank of each new rank."""
-        place = {extent: index for index, extent in enumerate(seen)}
-        keys: list[tuple[int, int]] = []
-        current = -1
-        for rank, extent in enumerate(self.extent_at):
-            current = place.get(extent, current)
-            keys.append((current, rank))
+        places = array("i", [-1]) * len(self)
+        for index, extent in enumerate(seen):
+            places[extent] = index
         # A seen extent leads its group: the unseen ones that followed it keep their distance to it.
-        old_ranks = array("L", (rank for _, rank in sorted(keys)))
-        old = array("L", self.extent_at)
+        leaders = array("i", accumulate((places[extent] for extent in self.extent_at), _latest))
+        old_ranks = array("I", sorted(range(len(self)), key=leaders.__getitem__))
+        old = self.extent_at[:]
         for rank, old_rank in enumerate(old_ranks):
             self.extent_at[rank] = old[old_rank]
         self._index()
@@ -105,6 +114,10 @@ def disagreement(first: Sequence[int], second: Sequence[int]) -> float:
     """
     place = {extent: index for index, extent in enumerate(first)}
     return _backward_share([place[extent] for extent in second if extent in place])
+
+
+def _latest(before: int, place: int) -> int:
+    return before if place < 0 else place
 
 
 def _backward_share(ranks: Sequence[int]) -> float:

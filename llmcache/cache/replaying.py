@@ -9,15 +9,16 @@ Both map runs of dense block ids to files through a `Places`; per reference they
 from __future__ import annotations
 
 import json
+import reprlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES
-from llmcache.cache.extents import BLOCK_BYTES, LARGE_FILE_BYTES, LEAST_MODEL_BYTES, extent_bytes_for
+from llmcache.cache.extents import BLOCK_BYTES, LARGE_FILE_BYTES, LARGEST_EXTENT, LEAST_MODEL_BYTES, extent_bytes_for
 from llmcache.cache.steering import HIT, Steering
 from llmcache.errors import DataError
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 Ids = NDArray[np.int64]
 SCHEME = "llmcache.mount/1"  # extra["mount"] of what llmcache.fs.logwriter writes
 MODEL_ENDINGS = (".gguf", ".safetensors")
+_MOST_EXTENTS = 1 << 22  # of all spaces of a log at a time: eight times what a mount has
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what events of any types come to
 WINDOW_SHARE = 8  # of the capacity, inverted: what is read of an extent within the last so many blocks is one visit
 
 
@@ -76,7 +79,7 @@ class Recorded:
             self._rows = int(provenance.extra["rows"])
             events = json.loads(provenance.extra["events"])
             self._events = [(int(row), list(event)) for row, event in events]
-        except (KeyError, ValueError, TypeError) as error:
+        except (*_DAMAGE, RecursionError) as error:
             raise _damaged(f"events: {error}") from error
         self._capacity = capacity * BLOCK_BYTES
         self._row = self._next = 0
@@ -110,8 +113,8 @@ class Recorded:
                 self.core.page(key, extent, length)
                 return 0
             return length if self.core.reference(key, extent) == HIT else 0
-        except (KeyError, IndexError) as error:
-            raise _damaged(f"row {self._row}: no extent {extent} in space {key}") from error
+        except _DAMAGE as error:
+            raise _damaged(f"row {self._row}: no extent {extent} in space {reprlib.repr(key)}") from error
 
     def _catch_up(self) -> None:
         """Applies the events that happened before the next row."""
@@ -120,18 +123,25 @@ class Recorded:
             self._next += 1
             try:
                 self._apply(event)
-            except (KeyError, IndexError, ValueError, TypeError) as error:
-                raise _damaged(f"event {event!r}: {error!r}") from error
+            except _DAMAGE as error:
+                raise _damaged(f"event {reprlib.repr(event)}: {reprlib.repr(error)}") from error
 
     def _apply(self, event: list[Any]) -> None:
         if event[0] == "file":
             _, file, key, part = event
             space = self.core.spaces[key]
             self._files[file] = (key, space.parts[part].base, space.extent_bytes)
+        elif event[0] == "space" and sum(self._counts(event[3])) > _MOST_EXTENTS:
+            raise ValueError(f"more than {_MOST_EXTENTS} extents")
         elif event[0] == "limit":
             self.core.limit(event[1] * self._capacity // self._budget)
         else:
             self.core.apply(event)
+
+    def _counts(self, parts: list[Any]) -> Iterator[int]:
+        """Yields the extents of all spaces there are, and of `parts` that come."""
+        yield from (space.count for space in self.core.spaces.values())
+        yield from (max(0, int(count)) for _, _, count in parts)
 
     @property
     def evictions(self) -> int:
@@ -181,12 +191,14 @@ class Cut:
         size = max(known.size_bytes if known else 0, self._places.end_of(file) * BLOCK_BYTES)
         extent_bytes = extent_bytes_for(size)
         model = known is not None and known.path.endswith(MODEL_ENDINGS) and size > LEAST_MODEL_BYTES
+        model = model and extent_bytes <= LARGEST_EXTENT
         kind = "loop" if known is None or model or size >= LARGE_FILE_BYTES else "hot"
+        kind = "paged" if extent_bytes > LARGEST_EXTENT else kind
         count = -(-size // extent_bytes)
         self.core.space(str(file), extent_bytes, [(size, 0, count)], kind)
         if model:  # a mount reads the header; a trace has none, so that order and rows stay unknown
             self.core.guess(str(file), [], [], [(0, count)])
-        self._extent_blocks[file] = 0 if kind == "hot" else extent_bytes // BLOCK_BYTES
+        self._extent_blocks[file] = extent_bytes // BLOCK_BYTES if kind == "loop" else 0
         return self._extent_blocks[file]
 
     def _extents(self, file: int, block: int, length: int, size: int) -> int:

@@ -12,6 +12,7 @@ A wanted extent is held from its next reference on. Held extents leave when the 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ class Steering:
         getattr(self, name)(*arguments)
 
     def space(self, key: str, extent_bytes: int, parts: Ranges, kind: str) -> None:
-        """A new space: `parts` are (size_bytes, base, count) of its files; `kind` is "loop", "hot" or "written"."""
+        """A new space: `parts` are (size_bytes, base, count) of its files; `kind` is "loop", "hot", "written" or "paged"."""
         space = Space(key, extent_bytes, [Part(*part) for part in parts], single=kind != "loop")
         space.last = self.clock
         if kind == "hot":
@@ -121,8 +122,8 @@ class Steering:
     ) -> None:
         """A header's word, in ranges (first, end) of extents: what is read page by page, and the order of the rest."""
         space = self.spaces[key]
-        space.learner.believe(_extents(order))
-        for extent in space.set_single(_extents(single), _extents(hot)):
+        space.learner.believe(_extents(order, space.count))
+        for extent in space.set_single(_extents(single, space.count), _extents(hot, space.count)):
             self._evict(space, extent)
         self._due = True
 
@@ -247,5 +248,11 @@ def _ranking(loops: list[Loop]) -> list[object]:
     return [(loop.key, loop.active, loop.period is None) for loop in ranked]
 
 
-def _extents(ranges: Ranges) -> list[int]:
-    return [extent for first, end in ranges for extent in range(first, end)]
+def _extents(ranges: Ranges, count: int) -> array[int]:
+    """Returns the extents in `ranges`; IndexError if a space of `count` has no such, or not as many."""
+    extents = array("I")
+    for first, end in ranges:
+        if not 0 <= first <= end <= count or len(extents) + end - first > count:
+            raise IndexError(f"extents {first} to {end} of {count}")
+        extents.extend(range(first, end))
+    return extents

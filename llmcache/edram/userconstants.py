@@ -19,7 +19,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,10 +132,11 @@ def _value(where: str, value: object, kind: str) -> Any:
         return value
     if kind == "str" and isinstance(value, str):
         return value
-    if kind in ("int", "float") and isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
-        if kind == "float":
+    if kind in ("int", "float") and isinstance(value, int | float) and not isinstance(value, bool):
+        fits = abs(value) <= sys.float_info.max
+        if fits and kind == "float":
             return float(value)
-        if float(value).is_integer():
+        if fits and float(value).is_integer():
             return int(value)
     raise UsageError(f"{where}: '{value}' is not {WANTED[kind]}")
 

@@ -73,6 +73,8 @@ class Bringer:
             self.stop = True
             for thread in threads:
                 thread.join()
+            with self.state.lock:
+                self.state.asked_bytes = 0
         if not self.state.running:
             raise ended()
 
@@ -116,6 +118,7 @@ class Bringer:
                 if fetch is None:
                     if time.monotonic_ns() - self.last_ns > STALLED_S * 1e9:
                         return
+                    self.state.asked_bytes = group.extent_bytes
                     self.state.room.notify()
                     self.state.work.wait(0.05)
             if fetch is not None:

@@ -39,7 +39,7 @@ class Fetcher:
         This is a reference to the extent: from here on it must be fetched.
         """
         brought = self.holder.brings_region(group, extent)
-        buffer = None if brought else self.state.pool.take(ahead)
+        buffer = None if brought else self.state.pool.take(group.extent_bytes, ahead)
         if buffer is None and not brought:
             return None
         verdict = self.state.references.claimed(group, member, extent, pid)

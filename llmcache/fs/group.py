@@ -32,6 +32,7 @@ absent and fetched whole, but only on demand: fetched ahead they were dropped un
 
 MISSES_MAX = 3
 SETTLED_PASSES = 1  # until then misses say that the order is not known yet, and nothing about readers
+WRITTEN_EXTENTS_MAX = 1 << 14  # of a file that is written: no one extent of it is more than a place to drop pages from
 REACH_BYTES = 64 << 20  # readers nearer than this share one cursor
 
 
@@ -116,6 +117,7 @@ class Group:
         self.first = False  # --pin: kept before all others, open or not
         self.warm = False  # brought in by a warm-up, and not used since: kept though nobody has it open
         self.written = False  # open for writing: the kernel alone fills its pages
+        self.paged = False  # too large, or one too many, to be steered: read page by page, and kept as single rows are
         self.storing = 0  # STOREs under way
         self.window_bytes = 0
         self.pinned_bytes = 0
@@ -211,6 +213,8 @@ class Group:
         """Makes room for a written file's growth (single member)."""
         member = self.members[0]
         member.size_bytes = self.size_bytes = size_bytes
+        if size_bytes > self.extent_bytes * WRITTEN_EXTENTS_MAX:
+            self._coarsen(-(-2 * size_bytes // (self.extent_bytes * WRITTEN_EXTENTS_MAX)))
         more = max(1, -(-size_bytes // self.extent_bytes)) - self.count
         if more > 0:
             self.status.extend(bytes([SINGLE]) * more)
@@ -218,8 +222,21 @@ class Group:
             self.charge.extend([0] * more)
             self.seen_ns.extend([0] * more)
             self.count = member.count = self.count + more
-            self.order = self.learner.order = LoopOrder(self.count)
+            self.order.extend(self.count)
             self.cursors.count = self.count
+
+    def _coarsen(self, factor: int) -> None:
+        """Makes `factor` extents one. They are all single, and their pages stay where they are."""
+        self.extent_bytes *= factor
+        self.count = self.members[0].count = self.cursors.count = -(-self.count // factor)
+        self.status, self.wanted = bytearray([SINGLE]) * self.count, bytearray(self.count)
+        self.charge = array("L", (sum(self.charge[at * factor : (at + 1) * factor]) for at in range(self.count)))
+        self.seen_ns = array("Q", (max(self.seen_ns[at * factor : (at + 1) * factor]) for at in range(self.count)))
+        self.order = self.learner.order = LoopOrder(self.count)
+        strays, self.strays = self.strays, {}
+        for extent, since in strays.items():
+            self.strays.pop(extent // factor, None)
+            self.strays[extent // factor] = since
 
     def forget(self, extent: int) -> int:
         """Makes `extent` absent (a single one stays single); returns the bytes that were charged for it."""

@@ -10,25 +10,41 @@ import ctypes
 import itertools
 import logging
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from llmcache.cache.extents import LARGE_FILE_BYTES, LEAST_MODEL_BYTES, extent_bytes_for
+from llmcache.cache.extents import EXTENTS_MAX, LARGE_FILE_BYTES, LARGEST_EXTENT, LEAST_MODEL_BYTES, extent_bytes_for
 from llmcache.errors import DataError
 from llmcache.fs.buffers import Region
-from llmcache.fs.group import PAGE, SINGLE, Group, Member
+from llmcache.fs.group import PAGE, SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
 from llmcache.fs.layout import ModelLayout, read_layout, shard_name
+from llmcache.fs.layout import Region as LayoutRegion
 from llmcache.fs.layout.anatomy import Anatomy
+from llmcache.fs.layout.safetensors import SUFFIX
 from llmcache.fs.policy import matches
 
 if TYPE_CHECKING:
-    from llmcache.fs.backing import Backing
+    from llmcache.fs.backing import Backing, Identity
     from llmcache.fs.source import SourceTree
     from llmcache.fs.state import CacheState
 
 log = logging.getLogger(__name__)
 
 HEADER_READ_BYTES = 256 << 10
+EXTENTS_ROOM = 1 << 19  # of all groups that are known: some 40 bytes each, in arena 60
+PAGED_EXTENTS = 256  # of a group that finds no room for as many as it should have
+SHARDS_MAX = 1024
+UNUSABLE_MAX = 4096
+
+
+class Header(NamedTuple):
+    """What the header of a model says; it has `size_bytes`."""
+
+    size_bytes: int
+    regions: tuple[LayoutRegion, ...]
+    anatomy: Anatomy
 
 
 class Grouping:
@@ -43,34 +59,45 @@ class Grouping:
         self.end = end
         self.tree = tree
         self._keys = map(str, itertools.count())
+        # Headers are read one at a time, and not again in vain: each may cost what the limits in `layout` allow. It is
+        # taken before the engine's lock, and guards the map.
+        self._parsing = threading.Lock()
+        self._unusable: OrderedDict[tuple[Identity, bool], None] = OrderedDict()
 
     def adopt(self, backing: Backing) -> tuple[Group, Member]:
-        """Returns the group and member of an open file, made if need be. Takes the lock itself; reads the header."""
-        path, size = backing.path, backing.size
+        """Returns the group and member of an open file, made if need be. Takes the lock itself; may read the header."""
+        again = self._again(backing)
+        if again is not None:
+            return again
+        if backing.writable or backing.size <= LEAST_MODEL_BYTES:
+            return self._adopted(backing, None)
+        with self._parsing:
+            return self._again(backing) or self._adopted(backing, self._header_of(backing))
+
+    def _again(self, backing: Backing) -> tuple[Group, Member] | None:
+        """The group and member of a file whose header was looked at before; None if it must be."""
         with self.state.lock:
-            owner = self.state.owners.get(backing)
-        if owner is not None:
-            return owner
-        written = backing.writable
-        layout = None if written or size <= LEAST_MODEL_BYTES else _layout_of(backing)
-        anatomy = None if layout is None else Anatomy(layout)
-        group = self._make(path, size, backing, written, layout)
+            known = self._known(backing)
+            return self._joined(*known, backing, None) if known is not None and known[1].identity is not None else None
+
+    def _adopted(self, backing: Backing, header: Header | None) -> tuple[Group, Member]:
+        files = self._files(backing, header)
         with self.state.lock:
-            known = self._known(backing, layout)  # closed before, a shard, or another open was faster
-            group, member = known or self._begin(group, backing, layout)
-            member.anatomy = member.anatomy or anatomy
+            known = self._known(backing)  # closed before, a shard, or another open was faster
+            group, member = self._joined(*(known or self._begin(backing, files, header)), backing, header)
+            member.anatomy = member.anatomy or (None if header is None else header.anatomy)
             return group, member
 
-    def _begin(self, group: Group, backing: Backing, layout: ModelLayout | None) -> tuple[Group, Member]:
+    def _begin(self, backing: Backing, files: list[tuple[str, int]], header: Header | None) -> tuple[Group, Member]:
+        group = self._make(files, backing.writable, header)
         self.state.groups[group.key] = group
-        self.state.references.began(group, "written" if group.written else "hot" if group.hot else "loop")
+        kind = "written" if group.written else "paged" if group.paged else "hot" if group.hot else "loop"
+        self.state.references.began(group, kind)
         if group.first:
             self.state.references.first(group)
-        member = next(member for member in group.members if member.path == backing.path)
-        self._join(group, member, backing, layout)
-        return group, member
+        return group, next(member for member in group.members if member.path == backing.path)
 
-    def _known(self, backing: Backing, layout: ModelLayout | None) -> tuple[Group, Member] | None:
+    def _known(self, backing: Backing) -> tuple[Group, Member] | None:
         owner = self.state.owners.get(backing)
         if owner is not None:
             return owner
@@ -80,40 +107,84 @@ class Grouping:
                 continue
             same = member.size_bytes == backing.size and member.identity in (None, backing.identity)
             if same and not (group.written or backing.writable or member.backing):
-                self._join(group, member, backing, layout)
                 return group, member
             if not member.backing:
                 self.end(group)  # what was at this path before
         return None
 
-    def _join(self, group: Group, member: Member, backing: Backing, layout: ModelLayout | None) -> None:
-        if member.identity is None and layout is not None:
-            self._guess(group, member, layout)
+    def _joined(self, group: Group, member: Member, backing: Backing, header: Header | None) -> tuple[Group, Member]:
+        if backing in self.state.owners:
+            return group, member
+        if member.identity is None and header is not None and not group.paged:
+            self._guess(group, member, header)
         elif group.first:
             self.suppose(group)
         member.backing, member.identity = backing, backing.identity
         self.state.references.joined(group, member, backing)
         self.state.owners[backing] = (group, member)
+        return group, member
 
-    def _make(self, path: str, size: int, backing: Backing, written: bool, layout: ModelLayout | None) -> Group:
-        files = [(path, size)]
-        if layout is not None and (shard := shard_name(path)) is not None:
-            files = self._siblings(path, shard.number, shard.count) or files
+    def _files(self, backing: Backing, header: Header | None) -> list[tuple[str, int]]:
+        """Returns (path, size) of the file, or of all shards of the model that it is one of."""
+        if header is not None and (shard := shard_name(backing.path)) is not None and shard.count <= SHARDS_MAX:
+            return self._siblings(backing.path, shard.number, shard.count) or [(backing.path, backing.size)]
+        return [(backing.path, backing.size)]
+
+    def _make(self, files: list[tuple[str, int]], written: bool, header: Header | None) -> Group:
         total = sum(length for _, length in files)
-        extent_bytes = extent_bytes_for(total)
+        extent_bytes = extent_bytes_for(total, WRITTEN_EXTENTS_MAX if written else EXTENTS_MAX)
+        has_room = self._make_room(sum(max(1, -(-length // extent_bytes)) for _, length in files))
+        paged = not written and (extent_bytes > LARGEST_EXTENT or not has_room)
+        if not has_room:
+            extent_bytes = extent_bytes_for(total, PAGED_EXTENTS)
         members, base = [], 0
         for name, length in files:
             count = max(1, -(-length // extent_bytes))
             members.append(Member(name, length, base, count))
             base += count
         group = Group(next(self._keys), members, extent_bytes, None)
-        group.written = written
-        group.first = not written and any(matches(name, self.pinned) for name, _ in files)
-        if written or (layout is None and total < LARGE_FILE_BYTES and not group.first):
+        group.written, group.paged = written, paged
+        group.first = not written and not paged and any(matches(name, self.pinned) for name, _ in files)
+        if written or paged or (header is None and total < LARGE_FILE_BYTES and not group.first):
             group.status = bytearray([SINGLE]) * group.count
-            if not written:
+            if not written and not paged:
                 group.hot = set(range(group.count))
         return group
+
+    def _make_room(self, count: int) -> bool:
+        """Forgets groups that nobody uses, the longest unused first, until `count` more extents may be known; False if
+        there is no such room. Lock held.
+        """
+        left = EXTENTS_ROOM - sum(group.count for group in self.state.groups.values())
+        if count <= left:
+            return True
+        used = {owner[0].key for backing, owner in self.state.owners.items() if self.state.opens.get(backing)}
+        idle = [group for group in self.state.groups.values() if not (group.first or group.warm or group.key in used)]
+        for group in sorted(idle, key=lambda group: group.last_ns):
+            if count <= left:
+                break
+            left += group.count
+            self.end(group)
+        return count <= left
+
+    def _header_of(self, backing: Backing) -> Header | None:
+        """What the file's header says, None if it is no model's; what cannot be used is not read again in vain."""
+        key = backing.identity, backing.path.endswith(SUFFIX)
+        if key in self._unusable:
+            self._unusable.move_to_end(key)
+            return None
+        try:
+            layout = _layout_of(backing)
+        except OSError as error:
+            log.warning("inode %d is cached without a layout: cannot read its header: %s", backing.ino, error.strerror)
+            return None
+        if layout is not None:
+            return Header(layout.header_bytes, layout.regions(), Anatomy(layout))
+        if key[0].settled():
+            self._unusable[key] = None
+            if len(self._unusable) > UNUSABLE_MAX:
+                self._unusable.popitem(last=False)
+        return None
 
     def _siblings(self, path: str, number: int, count: int) -> list[tuple[str, int]]:
         """Returns (path, size) of all shards, or nothing when one is missing: then each shard is on its own."""
@@ -135,23 +206,23 @@ class Grouping:
             group.believe(order)
             self.state.references.guessed(group, [], [], order)
 
-    def _guess(self, group: Group, member: Member, layout: ModelLayout) -> None:
+    def _guess(self, group: Group, member: Member, header: Header) -> None:
         """Takes over what the header says: hot and row extents are single, the rest loops; all of it if it is pinned."""
         single = bytearray(member.count)
-        for region in layout.regions():
+        for region in header.regions:
             if region.role == "loop" or group.first:
                 continue
             first = -(-region.first_byte // group.extent_bytes)
             for extent in range(first, region.end // group.extent_bytes):
                 single[extent] = 1
-        header_end = 0 if group.first else -(-layout.header_bytes // group.extent_bytes)
+        header_end = 0 if group.first else -(-header.size_bytes // group.extent_bytes)
         singles = [member.base + index for index in range(member.count) if single[index]]
         hot = [extent for extent in singles if extent < member.base + header_end]
         for extent in singles:
             group.set_state(extent, SINGLE)
         group.hot.update(hot)
         size = group.extent_bytes
-        computed = [range(part.first_byte // size, -(-part.end // size)) for part in layout.regions()]
+        computed = [range(part.first_byte // size, -(-part.end // size)) for part in header.regions]
         order = list(dict.fromkeys(member.base + index for extents in computed for index in extents))
         group.believe(order)
         self.state.references.guessed(group, singles, hot, order)
@@ -177,7 +248,7 @@ class Grouping:
 
 
 def _layout_of(backing: Backing) -> ModelLayout | None:
-    """The layout that the file's header shows; None for no model, or for a header that cannot be used."""
+    """The layout that the file's header shows; None for no model, or for a header that cannot be used. OSError."""
     region = Region(HEADER_READ_BYTES + PAGE)
 
     def read(offset: int, size: int) -> bytes:
@@ -198,6 +269,4 @@ def _layout_of(backing: Backing) -> ModelLayout | None:
         return read_layout(read, backing.size, os.path.basename(backing.path))
     except DataError:  # its text quotes the file
         log.warning("inode %d is cached without a layout: its header is damaged", backing.ino)
-    except OSError as error:
-        log.warning("inode %d is cached without a layout: cannot read its header: %s", backing.ino, error.strerror)
-    return None
+        return None

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 SCHEMA = "llmcache.heat/1"
 ROWS_MAX = 1024
 CELLS = 16
-NAME_MAX = 80
 RECENT_NS = 10_000_000_000
 RECENT_PERIODS = 2
 
@@ -119,7 +118,7 @@ def _layer(copy: _Copy, member: Member, part: Part) -> dict[str, Any]:
         seen_ns = max(seen_ns, *copy.seen_ns[extents.start : extents.stop])
         strip += kinds
     return {
-        "name": part.name[:NAME_MAX],
+        "name": part.name,
         "tensors": part.tensors,
         "bytes": part.size_bytes,
         "pinned_bytes": sums[_PINNED],

@@ -82,7 +82,8 @@ class SteerHolder:
     def pin_ready(self, group: Group) -> None:
         """Locks the wanted extents that are ready or touched."""
         present = (READY, TOUCHED)
-        self._pin(group, [e for e in range(group.count) if group.wanted[e] and group.state(e) in present])
+        by_rank = zip(group.order.extent_at, group.status, strict=True)
+        self._pin(group, [extent for extent, state in by_rank if state in present and group.wanted[extent]])
 
     def _pin(self, group: Group, extents: list[int]) -> None:
         for extent in extents:

@@ -10,7 +10,7 @@ from typing import Any
 
 from llmcache.fs.openmetrics import Family, labels_of, render
 
-_CLASSES = ("loop", "hot", "sequential")
+_CLASSES = ("loop", "hot", "sequential", "paged")
 
 # (name without llmcache_ and unit, key of the counters, what it is)
 _LEVELS = (

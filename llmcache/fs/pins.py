@@ -194,4 +194,3 @@ def _subtract(held: set[tuple[int, int]], gone: set[tuple[int, int]]) -> set[tup
                 rest.add((end, offset + size - end))
         held = rest
     return held
-

@@ -63,7 +63,8 @@ class Planner:
         return reserve_bytes(self.state.limit_bytes, hot, has_rows)
 
     def _apply(self, group: Group, share: Share) -> None:
-        candidates = [extent for extent in group.order.extent_at if group.state(extent) != SINGLE]
+        by_rank = zip(group.order.extent_at, group.status, strict=True)
+        candidates = [extent for extent, state in by_rank if state != SINGLE]
         whole = share.pinned_bytes >= group.loop_bytes
         settled = settle(candidates, group.wanted, share.pinned_bytes, group.extent_bytes, whole)
         set_window(group, share, settled)

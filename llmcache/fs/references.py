@@ -53,7 +53,7 @@ class References:
     # Events
 
     def began(self, group: Group, kind: str) -> None:
-        """A group was made; `kind` is "loop", "hot" or "written"."""
+        """A group was made; `kind` is "loop", "hot", "written" or "paged"."""
         parts = [(member.size_bytes, member.base, member.count) for member in group.members]
         self._tell("space", group.key, group.extent_bytes, parts, kind)
         group.listed_open = True

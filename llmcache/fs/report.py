@@ -98,6 +98,8 @@ def _file(group: Group, member: Member, is_open: bool) -> dict[str, Any]:
 def _class(group: Group) -> str:
     if group.looping:
         return "loop"
+    if group.paged:
+        return "paged"
     return "hot" if SINGLE in group.status and group.hot else "sequential"
 
 

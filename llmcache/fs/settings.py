@@ -80,9 +80,7 @@ class Setting:
     where: str = ""
 
 
-def resolve(
-    flags: Mapping[str, Any], config: str | None, environment: Mapping[str, str] = os.environ
-) -> dict[str, Setting]:
+def resolve(flags: Mapping[str, Any], config: str | None, environment: Mapping[str, str] = os.environ) -> dict[str, Setting]:
     """All settings by name. A flag that is None, or an empty list, was not given; `-o KEY=VALUE` counts as a flag.
 
     UsageError, naming the key: it is unknown, or its value is not possible; DataError: the file is no TOML.

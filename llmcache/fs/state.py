@@ -85,6 +85,7 @@ class CacheState:
     debts: list[tuple[int, int, int, int]] = field(default_factory=list)  # node, offset, length, charged: to be dropped
     fills: deque[Fill] = field(default_factory=deque)
     resident_bytes: int = 0  # upper bound of what the kernel holds for us
+    asked_bytes: int = 0  # of room that a warm-up waits for
     held_bytes: int = 0  # arena only: bytes in the daemon's own memory
     running: bool = True
     notifier: KernelNotifier | None = None

@@ -44,10 +44,11 @@ def choose_victims(state: CacheState, now_ns: int) -> list[Victim]:
 
 
 def excess_bytes(state: CacheState) -> int:
-    """Bytes that have to go: what is over the limit, plus some headroom when loaders have work waiting."""
+    """Bytes that have to go: what is over the limit, plus some headroom when loaders or a warm-up have work waiting."""
     loops = [group.extent_bytes for group in state.groups.values() if group.cursors.live]
-    headroom = HEADROOM_EXTENTS * max(loops, default=0)
-    return state.used_bytes + min(headroom, state.limit_bytes // 8) - state.limit_bytes
+    extent = max(loops, default=0)
+    headroom = max(HEADROOM_EXTENTS * extent, state.asked_bytes)
+    return state.used_bytes + min(headroom, max(state.limit_bytes // 8, extent, state.asked_bytes)) - state.limit_bytes
 
 
 def _in_order(state: CacheState, now_ns: int) -> Iterator[tuple[Group, int]]:

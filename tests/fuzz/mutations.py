@@ -1,4 +1,5 @@
-"""Inputs made from good ones: bits flipped, numbers replaced, pieces lost or exchanged; and JSON with wrong types.
+"""Inputs made from good ones: bits flipped, numbers replaced, pieces lost or exchanged; and JSON with wrong types. And
+inputs made to cost much: pieces that come a million times over.
 
 Places are drawn as fractions of the input, so that shrinking an example moves its damage to the beginning and leaves less
 of it.
@@ -8,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from hypothesis import strategies as st
@@ -167,6 +170,37 @@ def _change(holder: Any, key: Any, how: str, value: Any) -> None:
 def written(document: Any) -> bytes:
     """`document` as JSON; infinities and lone surrogates are written as Python reads them."""
     return json.dumps(document).encode()
+
+
+LENGTHS = st.sampled_from([0, 1, 60, 1023, 1024, 1025, 16_384, 65_535, 65_536, 1_000_000])
+"""Of names and strings: as in models, at the limits, and beyond."""
+COUNTS = st.sampled_from([0, 1, 2, 100, 3_000, 65_537, 700_000, 1 << 24])
+"""Of tensors, keys, items and levels."""
+
+Pieces = list[tuple[bytes, int]]
+
+
+class Repeated:
+    """`read(offset, size)` over pieces that come as often as told, one each of them in memory; counts what is read."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self.pieces = [(piece, count) for piece, count in pieces if piece and count]
+        self.ends = list(accumulate(len(piece) * count for piece, count in self.pieces))
+        self.size = self.ends[-1] if self.ends else 0
+        self.total_bytes = 0
+
+    def __call__(self, offset: int, size: int) -> bytes:
+        found = b""
+        end = min(offset + size, self.size)
+        while offset < end:
+            index = bisect_right(self.ends, offset)
+            piece, count = self.pieces[index]
+            at = (offset - self.ends[index] + len(piece) * count) % len(piece)
+            length = min(end, self.ends[index]) - offset
+            found += (piece * (1 + (at + length) // len(piece)))[at : at + length]
+            offset += length
+        self.total_bytes += len(found)
+        return found
 
 
 def nested(levels: int, text: bytes = b"[") -> bytes:

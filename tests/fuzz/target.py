@@ -11,6 +11,7 @@ import contextlib
 import os
 import resource
 import tempfile
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,18 @@ def bounded(room_bytes: int = ROOM_BYTES) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@contextlib.contextmanager
+def light(peak_bytes: int) -> Iterator[None]:
+    """A with block whose objects never take more than `peak_bytes` at a time, whatever it is given."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= peak_bytes, f"{peak} bytes of objects"
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcache.errors import DataError
 from llmcache.fs.layout import ModelLayout, order_shards, read_layout
-from tests.fuzz.mutations import mutated
-from tests.fuzz.target import Target, bounded, is_printable, refusal
+from llmcache.fs.layout.anatomy import Anatomy
+from llmcache.fs.layout.cursor import HEADER_LIMIT
+from tests.fuzz.mutations import COUNTS, LENGTHS, Pieces, Repeated, mutated
+from tests.fuzz.target import Target, bounded, is_printable, light, refusal
 from tests.unit import gguf_bytes as gguf
 from tests.unit.gguf_bytes import Gguf, Reads
 
@@ -119,3 +123,67 @@ def test_a_large_file_of_zeros_is_refused_at_once(kind: int) -> None:
     with pytest.raises(DataError, match="more arrays or strings"):
         read_layout(read, size, "a.gguf")
     assert asked < 4 << 20
+
+
+PEAK_BYTES = 32 << 20
+"""What a header may cost a mount that promises to take no more than 64 MiB beside its cache."""
+
+
+def check_cost(pieces: Pieces, name: str) -> None:
+    """A header costs little memory and no more reading than it has bytes, whatever it announces."""
+    read = Repeated([*pieces, (bytes(4096), 1 << 20)])
+    with light(PEAK_BYTES), refusal():
+        layout = read_layout(read, read.size, name)
+        assert layout is not None
+        Anatomy(layout)
+        layout.regions()
+    assert read.total_bytes <= min(2 * read.size, 2 * HEADER_LIMIT)
+
+
+def _key(length: int, kind: int, value: bytes) -> bytes:
+    return Gguf().raw_key("k" * length, kind, value).keys[0]
+
+
+def _array(kind: int, announced: int) -> bytes:
+    return Gguf().array("a", kind, [], count=announced).keys[0]
+
+
+_TEXT = st.tuples(LENGTHS, COUNTS).map(lambda item: [(Gguf().text("x" * item[0]), item[1])])
+_INNER = st.sampled_from([gguf.U8, gguf.STRING, gguf.ARRAY, 99]).map(lambda kind: Gguf().array("", kind, []).keys[0][12:])
+_KEYS = st.one_of(
+    st.builds(lambda length, count: [(_key(length, gguf.U8, b"1"), count)], LENGTHS, COUNTS),
+    st.builds(lambda length: [(_key(1, gguf.STRING, Gguf().text("x" * length)), 1)], LENGTHS),
+    st.builds(lambda announced, items: [(_array(gguf.STRING, announced), 1), *items], COUNTS, _TEXT),
+    st.builds(lambda announced, item, count: [(_array(gguf.ARRAY, announced), 1), (item, count)], COUNTS, _INNER, COUNTS),
+    COUNTS.map(lambda levels: [(_array(gguf.ARRAY, 1), 1), (Gguf().array("", gguf.ARRAY, [], 1).keys[0][12:], levels)]),
+)
+
+
+def _tensors(length: int, dimensions: int, count: int) -> Pieces:
+    one = Gguf().tensor("t" * length, [1] * dimensions, 24, 0)
+    return [(one.header()[24:], count)]
+
+
+_COSTLY = st.builds(
+    lambda counts, keys, tensors: [(Gguf(counts=counts).header(), 1), *chain(*keys), *tensors],
+    st.tuples(st.sampled_from([0, 1, 2, 100, 3000, 65_537, 1 << 60]), COUNTS),
+    st.lists(_KEYS, max_size=2),
+    st.builds(_tensors, LENGTHS, st.sampled_from([0, 1, 4, 9, 1000]), COUNTS),
+)
+
+
+@given(_COSTLY)
+@settings(max_examples=60)
+@example([(Gguf(counts=(2000, 0)).header(), 1), *_tensors(65_536, 1, 2000)])
+@example([(Gguf(counts=(0, 3000)).header(), 1), (_key(65_536, gguf.U8, b"1"), 3000)])
+def test_costly_headers(pieces: Pieces) -> None:
+    check_cost(pieces, "a.gguf")
+
+
+def test_the_tokenizer_of_a_large_model_is_skipped() -> None:
+    """262 144 words and 600 000 merges are as many as real files have."""
+    words = [(_array(gguf.STRING, 262_144), 1), (Gguf().text("word_"), 262_144)]
+    merges = [(_array(gguf.STRING, 600_000), 1), (Gguf().text("left right"), 600_000)]
+    read = Repeated([(Gguf(counts=(1, 2)).header(), 1), *words, *merges, *_tensors(20, 1, 1), (bytes(4096), 1)])
+    layout = read_layout(read, read.size, "a.gguf")
+    assert layout is not None and len(layout.tensors) == 1 and layout.header_bytes > 13 << 20

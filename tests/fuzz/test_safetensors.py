@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 from llmcache.errors import DataError, LlmcacheError
 from llmcache.fs.layout import index_shards, read_layout
 from llmcache.fs.layout.modelfile import model_bytes
-from tests.fuzz.mutations import documents, mutated, nested, written
+from tests.fuzz.mutations import COUNTS, LENGTHS, Pieces, documents, mutated, nested, written
 from tests.fuzz.target import Target, bounded, is_printable, refusal, scratch
-from tests.fuzz.test_gguf import check_layout
+from tests.fuzz.test_gguf import check_cost, check_layout
 from tests.unit.gguf_bytes import Reads
 
 SIZE = 640
@@ -122,3 +123,45 @@ def test_a_shape_of_many_numbers_is_refused_at_once() -> None:
         assert len(error.message) < 4096
     else:
         raise AssertionError("it does not fill its bytes")
+
+
+_DEEP = st.sampled_from([b"[", b'{"a":', b"9", b" ", b"]"])
+_ITEMS = st.sampled_from([b"[],", b"{},", b'"",', b"1,"])
+_LETTERS = st.sampled_from([b"x", b'\\"', b"}", b"\xff"])
+_VALUES = st.one_of(
+    st.builds(lambda unit, count: [(unit, count)], _DEEP, COUNTS),
+    st.builds(lambda unit, count: [(b"[", 1), (unit, count), (b"1]", 1)], _ITEMS, COUNTS),
+    st.builds(lambda unit, length: [(b'"', 1), (unit, length), (b'"', 1)], _LETTERS, LENGTHS),
+)
+_ENTRIES = st.builds(
+    lambda name, value, key: [(b'"', 1), (b"n", name), (b'":{"dtype":"U8","shape":[1],"%b":' % key, 1), *value, (b"},", 1)],
+    LENGTHS,
+    _VALUES,
+    st.sampled_from([b"data_offsets", b"other"]),
+)
+_TEXTS = st.builds(
+    lambda length, count: [(b'"__metadata__":{', 1), (b'"%b":"\\n",' % (b"m" * length), count), (b'"":""},', 1)],
+    st.sampled_from([0, 60, 1024, 65_536]),
+    COUNTS,
+)
+_MANY = COUNTS.map(lambda count: [(b'"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},', min(count, 3000))])
+_TAIL = (b'"z":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', 1)
+
+
+def _costly(parts: list[Pieces], lie: int | None) -> Pieces:
+    pieces = [(b"{", 1), *chain(*parts), _TAIL]
+    length = sum(len(piece) * count for piece, count in pieces) if lie is None else lie
+    return [(struct.pack("<Q", length), 1), *pieces]
+
+
+_PARTS = st.lists(st.one_of(_ENTRIES, _TEXTS, _MANY), max_size=3)
+
+
+@given(st.builds(_costly, _PARTS, st.sampled_from([None, None, 100, 30 << 20])))
+@settings(max_examples=15)
+@example(_costly([[(b'"a":[', 1), (b"[],", 700_000), (b"1],", 1)]], None))
+@example(_costly([[(b'"a":', 1), (b"[", 700_000)]], None))
+@example(_costly([[(b'"__metadata__":{', 1), (b'"a":"b",', 700_000), (b'"":""},', 1)]], None))
+@example(_costly([[(b'"__metadata__":{"a":"', 1), (b"\xf0\x90\x80\x80", 4_000_000), (b'"},', 1)]], None))
+def test_costly_headers(pieces: Pieces) -> None:
+    check_cost(pieces, "a.safetensors")

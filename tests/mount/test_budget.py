@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from llmcache.fs import control
 from tests.mount.live import (
     MIB,
     OVERHEAD_BYTES,
@@ -146,3 +151,60 @@ def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path, mode
             if hog is not None:
                 hog.kill()
                 hog.wait()
+
+
+TAIL = 24 * MIB + 99
+HOSTILE_ROOM = 40 * MIB
+"""What hostile files may cost a daemon at a time, beside what it holds: within what a mount takes beside its budget."""
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that announce much: sparse ones, and headers of long names and of a million lists."""
+    directory = tmp_path_factory.mktemp("hostile")
+    for name, size in (("tebibyte.bin", 1 << 40), ("largest.bin", (16 << 40) - 4096)):
+        with (directory / name).open("wb") as file:
+            file.truncate(size)
+            file.seek(size - TAIL)
+            file.write(os.urandom(TAIL))
+    with (directory / "names.gguf").open("wb") as file:
+        file.write(struct.pack("<4sIQQ", b"GGUF", 3, 1000, 0))
+        for number in range(1000):
+            file.write(struct.pack("<Q", 1 << 16) + b"%8d" % number * (1 << 13) + struct.pack("<IQIQ", 1, 1, 24, 0))
+    lists = b'{"a":[' + b"[]," * 1_500_000 + b"1]}"
+    (directory / "lists.safetensors").write_bytes(struct.pack("<Q", len(lists)) + lists + bytes(MIB))
+    return directory
+
+
+def peak_bytes(pid: int) -> int:
+    """Most memory that a process has had since `forget_peak`."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+@pytest.mark.parametrize("mode", ["steer", "arena"])
+def test_hostile_files_cost_no_more_than_others(hostile: Path, tmp_path: Path, mode: str) -> None:
+    with live(hostile, tmp_path / "mnt", str(CACHE), "--mode", mode) as mount, ExitStack() as stack:
+        pid = mount.daemon.pid
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # forgets the peak
+        before = peak_bytes(pid)
+        names = sorted(path.name for path in hostile.iterdir())
+        with ThreadPoolExecutor(4) as pool:
+            opens = list(pool.map(lambda name: (mount.mountpoint / name).open("rb", buffering=0), [*names, *names]))
+        for file in opens:
+            size = os.fstat(stack.enter_context(file).fileno()).st_size
+            for offset in (0, size // 2, size - 4096):
+                assert os.pread(file.fileno(), 100, offset) == os.pread(file.fileno(), 100, offset)
+        for name in ("tebibyte.bin", "largest.bin"):
+            with (mount.mountpoint / name).open("rb", buffering=0) as file, (hostile / name).open("rb") as same:
+                assert all(not any(file.read(MIB)) for _ in range(CACHE // MIB + 16))
+                for _ in range(2):
+                    file.seek(-TAIL, os.SEEK_END)
+                    same.seek(-TAIL, os.SEEK_END)
+                    assert all(file.read(MIB) == same.read(MIB) for _ in range(-(-TAIL // MIB)))
+        assert mount.llmcache("warmup", str(mount.mountpoint), "*.bin", "*.gguf").returncode == 0
+        control.request(str(mount.mountpoint), {"op": "heat"})
+        stats = mount.stats()
+        assert peak_bytes(pid) < before + HOSTILE_ROOM + (CACHE if mode == "arena" else 0)
+        assert stats["window_bytes"] + stats["pinned_bytes"] <= CACHE + OVERHEAD_BYTES
+        assert {file["path"]: file["class"] for file in stats["files"]}["/largest.bin"] == "paged"

@@ -345,6 +345,7 @@ for _ in sys.stdin:
     make(alone.source / "new", 0o600, data=SECRET).rename(file)
     reader.stdin.close()
     assert reader.wait(120) == 0
+
     def closed() -> bool:
         """Whether the kernel has told of the end of their file: it does so when it gets to it."""
         try:

@@ -203,6 +203,7 @@ def test_every_component_and_system_has_a_look() -> None:
         (lambda data: data["results"][1].pop("speedup"), "results[1].speedup: missing"),
         (lambda data: data["results"][0].update(energy_j="much"), "results[0].energy_j: 'much'"),
         (lambda data: data["results"][0].update(energy_j=float("nan")), "results[0].energy_j: 'nan'"),
+        (lambda data: data["results"][0].update(energy_j=10**400), "results[0].energy_j: '10"),
         (lambda data: data["results"][0].update(system=3), "results[0].system: not a str"),
         (lambda data: data["rooflines"]["Kelle+eDRAM"].pop("points"), "rooflines.Kelle+eDRAM.points: missing"),
         (lambda data: data["results"].insert(0, 7), "results[0]: not an object"),

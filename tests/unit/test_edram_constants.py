@@ -74,6 +74,8 @@ def test_everything_can_be_added_and_changed(tmp_path: Path) -> None:
         ("[system.x]\nrecompute = 'often'", "system.x.recompute: 'often'"),
         ("[system.x]\nrecompute = 1", "system.x.recompute: '1' is not a text"),
         ("[profile.x]\nsfu_w = nan", "profile.x.sfu_w: 'nan' is not a number"),
+        ("[profile.x]\nsfu_w = 1" + "0" * 400, "profile.x.sfu_w: '10"),
+        ("[model.x]\nlayers = 1" + "0" * 400, "model.x.layers: '10"),
         ("[profile.x]\nsfu_w = -1", "profile.x.sfu_w: -1"),
         ("profile = 3", "profile: a table is needed"),
         ("[profile]\nmine = 3", "profile.mine: a table is needed"),

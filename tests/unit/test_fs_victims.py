@@ -90,6 +90,15 @@ def test_what_was_fetched_ahead_stays_until_it_is_abandoned() -> None:
     assert victims(state) == [("loop", 0)]
 
 
+def test_a_warm_up_gets_the_room_of_an_extent() -> None:
+    state = new_state(4 * MIB)
+    group = new_group(state, "file", 4)
+    bring(state, group, [0, 1, 2, 3], TOUCHED, LONG_AGO)
+    assert victims(state) == []
+    state.asked_bytes = 2 * MIB
+    assert victims(state) == [("file", 0), ("file", 1)]
+
+
 def test_closed_files_go_before_open_ones() -> None:
     state = new_state(10 * MIB)
     opened, closed = new_group(state, "opened", 2), new_group(state, "closed", 2)

@@ -8,7 +8,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.fs.layout.anatomy import HEADER, LAYERS_MAX, OTHERS, Anatomy
+from llmcache.fs.layout.anatomy import HEADER, LAYERS_MAX, NAME_MAX, OTHERS, RUNS_MAX, Anatomy
 from llmcache.fs.layout.tensors import ModelLayout, Tensor
 
 
@@ -43,6 +43,14 @@ def test_names_of_no_convention_do_not_make_it_large() -> None:
     assert len(parts) == LAYERS_MAX + 1 and parts[-1].name == OTHERS
     assert sum(part.tensors for part in parts) == 20_000
     assert sys.getsizeof(found._runs) < 1 << 20
+
+
+def test_long_names_and_layers_in_turns_do_not_make_it_large() -> None:
+    found = Anatomy(layout([f"blk.{number % 2}.t{number}" for number in range(3 * RUNS_MAX)] + ["x" * 1000]))
+    parts = list(found.parts())
+    assert [part.name for part in parts] == [HEADER, "blk.0", "blk.1", OTHERS]
+    assert sum(part.size_bytes for part in parts) == 50 + 100 * (3 * RUNS_MAX + 1)
+    assert sys.getsizeof(found._runs) < 1 << 18 and max(map(len, found._names)) == NAME_MAX
 
 
 def test_a_tensor_may_be_called_as_what_is_no_tensor() -> None:

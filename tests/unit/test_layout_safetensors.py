@@ -54,6 +54,12 @@ def test_small_and_large_types_have_their_sizes(dtype: str, size_bytes: int) -> 
     assert layout_of(encoded(header)).tensors[0].size_bytes == size_bytes
 
 
+def test_metadata_of_any_length_is_skipped() -> None:
+    told = {"a": '\\"}{' * 40_000, "é\ud83d": "\0" * 70_000, "": ""}
+    layout = layout_of(encoded(json.dumps(GOOD | {"__metadata__": told}).encode() + b" " * 70_000))
+    assert [tensor.name for tensor in layout.tensors] == ["model.norm.weight", "lm_head.weight"]
+
+
 def test_an_unknown_type_is_taken_at_its_offsets() -> None:
     assert layout_of(encoded(changed(dtype="F3"), 40)).tensors[-1].size_bytes == 4
 
@@ -66,10 +72,19 @@ def test_an_unknown_type_is_taken_at_its_offsets() -> None:
         (encoded(GOOD)[:50], "ends inside its header"),
         (struct.pack("<Q", 2**62) + bytes(100), "announces a header"),
         (encoded(b"{"), "not JSON"),
-        (encoded(b"\xff\xfe{}"), "not JSON"),
-        (encoded(b"[" * 100_000), "not JSON"),
+        (encoded(b"\xff\xfe{}"), "not a JSON object"),
+        (encoded(b'{"\xff'), "not JSON"),
+        (encoded(b'{"\xff": {}}'), "not JSON"),
+        (encoded(b'{"a": {"b": ' + b"[" * 9_000), "not JSON"),
+        (encoded(b'{"a": {"b": ' + b"[" * 9_000 + b"}}"), "not JSON"),
+        (encoded(b"[" * 100_000), "not a JSON object"),
         (encoded(b"[]"), "not a JSON object"),
-        (encoded(b'{"a": 1, "a": 2}'), "a name twice"),
+        (encoded(b"{} {}"), "behind its end"),
+        (encoded(b'{"__metadata__": {"a": "b",}}'), "comma"),
+        (encoded(b'{"__metadata__": {"a": 1}}'), "not JSON"),
+        (encoded(b'{"__metadata__": {"a": "b"} "t": {}}'), "behind a value"),
+        (encoded(b'{"a": {"dtype": "U8", "dtype": "U8"}}'), "a name twice"),
+        (encoded(b'{"a": %b, "a": %b}' % ((json.dumps(changed()["t"]).encode(),) * 2), 40), "two tensors are called"),
         (encoded({"t": 5}), "not described"),
         (encoded({"t": {}}), "needs a dtype"),
         (encoded(changed(shape=[-1]), 40), "needs a dtype"),

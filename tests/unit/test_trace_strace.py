@@ -11,6 +11,7 @@ import pytest
 
 from llmcache.cache.policies.belady import why_not_exact
 from llmcache.errors import DataError
+from llmcache.trace.importers.strace.lines import LONGEST_LINE
 from llmcache.trace.record import MAP, READ, WRITE, Trace, open_trace
 
 Rows = list[tuple[str, int, int, int]]
@@ -356,7 +357,16 @@ strace: Process 101 attached
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("", "no system call"), ("hello\n\0\xff", "no system call"), ("close(3) = 0\n", "no accesses")]
+    ("text", "message"),
+    [
+        ("", "no system call"),
+        ("hello\n\0\xff", "no system call"),
+        ("close(3) = 0\n", "no accesses"),
+        ("close(3) = 0\nread(3, 0, 4) = " + "9" * 5000, "line 2 has a number"),
+        ("close(3) = 0\n" + "9" * 5000 + " close(3) = 0", "line 2 has a number"),
+        ("close(3) = 0\n1 " + "9" * 5000 + ".5 close(3) = 0", "line 2 has a number"),
+        ("close(3) = 0\n" + "9" * (LONGEST_LINE + 2), "line 2 has more"),
+    ],
 )
 def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"rows: .*{message}"):

@@ -64,7 +64,7 @@ def read_model(directory: str | Path) -> tuple[Config, dict[str, Floats]]:
         raw = (root / "model.safetensors").read_bytes()
     except OSError as error:
         raise UsageError(f"model: '{root}' cannot be read: {error.strerror}", _HINT) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"config.json: no JSON: {error}", _HINT) from error
     return Config.parse(config), parse_tensors(raw)
 
@@ -76,7 +76,7 @@ def parse_tensors(raw: bytes) -> dict[str, Floats]:
         raise DataError(f"model.safetensors: a header of {length} bytes in a file of {len(raw)}", _HINT)
     try:
         header = json.loads(raw[8 : 8 + length])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"model.safetensors: its header is no JSON: {error}", _HINT) from error
     body = raw[8 + length :]
     return {name: _tensor(name, entry, body) for name, entry in header.items() if name != "__metadata__"}

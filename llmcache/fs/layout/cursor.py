@@ -11,7 +11,7 @@ ReadAt = Callable[[int, int], bytes]
 """`read(offset, size)` gives up to `size` bytes of the file at `offset`."""
 
 # The largest real headers (tokenizers of 260 000 words) have 15 MB. The limit stops a walk through a file of zeros.
-HEADER_LIMIT = 128 * 2**20
+HEADER_LIMIT = 64 * 2**20
 _SMALLEST_READ = 64 * 2**10
 _LARGEST_READ = 2**20
 
@@ -94,7 +94,6 @@ class Cursor:
         if self.position + size <= self._file_bytes:
             return DataError(f"the header needs more than {HEADER_LIMIT} bytes, which no model's does")
         return DataError(
-            f"the file ends inside its header: {size} bytes are due at byte {self.position}, "
-            f"and it has {self._file_bytes}",
+            f"the file ends inside its header: {size} bytes are due at byte {self.position}, and it has {self._file_bytes}",
             "the file is incomplete: copy or download it again",
         )

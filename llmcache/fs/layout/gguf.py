@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from llmcache.errors import DataError
 from llmcache.fs.layout.cursor import Cursor, ReadAt
 from llmcache.fs.layout.ggml_types import GGML_TYPES
-from llmcache.fs.layout.tensors import ModelLayout, Tensor, check_tensors, quoted
+from llmcache.fs.layout.tensors import LONGEST_NAME, MOST_TENSORS, ModelLayout, Tensor, bounded, check_tensors, quoted
 
 MAGIC = b"GGUF"
 
@@ -24,9 +24,7 @@ _INTEGER_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "
 _STRING, _ARRAY = 8, 9
 
 _WANTED = ("general.alignment", "split.no", "split.count")
-_LONGEST_NAME = 2**16
-_MOST_KEYS = 2**20
-_MOST_TENSORS = 2**17
+_MOST_KEYS = 2**16
 _MOST_DIMENSIONS = 8
 _DEEPEST_ARRAY = 4
 # Real files have some dozens, and tokenizers of 260 000 words. A damaged or sparse file has as many as fit the header limit,
@@ -40,13 +38,13 @@ def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
     cursor = Cursor(read, file_bytes)
     byte_order = _read_version(cursor)
     tensor_count, key_count = cursor.u64(), cursor.u64()
-    if tensor_count > _MOST_TENSORS or key_count > _MOST_KEYS:
+    if tensor_count > MOST_TENSORS or key_count > _MOST_KEYS:
         raise DataError(f"the header announces {tensor_count} tensors and {key_count} keys: it is damaged")
     wanted = _read_keys(cursor, key_count, byte_order)
     alignment = wanted.get("general.alignment", 32)
     if alignment < 1 or alignment > 2**30 or alignment & (alignment - 1):
         raise DataError(f"general.alignment is {alignment}, which is not a power of two")
-    infos = [_read_tensor(cursor, alignment) for _ in range(tensor_count)]
+    infos = list(bounded(_read_tensor(cursor, alignment) for _ in range(tensor_count)))
     header_bytes = -(-cursor.position // alignment) * alignment
     # A file without tensors (the first shard of some models) need not be padded.
     header_bytes = header_bytes if infos else cursor.position
@@ -71,11 +69,11 @@ def _read_version(cursor: Cursor) -> str:
 def _read_keys(cursor: Cursor, count: int, byte_order: str) -> dict[str, int]:
     """The values of the keys in `_WANTED`; all others are skipped."""
     wanted: dict[str, int] = {}
-    arrays = iter(range(_MOST_ARRAYS))
+    left = _Left()
     for _ in range(count):
-        key, value_type = cursor.text(_LONGEST_NAME), cursor.u32()
+        key, value_type = cursor.text(LONGEST_NAME), cursor.u32()
         if key not in _WANTED:
-            _skip_value(cursor, value_type, arrays)
+            _skip_value(cursor, value_type, left)
             continue
         code = _INTEGER_CODES.get(value_type)
         if code is None:
@@ -84,21 +82,30 @@ def _read_keys(cursor: Cursor, count: int, byte_order: str) -> dict[str, int]:
     return wanted
 
 
-def _skip_value(cursor: Cursor, value_type: int, arrays: Iterator[int], depth: int = 0) -> None:
-    """Skips a value; `arrays` ends where a file has had more of them than any model."""
+@dataclass
+class _Left:
+    """How many arrays, and strings in them, may still come before a file has more of them than any model."""
+
+    arrays: int = _MOST_ARRAYS
+    texts: int = _MOST_TEXTS
+
+
+def _skip_value(cursor: Cursor, value_type: int, left: _Left, depth: int = 0) -> None:
     if value_type in _FIXED_BYTES:
         cursor.skip(_FIXED_BYTES[value_type])
     elif value_type == _STRING:
         cursor.skip(cursor.u64())
     elif value_type == _ARRAY and depth < _DEEPEST_ARRAY:
-        _skip_array(cursor, arrays, depth)
+        _skip_array(cursor, left, depth)
     else:
         raise DataError(f"unknown value type {value_type} before byte {cursor.position}")
 
 
-def _skip_array(cursor: Cursor, arrays: Iterator[int], depth: int) -> None:
+def _skip_array(cursor: Cursor, left: _Left, depth: int) -> None:
     item_type, count = cursor.u32(), cursor.u64()
-    if next(arrays, None) is None or (item_type == _STRING and count > _MOST_TEXTS):
+    left.arrays -= 1
+    left.texts -= count if item_type == _STRING else 0
+    if left.arrays < 0 or left.texts < 0:
         raise DataError(f"more arrays or strings before byte {cursor.position} than any model has: the header is damaged")
     if item_type in _FIXED_BYTES:
         cursor.skip(count * _FIXED_BYTES[item_type])
@@ -106,12 +113,12 @@ def _skip_array(cursor: Cursor, arrays: Iterator[int], depth: int) -> None:
         cursor.skip_texts(count)
     else:
         for _ in range(count):
-            _skip_value(cursor, item_type, arrays, depth + 1)
+            _skip_value(cursor, item_type, left, depth + 1)
 
 
 def _read_tensor(cursor: Cursor, alignment: int) -> Tensor:
     """The next tensor info; its offset still counts from the start of the data."""
-    name, dimension_count = cursor.text(_LONGEST_NAME), cursor.u32()
+    name, dimension_count = cursor.text(LONGEST_NAME), cursor.u32()
     if dimension_count > _MOST_DIMENSIONS:
         raise DataError(f"tensor {quoted(name)} has {dimension_count} dimensions")
     shape = [cursor.u64() for _ in range(dimension_count)]

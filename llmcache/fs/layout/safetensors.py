@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
+from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 from llmcache.errors import DataError
 from llmcache.fs.layout.cursor import Cursor, ReadAt
 from llmcache.fs.layout.shards import shard_name
-from llmcache.fs.layout.tensors import ModelLayout, Tensor, check_tensors, is_text, quoted
+from llmcache.fs.layout.tensors import LONGEST_NAME, ModelLayout, Tensor, bounded, check_tensors, is_text, quoted
 
 SUFFIX = ".safetensors"
 
@@ -23,8 +26,17 @@ _BITS = {
 }  # fmt: skip
 # What PyTorch allows. The product of many more large numbers takes hours.
 _MOST_DIMENSIONS = 64
-# The reference implementation allows 100 MB, of which Python would make 1 GB of objects; real headers have a few MB.
+# The reference implementation allows 100 MB; real headers have a few MB.
 _LONGEST_JSON = 32 * 2**20
+_METADATA = "__metadata__"
+_MOST_METADATA = 2**13
+_LONGEST_ENTRY = 2**14  # bytes of a name with escapes, or of what describes a tensor
+_LONGEST_DTYPE = 16
+_PIECE = 2**16
+
+_SPACE = re.compile(rb"[ \t\r\n]*+")
+_STRING_BODY = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_ENTRY = re.compile(rb"[^}]*+\}")
 
 
 def read_safetensors(read: ReadAt, file_bytes: int, name: str) -> ModelLayout:
@@ -34,9 +46,8 @@ def read_safetensors(read: ReadAt, file_bytes: int, name: str) -> ModelLayout:
     if length > _LONGEST_JSON:
         raise DataError(f"not a safetensors file: it announces a header of {length} bytes")
     header_bytes = 8 + length
-    entries = _parse(cursor.take(length))
-    entries.pop("__metadata__", None)
-    tensors = (_tensor(key, entry, header_bytes) for key, entry in entries.items())
+    cursor.skip(length)  # all of it is there
+    tensors = bounded(_tensors(_Text(read, 8, header_bytes), header_bytes))
     shard = shard_name(name)
     return ModelLayout(
         "safetensors",
@@ -46,14 +57,129 @@ def read_safetensors(read: ReadAt, file_bytes: int, name: str) -> ModelLayout:
     )
 
 
-def _parse(text: bytes) -> dict[str, Any]:
-    try:
-        entries = json.loads(text, object_pairs_hook=_without_doubles)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not a safetensors file: its header is not JSON ({error})") from error
-    if not isinstance(entries, dict):
+class _Text:
+    """JSON, read in pieces: what is made of it at a time is one name, or what describes one tensor.
+
+    `json.loads` makes objects of a header first that take twenty times its bytes, and asks afterwards.
+    """
+
+    def __init__(self, read: ReadAt, start: int, end: int) -> None:
+        self._read, self._next, self._end = read, start, end
+        self._piece, self._place = b"", 0
+
+    def token(self) -> bytes:
+        """The next byte that is no space, empty at the end."""
+        while True:
+            found = _SPACE.match(self._piece, self._place)
+            assert found is not None  # of no space, too
+            self._place = found.end() + 1
+            if self._place <= len(self._piece):
+                return self._piece[self._place - 1 : self._place]
+            self._place -= 1
+            if not self._more():
+                return b""
+
+    def expect(self, wanted: bytes) -> None:
+        """Moves on behind the byte `wanted`; DataError if another comes."""
+        if (found := self.token()) != wanted:
+            raise self.wrong(f"{found!r} where {wanted!r} is due")
+
+    def members(self) -> Iterator[None]:
+        """Yields at each member of the object that has begun, within the quotes of its name; who takes it reads it all."""
+        token = self.token()
+        while token != b"}":
+            if token != b'"':
+                raise self.wrong(f"{token!r} where a name is due")
+            yield
+            token = self.token()
+            if token == b"}":
+                return
+            if token != b",":
+                raise self.wrong(f"{token!r} behind a value")
+            token = self.token()
+            if token == b"}":
+                raise self.wrong("a comma before its end")
+
+    def string(self) -> str:
+        """The rest of the string that has begun."""
+        while len(self._piece) - self._place < _LONGEST_ENTRY and self._more():
+            pass
+        found = _STRING_BODY.match(self._piece, self._place, self._place + _LONGEST_ENTRY)
+        assert found is not None
+        if self._piece[found.end() : found.end() + 1] != b'"':
+            raise self.wrong("a name without an end")
+        self._place = found.end() + 1
+        text: str = self._loaded(b'"' + found[0] + b'"')
+        return text
+
+    def skip_string(self) -> None:
+        """Moves on behind the string that has begun, of any length."""
+        while True:
+            found = _STRING_BODY.match(self._piece, self._place)
+            assert found is not None
+            self._place = found.end()
+            if self._piece[self._place : self._place + 1] == b'"':
+                self._place += 1
+                return
+            if not self._more():
+                raise self.wrong("a string without an end")
+
+    def entry(self) -> dict[str, Any]:
+        """The rest of the object that has begun, which has no other in it."""
+        while len(self._piece) - self._place < _LONGEST_ENTRY and self._more():
+            pass
+        found = _ENTRY.match(self._piece, self._place, self._place + _LONGEST_ENTRY)
+        if found is None:
+            raise self.wrong("an object without an end")
+        self._place = found.end()
+        entry: dict[str, Any] = self._loaded(b"{" + found[0])
+        return entry
+
+    def wrong(self, what: str) -> DataError:
+        """The error that tells that `what` was found."""
+        return DataError(f"not a safetensors file: its header is not JSON as it should be: {what}")
+
+    def _loaded(self, text: bytes) -> Any:
+        try:
+            return json.loads(text.decode(), object_pairs_hook=_without_doubles)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"not a safetensors file: its header is not JSON ({error})") from error
+
+    def _more(self) -> bool:
+        """Reads on, behind what is left of the piece; False at the end of the header."""
+        piece = self._read(self._next, min(_PIECE, self._end - self._next)) if self._next < self._end else b""
+        self._next += len(piece)
+        self._piece, self._place = self._piece[self._place :] + piece, 0
+        return bool(piece)
+
+
+def _tensors(text: _Text, header_bytes: int) -> Iterator[Tensor]:
+    """Yields the tensors, in the order of the header."""
+    if text.token() != b"{":
         raise DataError("not a safetensors file: its header is not a JSON object")
-    return entries
+    for _ in text.members():
+        name = text.string()
+        text.expect(b":")
+        if name == _METADATA:
+            _skip_metadata(text)
+            continue
+        if text.token() != b"{":
+            raise DataError(f"tensor {quoted(name)} is not described by an object")
+        yield _tensor(name, text.entry(), header_bytes)
+    if rest := text.token():
+        raise text.wrong(f"{rest!r} behind its end")
+
+
+def _skip_metadata(text: _Text) -> None:
+    """Skips an object of strings: tools that train models write MB of them."""
+    text.expect(b"{")
+    for number, _ in enumerate(text.members()):
+        if number >= _MOST_METADATA:
+            raise text.wrong(f"more than {number} strings in {_METADATA}")
+        text.skip_string()
+        text.expect(b":")
+        text.expect(b'"')
+        text.skip_string()
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -63,14 +189,14 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entries
 
 
-def _tensor(name: str, entry: object, header_bytes: int) -> Tensor:
-    if not isinstance(entry, dict):
-        raise DataError(f"tensor {quoted(name)} is not described by an object")
+def _tensor(name: str, entry: dict[str, Any], header_bytes: int) -> Tensor:
+    if len(name) > LONGEST_NAME:
+        raise DataError(f"a name of {len(name)} characters (at most {LONGEST_NAME} are allowed)")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise DataError(f"tensor {quoted(name)} needs a dtype, a shape and two data_offsets")
-    if len(shape) > _MOST_DIMENSIONS:
-        raise DataError(f"tensor {quoted(name)} has {len(shape)} dimensions")
+    if len(shape) > _MOST_DIMENSIONS or len(dtype) > _LONGEST_DTYPE:
+        raise DataError(f"tensor {quoted(name)} has {len(shape)} dimensions, and a dtype of {len(dtype)} characters")
     if not (is_text(name) and is_text(dtype)):
         raise DataError(f"tensor {quoted(name)}: its name or dtype {quoted(dtype)} is no text: half a surrogate pair")
     begin, end = offsets
@@ -79,7 +205,7 @@ def _tensor(name: str, entry: object, header_bytes: int) -> Tensor:
     if size_bytes < 0 or (dtype in _BITS and math.prod(shape) * _BITS[dtype] != size_bytes * 8):
         what = f"{quoted(dtype)} of shape {shape}"
         raise DataError(f"tensor {quoted(name)}: {what} does not fill the bytes {begin} to {end}")
-    return Tensor(name, header_bytes + begin, size_bytes, dtype)
+    return Tensor(name, header_bytes + begin, size_bytes, sys.intern(dtype))
 
 
 def _are_sizes(values: object) -> TypeGuard[list[int]]:

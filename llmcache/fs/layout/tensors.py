@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,10 +11,13 @@ from llmcache.errors import DataError
 from llmcache.fs.layout.order import OrderKey, compute_key, is_embedding, is_expert, is_output, layer_name
 
 Role = Literal["hot", "loop", "rows"]
+LONGEST_NAME = 1024  # bytes of a tensor's name or a key: ggml allows 64, and modules of Python are not nested so deep
+MOST_TENSORS = 2**16  # of one file: a mixture of experts in four bits, unsharded, has 55 000
+_NAMES_BYTES = 8 * 2**20  # of all names as Python keeps them
 _LONGEST_SHOWN = 120
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Tensor:
     """One tensor of a file: `size_bytes` bytes at `offset` (from the start of the file)."""
 
@@ -33,7 +37,7 @@ class Tensor:
         return layer_name(self.name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Region:
     """A range of a file and how a decoder reads it.
 
@@ -102,6 +106,16 @@ def quoted(name: str) -> str:
 def is_text(text: str) -> bool:
     """Whether `text` can be printed: JSON may escape a surrogate that stands alone."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def bounded(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yields `tensors`; DataError once there are more of them, or longer names, than the memory of a mount has room for."""
+    names = 0
+    for number, tensor in enumerate(tensors):
+        names += sys.getsizeof(tensor.name)
+        if number >= MOST_TENSORS or names > _NAMES_BYTES:
+            raise DataError(f"more tensors, or longer names of them, than any model has: {number} are read")
+        yield tensor
 
 
 def check_tensors(tensors: Iterable[Tensor], header_bytes: int, file_bytes: int) -> tuple[Tensor, ...]:

@@ -28,6 +28,7 @@ REQUIRED = FIELDS[:4]
 ROW_NS = 1_000
 _CHUNK_BYTES = 1 << 20  # larger ones are not read faster, and several are held at once
 _LONGEST_BYTES = BLOCK_BYTES << 31
+_LONGEST_SHOWN = 200
 # Seconds are read as decimals, with room for an epoch and more digits than nanoseconds: a float would lose them.
 _TIME, _TIME_NS = pa.decimal128(38, 18), pa.decimal128(38, 9)
 _TYPES = {"file": pa.binary(), "offset": pa.int64(), "length": pa.int64(), "op": pa.string(), "time": _TIME}
@@ -110,7 +111,10 @@ class _Importer:
         found: NDArray[np.int64] = codes[coded.indices.to_numpy()]
         if (found < 0).any():
             at = int((found < 0).argmax())
-            raise DataError(f"op: row {self._rows + at} has '{ops[at]}', must be one of {', '.join(OP_NAMES)}", _HINT)
+            raise DataError(
+                f"op: row {self._rows + at} has '{str(ops[at])[:_LONGEST_SHOWN]}', must be one of {', '.join(OP_NAMES)}",
+                _HINT,
+            )
         return found
 
     def _times(self, batch: Any) -> NDArray[np.int64]:
@@ -137,7 +141,11 @@ class _Importer:
 def _header(path: Path) -> tuple[list[str], bool]:
     """Returns the names of the columns, and whether they stand in the file."""
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
-        cells = [cell.strip().lower() for cell in next(csv.reader(file), [])]
+        rows = csv.reader(iter(lambda: file.readline(_CHUNK_BYTES), ""))
+        try:
+            cells = [cell.strip().lower() for cell in next(rows, [])]
+        except csv.Error as error:
+            raise DataError(f"columns: line {rows.line_num}: {error}", _HINT) from error
     if not set(cells) & set(FIELDS[1:]):
         if cells and not len(REQUIRED) <= len(cells) <= len(FIELDS):
             raise DataError(f"columns: '{path}' has {len(cells)}, must be {len(REQUIRED)} or {len(FIELDS)}", _HINT)
@@ -174,4 +182,4 @@ def _explained(message: str, names: list[str]) -> DataError:
     if found is None:
         return DataError(f"columns: {message}", _HINT)
     line = f"line {found[2]}: " if found[2] else ""
-    return DataError(f"{names[int(found[1])]}: {line}{found[3]}", _HINT)
+    return DataError(f"{names[int(found[1])]}: {line}{found[3][:_LONGEST_SHOWN]}", _HINT)

@@ -83,8 +83,8 @@ def locked_bytes(provenance: Provenance) -> dict[int, int]:
         return {}
     try:
         return {int(file): int(size_bytes) for file, size_bytes in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError):
-        raise DataError(f"provenance: {LOCKED} is {text!r}", _HINT) from None
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        raise DataError(f"provenance: {LOCKED} is {reprlib.repr(text)}", _HINT) from None
 
 
 def file_table(files: Iterable[TraceFile]) -> tuple[TraceFile, ...]:

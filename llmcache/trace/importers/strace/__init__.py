@@ -13,7 +13,7 @@ from pathlib import Path
 from llmcache.errors import DataError
 from llmcache.trace.importers.strace.calls import Calls
 from llmcache.trace.importers.strace.descriptors import File
-from llmcache.trace.importers.strace.lines import Log
+from llmcache.trace.importers.strace.lines import LONGEST_LINE, Log
 from llmcache.trace.record import BLOCK_BYTES, COLUMNS, UNKNOWN, Provenance, TraceWriter
 from llmcache.trace.record.reader import readable
 
@@ -26,7 +26,7 @@ def read(path: Path, writer: TraceWriter) -> None:
     rows, log = _Rows(writer), Log()
     calls = Calls(rows.note)
     with readable(path), open(path, encoding="utf-8", errors="surrogateescape") as lines:
-        for event in log.events(lines):
+        for event in log.events(iter(lambda: lines.readline(LONGEST_LINE + 1), "")):
             calls.take(event)
     if not log.calls:
         raise DataError(f"rows: no system call found in '{path}'", "not a log of strace, or one of another format (-c, -X)")

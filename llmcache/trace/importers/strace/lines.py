@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from llmcache.errors import DataError
 
+LONGEST_LINE = 1 << 24  # -s shows data, by default 32 bytes of it
 CALL_NS = 1_000  # between two calls of a log without times
 _SECOND_NS = 10**9
 _DAY_NS = 86_400 * _SECOND_NS
@@ -70,7 +71,14 @@ class Log:
     def events(self, lines: Iterable[str]) -> Iterator[Call | Begun | Ended]:
         """Yields calls, and the ends of processes, in the order of the log; DataError if its times go back."""
         for number, line in enumerate(lines, 1):
-            event = self._event(line.rstrip("\n"), number)
+            if len(line) > LONGEST_LINE:
+                raise DataError(
+                    f"rows: line {number} has more than {LONGEST_LINE} characters", "not a log of strace, or damaged"
+                )
+            try:
+                event = self._event(line.rstrip("\n"), number)
+            except ValueError as error:  # Python makes no number of thousands of digits
+                raise DataError(f"rows: line {number} has a number of too many digits", "the log is damaged") from error
             if isinstance(event, Call):
                 self.calls += 1
             if event is not None:

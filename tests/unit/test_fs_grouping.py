@@ -1,0 +1,202 @@
+"""What the mount knows of files is bounded, whatever they are: their sizes, their number, and their headers."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from llmcache.cache.extents import EXTENTS_MAX, LARGEST_EXTENT
+from llmcache.fs.backing import Backing
+from llmcache.fs.buffers import BUFFER_BYTES, BufferPool
+from llmcache.fs.group import SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
+from llmcache.fs.grouping import EXTENTS_ROOM, PAGED_EXTENTS, Grouping
+from llmcache.fs.source import SourceTree
+from tests.fuzz.target import light
+from tests.unit.fs_parts import MIB, new_state
+from tests.unit.gguf_bytes import Gguf
+
+TIB = 1 << 40
+MODEL = Gguf(data_bytes=8 * MIB).tensor("blk.0.attn_q.weight", [1 << 20], 0, 0).file()
+DAMAGED = b"GGUF" + b"\xff" * 100
+PATIENCE_S = 60
+
+
+class Watched(Backing):
+    """A file of SOURCE that notes when it is read, and waits where it is told to."""
+
+    def __init__(self, path: Path, writable: bool = False) -> None:
+        super().__init__(f"/{path.name}", os.open(path, os.O_RDONLY), os.stat(path), writable)
+        self.reads = 0
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def read_into(self, address: int, size: int, offset: int) -> int:
+        self.reads += 1
+        self.reached.set()
+        assert self.go_on.wait(PATIENCE_S)
+        return super().read_into(address, size, offset)
+
+
+class Files:
+    """A directory, and what a mount of it knows."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.state = new_state(64 * MIB)
+        self.grouping = Grouping(self.state, SourceTree(str(directory)), self.end, ("pinned*",))
+        self.ended: list[Group] = []
+
+    def end(self, group: Group) -> None:
+        """As the engine does, without what it keeps elsewhere."""
+        self.ended.append(group)
+        self.grouping.dissolve(group)
+
+    def file(self, name: str, data: bytes = b"", size: int = 0, writable: bool = False) -> Watched:
+        """A file of `size` bytes, sparse behind `data`, long unchanged and open."""
+        path = self.directory / name
+        path.write_bytes(data)
+        os.truncate(path, max(size, len(data)))
+        return self.opened(name, writable)
+
+    def opened(self, name: str, writable: bool = False) -> Watched:
+        """An open of it, which an application has."""
+        backing = Watched(self.directory / name, writable)
+        wait = time.monotonic() + PATIENCE_S
+        while not backing.identity.settled():  # what changes within a tick does not show
+            assert time.monotonic() < wait
+            time.sleep(0.005)
+        self.state.opens[backing] = 1
+        return backing
+
+    def close(self, backing: Backing) -> None:
+        """The last of its opens ends."""
+        del self.state.opens[backing]
+        _, member = self.state.owners.pop(backing)
+        member.backing = None
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+@pytest.mark.parametrize(("size", "paged"), [(700 << 30, False), (TIB, False), (TIB + 1, True), (16 * TIB - 4096, True)])
+@pytest.mark.parametrize("writable", [False, True])
+def test_a_file_of_any_size_takes_some_mebibytes(files: Files, size: int, paged: bool, writable: bool) -> None:
+    backing = files.file("large.bin", size=size, writable=writable)
+    with light(12 * MIB):
+        group, member = files.grouping.adopt(backing)
+    assert group.count <= (WRITTEN_EXTENTS_MAX if writable else EXTENTS_MAX)
+    assert group.paged == (paged and not writable)
+    assert (group.extent_bytes <= LARGEST_EXTENT) or group.state(0) == SINGLE
+    assert sum(group.length_of(member, extent) for extent in (0, group.count - 1)) <= 2 * group.extent_bytes
+    assert group.length_of(member, group.count - 1) > 0, "the last extent has bytes"
+
+
+def test_pins_and_headers_do_not_make_a_paged_file_loop(files: Files) -> None:
+    backing = files.file("pinned.gguf", MODEL, size=2 * TIB)
+    group, member = files.grouping.adopt(backing)
+    assert group.paged and not (group.first or group.looping or group.hot)
+    assert member.anatomy is not None, "its layers can be told all the same"
+
+
+def test_all_files_together_have_room_for_so_many_extents(files: Files) -> None:
+    many = [files.file(f"{number}.bin", size=TIB) for number in range(EXTENTS_ROOM // EXTENTS_MAX + 2)]
+    groups = [files.grouping.adopt(backing)[0] for backing in many]
+    assert [group.paged for group in groups] == [False] * (len(many) - 2) + [True] * 2
+    assert all(group.count <= PAGED_EXTENTS for group in groups[-2:])
+    assert not files.ended
+
+
+def test_files_that_nobody_has_open_give_way(files: Files) -> None:
+    many = [files.file(f"{number}.bin", size=TIB) for number in range(EXTENTS_ROOM // EXTENTS_MAX + 1)]
+    groups = []
+    for number, backing in enumerate(many):
+        groups.append(files.grouping.adopt(backing)[0])
+        groups[-1].last_ns = number
+        if number != 1:
+            files.close(backing)
+    assert files.ended == groups[:1] and not any(group.paged for group in groups)
+
+
+def test_a_header_is_read_once(files: Files) -> None:
+    first = files.file("a.gguf", MODEL)
+    group, member = files.grouping.adopt(first)
+    assert first.reads and group.looping and member.anatomy is not None
+    files.close(first)
+    again = files.opened("a.gguf")
+    assert files.grouping.adopt(again) == (group, member) and again.reads == 0
+
+
+@pytest.mark.parametrize("data", [DAMAGED, b"no model"])
+def test_a_header_of_no_use_is_read_once(files: Files, data: bytes) -> None:
+    first = files.file("a.gguf", data, size=40 * MIB)
+    group, _ = files.grouping.adopt(first)
+    assert first.reads and not group.looping
+    files.close(first)
+    with files.state.lock:
+        files.end(group)
+    again = files.opened("a.gguf")
+    assert not files.grouping.adopt(again)[0].looping and again.reads == 0
+    files.close(again)
+    changed = files.file("a.gguf", MODEL)
+    assert files.grouping.adopt(changed)[0].looping and changed.reads
+
+
+def test_headers_are_read_one_at_a_time_and_others_do_not_wait(files: Files) -> None:
+    known = files.file("known.gguf", MODEL)
+    owner = files.grouping.adopt(known)
+    slow, next_one, small = files.file("a.gguf", MODEL), files.file("b.gguf", MODEL), files.file("small.txt", b"text")
+    slow.go_on.clear()
+    threads = [threading.Thread(target=files.grouping.adopt, args=(each,), daemon=True) for each in (slow, next_one)]
+    threads[0].start()
+    assert slow.reached.wait(PATIENCE_S)
+    threads[1].start()
+    assert files.grouping.adopt(known) == owner
+    assert files.grouping.adopt(small)[0].hot
+    assert files.grouping.adopt(files.file("new.kv", size=64 * MIB, writable=True))[0].written
+    assert not next_one.reached.is_set()
+    slow.go_on.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert next_one.reads and all(each in files.state.owners for each in (slow, next_one))
+
+
+def test_a_written_file_grows_in_bounds() -> None:
+    state = new_state(1 << 40)
+    member = Member("/new.kv", 0, 0, 1, node=1)
+    group = Group("0", [member], 128 << 10, None)
+    group.status, group.written = bytearray([SINGLE]), True
+    state.groups["0"] = group
+    charged = 0
+    with light(4 * MIB):
+        for shift in range(16, 62, 3):
+            group.grow(1 << shift)
+            extent = group.count - 1
+            state.charge(group, extent, 4096)
+            group.strays.pop(extent, None)
+            group.strays[extent] = shift
+            charged += 4096
+    assert group.count == member.count <= WRITTEN_EXTENTS_MAX and group.count * group.extent_bytes >= 1 << 61
+    assert {len(each) for each in (group.status, group.charge, group.seen_ns, group.wanted, group.order)} == {group.count}
+    assert state.resident_bytes == sum(group.charge) == charged
+    assert set(group.charged_extents()) == set(group.strays) and set(group.status) == {SINGLE}
+    assert list(group.strays.values()) == sorted(group.strays.values())
+
+
+def test_large_buffers_take_the_room_of_small_ones() -> None:
+    pool = BufferPool(12, 4)
+    ahead = [pool.take(LARGEST_EXTENT, ahead=True) for _ in range(3)]
+    assert [buffer is not None for buffer in ahead] == [True, True, False]
+    small = [pool.take(BUFFER_BYTES) for _ in range(5)]
+    assert [buffer is not None for buffer in small] == [True] * 4 + [False]
+    for buffer in (*ahead, *small):
+        if buffer is not None:
+            pool.give(buffer)
+    assert sum(buffer.size for buffer in pool._free) == 12 * BUFFER_BYTES
+    assert [pool.take(1) is not None for _ in range(13)] == [True] * 12 + [False]
