@@ -63,7 +63,9 @@ def command(
     With --scheduler a trace of up to 256 MiB is sent to the workers; a larger one must lie under the same path there.
     """
     from llmcache.cache.plan import plan_of
+    from llmcache.cache.policies.base import told_compiling
     from llmcache.report import simulation_text
+    from llmcache.report.progress import progress
 
     if scheduler is not None and jobs is not None:
         raise click.UsageError("--jobs and --scheduler contradict each other: workers have their own threads")
@@ -72,15 +74,15 @@ def command(
         from llmcache.report import simulation
 
         simulation.check_report(report, force)
-    with simulation_text.progress() as progress:
+    with progress() as shown, told_compiling(shown.compiling):
         if scheduler is not None:
             from llmcache.cache.cluster import simulate_on
 
-            done = simulate_on(scheduler, traces, plan, progress=progress)
+            done = simulate_on(scheduler, traces, plan, progress=shown)
         else:
             from llmcache.cache.simulate import simulate_all
 
-            done = simulate_all(traces, plan, jobs=jobs, progress=progress)
+            done = simulate_all(traces, plan, jobs=jobs, progress=shown)
     simulation_text.show(done, as_json)
     if report is not None:
         simulation.write_report(report, done, force)

@@ -1,20 +1,16 @@
-"""What `llmcache simulate` prints: tables for people, JSON for programs, and its progress on stderr."""
+"""What `llmcache simulate` prints: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
-from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.latency import Stalls
-from llmcache.cache.plan import Progress
 from llmcache.cache.results import Result, Simulation, Summary, TraceCurve
 from llmcache.report.tables import plain_table
 from llmcache.units import format_duration, format_rate, format_size, printable
@@ -23,22 +19,6 @@ _UNBOUND = 400
 _LATENCY_NOTE = (
     "hit ratio of all blocks, and of the bytes read; latency: modelled, to fetch all that is read with storage of"
 )
-
-
-@contextmanager
-def progress() -> Iterator[Progress]:
-    """Yields what to tell the progress: a bar for each trace, on stderr and only on a terminal."""
-    console = Console(stderr=True)
-    columns = ("{task.description}", bars.BarColumn(), bars.TaskProgressColumn(), bars.TimeRemainingColumn())
-    with bars.Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as shown:
-        tasks: dict[str, bars.TaskID] = {}
-
-        def tell(trace: str, done: int, in_all: int) -> None:
-            if trace not in tasks:
-                tasks[trace] = shown.add_task(trace.replace("[", r"\["), total=in_all)
-            shown.update(tasks[trace], completed=done, total=in_all)
-
-        yield tell
 
 
 def show(simulation: Simulation, as_json: bool) -> None:
