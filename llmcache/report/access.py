@@ -174,13 +174,14 @@ def _right_edge(axes: Axes, picture: AccessPicture) -> None:
     A file with landmarks has its own name inside, at the top of its band.
     """
     known = {mark.file for mark in picture.landmarks}
+    of_files: list[tuple[float, str]] = []
     taken: list[tuple[float, str]] = []
     for band in picture.bands:
         if band.file in known:
             _name_inside(axes, band, picture.names[band.file])
         else:
-            taken.append(((band.bottom + band.top) / 2, picture.names[band.file]))
-    for at, name in _by_room(picture):
+            of_files.append(((band.bottom + band.top) / 2, picture.names[band.file]))
+    for at, name in of_files + _by_room(picture):
         if all(abs(at - other) >= LEAST_LABEL_GAP for other, _ in taken):
             taken.append((at, name))
     taken.sort()
