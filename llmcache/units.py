@@ -117,3 +117,11 @@ def _three_digits(value: float) -> str:
 def printable(text: str) -> str:
     """`text`, a file's name, for a terminal: what could steer it, or is no text, as `\\x1b`."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1].replace("udc", "x") for char in str(text))
+
+
+def shortened(text: str, letters: int) -> str:
+    """`text`, or its beginning and its end with … between, in at most `letters`: of a path the end tells more."""
+    if len(text) <= letters:
+        return text
+    end = max(0, letters - 1) * 2 // 3
+    return f"{text[: max(0, letters - 1 - end)]}…{text[len(text) - end :]}"
