@@ -113,3 +113,11 @@ def _three_digits(value: float) -> str:
         if value < limit:
             return f"{value:.{digits}f}"
     return f"{value:.0f}"
+
+
+def shortened(text: str, letters: int) -> str:
+    """`text`, or its beginning and its end with … between, in at most `letters`: of a path the end tells more."""
+    if len(text) <= letters:
+        return text
+    end = max(0, letters - 1) * 2 // 3
+    return f"{text[: max(0, letters - 1 - end)]}…{text[len(text) - end :]}"

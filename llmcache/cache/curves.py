@@ -21,7 +21,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import F, Ids, lean_kernel
+from llmcache.cache.policies.base import F, Ids, lean_kernel, subroutine
 
 WORD = 64
 BUCKET_WORDS = 8
@@ -230,7 +230,7 @@ def _remember(begin: int, end: int, bits: Words, tree: Ids) -> None:
         _add(bucket, change, tree)
 
 
-@lean_kernel
+@subroutine
 def _renumber(last: Moments, bits: Words, tree: Ids, ranks: Ids) -> None:
     """Gives the blocks that live the moments 0, 1, … in the order of the old ones; overwrites `ranks`."""
     live = np.int64(0)

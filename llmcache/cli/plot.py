@@ -10,7 +10,11 @@ from llmcache.cli import base, kinds
 @base.command("plot")
 @click.argument("trace", type=kinds.FILE)
 @base.output_option("What to write: .png, .svg or .html, by its ending.", required=True)
-@click.option("--files", metavar="GLOB", help="Draw only files whose path or name matches: '*.gguf'.")
+@click.option(
+    "--files",
+    metavar="GLOB",
+    help="Draw the files whose path or name matches: '*.gguf', '*' [default: those with 1 % of accesses or blocks].",
+)
 @click.option("--classes/--no-classes", default=True, show_default=True, help="Shade what is SEQ, LOOP and HOT.")
 @click.option("--model", "models", type=kinds.FILE, multiple=True, help="Name layers from this GGUF or safetensors file.")
 @base.force_option()
@@ -34,7 +38,7 @@ def command(
     """
     from llmcache.fs.layout.naming import TensorNames
     from llmcache.report.plot import Wanted, plot
-    from llmcache.report.simulation_text import progress
+    from llmcache.report.progress import progress
 
     with progress() as tell:
         written = plot(Wanted(trace, output, files, classes, force), lambda table: TensorNames(models, table), tell)

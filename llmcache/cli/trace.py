@@ -85,7 +85,7 @@ def command(
     if report is not None and captured.rows:
         from llmcache.fs.layout.naming import TensorNames
         from llmcache.report.plot import Wanted, plot
-        from llmcache.report.simulation_text import progress
+        from llmcache.report.progress import progress
 
         with progress() as tell:
             plot(Wanted(options.output, report, files=glob, force=force), lambda table: TensorNames((), table), tell)

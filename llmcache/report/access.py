@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from llmcache.report.grid import OPS, AccessGrid, Band, Survey
 from llmcache.report.theme import CLASS_COLOURS, FAINT, INK, OP_COLOURS, PAPER
+from llmcache.units import shortened
 
 FAINTEST = 0.5  # opacity of a cell with one run; the fullest has 1
 LEAST_LABEL_GAP = 0.032  # of the height, between names at the right edge
@@ -174,18 +175,19 @@ def _right_edge(axes: Axes, picture: AccessPicture) -> None:
     A file with landmarks has its own name inside, at the top of its band.
     """
     known = {mark.file for mark in picture.landmarks}
+    of_files: list[tuple[float, str]] = []
     taken: list[tuple[float, str]] = []
     for band in picture.bands:
         if band.file in known:
             _name_inside(axes, band, picture.names[band.file])
         else:
-            taken.append(((band.bottom + band.top) / 2, picture.names[band.file]))
-    for at, name in _by_room(picture):
+            of_files.append(((band.bottom + band.top) / 2, picture.names[band.file]))
+    for at, name in of_files + _by_room(picture):
         if all(abs(at - other) >= LEAST_LABEL_GAP for other, _ in taken):
             taken.append((at, name))
     taken.sort()
     names = axes.secondary_yaxis("right")
-    names.set_yticks([at for at, _ in taken], [_short(name) for _, name in taken])
+    names.set_yticks([at for at, _ in taken], [shortened(name, MOST_LETTERS) for _, name in taken])
     names.tick_params(length=0, pad=14, labelcolor=INK, labelsize=8)
     names.spines["right"].set_color(FAINT)
 
@@ -213,10 +215,6 @@ def _name_inside(axes: Axes, band: Band, name: str) -> None:
         bbox={"boxstyle": "round,pad=0.2", "facecolor": PAPER, "alpha": 0.85, "linewidth": 0},
         zorder=5,
     )
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= MOST_LETTERS else f"{name[: MOST_LETTERS // 2 - 1]}…{name[-MOST_LETTERS // 2 :]}"
 
 
 def _legend(axes: Axes, picture: AccessPicture) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import groupby
 
 from llmcache.cache.classes import Classification
@@ -14,7 +14,7 @@ from llmcache.report.html import Cell, Table
 from llmcache.trace.record import TraceFile
 
 MOST_ROWS = 100
-COLUMNS = ["class", "op", "file", "size (MB)", "first block", "last block", "places", "times", "period (s)", "share (%)"]
+COLUMNS = ["class", "op", "file", "size (MB)", "blocks", "places", "times", "period (s)", "share (%)"]
 
 
 def shades_of(rows: Sequence[Classification]) -> list[Shade]:
@@ -33,9 +33,10 @@ def landmarks_of(files: Sequence[TraceFile], names: NamesOf) -> list[Landmark]:
     return marks
 
 
-def classes_table(rows: Sequence[Classification]) -> Table:
-    """Returns the classes as a table of at most `MOST_ROWS` rows, whose caption says what is left out."""
-    shown, rest = rows[:MOST_ROWS], rows[MOST_ROWS:]
+def classes_table(rows: Sequence[Classification], files: Container[int]) -> Table:
+    """Returns the classes of `files` as a table of at most `MOST_ROWS` rows, whose caption says what is left out."""
+    shown = [row for row in rows if row.file in files][:MOST_ROWS]
+    rest = [row for row in rows if row not in shown]
     named = any(row.tensors for row in shown)
     caption = "Classes, largest share of all accesses first (see: llmcache classify)"
     if rest:
@@ -45,14 +46,12 @@ def classes_table(rows: Sequence[Classification]) -> Table:
 
 
 def _cells(row: Classification) -> list[Cell]:
-    first, last = row.first_block, row.last_block
     return [
         row.kind,
         row.op,
         row.path,
         row.size_bytes / 1e6,
-        "" if first is None else first,
-        "" if last is None else last,
+        f"{row.first_block:,} to {row.last_block:,}" if row.pieces else "",
         len(row.pieces),
         row.passes,
         row.period_ns / 1e9 if row.period_ns else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 
@@ -11,9 +12,13 @@ from rich.table import Table
 
 from llmcache.cache.classes import Classification, TraceClasses
 from llmcache.report.layers import layer_tables
-from llmcache.units import format_duration, format_size, printable
+from llmcache.report.tables import fit
+from llmcache.units import format_duration, format_size, printable, shortened
 
 SHOWN_NAMES = 3  # groups of tensors in a row of the table
+LEAST_FILE = 28  # letters of a file that other columns make room for
+FIRST_TO_GO = ("blocks", "times", "op", "period")  # from a table that is too wide
+_UNBOUND = 400
 _LAYER = re.compile(r"(.*?(?:blk|layers?|h|blocks?))\.([0-9]+)\..*")
 
 
@@ -23,38 +28,66 @@ def show(found: TraceClasses, trace: str, min_bytes: int, as_json: bool) -> None
         print(json.dumps(found.document(trace, min_bytes), indent=1))
         return
     console = Console(highlight=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _UNBOUND  # whatever reads it wants the names whole
     lost = f", {found.lost_events} accesses lost" if found.lost_events else ""
     duration = format_duration(found.end_ns - found.begin_ns)
     console.print(f"{trace}: {found.accesses} blocks accessed in {duration}; {printable(found.tier)}{lost}", soft_wrap=True)
     rows = [row for row in found.rows if row.size_bytes >= min_bytes]
     if rows:
-        console.print(table(rows))
+        console.print(table(rows, console.width))
     smaller = [row for row in found.rows if row.size_bytes < min_bytes]
     if smaller:
         size, share = sum(row.size_bytes for row in smaller), sum(row.share for row in smaller)
         less = f"and {len(smaller)} smaller than {format_size(min_bytes)}"
         console.print(f"{less}: {format_size(size)}, {share:.1%} of the accesses (--min-bytes 0 shows them)", soft_wrap=True)
-    for part in layer_tables(found.layers):
+    for part in layer_tables(found.layers, console.width):
         console.print(part, soft_wrap=isinstance(part, str))
     for line in summary(found):
         console.print(line, soft_wrap=True)
 
 
-def table(rows: Sequence[Classification]) -> Table:
-    """The classes, largest share of the accesses first."""
+def table(rows: Sequence[Classification], width: int) -> Table:
+    """The classes, largest share of the accesses first, in at most `width` columns (60 at least).
+
+    Where that is too narrow, columns go, tensors stand below their file, and a path loses its middle.
+    """
+    columns: dict[str, list[str]] = {
+        "class": [row.kind for row in rows],
+        "op": [row.op for row in rows],
+        "size": [format_size(row.size_bytes) for row in rows],
+        "blocks": [_blocks(row) for row in rows],
+        "times": [str(row.passes) for row in rows],
+        "period": [_period(row) for row in rows],
+        "share": [f"{row.share:.1%}" for row in rows],
+    }
+    room = fit(columns, width, LEAST_FILE, FIRST_TO_GO)
+    tensors = [names_line(row.tensors) for row in rows]
+    files = [f"{row.path}{_notes(row)}" for row in rows]
+    beside = any(tensors) and max(map(len, files)) + 2 + max(map(len, tensors)) <= room
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    named = any(row.tensors for row in rows)
-    made.add_column("class", no_wrap=True)
-    made.add_column("op", no_wrap=True)
-    for heading in ("size", "blocks", "times", "period", "share"):
-        made.add_column(heading, justify="right", no_wrap=True)
+    for name in columns:
+        made.add_column(name, justify="left" if name in ("class", "op") else "right", no_wrap=True)
     made.add_column("file", overflow="fold")
-    if named:
-        made.add_column("tensors", overflow="fold")
-    for row in rows:
-        cells = [row.kind, row.op, format_size(row.size_bytes), _blocks(row), str(row.passes), _period(row)]
-        made.add_row(*cells, f"{row.share:.1%}", _where(row), *([names_line(row.tensors)] if named else []))
+    if beside:
+        columns |= {"file": files, "tensors": tensors}
+        made.add_column("tensors")
+    else:
+        columns["file"] = [_in_lines(row, names, room) for row, names in zip(rows, tensors, strict=True)]
+    for cells in zip(*columns.values(), strict=True):
+        made.add_row(*cells)
     return made
+
+
+def _in_lines(row: Classification, tensors: str, room: int) -> str:
+    """The file of `row`, with what is to be said of it on the same line if there is room, and its tensors below."""
+    notes = _notes(row)
+    lines = [shortened(row.path, room - len(notes)) + notes]
+    if len(row.path) + len(notes) > room and room - len(notes) < LEAST_FILE:
+        lines = [shortened(row.path, room), shortened(notes.strip(), room)]
+    if tensors:
+        lines.append(tensors if len(tensors) <= room else f"{tensors[: room - 1]}…")
+    return "\n".join(lines)
 
 
 def _blocks(row: Classification) -> str:
@@ -69,7 +102,7 @@ def _period(row: Classification) -> str:
     return format_duration(row.period_ns) if row.period_ns else f"{row.period_blocks} blocks"
 
 
-def _where(row: Classification) -> str:
+def _notes(row: Classification) -> str:
     notes = []
     if row.stride_blocks:
         notes.append(f"every {row.stride_blocks} blocks")
@@ -79,7 +112,7 @@ def _where(row: Classification) -> str:
         notes.append("downwards" if row.order == "descending" else "in another order")
     if row.active is False:
         notes.append("over before the end")
-    return f"{row.path} ({', '.join(notes)})" if notes else row.path
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 def names_line(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Files that a report is written to: whole or not there, never in place of another unasked."""
+"""Files that a report is written to: whole or not there, closed to others, never in place of another unasked."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 OPS = ("read", "write", "map")
 """Names of the op codes 0, 1, 2 of a trace."""
 MOST_BANDS = 16
-LEAST_SHARE = 0.03  # of the height, so that a hot file of ten blocks is seen beside a model
+LEAST_SHARE = 0.062  # of the height: a hot file of ten blocks is seen beside a model, and 16 bands have room for names
+WORTH_A_BAND = 0.01  # of all accesses, or of all blocks: without --files what has less (libraries, locales) is left out
 BATCH_ROWS = 1 << 18
 EDGE = 1e-6  # of a cell: what begins or ends on its edge does not reach into its neighbour by rounding
 
@@ -116,10 +117,17 @@ def _joined(known: FileSpan | None, new: FileSpan) -> FileSpan:
     return FileSpan(new.file, first, end, known.accesses + new.accesses)
 
 
+def worth_a_band(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
+    """Returns those of `spans` that have a share of all accesses, or of all blocks, from `WORTH_A_BAND` on."""
+    accesses = WORTH_A_BAND * sum(span.accesses for span in spans)
+    blocks = WORTH_A_BAND * sum(span.end - span.first for span in spans)
+    return tuple(span for span in spans if span.accesses >= accesses or span.end - span.first >= blocks)
+
+
 def bands(spans: Sequence[FileSpan], most: int = MOST_BANDS) -> tuple[Band, ...]:
     """Returns a band for each of the `most` files accessed most, by id from the bottom.
 
-    Heights go by blocks, but none is below `LEAST_SHARE` of the picture.
+    Heights go by blocks, but none is below `LEAST_SHARE` of the picture before they are made to fill it.
     """
     kept = sorted(sorted(spans, key=lambda span: (-span.accesses, span.file))[:most], key=lambda span: span.file)
     shares = np.array([span.end - span.first for span in kept], float)

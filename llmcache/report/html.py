@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from llmcache import __version__
 
+LONG = 24  # letters of a cell that may be broken anywhere: of paths and names, which have no spaces
 _MIME = {"svg": "image/svg+xml", "png": "image/png"}
 
 
@@ -114,7 +115,8 @@ class Table:
         if isinstance(cell, Badge | Link):
             return f"<td>{cell.html()}</td>"
         if isinstance(cell, str):
-            return f'<th scope="row">{_text(cell)}</th>' if place == 0 else f"<td>{_text(cell)}</td>"
+            long = ' class="long"' if len(cell) > LONG else ""
+            return f'<th scope="row"{long}>{_text(cell)}</th>' if place == 0 else f"<td{long}>{_text(cell)}</td>"
         text = f"{cell:,}" if isinstance(cell, int) else f"{cell:,.{self.digits}f}"
         return f'<td class="number">{text}</td>'
 
@@ -216,6 +218,7 @@ table{border-collapse:collapse;font-size:.9rem;min-width:40%}
 caption{text-align:left;color:var(--muted);font-size:.88rem;padding:.2rem 0 .5rem}
 th,td{padding:.38rem .7rem;border-bottom:1px solid var(--faint);text-align:left;vertical-align:top}
 thead th{background:var(--soft);vertical-align:bottom}tbody th{font-weight:600}
+.long{overflow-wrap:anywhere;min-width:12rem}
 .number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .badge{white-space:nowrap;font-weight:600}
 .badge.good{color:var(--good)}.badge.fair{color:var(--fair)}.badge.bad{color:var(--bad)}

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache.kv.bench.results import MEASURED, Bench, Observed, Row
-from llmcache.kv.pipeline.timeline import STAGES
+from llmcache.kv.pipeline.timeline import COMPUTE, DEVICE, RESOURCES, STAGES
 from llmcache.report.tables import plain_table
 from llmcache.units import format_duration, format_size
 
@@ -17,6 +17,7 @@ OURS = "hillinfer"
 _UNBOUND = 400
 _REASONS = {"scoring": {"score", "index", "query"}, "fetch": {"fetch"}, "moves, spill": {"move", "spill"}}
 """Columns of the table, and why what they add up has moved; every tier and reason by itself is in the JSON."""
+_TITLES = {COMPUTE: "accelerator", DEVICE: "computational SSD"}
 _WHAT = {
     "measured": "measured on this machine, with a synthetic stream of keys and values",
     "modelled": "modelled, on a machine that is not here",
@@ -39,6 +40,13 @@ def show(bench: Bench, as_json: bool) -> None:
         console.print(traffic_table(bench))
         for line in device_lines(bench):
             console.print(line, soft_wrap=True)
+
+
+def kind_of(bench: Bench) -> str:
+    """Returns whether the figures are measured or modelled, and what of the machine was emulated in any of the rows."""
+    taking_part = {name for row in bench.rows if row.observed is not None for name in row.observed.timeline["emulated"]}
+    emulated = [_TITLES.get(name, name) for name in RESOURCES if name in taking_part]
+    return f"{bench.kind}, with an emulated {' and '.join(emulated)}" if emulated else bench.kind
 
 
 def conditions(bench: Bench) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from llmcache.errors import DataError
 from llmcache.kv.bench.results import Bench, Marks, Row
 from llmcache.report import theme
+from llmcache.report.kv_bench import kind_of
 
 _NS_PER_MS = 1e6
 TOKEN, EVALUATE = theme.Look("#0072b2", "-", "o", 2.2, 5), theme.Look("#e69f00", (0, (5, 1)), "s", 1.6)
@@ -34,7 +35,7 @@ def beta_figure(bench: Bench, source: str) -> Figure:
         panel.minorticks_off()
         panel.set_ylim(bottom=0)
         panel.set_xlabel("beta: keys and values in the processor's pool / in the device's")
-        panel.set_ylabel(f"ms per decode step ({bench.kind})")
+        panel.set_ylabel(f"ms per decode step ({kind_of(bench)})")
         panel.set_title(f"{rows[0].title}: latency by the ratio of the pools")
         panel.legend()
     return figure

@@ -19,11 +19,11 @@ from llmcache.kv.bench.task_results import read_task
 from llmcache.report import kv_beta, kv_task, kv_timeline, theme
 from llmcache.report.files import Written, check_target, write_target
 from llmcache.report.html import Cell, Facts, Section, Table, html_page
-from llmcache.report.kv_bench import conditions, show
+from llmcache.report.kv_bench import conditions, kind_of, show
 from llmcache.report.plot import LETTERS_PER_INCH, OPTION, form_of
 
 _LARGEST_BYTES = 1 << 28
-_LEAD = "Policies that choose which keys and values a decode step attends to; every figure below is {kind}."
+_LEAD = "Policies that choose which keys and values a decode step attends to; figures are {kind}."
 
 
 def plot(run: str, output: str, force: bool) -> Written:
@@ -80,7 +80,8 @@ def _alt(bench: Bench) -> str:
 
 def _caption(bench: Bench) -> str:
     told = "; ".join(f"{name}: {value}" for name, value in _facts(bench))
-    return f"{bench.kind.capitalize()}. {told}."
+    kind = kind_of(bench)
+    return f"{kind[0].upper()}{kind[1:]}. {told}."
 
 
 def _facts(bench: Bench) -> list[tuple[str, str]]:
@@ -110,7 +111,7 @@ def _page(bench: Bench, figure: Figure) -> str:
     what = "Latency against beta" if bench.marks is not None else "One decode step"
     sections = [
         Section(what, [theme.embedded(figure, _alt(bench), _caption(bench))]),
-        Section("Figures", [Table(f"{bench.kind}; stages as if each were alone", columns, rows)]),
+        Section("Figures", [Table(f"{kind_of(bench)}; stages as if each were alone", columns, rows)]),
         Section("Conditions", [Facts(_facts(bench))]),
     ]
-    return html_page("llmcache kv bench", _LEAD.format(kind=bench.kind), sections)
+    return html_page("llmcache kv bench", _LEAD.format(kind=kind_of(bench)), sections)

@@ -10,6 +10,7 @@ from llmcache.errors import DataError
 from llmcache.kv.bench.results import Bench, Row
 from llmcache.kv.pipeline.timeline import RESOURCES, STAGES, Span, Timeline
 from llmcache.report import theme
+from llmcache.report.kv_bench import kind_of
 
 STAGE_COLOURS: dict[str, str] = {"evaluate": "#e69f00", "fetch": "#56b4e9", "compute": "#0072b2", "update": "#cc79a7"}
 """From Okabe and Ito; also apart in grey."""
@@ -34,7 +35,7 @@ def timeline_figure(bench: Bench, source: str) -> Figure:
         for panel in panels:
             panel.label_outer()
         panels[-1].set_xlim(0, longest * 1.01)
-        panels[-1].set_xlabel("time of one decode step (ms, measured)")
+        panels[-1].set_xlabel(f"time of one decode step (ms, {kind_of(bench)})")
         handles = [Patch(color=STAGE_COLOURS[stage], label=stage) for stage in STAGES]
         figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
     return figure

@@ -9,36 +9,40 @@ from rich.table import Table
 
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.layers import Layer
-from llmcache.units import format_size
+from llmcache.report.tables import fit, plain_table
+from llmcache.units import format_size, shortened
 
 MOST_ROWS = 100
+LEAST_NAME = 20  # letters of a layer that other columns make room for
+FIRST_TO_GO = ("blocks missed", "place", "read", "missed")
 
 
-def layer_tables(layers: Sequence[Layer]) -> Iterator[str | Table]:
+def layer_tables(layers: Sequence[Layer], width: int) -> Iterator[str | Table]:
     """Yields, for each file, a heading, a table, and a line about the layers that had no place in it."""
     for path, group in groupby(layers, lambda layer: layer.path):
         of_file = list(group)
         ordered = any(layer.place is not None for layer in of_file)
         yield f"layers of {path}, in the order {'of a pass' if ordered else 'of the file: none came round twice'}:"
-        yield table(of_file[:MOST_ROWS])
+        yield table(of_file[:MOST_ROWS], width)
         if len(of_file) > MOST_ROWS:
             yield f"and {len(of_file) - MOST_ROWS} more, which --json lists"
 
 
-def table(layers: Sequence[Layer]) -> Table:
-    """The layers as they come; `missed` is of the accesses of which the trace tells it."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    made.add_column("layer", overflow="fold")
-    for heading in ("place", "size", "read", "blocks missed", "missed", "misses"):
-        made.add_column(heading, justify="right", no_wrap=True)
-    for layer in layers:
-        made.add_row(
-            layer.name,
-            "-" if layer.place is None else str(layer.place),
-            format_size(layer.size_bytes),
-            format_size(layer.accesses * BLOCK_BYTES),
-            *_missed(layer),
-        )
+def table(layers: Sequence[Layer], width: int) -> Table:
+    """The layers as they come, in at most `width` columns; `missed` is of the accesses of which the trace tells it."""
+    missed = [_missed(layer) for layer in layers]
+    columns = {
+        "place": ["-" if layer.place is None else str(layer.place) for layer in layers],
+        "size": [format_size(layer.size_bytes) for layer in layers],
+        "read": [format_size(layer.accesses * BLOCK_BYTES) for layer in layers],
+        "blocks missed": [blocks for blocks, _, _ in missed],
+        "missed": [size for _, size, _ in missed],
+        "misses": [ratio for _, _, ratio in missed],
+    }
+    room = fit(columns, width, LEAST_NAME, FIRST_TO_GO)
+    made = plain_table("layer", *columns)
+    for cells in zip([shortened(layer.name, room) for layer in layers], *columns.values(), strict=True):
+        made.add_row(*cells)
     return made
 
 

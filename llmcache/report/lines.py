@@ -1,9 +1,13 @@
-"""Pictures of curves over cache size: hit ratios as in figure 4 of io_caching, latencies as in figure 5, miss ratios."""
+"""Pictures of curves over cache size: hit ratios as in figure 4 of io_caching, latencies as in figure 5, miss ratios.
+
+A line is level from each size that is known to the next: where a loop begins to fit, hits jump, and a slope would tell
+of sizes between that nobody looked at.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,12 +24,26 @@ UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: `values` at cache sizes `sizes_bytes` (ascending, both of one length), called `label`, drawn as `look`."""
+    """A curve: `values` at cache sizes `sizes_bytes` (ascending, both of one length), called `label`, drawn as `look`.
+
+    `marked`: places of the points that have a marker; None for some of them, evenly.
+    """
 
     label: str
     look: Look
     sizes_bytes: NDArray[np.float64]
     values: NDArray[np.float64]
+    marked: tuple[int, ...] | None = None
+
+    def filled(self, sizes_bytes: NDArray[np.float64], values: NDArray[np.float64]) -> Line:
+        """Returns the line with further points between its ends, which have no markers."""
+        between = (sizes_bytes > self.sizes_bytes[0]) & (sizes_bytes < self.sizes_bytes[-1])
+        sizes = np.concatenate((self.sizes_bytes, sizes_bytes[between]))
+        order = np.argsort(sizes, kind="stable")
+        marked = tuple(np.flatnonzero(order < len(self.values)).tolist())
+        return replace(
+            self, sizes_bytes=sizes[order], values=np.concatenate((self.values, values[between]))[order], marked=marked
+        )
 
 
 @dataclass(frozen=True)
@@ -90,9 +108,9 @@ def _draw(axes: Axes, panel: Panel) -> None:
     for order, line in enumerate(panel.lines):
         every = max(1, len(line.values) // MANY_POINTS)
         # Markers of different lines at different points: lines that lie on each other stay told apart.
-        axes.plot(
-            line.sizes_bytes / factor, line.values, label=line.label, markevery=(order % every, every), **line.look.line()
-        )
+        marked = (order % every, every) if line.marked is None else list(line.marked)
+        look = {"drawstyle": "steps-post", "markevery": marked, **line.look.line()}
+        axes.plot(line.sizes_bytes / factor, line.values, label=line.label, **look)
     for size, name in panel.marks:
         axes.axvline(size / factor, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
         axes.annotate(

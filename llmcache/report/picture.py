@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.errors import UsageError
 from llmcache.report.access import AccessPicture, Landmark, Shade
-from llmcache.report.grid import BATCH_ROWS, AccessGrid, Survey, bands, survey
+from llmcache.report.grid import BATCH_ROWS, MOST_BANDS, WORTH_A_BAND, AccessGrid, Survey, bands, survey, worth_a_band
 from llmcache.report.html import printable
 from llmcache.units import format_duration, format_size
 
@@ -42,14 +42,18 @@ def picture_of(
 ) -> AccessPicture:
     """Returns the picture of `source`, which is read twice, in batches. DataError if it has no rows of the files `only`.
 
+    Where `only` is None, files without a share that is `worth_a_band` are left out.
+
     A trace without times of its own is drawn by accesses.
     """
     found = survey(source.batches(BATCH_ROWS), only)
-    places = bands(found.spans)
+    places = bands(worth_a_band(found.spans) if only is None else found.spans)
     grid = AccessGrid(found, places, by_time and _timed(found, source))
     for batch in source.batches(BATCH_ROWS):
         grid.add(batch, only)
     names = {file.id: printable(file.path) for file in source.files}
+    shown = {band.file for band in places}
+    shades = [shade for shade in shades if shade.file in shown]
     return AccessPicture(printable(title), found, places, grid, names, shades, landmarks)
 
 
@@ -72,7 +76,7 @@ def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tupl
         ("lost events", f"{provenance.lost_events:,}" if provenance.lost_events else ""),
         ("command", provenance.command),
         ("note", provenance.note),
-        ("one cell", _cell(picture)),
+        ("one cell", f"{_cell(picture)}; the op that is most frequent in it colours it"),
         ("classes", STRIP_TEXT if picture.shades else ""),
         ("not shown", _left_out(picture)),
     ]
@@ -80,8 +84,13 @@ def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tupl
 
 
 def caption(picture: AccessPicture, source: Trace | TraceReader) -> str:
-    """Returns the conditions as one paragraph."""
-    return "; ".join(f"{name}: {value.rstrip('.')}" for name, value in conditions(picture, source)) + "."
+    """Returns in a few lines what is seen, and what to know before believing it; all else is in `conditions`."""
+    facts = dict(conditions(picture, source))
+    told = f"Source: {facts['source']}; {facts['accesses']}"
+    told += f" in {facts['duration']}" if picture.grid.by_time else ""
+    told += f"; {facts['lost events']} events lost" if "lost events" in facts else ""
+    told += f". A cell: {printable(_cell(picture))}."
+    return told + (f" Not shown: {facts['not shown']}." if "not shown" in facts else "")
 
 
 def alt_text(picture: AccessPicture) -> str:
@@ -105,8 +114,8 @@ def _cell(picture: AccessPicture) -> str:
         across = f"{max(1, found.accesses // grid.width):,} accesses"
     tallest = max(picture.bands, key=lambda band: band.end - band.first)
     blocks = (tallest.end - tallest.first) / max(1.0, (tallest.top - tallest.bottom) * grid.height)
-    kind = "the op that is most frequent in it colours it"
-    return f"{across} by {max(1, round(blocks)):,} blocks ({picture.names[tallest.file]}); {kind}"
+    name = picture.names[tallest.file].rsplit("/", 1)[-1] or picture.names[tallest.file]
+    return f"{across} by {max(1, round(blocks)):,} blocks of {name}"
 
 
 def _left_out(picture: AccessPicture) -> str:
@@ -116,4 +125,7 @@ def _left_out(picture: AccessPicture) -> str:
     if not rest:
         return ""
     share = sum(span.accesses for span in rest) / picture.survey.accesses
-    return f"{len(rest)} further files with {share:.1%} of the accesses; --files chooses"
+    files = f"{len(rest)} further files with {share:.1%} of the accesses"
+    if len(shown) == MOST_BANDS:
+        return f"{files}; --files GLOB chooses"
+    return f"{files}, each below {WORTH_A_BAND:.0%} of accesses and blocks; --files '*' shows {MOST_BANDS} files"

@@ -17,7 +17,7 @@ from llmcache.errors import UsageError
 from llmcache.report.access import AccessPicture, access_figure
 from llmcache.report.classes import classes_table, landmarks_of, shades_of
 from llmcache.report.files import Written, check_target, write_target
-from llmcache.report.html import Block, Facts, Section, html_page
+from llmcache.report.html import Block, Facts, Fold, Section, html_page
 from llmcache.report.picture import alt_text, caption, chosen_files, conditions, picture_of
 from llmcache.report.theme import MUTED, embedded, figure_bytes, style
 from llmcache.trace.record import Trace, TraceFile, TraceReader, open_trace
@@ -87,10 +87,9 @@ def _told(reader: TraceReader, trace: str, progress: Progress) -> Iterator[Trace
 
 
 def _page(picture: AccessPicture, reader: TraceReader, drawn: Block, found: Sequence[Classification]) -> str:
-    sections = [Section("Accesses", [drawn])]
+    sections = [Section("Accesses", [drawn, Fold("Conditions", [Facts(conditions(picture, reader))])])]
     if found:
-        sections.append(Section("Classes", [classes_table(found)]))
-    sections.append(Section("Conditions", [Facts(conditions(picture, reader))]))
+        sections.append(Section("Classes", [classes_table(found, {band.file for band in picture.bands})]))
     return html_page(picture.title, LEAD, sections)
 
 

@@ -1,44 +1,22 @@
-"""What `llmcache simulate` prints: tables for people, JSON for programs, and its progress on stderr."""
+"""What `llmcache simulate` prints: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
-from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
 from llmcache.cache.constants import BLOCK_BYTES
-from llmcache.cache.latency import Stalls
-from llmcache.cache.plan import Progress
+from llmcache.cache.latency import FetchModel, Stalls
 from llmcache.cache.results import Result, Simulation, Summary, TraceCurve
 from llmcache.report.tables import plain_table
 from llmcache.units import format_duration, format_rate, format_size, printable
 
 _UNBOUND = 400
-_LATENCY_NOTE = (
-    "hit ratio of all blocks, and of the bytes read; latency: modelled, to fetch all that is read with storage of"
-)
-
-
-@contextmanager
-def progress() -> Iterator[Progress]:
-    """Yields what to tell the progress: a bar for each trace, on stderr and only on a terminal."""
-    console = Console(stderr=True)
-    columns = ("{task.description}", bars.BarColumn(), bars.TaskProgressColumn(), bars.TimeRemainingColumn())
-    with bars.Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as shown:
-        tasks: dict[str, bars.TaskID] = {}
-
-        def tell(trace: str, done: int, in_all: int) -> None:
-            if trace not in tasks:
-                tasks[trace] = shown.add_task(trace.replace("[", r"\["), total=in_all)
-            shown.update(tasks[trace], completed=done, total=in_all)
-
-        yield tell
+_NOTE = "hit ratio of all blocks, and of the bytes read; latency: modelled, to fetch all that is read,"
 
 
 def show(simulation: Simulation, as_json: bool) -> None:
@@ -57,7 +35,7 @@ def show(simulation: Simulation, as_json: bool) -> None:
 def _show_trace(console: Console, simulation: Simulation, summary: Summary) -> None:
     rows = [row for row in simulation.results if row.trace == summary.trace]
     console.print(headline(summary), soft_wrap=True)
-    console.print(_LATENCY_NOTE, soft_wrap=True)
+    console.print(f"{_NOTE}\n{latency_note(simulation.model)}", soft_wrap=True)
     console.print(table(rows))
     if simulation.period_ns is not None:
         console.print(_stall_note(simulation.period_ns), soft_wrap=True)
@@ -65,6 +43,16 @@ def _show_trace(console: Console, simulation: Simulation, summary: Summary) -> N
     for item in simulation.curves:
         if item.trace == summary.trace:
             console.print(curve_line(item), soft_wrap=True)
+
+
+def latency_note(model: FetchModel) -> str:
+    """What a modelled latency is made of."""
+    setup = format_duration(model.setup_ns) if model.setup_ns else "nothing"
+    gpu = f" and {format_duration(model.gpu_setup_ns)} for {model.request_bytes} bytes" if model.gpu_setup_ns else ""
+    return (
+        f"misses at the bandwidth of storage and {setup} for each block (--setup), "
+        f"then to the GPU at {_rate(model.gpu_bandwidth)}{gpu}"
+    )
 
 
 def _stall_note(period_ns: int) -> str:

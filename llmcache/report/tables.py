@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.table import Table
 
 
@@ -12,6 +14,21 @@ def plain_table(first: str, *figures: str, gap: int = 2) -> Table:
     for heading in figures:
         made.add_column(heading, justify="right", no_wrap=True)
     return made
+
+
+def fit(columns: dict[str, list[str]], width: int, least: int, first_to_go: Iterable[str]) -> int:
+    """Takes columns away, as they are named, until a table of `width` has room for one more of `least`; returns its room.
+
+    `columns`: the cells below each heading, as text; two spaces follow each.
+    """
+
+    def room() -> int:
+        return width - sum(max(map(len, [heading, *cells])) + 2 for heading, cells in columns.items())
+
+    for heading in first_to_go:
+        if room() < least:
+            del columns[heading]
+    return room()
 
 
 def titled_table(title: str, first: str, *figures: str) -> Table:

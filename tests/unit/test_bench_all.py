@@ -166,6 +166,7 @@ def test_the_results_in_the_tree_make_the_page(tmp_path: Path) -> None:
     for _, bar in found.bars:
         assert bar.what.split(":")[0].split("'")[0] in text
     assert text.count("NOT reached") >= sum(not bar.passed for _, bar in found.bars) and 'src="http' not in text
+    assert "A bar is" in text and "ssue" not in text  # a reader of the project knows none
     suitereport.write(found, tmp_path)
     assert json.loads((tmp_path / "all.json").read_text())["schema"] == suitereport.SCHEMA
 

@@ -152,7 +152,7 @@ def test_document_and_table_have_them() -> None:
     layers = {layer["layer"]: layer for layer in classes.document("t.parquet")["layers"]}
     assert layers["blk.2"]["missed_blocks"] == layers["blk.2"]["accesses"] == 500
     assert (layers["blk.2"]["place"], layers["blk.2"]["path"]) == (2, "/models/m.gguf")
-    heading, *_ = layer_tables(classes.layers)
+    heading, *_ = layer_tables(classes.layers, 80)
     assert heading == "layers of /models/m.gguf, in the order of a pass:"
     assert classify(trace(rows).batches()).document("t.parquet")["layers"] == []
     assert classify(trace(rows).batches(), names=lambda file: ()).layers == ()

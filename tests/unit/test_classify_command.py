@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
+from llmcache.cache.classes import Classification
+from llmcache.cache.layers import Layer
+from llmcache.report.classification import table
+from llmcache.report.layers import layer_tables
 from llmcache.trace.record import Provenance, Trace, TraceFile
 from tests.unit.gguf_bytes import Gguf
 
@@ -76,6 +83,57 @@ def test_table(model: Path, tmp_path: Path) -> None:
     assert any(line.startswith("and 1 smaller than 64.0 KB: 12.3 KB") for line in lines)
     assert any("llmcache size --loop 1.6" in line for line in lines)
     assert "small[1].conf" in classify(recorded(model, tmp_path), "--min-bytes", "0").stdout
+
+
+def classes() -> list[Classification]:
+    """A loop in a model far down, with layers of long names; a part of a small file, read downwards."""
+    path = "/home/somebody/.cache/huggingface/hub/models--org--model-8b/snapshots/0123456789abcdef/model.Q8_0.gguf"
+    tensors = (
+        "token_embd.weight",
+        *(f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(32)),
+        "output.weight",
+    )
+    loop = Classification(
+        0, path, "read", "LOOP", ((0, 1953124),), 8 * 10**9, 2 * 10**6, 0.9, 12, 0, 9, 10**8, tensors=tensors
+    )
+    parts = Classification(
+        1, "/etc/small.conf", "write", "SEQ", ((8, 9), (2, 3)), 16384, 4, 0.1, 1, 0, 9, order="descending"
+    )
+    return [loop, parts]
+
+
+def drawn(made: Table, width: int) -> list[str]:
+    text = io.StringIO()
+    Console(file=text, width=width, highlight=False, markup=False).print(made)
+    return [line.rstrip() for line in text.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"), [(60, "class size period share file"), (80, "class op size times period share file")]
+)
+def test_a_row_stays_in_its_lines_on_a_narrow_terminal(width: int, columns: str) -> None:
+    head, loop, names, *parts = drawn(table(classes(), width), width)
+    assert " ".join(head.split()) == columns and max(map(len, (head, loop, names, *parts))) <= width
+    assert loop.startswith("LOOP") and "8.00 GB" in loop and "100 ms" in loop and "90.0%" in loop
+    assert "/home/" in loop and loop.endswith("model.Q8_0.gguf") and names.strip().startswith("model.layers.0-31 (32)")
+    assert parts[0].startswith("SEQ") and "small.conf" in parts[0] and "(2 places, downwards)" in "".join(parts)
+    assert len(parts) <= 2
+
+
+def test_a_wide_terminal_has_all_of_it() -> None:
+    head, loop, parts = drawn(table(classes(), 240), 240)
+    assert head.split() == ["class", "op", "size", "blocks", "times", "period", "share", "file", "tensors"]
+    assert classes()[0].path in loop and "0-1953124" in loop and "token_embd.weight" in loop and "…" not in loop
+    assert parts.endswith("/etc/small.conf (2 places, downwards)")
+
+
+def test_layers_stay_in_their_lines_on_a_narrow_terminal() -> None:
+    layers = [Layer(0, "/m", f"model.vision_tower.encoder.layers.{n}", 9, 10**8, 10**6, 10**6, 5000, n) for n in range(3)]
+    _, made = layer_tables(layers, 60)
+    assert isinstance(made, Table)
+    lines = drawn(made, 60)
+    assert len(lines) == 4 and max(map(len, lines)) <= 60
+    assert all(line.startswith("model.") and f"layers.{n} " in line for n, line in enumerate(lines[1:]))
 
 
 def test_the_command_it_suggests_works(model: Path, tmp_path: Path) -> None:

@@ -154,11 +154,24 @@ def test_every_form_is_drawn_from_the_saved_file_alone(bench: Bench, form: str, 
     data = output.read_bytes()
     assert data.startswith({"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!DOCTYPE"}[form])
     if form == "svg":
-        assert (b"Measured." if bench is MEASURED else b"Modelled.") in data, "the caption says which"
+        assert (b"Measured, with an emulated accelerator." if bench is MEASURED else b"Modelled.") in data
     with pytest.raises(UsageError, match=r"exists|there"):
         kv_plot.plot(str(run), str(output), force=False)
     kv_plot.plot(str(run), str(output), force=True)
     assert output.read_bytes() == data, "the same data, the same bytes"
+
+
+def test_captions_say_what_of_it_was_emulated_by_the_rows() -> None:
+    real, both = Timeline().to_json(), Timeline(["device", "compute"]).to_json()
+    rows = [row("full", 90, seen=replace(observed(), timeline=real)), row("hillinfer", 30, seen=observed())]
+    assert kv_bench.kind_of(replace(MEASURED, rows=(rows[0],))) == "measured"
+    assert kv_bench.kind_of(replace(MEASURED, rows=tuple(rows))) == "measured, with an emulated accelerator"
+    rows[1] = row("hillinfer", 30, seen=replace(observed(), timeline=both))
+    told = "measured, with an emulated accelerator and computational SSD"
+    assert kv_bench.kind_of(replace(MEASURED, rows=tuple(rows))) == told
+    page = kv_plot.drawn(replace(MEASURED, rows=tuple(rows)), "run.json", "html").decode()
+    assert f"figures are {told}." in page and f"M{told[1:]}." in page and "every figure" not in page
+    assert kv_bench.kind_of(SWEEP) == "modelled"
 
 
 def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_svg_has_its_caption_as_text(trace: str, tmp_path: Path, capsys: pytest.
     root = ET.parse(target).getroot()
     assert root.tag.endswith("svg")
     texts = [text for text in root.itertext() if text.strip()]
-    assert any("source: synthetic" in text for text in texts)
+    assert any("Source: synthetic" in text for text in texts)
     assert TOKENIZER in texts and "time (s)" in texts and "loop (LOOP)" in texts
     images = [node for node in root.iter() if node.tag.endswith("}image")]
     assert images

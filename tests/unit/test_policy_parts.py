@@ -1,15 +1,23 @@
-"""What policies are made of: the heap and the frequency sketch."""
+"""What policies are made of: compiled loops, the heap and the frequency sketch."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
 
+import numba
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core.dispatcher import Dispatcher
 
+from llmcache.cache.policies import heaps, lists, reuse, segments, streams, timeset
+from llmcache.cache.policies.base import kernel, told_compiling
 from llmcache.cache.policies.heaps import ITEM, grow, new_heap, push, take_out
 from llmcache.cache.policies.sketch import MOST, SAMPLE, estimate, new_sketch, note
+from llmcache.errors import EnvironmentProblem
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["push", "take", "least", "grow"]), st.integers(0, 19), st.integers(-9, 9)), max_size=200
@@ -69,3 +77,26 @@ def test_a_full_sample_halves_the_counts_and_empties_the_doorkeeper() -> None:
     assert sample[0] == 0
     assert not door.any()
     assert (estimate(counters, door, 1), estimate(counters, door, 2)) == (4, 7)
+
+
+@pytest.mark.parametrize("module", [heaps, lists, reuse, segments, streams, timeset], ids=lambda module: module.__name__)
+def test_parts_are_compiled_only_within_the_policies_that_call_them(module: ModuleType) -> None:
+    assert [name for name, value in vars(module).items() if isinstance(value, Dispatcher)] == []
+
+
+def test_it_is_told_when_something_is_compiled_and_when_that_is_done() -> None:
+    part: Callable[[float], float] = numba.njit(lambda value: value + 1)
+    whole: Callable[[int], int] = numba.njit(lambda value: 2 * part(value))
+    told: list[bool] = []
+    with told_compiling(told.append):
+        assert whole(1) == whole(2) - 2 == 4
+    part(1.0)
+    assert told == [True, False]
+
+
+def test_a_kernel_that_can_be_kept_nowhere_names_the_cure() -> None:
+    known: dict[str, Callable[[], None]] = {}
+    exec("def loop():\n    return", known)  # has no file to be kept beside, nor one to be found again by
+    with pytest.raises(EnvironmentProblem) as raised:
+        kernel(known["loop"])
+    assert "NUMBA_CACHE_DIR" in str(raised.value.hint)

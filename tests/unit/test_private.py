@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from llmcache.cache.plan import Plan
+from llmcache.cache.simulate import simulate_all
 from llmcache.kv.index.dci import saved
 from llmcache.kv.tiers import tables
 from llmcache.private import create
+from llmcache.report.plot import Wanted, plot
+from llmcache.report.simulation import write_report
 from llmcache.trace.capture.journal import Journal
+from llmcache.trace.convert import convert
 from llmcache.trace.record import Provenance, TraceWriter
+from tests.unit.report_parts import recorded
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def journal(path: Path) -> None:
@@ -23,6 +31,19 @@ def journal(path: Path) -> None:
 def trace(path: Path) -> None:
     with TraceWriter(path):
         pass
+
+
+def converted(path: Path) -> None:
+    convert(ROOT / "traces" / "read-loop.parquet", path.with_suffix(".csv"))
+
+
+def picture(path: Path) -> None:
+    wanted = Wanted(str(ROOT / "traces" / "read-loop.parquet"), str(path.with_suffix(".html")))
+    plot(wanted, lambda files: lambda file: (), lambda trace, done, in_all: None)
+
+
+def report(path: Path) -> None:
+    write_report(str(path), simulate_all([recorded()], Plan(("lru",), (1 << 20,))), force=False)
 
 
 def indexes(path: Path) -> None:
@@ -40,7 +61,7 @@ def open_umask() -> Iterator[None]:
     os.umask(before)
 
 
-@pytest.mark.parametrize("write", [journal, trace, indexes, page_tables])
+@pytest.mark.parametrize("write", [journal, trace, converted, picture, report, indexes, page_tables])
 def test_what_is_written_is_closed_to_others(tmp_path: Path, write: Callable[[Path], None]) -> None:
     write(tmp_path / "file.kv")
     (made,) = tmp_path.iterdir()

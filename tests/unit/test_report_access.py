@@ -114,12 +114,14 @@ def test_captions_tell_the_conditions() -> None:
     assert facts["source"] == "synthetic" and facts["lost events"] == "7" and facts["files"] == "3"
     assert facts["accesses"].startswith("6,400 blocks of 4 KiB") and facts["duration"] == "3.23 s"
     assert "note" not in facts and "not shown" not in facts and "LOOP" in facts["classes"]
-    assert caption(picture, trace).startswith("source: synthetic; ")
+    told = caption(picture, trace)
+    assert told.startswith("Source: synthetic; 6,400 blocks of 4 KiB (26.2 MB) in 3.23 s; 7 events lost. A cell: ")
+    assert "m.gguf" in told and len(told) < 150
     told = alt_text(picture)
     assert f"{MODEL}: blocks 0 to 999, 5,000 accesses, LOOP" in told and f"{COPY}: blocks 0 to 399" in told
     timeless = trace_of(loop(9, 2, 3), step_ns=0, provenance=Provenance("csv", note="Ends with a point."))
-    text = caption(picture_of(timeless, "t"), timeless)
-    assert "duration: the trace has no times" in text and "point; one cell" in text
+    assert " in " not in caption(picture_of(timeless, "t"), timeless).split(". A cell")[0]
+    assert ("note", "Ends with a point.") in conditions(picture_of(timeless, "t"), timeless)
 
 
 def test_files_are_chosen_by_path_or_name() -> None:
@@ -139,7 +141,31 @@ def test_what_was_left_out_is_told() -> None:
     trace = Trace.build(list(range(200)), file, first, count, op, files=known, provenance=Provenance("test"))
     picture = picture_of(trace, "t")
     assert len(picture.bands) == 16 and picture.names[0] == "/f0?"
-    assert "not shown: 4 further files with 20.0% of the accesses" in caption(picture, trace)
+    assert "Not shown: 4 further files with 20.0% of the accesses; --files GLOB" in caption(picture, trace)
+
+
+def test_files_that_hardly_count_are_left_out_until_they_are_asked_for() -> None:
+    rows = [(0, 0, 1000, 2)] * 9 + [(1, 0, 5, 0)] * 20 + [(2, 0, 12, 0)] + [(number, 0, 5, 0) for number in range(3, 9)]
+    known = [type(recorded().files[0])(number, f"/f{number}", 0, 0, 0, 0) for number in range(9)]
+    trace = Trace.build(list(range(len(rows))), *zip(*rows, strict=True), files=known, provenance=Provenance("test"))
+    shades = [Shade(number, 0, 5, "LOOP" if number == 0 else "SEQ") for number in range(9)]
+    picture = picture_of(trace, "t", shades=shades)
+    assert [band.file for band in picture.bands] == [0, 1, 2]  # most accesses; 1.1 % of them; 1.1 % of the blocks
+    told = caption(picture, trace)
+    assert "Not shown: 6 further files with 0.3% of the accesses, each below 1% of" in told and "--files '*'" in told
+    assert {shade.file for shade in picture.shades} == {0, 1, 2}
+    everything = picture_of(trace, "t", only=chosen_files(known, "*"))
+    assert len(everything.bands) == 9 and "not shown" not in dict(conditions(everything, trace))
+
+
+def test_names_of_many_files_have_room() -> None:
+    rows = [(0, 0, 5000, 2)] + [(number, 0, 2, 0) for number in range(1, 40)]
+    known = [type(recorded().files[0])(number, f"/lib/{number}", 0, 0, 0, 0) for number in range(40)]
+    trace = Trace.build(list(range(len(rows))), *zip(*rows, strict=True), files=known, provenance=Provenance("test"))
+    with style():
+        figure = access_figure(picture_of(trace, "t", only=chosen_files(known, "*")))
+    places = figure.axes[0].child_axes[0].get_yticks()
+    assert len(places) == 16 and np.diff(places).min() >= 0.032
 
 
 def test_pictures_with_images_are_png_on_pages_and_files_are_the_same_each_time() -> None:

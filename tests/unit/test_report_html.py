@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -78,15 +79,18 @@ def test_classes_become_shades_and_a_table() -> None:
         (0, 10, "LOOP"),
         (20, 30, "LOOP"),
     ]
-    table = classes_table([row(1, 0.5)])
+    table = classes_table([row(1, 0.5), replace(row(2, 0.25), file=7)], {0})
+    assert "1 more with 25.0% of the accesses" in table.caption
     assert list(table.columns) == COLUMNS
-    assert list(table.rows[0]) == ["LOOP", "read", "/f1", 0.08192, 0, 29, 2, 3, 1.0, 50.0]
+    assert list(table.rows[0]) == ["LOOP", "read", "/f1", 0.08192, "0 to 29", 2, 3, 1.0, 50.0]
     unknown = Classification(0, "/f", "write", "SEQ", (), 4096, 1, 1.0, 1, 0, 0)
-    assert list(classes_table([unknown]).rows[0])[4:9] == ["", "", 0, 1, ""]
+    assert list(classes_table([unknown], {0}).rows[0])[4:8] == ["", 0, 1, ""]
 
 
 def test_a_table_of_classes_names_tensors_and_ends_somewhere() -> None:
-    table = classes_table([row(1, 0.5, ("blk.0.w", "blk.1.w")), row(2, 0.1)])
+    table = classes_table([row(1, 0.5, ("blk.0.w", "blk.1.w")), row(2, 0.1)], {0})
     assert table.columns[-1] == "tensors" and [cells[-1] for cells in table.rows] == ["blk.0-1 (2)", ""]
-    many = classes_table([row(number, 1 / 200) for number in range(200)])
+    many = classes_table([row(number, 1 / 200) for number in range(200)], {0})
+    long = Table("", ["", ""], [["", "model.layers.0.self_attn.q_proj.weight"]]).html()
+    assert '<td class="long">' in long  # is broken where a line ends, like paths: a wide table is cut off at the window
     assert len(many.rows) == MOST_ROWS and f"{200 - MOST_ROWS} more with 50.0% of the accesses" in many.caption

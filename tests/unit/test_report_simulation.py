@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from llmcache.cache.plan import plan_of
 from llmcache.cache.policies import POLICIES, policy_class
 from llmcache.cache.results import Simulation
 from llmcache.cache.simulate import simulate_all
 from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.report.html import Picture
 from llmcache.report.lines import Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
 from llmcache.report.simulation import check_report, report_page, write_report
 from llmcache.report.theme import (
@@ -38,7 +40,7 @@ SIZES = np.array([1e6, 2e6, 4e6])
 def simulation(tmp_path: Path) -> Simulation:
     one = saved(trace_of(loop(200, 5, 16) + loop(20, 3, 5, op=1)), tmp_path, "one <b>.parquet")
     two = saved(trace_of(loop(50, 9, 5), provenance=Provenance("mount", lost_events=4)), tmp_path, "two.parquet")
-    return simulate_all([one, two], plan_of("lru,llmcache", "10%,50%,100%", "100,1000", "0.01", True), jobs=2)
+    return simulate_all([one, two], plan_of("lru,llmcache", "10%,50%,100%", "100,1000", "0.01", True, "50us"), jobs=2)
 
 
 def texts_of(page: Page) -> list[list[str]]:
@@ -48,6 +50,19 @@ def texts_of(page: Page) -> list[list[str]]:
         form, _, data = str(image["src"]).partition(";base64,")
         assert form == "data:image/svg+xml"
         found.append([text for text in ET.fromstring(base64.b64decode(data)).itertext() if text.strip()])
+    return found
+
+
+def figures_of(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures of the page, as they are handed over to be embedded."""
+    found: list[Figure] = []
+
+    def kept(figure: Figure, alt: str, caption: str) -> Picture:
+        found.append(figure)
+        return embedded(figure, alt, caption)
+
+    monkeypatch.setattr("llmcache.report.simulation.embedded", kept)
+    report_page(simulation)
     return found
 
 
@@ -72,8 +87,8 @@ def test_the_page_has_the_rows_and_says_what_is_modelled(simulation: Simulation)
     row = next(row for row in simulation.results if row.policy == "llmcache" and row.cache_blocks == 100)
     for value in (row.hit_ratio, row.latencies[1].latency_s):
         assert f"{value:,.3f}" in page.text
-    assert "(s, modelled)" in page.text and "modelled, io_caching section 4.1" in page.text
-    assert "50 µs" in page.text and "20.0 GB/s" in page.text
+    assert "(s, modelled)" in page.text and "reads, modelled: misses at the bandwidth of storage and 50.0 µs" in page.text
+    assert "to the GPU at 20 GB/s" in page.text and "Known: LRU at all sizes, the others at the marks" in page.text
     assert page.tags["details"] == 4 and "no cache avoids" in page.text and "T0.01 s" in page.text
     alts = [str(image["alt"]) for image in page.images]
     lru = [row.hit_ratio for row in simulation.results if row.policy == "lru"]
@@ -111,6 +126,23 @@ def test_lines_are_the_values_in_the_unit_of_the_axis() -> None:
     assert axes.lines[0].get_color() == POLICY_LOOKS["lru"].colour
     assert np.asarray(axes.lines[1].get_xdata()).tolist() == [3, 3]
     assert axes.get_xscale() == "linear" and [text.get_text() for text in axes.texts] == ["footprint"]
+
+
+def test_the_line_of_lru_falls_where_its_loop_does_not_fit_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(trace_of(loop(500, 10, 50)), tmp_path)
+    drawn = simulate_all([path], plan_of("lru,sieve", "10%,60%,100%", "500", None, False, drawn=True))
+    hits, latency, _ = figures_of(drawn, monkeypatch)
+    lines = [line for axes in hits.axes + latency.axes for line in axes.lines if len(np.asarray(line.get_xdata())) > 2]
+    assert len(lines) == 4 and {line.get_drawstyle() for line in lines} == {"steps-post"}  # no slope between two points
+    line = hits.axes[0].lines[0]
+    sizes, ratios = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
+    assert ratios[sizes < 499 * 4096 / 1e6].max() == 0 and ratios[-1] == 0.9
+    marked = line.get_markevery()
+    assert isinstance(marked, list) and sizes[marked] == pytest.approx([50 * 4096e-6, 300 * 4096e-6, 500 * 4096e-6])
+    seconds = np.asarray(latency.axes[0].lines[0].get_ydata())
+    assert seconds[:-2] == pytest.approx(5000 * 4096 * (1 / 500e6 + 1 / 20e9))
+    whole = simulate_all([path], plan_of("sieve", "10%", None, None, False, drawn=True))
+    assert whole.curves == ()  # LRU is not drawn
 
 
 def test_wide_ranges_are_logarithmic_unless_the_points_are_even() -> None:

@@ -96,8 +96,18 @@ def test_people_get_tables_that_say_what_is_modelled(trace: str, capsys: pytest.
     assert (code, err) == (0, "")
     assert "1060 blocks referenced (1000 read, 60 written) of 200 distinct ones" in out
     assert "LRU" in out and "Belady" in out and "0.8113" in out
-    assert "latency: modelled" in out and "Stalls (modelled)" in out
+    assert "latency: modelled" in out and "nothing for each block (--setup)" in out and "Stalls (modelled)" in out
     assert "LRU at all sizes: hit ratio up to 0.8113" in out
+
+
+def test_a_bandwidth_is_one_unless_each_missed_block_is_given_a_time(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = [trace, "--policy", "lru", "--cache", "40Ki", "--bw", "500"]
+    streamed, one_by_one = document(args, capsys), document([*args, "--setup", "50us"], capsys)
+    (row,), (slow,) = streamed["results"], one_by_one["results"]
+    to_gpu_s = row["read_bytes"] / 20e9
+    assert row["latency_s"] == pytest.approx(row["storage_read_bytes"] / 500e6 + to_gpu_s)
+    assert slow["latency_s"] == pytest.approx(row["latency_s"] + row["storage_read_bytes"] / 4096 * 50e-6)
+    assert (streamed["model"]["setup_ns"], one_by_one["model"]["setup_ns"]) == (0, 50_000)
 
 
 def test_a_report_is_written_and_never_replaced_unasked(
@@ -126,6 +136,7 @@ def test_a_report_is_written_and_never_replaced_unasked(
         (["--bw", "0"], 2, "--bw: '0'"),
         (["--bw", "100,-5"], 2, "--bw"),
         (["--bw", "100,"], 2, "--bw"),
+        (["--setup", "long"], 2, "--setup: 'long'"),
         (["--t", "0"], 2, "--t: '0'"),
         (["--t", "soon"], 2, "--t: 'soon'"),
         (["--policy", "lru,best"], 2, "--policy: there is no policy 'best'"),

@@ -173,7 +173,7 @@ def test_a_place_without_room_is_an_environment_problem(
 ) -> None:
     """/dev/full stands for a full disk: everything can be opened and nothing written."""
 
-    def full(path: Path, _mode: int) -> int:
+    def full(path: Path) -> int:
         path.symlink_to("/dev/full")
         return os.open(path, os.O_WRONLY)
 

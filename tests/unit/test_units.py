@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.errors import UsageError
-from llmcache.units import format_duration, format_rate, format_size, parse_duration, parse_rate, parse_size, printable
+from llmcache.units import (
+    format_duration,
+    format_rate,
+    format_size,
+    parse_duration,
+    parse_rate,
+    parse_size,
+    printable,
+    shortened,
+)
 
 
 @pytest.mark.parametrize(
@@ -137,3 +146,11 @@ def test_any_text_is_a_value_or_a_usage_error(text: str) -> None:
 def test_what_could_steer_a_terminal_is_shown_escaped() -> None:
     assert printable("a\x1b[31mb\n\udcffc") == "a\\x1b[31mb\\n\\xffc"
     assert printable("modèle 日本.gguf [bold]") == "modèle 日本.gguf [bold]"
+
+
+@pytest.mark.parametrize(
+    ("letters", "told"),
+    [(19, "/lib/x86_64/libc.so"), (13, "/lib…/libc.so"), (4, "/…so"), (1, "…")],
+)
+def test_a_path_that_is_too_long_loses_its_middle(letters: int, told: str) -> None:
+    assert shortened("/lib/x86_64/libc.so", letters) == told

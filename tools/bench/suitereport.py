@@ -92,13 +92,14 @@ def page(suite: Suite) -> str:
     bars = [bar for _, bar in suite.bars]
     reached = sum(bar.passed for bar in bars)
     lead = (
+        "A bar is a limit that the project has set for a figure. "
         f"{reached} of {len(bars)} bars of benchmarks are reached, {len(bars) - reached} are not; "
         f"{sum(1 for one in HELD if one.tests)} more are held by tests."
     )
     if suite.missing:
         lead += f" Without results: {', '.join(one.name for one in suite.missing)}."
     sections = [_overview(suite), *(_issue(suite, issue) for issue in ISSUES), _runs(suite)]
-    return html_page("llmcache: every bar of every issue", lead, sections)
+    return html_page("llmcache: what its benchmarks reach", lead, sections)
 
 
 def _badge(passed: bool) -> Badge:
@@ -112,9 +113,9 @@ def _overview(suite: Suite) -> Section:
         missed = sum(not bar.passed for bar in bars)
         verdict = Badge("all reached", "good") if bars and not missed else _missed(missed, len(bars))
         held = sum(1 for one in HELD if one.issue == issue and one.tests)
-        rows.append([f"{issue}: {title}", len(bars) - missed, missed, held, verdict])
-    columns = ["issue", "reached", "not reached", "held by tests", ""]
-    blocks: list[Block] = [Table("Bars by issue", columns, rows)]
+        rows.append([title, len(bars) - missed, missed, held, verdict])
+    columns = ["part", "reached", "not reached", "held by tests", ""]
+    blocks: list[Block] = [Table("Bars by part of the project", columns, rows)]
     missing = [(name, bar) for name, bar in suite.bars if not bar.passed]
     if missing:
         blocks.append(_bars_table("Not reached", missing))
@@ -153,7 +154,7 @@ def _issue(suite: Suite, issue: int) -> Section:
     held = [one for one in HELD if one.issue == issue]
     if held:
         blocks.append(_held_table(held))
-    return Section(f"Issue {issue}: {ISSUES[issue]}", blocks)
+    return Section(ISSUES[issue], blocks)
 
 
 def _held_table(held: Iterable[Held]) -> Table:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.cache.policies.base import Ids, Policy, lean_kernel
+from llmcache.cache.policies.base import Ids, Policy, lean_kernel, subroutine
 from llmcache.cache.policies.heaps import ITEM, Places, Rows, new_heap, push, take_out
 from llmcache.cache.policies.lists import (
     Links,
@@ -150,7 +150,7 @@ def _replay(
     return evicted
 
 
-@lean_kernel
+@subroutine
 def _classify(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Places, numbers: Any, block: int) -> None:
     """The printed procedure Access."""
     if numbers[PREVIOUS] == block - 1:
@@ -164,7 +164,7 @@ def _classify(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at:
         _begin(cells, held, order, known, rows, at, numbers, block, LOOP, numbers[TIME] - cells[block, LAST])  # G2
 
 
-@lean_kernel
+@subroutine
 def _evict(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Places, numbers: Any, hot_limit: int) -> None:
     """The printed procedure Evict."""
     blocks = len(cells)
@@ -179,7 +179,7 @@ def _evict(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Pl
     _exit(cells, held, order, known, rows, at, numbers, back(held, blocks + sequence))
 
 
-@lean_kernel
+@subroutine
 def _begin(
     cells: Any,
     held: Links,
@@ -205,7 +205,7 @@ def _begin(
     _join(cells, held, order, known, rows, at, numbers, block, sequence, resident)
 
 
-@lean_kernel
+@subroutine
 def _add(
     cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Places, numbers: Any, block: int, sequence: int
 ) -> None:
@@ -215,7 +215,7 @@ def _add(
     _join(cells, held, order, known, rows, at, numbers, block, sequence, resident)
 
 
-@lean_kernel
+@subroutine
 def _join(
     cells: Any,
     held: Links,
@@ -234,7 +234,7 @@ def _join(
         _enter(cells, held, order, known, rows, at, numbers, block)
 
 
-@lean_kernel
+@subroutine
 def _leave(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Places, numbers: Any, block: int) -> None:
     """Takes a block out of its sequence, if it has one (G4), and frees a sequence that is left without blocks."""
     sequence = cells[block, OF]
@@ -250,7 +250,7 @@ def _leave(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Pl
         numbers[FREE] += 1
 
 
-@lean_kernel
+@subroutine
 def _make_sequential(order: Links, known: Any, numbers: Any, sequence: int) -> None:
     """Moves a sequence, whose one block was the previous access and so is resident, from HOT to SEQ."""
     remove(order, sequence)
@@ -259,7 +259,7 @@ def _make_sequential(order: Links, known: Any, numbers: Any, sequence: int) -> N
     push_back(order, len(known) + SEQ, sequence)
 
 
-@lean_kernel
+@subroutine
 def _enter(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Places, numbers: Any, block: int) -> None:
     """Makes a block resident: from now on its sequence can give it up."""
     sequence = cells[block, OF]
@@ -272,7 +272,7 @@ def _enter(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Pl
     push_back(held, len(cells) + sequence, block)
 
 
-@lean_kernel
+@subroutine
 def _exit(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Places, numbers: Any, block: int) -> None:
     """Makes a block not resident."""
     sequence = cells[block, OF]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import Ids, Policy, lean_kernel
+from llmcache.cache.policies.base import Ids, Policy, lean_kernel, subroutine
 from llmcache.cache.policies.lists import Links, move_to_front, new_links, pop_back, push_front
 
 T1, T2, B1, B2, ABSENT = range(5)
@@ -85,7 +85,7 @@ def _replay(
     return target, evicted
 
 
-@lean_kernel
+@subroutine
 def _adapted(sizes: Ids, place: int, target: float, capacity: int) -> float:
     """Returns the new target size of T1 after a hit in `place` (B1 or B2), which is already one smaller."""
     own = sizes[place] + 1
@@ -94,7 +94,7 @@ def _adapted(sizes: Ids, place: int, target: float, capacity: int) -> float:
     return max(0.0, target - max(1.0, float(sizes[B1] / own)))
 
 
-@lean_kernel
+@subroutine
 def _make_room(links: Links, where: NDArray[np.uint8], sizes: Ids, capacity: int, target: float) -> int:
     """Makes room for a block that no list knows; returns how many blocks (0 or 1) were evicted."""
     if sizes[T1] == capacity:
@@ -110,7 +110,7 @@ def _make_room(links: Links, where: NDArray[np.uint8], sizes: Ids, capacity: int
     return 1
 
 
-@lean_kernel
+@subroutine
 def _replace(links: Links, where: NDArray[np.uint8], sizes: Ids, target: float, from_b2: bool) -> None:
     recent = sizes[T1]
     if sizes[T2] == 0 or (recent > 0 and (recent > target or (from_b2 and recent == target))):
@@ -119,7 +119,7 @@ def _replace(links: Links, where: NDArray[np.uint8], sizes: Ids, target: float, 
         _demote(links, where, sizes, T2, B2)
 
 
-@lean_kernel
+@subroutine
 def _demote(links: Links, where: NDArray[np.uint8], sizes: Ids, cached: int, dropped: int) -> None:
     """Moves the back of a list of cached blocks to the front of a list of dropped ones."""
     block = pop_back(links, len(where) + cached)
@@ -129,7 +129,7 @@ def _demote(links: Links, where: NDArray[np.uint8], sizes: Ids, cached: int, dro
     sizes[dropped] += 1
 
 
-@lean_kernel
+@subroutine
 def _forget(links: Links, where: NDArray[np.uint8], sizes: Ids, place: int) -> None:
     where[pop_back(links, len(where) + place)] = ABSENT
     sizes[place] -= 1

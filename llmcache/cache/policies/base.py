@@ -7,14 +7,17 @@ takes one place, reads and writes are both references. On a loop of N blocks thi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numba
 import numpy as np
+from numba.core.event import Event, Listener, install_listener
 from numpy.typing import NDArray
+
+from llmcache.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     from llmcache.cache.space import BlockSpace
@@ -40,11 +43,28 @@ _forget_stale(Path(__file__).parent)
 _forget_stale(Path(__file__).parent.parent)
 
 
-def kernel(function: F) -> F:
-    """Compiles `function` without the GIL, so that a grid of replays runs in threads; the result is kept on disk."""
-    compiler: Any = numba.njit
-    compiled: F = compiler(cache=True, nogil=True)(function)
+def kernel(function: F, **options: bool) -> F:
+    """Compiles `function` without the GIL, so that a grid of replays runs in threads; the result is kept on disk.
+
+    Beside the source, or in the user's ~/.cache/numba if that is another's; EnvironmentProblem if neither can be written.
+    """
+    compiler: Any = numba.njit  # its types do not know all options, which numba itself uses throughout
+    try:
+        compiled: F = compiler(cache=True, nogil=True, no_cfunc_wrapper=True, **options)(function)
+    except RuntimeError as error:
+        hint = "set NUMBA_CACHE_DIR to a directory that you may write to"
+        raise EnvironmentProblem(f"no place to keep what is compiled for replays: {error}", hint) from error
     return compiled
+
+
+def subroutine(function: F) -> F:
+    """Is `function`, which kernels take into themselves where they call it; outside of them it is plain Python.
+
+    Compiled as kernels of their own, each kept and callable, the parts of a policy take twice as long. One is compiled
+    for each kind of argument that it is given (int32 or int64, an integer or a bool), so callers do well to agree.
+    """
+    known: F = numba.extending.register_jitable(nogil=True, no_cfunc_wrapper=True, _nrt=False)(function)
+    return known
 
 
 def lean_kernel(function: F) -> F:
@@ -53,9 +73,28 @@ def lean_kernel(function: F) -> F:
     Numba counts references to arrays atomically at every call and branch where it cannot prove that it need not. Without
     its run-time such a function cannot allocate, which is what a replay wants anyway: an allocation fails to compile.
     """
-    compiler: Any = numba.njit  # its types do not know the option, which numba itself uses throughout
-    compiled: F = compiler(cache=True, nogil=True, _nrt=False)(function)
-    return compiled
+    return kernel(function, _nrt=False)
+
+
+@contextmanager
+def told_compiling(tell: Callable[[bool], None]) -> Iterator[None]:
+    """Tells `tell` True when something begins to be compiled within the with block, and False when it is done."""
+
+    class Depth(Listener):  # type: ignore[misc]  # numba is not typed
+        depth = 0  # numba compiles under a lock: these calls come one after the other
+
+        def on_start(self, event: Event) -> None:
+            self.depth += 1
+            if self.depth == 1:
+                tell(True)
+
+        def on_end(self, event: Event) -> None:
+            self.depth -= 1
+            if self.depth == 0:
+                tell(False)
+
+    with install_listener("numba:compile", Depth()):
+        yield
 
 
 class Policy(ABC):

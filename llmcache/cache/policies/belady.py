@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmcache.cache.policies.base import Ids, Policy, kernel, lean_kernel
+from llmcache.cache.policies.base import Ids, Policy, kernel, lean_kernel, subroutine
 from llmcache.cache.policies.timeset import Words, add, contains, discard, latest, new_timeset
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _enlarged(array: Ids, size: int, room: int) -> Ids:
     return larger
 
 
-@lean_kernel
+@subroutine
 def _split(next_use: Ids, uses: Ids, lengths: Ids, size: int, first: int, count: int, time: int) -> int:
     """Appends the segments of a run that starts at `time`, last one first; returns how many there are now."""
     expected = NEVER

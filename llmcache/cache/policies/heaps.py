@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import lean_kernel
+from llmcache.cache.policies.base import subroutine
 
 Rows = NDArray[np.int64]
 Places = NDArray[np.int64]
@@ -25,14 +25,14 @@ def new_heap(capacity: int, items: int) -> tuple[Rows, Places]:
     return np.zeros((capacity, 3), np.int64), np.full(items, NONE, np.int64)
 
 
-@lean_kernel
+@subroutine
 def push(rows: Rows, at: Places, size: int, major: int, minor: int, item: int) -> int:
     """Adds an item that is not in the heap; returns the new size."""
     _rise(rows, at, size, major, minor, item)
     return size + 1
 
 
-@lean_kernel
+@subroutine
 def take_out(rows: Rows, at: Places, size: int, item: int) -> int:
     """Removes an item that is in the heap; returns the new size."""
     place = at[item]
@@ -43,14 +43,14 @@ def take_out(rows: Rows, at: Places, size: int, item: int) -> int:
     return last
 
 
-@lean_kernel
+@subroutine
 def grow(rows: Rows, at: Places, size: int, item: int, major: int) -> None:
     """Raises the major key of an item that is in the heap."""
     place = at[item]
     _sink(rows, at, size, place, major, rows[place, MINOR], item)
 
 
-@lean_kernel
+@subroutine
 def _settle(rows: Rows, at: Places, size: int, place: int, major: int, minor: int, item: int) -> None:
     """Puts a row into the hole at `place`, or up or down from there."""
     above = (place - 1) // 2
@@ -60,7 +60,7 @@ def _settle(rows: Rows, at: Places, size: int, place: int, major: int, minor: in
         _sink(rows, at, size, place, major, minor, item)
 
 
-@lean_kernel
+@subroutine
 def _before(rows: Any, place: int, major: int, minor: int) -> bool:
     """Returns whether the row at `place` comes before (major, minor)."""
     if rows[place, MAJOR] != major:
@@ -68,7 +68,7 @@ def _before(rows: Any, place: int, major: int, minor: int) -> bool:
     return bool(rows[place, MINOR] < minor)
 
 
-@lean_kernel
+@subroutine
 def _rise(rows: Rows, at: Places, place: int, major: int, minor: int, item: int) -> None:
     while place > 0:
         above = (place - 1) // 2
@@ -79,7 +79,7 @@ def _rise(rows: Rows, at: Places, place: int, major: int, minor: int, item: int)
     _write(rows, at, place, major, minor, item)
 
 
-@lean_kernel
+@subroutine
 def _sink(rows: Rows, at: Places, size: int, place: int, major: int, minor: int, item: int) -> None:
     while 2 * place + 1 < size:
         below = 2 * place + 1
@@ -92,12 +92,12 @@ def _sink(rows: Rows, at: Places, size: int, place: int, major: int, minor: int,
     _write(rows, at, place, major, minor, item)
 
 
-@lean_kernel
+@subroutine
 def _copy(rows: Rows, at: Places, source: int, target: int) -> None:
     _write(rows, at, target, rows[source, MAJOR], rows[source, MINOR], rows[source, ITEM])
 
 
-@lean_kernel
+@subroutine
 def _write(rows: Rows, at: Places, place: int, major: int, minor: int, item: int) -> None:
     rows[place, MAJOR] = major
     rows[place, MINOR] = minor

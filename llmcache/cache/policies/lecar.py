@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.cache.policies.base import Ids, Policy, lean_kernel
+from llmcache.cache.policies.base import Ids, Policy, lean_kernel, subroutine
 from llmcache.cache.policies.heaps import ITEM, MAJOR, Places, Rows, grow, new_heap, push, take_out
 from llmcache.cache.policies.lists import Links, back, move_to_front, new_links, pop_back, push_front, remove
 
@@ -127,7 +127,7 @@ def _replay(
     return evicted
 
 
-@lean_kernel
+@subroutine
 def _regret(links: Links, where: Any, past: Any, numbers: Any, weights: Any, discount: float, block: int) -> None:
     """Takes a missed block out of its history and makes the policy that gave it up less likely."""
     history = where[block]
@@ -148,7 +148,7 @@ def _regret(links: Links, where: Any, past: Any, numbers: Any, weights: Any, dis
             break
 
 
-@lean_kernel
+@subroutine
 def _evict(links: Links, where: Any, past: Any, rows: Rows, at: Places, numbers: Any, history: int, capacity: int) -> None:
     oldest = back(links, len(where) + CACHED)
     rarest = _rarest(past, rows, at, numbers[CACHED])
@@ -167,7 +167,7 @@ def _evict(links: Links, where: Any, past: Any, rows: Rows, at: Places, numbers:
     numbers[history] += 1
 
 
-@lean_kernel
+@subroutine
 def _rarest(past: Any, rows: Rows, at: Places, size: int) -> int:
     """Returns the cached block of the least (frequency, number), after bringing the heap's top up to date."""
     block = rows[0, ITEM]

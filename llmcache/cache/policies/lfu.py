@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmcache.cache.policies.base import Ids, Policy, lean_kernel
+from llmcache.cache.policies.base import Ids, Policy, lean_kernel, subroutine
 from llmcache.cache.policies.lists import (
     Links,
     back,
@@ -100,7 +100,7 @@ def _replay(
     return used, taken, evicted
 
 
-@lean_kernel
+@subroutine
 def _promote(links: Links, level: Ids, chain: Links, freq: Ids, free: Ids, taken: int, block: int) -> int:
     """Moves a block one frequency up; returns how many levels are in use now."""
     old = int(level[block])
@@ -119,7 +119,7 @@ def _promote(links: Links, level: Ids, chain: Links, freq: Ids, free: Ids, taken
     return _give_back(chain, free, taken, old) if alone else taken
 
 
-@lean_kernel
+@subroutine
 def _evict(links: Links, level: Ids, chain: Links, free: Ids, taken: int) -> int:
     """Drops a block; returns how many levels are in use now."""
     lowest = front(chain, len(free))
@@ -127,7 +127,7 @@ def _evict(links: Links, level: Ids, chain: Links, free: Ids, taken: int) -> int
     return _give_back(chain, free, taken, lowest) if is_empty(links, len(level) + lowest) else taken
 
 
-@lean_kernel
+@subroutine
 def _give_back(chain: Links, free: Ids, taken: int, level: int) -> int:
     remove(chain, level)
     free[taken - 1] = level

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.cache.policies.base import Ids, Policy, lean_kernel
+from llmcache.cache.policies.base import Ids, Policy, lean_kernel, subroutine
 from llmcache.cache.policies.lists import (
     Links,
     back,
@@ -112,7 +112,7 @@ def _replay(
     return evicted
 
 
-@lean_kernel
+@subroutine
 def _refer(stack: Links, queues: Links, status: Any, sizes: Any, lir_limit: int, block: int) -> None:
     """Gives its new place to a referenced block that is not LIR."""
     blocks = len(status)
@@ -135,7 +135,7 @@ def _refer(stack: Links, queues: Links, status: Any, sizes: Any, lir_limit: int,
         _queue(stack, queues, status, sizes, block)
 
 
-@lean_kernel
+@subroutine
 def _demote(stack: Links, queues: Links, status: Any, sizes: Any) -> None:
     """Makes the LIR block at the bottom of S an HIR block."""
     block = back(stack, len(status))
@@ -145,14 +145,14 @@ def _demote(stack: Links, queues: Links, status: Any, sizes: Any) -> None:
     _queue(stack, queues, status, sizes, block)
 
 
-@lean_kernel
+@subroutine
 def _queue(stack: Links, queues: Links, status: Any, sizes: Any, block: int) -> None:
     push_back(queues, len(status), block)
     status[block] = HIR
     sizes[HIR] += 1
 
 
-@lean_kernel
+@subroutine
 def _evict(stack: Links, queues: Links, status: Any, sizes: Any) -> None:
     block = pop_front(queues, len(status))
     sizes[HIR] -= 1
@@ -163,7 +163,7 @@ def _evict(stack: Links, queues: Links, status: Any, sizes: Any) -> None:
         status[block] = ABSENT
 
 
-@lean_kernel
+@subroutine
 def _prune(stack: Links, queues: Links, status: Any, sizes: Any) -> None:
     bottom: Any = back(stack, len(status))
     while not is_empty(stack, len(status)) and status[bottom] != LIR:
@@ -175,7 +175,7 @@ def _prune(stack: Links, queues: Links, status: Any, sizes: Any) -> None:
         bottom = back(stack, len(status))
 
 
-@lean_kernel
+@subroutine
 def _forget_oldest(stack: Links, queues: Links, status: Any, sizes: Any) -> None:
     block = pop_front(queues, len(status) + 1)
     remove(stack, block)

@@ -7,7 +7,6 @@ Both links of a block lie side by side because whoever reads one writes the othe
 so a sequential run costs one cache line per eight blocks.
 
 A block is in at most one list of an array: remove it before pushing it elsewhere. Nothing is checked, for speed.
-Numba keeps compiled loops on disk by the date of their own file: after an edit here delete `__pycache__/*.nb*`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import lean_kernel
+from llmcache.cache.policies.base import subroutine
 
 Links = NDArray[Any]
 """int32[n, 2], or int64[n, 2] where ids do not fit: columns PREV and NEXT."""
@@ -38,31 +37,31 @@ def new_links(blocks: int, lists: int) -> Links:
     return links
 
 
-@lean_kernel
+@subroutine
 def is_linked(links: Links, block: int) -> bool:
     """Returns whether `block` is in any list of `links`."""
     return bool(links[block, NEXT] != NONE)
 
 
-@lean_kernel
+@subroutine
 def is_empty(links: Links, head: int) -> bool:
     """Returns whether the list of `head` is empty."""
     return bool(links[head, NEXT] == head)
 
 
-@lean_kernel
+@subroutine
 def front(links: Links, head: int) -> int:
     """Returns the first block of a list, or `head` itself when the list is empty."""
     return int(links[head, NEXT])
 
 
-@lean_kernel
+@subroutine
 def back(links: Links, head: int) -> int:
     """Returns the last block of a list, or `head` itself when the list is empty."""
     return int(links[head, PREV])
 
 
-@lean_kernel
+@subroutine
 def insert_after(links: Links, place: int, block: int) -> None:
     """Puts `block`, which is in no list, behind `place`: a block in a list, or a head for the front."""
     follower = links[place, NEXT]
@@ -72,19 +71,19 @@ def insert_after(links: Links, place: int, block: int) -> None:
     links[place, NEXT] = block
 
 
-@lean_kernel
+@subroutine
 def push_front(links: Links, head: int, block: int) -> None:
     """Puts `block`, which is in no list, at the front."""
     insert_after(links, head, block)
 
 
-@lean_kernel
+@subroutine
 def push_back(links: Links, head: int, block: int) -> None:
     """Puts `block`, which is in no list, at the back."""
     insert_after(links, int(links[head, PREV]), block)
 
 
-@lean_kernel
+@subroutine
 def unhook(links: Links, block: int) -> None:
     """Takes `block` out of its list but leaves its own row stale: only for a push that follows at once."""
     before = links[block, PREV]
@@ -93,21 +92,21 @@ def unhook(links: Links, block: int) -> None:
     links[behind, PREV] = before
 
 
-@lean_kernel
+@subroutine
 def remove(links: Links, block: int) -> None:
     """Takes `block` out of its list."""
     unhook(links, block)
     links[block, NEXT] = NONE
 
 
-@lean_kernel
+@subroutine
 def move_to_front(links: Links, head: int, block: int) -> None:
     """Moves `block` from wherever it is linked to the front of the list of `head`."""
     unhook(links, block)
     insert_after(links, head, block)
 
 
-@lean_kernel
+@subroutine
 def pop_back(links: Links, head: int) -> int:
     """Takes the last block out of a list that is not empty, and returns it."""
     block = int(links[head, PREV])
@@ -115,7 +114,7 @@ def pop_back(links: Links, head: int) -> int:
     return block
 
 
-@lean_kernel
+@subroutine
 def pop_front(links: Links, head: int) -> int:
     """Takes the first block out of a list that is not empty, and returns it."""
     block = int(links[head, NEXT])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmcache.cache.policies.base import Ids, Policy, lean_kernel
+from llmcache.cache.policies.base import Ids, Policy, lean_kernel, subroutine
 from llmcache.cache.policies.reuse import (
     GONE,
     HOT,
@@ -83,7 +83,7 @@ def _replay(p: Plan, first: Ids, count: Ids, hits: Ids) -> None:
         hits[run] = _refer(p, first[run], count[run])
 
 
-@lean_kernel
+@subroutine
 def _refer(p: Plan, block: int, n: int) -> int:
     """Returns the hits of one run."""
     v = p.v[0]
@@ -110,7 +110,7 @@ def _refer(p: Plan, block: int, n: int) -> int:
     return hits
 
 
-@lean_kernel
+@subroutine
 def _refer_piece(p: Plan, stream: int, block: int, n: int) -> tuple[int, int]:
     """References as many of the `n` blocks from `block` as share all they have; returns how many, and the hits."""
     s, v = p.s, p.v[0]
@@ -153,7 +153,7 @@ def _refer_piece(p: Plan, stream: int, block: int, n: int) -> tuple[int, int]:
         kind = IRREGULAR if in_loop else HOT
     row.interval = elapsed
     row.length += n
-    held = record.held
+    held = record.held != 0
     take(p, segment, block, n, in_lru)
     change = n * (np.int64(in_lru) - np.int64(planned))
     v.lead = max(-p.bound, min(p.bound, v.lead + change))
@@ -162,7 +162,7 @@ def _refer_piece(p: Plan, stream: int, block: int, n: int) -> tuple[int, int]:
     return n, n if held else 0
 
 
-@lean_kernel
+@subroutine
 def _refer_new(p: Plan, stream: int, block: int, n: int) -> int:
     """References blocks that are not remembered; returns how many."""
     v = p.v[0]
@@ -173,16 +173,16 @@ def _refer_new(p: Plan, stream: int, block: int, n: int) -> int:
         n = min(n, v.chosen_until - v.step)
     v.once += n
     put(p, p.t.row[stream].run, stream, block, n, -1, False)
-    _settle(p, n, 0)
+    _settle(p, n, False)
     return n
 
 
-@lean_kernel
+@subroutine
 def _agree(elapsed: int, interval: int) -> bool:
     return abs(elapsed - interval) <= (interval >> TOLERANCE_SHIFT) + SLACK
 
 
-@lean_kernel
+@subroutine
 def _group(kind: int, interval: int) -> int:
     octave = highest_bit(interval)
     return kind * PER_KIND + 2 * octave + ((2 * (interval - (1 << octave))) >> octave)
@@ -191,8 +191,8 @@ def _group(kind: int, interval: int) -> int:
 # What the cache holds
 
 
-@lean_kernel
-def _settle(p: Plan, n: int, held: int) -> None:
+@subroutine
+def _settle(p: Plan, n: int, held: bool) -> None:
     """After a reference of `n` blocks: moves the shadow LRU on, and evicts if the cache has grown."""
     s, v = p.s, p.v[0]
     v.recent += n
@@ -213,7 +213,7 @@ def _settle(p: Plan, n: int, held: int) -> None:
             _evict(p, v.held - p.capacity)
 
 
-@lean_kernel
+@subroutine
 def _evict(p: Plan, n: int) -> None:
     """Evicts `n` blocks that the leader does not hold."""
     s, v = p.s, p.v[0]
@@ -238,7 +238,7 @@ def _evict(p: Plan, n: int) -> None:
         n -= part
 
 
-@lean_kernel
+@subroutine
 def _look(p: Plan) -> None:
     """Once a round: who leads, and what a block that was seen once is worth."""
     v = p.v[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmcache.cache.policies.base import Ids, Policy, lean_kernel
+from llmcache.cache.policies.base import Ids, Policy, lean_kernel, subroutine
 from llmcache.cache.policies.lists import (
     NEXT,
     NONE,
@@ -69,7 +69,7 @@ def _replay(links: Links, head: int, capacity: int, used: int, first: Ids, count
     return used, missed - (used - before)
 
 
-@lean_kernel
+@subroutine
 def _bring_in(links: Links, head: int, capacity: int, used: int, block: int, end: int) -> int:
     """Brings in `block` and what follows until `end` or a hit, which it returns; both ends of the list stay in registers.
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import lean_kernel
+from llmcache.cache.policies.base import subroutine
 from llmcache.cache.policies.segments import (
     Segments,
     be_newest,
@@ -104,7 +104,7 @@ def make_plan(capacity: int, blocks: int) -> Plan:
     )
 
 
-@lean_kernel
+@subroutine
 def take(p: Plan, segment: int, block: int, n: int, in_lru: bool) -> None:
     """Takes `n` blocks from `block` out of `segment`, wherever it is."""
     s, v = p.s, p.v[0]
@@ -120,7 +120,7 @@ def take(p: Plan, segment: int, block: int, n: int, in_lru: bool) -> None:
     release(s, segment)
 
 
-@lean_kernel
+@subroutine
 def put(p: Plan, queue: int, stream: int, block: int, n: int, interval: int, planned: bool) -> None:
     """Gives `n` referenced blocks their place in the plan: `queue`, or the run of `stream` when that is given (>= 0)."""
     v = p.v[0]
@@ -161,7 +161,7 @@ def put(p: Plan, queue: int, stream: int, block: int, n: int, interval: int, pla
         done += part
 
 
-@lean_kernel
+@subroutine
 def _run_of(p: Plan, stream: int) -> int:
     """Returns the queue of what `stream` has read once, made if it has none."""
     v = p.v[0]
@@ -185,7 +185,7 @@ def _run_of(p: Plan, stream: int) -> int:
     return run
 
 
-@lean_kernel
+@subroutine
 def _join(p: Plan, queue: int, segment: int) -> None:
     v = p.v[0]
     if join(p.s, queue, segment) and queue < GROUPS:
@@ -194,7 +194,7 @@ def _join(p: Plan, queue: int, segment: int) -> None:
         v.groups += 1
 
 
-@lean_kernel
+@subroutine
 def _leave(p: Plan, segment: int) -> None:
     """Takes a segment out of its queue, and the queue out of the lists of those that hold something."""
     leave(p.s, segment)
@@ -225,7 +225,7 @@ def _leave(p: Plan, segment: int) -> None:
         v.free_run = queue
 
 
-@lean_kernel
+@subroutine
 def choose(p: Plan) -> None:
     """Chooses the queue, and its end, that gives up blocks next: what is needed last."""
     s, v = p.s, p.v[0]
@@ -255,30 +255,31 @@ def choose(p: Plan) -> None:
     v.chosen_until = (step // p.stale + 1) * p.stale
 
 
-@lean_kernel
+@subroutine
 def _give_up(p: Plan, n: int) -> int:
     """Takes up to `n` blocks of the chosen queue out of the plan; returns how many."""
     s, v = p.s, p.v[0]
     line = s.queue[v.victims]
-    segment = line.tail if v.from_tail else line.head
+    down = v.from_tail != 0
+    segment = np.int64(line.tail if down else line.head)
     n = min(n, s.seg[segment].n)
-    segment = end_piece(s, segment, v.from_tail, n)
+    segment = end_piece(s, segment, down, n)
     _leave(p, segment)
-    if not v.from_tail and line.head >= 0 and not _goes_on(s, segment, line.head):
+    if not down and line.head >= 0 and not _goes_on(s, segment, line.head):
         v.chosen_until = -1  # what comes behind it may have another age
-    forget(p, segment, v.from_tail)
+    forget(p, segment, down)
     v.planned -= n
     return n
 
 
-@lean_kernel
+@subroutine
 def _goes_on(s: Segments, first: int, second: int) -> bool:
     """Returns whether two segments could be one: blocks and steps go on, the interval is the same."""
     a, b = s.seg[first], s.seg[second]
     return a.lo + a.n == b.lo and a.last + a.n == b.last and a.interval == b.interval
 
 
-@lean_kernel
+@subroutine
 def forget(p: Plan, segment: int, down: bool) -> None:
     """A segment that is in no queue is out of the plan: remembered, within bounds, whether or not the cache holds it."""
     s, v = p.s, p.v[0]
@@ -288,9 +289,9 @@ def forget(p: Plan, segment: int, down: bool) -> None:
     v.gone += s.seg[segment].n
     join_merged(s, GONE, segment, down)
     while v.gone > p.remembered:
-        oldest = s.queue[GONE].head
+        oldest = np.int64(s.queue[GONE].head)
         n = min(s.seg[oldest].n, v.gone - p.remembered)
-        oldest = end_piece(s, oldest, s.seg[oldest].down, n)
+        oldest = end_piece(s, oldest, s.seg[oldest].down != 0, n)
         if s.seg[oldest].last >= s.state[0].edge_step:
             v.recent -= n
         v.gone -= n
@@ -299,7 +300,7 @@ def forget(p: Plan, segment: int, down: bool) -> None:
         release(s, oldest)
 
 
-@lean_kernel
+@subroutine
 def weigh_once(p: Plan) -> None:
     """Finds how long to wait for a first reuse: the horizon with the most reuses per step of waiting.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import Ids, Policy, lean_kernel
+from llmcache.cache.policies.base import Ids, Policy, lean_kernel, subroutine
 from llmcache.cache.policies.lists import Links, new_links, pop_back, push_front, remove
 
 SMALL, MAIN, GHOST, ABSENT = range(4)
@@ -106,7 +106,7 @@ def _replay(
     return evicted
 
 
-@lean_kernel
+@subroutine
 def _evict(links: Links, where: NDArray[np.uint8], freq: NDArray[np.uint8], sizes: Ids, limits: Ids) -> int:
     """Goes through one queue until a block is evicted; returns 0 when the small queue ran empty without."""
     if sizes[MAIN] > limits[MAIN] or sizes[SMALL] == 0:
@@ -114,7 +114,7 @@ def _evict(links: Links, where: NDArray[np.uint8], freq: NDArray[np.uint8], size
     return _evict_small(links, where, freq, sizes, limits)
 
 
-@lean_kernel
+@subroutine
 def _evict_small(links: Links, where: NDArray[np.uint8], freq: NDArray[np.uint8], sizes: Ids, limits: Ids) -> int:
     while sizes[SMALL] > 0:
         block = _pop(links, where, sizes, SMALL)
@@ -131,7 +131,7 @@ def _evict_small(links: Links, where: NDArray[np.uint8], freq: NDArray[np.uint8]
     return 0
 
 
-@lean_kernel
+@subroutine
 def _evict_main(links: Links, where: NDArray[np.uint8], freq: NDArray[np.uint8], sizes: Ids) -> int:
     while True:
         block = _pop(links, where, sizes, MAIN)
@@ -142,14 +142,14 @@ def _evict_main(links: Links, where: NDArray[np.uint8], freq: NDArray[np.uint8],
         _push(links, where, sizes, MAIN, block)
 
 
-@lean_kernel
+@subroutine
 def _push(links: Links, where: NDArray[np.uint8], sizes: Ids, place: int, block: int) -> None:
     push_front(links, len(where) + place, block)
     where[block] = place
     sizes[place] += 1
 
 
-@lean_kernel
+@subroutine
 def _pop(links: Links, where: NDArray[np.uint8], sizes: Ids, place: int) -> int:
     """Takes the oldest block out of a queue and returns it; the caller says where it is from then on."""
     sizes[place] -= 1

@@ -17,7 +17,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import lean_kernel
+from llmcache.cache.policies.base import subroutine
 
 
 def _record(fields: dict[str, str], size: int) -> np.dtype[Any]:
@@ -117,13 +117,13 @@ def _trailing_zeros(context: Any, word: Any) -> Any:
     return numba.types.uint64(numba.types.uint64), codegen
 
 
-@lean_kernel
+@subroutine
 def highest_bit(word: int) -> int:
     """Returns the place of the highest set bit of a positive `word`."""
     return 63 - np.int64(_leading_zeros(np.uint64(word)))
 
 
-@lean_kernel
+@subroutine
 def _mark(s: Segments, place: int) -> None:
     for level in range(s.levels.size):
         word = s.levels[level] + (place >> 6)
@@ -134,7 +134,7 @@ def _mark(s: Segments, place: int) -> None:
         place >>= 6
 
 
-@lean_kernel
+@subroutine
 def _unmark(s: Segments, place: int) -> None:
     for level in range(s.levels.size):
         word = s.levels[level] + (place >> 6)
@@ -144,7 +144,7 @@ def _unmark(s: Segments, place: int) -> None:
         place >>= 6
 
 
-@lean_kernel
+@subroutine
 def find(s: Segments, block: int) -> int:
     """Returns the segment that `block` is in, or -1."""
     place = block
@@ -163,7 +163,7 @@ def find(s: Segments, block: int) -> int:
     return -1
 
 
-@lean_kernel
+@subroutine
 def next_start(s: Segments, block: int) -> int:
     """Returns the id of the first segment that starts at `block` or after it, or one past all ids."""
     place, top = block, s.levels.size
@@ -185,7 +185,7 @@ def next_start(s: Segments, block: int) -> int:
 # Records
 
 
-@lean_kernel
+@subroutine
 def make(s: Segments, lo: int, n: int, last: int, interval: int) -> int:
     """Returns a new segment that the cache holds, in no queue and not in the recency list."""
     segment = s.state[0].free
@@ -202,7 +202,7 @@ def make(s: Segments, lo: int, n: int, last: int, interval: int) -> int:
     return segment
 
 
-@lean_kernel
+@subroutine
 def release(s: Segments, segment: int) -> None:
     """Ends a segment that is in no queue: takes it out of the recency list and gives its record back."""
     _unmark(s, s.seg[segment].lo)
@@ -210,13 +210,13 @@ def release(s: Segments, segment: int) -> None:
     _give_back(s, segment)
 
 
-@lean_kernel
+@subroutine
 def _give_back(s: Segments, segment: int) -> None:
     s.seg[segment].next = s.state[0].free
     s.state[0].free = segment
 
 
-@lean_kernel
+@subroutine
 def split(s: Segments, segment: int, at: int) -> int:
     """Cuts `segment` before the id `at`, which lies inside; it keeps the low part, the high part is returned."""
     low = s.seg[segment]
@@ -249,7 +249,7 @@ def split(s: Segments, segment: int, at: int) -> int:
     return high_segment
 
 
-@lean_kernel
+@subroutine
 def end_piece(s: Segments, segment: int, high: bool, n: int) -> int:
     """Returns a segment of the `n` highest or lowest blocks of `segment`, cut off if it has more."""
     record = s.seg[segment]
@@ -264,7 +264,7 @@ def end_piece(s: Segments, segment: int, high: bool, n: int) -> int:
 # Queues
 
 
-@lean_kernel
+@subroutine
 def join(s: Segments, queue: int, segment: int) -> bool:
     """Puts a segment at the tail of `queue`; returns True if the queue was empty."""
     record, line = s.seg[segment], s.queue[queue]
@@ -278,7 +278,7 @@ def join(s: Segments, queue: int, segment: int) -> bool:
     return empty
 
 
-@lean_kernel
+@subroutine
 def leave(s: Segments, segment: int) -> None:
     """Takes a segment out of its queue; `state.emptied` tells when that was its last."""
     record = s.seg[segment]
@@ -295,7 +295,7 @@ def leave(s: Segments, segment: int) -> None:
         s.state[0].emptied = record.queue
 
 
-@lean_kernel
+@subroutine
 def extend_tail(s: Segments, queue: int, lo: int, n: int, last: int, interval: int) -> bool:
     """Adds blocks to the segment at the tail of `queue` if they go on where it ends; returns whether they do."""
     tail = s.queue[queue].tail
@@ -308,7 +308,7 @@ def extend_tail(s: Segments, queue: int, lo: int, n: int, last: int, interval: i
     return goes_on
 
 
-@lean_kernel
+@subroutine
 def join_merged(s: Segments, queue: int, segment: int, down: bool) -> None:
     """Puts a segment at the tail of a queue of what went away, as one with the tail's if that is its neighbour.
 
@@ -343,7 +343,7 @@ def join_merged(s: Segments, queue: int, segment: int, down: bool) -> None:
     join(s, queue, segment)
 
 
-@lean_kernel
+@subroutine
 def _move_marks(s: Segments, segment: int, newer: int) -> None:
     if s.state[0].edge == segment:
         s.state[0].edge = newer
@@ -354,7 +354,7 @@ def _move_marks(s: Segments, segment: int, newer: int) -> None:
 # Recency
 
 
-@lean_kernel
+@subroutine
 def be_newest(s: Segments, segment: int) -> None:
     """Appends a segment to the recency list."""
     state, record = s.state[0], s.seg[segment]
@@ -370,7 +370,7 @@ def be_newest(s: Segments, segment: int) -> None:
         state.hand = segment
 
 
-@lean_kernel
+@subroutine
 def leave_recency(s: Segments, segment: int) -> None:
     """Takes a segment out of the recency list; the marks on it go to the next newer one."""
     state, record = s.state[0], s.seg[segment]

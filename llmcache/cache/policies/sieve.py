@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import Ids, Policy, lean_kernel
+from llmcache.cache.policies.base import Ids, Policy, lean_kernel, subroutine
 from llmcache.cache.policies.lists import PREV, Links, is_linked, linked, new_links, push_front, remove
 
 
@@ -78,7 +78,7 @@ def _replay(
     return used, hand, evicted
 
 
-@lean_kernel
+@subroutine
 def _victim(links: Links, visited: NDArray[np.uint8], head: int, hand: int) -> int:
     """Returns the first block from the hand on that was not visited; visited ones on the way lose their mark."""
     while hand == head or visited[hand]:

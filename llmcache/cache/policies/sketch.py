@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import lean_kernel
+from llmcache.cache.policies.base import lean_kernel, subroutine
 
 SAMPLE = 10
 ROWS = 4
@@ -62,7 +62,7 @@ def note(counters: Counters, door: Door, sample: Sample, block: int) -> None:
         _age(counters, door)
 
 
-@lean_kernel
+@subroutine
 def _age(counters: Counters, door: Door) -> None:
     for word in range(len(door)):
         door[word] = 0
@@ -78,7 +78,7 @@ def estimate(counters: Counters, door: Door, block: int) -> int:
     return int(_least(counters, key) + _is_inside(door, key))
 
 
-@lean_kernel
+@subroutine
 def _hash(block: int) -> Any:
     """Returns 64 well mixed bits (the finaliser of splitmix64, by S. Vigna)."""
     bits = np.uint64(block) + np.uint64(0x9E3779B97F4A7C15)
@@ -87,19 +87,19 @@ def _hash(block: int) -> Any:
     return bits ^ (bits >> np.uint64(31))
 
 
-@lean_kernel
+@subroutine
 def _slot(key: Any, index: int, slots: int) -> int:
     """Returns the `index`-th of the places of a key among a power of two of them (double hashing)."""
     step = (key >> np.uint64(32)) | np.uint64(1)
     return int((key + np.uint64(index) * step) & np.uint64(slots - 1))
 
 
-@lean_kernel
+@subroutine
 def _column(counters: Counters, key: Any, row: int) -> int:
     return _slot(key, row, counters.shape[1])
 
 
-@lean_kernel
+@subroutine
 def _least(counters: Counters, key: Any) -> int:
     least = MOST
     for row in range(ROWS):
@@ -107,7 +107,7 @@ def _least(counters: Counters, key: Any) -> int:
     return least
 
 
-@lean_kernel
+@subroutine
 def _is_inside(door: Door, key: Any) -> bool:
     for index in range(DOOR_HASHES):
         bit = _slot(key, ROWS + index, len(door) * 64)
@@ -116,7 +116,7 @@ def _is_inside(door: Door, key: Any) -> bool:
     return True
 
 
-@lean_kernel
+@subroutine
 def _enter(door: Door, key: Any) -> bool:
     """Puts the key into the doorkeeper; returns whether it was not in it."""
     fresh = not _is_inside(door, key)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import lean_kernel
+from llmcache.cache.policies.base import subroutine
 
 STREAMS = 64
 AHEAD = 8
@@ -44,7 +44,7 @@ def make_streams() -> Streams:
     return Streams(np.full(STREAMS, NOWHERE, np.int64), row, np.array([0, STREAMS - 1], np.int64))
 
 
-@lean_kernel
+@subroutine
 def _unlink(t: Streams, stream: int) -> None:
     row = t.row[stream]
     if row.before >= 0:
@@ -57,7 +57,7 @@ def _unlink(t: Streams, stream: int) -> None:
         t.ends[1] = row.before
 
 
-@lean_kernel
+@subroutine
 def _be_latest(t: Streams, stream: int) -> None:
     if t.ends[1] == stream:
         return
@@ -67,7 +67,7 @@ def _be_latest(t: Streams, stream: int) -> None:
     t.ends[1] = stream
 
 
-@lean_kernel
+@subroutine
 def _be_free(t: Streams, stream: int) -> None:
     t.head[stream] = NOWHERE
     if t.ends[0] == stream:
@@ -78,7 +78,7 @@ def _be_free(t: Streams, stream: int) -> None:
     t.ends[0] = stream
 
 
-@lean_kernel
+@subroutine
 def follow(t: Streams, block: int, n: int) -> tuple[int, bool]:
     """Returns the stream of a run of `n` blocks from `block`, moved to its end, and whether it is a new one.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import Ids, lean_kernel
+from llmcache.cache.policies.base import Ids, subroutine
 
 Words = NDArray[np.uint32]
 
@@ -29,13 +29,13 @@ def new_timeset(times: int) -> tuple[Words, Ids]:
     return np.zeros(sum(lengths), np.uint32), starts
 
 
-@lean_kernel
+@subroutine
 def contains(words: Words, time: int) -> bool:
     """Returns whether `time` is in the set."""
     return (int(words[time >> SHIFT]) >> (time & LOW)) & 1 == 1
 
 
-@lean_kernel
+@subroutine
 def add(words: Words, starts: Ids, time: int) -> None:
     """Adds a time."""
     for level in range(len(starts)):
@@ -47,7 +47,7 @@ def add(words: Words, starts: Ids, time: int) -> None:
         time >>= SHIFT
 
 
-@lean_kernel
+@subroutine
 def discard(words: Words, starts: Ids, time: int) -> None:
     """Takes a time out that is in the set."""
     for level in range(len(starts)):
@@ -59,7 +59,7 @@ def discard(words: Words, starts: Ids, time: int) -> None:
         time >>= SHIFT
 
 
-@lean_kernel
+@subroutine
 def latest(words: Words, starts: Ids) -> int:
     """Returns the greatest time in the set, or EMPTY."""
     top = len(starts) - 1
@@ -71,7 +71,7 @@ def latest(words: Words, starts: Ids) -> int:
     return time
 
 
-@lean_kernel
+@subroutine
 def _highest_bit(word: int) -> int:
     """Returns the index of the highest bit set in a word that is not 0."""
     index = 0

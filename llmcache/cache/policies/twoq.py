@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.cache.policies.base import Ids, Policy, lean_kernel
+from llmcache.cache.policies.base import Ids, Policy, lean_kernel, subroutine
 from llmcache.cache.policies.lists import Links, move_to_front, new_links, pop_back, push_front, remove
 
 IN_SHARE = 0.25
@@ -94,7 +94,7 @@ def _replay(
     return evicted
 
 
-@lean_kernel
+@subroutine
 def _make_room(links: Links, where: Any, sizes: Any, in_limit: int, out_limit: int) -> None:
     if sizes[IN] <= in_limit:
         _take(links, where, sizes, MAIN)
@@ -104,14 +104,14 @@ def _make_room(links: Links, where: Any, sizes: Any, in_limit: int, out_limit: i
         _take(links, where, sizes, OUT)
 
 
-@lean_kernel
+@subroutine
 def _put(links: Links, where: Any, sizes: Any, queue: int, block: int) -> None:
     push_front(links, len(where) + queue, block)
     where[block] = queue
     sizes[queue] += 1
 
 
-@lean_kernel
+@subroutine
 def _take(links: Links, where: Any, sizes: Any, queue: int) -> int:
     block = pop_back(links, len(where) + queue)
     where[block] = ABSENT

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.cache.policies.base import Ids, Policy, lean_kernel
+from llmcache.cache.policies.base import Ids, Policy, lean_kernel, subroutine
 from llmcache.cache.policies.lists import (
     Links,
     back,
@@ -112,7 +112,7 @@ def _replay(
     return evicted
 
 
-@lean_kernel
+@subroutine
 def _admit(links: Links, where: Any, sizes: Any, counters: Counters, door: Door, full: bool) -> None:
     """Moves the back of the window to probation; if the cache was full, it or the back of probation goes."""
     candidate = pop_back(links, len(where) + WINDOW)
@@ -128,7 +128,7 @@ def _admit(links: Links, where: Any, sizes: Any, counters: Counters, door: Door,
     _put(links, where, sizes, PROBATION, candidate)
 
 
-@lean_kernel
+@subroutine
 def _promote(links: Links, where: Any, sizes: Any, limit: int, block: int) -> None:
     remove(links, block)
     sizes[PROBATION] -= 1
@@ -139,7 +139,7 @@ def _promote(links: Links, where: Any, sizes: Any, limit: int, block: int) -> No
         _put(links, where, sizes, PROBATION, demoted)
 
 
-@lean_kernel
+@subroutine
 def _put(links: Links, where: Any, sizes: Any, queue: Any, block: int) -> None:
     push_front(links, len(where) + queue, block)
     where[block] = queue

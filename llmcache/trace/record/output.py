@@ -1,4 +1,7 @@
-"""Output files: never overwritten unasked, whole or not there."""
+"""Output files: never overwritten unasked, whole or not there, and closed to others.
+
+Traces tell which files were accessed, and so does all that is made of them: pictures, pages, other formats.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from llmcache.errors import EnvironmentProblem, UsageError
-from llmcache.private import PRIVATE, create
+from llmcache.private import create
 
 
 class Output:
@@ -26,12 +29,12 @@ class Output:
 
     def __enter__(self) -> Path:
         """Returns the temporary name to write to, of a file that is there and empty."""
-        return self.begin(0o666)
+        return self.begin()
 
-    def begin(self, mode: int = PRIVATE) -> Path:
+    def begin(self) -> Path:
         """Makes the temporary file, empty, and returns its name. EnvironmentProblem if that is not possible."""
         try:
-            os.close(create(self.temporary, mode))
+            os.close(create(self.temporary))
         except OSError as error:
             raise problem(self.path, error) from error
         return self.temporary
