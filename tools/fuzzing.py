@@ -14,6 +14,7 @@ import importlib
 import json
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -40,6 +41,21 @@ ROUND = 300
 MACHINE_ROUND = 20
 STEPS = 60
 HANG_S = 30
+
+
+_ended = threading.Event()
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    """As Ctrl-C: mounts are taken down then too. Any other exception hypothesis takes for what an input did."""
+    _ended.set()
+    raise KeyboardInterrupt
+
+
+def _check_ended() -> None:
+    """Ends a run that was told to once more: an exception that comes while Python collects garbage is lost."""
+    if _ended.is_set():
+        raise KeyboardInterrupt
 
 
 class Hang(AssertionError):
@@ -76,6 +92,7 @@ def run_target(target: Target, seconds: float, first_seed: int, out: Path) -> Ru
 
     def attempt(value: Any) -> None:
         nonlocal tried
+        _check_ended()
         tried += 1
         last[:] = [value]
         current.write_bytes(written(value))
@@ -104,6 +121,7 @@ def run_machine(machine: Machine, seconds: float, first_seed: int, out: Path) ->
     began, number = time.monotonic(), first_seed
     with machine.around():
         while number == first_seed or time.monotonic() - began < seconds:
+            _check_ended()
             try:
                 seed(number)(machine.operations)
                 run_state_machine_as_test(
@@ -189,8 +207,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(), help="where failing inputs are kept (default: here)")
     parser.add_argument("--list", action="store_true", help="print the names of the targets")
     arguments = parser.parse_args(words)
-    # As Ctrl-C: mounts are taken down then too. Any other exception hypothesis takes for what an input did.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
     return fuzz(arguments)
 
 

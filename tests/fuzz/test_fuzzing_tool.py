@@ -18,7 +18,7 @@ from tools import fuzzing
 ROOT = Path(__file__).resolve().parents[2]
 # A target that has something to take down, as the mounts of fsx-steer.
 ENDLESS = """
-import contextlib, sys
+import contextlib, os, signal, sys
 from hypothesis import strategies as st
 from llmcache.errors import run_cli
 from tests.fuzz.target import Target
@@ -29,7 +29,12 @@ def closing():
         stack.callback(print, "down", flush=True)
         print("up", flush=True)
         yield
-fuzzing.targets = lambda: {"endless": Target("endless", st.binary(), lambda data: None, closing)}
+class Garbage:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        str(self)  # where the signal's exception is raised, and lost
+check = {"other": lambda data: None, "garbage": lambda data: str(Garbage())}[sys.argv[2]]
+fuzzing.targets = lambda: {"endless": Target("endless", st.binary(), check, closing)}
 sys.exit(run_cli(lambda: fuzzing.main(["endless", "--out", sys.argv[1]])))
 """
 
@@ -88,11 +93,13 @@ def test_names_of_targets(capsys: pytest.CaptureFixture[str]) -> None:
         fuzzing.main(["nonsense"])
 
 
-def test_a_run_that_is_ended_takes_down_what_it_put_up(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", ENDLESS, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+@pytest.mark.parametrize("by", ["other", "garbage"])
+def test_a_run_that_is_ended_takes_down_what_it_put_up(tmp_path: Path, by: str) -> None:
+    command = [sys.executable, "-c", ENDLESS, str(tmp_path), by]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=60)[0] == "down\n"
+        if by == "other":
+            process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=240)[0] == "down\n"  # and not the line of a whole run
     assert process.returncode == 0
