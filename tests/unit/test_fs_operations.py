@@ -65,7 +65,7 @@ def test_a_deleted_file_is_let_go_with_its_last_release(
         monkeypatch.setattr(operations._engine, "removed", lambda _path: operations.release(number))
     if released == "late":
         _release_once_hidden(operations, number, monkeypatch)
-    operations.rename("/a.kv", hidden, 0)
+    operations.hide("/a.kv", hidden)
     if released == "after":
         assert operations.getattr(hidden, None).st_nlink == 1
         operations.release(number)
