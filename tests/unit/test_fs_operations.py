@@ -1,9 +1,10 @@
-"""What a file's last close must not take away from a call on its path that runs at the same time."""
+"""What a call on a file must not miss when another on its path, or its last close, runs at the same time."""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,16 +15,18 @@ from llmcache.fs.caller import NOBODY_ELSE
 from llmcache.fs.operations import LlmcacheOperations
 from llmcache.fs.policy import WritePolicy
 from llmcache.fs.source import SourceTree
+from tests.mount.live import wait_for
 
 
 @pytest.fixture
-def operations(tmp_path: Path) -> LlmcacheOperations:
+def operations(tmp_path: Path) -> Iterator[LlmcacheOperations]:
     """Operations on a directory with a file that has two names; no engine, no kernel."""
     (tmp_path / "a.kv").write_bytes(b"x" * 10)
     os.link(tmp_path / "a.kv", tmp_path / "b.kv")
     made = LlmcacheOperations(SourceTree(str(tmp_path)), Mock(), WritePolicy(everything=True))
-    made._notifier = Mock()
-    return made
+    made.init(Mock())
+    yield made
+    made.destroy()
 
 
 CALLS: dict[str, Callable[[LlmcacheOperations], object]] = {
@@ -85,3 +88,29 @@ def _release_once_hidden(operations: LlmcacheOperations, number: int, monkeypatc
             operations.release(number)
 
     monkeypatch.setattr(Backing, "__setattr__", setting)
+
+
+@pytest.mark.parametrize("renamed", ["before", "while"])
+@pytest.mark.parametrize("learned", range(4))
+def test_pages_are_dropped_of_a_file_that_is_being_renamed(
+    operations: LlmcacheOperations, renamed: str, learned: int
+) -> None:
+    """libfuse learns of a rename when its call has returned: meanwhile it knows no inode by the new name."""
+    nodes, dropped, asked = {"/a.kv": "the inode"}, [], []
+
+    def invalidate(path: str) -> int:
+        if not asked and renamed == "while":
+            operations.rename("/a.kv", "/c.kv", 0)
+        if len(asked) == learned:
+            nodes["/c.kv"] = nodes.pop("/a.kv")
+        asked.append(path)
+        dropped.extend([nodes[path]] if path in nodes else [])
+        return 0 if path in nodes else -errno.ENOENT
+
+    operations._notifier.invalidate_path.side_effect = invalidate  # type: ignore[union-attr]
+    backing = operations._files.get(operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)[0]).backing
+    if renamed == "before":
+        operations.rename("/a.kv", "/c.kv", 0)
+    operations.truncate("/b.kv", None, 3, NOBODY_ELSE)
+    wait_for(lambda: not backing.unsettled, "pages are dropped")
+    assert dropped
