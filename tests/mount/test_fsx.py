@@ -118,8 +118,10 @@ class Fsx(RuleBasedStateMachine):
         """Who has the file open by one name sees what was written by the other, if not at once."""
         self._ask(op="warmup", check=True, globs=["*.kv"])  # pages of before are dropped, unless it is written
         wait_for(
-            lambda: os.fstat(fd).st_size == len(self.content)
-            and os.pread(fd, length, place) == self.content[place : place + length],
+            lambda: (
+                os.fstat(fd).st_size == len(self.content)
+                and os.pread(fd, length, place) == self.content[place : place + length]
+            ),
             f"{place}+{length} is as it was written by another name",
         )
 

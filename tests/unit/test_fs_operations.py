@@ -96,7 +96,9 @@ def test_pages_are_dropped_of_a_file_that_is_being_renamed(
     operations: LlmcacheOperations, renamed: str, learned: int
 ) -> None:
     """libfuse learns of a rename when its call has returned: meanwhile it knows no inode by the new name."""
-    nodes, dropped, asked = {"/a.kv": "the inode"}, [], []
+    nodes = {"/a.kv": "the inode"}
+    dropped: list[str] = []
+    asked: list[str] = []
 
     def invalidate(path: str) -> int:
         if not asked and renamed == "while":
