@@ -3,7 +3,8 @@
 Deleted while open: libfuse renames such a file to `.fuse_hidden` + 16 hex digits in its directory and deletes it when it
 is closed. Here that rename (`hide`, and not a user's `rename` to such a name) deletes the file at once; its open Backing
 goes on under the hidden name, which lives only in `_hidden`. The directory can then be removed, and nothing is left behind
-if the daemon is killed. libfuse's `hard_remove` would leave no name: then fstat() of such a file fails.
+if the daemon is killed. With libfuse's `hard_remove` there would be no hidden name, but such a file could neither be
+given another mode nor be opened by its descriptor (ESTALE).
 """
 
 from __future__ import annotations
