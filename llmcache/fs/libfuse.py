@@ -119,8 +119,8 @@ class _OldLoopConfig(ctypes.Structure):
 
 class Notifier:
     """What the daemon tells the kernel unasked. Calls wait for locked pages: never from a thread that owes a reply, and
-    nobody who owes one waits for such a thread (`state.py` argues that). They return 0 or a negative errno (-ENOENT: the kernel does not know the inode, so it holds nothing;
-    -ENOTCONN: after `close`).
+    nobody who owes one waits for such a thread without end (`state.py` argues that). They return 0 or a negative errno
+    (-ENOENT: the kernel does not know the inode, so it holds nothing; -ENOTCONN: after `close`).
 
     A page is locked from the moment its READ is queued. A call that waits for one while nobody takes requests any more
     would wait for ever, and with it whoever reads: it keeps the connection open that its process has closed. So no call

@@ -248,7 +248,8 @@ class LlmcacheOperations(TreeOperations):
     def _note_change(self, backing: Backing, offset: int, length: int) -> None:
         """Tell the engine; the kernel's pages of this path are right already, those of other hard links are not."""
         self._engine.changed(backing, offset, length)
-        if backing.links < 2 and not self._hidden:  # a deleted one may be another
+        deleted = sum((other.dev, other.ino) == (backing.dev, backing.ino) for other in list(self._hidden.values()))
+        if backing.links + deleted < 2:
             return
         with contextlib.ExitStack() as in_use:
             others = self._table.others(backing)

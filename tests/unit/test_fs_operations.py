@@ -15,7 +15,7 @@ from llmcache.fs.caller import NOBODY_ELSE
 from llmcache.fs.operations import LlmcacheOperations
 from llmcache.fs.policy import WritePolicy
 from llmcache.fs.source import SourceTree
-from tests.mount.live import wait_for
+from tests.property.kernel import wait_until
 
 
 @pytest.fixture
@@ -114,5 +114,5 @@ def test_pages_are_dropped_of_a_file_that_is_being_renamed(
     if renamed == "before":
         operations.rename("/a.kv", "/c.kv", 0)
     operations.truncate("/b.kv", None, 3, NOBODY_ELSE)
-    wait_for(lambda: not backing.unsettled, "pages are dropped")
+    wait_until(lambda: not backing.unsettled, "pages are dropped")
     assert dropped
