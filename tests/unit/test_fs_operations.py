@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -16,6 +17,7 @@ from llmcache.fs.operations import LlmcacheOperations
 from llmcache.fs.policy import WritePolicy
 from llmcache.fs.source import SourceTree
 from tests.property.kernel import wait_until
+from tests.unit.kv_parts import unmount
 
 
 @pytest.fixture
@@ -116,3 +118,24 @@ def test_pages_are_dropped_of_a_file_that_is_being_renamed(
     operations.truncate("/b.kv", None, 3, NOBODY_ELSE)
     wait_until(lambda: not backing.unsettled, "pages are dropped")
     assert dropped
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_what_cannot_be_written_does_not_replace_what_is_being_written(
+    operations: LlmcacheOperations, tmp_path: Path
+) -> None:
+    """Who writes would get errors from then on; so nobody opens the new file before they have closed the old one."""
+    number, _ = operations.open("/a.kv", os.O_RDWR, NOBODY_ELSE)
+    fixed = tmp_path / "fixed"
+    fixed.write_bytes(b"fixed")
+    subprocess.run(["mount", "--bind", str(fixed), str(tmp_path / "a.kv")], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(tmp_path / "a.kv")], check=True)
+        with pytest.raises(OSError, match="busy"):
+            operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)
+        operations.release(number)
+        number, _ = operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)
+        assert operations.getattr(None, number).st_size == 5
+        operations.release(number)
+    finally:
+        unmount(tmp_path / "a.kv")
