@@ -7,9 +7,11 @@ then be fetched again, at the price that an old handle does not go on reading th
 may not read the new file, nobody can open that (EBUSY) before they have closed the old one: the kernel's pages are the
 same for all.
 
-Locks: BackingTable's lock guards the two maps, references and the descriptors' exchange; Backing.lock serialises changes
-of one file made through the mount with the bookkeeping of its identity. Reads take neither: descriptors are exchanged
-by dup2, which is atomic for a pread that runs meanwhile.
+Locks: BackingTable's lock guards the two maps and the references; it is held for computing only, so that a file whose
+storage is slow keeps nobody from opening another one. Backing.lock serialises changes of one file made through the mount,
+and the exchange of its descriptors, with the bookkeeping of its identity; it is held during such a change, but not while
+the file is synced, and nobody waits for it who holds another lock. Reads take neither: descriptors are exchanged by dup2,
+which is atomic for a pread that runs meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 import threading
 import time
 from collections import OrderedDict
@@ -26,12 +27,13 @@ from dataclasses import dataclass
 
 from llmcache.fs import syscalls
 from llmcache.fs.caller import NOBODY_ELSE, Caller
+from llmcache.fs.descriptors import is_at, no_read_ahead, open_direct, open_for, open_writable
 
 BLOCK = 4096
 _REMEMBERED = 65536
 # Kernels before 6.13 stamp files with the tick's time: a change within the same tick does not show in ctime.
 _TICK_NS = 50_000_000
-_MOMENT_S = 10.0
+_TRIES = 100  # to open what is at a path while others keep replacing it
 
 
 @dataclass(frozen=True)
@@ -59,19 +61,31 @@ class Backing:
 
     def __init__(self, path: str, fd: int, status: os.stat_result, writable: bool) -> None:
         self.path = path
+        self.old_path: str | None = None  # before its last rename
+        self.renames = 0
         self.fd = fd
-        self.direct_fd = _open_direct(fd)
+        self.direct_fd = open_direct(fd)
         self.writable = writable
         self.generation = 0
+        self.dropped = 0  # the kernel has no pages of an earlier generation than this
         self.references = 0
         self.identity = Identity.of(status)
         self.lock = threading.RLock()
         self.links = status.st_nlink
-        self.unsettled = False  # kernel pages of an earlier generation may still be there
         self.hidden = False  # deleted while open
         self._changed_behind = False
-        self._dirty = False
-        _no_read_ahead(fd)
+        self._changes = 0  # counted when one begins, and when it ends
+        self._synced = 0  # changes that are on storage
+        no_read_ahead(fd)
+
+    @property
+    def unsettled(self) -> bool:
+        """True if the kernel may still have pages of an earlier generation."""
+        return self.dropped < self.generation
+
+    @property
+    def _dirty(self) -> bool:
+        return self._synced < self._changes
 
     @property
     def dev(self) -> int:
@@ -151,10 +165,11 @@ class Backing:
         with self.lock:
             if Identity.of(os.fstat(self.fd)) != self.identity:
                 self._changed_behind = True
-            self._dirty = True
+            self._changes += 1
             try:
                 yield
             finally:
+                self._changes += 1
                 self.record()
 
     def record(self) -> None:
@@ -164,18 +179,18 @@ class Backing:
             self.identity = Identity.of(status)
             self.links = status.st_nlink
 
-    def outdate(self) -> None:
-        """The content changed through another name: pages the kernel holds for this one are wrong."""
+    def outdate(self) -> int:
+        """The content changed through another name: pages the kernel holds for this one are wrong. Its new generation."""
         with self.lock:
             self.record()
             self.generation += 1
-            self.unsettled = True
+            return self.generation
 
     def sync(self, data_only: bool) -> None:
         """fsync or fdatasync of SOURCE's file."""
-        with self.lock:  # a write that comes meanwhile must not be marked clean
-            (os.fdatasync if data_only else os.fsync)(self.fd)
-            self._dirty = False
+        changes = self._changes  # a write that is under way counts once more when it ends
+        (os.fdatasync if data_only else os.fsync)(self.fd)
+        self._synced = max(self._synced, changes)
 
     def notice(self, fd: int) -> bool:
         """At an open that brought `fd`: continue with the file now at this path; True if the content changed."""
@@ -189,8 +204,18 @@ class Backing:
             self.identity, self.links = identity, status.st_nlink
             self._changed_behind = False
             self.generation += 1
-            self.unsettled = True
             return True
+
+    def settle(self, known: Identity | None, empty: bool) -> int | None:
+        """At the first open: the generation whose pages have to be dropped, if the kernel may have some of another content.
+
+        It has none if it is `empty`, and those of the content `known`, where that is known.
+        """
+        with self.lock:
+            self.record()  # a change through another name either shows here or has met this Backing in the table
+            if not self.generation and (empty or known == self.identity):
+                self.dropped = 0
+            return self.generation if self.unsettled else None
 
     def is_other(self, status: os.stat_result) -> bool:
         """True if `status` is of another file than this one, whatever its path."""
@@ -200,13 +225,17 @@ class Backing:
         """Replace a read-only descriptor by a writable one of the same file."""
         with self.lock:
             os.dup2(fd, self.fd, inheritable=False)
-            _no_read_ahead(self.fd)
+            no_read_ahead(self.fd)
             self.writable = True
 
     def _exchange(self, fd: int) -> None:
-        os.dup2(fd, self.fd, inheritable=False)
-        _no_read_ahead(self.fd)
-        fresh = _open_direct(fd)
+        writable = open_writable(fd) if self.writable else None  # those who write go on writing
+        self.writable = writable is not None
+        os.dup2(fd if writable is None else writable, self.fd, inheritable=False)
+        if writable is not None:
+            os.close(writable)
+        no_read_ahead(self.fd)
+        fresh = open_direct(fd)
         if fresh is not None and self.direct_fd is not None:
             os.dup2(fresh, self.direct_fd, inheritable=False)
             os.close(fresh)
@@ -224,35 +253,13 @@ class Backing:
             self.direct_fd = None
 
 
-def _open_direct(fd: int) -> int | None:
-    """A second descriptor of the same file with O_DIRECT, or None where the file system refuses that."""
-    try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return None
-
-
-def _no_read_ahead(fd: int) -> None:
-    with contextlib.suppress(OSError):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-
-
-@dataclass(frozen=True)
-class Closed:
-    """What is known of a path since its last release."""
-
-    identity: Identity | None  # of the content whose pages the kernel may still hold
-    at: float  # time.monotonic()
-
-
 @dataclass(frozen=True)
 class Opened:
     """Result of BackingTable.open."""
 
     backing: Backing
     changed: bool  # the content is not the one known before
-    drop: bool  # the kernel may hold pages of another content: they must be dropped, then `unsettled` cleared
-    keep_cache: bool  # pages the kernel holds for this path are of this content
+    drop: int | None  # the generation whose pages the kernel has to drop, if it may have others'
 
 
 class BackingTable:
@@ -265,7 +272,7 @@ class BackingTable:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, Backing] = {}
-        self._closed: OrderedDict[str, Closed] = OrderedDict()
+        self._closed: OrderedDict[str, Identity | None] = OrderedDict()
         self._complete = True
 
     def open(
@@ -284,37 +291,69 @@ class BackingTable:
         PermissionError if `caller` may not open it. EBUSY if another file is at `path` now and `may_replace(backing, fd)`
         is false: those who have the one before open would read it.
         """
-        writable = flags & os.O_ACCMODE != os.O_RDONLY
-        fd = _open_for(caller, dir_fd, name, flags, mode)
-        keep = False
+        for _ in range(_TRIES):
+            fd = open_for(caller, dir_fd, name, flags, mode)
+            try:
+                backing = self._new(path, fd, flags)
+                if backing is not None:
+                    fd = -1  # it is the Backing's
+                    return self._begin(backing)
+                backing = self.acquire(path)
+                opened = None if backing is None else self._join(backing, dir_fd, name, fd, flags, may_replace)
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+            if opened is not None:
+                return opened
+            flags &= ~os.O_EXCL  # it was made
+        raise _busy()
+
+    def _new(self, path: str, fd: int, flags: int) -> Backing | None:
+        """A Backing of `fd` for a path that has none, with a reference; None if it has one."""
+        with self._lock:
+            if path in self._open:
+                return None
+        backing = Backing(path, fd, os.fstat(fd), flags & os.O_ACCMODE != os.O_RDONLY)
+        backing.references, backing.dropped = 1, -1
+        with self._lock:
+            if self._open.setdefault(path, backing) is backing:
+                return backing
+        if backing.direct_fd is not None:  # another open was faster
+            os.close(backing.direct_fd)
+        return None
+
+    def _begin(self, backing: Backing) -> Opened:
+        """The first open of a path since its last close; until it is known what the kernel has, nobody may keep that."""
         try:
-            status = os.fstat(fd)
             with self._lock:
-                backing = self._open.get(path)
-                if backing is None:
-                    opened = self._add(path, fd, status, writable)
-                    keep = True
-                    return opened
-                if backing.is_other(status) and not may_replace(backing, fd):
-                    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+                empty = self._complete and backing.path not in self._closed
+                known = self._closed.pop(backing.path, None)
+            drop = backing.settle(known, empty)
+            return Opened(backing, drop is not None and known is not None, drop)
+        except BaseException:
+            self.release(backing)
+            raise
+
+    def _join(
+        self, backing: Backing, dir_fd: int, name: str, fd: int, flags: int, may_replace: Callable[[Backing, int], bool]
+    ) -> Opened | None:
+        """One more open of a Backing, with a reference already; None if `fd` is not what is at its path any more."""
+        writable = flags & os.O_ACCMODE != os.O_RDONLY
+        try:
+            with backing.lock:
+                if backing.is_other(os.fstat(fd)):
+                    if not is_at(dir_fd, name, fd):  # another open may have brought what is newer
+                        self.release(backing)
+                        return None
+                    if not may_replace(backing, fd):
+                        raise _busy()
                 changed = backing.notice(fd)
                 if writable and not backing.writable:
                     backing.make_writable(fd)
-                backing.references += 1
-                return Opened(backing, changed, changed, not backing.unsettled)
-        finally:
-            if not keep:
-                os.close(fd)
-
-    def _add(self, path: str, fd: int, status: os.stat_result, writable: bool) -> Opened:
-        backing = Backing(path, fd, status, writable)
-        fresh = path not in self._closed and self._complete
-        closed = self._closed.pop(path, None)
-        known = closed.identity if closed is not None else None
-        backing.unsettled = not fresh and known != backing.identity
-        backing.references = 1
-        self._open[path] = backing
-        return Opened(backing, backing.unsettled and known is not None, backing.unsettled, not backing.unsettled)
+                return Opened(backing, changed, backing.generation if changed else None)
+        except BaseException:
+            self.release(backing)
+            raise
 
     def acquire(self, path: str) -> Backing | None:
         """The open Backing of a path with another reference, or None."""
@@ -344,7 +383,7 @@ class BackingTable:
             return backing.references == 1
 
     def _remember(self, path: str, identity: Identity | None) -> None:
-        self._closed[path] = Closed(identity, time.monotonic())
+        self._closed[path] = identity
         while len(self._closed) > _REMEMBERED:
             self._closed.popitem(last=False)
             self._complete = False
@@ -361,35 +400,28 @@ class BackingTable:
 
     def others(self, backing: Backing) -> list[Backing]:
         """Open Backings of the same file under other names (hard links), each with another reference."""
-        if backing.links < 2:
-            return []
         with self._lock:
             same = [b for b in self._open.values() if b is not backing and (b.dev, b.ino) == (backing.dev, backing.ino)]
             for other in same:
                 other.references += 1
             return same
 
-    def moved(self, old: str, new: str) -> None:
+    def moved(self, old: str, new: str, *, exchanged: bool = False) -> None:
         """A path, or a directory with all below it, was renamed through the mount; `new` no longer names what it did."""
+        ways = [(old, new), (new, old)] if exchanged else [(old, new)]
         with self._lock:
-            for table in (self._open, self._closed):
-                for path in [p for p in table if p == old or p.startswith(old + "/")]:
-                    self._move(path, new + path[len(old) :])
-
-    def _move(self, path: str, target: str) -> None:
-        if path in self._closed:  # its kernel inode goes along, pages and all; the change time moves
-            del self._closed[path]
-            self._remember(target, None)
-        backing = self._open.pop(path, None)
-        if backing is not None:
-            backing.path = target
-            self._open[target] = backing
-
-    def just_closed(self, path: str) -> bool:
-        """True if the last reference was given back a moment ago: libfuse may still count the file as open."""
-        with self._lock:
-            closed = self._closed.get(path)
-            return closed is not None and time.monotonic() - closed.at < _MOMENT_S
+            found = [
+                (path, there + path[len(here) :], self._open.pop(path, None), self._closed.pop(path, path) is not path)
+                for here, there in ways
+                for path in [p for p in [*self._open, *self._closed] if p == here or p.startswith(here + "/")]
+            ]
+            for path, target, backing, was_closed in found:
+                if was_closed:  # its kernel inode goes along, pages and all; the change time moves
+                    self._remember(target, None)
+                if backing is not None:
+                    backing.old_path, backing.path = path, target
+                    backing.renames += 1
+                    self._open[target] = backing
 
     def forget(self, path: str) -> None:
         """A path was deleted through the mount."""
@@ -397,35 +429,5 @@ class BackingTable:
             self._closed.pop(path, None)
 
 
-def _open_for(caller: Caller, dir_fd: int, name: str, flags: int, mode: int) -> int:
-    """A descriptor of a regular file that `caller` may open so. What is made is made by them, and so is theirs."""
-    if flags & os.O_CREAT:
-        with caller.rights():
-            return _open_regular(dir_fd, name, flags, caller.new_mode(dir_fd, mode))
-    fd = _open_regular(dir_fd, name, flags, mode)  # readable for the cache, also for one who may only write
-    try:
-        caller.check(fd, flags)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _open_regular(dir_fd: int, name: str, flags: int, mode: int) -> int:
-    """A descriptor of a regular file; links are not followed and nothing else is opened (a FIFO would block)."""
-    wanted = flags & (os.O_CREAT | os.O_EXCL)
-    writable = flags & os.O_ACCMODE != os.O_RDONLY
-    common = wanted | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-    try:
-        fd = os.open(name, common | (os.O_RDWR if writable else os.O_RDONLY), mode, dir_fd=dir_fd)
-    except PermissionError:
-        if not writable:
-            raise
-        # Write permission only: as much as the application may have itself.
-        fd = os.open(name, common | os.O_WRONLY, mode, dir_fd=dir_fd)
-    kind = os.fstat(fd).st_mode
-    if stat.S_ISREG(kind):
-        return fd
-    os.close(fd)
-    number = errno.EISDIR if stat.S_ISDIR(kind) else errno.ENXIO
-    raise OSError(number, os.strerror(number))
+def _busy() -> OSError:
+    return OSError(errno.EBUSY, os.strerror(errno.EBUSY))

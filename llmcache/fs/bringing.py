@@ -2,7 +2,7 @@
 
 Locking: the engine's one lock, as in `state`. In steer, extents are fetched through `Fetcher`, like those of a loader.
 In arena they are read into memory of their own and handed to the core, which keeps what it still wants: no reference is
-made, so passes that are learned from references stay those of readers. Hot pages are stored while `group.storing`
+made, so passes that are learned from references stay those of readers. Hot pages are stored while `CacheState.storing`
 tells a writer to wait. No thread here owes a reply to a READ.
 """
 
@@ -136,29 +136,28 @@ class Bringer:
         region = Region(group.extent_bytes)
         complete = self._read(backing, region, offset, length)
         with self.state.lock:
-            member.loads -= 1
-            self.state.room.notify_all()
+            self.state.load_ended(member)
             core = self.state.references.core
             if complete and group.alive and core is not None and not core.holds(group.key, extent):
                 self.state.references.held(group, extent)
                 self.fetcher.holder.keep(group, extent, region)
 
     def _bring_hot(self, group: Group, member: Member, extent: int, backing: Backing) -> None:
-        """Puts a page-by-page extent into the page cache whole. A writer waits for `storing`."""
+        """Puts a page-by-page extent into the page cache whole. A writer waits for that."""
         with self.state.lock:
             if not group.alive or member.node is None:
                 return
             offset, length, node = group.offset_of(member, extent), group.length_of(member, extent), member.node
-            group.storing += 1
+            self.state.storing.append((group, member))
             member.loads += 1
         region = Region(group.extent_bytes)
         notifier = self.state.notifier
         complete = self._read(backing, region, offset, length)
+        with self.state.lock:
+            self.state.load_ended(member)  # who closes the file waits for this, and not for the kernel
         stored = complete and notifier is not None and notifier.store(node, offset, region.address, length) == 0
         with self.state.lock:
-            group.storing -= 1
-            member.loads -= 1
-            self.state.room.notify_all()
+            self.state.store_ended(group, member)
             if not stored:
                 return
             self.state.counters.stored_bytes += length

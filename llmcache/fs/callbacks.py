@@ -11,6 +11,7 @@ import ctypes
 import errno
 import logging
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ log = logging.getLogger("llmcache.fs")
 # Results of interrupted or mis-raised system calls that an application could not make sense of.
 _NEVER_LEAK = {errno.EINTR, errno.EAGAIN, errno.EBADF, errno.EFAULT}
 
+_HIDDEN = b"/.fuse_hidden"
 
 # What changes or lists directories, or changes attributes: done with the rights of who asks (see `caller.py`).
 _WITH_RIGHTS = {
@@ -48,9 +50,13 @@ def _handle(info: Any) -> int | None:
 class Callbacks:
     """One method for each member of struct fuse_operations, under its name there."""
 
-    def __init__(self, operations: Any, context: Callable[[], Any]) -> None:
+    def __init__(self, operations: Any, context: Callable[[], Any], request: Callable[[], int]) -> None:
+        """`context()`: libfuse's fuse_context of this thread; `request()`: a number that no other request has."""
         self._ops = operations
         self._context = context
+        self._request = request
+        # By thread (Python's own thread-locals last for one callback here): the request that has looked at a hidden name.
+        self._looked: dict[int, tuple[int, bytes]] = {}
 
     def guarded(self, name: str) -> Callable[..., int] | None:
         """The callback of that name with errors turned into -errno; an unexpected exception becomes EIO and a log entry."""
@@ -118,6 +124,8 @@ class Callbacks:
 
     def op_getattr(self, path: bytes | None, buffer: Any, info: Any) -> None:
         """FUSE_GETATTR and FUSE_LOOKUP."""
+        if path is not None and _HIDDEN in path and not info:
+            self._looked[threading.get_ident()] = self._request(), path
         status = self._ops.getattr(_name(path), _handle(info))
         target = buffer.contents
         for field in ("st_mode", "st_nlink", "st_uid", "st_gid", "st_rdev", "st_size", "st_blksize", "st_blocks"):
@@ -194,8 +202,11 @@ class Callbacks:
         self._ops.symlink(os.fsdecode(target), os.fsdecode(path))
 
     def op_rename(self, old: bytes, new: bytes, flags: int) -> None:
-        """FUSE_RENAME2."""
-        self._ops.rename(os.fsdecode(old), os.fsdecode(new), flags)
+        """FUSE_RENAME2, and what libfuse makes of FUSE_UNLINK of an open file: it looks first if the hidden name is free."""
+        if _HIDDEN in new and self._looked.pop(threading.get_ident(), None) == (self._request(), new):
+            self._ops.hide(os.fsdecode(old), os.fsdecode(new))
+        else:
+            self._ops.rename(os.fsdecode(old), os.fsdecode(new), flags)
 
     def op_link(self, old: bytes, new: bytes) -> None:
         """FUSE_LINK."""

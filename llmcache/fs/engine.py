@@ -53,6 +53,7 @@ REST, REST_MAX_S = 4.0, 0.1  # housekeeping rests for so many times as long as i
 STRAYS_MIN = 3  # readers that fall behind so often need more room behind the first
 CONVOY_MAX = 3
 CONVOY_LIFE_NS = 60_000_000_000
+WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and how long (see `state`)
 
 
 class Engine:
@@ -81,6 +82,7 @@ class Engine:
         self._helpers: set[int] = set()  # their pids: the kernel tells late of what a dead one had open
         self._plan_due = False
         self._refused_ns = 0
+        self._waiting = 0  # requests
 
     @property
     def budget_bytes(self) -> int:
@@ -138,10 +140,10 @@ class Engine:
             owner = self.state.owners.get(backing)
             if owner is not None and backing.writable and not owner[0].written:
                 self._dissolve(owner[0])
-                self._settle(owner[0])
         known = owner is not None and owner[0].alive
         if not backing.hidden:
             known = self._adopt(backing) or known
+        self.settle(backing, owes_reply=True)
         return known
 
     def _adopt(self, backing: Backing) -> bool:
@@ -162,10 +164,19 @@ class Engine:
     def _note_presence(self, group: Group) -> None:
         self.state.references.presence(group, group.first or group.warm or self.state.opens_of(group) > 0)
 
-    def _settle(self, group: Group) -> None:
-        """Waits until no STORE of `group` is under way: one that ends after a write would bring old data back."""
-        while group.storing:
-            self.state.room.wait(0.01)
+    def settle(self, backing: Backing, *, owes_reply: bool) -> None:
+        """Waits until no STORE of a group that has ended is under way to the path of `backing`: it brings old data back.
+
+        Of those who owe a reply to a request only so many wait, and so long; for the others, what is brought back is
+        there until it is dropped.
+        """
+        state = self.state
+        with state.lock:
+            if not state.stores_old(backing.path) or (owes_reply and self._waiting >= WAITERS):
+                return
+            self._waiting += owes_reply
+            state.ended.wait_for(lambda: not state.stores_old(backing.path), WAIT_S if owes_reply else None)
+            self._waiting -= owes_reply
 
     def closed(self, backing: Backing, pid: int) -> None:
         """Notes the end of one open."""
@@ -193,8 +204,7 @@ class Engine:
         self.state.owners.pop(backing, None)
         if member.backing is backing:
             member.backing = None
-        while member.loads:
-            self.state.room.wait(0.01)
+        self.state.ended.wait_for(lambda: not member.loads)
 
     def read(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
         """Fills memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError."""
@@ -218,7 +228,6 @@ class Engine:
             group, member = owner
             if not group.written:
                 self._dissolve(group)  # the next read makes a new one
-                self._settle(group)
             elif backing.size > member.size_bytes:
                 group.grow(backing.size)
             else:
@@ -246,6 +255,9 @@ class Engine:
                     if member.path == old or member.path.startswith(old + "/"):
                         self.pins.rename(member.path, new + member.path[len(old) :])
                         member.path = new + member.path[len(old) :]
+            for group, member in self.state.storing:
+                if not group.alive and (member.path == old or member.path.startswith(old + "/")):
+                    member.path = new + member.path[len(old) :]
 
     def removed(self, path: str) -> None:
         """A path was deleted through the mount; open handles go on reading."""

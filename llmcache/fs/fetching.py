@@ -85,7 +85,7 @@ class Fetcher:
         except OSError as error:
             fetch.error = error
         with self.state.lock:
-            member.loads -= 1
+            self.state.load_ended(member)
             if fetch.error is not None:
                 self._fail(group, fetch)
             else:
@@ -112,7 +112,7 @@ class Fetcher:
         """Puts the loaded extent into the page cache and finishes the fetch."""
         with self.state.lock:
             usable = fetch.error is None and not fetch.stale and group.loading.get(fetch.extent) is fetch
-            group.storing += 1
+            self.state.storing.append((group, member))
             trip = fetch.ahead and not fetch.joined and not self.holder.skips_trip(group, fetch.extent)
         failed = 0
         if usable:
@@ -120,7 +120,7 @@ class Fetcher:
             for start, end in parts:
                 failed = failed or self._put(group, member, fetch, start, end)
         with self.state.lock:
-            group.storing -= 1
+            self.state.store_ended(group, member)
             if usable and not fetch.stale and group.loading.get(fetch.extent) is fetch:
                 self._stored(group, member, fetch, trip, failed)
             elif usable and member.node is not None:

@@ -118,7 +118,6 @@ class Group:
         self.warm = False  # brought in by a warm-up, and not used since: kept though nobody has it open
         self.written = False  # open for writing: the kernel alone fills its pages
         self.paged = False  # too large, or one too many, to be steered: read page by page, and kept as single rows are
-        self.storing = 0  # STOREs under way
         self.window_bytes = 0
         self.pinned_bytes = 0
         self.last_ns = 0

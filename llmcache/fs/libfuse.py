@@ -7,7 +7,8 @@ where it should return. Here the steps are taken one by one, with the same struc
 ABI: fields of fuse_config after `auto_cache` moved between libfuse versions. Only `nullpath_ok` is set there; it has
 mfusepy's offset in every release (3.0-3.10, 3.11-3.16 with no_rofd_flush before it, 3.17+ without). Of fuse_file_info
 only flags, direct_io, keep_cache and fh are used: fields that never moved. The nodeid of a path is its st_ino seen
-through the mount, because use_ino stays unset.
+through the mount, because use_ino stays unset. Behind the fuse_context of a thread libfuse has a pointer to the request,
+which begins with the session and the request's number: so in every release from 2.6 on, though no header says so.
 """
 
 from __future__ import annotations
@@ -117,9 +118,9 @@ class _OldLoopConfig(ctypes.Structure):
 
 
 class Notifier:
-    """What the daemon tells the kernel unasked. Calls wait for locked pages: never from a thread that owes a reply to
-    a READ. They return 0 or a negative errno (-ENOENT: the kernel does not know the inode, so it holds nothing;
-    -ENOTCONN: after `close`).
+    """What the daemon tells the kernel unasked. Calls wait for locked pages: never from a thread that owes a reply, and
+    nobody who owes one waits for such a thread without end (`state.py` argues that). They return 0 or a negative errno
+    (-ENOENT: the kernel does not know the inode, so it holds nothing; -ENOTCONN: after `close`).
 
     A page is locked from the moment its READ is queued. A call that waits for one while nobody takes requests any more
     would wait for ever, and with it whoever reads: it keeps the connection open that its process has closed. So no call
@@ -184,7 +185,8 @@ class Session:
 
     def _callbacks(self) -> Any:
         """The filled struct fuse_operations (it holds references to the callbacks)."""
-        self._calls = Callbacks(self._operations, self._context_address())
+        context = self._context_address()
+        self._calls = Callbacks(self._operations, context, lambda: self._request(context))
         table = self._binding.fuse_operations()
         own = {"init": self._initialise, "destroy": self._destroy}
         for name, prototype in ((field[0], field[1]) for field in table._fields_):
@@ -197,6 +199,15 @@ class Session:
         get = self._lib.fuse_get_context
         get.restype = ctypes.POINTER(self._binding.fuse_context)
         return get
+
+    def _request(self, context: Callable[[], Any]) -> int:
+        """The number of the request that this thread is answering, which no other has; 0 if it cannot be told."""
+        behind = ctypes.addressof(context().contents) + ctypes.sizeof(self._binding.fuse_context)
+        request = ctypes.c_void_p.from_address(behind).value
+        if not request:
+            return 0
+        session, number = (ctypes.c_uint64 * 2).from_address(request)
+        return int(number) if session == self._lib.fuse_get_session(self._fuse) else 0
 
     def _create(self, options: Sequence[str]) -> int:
         words = [b"llmcachefs"] + [word for option in options for word in (b"-o", os.fsencode(option))]

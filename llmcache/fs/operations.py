@@ -4,6 +4,10 @@ A file changed behind the mount is noticed here, at open: its Backing moves to t
 what it had before the open is answered. The kernel drops the pages of a file whose open says so, and until a background
 thread has dropped them too, every open says so: a second opener could otherwise read an old page that the first one's
 open is about to drop. The size needs no care: attributes expire at once (see libfuse.py), so the kernel has just asked.
+
+A file written through one name is changed for its other names (hard links) in the same way: whoever opens one of them
+after the write reads what was written; who has it open does so once its pages are dropped. The write does not wait for
+that (see `state.py`: who may wait for whom).
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ import contextlib
 import errno
 import logging
 import os
-import queue
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from llmcache.fs import syscalls
 from llmcache.fs.backing import Backing, BackingTable, Opened
 from llmcache.fs.caller import NOBODY_ELSE, Caller
+from llmcache.fs.descriptors import may_write
 from llmcache.fs.handles import FileHandle, HandleTable, Listing
 from llmcache.fs.policy import WritePolicy
 from llmcache.fs.source import SourceTree
@@ -41,7 +45,9 @@ class LlmcacheOperations(TreeOperations):
         self._listings: HandleTable[Listing] = HandleTable()
         self._in_progress: list[tuple[str, int, Caller]] = []  # of opens that have no handle yet
         self._notifier: Notifier | None = None
-        self._to_drop: queue.SimpleQueue[Backing | None] = queue.SimpleQueue()
+        self._to_drop: dict[Backing, int] = {}  # with the generation; each once, so that writes cannot fill it
+        self._drops = threading.Condition()
+        self._ended = False
         self._dropper = threading.Thread(target=self._drop_pages, name="drop-pages", daemon=True)
         self.on_init: Any = lambda _notifier: None
 
@@ -55,23 +61,45 @@ class LlmcacheOperations(TreeOperations):
 
     def destroy(self) -> None:
         """The mount is gone and no request is in progress."""
-        self._to_drop.put(None)
+        with self._drops:
+            self._ended = True
+            self._drops.notify_all()
         self._dropper.join(timeout=5)
         self._engine.stop()
 
+    def _drop_later(self, backing: Backing, generation: int) -> None:
+        """Have the pages of what was before `generation` dropped, now that nothing of it is stored any more."""
+        with self._drops:
+            self._to_drop[backing] = max(generation, self._to_drop.get(backing, 0))
+            self._drops.notify_all()
+
     def _drop_pages(self) -> None:
         """Background thread: drop the pages of changed paths, then let opens keep pages again."""
-        while (backing := self._to_drop.get()) is not None:
-            self._drop_now(backing)
+        while True:
+            with self._drops:
+                self._drops.wait_for(lambda: self._to_drop or self._ended)
+                if self._ended:
+                    return
+                backing = next(iter(self._to_drop))
+                generation = self._to_drop.pop(backing)
+            self._engine.settle(backing, owes_reply=False)
+            if self._drop(backing):
+                backing.dropped = max(generation, backing.dropped)
 
-    def _drop_now(self, backing: Backing) -> None:
-        """Waits for pages that are being read: from a thread that owes no reply to a READ."""
+    def _drop(self, backing: Backing) -> bool:
+        """Drop all pages of a path; False at the end. Waits for those that are being read: from a thread that owes no reply.
+
+        libfuse learns of a rename when its call has returned: until then it has the inode under the old name, and under
+        the new one none, or another.
+        """
         assert self._notifier is not None
-        generation = backing.generation
-        self._notifier.invalidate_path(backing.path)
-        with backing.lock:
-            if backing.generation == generation:
-                backing.unsettled = False
+        renames = -1
+        while renames != backing.renames:
+            renames = backing.renames
+            names = [backing.path] if backing.old_path is None else [backing.path, backing.old_path, backing.path]
+            if any(self._notifier.invalidate_path(name) == -errno.ENOTCONN for name in names):
+                return False
+        return True
 
     # Open and close
 
@@ -106,6 +134,8 @@ class LlmcacheOperations(TreeOperations):
     def _may_replace(self, backing: Backing, fd: int) -> bool:
         """True if all who have a file open may so open what has taken its place: they will have it, see `backing.py`."""
         known = [(handle.flags, handle.rights) for handle in self._files.all() if handle.backing is backing]
+        if any(flags & os.O_ACCMODE != os.O_RDONLY for flags, _ in known) and not may_write(fd):
+            return False
         known += [(flags, rights) for path, flags, rights in list(self._in_progress) if path == backing.path]
         return all(rights is None or self._may_open(backing.path, fd, flags, rights) for flags, rights in known)
 
@@ -131,13 +161,13 @@ class LlmcacheOperations(TreeOperations):
             if opened.changed:
                 log.info("inode %d was changed behind the mount", backing.ino)
                 self._engine.changed(backing, 0, -1)
-            if opened.drop:
-                self._to_drop.put(backing)
             if flags & os.O_TRUNC:
                 self._resize(backing, 0, rights or NOBODY_ELSE)
             may_keep = self._engine.opened(backing, path, pid)
+            if opened.drop is not None:
+                self._drop_later(backing, opened.drop)
             handle = FileHandle(backing, flags, pid, rights)
-            return self._files.add(handle), bool(opened.keep_cache and may_keep)
+            return self._files.add(handle), bool(may_keep and not backing.unsettled)
         except BaseException:
             self._table.release(backing)
             raise
@@ -156,14 +186,22 @@ class LlmcacheOperations(TreeOperations):
             fd = os.open(f"/proc/self/fd/{backing.fd}", os.O_RDWR | os.O_CLOEXEC)
             backing.make_writable(fd)
             os.close(fd)
-        return self._register(Opened(backing, False, False, True), path, flags, caller.pid, caller.remembered())
+        return self._register(Opened(backing, False, None), path, flags, caller.pid, caller.remembered())
 
     def release(self, number: int) -> None:
         """The last descriptor of one open was closed."""
         handle = self._files.pop(number)
         self._engine.closed(handle.backing, handle.pid)
-        if not self._table.release(handle.backing):
+        if not self._give_back(handle.backing):
             self._let_go(handle.backing)
+
+    def _give_back(self, backing: Backing) -> bool:
+        """Give a reference back; True if it was the last. Pages of a closed file are dropped once it is opened again."""
+        if not self._table.release(backing):
+            return False
+        with self._drops:
+            self._to_drop.pop(backing, None)
+        return True
 
     # Data
 
@@ -195,8 +233,11 @@ class LlmcacheOperations(TreeOperations):
             opened = self._table.open(path, dir_fd, name, os.O_WRONLY, caller=caller, may_replace=self._may_replace)
         try:
             self._resize(opened.backing, length, caller)
+            self._engine.settle(opened.backing, owes_reply=True)
+            if opened.drop is not None:
+                self._drop_later(opened.backing, opened.drop)
         finally:
-            self._table.release(opened.backing)
+            self._give_back(opened.backing)
 
     def _resize(self, backing: Backing, length: int, caller: Caller) -> None:
         with caller.rights(), backing.own_change():
@@ -207,14 +248,17 @@ class LlmcacheOperations(TreeOperations):
     def _note_change(self, backing: Backing, offset: int, length: int) -> None:
         """Tell the engine; the kernel's pages of this path are right already, those of other hard links are not."""
         self._engine.changed(backing, offset, length)
+        deleted = sum((other.dev, other.ino) == (backing.dev, backing.ino) for other in list(self._hidden.values()))
+        if backing.links + deleted < 2:
+            return
         with contextlib.ExitStack() as in_use:
             others = self._table.others(backing)
             for other in others:
-                in_use.callback(self._table.release, other)
+                in_use.callback(self._give_back, other)
             for other in others:
-                other.outdate()
+                generation = other.outdate()
                 self._engine.changed(other, 0, -1)
-                self._drop_now(other)
+                self._drop_later(other, generation)
 
     def fsync(self, number: int, data_only: bool) -> None:
         """Force written data to SOURCE's storage."""

@@ -1,12 +1,22 @@
 """The state that reader, loader, evictor and planner share, and the one lock around it.
 
 Locking, argued once: `lock` guards every field here and every method of `Group`. It is held for computing only, never
-during I/O, a notification to the kernel, an mlock or a wait for a fetch. `work` wakes loaders and the evictor.
+during I/O, a notification to the kernel, an mlock or a wait for a fetch. `work` wakes loaders, `room` the evictor, `ended`
+those who wait for the end of loads and STOREs.
 
-Who may wait for whom (a page of an unanswered READ is locked in the kernel; STORE, INVAL and mlock wait for it):
-reader -> fetch under way -> storage, and nothing else. Loaders set `done` before they STORE; the evictor and the pin
-thread hold no fetch while they wait for the kernel. So every READ is answered however long those take.
-At the end nobody waits for the kernel any more before requests are no longer taken (`libfuse.Notifier.close`).
+Who may wait for whom (a page of an unanswered READ or WRITE is locked in the kernel; STORE, INVAL and mlock wait for it,
+and the READ may be queued behind as many other requests as the daemon has threads):
+- a READ -> the fetch under way -> storage, and nothing else. Loaders set `done` before they STORE, and what is read for a
+  STORE is no load any more (`Member.loads`) when that begins; evictor, pins and the dropping of pages have threads of
+  their own, hold neither lock nor fetch while they wait for the kernel, and nobody waits for them: who changes a file
+  leaves word of what has to be dropped, and opens say so until it is (`operations.py`).
+- an open, or a truncation by name -> STOREs of what was there before, which would put old data over new; but only
+  `engine.WAITERS` at a time, so that other threads answer the READs for which those STOREs wait, and only for
+  `engine.WAIT_S`: libfuse keeps others from a path while it is opened, and they have threads too. An open that does not
+  wait may be followed by old data until that is dropped.
+So every request is answered however long the kernel takes.
+At the end nobody waits for the kernel any more before requests are no longer taken (`libfuse.Notifier.close`); what is
+left to be dropped then is not.
 """
 
 from __future__ import annotations
@@ -84,6 +94,7 @@ class CacheState:
     opens: dict[Backing, int] = field(default_factory=dict)  # by applications
     debts: list[tuple[int, int, int, int]] = field(default_factory=list)  # node, offset, length, charged: to be dropped
     fills: deque[Fill] = field(default_factory=deque)
+    storing: list[tuple[Group, Member]] = field(default_factory=list)  # STOREs under way
     resident_bytes: int = 0  # upper bound of what the kernel holds for us
     asked_bytes: int = 0  # of room that a warm-up waits for
     held_bytes: int = 0  # arena only: bytes in the daemon's own memory
@@ -94,6 +105,7 @@ class CacheState:
         self.set_limit(self.budget_bytes)
         self.work = threading.Condition(self.lock)
         self.room = threading.Condition(self.lock)
+        self.ended = threading.Condition(self.lock)
 
     def set_limit(self, limit_bytes: int) -> None:
         """Takes what pressure leaves of the budget: pins stay within it, all together may have the window's allowance."""
@@ -105,6 +117,20 @@ class CacheState:
     def used_bytes(self) -> int:
         """Kernel and arena bytes that count against the budget."""
         return self.resident_bytes + self.held_bytes
+
+    def stores_old(self, path: str) -> bool:
+        """True while a STORE of a group that has ended is under way to `path`."""
+        return any(member.path == path and not group.alive for group, member in self.storing)
+
+    def load_ended(self, member: Member) -> None:
+        """Notes the end of a read of the file for a fetch."""
+        member.loads -= 1
+        self.ended.notify_all()
+
+    def store_ended(self, group: Group, member: Member) -> None:
+        """Notes the end of a STORE that is in `storing`."""
+        self.storing.remove((group, member))
+        self.ended.notify_all()
 
     def opens_of(self, group: Group) -> int:
         """Open handles of applications on all files of `group`."""

@@ -1,8 +1,10 @@
 """Names and attributes of the mount: what concerns SOURCE's tree and not the data of open files.
 
 Deleted while open: libfuse renames such a file to `.fuse_hidden` + 16 hex digits in its directory and deletes it when it
-is closed. Here that rename deletes the file at once; its open Backing goes on under the hidden name, which lives only in
-`_hidden`. The directory can then be removed, and nothing is left behind if the daemon is killed.
+is closed. Here that rename (`hide`, and not a user's `rename` to such a name) deletes the file at once; its open Backing
+goes on under the hidden name, which lives only in `_hidden`. The directory can then be removed, and nothing is left behind
+if the daemon is killed. With libfuse's `hard_remove` there would be no hidden name, but such a file could neither be
+given another mode nor be opened by its descriptor (ESTALE).
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import stat
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +21,6 @@ from llmcache.fs.backing import Backing, BackingTable
 from llmcache.fs.caller import Caller
 from llmcache.fs.policy import WritePolicy, read_only
 from llmcache.fs.source import SourceTree
-
-_HIDDEN = re.compile(r"\.fuse_hidden[0-9a-f]{16}")
 
 
 def _fail(number: int) -> OSError:
@@ -155,7 +154,7 @@ class TreeOperations:
         if backing is not None:  # deleted when it was hidden
             self._table.release(backing)
             return
-        if path in self._vanished:
+        if path in self._vanished and not self._exists(path):
             self._vanished.discard(path)
             return
         self._check_file(path)
@@ -165,9 +164,6 @@ class TreeOperations:
 
     def rename(self, old: str, new: str, flags: int) -> None:
         """Rename, with RENAME_NOREPLACE and RENAME_EXCHANGE."""
-        hiding = not flags and _HIDDEN.fullmatch(os.path.basename(new)) is not None
-        if hiding and self._hide(old, new):
-            return
         self._check_file(old)
         if not self._policy.everything:
             self._policy.check(new)
@@ -180,14 +176,11 @@ class TreeOperations:
                 os.rename(old_name, new_name, src_dir_fd=old_fd, dst_dir_fd=new_fd)
         self._moved(old, new, exchanged=bool(flags & syscalls.RENAME_EXCHANGE))
 
-    def _hide(self, old: str, new: str) -> bool:
+    def hide(self, old: str, new: str) -> None:
         """libfuse wants to delete an open file: delete it, and keep its Backing under the hidden name.
 
-        libfuse counts a file as open until the release has returned, so it may have no Backing any more. False if it
-        was not open at all: then somebody really wants that name."""
+        libfuse counts a file as open until the release has returned, so it may have no Backing any more."""
         backing = self._table.acquire(old)
-        if backing is None and not self._table.just_closed(old):
-            return False
         try:
             self._check_file(old)
             with self._tree.parent(old) as (dir_fd, name):
@@ -199,14 +192,14 @@ class TreeOperations:
         if backing is None:
             self._vanished.add(new)
             self._gone(old)
-            return True
+            return
         self._engine.removed(old)
+        self._engine.renamed(old, new)
         self._hidden[new] = backing
         self._table.moved(old, new)
         backing.record()
         backing.hidden = True  # from here on it may be let go by who closes it
         self._let_go(backing)
-        return True
 
     def _let_go(self, backing: Backing) -> None:
         """Gives a deleted file up, and its space free, once nobody has it open any more.
@@ -219,16 +212,13 @@ class TreeOperations:
             self._table.release(backing)
 
     def _moved(self, old: str, new: str, exchanged: bool) -> None:
+        self._table.moved(old, new, exchanged=exchanged)
         if exchanged:
             between = old + "\0"
-            self._table.moved(old, between)
-            self._table.moved(new, old)
-            self._table.moved(between, new)
             self._engine.renamed(old, between)
             self._engine.renamed(new, old)
             self._engine.renamed(between, new)
         else:
-            self._table.moved(old, new)
             self._engine.renamed(old, new)
         self._touched(new)
 

@@ -25,9 +25,10 @@ SHORT_BYTES = 40 * 512  # a short answer has as many at least; whole sectors, as
 
 @dataclass(frozen=True)
 class Rule:
-    """What goes wrong: `call` (read, write, fsync) on files that match `glob`, where bytes `first` to `end` are touched.
+    """What goes wrong: `call` on files that match `glob`, where bytes `first` to `end` are touched.
 
-    `what`: "eio", "short" (an answer of fewer bytes) or "slow" (after `seconds`).
+    `what`: "eio", "short" (an answer of fewer bytes), "slow" (after `seconds`) or "held" (once there is no such rule any
+    more; meanwhile the file `held_by` is there). `call`: read, write, fsync, truncate, fallocate, or "open direct".
     """
 
     what: str
@@ -41,6 +42,11 @@ class Rule:
         """Returns whether a call meets it."""
         touched = offset < self.end and offset + size > self.first
         return call == self.call and touched and fnmatch.fnmatch(path.lstrip("/"), self.glob)
+
+
+def held_by(rules: Path) -> Path:
+    """Return the file that is there while a call is held by `rules`."""
+    return rules.with_suffix(".held")
 
 
 def write_rules(path: Path, rules: Iterable[Rule]) -> None:
@@ -59,20 +65,32 @@ class Rules:
 
     def apply(self, call: str, path: str, offset: int, size: int) -> int:
         """Return how many of `size` bytes to answer; sleeps, or raises EIO."""
+        for rule in self._now():
+            if rule.concerns(call, path, offset, size):
+                if rule.what == "eio":
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                time.sleep(rule.seconds)
+                if rule.what == "held":
+                    self._hold(rule)
+                if rule.what == "short":
+                    size = min(size, max(SHORT_BYTES, size // 3 // 512 * 512))
+        return size
+
+    def _now(self) -> list[Rule]:
         with open(self._path, encoding="utf-8") as file:  # numbers and times of inodes come again within a tick
             text = file.read()
         known, rules = self._known
         if text != known:
             rules = [Rule(**rule) for rule in json.loads(text)]
             self._known = text, rules
-        for rule in rules:
-            if rule.concerns(call, path, offset, size):
-                if rule.what == "eio":
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
-                time.sleep(rule.seconds)
-                if rule.what == "short":
-                    size = min(size, max(SHORT_BYTES, size // 3 // 512 * 512))
-        return size
+        return rules
+
+    def _hold(self, rule: Rule) -> None:
+        held = held_by(Path(self._path))
+        held.touch()
+        while rule in self._now():
+            time.sleep(0.005)
+        held.unlink(missing_ok=True)
 
 
 class Faulty:
@@ -103,6 +121,8 @@ class Faulty:
         return [(".", {}, 0), ("..", {}, 0), *facts]
 
     def open(self, path: str, info: Any) -> int:
+        if info.flags & os.O_DIRECT:
+            self._rules.apply("open direct", path, 0, 1 << 62)
         # The kernel has already worked out where O_APPEND writes.
         info.fh = os.open(self._below(path), info.flags & ~(os.O_DIRECT | os.O_APPEND))
         info.direct_io = 1
@@ -133,12 +153,14 @@ class Faulty:
         return 0
 
     def truncate(self, path: str, length: int, fh: Any = None) -> int:
+        self._rules.apply("truncate", path, 0, 1 << 62)
         os.truncate(self._below(path) if fh is None else fh.fh, length)
         return 0
 
     def fallocate(self, path: str, mode: int, offset: int, size: int, info: Any) -> int:
         if mode:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        self._rules.apply("fallocate", path, 0, 1 << 62)
         os.posix_fallocate(info.fh, offset, size)
         return 0
 

@@ -129,6 +129,17 @@ def test_renamed_behind(pair: tuple[Path, Path], reading: Mounted) -> None:
     assert (reading.point / "g").read_bytes() == b"1" * SIZE
 
 
+def test_replaced_while_written_through(reading: Mounted) -> None:
+    """Who has it open for writing goes on, in the file that is there now."""
+    through, behind = reading.point / "f.kv", reading.source / "f.kv"
+    with through.open("x+b", buffering=0) as file:
+        file.write(b"a" * 8192)
+        replace(behind, b"b" * 8192)
+        assert through.read_bytes() == b"b" * 8192
+        assert os.pwrite(file.fileno(), b"c" * 10, 8000) == 10
+        assert through.read_bytes() == behind.read_bytes() == b"b" * 8000 + b"c" * 10 + b"b" * 182
+
+
 def test_written_behind_while_written_through(reading: Mounted) -> None:
     through, behind = reading.point / "f.kv", reading.source / "f.kv"
     with through.open("x+b", buffering=0) as file:

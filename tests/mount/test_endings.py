@@ -1,22 +1,25 @@
-"""A mount that is told to end while files change and storage is slow: it ends, and nobody waits for ever."""
+"""A mount that is told to end, or goes on, while files change and storage is slow: nobody waits for ever."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from llmcache.fs import mountpoint, sentinel
+from llmcache.fs import control, mountpoint, sentinel
 from tests.mount.fault_rig import faulty
-from tests.mount.faulty import Rule, write_rules
+from tests.mount.faulty import Rule, held_by, write_rules
 from tests.mount.live import Live, live, random_file
+from tests.property.kernel import wait_until
 
 SIZE = 1 << 20
 SLOW_S = 3.0
@@ -27,16 +30,46 @@ print("open", flush=True)
 sys.stdin.readline()
 os.pread(fd, 4096, 0)
 """
+PAIRS = 80  # more than the daemon has threads, and the kernel slots for what it asks for ahead
+TWO_NAMES = """
+import mmap, os, sys, threading
+root, pairs = sys.argv[1], range(int(sys.argv[2]))
+written = [os.open(f"{root}/a{number}.kv", os.O_RDWR) for number in pairs]
+read = [os.open(f"{root}/b{number}.kv", os.O_RDONLY) for number in pairs]
+maps = [mmap.mmap(fd, 4096) for fd in written]
+for pages in maps:
+    pages[:] = b"2" * 4096
+jobs = [lambda fd=fd: os.fsync(fd) for fd in written], [lambda fd=fd: os.pread(fd, 1, 0) for fd in read]
+threads = []
+for each in jobs:
+    print("go on", flush=True)
+    sys.stdin.readline()
+    threads += [threading.Thread(target=job) for job in each]
+    for thread in threads[-len(each):]:
+        thread.start()
+for thread in threads:
+    thread.join()
+for number in pairs:
+    with open(f"{root}/b{number}.kv", "rb") as file:
+        assert file.read() == b"2" * 4096, number
+"""
 
 
 @contextmanager
 def reader(path: Path) -> Iterator[subprocess.Popen[str]]:
     """Yield a process that has opened a file, and reads a page once it is told to."""
-    command = [sys.executable, "-I", "-S", "-c", AT_ONCE, str(path)]
+    with client(AT_ONCE, str(path)) as process:
+        assert process.stdout is not None and process.stdout.readline() == "open\n"
+        yield process
+
+
+@contextmanager
+def client(code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """Yield a process that runs `code`; it is killed in the end."""
+    command = [sys.executable, "-I", "-S", "-c", code, *words]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
+    process: subprocess.Popen[str] = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
     try:
-        assert process.stdout.readline() == "open\n"
         yield process
     finally:
         process.kill()
@@ -44,7 +77,7 @@ def reader(path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def tell(process: subprocess.Popen[str]) -> None:
-    """Let a reader read."""
+    """Let a process go on."""
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -100,3 +133,96 @@ def test_the_end_while_pages_of_changed_files_are_dropped(tmp_path: Path) -> Non
             assert ends(mount, int(entry.device.partition(":")[2]))
             for process in (slow, slower, other, opener):
                 process.wait(120)
+
+
+# What storage may take long for, of a file that is open: (descriptor, path)
+CALLS: dict[str, Callable[[int, Path], object]] = {
+    "fsync": lambda fd, _path: os.fsync(fd),
+    "write": lambda fd, _path: os.pwrite(fd, b"x", 0),
+    "truncate": lambda fd, _path: os.ftruncate(fd, 5000),
+    "fallocate": lambda fd, _path: os.posix_fallocate(fd, 0, 9000),
+    "open direct": lambda _fd, path: os.close(os.open(path, os.O_RDONLY)),
+}
+
+
+def use(path: Path) -> None:
+    """Open files as others do, while storage is busy with one."""
+    for number in range(6):
+        (path / f"other{number % 3}.kv").write_bytes(b"1")
+    assert (path / "other1.kv").read_bytes() == b"1"
+
+
+def started(*jobs: Callable[[], object]) -> list[threading.Thread]:
+    """Start threads."""
+    threads = [threading.Thread(target=job, daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file system for others needs root")
+def test_a_file_whose_storage_is_slow_keeps_nobody_from_others(tmp_path: Path) -> None:
+    files, source, rules = tmp_path / "files", tmp_path / "source", tmp_path / "rules.json"
+    files.mkdir()
+    with faulty(files, source, rules), live(source, tmp_path / "mnt", "32Mi") as mount:
+        point = mount.mountpoint
+        for call, do in CALLS.items():
+            slow = point / f"{call}.kv"
+            slow.write_bytes(b"1" * 4096)
+            with contextlib.ExitStack() as stack:
+                fd = -1
+                if call != "open direct":
+                    fd = os.open(slow, os.O_RDWR)
+                    stack.callback(os.close, fd)
+                write_rules(rules, [Rule("held", call, slow.name)])
+                stack.callback(lambda: wait_until(lambda: not held_by(rules).exists(), "it goes on"))
+                stack.callback(write_rules, rules, [])
+                threads = started(lambda do=do, fd=fd, slow=slow: do(fd, slow))  # type: ignore[misc]
+                wait_until(held_by(rules).exists, f"storage is busy with {call}")
+                again = started(lambda slow=slow: slow.read_bytes())  # type: ignore[misc]
+                others = started(lambda: use(point))
+                others[0].join(60)
+                assert not others[0].is_alive(), f"others go on at a slow {call}"
+                if call == "fsync":
+                    again[0].join(60)
+                    assert not again[0].is_alive(), "a file is opened while it is synced"
+                assert threads[0].is_alive()
+            for thread in (*threads, *again):
+                thread.join(60)
+
+
+def in_kernel(pid: int) -> int:
+    """Return how many threads of a process wait for a file system."""
+    found = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended
+            waits = (task / "wchan").read_text()
+            found += not any(word in waits for word in ("futex", "pipe", "poll")) and waits != "0"
+    return found
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="where others wait is told to root")
+@pytest.mark.parametrize("ending", [False, True], ids=["goes on", "ends"])
+def test_pages_of_other_names_wait_for_reads_that_are_queued_behind_writes(tmp_path: Path, ending: bool) -> None:
+    """A write concerns the pages of the file's other names; those are locked until reads are answered that come later."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(PAIRS):
+        (source / f"a{number}.kv").write_bytes(b"1" * 4096)
+        os.link(source / f"a{number}.kv", source / f"b{number}.kv")
+    with live(source, tmp_path / "mnt", "32Mi") as mount, client(TWO_NAMES, str(mount.mountpoint), str(PAIRS)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "go on\n"
+        mount.daemon.send_signal(signal.SIGSTOP)
+        try:
+            for waiting in (PAIRS, 2 * PAIRS):
+                tell(process)
+                wait_until(lambda least=waiting: in_kernel(process.pid) >= least, "all are asked for")  # type: ignore[misc]
+            mount.daemon.send_signal(signal.SIGCONT)
+            if ending:
+                control.request(str(mount.mountpoint), {"op": "stop", "force": True})
+                assert mount.daemon.wait(60) == 0
+            assert process.wait(60) == 0 or ending
+        except BaseException:
+            mount.daemon.kill()  # its sentinel ends all waiting
+            raise

@@ -1,5 +1,5 @@
 """Random operations on a file of a mount against a bytearray, as fsx does: whatever is written, cut, mapped, renamed, kept,
-pinned, given up and brought back, every read returns what it must, through the mount and behind it.
+pinned, given up and brought back, every read returns what it must, through the mount and behind it, and by another name.
 
 test_posix_write.py does each operation once, by itself; here they meet, with files that are large enough to be cached in
 extents, read in passes so that they become loops, while the budget changes.
@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from llmcache.fs import control
 from tests.fuzz.target import Machine
-from tests.mount.live import MIB, Live, live
+from tests.mount.live import MIB, Live, live, wait_for
 
 LEAST_BYTES = 33 * MIB  # a file that is cached in extents has at least 32 MiB
 MOST_BYTES = 36 * MIB
@@ -57,7 +57,8 @@ def mounted(mode: str) -> Iterator[None]:
 class Fsx(RuleBasedStateMachine):
     """A spill file, open to be read and now and then to be written, and the bytes that it must have.
 
-    While somebody may write it, its pages are kept singly; else it is one more file that is read in passes.
+    While somebody may write it, its pages are kept singly; else it is one more file that is read in passes. It may have
+    another name (a hard link): the mount takes that for a file of its own, with the same bytes.
     """
 
     def __init__(self) -> None:
@@ -66,6 +67,7 @@ class Fsx(RuleBasedStateMachine):
         self.name = f"{next(_numbers)}.kv"
         self.content = bytearray()
         self.fd = self.writer = -1
+        self.link, self.linked = "", -1  # its other name, and a descriptor that was opened by that
 
     @initialize(size=st.integers(LEAST_BYTES, MOST_BYTES), seed=SEEDS)
     def make(self, size: int, seed: int) -> None:
@@ -74,6 +76,8 @@ class Fsx(RuleBasedStateMachine):
         self._open()
 
     def teardown(self) -> None:
+        if self.link:
+            self.unlink()
         self._close()
         counters = control.request(str(self.mount.mountpoint), {"op": "stats"})
         assert not [name for name, value in counters.items() if isinstance(value, int) and value < 0], counters
@@ -96,6 +100,30 @@ class Fsx(RuleBasedStateMachine):
             if fd >= 0:
                 os.close(fd)
         self.fd = self.writer = -1
+
+    def _unlink(self) -> None:
+        if self.link:
+            os.unlink(self.mount.mountpoint / self.link)
+            assert os.pread(self.linked, MOST_BYTES * 2, 0) == self._written()
+            os.close(self.linked)
+            self.link, self.linked = "", -1
+
+    def _written(self) -> bytearray:
+        """The bytes; on storage for other names, also those that were written to a mapping."""
+        if self.fd >= 0:
+            os.fsync(self.fd)
+        return self.content
+
+    def _agrees(self, fd: int, place: int, length: int) -> None:
+        """Who has the file open by one name sees what was written by the other, if not at once."""
+        self._ask(op="warmup", check=True, globs=["*.kv"])  # pages of before are dropped, unless it is written
+        wait_for(
+            lambda: (
+                os.fstat(fd).st_size == len(self.content)
+                and os.pread(fd, length, place) == self.content[place : place + length]
+            ),
+            f"{place}+{length} is as it was written by another name",
+        )
 
     @contextlib.contextmanager
     def _writing(self, flags: int = 0) -> Iterator[int]:
@@ -161,6 +189,42 @@ class Fsx(RuleBasedStateMachine):
             os.posix_fallocate(fd, place, length)
         self.content.extend(bytes(max(0, place + length - len(self.content))))
 
+    # By another name
+
+    @precondition(lambda self: not self.link)
+    @rule()
+    def link_it(self) -> None:
+        self.link = f"{next(_numbers)}.kv"
+        os.link(self.path, self.mount.mountpoint / self.link)
+        self._written()
+        self.linked = os.open(self.mount.mountpoint / self.link, os.O_RDONLY)
+
+    @precondition(lambda self: self.link)
+    @rule(place=PLACES, length=LENGTHS, seed=SEEDS)
+    def write_by_link(self, place: int, length: int, seed: int) -> None:
+        data = random.Random(seed).randbytes(length)
+        self._written()
+        with (self.mount.mountpoint / self.link).open("r+b", buffering=0) as file:
+            assert os.pwrite(file.fileno(), data, place) == length
+        self._put(place, data)
+        with self.path.open("rb", buffering=0) as file:
+            assert os.pread(file.fileno(), length, place) == data
+        self._agrees(self.fd, place, length)
+
+    @precondition(lambda self: self.link)
+    @rule(place=PLACES, length=LENGTHS)
+    def read_by_link(self, place: int, length: int) -> None:
+        expected = self._written()[place : place + length]
+        with (self.mount.mountpoint / self.link).open("rb", buffering=0) as file:
+            assert os.pread(file.fileno(), length, place) == expected
+        self._agrees(self.linked, place, length)
+
+    @precondition(lambda self: self.link)
+    @rule()
+    def unlink(self) -> None:
+        self._agrees(self.linked, 0, len(self._written()))
+        self._unlink()
+
     # Moving and opening it
 
     @rule()
@@ -171,6 +235,8 @@ class Fsx(RuleBasedStateMachine):
     @rule(length=LENGTHS, seed=SEEDS)
     def replace(self, length: int, seed: int) -> None:
         """What was open stays what it was, under no name; then the new one is used."""
+        if self.link:
+            self.unlink()
         new = self.mount.mountpoint / f"new-{self.name}"
         data = random.Random(seed).randbytes(length)
         new.write_bytes(data)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import Mounted, Mounter, llmcache
+from tests.mount.live import wait_for
 from tests.mount.test_posix_read import fails_with
 
 
@@ -209,6 +210,40 @@ def test_hard_links_agree(writing: Mounted) -> None:
         with (writing.point / "one").open("r+b", buffering=0) as file:
             file.write(b"b" * 100_000)
         assert (writing.point / "two").read_bytes() == b"b" * 100_000
+        wait_for(lambda: os.pread(other.fileno(), 5, 0) == b"bbbbb", "who has the other name open sees it too")
+
+
+def test_a_deleted_name_of_an_open_file_agrees_with_the_one_that_is_left(writing: Mounted) -> None:
+    one, two = writing.point / "one", writing.point / "two"
+    one.write_bytes(b"a" * 8192)
+    os.link(one, two)
+    with one.open("r+b", buffering=0) as deleted, two.open("r+b", buffering=0) as left:
+        assert deleted.read() == left.read() == b"a" * 8192
+        one.unlink()
+        os.pwrite(deleted.fileno(), b"b", 5000)
+        assert two.read_bytes()[4999:5002] == b"aba"
+        for letter in (b"c", b"d", b"e"):
+            os.pwrite(left.fileno(), letter, 100)
+            wait_for(lambda now=letter: os.pread(deleted.fileno(), 3, 99) == b"a%ca" % now, "it is one file", 30)  # type: ignore[misc]
+
+
+def test_a_name_as_libfuse_gives_it_to_deleted_files(writing: Mounted) -> None:
+    """A user's rename to it is an ordinary one, of a file that was closed just now, and of an open one."""
+    names = [f".fuse_hidden{2:08x}{number:08x}" for number in range(1, 4)]
+    first, second, third = (writing.point / name for name in names)
+    first.with_name("f").write_bytes(b"content")
+    os.rename(first.with_name("f"), first)
+    assert first.read_bytes() == (writing.source / names[0]).read_bytes() == b"content"
+    with first.open("rb", buffering=0) as file:
+        os.rename(first, second)
+        assert file.read() == second.read_bytes() == (writing.source / names[1]).read_bytes() == b"content"
+        second.unlink()
+        assert os.pread(file.fileno(), 10, 0) == b"content"
+        assert os.listdir(writing.source) == []
+        third.write_bytes(b"another")
+    assert os.listdir(writing.source) == os.listdir(writing.point) == [names[2]]
+    third.unlink()
+    assert not third.exists()
 
 
 def test_renaming_a_directory_of_open_files(writing: Mounted) -> None:

@@ -6,11 +6,15 @@ import fcntl
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from llmcache.fs.bringing import Bringer
+from llmcache.fs.daemon import THREADS
+from llmcache.fs.engine import WAITERS
 from tests.property.kernel import File, SlowBacking, open_backing, wait_until
 from tests.property.rig import LOOP, MIB, MODES, Rig, in_threads, running
 
@@ -25,8 +29,8 @@ def change_behind(rig: Rig, file: File, name: str, seed: int) -> None:
     finally:
         os.close(fd)
     rig.engine.changed(file.backing, 0, -1)
-    rig.kernel.invalidate(file.node, 0, 0)
     rig.engine.opened(file.backing, file.backing.path, 1)
+    rig.kernel.invalidate(file.node, 0, 0)
 
 
 @MODES
@@ -85,6 +89,92 @@ def test_a_store_under_way_at_a_change_leaves_no_old_bytes(
         assert not changing.is_alive()
         wait_until(rig.settled, "nothing is under way")
         rig.sweep(file)
+
+
+@contextmanager
+def storing(rig: Rig, begin: Callable[[], None]) -> Iterator[None]:
+    """A with block during which the STORE that `begin` leads to is under way."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        assert go_on.wait(120)
+
+    rig.kernel.before_store_page = hold
+    try:
+        begin()
+        assert begun.wait(120)
+        yield
+    finally:
+        go_on.set()
+
+
+def evicted(rig: Rig, file: File) -> None:
+    """Give everything of a file up, as `llmcache evict` does."""
+    state = rig.engine.state
+    with state.lock:
+        rig.engine.forget(state.owners[file.backing][0])
+
+
+@MODES
+def test_who_opens_a_file_to_write_it_waits_for_a_store_of_what_was_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """It would put old data over what is written."""
+    with running(tmp_path, mode, monkeypatch) as rig:
+        file, state = rig.file("file", LOOP), rig.engine.state
+        left: list[int] = []
+
+        def open_to_write() -> None:
+            file.backing.writable = True
+            rig.engine.opened(file.backing, "/file", 1)
+            left.append(len(state.storing))
+
+        opening = threading.Thread(target=open_to_write, daemon=True)
+        with storing(rig, lambda: rig.check(file, 5 * MIB + (64 << 10), 4096)):
+            evicted(rig, file)
+            opening.start()
+            wait_until(lambda: rig.engine._waiting > 0 or left != [], "it waits, or does not")
+            assert not left
+        opening.join(120)
+        assert left == [0]
+
+
+@pytest.mark.parametrize("limit", [("WAITERS", 1), ("WAIT_S", 0.01)], ids=["too many", "too long"])
+def test_requests_that_wait_for_a_store_leave_threads_for_the_read_that_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, float]
+) -> None:
+    monkeypatch.setattr(f"llmcache.fs.engine.{limit[0]}", limit[1])
+    with running(tmp_path, "steer", monkeypatch) as rig:
+        file = rig.file("file", LOOP)
+        opens = [threading.Thread(target=rig.kernel.open, args=(file,), daemon=True) for _ in range(3)]
+        with storing(rig, lambda: rig.check(file, 5 * MIB + (64 << 10), 4096)):
+            evicted(rig, file)
+            monkeypatch.setattr(rig.kernel, "invalidate", lambda *_: 0)  # who opens waits there for the page of the STORE
+            for thread in opens:
+                thread.start()
+            waiting = int(limit[0] == "WAITERS")
+            wait_until(lambda: sum(thread.is_alive() for thread in opens) == waiting == rig.engine._waiting, "others go on")
+        for thread in opens:
+            thread.join(120)
+            assert not thread.is_alive()
+    assert WAITERS < THREADS
+
+
+def test_who_closes_a_file_does_not_wait_for_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hot page that a warm-up brings in has been read when it is stored."""
+    with running(tmp_path, "steer", monkeypatch) as rig:
+        file = rig.file("file", 2 * MIB)
+        group, member = rig.engine.state.owners[file.backing]
+        bringer = Bringer(rig.engine.state, rig.engine.fetcher, [(group, member, 0)])
+        warming = threading.Thread(target=bringer.run, args=(lambda _told: None,), daemon=True)
+        closing = threading.Thread(target=rig.engine.closed, args=(file.backing, 1), daemon=True)
+        with storing(rig, warming.start):
+            closing.start()
+            closing.join(60)
+            assert not closing.is_alive()
+        warming.join(120)
+        assert not warming.is_alive()
 
 
 @MODES

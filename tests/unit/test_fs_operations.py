@@ -1,9 +1,11 @@
-"""What a file's last close must not take away from a call on its path that runs at the same time."""
+"""What a call on a file must not miss when another on its path, or its last close, runs at the same time."""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,16 +16,19 @@ from llmcache.fs.caller import NOBODY_ELSE
 from llmcache.fs.operations import LlmcacheOperations
 from llmcache.fs.policy import WritePolicy
 from llmcache.fs.source import SourceTree
+from tests.property.kernel import wait_until
+from tests.unit.kv_parts import unmount
 
 
 @pytest.fixture
-def operations(tmp_path: Path) -> LlmcacheOperations:
+def operations(tmp_path: Path) -> Iterator[LlmcacheOperations]:
     """Operations on a directory with a file that has two names; no engine, no kernel."""
     (tmp_path / "a.kv").write_bytes(b"x" * 10)
     os.link(tmp_path / "a.kv", tmp_path / "b.kv")
     made = LlmcacheOperations(SourceTree(str(tmp_path)), Mock(), WritePolicy(everything=True))
-    made._notifier = Mock()
-    return made
+    made.init(Mock())
+    yield made
+    made.destroy()
 
 
 CALLS: dict[str, Callable[[LlmcacheOperations], object]] = {
@@ -65,7 +70,7 @@ def test_a_deleted_file_is_let_go_with_its_last_release(
         monkeypatch.setattr(operations._engine, "removed", lambda _path: operations.release(number))
     if released == "late":
         _release_once_hidden(operations, number, monkeypatch)
-    operations.rename("/a.kv", hidden, 0)
+    operations.hide("/a.kv", hidden)
     if released == "after":
         assert operations.getattr(hidden, None).st_nlink == 1
         operations.release(number)
@@ -85,3 +90,52 @@ def _release_once_hidden(operations: LlmcacheOperations, number: int, monkeypatc
             operations.release(number)
 
     monkeypatch.setattr(Backing, "__setattr__", setting)
+
+
+@pytest.mark.parametrize("renamed", ["before", "while"])
+@pytest.mark.parametrize("learned", range(4))
+def test_pages_are_dropped_of_a_file_that_is_being_renamed(
+    operations: LlmcacheOperations, renamed: str, learned: int
+) -> None:
+    """libfuse learns of a rename when its call has returned: meanwhile it knows no inode by the new name."""
+    nodes = {"/a.kv": "the inode"}
+    dropped: list[str] = []
+    asked: list[str] = []
+
+    def invalidate(path: str) -> int:
+        if not asked and renamed == "while":
+            operations.rename("/a.kv", "/c.kv", 0)
+        if len(asked) == learned:
+            nodes["/c.kv"] = nodes.pop("/a.kv")
+        asked.append(path)
+        dropped.extend([nodes[path]] if path in nodes else [])
+        return 0 if path in nodes else -errno.ENOENT
+
+    operations._notifier.invalidate_path.side_effect = invalidate  # type: ignore[union-attr]
+    backing = operations._files.get(operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)[0]).backing
+    if renamed == "before":
+        operations.rename("/a.kv", "/c.kv", 0)
+    operations.truncate("/b.kv", None, 3, NOBODY_ELSE)
+    wait_until(lambda: not backing.unsettled, "pages are dropped")
+    assert dropped
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_what_cannot_be_written_does_not_replace_what_is_being_written(
+    operations: LlmcacheOperations, tmp_path: Path
+) -> None:
+    """Who writes would get errors from then on; so nobody opens the new file before they have closed the old one."""
+    number, _ = operations.open("/a.kv", os.O_RDWR, NOBODY_ELSE)
+    fixed = tmp_path / "fixed"
+    fixed.write_bytes(b"fixed")
+    subprocess.run(["mount", "--bind", str(fixed), str(tmp_path / "a.kv")], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(tmp_path / "a.kv")], check=True)
+        with pytest.raises(OSError, match="busy"):
+            operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)
+        operations.release(number)
+        number, _ = operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)
+        assert operations.getattr(None, number).st_size == 5
+        operations.release(number)
+    finally:
+        unmount(tmp_path / "a.kv")
