@@ -1,7 +1,8 @@
 """The process that serves a mount: from checked arguments to a clean end.
 
 Threads: the main thread starts and stops things and runs Python's signal handlers; libfuse's loop has a thread of its
-own (in the main thread it would keep handlers from running). FUSE_INIT is handed over to the main thread, so that what
+own (in the main thread it would keep handlers from running). The kernel may give a signal to any thread, where it is only
+noted: a thread that is told of each wakes the main one. FUSE_INIT is handed over to the main thread, so that what
 the engine starts belongs to a thread that lives as long as the daemon: a child with PR_SET_PDEATHSIG dies with the
 *thread* that made it, and libfuse's threads come and go.
 
@@ -94,7 +95,7 @@ class Daemon:
         self._requests = Requests(self._engine, self._warmer, self._metrics.address if self._metrics else None)
         self._session = Session(self._operations, self._point, max_threads=THREADS, options=request.options)
         self._notifier: Notifier | None = None
-        # What the main thread waits for: "init", "resume", "rotate", "stop", "over".
+        # What the main thread waits for: "init", "resume", "rotate", "stop", "over"; "signal": that a handler can run.
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._started = threading.Event()
         self._failure: BaseException | None = None
@@ -105,8 +106,7 @@ class Daemon:
     def run(self, ready: Callable[[], None]) -> None:
         """Serve until unmounted, told to stop, or signalled. Raises what kept the mount from being made."""
         libfuse.prepare_process()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._signalled)
+        self._hear_signals()
         loop = threading.Thread(target=self._loop, name="fuse")
         loop.start()
         server: ControlServer | None = None
@@ -145,6 +145,18 @@ class Daemon:
             os.close(self._lock_fd)
         if self._failure is not None:
             raise self._failure
+
+    def _hear_signals(self) -> None:
+        told, tell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(told, True)
+        threading.Thread(target=self._wake, args=(told,), name="signals", daemon=True).start()
+        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._signalled)
+
+    def _wake(self, told: int) -> None:
+        while os.read(told, 64):
+            self._events.put("signal")
 
     def _signalled(self, number: int, _frame: FrameType | None) -> None:
         self._events.put("rotate" if number == signal.SIGHUP and self._rotate is not None else "stop")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import importlib.util
 import json
@@ -146,8 +147,11 @@ def test_busy_and_forced(reading: Mounted) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_end_it_cleanly(reading: Mounted, number: int) -> None:
-    os.kill(reading.pid, number)
+@pytest.mark.parametrize("which", [0, -1], ids=["main thread", "another thread"])
+def test_signals_end_it_cleanly(reading: Mounted, number: int, which: int) -> None:
+    pid = reading.pid
+    threads = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+    assert ctypes.CDLL(None).tgkill(pid, threads[which], number) == 0
     assert control.wait_until_gone(reading.files, 120)
     assert gone(reading)
 
