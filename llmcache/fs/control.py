@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmcache.errors import EnvironmentProblem, MountProblem
+from llmcache.files import replacing
 
 _LONGEST_REPLY = 1 << 28
 _RETRY_S = 0.1
@@ -119,12 +120,8 @@ class Files:
 
     def tell(self, facts: dict[str, Any]) -> None:
         """Write the info file, whole or not at all."""
-        new = f"{self.info}.new"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(new)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as file:
-            json.dump(facts, file)
-        os.replace(new, self.info)
+        with replacing(self.info) as file:
+            file.write(json.dumps(facts).encode())
 
     def remove(self) -> None:
         """Remove what a daemon leaves that is of no use without it (not the log). Its lock is the caller's."""

@@ -1,4 +1,4 @@
-"""The few libc calls that Python's os module lacks, or offers only with a copy: raw-address I/O, renameat2, utimensat, …
+"""The few libc calls that Python's os module lacks, or offers only with a copy: raw-address I/O, utimensat, …
 
 Those that can wait release the GIL (ctypes.CDLL). All raise OSError; EINTR is retried, it never reaches an application.
 """
@@ -29,8 +29,6 @@ AT_SYMLINK_NOFOLLOW = 0x100
 MNT_FORCE = 1
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
-RENAME_NOREPLACE = 1
-RENAME_EXCHANGE = 2
 _AT_EACCESS = 0x200
 _AT_EMPTY_PATH = 0x1000
 _FACCESSAT2 = 439  # on every architecture; Linux 5.8
@@ -86,12 +84,6 @@ def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
     while _libc.fallocate64(fd, mode, offset, length) != 0:
         if ctypes.get_errno() != errno.EINTR:
             raise _failure()
-
-
-def renameat2(old_dir: int, old: str, new_dir: int, new: str, flags: int) -> None:
-    """Rename with RENAME_NOREPLACE or RENAME_EXCHANGE."""
-    if _libc.renameat2(old_dir, _path(old), new_dir, _path(new), flags) != 0:
-        raise _failure()
 
 
 def utimensat(dir_fd: int, name: str, times: Sequence[tuple[int, int]] | None) -> None:

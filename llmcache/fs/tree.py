@@ -16,6 +16,7 @@ import stat
 from collections.abc import Sequence
 from typing import Any
 
+from llmcache import files
 from llmcache.fs import syscalls
 from llmcache.fs.backing import Backing, BackingTable
 from llmcache.fs.caller import Caller
@@ -171,10 +172,10 @@ class TreeOperations:
                 self._check_file(new)
         with self._tree.parent(old) as (old_fd, old_name), self._tree.parent(new) as (new_fd, new_name):
             if flags:
-                syscalls.renameat2(old_fd, old_name, new_fd, new_name, flags)
+                files.renameat2(old_fd, old_name, new_fd, new_name, flags)
             else:
                 os.rename(old_name, new_name, src_dir_fd=old_fd, dst_dir_fd=new_fd)
-        self._moved(old, new, exchanged=bool(flags & syscalls.RENAME_EXCHANGE))
+        self._moved(old, new, exchanged=bool(flags & files.RENAME_EXCHANGE))
 
     def hide(self, old: str, new: str) -> None:
         """libfuse wants to delete an open file: delete it, and keep its Backing under the hidden name.

@@ -13,11 +13,11 @@ ALL_FILES = [*PACKAGE, *sorted((ROOT / "tools").rglob("*.py")), *sorted((ROOT / 
 LONGEST_FILE = 450
 
 # What each part of the package may import from the others; a part may always import itself.
-BASE = {"units", "errors", "private"}
+BASE = {"units", "errors", "files"}
 ALLOWED = {
     "errors": set(),
     "units": {"errors"},
-    "private": set(),
+    "files": set(),
     "trace.record": BASE,
     "trace": BASE | {"trace.record", "cache"},
     "cache": BASE | {"trace.record"},

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from llmcache.edram.refresh.lives import KINDS, Flow, Life
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.files import replacing
 
 SCHEMA = "llmcache.edram-run/1"
 FLOWS = tuple(name.name for name in fields(Flow))
@@ -81,12 +82,10 @@ class EdramRun:
         target = Path(path)
         if target.exists() and not force:
             raise UsageError(f"run: '{target}' exists", "choose another name, or --force")
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            temporary.write_text(json.dumps(self.to_json(), separators=(",", ":")))
-            temporary.replace(target)
+            with replacing(target, 0o666) as stream:
+                stream.write(json.dumps(self.to_json(), separators=(",", ":")).encode())
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise EnvironmentProblem(f"run: '{target}' cannot be written: {error.strerror}") from error
 
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcache.errors import UsageError
+from llmcache.files import replacing
 from llmcache.kv.kernels.threads import processors
 from llmcache.kv.planning.hardware import ASSUMED, MEASURED, TYPICAL_PC, Hardware, Origin
 from llmcache.kv.planning.probes import HostSpeeds, StorageSpeeds, measure_host, measure_storage
@@ -139,16 +139,11 @@ def profile_of(directory: str | Path, *, force: bool = False, progress: Callable
 def _keep(profile: MachineProfile) -> Path | None:
     """Writes the profile; None if the cache cannot be written to, which costs another measurement only."""
     file = cache_directory() / profile.key.name
-    temporary = None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=".", dir=file.parent)
-        with os.fdopen(handle, "w") as stream:
-            json.dump(profile.to_json(), stream, indent=1)
-        os.replace(temporary, file)
+        with replacing(file) as stream:
+            stream.write(json.dumps(profile.to_json(), indent=1).encode())
     except OSError:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         return None
     return file
 

@@ -9,15 +9,14 @@ not there (yet) is cut off when it is restored; one that is there and not named 
 from __future__ import annotations
 
 import json
-import os
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmcache.errors import DataError
+from llmcache.files import replacing
 from llmcache.kv.spill.raw import problem
-from llmcache.private import create
 
 OPEN = -1
 """Pages of a run that takes all that there are in its stream."""
@@ -58,18 +57,13 @@ def path_of(spill: Path) -> Path:
 
 
 def write(spill: Path, tables: Tables) -> None:
-    """Writes the tables of a spill file, under a temporary name at first; on the disk when it returns."""
+    """Writes the tables of a spill file, in place of those that it has; on the disk when it returns."""
     path = path_of(spill)
-    temporary = path.with_name(f"new-{os.getpid()}-{path.name}")
     told = {"schema": SCHEMA, "saved": tables.saved, "sequences": tables.sequences}
     try:
-        with open(create(temporary), "w", encoding="utf-8") as stream:
-            json.dump(told, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.rename(path)
+        with replacing(path) as stream:
+            stream.write(json.dumps(told).encode())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise problem(path, "writing page tables", error) from None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from llmcache.errors import DataError, EnvironmentProblem
-from llmcache.private import create
+from llmcache.files import create
 
 _HINT = "restore what save() wrote, or compute the context again"
 

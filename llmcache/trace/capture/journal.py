@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from llmcache.errors import EnvironmentProblem, UsageError
-from llmcache.private import PRIVATE
+from llmcache.files import PRIVATE
 from llmcache.trace.record.columns import SCHEMA, Columns
 from llmcache.trace.record.meta import KEY, Provenance, TraceFile, encode, files_of
 from llmcache.trace.record.output import problem

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from llmcache.errors import EnvironmentProblem, UsageError
-from llmcache.private import create
+from llmcache.files import create, rename
 
 
 class Output:
@@ -46,9 +46,11 @@ class Output:
             self.discard()
 
     def keep(self) -> None:
-        """Give the file its name."""
+        """Give the file its name, on the disk with all that is in it."""
         try:
-            self.temporary.replace(self.path)
+            with self.temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            rename(self.temporary, self.path)
         except OSError as error:
             raise problem(self.path, error) from error
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import reprlib
 import struct
 import zlib
@@ -22,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.errors import DataError
+from llmcache.files import replacing
 from llmcache.kv.index.dci.checking import fault_of, misfit_of
 from llmcache.kv.index.dci.index import DciIndex
 from llmcache.kv.index.dci.settings import DciSettings
 from llmcache.kv.index.dci.transforms import Scale
 from llmcache.kv.index.dci.tree import BASE, DIM, Tree, trimmed
 from llmcache.kv.spill.raw import problem
-from llmcache.private import create
 
 MAGIC = b"LLMDCI\r\n"
 VERSION = 1
@@ -46,7 +45,7 @@ def path_of(spill: Path) -> Path:
 
 
 def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[str, Any]) -> int:
-    """Writes indexes under a temporary name, then renames; returns the bytes. EnvironmentProblem if it cannot.
+    """Writes indexes in place of those that are there, as a whole; returns the bytes. EnvironmentProblem if it cannot.
 
     `indexes`: by their places. `identity`: what must be the same when they are restored, as plain data.
     """
@@ -67,17 +66,12 @@ def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[
 
 
 def _write(path: Path, parts: list[Any]) -> None:
-    temporary = path.with_name(f"new-{os.getpid()}-{path.name}")
     try:
-        with open(create(temporary), "wb") as stream:
+        with replacing(path) as stream:
             for part in parts:
                 stream.write(part)
                 stream.write(bytes(-stream.tell() % _ALIGN))
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.rename(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise problem(path, "writing an index", error) from None
 
 

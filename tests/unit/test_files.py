@@ -1,4 +1,4 @@
-"""Files that tell what a user reads or says are closed to others, whatever the umask and whatever lies at their names."""
+"""Files of our own: closed to others, whatever the umask and whatever lies at their names; whole, and on the disk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from llmcache.cache.plan import Plan
 from llmcache.cache.simulate import simulate_all
 from llmcache.kv.index.dci import saved
 from llmcache.kv.tiers import tables
-from llmcache.private import create
 from llmcache.report.plot import Wanted, plot
 from llmcache.report.simulation import write_report
+from llmcache.files import create
 from llmcache.trace.capture.journal import Journal
 from llmcache.trace.convert import convert
 from llmcache.trace.record import Provenance, TraceWriter

@@ -1,0 +1,99 @@
+"""Files of our own: private ones, and those that take a name, or another's place, whole and on the disk.
+
+A name is on the disk once its directory is: after a rename or an unlink without that, a machine that loses power may come
+back with the name as it was, or with none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+PRIVATE = 0o600
+"""Traces name files, saved keys and values tell a conversation: closed to others."""
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+# Some file systems have no such call, or nothing to write back for a directory, and say so in one of these ways.
+_NOT_HERE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def create(path: str | os.PathLike[str], mode: int = PRIVATE) -> int:
+    """Descriptor of a new, empty file at `path`, for reading and writing; `mode` less the umask. OSError.
+
+    What was at `path` is removed, not followed or written to: another user may have put a link, or a file, there.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], mode: int = PRIVATE) -> Iterator[BinaryIO]:
+    """Yields a new file that takes the place of `path` when the block ends: whole, and on the disk with its name.
+
+    Until then it has a temporary name beside `path`, which ends like that (--spill globs). Nothing of it is left, and
+    `path` is as it was, where an error ends the block. OSError.
+    """
+    target = Path(path)
+    temporary = target.with_name(f"new-{os.getpid()}-{target.name}")
+    try:
+        with open(create(temporary, mode), "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        rename(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def rename(old: str | os.PathLike[str], new: str | os.PathLike[str], *, replace: bool = True) -> None:
+    """Gives the file `old` the name `new`; the name is on the disk when it returns. OSError.
+
+    FileExistsError if `new` is there and not to be replaced, however many ask for it at a time.
+    """
+    if replace:
+        os.replace(old, new)
+    else:
+        try:
+            renameat2(_AT_FDCWD, os.fspath(old), _AT_FDCWD, os.fspath(new), RENAME_NOREPLACE)
+        except OSError as error:
+            if error.errno not in _NOT_HERE:
+                raise
+            os.link(old, new)
+            os.unlink(old)
+    _sync_directory(new)
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Takes a file away, if it is there; it does not come back after a crash of the machine. OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+        _sync_directory(path)
+
+
+def _sync_directory(path: str | os.PathLike[str]) -> None:
+    """Returns when the names in the directory of `path` are on the disk."""
+    directory = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        if error.errno not in _NOT_HERE:
+            raise
+    finally:
+        os.close(directory)
+
+
+def renameat2(old_dir: int, old: str, new_dir: int, new: str, flags: int) -> None:
+    """Rename with RENAME_NOREPLACE or RENAME_EXCHANGE, in open directories; not synced. OSError."""
+    if _libc.renameat2(old_dir, os.fsencode(old), new_dir, os.fsencode(new), flags) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
