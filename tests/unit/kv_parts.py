@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -136,3 +137,61 @@ def small_disk(parent: Path, size: str) -> Iterator[Path]:
         yield small
     finally:
         unmount(small)
+
+
+class LoopDisk:
+    """A file system on a loop device whose image lies on a small disk of its own: `point` is where it is mounted."""
+
+    def __init__(self, image: Path, device: str, point: Path) -> None:
+        self._image, self._device, self.point = image, device, point
+        self._ballast = image.with_name("ballast")
+
+    def starve(self, path: Path, offsets: list[int]) -> None:
+        """Let the blocks at `offsets` of a file fail to be written; what they hold is lost."""
+        told = _run("filefrag", "-v", "-b4096", path)
+        extents = [list(map(int, re.findall(r"\d+", line)[1:4])) for line in told.splitlines() if ".." in line]
+        for block in (offset // 4096 for offset in offsets):
+            (place,) = (physical + block - first for first, last, physical in extents if first <= block <= last)
+            _run("fallocate", "--punch-hole", "-o", str(4096 * place), "-l", "4096", self._image)
+        with self._ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+
+    def feed(self) -> None:
+        """Let every block be written."""
+        self._ballast.unlink()
+
+    def remount(self) -> None:
+        """Forget all that is in memory and not on the disk."""
+        unmount(self.point)
+        _run("mount", self._device, self.point)
+
+
+def _run(*words: str | Path) -> str:
+    return subprocess.run(list(map(str, words)), check=True, capture_output=True, text=True).stdout.strip()
+
+
+@contextlib.contextmanager
+def loop_disk(parent: Path) -> Iterator[LoopDisk]:
+    """Yield a disk of 20 MiB; skips the test where there are no loop devices."""
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("a loop device needs e2fsprogs")
+    with contextlib.ExitStack() as stack:
+        image, point = stack.enter_context(small_disk(parent, "20m")) / "disk.img", parent / "disk"
+        image.touch()
+        os.truncate(image, 18 << 20)
+        made = subprocess.run(["losetup", "-f", "--show", image], capture_output=True, text=True, check=False)
+        if made.returncode:
+            pytest.skip(f"no loop devices here: {made.stderr.strip()}")
+        device = made.stdout.strip()
+        stack.callback(_run, "losetup", "-d", device)
+        _run("mkfs.ext4", "-q", "-b", "4096", "-O", "^has_journal", "-m", "0", device)  # one that fails would end it
+        point.mkdir()
+        _run("mount", device, point)
+        stack.callback(unmount, point)
+        with (point / "all").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"x" * (1 << 20))  # no block that is used later is a hole of the image
+        _run("sync", "-f", point)
+        (point / "all").unlink()
+        yield LoopDisk(image, device, point)

@@ -2,21 +2,27 @@
 
 Within that process one lock orders what changes the file. Reading needs none: a page that has been handed out is never
 moved, and an append only adds.
+
+A sync that fails leaves all in doubt that was written since the last one: the system may have dropped it, calls it clean,
+and the next sync would say nothing. So before that, pages are read back, compared with their checksums and written once
+more, and so are the tables, which memory has. A page that cannot be read back whole is lost, with those behind it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.errors import LlmcacheError, UsageError
+from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.kv.spill.chain import Chain, Run
 from llmcache.kv.spill.checksum import checksums
 from llmcache.kv.spill.layout import (
@@ -31,8 +37,9 @@ from llmcache.kv.spill.layout import (
     pack_extent,
     pack_page,
 )
-from llmcache.kv.spill.raw import RawFile
+from llmcache.kv.spill.raw import RawFile, there_already
 from llmcache.kv.spill.reader import SpillReader
+from llmcache.kv.spill.reading import KEYS, VALUES, read_slots
 from llmcache.kv.spill.recovery import Found, Recovery
 from llmcache.kv.spill.shape import BLOCK_BYTES, Bytes, KvShape, aligned, checked_rows, fill_slots
 
@@ -44,7 +51,8 @@ class SpillFile(SpillReader):
     """An open spill file; make one with `create` or `open`, and close it (it is a context manager).
 
     What `append` has written survives the end of the process, after `flush` also that of the machine. A page counts
-    after a restart once all layers and the tokens have it.
+    after a restart once all layers and the tokens have it. Whatever changes the file raises DataError once if pages have
+    been lost to a sync that failed: it is whole without them, and nothing else has been done; `pages` tells what is left.
     """
 
     def __init__(self, raw: RawFile, layout: Layout, found: Found) -> None:
@@ -52,6 +60,13 @@ class SpillFile(SpillReader):
         self._lock = threading.Lock()
         self._unwiped: list[tuple[int, int]] = []  # (offset, bytes) in tables, of pages that are no more
         self._undone: Chain | None = None  # may have extents to give back
+        self._cutting = False  # what was cut may still be on the disk, where pages to come will lie
+        self._doubtful = False  # a sync has failed
+        self._synced = found.commit.epoch  # pages up to this epoch are on the disk
+        latest = max((chain.epochs[-1] for chain in found.chains.values() if chain.pages), default=0)
+        # Of pages, and of the next commit: not before any page, and in the place of the older commit.
+        self._epoch = found.commit.epoch + 1 + max(0, latest - found.commit.epoch) // 2 * 2
+        self._lost = 0  # pages, not told yet
         self.written_bytes = 0
 
     @classmethod
@@ -67,23 +82,22 @@ class SpillFile(SpillReader):
         layout = Layout(shape, extent_pages or max(1, EXTENT_TOKENS // shape.page_tokens))
         if not path.parent.is_dir():
             raise UsageError(f"{path.parent}: is not a directory", f"make it before {path.name} is put there")
-        if path.exists():
-            _check_replaceable(path, force)
-        temporary = path.with_name(f"new-{os.getpid()}-{path.name}")
-        raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, direct)
-        try:
-            raw.lock()
-            raw.write(layout.header(), 0)
-            raw.write(pack_commit(Commit(0, 0)).ljust(BLOCK_BYTES, b"\0"), COMMITS_AT[0])
-            raw.sync()
-            raw.open_direct()
-            raw.rename(path)
-        except BaseException:
-            with contextlib.suppress(LlmcacheError):
-                raw.close()
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+        with _replaced(path, force) as is_there:
+            temporary = path.with_name(f"new-{secrets.token_hex(8)}-{path.name}")
+            raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, direct)
+            try:
+                raw.lock()
+                raw.write(layout.header(), 0)
+                raw.write(pack_commit(Commit(0, 0)).ljust(BLOCK_BYTES, b"\0"), COMMITS_AT[0])
+                raw.sync()
+                raw.open_direct()
+                raw.rename(path, replace=is_there)
+            except BaseException:
+                with contextlib.suppress(LlmcacheError):
+                    raw.close()
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+                raise
         return cls(raw, layout, Found(Commit(0, 0)))
 
     @classmethod
@@ -149,6 +163,7 @@ class SpillFile(SpillReader):
         page_tokens, before, done = self.shape.page_tokens, self.written_bytes, 0
         with self._lock:
             self._make_whole()
+            self._tell_lost()
             plan = self._layout.plan(layer)
             chain = self._chains.setdefault((sequence, layer), Chain(sequence, layer, plan))
             if chain.pages and chain.last_tokens < page_tokens:
@@ -176,7 +191,7 @@ class SpillFile(SpillReader):
         records = b"".join(map(pack_page, entries))
         self._write(records, self._layout.at(run.extent) + chain.plan.entry_at(run.slot))
         for entry in entries:
-            chain.add(entry.key_crc, entry.value_crc, entry.tokens)
+            chain.add(entry)
 
     def _undo(self, chain: Chain, pages: int) -> None:
         """Takes back what an append has done before an error: entries, from the end, and then the extents it claimed."""
@@ -203,6 +218,9 @@ class SpillFile(SpillReader):
             while len(self._undone.extents) > -(-self._undone.pages // self._undone.plan.slots):
                 self._give_back(self._undone)
             self._undone = None
+        if self._cutting:
+            self._sync()
+            self._cutting = False
 
     def _write_pages(self, chain: Chain, run: Run, keys: Bytes, values: Bytes) -> None:
         at, plan = self._layout.at(run.extent), chain.plan
@@ -210,7 +228,7 @@ class SpillFile(SpillReader):
         self._write(values.reshape(-1), at + plan.value_at(run.slot), plan.direct)
 
     def _entries(self, chain: Chain, run: Run, keys: Bytes, values: Bytes, tokens: int) -> list[PageEntry]:
-        page_tokens, epoch = self.shape.page_tokens, self._commit.epoch + 1
+        page_tokens, epoch = self.shape.page_tokens, self._epoch
         key_crcs, value_crcs = checksums(keys), checksums(values)
         return [
             PageEntry(
@@ -263,8 +281,10 @@ class SpillFile(SpillReader):
 
     def _cut(self, cuts: list[tuple[Chain, int]], wipe: list[tuple[int, int]]) -> None:
         """Cuts chains in the file. The commit comes first: were it last, a crash before it would look like damage."""
-        gone = sum(chain.pages - pages for chain, pages in cuts)
-        self._write_commit(sum(chain.pages for chain in self._chains.values()) - gone)
+        self._sync()
+        self._tell_lost()
+        self._write_commit(sum(chain.pages - pages for chain, pages in cuts))
+        self._cutting = True
         self._unwiped += wipe
         for chain, pages in cuts:
             for run in chain.runs(list(range(pages, chain.pages))):
@@ -272,20 +292,88 @@ class SpillFile(SpillReader):
                 self._unwiped.append((offset, run.pages * RECORD_BYTES))
             chain.cut(pages, self.shape.page_tokens)
         self._make_whole()
-        self._raw.sync()
 
     def flush(self) -> None:
-        """Returns when everything appended is on the disk and will be there after a crash of the machine."""
+        """Returns when everything appended is on the disk and will be there after a crash of the machine.
+
+        EnvironmentProblem: it could not be written back; a later flush does so, or raises DataError for what is lost.
+        """
         with self._lock:
             self._make_whole()
-            self._write_commit(sum(chain.pages for chain in self._chains.values()))
+            self._sync()
+            self._tell_lost()
+            self._write_commit()
 
-    def _write_commit(self, pages: int) -> None:
-        self._raw.sync()
-        commit = Commit(self._commit.epoch + 1, pages)
+    def _write_commit(self, gone: int = 0) -> None:
+        """Commits what is synced, less `gone` pages. It may be on the disk even where it fails: its epoch is used up."""
+        commit = Commit(self._epoch, sum(chain.pages for chain in self._chains.values()) - gone)
+        # Two on: the next one must take the place of this, and not of the last good one.
+        self._synced, self._epoch = commit.epoch, commit.epoch + 2
         self._write(pack_commit(commit), COMMITS_AT[commit.epoch % 2])
+        self._sync()
+        self._epoch = commit.epoch + 1
+
+    def _sync(self) -> None:
+        """Returns when all that was written is on the disk; what a sync that failed has left in doubt is written again."""
+        if self._doubtful:
+            self._write_again()
+        self._doubtful = True
         self._raw.sync()
-        self._commit = commit
+        self._doubtful = False
+
+    def _write_again(self) -> None:
+        """Writes all pages that are not known to be on the disk, and all tables. What cannot be read back is cut off."""
+        with contextlib.suppress(EnvironmentProblem):
+            self._raw.sync()  # what is dirty cannot be forgotten
+        for chain in self._chains.values():
+            first, slots = bisect_right(chain.epochs, self._synced), chain.plan.slots
+            for ordinal, extent in enumerate(chain.extents):
+                pages = range(max(first, ordinal * slots), min(chain.pages, (ordinal + 1) * slots))
+                keys, values = self._whole(chain, list(pages))
+                if len(keys) < len(pages):
+                    chain.lost = chain.pages
+                    chain.cut(pages.start + len(keys), self.shape.page_tokens)
+                    self._lost += chain.lost - chain.pages
+                self._forget(extent)
+                self._write_pages(chain, Run(pages.start, len(keys), extent, pages.start - ordinal * slots), keys, values)
+                self._write_table(chain, ordinal)
+        for extent in self._free:
+            self._forget(extent)
+            self._write(bytes(self._layout.table_bytes), self._layout.at(extent))
+
+    def _whole(self, chain: Chain, pages: list[int]) -> tuple[Bytes, Bytes]:
+        """Keys and values of `pages` [pages, slot bytes], those before the first that cannot be read whole."""
+
+        def read(some: list[int]) -> tuple[Bytes, Bytes]:
+            keys, values = (read_slots(self._raw, self._layout, chain, some, side) for side in (KEYS, VALUES))
+            return keys, values
+
+        try:
+            return read(pages)
+        except DataError:
+            for index, page in enumerate(pages):
+                try:
+                    read([page])
+                except DataError:
+                    return read(pages[:index])
+            raise
+
+    def _forget(self, extent: int) -> None:
+        """Has the file system map an extent anew: ext4 forgets, where writing back failed, that a block was never written."""
+        self._raw.forget(self._layout.at(extent), self._layout.extent_bytes)
+
+    def _write_table(self, chain: Chain, ordinal: int) -> None:
+        slots, extent = chain.plan.slots, chain.extents[ordinal]
+        pages = range(ordinal * slots, min(chain.pages, (ordinal + 1) * slots))
+        owner = pack_extent(ExtentEntry(chain.sequence, chain.layer, ordinal))
+        table = b"".join([owner, *(pack_page(chain.entry(page, self.shape.page_tokens)) for page in pages)])
+        self._write(table.ljust(chain.plan.table_bytes, b"\0"), self._layout.at(extent))
+
+    def _tell_lost(self) -> None:
+        lost, self._lost = self._lost, 0
+        if lost:
+            told = f"{self.path}: {lost} pages are lost: the disk failed when they were written back, and the system let them go"
+            raise DataError(told, "append them again, or compute the context again")
 
     def _write(self, data: bytes | Bytes, offset: int, direct: bool = False) -> None:
         self._raw.write(data, offset, direct)
@@ -301,11 +389,19 @@ class SpillFile(SpillReader):
             self._raw.close()
 
 
-def _check_replaceable(path: Path, force: bool) -> None:
-    if not force:
-        raise UsageError(f"{path}: is there already", "open it to go on with it, or allow that it is replaced")
-    old = RawFile(path, os.O_RDWR)
-    try:
-        old.lock()
-    finally:
-        old.close()
+@contextlib.contextmanager
+def _replaced(path: Path, force: bool) -> Iterator[bool]:
+    """Yields whether there is a file to be replaced, and holds its lock meanwhile; UsageError if there is, unless `force`."""
+    while path.exists():
+        if not force:
+            raise there_already(path)
+        old = RawFile(path, os.O_RDWR)
+        try:
+            old.lock()
+            # Its owner may have given the name to another one, before the lock was free.
+            if old.is_at(path):
+                yield True
+                return
+        finally:
+            old.close()
+    yield False

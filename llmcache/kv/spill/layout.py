@@ -150,6 +150,7 @@ class Layout:
         if self.extent_bytes > LARGEST_EXTENT:
             raise ValueError(f"extent_pages: an extent would have {self.extent_bytes} bytes, more than {LARGEST_EXTENT}")
         self.of_tokens = ExtentPlan(slots, whole_blocks((slots + 1) * RECORD_BYTES), slot, slot, False)
+        self.table_bytes = max(self.of_layer.table_bytes, self.of_tokens.table_bytes)
 
     def plan(self, layer: int) -> ExtentPlan:
         """Returns how the extents of `layer` are divided; layer number `shape.layers` stands for the tokens."""

@@ -6,6 +6,7 @@ and in no order. Tables do not: their records are smaller than a block. Linux ke
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -14,7 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError
+from llmcache import files
+from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.kv.spill.bulk import read_all
 from llmcache.kv.spill.shape import BLOCK_BYTES, Bytes, aligned
 
@@ -28,6 +30,11 @@ def problem(path: Path, doing: str, error: OSError) -> LlmcacheError:
         hint = "free some space, or give --spill a directory on another disk; what was spilled before is whole"
         return EnvironmentProblem(f"{path}: no space left ({doing})", hint)
     return EnvironmentProblem(f"{path}: {doing}: {error.strerror}")
+
+
+def there_already(path: Path) -> UsageError:
+    """Returns the error to raise where a file would take the place of another unasked."""
+    return UsageError(f"{path}: is there already", "open it to go on with it, or allow that it is replaced")
 
 
 class RawFile:
@@ -73,6 +80,24 @@ class RawFile:
                 os.close(fd)
             if self._wants_direct:
                 raise problem(self.path, "opening with O_DIRECT", error) from None
+
+    def is_at(self, path: Path) -> bool:
+        """Returns whether this is the file that has the name `path`."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.stat(path))
+        except FileNotFoundError:
+            return False
+
+    def refresh(self) -> None:
+        """Makes what is read be what is on the disk: a write-back that failed leaves pages in memory that never get there."""
+        with contextlib.suppress(EnvironmentProblem):
+            self.sync()  # what is dirty cannot be forgotten
+        self.forget(0, 0)
+
+    def forget(self, offset: int, size: int) -> None:
+        """Has the system forget what it keeps in memory of `size` bytes at `offset` (0: all behind it) and need not write."""
+        with contextlib.suppress(OSError):  # a file system without such memory
+            os.posix_fadvise(self.fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, buffer: Bytes, offset: int, direct: bool = False) -> None:
         """Fills `buffer` from `offset` on. DataError if the file ends before."""
@@ -138,20 +163,15 @@ class RawFile:
         except OSError as error:
             raise problem(self.path, "cutting", error) from None
 
-    def rename(self, path: Path) -> None:
-        """Gives the file the name `path`, in place of what had it; the name is on the disk when it returns."""
+    def rename(self, path: Path, replace: bool) -> None:
+        """Gives the file the name `path`, on the disk when it returns; UsageError if that is another's, unless `replace`."""
         try:
-            os.rename(self.path, path)
-            self.path = path
-            directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            files.rename(self.path, path, replace=replace)
+        except FileExistsError:
+            raise there_already(path) from None
         except OSError as error:
-            # Some file systems have nothing to write back for a directory, and say so in one of these ways.
-            if self.path != path or error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise problem(path, "naming", error) from None
+            raise problem(path, "naming", error) from None
+        self.path = path
 
     def sync(self) -> None:
         """Returns when everything written is on the disk."""
@@ -159,6 +179,13 @@ class RawFile:
             os.fdatasync(self.fd)
         except OSError as error:
             raise problem(self.path, "writing back", error) from None
+
+    def data_from(self, offset: int) -> int | None:
+        """Returns where the next byte at or behind `offset` is that was ever written; None if there are holes alone."""
+        try:
+            return os.lseek(self.fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            return None if error.errno == errno.ENXIO else offset
 
     def size(self) -> int:
         """Returns the length of the file in bytes."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.errors import LlmcacheError
+from llmcache.errors import DataError, LlmcacheError
 from llmcache.kv.kernels.threads import processors, run_all
 from llmcache.kv.spill import reading
 from llmcache.kv.spill.chain import Chain
@@ -40,7 +40,6 @@ class SpillReader:
         self._chains = found.chains
         self._free = found.free
         self._extents = found.extents
-        self._commit = found.commit
         self.recovery = Recovery(0, found.torn_entries)
         self.read_bytes = 0
 
@@ -63,6 +62,7 @@ class SpillReader:
         try:
             if raw.writable:
                 raw.lock()
+                raw.refresh()
             layout = read_header(raw.read(BLOCK_BYTES, 0), raw.path)
             if shape is not None:
                 check_identity(layout.shape, shape, raw.path)
@@ -198,8 +198,11 @@ class SpillReader:
         key = (sequence, self._checked_layer(layer))
         chain = self._chains.get(key) or Chain(*key, self._layout.plan(layer))
         wanted = [int(page) for page in pages]
-        if not all(0 <= page < chain.pages for page in wanted):
+        if not all(0 <= page < max(chain.pages, chain.lost) for page in wanted):
             raise ValueError(f"pages: layer {layer} of sequence {sequence} has {chain.pages} pages, not all of {wanted}")
+        if max(wanted, default=-1) >= chain.pages:
+            where = f"page {max(wanted)} of layer {layer} of sequence {sequence}"
+            raise DataError(f"{self.path}: {where} is lost: it could not be written back", "compute the context again")
         return chain, wanted
 
     def _checked_layer(self, layer: int) -> int:

@@ -58,6 +58,8 @@ class Found:
 ATTEMPTS = 5
 LAST_EPOCH = (1 << 32) - 2
 """A record has 32 bits for an epoch, and pages are those of the next."""
+MOST_AHEAD = 1 << 31
+"""No page is of a later epoch than this, unless commits are: each that fails uses up two."""
 
 
 def scan(raw: RawFile, layout: Layout) -> Found:
@@ -77,9 +79,7 @@ def scan(raw: RawFile, layout: Layout) -> Found:
 
 def _scan(raw: RawFile, layout: Layout, commit: Commit) -> Found:
     found = Found(commit)
-    size = raw.size()
-    found.extents = max(0, -(-(size - layout.at(0)) // layout.extent_bytes))
-    committed = 0
+    size, committed = raw.size(), 0
     for key, extents in _owners(raw, layout, found).items():
         chain = Chain(*key, layout.plan(key[1]))
         found.chains[key] = chain
@@ -106,7 +106,8 @@ def _commit_of(raw: RawFile) -> Commit:
 def _owners(raw: RawFile, layout: Layout, found: Found) -> dict[ChainKey, list[int]]:
     """Extents of each chain in their order; those that belong to none, or lie behind a gap, become free."""
     owners: dict[ChainKey, dict[int, int]] = {}
-    for extent in range(found.extents):
+    for extent in _written(raw, layout):
+        found.extents = extent + 1
         entry = unpack_extent(raw.read(RECORD_BYTES, layout.at(extent)))
         if entry is None or not _is_possible(entry, layout) or entry.ordinal in owners.get(entry[:2], {}):
             _free(raw, layout, found, extent)
@@ -122,10 +123,24 @@ def _owners(raw: RawFile, layout: Layout, found: Found) -> dict[ChainKey, list[i
     return chains
 
 
+def _written(raw: RawFile, layout: Layout) -> Iterator[int]:
+    """Yields the extents whose tables were ever written: a file of holes takes no longer than what is there of it."""
+    end, extent = raw.size(), 0
+    while layout.at(extent) < end:
+        data = raw.data_from(layout.at(extent))
+        if data is None:
+            return
+        if data < layout.at(extent) + layout.table_bytes:
+            yield extent
+            extent += 1
+        else:
+            extent = max(extent + 1, (data - layout.at(0)) // layout.extent_bytes)
+
+
 def _free(raw: RawFile, layout: Layout, found: Found, extent: int) -> None:
     """Notes an extent that may be used again, without what is in its table: it must not come alive under a new owner."""
     found.free.append(extent)
-    table = raw.read(max(layout.of_layer.table_bytes, layout.of_tokens.table_bytes), layout.at(extent))
+    table = raw.read(layout.table_bytes, layout.at(extent))
     if any(table):
         found.wipe.append((layout.at(extent), len(table)))
         found.torn_entries += 1
@@ -151,7 +166,7 @@ class _ChainReader:
             for entry in () if ended else _entries(table, chain, first):
                 if not self._is_whole(entry, chain, extent, slot):
                     break
-                chain.add(entry.key_crc, entry.value_crc, entry.tokens)
+                chain.add(entry)
                 committed += entry.epoch <= self.found.commit.epoch
                 slot += 1
                 if entry.tokens < self.layout.shape.page_tokens:
@@ -166,6 +181,8 @@ class _ChainReader:
             return False
         if entry.epoch <= self.found.commit.epoch:
             return True
+        if entry.epoch > max(self.found.commit.epoch + 1, MOST_AHEAD):
+            return False
         places = ((plan.key_at(slot), plan.key_slot_bytes), (plan.value_at(slot), plan.value_slot_bytes))
         for (offset, length), crc in zip(places, (entry.key_crc, entry.value_crc), strict=True):
             buffer = aligned(length)
