@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from llmcache.errors import EnvironmentProblem
+from llmcache.kv.spill import KvShape
+from llmcache.kv.tiers import KvStore, StoreConfig
 from llmcache.kv.transformers import SpillCache, disable, enable, sidecar
 from tests.hf.tiny_models import generate, prompt, tiny
 from tests.unit.kv_parts import small_disk
@@ -60,10 +62,10 @@ def test_a_disk_that_is_full_when_it_is_saved(tmp_path: Path, family: str, polic
 
 def test_no_room_for_the_states_of_sliding_layers(tmp_path: Path) -> None:
     layer = SimpleNamespace(keys=torch.zeros(1, 2, 5000, 16), values=torch.zeros(1, 2, 5000, 16))
-    with small_disk(tmp_path, "1m") as disk:
+    with small_disk(tmp_path, "1m") as disk, KvStore(StoreConfig(KvShape("tiny", 1, 1, 8))) as store:
         for _ in range(2):
-            with pytest.raises(EnvironmentProblem, match=r"talk\.kv\.sliding: No space left"):
-                sidecar.write(disk / "talk.kv", [layer], 5000)
+            with pytest.raises(EnvironmentProblem, match=r"talk\.kv: No space left"):
+                sidecar.write(disk / "talk.kv", store, [layer])
             assert os.listdir(disk) == []
 
 

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from llmcache import files
 from llmcache.errors import DataError, UsageError
 from llmcache.kv.policies.icecache import IceCache
+from llmcache.kv.spill.raw import RawFile
+from llmcache.kv.tiers import Selection
 from llmcache.kv.transformers import SpillCache, disable, enable
 from tests.hf.tiny_models import generate, prompt, tiny
 
@@ -98,6 +101,64 @@ def test_what_would_not_stay_cannot_be_saved(tmp_path: Path) -> None:
     finally:
         disable(model)
     assert not list(tmp_path.iterdir())
+
+
+def _state(cache: SpillCache) -> tuple[Any, ...]:
+    """Return everything that a cache with sliding layers holds, as bytes."""
+    store = cache.store
+    everything = Selection.of_all(store.middle, store.batch, store.shape.kv_heads, store.shape.page_tokens)
+    found = [store.gather(layer, everything) for layer in range(store.shape.layers)]
+    spilled = [(one.keys.tobytes(), one.values.tobytes()) for one in found]
+    sliding = [(layer.keys.numpy().tobytes(), layer.get_seq_length()) for layer in cache._stock()]
+    return cache.ids.tobytes(), store.positions.tobytes(), spilled, sliding
+
+
+@pytest.mark.parametrize("more", [1, 3, 20])
+def test_a_save_that_is_broken_off_leaves_the_one_before(
+    more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process may be killed anywhere between two saves, and before every change of a file in the second."""
+    model, kept, said = enable(tiny("gemma3")), tmp_path / "kept", tmp_path / "said"
+    said.mkdir()
+    options: dict[str, Any] = {"token_budget": 64, "cpu_pages": 4, "threads": 1}
+    copies: dict[int, Path] = {}
+
+    def noted(call: Any) -> Any:
+        def copying(*arguments: Any, **named: Any) -> Any:
+            copy()
+            return call(*arguments, **named)
+
+        return copying
+
+    def copy() -> None:
+        content = tuple((path.name, path.read_bytes()) for path in sorted(said.iterdir()))
+        if hash(content) not in copies:
+            copies[hash(content)] = target = kept / str(len(copies))
+            shutil.copytree(said, target)
+
+    try:
+        with SpillCache(model.config, path=said / "talk.kv", **options) as cache:
+            ids = generate(model, cache, prompt()).sequences
+            cache.save()
+            states = [_state(cache)]
+            with monkeypatch.context() as patched:
+                patched.setattr(RawFile, "write", noted(RawFile.write))
+                for name in ("rename", "remove"):
+                    for module in ("llmcache.files", *(["llmcache.kv.transformers.sidecar"] if name == "remove" else [])):
+                        patched.setattr(f"{module}.{name}", noted(getattr(files, name)))
+                generate(model, cache, {"input_ids": ids}, max_new_tokens=more)
+                cache.save()
+                states.append(_state(cache))
+                copy()
+        assert len(copies) > 12
+        found = []
+        for path in copies.values():
+            with SpillCache.restore(model, path / "talk.kv", **options) as cache:
+                found.append(states.index(_state(cache)))
+        assert found == sorted(found) and set(found) == {0, 1}
+        assert len(list(said.glob("sliding-*-talk.kv"))) == 1
+    finally:
+        disable(model)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

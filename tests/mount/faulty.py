@@ -12,6 +12,7 @@ import fnmatch
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -27,8 +28,10 @@ SHORT_BYTES = 40 * 512  # a short answer has as many at least; whole sectors, as
 class Rule:
     """What goes wrong: `call` on files that match `glob`, where bytes `first` to `end` are touched.
 
-    `what`: "eio", "short" (an answer of fewer bytes), "slow" (after `seconds`) or "held" (once there is no such rule any
-    more; meanwhile the file `held_by` is there). `call`: read, write, fsync, truncate, fallocate, or "open direct".
+    `what`: "eio", "short" (an answer of fewer bytes), "slow" (after `seconds`), "held" (once there is no such rule any
+    more; meanwhile the file `held_by` is there) or "lost": an fsync fails, and what was written since the last one is as it
+    was before, except by O_DIRECT: pages of a cache that let go what it cannot write. `call`: read, write, fsync, truncate,
+    fallocate, or "open direct".
     """
 
     what: str
@@ -56,6 +59,10 @@ def write_rules(path: Path, rules: Iterable[Rule]) -> None:
     fresh.rename(path)
 
 
+class Lost(OSError):
+    """An error after which nothing is left of what was under way."""
+
+
 class Rules:
     """The rules of a file, parsed again when it says something else."""
 
@@ -67,8 +74,8 @@ class Rules:
         """Return how many of `size` bytes to answer; sleeps, or raises EIO."""
         for rule in self._now():
             if rule.concerns(call, path, offset, size):
-                if rule.what == "eio":
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                if rule.what in ("eio", "lost"):
+                    raise (OSError if rule.what == "eio" else Lost)(errno.EIO, os.strerror(errno.EIO))
                 time.sleep(rule.seconds)
                 if rule.what == "held":
                     self._hold(rule)
@@ -100,6 +107,9 @@ class Faulty:
 
     def __init__(self, directory: str, rules: Rules) -> None:
         self._directory, self._rules = directory, rules
+        self._direct: set[int] = set()
+        self._before: dict[int, list[tuple[int, bytes]]] = {}  # by inode: what each write since the last fsync has replaced
+        self._lock = threading.Lock()
 
     def _below(self, path: str) -> str:
         return self._directory + path
@@ -125,12 +135,15 @@ class Faulty:
             self._rules.apply("open direct", path, 0, 1 << 62)
         # The kernel has already worked out where O_APPEND writes.
         info.fh = os.open(self._below(path), info.flags & ~(os.O_DIRECT | os.O_APPEND))
+        if info.flags & os.O_DIRECT:
+            self._direct.add(info.fh)
         info.direct_io = 1
         return 0
 
     def create(self, path: str, mode: int, info: Any) -> int:
         flags = (info.flags & ~(os.O_DIRECT | os.O_APPEND)) | os.O_CREAT
         info.fh = os.open(self._below(path), flags, mode)
+        self._before.pop(os.fstat(info.fh).st_ino, None)
         info.direct_io = 1
         return 0
 
@@ -138,10 +151,24 @@ class Faulty:
         return os.pread(info.fh, self._rules.apply("read", path, offset, size), offset)
 
     def write(self, path: str, data: bytes, offset: int, info: Any) -> int:
-        return os.pwrite(info.fh, data[: self._rules.apply("write", path, offset, len(data))], offset)
+        part = data[: self._rules.apply("write", path, offset, len(data))]
+        with self._lock:
+            if info.fh not in self._direct:
+                before = os.pread(info.fh, len(part), offset).ljust(len(part), b"\0")
+                self._before.setdefault(os.fstat(info.fh).st_ino, []).append((offset, before))
+            return os.pwrite(info.fh, part, offset)
 
     def fsync(self, path: str, _data_only: int, info: Any) -> int:
-        self._rules.apply("fsync", path, 0, 1 << 62)
+        try:
+            self._rules.apply("fsync", path, 0, 1 << 62)
+        except Lost:
+            with self._lock:
+                status = os.fstat(info.fh)
+                for offset, data in reversed(self._before.pop(status.st_ino, [])):
+                    os.pwrite(info.fh, data[: max(0, status.st_size - offset)], offset)
+            raise
+        with self._lock:
+            self._before.pop(os.fstat(info.fh).st_ino, None)
         os.fsync(info.fh)
         return 0
 
@@ -149,6 +176,7 @@ class Faulty:
         return 0
 
     def release(self, path: str, info: Any) -> int:
+        self._direct.discard(info.fh)
         os.close(info.fh)
         return 0
 

@@ -1,7 +1,8 @@
 """Random plans of what is done to a KvStore, of faults and crashes in between, beside a plain model in memory.
 
-`possible` are the states that a crash may bring back: all since everything was on the ssd tier last. What is restored
-must be a beginning of one of them, with every whole page of the shortest.
+`possible` are the states that a crash may bring back: all since everything was on the ssd tier last, or on the disk last
+where that lets go what it cannot write. What is restored must be a beginning of one of them, with every whole page of the
+shortest.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def make_moves(seed: int, count: int, mounted: bool, ssd: str) -> list[Move]:
     names |= {"again": 1, "repair": 5}
     if mounted or ssd == "file":
         faults += ["unreadable", "unwritable", "unsynced", "slow", "short"]
+    if not mounted and ssd == "file":
+        faults.append("lost")
     if ssd == "csd":
         faults.append("kill_device")
     if mounted:
@@ -68,6 +71,7 @@ class KvRig:
         self.store = KvStore(self.config)
         self.plain = Plain(SHAPE, 2)
         self.possible: list[Plain] = [copy.deepcopy(self.plain)]
+        self.unsynced: list[Plain] = [copy.deepcopy(self.plain)]
         self.broken: set[str] = set()
         self.errors: list[str] = []
         self._disk = contextlib.ExitStack()
@@ -92,6 +96,7 @@ class KvRig:
         """Note the model's state as one that a crash may bring back; as the only one if all of it was written."""
         state = copy.deepcopy(self.plain)
         self.possible = [state] if written and not self.broken else [*self.possible, state]
+        self.unsynced.append(state)
 
     # What a program does
 
@@ -130,6 +135,7 @@ class KvRig:
         """Everything, the tail too."""
         if self.tried(self.store.save):
             self.note(True)
+            self.unsynced = self.unsynced[-1:]
 
     def do_spill(self, chance: random.Random) -> None:
         """What could not be written before."""
@@ -197,6 +203,12 @@ class KvRig:
     def do_unsynced(self, chance: random.Random) -> None:
         """EIO of fsync."""
         self._fails("fsync", chance)
+
+    def do_lost(self, chance: random.Random) -> None:
+        """EIO of fsync, and nothing is left of what was written since the last one."""
+        self.rig.set_rules([*self.rig.rules, Rule("lost", "fsync", "*.kv")])
+        self.broken.add("fsync")
+        self.possible = [*self.unsynced, *self.possible]
 
     def do_kill_device(self, chance: random.Random) -> None:
         """kill -9 of the emulated device."""
@@ -269,6 +281,7 @@ class KvRig:
             self.store = KvStore(replace(self.config, force=True))
             self.plain = Plain(SHAPE, 2)
             self.possible = [copy.deepcopy(self.plain)]
+            self.unsynced = self.possible.copy()
             return
         length, found = self.store.length, None
         for state in reversed(self.possible):
@@ -282,6 +295,7 @@ class KvRig:
         self.plain.crop(length)
         self.plain.check_all(self.store)
         self.possible = [copy.deepcopy(self.plain)]
+        self.unsynced = self.possible.copy()
 
     def end(self) -> None:
         """End the store, whatever state it is in."""

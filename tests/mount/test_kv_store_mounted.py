@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from llmcache.errors import DataError, EnvironmentProblem
 from llmcache.kv.tiers import KvStore, StoreConfig
 from tests.mount.conftest import Mounter
-from tests.unit.store_parts import Plain, shape_of
+from tests.mount.fault_rig import faulty
+from tests.mount.faulty import Rule, write_rules
+from tests.unit.store_parts import Plain, crash, shape_of
 
 
 @pytest.mark.parametrize("ssd", ["file", "csd"])
@@ -41,3 +46,40 @@ def test_a_store_on_a_mount(mount: Mounter, ssd: str) -> None:
         plain.check_all(store)
         store.discard()
     assert os.listdir(mounted.source) == []
+
+
+@pytest.mark.parametrize("ssd", ["file", "csd"])
+@pytest.mark.parametrize("direct", [None, False])
+def test_a_disk_that_lets_go_what_it_cannot_write(tmp_path: Path, ssd: str, direct: bool | None) -> None:
+    """What memory has is written again: all that does not go around the cache. What it has not is told to be lost."""
+    files, point, rules = tmp_path / "files", tmp_path / "point", tmp_path / "rules"
+    files.mkdir()
+    with faulty(files, point, rules), contextlib.ExitStack() as ends:
+        config = StoreConfig(
+            shape_of(), 2, 4, 8, cpu_pages=5, path=point / "context.kv", ssd=ssd, threads=1, direct=direct
+        )
+        store, plain = KvStore(config), Plain(shape_of(), 2)
+        ends.callback(crash, store)
+        plain.step(store, 80)
+        store.save()
+        plain.step(store, 41, 1)
+        write_rules(rules, [Rule("lost", "fsync", "*.kv")])
+        with pytest.raises(EnvironmentProblem, match="writing back"):
+            store.save()
+        write_rules(rules, [])
+        if direct is False:
+            with pytest.raises(DataError, match="is lost") as caught:
+                store.save()
+            assert caught.value.hint and "compute the context again" in caught.value.hint
+            with pytest.raises(DataError, match="is lost"):
+                plain.check_all(store)
+            store.crop(80)
+            plain.crop(80)
+        plain.check_all(store)
+        plain.step(store, 9, 2)
+        store.save()
+        crash(store)
+        assert config.path is not None
+        with KvStore.restore(config.path, config) as found:
+            plain.check_all(found)
+            assert (found.ids == plain.ids).all()

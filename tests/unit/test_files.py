@@ -11,11 +11,11 @@ import pytest
 
 from llmcache.cache.plan import Plan
 from llmcache.cache.simulate import simulate_all
+from llmcache.files import create
 from llmcache.kv.index.dci import saved
 from llmcache.kv.tiers import tables
 from llmcache.report.plot import Wanted, plot
 from llmcache.report.simulation import write_report
-from llmcache.files import create
 from llmcache.trace.capture.journal import Journal
 from llmcache.trace.convert import convert
 from llmcache.trace.record import Provenance, TraceWriter

@@ -114,10 +114,7 @@ class EmulatedCsd:
             raise
         self.direct: bool = found["direct"]
         self.recovery: dict[str, int] = found["recovery"]
-        pages = {
-            int(number): [count for count, layers in runs for _ in range(layers)] for number, runs in found["pages"].items()
-        }
-        self._compare(pages, again)
+        self._compare(_pages_of(found), again)
 
     def _compare(self, found: dict[int, list[int]], again: bool) -> None:
         """Compares what the device has after a restart with what it had acknowledged before."""
@@ -184,6 +181,14 @@ class EmulatedCsd:
         found = self._result()
         self._ended(found)
         return found
+
+    def _change(self, command: str, arrays: list[Rows], **arguments: Any) -> None:
+        """Gives a command that writes. DataError: nothing was done, and pages are lost that had been acknowledged."""
+        try:
+            self._command(command, arrays, **arguments)
+        except DataError:
+            self._pages = _pages_of(self._command("identify", []))
+            raise
 
     def _result(self) -> dict[str, Any]:
         found = self._receive()
@@ -291,7 +296,7 @@ class EmulatedCsd:
         arrays += [scales for scales in (key_scales, value_scales) if scales is not None]
         for part in self._shares(keys.shape[1], self.shape.token_bytes):
             cut = [array[:, part] for array in arrays]
-            self._command("write", cut, sequence=sequence, layer=layer, tokens=part.stop - part.start)
+            self._change("write", cut, sequence=sequence, layer=layer, tokens=part.stop - part.start)
             self._note(sequence, layer, part.stop - part.start)
 
     def append_tokens(self, sequence: int, ids: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
@@ -301,7 +306,7 @@ class EmulatedCsd:
         for part in self._shares(len(ids), 16):
             count = part.stop - part.start
             arrays = [np.asarray(array[part], np.int64) for array in (ids, positions)]
-            self._command("write_tokens", arrays, sequence=sequence, tokens=count)
+            self._change("write_tokens", arrays, sequence=sequence, tokens=count)
             self._note(sequence, self.shape.layers, count)
 
     def _shares(self, tokens: int, token_bytes: int) -> list[slice]:
@@ -362,9 +367,8 @@ class EmulatedCsd:
         flat = np.concatenate(wanted)
         if not len(flat):
             return rows
-        there = self.pages(sequence, layer)
-        if flat.max() >= there * self.shape.page_tokens or flat.nbytes > 2 * DESK_BYTES:
-            raise ValueError(f"positions: up to {flat.max()}, {len(flat)} in all; there are {there} pages")
+        if flat.nbytes > 2 * DESK_BYTES:
+            raise ValueError(f"positions: {len(flat)} in all, at most {2 * DESK_BYTES // flat.itemsize} can be asked for")
         counts = [len(of_head) for of_head in wanted]
         self._send("gather", [flat.astype(np.uint32)], sequence=sequence, layer=layer, counts=counts)
         for share in shares(self.shape, wanted):
@@ -388,11 +392,17 @@ class EmulatedCsd:
         """Deallocates all pages of a sequence from number `pages` on; as `SpillFile.truncate`."""
         if sequence in self._pages:  # before the command: what is gone then has not been lost
             self._pages[sequence] = [min(pages, there) for there in self._pages[sequence]]
-        self._command("deallocate", [], sequence=sequence, pages=pages)
+        self._change("deallocate", [], sequence=sequence, pages=pages)
 
     def flush(self) -> None:
         """Returns when everything acknowledged is on the disk."""
-        self._command("flush", [])
+        self._change("flush", [])
+
+
+def _pages_of(identity: dict[str, Any]) -> dict[int, list[int]]:
+    """Pages of each layer, and of the tokens, by sequence, as a device tells them."""
+    found = identity["pages"].items()
+    return {int(number): [count for count, layers in runs for _ in range(layers)] for number, runs in found}
 
 
 def page_runs(pages: NDArray[np.int64]) -> NDArray[np.uint32]:

@@ -359,7 +359,7 @@ class SpillFile(SpillReader):
             raise
 
     def _forget(self, extent: int) -> None:
-        """Has the file system map an extent anew: ext4 forgets, where writing back failed, that a block was never written."""
+        """Has the file system map an extent anew: ext4 forgets, if writing back failed, that a block was never written."""
         self._raw.forget(self._layout.at(extent), self._layout.extent_bytes)
 
     def _write_table(self, chain: Chain, ordinal: int) -> None:
@@ -372,7 +372,7 @@ class SpillFile(SpillReader):
     def _tell_lost(self) -> None:
         lost, self._lost = self._lost, 0
         if lost:
-            told = f"{self.path}: {lost} pages are lost: the disk failed when they were written back, and the system let them go"
+            told = f"{self.path}: {lost} pages are lost: the disk failed when the system wrote them back, and it let them go"
             raise DataError(told, "append them again, or compute the context again")
 
     def _write(self, data: bytes | Bytes, offset: int, direct: bool = False) -> None:
@@ -391,7 +391,7 @@ class SpillFile(SpillReader):
 
 @contextlib.contextmanager
 def _replaced(path: Path, force: bool) -> Iterator[bool]:
-    """Yields whether there is a file to be replaced, and holds its lock meanwhile; UsageError if there is, unless `force`."""
+    """Yields whether a file is to be replaced, and holds its lock meanwhile; UsageError if there is one, unless `force`."""
     while path.exists():
         if not force:
             raise there_already(path)

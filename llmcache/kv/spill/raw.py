@@ -89,13 +89,13 @@ class RawFile:
             return False
 
     def refresh(self) -> None:
-        """Makes what is read be what is on the disk: a write-back that failed leaves pages in memory that never get there."""
+        """Makes what is read what is on the disk: a write-back that failed leaves pages in memory that never get there."""
         with contextlib.suppress(EnvironmentProblem):
             self.sync()  # what is dirty cannot be forgotten
         self.forget(0, 0)
 
     def forget(self, offset: int, size: int) -> None:
-        """Has the system forget what it keeps in memory of `size` bytes at `offset` (0: all behind it) and need not write."""
+        """Has the system forget what it keeps in memory of `size` bytes at `offset` (0: all behind) and need not write."""
         with contextlib.suppress(OSError):  # a file system without such memory
             os.posix_fadvise(self.fd, offset, size, os.POSIX_FADV_DONTNEED)
 

@@ -1,16 +1,21 @@
 """Writing pages through to the ssd tier, in order, and taking away those that no sequence uses any more.
 
 A page is written once it is full. Where that fails, it stays in the pool, beyond the bound if it must, and is written
-before the next one, or when `write_all` is called: nothing that was appended is lost.
+before the next one, or when `write_all` is called: nothing that was appended is lost. Where writing *back* fails, much
+later, the system may let go what the pool has let go before. The tier tells of that once, by a DataError, and is then
+without these pages: what memory has of them is written again.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.errors import DataError
 from llmcache.kv.tiers import tables
 from llmcache.kv.tiers.core import Core
 from llmcache.kv.tiers.pool import NOT_HERE
@@ -35,6 +40,7 @@ class Spiller:
         self._cuts: dict[int, int] = {}
         self._takes_streams = False  # whole ones, which the tables on the disk may still name
         self._is_behind = False  # the file, as an error was in the way of taking away, or of the tables
+        self._is_unsynced = False  # what was written, as an error was in the way of writing it back
         self._partial: list[tuple[int, int]] = []
 
     def is_spilled(self, layer: int, numbers: Numbers) -> NDArray[np.bool_]:
@@ -65,9 +71,13 @@ class Spiller:
         """Writes the full pages of a layer that are not written yet: from `fresh`, else from the pool."""
         full = int(self._core.lengths[layer]) // self._core.shape.page_tokens
         self._settle(full)
-        for b in range(self._core.table.batch):
-            for stream, first, end in self._unwritten(b, full, layer):
-                self._write_run(layer, stream, b, range(first, end), fresh)
+
+        def write_layer() -> None:
+            for b in range(self._core.table.batch):
+                for stream, first, end in self._unwritten(b, full, layer):
+                    self._write_run(layer, stream, b, range(first, end), fresh)
+
+        _twice(write_layer)
 
     def _unwritten(self, b: int, full: int, layer: int) -> list[tuple[int, int, int]]:
         """Pages of a sequence that are not written, as (stream, first page, end): a run's are at its end."""
@@ -85,7 +95,11 @@ class Spiller:
         pool = self._core.pools[layer]
         for page in range(pages.start, border):
             with pool.lock:
-                arrays = pool.rows(int(self._core.table.table[b, page]))
+                number = int(self._core.table.table[b, page])
+                if pool.slot_of[number] == NOT_HERE:
+                    told = f"{self._path}: page {page} of layer {layer} of sequence {b} is lost: the disk failed behind it"
+                    raise DataError(told, f"crop it to {page * size} tokens, or compute the context again")
+                arrays = pool.rows(number)
             self.ssd.append(stream, layer, arrays)
         if fresh is not None and border < pages.stop:
             part = slice((border - fresh[0]) * size, (pages.stop - fresh[0]) * size)
@@ -96,10 +110,14 @@ class Spiller:
         core, size = self._core, self._core.shape.page_tokens
         full = core.tokens.length // size
         self._settle(full)
-        for b in range(core.table.batch):
-            for stream, first, end in self._unwritten(b, full, core.shape.layers):
-                part = slice(first * size, end * size)
-                self.ssd.append_tokens(stream, core.tokens.ids[b, part], core.tokens.positions[b, part])
+
+        def write_ids() -> None:
+            for b in range(core.table.batch):
+                for stream, first, end in self._unwritten(b, full, core.shape.layers):
+                    part = slice(first * size, end * size)
+                    self.ssd.append_tokens(stream, core.tokens.ids[b, part], core.tokens.positions[b, part])
+
+        _twice(write_ids)
 
     def write_all(self) -> None:
         """Writes everything that is full and not written yet."""
@@ -112,6 +130,17 @@ class Spiller:
         full = int(self._core.lengths.max()) // self._core.shape.page_tokens
         if self._is_behind or not self.is_saved or self._settled(0) < full:
             self.write_all()
+        if self._is_unsynced:
+            _twice(self._write_back)
+
+    def _write_back(self) -> None:
+        self.write_all()
+        self._flush()
+
+    def _flush(self) -> None:
+        self._is_unsynced = True
+        self.ssd.flush()
+        self._is_unsynced = False
 
     # Taking away
 
@@ -141,30 +170,41 @@ class Spiller:
             # Half taken away, a stream that is no sequence any more must not be taken for a short one.
             self.note(closed=True, needed=self._takes_streams)
             for stream, pages in list(self._cuts.items()):
-                self.ssd.truncate(stream, pages)
+                _twice(functools.partial(self.ssd.truncate, stream, pages))
                 del self._cuts[stream]
             self._takes_streams = False
         self._is_behind = False
 
-    def note(self, closed: bool = False, saved: bool = False, needed: bool = False) -> None:
+    def note(self, closed: bool = False, needed: bool = False) -> None:
         """Writes the tables if those on the disk are others; sequences that were never forked need none, unless `needed`."""
-        now = self._tables(saved)
-        now = now if closed or saved else now.opened()
-        if now != self._written and (needed or not (now.is_plain and self._written is None)):
+        now = self._tables() if closed else self._tables().opened()
+        if needed or not (now.is_plain and self._written is None):
+            self._put(now)
+
+    def _put(self, now: Tables) -> None:
+        if now != self._written:
             tables.write(self._path, now)
             self._written = now
 
-    def _tables(self, saved: bool = False) -> Tables:
+    def _tables(self) -> Tables:
         table = self._core.table
-        return Tables([table.runs(b, self._settled(b)) for b in range(table.batch)], saved)
+        return Tables([table.runs(b, self._settled(b)) for b in range(table.batch)], beside=self.beside)
 
     def _settled(self, b: int) -> int:
         return int((self._core.table.stream[self._core.table.table[b]] != NOWHERE).sum())
 
     # Saving
 
-    def save(self) -> None:
+    @property
+    def beside(self) -> str:
+        """What `save` has said last."""
+        return "" if self._written is None else self._written.beside
+
+    def save(self, beside: str) -> None:
         """Writes all, the pages that are not full included, so that nothing is lost when the process ends."""
+        _twice(functools.partial(self._save, beside))
+
+    def _save(self, beside: str) -> None:
         core, size = self._core, self._core.shape.page_tokens
         self.write_all()
         full, rest = divmod(core.tokens.length, size)
@@ -177,8 +217,8 @@ class Spiller:
                 self.note(needed=True)
             for b, (stream, _) in enumerate(self._partial):
                 self._save_tail(b, stream, full * size, rest)
-            self.ssd.flush()
-            self.note(saved=True)
+            self._flush()
+            self._put(Tables(self._tables().sequences, True, beside))
         finally:
             if rest:
                 core.table.unsettle(full)
@@ -195,6 +235,14 @@ class Spiller:
     def adopt(self, partial: list[tuple[int, int]], cuts: dict[int, int]) -> None:
         """Takes over what restoring has found: partial pages, and what no sequence uses."""
         self._partial, self._cuts = partial, cuts
+
+
+def _twice(call: Callable[[], None]) -> None:
+    """Calls again where the tier has told of lost pages: if memory has them no more either, that says so."""
+    try:
+        call()
+    except DataError:
+        call()
 
 
 def keep_all(core: Core, layer: int, fresh: Fresh) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache import files
 from llmcache.errors import LlmcacheError, UsageError
 from llmcache.kv.csd import Report, ScoreBlock
 from llmcache.kv.csd.blocks import BLOCK_TOKENS
@@ -82,7 +83,7 @@ class KvStore:
     def _remove_tables(self) -> None:
         """Takes away the page tables of a file that was replaced."""
         if self.config.path is not None:
-            tables.path_of(self.config.path).unlink(missing_ok=True)
+            tables.remove(self.config.path)
 
     # What it is
 
@@ -319,12 +320,35 @@ class KvStore:
 
     # Beginning and end
 
-    def save(self) -> None:
-        """Writes all, the last page too, though it is not full: `restore` then loses nothing. Between steps only."""
+    @property
+    def beside(self) -> str:
+        """What the last `save` was given, also that of whoever had the spill file before; "" if there was none."""
+        return "" if self._spiller is None else self._spiller.beside
+
+    def tail(self) -> tuple[Numbers, Numbers, list[list[NDArray[Any]]]]:
+        """Returns the ids and positions [batch, n] of the tokens that fill no page, and the rows of each layer.
+
+        Rows: keys, values and for int8 their scales, [batch, kv_heads, n, ..], as `append` takes them. Between steps only.
+        """
+        core = self._core
+        core.check_between_steps()
+        full, rest = divmod(self.length, self.shape.page_tokens)
+        rows: list[list[NDArray[Any]]] = []
+        for pool in core.pools if rest else ():
+            with pool.lock:
+                pages = [pool.rows(int(number)) for number in core.table.table[:, full]]
+                rows.append([np.stack([side[:, :rest] for side in sides]) for sides in zip(*pages, strict=True)])
+        return self.ids[:, self.length - rest :], self.positions[:, self.length - rest :], rows
+
+    def save(self, beside: str = "") -> None:
+        """Writes all, the last page too, though it is not full: `restore` then loses nothing. Between steps only.
+
+        `beside`: name (hexadecimal) of what else belongs to this save; it is told with it, or not at all.
+        """
         if self._spiller is None:
             raise UsageError("path: the store has no spill file to save to", "make it with one")
         self._core.check_between_steps()
-        self._spiller.save()
+        self._spiller.save(beside)
 
     def restart_device(self) -> None:
         """Starts the *emulated* device anew after it has died, and writes what it had not acknowledged.
@@ -347,7 +371,7 @@ class KvStore:
             self.close()
         finally:
             if self.config.path is not None:
-                self.config.path.unlink(missing_ok=True)
+                files.remove(self.config.path)
                 self._remove_tables()
 
     def __enter__(self) -> KvStore:

@@ -9,18 +9,21 @@ not there (yet) is cut off when it is restored; one that is there and not named 
 from __future__ import annotations
 
 import json
+import re
 import reprlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmcache import files
 from llmcache.errors import DataError
-from llmcache.files import replacing
 from llmcache.kv.spill.raw import problem
 
 OPEN = -1
 """Pages of a run that takes all that there are in its stream."""
 SCHEMA = "llmcache.kv.tables/1"
+
+_NAME = re.compile("[0-9a-f]*")
 
 Runs = list[tuple[int, int]]
 
@@ -29,11 +32,13 @@ Runs = list[tuple[int, int]]
 class Tables:
     """Runs of each sequence: (stream, pages from its beginning on, or OPEN).
 
-    `saved`: nothing is missing behind the last page, which may be partial.
+    `saved`: nothing is missing behind the last page, which may be partial. `beside`: what the caller calls the file of its
+    own that belongs to what was saved last ("": none).
     """
 
     sequences: list[Runs]
     saved: bool = False
+    beside: str = ""
 
     @staticmethod
     def plain(batch: int) -> Tables:
@@ -44,11 +49,12 @@ class Tables:
     def is_plain(self) -> bool:
         """True if the spill file alone tells as much."""
         alike = all(not runs or (len(runs) == 1 and runs[0][0] == b) for b, runs in enumerate(self.sequences))
-        return alike and not self.saved
+        return alike and not self.saved and not self.beside
 
     def opened(self) -> Tables:
         """Returns them with the last run of each sequence open."""
-        return Tables([[*runs[:-1], (runs[-1][0], OPEN)] if runs else [] for runs in self.sequences], self.saved)
+        opened = [[*runs[:-1], (runs[-1][0], OPEN)] if runs else [] for runs in self.sequences]
+        return replace(self, sequences=opened)
 
 
 def path_of(spill: Path) -> Path:
@@ -59,12 +65,21 @@ def path_of(spill: Path) -> Path:
 def write(spill: Path, tables: Tables) -> None:
     """Writes the tables of a spill file, in place of those that it has; on the disk when it returns."""
     path = path_of(spill)
-    told = {"schema": SCHEMA, "saved": tables.saved, "sequences": tables.sequences}
+    told = {"schema": SCHEMA, "saved": tables.saved, "sequences": tables.sequences, "beside": tables.beside}
     try:
-        with replacing(path) as stream:
+        with files.replacing(path) as stream:
             stream.write(json.dumps(told).encode())
     except OSError as error:
         raise problem(path, "writing page tables", error) from None
+
+
+def remove(spill: Path) -> None:
+    """Takes the tables of a spill file away, if it has any; on the disk when it returns."""
+    path = path_of(spill)
+    try:
+        files.remove(path)
+    except OSError as error:
+        raise problem(path, "removing page tables", error) from None
 
 
 def read(spill: Path) -> Tables | None:
@@ -74,7 +89,9 @@ def read(spill: Path) -> Tables | None:
         told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if told["schema"] != SCHEMA:
             raise ValueError(f"schema {reprlib.repr(told['schema'])}")
-        return Tables([_checked(runs) for runs in told["sequences"]], bool(told["saved"]))
+        if not _NAME.fullmatch(beside := told.get("beside", "")):
+            raise ValueError(f"a file {reprlib.repr(beside)} beside it")
+        return Tables([_checked(runs) for runs in told["sequences"]], bool(told["saved"]), beside)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -167,20 +167,20 @@ class SpillCache(Cache):
 
     def save(self) -> None:
         """Writes everything to the spill file, so that `restore` goes on exactly here; between steps, and it may go on."""
-        self.conversation.save()
-        sidecar.write(self.store.config.path or Path(), list(self._stock()), self.store.length)
+        self.conversation.save(list(self._stock()))
 
     @classmethod
     def restore(cls, model: Any, path: str | Path, policy: str = "hillinfer", **options: Any) -> SpillCache:
         """Returns a cache that goes on with the spill file at `path`, for `model` itself; `options` as for a new one.
 
-        Up to 15 tokens at the end are lost where `save` was not called. Policies that remember what was attended to begin
-        anew. DataError: the file is of another model, damaged, or of a model with sliding layers and not saved.
+        Up to 15 tokens at the end are lost where `save` was not called; of a model with sliding layers all that came after
+        the last `save`. Policies that remember what was attended to begin anew. DataError: the file is of another model,
+        damaged, or of a model with sliding layers and not saved, or cropped or reordered after that.
         """
         cache = cls(model.config, policy, path=path, **options)
         try:
             cache.conversation.restore(shape_of(model, cache.conversation))
-            sidecar.read(Path(path), list(cache._stock()), cache.store.length, model.device)
+            sidecar.read(Path(path), cache.store, list(cache._stock()), model.device)
         except BaseException:
             cache.close()
             raise

@@ -7,9 +7,11 @@ A single token attends to what the policy chooses.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 import os
+import re
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +21,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmcache.errors import DataError, UsageError
+from llmcache.errors import DataError, LlmcacheError, UsageError
 from llmcache.kv.pipeline import KvEngine
 from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.spill import KvShape
+from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.tiers import Gathered, KvStore, Selection
+from llmcache.kv.transformers import sidecar
 from llmcache.kv.transformers.fast import FastEngine, TorchFastTier
 from llmcache.kv.transformers.masks import cut_mask, first_tokens
 from llmcache.kv.transformers.settings import SpillSettings
@@ -34,7 +38,7 @@ Output = tuple[torch.Tensor, torch.Tensor | None]
 UNKNOWN_ID = -1
 """Id of a token that was given as an embedding."""
 
-_numbers = itertools.count()
+_OWN_NAME = re.compile(r"llmcache-[0-9a-f]{16}\.kv")
 
 
 @dataclass
@@ -234,7 +238,8 @@ class Conversation:
         self._own_file = path is not None and path.is_dir()
         if path is None or not self._own_file:
             return path
-        return path / f"llmcache-{os.getpid()}-{next(_numbers)}.kv"
+        _remove_orphans(path)
+        return path / f"llmcache-{secrets.token_hex(8)}.kv"
 
     def restore(self, shape: KvShape) -> None:
         """Goes on with what the spill file holds; DataError if it is another model's, or damaged."""
@@ -244,8 +249,8 @@ class Conversation:
         self._store = KvStore.restore(self.settings.path, config)
         self._is_restored = True
 
-    def save(self) -> None:
-        """Writes what no page is full of yet, so that `restore` loses nothing; between steps only.
+    def save(self, sliding: list[Any]) -> None:
+        """Writes what no page is full of yet, and the states of `sliding` layers: all or nothing; between steps only.
 
         UsageError: nothing would be left of it, as the spill file has no name of the user's.
         """
@@ -256,7 +261,10 @@ class Conversation:
             self._engine.rest()
         if any(store.layer_length(layer) > store.length for layer in range(self.layers)):
             self._take_back(self._engine)
-        store.save()
+        try:
+            store.save(sidecar.write(self.settings.path, store, sliding))
+        finally:
+            sidecar.prune(self.settings.path, store)
         if self._engine is not None:
             self._engine.policy.saved()
 
@@ -296,6 +304,22 @@ class Conversation:
         self._store.select(index)
         if self._engine is not None:
             self._engine.policy.reordered(index)
+
+
+def _remove_orphans(directory: Path) -> None:
+    """Takes away the files of caches whose processes were killed: nobody holds their locks."""
+    for path in directory.iterdir():
+        if _OWN_NAME.fullmatch(path.name):
+            with contextlib.suppress(LlmcacheError, OSError):  # in use, or another user's
+                file = RawFile(path, os.O_RDWR)
+                try:
+                    file.lock()
+                    for other in directory.iterdir():
+                        if other.name.endswith(f"-{path.name}"):
+                            other.unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
+                finally:
+                    file.close()
 
 
 def _refuse_backward(output: torch.Tensor) -> None:
