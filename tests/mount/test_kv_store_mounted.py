@@ -55,9 +55,7 @@ def test_a_disk_that_lets_go_what_it_cannot_write(tmp_path: Path, ssd: str, dire
     files, point, rules = tmp_path / "files", tmp_path / "point", tmp_path / "rules"
     files.mkdir()
     with faulty(files, point, rules), contextlib.ExitStack() as ends:
-        config = StoreConfig(
-            shape_of(), 2, 4, 8, cpu_pages=5, path=point / "context.kv", ssd=ssd, threads=1, direct=direct
-        )
+        config = StoreConfig(shape_of(), 2, 4, 8, cpu_pages=5, path=point / "context.kv", ssd=ssd, threads=1, direct=direct)
         store, plain = KvStore(config), Plain(shape_of(), 2)
         ends.callback(crash, store)
         plain.step(store, 80)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from llmcache import files
 from llmcache.cache.plan import Plan
 from llmcache.cache.simulate import simulate_all
 from llmcache.files import create
+from llmcache.fs import control
 from llmcache.kv.index.dci import saved
+from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.kv.tiers import tables
 from llmcache.report.plot import Wanted, plot
 from llmcache.report.simulation import write_report
@@ -88,3 +93,56 @@ def test_a_new_file_is_new(tmp_path: Path) -> None:
     assert os.fstat(new).st_size == 0 and stat.S_IMODE(os.fstat(new).st_mode) == 0o600
     for fd in (old, new):
         os.close(fd)
+
+
+def removed_tables(path: Path) -> None:
+    tables.write(path, tables.Tables([[(0, 3)]]))
+    tables.remove(path)
+
+
+def new_spill_file(path: Path) -> None:
+    SpillFile.create(path, KvShape("tiny", 1, 1, 8)).close()
+
+
+def told(path: Path) -> None:
+    control.Files(str(path), os.geteuid()).tell({"pid": 1})
+
+
+@pytest.mark.parametrize("write", [trace, indexes, page_tables, removed_tables, new_spill_file, told])
+def test_names_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]) -> None:
+    """The directory is synced behind the last change of a name in it, and a file before it takes its name."""
+    events: list[str] = []
+
+    def noted(call: Callable[..., None]) -> Callable[..., None]:
+        def noting(*arguments: Any, **named: Any) -> None:
+            call(*arguments, **named)
+            if call.__name__ in ("fsync", "fdatasync"):
+                events.append("directory" if stat.S_ISDIR(os.fstat(arguments[0]).st_mode) else "file")
+            else:
+                events.append("name")
+
+        return noting
+
+    for module, name in ((os, "fsync"), (os, "fdatasync"), (os, "replace"), (os, "unlink"), (files, "renameat2")):
+        monkeypatch.setattr(module, name, noted(getattr(module, name)))
+    write(tmp_path / "file.kv")
+    named = [place for place, event in enumerate(events) if event == "name"]
+    assert "file" in events[: named[0]] and "directory" in events[named[-1] :]
+
+
+def test_a_name_that_is_there_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the file system cannot rename so."""
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(name)
+    with pytest.raises(FileExistsError):
+        files.rename(tmp_path / "one", tmp_path / "two", replace=False)
+
+    def no_such_call(*arguments: Any) -> None:
+        raise OSError(errno.EINVAL, "no flags here")
+
+    monkeypatch.setattr(files, "renameat2", no_such_call)
+    with pytest.raises(FileExistsError):
+        files.rename(tmp_path / "one", tmp_path / "two", replace=False)
+    files.rename(tmp_path / "one", tmp_path / "three", replace=False)
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["one", "two"]
+    assert sorted(os.listdir(tmp_path)) == ["three", "two"]

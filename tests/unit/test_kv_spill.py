@@ -131,6 +131,56 @@ def test_a_file_is_not_replaced_unless_forced(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.kv"]
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_a_file_that_two_make_at_a_time_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool) -> None:
+    """The second begins while the first is about to give its file the name; forced, both to replace an older file."""
+    path, made, sync = tmp_path / "a.kv", list[SpillFile](), RawFile.sync
+    if force:
+        SpillFile.create(path, SHAPE).close()
+
+    def second(self: RawFile) -> None:
+        monkeypatch.setattr(RawFile, "sync", sync)
+        sync(self)
+        if force:
+            with pytest.raises(EnvironmentProblem, match="another process writes this file"):
+                SpillFile.create(path, SHAPE, force=True)
+        else:
+            made.append(SpillFile.create(path, SHAPE))
+
+    monkeypatch.setattr(RawFile, "sync", second)
+    if force:
+        made.append(SpillFile.create(path, SHAPE, force=True))
+    else:
+        with pytest.raises(UsageError, match="there already"):
+            SpillFile.create(path, SHAPE)
+    (owner,) = made
+    append(owner, 0, ids(0, 8))
+    owner.close()
+    with SpillReader.open(path) as reader:
+        assert restored(reader, 0) == list(range(8))
+    assert os.listdir(tmp_path) == ["a.kv"]
+
+
+def test_a_file_of_holes_takes_no_longer_than_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, read, left = tmp_path / "a.kv", RawFile.read, iter(range(1000))
+    with SpillFile.create(path, SHAPE, extent_pages=2) as file:
+        append(file, 0, ids(0, 40))
+    os.truncate(path, 1 << 40)
+    with path.open("r+b") as stream:
+        stream.seek(1 << 39)
+        stream.write(b"something")
+
+    def counted(self: RawFile, size: int, offset: int) -> bytes:
+        next(left)
+        return read(self, size, offset)
+
+    monkeypatch.setattr(RawFile, "read", counted)
+    for first in (40, 80):
+        with SpillFile.open(path, SHAPE) as file:
+            assert restored(file, 0) == list(range(first))
+            append(file, 0, ids(first, 40))
+
+
 @pytest.mark.parametrize(
     ("field", "other"),
     [
