@@ -101,7 +101,8 @@ def test_what_a_killed_process_has_left_is_cleared_away(tmp_path: Path) -> None:
             generate(model, cache, prompt(40, 0), max_new_tokens=1)
             cache.reorder_cache(torch.tensor([1, 0]))
         assert len(list(tmp_path.glob("tables-llmcache-*.kv"))) == 2
-        left = {path for path in tmp_path.iterdir() if cache.store.config.path.name not in path.name}
+        assert alive.store.config.path is not None
+        left = {path for path in tmp_path.iterdir() if alive.store.config.path.name not in path.name}
         crash(killed.store)
         generate(model, last, prompt(40, 0), max_new_tokens=1)
         there = set(tmp_path.iterdir())

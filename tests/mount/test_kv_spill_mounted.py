@@ -1,17 +1,20 @@
-"""Spill files on a mount: made with its default --spill, restored through it and behind it."""
+"""Spill files on a mount: made with its default --spill, restored through it and behind it; and on a disk that fails."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
 import pytest
 
 from llmcache.errors import EnvironmentProblem
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from tests.mount.conftest import Mounter
-from tests.unit.kv_parts import append, ids, restored
+from tests.unit.kv_parts import append, ids, loop_disk, restored
 
 SHAPE = KvShape("tiny", layers=2, kv_heads=2, head_dim=64, page_tokens=16)
+TINY = KvShape("tiny", layers=2, kv_heads=2, head_dim=4, page_tokens=4)
 
 
 @pytest.mark.parametrize("direct", [None, False])
@@ -37,3 +40,36 @@ def test_a_name_that_is_no_spill_file_of_the_mount(mount: Mounter) -> None:
     with pytest.raises(EnvironmentProblem, match="Read-only file system"):
         SpillFile.create(mounted.point / "context.gguf", SHAPE)
     assert os.listdir(mounted.source) == []
+
+
+@pytest.mark.parametrize("direct", [None, False])
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_failed_write_back_is_no_success_later(tmp_path: Path, direct: bool | None, reopened: bool) -> None:
+    """The kernel calls clean what it could not write: it is written again, or found missing by who opens the file anew."""
+    with loop_disk(tmp_path) as disk, contextlib.ExitStack() as ends:
+        path = disk.point / "a.kv"
+        file = SpillFile.create(path, TINY, extent_pages=16, direct=direct)
+        ends.callback(lambda: file._raw.close())
+        append(file, 0, ids(0, 256))
+        file.flush()
+        there = {run.offset for layer in range(2) for run in file.key_ranges(0, layer)}
+        append(file, 0, ids(256, 244))
+        fresh = {run.offset for layer in range(2) for run in file.key_ranges(0, layer)} - there
+        disk.starve(path, [keys - 4096 for keys in fresh])  # their tables
+        with pytest.raises(EnvironmentProblem, match="writing back"):
+            file.flush()
+        append(file, 0, ids(500, 12))  # their entries lie in a block that was not written
+        if reopened:
+            with pytest.raises(EnvironmentProblem, match="writing back"):
+                file.close()
+        disk.feed()
+        if reopened:
+            file = SpillFile.open(path, TINY, direct=direct)
+        length = 256 if reopened else 512
+        assert restored(file, 0) == list(range(length))
+        file.flush()
+        append(file, 0, ids(length, 16))
+        file.close()
+        disk.remount()
+        with SpillReader.open(path, TINY) as found:
+            assert found.recovery.clean and restored(found, 0) == list(range(length + 16))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import signal
@@ -19,7 +18,7 @@ from llmcache.kv.spill import KvShape, Room, SpillFile, SpillReader, recovery
 from llmcache.kv.spill.checksum import checksums
 from llmcache.kv.spill.layout import Commit
 from llmcache.kv.spill.raw import RawFile
-from tests.unit.kv_parts import append, counted_reads, flip, ids, loop_disk, restored, small_disk
+from tests.unit.kv_parts import append, counted_reads, flip, ids, restored, small_disk
 
 SHAPE = KvShape("tiny", layers=2, kv_heads=2, head_dim=4, page_tokens=4)
 ROOT = Path(__file__).resolve().parents[2]
@@ -412,36 +411,3 @@ def test_a_close_that_fails_says_so_and_closes_the_rest(tmp_path: Path, monkeypa
         raw.close()
     assert closed == expected
     raw.close()  # nothing is left
-
-
-@pytest.mark.parametrize("direct", [None, False])
-@pytest.mark.parametrize("reopened", [False, True])
-def test_a_failed_write_back_is_no_success_later(tmp_path: Path, direct: bool | None, reopened: bool) -> None:
-    """The kernel calls clean what it could not write: it is written again, or found missing by who opens the file anew."""
-    with loop_disk(tmp_path) as disk, contextlib.ExitStack() as ends:
-        path = disk.point / "a.kv"
-        file = SpillFile.create(path, SHAPE, extent_pages=16, direct=direct)
-        ends.callback(lambda: file._raw.close())
-        append(file, 0, ids(0, 256))
-        file.flush()
-        there = {run.offset for layer in range(2) for run in file.key_ranges(0, layer)}
-        append(file, 0, ids(256, 244))
-        fresh = {run.offset for layer in range(2) for run in file.key_ranges(0, layer)} - there
-        disk.starve(path, [keys - 4096 for keys in fresh])  # their tables
-        with pytest.raises(EnvironmentProblem, match="writing back"):
-            file.flush()
-        append(file, 0, ids(500, 12))  # their entries lie in a block that was not written
-        if reopened:
-            with pytest.raises(EnvironmentProblem, match="writing back"):
-                file.close()
-        disk.feed()
-        if reopened:
-            file = SpillFile.open(path, SHAPE, direct=direct)
-        length = 256 if reopened else 512
-        assert restored(file, 0) == list(range(length))
-        file.flush()
-        append(file, 0, ids(length, 16))
-        file.close()
-        disk.remount()
-        with SpillReader.open(path, SHAPE) as found:
-            assert found.recovery.clean and restored(found, 0) == list(range(length + 16))
