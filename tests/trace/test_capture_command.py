@@ -231,6 +231,8 @@ def test_names_on_an_overlay(file: Path, tmp_path: Path) -> None:
         (["4194303"], 3, "is not there"),
         (["2"], 3, "thread of the kernel"),
         ([], 2, "what is to be recorded"),
+        (["--"], 2, "what is to be recorded"),
+        (["no-such-process"], 3, "no process is called"),
         (["12", "13"], 2, "one process"),
         (["--", "no-such-program"], 2, "not found"),
         (["--tier", "magic", "--", "true"], 2, "--tier"),
