@@ -138,6 +138,7 @@ def test_size_loads_no_arrays() -> None:
 DOCUMENTS: list[tuple[str, set[str]]] = [
     ("size --bw 100 --loop 70M --cache 64M", set()),
     ("size --device watch", {"bandwidth_detail"}),
+    ("size --bw 100 --loop 70M --ram 1G", set()),
     (f"info {TRACE}", {"extra"}),
     (f"classify {TRACE}", set()),
     (f"simulate {TRACE} --policy lru --cache 50% --t 0.1 --mrc", set()),
