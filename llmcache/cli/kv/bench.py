@@ -31,7 +31,7 @@ from llmcache.cli import base, kinds, names
 @click.option(
     "--model",
     type=kinds.FILE,
-    help="A config.json, or Qwen-7B …; measured are keys and values of its shape. With --task, --flips: a model's directory.",
+    help="A config.json, or Qwen-7B …; measured are keys and values of its shape. With --task, --flips: a directory.",
 )
 @click.option("--context", metavar="TOKENS", help="Tokens of each sequence [default: 32k; with --task: 4k, also 1k,4k].")
 @click.option(
