@@ -141,22 +141,18 @@ def test_every_command_is_run_here() -> None:
     assert {words for words in leaves if not any(f"{line} ".startswith(f"{words} ") for line in lines)} == set()
 
 
-def test_it_is_the_wheel_that_runs(installed: Installed) -> None:
+def test_the_wheel_does_without_the_source_tree(installed: Installed) -> None:
+    """One test: the wheel is made once, whichever worker of the run has it."""
     asked = f"python -c 'import llmcache; assert llmcache.__file__.startswith(\"{installed.prefix}\"), llmcache.__file__'"
     assert installed.run(asked) == ""
-
-
-def test_commands_do_without_the_source_tree(installed: Installed) -> None:
-    of_tiers = {"mount": ON_A_MOUNT, "transformers": BY_MODEL}
-    chains = [*ALONE, *(chain for tier, chain in of_tiers.items() if PROBLEMS[tier]() is None)]
-    with ThreadPoolExecutor(2) as workers:
-        assert "".join(workers.map(installed.all, chains)) == ""
-
-
-def test_what_belongs_to_the_system_comes_with_it(installed: Installed) -> None:
     share = installed.prefix / "share"
     unit = ROOT / "tools" / "systemd" / "llmcachefs@.service"
     assert (share / "llmcache" / unit.name).read_text() == unit.read_text()
     traces = {path.name for path in (ROOT / "traces").iterdir()}
     assert {path.name for path in (share / "llmcache" / "traces").iterdir()} == traces
     assert (share / "man" / "man8" / "mount.llmcachefs.8").is_file()
+
+    of_tiers = {"mount": ON_A_MOUNT, "transformers": BY_MODEL}
+    chains = [*ALONE, *(chain for tier, chain in of_tiers.items() if PROBLEMS[tier]() is None)]
+    with ThreadPoolExecutor(2) as workers:
+        assert "".join(workers.map(installed.all, chains)) == ""

@@ -6,6 +6,7 @@ import os
 import shutil
 import struct
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from llmcache.trace.capture.journal import Journal, journal_of
 from llmcache.trace.capture.names import Names
 from llmcache.trace.capture.options import Options, default_output
 from llmcache.trace.capture.tally import HEADING, Tally, line
-from llmcache.trace.capture.target import Running, target_of
+from llmcache.trace.capture.target import target_of
 from llmcache.trace.mounts import Mount, mounts
 from llmcache.trace.record import MAP, READ, Columns, Provenance, TraceFile, open_trace
 from llmcache.trace.record.columns import columns_from
@@ -227,25 +228,31 @@ def test_a_line_fits_under_its_heading() -> None:
     assert line(Tally(), Tally(), 1.0, 1.0, 0, 0).split()[4] == "-"
 
 
+def answering(program: Path) -> subprocess.Popen[bytes]:
+    """A process of a copy of cat, once it has answered: until it is executed it has no name of its own."""
+    process = subprocess.Popen([program, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b"x")
+    assert process.stdout.read(1) == b"x"
+    return process
+
+
 def test_a_process_is_found_by_its_name(tmp_path: Path) -> None:
     name = f"model-{os.getpid()}-server"  # longer than the kernel's name of a process
-    shutil.copy(shutil.which("sleep") or "", tmp_path / name)
+    shutil.copy(shutil.which("cat") or "", tmp_path / name)
     with pytest.raises(EnvironmentProblem, match=f"no process is called '{name}'") as missing:
         target_of((name,))
     assert missing.value.hint is not None and f"llmcache trace -- {name}" in missing.value.hint
-    running = [subprocess.Popen([tmp_path / name, "600"])]
-    try:
-        found = target_of((name,))
-        assert isinstance(found, Running) and found.pid == running[0].pid
-        assert target_of((name[:15],)).pid == found.pid, "as ps shows it"
-        running.append(subprocess.Popen([tmp_path / name, "601"]))
+    with ExitStack() as stack:
+        running = []
+        for _ in range(2):
+            running.append(stack.enter_context(answering(tmp_path / name)))
+            stack.callback(running[-1].kill)
+            if len(running) == 1:
+                assert [target_of((known,)).pid for known in (name, name[:15])] == [running[0].pid] * 2, "as ps shows it"
         with pytest.raises(UsageError) as several:
             target_of((name,))
         assert all(f"{one.pid} ({tmp_path / name}"[:60] in several.value.message for one in running)
-    finally:
-        for one in running:
-            one.kill()
-            one.wait()
 
 
 def test_a_command_without_its_mark_is_no_name() -> None:
