@@ -36,13 +36,11 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llmcache.errors import DataError, UsageError, run_cli
-from llmcache.kv.tasks import Questions, recall
+from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
 from llmcache.kv.transformers import SpillCache
 from llmcache.kv.transformers.answers import answer
 from llmcache.kv.transformers.probing import Run, Subject
 from llmcache.units import format_size
-
-RECALL = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "recall"
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def ask(subject: Subject, answering: Callable[[Any], str], cache: Any) -> Outcom
 
 def from_noise(tokens: int) -> tuple[Subject, Callable[[Any], str]]:
     """The recall model, and what asks it 32 times for what is hidden in noise."""
-    subject = Subject(RECALL)
+    subject = Subject(RECALL_MODEL)
     questions: Questions = recall(np.random.default_rng(0), 1, tokens)
     return subject, lambda cache: f"{answer(subject.model, cache, questions).mean():.0%} right"
 

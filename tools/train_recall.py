@@ -6,7 +6,7 @@
 
 Phases: copying (teaches to look up what followed a token), recall in contexts that double, recall in long contexts. In the
 last one positions make jumps, so that distances beyond the length of a context are seen too (Zhu et al., 2023, PoSE).
-The same arguments on the same machine give the same model; the one in tests/fixtures/recall is made by the defaults.
+The same arguments on the same machine give the same model; RECALL_MODEL of llmcache.kv.tasks is made by the defaults.
 """
 
 from __future__ import annotations

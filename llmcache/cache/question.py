@@ -27,12 +27,14 @@ class Options:
     model: str | None = None
     measure: str | None = None
     tokens_per_second: str | None = None
+    ram: str | None = None
 
 
 @dataclass(frozen=True)
 class Question:
     """What is asked, in base units. Exactly one of `bandwidth` and `measure` is set, at most one of loop and model.
 
+    `period_source`: T is given, or assumed. `ram_bytes` is None where this machine's memory is meant, if any.
     `hot_bytes` is None where the model, or else the paper's default, decides. `from_device`: the bandwidth is a class's.
     """
 
@@ -45,6 +47,8 @@ class Question:
     period_ns: int
     device: DeviceClass | None
     from_device: bool
+    period_source: str
+    ram_bytes: int | None
 
 
 def ask(options: Options) -> Question:
@@ -57,6 +61,8 @@ def ask(options: Options) -> Question:
             "--loop, --model and --cache are all missing: there is nothing to size",
             "give the loop (--loop 70M or --model FILE), the cache (--cache 64M), or both",
         )
+    if options.ram is not None and options.loop is None and options.model is None:
+        raise UsageError("--ram: what is to run in it?", "give the loop (--loop 70M), or --model FILE")
     hot_bytes = _size("--hot", options.hot, least=0)
     if hot_bytes is None and device is not None and options.model is None:
         hot_bytes = device.hot_bytes
@@ -71,6 +77,8 @@ def ask(options: Options) -> Question:
         period_ns=_period_ns(options),
         device=device,
         from_device=from_device,
+        period_source="assumed" if options.t is None and options.tokens_per_second is None else "given",
+        ram_bytes=_size("--ram", options.ram, least=BLOCK_BYTES),
     )
 
 

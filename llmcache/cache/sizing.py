@@ -113,7 +113,11 @@ def passes(loop_bytes: int, cache_bytes: int, setting: Setting) -> Passes:
 
     Source: io_caching section 4.1, "delays proportional to the deficit in cache coverage".
     """
-    kept = min(_loop_share(cache_bytes, setting), loop_bytes)
+    return passes_keeping(min(_loop_share(cache_bytes, setting), loop_bytes), loop_bytes, setting)
+
+
+def passes_keeping(kept: int, loop_bytes: int, setting: Setting) -> Passes:
+    """How passes over a loop of `loop_bytes` go of which `kept` bytes stay in memory."""
     missing = loop_bytes - kept
     fetch_ns = -(-missing * SECOND_NS // setting.bandwidth)
     stall_ns = max(0, fetch_ns - setting.period_ns)
@@ -127,6 +131,23 @@ class Capacity:
     cache_bytes: int
     largest_loop_bytes: int
     passes: Passes | None
+
+
+@dataclass(frozen=True)
+class Ram:
+    """What memory of `ram_bytes` (given, or this machine's: `source`) gives a loop, beside what it would need.
+
+    `mount_cache_bytes` is what llmcachefs takes of it. The page cache reads a loop larger than it whole, in every pass.
+    `needed_ram_bytes` or `needed_bandwidth` (bytes/s, with this memory) would be without stalls.
+    """
+
+    ram_bytes: int
+    source: str
+    mount_cache_bytes: int
+    mount: Passes
+    page_cache: Passes
+    needed_ram_bytes: int
+    needed_bandwidth: int
 
 
 @dataclass(frozen=True)
@@ -179,6 +200,9 @@ class Answer:
     model: ModelBytes | None = None
     mount_cache_bytes: int | None = None
     """The smallest --cache with which llmcachefs keeps the loop's share; None without a loop."""
+    ram: Ram | None = None
+    period_source: str = "given"
+    """given, or assumed: nobody said what T is."""
 
 
 def capacity(cache_bytes: int, loop_bytes: int | None, setting: Setting) -> Capacity:

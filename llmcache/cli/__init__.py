@@ -24,7 +24,7 @@ from llmcache.errors import EXIT_OK, UsageError, run_cli
 COMMANDS: dict[str, tuple[str, str]] = {
     "mount": ("llmcache.cli.mount:command", "Mount a model directory with a cache budget (also: llmcachefs)."),
     "umount": ("llmcache.cli.umount:command", "Unmount, giving back all memory; --force cleans a dead mount."),
-    "stats": ("llmcache.cli.stats:command", "Show what a mount keeps, hits, misses and reads."),
+    "stats": ("llmcache.cli.stats:command", "Show what a mount keeps, hits and reads; or list the mounts."),
     "top": ("llmcache.cli.top:command", "Watch a mount live: memory, loops, rates, waits, layers."),
     "resize": ("llmcache.cli.resize:command", "Give a mount another budget while it serves."),
     "warmup": ("llmcache.cli.warmup:command", "Bring in what a mount would keep, before it is read."),
@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "kv": ("llmcache.cli.kv:command", "Keys and values beyond memory: benchmark, plans, profiles."),
     "edram": ("llmcache.cli.edram:command", "KV caching on a modelled eDRAM accelerator: energy, refresh."),
     "reproduce": ("llmcache.cli.reproduce:command", "Recompute a paper's figures and claims, beside ours."),
+    "help": ("llmcache.cli.help:command", "Show the help of a command, or this."),
     "completion": ("llmcache.cli.completion:command", "Print what makes bash, zsh or fish complete command lines."),
 }
 

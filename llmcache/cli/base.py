@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -50,6 +51,15 @@ class LazyGroup(click.Group):
             raise TypeError(f"{module}:{attribute} is not a click command")
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Name, command and the words after it; UsageError, with what is spelled like it, if there is no such command."""
+        if args[0] not in self.table and not args[0].startswith("-") and not ctx.resilient_parsing:
+            near = " or ".join(f"'{name}'" for name in difflib.get_close_matches(args[0], self.table))
+            ctx.fail(f"No such command '{args[0]}'.{f' Did you mean {near}?' if near else ''}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the table of commands, importing none of them."""
         if not self.table:
@@ -80,7 +90,7 @@ def _write_exit_codes(formatter: click.HelpFormatter) -> None:
 
 def command(name: str, **settings: Any) -> Callable[[Callable[..., Any]], click.Command]:
     """Makes a click command called `name` of a function, with what all commands share."""
-    return click.command(name, cls=Command, context_settings=HELP_OPTIONS, **settings)
+    return click.command(name, **{"cls": Command, "context_settings": HELP_OPTIONS, **settings})
 
 
 def json_option(schema: str, more: str = "") -> Callable[[Function], Function]:

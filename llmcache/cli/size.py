@@ -12,6 +12,7 @@ from llmcache.cli import base, kinds
 @click.option("--loop", metavar="SIZE", help="Bytes that a token reads of the weights: 70M.")
 @click.option("--model", type=kinds.FILE, help="Take loop and hot set from a GGUF or safetensors file, or a shard.")
 @click.option("--cache", metavar="SIZE", help="A cache to judge, hot set included: 64M.")
+@click.option("--ram", metavar="SIZE", help="Memory to judge: 16G [default, without --cache: this machine's].")
 @click.option("--t", metavar="TIME", help="Computing time per token [default: 0.1 s].")
 @click.option("--tokens-per-second", metavar="N", help="In place of --t: the wanted rate, T = 1/N.")
 @click.option("--hot", metavar="SIZE", help="Hot set, kept whole [default: the model's, else 4M].")
@@ -19,13 +20,14 @@ from llmcache.cli import base, kinds
 @click.option("--measure", type=kinds.DIRECTORY, help="Measure the bandwidth of DIR's storage, in place of --bw.")
 @base.json_option("llmcache.size/1")
 def command(as_json: bool, **options: str | None) -> None:
-    """How large a cache a model needs to run without stalls, or how large a loop a cache serves.
+    """How large a cache a model needs to run without stalls, what memory gives it, or how large a loop a cache serves.
 
     \b
     Examples:
       llmcache size --bw 100 --loop 70M    # the smallest cache for this loop
       llmcache size --bw 100 --cache 64M   # the largest loop for this cache
       llmcache size --bw 1GB/s --model m.gguf --cache 4G --t 50ms
+      llmcache size --bw 3GB/s --loop 22.6G --ram 16G
       llmcache size --measure ~/models --model m.gguf --tokens-per-second 10
     """
     from llmcache.cache.question import Options, ask

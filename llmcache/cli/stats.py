@@ -1,4 +1,4 @@
-"""`llmcache stats MOUNT [INTERVAL [COUNT]]`."""
+"""`llmcache stats [MOUNT [INTERVAL [COUNT]]]`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from llmcache.cli import base, kinds
 
 
 @base.command("stats")
-@click.argument("mount", type=kinds.MOUNT)
+@click.argument("mount", required=False, type=kinds.MOUNT)
 @click.argument("interval", required=False, type=kinds.TIME)
 @click.argument("count", required=False, type=click.IntRange(min=1))
-@base.json_option("llmcache.stats/1", "; one line for each sample")
+@base.json_option("llmcache.stats/1", "; one line for each sample; of a list llmcache.mounts/1")
 @click.option("--openmetrics", is_flag=True, help="Print OpenMetrics text 1.0, once, with the names of looping files.")
-def command(mount: str, interval: int | None, count: int | None, as_json: bool, openmetrics: bool) -> None:
+def command(mount: str | None, interval: int | None, count: int | None, as_json: bool, openmetrics: bool) -> None:
     """Show what the mount on MOUNT keeps and reads; every INTERVAL (e.g. 1s), COUNT times or until Ctrl-C.
+
+    Without MOUNT it lists your mounts (root: all), also dead ones.
 
     \b
     Examples:
+      llmcache stats
       llmcache stats /mnt/models
       llmcache stats /mnt/models 1s 10
       llmcache stats /mnt/models --openmetrics | grep byte_hit_ratio
@@ -29,6 +32,11 @@ def command(mount: str, interval: int | None, count: int | None, as_json: bool, 
     if openmetrics:
         if interval is not None or as_json:
             raise click.UsageError("--openmetrics goes neither with INTERVAL nor with --json")
+        if mount is None:
+            raise click.UsageError("--openmetrics: of which MOUNT? 'llmcache stats' lists them")
         statistics.show_openmetrics(mount)
+        return
+    if mount is None:
+        statistics.show_mounts(as_json)
         return
     statistics.show(mount, pause_s=None if interval is None else interval / 1e9, count=count, as_json=as_json)

@@ -1,4 +1,4 @@
-"""`llmcache trace PID`, `llmcache trace -- CMD…`."""
+"""`llmcache trace PID`, `llmcache trace NAME`, `llmcache trace -- CMD…`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ import click
 from llmcache.cli import base, kinds, names
 
 
-@base.command("trace")
-@click.argument("words", metavar="[PID | -- CMD…]", nargs=-1, type=kinds.FILE)
+class _Command(base.Command):
+    """Keeps the `--` among its words: it tells a command from the name of a process."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click, which takes the first `--` away."""
+        at = args.index("--") if "--" in args else len(args)
+        return super().parse_args(ctx, [*args[:at], *args[at : at + 1], *args[at:]])
+
+
+@base.command("trace", cls=_Command)
+@click.argument("words", metavar="[PID | NAME | -- CMD…]", nargs=-1, type=kinds.FILE)
 @base.output_option("The trace, .parquet [default: PROGRAM-PID.parquet].")
 @click.option("-d", "--duration", type=kinds.TIME, help="How long: 30, 90s, 5m [default: until the process ends].")
 @click.option("--follow/--no-follow", default=True, show_default=True, help="Record processes that it starts as well.")
@@ -42,13 +51,13 @@ def command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Record which file blocks a process accesses: PID, or a command after --.
+    """Record which file blocks a process accesses: PID, the only one called NAME, or a command after --.
 
     \b
     Examples:
       sudo llmcache trace 4711 -o run.parquet -d 60
       sudo llmcache trace -o run.parquet -- llama-cli -m model.gguf -p "Hello"
-      sudo llmcache trace 4711 --path '*.gguf' --report run.html
+      sudo llmcache trace llama-server --path '*.gguf' --report run.html
       llmcache classify run.parquet
 
     Ctrl-C ends the recording normally: the file is complete. A command that still runs then, or after -d, is ended

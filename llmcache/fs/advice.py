@@ -12,10 +12,10 @@ from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES, Loop, cap_pins, r
 from llmcache.cache.constants import PAPER
 from llmcache.cache.extents import extent_bytes_for
 from llmcache.cache.question import Question
-from llmcache.cache.sizing import Answer, ModelBytes, Setting, Storage, answer
+from llmcache.cache.sizing import SECOND_NS, Answer, ModelBytes, Ram, Setting, Storage, answer, passes_keeping
 from llmcache.errors import UsageError
 from llmcache.fs.bandwidth import measured_storage
-from llmcache.fs.budget import MIN_BUDGET_BYTES
+from llmcache.fs.budget import DAEMON_BYTES, MIN_BUDGET_BYTES, budget_of, ram_for, total_bytes
 from llmcache.fs.layout.modelfile import model_bytes
 from llmcache.units import format_size
 
@@ -40,10 +40,30 @@ def advise(question: Question) -> Answer:
     storage = _storage(question)
     setting = Setting(storage.bandwidth, question.period_ns, hot_bytes)
     result = answer(setting, storage, loop_bytes, question.caches)
-    mount_cache = None
-    if loop_bytes is not None and result.need is not None:
-        mount_cache = mount_cache_bytes(loop_bytes, result.need.loop_cache_bytes, hot_bytes)
-    return replace(result, device=question.device, model=model, mount_cache_bytes=mount_cache)
+    result = replace(result, device=question.device, model=model, period_source=question.period_source)
+    if loop_bytes is None or result.need is None:
+        return result
+    mount_cache = mount_cache_bytes(loop_bytes, result.need.loop_cache_bytes, hot_bytes)
+    is_asked = question.ram_bytes is not None or not question.caches
+    ram = _ram(question.ram_bytes, loop_bytes, mount_cache, setting) if is_asked else None
+    return replace(result, mount_cache_bytes=mount_cache, ram=ram)
+
+
+def _ram(ram_bytes: int | None, loop_bytes: int, needed_cache_bytes: int, setting: Setting) -> Ram:
+    """What that much memory (None: this machine's), with nothing else in it, gives a loop."""
+    ram, source = (total_bytes(), "machine") if ram_bytes is None else (ram_bytes, "given")
+    cache_bytes = budget_of(ram)
+    mount = passes_keeping(mount_pins_bytes(loop_bytes, cache_bytes, setting.hot_bytes), loop_bytes, setting)
+    fits = loop_bytes + setting.hot_bytes <= cache_bytes + DAEMON_BYTES  # the same memory, without a daemon
+    return Ram(
+        ram_bytes=ram,
+        source=source,
+        mount_cache_bytes=cache_bytes,
+        mount=mount,
+        page_cache=passes_keeping(loop_bytes if fits else 0, loop_bytes, setting),
+        needed_ram_bytes=ram_for(needed_cache_bytes),
+        needed_bandwidth=-(-mount.missing_bytes * SECOND_NS // setting.period_ns),
+    )
 
 
 def _hot_bytes(question: Question, model: ModelBytes | None) -> int:

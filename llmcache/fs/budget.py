@@ -5,6 +5,7 @@ All functions read /proc and /sys at call time; `root` is there for tests on rec
 
 from __future__ import annotations
 
+import itertools
 import logging
 import resource
 from dataclasses import dataclass
@@ -44,7 +45,12 @@ def machine_memory(root: Path = Path("/")) -> Memory:
     """Returns MemTotal and MemAvailable of /proc/meminfo."""
     values = _pairs(root / "proc/meminfo")
     total, available = values["MemTotal"] * 1024, values["MemAvailable"] * 1024
-    return Memory("machine", total, available, max(MACHINE_MARGIN_BYTES, int(total * MACHINE_MARGIN_SHARE)))
+    return _machine(total, available)
+
+
+def _machine(total_bytes: int, available_bytes: int) -> Memory:
+    margin = max(MACHINE_MARGIN_BYTES, int(total_bytes * MACHINE_MARGIN_SHARE))
+    return Memory("machine", total_bytes, available_bytes, margin)
 
 
 def cgroup_memory(root: Path = Path("/")) -> list[Memory]:
@@ -107,6 +113,23 @@ def _pairs(path: Path) -> dict[str, int]:
 def tightest(root: Path = Path("/")) -> Memory:
     """Returns the place with the least spare memory."""
     return min([machine_memory(root), *cgroup_memory(root)], key=lambda memory: memory.spare_bytes)
+
+
+def total_bytes(root: Path = Path("/")) -> int:
+    """Returns how much memory programs here can have in all: the machine's, or the least limit of the cgroups."""
+    return min(memory.total_bytes for memory in (machine_memory(root), *cgroup_memory(root)))
+
+
+def budget_of(ram_bytes: int) -> int:
+    """Returns the budget of a mount without --cache where `ram_bytes` of memory are otherwise free."""
+    return max(0, _machine(ram_bytes, ram_bytes).spare_bytes - DAEMON_BYTES)
+
+
+def ram_for(budget_bytes: int) -> int:
+    """Returns the least memory of which `budget_of` is `budget_bytes`."""
+    taken = budget_bytes + DAEMON_BYTES
+    ram_bytes = max(taken + MACHINE_MARGIN_BYTES, int(taken / (1 - MACHINE_MARGIN_SHARE)))
+    return next(size for size in itertools.count(ram_bytes) if budget_of(size) >= budget_bytes)
 
 
 def lockable_bytes(root: Path = Path("/")) -> int:

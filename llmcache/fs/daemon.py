@@ -63,6 +63,7 @@ class MountRequest:
     log: str | None = None
     metrics: str | None = None  # ADDRESS:PORT of the metrics endpoint
     metrics_files: bool = False  # with the names of files
+    cache_origin: str = "default"  # --cache, a variable, a settings file: where cache_bytes comes from
 
 
 class Daemon:

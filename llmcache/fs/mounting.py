@@ -12,7 +12,7 @@ from llmcache.fs.accesslog import check_path
 from llmcache.fs.daemon import MountRequest, serve_foreground
 from llmcache.fs.endpoint import parse_address
 from llmcache.fs.served import announce
-from llmcache.fs.settings import Setting
+from llmcache.fs.settings import FLAG, Setting
 from llmcache.units import parse_size
 
 MODES = ("auto", "steer", "arena")
@@ -54,6 +54,7 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
         values["log"],
         values["metrics"],
         values["metrics_files"],
+        _origin(settings["cache"]),
     )
 
 
@@ -66,10 +67,14 @@ def _cache_bytes(setting: Setting) -> int | None:
         raise UsageError(f"cache: {error.message}{f' ({setting.where})' if setting.where else ''}", error.hint) from error
 
 
+def _origin(setting: Setting) -> str:
+    return setting.where or {FLAG: "--cache"}.get(setting.origin, setting.origin)
+
+
 def mount(request: MountRequest, *, foreground: bool, as_json: bool = False) -> None:
     """Serve `request`: returns at the end of the mount (foreground), or once it serves (a daemon).
 
-    `as_json`: once it serves, a document about it is printed.
+    Once it serves, that is printed: a line, or (`as_json`) a document.
     """
     source, point = mountpoint.check(request.source, request.mount)
     request = replace(request, log=logs.check(request.log, point))
@@ -82,9 +87,8 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False) -> 
         print(f"llmcache: note: {said}", file=sys.stderr)
 
     def served() -> None:
-        if as_json:
-            own = None if foreground else control.files(point).log
-            announce(point, request.log or own)
+        own = None if foreground else control.files(point).log
+        announce(point, request, request.log or own, as_json)
 
     if foreground:
         serve_foreground(request, source, point, served)

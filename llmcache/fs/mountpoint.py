@@ -84,6 +84,13 @@ def ours() -> list[str]:
     return [entry.point for entry in entries() if entry.fstype == FSTYPE]
 
 
+def of_user() -> list[MountEntry]:
+    """llmcachefs mounts that this user made, for root all; of several on one point the topmost."""
+    uid = os.geteuid()
+    topmost = {entry.point: entry for entry in entries() if entry.fstype == FSTYPE}
+    return [entry for entry in topmost.values() if uid in (0, entry.owner)]
+
+
 def answers(point: str, timeout_s: float = 5.0) -> int | None:
     """0 if the mount answers statvfs, an errno (ENOTCONN: its daemon is dead) or None if it hangs. Touches the mount."""
     result: list[int] = []

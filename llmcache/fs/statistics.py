@@ -1,4 +1,4 @@
-"""`llmcache stats`: a daemon's counters as a table for people, or as the JSON they came in."""
+"""`llmcache stats`: a daemon's counters as a table for people, or as the JSON they came in; and the list of mounts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from llmcache.errors import UsageError
-from llmcache.fs import mountpoint
+from llmcache.errors import MountProblem, UsageError
+from llmcache.fs import control, mountpoint
 from llmcache.fs.asking import ask, understood
 from llmcache.units import format_size, printable
 
+MOUNTS_SCHEMA = "llmcache.mounts/1"
 _WIDTH = 79
+_MOUNTS_LINE = "{:<10}{:>9}{:>9}{:>9}{:>12}{:>9}  {}"
 
 
 def fetch(mount: str) -> dict[str, Any]:
@@ -60,6 +62,38 @@ def show(mount: str, *, pause_s: float | None, count: int | None, as_json: bool)
             time.sleep(pause_s)
     except KeyboardInterrupt:
         return
+
+
+def show_mounts(as_json: bool) -> None:
+    """Print a row for each mount of this user (root: of all), whether its daemon answers or not."""
+    rows = [_mount_row(entry) for entry in mountpoint.of_user()]
+    if as_json:
+        print(json.dumps({"schema": MOUNTS_SCHEMA, "mounts": rows}, indent=2))
+        return
+    if not rows:
+        print("no llmcachefs is mounted")
+        return
+    print(_MOUNTS_LINE.format("mode", "budget", "pinned", "resident", "to readers", "hits", "mount"))
+    for row in rows:
+        sizes = [row[f"{key}_bytes"] for key in ("budget", "pinned", "resident", "read")]
+        texts = ["-" if size is None else format_size(size) for size in sizes]
+        mode = "no answer" if row["problem"] else row["mode"]
+        print(printable(_MOUNTS_LINE.format(mode, *texts, _percent(row["hit_ratio"]), row["mount"])))
+    for problem in filter(None, (row["problem"] for row in rows)):
+        print(f"llmcache: {printable(problem)}", file=sys.stderr)
+
+
+def _mount_row(entry: mountpoint.MountEntry) -> dict[str, Any]:
+    told = control.files(entry.point, entry.owner).describe()
+    row = {"mount": entry.point, "source": told.get("source"), "pid": told.get("pid"), "uid": entry.owner}
+    measured = dict.fromkeys(("mode", "uptime_s", "budget_bytes", "pinned_bytes", "resident_bytes", "read_bytes"))
+    try:
+        stats = fetch(entry.point)
+        with understood(entry.point):
+            answered = {key: stats[key] for key in measured}
+            return {**row, "problem": None, **answered, "hit_ratio": hit_ratio(stats)}
+    except MountProblem as problem:
+        return {**row, "problem": problem.message, **measured, "hit_ratio": None}
 
 
 def hit_ratio(stats: dict[str, Any]) -> float | None:

@@ -32,6 +32,7 @@ SCHEMA = "llmcache.warmup/1"
 ATTACH_S = 10.0
 DESCRIPTORS = 2  # of an open file: with and without O_DIRECT
 _LONGEST_SHOWN = 500
+_ROUNDS = 8  # of bringing in what a changed plan wants: others may change it for ever
 
 
 class Warmer:
@@ -59,10 +60,9 @@ class Warmer:
             groups = self._groups(set(paths))
             self._open_shards(groups, stack)
             self._ready(groups, suppose=bool(globs))
-            pieces = self._pieces(groups)
             if fetch:
-                self._bring(pieces, tell)
-            rows = self._rows(groups, pieces, warm=fetch)
+                self._bring(groups, tell)
+            rows = self._rows(groups, warm=fetch)
         read = self.state.counters.backing_read_bytes - before if fetch else 0
         return {
             "schema": SCHEMA,
@@ -75,14 +75,22 @@ class Warmer:
             "unreadable": unreadable,
         }
 
-    def _bring(self, pieces: list[Piece], tell: Tell) -> None:
-        """Brings in what is absent when its turn has come: two warm-ups at once would read the same twice."""
+    def _bring(self, groups: list[Group], tell: Tell) -> None:
+        """Brings in what is absent when its turn has come: two warm-ups at once would read the same twice.
+
+        What comes in changes the plan (hot pages take room from loops), and so do others meanwhile: it goes on until
+        nothing that is wanted is absent, or no more comes.
+        """
         while not self._turn.acquire(timeout=TELL_S):
             tell({})
             if not self.state.running:
                 raise ended()
         try:
-            Bringer(self.state, self.engine.fetcher, pieces).run(tell)
+            for _ in range(_ROUNDS):
+                bringer = Bringer(self.state, self.engine.fetcher, self._pieces(groups))
+                bringer.run(tell)
+                if not bringer.done_bytes:
+                    return
         finally:
             self._turn.release()
 
@@ -127,7 +135,7 @@ class Warmer:
         return [group for group in groups if not group.written and any(m.path in paths for m in group.members)]
 
     def _ready(self, groups: list[Group], suppose: bool) -> None:
-        """Waits until the kernel's nodes are known and old pages are dropped; then plans."""
+        """Waits until the kernel's nodes are known and old pages are dropped."""
         state, end = self.state, time.monotonic() + ATTACH_S
         with state.lock:
             while any(_waits(member) for group in groups for member in group.members):
@@ -139,25 +147,29 @@ class Warmer:
             for group in groups:
                 if suppose and group.alive and group.status.count(SINGLE) == 0:
                     self.engine.grouping.suppose(group)
-            state.references.planned()
-            self.engine.planner.plan()
 
     # What is to be kept of them
 
     def _pieces(self, groups: list[Group]) -> list[Piece]:
         """What should be there, in the order in which it will be read: hot pages as far as their share goes, then loops."""
-        found: list[Piece] = []
         with self.state.lock:
-            share = self.state.limit_bytes // HOT_SHARE
-            for group in groups:
-                for extent in sorted(group.hot):
-                    member = group.member_of(extent)
-                    share -= group.length_of(member, extent)
-                    if share >= 0 and group.length_of(member, extent) > 0:
-                        found.append((group, member, extent))
-            for group in groups:
-                wanted = (extent for extent in group.order.extent_at if self._wants(group, extent))
-                found += [(group, group.member_of(extent), extent) for extent in wanted]
+            return self._planned(groups)
+
+    def _planned(self, groups: list[Group]) -> list[Piece]:
+        """The same, by a plan of this moment. Lock held."""
+        self.state.references.planned()
+        self.engine.planner.plan()
+        found: list[Piece] = []
+        share = self.state.limit_bytes // HOT_SHARE
+        for group in groups:
+            for extent in sorted(group.hot):
+                member = group.member_of(extent)
+                share -= group.length_of(member, extent)
+                if share >= 0 and group.length_of(member, extent) > 0:
+                    found.append((group, member, extent))
+        for group in groups:
+            wanted = (extent for extent in group.order.extent_at if self._wants(group, extent))
+            found += [(group, group.member_of(extent), extent) for extent in wanted]
         return found
 
     def _wants(self, group: Group, extent: int) -> bool:
@@ -166,19 +178,19 @@ class Warmer:
             return False
         return bool(group.wanted[extent]) if core is None else core.wants(group.key, extent)
 
-    def _rows(self, groups: list[Group], pieces: list[Piece], warm: bool) -> list[dict[str, Any]]:
-        """What is kept of each file, and keeps it until it has been used."""
+    def _rows(self, groups: list[Group], warm: bool) -> list[dict[str, Any]]:
+        """What is wanted and kept of each file, at one moment; and (`warm`) keeps it until it has been used."""
         sums = {(group.key, member.path): [0, 0] for group in groups for member in group.members if member.backing}
         with self.state.lock:
-            for piece in pieces:
+            for group in groups:
+                group.warm = group.warm or (warm and group.alive)
+            for piece in self._planned(groups):
                 group, member, extent = piece
                 both = sums.get((group.key, member.path))
                 if both is not None:
                     length = group.length_of(member, extent)
                     both[0] += length
                     both[1] += length if has(self.state, piece) else 0
-            for group in groups:
-                group.warm = group.warm or (warm and group.alive)
             return [
                 {
                     "path": member.path,

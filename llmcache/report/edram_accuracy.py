@@ -21,12 +21,11 @@ from llmcache.edram.flips.formats import Format
 from llmcache.edram.question import positive
 from llmcache.edram.retention import parse_curve
 from llmcache.errors import UsageError
-from llmcache.kv.tasks import Questions, recall
+from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
 from llmcache.report.edram_text import WIDTH
 from llmcache.report.files import check_target
 from llmcache.units import parse_duration
 
-_MODEL_HINT = "--model tests/fixtures/recall names the one in the source tree; tools/train_recall.py makes another"
 _TITLES = {
     "budgets": "budgets (table 3)",
     "uniform": "losses of all bits (figure 8a)",
@@ -40,7 +39,7 @@ _TITLES = {
 class Options:
     """The options as typed; None where one was not given."""
 
-    model: str | None = None
+    model: str | None = None  # the recall model
     experiment: str | None = None
     flips: tuple[str, ...] = ()
     curve: str = "paper"
@@ -58,15 +57,13 @@ class Options:
 
 def answer(options: Options, tell: Callable[[str], None]) -> Accuracies:
     """Returns what the options ask for, and writes the recorded run if they do; UsageError names the one that is wrong."""
-    if options.model is None:
-        raise UsageError("--model: a model that was trained to recall is needed", _MODEL_HINT)
     if options.record is not None:
         check_target("--record", options.record, options.force)
     if options.context <= 2 * options.pairs:
         raise UsageError(
             f"--context: {options.context} tokens do not hold {options.pairs} pairs", "a longer one, or fewer --pairs"
         )
-    decoder = Decoder.load(options.model)
+    decoder = Decoder.load(RECALL_MODEL if options.model is None else options.model)
     setup = Setup(options.context + 2 * options.questions, format=options.format, curve=parse_curve(options.curve))
     variants = _variants(options, setup)
     random = np.random.default_rng(options.seed)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.cache.sizing import SECOND_NS, Answer, Capacity, Passes, Sensitivity
+from llmcache.cache.sizing import SECOND_NS, Answer, Capacity, Passes, Ram, Sensitivity
 from llmcache.units import format_duration, format_rate, format_size
 
 SCHEMA = "llmcache.size/1"
@@ -52,6 +52,24 @@ def lines(answer: Answer) -> Iterator[str]:
             yield f"  llmcachefs  {flag} (modelled: what its arbitration needs to pin that much, window included)"
     for item in answer.capacities:
         yield from _capacity(item)
+    if answer.ram is not None:
+        yield from _ram(answer.ram)
+
+
+def _ram(ram: Ram) -> Iterator[str]:
+    whose = "" if ram.source == "given" else " of this machine"
+    yield f"With the {size_text(ram.ram_bytes)} of memory{whose}, if nothing else is in it (modelled):"
+    yield f"  llmcachefs  {_speed(ram.mount)}, --cache {ram.mount_cache_bytes // 10**6}M"
+    whole = "" if ram.page_cache.loop_cache_bytes else ": all of it"
+    yield f"  page cache  {_speed(ram.page_cache)}{whole}"
+    if not ram.mount.stall_free:
+        needed = f"{size_text(ram.needed_ram_bytes)} of memory, or storage of {format_rate(ram.needed_bandwidth)}"
+        yield f"  no stalls   with {needed}"
+
+
+def _speed(went: Passes) -> str:
+    read = f"{size_text(went.missing_bytes)} per token in {_duration_text(went.fetch_ns)}"
+    return f"{went.tokens_per_s:.3g} tokens/s, reading {read if went.missing_bytes else 'nothing'}"
 
 
 def _inputs(answer: Answer) -> Iterator[str]:
@@ -65,7 +83,9 @@ def _inputs(answer: Answer) -> Iterator[str]:
     if answer.loop_bytes is not None:
         yield f"loop        {size_text(answer.loop_bytes)} read once per token{_model_note(answer)}"
     yield f"storage     {format_rate(storage.bandwidth)} ({storage.source}{_measured_note(answer)})"
-    yield f"T           {_duration_text(setting.period_ns)} per token ({SECOND_NS / setting.period_ns:.3g} tokens/s)"
+    assumed = "; assumed: --t or --tokens-per-second says it" if answer.period_source == "assumed" else ""
+    rate = f"{SECOND_NS / setting.period_ns:.3g} tokens/s"
+    yield f"T           {_duration_text(setting.period_ns)} per token ({rate}{assumed})"
     yield f"hot set     {size_text(setting.hot_bytes)}"
 
 
@@ -149,6 +169,7 @@ def document(answer: Answer) -> dict[str, Any]:
         "bandwidth_source": answer.storage.source,
         "bandwidth_detail": answer.storage.detail,
         "period_s": setting.period_ns / SECOND_NS,
+        "period_source": answer.period_source,
         "hot_bytes": setting.hot_bytes,
         "staged_bytes": setting.staged_bytes,
         "device": answer.device.name if answer.device else None,
@@ -158,15 +179,31 @@ def document(answer: Answer) -> dict[str, Any]:
         "loop_cache_blocks": need.loop_cache_blocks if need else None,
         "cache_bytes": need.cache_bytes if need else None,
         "llmcachefs_cache_bytes": answer.mount_cache_bytes,
+        "ram": answer.ram and _ram_values(answer.ram),
         "caches": [_capacity_values(item) for item in answer.capacities],
         "sensitivity": [_sensitivity_values(row) for row in answer.sensitivity],
     }
 
 
+def _ram_values(ram: Ram) -> dict[str, Any]:
+    return {
+        "ram_bytes": ram.ram_bytes,
+        "source": ram.source,
+        "llmcachefs_cache_bytes": ram.mount_cache_bytes,
+        "llmcachefs": _passes_values(ram.mount),
+        "page_cache": _passes_values(ram.page_cache),
+        "needed_ram_bytes": ram.needed_ram_bytes,
+        "needed_bandwidth_bytes_per_s": ram.needed_bandwidth,
+    }
+
+
 def _capacity_values(item: Capacity) -> dict[str, Any]:
     values: dict[str, Any] = {"cache_bytes": item.cache_bytes, "largest_loop_bytes": item.largest_loop_bytes}
-    went = item.passes
-    values["passes"] = went and {
+    return values | {"passes": item.passes and _passes_values(item.passes)}
+
+
+def _passes_values(went: Passes) -> dict[str, Any]:
+    return {
         "stall_free": went.stall_free,
         "loop_cache_bytes": went.loop_cache_bytes,
         "missing_bytes": went.missing_bytes,
@@ -176,7 +213,6 @@ def _capacity_values(item: Capacity) -> dict[str, Any]:
         "tokens_per_s": went.tokens_per_s,
         "tokens_per_s_lost": went.tokens_per_s_lost,
     }
-    return values
 
 
 def _sensitivity_values(row: Sensitivity) -> dict[str, Any]:

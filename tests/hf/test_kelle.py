@@ -15,17 +15,15 @@ from llmcache.edram.constants import KELLE_INTERVALS, PAPER
 from llmcache.edram.flips import CellSettings
 from llmcache.edram.refresh import account
 from llmcache.kv.policies.kelle import Kelle
-from llmcache.kv.tasks import Questions, recall
+from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
 from llmcache.kv.transformers import SpillCache, enable
 from llmcache.kv.transformers.answers import answer
-
-RECALL = Path(__file__).resolve().parents[1] / "fixtures" / "recall"
 
 
 @functools.cache
 def model() -> Any:
     torch.set_num_threads(1)
-    return enable(transformers.Qwen2ForCausalLM.from_pretrained(RECALL).eval())
+    return enable(transformers.Qwen2ForCausalLM.from_pretrained(RECALL_MODEL).eval())
 
 
 @functools.cache
@@ -43,7 +41,7 @@ def test_the_decoder_in_numpy_is_the_model() -> None:
     ids = questions().ids[0, :300]
     with torch.no_grad():
         wanted = model()(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
-    found = Decoder.load(RECALL).prompt(ids)[1]
+    found = Decoder.load(RECALL_MODEL).prompt(ids)[1]
     np.testing.assert_allclose(found, wanted, atol=2e-3)
 
 
@@ -51,7 +49,7 @@ def test_the_decoder_in_numpy_is_the_model() -> None:
 def test_it_answers_as_well_as_the_layers_of_aerp(budget: int) -> None:
     # As many tokens, split alike: 16 sinks, a window of 32; the store's pages make the window up to 15 tokens longer.
     layers = Variant("aerp", AerpSettings(budget, 16, 40), CellSettings("exact"))
-    wanted = accuracy(evaluate(Decoder.load(RECALL), questions(), [layers])["aerp"])
+    wanted = accuracy(evaluate(Decoder.load(RECALL_MODEL), questions(), [layers])["aerp"])
     assert abs(share(budget) - wanted.mean) < 0.08
 
 

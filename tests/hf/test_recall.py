@@ -9,18 +9,17 @@ import pytest
 import torch
 import transformers
 
-from llmcache.kv.tasks import Questions, chain, passkey, recall
+from llmcache.kv.tasks import RECALL_MODEL, Questions, chain, passkey, recall
 from llmcache.kv.transformers import SpillCache, enable
 from llmcache.kv.transformers.answers import answer, follow
 
-RECALL = Path(__file__).resolve().parents[1] / "fixtures" / "recall"
 CONTEXTS = 4
 
 
 @functools.cache
 def model() -> Any:
     torch.set_num_threads(1)
-    return enable(transformers.Qwen2ForCausalLM.from_pretrained(RECALL).eval())
+    return enable(transformers.Qwen2ForCausalLM.from_pretrained(RECALL_MODEL).eval())
 
 
 @functools.cache

@@ -8,15 +8,13 @@ import pytest
 import torch
 
 from llmcache.errors import DataError
-from llmcache.kv.tasks import Questions, recall
+from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
 from llmcache.kv.transformers.recall import accuracy, load_model
-
-MODEL = Path(__file__).resolve().parents[1] / "fixtures" / "recall"
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return load_model(MODEL)
+    return load_model(RECALL_MODEL)
 
 
 @pytest.fixture(scope="module")

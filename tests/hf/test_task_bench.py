@@ -19,6 +19,7 @@ from llmcache.errors import DataError, UsageError
 from llmcache.kv.bench import lengths
 from llmcache.kv.bench.task import Candidate
 from llmcache.kv.bench.task_results import STOCK, Memory, Speed
+from llmcache.kv.tasks import RECALL_MODEL
 from llmcache.kv.tasks.probes import symbols
 from llmcache.kv.transformers import SpillCache
 from llmcache.kv.transformers.priming import Prompt, feed, stock
@@ -26,13 +27,12 @@ from llmcache.kv.transformers.probing import Subject, answered
 from llmcache.kv.transformers.watching import watch
 
 ROOT = Path(__file__).resolve().parents[2]
-RECALL = ROOT / "tests" / "fixtures" / "recall"
 
 
 @functools.cache
 def subject() -> Subject:
     torch.set_num_threads(1)
-    return Subject(RECALL)
+    return Subject(RECALL_MODEL)
 
 
 def task(tmp_path: Path, *words: str) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def test_a_prompt_that_was_given_is_the_prompt_read() -> None:
 def test_the_watch_sees_what_attention_would() -> None:
     """Counted again by hand, from transformers' own weights of eager attention."""
     ids = symbols("recall", np.random.default_rng(2), 400, 2).ids
-    plain = transformers.Qwen2ForCausalLM.from_pretrained(RECALL, attn_implementation="eager").eval()
+    plain = transformers.Qwen2ForCausalLM.from_pretrained(RECALL_MODEL, attn_implementation="eager").eval()
     with torch.no_grad():
         weights = plain(input_ids=torch.from_numpy(ids), output_attentions=True).attentions[0][:, :, -1].numpy()
     model = subject().model

@@ -13,19 +13,21 @@ from typing import Any
 
 import pytest
 
+from llmcache.fs import control, mountpoint
 from tests.mount.conftest import Mounted, Mounter, llmcache
+from tests.mount.live import wait_for
 from tests.unit.document_parts import keys
 from tools.bench.sides import environment
 
 ROOT = Path(__file__).parents[2]
 
 
-def told(page: str, *words: str | Path) -> dict[str, Any]:
+def told(page: str, *words: str | Path, schema: str = "") -> dict[str, Any]:
     """The document that `llmcache WORDS --json` prints; all its keys are explained in the text of `page`."""
     result = llmcache(*words, "--json")
     assert result.returncode == 0, result.stderr
     document: dict[str, Any] = json.loads(result.stdout)
-    assert document["schema"] == f"llmcache.{page}/1"
+    assert document["schema"] == f"llmcache.{schema or page}/1"
     words_of_page = set(re.findall(r"[a-z0-9_]+", (ROOT / f"llmcache/cli/{page}.txt").read_text()))
     assert sorted({*keys(document)} - words_of_page) == []
     return document
@@ -39,6 +41,7 @@ def test_every_key_is_explained(mount: Mounter, tmp_path: Path) -> None:
     (mounted.point / "hot.bin").read_bytes()
     assert told("stats", "stats", mounted.point)["mode"] == "arena"
     told("top", "top", mounted.point, "--once")
+    assert row_of(mounted, told("stats", "stats", schema="mounts"))["budget_bytes"] == 32 << 20
     assert told("resize", "resize", mounted.point, "48Mi")["budget_bytes"] == 48 << 20
     assert told("warmup", "warmup", mounted.point, "hot.bin")["files"]
     assert told("evict", "evict", mounted.point)["groups"]
@@ -53,6 +56,32 @@ def test_every_key_is_explained(mount: Mounter, tmp_path: Path) -> None:
     }
 
 
+def row_of(mounted: Mounted, document: dict[str, Any]) -> dict[str, Any]:
+    """That of a mount in a list of mounts."""
+    (row,) = (row for row in document["mounts"] if row["mount"] == str(mounted.point))
+    return dict(row)
+
+
+@pytest.mark.mount
+def test_without_a_mount_stats_lists_them(mount: Mounter, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted = mount("--mode", "arena")
+    row = row_of(mounted, json.loads(llmcache("stats", "--json").stdout))
+    assert (row["source"], row["pid"], row["mode"], row["problem"]) == (str(mounted.source), mounted.pid, "arena", None)
+    shown = llmcache("stats")
+    assert shown.returncode == 0
+    assert [line.split()[:3] for line in shown.stdout.splitlines() if line.endswith(f"  {mounted.point}")] == [
+        ["arena", "33.6", "MB"]
+    ]
+    os.kill(mounted.pid, signal.SIGKILL)
+    wait_for(lambda: control.daemon_pid(str(mounted.point)) is None, "the daemon is dead")
+    dead = row_of(mounted, json.loads(llmcache("stats", "--json").stdout))
+    assert "dead mount" in dead["problem"] and dead["budget_bytes"] is None
+    shown = llmcache("stats")
+    assert (shown.returncode, shown.stdout.count("no answer")) == (0, 1) and "is a dead mount" in shown.stderr
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    assert str(mounted.point) not in {entry.point for entry in mountpoint.of_user()}, "another user's"
+
+
 @pytest.mark.mount
 def test_a_mount_tells_who_serves_it(mount: Mounter, tmp_path: Path) -> None:
     own = Mounted(tmp_path / "source", tmp_path / "mnt")
@@ -63,8 +92,31 @@ def test_a_mount_tells_who_serves_it(mount: Mounter, tmp_path: Path) -> None:
     assert isinstance(document.pop("helper_pid"), int)
     assert document == {
         "schema": "llmcache.mount/1", "pid": own.pid, "source": str(own.source), "mount": str(own.point),
-        "mode": "arena", "budget_bytes": 32 << 20, "log": own.files.log,
+        "mode": "arena", "budget_bytes": 32 << 20, "log": own.files.log, "budget_origin": "--cache", "writable": ["*.kv"],
     }  # fmt: skip
+
+
+@pytest.mark.mount
+@pytest.mark.parametrize(
+    ("options", "said", "flag"),
+    [
+        (["--cache", "32Mi"], "33.6 MB (--cache), read-only except *.kv", "rw"),
+        (["--cache", "32Mi", "--rw"], "33.6 MB (--cache), writable", "rw"),
+        (["--spill", ""], "(what memory can spare; --cache sets it), read-only", "ro"),
+    ],
+)
+def test_people_are_told_the_mode_the_budget_and_what_may_be_written(
+    options: list[str], said: str, flag: str, mount: Mounter, tmp_path: Path
+) -> None:
+    own = Mounted(tmp_path / "source", tmp_path / "mnt")
+    for directory in (own.source, own.point):
+        directory.mkdir()
+    mount.made.append(own)
+    done = llmcache("mount", own.source, own.point, "--mode", "arena", *options)
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(f"llmcachefs: {own.point}: arena, ") and line.endswith(f"{said}; see: llmcache stats {own.point}")
+    (shown,) = (row.split() for row in Path("/proc/mounts").read_text().splitlines() if row.split()[1] == str(own.point))
+    assert shown[3].split(",")[0] == flag
 
 
 @pytest.mark.mount

@@ -34,6 +34,6 @@ def test_what_is_recorded_was_no_quick_look_and_names_no_place_of_the_machine() 
     assert [bar.to_json() for bar in bench.bars(told)] == told["bars"] and len(told["bars"]) == len(bench.BARS)
     for part in ("passkey", "recall"):
         conditions = told["parts"][part]["run"]["conditions"]
-        assert conditions["model"] == "tests/fixtures/recall" and "spill files" not in conditions
+        assert conditions["model"] == "llmcache/kv/tasks/models/recall" and "spill files" not in conditions
         assert conditions["contexts"] == list(bench.CONTEXTS)
     assert bench.rivals(told["parts"]["recall"]["run"]["rows"]) == told["parts"]["rivals"]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import struct
+import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from llmcache.errors import DataError, UsageError
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.trace.capture import inodes
 from llmcache.trace.capture.journal import Journal, journal_of
 from llmcache.trace.capture.names import Names
 from llmcache.trace.capture.options import Options, default_output
 from llmcache.trace.capture.tally import HEADING, Tally, line
+from llmcache.trace.capture.target import target_of
 from llmcache.trace.mounts import Mount, mounts
 from llmcache.trace.record import MAP, READ, Columns, Provenance, TraceFile, open_trace
 from llmcache.trace.record.columns import columns_from
@@ -222,3 +226,36 @@ def test_a_line_fits_under_its_heading() -> None:
     assert len(shown) < 80 and len(HEADING) < 80
     assert "100.0%" in shown
     assert line(Tally(), Tally(), 1.0, 1.0, 0, 0).split()[4] == "-"
+
+
+def answering(program: Path) -> subprocess.Popen[bytes]:
+    """A process of a copy of cat, once it has answered: until it is executed it has no name of its own."""
+    process = subprocess.Popen([program, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b"x")
+    assert process.stdout.read(1) == b"x"
+    return process
+
+
+def test_a_process_is_found_by_its_name(tmp_path: Path) -> None:
+    name = f"model-{os.getpid()}-server"  # longer than the kernel's name of a process
+    shutil.copy(shutil.which("cat") or "", tmp_path / name)
+    with pytest.raises(EnvironmentProblem, match=f"no process is called '{name}'") as missing:
+        target_of((name,))
+    assert missing.value.hint is not None and f"llmcache trace -- {name}" in missing.value.hint
+    with ExitStack() as stack:
+        running = []
+        for _ in range(2):
+            running.append(stack.enter_context(answering(tmp_path / name)))
+            stack.callback(running[-1].kill)
+            if len(running) == 1:
+                assert [target_of((known,)).pid for known in (name, name[:15])] == [running[0].pid] * 2, "as ps shows it"
+        with pytest.raises(UsageError) as several:
+            target_of((name,))
+        assert all(f"{one.pid} ({tmp_path / name}"[:60] in several.value.message for one in running)
+
+
+def test_a_command_without_its_mark_is_no_name() -> None:
+    with pytest.raises(UsageError) as refused:
+        target_of(("sleep", "600"))
+    assert refused.value.hint is not None and "llmcache trace -- sleep 600" in refused.value.hint

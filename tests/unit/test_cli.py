@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmcache import __version__, cli
+from llmcache.cli.mount import command as mount_command
 from llmcache.errors import DataError
 
 # Modules that take long to import; help and argument errors need none of them.
@@ -66,6 +67,37 @@ def test_usage_errors_have_code_2_and_name_the_help(args: tuple[str, ...]) -> No
     assert "Traceback" not in result.stderr
     assert result.stderr.startswith("llmcache: error: ")
     assert "\nhint: 'llmcache" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("llmcache stat /mnt", "stats"),
+        ("llmcache unmount /mnt", "umount"),
+        ("llmcache kv bnch", "bench"),
+        ("llmcache help clasify", "classify"),
+        ("llmcache stats --jsn", "--json"),
+        ("llmcachefs --cach 6G", "--cache"),
+    ],
+)
+def test_what_is_mistyped_is_guessed(words: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program, *args = words.split()
+    with pytest.raises(SystemExit) as caught:
+        cli.run(mount_command if program == "llmcachefs" else cli.app, program, args)
+    said = capsys.readouterr().err.splitlines()[0]
+    assert caught.value.code == 2 and "Did you mean" in said and meant in said.partition("Did you mean")[2]
+
+
+@pytest.mark.parametrize("words", ["", "stats", "kv", "kv bench", "help"])
+def test_help_is_a_command_too(words: str) -> None:
+    result = CliRunner().invoke(cli.app, ["help", *words.split()], prog_name="llmcache")
+    assert result.exit_code == 0, result.output
+    assert result.output == CliRunner().invoke(cli.app, [*words.split(), "--help"], prog_name="llmcache").output
+
+
+def test_help_of_what_is_no_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_code(cli.app, ["help", "stats", "all"]) == 2
+    assert "llmcache stats has no commands below it: 'all'" in capsys.readouterr().err
 
 
 def test_without_a_command_the_help_is_shown() -> None:

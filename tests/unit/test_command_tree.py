@@ -27,7 +27,7 @@ TRACE = ROOT / "traces/ai_notes.parquet"
 HEAVY = {"numpy", "numba", "pyarrow", "matplotlib", "rich", "torch", "transformers", "mfusepy", "psutil"}
 ALL = {"llmcache": cli.app, **dict(walk(cli.app, "llmcache"))}
 COMMANDS = {words: command for words, command in ALL.items() if not isinstance(command, LazyGroup)}
-NO_DOCUMENT = {"llmcache completion"}  # prints a script
+NO_DOCUMENT = {"llmcache completion", "llmcache help"}  # print a script, and help
 # What stands for values in help: nothing else, so that the same is called the same.
 METAVARS = {
     "SIZE", "SIZE,…", "RATE", "RATE,…", "TIME", "GLOB", "FILE", "DIR", "FILE.toml", "FILE.parquet", "RUN.json", "NAME",
@@ -138,6 +138,7 @@ def test_size_loads_no_arrays() -> None:
 DOCUMENTS: list[tuple[str, set[str]]] = [
     ("size --bw 100 --loop 70M --cache 64M", set()),
     ("size --device watch", {"bandwidth_detail"}),
+    ("size --bw 100 --loop 70M --ram 1G", set()),
     (f"info {TRACE}", {"extra"}),
     (f"classify {TRACE}", set()),
     (f"simulate {TRACE} --policy lru --cache 50% --t 0.1 --mrc", set()),

@@ -20,6 +20,8 @@ HEAVY = {"numpy", "numba", "pyarrow", "rich", "matplotlib", "torch", "transforme
 CASES = [
     (("llmcache", "st"), {"stats"}, True),
     (("llmcache", "kv", ""), {"bench", "plot", "profile", "plan"}, True),
+    (("llmcache", "help", "st"), {"stats"}, True),
+    (("llmcache", "help", "kv", "pl"), {"plot", "plan"}, True),
     (("llmcache", "trace", "--ti"), {"--tier"}, True),
     (("llmcache", "trace", "--tier", ""), {"auto", "filemap", "faults"}, False),
     (("llmcache", "simulate", "x.csv", "--policy", "lru,le"), {"lru,lecar"}, True),

@@ -19,10 +19,9 @@ from llmcache.edram.flips import CellSettings, FlipRates, iso_failure
 from llmcache.edram.refresh import account
 from llmcache.edram.refresh.watching import recorder_for, watch
 from llmcache.errors import DataError, LlmcacheError, UsageError
-from llmcache.kv.tasks import Questions, recall
+from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
 from tests.unit.edram_parts import random_decoder
 
-RECALL = Path(__file__).resolve().parents[1] / "fixtures" / "recall"
 EXACT = CellSettings("exact")
 Floats = NDArray[np.float32]
 
@@ -57,7 +56,7 @@ def test_recomputing_changes_logits_by_rounding_only() -> None:
 
 @pytest.fixture(scope="module")
 def accuracies() -> Accuracies:
-    decoder, questions = Decoder.load(RECALL), recall(np.random.default_rng(5), 5, 400, pairs=48, questions=14)
+    decoder, questions = Decoder.load(RECALL_MODEL), recall(np.random.default_rng(5), 5, 400, pairs=48, questions=14)
     setup = Setup(400 + 28)
     variants = {"intervals": EXPERIMENTS["intervals"](setup)[3:6]}
     variants["budgets"] = EXPERIMENTS["budgets"](setup)[2:6]
@@ -79,7 +78,7 @@ def test_the_order_of_harm_is_that_of_2drp() -> None:
         setup.losing("2drp", FlipRates.of_intervals(slow)),
         setup.losing("iso-failure", iso_failure(slow)),
     ]
-    found = evaluate(Decoder.load(RECALL), asked, variants)
+    found = evaluate(Decoder.load(RECALL_MODEL), asked, variants)
     for more, less in (("msb 0.03", "lsb 0.03"), ("hst 0.03", "lst 0.03"), ("iso-failure", "2drp")):
         difference = harm(found[more], found[less])
         assert difference.mean > 3 * difference.error, f"{more} over {less}: {difference}"
@@ -181,7 +180,7 @@ def test_damaged_weights_are_named(raw: bytes, names: str) -> None:
     ],
 )
 def test_models_that_are_not_supported_are_named(change: dict[str, Any], names: str) -> None:
-    data = json.loads((RECALL / "config.json").read_text())
+    data = json.loads((RECALL_MODEL / "config.json").read_text())
     assert Config.parse(data).kv_heads == 2
     with pytest.raises(DataError, match=f"^{names}: "):
         Config.parse(data | change)

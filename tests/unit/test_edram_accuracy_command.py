@@ -9,8 +9,8 @@ import pytest
 
 from llmcache import cli
 from llmcache.edram.refresh import read_run
+from llmcache.kv.tasks import RECALL_MODEL
 
-RECALL = Path(__file__).resolve().parents[1] / "fixtures" / "recall"
 SMALL = ["--sequences", "2", "--context", "100", "--pairs", "8", "--questions", "4"]
 
 
@@ -23,7 +23,7 @@ def called(*arguments: str, command: str = "edram accuracy") -> int:
 
 def test_json_has_what_was_asked_for_and_says_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--flips", "uniform=1e-3", "--flips", "2drp", "--experiment", "sided", "--json", *SMALL]
-    assert called("--model", str(RECALL), *options) == 0
+    assert called("--model", str(RECALL_MODEL), *options) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["schema"], found["accuracy"], found["losses"]) == ("llmcache.edram-accuracy/1", "measured", "modelled")
     names = [(row["experiment"], row["variant"]) for row in found["rows"]]
@@ -34,19 +34,19 @@ def test_json_has_what_was_asked_for_and_says_what_is_measured(capsys: pytest.Ca
 def test_a_run_is_recorded_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.json"
     options = ["--flips", "none", "--record", str(path), "--budget", "40", "--step", "20ms", *SMALL]
-    assert called("--model", str(RECALL), *options) == 0
+    assert called("--model", str(RECALL_MODEL), *options) == 0
     table = capsys.readouterr().out
     assert "measured" in table and "modelled" in table and "none" in table
     run = read_run(path)
     assert run.steps == 8 and run.clock == "modelled: 20.0 ms a step" and run.settings["budget"] == 40
     assert (run.column("kv", "high") + run.column("kv", "low") == 2 * 2 * 2 * 40).all()
-    assert called("--model", str(RECALL), *options) == 2
+    assert called("--model", str(RECALL_MODEL), *options) == 2
     assert called(str(path), command="edram report") == 0
     assert "HST MSB" in capsys.readouterr().out
 
 
 def test_kv_bench_asks_the_same_of_flips(capsys: pytest.CaptureFixture[str]) -> None:
-    assert called("--model", str(RECALL), "--flips", "none", "--flips", "uniform=0.3", "--json", command="kv bench") == 0
+    assert called("--flips", "none", "--flips", "uniform=0.3", "--json", command="kv bench") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert rows[0]["harm_nats"]["mean"] == 0 and rows[1]["harm_nats"]["mean"] > 1
     assert rows[1]["accuracy"]["mean"] < rows[0]["accuracy"]["mean"]
@@ -71,15 +71,14 @@ def test_kv_bench_records_what_kelle_keeps(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ([], "--model"),
         (["--model", "/nowhere"], "model"),
-        (["--model", str(RECALL), "--experiment", "sided,all"], "--experiment"),
-        (["--model", str(RECALL), "--flips", "1e-3"], "flips"),
-        (["--model", str(RECALL), "--curve", "45us"], "points"),
-        (["--model", str(RECALL), "--record", "x.json", "--budget", "4"], "--budget"),
-        (["--model", str(RECALL), "--record", "x.json", "--step", "fast"], "--step"),
-        (["--model", str(RECALL), "--record", "x.json", "--step", "0ms"], "--step: '0ms'"),
-        (["--model", str(RECALL), "--context", "100", "--pairs", "64"], "--context: 100 tokens"),
+        (["--model", str(RECALL_MODEL), "--experiment", "sided,all"], "--experiment"),
+        (["--model", str(RECALL_MODEL), "--flips", "1e-3"], "flips"),
+        (["--model", str(RECALL_MODEL), "--curve", "45us"], "points"),
+        (["--model", str(RECALL_MODEL), "--record", "x.json", "--budget", "4"], "--budget"),
+        (["--model", str(RECALL_MODEL), "--record", "x.json", "--step", "fast"], "--step"),
+        (["--model", str(RECALL_MODEL), "--record", "x.json", "--step", "0ms"], "--step: '0ms'"),
+        (["--model", str(RECALL_MODEL), "--context", "100", "--pairs", "64"], "--context: 100 tokens"),
     ],
 )
 def test_options_that_cannot_be_are_named(options: list[str], names: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,16 +2,13 @@
 
 import hashlib
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from llmcache.errors import UsageError
-from llmcache.kv.tasks import Questions, chain, multikey, passkey, recall
+from llmcache.kv.tasks import RECALL_MODEL, Questions, chain, multikey, passkey, recall
 from llmcache.kv.tasks.recall import BEGINNING, FIRST_KEY, FIRST_NOISE, FIRST_VALUE, VOCABULARY
-
-RECALL = Path(__file__).resolve().parents[1] / "fixtures" / "recall"
 
 
 def check_answers(found: Questions, tokens: int, pairs: int) -> None:
@@ -88,6 +85,6 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_the_weights_are_those_of_their_provenance() -> None:
-    written = re.search(r"SHA-256 of model.safetensors: ([0-9a-f]{64})", (RECALL / "PROVENANCE.md").read_text())
+    written = re.search(r"SHA-256 of model.safetensors: ([0-9a-f]{64})", (RECALL_MODEL / "PROVENANCE.md").read_text())
     assert written
-    assert hashlib.sha256((RECALL / "model.safetensors").read_bytes()).hexdigest() == written[1]
+    assert hashlib.sha256((RECALL_MODEL / "model.safetensors").read_bytes()).hexdigest() == written[1]

@@ -17,7 +17,7 @@ from tools.manual.pages import walk
 
 PAGES = made()
 COMMANDS = {words: command for words, command in walk(app, "llmcache") if not isinstance(command, click.Group)}
-WITHOUT_FIELDS = {"llmcache completion"}
+WITHOUT_FIELDS = {"llmcache completion", "llmcache help"}
 WITH_OVERHEAD = ["trace", "mount", "top", "stats", "doctor", "kv bench", "kv profile", "warmup", "simulate", "reproduce"]
 
 

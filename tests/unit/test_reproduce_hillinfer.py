@@ -254,12 +254,6 @@ def test_transfers_are_really_read_from_a_disk(tmp_path: Path, monkeypatch: pyte
     assert not list(tmp_path.iterdir())
 
 
-def test_without_the_model_figure_8_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmcache.__file__", str(tmp_path / "site-packages" / "llmcache" / "__init__.py"))
-    with pytest.raises(EnvironmentProblem, match="recall model is missing"):
-        figure8.measured(quick=True)
-
-
 # The command
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from llmcache.fs.advice import mount_cache_bytes, mount_pins_bytes
-from llmcache.fs.budget import MIN_BUDGET_BYTES
+from llmcache.fs.budget import MIN_BUDGET_BYTES, total_bytes
 from tests.unit.test_fs_modelfile import EMBEDDING, LAYER, OUTPUT, gguf
 
-MB = 10**6
+MB, GB = 10**6, 10**9
 HEAVY = {"numpy", "numba", "pyarrow", "matplotlib", "mfusepy", "llmcache.fs.engine", "llmcache.fs.daemon"}
 
 
@@ -74,6 +74,37 @@ def test_a_wanted_rate_is_a_time() -> None:
     assert (found["period_s"], found["loop_cache_bytes"]) == (0.05, 65 * MB)
 
 
+def test_memory_is_judged() -> None:
+    """16 GB, a dense model of 22.6 GB, storage of 3 GB/s; nobody says T."""
+    call = ("--bw", "3GB/s", "--loop", "22.6G", "--ram", "16G")
+    found = answered(*call)
+    ram, mount, page_cache = found["ram"], found["ram"]["llmcachefs"], found["ram"]["page_cache"]
+    assert (ram["ram_bytes"], ram["source"], found["period_source"]) == (16 * GB, "given", "assumed")
+    assert 15 * GB < ram["llmcachefs_cache_bytes"] < 15.2 * GB  # 5 % are kept free
+    assert mount["missing_bytes"] == 22.6 * GB - mount["loop_cache_bytes"] and 0 < mount["missing_bytes"] < 7.7 * GB
+    assert mount["tokens_per_s"] == pytest.approx(3 * GB / mount["missing_bytes"])
+    assert page_cache["missing_bytes"] == 22.6 * GB and page_cache["tokens_per_s"] == pytest.approx(3 / 22.6)
+    assert ram["needed_bandwidth_bytes_per_s"] == pytest.approx(mount["missing_bytes"] / 0.1)
+    enough = answered(*call[:-1], f"{ram['needed_ram_bytes']}B")["ram"]["llmcachefs"]
+    assert enough["stall_free"] and enough["tokens_per_s"] == 10
+    text = size(*call).stdout
+    assert "10 tokens/s; assumed" in text and "llmcachefs  0.396 tokens/s" in text and "page cache  0.133 tokens/s" in text
+    assert "no stalls   with 23.5 GB of memory, or storage of 75.7 GB/s" in text
+
+
+def test_memory_that_a_loop_fits_in_needs_no_storage() -> None:
+    found = answered("--bw", "3GB/s", "--loop", "7G", "--ram", "16G", "--t", "50ms")
+    assert found["period_source"] == "given"
+    assert [found["ram"][side]["tokens_per_s"] for side in ("llmcachefs", "page_cache")] == [20, 20]
+    assert "no stalls" not in size("--bw", "3GB/s", "--loop", "7G", "--ram", "16G").stdout
+
+
+def test_without_ram_it_is_that_of_this_machine_and_none_where_a_cache_is_named() -> None:
+    found = answered("--bw", "100", "--loop", "70M")["ram"]
+    assert (found["ram_bytes"], found["source"]) == (total_bytes(), "machine")
+    assert answered("--bw", "100", "--loop", "70M", "--cache", "64M")["ram"] is None
+
+
 def test_the_table_shows_the_sensitivity_to_t() -> None:
     rows = answered("--bw", "100", "--loop", "70M")["sensitivity"]
     assert [(row["change"], row["loop_cache_bytes"]) for row in rows] == [
@@ -100,6 +131,8 @@ def test_a_model_gives_loop_and_hot_set(tmp_path: Path) -> None:
         (("--bw", "100", "--loop", "70"), 2, "--loop"),
         (("--bw", "100"), 2, "--loop, --model and --cache"),
         (("--bw", "100", "--cache", "2M"), 2, "--cache"),
+        (("--bw", "100", "--cache", "64M", "--ram", "1G"), 2, "--ram"),
+        (("--bw", "100", "--loop", "70M", "--ram", "16"), 2, "--ram"),
         (("--bw", "100", "--loop", "70M", "--model", "x"), 2, "--loop and --model"),
         (("--device", "fridge"), 2, "--device"),
         (("--measure", "/dev/null", "--loop", "70M"), 2, "--measure"),

@@ -78,7 +78,36 @@ waits         since mount  half within   99 % within         in all
 late                    0            -             -              -            -
 on demand               0            -             -              -            -
 
-no loop yet: nothing is open that is a model, or was read twice
+no loop yet: no model is open, and nothing was read twice
+"""
+
+
+NARROW = """\
+/mnt/models steer, up 1 min 40 s           every 1 s, q ends
+budget ████████████████████████████▸▸▸▸▪▪············ 100 MB
+       █ pinned 60.0 MB   ▸ window 10.0 MB
+       ▪ pages 5.00 MB   · free 25.0 MB
+
+               since mount   last 2.0 s
+to readers         1.00 GB     100 MB/s
+from storage        400 MB    50.0 MB/s
+fetched             390 MB    47.5 MB/s
+byte hit ratio      60.0 %       50.0 %
+prefetch late       22.5 %       90.0 %
+prefetch wasted      2.5 %        0.0 %
+waits         count   half <   99 % <    in all   last 2.0 s
+late              3     3 ms    30 ms   24.5 ms        1.2 %
+on demand         1    10 ms    10 ms   5.00 ms        0.0 %
+
+loop               size  period pinned  passes   readers
+model.gguf       100 MB  500 ms   60 %      12   ─────●─────
+
+model.gguf          size  pinned        read   ░ streamed
+header           1.00 MB   100 %           -   █████████████
+…en_embd.weight  19.0 MB     0 %         now   ▪▪···········
+blk.0            20.0 MB    50 %         now   ███████░░░░░░
+blk.1            20.0 MB    50 %         now   ████▓▓▓░▸▸░░░
+blk.2            20.0 MB     0 %  12 min ago   ·············
 """
 
 
@@ -95,6 +124,10 @@ def text(of: Sample, width: int = 80, rows: int | None = None, hint: str = "") -
 
 def test_it_looks_like_this() -> None:
     assert text(sample(BEFORE, stats()), hint="every 1 s, q ends") == WHOLE
+
+
+def test_at_60_columns_it_looks_like_this() -> None:
+    assert text(sample(BEFORE, stats()), 60, hint="every 1 s, q ends") == NARROW
 
 
 def test_a_mount_that_nobody_uses_looks_like_this() -> None:
@@ -172,7 +205,7 @@ def test_it_fits(files: list[HeatFile], loops: list[Loop], width: int, rows: int
         "every 1 s, q ends",
     )
     assert rows is None or len(found) <= rows
-    assert all(line.cell_len <= max(80, width) for line in found)
+    assert all(line.cell_len <= max(60, width) for line in found)
     assert all(line.plain.isprintable() for line in found)
     if rows is None or rows > 40:
         assert sum("░ streamed" in line.plain for line in found) == len(files) or rows is not None

@@ -1,4 +1,4 @@
-"""What budgets do to a model's answers: passkeys and recall of tests/fixtures/recall, asked by `llmcache.kv.bench.task`.
+"""What budgets do to a model's answers: passkeys and recall of the recall model, asked by `llmcache.kv.bench.task`.
 
 Answers are the same however long they take, so contexts are asked at the same time, in processes of their own, and no
 time is kept. *Measured*.
@@ -19,8 +19,8 @@ from typing import Any
 from rich.console import Console
 
 from llmcache.kv.bench.task import TaskSetup, run
-from llmcache.kv.bench.task_question import recall_model
 from llmcache.kv.bench.task_results import TaskBench
+from llmcache.kv.tasks import RECALL_MODEL
 
 from . import machine, results
 from .bars import Bar, exit_code, with_bars
@@ -49,7 +49,7 @@ class Asked:
     def setups(self, directory: Path) -> list[TaskSetup]:
         """Return one set-up for each context. One thread: products of so small a model take longer to share than to do."""
         whole = TaskSetup(
-            self.task, recall_model(), self.contexts, self.policies, BUDGETS, directory, cases=self.cases, steps=4, threads=1
+            self.task, RECALL_MODEL, self.contexts, self.policies, BUDGETS, directory, cases=self.cases, steps=4, threads=1
         )
         return [replace(whole, contexts=(context,)) for context in self.contexts]
 
@@ -89,7 +89,7 @@ def document(bench: TaskBench) -> dict[str, Any]:
     kept = {key: value for key, value in told["conditions"].items() if key != "spill files"}
     wanted = ("policy", "context", "budget", "answers", "attention")
     rows = [{key: row[key] for key in wanted} for row in told["rows"]]
-    return {**told, "conditions": {**kept, "model": str(recall_model().relative_to(ROOT))}, "rows": rows}
+    return {**told, "conditions": {**kept, "model": str(RECALL_MODEL.relative_to(ROOT))}, "rows": rows}
 
 
 def passkey(bench: TaskBench) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from llmcache.cli import base, kinds
 
 @base.command("accuracy")
 @click.option(
-    "--model", type=kinds.DIRECTORY, help="config.json and model.safetensors of a model that was trained to recall."
+    "--model",
+    type=kinds.DIRECTORY,
+    help="config.json and model.safetensors of one that was trained to recall [default: ours].",
 )
 @click.option(
     "--experiment",
@@ -57,8 +59,8 @@ def command(as_json: bool, **options: Any) -> None:
 
     \b
     Examples:
-      llmcache edram accuracy --model tests/fixtures/recall
-      llmcache edram accuracy --model DIR --flips uniform=1e-3 --flips 2drp
+      llmcache edram accuracy
+      llmcache edram accuracy --flips uniform=1e-3 --flips 2drp
       llmcache edram accuracy --model DIR --record run.json --step 20ms
     """
     from llmcache.report import edram_accuracy

@@ -31,7 +31,7 @@ from llmcache.cli import base, kinds, names
 @click.option(
     "--model",
     type=kinds.FILE,
-    help="A config.json, or Qwen-7B …; measured are keys and values of its shape. With --task: a model's directory.",
+    help="A config.json, or Qwen-7B …; measured are keys and values of its shape. With --task, --flips: a directory.",
 )
 @click.option("--context", metavar="TOKENS", help="Tokens of each sequence [default: 32k; with --task: 4k, also 1k,4k].")
 @click.option(
@@ -119,7 +119,7 @@ def command(
       llmcache kv bench --policy hillinfer --sweep-beta --json > beta.json
       llmcache kv bench --profile paper --model Qwen-7B --context 16k --batch 8
       llmcache kv bench --policy kelle --edram-run run.json
-      llmcache kv bench --flips 2drp --model tests/fixtures/recall
+      llmcache kv bench --flips 2drp
       llmcache kv bench --task passkey --policy icecache,quest --plot run.html
       llmcache kv bench --task needle --model ~/Llama-3.1-8B --context 32k
     """

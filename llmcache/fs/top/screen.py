@@ -25,7 +25,7 @@ from rich.live import Live
 
 from llmcache.errors import UsageError
 from llmcache.fs.top.sample import Sample
-from llmcache.fs.top.view import LEAST_WIDTH, lines
+from llmcache.fs.top.view import USUAL_WIDTH, lines
 from llmcache.fs.top.watcher import Watcher
 
 LEAST_PAUSE_S = 0.1
@@ -80,7 +80,7 @@ def _print_text(watcher: Watcher, pause_s: float, count: int) -> None:
 def _width() -> int:
     """Columns of text that goes to no terminal."""
     columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isascii() and columns.isdigit() and int(columns) > 0 else LEAST_WIDTH
+    return int(columns) if columns.isascii() and columns.isdigit() and int(columns) > 0 else USUAL_WIDTH
 
 
 class Screen:

@@ -1,4 +1,7 @@
-"""A sample as lines of text: fits 80 columns, uses more, and as many rows as there are."""
+"""A sample as lines of text: fits 60 columns, uses more, and as many rows as there are.
+
+Below 80 columns names are shorter, and what stands side by side elsewhere stands one above the other.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,15 @@ import re
 from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
-from rich.text import Text
+from rich.text import Span, Text
 
 from llmcache.fs import waits
 from llmcache.fs.top import strip
 from llmcache.fs.top.sample import Flow, HeatFile, Layer, Loop, Sample
 from llmcache.units import format_duration, format_rate, format_size, printable
 
-LEAST_WIDTH = 80
-_NAME = 25
+LEAST_WIDTH, USUAL_WIDTH = 60, 80
+_NAME, _SHORT_NAME = 25, 15
 _LEAST_ROWS = 3  # of a file, to be worth telling
 _NS = 1e9
 _TITLE = "bold"
@@ -22,14 +25,18 @@ _ZEROS = re.compile(r"\.0+(?= )")
 
 
 def lines(sample: Sample, width: int, rows: int | None = None, hint: str = "") -> list[Text]:
-    """The view, `width` columns wide (80 at least) and at most `rows` lines long; `hint` stands in its first line."""
+    """The view, `width` columns wide (60 at least) and at most `rows` lines long; `hint` stands in its first line."""
     width = max(LEAST_WIDTH, width)
-    found = [_head(sample, width, hint), *_memory(sample, width), Text(), *_flows(sample), *_waits(sample)]
+    found = [_head(sample, width, hint), *_memory(sample, width), Text(), *_flows(sample, width), *_waits(sample, width)]
     found += [Text(), *_loops(sample.loops, width, None if rows is None else max(2, (rows - len(found)) // 3))]
     left = None if rows is None else rows - len(found) - 1
     if sample.heat and (left is None or left >= 2):
         found += [Text(), *_heat(sample, width, left)]
     return found if rows is None else found[:rows]
+
+
+def _is_narrow(width: int) -> bool:
+    return width < USUAL_WIDTH
 
 
 def _head(sample: Sample, width: int, hint: str) -> Text:
@@ -46,51 +53,66 @@ def _memory(sample: Sample, width: int) -> list[Text]:
     parts = ((budget.pinned_bytes, strip.PINNED), (budget.window_bytes, strip.WINDOW), (budget.other_bytes, strip.PAGES))
     used = sum(amount for amount, _ in parts)
     bar = strip.bar(parts, max(budget.budget_bytes, used), width - len(total) - 8)
-    figures = Text("       ")
-    names = ((strip.PINNED, "pinned", 0), (strip.WINDOW, "window", 1), (strip.PAGES, "pages", 2))
-    for character, name, place in names:
-        figures.append(character, strip.STYLES[character]).append(f" {name} {format_size(parts[place][0])}   ")
-    figures.append(f"{strip.FREE} free {format_size(budget.free_bytes)}")
-    found = [Text("budget ").append_text(bar).append(f" {total}"), figures]
+    names = zip((*parts, (budget.free_bytes, strip.FREE)), ("pinned", "window", "pages", "free"), strict=True)
+    told = [
+        Text(f"{character} {name} {format_size(amount)}", spans=[Span(0, 1, strip.STYLES[character])])
+        for (amount, character), name in names
+    ]
+    step = 2 if _is_narrow(width) else 4
+    figures = [Text("       ").append_text(Text("   ").join(told[at : at + step])) for at in range(0, 4, step)]
+    found = [Text("budget ").append_text(bar).append(f" {total}"), *figures]
     if budget.limit_bytes < budget.budget_bytes:
         limit = f"memory pressure: {format_size(budget.limit_bytes)} of {total} may be used"
         found.append(Text(f"       {limit}", "bold red"))
     return found
 
 
-def _flows(sample: Sample) -> list[Text]:
+def _flows(sample: Sample, width: int) -> list[Text]:
     total, last = sample.total, sample.interval
     heads = f"{'since mount':>12}{_span(last):>13}"
-    found = [Text(f"{'':13}{heads}   {'':14}{heads}", _TITLE)]
-    rows = (
-        ("to readers", "read_bytes", "byte hit ratio", "hit_ratio"),
-        ("from storage", "storage_read_bytes", "prefetch late", "late_ratio"),
-        ("fetched", "fetched_bytes", "prefetch wasted", "wasted_ratio"),
-    )
-    for left, amount, right, ratio in rows:
-        moved = format_size(getattr(total, amount))
+
+    def bytes_row(name: str, amount: str) -> str:
         rate = "-" if last is None else format_rate(last.per_s(getattr(last, amount)))
+        return f"{name:{left_width}}{format_size(getattr(total, amount)):>12}{rate:>13}"
+
+    def ratio_row(name: str, ratio: str) -> str:
         shares = [_percent(None if flow is None else getattr(flow, ratio)) for flow in (total, last)]
-        found.append(Text(f"{left:13}{moved:>12}{rate:>13}   {right:15}{shares[0]:>11}{shares[1]:>13}"))
-    for name, amount in (("written", "storage_written_bytes"), ("read again", "refault_bytes")):
-        if getattr(total, amount):
-            rate = "-" if last is None else format_rate(last.per_s(getattr(last, amount)))
-            found.append(Text(f"{name:13}{format_size(getattr(total, amount)):>12}{rate:>13}"))
-    return found
+        return f"{name:15}{shares[0]:>11}{shares[1]:>13}"
+
+    narrow = _is_narrow(width)
+    left_width = 14 if narrow else 13
+    amounts = (("to readers", "read_bytes"), ("from storage", "storage_read_bytes"), ("fetched", "fetched_bytes"))
+    ratios = (("byte hit ratio", "hit_ratio"), ("prefetch late", "late_ratio"), ("prefetch wasted", "wasted_ratio"))
+    left, right = [bytes_row(*each) for each in amounts], [ratio_row(*each) for each in ratios]
+    title = f"{'':{left_width}}{heads}"
+    if narrow:
+        found = [Text(title, _TITLE), *map(Text, left), *map(Text, right)]
+    else:
+        found = [Text(f"{title}   {'':14}{heads}", _TITLE)]
+        found += [Text(f"{one}   {other}") for one, other in zip(left, right, strict=True)]
+    written = (("written", "storage_written_bytes"), ("read again", "refault_bytes"))
+    return found + [Text(bytes_row(name, amount)) for name, amount in written if getattr(total, amount)]
 
 
-def _waits(sample: Sample) -> list[Text]:
+def _waits(sample: Sample, width: int) -> list[Text]:
     """How long readers waited for storage: for data on its way, and for data that nobody had fetched ahead."""
-    heads = f"{'waits':13}{'since mount':>12}{'half within':>13}{'99 % within':>14}{'in all':>15}"
-    found = [Text(f"{heads}{_span(sample.interval):>13}", _TITLE)]
+    if _is_narrow(width):
+        widths, heads = (10, 9, 9, 9, 10, 13), ("waits", "count", "half <", "99 % <", "in all")
+    else:
+        widths, heads = (13, 12, 13, 14, 15, 13), ("waits", "since mount", "half within", "99 % within", "in all")
+    found = [Text(_row(widths, *heads, _span(sample.interval)), _TITLE)]
     for name, key in (("late", "late_waits"), ("on demand", "demand_waits")):
         counted = getattr(sample.total, key)
         within = [_within(waits.quantile_s(counted, share)) for share in (0.5, 0.99)]
         count = sum(counted["counts"])
         spent = format_duration(counted["sum_s"] * _NS) if count else "-"
-        row = f"{name:13}{count:>12}{within[0]:>13}{within[1]:>14}{spent:>15}"
-        found.append(Text(f"{row}{_share_of_time(sample.interval, key):>13}"))
+        found.append(Text(_row(widths, name, str(count), *within, spent, _share_of_time(sample.interval, key))))
     return found
+
+
+def _row(widths: Sequence[int], name: str, *cells: str) -> str:
+    """A name, then cells to the right of their columns."""
+    return _fit(name, widths[0]) + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
 
 
 def _share_of_time(flow: Flow | None, key: str) -> str:
@@ -106,16 +128,17 @@ def _within(upper_s: float | None) -> str:
 
 def _loops(loops: Sequence[Loop], width: int, rows: int | None) -> list[Text]:
     if not loops:
-        return [Text("no loop yet: nothing is open that is a model, or was read twice")]
-    room = width - _NAME - 37
-    found = [Text(f"{'loop':{_NAME}}{'size':>9}{'period':>9}{'pinned':>8}{'passes':>8}   {'readers':{room}}", _TITLE)]
+        return [Text("no loop yet: no model is open, and nothing was read twice")]
+    columns = (_SHORT_NAME, 8, 8, 7, 8) if _is_narrow(width) else (_NAME, 9, 9, 8, 8)
+    room = width - sum(columns) - 3
+    found = [Text(f"{_row(columns, 'loop', 'size', 'period', 'pinned', 'passes')}   {'readers':{room}}", _TITLE)]
     told = loops if rows is None or len(loops) < rows else loops[: max(1, rows - 2)]
     for loop in told:
         period = "-" if loop.period_s is None else _coarse(loop.period_s)
         share = _percent(loop.pinned_bytes / loop.size_bytes if loop.size_bytes else None, 0)
         passes = "guessed" if loop.guessed and not loop.passes else str(loop.passes)
-        row = f"{_fit(loop.path.lstrip('/'), _NAME)}{format_size(loop.size_bytes):>9}{period:>9}{share:>8}{passes:>8}   "
-        found.append(Text(row).append_text(strip.readers(loop.readers, room)))
+        row = _row(columns, loop.path.lstrip("/"), format_size(loop.size_bytes), period, share, passes)
+        found.append(Text(f"{row}   ").append_text(strip.readers(loop.readers, room)))
     if len(told) < len(loops):
         found.append(Text(f"and {len(loops) - len(told)} more", "dim"))
     return found
@@ -135,21 +158,23 @@ def _heat(sample: Sample, width: int, rows: int | None) -> list[Text]:
 
 
 def _layers(file: HeatFile, width: int, rows: int | None) -> list[Text]:
-    room = width - _NAME - 9 - 8 - 12 - 3
-    legend = Text(f"   {strip.STREAMED} streamed  ", "not bold").append(f"{strip.COLD} cold", "dim")
-    title = Text(f"{_fit(file.path.lstrip('/'), _NAME)}{'size':>9}{'pinned':>8}{'read':>12}", _TITLE)
-    found = [title.append_text(legend)]
+    columns = (_SHORT_NAME if _is_narrow(width) else _NAME, 9, 8, 12)
+    room = width - sum(columns) - 3
+    legend = Text(f"   {strip.STREAMED} streamed", "not bold")
+    if not _is_narrow(width):
+        legend.append(f"  {strip.COLD} cold", "dim")
+    found = [Text(_row(columns, file.path.lstrip("/"), "size", "pinned", "read"), _TITLE).append_text(legend)]
     layers = file.layers if rows is None else strip.fold(file.layers, max(1, rows - 1))
-    found += [_layer(layer, room) for layer in layers]
+    found += [_layer(layer, columns, room) for layer in layers]
     if file.left_out_layers and (rows is None or len(found) < rows):
         found.append(Text(f"and {file.left_out_layers} more layers", "dim"))
     return found
 
 
-def _layer(layer: Layer, room: int) -> Text:
+def _layer(layer: Layer, columns: Sequence[int], room: int) -> Text:
     share = _percent(layer.pinned_bytes / layer.size_bytes if layer.size_bytes else None, 0)
-    row = f"{_fit(layer.name or 'whole file', _NAME)}{format_size(layer.size_bytes):>9}{share:>8}{_ago(layer.age_s):>12}   "
-    return Text(row).append_text(strip.heat(layer, room))
+    row = _row(columns, layer.name or "whole file", format_size(layer.size_bytes), share, _ago(layer.age_s))
+    return Text(f"{row}   ").append_text(strip.heat(layer, room))
 
 
 def _ago(age_s: float | None) -> str:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import llmcache
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import UsageError
 from llmcache.kv.bench import task
 from llmcache.kv.bench.question import Options, directory_of, parse_budgets
 from llmcache.kv.bench.task import TaskSetup
 from llmcache.kv.bench.task_results import TaskBench
 from llmcache.kv.planning.plan import parse_context
+from llmcache.kv.tasks import RECALL_MODEL
 
 POLICIES = "icecache,quest,h2o,window"
 BUDGETS = "64,128,256"
@@ -26,15 +26,6 @@ class TaskOptions:
     task: str
     cases: int
     others: Options
-
-
-def recall_model() -> Path:
-    """Returns where the recall model is; EnvironmentProblem if this is no source tree: the package comes without it."""
-    directory = Path(llmcache.__file__).resolve().parents[1] / "tests" / "fixtures" / "recall"
-    if not (directory / "model.safetensors").is_file():
-        hint = "name a model's directory with --model, or run it from a checkout of the project"
-        raise EnvironmentProblem("the recall model is missing: it is in the source tree, not in the package", hint)
-    return directory
 
 
 def setup_of(options: TaskOptions) -> TaskSetup:
@@ -54,7 +45,7 @@ def setup_of(options: TaskOptions) -> TaskSetup:
         raise UsageError(f"--policy: '{others.policy}' names none, or one twice", f"for instance: --policy {POLICIES}")
     return TaskSetup(
         options.task,
-        recall_model() if others.model is None else Path(others.model),
+        RECALL_MODEL if others.model is None else Path(others.model),
         [parse_context(part.strip()) for part in (others.context or CONTEXTS).split(",")],
         policies,
         parse_budgets(others.budget or BUDGETS),

@@ -8,6 +8,7 @@ Differs from the paper: symbols instead of English, so that a model of 460 000 p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ BEGINNING = 0
 FIRST_KEY, FIRST_VALUE = 1, 1 + KEYS
 FIRST_NOISE = FIRST_VALUE + VALUES
 VOCABULARY = FIRST_NOISE + NOISE
+RECALL_MODEL = Path(__file__).with_name("models") / "recall"
+"""Directory of a model that was trained to answer these; PROVENANCE.md in it says how."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is recorded: a running process, or a command that waits until the recorder is ready."""
+"""What is recorded: a running process, by number or name, or a command that waits until the recorder is ready."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.units import printable
 
 _KERNEL_THREAD = 0x00200000  # PF_KTHREAD
 _LIST = "list processes with: ps -e"
+_MOST_LISTED, _LONGEST_LISTED = 8, 60
 _GATE = 9
 # Waits for a line at the gate, then becomes the command. If the recorder dies first, the gate ends, and so does this.
 _WAITER = f'read -r _ <&{_GATE} || exit 1; exec {_GATE}<&-; exec "$@"'
@@ -20,12 +22,12 @@ _WAITER = f'read -r _ <&{_GATE} || exit 1; exec {_GATE}<&-; exec "$@"'
 class Running:
     """A process that runs already."""
 
-    def __init__(self, text: str) -> None:
-        """`text`: its number. EnvironmentProblem if there is no such process, or it has no files."""
-        self.pid = int(text)
-        if self.pid == os.getpid():
-            raise UsageError(f"PID: {text} is llmcache itself", _LIST)
-        _check(self.pid)
+    def __init__(self, pid: int) -> None:
+        """EnvironmentProblem if there is no such process, or it has no files."""
+        self.pid = pid
+        if pid == os.getpid():
+            raise UsageError(f"PID: {pid} is llmcache itself", _LIST)
+        _check(pid)
         self.command = _command_line(self.pid)
 
     def release(self) -> None:
@@ -90,14 +92,43 @@ Target = Running | Spawned
 
 
 def target_of(words: Sequence[str]) -> Target:
-    """Returns the process whose number is the only word, or the command that the words are, started but waiting."""
-    if not words:
+    """Returns the process whose number or name is the only word, or the command that stands after `--`, waiting.
+
+    UsageError: no process, or several; EnvironmentProblem: there is none.
+    """
+    if not words or words == ("--",):
         raise UsageError("PID: what is to be recorded?", "llmcache trace PID, or llmcache trace -- CMD…")
-    if not (words[0].isascii() and words[0].isdigit()):
-        return Spawned(words)
+    if words[0] == "--":
+        return Spawned(words[1:])
     if len(words) > 1:
-        raise UsageError(f"PID: '{words[1]}' after process {words[0]}: one process is recorded", "with its children")
-    return Running(words[0])
+        hint = f"with its children; a command goes after --: llmcache trace -- {' '.join(words)}"
+        raise UsageError(f"PID: '{words[1]}' after process {words[0]}: one process is recorded", hint)
+    is_number = words[0].isascii() and words[0].isdigit()
+    return Running(int(words[0]) if is_number else _named(words[0]))
+
+
+def _named(name: str) -> int:
+    """Number of the one process that is called `name`, by the kernel or by its command line."""
+    found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != os.getpid() and name in _names(pid)]
+    if not found:
+        hint = f"{_LIST}; a command that is to be started goes after --: llmcache trace -- {name}"
+        raise EnvironmentProblem(f"PID: no process is called '{name}'", hint)
+    if len(found) > 1:
+        shown = [f"{pid} ({printable(_command_line(pid)[:_LONGEST_LISTED])})" for pid in sorted(found)[:_MOST_LISTED]]
+        more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
+        said = f"PID: {len(found)} processes are called '{name}': {', '.join(shown)}{more}"
+        raise UsageError(said, "give the number of one")
+    return found[0]
+
+
+def _names(pid: int) -> set[str]:
+    """What a process is called: none for one that has no command line, as threads of the kernel and dead ones."""
+    try:
+        command, own = Path(f"/proc/{pid}/cmdline").read_bytes(), Path(f"/proc/{pid}/comm").read_bytes()
+    except OSError:  # it has ended
+        return set()
+    first = os.fsdecode(command.split(b"\0")[0])
+    return {os.path.basename(first), os.fsdecode(own.rstrip(b"\n"))} if first else set()
 
 
 def _check(pid: int) -> None:

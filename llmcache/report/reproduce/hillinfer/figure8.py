@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import llmcache
-from llmcache.errors import EnvironmentProblem
 from llmcache.report.claims import Claim, Finding, graded
 
 FULL = "full"
@@ -33,28 +30,18 @@ class Accuracy:
     by_system: Mapping[str, Mapping[float, float]]
 
 
-def model_directory() -> Path:
-    """Returns where the recall model is; EnvironmentProblem if this is no source tree: the package comes without it."""
-    directory = Path(llmcache.__file__).resolve().parents[1] / "tests" / "fixtures" / "recall"
-    if not (directory / "model.safetensors").is_file():
-        hint = "run it from a checkout of the project"
-        raise EnvironmentProblem("the recall model is missing: it is in the source tree, not in the package", hint)
-    return directory
-
-
 def measured(quick: bool) -> Accuracy:
-    """Returns figure 8 with the recall model. EnvironmentProblem: torch, transformers or the model are missing."""
-    from llmcache.kv.tasks import recall
+    """Returns figure 8 with the recall model. EnvironmentProblem: torch or transformers are missing."""
+    from llmcache.kv.tasks import RECALL_MODEL, recall
     from llmcache.kv.transformers.supported import check_versions
 
-    directory = model_directory()
     check_versions()
     from llmcache.kv.transformers.recall import accuracy, load_model
 
     sizes = (QUICK_CONTEXTS, QUICK_TOKENS, QUICK_QUESTIONS) if quick else (CONTEXTS, TOKENS, QUESTIONS)
     contexts, tokens, asked = sizes
     questions = recall(np.random.default_rng(8), contexts, tokens, questions=asked)
-    model: Any = load_model(directory)
+    model: Any = load_model(RECALL_MODEL)
     by_system = {
         name: {alpha: accuracy(model, questions, name, alpha=alpha) for alpha in _possible(tokens)} for name in SYSTEMS
     }

@@ -15,8 +15,8 @@ from llmcache.errors import LlmcacheError
 from llmcache.kv.bench import lengths, task
 from llmcache.kv.bench.lengths import LengthRow
 from llmcache.kv.bench.task import Candidate, TaskSetup
-from llmcache.kv.bench.task_question import recall_model
 from llmcache.kv.bench.task_results import STOCK, TaskBench
+from llmcache.kv.tasks import RECALL_MODEL
 from llmcache.report.reproduce import Progress
 from llmcache.report.reproduce.icecache.paper import BUDGETS
 
@@ -79,7 +79,7 @@ def _task(
     name: str, contexts: Sequence[int], policies: Sequence[str], budgets: Sequence[int], cases: int, progress: Progress
 ) -> TaskBench:
     directory = Path(tempfile.gettempdir())
-    setup = TaskSetup(name, recall_model(), contexts, policies, budgets, directory, cases=cases, steps=4, threads=1)
+    setup = TaskSetup(name, RECALL_MODEL, contexts, policies, budgets, directory, cases=cases, steps=4, threads=1)
     return task.run(setup, progress)
 
 

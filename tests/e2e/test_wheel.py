@@ -1,0 +1,158 @@
+"""The wheel as a user has it: installed alone, without the source tree, every command runs to a real result."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+
+from llmcache.cli import app
+from llmcache.edram.refresh import EdramRun
+from llmcache.edram.refresh.lives import Flow
+from llmcache.errors import EnvironmentProblem
+from llmcache.fs import mountpoint
+from llmcache.kv.tasks import RECALL_MODEL
+from tests.conftest import PROBLEMS
+from tools.manual.pages import walk
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("llmcache", "tools", "traces", "pyproject.toml", "README.md", "LICENSE")
+PATIENCE_S = 300
+# What a user types, in chains: each goes on where the one before it has left files.
+ALONE = (
+    (
+        "llmcache help stats",
+        "llmcache completion bash",
+        "llmcache size --bw 100 --loop 70M --ram 1G",
+        "llmcache config --show",
+        "llmcache doctor",
+        "llmcache info $SHARE/traces/claude.parquet",
+        "llmcache convert $SHARE/traces/read-loop.parquet loop.csv",
+        "llmcache classify $SHARE/traces/read-loop.parquet",
+        "llmcache plot $SHARE/traces/read-loop.parquet -o loop.svg",
+        "llmcache simulate $SHARE/traces/read-loop.parquet --policy lru --cache 50%",
+        "llmcache trace -o true.parquet -- true",
+        "llmcache reproduce kelle -o paper",
+        "llmcache edram model",
+        "llmcache edram sweep --json > sweep.json",
+        "llmcache edram plot sweep.json -o sweep.svg",
+        "llmcache edram report run.json",
+        "llmcache edram accuracy --flips none --sequences 2 --context 64 --pairs 2 --questions 1",
+    ),
+    (
+        "llmcache kv profile .",
+        "llmcache kv bench --context 1k --layers 1 --steps 1 --policy full --path . --json > bench.json",
+        "llmcache kv plot bench.json -o bench.svg",
+        "llmcache kv plan --model config.json --context 16k",
+    ),
+)
+ON_A_MOUNT = (
+    "llmcache mount source mnt --cache 32Mi --mode arena",
+    "llmcache stats",
+    "llmcache stats mnt",
+    "llmcache top mnt 100ms --once",
+    "llmcache resize mnt 48Mi",
+    "llmcache warmup mnt",
+    "llmcache evict mnt",
+    "llmcache umount mnt",
+    "llmcachefs source mnt --cache 32Mi --mode arena && llmcache umount mnt",
+    "PATH=/usr/bin:/bin $BIN/mount.llmcachefs source mnt -o cache=32Mi,mode=arena && llmcache umount mnt",
+)
+BY_MODEL = ("llmcache kv bench --task recall --policy window --context 256 --budget 64 --cases 1 --path .",)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment with the wheel in it and the packages of this one, and an empty directory with a home."""
+
+    prefix: Path
+    place: Path
+
+    def run(self, line: str) -> str:
+        """What a shell says of `line` if it fails; nothing if it does as it should."""
+        known = {name: text for name, text in os.environ.items() if not name.startswith(("PYTHON", "XDG_", "LLMCACHE"))}
+        own = {"BIN": f"{self.prefix}/bin", "SHARE": f"{self.prefix}/share/llmcache", "HOME": str(self.place / "home")}
+        path = f"{self.prefix}/bin:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["sh", "-c", line], cwd=self.place, env={**known, **own, "PATH": path, "PYTHONNOUSERSITE": "1"},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+        fine = {0, EnvironmentProblem.exit_code} if line == "llmcache doctor" else {0}  # this machine may lack something
+        return "" if done.returncode in fine else f"$ {line}\n{done.stderr}exit code {done.returncode}\n"
+
+    def all(self, lines: Sequence[str]) -> str:
+        """The same for lines that follow one another."""
+        return "".join(map(self.run, lines))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
+    """The wheel of a copy of this tree (setuptools leaves files of its own in what it builds), installed."""
+    base = tmp_path_factory.mktemp("wheel")
+    tree, prefix, place = (base / name for name in ("tree", "environment", "place"))
+    for name in PARTS:
+        (tree / name).parent.mkdir(exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        else:
+            shutil.copy(ROOT / name, tree / name)
+    pip, alone = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"], ["--no-deps", "--no-index"]
+    subprocess.run([*pip, "wheel", *alone, "--no-build-isolation", "-w", base, tree], check=True, cwd=base)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", prefix], check=True)
+    (wheel,) = base.glob("*.whl")
+    to = ["--python", str(prefix / "bin" / "python"), "install", *alone, "--no-compile"]
+    subprocess.run([*pip, *to, wheel], check=True, cwd=base)
+    shutil.rmtree(tree)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(prefix), "platbase": str(prefix)}))
+    others = [path for path in sys.path if Path(path).name.endswith("-packages") and Path(path).is_dir()]
+    (site / "others.pth").write_text("\n".join(others) + "\n")
+    lend_compiled(site)
+    for directory in (place / "home", place / "source", place / "mnt"):
+        directory.mkdir(parents=True)
+    (place / "source" / "tokenizer.json").write_text("{}")
+    shutil.copy(RECALL_MODEL / "config.json", place)
+    EdramRun(64, 0, {"kv": (Flow(8, 0, 8),), "x": (Flow(),)}, durations_ns=(2e7,)).save(place / "run.json")
+    yield Installed(prefix, place)
+    if mountpoint.find(str(place / "mnt")) is not None:
+        Installed(prefix, place).run("llmcache umount --force mnt")
+
+
+def lend_compiled(site: Path) -> None:
+    """What numba has compiled of this tree, for the same code elsewhere: it goes by a file's date and size."""
+    for code in (ROOT / "llmcache").rglob("*.py"):
+        shutil.copystat(code, site / code.relative_to(ROOT))
+    for compiled in (ROOT / "llmcache").rglob("__pycache__/*.nb[ci]"):
+        (site / compiled.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+        shutil.copy2(compiled, site / compiled.relative_to(ROOT))
+
+
+def test_every_command_is_run_here() -> None:
+    lines = [*(line for chain in ALONE for line in chain), *ON_A_MOUNT, *BY_MODEL]
+    leaves = {words for words, command in walk(app, "llmcache") if not isinstance(command, click.Group)}
+    assert {words for words in leaves if not any(f"{line} ".startswith(f"{words} ") for line in lines)} == set()
+
+
+def test_the_wheel_does_without_the_source_tree(installed: Installed) -> None:
+    """One test: the wheel is made once, whichever worker of the run has it."""
+    asked = f"python -c 'import llmcache; assert llmcache.__file__.startswith(\"{installed.prefix}\"), llmcache.__file__'"
+    assert installed.run(asked) == ""
+    share = installed.prefix / "share"
+    unit = ROOT / "tools" / "systemd" / "llmcachefs@.service"
+    assert (share / "llmcache" / unit.name).read_text() == unit.read_text()
+    traces = {path.name for path in (ROOT / "traces").iterdir()}
+    assert {path.name for path in (share / "llmcache" / "traces").iterdir()} == traces
+    assert (share / "man" / "man8" / "mount.llmcachefs.8").is_file()
+
+    of_tiers = {"mount": ON_A_MOUNT, "transformers": BY_MODEL}
+    chains = [*ALONE, *(chain for tier, chain in of_tiers.items() if PROBLEMS[tier]() is None)]
+    with ThreadPoolExecutor(2) as workers:
+        assert "".join(workers.map(installed.all, chains)) == ""
