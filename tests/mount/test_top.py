@@ -41,7 +41,7 @@ class Terminal:
         self.resize(columns, rows)
         self.before = termios.tcgetattr(self._theirs)
         self.said = ""
-        self._decode = codecs.getincrementaldecoder("utf-8")().decode
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a signal may cut a character
         self.process = subprocess.Popen(
             [sys.executable, "-m", "llmcache", "top", *map(str, words)],
             stdin=self._theirs,
