@@ -110,7 +110,7 @@ for number in range(most):
     block = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block[:] = b"x" * len(block)
     kept.append(block)
-    time.sleep(0.01 if number < most - last else 0.1)
+    time.sleep(0.01 if number < most - last else 0.05)
 print("full", flush=True)
 sys.stdin.read()
 """

@@ -107,14 +107,17 @@ def test_the_page_says_what_is_whose(written: Path, document: dict[str, Any]) ->
             assert finding["ours"].split(",")[0].split("'")[0] in page
 
 
-def test_files_are_replaced_only_when_asked(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = (written / "io-caching.json").stat().st_mtime_ns
-    assert run(["io-caching", "--quick", "-o", str(written)]) == 2
+def test_files_are_replaced_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, document = ["kelle", "--quick", "-o", str(tmp_path / "new")], tmp_path / "new" / "kelle.json"
+    assert run(words) == 0
+    capsys.readouterr()
+    before = document.stat().st_mtime_ns
+    assert run(words) == 2
     told = capsys.readouterr()
     assert told.out == "" and "-o: " in told.err and "--force" in told.err
-    assert (written / "io-caching.json").stat().st_mtime_ns == before
-    assert run(["io-caching", "--quick", "-o", str(written), "--force"]) == 0
-    assert (written / "io-caching.json").stat().st_mtime_ns > before
+    assert document.stat().st_mtime_ns == before
+    assert run([*words, "--force"]) == 0
+    assert document.stat().st_mtime_ns > before
     told = capsys.readouterr()
     assert told.err == "" and "confirmed" in told.out and "written: " in told.out
 
@@ -123,9 +126,9 @@ def test_json_goes_to_stdout_and_nowhere_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(["io-caching", "--quick", "--json"]) == 0
+    assert run(["kelle", "--quick", "--json"]) == 0
     told = capsys.readouterr()
-    assert told.err == "" and json.loads(told.out)["schema"] == "llmcache.reproduce.io-caching/1"
+    assert told.err == "" and json.loads(told.out)["schema"] == "llmcache.reproduce.kelle/1"
     assert not list(tmp_path.iterdir())
 
 
