@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.mount, pytest.mark.llama]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "model.gguf"
-    command = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(path), "--size", "150M"]
+    command = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(path), "--size", "75M"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return path
 
@@ -43,7 +43,7 @@ def expected(model: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", ["steer", "arena"])
-@pytest.mark.parametrize("cache", ["64Mi", "256Mi"])
+@pytest.mark.parametrize("cache", ["32Mi", "128Mi"])
 def test_same_logits(model: Path, expected: list[int], tmp_path: Path, mode: str, cache: str) -> None:
     with live(model.parent, tmp_path / "mnt", cache, "--mode", mode) as mount:
         assert logits(mount.mountpoint / model.name) == expected
@@ -54,7 +54,7 @@ def test_same_logits(model: Path, expected: list[int], tmp_path: Path, mode: str
 
 
 def test_the_header_makes_the_model_a_loop(model: Path, expected: list[int], tmp_path: Path) -> None:
-    with live(model.parent, tmp_path / "mnt", "64Mi") as mount:
+    with live(model.parent, tmp_path / "mnt", "32Mi") as mount:
         assert logits(mount.mountpoint / model.name) == expected
         entry = next(each for each in mount.stats()["files"] if each["path"].lstrip("/") == model.name)
     assert entry["class"] == "loop"

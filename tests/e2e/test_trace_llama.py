@@ -44,7 +44,7 @@ class Run:
 def run() -> Iterator[Run]:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
         model = Path(directory) / "model.gguf"
-        make = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(model), "--size", "160M"]
+        make = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(model), "--size", "80M"]
         subprocess.run(make, check=True, capture_output=True)
         loop = loop_bytes(model)
         command = client("llama_tokens", model, TOKENS, "--threads", 2, "--pause", PAUSE_S)

@@ -86,7 +86,7 @@ def end_readers(running: list[Reader]) -> None:
 def test_sigterm_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, Path, str]], mode: str) -> None:
     mountpoint = tmp_path / "mnt"
     with live(source, mountpoint, CACHE, "--mode", mode) as mount, readers(jobs, 600) as running:
-        time.sleep(2)
+        time.sleep(1)
         helpers = mount.helpers()
         mount.daemon.send_signal(signal.SIGTERM)
         mount.daemon.wait(120)
@@ -114,7 +114,7 @@ def test_a_dead_mount_says_so(source: Path, tmp_path: Path) -> None:
 def test_kill_9_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, Path, str]], mode: str) -> None:
     mountpoint = tmp_path / "mnt"
     with live(source, mountpoint, CACHE, "--mode", mode) as mount, readers(jobs, 600) as running:
-        time.sleep(2)
+        time.sleep(1)
         helpers = mount.helpers()
         mount.daemon.kill()
         wait_for(lambda: all(reader.poll() is not None for reader in running), "readers are not left hanging")
@@ -128,9 +128,9 @@ def test_kill_9_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, 
 
 
 def test_kill_9_of_the_pin_helper_under_load(source: Path, tmp_path: Path, jobs: list[tuple[Path, Path, str]]) -> None:
-    with live(source, tmp_path / "mnt", CACHE, "--mode", "steer") as mount, readers(jobs, 8) as running:
+    with live(source, tmp_path / "mnt", CACHE, "--mode", "steer") as mount, readers(jobs, 5) as running:
         for _ in range(3):
-            time.sleep(2)
+            time.sleep(1.2)
             assert mount.helpers(), "steer has a pin helper"
             for helper in mount.helpers():
                 with contextlib.suppress(psutil.NoSuchProcess):  # of the turn before, and waited for just now

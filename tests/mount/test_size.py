@@ -14,10 +14,10 @@ from tools.bench.files import forget
 from tools.bench.runner import ClientRun, client, run_client
 from tools.bench.sides import Mounted
 
-LOOP = 96 * MIB
+LOOP = 64 * MIB
 MISSING = 0.36  # of the loop is read in the time of a pass: the storage is as slow as that
 ATTEMPTS = 3
-COMPUTE_S = 0.6
+COMPUTE_S = 0.4
 WARMUP, STEPS = 3, 7
 
 

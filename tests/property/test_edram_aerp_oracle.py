@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, attend, column_sums
 from llmcache.edram.flips import CellSettings
+from tests.conftest import examples
 from tests.property.plain_aerp import PlainAerp
 from tests.unit.edram_parts import Stream
 
@@ -36,7 +37,7 @@ policies = st.integers(0, 4).flatmap(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(shapes, policies, st.integers(1, 30), st.integers(0, 30), st.integers(0, 2**32 - 1), st.sampled_from([0, 0, 0, 1]))
 @example(LayerShape(3, 3, DIM, 16), RECOMPUTED, 8, 16, 1173, 0)  # scores 7e-6 apart
 def test_equals_what_keeps_everything_and_masks(
@@ -80,7 +81,7 @@ def check_state(layer: AerpLayer, plain: PlainAerp) -> None:
     assert list(inputs.retaining[inputs.standing_in]) == retained
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(shapes, st.integers(1, 40), st.integers(1, 20), st.integers(0, 8), st.integers(0, 2**32 - 1))
 def test_a_budget_for_all_is_dense_attention_bit_for_bit(
     shape: LayerShape, prompt: int, steps: int, spare: int, seed: int
@@ -95,7 +96,7 @@ def test_a_budget_for_all_is_dense_attention_bit_for_bit(
         assert (layer.step(stream.queries[t], keys[t], values[t]).view(np.uint32) == dense.view(np.uint32)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(shapes, policies, st.integers(1, 30), st.integers(1, 40), st.integers(0, 2**32 - 1))
 def test_budget_sinks_and_window_hold_at_every_step(
     shape: LayerShape, policy: AerpSettings, prompt: int, steps: int, seed: int

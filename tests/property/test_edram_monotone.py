@@ -16,6 +16,7 @@ from llmcache.edram.energy import REFRESH
 from llmcache.edram.models import MODELS
 from llmcache.edram.systems import RECOMPUTE_MODES, SYSTEMS, System
 from llmcache.edram.workloads import Workload
+from tests.conftest import examples
 
 RISING = [1.0, 1.5, 2.0, 3.0, 5.0, 9.0]
 SLACK = 1e-6
@@ -56,7 +57,7 @@ def never_falls(values: np.ndarray[Any, Any], slack: float = SLACK) -> bool:
 
 
 @given(cases(evicting=True))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_larger_budget_only_costs(one: Configuration) -> None:
     budgets = [int(one.workload.budget * factor) for factor in RISING]
     found = evaluate([with_workload(one, budget=budget) for budget in budgets])
@@ -68,7 +69,7 @@ def test_a_larger_budget_only_costs(one: Configuration) -> None:
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_longer_interval_only_saves(one: Configuration) -> None:
     def scaled(factor: float) -> Configuration:
         policy = replace(one.policy, intervals=one.policy.intervals.scaled(factor))
@@ -115,14 +116,14 @@ STALLS = 2e-3
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_eviction_gains_more_in_larger_batches(one: Configuration) -> None:
     speed, efficiency = gains([pair(by_cache_alone(one), batch=batch) for batch in (1, 2, 4, 8, 16, 32)])
     assert never_falls(speed) and never_falls(efficiency, STALLS)
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_eviction_gains_more_in_longer_outputs(one: Configuration) -> None:
     longer = [max(1, one.workload.decode // 4) * times for times in (1, 2, 3, 5, 9)]
     speed, efficiency = gains([pair(by_cache_alone(one), decode=decode) for decode in longer])
@@ -130,7 +131,7 @@ def test_eviction_gains_more_in_longer_outputs(one: Configuration) -> None:
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_eviction_never_gains_more_than_its_bound(one: Configuration) -> None:
     """mean(n) / mean(min(n, N')), strictly once anything is evicted; costs are linear if nothing stays on the chip.
 
@@ -147,7 +148,7 @@ def test_eviction_never_gains_more_than_its_bound(one: Configuration) -> None:
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_faster_memory_never_slows_and_more_work_never_speeds(one: Configuration) -> None:
     def changed(factor: float) -> Configuration:
         rate = one.hardware.dram_bytes_per_s * factor

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from llmcache.edram.constants import Intervals
 from llmcache.edram.refresh import EdramRun, RunRecorder, account
+from tests.conftest import examples
 
 PAIR, X = 10, 7
 Step = tuple[int, list[tuple[int, bool]]]
@@ -59,7 +60,7 @@ def play(played: list[Step], intervals: Intervals) -> tuple[list[int], list[int]
     return by_counter, by_timer
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(steps, st.sampled_from(["kv", "x"]), short, short, short, short)
 def test_equals_a_controller_that_is_played(played: list[Step], kind: str, a: int, b: int, c: int, d: int) -> None:
     intervals = Intervals(min(a, b), min(c, d), max(a, b), max(c, d))
@@ -75,7 +76,7 @@ def test_equals_a_controller_that_is_played(played: list[Step], kind: str, a: in
     assert all(group.refreshes >= vectors * count for group, count in zip(bound.groups, by_timer, strict=True))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(steps, st.sampled_from(["kv", "x"]), st.floats(1.0, 4.0))
 def test_refreshing_less_often_never_costs_more(played: list[Step], kind: str, factor: float) -> None:
     run, intervals = recorded(played, kind), Intervals(3, 9, 5, 12)

@@ -18,6 +18,7 @@ from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.policies.kelle import Kelle, KelleSettings
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
+from tests.conftest import examples
 from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, Case, running
 
 DIM = 4
@@ -37,7 +38,7 @@ def committed(store: KvStore, tokens: int) -> None:
     store.commit(ids, ids)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 5), st.integers(0, 6), st.integers(1, 12), st.integers(1, 40), st.integers(0, 2**32 - 1))
 def test_with_pages_of_one_token_it_keeps_what_the_slots_of_aerp_keep(
     sinks: int, window: int, spare: int, prompt: int, seed: int

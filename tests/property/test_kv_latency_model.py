@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llmcache.kv.planning import PAPER_PC, SYSTEMS, Hardware, Latency, ModelShape, System, Workload, hillinfer, latency
 from llmcache.kv.planning.hardware import NUMBERS
 from llmcache.kv.planning.placement import Placement, by_ssd_share, room
+from tests.conftest import examples
 
 SPEEDS = [name for name in NUMBERS if name.endswith(("_per_s", "_flops"))]
 POLICIES: list[System] = [*SYSTEMS.values(), hillinfer(hie=False), hillinfer(bkp=False), hillinfer(app=False)]
@@ -58,7 +59,7 @@ def at(share: float, system: System, machine: Hardware, model: ModelShape, workl
     return latency(system, machine, model, workload, places)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(policies, machines(), models, workloads, shares, st.sampled_from(SPEEDS), st.floats(1.0, 50.0))
 def test_more_bandwidth_is_never_slower(
     system: System, machine: Hardware, model: ModelShape, workload: Workload, share: float, name: str, factor: float
@@ -70,7 +71,7 @@ def test_more_bandwidth_is_never_slower(
     assert after.moved == before.moved
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(policies, machines(), models, workloads, st.integers(1, 1 << 20))
 def test_a_larger_context_is_never_faster(
     system: System, machine: Hardware, model: ModelShape, workload: Workload, more: int
@@ -81,7 +82,7 @@ def test_a_larger_context_is_never_faster(
     assert before.prefill_ns <= after.prefill_ns * SLACK
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(policies, machines(), models, workloads, shares, st.floats(0.01, 1.0))
 def test_a_larger_alpha_never_moves_fewer_bytes(
     system: System, machine: Hardware, model: ModelShape, workload: Workload, share: float, other: float
@@ -93,7 +94,7 @@ def test_a_larger_alpha_never_moves_fewer_bytes(
     assert less.token_ns <= more.token_ns * SLACK
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(policies, machines(), models, workloads)
 def test_everything_is_placed_once_and_nothing_hides_more_than_there_is(
     system: System, machine: Hardware, model: ModelShape, workload: Workload
@@ -111,7 +112,7 @@ def test_everything_is_placed_once_and_nothing_hides_more_than_there_is(
     assert all(value >= 0 for value in [*found.busy.values(), *found.moved.values()])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(machines(), models, workloads)
 def test_hillinfer_gives_the_host_no_more_than_a_system_that_balances_nothing(
     machine: Hardware, model: ModelShape, workload: Workload

@@ -18,6 +18,7 @@ from llmcache.errors import DataError
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.spill.shape import Bytes
+from tests.conftest import examples
 from tests.unit.kv_parts import append, flip, ids, restored
 
 SECTOR = 512
@@ -153,7 +154,7 @@ class Model:
 
 
 @given(OPERATIONS)
-@settings(max_examples=60, deadline=None, suppress_health_check=SUPPRESSED)
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=SUPPRESSED)
 def test_it_is_a_dictionary(tmp_path: Path, operations: list[tuple[str, int, int]]) -> None:
     path = tmp_path / "a.kv"
     path.unlink(missing_ok=True)
@@ -167,7 +168,7 @@ def test_it_is_a_dictionary(tmp_path: Path, operations: list[tuple[str, int, int
 
 
 @given(OPERATIONS, st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None, suppress_health_check=SUPPRESSED)
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=SUPPRESSED)
 def test_a_crash_of_the_machine_leaves_a_beginning(
     tmp_path: Path, operations: list[tuple[str, int, int]], chance: random.Random
 ) -> None:

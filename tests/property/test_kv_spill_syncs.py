@@ -17,6 +17,7 @@ from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError
 from llmcache.kv.spill import SpillFile
 from llmcache.kv.spill.raw import RawFile, problem
 from llmcache.kv.spill.shape import Bytes
+from tests.conftest import examples
 from tests.property.test_kv_spill_crashes import SECTOR, SHAPE, SUPPRESSED, State
 from tests.unit.kv_parts import append, flip, ids, restored
 
@@ -144,7 +145,7 @@ FAILING = st.lists(
 
 
 @given(FAILING, st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None, suppress_health_check=SUPPRESSED)
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=SUPPRESSED)
 def test_what_a_failed_sync_has_lost_is_told(
     tmp_path: Path, operations: list[tuple[str, int, int]], chance: random.Random
 ) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from llmcache.kv.kernels import score
 from llmcache.kv.tiers import HostFastTier, KvStore, Selection, StoreConfig
+from tests.conftest import examples
 from tests.unit.store_parts import Plain, crash, shape_of
 
 LAYERS = 2
@@ -249,6 +250,6 @@ class Device(Store):
 
 
 TestFile: Any = Store.TestCase
-TestFile.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestFile.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
 TestDevice: Any = Device.TestCase
 TestDevice.settings = settings(max_examples=3, stateful_step_count=30, deadline=None)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from llmcache.cache.policies.llmcache import LLMCache
 from llmcache.cache.policies.lru import LRU
+from tests.conftest import examples
 from tests.property.plain_llmcache import PlainLLMCache
 
 BLOCKS = 400
@@ -36,13 +37,13 @@ def compare(runs: Runs, capacity: int, blocks: int) -> None:
     assert compiled.resident().tolist() == sorted(plain.held)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(traces, st.integers(1, BLOCKS + 10))
 def test_runs_hit_as_single_blocks_do(runs: Runs, capacity: int) -> None:
     compare(runs, capacity, BLOCKS)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(traces, st.integers(1, BLOCKS))
 def test_a_trace_may_be_cut_anywhere(runs: Runs, capacity: int) -> None:
     whole, cut = LLMCache(capacity, BLOCKS), LLMCache(capacity, BLOCKS)

@@ -11,6 +11,7 @@ from llmcache.cache.curves import BUCKET, MOMENTS_PER_BLOCK, StackDistances
 from llmcache.cache.policies import policy_class
 from llmcache.cache.simulate import lru_curve, miss_ratio_curve, simulate
 from llmcache.trace.record import WRITE
+from tests.conftest import examples
 from tests.unit.simulation_parts import Row, loop, plain_lru, rows, trace_of
 
 ROWS = 30_000
@@ -56,7 +57,7 @@ def test_a_loop_hits_nothing_until_it_fits_whole() -> None:
     assert curve.miss_ratio()[-1] == pytest.approx(0.2)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(rows(), st.sampled_from(["lru", "sieve"]))
 def test_the_curve_of_any_policy_is_its_grid(made: list[Row], policy: str) -> None:
     trace = trace_of(made)

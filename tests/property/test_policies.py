@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from llmcache.cache.policies import POLICIES, policy_class
 from llmcache.cache.policies.base import Policy
 from llmcache.errors import UsageError
+from tests.conftest import examples
 from tests.property.contract import ALWAYS, DIFFERENT, ONLINE, Case, Clause, cases, clauses, long_case
 
 NAMES = [clause.__name__ for clause in ALWAYS + ONLINE]
 # Compiling may take seconds in the first example.
-SETTINGS = settings(max_examples=60, deadline=None)
+SETTINGS = settings(max_examples=examples(60), deadline=None)
 
 
 @pytest.mark.parametrize("name", POLICIES)

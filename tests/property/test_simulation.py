@@ -15,6 +15,7 @@ from llmcache.cache.cachesizes import AUTO
 from llmcache.cache.plan import Plan
 from llmcache.cache.simulate import simulate, simulate_all
 from llmcache.trace.record import WRITE, TraceReader
+from tests.conftest import examples
 from tests.unit.simulation_parts import Row, loop, plain_lru, rows, saved, trace_of
 
 BLOCK = 4096
@@ -43,7 +44,7 @@ def test_lru_rows_are_those_of_a_plain_lru(made: list[Row], capacity: int, odd_b
         assert row.byte_hit_ratio is None
 
 
-@settings(deadline=None, suppress_health_check=SUPPRESSED, max_examples=25)
+@settings(deadline=None, suppress_health_check=SUPPRESSED, max_examples=examples(25))
 @given(made=rows(most=120), batch=st.integers(1, 50))
 def test_batches_and_groups_of_cells_change_nothing(
     made: list[Row], batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,7 +81,7 @@ def test_rows_come_by_trace_policy_and_size_as_asked(tmp_path: Path) -> None:
     assert order == [(path, policy, size) for path in paths for policy in ("sieve", "lru") for size in (20, 10)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(rows(), st.integers(1, 100))
 def test_belady_sees_the_whole_trace(made: list[Row], capacity: int) -> None:
     found = {row.policy: row.hits for row in simulate(trace_of(made), ["lru", "belady"], [capacity * BLOCK])}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from llmcache.cache.extents import BLOCK_BYTES, LARGE_EXTENT, extent_bytes_for
 from llmcache.cache.steering import HIT, KEPT, Steering
+from tests.conftest import examples
 
 MIB = 1 << 20
 BLOCKS = LARGE_EXTENT // BLOCK_BYTES
@@ -106,7 +107,7 @@ def test_the_same_sequence_gives_the_same_verdicts(limit: int, sizes: list[int],
     assert drive(new_core(limit, *sizes), sizes, plan) == first
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.integers(33, 200), st.integers(1, 250))
 def test_a_loop_hits_its_share_from_the_third_pass_on(extents: int, limit: int) -> None:
     core = new_core(limit, extents * LARGE_EXTENT)

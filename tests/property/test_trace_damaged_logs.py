@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from llmcache.errors import DataError
 from llmcache.trace.record import open_trace
+from tests.conftest import examples
 from tests.unit.test_trace_strace import CASES
 
 LOG = "".join(f"{at}.5 {line}\n" for at, line in enumerate("".join(log for log, _ in CASES.values()).splitlines(), 10**9))
@@ -33,7 +34,7 @@ def damaged(text: str, source: random.Random) -> str:
 
 
 @pytest.mark.parametrize("ending", FORMATS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_damage_is_refused_or_read_around(ending: str, seed: int) -> None:
     with tempfile.TemporaryDirectory() as directory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -17,6 +18,7 @@ from llmcache.trace.shapes import GROUPS, SHAPES
 LEAST = 128 << 10
 
 
+@functools.cache
 def shape(name: str) -> TraceClasses:
     return classify(SHAPES[name]().batches())
 
@@ -96,8 +98,7 @@ def test_remote_inference_has_no_loops(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_access_has_one_class(name: str) -> None:
-    trace = SHAPES[name]()
-    found = classify(trace.batches())
+    trace, found = SHAPES[name](), shape(name)
     assert sum(each.accesses for each in found.rows) == trace.accesses == found.accesses
     assert sum(each.share for each in found.rows) == pytest.approx(1)
     sizes = {file.id: file.size_bytes for file in trace.files}
