@@ -9,7 +9,6 @@ import re
 from decimal import Decimal
 
 from llmcache.errors import UsageError
-from llmcache.errors import printable as printable
 
 _PREFIXES = "KMGTPE"
 _FACTORS = {"": 1}

@@ -47,13 +47,17 @@ _ended = threading.Event()
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
-    """As Ctrl-C: mounts are taken down then too. Any other exception hypothesis takes for what an input did."""
+    """Ends the run before its next input, and at once if that is said again.
+
+    An exception may come anywhere: while Python collects garbage it is lost, and in the midst of hypothesis it is a bug.
+    """
+    if _ended.is_set():
+        raise KeyboardInterrupt
     _ended.set()
-    raise KeyboardInterrupt
 
 
 def _check_ended() -> None:
-    """Ends a run that was told to once more: an exception that comes while Python collects garbage is lost."""
+    """Ends a run that was told to as Ctrl-C does: mounts are taken down."""
     if _ended.is_set():
         raise KeyboardInterrupt
 
@@ -119,14 +123,16 @@ def run_target(target: Target, seconds: float, first_seed: int, out: Path) -> Ru
 def run_machine(machine: Machine, seconds: float, first_seed: int, out: Path) -> Run:
     """As `run_target`, with sequences of operations; what is kept are the operations, and the seed is the repetition."""
     began, number = time.monotonic(), first_seed
+
+    def begin() -> Any:
+        _check_ended()
+        return machine.operations()
+
     with machine.around():
         while number == first_seed or time.monotonic() - began < seconds:
-            _check_ended()
             try:
-                seed(number)(machine.operations)
-                run_state_machine_as_test(
-                    machine.operations, settings=settings(_settings(MACHINE_ROUND), stateful_step_count=STEPS)
-                )
+                limits = settings(_settings(MACHINE_ROUND), stateful_step_count=STEPS)
+                run_state_machine_as_test(seed(number)(begin), settings=limits)
             except Exception:  # noqa: BLE001 - as above
                 told = f"seed {number}\n\n{traceback.format_exc()}"
                 file = _keep(out, machine.name, told.encode(), told)

@@ -16,10 +16,9 @@ import sys
 import time
 from typing import IO, Any
 
-from llmcache.errors import EXIT_BUG, LlmcacheError, MountProblem
+from llmcache.errors import EXIT_BUG, LlmcacheError, MountProblem, printable
 from llmcache.fs import control, logs
 from llmcache.fs.daemon import Daemon, MountRequest, check_serves, rotation_of, tune_process
-from llmcache.units import printable
 
 _START_TIMEOUT_S = 120.0
 _LOG_BYTES = 1 << 20

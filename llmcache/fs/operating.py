@@ -13,9 +13,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from llmcache.errors import MountProblem
+from llmcache.errors import MountProblem, printable
 from llmcache.fs.asking import ask, understood
-from llmcache.units import format_duration, format_size, printable
+from llmcache.units import format_duration, format_size
 
 _WIDTH = 79
 _NS = 1e9

@@ -6,11 +6,12 @@ import json
 import os
 from typing import Any
 
+from llmcache.errors import printable
 from llmcache.fs import control
 from llmcache.fs.asking import ask
 from llmcache.fs.daemon import MountRequest
 from llmcache.fs.settings import DEFAULT
-from llmcache.units import format_size, printable
+from llmcache.units import format_size
 
 SCHEMA = "llmcache.mount/1"
 

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from llmcache.errors import MountProblem, UsageError
+from llmcache.errors import MountProblem, UsageError, printable
 from llmcache.fs import control, mountpoint
 from llmcache.fs.asking import ask, understood
-from llmcache.units import format_size, printable
+from llmcache.units import format_size
 
 MOUNTS_SCHEMA = "llmcache.mounts/1"
 _WIDTH = 79

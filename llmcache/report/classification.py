@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache.cache.classes import Classification, TraceClasses
+from llmcache.errors import printable
 from llmcache.report.layers import layer_tables
 from llmcache.report.tables import fit
-from llmcache.units import format_duration, format_size, printable, shortened
+from llmcache.units import format_duration, format_size, shortened
 
 SHOWN_NAMES = 3  # groups of tensors in a row of the table
 LEAST_FILE = 28  # letters of a file that other columns make room for

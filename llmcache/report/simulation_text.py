@@ -12,8 +12,9 @@ from rich.table import Table
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.latency import FetchModel, Stalls
 from llmcache.cache.results import Result, Simulation, Summary, TraceCurve
+from llmcache.errors import printable
 from llmcache.report.tables import plain_table
-from llmcache.units import format_duration, format_rate, format_size, printable
+from llmcache.units import format_duration, format_rate, format_size
 
 _UNBOUND = 400
 _NOTE = "hit ratio of all blocks, and of the bytes read; latency: modelled, to fetch all that is read,"

@@ -90,6 +90,11 @@ def test_not_empty_mount_point(mount: Mounter, tmp_path: Path) -> None:
     assert os.listdir(mount().point) == []
 
 
+def test_who_frees_its_readers_watches_a_daemon_before_it_serves(reading: Mounted) -> None:
+    words = [" ".join(child.cmdline()) for child in psutil.Process(reading.pid).children()]
+    assert any("sentinel.py" in command for command in words), words
+
+
 def test_two_daemons_are_refused(mount: Mounter) -> None:
     mounted = mount()
     result = llmcache("mount", mounted.source, mounted.point)

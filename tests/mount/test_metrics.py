@@ -77,8 +77,10 @@ def test_they_add_up_to_what_was_read(mount: Mounter, source: Path, mode: str) -
     for name, key in (("storage_read", "backing_read_bytes"), ("requested", "requested_bytes"), ("fetched", "stored_bytes")):
         assert found[f"llmcache_{name}_bytes_total"] == facts[key]
     assert found["llmcache_read_bytes_total"] == facts["read_bytes"]
-    if mode == "arena":  # each pass is seen; what was asked for before the mount knew the file is asked for twice
-        assert 0 <= facts["read_bytes"] - 3 * SIZE <= MIB
+    if mode == "arena":
+        # Each pass is seen. What was asked for before the mount knew the file is asked for twice, what the kernel has not
+        # dropped yet when the next pass comes to it not at all.
+        assert abs(facts["read_bytes"] - 3 * SIZE) <= 2 * MIB
     waits = facts["waits"]
     assert found["llmcache_wait_seconds_count"] == sum(sum(waits[reason]["counts"]) for reason in ("late", "demand"))
     assert found["llmcache_prefetch_bytes_total"] == sum(facts["prefetch"].values())

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.text import Span, Text
 
+from llmcache.errors import printable
 from llmcache.fs import waits
 from llmcache.fs.top import strip
 from llmcache.fs.top.sample import Flow, HeatFile, Layer, Loop, Sample
-from llmcache.units import format_duration, format_rate, format_size, printable
+from llmcache.units import format_duration, format_rate, format_size
 
 LEAST_WIDTH, USUAL_WIDTH = 60, 80
 _NAME, _SHORT_NAME = 25, 15

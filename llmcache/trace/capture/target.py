@@ -8,8 +8,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmcache.errors import EnvironmentProblem, UsageError
-from llmcache.units import printable
+from llmcache.errors import EnvironmentProblem, UsageError, printable
 
 _KERNEL_THREAD = 0x00200000  # PF_KTHREAD
 _LIST = "list processes with: ps -e"
