@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 # Run as a script, Python looks for modules in tools/ and not in the repository above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from llmcache.errors import UsageError, run_cli
 from tests.fuzz.target import Machine, Target
@@ -132,7 +132,7 @@ def run_machine(machine: Machine, seconds: float, first_seed: int, out: Path) ->
         while number == first_seed or time.monotonic() - began < seconds:
             try:
                 limits = settings(_settings(MACHINE_ROUND), stateful_step_count=STEPS)
-                run_state_machine_as_test(seed(number)(begin), settings=limits)
+                run_state_machine_as_test(cast("type[RuleBasedStateMachine]", seed(number)(begin)), settings=limits)
             except Exception:  # noqa: BLE001 - as above
                 told = f"seed {number}\n\n{traceback.format_exc()}"
                 file = _keep(out, machine.name, told.encode(), told)

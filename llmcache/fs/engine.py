@@ -120,12 +120,8 @@ class Engine:
         self._house.join(timeout=10)
 
     def _have_sentinel(self, mountpoint: str) -> None:
-        """Has a process abort the connection of `mountpoint` when this one is killed; there is one."""
-        entry = find(mountpoint)
-        if entry is not None and (self._sentinel is None or self._sentinel.poll() is not None):
-            script = str(Path(__file__).with_name("sentinel.py"))
-            minor = entry.device.partition(":")[2]
-            self._sentinel = subprocess.Popen([sys.executable, "-I", "-S", script, str(os.getpid()), minor], cwd="/")
+        if self._sentinel is None or self._sentinel.poll() is not None:
+            self._sentinel = start_sentinel(mountpoint)
 
     def end_sentinel(self) -> None:
         """Ends the process that watches this one; once nothing can hang any more if this one is killed."""
@@ -435,6 +431,16 @@ class Engine:
         group.cursors.strays = 0
         group.together_ns = group.apart_ns = now_ns
         self._plan_due = True
+
+
+def start_sentinel(mountpoint: str) -> subprocess.Popen[bytes] | None:
+    """Starts the process that aborts the connection of `mountpoint` when this one is killed."""
+    entry = find(mountpoint)
+    if entry is None:
+        return None
+    script = str(Path(__file__).with_name("sentinel.py"))
+    minor = entry.device.partition(":")[2]
+    return subprocess.Popen([sys.executable, "-I", "-S", script, str(os.getpid()), minor], cwd="/")
 
 
 def make_engine(cache_bytes: int | None, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> Engine:

@@ -21,16 +21,18 @@ CONNECTIONS = Path("/sys/fs/fuse/connections")
 CLONE_NEWNS = 0x00020000
 MS_REC_PRIVATE = 0x4000 | 0x40000
 PR_SET_PDEATHSIG = 1
+KILLED = 1 << (signal.SIGKILL - 1)
 LOOK_S = 2.0
 
 
 def is_dead(pid: int) -> bool:
-    """True for a process that is gone or a zombie (its other threads may hang in the kernel)."""
+    """True for a process that is gone, a zombie (its other threads may hang in the kernel), or killed and hangs there."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return True
-    return stat.rpartition(")")[2].split()[0] in "ZX"
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return fields["State"].split()[0] in "ZX" or bool(int(fields["SigPnd"], 16) & KILLED)
 
 
 def abort(minor: int) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 from llmcache.errors import printable
-from llmcache.fs import control
+from llmcache.fs import control, mountpoint
 from llmcache.fs.asking import ask
 from llmcache.fs.daemon import MountRequest
 from llmcache.fs.settings import DEFAULT
@@ -26,7 +25,8 @@ def document(point: str, request: MountRequest, log: str | None) -> dict[str, An
     """Returns what the mount on a real path does, as its daemon tells; `log`: where its log goes, None for a terminal."""
     stats = ask(point, {"op": "stats"})
     told = control.files(point).describe()
-    read_only = os.statvfs(point).f_flag & os.ST_RDONLY
+    entry = mountpoint.find(point)  # not statvfs: in the foreground this is the daemon, which never waits for its own mount
+    read_only = entry is not None and "ro" in entry.options.split(",")
     return {
         "schema": SCHEMA,
         "pid": told.get("pid"),

@@ -99,6 +99,20 @@ def ends(mount: Live, minor: int) -> bool:
         return False
 
 
+def test_a_process_that_was_killed_and_cannot_go_is_dead(tmp_path: Path) -> None:
+    """It waits in the kernel for an answer, as the main thread of a daemon does that asks its own mount."""
+    files, source, rules = tmp_path / "files", tmp_path / "source", tmp_path / "rules.json"
+    files.mkdir()
+    random_file(files / "slow.bin", SIZE)
+    with faulty(files, source, rules), reader(source / "slow.bin") as process:
+        assert not sentinel.is_dead(process.pid)
+        write_rules(rules, [Rule("slow", "read", "slow.bin", seconds=SLOW_S / 2)])
+        tell(process)
+        time.sleep(SLOW_S / 8)  # it waits now
+        process.kill()
+        assert sentinel.is_dead(process.pid)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system for others needs root")
 def test_the_end_while_pages_of_changed_files_are_dropped(tmp_path: Path) -> None:
     """Dropping waits for a slow read; what comes after the signal is not what the next drop waits for."""

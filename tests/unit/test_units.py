@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.errors import UsageError
+from llmcache.errors import UsageError, printable
 from llmcache.units import (
     format_duration,
     format_rate,
@@ -12,7 +12,6 @@ from llmcache.units import (
     parse_duration,
     parse_rate,
     parse_size,
-    printable,
     shortened,
 )
 
