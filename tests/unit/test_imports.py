@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = sorted((ROOT / "llmcache").rglob("*.py"))
 ALL_FILES = [*PACKAGE, *sorted((ROOT / "tools").rglob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]
-LONGEST_FILE = 450
+LONGEST_FILE = 900
 
 # What each part of the package may import from the others; a part may always import itself.
 BASE = {"units", "errors", "files"}
