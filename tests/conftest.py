@@ -7,16 +7,13 @@ tiers into a failure.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes.util
-import fcntl
 import functools
 import importlib.util
 import os
 import shutil
 import signal
-import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -147,29 +144,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for directory, tier in (("mount", "mount"), ("hf", "transformers")):
             if directory in directories:
                 item.add_marker(tier)
-
-
-@contextlib.contextmanager
-def _turn(alone: bool) -> Iterator[None]:
-    """Among the workers of a run: with all others, or alone. Who waits to be alone is passed by nobody (the gate)."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if run is None:
-        yield
-        return
-    name = os.path.join(tempfile.gettempdir(), f"llmcache-tests-{run}")
-    with open(f"{name}.gate", "w") as gate, open(f"{name}.turn", "w") as turn:
-        fcntl.flock(gate, fcntl.LOCK_EX)
-        fcntl.flock(turn, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        if not alone:
-            fcntl.flock(gate, fcntl.LOCK_UN)
-        yield
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Let a test that measures run alone; the wait is no part of its time."""
-    with _turn(item.get_closest_marker("alone") is not None):
-        return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
