@@ -105,7 +105,10 @@ def test_two_caches_in_two_threads(llama: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_after_ctrl_c_a_conversation_goes_on(llama: Any, tmp_path: Path, lookahead: bool) -> None:
-    """Wherever the signal comes, the cache holds whole steps, and goes on like one that has read the same tokens."""
+    """Wherever the signal comes, the cache holds whole steps, and goes on like one that has read the same tokens.
+
+    Python loses a signal that comes within a weak reference's callback: what is generated then fits the budget, too.
+    """
     torch.set_grad_enabled(False)
     try:
         with whole(path=tmp_path, cpu_pages=4, lookahead=lookahead)(llama) as cache:
@@ -115,7 +118,7 @@ def test_after_ctrl_c_a_conversation_goes_on(llama: Any, tmp_path: Path, lookahe
                 timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
                 with suppress(KeyboardInterrupt):
                     timer.start()
-                    generate(llama, cache, single(), max_new_tokens=4000, eos_token_id=-1)
+                    generate(llama, cache, single(), max_new_tokens=400, eos_token_id=-1)
                 timer.join()
                 held = torch.from_numpy(cache.ids) if cache.get_seq_length() else single()["input_ids"][:, :0]
                 expected = llama(input_ids=torch.cat([held, torch.tensor([[5]])], 1)).logits[:, -1:]
