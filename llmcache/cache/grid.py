@@ -7,7 +7,6 @@ in the meantime. So a cell's state has one user at a time, and three batches are
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -33,6 +32,12 @@ T = TypeVar("T")
 
 class Interrupted(Exception):
     """The replay was asked to stop; what it counted is of no use."""
+
+
+class Stop:
+    """Asks the threads of a replay to stop once `is_set`. Without a lock: a signal handler may set it."""
+
+    is_set = False
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,7 @@ def replay(
     online: Sequence[Cell],
     offline: Sequence[Cell],
     pool: Executor,
-    stop: threading.Event,
+    stop: Stop,
     advance: Callable[[int], None],
 ) -> None:
     """Feeds every part to all cells; `offline` ones get all rows at once, at the end.
@@ -204,11 +209,11 @@ def replay(
             advance(len(whole))
 
 
-def _finish(futures: Iterable[Future[None]], stop: threading.Event) -> None:
+def _finish(futures: Iterable[Future[None]], stop: Stop) -> None:
     """Waits for all `futures` even if one fails, so that no cell is in use any more; then raises what failed."""
     done = [future.exception() for future in futures]
     for error in done:
         if error is not None:
             raise error
-    if stop.is_set():
+    if stop.is_set:
         raise Interrupted

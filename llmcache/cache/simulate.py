@@ -10,17 +10,19 @@ row, and are refused where the trace is known to lack accesses.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 
 from llmcache.cache.cachesizes import CacheSize
 from llmcache.cache.curves import Curve
-from llmcache.cache.grid import Interrupted
+from llmcache.cache.grid import Interrupted, Stop
 from llmcache.cache.latency import FetchModel
 from llmcache.cache.plan import Plan, Progress
 from llmcache.cache.policies import policy_class
@@ -72,13 +74,16 @@ def simulate_all(
     sources = list(dict.fromkeys(sources))
     threads = jobs or len(os.sched_getaffinity(0))
     at_once = min(threads, len(sources))
-    stop = threading.Event()
-    with ThreadPoolExecutor(threads) as pool, ThreadPoolExecutor(at_once) as drivers, ExitStack() as at_end:
-        # After Ctrl-C, which may come at any point here, or the first error the others end with the batch that they are at.
-        at_end.callback(stop.set)
+    stop = Stop()
+    # After Ctrl-C or the first error the others end with the batch that they are at.
+    with ExitStack() as at_end:
+        at_end.enter_context(_ctrl_c_sets(stop))
+        pool = at_end.enter_context(ThreadPoolExecutor(threads))
+        drivers = at_end.enter_context(ThreadPoolExecutor(at_once))
+        at_end.callback(setattr, stop, "is_set", True)
 
         def one(source: Source) -> Simulation:
-            if stop.is_set():
+            if stop.is_set:
                 raise Interrupted
             with _opened(source) as (name, trace):
                 run = TraceRun(
@@ -99,6 +104,33 @@ def simulate_all(
         if error is not None and not isinstance(error, Interrupted):
             raise error
     return merged(future.result() for future in futures)
+
+
+@contextmanager
+def _ctrl_c_sets(stop: Stop) -> Iterator[None]:
+    """Has Ctrl-C set `stop`, and raises KeyboardInterrupt at the end; the second one raises it at once.
+
+    Raised where it comes, it could leave a lock of a future taken for good, or be lost in a weak reference's callback.
+    """
+    came = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if came:
+            signal.default_int_handler(number, frame)
+        came = stop.is_set = True
+
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if came:
+            raise KeyboardInterrupt
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from llmcache.cache.grid import (
     CurveCell,
     Interrupted,
     PolicyCell,
+    Stop,
     TotalsCell,
     ahead,
     parts_of,
@@ -41,7 +41,7 @@ class TraceRun:
         source: Trace | TraceReader,
         *,
         pool: Executor,
-        stop: threading.Event,
+        stop: Stop,
         progress: Progress | None,
         memory_bytes: int,
     ) -> None:
@@ -101,7 +101,7 @@ class TraceRun:
 
     def _seen(self, batches: Iterable[Trace]) -> Iterator[Trace]:
         for batch in ahead(iter(batches)):
-            if self._stop.is_set():
+            if self._stop.is_set:
                 raise Interrupted
             if self._rows == 0 and len(batch):
                 self._first_ns = int(batch.t_ns[0])

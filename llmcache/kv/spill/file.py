@@ -84,8 +84,9 @@ class SpillFile(SpillReader):
             raise UsageError(f"{path.parent}: is not a directory", f"make it before {path.name} is put there")
         with _replaced(path, force) as is_there:
             temporary = path.with_name(f"new-{secrets.token_hex(8)}-{path.name}")
-            raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, direct)
+            raw: RawFile | None = None
             try:
+                raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, direct)
                 raw.lock()
                 raw.write(layout.header(), 0)
                 raw.write(pack_commit(Commit(0, 0)).ljust(BLOCK_BYTES, b"\0"), COMMITS_AT[0])
@@ -94,7 +95,8 @@ class SpillFile(SpillReader):
                 raw.rename(path, replace=is_there)
             except BaseException:
                 with contextlib.suppress(LlmcacheError):
-                    raw.close()
+                    if raw is not None:
+                        raw.close()
                 with contextlib.suppress(OSError):
                     temporary.unlink()
                 raise

@@ -78,7 +78,7 @@ class Conversation:
         self.noted: tuple[Numbers, Numbers | None] | None = None
         self._store: KvStore | None = None
         self._engine: KvEngine | None = None
-        self._own_file = False
+        self._own_file: Path | None = None  # in a directory, until it is closed
         self._padding_known = False
         self._is_restored = False
         self._done: set[int] = set()
@@ -235,11 +235,11 @@ class Conversation:
     def _file(self) -> Path | None:
         """The spill file: one of its own where the path is a directory."""
         path = self.settings.path
-        self._own_file = path is not None and path.is_dir()
-        if path is None or not self._own_file:
+        if path is None or not path.is_dir():
             return path
         _remove_orphans(path)
-        return path / f"llmcache-{secrets.token_hex(8)}.kv"
+        self._own_file = path / f"llmcache-{secrets.token_hex(8)}.kv"
+        return self._own_file
 
     def restore(self, shape: KvShape) -> None:
         """Goes on with what the spill file holds; DataError if it is another model's, or damaged."""
@@ -255,7 +255,7 @@ class Conversation:
         UsageError: nothing would be left of it, as the spill file has no name of the user's.
         """
         store = self.store
-        if self._own_file or self.settings.path is None:
+        if self._own_file is not None or self.settings.path is None:
             raise UsageError("path: no spill file that stays when the cache is closed", "make the cache with a file's name")
         if self._engine is not None:
             self._engine.rest()
@@ -275,10 +275,14 @@ class Conversation:
         self._is_restored = False
         if engine is not None:
             engine.close()
-        if store is not None and self._own_file:
-            store.discard()
-        elif store is not None:
-            store.close()
+        own_file, self._own_file = self._own_file, None
+        try:
+            if store is not None:
+                store.close()
+        finally:
+            if own_file is not None:  # an interrupt may have come before there was a store
+                with contextlib.suppress(FileNotFoundError):
+                    _remove(own_file)
 
     # Changing sequences
 
@@ -314,12 +318,17 @@ def _remove_orphans(directory: Path) -> None:
                 file = RawFile(path, os.O_RDWR)
                 try:
                     file.lock()
-                    for other in directory.iterdir():
-                        if other.name.endswith(f"-{path.name}"):
-                            other.unlink(missing_ok=True)
-                    path.unlink(missing_ok=True)
+                    _remove(path)
                 finally:
                     file.close()
+
+
+def _remove(path: Path) -> None:
+    """Takes away a spill file that nobody named, with all that has its name behind one of its own: tables, new files."""
+    for other in path.parent.iterdir():
+        if other.name.endswith(f"-{path.name}"):
+            other.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
 
 
 def _refuse_backward(output: torch.Tensor) -> None:
