@@ -67,10 +67,11 @@ def model() -> Iterator[Path]:
 
 
 def bandwidth(model: Path) -> str:
-    """Bandwidth of the limited storage, as measured by the command, and as `--bw` takes it."""
+    """Bandwidth of the limited storage, as measured by the command, and as `--bw` takes it: the best, others use it too."""
+    measure = ("size", "--measure", model.parent, "--model", model)
     with Group("story-storage", directory=model, read_bps=RATE) as group:
-        found = said("size", "--measure", model.parent, "--model", model, group=group)
-    return f"{found['bandwidth_bytes_per_s'] / 1e6:.3f}MB/s"
+        found = max(said(*measure, group=group)["bandwidth_bytes_per_s"] for _ in range(2))
+    return f"{found / 1e6:.3f}MB/s"
 
 
 @pytest.fixture(scope="module")
