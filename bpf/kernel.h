@@ -48,8 +48,8 @@ struct files_struct { struct fdtable *fdt; };
 struct task_io_accounting { u64 syscr; };
 struct task_struct {
 	unsigned int flags;
-	int pid;
-	struct task_struct *group_leader;
+	int pid, tgid;
+	struct task_struct *real_parent, *group_leader;
 	struct pid *thread_pid;
 	struct files_struct *files;
 	struct mm_struct *mm;
@@ -99,6 +99,31 @@ static __always_inline u64 device_number(u32 dev)
 	u64 major = dev >> 20, minor = dev & 0xfffff;
 
 	return (minor & 0xff) | major << 8 | (minor & ~0xffULL) << 12;
+}
+
+struct file_key {
+	u64 dev;
+	u64 inode;
+};
+
+static __always_inline struct file_key file_key(struct inode *inode)
+{
+	struct file_key key = { .dev = device_number(BPF_CORE_READ(inode, i_sb, s_dev)), .inode = BPF_CORE_READ(inode, i_ino) };
+
+	return key;
+}
+
+/* The number of a process in the pid namespace of whoever asked, `level` deep; 0 if it has none there. */
+static u32 visible_pid(struct task_struct *task, u32 level)
+{
+	struct pid *pid = BPF_CORE_READ(task, group_leader, thread_pid);
+	u32 nr = 0;
+
+	if (!pid || BPF_CORE_READ(pid, level) < level)
+		return 0;
+	bpf_probe_read_kernel(&nr, sizeof(nr), (void *)pid + bpf_core_field_offset(struct pid, numbers) +
+					       level * bpf_core_type_size(struct upid));
+	return nr;
 }
 
 static __always_inline u64 folio_pages(struct folio *folio)

@@ -21,11 +21,6 @@ struct slot {
 	u32 live;
 };
 
-struct file_key {
-	u64 dev;
-	u64 inode;
-};
-
 static __always_inline bool lock(struct slot *slot)
 {
 	return !__sync_lock_test_and_set(&slot->lock, 1);

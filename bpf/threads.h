@@ -61,19 +61,6 @@ static __always_inline struct thread *this_thread(void)
 	return bpf_map_lookup_elem(&threads, &tid);
 }
 
-/* The number of a process in the recorder's pid namespace; 0 if it has none there. */
-static u32 visible_pid(struct task_struct *task, u32 level)
-{
-	struct pid *pid = BPF_CORE_READ(task, group_leader, thread_pid);
-	u32 nr = 0;
-
-	if (!pid || BPF_CORE_READ(pid, level) < level)
-		return 0;
-	bpf_probe_read_kernel(&nr, sizeof(nr), (void *)pid + bpf_core_field_offset(struct pid, numbers) +
-					       level * bpf_core_type_size(struct upid));
-	return nr;
-}
-
 static __always_inline bool add_thread(u32 tid, u32 pid)
 {
 	struct thread fresh = {};

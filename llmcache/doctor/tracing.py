@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from llmcache.bpf import libbpf
 from llmcache.doctor.finding import LIMITED, OK, Finding
 from llmcache.errors import EnvironmentProblem
-from llmcache.trace import libbpf
 from llmcache.trace.sources import SOURCES, kernel, source_class
 from llmcache.trace.sources.perf import REQUIRED
 from llmcache.trace.sources.tracefs import tracepoints

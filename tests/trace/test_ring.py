@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from llmcache.trace.ring import Ring
+from llmcache.trace.sources.kernel import RecordRing
 
 RECORD = np.dtype([("number", "<u8"), ("rest", "<u8")])
 BUSY, DISCARDED = 1 << 31, 1 << 30
@@ -57,7 +57,7 @@ def writer() -> Iterator[Writer]:
 
 
 def test_records_come_once_and_in_order_also_round_the_end(writer: Writer) -> None:
-    ring = Ring(writer.fd, SIZE, RECORD)
+    ring = RecordRing(writer.fd, SIZE, RECORD)
     numbers = iter(range(1000))
     seen: list[int] = []
     for burst in (1, 0, 5, SIZE // FRAME, 100, 150, SIZE // FRAME):
@@ -72,7 +72,7 @@ def test_records_come_once_and_in_order_also_round_the_end(writer: Writer) -> No
 
 
 def test_what_is_still_being_written_waits(writer: Writer) -> None:
-    ring = Ring(writer.fd, SIZE, RECORD)
+    ring = RecordRing(writer.fd, SIZE, RECORD)
     writer.write(1)
     busy = writer.write(2, BUSY)
     writer.write(3)
@@ -83,7 +83,7 @@ def test_what_is_still_being_written_waits(writer: Writer) -> None:
 
 
 def test_discarded_records_are_passed_over(writer: Writer) -> None:
-    ring = Ring(writer.fd, SIZE, RECORD)
+    ring = RecordRing(writer.fd, SIZE, RECORD)
     for number in range(4):
         writer.write(number, DISCARDED if number % 2 else 0)
     assert ring.read()["number"].tolist() == [0, 2]
@@ -91,7 +91,7 @@ def test_discarded_records_are_passed_over(writer: Writer) -> None:
 
 
 def test_records_are_copies(writer: Writer) -> None:
-    ring = Ring(writer.fd, SIZE, RECORD)
+    ring = RecordRing(writer.fd, SIZE, RECORD)
     writer.write(1)
     records = ring.read()
     for number in range(SIZE // FRAME):

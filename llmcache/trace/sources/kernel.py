@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import platform
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure
+from llmcache.bpf.ring import BUSY, DISCARDED, Ring
 from llmcache.errors import EnvironmentProblem
-from llmcache.trace.libbpf import BpfObject, LoadFailure
-from llmcache.trace.ring import Ring
 from llmcache.trace.sources.base import RECORD, Records
 
-OBJECT = Path(__file__).parent.parent / "objects" / "iotrace.bpf.o"
+OBJECT = OBJECTS / "iotrace.bpf.o"
 RING_BYTES = 16 << 20
 MAX_AGE_NS = 1_000_000
 LEFT_NS = 5 * MAX_AGE_NS  # a run that `flush` leaves alone began at most so long ago (bpf/flush.h)
@@ -70,6 +71,25 @@ class _FlushResult(ctypes.Structure):
     _fields_ = (("live", ctypes.c_uint32), ("busy", ctypes.c_uint32), ("all", ctypes.c_uint32))
 
 
+class RecordRing(Ring):
+    """A ring that holds only `record`s, read with numpy."""
+
+    def __init__(self, fd: int, size: int, record: np.dtype[np.void]) -> None:
+        super().__init__(fd, size, record.itemsize)
+        self._framed = np.dtype([("length", "<u4"), ("page", "<u4"), ("record", record)])
+
+    def read(self) -> Records:
+        """All records that are complete, in the order in which they were written; gives their place back."""
+        frames = np.frombuffer(self.stretch(), self._framed)
+        busy = np.flatnonzero(frames["length"] & np.uint32(BUSY))
+        if len(busy):
+            frames = frames[: busy[0]]
+        self.fence()
+        records: Records = frames["record"][(frames["length"] & np.uint32(DISCARDED)) == 0]
+        self.free(len(frames))
+        return records
+
+
 class KernelPart:
     """The object loaded for `parts`; what could not be had is in `missing`. `attach` begins, `close` ends it."""
 
@@ -77,7 +97,7 @@ class KernelPart:
         self.missing: list[str] = []
         self._config = _config(follow, coalesce).tobytes()
         self._object, self._programs = self._load(list(parts))
-        self._ring = Ring(self._object.map_fd("ring"), RING_BYTES, RECORD)
+        self._ring = RecordRing(self._object.map_fd("ring"), RING_BYTES, RECORD)
 
     def _load(self, parts: list[Part]) -> tuple[BpfObject, list[str]]:
         """Loads what the kernel takes: a program that it refuses is replaced by the next choice, or left out."""
@@ -108,7 +128,7 @@ class KernelPart:
     def attach(self, pids: Iterable[int]) -> int:
         """Begins to record the processes `pids`; returns the number of their threads."""
         for pid in pids:
-            self._object.put("targets", pid, 1)
+            self._object.put("targets", pid.to_bytes(4, sys.byteorder), (1).to_bytes(4, sys.byteorder))
         for name in ("started", "ended", "replaced"):
             self._object.attach(name)
         # What a thread starts before it is found itself is found in the next round.
@@ -138,7 +158,7 @@ class KernelPart:
 
     def losses(self) -> dict[str, int]:
         """Events lost so far, by reason; only reasons that occurred."""
-        counts = {reason: self._object.get("losses", number) for number, reason in enumerate(LOSSES)}
+        counts = {reason: _number(self._object.read("losses", number.to_bytes(4, sys.byteorder), 8)) for number, reason in enumerate(LOSSES)}
         attached = [name for name in self._programs if name not in _RUN_BY_US]
         counts["program busy"] = sum(self._object.misses(name) for name in attached)
         return {reason: count for reason, count in counts.items() if count}
@@ -150,6 +170,10 @@ class KernelPart:
     def close(self) -> None:
         """Gives everything back."""
         self._object.close()
+
+
+def _number(value: bytes) -> int:
+    return int.from_bytes(value, sys.byteorder)
 
 
 def _config(follow: bool, coalesce: bool) -> Records:

@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.trace.libbpf import BpfObject, LoadFailure
+from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure
 from llmcache.trace.record import MAP, UNKNOWN
 from llmcache.trace.sources.base import SAMPLED, Records, no_records
 
-OBJECT = Path(__file__).parent.parent / "objects" / "pagewalk.bpf.o"
+OBJECT = OBJECTS / "pagewalk.bpf.o"
 _TABLES = 512
 _TABLE_BYTES = 2 << 20  # addresses that one page table maps
 _PAGE = 4096

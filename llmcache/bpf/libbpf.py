@@ -16,6 +16,7 @@ from typing import Any
 
 from llmcache.errors import EnvironmentProblem
 
+OBJECTS = Path(__file__).parent / "objects"
 APT_HINT = "install libbpf: sudo apt install libbpf1"
 _RAW_TRACEPOINT = 23  # BPF_TRACE_RAW_TP: how a program of section tp_btf/ is attached
 _WARNING = 0
@@ -44,6 +45,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "bpf_map__set_initial_value": (_int, [_pointer, _pointer, _size]),
     "bpf_map_lookup_elem": (_int, [_int, _pointer, _pointer]),
     "bpf_map_update_elem": (_int, [_int, _pointer, _pointer, ctypes.c_uint64]),
+    "bpf_map_delete_elem": (_int, [_int, _pointer]),
     "libbpf_find_vmlinux_btf_id": (_int, [_text, _int]),
 }
 _OPTIONAL = {"bpf_prog_get_info_by_fd"}  # since libbpf 1.2; before, bpf_obj_get_info_by_fd does the same
@@ -208,16 +210,19 @@ class BpfObject:
         finally:
             self._lib.bpf_link__destroy(link)
 
-    def put(self, name: str, key: int, value: int) -> None:
-        """Set an entry of a map from u32 to u32."""
-        pair = ctypes.c_uint32(key), ctypes.c_uint32(value)
-        self._check(self._lib.bpf_map_update_elem(self.map_fd(name), ctypes.byref(pair[0]), ctypes.byref(pair[1]), 0))
+    def put(self, name: str, key: bytes, value: bytes) -> None:
+        """Set an entry of a map; sizes are the map's."""
+        self._check(self._lib.bpf_map_update_elem(self.map_fd(name), key, value, 0))
 
-    def get(self, name: str, key: int) -> int:
-        """An entry of a map from u32 to u64."""
-        number, value = ctypes.c_uint32(key), ctypes.c_uint64()
-        self._check(self._lib.bpf_map_lookup_elem(self.map_fd(name), ctypes.byref(number), ctypes.byref(value)))
-        return value.value
+    def read(self, name: str, key: bytes, size: int) -> bytes:
+        """An entry of a map, of `size` bytes."""
+        value = ctypes.create_string_buffer(size)
+        self._check(self._lib.bpf_map_lookup_elem(self.map_fd(name), key, value))
+        return value.raw
+
+    def remove(self, name: str, key: bytes) -> None:
+        """Take an entry out of a map, if it is there."""
+        self._lib.bpf_map_delete_elem(self.map_fd(name), key)
 
     def misses(self, program: str) -> int:
         """How often the kernel left `program` out because it was running on that CPU already."""

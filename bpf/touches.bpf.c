@@ -1,0 +1,122 @@
+/* Which extents of some files are touched: what a mount in place steers by (llmcache/fs/backends/touches.py).
+ *
+ * User space says which files count and how they are cut up. A touch of an extent is told at once, and not again within
+ * `quiet_ns`: a program at full speed costs a few thousand records a second, and one that hits what is mapped nothing. */
+#include "kernel.h"
+
+char LICENSE[] SEC("license") = "Dual MIT/GPL";
+
+#define PLACES (1 << 19)	/* extents of all files together */
+#define MOST 16			/* extents that one event may touch: a batch of folios of a read */
+#define MISS 1			/* the page was not there, or marks where the kernel reads ahead */
+#define FAULT 2			/* by a mapping */
+
+struct config { u64 quiet_ns; };
+const volatile struct config config = {};
+
+/* `first`: the place of its first extent; of its extents only every `step`th is told. */
+struct watched { u32 id, first, count, extent_pages, step; };
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 8192);
+	__type(key, struct file_key);
+	__type(value, struct watched);
+} files SEC(".maps");
+
+/* When an extent was told last; the lowest bit: as a miss. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, PLACES);
+	__type(key, u32);
+	__type(value, u64);
+} told SEC(".maps");
+
+struct touch {
+	u64 t_ns;
+	u32 id, extent, pid, flags;
+};
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 1 << 20);
+} ring SEC(".maps");
+
+struct own { u32 tgid, level; u64 lost; };
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, u32);
+	__type(value, struct own);
+} own SEC(".maps");
+
+static __always_inline void tell(struct watched *file, struct own *own, u32 extent, u64 now, u32 flags)
+{
+	struct touch touch = { .t_ns = now, .id = file->id, .extent = extent, .flags = flags };
+	u32 place = file->first + extent;
+	u64 *last = bpf_map_lookup_elem(&told, &place);
+
+	if (!last || extent >= file->count || (now - *last < config.quiet_ns && (*last & MISS || !(flags & MISS))))
+		return;
+	*last = (now & ~1ULL) | (flags & MISS);
+	if (file->step > 1 && extent % file->step)
+		return;
+	touch.pid = visible_pid((void *)bpf_get_current_task(), own->level);
+	/* Wakes the reader when it has read all else. */
+	if (bpf_ringbuf_output(&ring, &touch, sizeof(touch), 0))
+		__sync_fetch_and_add(&own->lost, 1);
+}
+
+static __always_inline int touched(struct inode *inode, u64 first, u64 last, u32 flags)
+{
+	struct task_struct *task = (void *)bpf_get_current_task();
+	struct file_key key = file_key(inode);
+	struct watched *file = bpf_map_lookup_elem(&files, &key);
+	u64 now = bpf_ktime_get_ns();
+	u32 zero = 0;
+	struct own *mine = bpf_map_lookup_elem(&own, &zero);
+
+	if (!file || !mine || !file->extent_pages)
+		return 0;
+	/* The mount's daemon and its helper bring pages in, which is no touch. */
+	if (BPF_CORE_READ(task, tgid) == mine->tgid || BPF_CORE_READ(task, real_parent, tgid) == mine->tgid)
+		return 0;
+	first /= file->extent_pages;
+	last /= file->extent_pages;
+	for (int index = 0; index < MOST && first + index <= last; index++)
+		tell(file, mine, first + index, now, flags);
+	return 0;
+}
+
+SEC("tp_btf/mm_filemap_get_pages")
+int BPF_PROG(read_pages, struct address_space *mapping, unsigned long first, unsigned long last)
+{
+	return touched(mapping->host, first, last, 0);
+}
+
+SEC("tp_btf/mm_filemap_fault")
+int BPF_PROG(fault_page, struct address_space *mapping, unsigned long page)
+{
+	return touched(mapping->host, page, page, MISS | FAULT);
+}
+
+/* A folio as large as a huge page is mapped in one piece without a word, unless it has the mark where the kernel reads ahead,
+ * as those have that the daemon brings in: then there is a fault first. */
+SEC("tp_btf/mm_filemap_map_pages")
+int BPF_PROG(map_around, struct address_space *mapping, unsigned long first, unsigned long last)
+{
+	return touched(mapping->host, first, last, FAULT);
+}
+
+/* Run by the daemon: what it and its children touch is not told from now on. */
+SEC("syscall")
+int begin(void *context)
+{
+	struct task_struct *me = (void *)bpf_get_current_task();
+	u32 zero = 0;
+	struct own *mine = bpf_map_lookup_elem(&own, &zero);
+
+	if (!mine)
+		return 1;
+	mine->tgid = BPF_CORE_READ(me, tgid);
+	mine->level = BPF_CORE_READ(me, thread_pid, level);
+	return 0;
+}

@@ -1,0 +1,116 @@
+"""Touches: which extents of watched files programs read or map, told by the kernel when it happens (bpf/touches.bpf.c).
+
+An extent is told again after QUIET_NS at the earliest, so the cost is bounded by how fast data can be new. What is mapped
+already causes no fault and is not told.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint
+from llmcache.bpf.ring import BUSY, DISCARDED, Ring
+from llmcache.errors import EnvironmentProblem
+
+OBJECT = OBJECTS / "touches.bpf.o"
+PLACES = 1 << 19  # extents of all files together, as in the program
+QUIET_NS = 20_000_000
+MISS, FAULT = 1, 2
+_RING_BYTES = 1 << 20
+_PROGRAMS = ("read_pages", "fault_page", "map_around")
+_FRAME = struct.Struct("<IIQIIII")
+_KEY = struct.Struct("<QQ")
+_WATCHED = struct.Struct("<IIIII")
+
+
+class Touch(NamedTuple):
+    """`flags`: MISS where the page was not in the page cache (or marks where the kernel reads ahead), FAULT by a mapping."""
+
+    t_ns: int  # CLOCK_MONOTONIC
+    file: int
+    extent: int
+    pid: int  # 0 for one that this process' namespace does not show
+    flags: int
+
+
+def why_not() -> str | None:
+    """Why touches cannot be seen on this machine, or None."""
+    try:
+        if not has_tracepoint("mm_filemap_get_pages"):
+            return "the kernel has no page-cache access tracepoints (Linux 6.12 and later have)"
+        Touches().close()
+    except EnvironmentProblem as problem:
+        return problem.message
+    return None
+
+
+class _Nothing(ctypes.Structure):
+    _fields_ = (("nothing", ctypes.c_uint64),)
+
+
+class Touches:
+    """The programs, attached until `close`. EnvironmentProblem where the kernel refuses them."""
+
+    def __init__(self) -> None:
+        try:
+            self._object = BpfObject(OBJECT)
+            self._object.configure(".rodata", struct.pack("<Q", QUIET_NS))
+            self._object.load([*_PROGRAMS, "begin"])
+            self._object.run("begin", _Nothing())
+            for program in _PROGRAMS:
+                self._object.attach(program)
+        except LoadFailure as failure:
+            hint = "run as root (or with CAP_BPF and CAP_PERFMON), or use another --mode"
+            raise EnvironmentProblem(f"the kernel refuses to tell what is read: {failure}", hint) from failure
+        self._ring = Ring(self._object.map_fd("ring"), _RING_BYTES, _FRAME.size - 8)
+        self._poll = select.poll()
+        self._poll.register(self._object.map_fd("ring"), select.POLLIN)
+
+    def watch(self, file: int, status: os.stat_result, first: int, count: int, extent_bytes: int, step: int = 1) -> None:
+        """Tells of a file from now on, as number `file`; its `count` extents take places from `first` on.
+
+        Only every `step`th extent is told of.
+        """
+        pages = extent_bytes // os.sysconf("SC_PAGESIZE")
+        self._object.put("files", self._key(status.st_dev, status.st_ino), _WATCHED.pack(file, first, count, pages, step))
+
+    def ignore(self, dev: int, ino: int) -> None:
+        """Tells of a file no more."""
+        self._object.remove("files", self._key(dev, ino))
+
+    @staticmethod
+    def _key(dev: int, ino: int) -> bytes:
+        return _KEY.pack(dev, ino)
+
+    def wait(self, timeout_s: float) -> list[Touch]:
+        """Returns what was told since the last call, once there is something; empty after `timeout_s`."""
+        self._poll.poll(timeout_s * 1e3)
+        return list(self._take())
+
+    def _take(self) -> Iterator[Touch]:
+        stretch = self._ring.stretch()
+        frames = bytes(stretch)
+        done = 0
+        found = []
+        for length, _, *fields in _FRAME.iter_unpack(frames):
+            if length & BUSY:
+                break
+            done += 1
+            if not length & DISCARDED:
+                found.append(Touch(*fields))
+        self._ring.free(done)
+        yield from found
+
+    @property
+    def lost(self) -> int:
+        """Touches that could not be told: the ring was full."""
+        return int(struct.unpack("<IIQ", self._object.read("own", bytes(4), 16))[2])
+
+    def close(self) -> None:
+        """Detaches and frees everything."""
+        self._object.close()
