@@ -10,8 +10,9 @@ char LICENSE[] SEC("license") = "Dual MIT/GPL";
 #define MOST 16			/* extents that one event may touch: a batch of folios of a read */
 #define MISS 1			/* the page was not there, or marks where the kernel reads ahead */
 #define FAULT 2			/* by a mapping */
+#define PRESENT 1		/* in a fault's error code: the page was mapped, but not for this */
 
-struct config { u64 quiet_ns; };
+struct config { u64 quiet_ns; u32 page_shift, spare; };
 const volatile struct config config = {};
 
 /* `first`: the place of its first extent; of its extents only every `step`th is told. */
@@ -40,6 +41,14 @@ struct {
 	__uint(max_entries, 1 << 20);
 } ring SEC(".maps");
 
+/* Processes that were told of. */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 1024);
+	__type(key, u32);
+	__type(value, u32);
+} programs SEC(".maps");
+
 struct own { u32 tgid, level; u64 lost; };
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -52,6 +61,7 @@ static __always_inline void tell(struct watched *file, struct own *own, u32 exte
 {
 	struct touch touch = { .t_ns = now, .id = file->id, .extent = extent, .flags = flags };
 	u32 place = file->first + extent;
+	u32 tgid = bpf_get_current_pid_tgid() >> 32;
 	u64 *last = bpf_map_lookup_elem(&told, &place);
 
 	if (!last || extent >= file->count || (now - *last < config.quiet_ns && (*last & MISS || !(flags & MISS))))
@@ -60,6 +70,7 @@ static __always_inline void tell(struct watched *file, struct own *own, u32 exte
 	if (file->step > 1 && extent % file->step)
 		return;
 	touch.pid = visible_pid((void *)bpf_get_current_task(), own->level);
+	bpf_map_update_elem(&programs, &tgid, &touch.pid, 0);
 	/* Wakes the reader when it has read all else. */
 	if (bpf_ringbuf_output(&ring, &touch, sizeof(touch), 0))
 		__sync_fetch_and_add(&own->lost, 1);
@@ -98,12 +109,45 @@ int BPF_PROG(fault_page, struct address_space *mapping, unsigned long page)
 	return touched(mapping->host, page, page, MISS | FAULT);
 }
 
-/* A folio as large as a huge page is mapped in one piece without a word, unless it has the mark where the kernel reads ahead,
- * as those have that the daemon brings in: then there is a fault first. */
 SEC("tp_btf/mm_filemap_map_pages")
 int BPF_PROG(map_around, struct address_space *mapping, unsigned long first, unsigned long last)
 {
 	return touched(mapping->host, first, last, FAULT);
+}
+
+static long take_page(struct task_struct *task, struct vm_area_struct *vma, u64 *address)
+{
+	struct file *file = vma->vm_file;
+	u64 page;
+
+	if (!file)
+		return 0;
+	page = vma->vm_pgoff + ((*address - vma->vm_start) >> config.page_shift);
+	touched(BPF_CORE_READ(file, f_mapping, host), page, page, FAULT);
+	return 0;
+}
+
+/* A folio as large as a huge page is mapped in one piece without a word: faults of known programs are looked at themselves. */
+static __always_inline int take_fault(u64 address, u64 error_code)
+{
+	u32 tgid = bpf_get_current_pid_tgid() >> 32;
+
+	if (!(error_code & PRESENT) && bpf_map_lookup_elem(&programs, &tgid))
+		bpf_find_vma(bpf_get_current_task_btf(), address, take_page, &address, 0);
+	return 0;
+}
+
+SEC("tp_btf/page_fault_user")
+int BPF_PROG(fault, unsigned long address, struct pt_regs *regs, unsigned long error_code)
+{
+	return take_fault(address, error_code);
+}
+
+/* In a system call that is given mapped memory. */
+SEC("tp_btf/page_fault_kernel")
+int BPF_PROG(fault_in_call, unsigned long address, struct pt_regs *regs, unsigned long error_code)
+{
+	return take_fault(address, error_code);
 }
 
 /* Run by the daemon: what it and its children touch is not told from now on. */

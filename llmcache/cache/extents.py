@@ -20,9 +20,11 @@ EXTENTS_MAX = 1 << 18  # of one space: state and plans cost by the extent. Beyon
 LARGEST_EXTENT = 4 << 20  # that is fetched whole, so that a space of more than 1 TiB is read page by page
 
 
-def extent_bytes_for(size_bytes: int, most: int = EXTENTS_MAX) -> int:
-    """Returns the size of the extents (bytes) into which a loop space of `size_bytes` is cut, at most `most` of them."""
-    least = LARGE_EXTENT if size_bytes >= LARGE_FILE_BYTES else SMALL_EXTENT
+def extent_bytes_for(size_bytes: int, most: int = EXTENTS_MAX, large: int = LARGE_EXTENT) -> int:
+    """Returns the size of the extents (bytes) into which a loop space of `size_bytes` is cut, at most `most` of them.
+
+    A large one has extents of `large`, or of a multiple."""
+    least = large if size_bytes >= LARGE_FILE_BYTES else SMALL_EXTENT
     return least * max(1, -(-size_bytes // (least * most)))
 
 

@@ -17,8 +17,9 @@ _SETTINGS = (
     click.option("--cache", metavar="SIZE", help="Memory it may hold, e.g. 6G or 800Mi [default: fitting]."),
     click.option(
         "--mode",
-        type=click.Choice(["auto", "steer", "arena"]),
-        help="steer keeps data in the kernel's page cache (needs locked memory), arena in its own memory [default: auto].",
+        type=click.Choice(["auto", "inplace", "steer", "arena"]),
+        help="inplace steers the files' own page cache (root), steer that of the mount (locked memory), arena has its own "
+        "memory [default: auto].",
     ),
     click.option("--rw", is_flag=True, default=None, help="Let everything be written, not only spill files."),
     click.option("--spill", multiple=True, metavar="GLOB", help="Files that may be written [default: *.kv; '' for none]."),

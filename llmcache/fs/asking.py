@@ -23,6 +23,9 @@ def ask(
     try:
         return control.request(point, message, uid=entry.owner, on_progress=on_progress)
     except control.NoDaemon:
+        if entry.fstype == mountpoint.IN_PLACE:
+            hint = f"its files can be read, nothing steers them; mount again, or: llmcache umount {point}"
+            raise MountProblem(f"the daemon of {point} has ended", hint) from None
         if mountpoint.answers(point) == 0:  # it serves
             socket = control.files(point, entry.owner).socket
             hint = "set XDG_RUNTIME_DIR as it was when the mount was made"

@@ -22,7 +22,7 @@ from llmcache.fs.references import READ
 
 if TYPE_CHECKING:
     from llmcache.fs.backing import Backing
-    from llmcache.fs.fetching import Fetcher
+    from llmcache.fs.holders import Fetching, Holder
     from llmcache.fs.state import CacheState
 
 THREADS = 4
@@ -50,8 +50,8 @@ def ended() -> MountProblem:
 class Bringer:
     """One warm-up's threads, and the pieces that are left to do for them."""
 
-    def __init__(self, state: CacheState, fetcher: Fetcher, pieces: list[Piece]) -> None:
-        self.state, self.fetcher = state, fetcher
+    def __init__(self, state: CacheState, fetcher: Fetching, holder: Holder, pieces: list[Piece]) -> None:
+        self.state, self.fetcher, self.holder = state, fetcher, holder
         with state.lock:
             self.left = deque(piece for piece in pieces if not has(state, piece))
             self.total_bytes = sum(group.length_of(member, extent) for group, member, extent in self.left)
@@ -110,20 +110,19 @@ class Bringer:
                 if group.state(extent) not in (ABSENT, SPARSE, LOADING):
                     return  # it is there
                 if group.state(extent) == LOADING:  # others bring it
-                    fetch = None
-                elif self.state.used_bytes + group.extent_bytes <= self.state.limit_bytes and member.reachable:
-                    fetch = self.fetcher.claim(group, member, extent, ahead=True)
+                    job = None
+                elif self.state.used_bytes + group.extent_bytes <= self.state.room_bytes and member.reachable:
+                    job = self.fetcher.ahead(group, member, extent)
                 else:
-                    fetch = None
-                if fetch is None:
+                    job = None
+                if job is None:
                     if time.monotonic_ns() - self.last_ns > STALLED_S * 1e9:
                         return
                     self.state.asked_bytes = group.extent_bytes
                     self.state.room.notify()
                     self.state.work.wait(0.05)
-            if fetch is not None:
-                self.fetcher.load(group, member, fetch)
-                self.fetcher.store(group, member, fetch)
+            if job is not None:
+                job()
                 return
 
     def _bring_held(self, group: Group, member: Member, extent: int, backing: Backing) -> None:
@@ -140,7 +139,7 @@ class Bringer:
             core = self.state.references.core
             if complete and group.alive and core is not None and not core.holds(group.key, extent):
                 self.state.references.held(group, extent)
-                self.fetcher.holder.keep(group, extent, region)
+                self.holder.keep(group, extent, region)
 
     def _bring_hot(self, group: Group, member: Member, extent: int, backing: Backing) -> None:
         """Puts a page-by-page extent into the page cache whole. A writer waits for that."""

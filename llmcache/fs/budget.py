@@ -34,6 +34,7 @@ class Memory:
     total_bytes: int
     available_bytes: int
     margin_bytes: int
+    free_bytes: int = 0  # of `available_bytes`: nothing is in it
 
     @property
     def spare_bytes(self) -> int:
@@ -46,6 +47,11 @@ def machine_memory(root: Path = Path("/")) -> Memory:
     values = _pairs(root / "proc/meminfo")
     total, available = values["MemTotal"] * 1024, values["MemAvailable"] * 1024
     return _machine(total, available)
+
+
+def machine_free(root: Path = Path("/")) -> int:
+    """Returns MemFree of /proc/meminfo (bytes)."""
+    return _pairs(root / "proc/meminfo")["MemFree"] * 1024
 
 
 def _machine(total_bytes: int, available_bytes: int) -> Memory:
@@ -98,7 +104,7 @@ def _limit_of(group: Path, limit_file: str, usage_file: str) -> Memory | None:
     # v1 counts children under total_*; page cache on the LRU can be had back, locked pages cannot.
     cache = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
     margin = max(GROUP_MARGIN_BYTES, int(GROUP_MARGIN_SHARE * limit))
-    return Memory(f"cgroup {group}", limit, limit - usage + cache, margin)
+    return Memory(f"cgroup {group}", limit, limit - usage + cache, margin, limit - usage)
 
 
 def _pairs(path: Path) -> dict[str, int]:

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmcache.errors import LlmcacheError, MountProblem, UsageError
 from llmcache.fs import control, libfuse, logs, metrics, mountpoint, readiness, syscalls
+from llmcache.fs.backends.bindmount import BindMount
+from llmcache.fs.backends.inplace import InPlaceEngine
 from llmcache.fs.bringing import Tell
 from llmcache.fs.controlserver import ControlServer
 from llmcache.fs.endpoint import MetricsEndpoint
@@ -90,11 +92,17 @@ class Daemon:
         self._metrics = None if request.metrics is None else MetricsEndpoint(request.metrics)
         self._tree = SourceTree(self._source)
         self._engine = make_engine(request.cache_bytes, request.mode, self._tree, request.pinned)
-        self._operations = LlmcacheOperations(self._tree, self._engine, WritePolicy(request.writable, request.spill))
-        self._operations.on_init = self._hand_over
-        self._warmer = Warmer(self._engine, self._operations, self._tree)
+        self._session: Session | BindMount
+        if isinstance(self._engine, InPlaceEngine):
+            flags = 0 if request.writable else syscalls.MS_RDONLY
+            self._session = BindMount(self._source, self._point, flags, self._hand_over, self._engine.stop)
+            self._warmer = Warmer(self._engine, self._engine.files, self._tree)
+        else:
+            operations = LlmcacheOperations(self._tree, self._engine, WritePolicy(request.writable, request.spill))
+            operations.on_init = self._notified
+            self._session = Session(operations, self._point, max_threads=THREADS, options=request.options)
+            self._warmer = Warmer(self._engine, operations, self._tree)
         self._requests = Requests(self._engine, self._warmer, self._metrics.address if self._metrics else None)
-        self._session = Session(self._operations, self._point, max_threads=THREADS, options=request.options)
         self._notifier: Notifier | None = None
         # What the main thread waits for: "init", "resume", "rotate", "stop", "over"; "signal": that a handler can run.
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -120,8 +128,7 @@ class Daemon:
                         self._bring_pinned()
                         ready()
                 elif event == "resume":
-                    assert self._notifier is not None
-                    self._engine.start(self._notifier, self._point)
+                    self._start_engine()
                     self._bring_pinned()
                 elif event == "rotate":
                     assert self._rotate is not None
@@ -178,9 +185,13 @@ class Daemon:
             self._failure = self._failure or error
         self._events.put("over")
 
-    def _hand_over(self, notifier: Notifier) -> None:
+    def _notified(self, notifier: Notifier) -> None:
         """FUSE_INIT, on one of libfuse's threads: the kernel sends nothing else before this returns."""
         self._notifier = notifier
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Has the main thread start what serves; returns when it does."""
         self._events.put("init")
         self._started.wait()
         if self._failure is not None:
@@ -188,8 +199,7 @@ class Daemon:
 
     def _start(self) -> ControlServer | None:
         try:
-            assert self._notifier is not None
-            self._engine.start(self._notifier, self._point)
+            self._start_engine()
             server = ControlServer(self._files, self._answer)
             self._describe()
             if self._metrics is not None:
@@ -201,8 +211,19 @@ class Daemon:
         finally:
             self._started.set()
 
+    def _start_engine(self) -> None:
+        if isinstance(self._engine, InPlaceEngine):
+            assert isinstance(self._session, BindMount)
+            self._engine.is_mounted = self._session.is_mounted
+            self._engine.begin(self._source)
+        else:
+            assert self._notifier is not None
+            self._engine.start(self._notifier, self._point)
+
     def _describe(self) -> None:
-        facts = {"pid": os.getpid(), "source": self._source, "mount": self._point, "started": time.time()}
+        facts: dict[str, Any] = {"pid": os.getpid(), "source": self._source, "mount": self._point, "started": time.time()}
+        if isinstance(self._session, BindMount):
+            facts["inplace"] = self._session.mount_id or 0
         with control.making(self._files.info):
             self._files.tell(facts)
 
@@ -242,11 +263,13 @@ class Daemon:
             except LlmcacheError:
                 self._events.put("resume")  # someone came in between: go on serving
                 raise
+            if isinstance(self._session, BindMount):  # it may have nothing to unmount
+                self._events.put("stop")
             return {"stopped": True, "pid": os.getpid()}
 
     def _refuse_if_busy(self) -> None:
         entry = mountpoint.find(self._point)
-        if entry is not None and any(mountpoint.holders(entry, _is_own)):
+        if entry is not None and entry.mount_id and any(mountpoint.holders(entry, _is_own)):
             raise mountpoint.busy(entry, _is_own)
 
 

@@ -24,7 +24,7 @@ from llmcache.fs.buffers import BufferPool
 from llmcache.fs.fetching import Fetcher
 from llmcache.fs.group import PINNED, SETTLED_PASSES, Group, Member
 from llmcache.fs.grouping import Grouping
-from llmcache.fs.holders import ArenaHolder, Holder, SteerHolder
+from llmcache.fs.holders import ArenaHolder, Fetching, Holder, SteerHolder
 from llmcache.fs.loader import Loader
 from llmcache.fs.mountpoint import find
 from llmcache.fs.pins import PinService
@@ -59,22 +59,28 @@ WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and ho
 class Engine:
     """Cache of one mount; see `make_engine`."""
 
-    def __init__(self, cache_bytes: int, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        cache_bytes: int,
+        mode: str,
+        tree: SourceTree,
+        pinned: tuple[str, ...] = (),
+        large_extent: int = LARGE_EXTENT,
+    ) -> None:
         self.state = CacheState(cache_bytes, BufferPool(POOL_BUFFERS, POOL_RESERVE))
         self.pins = PinService(self._attached, self._lock_failed, self._helper_lost)
         self.holder: Holder
         self.planner: Planner
-        if mode == "steer":
-            self.holder = SteerHolder(self.state, self.pins)
-            self.planner = Planner(self.state, self.holder)
-        else:
+        if mode == "arena":
             arena = self.holder = ArenaHolder(self.state, self._replanned)
             self.planner = ArenaPlanner(self.state, arena)
+        else:
+            self.holder = SteerHolder(self.state, self.pins)
+            self.planner = Planner(self.state, self.holder)
         self.state.references = References(self.planner.core, cache_bytes)
         self.mode = mode
-        self.fetcher = Fetcher(self.state, self.holder)
-        self.reader = Reader(self.state, self.fetcher, self._pass_ended)
-        self.grouping = Grouping(self.state, tree, self._dissolve, pinned)
+        self.fetcher = self._make_fetcher()
+        self.grouping = Grouping(self.state, tree, self._dissolve, pinned, large_extent)
         self.gauge = PressureGauge(cache_bytes)
         self._wake = threading.Event()
         self._house: threading.Thread | None = None
@@ -83,6 +89,11 @@ class Engine:
         self._plan_due = False
         self._refused_ns = 0
         self._waiting = 0  # requests
+
+    def _make_fetcher(self) -> Fetching:
+        fetcher = Fetcher(self.state, self.holder)
+        self.reader = Reader(self.state, fetcher, self._pass_ended)
+        return fetcher
 
     @property
     def budget_bytes(self) -> int:
@@ -279,7 +290,7 @@ class Engine:
             "window_allowance_bytes": WINDOW_ALLOWANCE_BYTES,
         }
         facts |= {"large_extent_bytes": LARGE_EXTENT, "small_extent_bytes": SMALL_EXTENT}
-        if self.mode == "steer":
+        if self.mode != "arena":
             facts["unseen"] = "pinned extents are read without a request and are not in here"
         return {"extra": facts, "note": facts.get("unseen", "")}
 
@@ -357,7 +368,7 @@ class Engine:
 
     def _pass_ended(self, group: Group, done: Pass) -> None:
         """Lock held."""
-        if self.mode == "steer":  # pinned extents are read without a request: once a pass
+        if self.mode != "arena":  # pinned extents are read without a request: once a pass
             self.state.consumed(group.pinned_bytes, True)
         if group.learn(done):
             self._replanned()
@@ -389,10 +400,11 @@ class Engine:
             self._wake.wait(self.gauge.pause_s)
             self._wake.clear()
             began = time.monotonic()
-            if find(mountpoint) is None:  # unmounted by others: the helper's namespace must not keep it alive
+            if not self._is_mounted(mountpoint):  # unmounted by others: the helper's namespace must not keep it alive
                 self.pins.stop()
                 return
             self._have_sentinel(mountpoint)
+            self._look_after()
             limit = self.gauge.limit(self.state.used_bytes)
             now_ns = time.monotonic_ns()
             with self.state.lock:
@@ -411,6 +423,12 @@ class Engine:
                 if self._plan_due:
                     self._plan_due = False
                     self.planner.plan()
+
+    def _is_mounted(self, mountpoint: str) -> bool:
+        return find(mountpoint) is not None
+
+    def _look_after(self) -> None:
+        """What else is to be done several times a second."""
 
     def _watch_readers(self, group: Group, now_ns: int) -> None:
         """Forgets readers that have gone, and plans anew when there are several where there was one, or the reverse."""
@@ -450,4 +468,8 @@ def make_engine(cache_bytes: int | None, mode: str, tree: SourceTree, pinned: tu
     Raises EnvironmentProblem for a budget that the machine or the cgroup cannot give, or a mode it does not allow.
     """
     budget = settle_budget(cache_bytes)
+    if mode == "inplace":
+        from llmcache.fs.backends.inplace import InPlaceEngine
+
+        return InPlaceEngine(budget, tree, pinned)
     return Engine(budget, settle_mode(mode, budget), tree, pinned)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import logging
 import os
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from llmcache.cache.steering import HIT, KEPT, MISS
@@ -19,7 +21,15 @@ from llmcache.fs.group import ABSENT, LOADING, PAGE, READY, SPARSE, Fetch, Group
 
 if TYPE_CHECKING:
     from llmcache.fs.holders import Holder
-    from llmcache.fs.state import CacheState
+    from llmcache.fs.state import CacheState, Job
+
+@dataclass(eq=False)
+class BufferFetch(Fetch):
+    """A read into memory of this process: `region` holds the data once it is done; `replied`: bytes that readers have."""
+
+    region: Region = field(kw_only=True)
+    replied: tuple[int, int] = (0, 0)
+
 
 FAILED = 1 << 20  # misses of an extent that could not be read: never fetched ahead again
 
@@ -33,7 +43,7 @@ class Fetcher:
         self.state = state
         self.holder = holder
 
-    def claim(self, group: Group, member: Member, extent: int, ahead: bool, pid: int = 0) -> Fetch | None:
+    def claim(self, group: Group, member: Member, extent: int, ahead: bool, pid: int = 0) -> BufferFetch | None:
         """Returns a fetch of an absent extent for `pid`, or None when there is no buffer for it. Lock held.
 
         This is a reference to the extent: from here on it must be fetched.
@@ -53,7 +63,7 @@ class Fetcher:
             buffer = None
         region = own or buffer or Region(group.extent_bytes)
         length = group.length_of(member, extent)
-        fetch = Fetch(extent, length, region, buffer is not None, ahead, member.backing, group.charge[extent])
+        fetch = BufferFetch(extent, length, ahead, member.backing, group.charge[extent], buffer=buffer, region=region)
         fetch.keep = verdict == KEPT
         group.loading[extent] = fetch
         group.strays.pop(extent, None)
@@ -68,7 +78,16 @@ class Fetcher:
             group.missed[extent] -= 1
         return fetch
 
-    def load(self, group: Group, member: Member, fetch: Fetch) -> None:
+    def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
+        """Claims an extent that nobody waits for; what it returns brings it in. None without a buffer. Lock held."""
+        fetch = self.claim(group, member, extent, ahead=True, pid=pid)
+        return None if fetch is None else functools.partial(self._bring, group, member, fetch)
+
+    def _bring(self, group: Group, member: Member, fetch: BufferFetch) -> None:
+        self.load(group, member, fetch)
+        self.store(group, member, fetch)
+
+    def load(self, group: Group, member: Member, fetch: BufferFetch) -> None:
         """Reads the extent, unless the arena had it; afterwards `done` is set, with data or with `error`."""
         if fetch.done.is_set():
             return
@@ -108,7 +127,7 @@ class Fetcher:
             if fetch.charged:
                 group.strays[extent] = time.monotonic_ns()
 
-    def store(self, group: Group, member: Member, fetch: Fetch) -> None:
+    def store(self, group: Group, member: Member, fetch: BufferFetch) -> None:
         """Puts the loaded extent into the page cache and finishes the fetch."""
         with self.state.lock:
             usable = fetch.error is None and not fetch.stale and group.loading.get(fetch.extent) is fetch
@@ -130,7 +149,7 @@ class Fetcher:
             self.state.finish(fetch)
             self.state.work.notify()
 
-    def _put(self, group: Group, member: Member, fetch: Fetch, start: int, end: int) -> int:
+    def _put(self, group: Group, member: Member, fetch: BufferFetch, start: int, end: int) -> int:
         notifier = self.state.notifier
         if notifier is None or member.node is None:
             return -errno.ENOTCONN
@@ -141,7 +160,7 @@ class Fetcher:
             return 0
         return notifier.store(member.node, offset + start, fetch.region.address + start, end - start)
 
-    def _stored(self, group: Group, member: Member, fetch: Fetch, trip: bool, failed: int) -> None:
+    def _stored(self, group: Group, member: Member, fetch: BufferFetch, trip: bool, failed: int) -> None:
         """Lock held."""
         extent = fetch.extent
         del group.loading[extent]
@@ -160,6 +179,12 @@ class Fetcher:
             if fetch.joined or not fetch.ahead:
                 self.state.consumed(fetch.length, fetch.held)
         self.holder.stored(group, fetch)
+
+    def under_way(self, group: Group, extent: int) -> BufferFetch:
+        """The fetch of an extent that is loading. Lock held."""
+        fetch = group.loading[extent]
+        assert isinstance(fetch, BufferFetch)
+        return fetch
 
     def cancel(self, group: Group, extent: int) -> None:
         """Marks a fetch under way as outdated: it will not be stored. Lock held."""

@@ -60,15 +60,10 @@ class Member:
 
 @dataclass(eq=False)
 class Fetch:
-    """A read of one whole extent that is under way; `done` is set when `region` holds the data or `error` is set.
-
-    `pooled` regions go back to the pool with the last user; others belong to the arena.
-    """
+    """One whole extent on its way from storage; `done` is set when it is there or `error` is set."""
 
     extent: int
     length: int
-    region: Region
-    pooled: bool
     ahead: bool
     backing: Backing | None = None
     charged: int = 0  # bytes of the extent that were charged before
@@ -80,7 +75,7 @@ class Fetch:
     stale: bool = False
     held: bool = False  # the arena had it
     keep: bool = False  # the arena wants it
-    replied: tuple[int, int] = (0, 0)
+    buffer: Region | None = None  # of the pool, which gets it back with the last user
 
 
 class Tripwire(NamedTuple):

@@ -15,7 +15,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmcache.cache.extents import EXTENTS_MAX, LARGE_FILE_BYTES, LARGEST_EXTENT, LEAST_MODEL_BYTES, extent_bytes_for
+from llmcache.cache.extents import (
+    EXTENTS_MAX,
+    LARGE_EXTENT,
+    LARGE_FILE_BYTES,
+    LARGEST_EXTENT,
+    LEAST_MODEL_BYTES,
+    extent_bytes_for,
+)
 from llmcache.errors import DataError
 from llmcache.fs.buffers import Region
 from llmcache.fs.group import PAGE, SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
@@ -51,10 +58,16 @@ class Grouping:
     """Makes, finds and ends groups."""
 
     def __init__(
-        self, state: CacheState, tree: SourceTree, end: Callable[[Group], None], pinned: tuple[str, ...] = ()
+        self,
+        state: CacheState,
+        tree: SourceTree,
+        end: Callable[[Group], None],
+        pinned: tuple[str, ...] = (),
+        large_extent: int = LARGE_EXTENT,
     ) -> None:
         """`end(group)`, with the lock held, ends a group whose file is no more what it was. `pinned`: globs of --pin."""
         self.pinned = pinned
+        self.large_extent = large_extent
         self.state = state
         self.end = end
         self.tree = tree
@@ -132,11 +145,11 @@ class Grouping:
 
     def _make(self, files: list[tuple[str, int]], written: bool, header: Header | None) -> Group:
         total = sum(length for _, length in files)
-        extent_bytes = extent_bytes_for(total, WRITTEN_EXTENTS_MAX if written else EXTENTS_MAX)
+        extent_bytes = extent_bytes_for(total, WRITTEN_EXTENTS_MAX if written else EXTENTS_MAX, self.large_extent)
         has_room = self._make_room(sum(max(1, -(-length // extent_bytes)) for _, length in files))
         paged = not written and (extent_bytes > LARGEST_EXTENT or not has_room)
         if not has_room:
-            extent_bytes = extent_bytes_for(total, PAGED_EXTENTS)
+            extent_bytes = extent_bytes_for(total, PAGED_EXTENTS, self.large_extent)
         members, base = [], 0
         for name, length in files:
             count = max(1, -(-length // extent_bytes))

@@ -15,9 +15,19 @@ from typing import Protocol
 
 from llmcache.cache.steering import HIT, KEPT, Steering
 from llmcache.fs.buffers import Region
-from llmcache.fs.group import PINNED, READY, TOUCHED, Fetch, Group
+from llmcache.fs.group import PINNED, READY, TOUCHED, Fetch, Group, Member
 from llmcache.fs.pins import PinService
-from llmcache.fs.state import CacheState
+from llmcache.fs.state import CacheState, Job
+
+
+class Fetching(Protocol):
+    """How extents are brought into the page cache."""
+
+    def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
+        """Claims an extent that nobody waits for; what it returns brings it in. None: not now. Lock held."""
+
+    def cancel(self, group: Group, extent: int) -> None:
+        """An extent that is on its way is of no use any more. Lock held."""
 
 
 class Holder(Protocol):

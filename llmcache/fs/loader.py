@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from llmcache.cache.cursors import CURSOR_LIFE_NS
-from llmcache.fs.fetching import Fetcher
-from llmcache.fs.group import READY, Fetch, Group, Member
+from llmcache.fs.group import READY, Group
 from llmcache.fs.victims import choose_victims
 
 if TYPE_CHECKING:
     from llmcache.cache.cursors import Cursor
-    from llmcache.fs.state import CacheState, Fill
+    from llmcache.fs.holders import Fetching
+    from llmcache.fs.state import CacheState, Job
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ UNSEEN_WINDOW_BYTES = 16 << 20  # of a file that is not known to loop
 class Loader:
     """The loader threads and the evictor thread."""
 
-    def __init__(self, state: CacheState, fetcher: Fetcher) -> None:
+    def __init__(self, state: CacheState, fetcher: Fetching) -> None:
         self.state = state
         self.fetcher = fetcher
         self._threads = [threading.Thread(target=self._load, name=f"load-{n}", daemon=True) for n in range(LOADERS)]
@@ -52,22 +52,14 @@ class Loader:
     def _load(self) -> None:
         state = self.state
         while state.running:
-            fill: Fill | None = None
-            claim: tuple[Group, Member, Fetch] | None = None
             with state.lock:
-                if state.fills:
-                    fill = state.fills.popleft()
-                else:
-                    claim = self._claim()
-                if fill is None and claim is None:
+                job = state.jobs.popleft() if state.jobs else self._claim()
+                if job is None:
                     state.work.wait(IDLE_S)
-            if fill is not None:
-                self.fetcher.store(fill.group, fill.member, fill.fetch)
-            elif claim is not None:
-                self.fetcher.load(*claim)
-                self.fetcher.store(*claim)
+            if job is not None:
+                job()
 
-    def _claim(self) -> tuple[Group, Member, Fetch] | None:
+    def _claim(self) -> Job | None:
         """Claims the extent that is wanted soonest, if there is room for it. Lock held."""
         best: tuple[tuple[int, int], Group, int] | None = None
         for group in self.state.groups.values():
@@ -79,12 +71,11 @@ class Loader:
         if best is None:
             return None
         _, group, extent = best
-        if self.state.used_bytes + group.extent_bytes > self.state.limit_bytes:
+        if self.state.used_bytes + group.extent_bytes > self.state.room_bytes:
             self.state.room.notify()
             return None
         member = group.member_of(extent)
-        fetch = self.fetcher.claim(group, member, extent, ahead=True, pid=group.last_pid)
-        return None if fetch is None else (group, member, fetch)
+        return self.fetcher.ahead(group, member, extent, group.last_pid)
 
     def _candidates(self, group: Group) -> Iterator[tuple[tuple[int, int], int]]:
         """Yields (urgency, extent to fetch) for each reader of `group` that lacks some; the smallest comes first.

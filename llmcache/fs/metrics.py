@@ -53,6 +53,8 @@ def _counters(stats: dict[str, Any], mount: str) -> list[Family]:
     read = Family("llmcache_read_bytes", "counter", "Got by readers. In steer a pinned loop counts once a pass.", "bytes")
     read.add(stats["hit_bytes"], mount=mount, source="memory").add(stats["miss_bytes"], mount=mount, source="storage")
     found = [read]
+    cpu = Family("llmcache_cpu_seconds", "counter", "Processor time of the daemon and its helper.", "seconds")
+    found.append(cpu.add(float(stats["cpu_s"]), mount=mount))
     for name, key, text in _COUNTERS:
         found.append(Family(f"llmcache_{name}_bytes", "counter", text, "bytes").add(stats[key], mount=mount))
     ahead = Family("llmcache_prefetch_bytes", "counter", "Prefetched: in time, late, or dropped unread.", "bytes")

@@ -6,16 +6,18 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from llmcache.errors import UsageError
+from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.fs import control, libfuse, logs, mountpoint, options
 from llmcache.fs.accesslog import check_path
+from llmcache.fs.backends.touches import why_not
 from llmcache.fs.daemon import MountRequest, serve_foreground
 from llmcache.fs.endpoint import parse_address
 from llmcache.fs.served import announce
-from llmcache.fs.settings import FLAG, Setting
+from llmcache.fs.settings import DEFAULT, FLAG, Setting
 from llmcache.units import parse_size
 
-MODES = ("auto", "steer", "arena")
+_IN_PLACE_OPTIONS = {"ro", "nodev", "nosuid", "allow_other", "default_permissions"}
+MODES = ("auto", "inplace", "steer", "arena")
 
 
 def request_of(settings: Mapping[str, Setting]) -> MountRequest:
@@ -41,6 +43,8 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
     elif values["metrics_files"]:
         raise UsageError("metrics_files: there are no metrics", "give --metrics 127.0.0.1:PORT with it")
     spill = tuple(glob for glob in values["spill"] if glob)
+    if values["mode"] == "inplace":
+        spill = _check_in_place(settings, given)
     return MountRequest(
         values["source"],
         values["mount"],
@@ -56,6 +60,16 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
         values["metrics_files"],
         _origin(settings["cache"]),
     )
+
+
+def _check_in_place(settings: Mapping[str, Setting], given: tuple[str, ...]) -> tuple[str, ...]:
+    """No globs: the file system itself decides who may write. UsageError for settings that only FUSE can keep."""
+    hint = "the file system itself serves the files: use --mode steer or arena"
+    if settings["spill"].origin != DEFAULT:
+        raise UsageError("spill: mode inplace cannot let some files be written and others not", f"{hint}, or --rw")
+    if foreign := [word for word in given if word not in _IN_PLACE_OPTIONS]:
+        raise UsageError(f"-o {foreign[0]}: is an option of FUSE, which mode inplace does without", hint)
+    return ()
 
 
 def _cache_bytes(setting: Setting) -> int | None:
@@ -80,8 +94,13 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False) -> 
     request = replace(request, log=logs.check(request.log, point))
     if request.access_log is not None:
         request = replace(request, access_log=check_path(request.access_log, point))
-    libfuse.binding()
-    mountpoint.check_machine()
+    if request.mode == "inplace":
+        if reason := why_not(source):
+            raise EnvironmentProblem(f"mode inplace cannot be had: {reason}", "use --mode auto, steer or arena")
+        request = replace(request, writable=request.writable or source == point)  # nothing is mounted that could be ro
+    else:
+        libfuse.binding()
+        mountpoint.check_machine()
     if options.opens_to_others(request.options) and mountpoint.is_closed_above(source):
         said = "others, who do not reach SOURCE below a closed directory, reach it through the mount (allow_other)"
         print(f"llmcache: note: {said}", file=sys.stderr)

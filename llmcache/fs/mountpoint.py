@@ -21,6 +21,8 @@ from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
 from llmcache.fs import syscalls
 
 FSTYPE = "fuse.llmcachefs"
+IN_PLACE = "inplace"
+"""In the place of a file system's type, of entries of mounts in place."""
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
@@ -55,6 +57,13 @@ def _parse(line: str) -> MountEntry:
     return MountEntry(int(fields[0]), fields[2], point, fields[end + 1], fields[end + 3])
 
 
+def fstype_of(path: str) -> str:
+    """Type of the file system that a real path is on, "unknown" where no mount tells."""
+    device = os.stat(path).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    return next((entry.fstype for entry in reversed(entries()) if entry.device == name), "unknown")
+
+
 def resolve(path: str) -> str:
     """Real path of a mount point. Its last component is not looked at if something of ours is mounted there.
 
@@ -76,18 +85,43 @@ def resolve(path: str) -> str:
 def find(point: str) -> MountEntry | None:
     """Our mount on a real path, or None; only the topmost mount there counts."""
     here = [entry for entry in entries() if entry.point == point]
-    return here[-1] if here and here[-1].fstype == FSTYPE else None
+    if here and here[-1].fstype == FSTYPE:
+        return here[-1]
+    return _in_place(point, here[-1] if here else None)
+
+
+def _in_place(point: str, topmost: MountEntry | None) -> MountEntry | None:
+    """The mount in place on `point`, if its daemon's files tell of one: a bind mount, or none (mount id 0)."""
+    from llmcache.fs import control
+
+    files = control.files(point, 0)
+    number = files.describe().get("inplace")
+    if type(number) is not int:
+        return None
+    if number and (topmost is None or topmost.mount_id != number):
+        return None
+    if not number and not control.is_locked(files):
+        return None
+    return MountEntry(number, topmost.device if topmost else "0:0", point, IN_PLACE, topmost.options if topmost else "rw")
 
 
 def ours() -> list[str]:
     """Mount points of all llmcachefs mounts."""
-    return [entry.point for entry in entries() if entry.fstype == FSTYPE]
+    return [entry.point for entry in entries() if entry.fstype == FSTYPE] + [entry.point for entry in _all_in_place()]
+
+
+def _all_in_place() -> list[MountEntry]:
+    """The mounts in place that root has made, as their daemons' files tell."""
+    from llmcache.fs import control
+
+    points = control.told_points()
+    return [entry for point in points if (entry := find(point)) is not None and entry.fstype == IN_PLACE]
 
 
 def of_user() -> list[MountEntry]:
     """llmcachefs mounts that this user made, for root all; of several on one point the topmost."""
     uid = os.geteuid()
-    topmost = {entry.point: entry for entry in entries() if entry.fstype == FSTYPE}
+    topmost = {entry.point: entry for entry in [*entries(), *_all_in_place()] if entry.fstype in (FSTYPE, IN_PLACE)}
     return [entry for entry in topmost.values() if uid in (0, entry.owner)]
 
 
@@ -133,7 +167,9 @@ def check(source: str, mount: str) -> tuple[str, str]:
     """Real paths of SOURCE and MOUNT after all checks that can be made before mounting."""
     point = resolve(mount)
     entry = find(point)
-    if entry is not None:
+    if entry is not None and entry.fstype == IN_PLACE and _is_left(entry):
+        detach(point, lazy=True)  # its daemon has died: the directory is as it was before
+    elif entry is not None:
         _refuse(entry)
     for path, what in ((source, "SOURCE"), (mount, "MOUNT")):
         _check_directory(path, what)
@@ -170,6 +206,12 @@ def _check_directory(path: str, what: str) -> None:
         raise UsageError(f"{what} {path} is not a directory")
 
 
+def _is_left(entry: MountEntry) -> bool:
+    from llmcache.fs import control
+
+    return not control.is_locked(control.files(entry.point, 0))
+
+
 def _refuse(entry: MountEntry) -> None:
     from llmcache.fs import control
 
@@ -193,7 +235,7 @@ def stale(point: str) -> MountProblem:
 def detach(point: str, *, lazy: bool) -> None:
     """Unmount our mount on `point` (not lazily: MountProblem if it is busy, naming who can be seen)."""
     entry = find(point)
-    if entry is None:
+    if entry is None or not entry.mount_id:
         return
     try:
         if os.geteuid() == 0:
@@ -262,7 +304,7 @@ def _use(process: str, entry: MountEntry) -> str | None:
             if f"mnt_id:\t{entry.mount_id}\n" in info.read():
                 return "open file"
     major, minor = (int(part) for part in entry.device.split(":"))
-    mark = f" {major:02x}:{minor:02x} "
+    mark = f" {major:02x}:{minor:02x} " if entry.fstype == FSTYPE else f" {entry.point}/"
     with open(f"{process}/maps", encoding="utf-8", errors="replace") as maps:
         return "mapped file" if any(mark in line for line in maps) else None
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from llmcache.errors import EnvironmentProblem
-from llmcache.fs.budget import DAEMON_BYTES, MIN_BUDGET_BYTES, Memory, machine_memory, tightest
+from llmcache.fs.budget import DAEMON_BYTES, MIN_BUDGET_BYTES, Memory, cgroup_memory, machine_free, machine_memory, tightest
 from llmcache.units import format_size
 
 log = logging.getLogger(__name__)
@@ -102,6 +102,11 @@ class PressureGauge:
         before, self._stalled_us = self._stalled_us, total_us
         elapsed, self._looked = now - self._looked, now
         return 0.0 if before is None or elapsed <= 0 else (total_us - before) / 1e6 / elapsed
+
+
+def free_bytes(root: Path = Path("/")) -> int:
+    """Memory that is free, without what could be had back: of the machine, or less where a cgroup has a limit."""
+    return min([machine_free(root), *(memory.free_bytes for memory in cgroup_memory(root))])
 
 
 def stalled_us(root: Path = Path("/")) -> int | None:

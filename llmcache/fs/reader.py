@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import time
 from typing import TYPE_CHECKING
 
 from llmcache.fs.buffers import BOUNCE_BYTES
-from llmcache.fs.fetching import Fetcher, copy
+from llmcache.fs.fetching import BufferFetch, Fetcher, copy
 from llmcache.fs.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member, Tripwire
 from llmcache.fs.references import READ
-from llmcache.fs.state import Fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,8 +76,8 @@ class Reader:
         pid: int,
     ) -> int:
         trip: Tripwire | None = None
-        mine: Fetch | None = None
-        theirs: Fetch | None = None
+        mine: BufferFetch | None = None
+        theirs: BufferFetch | None = None
         with self.state.lock:
             state = group.state(extent)
             if pid:
@@ -87,7 +87,7 @@ class Reader:
                 trip = group.trips.get(extent)
                 self._arrived(group, member, extent, trip)
             elif state == LOADING:
-                theirs = group.loading[extent]
+                theirs = self.fetcher.under_way(group, extent)
                 theirs.users += 1
                 theirs.joined = theirs.joined or pid != 0
             elif state in (ABSENT, SPARSE) and member.reachable and group.alive:
@@ -145,7 +145,15 @@ class Reader:
             group.strays[extent] = time.monotonic_ns()
 
     def _answer_mine(
-        self, group: Group, member: Member, backing: Backing, fetch: Fetch, address: int, start: int, length: int, pid: int
+        self,
+        group: Group,
+        member: Member,
+        backing: Backing,
+        fetch: BufferFetch,
+        address: int,
+        start: int,
+        length: int,
+        pid: int,
     ) -> int:
         began_ns = time.monotonic_ns()
         self.fetcher.load(group, member, fetch)
@@ -156,14 +164,22 @@ class Reader:
         with self.state.lock:
             if pid and not fetch.held:
                 self.state.demand_waits.add(waited_ns)
-            self.state.fills.append(Fill(group, member, fetch))
+            self.state.jobs.append(functools.partial(self.fetcher.store, group, member, fetch))
             self.state.work.notify()
         if fetch.error is not None:
             return self.direct(backing, address, length, group.offset_of(member, fetch.extent) + start)
         return length
 
     def _answer_theirs(
-        self, group: Group, member: Member, backing: Backing, fetch: Fetch, address: int, start: int, length: int, pid: int
+        self,
+        group: Group,
+        member: Member,
+        backing: Backing,
+        fetch: BufferFetch,
+        address: int,
+        start: int,
+        length: int,
+        pid: int,
     ) -> int:
         waited = not fetch.done.is_set()
         began_ns = time.monotonic_ns()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
             "stored_bytes": counters["stored_bytes"],
             "invalidated_bytes": counters["invalidated_bytes"],
             "refault_bytes": counters["refault_bytes"],
+            "beyond_bytes": max(0, state.used_bytes - state.limit_bytes) if state.slack_bytes else 0,
             "helper_pid": helper_pid,
             "arena": _arena(state.references),
             "access_log": _access_log(state.references),
@@ -51,6 +53,7 @@ def snapshot(state: CacheState, mode: str, helper_pid: int) -> dict[str, Any]:
         }
         held_bytes = state.held_bytes
     helper_bytes = private_bytes(str(helper_pid)) if helper_pid else 0
+    result["cpu_s"] = cpu_s("self") + (cpu_s(str(helper_pid)) if helper_pid else 0.0)
     result["daemon_bytes"] = max(0, private_bytes("self") - held_bytes) + helper_bytes
     return result
 
@@ -114,6 +117,15 @@ def _loop(group: Group) -> dict[str, Any]:
         "readers": [cursor.head / group.count for cursor in group.cursors.live],
         "guessed": learner.guessed,
     }
+
+
+def cpu_s(pid: str) -> float:
+    """Returns the processor time that a process has used (seconds), 0 if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def private_bytes(pid: str) -> int:

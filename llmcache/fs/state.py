@@ -24,6 +24,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -68,13 +69,7 @@ class Counters:
         return asdict(self)
 
 
-@dataclass
-class Fill:
-    """Work for a loader: a fetch that has been answered and whose data is still to be stored."""
-
-    group: Group
-    member: Member
-    fetch: Fetch
+Job = Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -93,11 +88,12 @@ class CacheState:
     owners: dict[Backing, tuple[Group, Member]] = field(default_factory=dict)
     opens: dict[Backing, int] = field(default_factory=dict)  # by applications
     debts: list[tuple[int, int, int, int]] = field(default_factory=list)  # node, offset, length, charged: to be dropped
-    fills: deque[Fill] = field(default_factory=deque)
+    jobs: deque[Job] = field(default_factory=deque)  # for loaders, before all that they find to do themselves
     storing: list[tuple[Group, Member]] = field(default_factory=list)  # STOREs under way
     resident_bytes: int = 0  # upper bound of what the kernel holds for us
     asked_bytes: int = 0  # of room that a warm-up waits for
     held_bytes: int = 0  # arena only: bytes in the daemon's own memory
+    slack_bytes: int = 0  # in place only: beyond the limit, in memory that nobody wants
     running: bool = True
     notifier: KernelNotifier | None = None
 
@@ -112,6 +108,11 @@ class CacheState:
         self.pin_limit_bytes = limit_bytes
         self.limit_bytes = limit_bytes + WINDOW_ALLOWANCE_BYTES
         self.references.limited(limit_bytes)
+
+    @property
+    def room_bytes(self) -> int:
+        """What may be used before something has to be dropped."""
+        return self.limit_bytes + self.slack_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -144,7 +145,7 @@ class CacheState:
         after = min(group.extent_bytes, before + -(-length // PAGE) * PAGE)
         group.charge[extent] = after
         self.resident_bytes += after - before
-        if self.used_bytes > self.limit_bytes:
+        if self.used_bytes > self.room_bytes:
             self.room.notify()
 
     def consumed(self, length: int, hit: bool) -> None:
@@ -157,8 +158,8 @@ class CacheState:
     def finish(self, fetch: Fetch) -> None:
         """Drops one user of `fetch`; the last one gives its buffer back."""
         fetch.users -= 1
-        if fetch.users == 0 and fetch.pooled:
-            self.pool.give(fetch.region)
+        if fetch.users == 0 and fetch.buffer is not None:
+            self.pool.give(fetch.buffer)
             self.work.notify()
 
     def ranges(self, group: Group, extents: list[int]) -> list[tuple[Member, int, int]]:

@@ -135,7 +135,9 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
     for left, left_key, right, right_key in rows:
         facts.add_row(left, format_size(stats.get(left_key, 0)), f"   {right}", format_size(stats.get(right_key, 0)))
     facts.add_row("daemon", format_size(stats.get("daemon_bytes", 0)), "   byte hit ratio", _percent(hit_ratio(stats)))
-    facts.add_row("", "", "   prefetch in time", _percent(useful_ratio(stats)))
+    facts.add_row("CPU", f"{stats.get('cpu_s', 0):.1f} s", "   prefetch in time", _percent(useful_ratio(stats)))
+    if stats.get("beyond_bytes"):
+        facts.add_row("beyond", format_size(stats["beyond_bytes"]), "", "")
     if log := stats.get("access_log"):
         facts.add_row("", "", "   logged references", printable(f"{log['rows']}, {log['lost_rows']} lost"))
     console.print(facts)

@@ -23,7 +23,16 @@ _libc.fallocate64.argtypes = [ctypes.c_int, ctypes.c_int, _OFF, _OFF]
 _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
 _libc.syscall.restype = _quick.syscall.restype = ctypes.c_long
 _libc.mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, _OFF]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_void_p]
 
+MADV_DONTNEED, MADV_HUGEPAGE, MADV_COLD, MADV_PAGEOUT, MADV_POPULATE_READ = 4, 14, 20, 21, 22
+MS_BIND, MS_REMOUNT, MS_RDONLY, MS_NOSUID, MS_NODEV = 0x1000, 0x20, 1, 2, 4
+_PROT_READ, _MAP_SHARED, _MAP_FAILED = 1, 1, ctypes.c_void_p(-1).value
+_PROCESS_MADVISE, _CACHESTAT = 440, 451  # on every architecture; Linux 5.10, 6.5
 AT_FDCWD = -100
 AT_SYMLINK_NOFOLLOW = 0x100
 MNT_FORCE = 1
@@ -44,6 +53,12 @@ _NUMBERS = {
     }.items()
 }.get(os.uname().machine)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+
+
+class _Range(ctypes.Structure):
+    """struct iovec (address, length), and struct cachestat_range (offset, length)."""
+
+    _fields_ = [("start", ctypes.c_uint64), ("length", ctypes.c_uint64)]
 
 
 class _Timespec(ctypes.Structure):
@@ -84,6 +99,62 @@ def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
     while _libc.fallocate64(fd, mode, offset, length) != 0:
         if ctypes.get_errno() != errno.EINTR:
             raise _failure()
+
+
+def mmap(fd: int, size: int) -> int:
+    """Address of a shared mapping of a file's first `size` bytes, to be read."""
+    address = _libc.mmap(None, size, _PROT_READ, _MAP_SHARED, fd, 0)
+    if address == _MAP_FAILED:
+        raise _failure()
+    return int(address)
+
+
+def munmap(address: int, size: int) -> None:
+    """End a mapping."""
+    if _libc.munmap(address, size) != 0:
+        raise _failure()
+
+
+def madvise(address: int, size: int, advice: int) -> None:
+    """Advice on a part of this process' memory."""
+    if _libc.madvise(address, size, advice) != 0:
+        raise _failure()
+
+
+def process_madvise(pidfd: int, address: int, size: int, advice: int) -> int:
+    """Advice on a part of another process' memory; returns the bytes that it was taken for."""
+    part = _Range(address, size)
+    done = int(
+        _libc.syscall(
+            ctypes.c_long(_PROCESS_MADVISE),
+            ctypes.c_int(pidfd),
+            ctypes.byref(part),
+            ctypes.c_size_t(1),
+            ctypes.c_int(advice),
+            ctypes.c_uint(0),
+        )
+    )
+    if done < 0:
+        raise _failure()
+    return done
+
+
+def cached_pages(fd: int, offset: int, size: int) -> int:
+    """Pages of a part of a file that are in the page cache (cachestat)."""
+    part, found = _Range(offset, size), (ctypes.c_uint64 * 5)()
+    if _quick.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(fd), ctypes.byref(part), found, ctypes.c_uint(0)) != 0:
+        raise _failure()
+    return int(found[0])
+
+
+def bind(source: str, target: str, flags: int = 0) -> None:
+    """Mount a directory also at another place (root only); `flags` of a mount, MS_RDONLY for one, are set after that."""
+    if _libc.mount(_path(source), _path(target), None, MS_BIND, None) != 0:
+        raise _failure()
+    if flags and _libc.mount(None, _path(target), None, MS_BIND | MS_REMOUNT | flags, None) != 0:
+        error = _failure()
+        umount2(target, UMOUNT_NOFOLLOW)
+        raise error
 
 
 def utimensat(dir_fd: int, name: str, times: Sequence[tuple[int, int]] | None) -> None:

@@ -48,7 +48,7 @@ def excess_bytes(state: CacheState) -> int:
     loops = [group.extent_bytes for group in state.groups.values() if group.cursors.live]
     extent = max(loops, default=0)
     headroom = max(HEADROOM_EXTENTS * extent, state.asked_bytes)
-    return state.used_bytes + min(headroom, max(state.limit_bytes // 8, extent, state.asked_bytes)) - state.limit_bytes
+    return state.used_bytes + min(headroom, max(state.limit_bytes // 8, extent, state.asked_bytes)) - state.room_bytes
 
 
 def _in_order(state: CacheState, now_ns: int) -> Iterator[tuple[Group, int]]:

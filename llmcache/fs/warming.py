@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from llmcache.cache.arbitration import HOT_SHARE
 from llmcache.errors import EnvironmentProblem, UsageError
@@ -25,7 +25,6 @@ from llmcache.fs.policy import matches
 
 if TYPE_CHECKING:
     from llmcache.fs.engine import Engine
-    from llmcache.fs.operations import LlmcacheOperations
     from llmcache.fs.source import SourceTree
 
 SCHEMA = "llmcache.warmup/1"
@@ -35,10 +34,20 @@ _LONGEST_SHOWN = 500
 _ROUNDS = 8  # of bringing in what a changed plan wants: others may change it for ever
 
 
+class Opener(Protocol):
+    """What opens files as a reader of the mount would."""
+
+    def open(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]:
+        """(handle, …) of a regular file. OSError."""
+
+    def release(self, number: int) -> None:
+        """Ends an open."""
+
+
 class Warmer:
     """Warm-ups of one mount; several may be asked for at a time, and bring in one after the other."""
 
-    def __init__(self, engine: Engine, operations: LlmcacheOperations, tree: SourceTree) -> None:
+    def __init__(self, engine: Engine, operations: Opener, tree: SourceTree) -> None:
         self.engine = engine
         self.state = engine.state
         self.operations = operations
@@ -87,7 +96,7 @@ class Warmer:
                 raise ended()
         try:
             for _ in range(_ROUNDS):
-                bringer = Bringer(self.state, self.engine.fetcher, self._pieces(groups))
+                bringer = Bringer(self.state, self.engine.fetcher, self.engine.holder, self._pieces(groups))
                 bringer.run(tell)
                 if not bringer.done_bytes:
                     return

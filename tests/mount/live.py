@@ -106,6 +106,8 @@ def live(
         )
     try:
         wait_mounted(mountpoint, daemon, log)
+        # in place nobody waits at the mount for its daemon
+        wait_for(lambda: bool(control.files(str(mountpoint)).describe()), "the daemon serves")
         yield Live(source, mountpoint, daemon, log)
     finally:
         end_mount(mountpoint, daemon)

@@ -95,7 +95,7 @@ class Rig:
         state = self.engine.state
         with state.lock, self.kernel.lock:
             held = self.kernel.resident_bytes() + state.held_bytes + state.pool.count * MIB
-            busy = state.fills or state.debts or any(group.loading for group in state.groups.values())
+            busy = state.jobs or state.debts or any(group.loading for group in state.groups.values())
             return held <= state.budget_bytes + SLACK and state.used_bytes <= state.budget_bytes + SLACK and not busy
 
 

@@ -139,7 +139,7 @@ def compared(rig: Rig, log: ListLog) -> bool:
     """Compare at a moment at which nothing is being read; False if this is none, as a loader may begin again at any time."""
     state = rig.engine.state
     with state.lock:
-        if state.fills or any(group.loading for group in state.groups.values()):
+        if state.jobs or any(group.loading for group in state.groups.values()):
             return False
         core, holder = state.references.core, rig.engine.holder
         assert core is not None and isinstance(holder, ArenaHolder)

@@ -30,7 +30,7 @@ CASES = [
     (("llmcache", "edram", "sweep", "--system", "Ke"), {"Kelle+eDRAM"}, True),
     (("llmcache", "reproduce", "a"), {"all"}, True),
     (("llmcache", "resize", "/nowhere", "nothing"), set(), True),
-    (("llmcachefs", "--mode", ""), {"auto", "steer", "arena"}, True),
+    (("llmcachefs", "--mode", ""), {"auto", "inplace", "steer", "arena"}, True),
     (("llmcachefs", "--acc"), {"--access-log"}, True),
 ]
 BASH = """

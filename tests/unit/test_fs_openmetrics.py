@@ -42,6 +42,7 @@ def test_the_counters_come_out_in_base_units() -> None:
     assert value(text, "llmcache_prefetch_bytes_total", outcome="late", **at) == 90_000_000
     assert value(text, "llmcache_byte_hit_ratio", **at) == 0.6
     assert value(text, "llmcache_uptime_seconds", **at) == 100
+    assert value(text, "llmcache_cpu_seconds_total", **at) == 1.5
     assert value(text, "llmcache_mount_info", mode="steer", **at) == 1
     assert value(text, "llmcache_files", **{"class": "hot"}, **at) == 1
     assert value(text, "llmcache_loop_period_seconds", file="/model.gguf", **at) == 0.5

@@ -52,6 +52,7 @@ def stats(uptime_s: float = 100.0, **more: Any) -> dict[str, Any]:
         "stored_bytes": 390 * MB,
         "invalidated_bytes": 380 * MB,
         "refault_bytes": 0,
+        "cpu_s": 1.5,
         "prefetch": {"useful_bytes": 300 * MB, "late_bytes": 90 * MB, "wasted_bytes": 10 * MB},
         "waits": {"late": waits(2_000_000, 2_500_000, 20_000_000), "demand": waits(5_000_000)},
         "helper_pid": 7,

@@ -13,16 +13,18 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint
+from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint, library
 from llmcache.bpf.ring import BUSY, DISCARDED, Ring
 from llmcache.errors import EnvironmentProblem
+from llmcache.fs.mountpoint import fstype_of
 
 OBJECT = OBJECTS / "touches.bpf.o"
 PLACES = 1 << 19  # extents of all files together, as in the program
 QUIET_NS = 20_000_000
 MISS, FAULT = 1, 2
+_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 _RING_BYTES = 1 << 20
-_PROGRAMS = ("read_pages", "fault_page", "map_around")
+_PROGRAMS = ("read_pages", "fault_page", "map_around", "fault", "fault_in_call")
 _FRAME = struct.Struct("<IIQIIII")
 _KEY = struct.Struct("<QQ")
 _WATCHED = struct.Struct("<IIIII")
@@ -38,12 +40,21 @@ class Touch(NamedTuple):
     flags: int
 
 
-def why_not() -> str | None:
-    """Why touches cannot be seen on this machine, or None."""
+# Whose files have one inode in the page cache, the one that stat tells of: not so overlayfs and btrfs, nor those in memory.
+_FILE_SYSTEMS = ("ext4", "xfs", "f2fs", "ext3", "ext2")
+
+
+def why_not(directory: str) -> str | None:
+    """Why the files below `directory` cannot be steered in place on this machine, or None."""
+    if os.geteuid() != 0:
+        return "it needs root"
+    kind = fstype_of(directory)
+    if kind not in _FILE_SYSTEMS:
+        return f"{directory} is on {kind}; known are {', '.join(_FILE_SYSTEMS)}"
     try:
+        library()
         if not has_tracepoint("mm_filemap_get_pages"):
             return "the kernel has no page-cache access tracepoints (Linux 6.12 and later have)"
-        Touches().close()
     except EnvironmentProblem as problem:
         return problem.message
     return None
@@ -59,7 +70,7 @@ class Touches:
     def __init__(self) -> None:
         try:
             self._object = BpfObject(OBJECT)
-            self._object.configure(".rodata", struct.pack("<Q", QUIET_NS))
+            self._object.configure(".rodata", struct.pack("<QII", QUIET_NS, _PAGE_BYTES.bit_length() - 1, 0))
             self._object.load([*_PROGRAMS, "begin"])
             self._object.run("begin", _Nothing())
             for program in _PROGRAMS:
@@ -76,7 +87,7 @@ class Touches:
 
         Only every `step`th extent is told of.
         """
-        pages = extent_bytes // os.sysconf("SC_PAGESIZE")
+        pages = extent_bytes // _PAGE_BYTES
         self._object.put("files", self._key(status.st_dev, status.st_ino), _WATCHED.pack(file, first, count, pages, step))
 
     def ignore(self, dev: int, ino: int) -> None:

@@ -158,10 +158,13 @@ class KernelPart:
 
     def losses(self) -> dict[str, int]:
         """Events lost so far, by reason; only reasons that occurred."""
-        counts = {reason: _number(self._object.read("losses", number.to_bytes(4, sys.byteorder), 8)) for number, reason in enumerate(LOSSES)}
+        counts = {reason: self._loss(number) for number, reason in enumerate(LOSSES)}
         attached = [name for name in self._programs if name not in _RUN_BY_US]
         counts["program busy"] = sum(self._object.misses(name) for name in attached)
         return {reason: count for reason, count in counts.items() if count}
+
+    def _loss(self, number: int) -> int:
+        return int.from_bytes(self._object.read("losses", number.to_bytes(4, sys.byteorder), 8), sys.byteorder)
 
     def detach(self) -> None:
         """Ends the recording; what is in the maps can still be flushed and read."""
@@ -170,10 +173,6 @@ class KernelPart:
     def close(self) -> None:
         """Gives everything back."""
         self._object.close()
-
-
-def _number(value: bytes) -> int:
-    return int.from_bytes(value, sys.byteorder)
 
 
 def _config(follow: bool, coalesce: bool) -> Records:

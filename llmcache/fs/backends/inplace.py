@@ -1,0 +1,547 @@
+"""In place: the page cache of SOURCE's files themselves is steered; nothing lies between a program and its file system.
+
+Observe: touches, as the kernel tells them (`touches.py`), drive the same groups, cursors and plans as READ requests do in
+the other modes. Bring: by a fault of this process on the first page of each huge page of an extent, in a mapping that
+asks for huge pages: the file system reads the whole of it into one folio, by DMA, for some microseconds of processor time
+(measured: .02 CPU seconds per GB, with readahead in single pages .13 to .2); what is partly there, and on file systems
+without large folios, by readahead. Hold: mlock, by the pin helper. Drop: from under the mappings of the programs that
+read (`programs.py`), and by fadvise what nobody has mapped.
+
+What the kernel keeps beyond the budget in memory that nobody wants stays there: room is made only when memory runs short.
+
+Locks: the engine's, as in `state`; and `_lock`, which guards descriptors between a drop and their end. Nobody who holds
+either waits for storage. No program ever waits for this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import queue
+import stat
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from llmcache.cache.extents import LEAST_MODEL_BYTES
+from llmcache.fs import syscalls
+from llmcache.fs.backends.programs import Program
+from llmcache.fs.backends.touches import MISS, PLACES, Touch, Touches
+from llmcache.fs.backing import Backing
+from llmcache.fs.engine import Engine
+from llmcache.fs.fetching import FAILED
+from llmcache.fs.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
+from llmcache.fs.pressure import free_bytes
+
+if TYPE_CHECKING:
+    from llmcache.fs.caller import Caller
+    from llmcache.fs.holders import Fetching
+    from llmcache.fs.source import SourceTree
+    from llmcache.fs.state import CacheState, Job
+
+log = logging.getLogger(__name__)
+
+HUGE_BYTES = 2 << 20
+SCAN_S, SCAN_REST = 1.0, 50  # SOURCE is walked so often, and rests for so many times as long as that took
+QUIET_NS = 2_000_000_000  # a file that was changed less than this ago is left alone
+RESERVE_BYTES = 96 << 20  # of free memory that is left free
+_SLACK_NS = 20_000_000
+
+
+@dataclass(eq=False)
+class File:
+    """One regular file of SOURCE: watched whole, and in extents once somebody reads it. `first`: place of its extents."""
+
+    number: int
+    path: str
+    status: os.stat_result
+    first: int = -1
+    count: int = 1
+    backing: Backing | None = None
+    group: Group | None = None
+    programs: dict[int, Program | None] = field(default_factory=dict)  # by pid; None for this process (a warm-up)
+    address: int = 0  # of this process' mapping
+    huge: bool = True  # faults bring huge pages in
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Device and inode."""
+        return self.status.st_dev, self.status.st_ino
+
+
+class Files:
+    """The files below SOURCE and who reads them: found, opened, looked after and let go by one thread; see `run`."""
+
+    def __init__(self, tree: SourceTree, touches: Touches, engine: InPlaceEngine) -> None:
+        self.tree, self.touches, self.engine = tree, touches, engine
+        self.by_key: dict[tuple[int, int], File] = {}
+        self.by_number: dict[int, File] = {}
+        self.by_node: dict[int, File] = {}
+        self.lock = threading.Lock()
+        self._numbers = iter(range(1, 1 << 32))
+        self._asked: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
+        self._pending: set[tuple[int, int]] = set()
+        self._programs: dict[int, Program] = {}
+        self._places: dict[int, int] = {}  # first place -> count
+
+    # Touches, on the observing thread
+
+    def ask(self, file: File, pid: int) -> None:
+        """Has a file opened, or a program noted as its reader, soon."""
+        if (file.number, pid) not in self._pending:
+            self._pending.add((file.number, pid))
+            self._asked.put((file, pid))
+
+    def stop(self) -> None:
+        """Ends `run`."""
+        self._asked.put(None)
+
+    # The thread
+
+    def run(self) -> None:
+        """Until `stop`: adopts what is asked for, walks SOURCE now and then, and notices what ends or changes."""
+        next_scan = 0.0
+        while True:
+            began = time.monotonic()
+            if began >= next_scan:
+                self.scan()
+                next_scan = time.monotonic() + max(SCAN_S, SCAN_REST * (time.monotonic() - began))
+                self._check_changes()
+            try:
+                asked = self._asked.get(timeout=0.25)
+            except queue.Empty:
+                self._check_programs()
+                continue
+            if asked is None:
+                return
+            try:
+                self.adopt(*asked)
+            except OSError as error:
+                log.debug("inode %d is not steered: %s", asked[0].status.st_ino, error.strerror)
+            self._pending.discard((asked[0].number, asked[1]))
+
+    def scan(self) -> None:
+        """Watches what has come, forgets what has gone."""
+        found: dict[tuple[int, int], tuple[str, os.stat_result]] = {}
+        for directory, _, names, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False, onerror=None):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode) and status.st_size >= LEAST_MODEL_BYTES:
+                        found[status.st_dev, status.st_ino] = (os.path.normpath(f"/{directory}/{name}"), status)
+        for key in [key for key in self.by_key if key not in found]:
+            self._forget(self.by_key[key])
+        for key, (path, status) in found.items():
+            file = self.by_key.get(key)
+            if file is None:
+                self._watch_whole(File(next(self._numbers), path, status))
+            elif file.path != path and not any(path == other.path for other in self.by_key.values()):
+                old, file.path = file.path, path
+                self.engine.renamed(old, path)
+
+    def find(self, path: str) -> File | None:
+        """The file at `path`, looked for again if need be."""
+        for _ in range(2):
+            for file in list(self.by_key.values()):
+                if file.path == path:
+                    return file
+            self.scan()
+        return None
+
+    def _watch_whole(self, file: File) -> None:
+        place = self._take_places(1)
+        if place < 0:
+            return
+        file.first, file.count = place, 1
+        self.by_key[file.key] = self.by_number[file.number] = file
+        whole = -(-max(file.status.st_size, 1) // HUGE_BYTES) * HUGE_BYTES
+        self.touches.watch(file.number, file.status, place, 1, whole)
+
+    def _take_places(self, count: int) -> int:
+        """The first of `count` free places, -1 if there are not as many in a row."""
+        at = 0
+        for first, taken in sorted(self._places.items()):
+            if first - at >= count:
+                break
+            at = first + taken
+        if at + count > PLACES:
+            return -1
+        self._places[at] = count
+        return at
+
+    def adopt(self, file: File, pid: int) -> None:
+        """Opens the file and tells the engine that a program reads it. OSError."""
+        if file.number not in self.by_number:
+            return
+        if file.backing is None:
+            self._open(file)
+        backing = file.backing
+        if backing is None:
+            return
+        program: Program | None = None
+        if pid not in file.programs and pid not in (0, os.getpid()):
+            program = self._programs.get(pid) or Program(pid)
+            self._programs[pid] = program
+            program.look(again=True)
+        if pid not in file.programs:
+            file.programs[pid] = program
+            self.engine.opened(backing, file.path, pid)
+        else:
+            self.engine.adopt(backing)
+        owner = self.engine.state.owners.get(backing)
+        if owner is not None and owner[0] is not file.group:
+            self._watch_extents(file, *owner)
+
+    def _open(self, file: File) -> None:
+        with self.tree.parent(file.path) as (dir_fd, name):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+        status = os.fstat(fd)
+        changed_ns = time.time_ns() - max(status.st_mtime_ns, 0)
+        if (status.st_dev, status.st_ino) != file.key or 0 <= changed_ns < QUIET_NS:
+            os.close(fd)
+            return
+        file.status = status
+        file.backing = Backing(file.path, fd, status, False)
+        file.address = syscalls.mmap(fd, status.st_size)
+        with contextlib.suppress(OSError):  # a kernel without huge pages reads ahead in small ones
+            syscalls.madvise(file.address, status.st_size, syscalls.MADV_HUGEPAGE)
+        self.by_node[status.st_ino] = file
+
+    def _watch_extents(self, file: File, group: Group, member: Member) -> None:
+        self._places.pop(file.first, None)
+        place = -1 if group.paged else self._take_places(member.count)
+        if place < 0:  # it is the kernel's
+            self.touches.ignore(*file.key)
+            return
+        file.first, file.count, file.group = place, member.count, group
+        self.touches.watch(file.number, file.status, place, member.count, group.extent_bytes)
+
+    def _check_programs(self) -> None:
+        """Lets go of programs that have ended."""
+        for pid, program in list(self._programs.items()):
+            if not program.ended:
+                continue
+            del self._programs[pid]
+            for file in list(self.by_number.values()):
+                if pid in file.programs:
+                    self.leave(file, pid)
+            with self.lock:
+                program.close()
+
+    def leave(self, file: File, pid: int) -> None:
+        """A program reads the file no more."""
+        file.programs.pop(pid, None)
+        if file.backing is not None:
+            self.engine.closed(file.backing, pid)
+            if not file.programs:
+                self._close(file)
+
+    def _close(self, file: File) -> None:
+        """Gives up descriptors; the group is known until it has been idle for long."""
+        with self.lock:
+            backing, file.backing = file.backing, None
+            address, file.address = file.address, 0
+            self.by_node.pop(file.status.st_ino, None)
+            if backing is not None:
+                backing.close()
+            if address:
+                syscalls.munmap(address, file.status.st_size)
+
+    def _check_changes(self) -> None:
+        """Gives up what is known of files that were rewritten, truncated or replaced."""
+        for file in list(self.by_number.values()):
+            backing = file.backing
+            if backing is None:
+                if file.group is not None and not file.group.alive:
+                    file.group = None
+                    self._places.pop(file.first, None)
+                    self._watch_whole(file)
+                continue
+            status = os.fstat(backing.fd)
+            if (status.st_size, status.st_mtime_ns) != (file.status.st_size, file.status.st_mtime_ns):
+                self._forget(file)
+
+    def _forget(self, file: File) -> None:
+        """Ends what is known of a file; if it is still there, the next walk finds it anew."""
+        if file.backing is not None:
+            self.engine.changed(file.backing, 0, -1)
+        for pid in list(file.programs):
+            self.leave(file, pid)
+        self.touches.ignore(*file.key)
+        self._places.pop(file.first, None)
+        self.by_key.pop(file.key, None)
+        self.by_number.pop(file.number, None)
+
+    # What a warm-up does as if it were a program
+
+    def open(self, path: str, _flags: int, caller: Caller) -> tuple[int, bool]:
+        """(number, True) of a file that is kept open until `release`. OSError."""
+        file = self.find(path)
+        if file is None:
+            raise FileNotFoundError(path)
+        self.adopt(file, caller.pid)
+        if file.backing is None:
+            raise OSError(11, "it was changed just now")
+        return file.number, True
+
+    def release(self, number: int) -> None:
+        """Ends what `open` began."""
+        file = self.by_number.get(number)
+        if file is not None:
+            self.leave(file, os.getpid())
+
+
+class Pages:
+    """Bringing in and dropping: what moves between storage and the page cache."""
+
+    def __init__(self, state: CacheState, files: Files) -> None:
+        self.state, self.files = state, files
+
+    # Fetching
+
+    def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
+        """Claims an extent; what it returns brings it in. Lock held."""
+        return self._claim(group, member, extent, ahead=True)
+
+    def demand(self, group: Group, member: Member, extent: int) -> None:
+        """Has an extent brought in whole that a reader has begun to read. Lock held."""
+        if member.reachable and extent not in group.loading:
+            self.state.jobs.append(self._claim(group, member, extent, ahead=False))
+
+    def _claim(self, group: Group, member: Member, extent: int, ahead: bool) -> Job:
+        length = group.length_of(member, extent)
+        fetch = Fetch(extent, length, ahead, member.backing, group.charge[extent])
+        group.loading[extent] = fetch
+        group.strays.pop(extent, None)
+        group.touched.pop(extent, None)
+        group.set_state(extent, LOADING)
+        self.state.charge(group, extent, length)
+        member.loads += 1
+        return functools.partial(self._bring, group, member, fetch)
+
+    def _bring(self, group: Group, member: Member, fetch: Fetch) -> None:
+        file = self.files.by_node.get(member.node or -1)
+        offset = group.offset_of(member, fetch.extent)
+        read = 0
+        try:
+            if file is None or fetch.backing is None or file.backing is not fetch.backing:
+                raise OSError(116, "it was closed")
+            read = bring(file, offset, fetch.length)
+        except OSError as error:
+            fetch.error = error
+        fetch.done.set()
+        with self.state.lock:
+            self.state.load_ended(member)
+            self.state.counters.backing_read_bytes += read
+            self.state.counters.stored_bytes += read
+            if group.loading.get(fetch.extent) is fetch:
+                self._arrived(group, fetch)
+            self.state.work.notify()
+
+    def _arrived(self, group: Group, fetch: Fetch) -> None:
+        """Lock held."""
+        extent, now_ns = fetch.extent, time.monotonic_ns()
+        del group.loading[extent]
+        if fetch.error is not None:
+            group.missed[extent] = FAILED
+            group.set_state(extent, SPARSE)
+            group.strays[extent] = now_ns
+        elif fetch.ahead and not fetch.joined:
+            group.set_state(extent, READY)
+            group.ready[extent] = now_ns
+        else:
+            group.touch(extent, now_ns)
+            self.state.consumed(fetch.length, False)
+        if fetch.error is None:
+            self.files.engine.holder.stored(group, fetch)
+
+    def cancel(self, group: Group, extent: int) -> None:
+        """An extent on its way is of no use any more. Lock held."""
+        fetch = group.loading.pop(extent, None)
+        if fetch is not None:
+            fetch.stale = True
+            group.set_state(extent, ABSENT)
+
+    # As a notifier
+
+    def store(self, _nodeid: int, _offset: int, _address: int, _length: int) -> int:
+        """Never called: the kernel reads for itself."""
+        return -95
+
+    def invalidate(self, nodeid: int, offset: int, length: int) -> int:
+        """Drops a part of a file (0 bytes: all behind) from the page cache, from under mappings too."""
+        with self.files.lock:
+            file = self.files.by_node.get(nodeid)
+            if file is None or file.backing is None:
+                return 0
+            size = length or max(0, file.status.st_size - offset)
+            mapping = [program for program in file.programs.values() if program is not None and program.maps(*file.key)]
+            advice = syscalls.MADV_PAGEOUT if len(mapping) < 2 else syscalls.MADV_COLD
+            for program in list(file.programs.values()):
+                if program is not None:
+                    program.advise(*file.key, offset, size, advice)
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(file.backing.fd, offset, size, os.POSIX_FADV_DONTNEED)
+        return 0
+
+
+def bring(file: File, offset: int, length: int) -> int:
+    """Has the kernel read a part of a file, beginning at a huge page, that is not there; returns the bytes read. OSError."""
+    assert file.backing is not None
+    fd, read, end = file.backing.fd, 0, offset + length
+    for start in range(offset, end, HUGE_BYTES):
+        size = min(HUGE_BYTES, end - start)
+        wanted = -(-size // PAGE)
+        there = syscalls.cached_pages(fd, start, size)
+        if there >= wanted:
+            continue
+        read += (wanted - there) * PAGE
+        if not there and file.huge:
+            syscalls.madvise(file.address + start, PAGE, syscalls.MADV_POPULATE_READ)
+            if size == HUGE_BYTES and syscalls.cached_pages(fd, start, size) < wanted:
+                file.huge = False
+        if there or not file.huge:
+            for at in range(start, start + size, READAHEAD_BYTES):
+                os.posix_fadvise(fd, at, min(READAHEAD_BYTES, start + size - at), os.POSIX_FADV_WILLNEED)
+    syscalls.madvise(file.address + offset, -(-length // PAGE) * PAGE, syscalls.MADV_DONTNEED)
+    return read
+
+
+READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
+
+
+class InPlaceEngine(Engine):
+    """The engine over touches instead of requests."""
+
+    def __init__(self, cache_bytes: int, tree: SourceTree, pinned: tuple[str, ...] = ()) -> None:
+        self.touches = Touches()
+        self.files = Files(tree, self.touches, self)
+        super().__init__(cache_bytes, "inplace", tree, pinned, HUGE_BYTES)
+        self._observing = threading.Thread(target=self._observe, name="touches", daemon=True)
+        self._tending = threading.Thread(target=self.files.run, name="files", daemon=True)
+        self._looked_ns = 0
+        self.is_mounted: Callable[[], bool] = lambda: True
+
+    def _make_fetcher(self) -> Fetching:
+        self.pages = Pages(self.state, self.files)
+        return self.pages
+
+    def begin(self, source: str) -> None:
+        """Starts everything: the files of `source` are steered from now on."""
+        self.start(self.pages, source)
+        if not self._observing.is_alive():
+            self._observing.start()
+            self._tending.start()
+
+    def stop(self) -> None:
+        """See Engine; and lets go of all programs and files."""
+        if self.state.running:
+            super().stop()
+            self.files.stop()
+            self._tending.join(timeout=10)
+            self._observing.join(timeout=10)
+            self.touches.close()
+
+    def _have_sentinel(self, mountpoint: str) -> None:
+        """Nobody hangs if this process is killed: the files are the file system's own."""
+
+    def _is_mounted(self, mountpoint: str) -> bool:
+        return self.is_mounted()
+
+    def adopt(self, backing: Backing) -> None:
+        """Makes a file part of a group again."""
+        self._adopt(backing)
+
+    def _attached(self, path: str, node: int | None) -> None:
+        """The helper has opened `path`; what the kernel has of it is not dropped for that."""
+        with self.state.lock:
+            for group in self.state.groups.values():
+                for member in group.members:
+                    if member.path == path:
+                        member.node, member.attaching = node, False
+            self.state.work.notify_all()
+
+    def _look_after(self) -> None:
+        self._find_slack()
+
+    def _find_slack(self) -> None:
+        """Memory that nobody wants may keep more than the budget."""
+        slack = max(0, free_bytes() - RESERVE_BYTES)
+        with self.state.lock:
+            shrunk = slack < self.state.slack_bytes
+            self.state.slack_bytes = slack
+            if shrunk:
+                self.state.room.notify()
+
+    # The observing thread
+
+    def _observe(self) -> None:
+        while self.state.running:
+            touches = self.touches.wait(0.25)
+            if touches and touches[-1].t_ns - self._looked_ns > _SLACK_NS:
+                self._looked_ns = touches[-1].t_ns
+                self._find_slack()
+            for touch in touches:
+                self._touched(touch)
+
+    def _touched(self, touch: Touch) -> None:
+        file = self.files.by_number.get(touch.file)
+        if file is None:
+            return
+        backing = file.backing
+        owner = self.state.owners.get(backing) if backing is not None else None
+        if owner is None or touch.pid not in file.programs or owner[0] is not file.group:
+            self.files.ask(file, touch.pid)
+            if owner is None or owner[0] is not file.group:
+                return
+        group, member = owner
+        with self.state.lock:
+            if group.alive and touch.extent < member.count:
+                self._note(group, member, file, member.base + touch.extent, touch)
+
+    def _note(self, group: Group, member: Member, file: File, extent: int, touch: Touch) -> None:
+        """Lock held."""
+        state, now_ns = group.state(extent), touch.t_ns
+        length = group.length_of(member, extent)
+        group.last_pid = touch.pid
+        if state == SINGLE:
+            group.last_ns = group.seen_ns[extent] = now_ns
+            return
+        self.state.counters.requested_bytes += length
+        done = group.note(extent, now_ns, bool(touch.flags & MISS) and state in (ABSENT, SPARSE))
+        if done is not None:
+            self._pass_ended(group, done)
+            state = group.state(extent)
+        if state not in (TOUCHED, PINNED):
+            self.state.references.claimed(group, member, extent, touch.pid)
+        if state in (ABSENT, SPARSE):
+            self.pages.demand(group, member, extent)
+        elif state == LOADING:
+            fetch = group.loading[extent]
+            if fetch.ahead and not fetch.joined:
+                self.state.counters.prefetch_late_bytes += length
+            fetch.joined = True
+        elif state == READY:
+            group.touch(extent, now_ns)
+            group.missed.pop(extent, None)
+            self.state.consumed(length, False)
+            self.state.counters.prefetch_useful_bytes += length
+        elif state == TOUCHED:
+            self._came_back(group, member, file, extent, touch, length)
+        self.state.work.notify()
+
+    def _came_back(self, group: Group, member: Member, file: File, extent: int, touch: Touch, length: int) -> None:
+        """A reader is at an extent that it, or another, has read before. Lock held."""
+        if touch.flags & MISS and file.backing is not None:
+            offset = group.offset_of(member, extent)
+            if syscalls.cached_pages(file.backing.fd, offset, length) < length // PAGE // 2:
+                self.state.counters.refault_bytes += length
+                self.pages.demand(group, member, extent)  # the kernel has reclaimed it
+                return
+        group.touch(extent, touch.t_ns)
+        self.state.consumed(length, True)
+

@@ -1,0 +1,245 @@
+"""In place: the files' own page cache is steered; programs depend on nothing but the file system."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmcache.fs import mountpoint
+from llmcache.fs.backends.inplace import HUGE_BYTES
+from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
+from tests.mount.conftest import llmcache
+from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, random_file, wait_for
+from tools.bench.cgroup import Group
+from tools.bench.clients.loop_reader import crcs
+from tools.bench.files import forget
+
+pytestmark = [pytest.mark.mount, pytest.mark.bpf]
+
+SIZE = 128 * MIB
+CACHE = 64 * MIB
+CAP = CACHE + OVERHEAD_BYTES + 48 * MIB
+"""The cap of memory: less than the file, the daemon and what a reader takes."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("source")
+    if reason := why_not(str(directory)):
+        pytest.skip(reason)
+    random_file(directory / "loop.bin", SIZE)
+    (directory / "loop.json").write_text(json.dumps(crcs(directory / "loop.bin")))
+    past = time.time() - 60
+    os.utime(directory / "loop.bin", (past, past))
+    return directory
+
+
+@pytest.fixture
+def mount(source: Path, tmp_path: Path) -> Iterator[Live]:
+    with live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace") as mount:
+        yield mount
+
+
+class Passes:
+    """A process that reads a file again and again, and says so."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def next(self) -> dict[str, Any]:
+        """The next pass: its seconds, and how many MiB of it were wrong."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event = json.loads(line)
+            if event["event"] == "step":
+                return dict(event)
+        raise AssertionError("the reader has ended")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def reader(path: Path, check: Path, how: str, wrap: Callable[[list[str]], list[str]] = list) -> Passes:
+    words = [sys.executable, str(LOOP_READER), str(path), "--passes", "1000", "--how", how, "--check", str(check)]
+    return Passes(wrap(words))
+
+
+@pytest.mark.cgroup
+@pytest.mark.parametrize("how", ["mmap", "read"])
+def test_a_loop_that_does_not_fit_is_kept_as_far_as_it_goes(source: Path, tmp_path: Path, how: str) -> None:
+    """And every byte of it is right, whatever becomes of the daemon."""
+    forget(source / "loop.bin")
+    with (
+        Group("inplace", directory=source, memory_bytes=CAP) as group,
+        live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
+    ):
+        passes = reader(mount.mountpoint / "loop.bin", source / "loop.json", how, group.wrap)
+        try:
+            wrong = [passes.next()["wrong"] for _ in range(8)]
+            stats = mount.stats()
+            kept = sum(loop["pinned_bytes"] for file in stats["files"] for loop in file["loops"])
+            assert 0.8 * CACHE < kept <= CACHE
+            assert stats["mode"] == "inplace" and stats["cpu_s"] > 0
+            before = passes.next(), mount.stats()["invalidated_bytes"]
+            wrong += [passes.next()["wrong"] for _ in range(4)]
+            dropped = (mount.stats()["invalidated_bytes"] - before[1]) / 5
+            assert dropped < SIZE - 0.6 * CACHE, "what is kept is not dropped and read again"
+
+            mount.daemon.send_signal(signal.SIGSTOP)
+            wrong += [passes.next()["wrong"] for _ in range(3)]
+            mount.daemon.send_signal(signal.SIGCONT)
+            wrong += [passes.next()["wrong"] for _ in range(3)]
+            mount.daemon.kill()
+            mount.daemon.wait()
+            wrong += [passes.next()["wrong"] for _ in range(3)]
+        finally:
+            passes.end()
+    assert wrong == [0] * len(wrong)
+
+
+def test_where_there_is_room_everything_stays(source: Path, mount: Live) -> None:
+    data = (source / "loop.bin").read_bytes()
+    for _ in range(4):
+        with open(mount.mountpoint / "loop.bin", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+            assert zlib.crc32(view) == zlib.crc32(data)
+    stats = mount.stats()
+    assert stats["invalidated_bytes"] == 0 and stats["beyond_bytes"] > 0
+
+
+def test_a_bind_mount_is_all_there_is(source: Path, tmp_path: Path) -> None:
+    point = tmp_path / "mnt"
+    with live(source, point, str(CACHE), "--mode", "inplace") as mount:
+        assert os.path.samefile(point / "loop.bin", source / "loop.bin")
+        entry = mountpoint.find(str(point))
+        assert entry is not None and entry.fstype == mountpoint.IN_PLACE
+        assert str(point) in mountpoint.ours()
+        with pytest.raises(OSError, match="Read-only"):
+            (point / "new.txt").write_text("x")
+        refused = llmcache("mount", source, point, "--mode", "inplace", "--cache", "32Mi")
+        assert refused.returncode == 4 and "already served" in refused.stderr
+        with open(point / "loop.bin", "rb"):
+            busy = llmcache("umount", point)
+            assert busy.returncode == 4 and "busy" in busy.stderr
+
+        mount.daemon.kill()
+        mount.daemon.wait()
+        assert (point / "loop.bin").stat().st_size == SIZE
+        dead = llmcache("stats", point)
+        assert dead.returncode == 4 and "has ended" in dead.stderr
+        again = llmcache("mount", source, point, "--mode", "inplace", "--cache", "32Mi")
+        assert again.returncode == 0, again.stderr
+        assert sum(found.point == str(point) for found in mountpoint.entries()) == 1
+        assert llmcache("umount", point).returncode == 0
+    assert mountpoint.find(str(point)) is None
+
+
+def test_over_itself_nothing_is_mounted(tmp_path: Path) -> None:
+    directory = tmp_path / "models"
+    directory.mkdir()
+    done = llmcache("mount", directory, directory, "--mode", "inplace", "--cache", "32Mi")
+    assert done.returncode == 0 and "inplace" in done.stdout and "writable" in done.stdout, done.stderr
+    try:
+        assert not any(entry.point == str(directory) for entry in mountpoint.entries())
+        assert llmcache("stats", directory).returncode == 0
+    finally:
+        assert llmcache("umount", directory).returncode == 0
+    assert mountpoint.find(str(directory)) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "code"),
+    [
+        (("--spill", "*.txt"), "spill: mode inplace", 2),
+        (("-o", "max_read=4096"), "-o max_read=4096", 2),
+    ],
+)
+def test_what_only_fuse_can_do_is_refused(tmp_path: Path, words: tuple[str, ...], said: str, code: int) -> None:
+    (tmp_path / "mnt").mkdir()
+    done = llmcache("mount", tmp_path, tmp_path / "mnt", "--mode", "inplace", *words)
+    assert done.returncode == code and said in done.stderr
+
+
+def test_a_file_system_in_memory_has_nothing_to_steer(tmp_path: Path) -> None:
+    done = llmcache("mount", "/dev/shm", tmp_path, "--mode", "inplace")
+    assert done.returncode == 3 and "is on tmpfs" in done.stderr
+
+
+def test_warmup_and_evict(source: Path, mount: Live) -> None:
+    forget(source / "loop.bin")
+    done = mount.llmcache("warmup", str(mount.mountpoint), "*.bin", "--json")
+    assert done.returncode in (0, 4), done.stderr
+    told = json.loads(done.stdout)
+    assert told["warm_bytes"] > 0.8 * CACHE
+    assert mount.stats()["pinned_bytes"] > 0.8 * CACHE
+    mount.resize(32 * MIB)
+    wait_for(lambda: mount.stats()["pinned_bytes"] <= 32 * MIB, "less is pinned")
+    evicted = mount.llmcache("evict", str(mount.mountpoint), "*.bin", "--json")
+    assert evicted.returncode == 0, evicted.stderr
+    wait_for(lambda: mount.stats()["pinned_bytes"] == 0, "nothing is pinned")
+
+
+def test_files_change_beneath_it(tmp_path: Path) -> None:
+    """Rewritten, truncated, replaced and deleted while they are steered: readers see what the file system has."""
+    source, point = tmp_path / "source", tmp_path / "mnt"
+    source.mkdir()
+    if reason := why_not(str(source)):
+        pytest.skip(reason)
+    past = time.time() - 60
+
+    def made(name: str, byte: bytes, size: int = 40 * MIB) -> Path:
+        path = source / name
+        path.write_bytes(byte * size)
+        os.utime(path, (past, past))
+        return path
+
+    made("one.bin", b"a")
+    with live(source, point, str(CACHE), "--mode", "inplace") as mount:
+
+        def known() -> bool:
+            (point / "one.bin").read_bytes()
+            return any(file["path"] == "/one.bin" for file in mount.stats()["files"])
+
+        wait_for(known, "the file is steered")
+        (source / "one.bin").write_bytes(b"b" * 40 * MIB)
+        assert (point / "one.bin").read_bytes() == b"b" * 40 * MIB
+        os.truncate(source / "one.bin", 33 * MIB)
+        assert (point / "one.bin").read_bytes() == b"b" * 33 * MIB
+        made("new.bin", b"c").rename(source / "one.bin")
+        assert (point / "one.bin").read_bytes() == b"c" * 40 * MIB
+        wait_for(known, "the file is steered")
+        with open(point / "one.bin", "rb") as file:
+            (source / "one.bin").unlink()
+            time.sleep(1.5)
+            assert file.read() == b"c" * 40 * MIB
+        wait_for(lambda: not mount.stats()["files"] or not any(f["open"] for f in mount.stats()["files"]), "it is closed")
+
+
+def test_touches_are_few(tmp_path: Path) -> None:
+    """A program that reads what is cached at full speed costs a touch for each extent and quiet time, not for each read."""
+    path = random_file(tmp_path / "file", 64 * MIB)
+    touches = Touches()
+    try:
+        touches.watch(7, path.stat(), 0, 32, HUGE_BYTES)
+        began = time.monotonic_ns()
+        code = f"for _ in range(30):\n f = open({str(path)!r}, 'rb', buffering=0)\n while f.read(65536): pass"
+        subprocess.run(["sh", "-c", 'python3 -c "$0"; true', code], check=True)
+        quiet_times = (time.monotonic_ns() - began) // QUIET_NS + 1
+        told = touches.wait(0)
+        assert {touch.extent for touch in told} == set(range(32))
+        assert {touch.file for touch in told} == {7}
+        assert 32 <= len(told) <= 32 * quiet_times
+        assert touches.lost == 0
+    finally:
+        touches.close()
