@@ -29,7 +29,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_void_p]
 
-MADV_DONTNEED, MADV_HUGEPAGE, MADV_COLD, MADV_PAGEOUT, MADV_POPULATE_READ = 4, 14, 20, 21, 22
+MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_COLD, MADV_PAGEOUT, MADV_POPULATE_READ = 1, 4, 14, 20, 21, 22
 MS_BIND, MS_REMOUNT, MS_RDONLY, MS_NOSUID, MS_NODEV = 0x1000, 0x20, 1, 2, 4
 _PROT_READ, _MAP_SHARED, _MAP_FAILED = 1, 1, ctypes.c_void_p(-1).value
 _PROCESS_MADVISE, _CACHESTAT = 440, 451  # on every architecture; Linux 5.10, 6.5

@@ -49,7 +49,8 @@ HUGE_BYTES = 2 << 20
 SCAN_S, SCAN_REST = 1.0, 50  # SOURCE is walked so often, and rests for so many times as long as that took
 QUIET_NS = 2_000_000_000  # a file that was changed less than this ago is left alone
 RESERVE_BYTES = 96 << 20  # of free memory that is left free
-_SLACK_NS = 20_000_000
+AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
+_SLACK_NS = 50_000_000
 
 
 @dataclass(eq=False)
@@ -65,7 +66,7 @@ class File:
     group: Group | None = None
     programs: dict[int, Program | None] = field(default_factory=dict)  # by pid; None for this process (a warm-up)
     address: int = 0  # of this process' mapping
-    huge: bool = True  # faults bring huge pages in
+    failures: int = 0  # faults that brought no huge page in, less those that did
 
     @property
     def key(self) -> tuple[int, int]:
@@ -209,6 +210,7 @@ class Files:
         file.address = syscalls.mmap(fd, status.st_size)
         with contextlib.suppress(OSError):  # a kernel without huge pages reads ahead in small ones
             syscalls.madvise(file.address, status.st_size, syscalls.MADV_HUGEPAGE)
+            syscalls.madvise(file.address, status.st_size, syscalls.MADV_RANDOM)  # else it reads two where one faults
         self.by_node[status.st_ino] = file
 
     def _watch_extents(self, file: File, group: Group, member: Member) -> None:
@@ -400,17 +402,18 @@ def bring(file: File, offset: int, length: int) -> int:
         if there >= wanted:
             continue
         read += (wanted - there) * PAGE
-        if not there and file.huge:
+        if not there and file.failures < FAILURES_MAX:
             syscalls.madvise(file.address + start, PAGE, syscalls.MADV_POPULATE_READ)
-            if size == HUGE_BYTES and syscalls.cached_pages(fd, start, size) < wanted:
-                file.huge = False
-        if there or not file.huge:
+            there = syscalls.cached_pages(fd, start, size)
+            file.failures = max(-FAILURES_MAX, file.failures + (1 if there < wanted else -1))
+        if there < wanted:
             for at in range(start, start + size, READAHEAD_BYTES):
                 os.posix_fadvise(fd, at, min(READAHEAD_BYTES, start + size - at), os.POSIX_FADV_WILLNEED)
     syscalls.madvise(file.address + offset, -(-length // PAGE) * PAGE, syscalls.MADV_DONTNEED)
     return read
 
 
+FAILURES_MAX = 16  # no large folios on this file system, or no memory in one piece
 READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
 
 
@@ -542,6 +545,8 @@ class InPlaceEngine(Engine):
                 self.state.counters.refault_bytes += length
                 self.pages.demand(group, member, extent)  # the kernel has reclaimed it
                 return
+        again = touch.t_ns - group.touched.get(extent, 0) < AGAIN_NS
         group.touch(extent, touch.t_ns)
-        self.state.consumed(length, True)
+        if not again:
+            self.state.consumed(length, True)
 
