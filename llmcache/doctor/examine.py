@@ -9,6 +9,7 @@ from llmcache.doctor.finding import LIMITED, Finding, Report
 from llmcache.errors import UsageError
 
 AREAS = ("mounting", "memory", "tracing", "machine", "packages")
+_OF_DIRECTORY = ("mounting", "machine")  # findings on the storage of the directory that is asked about
 _REMEDY = "pip install . in the source directory, or tools/test"
 
 
@@ -28,5 +29,5 @@ def _ask(area: str, directory: str | None) -> list[Finding]:
         module = importlib.import_module(f"llmcache.doctor.{area}")
     except ImportError as error:
         return [Finding(area, area, LIMITED, f"cannot be examined: {error}", _REMEDY)]
-    found: list[Finding] = module.examine(directory) if area == "machine" else module.examine()
+    found: list[Finding] = module.examine(directory) if area in _OF_DIRECTORY else module.examine()
     return found

@@ -16,11 +16,13 @@ from llmcache.units import format_rate
 AREA = "machine"
 _ASK_TORCH = "import torch; print(torch.cuda.is_available())"
 _TORCH_S = 120.0
+STEER_STREAMS = 1_300_000_000
+"""Bytes per second that mode steer streams on two processors, *measured* (README); mode inplace is bound by storage."""
 
 
 def examine(directory: str | None, root: Path = Path("/")) -> list[Finding]:
     """Findings on kernel, processors, the storage of `directory` (None: not measured) and GPUs."""
-    return [_system(), _storage(directory), _gpu(root)]
+    return [_system(), _storage(directory), *_read_ahead(directory, root), _gpu(root)]
 
 
 def _system() -> Finding:
@@ -39,7 +41,23 @@ def _storage(directory: str | None) -> Finding:
         return Finding(AREA, "storage", LIMITED, error.message.removeprefix("--measure: "), remedy, {"directory": directory})
     facts = {"directory": directory, "bandwidth": found.bandwidth, "bytes_read": found.bytes_read, "source": "measured"}
     said = f"{directory}: reads {format_rate(found.bandwidth)} (measured, O_DIRECT)"
+    if found.bandwidth > STEER_STREAMS:
+        said += f", more than the {format_rate(STEER_STREAMS)} that mode steer streams: inplace does"
     return Finding(AREA, "storage", OK, said, facts=facts)
+
+
+def _read_ahead(directory: str | None, root: Path) -> list[Finding]:
+    """How far the plain page cache reads ahead on the storage of `directory`: what a mount is compared with."""
+    if directory is None:
+        return []
+    device = os.stat(directory).st_dev
+    queue = root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    for path in (queue / "queue", queue.resolve().parent / "queue"):  # a partition has that of its disk
+        if (path / "read_ahead_kb").exists():
+            kib = int((path / "read_ahead_kb").read_text())
+            said = f"{directory}: the plain page cache reads {kib} KiB ahead (read_ahead_kb)"
+            return [Finding(AREA, "read-ahead", OK, said, facts={"directory": directory, "read_ahead_bytes": kib << 10})]
+    return []  # a file system that is on no device of its own
 
 
 def _gpu(root: Path) -> Finding:

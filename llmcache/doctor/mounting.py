@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
 from llmcache.doctor.finding import FAILED, LIMITED, OK, Finding
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import libfuse, mountpoint
+from llmcache.fs.backends.touches import why_not
 
 AREA = "mount"
 
 
-def examine(root: Path = Path("/")) -> list[Finding]:
-    """Findings on FUSE, fusermount3, libfuse, user_allow_other and root. `root` is there for tests on made-up trees."""
-    return [_fuse(), _fusermount(root), _libfuse(), _allow_other(root), _root()]
+def examine(directory: str | None = None, root: Path = Path("/")) -> list[Finding]:
+    """Findings on FUSE, fusermount3, libfuse, user_allow_other, root, and mode inplace for the files of `directory`.
+
+    `root` is there for tests on made-up trees.
+    """
+    return [_fuse(), _fusermount(root), _libfuse(), _allow_other(root), _root(), _in_place(directory, root)]
+
+
+def _in_place(directory: str | None, root: Path) -> Finding:
+    reason = why_not(directory)
+    if reason is not None:
+        remedy = "root, Linux 6.12 with BTF, libbpf 1, and models on ext4, xfs or f2fs; modes steer and arena do without"
+        return Finding(AREA, "in place", LIMITED, reason, remedy)
+    text = root / "sys/kernel/mm/transparent_hugepage/enabled"
+    pages = re.search(r"\[(\w+)\]", text.read_text()) if text.exists() else None
+    if pages is None or pages[1] == "never":
+        remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled: streaming costs a tenth then"
+        return Finding(AREA, "in place", LIMITED, "mode inplace can be had, without huge pages", remedy)
+    where = "" if directory is None else f" for {directory}"
+    return Finding(AREA, "in place", OK, f"mode inplace can be had{where}; huge pages: {pages[1]}", facts={"huge": pages[1]})
 
 
 def _fuse() -> Finding:

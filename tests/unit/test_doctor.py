@@ -48,12 +48,12 @@ def status(findings: list[Finding]) -> dict[str, str]:
 
 def test_without_mtab_only_root_can_unmount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    found = {finding.name: finding for finding in mounting.examine(tmp_path)}["fusermount3"]
+    found = {finding.name: finding for finding in mounting.examine(root=tmp_path)}["fusermount3"]
     assert found.status == LIMITED
     assert "ln -s" in (found.remedy or "")
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc" / "mtab").touch()
-    assert status(mounting.examine(tmp_path))["fusermount3"] == OK
+    assert status(mounting.examine(root=tmp_path))["fusermount3"] == OK
 
 
 def test_the_report_of_this_machine_has_every_line_and_the_exit_code_of_its_worst() -> None:
@@ -119,14 +119,14 @@ def test_cgroup_versions(tmp_path: Path, lines: str, version: int | None) -> Non
 def test_a_user_is_told_what_root_would_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = {finding.name: finding for finding in mounting.examine(tmp_path)}
+    found = {finding.name: finding for finding in mounting.examine(root=tmp_path)}
     assert found["root"].status == found["user_allow_other"].status == LIMITED
     assert found["fusermount3"].status == FAILED
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/fuse.conf").write_text("# user_allow_other\nmount_max = 9\n")
-    assert status(mounting.examine(tmp_path))["user_allow_other"] == LIMITED
+    assert status(mounting.examine(root=tmp_path))["user_allow_other"] == LIMITED
     (tmp_path / "etc/fuse.conf").write_text("mount_max = 9\nuser_allow_other\n")
-    assert status(mounting.examine(tmp_path))["user_allow_other"] == OK
+    assert status(mounting.examine(root=tmp_path))["user_allow_other"] == OK
 
 
 def test_the_tier_is_the_first_that_works_and_the_better_ones_say_why(monkeypatch: pytest.MonkeyPatch) -> None:

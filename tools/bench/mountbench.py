@@ -36,7 +36,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="runs of each side, in turns")
     parser.add_argument("--fraction", type=float, default=0.75, help="S/N of the cases larger than memory")
     parser.add_argument("--threads", type=int, default=min(4, os.cpu_count() or 1), help="threads of llama.cpp")
-    parser.add_argument("--mode", choices=("auto", "steer", "arena"), help="--mode of llmcachefs")
+    parser.add_argument("--mode", choices=("auto", "inplace", "steer", "arena"), help="--mode of llmcachefs")
     parser.add_argument("--program", type=shlex.split, help="another program in place of llmcachefs, same arguments")
     parser.add_argument("--json", type=Path, help="write every run here, after every experiment")
     return parser.parse_args(argv)

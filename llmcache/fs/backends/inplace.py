@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 HUGE_BYTES = 2 << 20
 SCAN_S, SCAN_REST = 1.0, 50  # SOURCE is walked so often, and rests for so many times as long as that took
 QUIET_NS = 2_000_000_000  # a file that was changed less than this ago is left alone
+IDLE_NS = 10_000_000_000  # a file that nobody has touched for this long may have been closed
 RESERVE_BYTES = 96 << 20  # of free memory that is left free
 AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
 _SLACK_NS = 50_000_000
@@ -66,6 +67,7 @@ class File:
     group: Group | None = None
     programs: dict[int, Program | None] = field(default_factory=dict)  # by pid; None for this process (a warm-up)
     address: int = 0  # of this process' mapping
+    looked_ns: int = 0  # when it was last seen whether its programs still have it
     failures: int = 0  # faults that brought no huge page in, less those that did
 
     @property
@@ -83,6 +85,7 @@ class Files:
         self.by_number: dict[int, File] = {}
         self.by_node: dict[int, File] = {}
         self.lock = threading.Lock()
+        self._dev = os.fstat(tree.fd).st_dev  # what is mounted below SOURCE is not seen through MOUNT
         self._numbers = iter(range(1, 1 << 32))
         self._asked: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
         self._pending: set[tuple[int, int]] = set()
@@ -116,6 +119,7 @@ class Files:
                 asked = self._asked.get(timeout=0.25)
             except queue.Empty:
                 self._check_programs()
+                self._check_use()
                 continue
             if asked is None:
                 return
@@ -132,7 +136,7 @@ class Files:
             for name in names:
                 with contextlib.suppress(OSError):
                     status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode) and status.st_size >= LEAST_MODEL_BYTES:
+                    if stat.S_ISREG(status.st_mode) and status.st_size >= LEAST_MODEL_BYTES and status.st_dev == self._dev:
                         found[status.st_dev, status.st_ino] = (os.path.normpath(f"/{directory}/{name}"), status)
         for key in [key for key in self.by_key if key not in found]:
             self._forget(self.by_key[key])
@@ -233,6 +237,18 @@ class Files:
                     self.leave(file, pid)
             with self.lock:
                 program.close()
+
+    def _check_use(self) -> None:
+        """Takes leave of programs that live on and have closed what they read."""
+        now_ns = time.monotonic_ns()
+        for file in list(self.by_number.values()):
+            group = file.group
+            if group is None or not file.programs or now_ns - max(group.last_ns, file.looked_ns) < IDLE_NS:
+                continue
+            file.looked_ns = now_ns
+            for pid, program in list(file.programs.items()):
+                if (program is None and pid == 0) or (program is not None and not program.has(*file.key)):
+                    self.leave(file, pid)
 
     def leave(self, file: File, pid: int) -> None:
         """A program reads the file no more."""

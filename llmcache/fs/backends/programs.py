@@ -43,6 +43,19 @@ class Program:
         """True if it has mapped the file, when it was last looked at."""
         return (dev, ino) in self._parts
 
+    def has(self, dev: int, ino: int) -> bool:
+        """True if it has the file mapped or open now, as far as can be seen."""
+        self.look(again=True)
+        if self.maps(dev, ino):
+            return True
+        with contextlib.suppress(OSError):
+            for number in os.listdir(f"/proc/{self.pid}/fd"):
+                with contextlib.suppress(OSError):
+                    status = os.stat(f"/proc/{self.pid}/fd/{number}")
+                    if (status.st_dev, status.st_ino) == (dev, ino):
+                        return True
+        return False
+
     def look(self, *, again: bool = False) -> None:
         """Reads its mappings, unless that was done just now."""
         now_ns = time.monotonic_ns()

@@ -44,13 +44,12 @@ class Touch(NamedTuple):
 _FILE_SYSTEMS = ("ext4", "xfs", "f2fs", "ext3", "ext2")
 
 
-def why_not(directory: str) -> str | None:
-    """Why the files below `directory` cannot be steered in place on this machine, or None."""
+def why_not(directory: str | None = None) -> str | None:
+    """Why files (those below `directory`) cannot be steered in place on this machine, or None."""
     if os.geteuid() != 0:
-        return "it needs root"
-    kind = fstype_of(directory)
-    if kind not in _FILE_SYSTEMS:
-        return f"{directory} is on {kind}; known are {', '.join(_FILE_SYSTEMS)}"
+        return "mode inplace needs root"
+    if directory is not None and (kind := fstype_of(directory)) not in _FILE_SYSTEMS:
+        return f"{directory} is on {kind}; mode inplace knows {', '.join(_FILE_SYSTEMS)}"
     try:
         library()
         if not has_tracepoint("mm_filemap_get_pages"):
