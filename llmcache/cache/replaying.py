@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llmcache.trace.record import Provenance, TraceFile
 
 Ids = NDArray[np.int64]
-SCHEME = "llmcache.mount/1"  # extra["mount"] of what llmcache.fs.logwriter writes
+SCHEME = "llmcache.mount/1"  # extra["mount"] of what llmcache.fs.daemon.logwriter writes
 MODEL_ENDINGS = (".gguf", ".safetensors")
 _MOST_EXTENTS = 1 << 22  # of all spaces of a log at a time: eight times what a mount has
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what events of any types come to

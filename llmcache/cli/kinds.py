@@ -46,7 +46,7 @@ class _MountPoint(_Kind):
 
         Shells take them as they are: one that a shell would not read as one word, made by whomever, is not offered.
         """
-        from llmcache.fs.mountpoint import ours
+        from llmcache.fs.client.mountpoint import ours
 
         points = [point for point in ours() if point.startswith(incomplete) and shlex.quote(point) == point]
         found = [CompletionItem(point) for point in points]

@@ -66,8 +66,8 @@ def command(foreground: bool, config: str | None, as_json: bool, **flags: Any) -
     Returns once the mount serves. Ends with `llmcache umount MOUNT`. Every setting may also stand in --config FILE or in
     LLMCACHE_SOURCE, LLMCACHE_CACHE, …; `llmcache config --show` tells which is taken.
     """
-    from llmcache.fs import mounting
-    from llmcache.fs.settings import resolve
+    from llmcache.fs.client import mounting
+    from llmcache.fs.client.settings import resolve
 
     mounting.mount(mounting.request_of(resolve(flags, config)), foreground=foreground, as_json=as_json)
 

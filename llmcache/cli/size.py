@@ -31,7 +31,7 @@ def command(as_json: bool, **options: str | None) -> None:
       llmcache size --measure ~/models --model m.gguf --tokens-per-second 10
     """
     from llmcache.cache.question import Options, ask
-    from llmcache.fs.advice import advise
+    from llmcache.fs.client.advice import advise
     from llmcache.report import sizing
 
     sizing.show(advise(ask(Options(**options))), as_json)

@@ -27,7 +27,7 @@ def command(mount: str | None, interval: int | None, count: int | None, as_json:
 
     For a scraper, a mount can serve the same over HTTP itself: llmcachefs … --metrics 127.0.0.1:9464
     """
-    from llmcache.fs import statistics
+    from llmcache.fs.client import statistics
 
     if openmetrics:
         if interval is not None or as_json:

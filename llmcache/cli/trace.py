@@ -66,7 +66,7 @@ def command(
     Tiers, best first: filemap, fexit, syscalls (BPF: root and libbpf), perf (root), faults (page faults, and reads where
     strace is installed; no root for your own processes). The best that works is taken; what it cannot see is printed.
     """
-    from llmcache.fs.locked import locked_bytes
+    from llmcache.fs.client.locked import locked_bytes
     from llmcache.trace.capture import session
     from llmcache.trace.capture.options import Options, default_output
     from llmcache.trace.capture.target import target_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmcache.doctor.finding import LIMITED, OK, SKIPPED, Finding
 from llmcache.errors import LlmcacheError
-from llmcache.fs.bandwidth import measure
+from llmcache.fs.client.bandwidth import measure
 from llmcache.units import format_rate
 
 AREA = "machine"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llmcache.doctor.finding import FAILED, LIMITED, OK, Finding
 from llmcache.errors import EnvironmentProblem
-from llmcache.fs import budget, pressure
+from llmcache.fs.engine import budget, pressure
 from llmcache.units import format_size
 
 AREA = "memory"

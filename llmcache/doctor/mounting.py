@@ -9,8 +9,9 @@ from pathlib import Path
 
 from llmcache.doctor.finding import FAILED, LIMITED, OK, Finding
 from llmcache.errors import EnvironmentProblem
-from llmcache.fs import libfuse, mountpoint
 from llmcache.fs.backends.touches import why_not
+from llmcache.fs.client import mountpoint
+from llmcache.fs.vfs import libfuse
 
 AREA = "mount"
 

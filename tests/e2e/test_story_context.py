@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs import control
+from llmcache.fs.client import control
 from tests.e2e.story_parts import mounted, said
 from tests.mount.live import MIB, OVERHEAD_BYTES, private_bytes
 from tools.bench.sides import REPOSITORY, environment

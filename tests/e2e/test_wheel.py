@@ -19,7 +19,7 @@ from llmcache.cli import app
 from llmcache.edram.refresh import EdramRun
 from llmcache.edram.refresh.lives import Flow
 from llmcache.errors import EnvironmentProblem
-from llmcache.fs import mountpoint
+from llmcache.fs.client import mountpoint
 from llmcache.kv.tasks import RECALL_MODEL
 from tests.conftest import PROBLEMS
 from tools.manual.pages import walk

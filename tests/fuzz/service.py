@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs import control, warming
-from llmcache.fs.controlserver import ControlServer
-from llmcache.fs.engine import Engine
-from llmcache.fs.operations import LlmcacheOperations
-from llmcache.fs.policy import WritePolicy
-from llmcache.fs.requests import Requests
-from llmcache.fs.source import SourceTree
-from llmcache.fs.warming import Warmer
+from llmcache.fs.client import control
+from llmcache.fs.daemon.controlserver import ControlServer
+from llmcache.fs.daemon.requests import Requests
+from llmcache.fs.engine import warmup
+from llmcache.fs.engine.engine import Engine
+from llmcache.fs.engine.warmup import Warmer
+from llmcache.fs.vfs.operations import LlmcacheOperations
+from llmcache.fs.vfs.policy import WritePolicy
+from llmcache.fs.vfs.source import SourceTree
 from tests.property.kernel import open_backing
 from tests.property.rig import running
 
@@ -64,7 +65,7 @@ def service(mode: str = "arena") -> Iterator[Service]:
         for file, size in SMALL.items():
             (source / file).write_bytes(b"x" * size)
         patch.setattr(control, "directory", lambda _uid: name)
-        patch.setattr(warming, "ATTACH_S", 0.02)  # the modelled kernel has no page of what nobody reads
+        patch.setattr(warmup, "ATTACH_S", 0.02)  # the modelled kernel has no page of what nobody reads
         log.addHandler(errors)
         with running(source, mode, patch) as rig:
             for file in SMALL:

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcache.errors import LlmcacheError, MountProblem
-from llmcache.fs import control
+from llmcache.fs.client import control
 from tests.fuzz.mutations import ODD, documents, mutated, nested, written
 from tests.fuzz.service import POINT, Service, service
 from tests.fuzz.target import Target, bounded, refusal

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs import control, controlserver
+from llmcache.fs.client import control
+from llmcache.fs.daemon import controlserver
 
 POINT = "/nowhere"
 QUEUE = 16

@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcache.errors import LlmcacheError
-from llmcache.fs import options
-from llmcache.fs.settings import KEYS, LIST, PREFIX, SWITCH, resolve, split_options
+from llmcache.fs.client import options
+from llmcache.fs.client.settings import KEYS, LIST, PREFIX, SWITCH, resolve, split_options
 from tests.fuzz.mutations import mutated
 from tests.fuzz.target import Target, bounded, refusal, scratch
 

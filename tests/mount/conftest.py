@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs import control, mountpoint, syscalls
+from llmcache.fs import syscalls
+from llmcache.fs.client import control, mountpoint
 from tools.bench.sides import environment
 
 PATIENCE_S = 60.0

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import psutil
 
 from llmcache.errors import MountProblem
-from llmcache.fs import mountpoint
+from llmcache.fs.client import mountpoint
 from tests.mount.fault_model import Window, overwritten, random_bytes, resized
 from tests.mount.fault_rig import CACHE_MIB, SIZES, Rig, full
 from tests.mount.faulty import Rule

@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 import pytest
 
-from llmcache.fs import control, mountpoint
+from llmcache.fs.client import control, mountpoint
 from tests.mount.fault_client import READS, Client, locked
 from tests.mount.fault_model import Bytes, Model, overwritten, random_bytes, resized
 from tests.mount.faulty import Rule, write_rules

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmcache.fs.libfuse import binding
+from llmcache.fs.vfs.libfuse import binding
 
 SHORT_BYTES = 40 * 512  # a short answer has as many at least; whole sectors, as a disk's
 

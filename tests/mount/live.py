@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from llmcache.fs import control
+from llmcache.fs.client import control
 from tools.bench.sides import end_mount, environment, wait_mounted
 
 MIB = 1 << 20

@@ -19,7 +19,7 @@ from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.belady import why_not_exact
 from llmcache.cache.simulate import simulate
 from llmcache.cache.space import BlockSpace
-from llmcache.fs import control
+from llmcache.fs.client import control
 from llmcache.trace.record import BLOCK_BYTES, HIT, READ, WRITE, Trace
 from tests.mount.live import MIB, Live, is_busy, live, random_file, run_llmcache, wait_for
 from tools.bench.sides import end_mount
@@ -281,7 +281,7 @@ def test_a_writer_that_dies_costs_rows_and_no_reads(source: Path, tmp_path: Path
     path = tmp_path / "log.parquet"
     with live(source, tmp_path / "mnt", str(CACHE), "--mode", "arena", "--access-log", str(path)) as mount:
         sweep(mount, "loop.bin", 1)
-        writers = [child for child in mount.helpers() if "llmcache.fs.logwriter" in child.cmdline()]
+        writers = [child for child in mount.helpers() if "llmcache.fs.daemon.logwriter" in child.cmdline()]
         assert len(writers) == 1
         writers[0].kill()
         wait_for(lambda: writers[0].status() == psutil.STATUS_ZOMBIE, "the writer is dead")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs import control, mountpoint
+from llmcache.fs.client import control, mountpoint
 from tests.mount.conftest import Mounter, llmcache
 from tools.bench.sides import environment
 

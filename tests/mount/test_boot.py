@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs import control, mountpoint
+from llmcache.fs.client import control, mountpoint
 from tests.mount.conftest import llmcache
 from tests.mount.live import wait_for
 from tools.bench.sides import environment

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs import control
+from llmcache.fs.client import control
 from tests.mount.live import (
     MIB,
     OVERHEAD_BYTES,

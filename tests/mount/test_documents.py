@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs import control, mountpoint
+from llmcache.fs.client import control, mountpoint
 from tests.mount.conftest import Mounted, Mounter, llmcache
 from tests.mount.live import wait_for
 from tests.unit.document_parts import keys

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs import mountpoint
 from llmcache.fs.backends.inplace import HUGE_BYTES
 from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
+from llmcache.fs.client import mountpoint
 from tests.mount.conftest import llmcache
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, random_file, wait_for
 from tools.bench.cgroup import Group

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs import control
+from llmcache.fs.client import control
 from tests.mount.live import MIB, WAYS, Live, by_read, finish_reader, live, random_file, readers
 from tools.bench.clients.loop_reader import crcs
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from llmcache.fs import control
+from llmcache.fs.client import control
 from tests.mount.conftest import Mounted, Mounter, llmcache
 from tests.mount.live import MIB, by_read, random_file, wait_for
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs import control
+from llmcache.fs.client import control
 from tests.mount.conftest import Mounted, Mounter, llmcache
 from tests.mount.live import MIB, by_mmap, by_read, is_busy, random_file, resident_bytes, wait_for
 from tools.bench.sides import environment

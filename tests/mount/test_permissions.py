@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs import mountpoint
-from llmcache.fs.caller import Caller
+from llmcache.fs.client import mountpoint
+from llmcache.fs.vfs.caller import Caller
 from tests.mount.conftest import Mounted, Mounter, llmcache, mounting
 from tests.mount.fault_rig import small_disk
 from tests.mount.live import wait_for

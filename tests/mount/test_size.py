@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.cache.sizing import Setting, need, passes
-from llmcache.fs.advice import mount_cache_bytes, mount_pins_bytes
+from llmcache.fs.client.advice import mount_cache_bytes, mount_pins_bytes
 from tests.mount.live import MIB, random_file
 from tools.bench.cgroup import Group
 from tools.bench.files import forget

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs import control
+from llmcache.fs.client import control
 from tests.mount.conftest import Mounted, Mounter, llmcache
 from tests.mount.live import MIB, by_read, wait_for
 from tests.mount.test_operating import write_model

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
-from llmcache.fs.engine import Engine
-from llmcache.fs.source import SourceTree
+from llmcache.fs.engine.engine import Engine
+from llmcache.fs.vfs.source import SourceTree
 from tests.property.kernel import CalmGauge, File, Kernel, Pins, open_backing, wait_until
 
 MIB = 1 << 20
@@ -103,10 +103,10 @@ class Rig:
 def running(directory: Path, mode: str, monkeypatch: pytest.MonkeyPatch, budget_bytes: int = BUDGET) -> Iterator[Rig]:
     """A rig whose engine runs; the pin helper, the gauge and the mount table are stand-ins."""
     kernels: list[Kernel] = []
-    monkeypatch.setattr("llmcache.fs.engine.PinService", lambda attached, *_: Pins(kernels, attached))
-    monkeypatch.setattr("llmcache.fs.engine.PressureGauge", CalmGauge)
-    monkeypatch.setattr("llmcache.fs.engine.find", lambda _point: True)
-    monkeypatch.setattr("llmcache.fs.engine.start_sentinel", lambda _point: None)
+    monkeypatch.setattr("llmcache.fs.engine.engine.PinService", lambda attached, *_: Pins(kernels, attached))
+    monkeypatch.setattr("llmcache.fs.engine.engine.PressureGauge", CalmGauge)
+    monkeypatch.setattr("llmcache.fs.engine.engine.find", lambda _point: True)
+    monkeypatch.setattr("llmcache.fs.engine.engine.start_sentinel", lambda _point: None)
     rig = Rig(directory, mode, budget_bytes)
     kernels.append(rig.kernel)
     rig.engine.start(rig.kernel, "/mount")

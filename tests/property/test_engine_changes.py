@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs.bringing import Bringer
-from llmcache.fs.daemon import THREADS
-from llmcache.fs.engine import WAITERS
+from llmcache.fs.daemon.daemon import THREADS
+from llmcache.fs.engine.engine import WAITERS
+from llmcache.fs.engine.warmup import Bringer
 from tests.property.kernel import File, SlowBacking, open_backing, wait_until
 from tests.property.rig import LOOP, MIB, MODES, Rig, in_threads, running
 
@@ -144,7 +144,7 @@ def test_who_opens_a_file_to_write_it_waits_for_a_store_of_what_was_evicted(
 def test_requests_that_wait_for_a_store_leave_threads_for_the_read_that_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, float]
 ) -> None:
-    monkeypatch.setattr(f"llmcache.fs.engine.{limit[0]}", limit[1])
+    monkeypatch.setattr(f"llmcache.fs.engine.engine.{limit[0]}", limit[1])
     with running(tmp_path, "steer", monkeypatch) as rig:
         file = rig.file("file", LOOP)
         opens = [threading.Thread(target=rig.kernel.open, args=(file,), daemon=True) for _ in range(3)]

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs.bringing import Tell
-from llmcache.fs.operations import LlmcacheOperations
-from llmcache.fs.policy import WritePolicy
-from llmcache.fs.source import SourceTree
-from llmcache.fs.warming import Warmer
+from llmcache.fs.engine.warmup import Tell, Warmer
+from llmcache.fs.vfs.operations import LlmcacheOperations
+from llmcache.fs.vfs.policy import WritePolicy
+from llmcache.fs.vfs.source import SourceTree
 from tests.property.kernel import READER_PID, File, wait_until
 from tests.property.rig import BUDGET, LOOP, MIB, MODES, Rig, running
 
@@ -46,7 +45,7 @@ def test_a_warm_up_finds_room_where_nobody_reads_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """What an earlier loop has left fills the memory to the limit, and no reader makes the evictor keep some free."""
-    monkeypatch.setattr("llmcache.fs.engine.CURSOR_LIFE_NS", 0)
+    monkeypatch.setattr("llmcache.fs.engine.engine.CURSOR_LIFE_NS", 0)
     with running(tmp_path, mode, monkeypatch) as rig:
         before = rig.file("before", LOOP)
         rig.until_pinned(before)

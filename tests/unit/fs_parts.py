@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from llmcache.fs.buffers import BufferPool
-from llmcache.fs.group import LOADING, READY, TOUCHED, Group, Member
-from llmcache.fs.state import CacheState
+from llmcache.fs.backends.buffers import BufferPool
+from llmcache.fs.engine.group import LOADING, READY, TOUCHED, Group, Member
+from llmcache.fs.engine.state import CacheState
 
 MIB = 1 << 20
 

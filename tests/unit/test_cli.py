@@ -16,7 +16,7 @@ from llmcache.cli.mount import command as mount_command
 from llmcache.errors import DataError
 
 # Modules that take long to import; help and argument errors need none of them.
-HEAVY = {"numpy", "mfusepy", "psutil", "rich", "llama_cpp", "gguf", "llmcache.fs.operations", "llmcache.fs.engine"}
+HEAVY = {"numpy", "mfusepy", "psutil", "rich", "llama_cpp", "gguf", "llmcache.fs.vfs", "llmcache.fs.engine"}
 
 
 def _run(*args: str, code: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -114,7 +114,7 @@ def words(args: Sequence[str], incomplete: str, program: str = "llmcache") -> di
 
 
 def test_mount_points_of_running_mounts_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmcache.fs.mountpoint.ours", lambda: ["/mnt/models", "/srv/other"])
+    monkeypatch.setattr("llmcache.fs.client.mountpoint.ours", lambda: ["/mnt/models", "/srv/other"])
     for command in ("stats", "top", "resize", "warmup", "evict", "umount"):
         assert words([command], "/mnt") == {"/mnt/models": "plain"}, command
     assert words(["stats"], "") == {"/mnt/models": "plain", "/srv/other": "plain"}
@@ -123,7 +123,7 @@ def test_mount_points_of_running_mounts_are_offered(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["a b", "$(reboot)", "a;b", "`id`", "a\nplain,b", "a&", "'", "*"])
 def test_a_mount_point_that_a_shell_would_obey_is_not_offered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmcache.fs.mountpoint.ours", lambda: [f"/tmp/{name}", "/tmp/mnt"])
+    monkeypatch.setattr("llmcache.fs.client.mountpoint.ours", lambda: [f"/tmp/{name}", "/tmp/mnt"])
     assert words(["umount"], "/tmp/") == {"/tmp/mnt": "plain"}
 
 

@@ -15,7 +15,7 @@ from llmcache import files
 from llmcache.cache.plan import Plan
 from llmcache.cache.simulate import simulate_all
 from llmcache.files import create
-from llmcache.fs import control
+from llmcache.fs.client import control
 from llmcache.kv.index.dci import saved
 from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.kv.tiers import tables

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import EnvironmentProblem, UsageError
-from llmcache.fs import accesslog
-from llmcache.fs.accesslog import AccessLog, check_path
-from llmcache.fs.references import ranges
+from llmcache.fs.daemon import accesslog
+from llmcache.fs.daemon.accesslog import AccessLog, check_path
+from llmcache.fs.engine.references import ranges
 from llmcache.trace.record import Trace
 
 ABOUT = {"command": "test", "extra": {"mode": "arena", "budget_bytes": 1}, "note": ""}

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import EnvironmentProblem, UsageError
-from llmcache.fs import bandwidth
-from llmcache.fs.bandwidth import LEAST_BYTES, REQUEST_BYTES, measure, measured_storage
-from llmcache.fs.mountpoint import FSTYPE, MountEntry
+from llmcache.fs.client import bandwidth
+from llmcache.fs.client.bandwidth import LEAST_BYTES, REQUEST_BYTES, measure, measured_storage
+from llmcache.fs.client.mountpoint import FSTYPE, MountEntry
 from tools.bench.cgroup import Group
 from tools.bench.sides import environment
 
@@ -157,7 +157,7 @@ def test_a_throttled_disk_shows_its_throttle(on_disk: Path) -> None:
     """In a process of its own, since the throttle takes what a task submits."""
     limit = 40 * MB
     with Group("measure", directory=on_disk, read_bps=limit) as group:
-        command = [sys.executable, "-c", "import sys; from llmcache.fs.bandwidth import measure; "
+        command = [sys.executable, "-c", "import sys; from llmcache.fs.client.bandwidth import measure; "
                    "print(measure(sys.argv[1]).bandwidth)", str(on_disk)]  # fmt: skip
 
         def attempt() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import EnvironmentProblem
-from llmcache.fs.budget import (
+from llmcache.fs.engine.budget import (
     CAP_IPC_LOCK,
     DAEMON_BYTES,
     GROUP_MARGIN_BYTES,

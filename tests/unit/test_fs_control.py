@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
-from llmcache.fs import control, controlserver
+from llmcache.fs.client import control
+from llmcache.fs.daemon import controlserver
 from tests.mount.live import wait_for
 from tools.bench.sides import environment
 
@@ -179,7 +180,7 @@ def test_what_a_dead_daemon_said_of_itself_is_forgotten_with_the_lock(point: str
 # In a pid namespace of its own, where the next number can be chosen; the daemon ends late, and another process begins.
 REUSED = """
 import subprocess, sys
-from llmcache.fs import control, ending
+from llmcache.fs.client import control, ending
 control.directory = lambda _uid: sys.argv[1]
 found, later = control.files("/nowhere"), []
 lock = control.take_lock(found, "/nowhere")

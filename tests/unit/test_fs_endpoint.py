@@ -13,9 +13,9 @@ from contextlib import ExitStack
 import pytest
 
 from llmcache.errors import MountProblem, UsageError
-from llmcache.fs import endpoint
-from llmcache.fs.endpoint import CONNECTIONS, REQUEST_BYTES, MetricsEndpoint, parse_address
-from llmcache.fs.openmetrics import CONTENT_TYPE
+from llmcache.fs.daemon import endpoint
+from llmcache.fs.daemon.endpoint import CONNECTIONS, REQUEST_BYTES, MetricsEndpoint, parse_address
+from llmcache.fs.daemon.openmetrics import CONTENT_TYPE
 from tests.mount.live import wait_for
 
 Answer = tuple[int, dict[str, str], bytes]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from llmcache.cache.intervals import RECENT
 from llmcache.cache.order import Pass
-from llmcache.fs.group import ABSENT, LOADING, MISSES_MAX, PINNED, READY, SINGLE, SPARSE, TOUCHED, Group, Member
-from llmcache.fs.state import CacheState
+from llmcache.fs.engine.group import ABSENT, LOADING, MISSES_MAX, PINNED, READY, SINGLE, SPARSE, TOUCHED, Group, Member
+from llmcache.fs.engine.state import CacheState
 from tests.unit.fs_parts import MIB, bring, new_group, new_state, stray
 
 SIZE = 12

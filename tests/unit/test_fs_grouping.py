@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from llmcache.cache.extents import EXTENTS_MAX, LARGEST_EXTENT
-from llmcache.fs.backing import Backing
-from llmcache.fs.buffers import BUFFER_BYTES, BufferPool
-from llmcache.fs.group import SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
-from llmcache.fs.grouping import EXTENTS_ROOM, PAGED_EXTENTS, Grouping
-from llmcache.fs.source import SourceTree
+from llmcache.fs.backends.buffers import BUFFER_BYTES, BufferPool
+from llmcache.fs.engine.group import SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
+from llmcache.fs.engine.grouping import EXTENTS_ROOM, PAGED_EXTENTS, Grouping
+from llmcache.fs.vfs.backing import Backing
+from llmcache.fs.vfs.source import SourceTree
 from tests.fuzz.target import light
 from tests.unit.fs_parts import MIB, new_state
 from tests.unit.gguf_bytes import Gguf

@@ -6,11 +6,11 @@ from typing import cast
 
 import pytest
 
-from llmcache.fs.buffers import BufferPool
-from llmcache.fs.fetching import Fetcher
-from llmcache.fs.group import Group, Member
-from llmcache.fs.loader import Loader
-from llmcache.fs.state import CacheState
+from llmcache.fs.backends.buffers import BufferPool
+from llmcache.fs.backends.fetching import Fetcher
+from llmcache.fs.engine.group import Group, Member
+from llmcache.fs.engine.loader import Loader
+from llmcache.fs.engine.state import CacheState
 
 
 def test_files_without_a_reader_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import EnvironmentProblem, UsageError
-from llmcache.fs import background, logs
-from llmcache.fs.readiness import notify
+from llmcache.fs.daemon import background, logs
+from llmcache.fs.daemon.readiness import notify
 
 
 def record(text: str, level: int = logging.INFO) -> logging.LogRecord:
@@ -49,7 +49,7 @@ def test_a_file_that_was_moved_away_is_opened_anew(tmp_path: Path) -> None:
 def test_streams_follow_a_rotation(tmp_path: Path) -> None:
     code = f"""
 import os
-from llmcache.fs.logs import LogFile
+from llmcache.fs.daemon.logs import LogFile
 handler = LogFile({str(tmp_path / "log")!r}, 0, streams=True)
 os.write(2, b"before\\n")
 handler.renew()

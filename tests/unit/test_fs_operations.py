@@ -11,11 +11,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from llmcache.fs.backing import Backing
-from llmcache.fs.caller import NOBODY_ELSE
-from llmcache.fs.operations import LlmcacheOperations
-from llmcache.fs.policy import WritePolicy
-from llmcache.fs.source import SourceTree
+from llmcache.fs.vfs.backing import Backing
+from llmcache.fs.vfs.caller import NOBODY_ELSE
+from llmcache.fs.vfs.operations import LlmcacheOperations
+from llmcache.fs.vfs.policy import WritePolicy
+from llmcache.fs.vfs.source import SourceTree
 from tests.property.kernel import wait_until
 from tests.unit.kv_parts import unmount
 

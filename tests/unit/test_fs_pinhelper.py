@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from llmcache.fs.pinhelper import Helper, others
+from llmcache.fs.backends.pinhelper import Helper, others
 
 MOUNTINFO = rb"""
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw

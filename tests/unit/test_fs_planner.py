@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 
-from llmcache.fs.group import SINGLE, Group
-from llmcache.fs.planner import Planner
-from llmcache.fs.state import CacheState
+from llmcache.fs.engine.group import SINGLE, Group
+from llmcache.fs.engine.planner import Planner
+from llmcache.fs.engine.state import CacheState
 from tests.unit.fs_parts import MIB, NoHolder, new_group, new_state
 
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from llmcache.errors import EnvironmentProblem
-from llmcache.fs import pressure
-from llmcache.fs.budget import MACHINE_MARGIN_BYTES
-from llmcache.fs.pressure import LEAST_LIMIT_BYTES, PressureGauge
+from llmcache.fs.engine import pressure
+from llmcache.fs.engine.budget import MACHINE_MARGIN_BYTES
+from llmcache.fs.engine.pressure import LEAST_LIMIT_BYTES, PressureGauge
 from tests.unit.recorded import GIB, MIB, v2_group, write_machine, write_stalls
 
 BUDGET = GIB

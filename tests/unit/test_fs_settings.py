@@ -13,8 +13,18 @@ from typing import Any
 import pytest
 
 from llmcache.errors import DataError, UsageError
-from llmcache.fs import mounting
-from llmcache.fs.settings import DEFAULT, ENVIRONMENT, FILE, FLAG, KEYS, mount_point, read_file, resolve, split_options
+from llmcache.fs.client import mounting
+from llmcache.fs.client.settings import (
+    DEFAULT,
+    ENVIRONMENT,
+    FILE,
+    FLAG,
+    KEYS,
+    mount_point,
+    read_file,
+    resolve,
+    split_options,
+)
 
 PLACES = {"source": "/src", "mount": "/mnt"}
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
-from llmcache.fs.buffers import BufferPool
-from llmcache.fs.fetching import Fetcher
-from llmcache.fs.group import LOADING, PINNED, READY, SINGLE, TOUCHED, Group
-from llmcache.fs.holders import SteerHolder
-from llmcache.fs.reader import REFAULTS_MAX, Reader
-from llmcache.fs.state import CacheState
-from llmcache.fs.victims import ABANDONED_NS, LAG_NS, choose_victims
+from llmcache.fs.backends.buffers import BufferPool
+from llmcache.fs.backends.fetching import Fetcher
+from llmcache.fs.backends.reader import REFAULTS_MAX, Reader
+from llmcache.fs.backends.steer import SteerHolder
+from llmcache.fs.engine.group import LOADING, PINNED, READY, SINGLE, TOUCHED, Group
+from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
+from llmcache.fs.engine.state import CacheState
 from tests.unit.fs_parts import MIB, bring, new_group, new_state, stray
 
 NOW = 10**12

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.fs.waits import BOUNDS_NS, between, quantile_s
+from llmcache.fs.engine.waits import BOUNDS_NS, between, quantile_s
 from tests.unit.top_parts import waits
 
 DURATIONS = st.lists(st.integers(0, 20_000_000_000), max_size=50)

@@ -32,7 +32,7 @@ ALLOWED = {
     "__init__": set(),
 }
 # Libraries that exactly one file may touch, so that their quirks are handled in one place.
-ONLY_IN = {"mfusepy": "llmcache/fs/libfuse.py", "fuse": "llmcache/fs/libfuse.py"}
+ONLY_IN = {"mfusepy": "llmcache/fs/vfs/libfuse.py", "fuse": "llmcache/fs/vfs/libfuse.py"}
 # Libraries of an extra: all else works without them, and starts without the seconds that they take to load.
 ONLY_BELOW = {"torch": "llmcache/kv/transformers", "transformers": "llmcache/kv/transformers"}
 
@@ -106,7 +106,7 @@ def test_what_needs_an_extra_is_imported_only_when_it_is_used() -> None:
 
 def test_libfuse_is_loaded_in_one_file() -> None:
     loaders = {relative(path) for path in PACKAGE if "libfuse3" in _strings(path) or "fuse_lowlevel_" in _strings(path)}
-    assert loaders <= {"llmcache/fs/libfuse.py"}
+    assert loaders <= {"llmcache/fs/vfs/libfuse.py"}
 
 
 def _strings(path: Path) -> str:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs.advice import mount_cache_bytes, mount_pins_bytes
-from llmcache.fs.budget import MIN_BUDGET_BYTES, total_bytes
+from llmcache.fs.client.advice import mount_cache_bytes, mount_pins_bytes
+from llmcache.fs.engine.budget import MIN_BUDGET_BYTES, total_bytes
 from tests.unit.test_fs_modelfile import EMBEDDING, LAYER, OUTPUT, gguf
 
 MB, GB = 10**6, 10**9
-HEAVY = {"numpy", "numba", "pyarrow", "matplotlib", "mfusepy", "llmcache.fs.engine", "llmcache.fs.daemon"}
+HEAVY = {"numpy", "numba", "pyarrow", "matplotlib", "mfusepy", "llmcache.fs.engine.engine", "llmcache.fs.daemon.daemon"}
 
 
 def size(*args: str) -> subprocess.CompletedProcess[str]:

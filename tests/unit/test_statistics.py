@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmcache.errors import MountProblem, UsageError
-from llmcache.fs import operating, statistics
+from llmcache.fs.client import operating, statistics
 from tests.unit.top_parts import file, loop, stats
 
 

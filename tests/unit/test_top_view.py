@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, Group
 
-from llmcache.fs.top import strip
-from llmcache.fs.top.sample import HeatFile, Layer, Loop, Sample
-from llmcache.fs.top.view import lines
-from llmcache.fs.top.watcher import Watcher
+from llmcache.fs.client.top import strip
+from llmcache.fs.client.top.sample import HeatFile, Layer, Loop, Sample
+from llmcache.fs.client.top.view import lines
+from llmcache.fs.client.top.watcher import Watcher
 from tests.unit.top_parts import MB, as_layer, cells, heat, layer, stats, waits
 
 BEFORE = stats(

@@ -10,7 +10,7 @@ import pytest
 from llmcache.cache.classes import LockedLoop, TraceClasses
 from llmcache.cache.classify import classify
 from llmcache.errors import DataError, MountProblem
-from llmcache.fs import control, locked, mountpoint
+from llmcache.fs.client import control, locked, mountpoint
 from llmcache.report.classification import summary
 from llmcache.trace.capture.locked import Locked
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcache.cache.sizing import Setting, need, passes
-from llmcache.fs.advice import mount_cache_bytes
+from llmcache.fs.client.advice import mount_cache_bytes
 
 from .cgroup import Group
 from .errors import BenchError

@@ -12,7 +12,7 @@ import numpy as np
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.policies import policy_class
 from llmcache.cache.sizing import Setting, blocks_needed, need
-from llmcache.fs.advice import mount_cache_bytes
+from llmcache.fs.client.advice import mount_cache_bytes
 
 PASSES = 12
 WARMUP = 6  # a policy that learns has seen the loop often enough by then

@@ -1,1 +1,1 @@
-"""The means by which a mount does what its engine decides: in place so far, steer and arena beside it in `llmcache.fs`."""
+"""How that is done: in place, in the page cache of a FUSE mount (steer), or in memory of the daemon (arena)."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from llmcache.errors import MountProblem
 from llmcache.fs import syscalls
-from llmcache.fs.mountpoint import entries
+from llmcache.fs.client.mountpoint import entries
 
 _LOOK_S = 0.5
 

@@ -29,19 +29,19 @@ from typing import TYPE_CHECKING
 
 from llmcache.cache.extents import LEAST_MODEL_BYTES
 from llmcache.fs import syscalls
+from llmcache.fs.backends.fetching import FAILED
 from llmcache.fs.backends.programs import Program
 from llmcache.fs.backends.touches import MISS, PLACES, Touch, Touches
-from llmcache.fs.backing import Backing
-from llmcache.fs.engine import Engine
-from llmcache.fs.fetching import FAILED
-from llmcache.fs.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
-from llmcache.fs.pressure import free_bytes
+from llmcache.fs.engine.engine import Engine
+from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
+from llmcache.fs.engine.pressure import free_bytes
+from llmcache.fs.vfs.backing import Backing
 
 if TYPE_CHECKING:
-    from llmcache.fs.caller import Caller
-    from llmcache.fs.holders import Fetching
-    from llmcache.fs.source import SourceTree
-    from llmcache.fs.state import CacheState, Job
+    from llmcache.fs.backends.base import Fetching
+    from llmcache.fs.engine.state import CacheState, Job
+    from llmcache.fs.vfs.caller import Caller
+    from llmcache.fs.vfs.source import SourceTree
 
 log = logging.getLogger(__name__)
 

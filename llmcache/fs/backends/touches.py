@@ -16,7 +16,7 @@ from typing import NamedTuple
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint, library
 from llmcache.bpf.ring import BUSY, DISCARDED, Ring
 from llmcache.errors import EnvironmentProblem
-from llmcache.fs.mountpoint import fstype_of
+from llmcache.fs.client.mountpoint import fstype_of
 
 OBJECT = OBJECTS / "touches.bpf.o"
 PLACES = 1 << 19  # extents of all files together, as in the program

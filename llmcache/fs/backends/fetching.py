@@ -1,0 +1,199 @@
+"""Fetches of whole extents: claimed under the lock, read in one large I/O, then stored into the page cache.
+
+A fetch is claimed either by a reader that needs the extent (`ahead=False`) or by a loader that runs ahead of one. Its
+data is available to every reader from `done` on; storing comes after, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from llmcache.cache.steering import HIT, KEPT, MISS
+from llmcache.fs.backends.buffers import Region
+from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, READY, SPARSE, Fetch, Group, Member, Tripwire
+
+if TYPE_CHECKING:
+    from llmcache.fs.backends.base import Holder
+    from llmcache.fs.engine.state import CacheState, Job
+
+FAILED = 1 << 20  # misses of an extent that could not be read: never fetched ahead again
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class BufferFetch(Fetch):
+    """A read into memory of this process: `region` holds the data once it is done; `replied`: bytes that readers have."""
+
+    region: Region = field(kw_only=True)
+    replied: tuple[int, int] = (0, 0)
+
+
+class Fetcher:
+    """Claims, loads and stores extents."""
+
+    def __init__(self, state: CacheState, holder: Holder) -> None:
+        self.state = state
+        self.holder = holder
+
+    def claim(self, group: Group, member: Member, extent: int, ahead: bool, pid: int = 0) -> BufferFetch | None:
+        """Returns a fetch of an absent extent for `pid`, or None when there is no buffer for it. Lock held.
+
+        This is a reference to the extent: from here on it must be fetched.
+        """
+        brought = self.holder.brings_region(group, extent)
+        buffer = None if brought else self.state.pool.take(group.extent_bytes, ahead)
+        if buffer is None and not brought:
+            return None
+        verdict = self.state.references.claimed(group, member, extent, pid)
+        try:
+            own = self.holder.region(group, extent, verdict)
+        except OSError:  # no memory: it is streamed
+            self.state.references.lost(group, extent)
+            own, verdict = None, MISS
+        if own is not None and buffer is not None:  # the plan has changed with this very reference
+            self.state.pool.give(buffer)
+            buffer = None
+        region = own or buffer or Region(group.extent_bytes)
+        length = group.length_of(member, extent)
+        fetch = BufferFetch(extent, length, ahead, member.backing, group.charge[extent], buffer=buffer, region=region)
+        fetch.keep = verdict == KEPT
+        group.loading[extent] = fetch
+        group.strays.pop(extent, None)
+        group.set_state(extent, LOADING)
+        self.state.charge(group, extent, length)
+        if verdict == HIT:
+            fetch.held = True
+            fetch.done.set()
+        else:
+            member.loads += 1
+        if not ahead and group.missed.get(extent, 0) > 0:
+            group.missed[extent] -= 1
+        return fetch
+
+    def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
+        """Claims an extent that nobody waits for; what it returns brings it in. None without a buffer. Lock held."""
+        fetch = self.claim(group, member, extent, ahead=True, pid=pid)
+        return None if fetch is None else functools.partial(self._bring, group, member, fetch)
+
+    def _bring(self, group: Group, member: Member, fetch: BufferFetch) -> None:
+        self.load(group, member, fetch)
+        self.store(group, member, fetch)
+
+    def load(self, group: Group, member: Member, fetch: BufferFetch) -> None:
+        """Reads the extent, unless the arena had it; afterwards `done` is set, with data or with `error`."""
+        if fetch.done.is_set():
+            return
+        backing = fetch.backing
+        offset = group.offset_of(member, fetch.extent)
+        try:
+            if backing is None:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            # Whole pages, so that O_DIRECT is possible at the end of the file too.
+            wanted = -(-fetch.length // PAGE) * PAGE
+            count = backing.read_into(fetch.region.address, wanted, offset)
+            if count < fetch.length:
+                raise OSError(errno.EIO, f"{member.path}: {count} of {fetch.length} bytes at {offset}")
+        except OSError as error:
+            fetch.error = error
+        with self.state.lock:
+            self.state.load_ended(member)
+            if fetch.error is not None:
+                self._fail(group, fetch)
+            else:
+                self.state.counters.backing_read_bytes += fetch.length
+                if fetch.keep and group.alive and not fetch.stale:
+                    self.holder.keep(group, fetch.extent, fetch.region)
+        fetch.done.set()
+
+    def _fail(self, group: Group, fetch: Fetch) -> None:
+        """The extent stays absent, and is not fetched ahead again; readers find out themselves. Lock held."""
+        extent = fetch.extent
+        if fetch.keep and group.alive:
+            self.state.references.lost(group, extent)
+        if group.loading.get(extent) is fetch:
+            del group.loading[extent]
+            group.missed[extent] = FAILED
+            group.set_state(extent, SPARSE)
+            self.state.resident_bytes -= group.charge[extent] - fetch.charged
+            group.charge[extent] = fetch.charged
+            if fetch.charged:
+                group.strays[extent] = time.monotonic_ns()
+
+    def store(self, group: Group, member: Member, fetch: BufferFetch) -> None:
+        """Puts the loaded extent into the page cache and finishes the fetch."""
+        with self.state.lock:
+            usable = fetch.error is None and not fetch.stale and group.loading.get(fetch.extent) is fetch
+            self.state.storing.append((group, member))
+            trip = fetch.ahead and not fetch.joined and not self.holder.skips_trip(group, fetch.extent)
+        failed = 0
+        if usable:
+            parts = [(PAGE, fetch.length)] if trip else [(0, fetch.replied[0]), (fetch.replied[1], fetch.length)]
+            for start, end in parts:
+                failed = failed or self._put(group, member, fetch, start, end)
+        with self.state.lock:
+            self.state.store_ended(group, member)
+            if usable and not fetch.stale and group.loading.get(fetch.extent) is fetch:
+                self._stored(group, member, fetch, trip, failed)
+            elif usable and member.node is not None:
+                # The group ended meanwhile: what was stored after its pages were dropped has to go as well.
+                self.state.debts.append((member.node, group.offset_of(member, fetch.extent), fetch.length, 0))
+                self.state.room.notify()
+            self.state.finish(fetch)
+            self.state.work.notify()
+
+    def _put(self, group: Group, member: Member, fetch: BufferFetch, start: int, end: int) -> int:
+        notifier = self.state.notifier
+        if notifier is None or member.node is None:
+            return -errno.ENOTCONN
+        offset = group.offset_of(member, fetch.extent)
+        # Page-aligned: a page that the reply covers in part is complete in the kernel only with its neighbour.
+        start = -(-start // PAGE) * PAGE if start else 0
+        if end <= start:
+            return 0
+        return notifier.store(member.node, offset + start, fetch.region.address + start, end - start)
+
+    def _stored(self, group: Group, member: Member, fetch: BufferFetch, trip: bool, failed: int) -> None:
+        """Lock held."""
+        extent = fetch.extent
+        del group.loading[extent]
+        if failed:
+            log.debug("store of %s extent %d: errno %d", member.path, extent, -failed)
+            group.set_state(extent, SPARSE if group.missed.get(extent, 0) else ABSENT)
+            group.strays[extent] = time.monotonic_ns()  # what did get in has to go one day
+            return
+        self.state.counters.stored_bytes += fetch.length
+        if trip and not fetch.joined and fetch.length > PAGE:
+            group.set_state(extent, READY)
+            group.ready[extent] = time.monotonic_ns()
+            group.trips[extent] = Tripwire(ctypes.string_at(fetch.region.address, PAGE), fetch.held)
+        else:
+            group.touch(extent, time.monotonic_ns())
+            if fetch.joined or not fetch.ahead:
+                self.state.consumed(fetch.length, fetch.held)
+        self.holder.stored(group, fetch)
+
+    def under_way(self, group: Group, extent: int) -> BufferFetch:
+        """The fetch of an extent that is loading. Lock held."""
+        fetch = group.loading[extent]
+        assert isinstance(fetch, BufferFetch)
+        return fetch
+
+    def cancel(self, group: Group, extent: int) -> None:
+        """Marks a fetch under way as outdated: it will not be stored. Lock held."""
+        fetch = group.loading.pop(extent, None)
+        if fetch is not None:
+            fetch.stale = True
+            group.set_state(extent, ABSENT)
+
+
+def copy(target: int, region: Region, start: int, length: int) -> None:
+    """Copies `length` bytes at `start` of `region` to the address `target`, without the GIL."""
+    ctypes.memmove(target, region.address + start, length)

@@ -1,0 +1,260 @@
+"""Holding what is kept in the page cache, locked by the pin helper; programs hit it without a request.
+
+`PinService` is the daemon's side of the helper: starts it, keeps it alive, and queues locks so that nobody waits for them.
+One thread owns the helper's pipe. `lock`, `unlock`, `attach` and `detach` only queue; results come back through the
+callbacks, called on that thread without any lock held. When the helper dies, it is started again and everything that
+should be attached and locked is replayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llmcache.fs.backends.buffers import Region
+from llmcache.fs.engine.group import PINNED, READY, TOUCHED, Fetch, Group
+from llmcache.fs.engine.state import CacheState
+
+log = logging.getLogger(__name__)
+
+RESTARTS_MAX = 20
+RESTARTS_WITHIN_S = 60.0
+BATCH_BYTES = 16 << 20  # so that an unlock under pressure never waits behind gigabytes of locks
+
+
+class PinService:
+    """Queue and bookkeeping of attached files and locked ranges."""
+
+    def __init__(
+        self,
+        on_attached: Callable[[str, int | None], None],
+        on_failed: Callable[[str, int, int, int], None],
+        on_lost: Callable[[bool], None],
+    ) -> None:
+        self.on_attached = on_attached
+        self.on_failed = on_failed
+        self.on_lost = on_lost
+        self.pid = 0
+        self._mountpoint = ""
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._locked: dict[str, set[tuple[int, int]]] = {}
+        self._helper: subprocess.Popen[str] | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._restarts: list[float] = []
+
+    def start(self, mountpoint: str) -> None:
+        """Starts the helper for `mountpoint`. May follow `stop`; nothing is attached or locked then."""
+        self._mountpoint = mountpoint
+        self._stopping = False
+        self._queue = queue.SimpleQueue()
+        self._locked.clear()
+        self._spawn()
+        self._thread = threading.Thread(target=self._run, name="pins", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the helper, which releases every lock; waits for it."""
+        self._stopping = True
+        self._queue.put(None)
+        if self._helper is not None:
+            self._helper.kill()
+            self._helper.wait()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+
+    def attach(self, path: str) -> None:
+        """Opens `path` in the helper; `on_attached(path, node id or None)` follows."""
+        self._queue.put({"op": "attach", "path": path})
+
+    def detach(self, path: str) -> None:
+        """Closes `path` in the helper and forgets its locks."""
+        self._queue.put({"op": "detach", "path": path})
+
+    def lock(self, path: str, offset: int, length: int) -> None:
+        """Locks a range; `on_failed(path, offset, length, errno)` follows if that is refused."""
+        for start in range(offset, offset + length, BATCH_BYTES):
+            size = min(BATCH_BYTES, offset + length - start)
+            self._queue.put({"op": "lock", "path": path, "ranges": [[start, size]]})
+
+    def unlock(self, path: str, offset: int, length: int) -> None:
+        """Unlocks a range."""
+        self._queue.put({"op": "unlock", "path": path, "ranges": [[offset, length]]})
+
+    def rename(self, old: str, new: str) -> None:
+        """`old` is called `new` from now on, also to a helper started later."""
+        self._queue.put({"op": "rename", "path": old, "new": new})
+
+    def _spawn(self) -> None:
+        script = str(Path(__file__).with_name("pinhelper.py"))
+        # -I -S: no site packages, no package import; it starts in milliseconds and stays small.
+        self._helper = subprocess.Popen(
+            [sys.executable, "-I", "-S", script, self._mountpoint],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+        self.pid = self._helper.pid
+        # The OOM killer's first choice: its death frees what is pinned, and costs nobody anything.
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{self.pid}/oom_score_adj").write_text("1000")
+
+    def _run(self) -> None:
+        while (request := self._queue.get()) is not None:
+            while True:
+                try:
+                    self._serve(request)
+                    break
+                except (OSError, ValueError) as error:
+                    if self._stopping or not self._recovered(error):
+                        return
+
+    def _serve(self, request: dict[str, Any]) -> None:
+        path = request["path"]
+        reply = self._call(request)
+        if request["op"] == "rename":
+            if path in self._locked:
+                self._locked[request["new"]] = self._locked.pop(path)
+            return
+        if request["op"] == "attach":
+            self._locked.setdefault(path, set())
+            self.on_attached(path, reply.get("node"))
+            return
+        ranges = {(offset, length) for offset, length in request.get("ranges", [])}
+        failed = reply.get("failed", [])
+        if "errno" in reply:
+            failed = [[offset, length, reply["errno"]] for offset, length in ranges]
+        held = self._locked.setdefault(path, set())
+        if request["op"] == "lock":
+            held |= ranges - {(offset, length) for offset, length, _ in failed}
+            for offset, length, code in failed:
+                self.on_failed(path, offset, length, code)
+        elif request["op"] == "unlock":
+            self._locked[path] = _subtract(held, ranges)
+        else:
+            self._locked.pop(path, None)
+
+    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
+        helper = self._helper
+        if helper is None or helper.stdin is None or helper.stdout is None:
+            raise OSError("the pin helper does not run")
+        helper.stdin.write(json.dumps(request) + "\n")
+        helper.stdin.flush()
+        line = helper.stdout.readline()
+        if not line:
+            raise OSError("the pin helper ended")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _recovered(self, error: Exception) -> bool:
+        """Starts the helper again and replays what it had; True when it is ready, False when it is given up."""
+        while not self._stopping:
+            now = time.monotonic()
+            self._restarts = [when for when in self._restarts if now - when < RESTARTS_WITHIN_S] + [now]
+            if len(self._restarts) > RESTARTS_MAX:
+                log.error("the pin helper ended %d times in a minute: nothing is pinned any more (%s)", RESTARTS_MAX, error)
+                self.on_lost(True)
+                return False
+            log.warning("the pin helper ended (%s): starting it again", error)
+            self.on_lost(False)
+            try:
+                self._restart()
+                return True
+            except (OSError, ValueError) as again:
+                error = again
+        return False
+
+    def _restart(self) -> None:
+        if self._helper is not None:
+            self._helper.kill()
+            self._helper.wait()
+        self._spawn()
+        for path, ranges in list(self._locked.items()):
+            self._serve({"op": "attach", "path": path})
+            if ranges:
+                self._serve({"op": "lock", "path": path, "ranges": [list(pair) for pair in sorted(ranges)]})
+
+
+def _subtract(held: set[tuple[int, int]], gone: set[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Returns `held` without the bytes of `gone`."""
+    for start, length in gone:
+        end, rest = start + length, set()
+        for offset, size in held:
+            if offset + size <= start or offset >= end:
+                rest.add((offset, size))
+                continue
+            if offset < start:
+                rest.add((offset, start - offset))
+            if offset + size > end:
+                rest.add((end, offset + size - end))
+        held = rest
+    return held
+
+
+class SteerHolder:
+    """Pins live in the page cache, locked through `PinService`."""
+
+    mode = "steer"
+
+    def __init__(self, state: CacheState, pins: PinService) -> None:
+        self.state = state
+        self.pins = pins
+
+    def brings_region(self, group: Group, extent: int) -> bool:
+        """Nothing is held in memory."""
+        return False
+
+    def region(self, group: Group, extent: int, verdict: int) -> Region | None:
+        """Nothing is held in memory."""
+        return None
+
+    def keep(self, group: Group, extent: int, region: Region) -> None:
+        """Never called: `region` gives no memory."""
+
+    def skips_trip(self, group: Group, extent: int) -> bool:
+        """True for wanted extents: they are locked as soon as they are stored."""
+        return bool(group.wanted[extent])
+
+    def stored(self, group: Group, fetch: Fetch) -> None:
+        """Locks the extent if the plan wants it."""
+        if group.wanted[fetch.extent]:
+            self._pin(group, [fetch.extent])
+
+    def pin_ready(self, group: Group) -> None:
+        """Locks the wanted extents that are ready or touched."""
+        present = (READY, TOUCHED)
+        by_rank = zip(group.order.extent_at, group.status, strict=True)
+        self._pin(group, [extent for extent, state in by_rank if state in present and group.wanted[extent]])
+
+    def _pin(self, group: Group, extents: list[int]) -> None:
+        for extent in extents:
+            group.set_state(extent, PINNED)
+            for table in (group.trips, group.ready, group.touched):
+                table.pop(extent, None)
+            group.pinned_bytes += group.length_of(group.member_of(extent), extent)
+        for member, offset, length in self.state.ranges(group, extents):
+            self.pins.lock(member.path, offset, length)
+
+    def release(self, group: Group, extents: list[int]) -> None:
+        """Unlocks; the data stays until the evictor wants the room."""
+        for extent in extents:
+            if group.state(extent) == PINNED:
+                group.set_state(extent, TOUCHED)
+                group.touched[extent] = 0
+                group.pinned_bytes -= group.length_of(group.member_of(extent), extent)
+        for member, offset, length in self.state.ranges(group, extents):
+            self.pins.unlock(member.path, offset, length)
+
+    def held(self, group: Group) -> list[int]:
+        """Extents in state PINNED."""
+        return [group.order.extent_at[rank] for rank, state in enumerate(group.status) if state == PINNED]

@@ -1,0 +1,1 @@
+"""What commands do with mounts: make, find, ask and end them, and show what they tell."""

@@ -1,0 +1,215 @@
+"""How fast the storage of a directory reads in sequence, *measured*: O_DIRECT, so that no page cache answers.
+
+As many reads are under way as the mount's loaders keep, each of the size that they use for large files. A large file
+that is there already is read; else one is written, also with O_DIRECT, without a name (O_TMPFILE): it is gone with its
+descriptor, however this process ends. Both steps are bounded in time and bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass
+
+from llmcache.cache.sizing import Storage
+from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.fs.client.mountpoint import FSTYPE, entries
+from llmcache.units import format_size
+
+REQUEST_BYTES = 1 << 20
+READERS = 4
+LEAST_BYTES = 64 << 20  # less is gone in a moment, or comes from the device's own cache
+WRITTEN_BYTES = 256 << 20
+WRITE_S = 5.0
+READ_S = 2.0
+SETTLING_SHARE = 0.25  # of the time, not counted
+SLOWEST_S = 15.0  # one pass over a smaller part must do on storage that is slower still
+_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measurement: `bytes_read` in `seconds` with `readers` requests under way, from `file` ("temporary" if made).
+
+    `bandwidth` (bytes/s) is what that sustains; what is read while the storage settles is not counted.
+    """
+
+    directory: str
+    file: str
+    bytes_read: int
+    seconds: float
+    bandwidth: int
+    request_bytes: int = REQUEST_BYTES
+    readers: int = READERS
+
+
+def measured_storage(directory: str) -> Storage:
+    """The measured bandwidth below `directory`, in the form that sizing takes."""
+    result = measure(directory)
+    return Storage(result.bandwidth, "measured", asdict(result))
+
+
+def measure(directory: str) -> Measured:
+    """The sequential read bandwidth of the storage of `directory`, within about ten seconds.
+
+    UsageError: no directory; EnvironmentProblem: no storage below it (tmpfs), no O_DIRECT, no right to write, no space.
+    """
+    if not os.path.isdir(directory):
+        raise UsageError(f"--measure: {directory} is not a directory", "give a directory on the storage to measure")
+    _refuse_memory(directory)
+    name = _largest_file(directory)
+    if name is not None:
+        fd = _open_existing(name)
+        size = os.fstat(fd).st_size
+    else:
+        fd, size = _write_temporary(directory)
+    try:
+        return _read(directory, name or "temporary", fd, size // REQUEST_BYTES)
+    except OSError as error:
+        raise _problem(directory, "read", error) from error
+    finally:
+        os.close(fd)
+
+
+def _refuse_memory(directory: str) -> None:
+    status = os.stat(directory)
+    device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    kinds = {entry.fstype for entry in entries() if entry.device == device}
+    if kinds & _IN_MEMORY:
+        raise EnvironmentProblem(
+            f"--measure: {directory} is in memory ({', '.join(sorted(kinds))}): there is no storage to measure",
+            "give a directory on a disk",
+        )
+    if FSTYPE in kinds:
+        raise EnvironmentProblem(
+            f"--measure: {directory} is a mount of llmcachefs, which answers from its cache", "give its source directory"
+        )
+
+
+def _largest_file(directory: str) -> str | None:
+    """The largest regular file directly in `directory` that may be read and is large enough; None if there is none."""
+    best: tuple[int, str] | None = None
+    with os.scandir(directory) as found:
+        for entry in found:
+            if not entry.is_file(follow_symlinks=False) or not os.access(entry.path, os.R_OK):
+                continue
+            status = entry.stat(follow_symlinks=False)
+            # Holes are read from nowhere: a sparse file would show the speed of memory.
+            if status.st_size >= LEAST_BYTES and status.st_blocks * 512 >= 0.98 * status.st_size:
+                best = max(best or (0, ""), (status.st_size, entry.path))
+    return best[1] if best else None
+
+
+def _open_existing(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        raise _problem(os.path.dirname(path), "open", error) from error
+
+
+def _write_temporary(directory: str) -> tuple[int, int]:
+    """A nameless file of random bytes: descriptor and size, at least LEAST_BYTES."""
+    space = os.statvfs(directory)
+    if space.f_bavail * space.f_frsize < 2 * LEAST_BYTES:
+        raise _problem(directory, "write", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    try:
+        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _problem(directory, "write", error) from error
+    try:
+        return fd, _fill(fd, min(WRITTEN_BYTES, space.f_bavail * space.f_frsize // 2))
+    except OSError as error:
+        os.close(fd)
+        raise _problem(directory, "write", error) from error
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _fill(fd: int, wanted_bytes: int) -> int:
+    """Bytes written: `wanted_bytes`, or what is written when the time is up, but then at least LEAST_BYTES."""
+    begin, size = time.monotonic(), 0
+    with mmap.mmap(-1, REQUEST_BYTES) as page_aligned:
+        while size + REQUEST_BYTES <= wanted_bytes:
+            if size >= LEAST_BYTES and time.monotonic() - begin > WRITE_S:
+                break
+            page_aligned[:] = os.urandom(REQUEST_BYTES)  # storage that compresses must find nothing to compress
+            size += os.pwrite(fd, page_aligned, size)
+    os.fsync(fd)
+    return size
+
+
+def _read(directory: str, name: str, fd: int, requests: int) -> Measured:
+    """Reads the first `requests` requests, again and again until READ_S have passed, and counts."""
+    places = itertools.count()
+    completed: list[tuple[float, int]] = []
+    failures: list[OSError] = []
+    stop = threading.Event()
+    begin = time.monotonic()
+
+    def reader() -> None:
+        with mmap.mmap(-1, REQUEST_BYTES) as buffer:
+            while not stop.is_set():
+                place, spent = next(places), time.monotonic() - begin
+                if spent > SLOWEST_S or (spent > READ_S and place >= min(requests, LEAST_BYTES // REQUEST_BYTES)):
+                    return
+                try:
+                    size = os.preadv(fd, [buffer], place % requests * REQUEST_BYTES)
+                except OSError as error:
+                    failures.append(error)
+                    stop.set()
+                else:
+                    completed.append((time.monotonic() - begin, size))
+
+    threads = [threading.Thread(target=reader) for _ in range(READERS)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        stop.set()  # Ctrl-C: the caller closes the descriptor, which nobody may read any more by then
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+    if failures:
+        raise failures[0]
+    return Measured(directory, name, *_sustained(sorted(completed)))
+
+
+def _sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:
+    """Bytes, seconds and bytes/s from the first request that was done after a quarter of the time to the last.
+
+    Device caches and throttles give more at first than they sustain. The rate is the slope of the line of least squares
+    through (time, bytes done): throttles give in bursts, and where the first and last burst fall says nothing.
+    """
+    last_s = completed[-1][0]
+    counted = [item for item in completed if item[0] >= SETTLING_SHARE * last_s]
+    if counted[0][0] == last_s:
+        counted = completed  # the last one hung for most of the time: what was before it is all there is
+    if counted[0][0] == last_s:
+        raise EnvironmentProblem(f"--measure: fewer than two reads of 1 MiB in {last_s:.0f} s", "give --bw instead")
+    times = [time_s for time_s, _ in counted]
+    done = list(itertools.accumulate(size for _, size in counted))
+    mean_s, mean_bytes = sum(times) / len(times), sum(done) / len(done)
+    spread = sum((time_s - mean_s) ** 2 for time_s in times)
+    slope = sum((time_s - mean_s) * (size - mean_bytes) for time_s, size in zip(times, done, strict=True)) / spread
+    return done[-1] - done[0], last_s - counted[0][0], max(1, round(slope))
+
+
+def _problem(directory: str, what: str, error: OSError) -> LlmcacheError:
+    """The error that `what` in `directory` has met, with what to do about it."""
+    hints = {
+        errno.EROFS: f"put a file of at least {format_size(LEAST_BYTES)} there, or give --bw",
+        errno.EACCES: f"give a directory that you may write, or that holds a file of at least {format_size(LEAST_BYTES)}",
+        errno.ENOSPC: f"free {format_size(2 * LEAST_BYTES)}, or give a directory with a large file: that is read instead",
+        errno.EINVAL: "this file system has no O_DIRECT, so its cache would be measured: give --bw",
+        errno.EOPNOTSUPP: "this file system makes no files without a name: put a large file there, or give --bw",
+    }
+    return EnvironmentProblem(
+        f"--measure: cannot {what} in {directory}: {error.strerror}", hints.get(error.errno or 0, "give --bw instead")
+    )

@@ -1,0 +1,470 @@
+"""The control socket of a daemon for its clients: one JSON line in, one JSON line out, and before it as many
+`{"progress": …}` as the operation sends; and the files beside it. The daemon's end is in `controlserver.py`.
+
+Files are named after a hash of the mount point's real path, in /run/llmcache for root and in $XDG_RUNTIME_DIR/llmcache
+(or /tmp/llmcache-UID) for others: `.sock`, `.json` (pid, source, mount, started), `.lock` (held by the daemon as long
+as it lives, so two never share a mount point) and `.log`, all 0600 in a directory of 0700.
+
+A daemon answers its own user and root. Root's commands on a user's mount believe what that user's files say of that
+user's processes, and nothing more: files, links and sockets of anybody else there do not count, nor does what others may
+write to. The directory is opened first, then what is in it, both without following a link, and each is looked at before
+anything is done with it; a process is held by a descriptor from when it was known to be the daemon.
+
+Neither side trusts the other: a daemon outlives any client, and root asks daemons of other users. What is no reply is
+refused as such.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from llmcache.errors import EnvironmentProblem, MountProblem
+from llmcache.files import replacing
+from llmcache.fs.client import mountpoint
+
+_LONGEST_REPLY = 1 << 28
+_RETRY_S = 0.1
+_ENDING_S = 30.0
+_LONGEST_INFO = 1 << 16
+_MOST_PIDS = 1 << 22
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+Progress = dict[str, Any]
+
+
+class NoDaemon(MountProblem):
+    """Nothing listens on the control socket of a mount."""
+
+
+class NotTheirs(OSError):
+    """What lies at the name of a daemon's directory or file is no such thing, or not its user's alone."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of one mount point, of the user with that id."""
+
+    base: str
+    uid: int
+
+    @property
+    def socket(self) -> str:
+        """Path of the control socket."""
+        return self.base + ".sock"
+
+    @property
+    def info(self) -> str:
+        """Path of the description of the daemon."""
+        return self.base + ".json"
+
+    @property
+    def lock(self) -> str:
+        """Path of the lock file."""
+        return self.base + ".lock"
+
+    @property
+    def log(self) -> str:
+        """Path of the log."""
+        return self.base + ".log"
+
+    def describe(self) -> dict[str, Any]:
+        """Contents of the info file; empty if there is none."""
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            with open(self.open(self.info, os.O_RDONLY), encoding="utf-8") as file:
+                found = json.loads(file.read(_LONGEST_INFO))
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def open(self, path: str, flags: int) -> int:
+        """A descriptor of one of these files, with O_PATH of the socket; NotTheirs, or another OSError."""
+        kind = stat.S_IFSOCK if flags & os.O_PATH else stat.S_IFREG
+        with self._directory() as directory:
+            fd = os.open(os.path.basename(path), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        self._check(fd, kind)
+        if flags & os.O_PATH:
+            return fd
+        try:
+            return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def _directory(self) -> Iterator[int]:
+        fd = os.open(os.path.dirname(self.base), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._check(fd, stat.S_IFDIR)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _check(self, fd: int, kind: int) -> None:
+        """Close `fd`, with NotTheirs, if it is of something else than that kind, or not of their user alone."""
+        status = os.fstat(fd)
+        if stat.S_IFMT(status.st_mode) != kind or status.st_uid != self.uid or status.st_mode & _OTHERS_WRITE:
+            os.close(fd)
+            raise NotTheirs(errno.EPERM, "it is not its user's alone")
+
+    def tell(self, facts: dict[str, Any]) -> None:
+        """Write the info file, whole or not at all."""
+        with replacing(self.info) as file:
+            file.write(json.dumps(facts).encode())
+
+    def remove(self) -> None:
+        """Remove what a daemon leaves that is of no use without it (not the log). Its lock is the caller's."""
+        with contextlib.suppress(OSError), self._directory() as directory:
+            for path in (self.socket, self.info, self.lock):
+                with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                    os.unlink(os.path.basename(path), dir_fd=directory)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A daemon's process: its number, and a descriptor (pidfd) that never stands for another one of that number."""
+
+    pid: int
+    fd: int
+
+    def is_running(self) -> bool:
+        """False also for a zombie: its memory and descriptors are gone."""
+        end = select.poll()
+        end.register(self.fd, select.POLLIN)
+        if end.poll(0):
+            return False
+        try:
+            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
+                return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+        except OSError:
+            return False
+
+    def signal(self, number: int) -> bool:
+        """Whether it was there to be signalled."""
+        try:
+            signal.pidfd_send_signal(self.fd, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+def directory(uid: int) -> str:
+    """Where a user's daemons keep their files (it may not exist yet)."""
+    if uid == 0:
+        return "/run/llmcache"
+    own = (os.environ.get("XDG_RUNTIME_DIR") if uid == os.geteuid() else None) or f"/run/user/{uid}"
+    if os.path.isdir(own):
+        return os.path.join(own, "llmcache")
+    return f"/tmp/llmcache-{uid}"
+
+
+def files(point: str, uid: int | None = None) -> Files:
+    """The files of the mount on a real path, made by a user (default: this one)."""
+    name = hashlib.sha256(os.fsencode(point)).hexdigest()[:16]
+    uid = os.geteuid() if uid is None else uid
+    return Files(os.path.join(directory(uid), name), uid)
+
+
+def told_points() -> list[str]:
+    """Mount points of which daemons of root tell in their files; none for those who may not read these."""
+    found = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory(0)):
+            base, kind = os.path.splitext(os.path.join(directory(0), name))
+            point = Files(base, 0).describe().get("mount") if kind == ".json" else None
+            if isinstance(point, str) and files(point, 0).base == base:
+                found.append(point)
+    return found
+
+
+def make_directory() -> None:
+    """Make this user's directory, closed to others; one that belongs to someone else is refused."""
+    path = directory(os.geteuid())
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    except OSError as error:
+        hint = "set XDG_RUNTIME_DIR to a directory of your own"
+        raise EnvironmentProblem(f"{path} cannot be made: {error.strerror}", hint) from error
+    if not is_own_directory(path, os.geteuid()):
+        raise EnvironmentProblem(f"{path} is not a directory of this user", "remove it, or set XDG_RUNTIME_DIR")
+    os.chmod(path, 0o700)
+
+
+def is_own_directory(path: str, uid: int) -> bool:
+    """True if `path` is a directory, not a link to one, of that user: nobody else can put anything there."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == uid
+
+
+@contextlib.contextmanager
+def daemon(point: str, uid: int | None = None) -> Iterator[Process | None]:
+    """The living daemon of a mount while it lasts, or None if that cannot be told. Always a process of that user."""
+    found = files(point, uid)
+    pid = found.describe().get("pid")
+    if type(pid) is not int or not 0 < pid < _MOST_PIDS:
+        yield None
+        return
+    try:
+        process = Process(pid, os.pidfd_open(pid))
+    except OSError:  # it has ended, or is a thread
+        yield None
+        return
+    try:
+        yield process if _is_daemon(process, found) else None
+    finally:
+        os.close(process.fd)
+
+
+def _is_daemon(process: Process, found: Files) -> bool:
+    """True if a daemon lives and says that it is this process, which is still the one that was opened."""
+    try:
+        owner = os.stat(f"/proc/{process.pid}").st_uid
+    except FileNotFoundError:
+        return False
+    return is_locked(found) and found.describe().get("pid") == process.pid and process.is_running() and owner == found.uid
+
+
+def daemon_pid(point: str, uid: int | None = None) -> int | None:
+    """Process id of the living daemon of a mount, or None if that cannot be told: to be shown, not to be signalled."""
+    with daemon(point, uid) as process:
+        return None if process is None else process.pid
+
+
+def is_locked(found: Files) -> bool:
+    """True if a daemon holds the lock file."""
+    try:
+        fd = found.open(found.lock, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: another who looks at the same moment is no daemon
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def remove_left(found: Files) -> None:
+    """Remove what a dead daemon left, unless another one serves, or begins to: its lock is kept from it meanwhile."""
+    try:
+        lock = found.open(found.lock, os.O_RDWR)
+    except FileNotFoundError:  # the daemon has removed its files; those there are now are a new one's
+        return
+    except OSError:  # no daemon takes such a lock
+        found.remove()
+        return
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if os.path.samestat(os.lstat(found.lock), os.fstat(lock)):
+            found.remove()
+    os.close(lock)
+
+
+def take_lock(found: Files, point: str) -> int:
+    """Descriptor of the lock file, locked for the life of this process; MountProblem if another daemon has it.
+
+    One that is about to end, its mount gone (umount, then mount at once), is waited for. What a daemon before said of
+    itself is removed: a new one is not taken for it. EnvironmentProblem where no lock file of this user can be made.
+    """
+    end = time.monotonic() + _ENDING_S
+    while True:
+        with making(found.lock):
+            try:
+                fd = found.open(found.lock, os.O_RDWR)
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(found.lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            if mountpoint.find(point) is None and time.monotonic() < end:
+                time.sleep(0.05)
+                continue
+            pid = found.describe().get("pid")
+            by = f" by pid {pid}" if pid else ""
+            raise MountProblem(f"{point} is already served{by}", f"end it first: llmcache umount {point}") from None
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(found.lock).st_ino == os.fstat(fd).st_ino:
+                with making(found.info), contextlib.suppress(FileNotFoundError):
+                    os.unlink(found.info)
+                return fd
+        os.close(fd)  # the last owner removed the file between our open and our lock
+
+
+@contextlib.contextmanager
+def making(path: str) -> Iterator[None]:
+    """A with block that makes a daemon's file: EnvironmentProblem where what is there cannot be replaced."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} cannot be made: {error.strerror}", "remove what is there") from error
+
+
+def request(
+    point: str,
+    message: dict[str, Any],
+    *,
+    uid: int | None = None,
+    timeout_s: float = 30.0,
+    on_progress: Callable[[Progress], None] = lambda _progress: None,
+) -> dict[str, Any]:
+    """Reply of the daemon of the mount on a real path. NoDaemon if nothing listens; MountProblem if it says no,
+    with the exit code that belongs to its reason.
+
+    `timeout_s` is how long the daemon may be silent.
+    """
+    found = files(point, uid)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        try:
+            _connect(connection, found, timeout_s)
+            other = peer(connection)
+        except NotTheirs:
+            raise _not_theirs(found, point) from None
+        except PermissionError:
+            raise MountProblem(f"the daemon of {point} belongs to another user", "use sudo") from None
+        except TimeoutError:
+            raise MountProblem(f"the daemon of {point} has too many clients", "try again later") from None
+        except OSError as error:
+            raise NoDaemon(f"no daemon answers for {point}: {error.strerror}") from None
+        if other != found.uid:
+            raise _not_theirs(found, point)
+        try:
+            connection.sendall(json.dumps(message).encode() + b"\n")
+            with connection.makefile("rb") as lines:
+                while "progress" in (reply := _reply_in(lines.readline(_LONGEST_REPLY), point)):
+                    on_progress(_checked_progress(reply, point))
+        except TimeoutError:
+            raise MountProblem(f"the daemon of {point} did not answer within {timeout_s:.0f} s") from None
+        except OSError as error:
+            raise NoDaemon(f"the daemon of {point} ended: {error.strerror}") from None
+    if "error" in reply:
+        raise _refused(reply, point)
+    return reply
+
+
+def peer(connection: socket.socket) -> int:
+    """User id of the process at the other end."""
+    size = struct.calcsize("3i")
+    _pid, uid, _gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(uid)
+
+
+def _connect(connection: socket.socket, found: Files, timeout_s: float) -> None:
+    """Connects; TimeoutError if a daemon is there and takes nobody. Its queue being full is no reason to give up."""
+    end = time.monotonic() + timeout_s
+    fd = found.open(found.socket, os.O_PATH)
+    try:
+        while True:
+            try:
+                connection.connect(f"/proc/self/fd/{fd}")  # what was looked at, whatever has its name by now
+                return
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TimeoutError from None
+                time.sleep(_RETRY_S)
+    finally:
+        os.close(fd)
+
+
+def _not_theirs(found: Files, point: str) -> MountProblem:
+    hint = f"look at {found.socket} and its directory, which only its user should be able to change"
+    return MountProblem(f"what should answer for {point} is not the daemon of its user", hint)
+
+
+def _reply_in(line: bytes, point: str) -> dict[str, Any]:
+    """What a daemon answers. NoDaemon if it does not; MountProblem if it answers something else."""
+    if not line:
+        raise NoDaemon(f"the daemon of {point} ended before it answered")
+    try:
+        found = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise _foreign(point)
+    return found
+
+
+def _checked_progress(reply: dict[str, Any], point: str) -> Progress:
+    """Progress: numbers by name."""
+    found = reply["progress"]
+    if not isinstance(found, dict) or not all(type(number) in (int, float) for number in found.values()):
+        raise _foreign(point)
+    return found
+
+
+def _refused(reply: dict[str, Any], point: str) -> MountProblem:
+    """The error that a daemon reports."""
+    message, hint, code = reply["error"], reply.get("hint"), reply.get("exit_code", MountProblem.exit_code)
+    if not isinstance(message, str) or not isinstance(hint, str | None) or type(code) is not int or not 0 < code < 6:
+        return _foreign(point)
+    refusal = MountProblem(message, hint)
+    refusal.exit_code = code
+    return refusal
+
+
+def _foreign(point: str) -> MountProblem:
+    hint = "it may be of another version: unmount and mount again"
+    return MountProblem(f"the daemon of {point} answers what is no reply", hint)
+
+
+def wait_until_gone(found: Files, timeout_s: float, process: Process | None = None) -> bool:
+    """True once no daemon holds the lock and `process` has ended."""
+    end = time.monotonic() + timeout_s
+    while is_locked(found) or (process is not None and process.is_running()):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def ask(
+    mount: str, message: dict[str, Any], on_progress: Callable[[dict[str, Any]], None] = lambda _progress: None
+) -> dict[str, Any]:
+    """Reply of the daemon of the mount on a path; MountProblem if there is no mount, no living daemon, or it says no."""
+    point = mountpoint.resolve(mount)
+    entry = mountpoint.find(point)
+    if entry is None:
+        mounts = mountpoint.ours()
+        hint = f"mounted are: {', '.join(mounts)}" if mounts else None
+        raise MountProblem(f"no llmcachefs is mounted on {mount}", hint)
+    try:
+        return request(point, message, uid=entry.owner, on_progress=on_progress)
+    except NoDaemon:
+        if entry.fstype == mountpoint.IN_PLACE:
+            hint = f"its files can be read, nothing steers them; mount again, or: llmcache umount {point}"
+            raise MountProblem(f"the daemon of {point} has ended", hint) from None
+        if mountpoint.answers(point) == 0:  # it serves
+            socket = files(point, entry.owner).socket
+            hint = "set XDG_RUNTIME_DIR as it was when the mount was made"
+            raise MountProblem(f"{point} is served, but nothing listens at {socket}", hint) from None
+        raise mountpoint.stale(point) from None
+
+
+@contextlib.contextmanager
+def understood(mount: str) -> Iterator[None]:
+    """While a reply of the mount on a path is read: MountProblem if it is not what this version knows."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        hint = "it may be of another version: unmount and mount again"
+        raise MountProblem(f"{mount}: its daemon tells what this version does not understand", hint) from error

@@ -1,0 +1,158 @@
+"""`llmcache mount`: checks, then a daemon in the background or this process in the foreground."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from llmcache.errors import EnvironmentProblem, UsageError, printable
+from llmcache.fs.backends.touches import why_not
+from llmcache.fs.client import control, mountpoint, options
+from llmcache.fs.client.control import ask
+from llmcache.fs.client.settings import DEFAULT, FLAG, Setting
+from llmcache.fs.daemon import logs
+from llmcache.fs.daemon.accesslog import check_path
+from llmcache.fs.daemon.daemon import MountRequest, serve_foreground
+from llmcache.fs.daemon.endpoint import parse_address
+from llmcache.fs.vfs import libfuse
+from llmcache.units import format_size, parse_size
+
+_IN_PLACE_OPTIONS = {"ro", "nodev", "nosuid", "allow_other", "default_permissions"}
+MODES = ("auto", "inplace", "steer", "arena")
+
+
+def request_of(settings: Mapping[str, Setting]) -> MountRequest:
+    """The request that `settings` (of `llmcache.fs.client.settings.resolve`) make, checked among themselves.
+
+    UsageError, naming the setting: it is missing, or says nothing that is possible. An empty spill glob means none.
+    """
+    values = {name: setting.value for name, setting in settings.items()}
+    for name, value in values.items():
+        if isinstance(value, str) and "\0" in value:
+            raise UsageError(f"{name}: {value!r} contains a NUL character", "no path does")
+    for name in ("source", "mount"):
+        if values[name] is None:
+            hint = f"'llmcache mount --help' shows the usage; {name} = … in --config FILE does as well"
+            raise UsageError(f"Missing argument '{name.upper()}'", hint)
+    if values["mode"] not in MODES:
+        raise UsageError(f"mode: '{values['mode']}' is unknown", f"one of: {', '.join(MODES)}")
+    given = options.parse(values["options"])
+    if values["rw"] and "ro" in given:
+        raise UsageError("--rw and -o ro contradict each other")
+    if values["metrics"] is not None:
+        parse_address(values["metrics"])
+    elif values["metrics_files"]:
+        raise UsageError("metrics_files: there are no metrics", "give --metrics 127.0.0.1:PORT with it")
+    spill = tuple(glob for glob in values["spill"] if glob)
+    if values["mode"] == "inplace":
+        spill = _check_in_place(settings, given)
+    return MountRequest(
+        values["source"],
+        values["mount"],
+        _cache_bytes(settings["cache"]),
+        values["mode"],
+        values["rw"],
+        spill,
+        options.for_libfuse(given, read_only=not values["rw"] and not spill),
+        values["access_log"],
+        tuple(glob for glob in values["pin"] if glob),
+        values["log"],
+        values["metrics"],
+        values["metrics_files"],
+        _origin(settings["cache"]),
+    )
+
+
+def _check_in_place(settings: Mapping[str, Setting], given: tuple[str, ...]) -> tuple[str, ...]:
+    """No globs: the file system itself decides who may write. UsageError for settings that only FUSE can keep."""
+    hint = "the file system itself serves the files: use --mode steer or arena"
+    if settings["spill"].origin != DEFAULT:
+        raise UsageError("spill: mode inplace cannot let some files be written and others not", f"{hint}, or --rw")
+    if foreign := [word for word in given if word not in _IN_PLACE_OPTIONS]:
+        raise UsageError(f"-o {foreign[0]}: is an option of FUSE, which mode inplace does without", hint)
+    return ()
+
+
+def _cache_bytes(setting: Setting) -> int | None:
+    if setting.value is None:
+        return None
+    try:
+        return parse_size(setting.value)
+    except UsageError as error:
+        raise UsageError(f"cache: {error.message}{f' ({setting.where})' if setting.where else ''}", error.hint) from error
+
+
+def _origin(setting: Setting) -> str:
+    return setting.where or {FLAG: "--cache"}.get(setting.origin, setting.origin)
+
+
+def mount(request: MountRequest, *, foreground: bool, as_json: bool = False) -> None:
+    """Serve `request`: returns at the end of the mount (foreground), or once it serves (a daemon).
+
+    Once it serves, that is printed: a line, or (`as_json`) a document.
+    """
+    source, point = mountpoint.check(request.source, request.mount)
+    request = replace(request, log=logs.check(request.log, point))
+    if request.access_log is not None:
+        request = replace(request, access_log=check_path(request.access_log, point))
+    if request.mode == "inplace":
+        if reason := why_not(source):
+            raise EnvironmentProblem(f"mode inplace cannot be had: {reason}", "use --mode auto, steer or arena")
+        request = replace(request, writable=request.writable or source == point)  # nothing is mounted that could be ro
+    else:
+        libfuse.binding()
+        mountpoint.check_machine()
+    if options.opens_to_others(request.options) and mountpoint.is_closed_above(source):
+        said = "others, who do not reach SOURCE below a closed directory, reach it through the mount (allow_other)"
+        print(f"llmcache: note: {said}", file=sys.stderr)
+
+    def served() -> None:
+        own = None if foreground else control.files(point).log
+        announce(point, request, request.log or own, as_json)
+
+    if foreground:
+        serve_foreground(request, source, point, served)
+    else:
+        from llmcache.fs.daemon.background import serve_background
+
+        serve_background(request, source, point)
+        served()
+
+
+SCHEMA = "llmcache.mount/1"
+
+
+def announce(point: str, request: MountRequest, log: str | None, as_json: bool) -> None:
+    """Print it on stdout, at once. MountProblem if no daemon answers."""
+    told = document(point, request, log)
+    print(json.dumps(told) if as_json else line(told), flush=True)
+
+
+def document(point: str, request: MountRequest, log: str | None) -> dict[str, Any]:
+    """Returns what the mount on a real path does, as its daemon tells; `log`: where its log goes, None for a terminal."""
+    stats = ask(point, {"op": "stats"})
+    told = control.files(point).describe()
+    entry = mountpoint.find(point)  # not statvfs: in the foreground this is the daemon, which never waits for its own mount
+    read_only = entry is not None and "ro" in entry.options.split(",")
+    return {
+        "schema": SCHEMA,
+        "pid": told.get("pid"),
+        "source": told.get("source"),
+        "mount": point,
+        **{key: stats[key] for key in ("mode", "budget_bytes", "helper_pid")},
+        "budget_origin": request.cache_origin,
+        "writable": [] if read_only else ["*"] if request.writable else list(request.spill),
+        "log": log,
+    }
+
+
+def line(told: dict[str, Any]) -> str:
+    """Returns the document as one line: mode, budget and where that comes from, what may be written, how to see more."""
+    origin, globs, point = told["budget_origin"], told["writable"], told["mount"]
+    why = "what memory can spare; --cache sets it" if origin == DEFAULT else origin
+    budget = f"{format_size(told['budget_bytes'])} ({why})"
+    writes = "writable" if globs == ["*"] else f"read-only except {', '.join(globs)}" if globs else "read-only"
+    return printable(f"llmcachefs: {point}: {told['mode']}, {budget}, {writes}; see: llmcache stats {point}")

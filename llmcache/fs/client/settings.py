@@ -1,0 +1,184 @@
+"""Settings of a mount and where each comes from: flag > environment (`LLMCACHE_*`) > file (`--config`) > default.
+
+    [mount]
+    source = "/srv/models"
+    mount = "/mnt/models"
+    cache = "6G"
+    pin = ["llama-8b*.gguf"]
+
+Values are texts as on the command line, true or false, or lists of texts; what they mean is checked where it is used.
+In the environment, entries of a list are separated by colons.
+"""
+
+from __future__ import annotations
+
+import os
+import reprlib
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmcache.errors import DataError, UsageError
+from llmcache.fs.client import options
+from llmcache.fs.vfs.policy import DEFAULT_SPILL
+
+PREFIX = "LLMCACHE_"
+TABLE = "mount"
+_LONGEST_FILE = 1 << 14  # tomllib's memory grows with the square of what a key can have in dots
+TEXT, SWITCH, LIST = "a text", "true or false", "a list of texts"
+_EXAMPLES = {TEXT: '"…", in quotes (sizes too: "6G")', SWITCH: "true", LIST: '["first", "second"]'}
+FLAG, ENVIRONMENT, FILE, DEFAULT = "flag", "environment", "file", "default"
+_SWITCHES = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off", ""), False)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting: its name in files (and, in capitals, in the environment), its kind, its default."""
+
+    name: str
+    kind: str = TEXT
+    default: Any = None
+
+    @property
+    def variable(self) -> str:
+        """Its name in the environment."""
+        return PREFIX + self.name.upper()
+
+    @property
+    def option(self) -> str:
+        """Its name among mount options (`-o`), where dashes are usual."""
+        return self.name.replace("_", "-")
+
+
+KEYS = (
+    Key("source"),
+    Key("mount"),
+    Key("cache"),
+    Key("mode", default="auto"),
+    Key("rw", SWITCH, False),
+    Key("spill", LIST, DEFAULT_SPILL),
+    Key("pin", LIST, ()),
+    Key("access_log"),
+    Key("log"),
+    Key("metrics"),
+    Key("metrics_files", SWITCH, False),
+    Key("options", LIST, ()),
+)
+NAMES = {key.name: key for key in KEYS}
+# rw is a word of every fstab line and says nothing there; paths are arguments; options would contain themselves.
+_OWN_OPTIONS = {key.option: key for key in KEYS if key.name not in ("source", "mount", "rw", "options")}
+_OWN_OPTIONS["writable"] = NAMES["rw"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value, and its origin: FLAG, ENVIRONMENT, FILE or DEFAULT with what exactly that was in `where`."""
+
+    value: Any
+    origin: str
+    where: str = ""
+
+
+def resolve(flags: Mapping[str, Any], config: str | None, environment: Mapping[str, str] = os.environ) -> dict[str, Setting]:
+    """All settings by name. A flag that is None, or an empty list, was not given; `-o KEY=VALUE` counts as a flag.
+
+    UsageError, naming the key: it is unknown, or its value is not possible; DataError: the file is no TOML.
+    """
+    config = config or environment.get(PREFIX + "CONFIG")
+    stored = read_file(config) if config else {}
+    given = {name: value for name, value in flags.items() if value is not None and value != ()}
+    options, own = split_options(given.pop("options", ()))
+    given = {**own, **given}
+    if options:
+        given["options"] = options
+    return {key.name: _one(key, given, environment, stored, config or "") for key in KEYS}
+
+
+def mount_point(given: str | None, config: str | None) -> str:
+    """Where the mount is: as given, else as the settings say. UsageError if nothing says it."""
+    found = resolve({"mount": given}, config)["mount"].value
+    if found is None:
+        raise UsageError("Missing argument 'MOUNT'", "name the mount point, or --config FILE with one in it")
+    return str(found)
+
+
+def _one(
+    key: Key, given: Mapping[str, Any], environment: Mapping[str, str], stored: Mapping[str, Any], config: str
+) -> Setting:
+    if key.name in given:
+        return Setting(given[key.name], FLAG)
+    if key.variable in environment:
+        return Setting(_from_text(key, environment[key.variable], key.variable), ENVIRONMENT, key.variable)
+    if key.name in stored:
+        return Setting(stored[key.name], FILE, config)
+    return Setting(key.default, DEFAULT)
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """What a file sets, by name of the key; lists as tuples."""
+    tables = _tables(path)
+    for name in tables:
+        if name != TABLE:
+            raise UsageError(f"{path}: unknown key {reprlib.repr(name)}", f"settings stand in the table [{TABLE}]")
+    table = tables.get(TABLE, {})
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: {TABLE} is not a table", f"write [{TABLE}] on a line of its own")
+    for name in table:
+        if name not in NAMES:
+            raise UsageError(f"{path}: unknown key {reprlib.repr(f'{TABLE}.{name}')}", f"one of: {', '.join(NAMES)}")
+    return {name: _from_file(NAMES[name], value, path) for name, value in table.items()}
+
+
+def _tables(path: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_LONGEST_FILE + 1)
+        if len(text) > _LONGEST_FILE:
+            raise DataError(f"{path}: longer than {_LONGEST_FILE} bytes: these are no settings", "see llmcache mount --help")
+        return dict(tomllib.loads(text.decode()))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}", "name a TOML file with --config") from error
+    except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: numbers of 5000 digits, other encodings
+        raise DataError(f"{path}: not TOML: {error}", "see https://toml.io") from error
+
+
+def _from_file(key: Key, value: object, path: str) -> Any:
+    if key.kind == SWITCH and isinstance(value, bool):
+        return value
+    if key.kind == LIST and isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+        return tuple(value)
+    if key.kind == TEXT and isinstance(value, str):
+        return value
+    what = f"{path}: {TABLE}.{key.name}: {reprlib.repr(value)}"
+    raise UsageError(f"{what} is not {key.kind}", f"write {key.name} = {_EXAMPLES[key.kind]}")
+
+
+def _from_text(key: Key, text: str, where: str) -> Any:
+    if key.kind == LIST:
+        return tuple(text.split(":"))
+    if key.kind == SWITCH:
+        if text.lower() not in _SWITCHES:
+            raise UsageError(f"{where}: '{text}' is neither yes nor no", "write 1 or 0")
+        return _SWITCHES[text.lower()]
+    return text
+
+
+def split_options(values: Iterable[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Mount options (`-o a,b -o c`) that are meant for libfuse or nobody, and ours (cache=6G, pin=GLOB, writable, …)."""
+    rest: list[str] = []
+    own: dict[str, Any] = {}
+    for word in options.words(values):
+        name, is_set, text = word.replace("\\,", ",").partition("=")
+        key = _OWN_OPTIONS.get(name)
+        if key is None or bool(is_set) == (key.kind == SWITCH):
+            rest.append(word)
+        elif key.kind == LIST:
+            own[key.name] = (*own.get(key.name, ()), text)
+        else:
+            own[key.name] = True if key.kind == SWITCH else text
+    return tuple(rest), own

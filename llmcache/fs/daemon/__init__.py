@@ -1,0 +1,1 @@
+"""The process that serves a mount: its life, its log, and what it answers."""

@@ -1,0 +1,180 @@
+"""`--access-log`: rows and events on their way from the daemon to the process that writes the trace.
+
+The daemon must not load what writes Parquet, so a child does (`logwriter.py`). Nobody who appends waits: appending is
+putting a few bytes into a bounded queue, one thread feeds the child, and what finds the queue full is counted as lost.
+The child ends when its pipe is closed, by `close` or by the daemon's death, and then completes the file.
+
+Stream: frames of (kind u8, length u32) and a payload: ROWS (packed `ROW`s) or MESSAGE (JSON).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
+
+log = logging.getLogger(__name__)
+
+ROW = struct.Struct("<QIQIBBI")  # t_ns, file, first, count, op, miss, pid
+FRAME = struct.Struct("<BI")
+ROWS, MESSAGE = 0, 1
+QUEUE_MAX = 1 << 15  # entries; some 3 MB
+PAUSE_S = 0.1
+BATCH_ROWS = 4096
+START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 25.0  # twice: less than what `llmcache umount` waits for
+
+
+def check_path(path: str, point: str) -> str:
+    """Returns `path` absolute; UsageError for one that cannot be a log of a mount on `point`."""
+    found = os.path.realpath(path)
+    if not found.endswith(".parquet"):
+        raise UsageError(f"--access-log: '{path}' does not end in .parquet", "the log is a trace in Parquet")
+    if os.path.exists(found):
+        raise UsageError(f"--access-log: '{path}' exists", "name a new file, or remove this one")
+    if not os.path.isdir(os.path.dirname(found)):
+        raise UsageError(f"--access-log: '{os.path.dirname(found)}' is not a directory", "make it first")
+    if os.path.commonpath([found, point]) == point:
+        raise UsageError(f"--access-log: '{path}' is below the mount point", "name a place outside of it")
+    return found
+
+
+class AccessLog:
+    """The daemon's end of one log. `about` is the provenance (see `logwriter`). Raises what keeps it from being written."""
+
+    def __init__(self, path: str, about: dict[str, Any]) -> None:
+        self.path = path
+        self.rows = 0
+        self.lost = 0
+        self._queue: deque[tuple[int, bytes]] = deque()
+        self._wake = threading.Event()
+        self._closing = False
+        self._broken = False
+        self._lost_told = 0
+        self._child = _start(path)
+        self._message({"about": about})
+        self._thread = threading.Thread(target=self._feed, name="access-log", daemon=True)
+        self._thread.start()
+
+    # Never wait; called with the engine's lock held
+
+    def row(self, file: int, first: int, count: int, op: int, miss: int, pid: int) -> None:
+        """Appends one reference, now."""
+        if len(self._queue) >= QUEUE_MAX or self._broken:
+            self.lost += 1
+            return
+        self.rows += 1
+        self._queue.append((ROWS, ROW.pack(time.monotonic_ns(), file, first, count, op, miss, pid)))
+
+    def event(self, event: Sequence[Any]) -> None:
+        """Appends an event (see `llmcache.cache.steering`), which happened before the next row."""
+        self._message({"event": list(event)})
+
+    def file(self, number: int, path: str, dev: int, inode: int, generation: int, size_bytes: int) -> None:
+        """Appends an entry of the file table."""
+        fields = {"id": number, "path": path, "dev": dev, "inode": inode, "generation": generation}
+        self._message({"file": {**fields, "size_bytes": size_bytes}})
+
+    def _message(self, message: dict[str, Any]) -> None:
+        if len(self._queue) >= 2 * QUEUE_MAX or self._broken:  # events are few: they fill what rows leave them
+            self.lost += 1
+            return
+        self._queue.append((MESSAGE, json.dumps(message).encode()))
+
+    # The feeding thread
+
+    def _feed(self) -> None:
+        try:
+            while not (self._closing and not self._queue):
+                if not self._queue:
+                    self._wake.wait(PAUSE_S)
+                self._feed_batch()
+        except OSError as error:
+            self._broken = True
+            self.lost += len(self._queue)
+            self._queue.clear()
+            log.error("the access log ends here: %s", error.strerror)
+
+    def _feed_batch(self) -> None:
+        if self.lost != self._lost_told:
+            self._lost_told = self.lost
+            self._send(MESSAGE, json.dumps({"lost_rows": self._lost_told}).encode())
+        rows: list[bytes] = []
+        while self._queue and len(rows) < BATCH_ROWS:
+            kind, payload = self._queue[0]
+            if kind == MESSAGE and rows:
+                break  # in its place
+            self._queue.popleft()
+            if kind == MESSAGE:
+                self._send(kind, payload)
+            else:
+                rows.append(payload)
+        if rows:
+            try:
+                self._send(ROWS, b"".join(rows))
+            except OSError:
+                self.lost += len(rows)
+                raise
+
+    def _send(self, kind: int, payload: bytes) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.write(FRAME.pack(kind, len(payload)) + payload)
+        self._child.stdin.flush()
+
+    def close(self, keep: bool = True) -> None:
+        """Waits until the file is complete, or without `keep` gone."""
+        self._message({"end": "keep" if keep else "discard"})
+        self._closing = True
+        self._wake.set()
+        self._thread.join(END_TIMEOUT_S)
+        try:
+            assert self._child.stdin is not None
+            if not self._thread.is_alive():
+                self._child.stdin.close()
+            status = self._child.wait(END_TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self._child.kill()
+            status = self._child.wait()
+            log.error("the access log is not complete: %s", type(error).__name__)
+        if status != 0:
+            log.error("the access log is not complete: its writer ended with status %d", status)
+
+
+def _start(path: str) -> subprocess.Popen[bytes]:
+    """Starts the child and waits until it can write."""
+    # By module, because it imports the package: found where this one was, also when the package is not installed.
+    places = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "llmcache.fs.daemon.logwriter", path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd="/",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+        start_new_session=True,  # Ctrl-C is for the daemon: it closes the log in order
+    )
+    assert child.stdout is not None
+    ready, _, _ = select.select([child.stdout], [], [], START_TIMEOUT_S)
+    line = child.stdout.readline() if ready else b""
+    reply = json.loads(line) if line else {"error": f"--access-log: the writer of '{path}' does not start", "hint": None}
+    if "error" in reply:
+        child.kill()
+        child.wait()
+        raise _problem(reply)
+    return child
+
+
+def _problem(reply: dict[str, Any]) -> LlmcacheError:
+    kind = UsageError if reply.get("exit_code") == UsageError.exit_code else EnvironmentProblem
+    return kind(str(reply["error"]), reply.get("hint"))

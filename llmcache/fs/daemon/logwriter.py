@@ -1,0 +1,141 @@
+"""The process that writes an access log: frames of `accesslog` on stdin, a Parquet trace at the end.
+
+Run as `python -m llmcache.fs.daemon.logwriter PATH`; says {"ready": true} or {"error"} in one line on stdout. It outlives
+the daemon by as long as completing the file takes: the end of stdin, in order or by its death, is the end of the log.
+What it has read by then is in the file.
+
+Provenance: `extra["mount"]` names this scheme, `extra["events"]` holds [row, event] pairs (the event happened before that
+row; see `llmcache.cache.steering` for events; "file" [id, space, member] says which member of a space a file is).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.errors import LlmcacheError
+from llmcache.fs.daemon.accesslog import FRAME, ROWS
+from llmcache.trace.record import COLUMNS, Provenance, TraceFile, TraceWriter
+
+SCHEME = "llmcache.mount/1"
+DTYPE = np.dtype([(name, dtype.newbyteorder("<")) for name, dtype in COLUMNS.items()])  # as accesslog.ROW
+EVENTS_MAX = 1 << 20
+THREADS_MAX = 4096  # remembered; thread ids are used again
+NICE = 10
+
+
+class LogWriter:
+    """One log being written to `path`."""
+
+    def __init__(self, path: str) -> None:
+        self._writer = TraceWriter(path, provenance=Provenance(tier="mount"))
+        self._events: list[tuple[int, list[Any]]] = []
+        self._about: dict[str, Any] = {}
+        self._lost = 0
+        self._end = ""
+        self._process_of: dict[int, int] = {}
+
+    def take(self, kind: int, payload: bytes) -> None:
+        """Takes one frame."""
+        if kind == ROWS:
+            rows = np.frombuffer(payload, DTYPE)
+            columns = {name: np.ascontiguousarray(rows[name]) for name in COLUMNS}
+            self._writer.append({**columns, "pid": self._processes(columns["pid"])})
+            return
+        message: dict[str, Any] = json.loads(payload)
+        if "event" in message:
+            if len(self._events) < EVENTS_MAX:
+                self._events.append((self._writer.rows, message["event"]))
+            else:
+                self._lost += 1
+        elif "file" in message:
+            self._writer.add_file(TraceFile(**message["file"]))
+        else:
+            self._lost = message.get("lost_rows", self._lost)
+            self._end = message.get("end", self._end)
+            self._about = message.get("about", self._about)
+
+    def _processes(self, threads: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Returns the process of each thread: the kernel tells the mount thread ids. One that has ended stays as it is."""
+        ids, index = np.unique(threads, return_inverse=True)
+        if len(self._process_of) > THREADS_MAX:
+            self._process_of.clear()
+        for thread in ids.tolist():
+            if thread not in self._process_of:
+                self._process_of[thread] = process_of(thread)
+        return np.array([self._process_of[thread] for thread in ids.tolist()], np.uint32)[index]
+
+    def finish(self) -> None:
+        """Completes the file, or removes it if it is not to be kept."""
+        if self._end == "discard":
+            self._writer.discard()
+            return
+        notes = [str(self._about.get("note", ""))]
+        if not self._end:
+            notes.append("the daemon was killed: the last rows may be missing")
+        extra = {name: str(value) for name, value in self._about.get("extra", {}).items()}
+        extra |= {"mount": SCHEME, "rows": str(self._writer.rows), "events": json.dumps(self._events, separators=(",", ":"))}
+        self._writer.provenance = Provenance(
+            tier="mount",
+            clock="monotonic",
+            kernel=os.uname().release,
+            lost_events=self._lost,
+            command=str(self._about.get("command", "")),
+            note="; ".join(filter(None, notes)),
+            extra=extra,
+        )
+        self._writer.close()
+
+
+def process_of(thread: int) -> int:
+    """Returns the process that a thread belongs to; `thread` itself if there is no such thread (0: nobody's)."""
+    try:
+        with open(f"/proc/{thread}/status", encoding="utf-8", errors="replace") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("Tgid:"))
+    except (OSError, StopIteration):
+        return thread
+
+
+def frames(stream: IO[bytes]) -> Any:
+    """Yields (kind, payload) until the stream ends; a frame that was cut off by a death is no frame."""
+    while len(head := stream.read(FRAME.size)) == FRAME.size:
+        kind, length = FRAME.unpack(head)
+        payload = stream.read(length)
+        if len(payload) < length:
+            return
+        yield kind, payload
+
+
+def main() -> int:
+    """Writes until stdin closes."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.umask(0o077)  # the log tells which files there are
+    with contextlib.suppress(OSError):  # the daemon may have given itself priority; this is not urgent
+        os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    try:
+        writer = LogWriter(sys.argv[1])
+    except LlmcacheError as error:
+        _say({"error": f"--access-log: {error.message}", "hint": error.hint, "exit_code": error.exit_code})
+        return error.exit_code
+    _say({"ready": True})
+    for kind, payload in frames(sys.stdin.buffer):
+        writer.take(kind, payload)
+    writer.finish()
+    return 0
+
+
+def _say(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

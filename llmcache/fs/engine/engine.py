@@ -1,0 +1,476 @@
+"""The engine: what the file operations call, and the only part of the cache that they know.
+
+It turns opens into groups (with the layout of model files as the first guess of what loops), hands reads to `Reader`,
+passes to the plan, changes of a file to everything that holds a copy of it, and keeps house several times a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
+from llmcache.cache.cursors import CURSOR_LIFE_NS
+from llmcache.cache.extents import LARGE_EXTENT, SMALL_EXTENT
+from llmcache.cache.order import Pass
+from llmcache.fs.backends.arena import ArenaHolder
+from llmcache.fs.backends.base import Fetching, Holder
+from llmcache.fs.backends.buffers import BufferPool
+from llmcache.fs.backends.fetching import Fetcher
+from llmcache.fs.backends.reader import Reader
+from llmcache.fs.backends.steer import PinService, SteerHolder
+from llmcache.fs.client.mountpoint import find
+from llmcache.fs.engine.budget import settle_budget, settle_mode
+from llmcache.fs.engine.group import PINNED, SETTLED_PASSES, Group, Member
+from llmcache.fs.engine.grouping import Grouping
+from llmcache.fs.engine.loader import Loader
+from llmcache.fs.engine.planner import UNLIMITED, ArenaPlanner, Planner
+from llmcache.fs.engine.pressure import PressureGauge
+from llmcache.fs.engine.references import WRITE, References
+from llmcache.fs.engine.report import snapshot
+from llmcache.fs.engine.state import CacheState, KernelNotifier
+
+if TYPE_CHECKING:
+    from llmcache.fs.daemon.accesslog import AccessLog
+    from llmcache.fs.vfs.backing import Backing
+    from llmcache.fs.vfs.source import SourceTree
+
+log = logging.getLogger(__name__)
+
+POOL_BUFFERS = 12
+POOL_RESERVE = 4
+RETRY_NS = 30_000_000_000  # after a refused lock
+IDLE_DROP_NS = 60_000_000_000  # closed files give everything back after this
+SEEN_NS = 200_000_000  # a cursor that was touched within this is a reader's, now
+APART_NS = 300_000_000  # readers apart for so long are several; one that wraps round seems to be two for SEEN_NS
+CONVOY_STEP_NS = 3_000_000_000  # what a wider window is given to bring them together, before a still wider one
+REST, REST_MAX_S = 4.0, 0.1  # housekeeping rests for so many times as long as it took
+STRAYS_MIN = 3  # readers that fall behind so often need more room behind the first
+CONVOY_MAX = 3
+CONVOY_LIFE_NS = 60_000_000_000
+WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and how long (see `state`)
+
+
+class Engine:
+    """Cache of one mount; see `make_engine`."""
+
+    def __init__(
+        self,
+        cache_bytes: int,
+        mode: str,
+        tree: SourceTree,
+        pinned: tuple[str, ...] = (),
+        large_extent: int = LARGE_EXTENT,
+    ) -> None:
+        self.state = CacheState(cache_bytes, BufferPool(POOL_BUFFERS, POOL_RESERVE))
+        self.pins = PinService(self._attached, self._lock_failed, self._helper_lost)
+        self.holder: Holder
+        self.planner: Planner
+        if mode == "arena":
+            arena = self.holder = ArenaHolder(self.state, self._replanned)
+            self.planner = ArenaPlanner(self.state, arena)
+        else:
+            self.holder = SteerHolder(self.state, self.pins)
+            self.planner = Planner(self.state, self.holder)
+        self.state.references = References(self.planner.core, cache_bytes)
+        self.mode = mode
+        self.fetcher = self._make_fetcher()
+        self.grouping = Grouping(self.state, tree, self._dissolve, pinned, large_extent)
+        self.gauge = PressureGauge(cache_bytes)
+        self._wake = threading.Event()
+        self._house: threading.Thread | None = None
+        self._sentinel: subprocess.Popen[bytes] | None = None
+        self._helpers: set[int] = set()  # their pids: the kernel tells late of what a dead one had open
+        self._plan_due = False
+        self._refused_ns = 0
+        self._waiting = 0  # requests
+
+    def _make_fetcher(self) -> Fetching:
+        fetcher = Fetcher(self.state, self.holder)
+        self.reader = Reader(self.state, fetcher, self._pass_ended)
+        return fetcher
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget that was asked for; pressure may leave less for a while."""
+        return self.state.budget_bytes
+
+    # Life
+
+    def start(self, notifier: KernelNotifier, mountpoint: str) -> None:
+        """Starts threads and the pin helper; does not touch the mount. May follow `stop`."""
+        self.state.notifier = notifier
+        self.state.running = True
+        self.state.references.resume()
+        self.pins.start(mountpoint)
+        self.loader = Loader(self.state, self.fetcher)
+        self.loader.start()
+        self._have_sentinel(mountpoint)  # before the first request: whoever sends that may hang if this process is killed
+        self._house = threading.Thread(target=self._keep_house, args=(mountpoint,), name="house", daemon=True)
+        self._house.start()
+
+    def stop(self) -> None:
+        """Unpins everything and ends the threads; reads are still answered, straight from SOURCE."""
+        if not self.state.running or self._house is None:
+            return
+        with self.state.lock:
+            self.state.running = False
+            self.state.references.pause()
+            for group in list(self.state.groups.values()):
+                self._dissolve(group)
+            self.state.work.notify_all()
+            self.state.room.notify_all()
+        self._wake.set()
+        self.pins.stop()
+        self.loader.join()
+        self._house.join(timeout=10)
+
+    def _have_sentinel(self, mountpoint: str) -> None:
+        if self._sentinel is None or self._sentinel.poll() is not None:
+            self._sentinel = start_sentinel(mountpoint)
+
+    def end_sentinel(self) -> None:
+        """Ends the process that watches this one; once nothing can hang any more if this one is killed."""
+        if self._sentinel is not None:
+            self._sentinel.kill()
+            self._sentinel.wait()
+            self._sentinel = None
+
+    # Called by the file operations
+
+    def opened(self, backing: Backing, path: str, pid: int) -> bool:
+        """Notes an open of a regular file; returns True if the kernel may keep the pages it has."""
+        if pid == self.pins.pid:
+            self._helpers.add(pid)
+            return True
+        if not self.state.running:
+            return True
+        with self.state.lock:
+            self._helpers.discard(pid)  # used again, by another process
+            self.state.opens[backing] = self.state.opens.get(backing, 0) + 1
+            owner = self.state.owners.get(backing)
+            if owner is not None and backing.writable and not owner[0].written:
+                self._dissolve(owner[0])
+        known = owner is not None and owner[0].alive
+        if not backing.hidden:
+            known = self._adopt(backing) or known
+        self.settle(backing, owes_reply=True)
+        return known
+
+    def _adopt(self, backing: Backing) -> bool:
+        """Returns True if what the kernel may hold of the file is accounted for, though nobody had it open."""
+        group, member = self.grouping.adopt(backing)
+        with self.state.lock:
+            group.last_ns = time.monotonic_ns()
+            self._note_presence(group)
+            known = member.node is not None
+            attach = not known and not member.attaching
+            member.attaching = member.attaching or attach
+            self._plan_due = True
+        if attach:
+            self.pins.attach(member.path)
+        self._wake.set()
+        return known
+
+    def _note_presence(self, group: Group) -> None:
+        self.state.references.presence(group, group.first or group.warm or self.state.opens_of(group) > 0)
+
+    def settle(self, backing: Backing, *, owes_reply: bool) -> None:
+        """Waits until no STORE of a group that has ended is under way to the path of `backing`: it brings old data back.
+
+        Of those who owe a reply to a request only so many wait, and so long; for the others, what is brought back is
+        there until it is dropped.
+        """
+        state = self.state
+        with state.lock:
+            if not state.stores_old(backing.path) or (owes_reply and self._waiting >= WAITERS):
+                return
+            self._waiting += owes_reply
+            state.ended.wait_for(lambda: not state.stores_old(backing.path), WAIT_S if owes_reply else None)
+            self._waiting -= owes_reply
+
+    def closed(self, backing: Backing, pid: int) -> None:
+        """Notes the end of one open."""
+        if pid in self._helpers:
+            return
+        with self.state.lock:
+            left = self.state.opens.get(backing, 1) - 1
+            self.state.opens[backing] = left
+            owner = self.state.owners.get(backing)
+            if owner is not None:
+                owner[0].last_ns = time.monotonic_ns()
+                owner[0].warm = owner[0].warm and pid == os.getpid()
+            if left <= 0:
+                self.state.opens.pop(backing, None)
+                if owner is not None:
+                    self._part(*owner, backing)
+                    self._note_presence(owner[0])
+            self._plan_due = True
+        self._wake.set()
+
+    def _part(self, group: Group, member: Member, backing: Backing) -> None:
+        """The last open of `backing` ends and its descriptors will be closed: waits for loaders that read it."""
+        if group.written:
+            self._dissolve(group)
+        self.state.owners.pop(backing, None)
+        if member.backing is backing:
+            member.backing = None
+        self.state.ended.wait_for(lambda: not member.loads)
+
+    def read(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
+        """Fills memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError."""
+        pid = 0 if pid == self.pins.pid else pid
+        if pid and backing not in self.state.owners and self.state.running and not backing.hidden:
+            self._adopt(backing)
+        return self.reader.read(backing, address, size, offset, pid)
+
+    def read_direct(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
+        """As `read`, for an O_DIRECT open: nothing of it enters the page cache, so nothing but its size is noted."""
+        return self.reader.uncached(backing, address, max(0, min(size, backing.size - offset)), offset, pid)
+
+    def changed(self, backing: Backing, offset: int, length: int) -> None:
+        """A file was written through the mount, or was found rewritten behind it (offset 0, length -1)."""
+        with self.state.lock:
+            if length > 0:
+                self.state.counters.backing_write_bytes += length
+            owner = self.state.owners.get(backing)
+            if owner is None:
+                return
+            group, member = owner
+            if not group.written:
+                self._dissolve(group)  # the next read makes a new one
+            elif backing.size > member.size_bytes:
+                group.grow(backing.size)
+            else:
+                member.size_bytes = group.size_bytes = backing.size
+            if group.written and length > 0:
+                self._charge_written(group, offset, length)
+
+    def _charge_written(self, group: Group, offset: int, length: int) -> None:
+        """Written pages stay in the page cache."""
+        last = min((offset + length - 1) // group.extent_bytes, group.count - 1)  # truncated meanwhile
+        for extent in range(offset // group.extent_bytes, last + 1):
+            start = max(offset, extent * group.extent_bytes)
+            end = min(offset + length, (extent + 1) * group.extent_bytes)
+            self.state.charge(group, extent, end - start)
+            group.strays.pop(extent, None)
+            group.strays[extent] = time.monotonic_ns()
+        if group.alive:
+            self.state.references.pages(group, group.members[0], offset, length, WRITE, group.last_pid)
+
+    def renamed(self, old: str, new: str) -> None:
+        """A path, or a directory with all below it, has a new name."""
+        with self.state.lock:
+            for group in self.state.groups.values():
+                for member in group.members:
+                    if member.path == old or member.path.startswith(old + "/"):
+                        self.pins.rename(member.path, new + member.path[len(old) :])
+                        member.path = new + member.path[len(old) :]
+            for group, member in self.state.storing:
+                if not group.alive and (member.path == old or member.path.startswith(old + "/")):
+                    member.path = new + member.path[len(old) :]
+
+    def removed(self, path: str) -> None:
+        """A path was deleted through the mount; open handles go on reading."""
+        with self.state.lock:
+            for group in list(self.state.groups.values()):
+                if any(member.path == path for member in group.members):
+                    self._dissolve(group)
+
+    def about(self) -> dict[str, Any]:
+        """Returns what an access log says about the mount beside its rows and events."""
+        facts: dict[str, Any] = {
+            "mode": self.mode,
+            "budget_bytes": self.budget_bytes,
+            "window_allowance_bytes": WINDOW_ALLOWANCE_BYTES,
+        }
+        facts |= {"large_extent_bytes": LARGE_EXTENT, "small_extent_bytes": SMALL_EXTENT}
+        if self.mode != "arena":
+            facts["unseen"] = "pinned extents are read without a request and are not in here"
+        return {"extra": facts, "note": facts.get("unseen", "")}
+
+    def record(self, access_log: AccessLog) -> None:
+        """Writes every reference and event from now on to `access_log`. Called before `start`."""
+        self.state.references.log = access_log
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the counters and the state of every file, as `llmcache stats --json` prints them."""
+        return snapshot(self.state, self.mode, self.pins.pid)
+
+    def resize(self, size_bytes: int) -> None:
+        """Gives the mount another budget; what is beyond it is given up soon. EnvironmentProblem: it cannot be had."""
+        self.gauge.check(size_bytes, self.state.used_bytes)
+        with self.state.lock:
+            self.state.budget_bytes = size_bytes
+            self.state.set_limit(size_bytes)
+            self.gauge.reset(size_bytes)
+            self.planner.plan()
+            self.state.room.notify_all()
+
+    def forget(self, group: Group) -> list[tuple[int, int]]:
+        """Gives up all that is kept of `group`, and what was learned. Lock held.
+
+        Returns the nodes in the kernel and the sizes of its files."""
+        nodes = [(member.node, member.size_bytes) for member in group.members if member.node is not None]
+        self._dissolve(group)
+        return nodes
+
+    # Events, on other threads
+
+    def _attached(self, path: str, node: int | None) -> None:
+        """The helper has opened `path` (or could not: None). What the kernel read until now was not counted."""
+        with self.state.lock:
+            members = [member for group in self.state.groups.values() for member in group.members if member.path == path]
+            for member in members:
+                member.node = node  # what comes in from now on counts
+        if node is not None and self.state.notifier is not None:
+            self.state.notifier.invalidate(node, 0, 0)
+        with self.state.lock:
+            for member in members:
+                member.attaching = False
+            self.state.work.notify_all()
+
+    def _lock_failed(self, path: str, offset: int, length: int, code: int) -> None:
+        """A range could not be locked: it stays in the page cache as long as the kernel likes."""
+        with self.state.lock:
+            for group in self.state.groups.values():
+                for member in group.members:
+                    if member.path == path:
+                        self._unpin(group, member, offset, length, code)
+
+    def _unpin(self, group: Group, member: Member, offset: int, length: int, code: int) -> None:
+        """Lock held. A file that has changed meanwhile has nothing pinned there, and the refusal says nothing."""
+        first = member.base + offset // group.extent_bytes
+        end = min(first - (-length // group.extent_bytes), member.base + member.count)
+        extents = [extent for extent in range(first, end) if group.state(extent) == PINNED]
+        if not extents:
+            return
+        inode = member.identity.ino if member.identity is not None else 0
+        log.warning("inode %d: cannot lock %d bytes at %d: %s", inode, length, offset, os.strerror(code))
+        for extent in extents:
+            group.wanted[extent] = 0
+        self.holder.release(group, extents)
+        self.planner.pinnable_bytes = self.state.pinned_bytes()
+        self._refused_ns = time.monotonic_ns()
+        self._plan_due = True
+
+    def _helper_lost(self, for_good: bool) -> None:
+        """The pin helper is gone, perhaps by the OOM killer: come back with less, and grow from there."""
+        self.gauge.lost(self.state.pinned_bytes())
+        if for_good:
+            self.planner.pinnable_bytes = 0
+            self._plan_due = True
+
+    def _pass_ended(self, group: Group, done: Pass) -> None:
+        """Lock held."""
+        if self.mode != "arena":  # pinned extents are read without a request: once a pass
+            self.state.consumed(group.pinned_bytes, True)
+        if group.learn(done):
+            self._replanned()
+
+    def _replanned(self) -> None:
+        """The windows (arena), or pins and windows (steer), are to be brought in line soon."""
+        self._plan_due = True
+        self._wake.set()
+
+    def _dissolve(self, group: Group) -> None:
+        """Forgets a whole group; what the kernel may still hold of it is dropped by `Grouping`. Lock held."""
+        for extent in list(group.loading):
+            self.fetcher.cancel(group, extent)
+        self.holder.release(group, self.holder.held(group))
+        if group.alive:
+            self.state.references.ended(group)
+        self.grouping.dissolve(group)
+        for member in group.members:
+            self.pins.detach(member.path)
+
+    # Housekeeping
+
+    def _keep_house(self, mountpoint: str) -> None:
+        limit_before = -1
+        began = time.monotonic()
+        while self.state.running:
+            # Every open asks for a plan: with thousands of files known, one after another would leave no time to serve.
+            time.sleep(min(REST * (time.monotonic() - began), REST_MAX_S))
+            self._wake.wait(self.gauge.pause_s)
+            self._wake.clear()
+            began = time.monotonic()
+            if not self._is_mounted(mountpoint):  # unmounted by others: the helper's namespace must not keep it alive
+                self.pins.stop()
+                return
+            self._have_sentinel(mountpoint)
+            self._look_after()
+            limit = self.gauge.limit(self.state.used_bytes)
+            now_ns = time.monotonic_ns()
+            with self.state.lock:
+                if limit != limit_before:
+                    limit_before = limit
+                    self.state.set_limit(limit)
+                    self._plan_due = True
+                    self.state.room.notify_all()
+                if self._refused_ns and now_ns - self._refused_ns > RETRY_NS:
+                    self._refused_ns, self.planner.pinnable_bytes, self._plan_due = 0, UNLIMITED, True
+                for group in list(self.state.groups.values()):
+                    self._watch_readers(group, now_ns)
+                    kept = group.first or group.warm or self.state.opens_of(group)
+                    if not kept and now_ns - group.last_ns > IDLE_DROP_NS:
+                        self._dissolve(group)
+                if self._plan_due:
+                    self._plan_due = False
+                    self.planner.plan()
+
+    def _is_mounted(self, mountpoint: str) -> bool:
+        return find(mountpoint) is not None
+
+    def _look_after(self) -> None:
+        """What else is to be done several times a second."""
+
+    def _watch_readers(self, group: Group, now_ns: int) -> None:
+        """Forgets readers that have gone, and plans anew when there are several where there was one, or the reverse."""
+        group.cursors.expire(now_ns - CURSOR_LIFE_NS)
+        if not group.looping or group.cursors.moving(now_ns - SEEN_NS) < 2:
+            group.together_ns = now_ns
+        astray = group.learner.passes >= SETTLED_PASSES and group.cursors.strays >= STRAYS_MIN
+        waited = now_ns - group.apart_ns > (CONVOY_STEP_NS if group.convoy else 0)
+        if waited and (astray or now_ns - group.together_ns > APART_NS):
+            self._set_convoy(group, min(CONVOY_MAX, group.convoy + 1), now_ns)
+        elif group.convoy and now_ns - group.apart_ns > CONVOY_LIFE_NS:
+            self._set_convoy(group, group.convoy - 1, now_ns)
+
+    def _set_convoy(self, group: Group, steps: int, now_ns: int) -> None:
+        """Gives readers that fall apart a wider window, step by step, and takes it back when they have kept together."""
+        group.convoy = steps
+        self.state.references.convoy(group)
+        group.cursors.strays = 0
+        group.together_ns = group.apart_ns = now_ns
+        self._plan_due = True
+
+
+def start_sentinel(mountpoint: str) -> subprocess.Popen[bytes] | None:
+    """Starts the process that aborts the connection of `mountpoint` when this one is killed."""
+    entry = find(mountpoint)
+    if entry is None:
+        return None
+    script = str(Path(__file__).parents[1] / "daemon" / "sentinel.py")
+    minor = entry.device.partition(":")[2]
+    return subprocess.Popen([sys.executable, "-I", "-S", script, str(os.getpid()), minor], cwd="/")
+
+
+def make_engine(cache_bytes: int | None, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> Engine:
+    """Returns the engine for a budget (None: what the machine can spare) and a mode (auto picks and says which).
+
+    `pinned`: globs of files that are kept before all others.
+    Raises EnvironmentProblem for a budget that the machine or the cgroup cannot give, or a mode it does not allow.
+    """
+    budget = settle_budget(cache_bytes)
+    if mode == "inplace":
+        from llmcache.fs.backends.inplace import InPlaceEngine
+
+        return InPlaceEngine(budget, tree, pinned)
+    return Engine(budget, settle_mode(mode, budget), tree, pinned)

@@ -1,0 +1,249 @@
+"""What the daemon knows of each extent: absent, loading, ready, touched or pinned.
+
+A `Group` is one loop space: a file, or the shards of one model in a row. Its extents are numbered through all members.
+States are kept by *rank* (place in the visiting order), so that "the next absent extent ahead of this reader" is one
+`bytearray.find`. `charge` is an upper bound of what the kernel holds of each extent: everything that was replied to or
+stored and not yet invalidated counts, whether or not the kernel has dropped it since.
+
+Every method expects the engine's lock to be held.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from llmcache.cache.cursors import CursorTable
+from llmcache.cache.learning import LoopLearner
+from llmcache.cache.order import LoopOrder, Pass
+
+if TYPE_CHECKING:
+    from llmcache.fs.backends.buffers import Region
+    from llmcache.fs.layout.anatomy import Anatomy
+    from llmcache.fs.vfs.backing import Backing, Identity
+
+PAGE = 4096
+ABSENT, LOADING, READY, TOUCHED, PINNED, SINGLE, SPARSE = range(7)
+"""SINGLE extents are read page by page as asked for (headers, embedding rows, small and written files); SPARSE ones are
+absent and fetched whole, but only on demand: fetched ahead they were dropped untouched (experts of a MoE model)."""
+
+MISSES_MAX = 3
+SETTLED_PASSES = 1  # until then misses say that the order is not known yet, and nothing about readers
+WRITTEN_EXTENTS_MAX = 1 << 14  # of a file that is written: no one extent of it is more than a place to drop pages from
+REACH_BYTES = 64 << 20  # readers nearer than this share one cursor
+
+
+@dataclass(eq=False)
+class Member:
+    """One file of a group: its extents are `base` .. `base + count - 1`."""
+
+    path: str
+    size_bytes: int
+    base: int
+    count: int
+    backing: Backing | None = None
+    identity: Identity | None = None
+    node: int | None = None
+    attaching: bool = False
+    loads: int = 0  # reads of the backing file that fetches have under way
+    file_id: int = -1  # in the access log
+    anatomy: Anatomy | None = None  # of a model
+
+    @property
+    def reachable(self) -> bool:
+        """True when the file is open and its node in the kernel is known: it can be read and stored."""
+        return self.backing is not None and self.node is not None and not self.attaching
+
+
+@dataclass(eq=False)
+class Fetch:
+    """One whole extent on its way from storage; `done` is set when it is there or `error` is set."""
+
+    extent: int
+    length: int
+    ahead: bool
+    backing: Backing | None = None
+    charged: int = 0  # bytes of the extent that were charged before
+    done: threading.Event = field(default_factory=threading.Event)
+    error: OSError | None = None
+    users: int = 1
+    joined: bool = False
+    judged: bool = False  # a reader has come for it, and was counted as in time or late
+    stale: bool = False
+    held: bool = False  # the arena had it
+    keep: bool = False  # the arena wants it
+    buffer: Region | None = None  # of the pool, which gets it back with the last user
+
+
+class Tripwire(NamedTuple):
+    """First page of an extent that is stored without it, and whether the arena had the extent."""
+
+    page: bytes
+    held: bool
+
+
+class Group:
+    """State of one loop space; `loop` holds the extents that count as loop, first guess or observed."""
+
+    def __init__(self, key: str, members: list[Member], extent_bytes: int, first_guess: Iterable[int] | None) -> None:
+        self.key = key
+        self.members = members
+        self.extent_bytes = extent_bytes
+        self.count = sum(member.count for member in members)
+        self.size_bytes = sum(member.size_bytes for member in members)
+        self.learner = LoopLearner(self.count, first_guess)
+        self.order = self.learner.order
+        self.status = bytearray(self.count)
+        self.charge = array("L", bytes(array("L").itemsize * self.count))
+        self.seen_ns = array("Q", bytes(8 * self.count))  # by extent: when a request for it came last; 0 for never
+        self.wanted = bytearray(self.count)  # by extent: 1 where the plan wants a pin
+        self.loading: dict[int, Fetch] = {}
+        self.trips: dict[int, Tripwire] = {}
+        self.ready: dict[int, int] = {}  # extent -> time it was stored ahead of its reader, oldest first
+        self.touched: dict[int, int] = {}  # extent -> time of touch, oldest first
+        self.strays: dict[int, int] = {}  # extents of which single pages were read, least recent first
+        self.refaults: dict[int, int] = {}
+        self.missed: dict[int, int] = {}  # times fetched ahead and dropped untouched, per extent
+        self.hot: set[int] = set()  # single extents that are kept (headers, small files)
+        self.alive = True
+        self.first = False  # --pin: kept before all others, open or not
+        self.warm = False  # brought in by a warm-up, and not used since: kept though nobody has it open
+        self.written = False  # open for writing: the kernel alone fills its pages
+        self.paged = False  # too large, or one too many, to be steered: read page by page, and kept as single rows are
+        self.window_bytes = 0
+        self.pinned_bytes = 0
+        self.last_ns = 0
+        self.convoy = 0  # how far readers drift apart: steps of a wider window
+        self.together_ns = 0  # when there was one reader at most, last
+        self.apart_ns = -(1 << 62)  # when there were several, last
+        self.listed_open = False  # as the references were told
+        self.last_pid = 0  # of a reader
+        self.cursors = CursorTable(self.count, REACH_BYTES // extent_bytes, False)
+
+    @property
+    def looping(self) -> bool:
+        """True by a header's guess or an observed second pass."""
+        return self.learner.looping
+
+    @property
+    def loop_bytes(self) -> int:
+        """Bytes that take part in the loop: everything but single-page extents; 0 when nothing loops."""
+        if not self.looping:
+            return 0
+        single = self.status.count(SINGLE)
+        return max(0, self.size_bytes - single * self.extent_bytes)
+
+    def member_of(self, extent: int) -> Member:
+        """Returns the file that `extent` belongs to."""
+        for member in self.members:
+            if extent < member.base + member.count:
+                return member
+        raise ValueError(f"extent {extent} is outside the group")
+
+    def offset_of(self, member: Member, extent: int) -> int:
+        """Returns the byte offset of `extent` in its file."""
+        return (extent - member.base) * self.extent_bytes
+
+    def length_of(self, member: Member, extent: int) -> int:
+        """Returns the bytes of `extent`: the last one of a file may be short, those behind it have none (it was cut)."""
+        return max(0, min(self.extent_bytes, member.size_bytes - self.offset_of(member, extent)))
+
+    def state(self, extent: int) -> int:
+        """Returns the state of `extent`."""
+        return self.status[self.order.rank_of[extent]]
+
+    def set_state(self, extent: int, state: int) -> None:
+        """Sets the state of `extent`."""
+        self.status[self.order.rank_of[extent]] = state
+
+    def believe(self, guess: Iterable[int]) -> None:
+        """Marks the group as a loop on a header's word, with the order of computation that it shows (so far)."""
+        self.learner.believe(guess)
+        self.cursors.loops = True  # they wrap round from now on
+
+    def note(self, extent: int, now_ns: int, missed: bool) -> Pass | None:
+        """Records that a reader touched `extent`; returns the pass that this ends, if any."""
+        self.last_ns = self.seen_ns[extent] = now_ns
+        self.cursors.note(self.order.rank_of[extent], now_ns, missed)
+        return self.learner.note(extent, now_ns)
+
+    def learn(self, done: Pass) -> bool:
+        """Takes a completed pass as evidence; returns True when class or order changed (the plan is due)."""
+        visible = self.count - self.status.count(PINNED) - self.status.count(SINGLE)
+        lesson = self.learner.learn(done, visible)
+        self.cursors.loops = self.looping
+        if lesson.old_ranks is not None:
+            self.status = bytearray(self.status[old] for old in lesson.old_ranks)
+            self.cursors.reset()
+        return lesson.changed
+
+    def next_absent(self, head: int, span: int) -> int | None:
+        """Returns the first absent extent within `span` ranks after rank `head`, going round if it is a loop."""
+        end = min(head + 1 + span, self.count)
+        rank = self.status.find(ABSENT, head + 1, end)
+        if rank < 0 and self.looping:
+            rank = self.status.find(ABSENT, 0, max(0, min(head + 1 + span - self.count, head)))
+        return self.order.extent_at[rank] if rank >= 0 else None
+
+    def waiting(self, head: int, rank: int) -> int:
+        """Returns how many extents after rank `head` and before `rank` are loading or ready, but not touched."""
+        if rank > head:
+            part: Iterable[bytes | bytearray] = (self.status[head + 1 : rank],)
+        else:
+            part = (self.status[head + 1 :], self.status[:rank])
+        return sum(piece.count(LOADING) + piece.count(READY) for piece in part)
+
+    def touch(self, extent: int, now_ns: int) -> None:
+        """Moves an extent that is in the page cache to touched, as the latest."""
+        self.set_state(extent, TOUCHED)
+        for table in (self.trips, self.ready, self.touched):
+            table.pop(extent, None)
+        self.touched[extent] = now_ns
+
+    def grow(self, size_bytes: int) -> None:
+        """Makes room for a written file's growth (single member)."""
+        member = self.members[0]
+        member.size_bytes = self.size_bytes = size_bytes
+        if size_bytes > self.extent_bytes * WRITTEN_EXTENTS_MAX:
+            self._coarsen(-(-2 * size_bytes // (self.extent_bytes * WRITTEN_EXTENTS_MAX)))
+        more = max(1, -(-size_bytes // self.extent_bytes)) - self.count
+        if more > 0:
+            self.status.extend(bytes([SINGLE]) * more)
+            self.wanted.extend(bytes(more))
+            self.charge.extend([0] * more)
+            self.seen_ns.extend([0] * more)
+            self.count = member.count = self.count + more
+            self.order.extend(self.count)
+            self.cursors.count = self.count
+
+    def _coarsen(self, factor: int) -> None:
+        """Makes `factor` extents one. They are all single, and their pages stay where they are."""
+        self.extent_bytes *= factor
+        self.count = self.members[0].count = self.cursors.count = -(-self.count // factor)
+        self.status, self.wanted = bytearray([SINGLE]) * self.count, bytearray(self.count)
+        self.charge = array("L", (sum(self.charge[at * factor : (at + 1) * factor]) for at in range(self.count)))
+        self.seen_ns = array("Q", (max(self.seen_ns[at * factor : (at + 1) * factor]) for at in range(self.count)))
+        self.order = self.learner.order = LoopOrder(self.count)
+        strays, self.strays = self.strays, {}
+        for extent, since in strays.items():
+            self.strays.pop(extent // factor, None)
+            self.strays[extent // factor] = since
+
+    def forget(self, extent: int) -> int:
+        """Makes `extent` absent (a single one stays single); returns the bytes that were charged for it."""
+        if self.state(extent) == READY:
+            self.missed[extent] = self.missed.get(extent, 0) + 1
+        if self.state(extent) != SINGLE:
+            self.set_state(extent, SPARSE if self.missed.get(extent, 0) >= MISSES_MAX else ABSENT)
+        for table in (self.trips, self.ready, self.touched, self.strays, self.refaults):
+            table.pop(extent, None)
+        charged = self.charge[extent]
+        self.charge[extent] = 0
+        return charged
+
+    def charged_extents(self) -> Iterator[int]:
+        """Yields the extents of which the kernel may hold something."""
+        return (extent for extent, charged in enumerate(self.charge) if charged)

@@ -1,0 +1,285 @@
+"""From open files to groups: what a file is (model, shard, small file, file being written) and how it is cut up.
+
+A header is only the first guess: it says which parts are hot, rows or loop. The order starts as file order and is
+learned; a file that is no model loops once a second pass has been seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from llmcache.cache.extents import (
+    EXTENTS_MAX,
+    LARGE_EXTENT,
+    LARGE_FILE_BYTES,
+    LARGEST_EXTENT,
+    LEAST_MODEL_BYTES,
+    extent_bytes_for,
+)
+from llmcache.errors import DataError
+from llmcache.fs.backends.buffers import Region
+from llmcache.fs.engine.group import PAGE, SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
+from llmcache.fs.layout import ModelLayout, read_layout, shard_name
+from llmcache.fs.layout import Region as LayoutRegion
+from llmcache.fs.layout.anatomy import Anatomy
+from llmcache.fs.layout.safetensors import SUFFIX
+from llmcache.fs.vfs.policy import matches
+
+if TYPE_CHECKING:
+    from llmcache.fs.engine.state import CacheState
+    from llmcache.fs.vfs.backing import Backing, Identity
+    from llmcache.fs.vfs.source import SourceTree
+
+log = logging.getLogger(__name__)
+
+HEADER_READ_BYTES = 256 << 10
+EXTENTS_ROOM = 1 << 19  # of all groups that are known: some 40 bytes each, in arena 60
+PAGED_EXTENTS = 256  # of a group that finds no room for as many as it should have
+SHARDS_MAX = 1024
+UNUSABLE_MAX = 4096
+
+
+class Header(NamedTuple):
+    """What the header of a model says; it has `size_bytes`."""
+
+    size_bytes: int
+    regions: tuple[LayoutRegion, ...]
+    anatomy: Anatomy
+
+
+class Grouping:
+    """Makes, finds and ends groups."""
+
+    def __init__(
+        self,
+        state: CacheState,
+        tree: SourceTree,
+        end: Callable[[Group], None],
+        pinned: tuple[str, ...] = (),
+        large_extent: int = LARGE_EXTENT,
+    ) -> None:
+        """`end(group)`, with the lock held, ends a group whose file is no more what it was. `pinned`: globs of --pin."""
+        self.pinned = pinned
+        self.large_extent = large_extent
+        self.state = state
+        self.end = end
+        self.tree = tree
+        self._keys = map(str, itertools.count())
+        # Headers are read one at a time, and not again in vain: each may cost what the limits in `layout` allow. It is
+        # taken before the engine's lock, and guards the map.
+        self._parsing = threading.Lock()
+        self._unusable: OrderedDict[tuple[Identity, bool], None] = OrderedDict()
+
+    def adopt(self, backing: Backing) -> tuple[Group, Member]:
+        """Returns the group and member of an open file, made if need be. Takes the lock itself; may read the header."""
+        again = self._again(backing)
+        if again is not None:
+            return again
+        if backing.writable or backing.size <= LEAST_MODEL_BYTES:
+            return self._adopted(backing, None)
+        with self._parsing:
+            return self._again(backing) or self._adopted(backing, self._header_of(backing))
+
+    def _again(self, backing: Backing) -> tuple[Group, Member] | None:
+        """The group and member of a file whose header was looked at before; None if it must be."""
+        with self.state.lock:
+            known = self._known(backing)
+            return self._joined(*known, backing, None) if known is not None and known[1].identity is not None else None
+
+    def _adopted(self, backing: Backing, header: Header | None) -> tuple[Group, Member]:
+        files = self._files(backing, header)
+        with self.state.lock:
+            known = self._known(backing)  # closed before, a shard, or another open was faster
+            group, member = self._joined(*(known or self._begin(backing, files, header)), backing, header)
+            member.anatomy = member.anatomy or (None if header is None else header.anatomy)
+            return group, member
+
+    def _begin(self, backing: Backing, files: list[tuple[str, int]], header: Header | None) -> tuple[Group, Member]:
+        group = self._make(files, backing.writable, header)
+        self.state.groups[group.key] = group
+        kind = "written" if group.written else "paged" if group.paged else "hot" if group.hot else "loop"
+        self.state.references.began(group, kind)
+        if group.first:
+            self.state.references.first(group)
+        return group, next(member for member in group.members if member.path == backing.path)
+
+    def _known(self, backing: Backing) -> tuple[Group, Member] | None:
+        owner = self.state.owners.get(backing)
+        if owner is not None:
+            return owner
+        for group in list(self.state.groups.values()):
+            member = next((member for member in group.members if member.path == backing.path), None)
+            if member is None:
+                continue
+            same = member.size_bytes == backing.size and member.identity in (None, backing.identity)
+            if same and not (group.written or backing.writable or member.backing):
+                return group, member
+            if not member.backing:
+                self.end(group)  # what was at this path before
+        return None
+
+    def _joined(self, group: Group, member: Member, backing: Backing, header: Header | None) -> tuple[Group, Member]:
+        if backing in self.state.owners:
+            return group, member
+        if member.identity is None and header is not None and not group.paged:
+            self._guess(group, member, header)
+        elif group.first:
+            self.suppose(group)
+        member.backing, member.identity = backing, backing.identity
+        self.state.references.joined(group, member, backing)
+        self.state.owners[backing] = (group, member)
+        return group, member
+
+    def _files(self, backing: Backing, header: Header | None) -> list[tuple[str, int]]:
+        """Returns (path, size) of the file, or of all shards of the model that it is one of."""
+        if header is not None and (shard := shard_name(backing.path)) is not None and shard.count <= SHARDS_MAX:
+            return self._siblings(backing.path, shard.number, shard.count) or [(backing.path, backing.size)]
+        return [(backing.path, backing.size)]
+
+    def _make(self, files: list[tuple[str, int]], written: bool, header: Header | None) -> Group:
+        total = sum(length for _, length in files)
+        extent_bytes = extent_bytes_for(total, WRITTEN_EXTENTS_MAX if written else EXTENTS_MAX, self.large_extent)
+        has_room = self._make_room(sum(max(1, -(-length // extent_bytes)) for _, length in files))
+        paged = not written and (extent_bytes > LARGEST_EXTENT or not has_room)
+        if not has_room:
+            extent_bytes = extent_bytes_for(total, PAGED_EXTENTS, self.large_extent)
+        members, base = [], 0
+        for name, length in files:
+            count = max(1, -(-length // extent_bytes))
+            members.append(Member(name, length, base, count))
+            base += count
+        group = Group(next(self._keys), members, extent_bytes, None)
+        group.written, group.paged = written, paged
+        group.first = not written and not paged and any(matches(name, self.pinned) for name, _ in files)
+        if written or paged or (header is None and total < LARGE_FILE_BYTES and not group.first):
+            group.status = bytearray([SINGLE]) * group.count
+            if not written and not paged:
+                group.hot = set(range(group.count))
+        return group
+
+    def _make_room(self, count: int) -> bool:
+        """Forgets groups that nobody uses, the longest unused first, until `count` more extents may be known; False if
+        there is no such room. Lock held.
+        """
+        left = EXTENTS_ROOM - sum(group.count for group in self.state.groups.values())
+        if count <= left:
+            return True
+        used = {owner[0].key for backing, owner in self.state.owners.items() if self.state.opens.get(backing)}
+        idle = [group for group in self.state.groups.values() if not (group.first or group.warm or group.key in used)]
+        for group in sorted(idle, key=lambda group: group.last_ns):
+            if count <= left:
+                break
+            left += group.count
+            self.end(group)
+        return count <= left
+
+    def _header_of(self, backing: Backing) -> Header | None:
+        """What the file's header says, None if it is no model's; what cannot be used is not read again in vain."""
+        key = backing.identity, backing.path.endswith(SUFFIX)
+        if key in self._unusable:
+            self._unusable.move_to_end(key)
+            return None
+        try:
+            layout = _layout_of(backing)
+        except OSError as error:
+            log.warning("inode %d is cached without a layout: cannot read its header: %s", backing.ino, error.strerror)
+            return None
+        if layout is not None:
+            return Header(layout.header_bytes, layout.regions(), Anatomy(layout))
+        if key[0].settled():
+            self._unusable[key] = None
+            if len(self._unusable) > UNUSABLE_MAX:
+                self._unusable.popitem(last=False)
+        return None
+
+    def _siblings(self, path: str, number: int, count: int) -> list[tuple[str, int]]:
+        """Returns (path, size) of all shards, or nothing when one is missing: then each shard is on its own."""
+        mine = f"{number + 1:05d}-of-"
+        at = path.rindex(mine)
+        files = []
+        for index in range(count):
+            name = f"{path[:at]}{index + 1:05d}{path[at + 5 :]}"
+            try:
+                files.append((name, self.tree.stat(name).st_size))
+            except OSError:
+                return []
+        return files
+
+    def suppose(self, group: Group) -> None:
+        """Takes a file that no header tells about for a loop from front to back: the user says that it will be read."""
+        if not group.looping:
+            order = list(range(group.count))
+            group.believe(order)
+            self.state.references.guessed(group, [], [], order)
+
+    def _guess(self, group: Group, member: Member, header: Header) -> None:
+        """Takes over what the header says: hot and row extents are single, the rest loops; all of it if it is pinned."""
+        single = bytearray(member.count)
+        for region in header.regions:
+            if region.role == "loop" or group.first:
+                continue
+            first = -(-region.first_byte // group.extent_bytes)
+            for extent in range(first, region.end // group.extent_bytes):
+                single[extent] = 1
+        header_end = 0 if group.first else -(-header.size_bytes // group.extent_bytes)
+        singles = [member.base + index for index in range(member.count) if single[index]]
+        hot = [extent for extent in singles if extent < member.base + header_end]
+        for extent in singles:
+            group.set_state(extent, SINGLE)
+        group.hot.update(hot)
+        size = group.extent_bytes
+        computed = [range(part.first_byte // size, -(-part.end // size)) for part in header.regions]
+        order = list(dict.fromkeys(member.base + index for extents in computed for index in extents))
+        group.believe(order)
+        self.state.references.guessed(group, singles, hot, order)
+
+    def dissolve(self, group: Group) -> None:
+        """Forgets a group and leaves what the kernel may hold of it to the evictor. Lock held."""
+        self.state.groups.pop(group.key, None)
+        group.alive = False
+        for backing, (owner, _) in list(self.state.owners.items()):
+            if owner is group:
+                del self.state.owners[backing]
+        for extent in group.charged_extents():
+            member = group.member_of(extent)
+            charged = group.charge[extent]
+            if member.node is None:
+                self.state.resident_bytes -= charged
+                continue
+            offset, length = group.offset_of(member, extent), group.length_of(member, extent)
+            self.state.debts.append((member.node, offset, length, charged))
+        group.charge[:] = type(group.charge)(group.charge.typecode, bytes(group.charge.itemsize * group.count))
+        group.pinned_bytes = 0
+        self.state.room.notify()
+
+
+def _layout_of(backing: Backing) -> ModelLayout | None:
+    """The layout that the file's header shows; None for no model, or for a header that cannot be used. OSError."""
+    region = Region(HEADER_READ_BYTES + PAGE)
+
+    def read(offset: int, size: int) -> bytes:
+        parts = []
+        while size > 0:
+            first = offset // PAGE * PAGE
+            skip = offset - first
+            length = min(HEADER_READ_BYTES, -(-(skip + size) // PAGE) * PAGE)
+            count = backing.read_into(region.address, length, first)
+            part = ctypes.string_at(region.address + skip, max(0, min(count - skip, size)))
+            if not part:
+                break
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+        return b"".join(parts)
+
+    try:
+        return read_layout(read, backing.size, os.path.basename(backing.path))
+    except DataError:  # its text quotes the file
+        log.warning("inode %d is cached without a layout: its header is damaged", backing.ino)
+        return None

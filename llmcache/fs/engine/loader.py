@@ -1,0 +1,131 @@
+"""Loaders run ahead of the readers; the evictor keeps what the kernel holds below the budget.
+
+A loader stores what readers fetched, and otherwise fetches the absent extent whose reader will be there first. It only
+claims when there is room, and makes none itself: it holds no claim while somebody waits for the kernel to drop pages.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from llmcache.cache.cursors import CURSOR_LIFE_NS
+from llmcache.fs.engine.group import READY, Group
+from llmcache.fs.engine.planner import choose_victims
+
+if TYPE_CHECKING:
+    from llmcache.cache.cursors import Cursor
+    from llmcache.fs.backends.base import Fetching
+    from llmcache.fs.engine.state import CacheState, Job
+
+log = logging.getLogger(__name__)
+
+LOADERS = 4
+IDLE_S = 0.5
+SPAN_SHARE = 0.75  # of a loop that a loader may look ahead
+UNSEEN_WINDOW_BYTES = 16 << 20  # of a file that is not known to loop
+
+
+class Loader:
+    """The loader threads and the evictor thread."""
+
+    def __init__(self, state: CacheState, fetcher: Fetching) -> None:
+        self.state = state
+        self.fetcher = fetcher
+        self._threads = [threading.Thread(target=self._load, name=f"load-{n}", daemon=True) for n in range(LOADERS)]
+        self._threads.append(threading.Thread(target=self._evict, name="evict", daemon=True))
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        """Waits for the threads, after `state.running` was cleared and both conditions notified."""
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=10)
+
+    def _load(self) -> None:
+        state = self.state
+        while state.running:
+            with state.lock:
+                job = state.jobs.popleft() if state.jobs else self._claim()
+                if job is None:
+                    state.work.wait(IDLE_S)
+            if job is not None:
+                job()
+
+    def _claim(self) -> Job | None:
+        """Claims the extent that is wanted soonest, if there is room for it. Lock held."""
+        best: tuple[tuple[int, int], Group, int] | None = None
+        for group in self.state.groups.values():
+            if not group.cursors.live:  # here, and not in `_candidates`: of thousands of files, all but a few have no reader
+                continue
+            for urgency, extent in self._candidates(group):
+                if best is None or urgency < best[0]:
+                    best = (urgency, group, extent)
+        if best is None:
+            return None
+        _, group, extent = best
+        if self.state.used_bytes + group.extent_bytes > self.state.room_bytes:
+            self.state.room.notify()
+            return None
+        member = group.member_of(extent)
+        return self.fetcher.ahead(group, member, extent, group.last_pid)
+
+    def _candidates(self, group: Group) -> Iterator[tuple[tuple[int, int], int]]:
+        """Yields (urgency, extent to fetch) for each reader of `group` that lacks some; the smallest comes first.
+
+        Urgency: place in the convoy, then bytes already waiting ahead.
+        """
+        if self.state.notifier is None:
+            return
+        readers = [cursor for cursor in group.cursors.trailing_first() if self._follows(group, cursor)]
+        # The last of the convoy may fill the window alone: the sooner it has caught up, the sooner one read serves all.
+        ahead = (group.window_bytes or UNSEEN_WINDOW_BYTES) // 2
+        span = int(group.count * SPAN_SHARE) if group.looping else group.count
+        for place, cursor in enumerate(readers):
+            extent = group.next_absent(cursor.head, span)
+            if extent is None or not group.member_of(extent).reachable:
+                continue
+            waiting = group.waiting(cursor.head, group.order.rank_of[extent]) * group.extent_bytes
+            if waiting < ahead:
+                yield (place, waiting), extent
+
+    def _follows(self, group: Group, cursor: Cursor) -> bool:
+        """True if it is worth running ahead of `cursor`: it has moved, and lately."""
+        return (cursor.moves > 0 or group.looping) and cursor.last_ns > group.last_ns - CURSOR_LIFE_NS
+
+    def _evict(self) -> None:
+        state = self.state
+        while state.running:
+            with state.lock:
+                debts, state.debts = state.debts, []
+                if not debts:
+                    debts = [self._give_up(*victim) for victim in choose_victims(state, time.monotonic_ns())]
+                if not debts:
+                    state.room.wait(IDLE_S)
+                    continue
+            self._drop(debts)
+
+    def _give_up(self, group: Group, node: int, offset: int, length: int, extent: int) -> tuple[int, int, int, int]:
+        """Lock held."""
+        if group.state(extent) == READY:
+            self.state.counters.prefetch_wasted_bytes += length
+        return node, offset, length, group.forget(extent)
+
+    def _drop(self, debts: list[tuple[int, int, int, int]]) -> None:
+        """Invalidates ranges of the page cache; only then they count as gone."""
+        state = self.state
+        for node, offset, length, _ in debts:
+            if state.notifier is not None:
+                state.notifier.invalidate(node, offset, length)
+        with state.lock:
+            for _, _, length, charged in debts:
+                state.resident_bytes -= charged
+                state.counters.invalidated_bytes += length
+            state.work.notify_all()

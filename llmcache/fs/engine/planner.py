@@ -1,0 +1,202 @@
+"""Turns the arbitration of `llmcache.cache` into pins: who is pinned where, who streams through which window.
+
+Runs with the engine's lock held; cheap enough to run at every change (opens, closes, new periods, a new limit).
+
+And who leaves the page cache when room is needed (`choose_victims`), in this order: single pages beyond their reserve, what
+was read once and does not loop, what a loop's readers have left behind (oldest touch first), what was fetched ahead of a
+reader that never came, and last the reserves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from llmcache.cache.arbitration import (
+    HOT_SHARE,
+    ROWS_RESERVE_BYTES,
+    Loop,
+    Settled,
+    Share,
+    cap_pins,
+    reserve_bytes,
+    settle,
+    share_budget,
+)
+from llmcache.fs.engine.group import LOADING, PINNED, SINGLE, Group
+
+if TYPE_CHECKING:
+    from llmcache.cache.steering import Steering
+    from llmcache.fs.backends.arena import ArenaHolder
+    from llmcache.fs.backends.base import Holder
+    from llmcache.fs.engine.state import CacheState
+
+
+UNLIMITED = 1 << 62
+IDLE_PERIODS = 10
+IDLE_NS = 30_000_000_000
+
+
+class Planner:
+    """Plans one mount in mode steer: pins and windows."""
+
+    core: Steering | None = None
+
+    def __init__(self, state: CacheState, holder: Holder) -> None:
+        self.state = state
+        self.holder = holder
+        self.pinnable_bytes = UNLIMITED  # less for a while once the kernel has refused a lock
+
+    def plan(self) -> None:
+        """Brings pins and windows in line with the limit and with what loops. Lock held."""
+        groups = [group for group in self.state.groups.values() if group.looping and group.loop_bytes]
+        now_ns = time.monotonic_ns()
+        loops = [
+            Loop(group.key, group.loop_bytes, group.learner.period, self._active(group, now_ns), group.convoy, group.first)
+            for group in groups
+            if group.first or group.warm or self.state.opens_of(group) or self.holder.held(group)
+        ]
+        shares = share_budget(max(0, self.state.limit_bytes - self._reserve()), loops)
+        # Pins, not windows, are cut to the budget and to what the kernel locks.
+        shares = cap_pins(shares, min(self.pinnable_bytes, self.state.pin_limit_bytes))
+        ranked = sorted(groups, key=lambda group: shares.get(group.key, Share(0, 0)).pinned_bytes)
+        for group in ranked:  # the ones that lose first: their room is needed
+            self._apply(group, shares.get(group.key, Share(0, 0)))
+
+    def _active(self, group: Group, now_ns: int) -> bool:
+        if group.first or group.warm:
+            return True  # the user says that it will be read
+        if not self.state.opens_of(group):
+            return False
+        if PINNED in group.status and group.status.count(PINNED) * group.extent_bytes >= group.loop_bytes:
+            return True  # pinned whole: its readers cannot be seen
+        return now_ns - group.last_ns < max(IDLE_NS, IDLE_PERIODS * (group.learner.period or 0))
+
+    def _reserve(self) -> int:
+        """Bytes kept for hot pages and rows that were really read."""
+        hot = sum(group.charge[extent] for group in self.state.groups.values() for extent in group.hot)
+        has_rows = any(SINGLE in group.status for group in self.state.groups.values())
+        return reserve_bytes(self.state.limit_bytes, hot, has_rows)
+
+    def _apply(self, group: Group, share: Share) -> None:
+        by_rank = zip(group.order.extent_at, group.status, strict=True)
+        candidates = [extent for extent, state in by_rank if state != SINGLE]
+        whole = share.pinned_bytes >= group.loop_bytes
+        settled = settle(candidates, group.wanted, share.pinned_bytes, group.extent_bytes, whole)
+        set_window(group, share, settled)
+        if settled.unpinned:
+            self.holder.release(group, settled.unpinned)
+            self.state.room.notify()
+        self.holder.pin_ready(group)
+
+
+class ArenaPlanner(Planner):
+    """Takes the windows from the deterministic core, which plans by itself what is held."""
+
+    core: Steering
+
+    def __init__(self, state: CacheState, holder: ArenaHolder) -> None:
+        super().__init__(state, holder)
+        self.core = holder.core
+
+    def plan(self) -> None:
+        """Brings windows in line with the core's plan. Lock held."""
+        for key, space in self.core.spaces.items():
+            if space.learner.looping:
+                set_window(self.state.groups[key], space.share, space.settled)
+
+
+def set_window(group: Group, share: Share, settled: Settled) -> None:
+    """Sets how far loaders run ahead of the readers of `group`, and how near readers are a convoy."""
+    group.window_bytes = share.window_bytes
+    streamed = max(1, settled.extents - settled.pinned)
+    kept = max(2, share.window_bytes // 2 // group.extent_bytes)
+    group.cursors.near = min(group.cursors.reach, kept * settled.extents // streamed) if settled.extents else 1
+    group.cursors.step = 3 * -(-settled.extents // streamed)
+
+
+LAG_NS = 3_000_000  # a reader's neighbours may still be in an extent touched less than this ago
+ABANDONED_NS = 1_000_000_000  # a ready extent that nobody has touched for this long may go
+BATCH_BYTES = 32 << 20
+
+HEADROOM_EXTENTS = 3
+
+Victim = tuple[Group, int, int, int, int]
+
+
+def choose_victims(state: CacheState, now_ns: int) -> list[Victim]:
+    """Returns (group, node id, offset, length, extent) to drop now; empty when there is room enough."""
+    excess = excess_bytes(state)
+    victims: list[Victim] = []
+    chosen: set[tuple[str, int]] = set()
+    for group, extent in _in_order(state, now_ns):
+        if excess <= 0 or len(victims) * group.extent_bytes > BATCH_BYTES:
+            break
+        if (group.key, extent) in chosen or group.state(extent) in (LOADING, PINNED):
+            continue
+        member = group.member_of(extent)
+        if member.node is None:
+            continue
+        chosen.add((group.key, extent))
+        excess -= group.charge[extent]
+        victims.append((group, member.node, group.offset_of(member, extent), group.length_of(member, extent), extent))
+    return victims
+
+
+def excess_bytes(state: CacheState) -> int:
+    """Bytes that have to go: what is over the limit, plus some headroom when loaders or a warm-up have work waiting."""
+    loops = [group.extent_bytes for group in state.groups.values() if group.cursors.live]
+    extent = max(loops, default=0)
+    headroom = max(HEADROOM_EXTENTS * extent, state.asked_bytes)
+    return state.used_bytes + min(headroom, max(state.limit_bytes // 8, extent, state.asked_bytes)) - state.room_bytes
+
+
+def _in_order(state: CacheState, now_ns: int) -> Iterator[tuple[Group, int]]:
+    groups = sorted(state.groups.values(), key=lambda group: (state.opens_of(group) > 0, group.last_ns))
+    yield from _rows(groups, ROWS_RESERVE_BYTES)
+    for group in groups:
+        if not group.looping:
+            yield from _touched(group, now_ns)
+    yield from _rows([group for group in groups if group.written], 0)
+    for group in groups:
+        if group.looping:
+            yield from _touched(group, now_ns)
+    for group in groups:
+        yield from ((group, extent) for extent, since in group.ready.items() if now_ns - since > ABANDONED_NS)
+    yield from _hot(groups, state.limit_bytes // HOT_SHARE)
+    yield from _rows(groups, 0)
+
+
+def _touched(group: Group, now_ns: int) -> Iterator[tuple[Group, int]]:
+    for extent, since in group.touched.items():
+        if now_ns - since >= LAG_NS:
+            yield group, extent
+
+
+def _rows(groups: list[Group], reserve_bytes: int) -> Iterator[tuple[Group, int]]:
+    """Single-page extents that are not hot, least recently read first, down to `reserve_bytes` a group.
+
+    Those of written files count as read once, not as rows: they have no reserve and come after other groups' rows.
+    """
+    for group in groups:
+        if group.written and reserve_bytes:
+            continue
+        rows = [extent for extent in group.strays if extent not in group.hot]
+        over = sum(group.charge[extent] for extent in rows) - reserve_bytes
+        for extent in rows:
+            if over <= 0:
+                break
+            over -= group.charge[extent]
+            yield group, extent
+
+
+def _hot(groups: list[Group], reserve_bytes: int) -> Iterator[tuple[Group, int]]:
+    """Hot extents beyond their share of the budget, least recently read first; idle files' before all others."""
+    kept = sum(group.charge[extent] for group in groups for extent in group.hot)
+    for group in groups:
+        for extent in [extent for extent in group.strays if extent in group.hot]:
+            if kept <= reserve_bytes:
+                return
+            kept -= group.charge[extent]
+            yield group, extent

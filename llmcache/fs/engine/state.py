@@ -1,0 +1,183 @@
+"""The state that reader, loader, evictor and planner share, and the one lock around it.
+
+Locking, argued once: `lock` guards every field here and every method of `Group`. It is held for computing only, never
+during I/O, a notification to the kernel, an mlock or a wait for a fetch. `work` wakes loaders, `room` the evictor, `ended`
+those who wait for the end of loads and STOREs.
+
+Who may wait for whom (a page of an unanswered READ or WRITE is locked in the kernel; STORE, INVAL and mlock wait for it,
+and the READ may be queued behind as many other requests as the daemon has threads):
+- a READ -> the fetch under way -> storage, and nothing else. Loaders set `done` before they STORE, and what is read for a
+  STORE is no load any more (`Member.loads`) when that begins; evictor, pins and the dropping of pages have threads of
+  their own, hold neither lock nor fetch while they wait for the kernel, and nobody waits for them: who changes a file
+  leaves word of what has to be dropped, and opens say so until it is (`operations.py`).
+- an open, or a truncation by name -> STOREs of what was there before, which would put old data over new; but only
+  `engine.WAITERS` at a time, so that other threads answer the READs for which those STOREs wait, and only for
+  `engine.WAIT_S`: libfuse keeps others from a path while it is opened, and they have threads too. An open that does not
+  wait may be followed by old data until that is dropped.
+So every request is answered however long the kernel takes.
+At the end nobody waits for the kernel any more before requests are no longer taken (`libfuse.Notifier.close`); what is
+left to be dropped then is not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
+from llmcache.fs.backends.buffers import BufferPool
+from llmcache.fs.engine.group import PAGE, Fetch, Group, Member
+from llmcache.fs.engine.references import References
+from llmcache.fs.engine.waits import Waits
+
+if TYPE_CHECKING:
+    from llmcache.fs.vfs.backing import Backing
+
+
+class KernelNotifier(Protocol):
+    """What the engine needs of the FUSE session; both return 0 or -errno and release the GIL."""
+
+    def store(self, nodeid: int, offset: int, address: int, length: int) -> int:
+        """Puts `length` bytes at `address` into the page cache of `nodeid`."""
+
+    def invalidate(self, nodeid: int, offset: int, length: int) -> int:
+        """Drops a range of the page cache of `nodeid`."""
+
+
+@dataclass
+class Counters:
+    """Bytes since the mount began."""
+
+    requested_bytes: int = 0  # by READ requests
+    hit_bytes: int = 0  # consumed by readers from memory: pinned in the page cache (once a pass), or held in the arena
+    miss_bytes: int = 0  # consumed by readers from storage
+    backing_read_bytes: int = 0
+    backing_write_bytes: int = 0
+    prefetch_useful_bytes: int = 0
+    prefetch_late_bytes: int = 0
+    prefetch_wasted_bytes: int = 0
+    stored_bytes: int = 0
+    invalidated_bytes: int = 0
+    refault_bytes: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Returns the counters by name."""
+        return asdict(self)
+
+
+Job = Callable[[], None]
+
+
+@dataclass(eq=False)
+class CacheState:
+    """Budget, groups and counters of one mount."""
+
+    budget_bytes: int
+    pool: BufferPool
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    counters: Counters = field(default_factory=Counters)
+    late_waits: Waits = field(default_factory=Waits)  # for extents that were being fetched ahead of the reader
+    demand_waits: Waits = field(default_factory=Waits)  # for extents that nobody had fetched ahead
+    began_ns: int = field(default_factory=time.monotonic_ns)
+    references: References = field(default_factory=References)
+    groups: dict[str, Group] = field(default_factory=dict)
+    owners: dict[Backing, tuple[Group, Member]] = field(default_factory=dict)
+    opens: dict[Backing, int] = field(default_factory=dict)  # by applications
+    debts: list[tuple[int, int, int, int]] = field(default_factory=list)  # node, offset, length, charged: to be dropped
+    jobs: deque[Job] = field(default_factory=deque)  # for loaders, before all that they find to do themselves
+    storing: list[tuple[Group, Member]] = field(default_factory=list)  # STOREs under way
+    resident_bytes: int = 0  # upper bound of what the kernel holds for us
+    asked_bytes: int = 0  # of room that a warm-up waits for
+    held_bytes: int = 0  # arena only: bytes in the daemon's own memory
+    slack_bytes: int = 0  # in place only: beyond the limit, in memory that nobody wants
+    running: bool = True
+    notifier: KernelNotifier | None = None
+
+    def __post_init__(self) -> None:
+        self.set_limit(self.budget_bytes)
+        self.work = threading.Condition(self.lock)
+        self.room = threading.Condition(self.lock)
+        self.ended = threading.Condition(self.lock)
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Takes what pressure leaves of the budget: pins stay within it, all together may have the window's allowance."""
+        self.pin_limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes + WINDOW_ALLOWANCE_BYTES
+        self.references.limited(limit_bytes)
+
+    @property
+    def room_bytes(self) -> int:
+        """What may be used before something has to be dropped."""
+        return self.limit_bytes + self.slack_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Kernel and arena bytes that count against the budget."""
+        return self.resident_bytes + self.held_bytes
+
+    def stores_old(self, path: str) -> bool:
+        """True while a STORE of a group that has ended is under way to `path`."""
+        return any(member.path == path and not group.alive for group, member in self.storing)
+
+    def load_ended(self, member: Member) -> None:
+        """Notes the end of a read of the file for a fetch."""
+        member.loads -= 1
+        self.ended.notify_all()
+
+    def store_ended(self, group: Group, member: Member) -> None:
+        """Notes the end of a STORE that is in `storing`."""
+        self.storing.remove((group, member))
+        self.ended.notify_all()
+
+    def opens_of(self, group: Group) -> int:
+        """Open handles of applications on all files of `group`."""
+        return sum(count for backing, count in self.opens.items() if self.owners.get(backing, (None,))[0] is group)
+
+    def charge(self, group: Group, extent: int, length: int) -> None:
+        """Counts `length` more bytes of `extent`, in whole pages, as held by the kernel (at most the whole extent)."""
+        if not group.alive or group.member_of(extent).node is None:
+            return  # what comes in before the node is known is dropped when it is
+        before = group.charge[extent]
+        after = min(group.extent_bytes, before + -(-length // PAGE) * PAGE)
+        group.charge[extent] = after
+        self.resident_bytes += after - before
+        if self.used_bytes > self.room_bytes:
+            self.room.notify()
+
+    def consumed(self, length: int, hit: bool) -> None:
+        """Counts bytes that a reader got."""
+        if hit:
+            self.counters.hit_bytes += length
+        else:
+            self.counters.miss_bytes += length
+
+    def finish(self, fetch: Fetch) -> None:
+        """Drops one user of `fetch`; the last one gives its buffer back."""
+        fetch.users -= 1
+        if fetch.users == 0 and fetch.buffer is not None:
+            self.pool.give(fetch.buffer)
+            self.work.notify()
+
+    def ranges(self, group: Group, extents: list[int]) -> list[tuple[Member, int, int]]:
+        """Returns (member, offset, length) of `extents`, neighbours merged."""
+        merged: list[tuple[Member, int, int]] = []
+        for extent in sorted(extents):
+            member = group.member_of(extent)
+            offset, length = group.offset_of(member, extent), group.length_of(member, extent)
+            if merged and merged[-1][0] is member and merged[-1][1] + merged[-1][2] == offset:
+                merged[-1] = (member, merged[-1][1], merged[-1][2] + length)
+            else:
+                merged.append((member, offset, length))
+        return merged
+
+    def pinned_bytes(self) -> int:
+        """Bytes that are pinned in the page cache (steer) or held in the arena."""
+        return sum(group.pinned_bytes for group in self.groups.values())
+
+    def window_bytes(self) -> int:
+        """Charged bytes that are not pinned: the window, hot pages and what has not been dropped yet."""
+        return max(0, self.used_bytes - self.pinned_bytes())

@@ -1,0 +1,401 @@
+"""Brings files in before anybody reads them: what the plan wants kept of them, and their hot pages.
+
+`Warmer.warm` opens the files as a reader would (so that they are grouped, attached to the pin helper and planned), has
+`Bringer` fetch what is wanted and absent, and closes them. It fetches nothing that would only stream through.
+
+Locking: the engine's one lock, as in `state`. In steer and in place, extents are fetched like those of a loader. In arena
+they are read into memory of their own and handed to the core, which keeps what it still wants: no reference is made, so
+passes that are learned from references stay those of readers. Hot pages are stored while `CacheState.storing` tells a
+writer to wait. No thread here owes a reply to a READ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol
+
+from llmcache.cache.arbitration import HOT_SHARE
+from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
+from llmcache.fs.backends.buffers import Region
+from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, SINGLE, SPARSE, Group, Member
+from llmcache.fs.engine.references import READ
+from llmcache.fs.vfs.caller import Caller
+from llmcache.fs.vfs.policy import matches
+
+if TYPE_CHECKING:
+    from llmcache.fs.backends.base import Fetching, Holder
+    from llmcache.fs.engine.engine import Engine
+    from llmcache.fs.engine.state import CacheState
+    from llmcache.fs.vfs.backing import Backing
+    from llmcache.fs.vfs.source import SourceTree
+
+
+SCHEMA = "llmcache.warmup/1"
+ATTACH_S = 10.0
+DESCRIPTORS = 2  # of an open file: with and without O_DIRECT
+_LONGEST_SHOWN = 500
+_ROUNDS = 8  # of bringing in what a changed plan wants: others may change it for ever
+
+
+class Opener(Protocol):
+    """What opens files as a reader of the mount would."""
+
+    def open(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]:
+        """(handle, …) of a regular file. OSError."""
+
+    def release(self, number: int) -> None:
+        """Ends an open."""
+
+
+class Warmer:
+    """Warm-ups of one mount; several may be asked for at a time, and bring in one after the other."""
+
+    def __init__(self, engine: Engine, operations: Opener, tree: SourceTree) -> None:
+        self.engine = engine
+        self.state = engine.state
+        self.operations = operations
+        self.tree = tree
+        self._turn = threading.Lock()
+
+    def warm(self, globs: list[str], tell: Tell, *, fetch: bool = True) -> dict[str, Any]:
+        """Warms the files that match `globs` (none: all models and small files); returns what is kept of them now.
+
+        `tell` is given progress several times a second, and ends the warm-up by raising. Not `fetch`: only looks.
+        UsageError: no file matches; MountProblem: the mount ended meanwhile.
+        """
+        began = time.monotonic()
+        paths = self.named(globs, tell)
+        _refuse_too_many(paths)
+        before = self.state.counters.backing_read_bytes
+        with ExitStack() as stack:
+            unreadable = [path for path in _while_telling(paths, tell) if not self._open(path, stack)]
+            groups = self._groups(set(paths))
+            self._open_shards(groups, stack)
+            self._ready(groups, suppose=bool(globs))
+            if fetch:
+                self._bring(groups, tell)
+            rows = self._rows(groups, warm=fetch)
+        read = self.state.counters.backing_read_bytes - before if fetch else 0
+        return {
+            "schema": SCHEMA,
+            "mode": self.engine.mode,
+            "wanted_bytes": sum(row["wanted_bytes"] for row in rows),
+            "warm_bytes": sum(row["warm_bytes"] for row in rows),
+            "read_bytes": read,
+            "seconds": time.monotonic() - began,
+            "files": rows,
+            "unreadable": unreadable,
+        }
+
+    def _bring(self, groups: list[Group], tell: Tell) -> None:
+        """Brings in what is absent when its turn has come: two warm-ups at once would read the same twice.
+
+        What comes in changes the plan (hot pages take room from loops), and so do others meanwhile: it goes on until
+        nothing that is wanted is absent, or no more comes.
+        """
+        while not self._turn.acquire(timeout=TELL_S):
+            tell({})
+            if not self.state.running:
+                raise ended()
+        try:
+            for _ in range(_ROUNDS):
+                bringer = Bringer(self.state, self.engine.fetcher, self.engine.holder, self._pieces(groups))
+                bringer.run(tell)
+                if not bringer.done_bytes:
+                    return
+        finally:
+            self._turn.release()
+
+    # Which files
+
+    def named(self, globs: list[str], tell: Tell) -> list[str]:
+        """Paths of the regular files that match `globs`, all without globs. UsageError: there are globs and no file."""
+        paths = [path for path in _while_telling(self._paths(), tell) if not globs or matches(path, globs)]
+        if globs and not paths:
+            shown, hint = " ".join(globs)[:_LONGEST_SHOWN], "write globs in quotes: '*.gguf', 'directory/*'"
+            raise UsageError(f"GLOB: no file of the mount matches {shown}", hint)
+        return paths
+
+    def _paths(self) -> Iterator[str]:
+        """Paths of all regular files, in the order of their names."""
+        for directory, names, files, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False):
+            names.sort()
+            for name in sorted(files):
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    if stat.S_ISREG(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+                        yield os.path.normpath(f"/{directory}/{name}")
+
+    def _open(self, path: str, stack: ExitStack) -> bool:
+        """Opens as a reader does, until `stack` ends; False where SOURCE refuses."""
+        try:
+            number, _ = self.operations.open(path, os.O_RDONLY, Caller(os.geteuid(), os.getegid(), os.getpid()))
+        except OSError:
+            return False
+        stack.callback(self.operations.release, number)
+        return True
+
+    def _open_shards(self, groups: list[Group], stack: ExitStack) -> None:
+        """Shards of one model are kept together, whichever of them was named."""
+        with self.state.lock:
+            closed = [member.path for group in groups for member in group.members if member.backing is None]
+        for path in closed:
+            self._open(path, stack)
+
+    def _groups(self, paths: set[str]) -> list[Group]:
+        with self.state.lock:
+            groups = list(self.state.groups.values())
+        return [group for group in groups if not group.written and any(m.path in paths for m in group.members)]
+
+    def _ready(self, groups: list[Group], suppose: bool) -> None:
+        """Waits until the kernel's nodes are known and old pages are dropped."""
+        state, end = self.state, time.monotonic() + ATTACH_S
+        with state.lock:
+            while any(_waits(member) for group in groups for member in group.members):
+                if not state.running:
+                    raise ended()
+                if time.monotonic() > end:
+                    break
+                state.work.wait(0.05)
+            for group in groups:
+                if suppose and group.alive and group.status.count(SINGLE) == 0:
+                    self.engine.grouping.suppose(group)
+
+    # What is to be kept of them
+
+    def _pieces(self, groups: list[Group]) -> list[Piece]:
+        """What should be there, in the order in which it will be read: hot pages as far as their share goes, then loops."""
+        with self.state.lock:
+            return self._planned(groups)
+
+    def _planned(self, groups: list[Group]) -> list[Piece]:
+        """The same, by a plan of this moment. Lock held."""
+        self.state.references.planned()
+        self.engine.planner.plan()
+        found: list[Piece] = []
+        share = self.state.limit_bytes // HOT_SHARE
+        for group in groups:
+            for extent in sorted(group.hot):
+                member = group.member_of(extent)
+                share -= group.length_of(member, extent)
+                if share >= 0 and group.length_of(member, extent) > 0:
+                    found.append((group, member, extent))
+        for group in groups:
+            wanted = (extent for extent in group.order.extent_at if self._wants(group, extent))
+            found += [(group, group.member_of(extent), extent) for extent in wanted]
+        return found
+
+    def _wants(self, group: Group, extent: int) -> bool:
+        core = self.state.references.core
+        if group.state(extent) == SINGLE or not group.alive:
+            return False
+        return bool(group.wanted[extent]) if core is None else core.wants(group.key, extent)
+
+    def _rows(self, groups: list[Group], warm: bool) -> list[dict[str, Any]]:
+        """What is wanted and kept of each file, at one moment; and (`warm`) keeps it until it has been used."""
+        sums = {(group.key, member.path): [0, 0] for group in groups for member in group.members if member.backing}
+        with self.state.lock:
+            for group in groups:
+                group.warm = group.warm or (warm and group.alive)
+            for piece in self._planned(groups):
+                group, member, extent = piece
+                both = sums.get((group.key, member.path))
+                if both is not None:
+                    length = group.length_of(member, extent)
+                    both[0] += length
+                    both[1] += length if has(self.state, piece) else 0
+            return [
+                {
+                    "path": member.path,
+                    "size_bytes": member.size_bytes,
+                    "wanted_bytes": sums[group.key, member.path][0],
+                    "warm_bytes": sums[group.key, member.path][1],
+                    "pinned": group.first,
+                }
+                for group in groups
+                for member in group.members
+                if (group.key, member.path) in sums
+            ]
+
+
+def _while_telling(paths: Iterable[str], tell: Tell) -> Iterator[str]:
+    """Passes `paths` on; now and then tells the client, whose patience ends, that something goes on."""
+    told = time.monotonic()
+    for path in paths:
+        if time.monotonic() - told > TELL_S:
+            told = time.monotonic()
+            tell({})
+        yield path
+
+
+def _refuse_too_many(paths: list[str]) -> None:
+    """EnvironmentProblem if opening all of `paths` could leave no descriptors for those who read meanwhile."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // (2 * DESCRIPTORS)
+    if len(paths) > most:
+        hint = "name those that matter with globs; a daemon that may open more files (ulimit -n) takes more"
+        raise EnvironmentProblem(f"GLOB: {len(paths)} files are more than can be warmed at once, {most}", hint)
+
+
+def _waits(member: Member) -> bool:
+    """True for an open file that the pin helper, or the dropping of old pages, is still busy with. Lock held."""
+    return member.backing is not None and (member.attaching or member.backing.unsettled)
+
+
+THREADS = 4
+TELL_S = 0.2
+STALLED_S = 10.0  # without a byte: there is no room, or storage hangs
+
+Tell = Callable[[dict[str, Any]], None]
+Piece = tuple[Group, Member, int]
+
+
+def has(state: CacheState, piece: Piece) -> bool:
+    """True if the extent is kept, as far as the mount knows. Lock held."""
+    group, member, extent = piece
+    if group.state(extent) == SINGLE:
+        return bool(group.charge[extent] >= min(group.extent_bytes, group.length_of(member, extent)))
+    core = state.references.core
+    return group.state(extent) == PINNED if core is None else core.holds(group.key, extent)
+
+
+def ended() -> MountProblem:
+    """The error of a warm-up that the end of the mount has cut short."""
+    return MountProblem("the mount ended during the warm-up")
+
+
+class Bringer:
+    """One warm-up's threads, and the pieces that are left to do for them."""
+
+    def __init__(self, state: CacheState, fetcher: Fetching, holder: Holder, pieces: list[Piece]) -> None:
+        self.state, self.fetcher, self.holder = state, fetcher, holder
+        with state.lock:
+            self.left = deque(piece for piece in pieces if not has(state, piece))
+            self.total_bytes = sum(group.length_of(member, extent) for group, member, extent in self.left)
+        self.done_bytes = 0
+        self.last_ns = time.monotonic_ns()
+        self.stop = False
+
+    def run(self, tell: Tell) -> None:
+        """Returns when everything was brought in, or does not fit."""
+        threads = [threading.Thread(target=self._work, name=f"warm-{n}", daemon=True) for n in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        try:
+            while any(thread.is_alive() for thread in threads):
+                tell({"done_bytes": self.done_bytes, "total_bytes": self.total_bytes})
+                threads[0].join(TELL_S)
+                threads = threads[1:] + threads[:1]
+        finally:
+            self.stop = True
+            for thread in threads:
+                thread.join()
+            with self.state.lock:
+                self.state.asked_bytes = 0
+        if not self.state.running:
+            raise ended()
+
+    def _work(self) -> None:
+        while self.left and not self.stop and self.state.running:
+            try:
+                piece = self.left.popleft()
+            except IndexError:  # another thread was faster
+                return
+            self._bring(*piece)
+
+    def _bring(self, group: Group, member: Member, extent: int) -> None:
+        backing = member.backing
+        if backing is None:
+            return
+        if group.state(extent) == SINGLE:
+            self._bring_hot(group, member, extent, backing)
+        elif self.state.references.core is None:
+            self._bring_fetched(group, member, extent)
+        else:
+            self._bring_held(group, member, extent, backing)
+        with self.state.lock:
+            if has(self.state, (group, member, extent)):
+                self.done_bytes += group.length_of(member, extent)
+                self.last_ns = time.monotonic_ns()
+
+    def _bring_fetched(self, group: Group, member: Member, extent: int) -> None:
+        """Steer: as a loader does, when there is a buffer and room."""
+        while not self.stop and self.state.running:
+            with self.state.lock:
+                if not group.alive or not group.wanted[extent]:
+                    return  # the plan has changed
+                if group.state(extent) not in (ABSENT, SPARSE, LOADING):
+                    return  # it is there
+                if group.state(extent) == LOADING:  # others bring it
+                    job = None
+                elif self.state.used_bytes + group.extent_bytes <= self.state.room_bytes and member.reachable:
+                    job = self.fetcher.ahead(group, member, extent)
+                else:
+                    job = None
+                if job is None:
+                    if time.monotonic_ns() - self.last_ns > STALLED_S * 1e9:
+                        return
+                    self.state.asked_bytes = group.extent_bytes
+                    self.state.room.notify()
+                    self.state.work.wait(0.05)
+            if job is not None:
+                job()
+                return
+
+    def _bring_held(self, group: Group, member: Member, extent: int, backing: Backing) -> None:
+        """Arena: into memory of the daemon; the core may have changed its mind while it was read."""
+        with self.state.lock:
+            if not group.alive or has(self.state, (group, member, extent)):
+                return
+            offset, length = group.offset_of(member, extent), group.length_of(member, extent)
+            member.loads += 1
+        region = Region(group.extent_bytes)
+        complete = self._read(backing, region, offset, length)
+        with self.state.lock:
+            self.state.load_ended(member)
+            core = self.state.references.core
+            if complete and group.alive and core is not None and not core.holds(group.key, extent):
+                self.state.references.held(group, extent)
+                self.holder.keep(group, extent, region)
+
+    def _bring_hot(self, group: Group, member: Member, extent: int, backing: Backing) -> None:
+        """Puts a page-by-page extent into the page cache whole. A writer waits for that."""
+        with self.state.lock:
+            if not group.alive or member.node is None:
+                return
+            offset, length, node = group.offset_of(member, extent), group.length_of(member, extent), member.node
+            self.state.storing.append((group, member))
+            member.loads += 1
+        region = Region(group.extent_bytes)
+        notifier = self.state.notifier
+        complete = self._read(backing, region, offset, length)
+        with self.state.lock:
+            self.state.load_ended(member)  # who closes the file waits for this, and not for the kernel
+        stored = complete and notifier is not None and notifier.store(node, offset, region.address, length) == 0
+        with self.state.lock:
+            self.state.store_ended(group, member)
+            if not stored:
+                return
+            self.state.counters.stored_bytes += length
+            if group.key in self.state.groups:  # else it was given up meanwhile
+                self.state.charge(group, extent, length)
+                group.strays[extent] = time.monotonic_ns()
+                self.state.references.pages(group, member, offset, length, READ, os.getpid())
+            else:
+                self.state.debts.append((node, offset, length, 0))
+
+    def _read(self, backing: Backing, region: Region, offset: int, length: int) -> bool:
+        """True if the whole of it was read; what cannot be read is left to its readers, who are told why."""
+        try:
+            count = backing.read_into(region.address, -(-length // PAGE) * PAGE, offset)
+        except OSError:
+            return False
+        with self.state.lock:
+            self.state.counters.backing_read_bytes += count
+        return count >= length

@@ -1,0 +1,260 @@
+"""libfuse's callbacks, from C arguments to calls of LlmcacheOperations and back to errno.
+
+Data of reads and writes is passed on as a memory address: no bytes object, no copy. With nullpath_ok libfuse gives no
+path (None here) to calls on an open file, so everything on an open file goes by its handle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from llmcache.fs.vfs.caller import Caller
+
+log = logging.getLogger("llmcache.fs")
+
+# Results of interrupted or mis-raised system calls that an application could not make sense of.
+_NEVER_LEAK = {errno.EINTR, errno.EAGAIN, errno.EBADF, errno.EFAULT}
+
+_HIDDEN = b"/.fuse_hidden"
+
+# What changes or lists directories, or changes attributes: done with the rights of who asks (see `caller.py`).
+_WITH_RIGHTS = {
+    *("mknod", "mkdir", "unlink", "rmdir", "symlink", "rename", "link", "opendir"),
+    *("chown", "utimens", "setxattr", "removexattr", "listxattr"),
+}
+
+
+def reply_errno(error: OSError) -> int:
+    """The positive errno an application may see for an OSError of the daemon."""
+    number = error.errno
+    if not number or number < 0 or number in _NEVER_LEAK:
+        return errno.EIO
+    return number
+
+
+def _name(path: bytes | None) -> str | None:
+    return None if path is None else os.fsdecode(path)
+
+
+def _handle(info: Any) -> int | None:
+    return info.contents.fh if info else None
+
+
+class Callbacks:
+    """One method for each member of struct fuse_operations, under its name there."""
+
+    def __init__(self, operations: Any, context: Callable[[], Any], request: Callable[[], int]) -> None:
+        """`context()`: libfuse's fuse_context of this thread; `request()`: a number that no other request has."""
+        self._ops = operations
+        self._context = context
+        self._request = request
+        # By thread (Python's own thread-locals last for one callback here): the request that has looked at a hidden name.
+        self._looked: dict[int, tuple[int, bytes]] = {}
+
+    def guarded(self, name: str) -> Callable[..., int] | None:
+        """The callback of that name with errors turned into -errno; an unexpected exception becomes EIO and a log entry."""
+        method = getattr(self, "op_" + name, None)
+        if method is None:
+            return None
+
+        own = contextlib.nullcontext
+        rights = (lambda: self._caller().rights()) if name in _WITH_RIGHTS else own
+
+        def call(*arguments: Any) -> int:
+            try:
+                with rights():
+                    return method(*arguments) or 0
+            except OSError as error:
+                return -reply_errno(error)
+            except BaseException:  # nothing may unwind into C
+                log.exception("unexpected error in FUSE operation %s", name)
+                return -errno.EIO
+
+        return call
+
+    # Open files
+
+    def op_open(self, path: bytes, info: Any) -> None:
+        """FUSE_OPEN."""
+        info = info.contents
+        info.fh, info.keep_cache = self._ops.open(os.fsdecode(path), info.flags, self._caller())
+
+    def op_create(self, path: bytes, mode: int, info: Any) -> None:
+        """FUSE_CREATE."""
+        info = info.contents
+        info.fh, info.keep_cache = self._ops.create(os.fsdecode(path), info.flags, mode, self._caller())
+
+    def op_read(self, _path: bytes | None, buffer: Any, size: int, offset: int, info: Any) -> int:
+        """FUSE_READ."""
+        address = ctypes.addressof(buffer.contents)
+        result: int = self._ops.read_into(info.contents.fh, address, size, offset, self._context().contents.pid)
+        return result
+
+    def op_write(self, _path: bytes | None, buffer: Any, size: int, offset: int, info: Any) -> int:
+        """FUSE_WRITE."""
+        address = ctypes.addressof(buffer.contents)
+        result: int = self._ops.write_from(info.contents.fh, address, size, offset, self._caller())
+        return result
+
+    def op_release(self, _path: bytes | None, info: Any) -> None:
+        """FUSE_RELEASE."""
+        self._ops.release(info.contents.fh)
+
+    def op_fsync(self, _path: bytes | None, data_only: int, info: Any) -> None:
+        """FUSE_FSYNC."""
+        self._ops.fsync(info.contents.fh, bool(data_only))
+
+    def op_fallocate(self, _path: bytes | None, mode: int, offset: int, length: int, info: Any) -> None:
+        """FUSE_FALLOCATE."""
+        self._ops.fallocate(info.contents.fh, mode, offset, length, self._caller())
+
+    def op_lseek(self, _path: bytes | None, offset: int, whence: int, info: Any) -> int:
+        """FUSE_LSEEK: SEEK_DATA and SEEK_HOLE; the kernel does the others."""
+        result: int = self._ops.lseek(info.contents.fh, offset, whence)
+        return result
+
+    # Attributes
+
+    def op_getattr(self, path: bytes | None, buffer: Any, info: Any) -> None:
+        """FUSE_GETATTR and FUSE_LOOKUP."""
+        if path is not None and _HIDDEN in path and not info:
+            self._looked[threading.get_ident()] = self._request(), path
+        status = self._ops.getattr(_name(path), _handle(info))
+        target = buffer.contents
+        for field in ("st_mode", "st_nlink", "st_uid", "st_gid", "st_rdev", "st_size", "st_blksize", "st_blocks"):
+            setattr(target, field, getattr(status, field))
+        for field in ("atime", "mtime", "ctime"):
+            spec = getattr(target, f"st_{field}spec")
+            spec.tv_sec, spec.tv_nsec = divmod(getattr(status, f"st_{field}_ns"), 10**9)
+
+    def op_truncate(self, path: bytes | None, length: int, info: Any) -> None:
+        """FUSE_SETATTR of the size."""
+        self._ops.truncate(_name(path), _handle(info), length, self._caller())
+
+    def op_chmod(self, path: bytes | None, mode: int, info: Any) -> None:
+        """FUSE_SETATTR of the mode."""
+        self._ops.chmod(_name(path), _handle(info), mode, self._caller())
+
+    def op_chown(self, path: bytes | None, uid: int, gid: int, info: Any) -> None:
+        """FUSE_SETATTR of the owner; -1 leaves one as it is."""
+        none = 2**32 - 1
+        self._ops.chown(_name(path), _handle(info), -1 if uid == none else uid, -1 if gid == none else gid)
+
+    def op_utimens(self, path: bytes | None, times: Any, info: Any) -> None:
+        """FUSE_SETATTR of the times; UTIME_NOW and UTIME_OMIT stay in the nanoseconds."""
+        pairs = None
+        if times:
+            both = times.contents
+            pairs = [(both.actime.tv_sec, both.actime.tv_nsec), (both.modtime.tv_sec, both.modtime.tv_nsec)]
+        self._ops.utimens(_name(path), _handle(info), pairs)
+
+    def op_setxattr(self, path: bytes, name: bytes, value: Any, size: int, flags: int) -> None:
+        """FUSE_SETXATTR."""
+        self._ops.setxattr(os.fsdecode(path), os.fsdecode(name), ctypes.string_at(value, size), flags)
+
+    def op_getxattr(self, path: bytes, name: bytes, buffer: Any, size: int) -> int:
+        """FUSE_GETXATTR; size 0 asks for the length."""
+        # The kernel itself asks for others, access lists on every way and capabilities at every write: they are no secret.
+        with self._caller().rights() if name.startswith((b"user.", b"trusted.")) else contextlib.nullcontext():
+            return _put(self._ops.getxattr(os.fsdecode(path), os.fsdecode(name)), buffer, size)
+
+    def op_listxattr(self, path: bytes, buffer: Any, size: int) -> int:
+        """FUSE_LISTXATTR; size 0 asks for the length."""
+        names = self._ops.listxattr(os.fsdecode(path))
+        return _put(b"".join(os.fsencode(name) + b"\0" for name in names), buffer, size)
+
+    def op_removexattr(self, path: bytes, name: bytes) -> None:
+        """FUSE_REMOVEXATTR."""
+        self._ops.removexattr(os.fsdecode(path), os.fsdecode(name))
+
+    # Names
+
+    def op_readlink(self, path: bytes, buffer: Any, size: int) -> None:
+        """FUSE_READLINK."""
+        target = os.fsencode(self._ops.readlink(os.fsdecode(path)))[: size - 1] + b"\0"
+        ctypes.memmove(buffer, target, len(target))
+
+    def op_mknod(self, path: bytes, mode: int, _device: int) -> None:
+        """FUSE_MKNOD."""
+        self._ops.mknod(os.fsdecode(path), mode, self._caller())
+
+    def op_mkdir(self, path: bytes, mode: int) -> None:
+        """FUSE_MKDIR."""
+        self._ops.mkdir(os.fsdecode(path), mode, self._caller())
+
+    def op_unlink(self, path: bytes) -> None:
+        """FUSE_UNLINK."""
+        self._ops.unlink(os.fsdecode(path))
+
+    def op_rmdir(self, path: bytes) -> None:
+        """FUSE_RMDIR."""
+        self._ops.rmdir(os.fsdecode(path))
+
+    def op_symlink(self, target: bytes, path: bytes) -> None:
+        """FUSE_SYMLINK."""
+        self._ops.symlink(os.fsdecode(target), os.fsdecode(path))
+
+    def op_rename(self, old: bytes, new: bytes, flags: int) -> None:
+        """FUSE_RENAME2, and what libfuse makes of FUSE_UNLINK of an open file: it looks first if the hidden name is free."""
+        if _HIDDEN in new and self._looked.pop(threading.get_ident(), None) == (self._request(), new):
+            self._ops.hide(os.fsdecode(old), os.fsdecode(new))
+        else:
+            self._ops.rename(os.fsdecode(old), os.fsdecode(new), flags)
+
+    def op_link(self, old: bytes, new: bytes) -> None:
+        """FUSE_LINK."""
+        self._ops.link(os.fsdecode(old), os.fsdecode(new))
+
+    # Directories and the file system
+
+    def op_opendir(self, path: bytes, info: Any) -> None:
+        """FUSE_OPENDIR."""
+        info.contents.fh = self._ops.opendir(os.fsdecode(path))
+
+    def op_readdir(self, _path: bytes | None, buffer: Any, fill: Any, offset: int, info: Any, _flags: int) -> None:
+        """FUSE_READDIR: as many entries as the kernel's buffer takes, from where the last call ended."""
+        status = fill.argtypes[2]._type_()
+        reference = ctypes.byref(status)
+        listing = self._ops.listing(info.contents.fh)
+        with listing.lock:
+            for position, name, mode in listing.entries(offset):
+                status.st_mode = mode
+                if fill(buffer, os.fsencode(name), reference, position, 0):
+                    return
+                listing.taken(position)
+
+    def op_releasedir(self, _path: bytes | None, info: Any) -> None:
+        """FUSE_RELEASEDIR."""
+        self._ops.releasedir(info.contents.fh)
+
+    def op_fsyncdir(self, _path: bytes | None, data_only: int, info: Any) -> None:
+        """FUSE_FSYNCDIR."""
+        self._ops.fsyncdir(info.contents.fh, bool(data_only))
+
+    def op_statfs(self, _path: bytes, buffer: Any) -> None:
+        """FUSE_STATFS."""
+        status = self._ops.statfs()
+        target = buffer.contents
+        for field in ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail"):
+            setattr(target, field, getattr(status, field))
+        target.f_namemax = status.f_namemax
+
+    def _caller(self) -> Caller:
+        context = self._context().contents
+        return Caller(context.uid, context.gid, context.pid, context.umask)
+
+
+def _put(value: bytes, buffer: Any, size: int) -> int:
+    """Length of an attribute's value, copied out where the caller brought room."""
+    if size and buffer:
+        if len(value) > size:
+            return -errno.ERANGE
+        ctypes.memmove(buffer, value, len(value))
+    return len(value)

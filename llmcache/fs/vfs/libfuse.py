@@ -1,0 +1,299 @@
+"""libfuse 3 through mfusepy's ctypes declarations: finding it, mounting, the serving loop, and kernel notifications.
+
+The only file that imports mfusepy. Its FUSE class is not used: that one goes through fuse_main_real, which in libfuse
+3.14 ignores `max_threads` (10 threads, fewer than one 8-threaded reader's requests), handles signals itself and prints
+where it should return. Here the steps are taken one by one, with the same structures.
+
+ABI: fields of fuse_config after `auto_cache` moved between libfuse versions. Only `nullpath_ok` is set there; it has
+mfusepy's offset in every release (3.0-3.10, 3.11-3.16 with no_rofd_flush before it, 3.17+ without). Of fuse_file_info
+only flags, direct_io, keep_cache and fh are used: fields that never moved. The nodeid of a path is its st_ino seen
+through the mount, because use_ino stays unset. Behind the fuse_context of a thread libfuse has a pointer to the request,
+which begins with the session and the request's number: so in every release from 2.6 on, though no header says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llmcache.errors import EnvironmentProblem, MountProblem
+from llmcache.fs.vfs.callbacks import Callbacks
+
+APT_HINT = "install FUSE 3: sudo apt install fuse3"
+WAKE_SIGNAL = signal.SIGUSR2
+_ASYNC_READ = 1 << 0
+_DONT_MASK = 1 << 6  # a umask counts only where a directory has no default access list: see Caller.new_mode
+_POSIX_ACL = 1 << 19  # the mode of a file with access lists says more than its lists allow: the kernel must see both
+_UNWANTED = (
+    (1 << 7 | 1 << 8 | 1 << 9)  # splice: replies come from memory, a pipe would only add system calls
+    | 1 << 12  # AUTO_INVAL_DATA: a changed file is noticed at open, pages are dropped by the daemon
+    | 1 << 13
+    | 1 << 14  # READDIRPLUS: it would create an inode for every name of a large directory
+    | 1 << 20  # HANDLE_KILLPRIV: the daemon may be root, whose writes do not clear set-id bits; the kernel does it
+)
+
+
+@functools.cache
+def binding() -> Any:
+    """The mfusepy module, loaded on libfuse 3 (left alone it may pick libfuse 2); EnvironmentProblem where there is none."""
+    chosen = os.environ.get("FUSE_LIBRARY_PATH")
+    names = [chosen] if chosen else ["libfuse3.so.4", "libfuse3.so.3"]
+    failure = ""
+    for name in names:
+        try:
+            ctypes.CDLL(name)
+        except OSError as error:
+            failure = str(error)
+            continue
+        os.environ["FUSE_LIBRARY_PATH"] = name
+        import mfusepy  # loads the library named in FUSE_LIBRARY_PATH, once and for all
+
+        if mfusepy.fuse_version_major != 3:
+            raise EnvironmentProblem(f"{name} is libfuse {mfusepy.fuse_version_major}, not 3", APT_HINT)
+        return mfusepy
+    if chosen:
+        raise EnvironmentProblem(
+            f"FUSE_LIBRARY_PATH={chosen} cannot be loaded: {failure}",
+            f"unset FUSE_LIBRARY_PATH, or {APT_HINT}",
+        )
+    raise EnvironmentProblem("libfuse 3 is not installed", APT_HINT)
+
+
+@functools.cache
+def library() -> Any:
+    """The libfuse handle with argument types set. A CDLL: every call releases the GIL."""
+    lib = binding()._libfuse
+    pointer, number, offset = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64
+    new = getattr(lib, "fuse_new_31", None) or lib.fuse_new
+    lib.llmcache_new = new
+    new.restype, new.argtypes = pointer, [pointer, pointer, ctypes.c_size_t, pointer]
+    lib.fuse_opt_free_args.restype, lib.fuse_opt_free_args.argtypes = None, [pointer]
+    lib.fuse_mount.argtypes = [pointer, ctypes.c_char_p]
+    lib.fuse_loop_mt.argtypes = [pointer, pointer]
+    for name in ("fuse_exit", "fuse_unmount", "fuse_destroy"):
+        getattr(lib, name).restype, getattr(lib, name).argtypes = None, [pointer]
+    lib.fuse_get_session.restype, lib.fuse_get_session.argtypes = pointer, [pointer]
+    lib.fuse_lowlevel_notify_inval_inode.argtypes = [pointer, number, offset, offset]
+    lib.fuse_lowlevel_notify_store.argtypes = [pointer, number, offset, pointer, ctypes.c_int]
+    lib.fuse_invalidate_path.argtypes = [pointer, ctypes.c_char_p]
+    return lib
+
+
+def version() -> str:
+    """Version of the libfuse that a mount uses, "3.14.0"; EnvironmentProblem where there is none."""
+    lib = library()
+    lib.fuse_pkgversion.restype = ctypes.c_char_p
+    return str(lib.fuse_pkgversion().decode())
+
+
+class _Buffer(ctypes.Structure):
+    """libfuse's fuse_bufvec with one fuse_buf inside it (mfusepy declares a pointer there)."""
+
+    _fields_ = [
+        ("count", ctypes.c_size_t),
+        ("index", ctypes.c_size_t),
+        ("start", ctypes.c_size_t),
+        ("size", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+        ("memory", ctypes.c_void_p),
+        ("fd", ctypes.c_int),
+        ("position", ctypes.c_int64),
+    ]
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_int), ("values", ctypes.c_void_p), ("allocated", ctypes.c_int)]
+
+
+class _OldLoopConfig(ctypes.Structure):
+    """struct fuse_loop_config of libfuse before 3.12: there is no limit of threads, only of idle ones."""
+
+    _fields_ = [("clone_fd", ctypes.c_int), ("max_idle_threads", ctypes.c_uint)]
+
+
+class Notifier:
+    """What the daemon tells the kernel unasked. Calls wait for locked pages: never from a thread that owes a reply, and
+    nobody who owes one waits for such a thread without end (`state.py` argues that). They return 0 or a negative errno
+    (-ENOENT: the kernel does not know the inode, so it holds nothing; -ENOTCONN: after `close`).
+
+    A page is locked from the moment its READ is queued. A call that waits for one while nobody takes requests any more
+    would wait for ever, and with it whoever reads: it keeps the connection open that its process has closed. So no call
+    is under way when the serving loop is told to end.
+    """
+
+    def __init__(self, fuse: int) -> None:
+        self._lib = library()
+        self._fuse = fuse
+        self._session = self._lib.fuse_get_session(fuse)
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._closed = False
+
+    def store(self, nodeid: int, offset: int, address: int, length: int) -> int:
+        """Put memory at `address` into the page cache of an inode."""
+        vector = _Buffer(1, 0, 0, length, 0, address, -1, 0)
+        return self._tell(self._lib.fuse_lowlevel_notify_store, self._session, nodeid, offset, ctypes.byref(vector), 0)
+
+    def invalidate(self, nodeid: int, offset: int, length: int) -> int:
+        """Drop pages of an inode, mapped or not; length 0 is to the end; offset -1 drops only its attributes."""
+        return self._tell(self._lib.fuse_lowlevel_notify_inval_inode, self._session, nodeid, offset, length)
+
+    def invalidate_path(self, path: str) -> int:
+        """Drop all pages and the attributes of the inode at a path of the mount (`/a/b`)."""
+        return self._tell(self._lib.fuse_invalidate_path, self._fuse, os.fsencode(path))
+
+    def _tell(self, call: Callable[..., int], *arguments: Any) -> int:
+        with self._changed:
+            if self._closed:
+                return -errno.ENOTCONN
+            self._under_way += 1
+        try:
+            return int(call(*arguments))
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Tell the kernel nothing more; returns when no call is under way, for which requests must still be served."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._under_way)
+
+
+class Session:
+    """One mount from fuse_new to fuse_destroy. `run` blocks; `stop` may come from any other thread."""
+
+    def __init__(self, operations: Any, mountpoint: str, *, max_threads: int, options: Sequence[str]) -> None:
+        self._lib = library()
+        self._binding = binding()
+        self._operations = operations
+        self._mountpoint = mountpoint
+        self._max_threads = max_threads
+        self._failure: BaseException | None = None
+        self._notifier: Notifier | None = None
+        self._thread = 0
+        self._over = threading.Event()
+        self._table = self._callbacks()
+        self._fuse = self._create(options)
+
+    def _callbacks(self) -> Any:
+        """The filled struct fuse_operations (it holds references to the callbacks)."""
+        context = self._context_address()
+        self._calls = Callbacks(self._operations, context, lambda: self._request(context))
+        table = self._binding.fuse_operations()
+        own = {"init": self._initialise, "destroy": self._destroy}
+        for name, prototype in ((field[0], field[1]) for field in table._fields_):
+            function = own.get(name) or self._calls.guarded(name)
+            if function is not None:
+                setattr(table, name, prototype(function))
+        return table
+
+    def _context_address(self) -> Any:
+        get = self._lib.fuse_get_context
+        get.restype = ctypes.POINTER(self._binding.fuse_context)
+        return get
+
+    def _request(self, context: Callable[[], Any]) -> int:
+        """The number of the request that this thread is answering, which no other has; 0 if it cannot be told."""
+        behind = ctypes.addressof(context().contents) + ctypes.sizeof(self._binding.fuse_context)
+        request = ctypes.c_void_p.from_address(behind).value
+        if not request:
+            return 0
+        session, number = (ctypes.c_uint64 * 2).from_address(request)
+        return int(number) if session == self._lib.fuse_get_session(self._fuse) else 0
+
+    def _create(self, options: Sequence[str]) -> int:
+        words = [b"llmcachefs"] + [word for option in options for word in (b"-o", os.fsencode(option))]
+        values = (ctypes.c_char_p * (len(words) + 1))(*words, None)
+        arguments = _Arguments(len(words), ctypes.cast(values, ctypes.c_void_p).value, 0)
+        table = self._table
+        fuse = self._lib.llmcache_new(ctypes.byref(arguments), ctypes.byref(table), ctypes.sizeof(table), None)
+        self._lib.fuse_opt_free_args(ctypes.byref(arguments))
+        if not fuse:
+            raise MountProblem(f"libfuse does not accept the mount options {','.join(options)}", "see `man mount.fuse3`")
+        return int(fuse)
+
+    def _initialise(self, conn: Any, config: Any) -> None:
+        """FUSE_INIT: settings, then the operations' own start. A failure ends the loop and is raised by run()."""
+        try:
+            self._configure(conn.contents, config.contents)
+            self._notifier = Notifier(self._fuse)
+            self._operations.init(self._notifier)
+        except BaseException as error:  # noqa: BLE001 - carried to run(); libfuse itself cannot be told
+            self._failure = error
+            self._lib.fuse_exit(self._fuse)
+
+    @staticmethod
+    def _configure(conn: Any, config: Any) -> None:
+        conn.want = (conn.want | (conn.capable & _ASYNC_READ)) & ~_UNWANTED
+        conn.want |= conn.capable & (_POSIX_ACL | _DONT_MASK)
+        conn.max_background, conn.congestion_threshold = 64, 48
+        config.entry_timeout = 1.0
+        # Size and times are asked for at every open and stat (default_permissions checks refresh them), so a file that
+        # was changed behind the mount is never opened with the old size. Reads and page faults do not ask.
+        config.attr_timeout = 0.0
+        config.negative_timeout = 0.0
+        config.readdir_ino = 1
+        config.nullpath_ok = 1
+
+    def _destroy(self, _private: Any) -> None:
+        self._operations.destroy()
+
+    def run(self) -> None:
+        """Mount, serve until unmounted or stopped, unmount. Raises MountProblem where the mount cannot be made."""
+        try:
+            if self._lib.fuse_mount(self._fuse, os.fsencode(self._mountpoint)) != 0:
+                hint = "a user can mount on a directory of their own, if /dev/fuse is open to them"
+                raise MountProblem(f"cannot mount on {self._mountpoint}", None if os.geteuid() == 0 else hint)
+            self._thread = threading.get_ident()
+            try:
+                code = self._loop()
+            finally:
+                self._over.set()
+                self._lib.fuse_unmount(self._fuse)
+        finally:
+            self._over.set()
+            self._lib.fuse_destroy(self._fuse)
+        if self._failure is not None:
+            raise self._failure
+        if code < 0:
+            raise MountProblem(f"the serving loop of {self._mountpoint} failed: {os.strerror(-code)}")
+
+    def _loop(self) -> int:
+        lib = self._lib
+        create = getattr(lib, "fuse_loop_cfg_create", None)
+        if create is None:
+            old = _OldLoopConfig(0, self._max_threads)
+            return int(lib.fuse_loop_mt(self._fuse, ctypes.byref(old)))
+        create.restype = ctypes.c_void_p
+        loop = ctypes.c_void_p(create())
+        lib.fuse_loop_cfg_set_max_threads(loop, ctypes.c_uint(self._max_threads))
+        lib.fuse_loop_cfg_set_idle_threads(loop, ctypes.c_uint(self._max_threads))
+        try:
+            return int(lib.fuse_loop_mt(self._fuse, loop))
+        finally:
+            lib.fuse_loop_cfg_destroy(loop)
+
+    def stop(self) -> None:
+        """End run(): requests in progress are answered, then the mount is detached. Returns when the loop is over.
+
+        libfuse's loop waits on a semaphore that only a signal interrupts; one sent before it waits is lost, so again."""
+        if self._notifier is not None:
+            self._notifier.close()
+        self._lib.fuse_exit(self._fuse)
+        while not self._over.is_set():
+            if self._thread:
+                signal.pthread_kill(self._thread, WAKE_SIGNAL)
+            self._over.wait(0.05)
+
+
+def prepare_process() -> None:
+    """Signal handling that Session.stop needs; from the main thread, before run()."""
+    signal.signal(WAKE_SIGNAL, lambda _number, _frame: None)  # without SA_RESTART: interrupts the semaphore
