@@ -18,7 +18,7 @@ import pytest
 
 from llmcache.fs.backends.inplace import HUGE_BYTES
 from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
-from llmcache.fs.client import mountpoint
+from llmcache.fs.client import control, mountpoint
 from tests.mount.conftest import llmcache
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, random_file, wait_for
 from tools.bench.cgroup import Group
@@ -187,6 +187,18 @@ def test_warmup_and_evict(source: Path, mount: Live) -> None:
     evicted = mount.llmcache("evict", str(mount.mountpoint), "*.bin", "--json")
     assert evicted.returncode == 0, evicted.stderr
     wait_for(lambda: mount.stats()["pinned_bytes"] == 0, "nothing is pinned")
+
+
+def test_pinned_files_are_brought_in_at_once(source: Path, tmp_path: Path) -> None:
+    forget(source / "loop.bin")
+    options = ("--mode", "inplace", "--pin", "*.bin", "--metrics", "127.0.0.1:0")
+    with live(source, tmp_path / "mnt", str(CACHE), *options) as mount:
+        wait_for(lambda: mount.pinned_bytes("loop.bin") > 0.8 * CACHE, "what fits is kept")
+        heat = control.request(str(mount.mountpoint), {"op": "heat"})
+        assert heat["mode"] == "inplace"
+        assert sum(layer["pinned_bytes"] for file in heat["files"] for layer in file["layers"]) > 0.8 * CACHE
+        told = mount.llmcache("stats", str(mount.mountpoint), "--openmetrics").stdout
+        assert 'mode="inplace"' in told and "llmcache_cpu_seconds_total" in told
 
 
 def test_files_change_beneath_it(tmp_path: Path) -> None:
