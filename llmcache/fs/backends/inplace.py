@@ -76,6 +76,30 @@ class File:
         return self.status.st_dev, self.status.st_ino
 
 
+class Places:
+    """`count` places in a row, of which stretches are taken and given back."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._taken: dict[int, int] = {}  # first place -> how many
+
+    def take(self, count: int) -> int | None:
+        """The first of `count` free places in a row, None if there are none."""
+        at = 0
+        for first, taken in sorted(self._taken.items()):
+            if first - at >= count:
+                break
+            at = first + taken
+        if at + count > self.count:
+            return None
+        self._taken[at] = count
+        return at
+
+    def give(self, first: int) -> None:
+        """Gives back what was taken at `first`, if anything was."""
+        self._taken.pop(first, None)
+
+
 class Files:
     """The files below SOURCE and who reads them: found, opened, looked after and let go by one thread; see `run`."""
 
@@ -90,7 +114,7 @@ class Files:
         self._asked: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
         self._pending: set[tuple[int, int]] = set()
         self._programs: dict[int, Program] = {}
-        self._places: dict[int, int] = {}  # first place -> count
+        self._places = Places(PLACES)
 
     # Touches, on the observing thread
 
@@ -158,25 +182,13 @@ class Files:
         return None
 
     def _watch_whole(self, file: File) -> None:
-        place = self._take_places(1)
-        if place < 0:
+        place = self._places.take(1)
+        if place is None:
             return
         file.first, file.count = place, 1
         self.by_key[file.key] = self.by_number[file.number] = file
         whole = -(-max(file.status.st_size, 1) // HUGE_BYTES) * HUGE_BYTES
         self.touches.watch(file.number, file.status, place, 1, whole)
-
-    def _take_places(self, count: int) -> int:
-        """The first of `count` free places, -1 if there are not as many in a row."""
-        at = 0
-        for first, taken in sorted(self._places.items()):
-            if first - at >= count:
-                break
-            at = first + taken
-        if at + count > PLACES:
-            return -1
-        self._places[at] = count
-        return at
 
     def adopt(self, file: File, pid: int) -> None:
         """Opens the file and tells the engine that a program reads it. OSError."""
@@ -218,9 +230,9 @@ class Files:
         self.by_node[status.st_ino] = file
 
     def _watch_extents(self, file: File, group: Group, member: Member) -> None:
-        self._places.pop(file.first, None)
-        place = -1 if group.paged else self._take_places(member.count)
-        if place < 0:  # it is the kernel's
+        self._places.give(file.first)
+        place = None if group.paged else self._places.take(member.count)
+        if place is None:  # it is the kernel's
             self.touches.ignore(*file.key)
             return
         file.first, file.count, file.group = place, member.count, group
@@ -276,7 +288,7 @@ class Files:
             if backing is None:
                 if file.group is not None and not file.group.alive:
                     file.group = None
-                    self._places.pop(file.first, None)
+                    self._places.give(file.first)
                     self._watch_whole(file)
                 continue
             status = os.fstat(backing.fd)
@@ -290,7 +302,7 @@ class Files:
         for pid in list(file.programs):
             self.leave(file, pid)
         self.touches.ignore(*file.key)
-        self._places.pop(file.first, None)
+        self._places.give(file.first)
         self.by_key.pop(file.key, None)
         self.by_number.pop(file.number, None)
 

@@ -1,0 +1,107 @@
+"""In place without a mount: places of extents in the kernel's table, programs and their mappings, bringing and dropping."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcache.fs import syscalls
+from llmcache.fs.backends.inplace import HUGE_BYTES, File, Places, bring
+from llmcache.fs.backends.programs import Program
+from llmcache.fs.vfs.backing import Backing
+
+SIZE = 5 * HUGE_BYTES + 12345
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
+def test_places_never_overlap_and_are_given_again(steps: list[tuple[bool, int]]) -> None:
+    places, taken = Places(100), dict[int, int]()
+    for gives, count in steps:
+        if gives and taken:
+            first = sorted(taken)[count % len(taken)]
+            places.give(first)
+            del taken[first]
+            continue
+        first = places.take(count)
+        held = [place for start, length in taken.items() for place in range(start, start + length)]
+        if first is None:
+            free = "".join("x" if place in held else "." for place in range(100))
+            assert "." * count not in free
+        else:
+            assert first >= 0 and first + count <= 100 and not set(held) & set(range(first, first + count))
+            taken[first] = count
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[File]:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(SIZE))
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    status = os.fstat(fd)
+    if syscalls.cached_pages(fd, 0, SIZE):
+        pytest.skip("this file system keeps what it is told to drop")
+    found = File(1, "/file", status, backing=Backing("/file", fd, status, False), address=syscalls.mmap(fd, SIZE))
+    syscalls.madvise(found.address, SIZE, syscalls.MADV_HUGEPAGE)
+    syscalls.madvise(found.address, SIZE, syscalls.MADV_RANDOM)
+    yield found
+    syscalls.munmap(found.address, SIZE)
+    assert found.backing is not None
+    found.backing.close()
+
+
+def test_what_is_brought_is_there_and_nothing_else(file: File) -> None:
+    assert file.backing is not None
+    fd = file.backing.fd
+    assert bring(file, HUGE_BYTES, HUGE_BYTES) == HUGE_BYTES
+    deadline = time.monotonic() + 30
+    while syscalls.cached_pages(fd, HUGE_BYTES, HUGE_BYTES) < HUGE_BYTES // 4096 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert syscalls.cached_pages(fd, 0, SIZE) == HUGE_BYTES // 4096
+    assert bring(file, HUGE_BYTES, HUGE_BYTES) == 0, "it is there"
+    bring(file, 5 * HUGE_BYTES, 12345)  # the end of the file
+    while syscalls.cached_pages(fd, 5 * HUGE_BYTES, 12345) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert syscalls.cached_pages(fd, 5 * HUGE_BYTES, HUGE_BYTES) == 4
+
+
+def test_pages_are_dropped_from_under_a_program(file: File, tmp_path: Path) -> None:
+    """And it reads them again as if nothing had happened."""
+    code = (
+        "import mmap, sys, zlib\n"
+        "file = open(sys.argv[1], 'rb'); view = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
+        "for _ in sys.stdin: print(zlib.crc32(view), flush=True)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "file")]
+    assert file.backing is not None
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def crc() -> str:
+            process.stdin.write("\n")
+            return process.stdout.readline()
+
+        before = crc()
+        program = Program(process.pid)
+        try:
+            assert not program.ended and program.has(*file.key) and program.maps(*file.key)
+            assert syscalls.cached_pages(file.backing.fd, 0, SIZE) == -(-SIZE // 4096)
+            assert program.advise(*file.key, 0, SIZE, syscalls.MADV_PAGEOUT)
+            left = syscalls.cached_pages(file.backing.fd, 0, SIZE) * mmap.PAGESIZE
+            assert left < SIZE // 2 and not program.refused
+            assert crc() == before
+            process.stdin.close()
+            process.wait()
+            assert program.ended
+        finally:
+            program.close()
