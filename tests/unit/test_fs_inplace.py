@@ -37,8 +37,8 @@ def test_places_never_overlap_and_are_given_again(steps: list[tuple[bool, int]])
             free = "".join("x" if place in held else "." for place in range(100))
             assert "." * count not in free
         else:
-            assert first >= 0 and first + count <= 100 and not set(held) & set(range(first, first + count))
-            taken[first] = count
+            assert 0 <= found <= 100 - count and not set(held) & set(range(found, found + count))
+            taken[found] = count
 
 
 @pytest.fixture
