@@ -1,4 +1,4 @@
-"""llama.cpp computes the same logits over the mount as over the plain file, in both modes and with too small a budget."""
+"""llama.cpp computes the same logits over the mount as over the plain file, in all modes and with too small a budget."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def expected(model: Path) -> list[int]:
     return plain
 
 
-@pytest.mark.parametrize("mode", ["steer", "arena"])
+@pytest.mark.parametrize("mode", ["steer", "arena", pytest.param("inplace", marks=pytest.mark.bpf)])
 @pytest.mark.parametrize("cache", ["32Mi", "128Mi"])
 def test_same_logits(model: Path, expected: list[int], tmp_path: Path, mode: str, cache: str) -> None:
     with live(model.parent, tmp_path / "mnt", cache, "--mode", mode) as mount:
@@ -50,7 +50,8 @@ def test_same_logits(model: Path, expected: list[int], tmp_path: Path, mode: str
         assert logits(mount.mountpoint / model.name) == expected, "the second run starts with what the first left"
         stats = mount.stats()
     assert stats["mode"] == mode
-    assert stats["read_bytes"] > 0 and stats["backing_read_bytes"] > 0
+    assert stats["read_bytes"] > 0
+    assert stats["backing_read_bytes"] > 0 or mode == "inplace", "in place the kernel may have had all of it"
 
 
 def test_the_header_makes_the_model_a_loop(model: Path, expected: list[int], tmp_path: Path) -> None:
