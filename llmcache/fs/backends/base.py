@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 class Fetching(Protocol):
     """How extents are brought into the page cache."""
 
+    def follows(self, group: Group) -> bool:
+        """True if it is worth running ahead of the readers of `group`. Lock held."""
+
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
         """Claims an extent that nobody waits for; what it returns brings it in. None: not now. Lock held."""
 

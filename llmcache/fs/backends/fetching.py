@@ -78,6 +78,10 @@ class Fetcher:
             group.missed[extent] -= 1
         return fetch
 
+    def follows(self, _group: Group) -> bool:
+        """Any reader that moves may be one that reads in order."""
+        return True
+
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
         """Claims an extent that nobody waits for; what it returns brings it in. None without a buffer. Lock held."""
         fetch = self.claim(group, member, extent, ahead=True, pid=pid)

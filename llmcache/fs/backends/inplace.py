@@ -7,6 +7,9 @@ asks for huge pages: the file system reads the whole of it into one folio, by DM
 without large folios, by readahead. Hold: mlock, by the pin helper. Drop: from under the mappings of the programs that
 read (`programs.py`), and by fadvise what nobody has mapped.
 
+Only what loops, or is read from front to back, is brought in and dropped. Of anything else the kernel knows more than a
+touch for each extent tells: experts of a mixture, rows, and files that are read here and there are its own.
+
 What the kernel keeps beyond the budget in memory that nobody wants stays there: room is made only when memory runs short.
 
 Locks: the engine's, as in `state`; and `_lock`, which guards descriptors between a drop and their end. Nobody who holds
@@ -49,6 +52,7 @@ HUGE_BYTES = 2 << 20
 SCAN_S, SCAN_REST = 1.0, 50  # SOURCE is walked so often, and rests for so many times as long as that took
 QUIET_NS = 2_000_000_000  # a file that was changed less than this ago is left alone
 IDLE_NS = 10_000_000_000  # a file that nobody has touched for this long may have been closed
+FOLLOWED_MIN, FOLLOWED_STEP = 6, 32  # so many steps forward, of so many extents at most, make a reader in order
 RESERVE_BYTES = 96 << 20  # of free memory that is left free
 AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
 _SLACK_NS = 50_000_000
@@ -333,6 +337,10 @@ class Pages:
 
     # Fetching
 
+    def follows(self, group: Group) -> bool:
+        """True for loops, and for readers that go in order. Lock held."""
+        return group.looping or group.followed >= FOLLOWED_MIN
+
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
         """Claims an extent; what it returns brings it in. Lock held."""
         return self._claim(group, member, extent, ahead=True)
@@ -452,6 +460,7 @@ class InPlaceEngine(Engine):
         self.touches = Touches()
         self.files = Files(tree, self.touches, self)
         super().__init__(cache_bytes, "inplace", tree, pinned, HUGE_BYTES)
+        self.grouping.steers_experts = False
         self._observing = threading.Thread(target=self._observe, name="touches", daemon=True)
         self._tending = threading.Thread(target=self.files.run, name="files", daemon=True)
         self._looked_ns = 0
@@ -547,6 +556,11 @@ class InPlaceEngine(Engine):
         if done is not None:
             self._pass_ended(group, done)
             state = group.state(extent)
+        if not (group.looping or self._follow(group, extent)):
+            if state in (READY, SPARSE):
+                group.ready.pop(extent, None)
+                group.set_state(extent, ABSENT)
+            return
         if state not in (TOUCHED, PINNED):
             self.state.references.claimed(group, member, extent, touch.pid)
         if state in (ABSENT, SPARSE):
@@ -564,6 +578,17 @@ class InPlaceEngine(Engine):
         elif state == TOUCHED:
             self._came_back(group, member, file, extent, touch, length)
         self.state.work.notify()
+
+    def _follow(self, group: Group, extent: int) -> bool:
+        """True if the readers of what is no loop, or not known as one, go forward through it. Lock held.
+
+        What they leave out on their way may be mapped already.
+        """
+        step = group.order.rank_of[extent] - group.follow_rank
+        if step:
+            group.followed = group.followed + 1 if 0 < step <= FOLLOWED_STEP else 0
+            group.follow_rank += step
+        return group.followed >= FOLLOWED_MIN
 
     def _came_back(self, group: Group, member: Member, file: File, extent: int, touch: Touch, length: int) -> None:
         """A reader is at an extent that it, or another, has read before. Lock held."""

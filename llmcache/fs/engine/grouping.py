@@ -67,6 +67,7 @@ class Grouping:
     ) -> None:
         """`end(group)`, with the lock held, ends a group whose file is no more what it was. `pinned`: globs of --pin."""
         self.pinned = pinned
+        self.steers_experts = True  # else they are read as rows are: which ones, a loop does not tell
         self.large_extent = large_extent
         self.state = state
         self.end = end
@@ -223,7 +224,7 @@ class Grouping:
         """Takes over what the header says: hot and row extents are single, the rest loops; all of it if it is pinned."""
         single = bytearray(member.count)
         for region in header.regions:
-            if region.role == "loop" or group.first:
+            if group.first or (region.role == "loop" and (self.steers_experts or not region.sparse)):
                 continue
             first = -(-region.first_byte // group.extent_bytes)
             for extent in range(first, region.end // group.extent_bytes):

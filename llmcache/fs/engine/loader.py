@@ -63,7 +63,8 @@ class Loader:
         """Claims the extent that is wanted soonest, if there is room for it. Lock held."""
         best: tuple[tuple[int, int], Group, int] | None = None
         for group in self.state.groups.values():
-            if not group.cursors.live:  # here, and not in `_candidates`: of thousands of files, all but a few have no reader
+            # Here, and not in `_candidates`: of thousands of files, all but a few have no reader.
+            if not group.cursors.live or not self.fetcher.follows(group):
                 continue
             for urgency, extent in self._candidates(group):
                 if best is None or urgency < best[0]:
