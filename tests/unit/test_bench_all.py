@@ -253,7 +253,7 @@ def test_times_of_finished_runs(tmp_path: Path, last: str, seconds: float, code:
 )
 def test_a_run_that_was_cut_off_has_no_wrong_bytes(crcs: list[list[int]], same: bool) -> None:
     def run_of(own: list[int]) -> Run:
-        return Run("mount", 0, [ClientRun(steps=[Step(1.0, 0, crc) for crc in own])], Usage(0, 0, 0, 0, 0, 0, 0, 0), None)
+        return Run("mount", 0, [ClientRun(steps=[Step(1.0, 0, crc) for crc in own])], Usage(0, 0, 0, 0, 0, 0, 0, 0))
 
     shape = Experiment("a", "x", Path("x"), 1, 1, lambda _side, _path: [], 3, 1)
     assert same_answers(Outcome(shape, 1.0, None, [run_of(own) for own in crcs])) == same

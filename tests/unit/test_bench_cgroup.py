@@ -11,7 +11,7 @@ import pytest
 
 from tests.mount.live import resident_bytes, wait_for
 from tools.bench import cgroup, cgroup_v1, cgroup_v2, hierarchy
-from tools.bench.blockdev import Disk, disk_from_number
+from tools.bench.blockdev import Disk, disk_from_number, read_ahead, read_ahead_file
 from tools.bench.errors import BenchError
 
 
@@ -100,6 +100,17 @@ def test_an_anonymous_device_is_found_through_the_mount_table(tmp_path: Path) ->
     assert disk_from_number("0:41", tmp_path, sysfs, info).number == "8:0"
     with pytest.raises(BenchError, match="overlay"):
         disk_from_number("0:42", tmp_path, sysfs, info)
+
+
+def test_read_ahead_is_put_back(tmp_path: Path) -> None:
+    sysfs = fake_disk(tmp_path)
+    file = read_ahead_file(Disk("8:0", "sda"), sysfs)
+    file.parent.mkdir()
+    file.write_text("8192\n")
+    with pytest.raises(KeyboardInterrupt), read_ahead(Disk("8:0", "sda"), 128, sysfs):
+        assert file.read_text() == "128\n"
+        raise KeyboardInterrupt
+    assert file.read_text() == "8192\n"
 
 
 def test_v1_files(tmp_path: Path) -> None:

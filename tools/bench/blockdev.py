@@ -1,8 +1,10 @@
-"""From a path to the whole disk below it: the device that a cgroup can throttle and count."""
+"""From a path to the whole disk below it: the device that a cgroup can throttle and count; and how far it reads ahead."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,23 @@ def disk_from_number(number: str, path: Path, sysfs: Path, mountinfo: Path) -> D
     if (real / "partition").exists():
         real = real.parent
     return Disk(number=(real / "dev").read_text().strip(), name=real.name)
+
+
+def read_ahead_file(disk: Disk, sysfs: Path = Path("/sys")) -> Path:
+    """Return where the KiB stand that the kernel reads ahead on a disk."""
+    return sysfs / "dev" / "block" / disk.number / "queue" / "read_ahead_kb"
+
+
+@contextmanager
+def read_ahead(disk: Disk, kb: int, sysfs: Path = Path("/sys")) -> Iterator[None]:
+    """Have the kernel read ahead `kb` KiB in files that are opened meanwhile; what was set before is put back."""
+    file = read_ahead_file(disk, sysfs)
+    before = file.read_text()
+    try:
+        file.write_text(f"{kb}\n")
+        yield
+    finally:
+        file.write_text(before)
 
 
 def _entry_from_mount(number: str, path: Path, sysfs: Path, mountinfo: Path) -> Path:

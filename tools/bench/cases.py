@@ -1,4 +1,4 @@
-"""The cases of the mount benchmark: (a) larger than memory, (b) fits, (c) cold, (d) many readers, (e) many sizes."""
+"""The cases of the mount benchmark: (a) larger than memory, (b) fits, (c) cold, (d) readers, (e) sizes, (f) no limit."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ RATES = (500_000_000, 200_000_000)
 TOKEN_WARMUP = 3  # the kernel's and the mount's first tokens fill the cache and learn the order
 SHORT_TIMES = 3  # runs that last a second or two are repeated so many times as often
 SIZES = (0.6, 0.9, 1.1, 1.5, 3.0)
+FRACTIONS = (0.4, 0.6, 0.75, 0.9)
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Plan:
 
 
 def experiments(plan: Plan, cases: str) -> Iterator[Experiment]:
-    """Yield the experiments of the wanted cases ("abcde"), making files as they are needed."""
-    for letter, make in (("a", larger), ("b", fits), ("c", cold), ("d", readers), ("e", sizes)):
+    """Yield the experiments of the wanted cases ("abcdef"), making files as they are needed."""
+    for letter, make in CASES.items():
         if letter in cases:
             yield from make(plan)
 
@@ -103,14 +104,13 @@ def fits(plan: Plan) -> Iterator[Experiment]:
 def cold(plan: Plan) -> Iterator[Experiment]:
     """(c) One cold sequential pass, no limit, against O_DIRECT and the kernel; a budget that fits, and a small one."""
     file = loop_file(plan.source / "loop.bin", plan.loop_size)
-    sides = ("direct", "kernel", "mount")
 
     def command(side: str, path: Path) -> list[str]:
         return client("loop_reader", path, "--how", "direct" if side == "direct" else "read")
 
     for name, cache in (("cold, fits", int(1.2 * plan.loop_size)), ("cold, budget 1/4", plan.loop_size // 4)):
         size = plan.loop_size
-        yield Experiment("c", name, file, size, cache, command, 1, 0, capped=False, times=SHORT_TIMES, sides=sides)
+        yield Experiment("c", name, file, size, cache, command, 1, 0, capped=False, times=SHORT_TIMES, direct=True)
 
 
 def readers(plan: Plan) -> Iterator[Experiment]:
@@ -135,3 +135,22 @@ def sizes(plan: Plan) -> Iterator[Experiment]:
         file = loop_file(plan.source / f"size-{factor}.bin", size)
         make = passes("read", steps, crc_file(file, plan.scratch))
         yield Experiment("e", f"{factor} x budget", file, size, plan.budget, make, steps, warmup, RATES[0])
+
+
+def unlimited(plan: Plan) -> Iterator[Experiment]:
+    """(f) A loop of which parts fit, no limit on storage: llama.cpp, and one reader by mmap and by read."""
+    steps, warmup = plan.counts
+    # the tenth that does not fit must be over what the kernel's side has more, see `loop_size`
+    size = 2 * plan.loop_size
+    for fraction in FRACTIONS:
+        if plan.model is not None:
+            loop = loop_bytes(plan.model)
+            make = tokens(plan.threads, steps)
+            yield Experiment("f", f"llama.cpp {fraction} N", plan.model, loop, int(fraction * loop), make, steps, warmup)
+        file = loop_file(plan.source / "unlimited.bin", size)
+        for how in ("mmap", "read"):
+            make = passes(how, steps)
+            yield Experiment("f", f"{how} loop {fraction} N", file, size, int(fraction * size), make, steps, warmup)
+
+
+CASES = {"a": larger, "b": fits, "c": cold, "d": readers, "e": sizes, "f": unlimited}

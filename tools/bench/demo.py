@@ -32,7 +32,7 @@ from tools.bench.demo_tools import Demonstration, show_tools  # noqa: E402
 from tools.bench.errors import BenchError  # noqa: E402
 from tools.bench.experiment import Bench, Experiment, Outcome  # noqa: E402
 from tools.bench.files import loop_bytes  # noqa: E402
-from tools.bench.sides import Mounted  # noqa: E402
+from tools.bench.sides import Mounted, Plain  # noqa: E402
 from tools.bench.signals import one_interrupt  # noqa: E402
 
 
@@ -139,7 +139,7 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
         f"storage limited to {format_rate(plan.read_bps or 0)} (s/token as they come, {TOKEN_WARMUP} for warm-up)"
     )
     options = () if args.mode == "auto" else ("--mode", args.mode)
-    bench = Bench(model.parent, scratch, Mounted(options=options), args.repeat, console.print)
+    bench = Bench(model.parent, scratch, (Plain(), Mounted(options=options)), args.repeat, console.print)
     outcome = bench.measure(plan)
     console.print("4. unmounted, cgroups removed\n")
     good = show(outcome, plan.read_bps or 0, console)

@@ -1,4 +1,4 @@
-"""One comparison: the same clients over plain storage and over the mount, with the same total memory, interleaved."""
+"""One comparison: the same clients over plain storage and over mounts, with the same total memory, interleaved."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Experiment:
     """What is run, and under which limits; `command` gives the client's command line for a side and a file.
 
     `times`: how many times as often as others it is repeated; runs that are short scatter more than they last.
+    `direct`: O_DIRECT is a side as well.
     """
 
     case: str
@@ -35,7 +36,7 @@ class Experiment:
     capped: bool = True
     clients: int = 1
     times: int = 1
-    sides: tuple[str, ...] = ("kernel", "mount")
+    direct: bool = False
 
     def timeout_s(self) -> float:
         """Return after how long a client counts as hung: far more than reading everything in every step."""
@@ -45,13 +46,13 @@ class Experiment:
 
 @dataclass
 class Run:
-    """One run of one side."""
+    """One run of one side; `stats` of a mount: when it was warm, and at the end."""
 
     side: str
     repeat: int
     clients: list[ClientRun]
     usage: Usage
-    stats: dict[str, Any] | None
+    stats: list[dict[str, Any]] = field(default_factory=list)
 
     def median_s(self, warmup: int) -> float:
         """Return the median step of all clients."""
@@ -64,14 +65,28 @@ class Run:
             return statistics.median(step.storage_bytes for step in self.clients[0].measured(warmup) or [])
         return self.usage.read_bytes / max(1, sum(len(run.steps) for run in self.clients))
 
+    def mount(self) -> dict[str, Any] | None:
+        """Return mode, memory at its most, and processor time per GB that a warm mount read; None without a mount."""
+        if not self.stats:
+            return None
+        most = max(self.stats, key=lambda one: one["resident_bytes"] - one["beyond_bytes"] + one["daemon_bytes"])
+        first, last = self.stats[0], self.stats[-1]
+        read_gb = (last["backing_read_bytes"] - first["backing_read_bytes"]) / 1e9
+        return {
+            "mode": last["mode"],
+            **{key: most[key] for key in ("resident_bytes", "beyond_bytes", "daemon_bytes")},
+            "cpu_s_per_gb": (last["cpu_s"] - first["cpu_s"]) / read_gb if read_gb else None,
+        }
+
     def to_json(self, warmup: int) -> dict[str, Any]:
-        """Return its measured steps, a list for each client, and what one of them read from storage."""
+        """Return its measured steps, a list for each client, what one of them read from storage, and what the mount took."""
         measured = any(one.steps for one in self.clients)
         return {
             "side": self.side,
             "repeat": self.repeat,
             "seconds": [[step.seconds for step in client.measured(warmup)] for client in self.clients],
             "storage_bytes_per_step": self.storage_bytes_per_step(warmup) if measured else None,
+            "mount": self.mount(),
         }
 
 
@@ -87,6 +102,11 @@ class Outcome:
     cap_bytes: int | None
     runs: list[Run] = field(default_factory=list)
     anon_bytes: int = 0
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """Return the names of the sides, in their order."""
+        return tuple(dict.fromkeys(run.side for run in self.runs))
 
     def of(self, side: str) -> list[Run]:
         """Return the runs of one side."""
@@ -127,14 +147,15 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """Return every measured step as plain data, times in seconds."""
         each = self.experiment
-        shape = {key: value for key, value in asdict(each).items() if key != "command"}
+        shape = {key: value for key, value in asdict(each).items() if key not in ("command", "direct")}
         return {
             **shape,
             "file": each.file.name,
+            "sides": self.sides,
             "compute_s": self.compute_s,
             "bound_s": self.bound_s(),
             "cap_bytes": self.cap_bytes,
-            "problems": {side: self.problems(side) for side in each.sides},
+            "problems": {side: self.problems(side) for side in self.sides},
             "runs": [run.to_json(each.warmup) for run in self.runs],
         }
 
@@ -145,7 +166,7 @@ class Bench:
 
     source: Path
     scratch: Path
-    mounted: Mounted
+    sides: tuple[Plain | Mounted, ...]
     repeat: int
     say: Callable[[str], None]
 
@@ -155,11 +176,12 @@ class Bench:
         anon = calibration.anon_bytes * experiment.clients
         cap = _round_up(anon + experiment.cache_bytes + MOUNT_OVERHEAD_BYTES) if experiment.capped else None
         outcome = Outcome(experiment, calibration.undisturbed_s(), cap, anon_bytes=anon)
+        sides = (Plain("direct"), *self.sides) if experiment.direct else self.sides
         for repeat in range(self.repeat * experiment.times):
-            # the order turns round every time, so that neither side always runs on a freshly throttled disk
-            for side in experiment.sides if repeat % 2 == 0 else experiment.sides[::-1]:
+            # the order turns round every time, so that no side always runs on a freshly throttled disk
+            for side in sides if repeat % 2 == 0 else sides[::-1]:
                 outcome.runs.append(self._run(experiment, side, repeat, cap))
-                self.say(_progress(outcome, side))
+                self.say(_progress(outcome, side.name))
         return outcome
 
     def _calibrate(self, experiment: Experiment) -> ClientRun:
@@ -167,17 +189,25 @@ class Bench:
         with Group("compute", directory=experiment.file) as group:
             return run_clients(group, [command], experiment.timeout_s())[0]
 
-    def _run(self, experiment: Experiment, side: str, repeat: int, cap: int | None) -> Run:
+    def _run(self, experiment: Experiment, side: Plain | Mounted, repeat: int, cap: int | None) -> Run:
         forget(experiment.file)
-        where = self.mounted if side == self.mounted.name else Plain(side)
         with (
-            Group(side, directory=experiment.file, memory_bytes=cap, read_bps=experiment.read_bps) as group,
-            where.open(group, self.source, experiment.cache_bytes, self.scratch) as opened,
+            Group(side.name, directory=experiment.file, memory_bytes=cap, read_bps=experiment.read_bps) as group,
+            side.open(group, self.source, experiment.cache_bytes, self.scratch) as opened,
         ):
             path = opened.root / experiment.file.relative_to(self.source)
-            commands = [experiment.command(side, path)] * experiment.clients
-            clients = run_clients(group, commands, experiment.timeout_s())
-            return Run(side, repeat, clients, group.usage(), opened.stats())
+            commands = [experiment.command(side.name, path)] * experiment.clients
+            told: list[dict[str, Any] | None] = []
+
+            def stepped(done: int) -> None:
+                if done == experiment.warmup:
+                    told.append(opened.stats())
+
+            clients = run_clients(group, commands, experiment.timeout_s(), stepped)
+            told.append(opened.stats())
+            # another version (--program) may not know what it costs
+            stats = [one for one in told if one is not None and "cpu_s" in one]
+            return Run(side.name, repeat, clients, group.usage(), stats)
 
 
 def _round_up(size: int) -> int:
@@ -190,4 +220,4 @@ def _progress(outcome: Outcome, side: str) -> str:
     steps: Sequence[float] = [s.seconds for one in run.clients for s in one.steps]
     times = " ".join(f"{s:.3f}" for s in steps[:12])
     read = run.storage_bytes_per_step(warmup) / 1e6 if steps else float("nan")
-    return f"  {side:7s} {run.median_s(warmup):.4f} s/step, {read:.0f} MB from storage each | {times}"
+    return f"  {side:10s} {run.median_s(warmup):.4f} s/step, {read:.0f} MB from storage each | {times}"

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from . import machine, report, results
 from .bars import exit_code
-from .cases import Plan, experiments
+from .cases import CASES, Plan, experiments
 from .errors import BenchError
-from .experiment import Bench, Outcome
-from .mountbars import bars
-from .sides import Mounted
+from .experiment import Bench
+from .mountbars import Result, bars
+from .sides import Mounted, Plain, kernels
 from .signals import one_interrupt
 
 
@@ -30,13 +30,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dir", type=Path, default=Path("/var/tmp"), help="where loop files go (with --model: beside it)"
     )
-    parser.add_argument("--only", default="abcde", help="cases to run, for example ac")
+    parser.add_argument("--only", default="".join(CASES), help="cases to run, for example ac [%(default)s]")
     parser.add_argument("--match", default="", help="only experiments with this text in their name")
     parser.add_argument("--quick", action="store_true", help="smaller files, fewer steps")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each side, in turns")
     parser.add_argument("--fraction", type=float, default=0.75, help="S/N of the cases larger than memory")
     parser.add_argument("--threads", type=int, default=min(4, os.cpu_count() or 1), help="threads of llama.cpp")
-    parser.add_argument("--mode", choices=("auto", "inplace", "steer", "arena"), help="--mode of llmcachefs")
+    modes = "--mode of llmcachefs; given several times, each is a side of its own"
+    parser.add_argument("--mode", choices=("auto", "inplace", "steer", "arena"), action="append", default=[], help=modes)
     parser.add_argument("--program", type=shlex.split, help="another program in place of llmcachefs, same arguments")
     parser.add_argument("--json", type=Path, help="write every run here, after every experiment")
     return parser.parse_args(argv)
@@ -55,45 +56,50 @@ def workplace(args: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
         shutil.rmtree(base)
 
 
-def run(args: argparse.Namespace, console: Console) -> list[Outcome]:
+def sides(args: argparse.Namespace, source: Path) -> tuple[Plain | Mounted, ...]:
+    """Return the page cache, and llmcachefs in each mode that was asked for."""
+    command = tuple(args.program) if args.program else Mounted().command
+    modes = [Mounted(command, ("--mode", mode), mode) for mode in dict.fromkeys(args.mode)]
+    return (*kernels(source), *(modes or [Mounted(command)]))
+
+
+def run(args: argparse.Namespace, console: Console) -> list[Result]:
     """Run what was asked for; returns what was measured, also after Ctrl-C."""
-    outcomes: list[Outcome] = []
+    measured: list[Result] = []
     with workplace(args) as (source, scratch):
         model = None
         if args.model is not None:
             model = source / args.model.name
             os.link(args.model.resolve(), model)
         host = machine.describe(source)
-        command = tuple(args.program) if args.program else Mounted().command
-        mounted = Mounted(command, ("--mode", args.mode) if args.mode else ())
-        bench = Bench(source, scratch, mounted, args.repeat, console.print)
+        bench = Bench(source, scratch, sides(args, source), args.repeat, console.print)
         plan = Plan(source, scratch, model, args.threads, args.fraction, args.quick)
         try:
             for experiment in experiments(plan, args.only):
                 if args.match not in experiment.name:
                     continue
                 console.print(f"({experiment.case}) {experiment.name}")
-                outcomes.append(bench.measure(experiment))
+                measured.append(bench.measure(experiment).to_json())
                 if args.json:
-                    results.write(args.json, report.document(host, outcomes, complete=False))
+                    results.write(args.json, report.document(host, measured, complete=False))
             if args.json:
-                results.write(args.json, report.document(host, outcomes, complete=True))
+                results.write(args.json, report.document(host, measured, complete=True))
         except KeyboardInterrupt:
             console.print("interrupted: what follows is what was measured until then")
-    return outcomes
+    return measured
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return 0 if every bar is reached, 1 if not, 3 if the machine cannot run it."""
     args = arguments(argv)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     try:
         with one_interrupt():
-            outcomes = run(args, console)
+            measured = run(args, console)
     except BenchError as error:
         print(f"tools/bench/mount: error: {error}", file=sys.stderr)
         return 3
-    judged = bars([one.to_json() for one in outcomes])
-    if outcomes:
-        report.show(outcomes, judged, console)
+    judged = bars(measured)
+    if measured:
+        report.show(measured, judged, console)
     return exit_code(judged)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,14 @@ def client(name: str, *arguments: object) -> list[str]:
     return [sys.executable, str(CLIENTS / f"{name}.py"), *(str(a) for a in arguments)]
 
 
-def run_clients(group: Group, commands: Sequence[Sequence[str]], timeout_s: float) -> list[ClientRun]:
-    """Run the clients at the same time in `group`; one that is not done after `timeout_s` is killed and marked hung."""
-    running = [_Client(group, command) for command in commands]
+def run_clients(
+    group: Group, commands: Sequence[Sequence[str]], timeout_s: float, stepped: Callable[[int], None] = lambda _done: None
+) -> list[ClientRun]:
+    """Run the clients at the same time in `group`; one that is not done after `timeout_s` is killed and marked hung.
+
+    `stepped` is told how many steps the first of them has done, after each.
+    """
+    running = [_Client(group, command, stepped if at == 0 else None) for at, command in enumerate(commands)]
     try:
         deadline = time.monotonic() + timeout_s
         for item in running:
@@ -90,8 +95,8 @@ def run_client(group: Group, command: Sequence[str], timeout_s: float) -> Client
 class _Client:
     """A started client; a thread reads its lines as they come."""
 
-    def __init__(self, group: Group, command: Sequence[str]) -> None:
-        self.group, self.run = group, ClientRun()
+    def __init__(self, group: Group, command: Sequence[str], stepped: Callable[[int], None] | None) -> None:
+        self.group, self.run, self.stepped = group, ClientRun(), stepped
         self.process = subprocess.Popen(
             group.wrap(command),
             stdin=subprocess.DEVNULL,
@@ -118,6 +123,8 @@ class _Client:
             self.run.load_s = event["seconds"]
         elif event["event"] == "step":
             self.run.steps.append(Step(event["seconds"], storage_bytes, event.get("crc")))
+            if self.stepped is not None:
+                self.stepped(len(self.run.steps))
         else:
             self.run.anon_bytes, self.run.wrong = event["anon_bytes"], event["wrong"]
 

@@ -1,4 +1,4 @@
-"""The two sides of every comparison: the plain directory under the kernel's page cache, and the same under llmcachefs.
+"""The sides of every comparison: the plain directory under the kernel's page cache, and the same under llmcachefs.
 
 A side is opened inside a cgroup: whatever it starts (the daemon and its helper) lives on the same memory and the same
 storage bandwidth as the client.
@@ -6,24 +6,29 @@ storage bandwidth as the client.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmcache.errors import LlmcacheError
+from llmcache.fs.client.statistics import fetch
+
+from .blockdev import disk_of, read_ahead, read_ahead_file
 from .cgroup import Group
 from .errors import BenchError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # what a mount may use beside its budget: the promise of `--cache`
 MOUNT_OVERHEAD_BYTES = 64 << 20
+SMALL_READ_AHEAD_KB = 128
+"""What Linux sets for most disks."""
 
 
 @dataclass
@@ -36,28 +41,35 @@ class Opened:
     log: Path | None = None
 
     def stats(self) -> dict[str, Any] | None:
-        """Return what `llmcache stats --json` says of the mount; None for the plain side."""
+        """Return what `llmcache stats --json` says; None for the plain side, or if the daemon does not answer."""
         if self.mountpoint is None:
             return None
-        result = subprocess.run(
-            [sys.executable, "-m", "llmcache", "stats", str(self.mountpoint), "--json"],
-            capture_output=True, text=True, timeout=30, env=environment(), check=False,
-        )  # fmt: skip
-        if result.returncode != 0:
-            return {"error": result.stderr.strip()[-400:]}
-        return dict(json.loads(result.stdout))
+        try:
+            return fetch(str(self.mountpoint))
+        except (LlmcacheError, OSError):
+            return None
 
 
 @dataclass(frozen=True)
 class Plain:
-    """The source directory as it is."""
+    """The source directory as it is, with the machine's own read-ahead or another."""
 
     name: str = "kernel"
+    read_ahead_kb: int | None = None
 
     @contextmanager
     def open(self, _group: Group, source: Path, _cache_bytes: int, _scratch: Path) -> Iterator[Opened]:
         """Yield the source itself."""
-        yield Opened(source)
+        with nullcontext() if self.read_ahead_kb is None else read_ahead(disk_of(source), self.read_ahead_kb):
+            yield Opened(source)
+
+
+def kernels(source: Path) -> tuple[Plain, ...]:
+    """Return the page cache with the machine's own read-ahead and, where that is another and can be set, with 128 KiB."""
+    file = read_ahead_file(disk_of(source))
+    if int(file.read_text()) == SMALL_READ_AHEAD_KB or not os.access(file, os.W_OK):
+        return (Plain(),)
+    return Plain(), Plain(f"kernel-{SMALL_READ_AHEAD_KB}", SMALL_READ_AHEAD_KB)
 
 
 @dataclass(frozen=True)
