@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcache.cache.extents import LEAST_MODEL_BYTES
@@ -113,6 +114,7 @@ class Files:
         self.by_number: dict[int, File] = {}
         self.by_node: dict[int, File] = {}
         self.lock = threading.Lock()
+        self.marked_extents = read_ahead_bytes(tree.fd) // HUGE_BYTES
         self._dev = os.fstat(tree.fd).st_dev  # what is mounted below SOURCE is not seen through MOUNT
         self._numbers = iter(range(1, 1 << 32))
         self._asked: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
@@ -359,16 +361,26 @@ class Pages:
         group.set_state(extent, LOADING)
         self.state.charge(group, extent, length)
         member.loads += 1
-        return functools.partial(self._bring, group, member, fetch)
+        return functools.partial(self._bring, group, member, fetch, self._may_mark(group, member, extent))
 
-    def _bring(self, group: Group, member: Member, fetch: Fetch) -> None:
+    def _may_mark(self, group: Group, member: Member, extent: int) -> bool:
+        """True if the mark that a huge page carries does no harm: the first to touch it has the kernel read the next hole
+        ahead, as far as the device's read-ahead reaches. Lock held.
+        """
+        rank = group.order.rank_of[extent]
+        for other in range(extent + 1, min(extent + 1 + self.files.marked_extents, member.base + member.count)):
+            if group.state(other) in (ABSENT, SPARSE, SINGLE) and not 0 < group.order.rank_of[other] - rank <= MARKED_RANKS:
+                return False
+        return True
+
+    def _bring(self, group: Group, member: Member, fetch: Fetch, may_mark: bool) -> None:
         file = self.files.by_node.get(member.node or -1)
         offset = group.offset_of(member, fetch.extent)
         read = 0
         try:
             if file is None or fetch.backing is None or file.backing is not fetch.backing:
                 raise OSError(116, "it was closed")
-            read = bring(file, offset, fetch.length)
+            read = bring(file, offset, fetch.length, huge=may_mark)
         except OSError as error:
             fetch.error = error
         fetch.done.set()
@@ -427,8 +439,11 @@ class Pages:
         return 0
 
 
-def bring(file: File, offset: int, length: int) -> int:
-    """Has the kernel read a part of a file, beginning at a huge page, that is not there; returns the bytes read. OSError."""
+def bring(file: File, offset: int, length: int, *, huge: bool = True) -> int:
+    """Has the kernel read a part of a file, beginning at a huge page, that is not there; returns the bytes read. OSError.
+
+    `huge`: in huge pages where that is possible.
+    """
     assert file.backing is not None
     fd, read, end = file.backing.fd, 0, offset + length
     for start in range(offset, end, HUGE_BYTES):
@@ -438,7 +453,7 @@ def bring(file: File, offset: int, length: int) -> int:
         if there >= wanted:
             continue
         read += (wanted - there) * PAGE
-        if not there and file.failures < FAILURES_MAX:
+        if huge and not there and file.failures < FAILURES_MAX:
             syscalls.madvise(file.address + start, PAGE, syscalls.MADV_POPULATE_READ)
             there = syscalls.cached_pages(fd, start, size)
             file.failures = max(-FAILURES_MAX, file.failures + (1 if there < wanted else -1))
@@ -449,8 +464,19 @@ def bring(file: File, offset: int, length: int) -> int:
     return read
 
 
+MARKED_RANKS = 4  # what is read within so many extents may as well be read ahead by the kernel
 FAILURES_MAX = 16  # no large folios on this file system, or no memory in one piece
 READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
+
+
+def read_ahead_bytes(fd: int) -> int:
+    """How far the kernel reads ahead on the device of an open file; 0 if that cannot be told."""
+    device = os.fstat(fd).st_dev
+    queue = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    for path in (queue / "queue", queue.resolve().parent / "queue"):  # a partition has that of its disk
+        with contextlib.suppress(OSError, ValueError):
+            return int((path / "read_ahead_kb").read_text()) << 10
+    return 0
 
 
 class InPlaceEngine(Engine):
