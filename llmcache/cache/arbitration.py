@@ -25,6 +25,7 @@ class Loop:
 
     Periods of all loops are in one unit, whichever: time, or references. `convoy` tells how far several readers drift
     apart: 0 for one reader, then in steps of CONVOY_FACTOR in the window. `first`: the user wants it before all others.
+    `least_window`: bytes through which it streams well, if there is room.
     """
 
     key: Hashable
@@ -33,6 +34,7 @@ class Loop:
     active: bool
     convoy: int = 0
     first: bool = False
+    least_window: int = MIN_WINDOW_BYTES
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,10 @@ class Settled:
     unpinned: list[int]
 
 
-def window_for(size_bytes: int, budget_bytes: int, convoy: int = 0) -> int:
-    """Returns the window (bytes) with which a loop of `size_bytes` is streamed through `budget_bytes`."""
+def window_for(size_bytes: int, budget_bytes: int, convoy: int = 0, least_bytes: int = MIN_WINDOW_BYTES) -> int:
+    """Returns the window (bytes, `least_bytes` or more) of a loop of `size_bytes` streamed through `budget_bytes`."""
     streamed = max(0, size_bytes - budget_bytes)
-    wanted = min(MAX_WINDOW_BYTES, max(MIN_WINDOW_BYTES, int(WINDOW_SHARE * streamed)))
+    wanted = min(MAX_WINDOW_BYTES, max(least_bytes, int(WINDOW_SHARE * streamed)))
     if convoy:
         wanted = max(wanted, min(wanted * CONVOY_FACTOR**convoy, budget_bytes // 8 * convoy))
     return min(wanted, max(1, budget_bytes // 2))
@@ -77,7 +79,7 @@ def share_budget(budget_bytes: int, loops: Iterable[Loop]) -> dict[Hashable, Sha
         if loop.size_bytes <= mine:
             share = Share(loop.size_bytes, 0)
         else:
-            window = window_for(loop.size_bytes, mine, loop.convoy) if loop.active else 0
+            window = window_for(loop.size_bytes, mine, loop.convoy, loop.least_window) if loop.active else 0
             share = Share(max(0, mine - window), window)
         shares[loop.key] = share
         left -= share.pinned_bytes + share.window_bytes

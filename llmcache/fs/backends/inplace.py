@@ -28,9 +28,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmcache.cache.arbitration import MIN_WINDOW_BYTES
 from llmcache.cache.extents import LEAST_MODEL_BYTES
 from llmcache.fs import syscalls
 from llmcache.fs.backends.fetching import FAILED
@@ -54,7 +54,7 @@ SCAN_S, SCAN_REST = 1.0, 50  # SOURCE is walked so often, and rests for so many 
 QUIET_NS = 2_000_000_000  # a file that was changed less than this ago is left alone
 IDLE_NS = 10_000_000_000  # a file that nobody has touched for this long may have been closed
 FOLLOWED_MIN, FOLLOWED_STEP = 6, 32  # so many steps forward, of so many extents at most, make a reader in order
-RESERVE_BYTES = 96 << 20  # of free memory that is left free
+DELAY_S = 0.01  # from a touch to the read that it asks for, where all processors are busy: storage is to have work meanwhile
 AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
 _SLACK_NS = 50_000_000
 
@@ -114,7 +114,6 @@ class Files:
         self.by_number: dict[int, File] = {}
         self.by_node: dict[int, File] = {}
         self.lock = threading.Lock()
-        self.marked_extents = read_ahead_bytes(tree.fd) // HUGE_BYTES
         self._dev = os.fstat(tree.fd).st_dev  # what is mounted below SOURCE is not seen through MOUNT
         self._numbers = iter(range(1, 1 << 32))
         self._asked: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
@@ -336,6 +335,9 @@ class Pages:
 
     def __init__(self, state: CacheState, files: Files) -> None:
         self.state, self.files = state, files
+        self._busy = 0  # reads under way
+        self._busy_ns = 0  # since when there are some
+        self._read_bytes, self._read_s = 0, 0.0  # of late: half of it counts no more each time that enough was read
 
     # Fetching
 
@@ -361,36 +363,49 @@ class Pages:
         group.set_state(extent, LOADING)
         self.state.charge(group, extent, length)
         member.loads += 1
-        return functools.partial(self._bring, group, member, fetch, self._may_mark(group, member, extent))
+        return functools.partial(self._bring, group, member, fetch)
 
-    def _may_mark(self, group: Group, member: Member, extent: int) -> bool:
-        """True if the mark that a huge page carries does no harm: the first to touch it has the kernel read the next hole
-        ahead, as far as the device's read-ahead reaches. Lock held.
-        """
-        rank = group.order.rank_of[extent]
-        for other in range(extent + 1, min(extent + 1 + self.files.marked_extents, member.base + member.count)):
-            if group.state(other) in (ABSENT, SPARSE, SINGLE) and not 0 < group.order.rank_of[other] - rank <= MARKED_RANKS:
-                return False
-        return True
-
-    def _bring(self, group: Group, member: Member, fetch: Fetch, may_mark: bool) -> None:
+    def _bring(self, group: Group, member: Member, fetch: Fetch) -> None:
         file = self.files.by_node.get(member.node or -1)
         offset = group.offset_of(member, fetch.extent)
         read = 0
         try:
             if file is None or fetch.backing is None or file.backing is not fetch.backing:
                 raise OSError(116, "it was closed")
-            read = bring(file, offset, fetch.length, huge=may_mark)
+            self._begin()
+            read = bring(file, offset, fetch.length)
         except OSError as error:
             fetch.error = error
         fetch.done.set()
         with self.state.lock:
+            self._end(read)
             self.state.load_ended(member)
             self.state.counters.backing_read_bytes += read
             self.state.counters.stored_bytes += read
             if group.loading.get(fetch.extent) is fetch:
                 self._arrived(group, fetch)
             self.state.work.notify()
+
+    def _begin(self) -> None:
+        with self.state.lock:
+            if not self._busy:
+                self._busy_ns = time.monotonic_ns()
+            self._busy += 1
+
+    def _end(self, read: int) -> None:
+        """Notes the end of a read, and how large a window the storage needs to be kept at work. Lock held."""
+        self._busy = max(0, self._busy - 1)
+        self._read_bytes += read
+        now_ns = time.monotonic_ns()
+        self._read_s += (now_ns - self._busy_ns) / 1e9
+        self._busy_ns = now_ns
+        if self._read_bytes < MEASURED_BYTES:
+            return
+        window = min(WINDOW_MAX_BYTES, max(MIN_WINDOW_BYTES, int(2 * DELAY_S * self._read_bytes / self._read_s)))
+        self._read_bytes, self._read_s = self._read_bytes // 2, self._read_s / 2
+        if not 0.8 < window / self.state.least_window_bytes < 1.25:
+            self.state.least_window_bytes = window
+            self.files.engine.replan()
 
     def _arrived(self, group: Group, fetch: Fetch) -> None:
         """Lock held."""
@@ -439,11 +454,8 @@ class Pages:
         return 0
 
 
-def bring(file: File, offset: int, length: int, *, huge: bool = True) -> int:
-    """Has the kernel read a part of a file, beginning at a huge page, that is not there; returns the bytes read. OSError.
-
-    `huge`: in huge pages where that is possible.
-    """
+def bring(file: File, offset: int, length: int) -> int:
+    """Has the kernel read a part of a file, beginning at a huge page, that is not there; returns the bytes read. OSError."""
     assert file.backing is not None
     fd, read, end = file.backing.fd, 0, offset + length
     for start in range(offset, end, HUGE_BYTES):
@@ -453,7 +465,7 @@ def bring(file: File, offset: int, length: int, *, huge: bool = True) -> int:
         if there >= wanted:
             continue
         read += (wanted - there) * PAGE
-        if huge and not there and file.failures < FAILURES_MAX:
+        if not there and file.failures < FAILURES_MAX:
             syscalls.madvise(file.address + start, PAGE, syscalls.MADV_POPULATE_READ)
             there = syscalls.cached_pages(fd, start, size)
             file.failures = max(-FAILURES_MAX, file.failures + (1 if there < wanted else -1))
@@ -464,19 +476,9 @@ def bring(file: File, offset: int, length: int, *, huge: bool = True) -> int:
     return read
 
 
-MARKED_RANKS = 4  # what is read within so many extents may as well be read ahead by the kernel
+MEASURED_BYTES, WINDOW_MAX_BYTES = 128 << 20, 96 << 20
 FAILURES_MAX = 16  # no large folios on this file system, or no memory in one piece
 READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
-
-
-def read_ahead_bytes(fd: int) -> int:
-    """How far the kernel reads ahead on the device of an open file; 0 if that cannot be told."""
-    device = os.fstat(fd).st_dev
-    queue = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    for path in (queue / "queue", queue.resolve().parent / "queue"):  # a partition has that of its disk
-        with contextlib.suppress(OSError, ValueError):
-            return int((path / "read_ahead_kb").read_text()) << 10
-    return 0
 
 
 class InPlaceEngine(Engine):
@@ -515,6 +517,10 @@ class InPlaceEngine(Engine):
     def _have_sentinel(self, mountpoint: str) -> None:
         """Nobody hangs if this process is killed: the files are the file system's own."""
 
+    def replan(self) -> None:
+        """Has windows and pins planned anew, soon."""
+        self._replanned()
+
     def _is_mounted(self, mountpoint: str) -> bool:
         return self.is_mounted()
 
@@ -536,7 +542,7 @@ class InPlaceEngine(Engine):
 
     def _find_slack(self) -> None:
         """Memory that nobody wants may keep more than the budget."""
-        slack = max(0, free_bytes() - RESERVE_BYTES)
+        slack = free_bytes()
         with self.state.lock:
             shrunk = slack < self.state.slack_bytes
             self.state.slack_bytes = slack

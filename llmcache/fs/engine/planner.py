@@ -53,7 +53,15 @@ class Planner:
         groups = [group for group in self.state.groups.values() if group.looping and group.loop_bytes]
         now_ns = time.monotonic_ns()
         loops = [
-            Loop(group.key, group.loop_bytes, group.learner.period, self._active(group, now_ns), group.convoy, group.first)
+            Loop(
+                group.key,
+                group.loop_bytes,
+                group.learner.period,
+                self._active(group, now_ns),
+                group.convoy,
+                group.first,
+                self.state.least_window_bytes,
+            )
             for group in groups
             if group.first or group.warm or self.state.opens_of(group) or self.holder.held(group)
         ]
@@ -117,6 +125,7 @@ def set_window(group: Group, share: Share, settled: Settled) -> None:
 
 
 LAG_NS = 3_000_000  # a reader's neighbours may still be in an extent touched less than this ago
+LAST_LAG_NS = 10_000_000  # the same, of those that leave before others that were touched longer ago
 ABANDONED_NS = 1_000_000_000  # a ready extent that nobody has touched for this long may go
 BATCH_BYTES = 32 << 20
 
@@ -161,7 +170,7 @@ def _in_order(state: CacheState, now_ns: int) -> Iterator[tuple[Group, int]]:
     yield from _rows([group for group in groups if group.written], 0)
     for group in groups:
         if group.looping:
-            yield from _touched(group, now_ns)
+            yield from _touched(group, now_ns) if not state.slack_bytes else _touched_last(group, now_ns)
     for group in groups:
         yield from ((group, extent) for extent, since in group.ready.items() if now_ns - since > ABANDONED_NS)
     yield from _hot(groups, state.limit_bytes // HOT_SHARE)
@@ -171,6 +180,13 @@ def _in_order(state: CacheState, now_ns: int) -> Iterator[tuple[Group, int]]:
 def _touched(group: Group, now_ns: int) -> Iterator[tuple[Group, int]]:
     for extent, since in group.touched.items():
         if now_ns - since >= LAG_NS:
+            yield group, extent
+
+
+def _touched_last(group: Group, now_ns: int) -> Iterator[tuple[Group, int]]:
+    """The latest first: of a loop, what memory beyond the budget holds is then the same in every pass, and found again."""
+    for extent, since in reversed(list(group.touched.items())):
+        if now_ns - since >= LAST_LAG_NS:
             yield group, extent
 
 

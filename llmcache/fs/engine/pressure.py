@@ -33,6 +33,7 @@ PAUSE_S = 0.25
 PAUSE_NEAR_S = 0.03  # when little is left
 NEAR_BYTES = 128 << 20
 CALM_S = 3.0
+MACHINE_RESERVE_BYTES, GROUP_RESERVE_BYTES = 192 << 20, 8 << 20  # that are left free
 LEAST_LIMIT_BYTES = MIN_BUDGET_BYTES // 2
 
 
@@ -113,8 +114,9 @@ class PressureGauge:
 
 
 def free_bytes(root: Path = Path("/")) -> int:
-    """Memory that is free, without what could be had back: of the machine, or less where a cgroup has a limit."""
-    return min([machine_free(root), *(memory.free_bytes for memory in cgroup_memory(root))])
+    """Memory that may be filled, without what could be had back: of the machine, or less where a cgroup has a limit."""
+    of_groups = (memory.free_bytes - GROUP_RESERVE_BYTES for memory in cgroup_memory(root))
+    return max(0, min([machine_free(root) - MACHINE_RESERVE_BYTES, *of_groups]))
 
 
 def stalled_us(root: Path = Path("/")) -> int | None:

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
+from llmcache.cache.arbitration import MIN_WINDOW_BYTES, WINDOW_ALLOWANCE_BYTES
 from llmcache.fs.backends.buffers import BufferPool
 from llmcache.fs.engine.group import PAGE, Fetch, Group, Member
 from llmcache.fs.engine.references import References
@@ -93,6 +93,7 @@ class CacheState:
     resident_bytes: int = 0  # upper bound of what the kernel holds for us
     asked_bytes: int = 0  # of room that a warm-up waits for
     held_bytes: int = 0  # arena only: bytes in the daemon's own memory
+    least_window_bytes: int = MIN_WINDOW_BYTES  # of a loop that is streamed
     slack_bytes: int = 0  # in place only: beyond the limit, in memory that nobody wants
     running: bool = True
     notifier: KernelNotifier | None = None
