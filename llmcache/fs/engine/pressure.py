@@ -33,7 +33,7 @@ PAUSE_S = 0.25
 PAUSE_NEAR_S = 0.03  # when little is left
 NEAR_BYTES = 128 << 20
 CALM_S = 3.0
-MACHINE_RESERVE_BYTES, GROUP_RESERVE_BYTES = 192 << 20, 8 << 20  # that are left free
+MACHINE_RESERVE_BYTES, GROUP_RESERVE_BYTES = 192 << 20, 96 << 20  # that are left free
 LEAST_LIMIT_BYTES = MIN_BUDGET_BYTES // 2
 
 
