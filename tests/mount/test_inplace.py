@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,11 +17,14 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs.backends.inplace import HUGE_BYTES
+from llmcache.fs import syscalls
+from llmcache.fs.backends.inplace import HUGE_BYTES, InPlaceEngine, Mapping
 from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
 from llmcache.fs.client import control, mountpoint
+from llmcache.fs.vfs.caller import Caller
+from llmcache.fs.vfs.source import SourceTree
 from tests.mount.conftest import llmcache
-from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, random_file, wait_for
+from tests.mount.live import LOOP_READER, MIB, Live, live, random_file, wait_for
 from tools.bench.cgroup import Group
 from tools.bench.clients.loop_reader import crcs
 from tools.bench.files import forget
@@ -29,8 +33,8 @@ pytestmark = [pytest.mark.mount, pytest.mark.bpf]
 
 SIZE = 128 * MIB
 CACHE = 64 * MIB
-CAP = CACHE + OVERHEAD_BYTES + 48 * MIB
-"""The cap of memory: less than the file, the daemon and what a reader takes."""
+CAP = SIZE
+"""The cap of memory: less than the file, the daemon and what a reader takes, more than CACHE with them."""
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,11 @@ def reader(path: Path, check: Path, how: str, wrap: Callable[[list[str]], list[s
     return Passes(wrap(words))
 
 
+def passes_of(stats: dict[str, Any]) -> int:
+    """How often the one loop was gone through."""
+    return max(int(loop["passes"]) for file in stats["files"] for loop in file["loops"])
+
+
 @pytest.mark.cgroup
 @pytest.mark.parametrize("how", ["mmap", "read"])
 def test_a_loop_that_does_not_fit_is_kept_as_far_as_it_goes(source: Path, tmp_path: Path, how: str) -> None:
@@ -88,13 +97,14 @@ def test_a_loop_that_does_not_fit_is_kept_as_far_as_it_goes(source: Path, tmp_pa
         passes = reader(mount.mountpoint / "loop.bin", source / "loop.json", how, group.wrap)
         try:
             wrong = [passes.next()["wrong"] for _ in range(8)]
-            wait_for(lambda: 0.8 * CACHE < mount.pinned_bytes("loop.bin") <= CACHE, "what fits is kept")
-            stats = mount.stats()
-            assert stats["mode"] == "inplace" and stats["cpu_s"] > 0
-            before = passes.next(), mount.stats()["invalidated_bytes"]
-            wrong += [passes.next()["wrong"] for _ in range(4)]
-            dropped = (mount.stats()["invalidated_bytes"] - before[1]) / 5
-            assert dropped < SIZE - 0.6 * CACHE, "what is kept is not dropped and read again"
+            wait_for(lambda: CACHE // 2 < mount.pinned_bytes("loop.bin") <= CACHE, "what fits is kept, less a window")
+            before = after = mount.stats()
+            assert before["mode"] == "inplace" and before["cpu_s"] > 0
+            while (count := passes_of(after) - passes_of(before)) < 5:
+                wrong.append(passes.next()["wrong"])
+                after = mount.stats()
+            dropped = (after["invalidated_bytes"] - before["invalidated_bytes"]) / count
+            assert dropped < SIZE - 0.4 * CACHE, "what is kept is not dropped and read again"
 
             mount.daemon.send_signal(signal.SIGSTOP)
             wrong += [passes.next()["wrong"] for _ in range(3)]
@@ -110,11 +120,14 @@ def test_a_loop_that_does_not_fit_is_kept_as_far_as_it_goes(source: Path, tmp_pa
 
 def test_where_there_is_room_everything_stays(source: Path, mount: Live) -> None:
     data = (source / "loop.bin").read_bytes()
-    for _ in range(4):
+
+    def more_is_kept() -> bool:
         with open(mount.mountpoint / "loop.bin", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
             assert zlib.crc32(view) == zlib.crc32(data)
-    stats = mount.stats()
-    assert stats["invalidated_bytes"] == 0 and stats["beyond_bytes"] > 0
+        return int(mount.stats()["beyond_bytes"]) > 0
+
+    wait_for(more_is_kept, "more than the budget is kept")
+    assert mount.stats()["invalidated_bytes"] == 0
 
 
 def test_a_bind_mount_is_all_there_is(source: Path, tmp_path: Path) -> None:
@@ -142,6 +155,73 @@ def test_a_bind_mount_is_all_there_is(source: Path, tmp_path: Path) -> None:
         assert sum(found.point == str(point) for found in mountpoint.entries()) == 1
         assert llmcache("umount", point).returncode == 0
     assert mountpoint.find(str(point)) is None
+
+
+def test_after_a_refused_umount_it_steers_on(tmp_path: Path) -> None:
+    """What is mounted below MOUNT holds it, which is only seen when everything has been given back."""
+    source, point = tmp_path / "source", tmp_path / "mnt"
+    (source / "below").mkdir(parents=True)
+    if reason := why_not(str(source)):
+        pytest.skip(reason)
+    path = random_file(source / "loop.bin", 40 * MIB)
+    os.utime(path, (0, 0))
+    with live(source, point, str(CACHE), "--mode", "inplace") as mount:
+
+        def keeps() -> bool:
+            (point / "loop.bin").read_bytes()
+            return mount.stats()["pinned_bytes"] > 30 * MIB
+
+        wait_for(keeps, "the file is kept")
+        syscalls.bind(str(tmp_path), str(point / "below"), 0)
+        try:
+            for _ in range(2):
+                refused = llmcache("umount", point)
+                assert refused.returncode == 4 and "busy" in refused.stderr
+                wait_for(keeps, "the file is kept again")
+        finally:
+            syscalls.umount2(str(point / "below"), syscalls.UMOUNT_NOFOLLOW)
+        assert llmcache("umount", point).returncode == 0
+        assert mount.daemon.wait(60) == 0
+
+
+def test_a_file_is_closed_after_the_last_read_of_it(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it was found changed meanwhile, and nothing is known of it any more."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def bring(mapping: Mapping, _offset: int, _length: int) -> int:
+        begun.set()
+        assert go_on.wait(60)
+        return os.fstat(mapping.backing.fd).st_size
+
+    monkeypatch.setattr(Mapping, "bring", bring)
+    engine = InPlaceEngine(CACHE, SourceTree(str(source)))
+    engine.start(engine.pages, str(source))
+    try:
+        number, _ = engine.files.open("/loop.bin", os.O_RDONLY, Caller(0, 0, os.getpid()))
+        mapping = engine.files.by_number[number].mapping
+        assert mapping is not None
+        group, member = engine.state.owners[mapping.backing]
+        wait_for(lambda: member.reachable, "the helper has opened it")
+        with engine.state.lock:
+            engine.pages.demand(group, member, 0)
+            engine.state.work.notify()
+        assert begun.wait(60)
+        engine.changed(mapping.backing, 0, -1)
+        release = threading.Thread(target=engine.files.release, args=(number,))
+        release.start()
+        release.join(0.3)
+        assert release.is_alive()
+        os.fstat(mapping.backing.fd)
+        go_on.set()
+        release.join(60)
+        assert not release.is_alive()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(mapping.backing.fd)
+        assert engine.stats()["read_bytes"] == 0 and engine.stats()["backing_read_bytes"] == SIZE
+    finally:
+        go_on.set()
+        engine.stop()
+        engine.close()
 
 
 def test_over_itself_nothing_is_mounted(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class Terminal:
         """Everything that was written until `text` (a pattern) came; it is forgotten then."""
         deadline = time.monotonic() + PATIENCE_S
         while re.search(text, ESCAPES.sub("", self.said)) is None:
-            assert time.monotonic() < deadline, f"{text!r} does not come: {self.said[-2000:]!r}"
+            assert time.monotonic() < deadline, f"{text!r} does not come ({self._state()}): {self.said[-2000:]!r}"
             self._take(0.2)
         said, self.said = self.said, ""
         return said
@@ -74,6 +74,11 @@ class Terminal:
             return False
         self.said += self._decode(os.read(self._ours, 1 << 16))
         return True
+
+    def _state(self) -> str:
+        """What the program is doing, as the kernel tells."""
+        told = [Path(f"/proc/{self.process.pid}/{name}").read_text() for name in ("wchan", "stack", "status")]
+        return f"{self.process.poll()}, {fcntl.ioctl(self._ours, termios.TIOCGWINSZ, bytes(8))!r}, {told}"
 
     def end(self) -> tuple[int, str]:
         """(exit code, what was written last)."""

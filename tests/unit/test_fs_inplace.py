@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.fs import syscalls
-from llmcache.fs.backends.inplace import HUGE_BYTES, File, Places, bring
+from llmcache.fs.backends.inplace import HUGE_BYTES, Mapping, Places
 from llmcache.fs.backends.programs import Program
 from llmcache.fs.vfs.backing import Backing
 
@@ -42,7 +42,7 @@ def test_places_never_overlap_and_are_given_again(steps: list[tuple[bool, int]])
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[File]:
+def mapping(tmp_path: Path) -> Iterator[Mapping]:
     path = tmp_path / "file"
     path.write_bytes(os.urandom(SIZE))
     fd = os.open(path, os.O_RDONLY)
@@ -51,32 +51,27 @@ def file(tmp_path: Path) -> Iterator[File]:
     status = os.fstat(fd)
     if syscalls.cached_pages(fd, 0, SIZE):
         pytest.skip("this file system keeps what it is told to drop")
-    found = File(1, "/file", status, backing=Backing("/file", fd, status, False), address=syscalls.mmap(fd, SIZE))
-    syscalls.madvise(found.address, SIZE, syscalls.MADV_HUGEPAGE)
-    syscalls.madvise(found.address, SIZE, syscalls.MADV_RANDOM)
+    found = Mapping.of(Backing("/file", fd, status, False))
     yield found
-    syscalls.munmap(found.address, SIZE)
-    assert found.backing is not None
-    found.backing.close()
+    found.close()
 
 
-def test_what_is_brought_is_there_and_nothing_else(file: File) -> None:
-    assert file.backing is not None
-    fd = file.backing.fd
-    assert bring(file, HUGE_BYTES, HUGE_BYTES) == HUGE_BYTES
+def test_what_is_brought_is_there_and_nothing_else(mapping: Mapping) -> None:
+    fd = mapping.backing.fd
+    assert mapping.bring(HUGE_BYTES, HUGE_BYTES) == HUGE_BYTES
     deadline = time.monotonic() + 30
     while syscalls.cached_pages(fd, HUGE_BYTES, HUGE_BYTES) < HUGE_BYTES // 4096 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert syscalls.cached_pages(fd, 0, SIZE) == HUGE_BYTES // 4096
-    assert bring(file, HUGE_BYTES, HUGE_BYTES) == 0, "it is there"
-    bring(file, 5 * HUGE_BYTES, 12345)  # the end of the file
+    assert mapping.bring(HUGE_BYTES, HUGE_BYTES) == 0, "it is there"
+    mapping.bring(5 * HUGE_BYTES, 12345)  # the end of the file
     while syscalls.cached_pages(fd, 5 * HUGE_BYTES, 12345) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert syscalls.cached_pages(fd, 5 * HUGE_BYTES, HUGE_BYTES) == 4
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give advice on the memory of others")
-def test_pages_are_dropped_from_under_a_program(file: File, tmp_path: Path) -> None:
+def test_pages_are_dropped_from_under_a_program(mapping: Mapping, tmp_path: Path) -> None:
     """And it reads them again as if nothing had happened."""
     code = (
         "import mmap, sys, zlib\n"
@@ -84,17 +79,17 @@ def test_pages_are_dropped_from_under_a_program(file: File, tmp_path: Path) -> N
         "for _ in sys.stdin: print(zlib.crc32(view), flush=True)\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "file")]
-    assert file.backing is not None
+    fd, key = mapping.backing.fd, (mapping.backing.dev, mapping.backing.ino)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write("\n")
         before = process.stdout.readline()
         program = Program(process.pid)
         try:
-            assert not program.ended and program.has(*file.key) and program.maps(*file.key)
-            assert syscalls.cached_pages(file.backing.fd, 0, SIZE) == -(-SIZE // 4096)
-            assert program.advise(*file.key, 0, SIZE, syscalls.MADV_PAGEOUT)
-            left = syscalls.cached_pages(file.backing.fd, 0, SIZE) * mmap.PAGESIZE
+            assert not program.ended and program.has(*key) and program.maps(*key)
+            assert syscalls.cached_pages(fd, 0, SIZE) == -(-SIZE // 4096)
+            assert program.advise(*key, 0, SIZE, syscalls.MADV_PAGEOUT)
+            left = syscalls.cached_pages(fd, 0, SIZE) * mmap.PAGESIZE
             assert left < SIZE // 2 and not program.refused
             process.stdin.write("\n")
             assert process.stdout.readline() == before

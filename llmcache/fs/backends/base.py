@@ -22,9 +22,6 @@ class Fetching(Protocol):
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
         """Claims an extent that nobody waits for; what it returns brings it in. None: not now. Lock held."""
 
-    def cancel(self, group: Group, extent: int) -> None:
-        """An extent that is on its way is of no use any more. Lock held."""
-
 
 class Holder(Protocol):
     """How pins are kept."""

@@ -17,6 +17,7 @@ class BindMount:
     """One mount from `run` to its end, which `stop` brings about, or others by unmounting it."""
 
     def __init__(self, source: str, point: str, flags: int, on_init: Callable[[], None], on_end: Callable[[], None]) -> None:
+        """`flags`: of mount(2); `on_init` and `on_end` are called when it is mounted and no more, on the thread of `run`."""
         self._source, self._point, self._flags = source, point, flags
         self._on_init, self._on_end = on_init, on_end
         self.mount_id: int | None = None
@@ -33,14 +34,14 @@ class BindMount:
             self.mount_id = max(entry.mount_id for entry in entries() if entry.point == self._point)
         try:
             self._on_init()
-            while not self._over.wait(_LOOK_S) and self.is_mounted():
+            while not self._over.wait(_LOOK_S) and self._is_mounted():
                 pass
         finally:
-            if self.is_mounted() and self.mount_id is not None:
+            if self._is_mounted() and self.mount_id is not None:
                 syscalls.umount2(self._point, syscalls.UMOUNT_NOFOLLOW | syscalls.MNT_DETACH)
             self._on_end()
 
-    def is_mounted(self) -> bool:
+    def _is_mounted(self) -> bool:
         """True while our mount is where it was made, or where there is none to be made."""
         if self.mount_id is None:
             return os.path.isdir(self._point)

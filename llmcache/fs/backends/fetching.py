@@ -190,13 +190,6 @@ class Fetcher:
         assert isinstance(fetch, BufferFetch)
         return fetch
 
-    def cancel(self, group: Group, extent: int) -> None:
-        """Marks a fetch under way as outdated: it will not be stored. Lock held."""
-        fetch = group.loading.pop(extent, None)
-        if fetch is not None:
-            fetch.stale = True
-            group.set_state(extent, ABSENT)
-
 
 def copy(target: int, region: Region, start: int, length: int) -> None:
     """Copies `length` bytes at `start` of `region` to the address `target`, without the GIL."""

@@ -12,13 +12,15 @@ touch for each extent tells: experts of a mixture, rows, and files that are read
 
 What the kernel keeps beyond the budget in memory that nobody wants stays there: room is made only when memory runs short.
 
-Locks: the engine's, as in `state`; and `_lock`, which guards descriptors between a drop and their end. Nobody who holds
-either waits for storage. No program ever waits for this process.
+Locks, in this order: `Files.turn`, of those who change what is known of files; `Files.lock`, which keeps descriptors open
+during a drop; the engine's, as in `state`. Who holds one of the last two never waits for storage. No program ever waits
+for this process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -26,7 +28,6 @@ import queue
 import stat
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,7 @@ from llmcache.fs.vfs.backing import Backing
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Fetching
-    from llmcache.fs.engine.state import CacheState, Job
+    from llmcache.fs.engine.state import CacheState, Job, KernelNotifier
     from llmcache.fs.vfs.caller import Caller
     from llmcache.fs.vfs.source import SourceTree
 
@@ -56,7 +57,57 @@ IDLE_NS = 10_000_000_000  # a file that nobody has touched for this long may hav
 FOLLOWED_MIN, FOLLOWED_STEP = 6, 32  # so many steps forward, of so many extents at most, make a reader in order
 DELAY_S = 0.01  # from a touch to the read that it asks for, where all processors are busy: storage is to have work meanwhile
 AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
-_SLACK_NS = 50_000_000
+CHECK_S = 0.25  # so often it is seen which programs have ended
+SLACK_S = 0.05
+MEASURED_BYTES, WINDOW_MAX_BYTES = 128 << 20, 96 << 20
+FAILURES_MAX = 16  # no large folios on this file system, or no memory in one piece
+READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
+
+
+@dataclass(eq=False)
+class Mapping:
+    """A file as this process has it open, and mapped in the way that makes its faults bring huge pages in."""
+
+    backing: Backing
+    address: int
+    length: int
+    reads: int = 0  # under way: it is not closed before they have ended
+    failures: int = 0  # faults that brought no huge page in, less those that did
+
+    @classmethod
+    def of(cls, backing: Backing) -> Mapping:
+        """Maps a file. OSError."""
+        length = backing.size
+        address = syscalls.mmap(backing.fd, length)
+        with contextlib.suppress(OSError):  # a kernel without huge pages reads ahead in small ones
+            syscalls.madvise(address, length, syscalls.MADV_HUGEPAGE)
+            syscalls.madvise(address, length, syscalls.MADV_RANDOM)  # else it reads two where one faults
+        return cls(backing, address, length)
+
+    def bring(self, offset: int, length: int) -> int:
+        """Has the kernel read what is absent of a part that begins at a huge page; returns the bytes read. OSError."""
+        fd, read, end = self.backing.fd, 0, offset + length
+        for start in range(offset, end, HUGE_BYTES):
+            size = min(HUGE_BYTES, end - start)
+            wanted = -(-size // PAGE)
+            there = syscalls.cached_pages(fd, start, size)
+            if there >= wanted:
+                continue
+            read += (wanted - there) * PAGE
+            if not there and self.failures < FAILURES_MAX:
+                syscalls.madvise(self.address + start, PAGE, syscalls.MADV_POPULATE_READ)
+                there = syscalls.cached_pages(fd, start, size)
+                self.failures = max(-FAILURES_MAX, self.failures + (1 if there < wanted else -1))
+            if there < wanted:
+                for at in range(start, start + size, READAHEAD_BYTES):
+                    os.posix_fadvise(fd, at, min(READAHEAD_BYTES, start + size - at), os.POSIX_FADV_WILLNEED)
+        syscalls.madvise(self.address + offset, -(-length // PAGE) * PAGE, syscalls.MADV_DONTNEED)
+        return read
+
+    def close(self) -> None:
+        """Ends it."""
+        self.backing.close()
+        syscalls.munmap(self.address, self.length)
 
 
 @dataclass(eq=False)
@@ -67,13 +118,10 @@ class File:
     path: str
     status: os.stat_result
     first: int = -1
-    count: int = 1
-    backing: Backing | None = None
+    mapping: Mapping | None = None  # while somebody reads it
     group: Group | None = None
     programs: dict[int, Program | None] = field(default_factory=dict)  # by pid; None for this process (a warm-up)
-    address: int = 0  # of this process' mapping
     looked_ns: int = 0  # when it was last seen whether its programs still have it
-    failures: int = 0  # faults that brought no huge page in, less those that did
 
     @property
     def key(self) -> tuple[int, int]:
@@ -106,14 +154,14 @@ class Places:
 
 
 class Files:
-    """The files below SOURCE and who reads them: found, opened, looked after and let go by one thread; see `run`."""
+    """The files below SOURCE and who reads them: found, opened, looked after and let go, by `run` and by warm-ups."""
 
     def __init__(self, tree: SourceTree, touches: Touches, engine: InPlaceEngine) -> None:
         self.tree, self.touches, self.engine = tree, touches, engine
         self.by_key: dict[tuple[int, int], File] = {}
         self.by_number: dict[int, File] = {}
         self.by_node: dict[int, File] = {}
-        self.lock = threading.Lock()
+        self.turn, self.lock = threading.RLock(), threading.Lock()
         self._dev = os.fstat(tree.fd).st_dev  # what is mounted below SOURCE is not seen through MOUNT
         self._numbers = iter(range(1, 1 << 32))
         self._asked: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
@@ -137,28 +185,34 @@ class Files:
 
     def run(self) -> None:
         """Until `stop`: adopts what is asked for, walks SOURCE now and then, and notices what ends or changes."""
-        next_scan = 0.0
+        next_scan = next_check = 0.0
         while True:
             began = time.monotonic()
             if began >= next_scan:
-                self.scan()
+                with self.turn:
+                    self._scan()
+                    self._check_changes()
                 next_scan = time.monotonic() + max(SCAN_S, SCAN_REST * (time.monotonic() - began))
-                self._check_changes()
-            try:
-                asked = self._asked.get(timeout=0.25)
-            except queue.Empty:
-                self._check_programs()
-                self._check_use()
-                continue
-            if asked is None:
-                return
-            try:
-                self.adopt(*asked)
-            except OSError as error:
-                log.debug("inode %d is not steered: %s", asked[0].status.st_ino, error.strerror)
-            self._pending.discard((asked[0].number, asked[1]))
+            if began >= next_check:
+                with self.turn:
+                    self._check_programs()
+                    self._check_use()
+                next_check = time.monotonic() + CHECK_S
+            with contextlib.suppress(queue.Empty):
+                asked = self._asked.get(timeout=CHECK_S)
+                if asked is None:
+                    return
+                self._answer(*asked)
 
-    def scan(self) -> None:
+    def _answer(self, file: File, pid: int) -> None:
+        try:
+            with self.turn:
+                self._adopt(file, pid)
+        except OSError as error:
+            log.debug("inode %d is not steered: %s", file.status.st_ino, error.strerror)
+        self._pending.discard((file.number, pid))
+
+    def _scan(self) -> None:
         """Watches what has come, forgets what has gone."""
         found: dict[tuple[int, int], tuple[str, os.stat_result]] = {}
         for directory, _, names, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False, onerror=None):
@@ -177,33 +231,33 @@ class Files:
                 old, file.path = file.path, path
                 self.engine.renamed(old, path)
 
-    def find(self, path: str) -> File | None:
+    def _find(self, path: str) -> File | None:
         """The file at `path`, looked for again if need be."""
         for _ in range(2):
-            for file in list(self.by_key.values()):
+            for file in self.by_key.values():
                 if file.path == path:
                     return file
-            self.scan()
+            self._scan()
         return None
 
     def _watch_whole(self, file: File) -> None:
         place = self._places.take(1)
         if place is None:
             return
-        file.first, file.count = place, 1
+        file.first = place
         self.by_key[file.key] = self.by_number[file.number] = file
         whole = -(-max(file.status.st_size, 1) // HUGE_BYTES) * HUGE_BYTES
         self.touches.watch(file.number, file.status, place, 1, whole)
 
-    def adopt(self, file: File, pid: int) -> None:
+    def _adopt(self, file: File, pid: int) -> None:
         """Opens the file and tells the engine that a program reads it. OSError."""
         if file.number not in self.by_number:
             return
-        if file.backing is None:
+        if file.mapping is None:
             self._open(file)
-        backing = file.backing
-        if backing is None:
+        if file.mapping is None:
             return
+        backing = file.mapping.backing
         program: Program | None = None
         if pid not in file.programs and pid not in (0, os.getpid()):
             program = self._programs.get(pid) or Program(pid)
@@ -227,11 +281,7 @@ class Files:
             os.close(fd)
             return
         file.status = status
-        file.backing = Backing(file.path, fd, status, False)
-        file.address = syscalls.mmap(fd, status.st_size)
-        with contextlib.suppress(OSError):  # a kernel without huge pages reads ahead in small ones
-            syscalls.madvise(file.address, status.st_size, syscalls.MADV_HUGEPAGE)
-            syscalls.madvise(file.address, status.st_size, syscalls.MADV_RANDOM)  # else it reads two where one faults
+        file.mapping = Mapping.of(Backing(file.path, fd, status, False))
         self.by_node[status.st_ino] = file
 
     def _watch_extents(self, file: File, group: Group, member: Member) -> None:
@@ -240,7 +290,7 @@ class Files:
         if place is None:  # it is the kernel's
             self.touches.ignore(*file.key)
             return
-        file.first, file.count, file.group = place, member.count, group
+        file.first, file.group = place, group
         self.touches.watch(file.number, file.status, place, member.count, group.extent_bytes)
 
     def _check_programs(self) -> None:
@@ -249,63 +299,60 @@ class Files:
             if not program.ended:
                 continue
             del self._programs[pid]
-            for file in list(self.by_number.values()):
+            for file in self.by_number.values():
                 if pid in file.programs:
-                    self.leave(file, pid)
+                    self._leave(file, pid)
             with self.lock:
                 program.close()
 
     def _check_use(self) -> None:
         """Takes leave of programs that live on and have closed what they read."""
         now_ns = time.monotonic_ns()
-        for file in list(self.by_number.values()):
+        for file in self.by_number.values():
             group = file.group
             if group is None or not file.programs or now_ns - max(group.last_ns, file.looked_ns) < IDLE_NS:
                 continue
             file.looked_ns = now_ns
             for pid, program in list(file.programs.items()):
                 if (program is None and pid == 0) or (program is not None and not program.has(*file.key)):
-                    self.leave(file, pid)
+                    self._leave(file, pid)
 
-    def leave(self, file: File, pid: int) -> None:
+    def _leave(self, file: File, pid: int) -> None:
         """A program reads the file no more."""
         file.programs.pop(pid, None)
-        if file.backing is not None:
-            self.engine.closed(file.backing, pid)
+        if file.mapping is not None:
+            self.engine.closed(file.mapping.backing, pid)
             if not file.programs:
-                self._close(file)
+                self._close(file, file.mapping)
 
-    def _close(self, file: File) -> None:
+    def _close(self, file: File, mapping: Mapping) -> None:
         """Gives up descriptors; the group is known until it has been idle for long."""
+        self.by_node.pop(file.status.st_ino, None)
+        with self.engine.state.lock:
+            file.mapping = None
+            self.engine.state.ended.wait_for(lambda: not mapping.reads)
         with self.lock:
-            backing, file.backing = file.backing, None
-            address, file.address = file.address, 0
-            self.by_node.pop(file.status.st_ino, None)
-            if backing is not None:
-                backing.close()
-            if address:
-                syscalls.munmap(address, file.status.st_size)
+            mapping.close()
 
     def _check_changes(self) -> None:
         """Gives up what is known of files that were rewritten, truncated or replaced."""
         for file in list(self.by_number.values()):
-            backing = file.backing
-            if backing is None:
+            if file.mapping is None:
                 if file.group is not None and not file.group.alive:
                     file.group = None
                     self._places.give(file.first)
                     self._watch_whole(file)
                 continue
-            status = os.fstat(backing.fd)
+            status = os.fstat(file.mapping.backing.fd)
             if (status.st_size, status.st_mtime_ns) != (file.status.st_size, file.status.st_mtime_ns):
                 self._forget(file)
 
     def _forget(self, file: File) -> None:
         """Ends what is known of a file; if it is still there, the next walk finds it anew."""
-        if file.backing is not None:
-            self.engine.changed(file.backing, 0, -1)
+        if file.mapping is not None:
+            self.engine.changed(file.mapping.backing, 0, -1)
         for pid in list(file.programs):
-            self.leave(file, pid)
+            self._leave(file, pid)
         self.touches.ignore(*file.key)
         self._places.give(file.first)
         self.by_key.pop(file.key, None)
@@ -315,19 +362,21 @@ class Files:
 
     def open(self, path: str, _flags: int, caller: Caller) -> tuple[int, bool]:
         """(number, True) of a file that is kept open until `release`. OSError."""
-        file = self.find(path)
-        if file is None:
-            raise FileNotFoundError(path)
-        self.adopt(file, caller.pid)
-        if file.backing is None:
-            raise OSError(11, "it was changed just now")
-        return file.number, True
+        with self.turn:
+            file = self._find(path)
+            if file is None:
+                raise FileNotFoundError(path)
+            self._adopt(file, caller.pid)
+            if file.mapping is None:
+                raise BlockingIOError(errno.EAGAIN, "it was changed just now")
+            return file.number, True
 
     def release(self, number: int) -> None:
         """Ends what `open` began."""
-        file = self.by_number.get(number)
-        if file is not None:
-            self.leave(file, os.getpid())
+        with self.turn:
+            file = self.by_number.get(number)
+            if file is not None:
+                self._leave(file, os.getpid())
 
 
 class Pages:
@@ -366,35 +415,43 @@ class Pages:
         return functools.partial(self._bring, group, member, fetch)
 
     def _bring(self, group: Group, member: Member, fetch: Fetch) -> None:
-        file = self.files.by_node.get(member.node or -1)
-        offset = group.offset_of(member, fetch.extent)
-        read = 0
-        try:
-            if file is None or fetch.backing is None or file.backing is not fetch.backing:
-                raise OSError(116, "it was closed")
-            self._begin()
-            read = bring(file, offset, fetch.length)
-        except OSError as error:
-            fetch.error = error
+        mapping = self._begin(member, fetch)
+        if mapping is None:
+            fetch.error = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        else:
+            read = 0
+            try:
+                read = mapping.bring(group.offset_of(member, fetch.extent), fetch.length)
+            except OSError as error:
+                fetch.error = error
+            with self.state.lock:
+                self._end(mapping, read)
         fetch.done.set()
         with self.state.lock:
-            self._end(read)
             self.state.load_ended(member)
-            self.state.counters.backing_read_bytes += read
-            self.state.counters.stored_bytes += read
             if group.loading.get(fetch.extent) is fetch:
                 self._arrived(group, fetch)
             self.state.work.notify()
 
-    def _begin(self) -> None:
+    def _begin(self, member: Member, fetch: Fetch) -> Mapping | None:
+        """The open file that `fetch` is of, to be read; None if it was closed, or nobody wants it any more."""
+        file = self.files.by_node.get(member.node or -1)
         with self.state.lock:
+            mapping = None if file is None else file.mapping
+            if mapping is None or fetch.stale or mapping.backing is not fetch.backing:
+                return None
+            mapping.reads += 1
             if not self._busy:
                 self._busy_ns = time.monotonic_ns()
             self._busy += 1
+            return mapping
 
-    def _end(self, read: int) -> None:
+    def _end(self, mapping: Mapping, read: int) -> None:
         """Notes the end of a read, and how large a window the storage needs to be kept at work. Lock held."""
-        self._busy = max(0, self._busy - 1)
+        mapping.reads -= 1
+        self.state.counters.backing_read_bytes += read
+        self.state.counters.stored_bytes += read
+        self._busy -= 1
         self._read_bytes += read
         now_ns = time.monotonic_ns()
         self._read_s += (now_ns - self._busy_ns) / 1e9
@@ -424,61 +481,27 @@ class Pages:
         if fetch.error is None:
             self.files.engine.holder.stored(group, fetch)
 
-    def cancel(self, group: Group, extent: int) -> None:
-        """An extent on its way is of no use any more. Lock held."""
-        fetch = group.loading.pop(extent, None)
-        if fetch is not None:
-            fetch.stale = True
-            group.set_state(extent, ABSENT)
-
     # As a notifier
 
     def store(self, _nodeid: int, _offset: int, _address: int, _length: int) -> int:
         """Never called: the kernel reads for itself."""
-        return -95
+        return -errno.EOPNOTSUPP
 
     def invalidate(self, nodeid: int, offset: int, length: int) -> int:
         """Drops a part of a file (0 bytes: all behind) from the page cache, from under mappings too."""
         with self.files.lock:
             file = self.files.by_node.get(nodeid)
-            if file is None or file.backing is None:
+            mapping = None if file is None else file.mapping
+            if file is None or mapping is None:
                 return 0
-            size = length or max(0, file.status.st_size - offset)
-            mapping = [program for program in file.programs.values() if program is not None and program.maps(*file.key)]
-            advice = syscalls.MADV_PAGEOUT if len(mapping) < 2 else syscalls.MADV_COLD
-            for program in list(file.programs.values()):
-                if program is not None:
-                    program.advise(*file.key, offset, size, advice)
+            size = length or max(0, mapping.length - offset)
+            programs = [program for program in list(file.programs.values()) if program is not None]
+            several = sum(program.maps(*file.key) for program in programs) > 1
+            for program in programs:
+                program.advise(*file.key, offset, size, syscalls.MADV_COLD if several else syscalls.MADV_PAGEOUT)
             with contextlib.suppress(OSError):
-                os.posix_fadvise(file.backing.fd, offset, size, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(mapping.backing.fd, offset, size, os.POSIX_FADV_DONTNEED)
         return 0
-
-
-def bring(file: File, offset: int, length: int) -> int:
-    """Has the kernel read a part of a file, beginning at a huge page, that is not there; returns the bytes read. OSError."""
-    assert file.backing is not None
-    fd, read, end = file.backing.fd, 0, offset + length
-    for start in range(offset, end, HUGE_BYTES):
-        size = min(HUGE_BYTES, end - start)
-        wanted = -(-size // PAGE)
-        there = syscalls.cached_pages(fd, start, size)
-        if there >= wanted:
-            continue
-        read += (wanted - there) * PAGE
-        if not there and file.failures < FAILURES_MAX:
-            syscalls.madvise(file.address + start, PAGE, syscalls.MADV_POPULATE_READ)
-            there = syscalls.cached_pages(fd, start, size)
-            file.failures = max(-FAILURES_MAX, file.failures + (1 if there < wanted else -1))
-        if there < wanted:
-            for at in range(start, start + size, READAHEAD_BYTES):
-                os.posix_fadvise(fd, at, min(READAHEAD_BYTES, start + size - at), os.POSIX_FADV_WILLNEED)
-    syscalls.madvise(file.address + offset, -(-length // PAGE) * PAGE, syscalls.MADV_DONTNEED)
-    return read
-
-
-MEASURED_BYTES, WINDOW_MAX_BYTES = 128 << 20, 96 << 20
-FAILURES_MAX = 16  # no large folios on this file system, or no memory in one piece
-READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
 
 
 class InPlaceEngine(Engine):
@@ -491,42 +514,37 @@ class InPlaceEngine(Engine):
         self.grouping.steers_experts = False
         self._observing = threading.Thread(target=self._observe, name="touches", daemon=True)
         self._tending = threading.Thread(target=self.files.run, name="files", daemon=True)
-        self._looked_ns = 0
-        self.is_mounted: Callable[[], bool] = lambda: True
+        self._closed = False
 
     def _make_fetcher(self) -> Fetching:
         self.pages = Pages(self.state, self.files)
         return self.pages
 
-    def begin(self, source: str) -> None:
-        """Starts everything: the files of `source` are steered from now on."""
-        self.start(self.pages, source)
+    def start(self, notifier: KernelNotifier, mountpoint: str) -> None:
+        """See Engine; the helper opens what is in SOURCE, and so does not keep MOUNT busy."""
+        super().start(notifier, self.files.tree.directory)
         if not self._observing.is_alive():
             self._observing.start()
             self._tending.start()
 
     def stop(self) -> None:
+        """See Engine; what loaders were to bring in is outdated, which they say when they run."""
+        super().stop()
+        while self.state.jobs:
+            self.state.jobs.popleft()()
+
+    def close(self) -> None:
         """See Engine; and lets go of all programs and files."""
-        if self.state.running:
-            super().stop()
+        self._closed = True
+        if self._observing.is_alive():
             self.files.stop()
             self._tending.join(timeout=10)
             self._observing.join(timeout=10)
-            self.touches.close()
+        self.touches.close()
 
-    def _have_sentinel(self, mountpoint: str) -> None:
-        """Nobody hangs if this process is killed: the files are the file system's own."""
-
-    def replan(self) -> None:
-        """Has windows and pins planned anew, soon."""
-        self._replanned()
-
-    def _is_mounted(self, mountpoint: str) -> bool:
-        return self.is_mounted()
-
-    def adopt(self, backing: Backing) -> None:
-        """Makes a file part of a group again."""
-        self._adopt(backing)
+    def _guards(self, mountpoint: str) -> bool:
+        """Nobody hangs if this process is killed: the files are the file system's own. `BindMount` sees when it ends."""
+        return True
 
     def _attached(self, path: str, node: int | None) -> None:
         """The helper has opened `path`; what the kernel has of it is not dropped for that."""
@@ -536,9 +554,6 @@ class InPlaceEngine(Engine):
                     if member.path == path:
                         member.node, member.attaching = node, False
             self.state.work.notify_all()
-
-    def _look_after(self) -> None:
-        self._find_slack()
 
     def _find_slack(self) -> None:
         """Memory that nobody wants may keep more than the budget."""
@@ -552,11 +567,14 @@ class InPlaceEngine(Engine):
     # The observing thread
 
     def _observe(self) -> None:
-        while self.state.running:
-            touches = self.touches.wait(0.25)
-            if touches and touches[-1].t_ns - self._looked_ns > _SLACK_NS:
-                self._looked_ns = touches[-1].t_ns
+        next_look = 0.0
+        while not self._closed:
+            touches = self.touches.wait(CHECK_S)
+            if not self.state.running:
+                continue
+            if time.monotonic() >= next_look:
                 self._find_slack()
+                next_look = time.monotonic() + SLACK_S
             for touch in touches:
                 self._touched(touch)
 
@@ -564,8 +582,8 @@ class InPlaceEngine(Engine):
         file = self.files.by_number.get(touch.file)
         if file is None:
             return
-        backing = file.backing
-        owner = self.state.owners.get(backing) if backing is not None else None
+        mapping = file.mapping
+        owner = self.state.owners.get(mapping.backing) if mapping is not None else None
         if owner is None or touch.pid not in file.programs or owner[0] is not file.group:
             self.files.ask(file, touch.pid)
             if owner is None or owner[0] is not file.group:
@@ -624,9 +642,9 @@ class InPlaceEngine(Engine):
 
     def _came_back(self, group: Group, member: Member, file: File, extent: int, touch: Touch, length: int) -> None:
         """A reader is at an extent that it, or another, has read before. Lock held."""
-        if touch.flags & MISS and file.backing is not None:
+        if touch.flags & MISS and file.mapping is not None:
             offset = group.offset_of(member, extent)
-            if syscalls.cached_pages(file.backing.fd, offset, length) < length // PAGE // 2:
+            if syscalls.cached_pages(file.mapping.backing.fd, offset, length) < length // PAGE // 2:
                 self.state.counters.refault_bytes += length
                 self.pages.demand(group, member, extent)  # the kernel has reclaimed it
                 return
@@ -634,4 +652,3 @@ class InPlaceEngine(Engine):
         group.touch(extent, touch.t_ns)
         if not again:
             self.state.consumed(length, True)
-

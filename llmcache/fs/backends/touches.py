@@ -10,7 +10,6 @@ import ctypes
 import os
 import select
 import struct
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint, library
@@ -100,13 +99,8 @@ class Touches:
     def wait(self, timeout_s: float) -> list[Touch]:
         """Returns what was told since the last call, once there is something; empty after `timeout_s`."""
         self._poll.poll(timeout_s * 1e3)
-        return list(self._take())
-
-    def _take(self) -> Iterator[Touch]:
-        stretch = self._ring.stretch()
-        frames = bytes(stretch)
-        done = 0
-        found = []
+        frames = bytes(self._ring.stretch())
+        done, found = 0, []
         for length, _, *fields in _FRAME.iter_unpack(frames):
             if length & BUSY:
                 break
@@ -114,7 +108,7 @@ class Touches:
             if not length & DISCARDED:
                 found.append(Touch(*fields))
         self._ring.free(done)
-        yield from found
+        return found
 
     @property
     def lost(self) -> int:

@@ -20,6 +20,7 @@ from llmcache.fs.daemon.endpoint import parse_address
 from llmcache.fs.vfs import libfuse
 from llmcache.units import format_size, parse_size
 
+SCHEMA = "llmcache.mount/1"
 _IN_PLACE_OPTIONS = {"ro", "nodev", "nosuid", "allow_other", "default_permissions"}
 MODES = ("auto", "inplace", "steer", "arena")
 
@@ -120,9 +121,6 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False) -> 
 
         serve_background(request, source, point)
         served()
-
-
-SCHEMA = "llmcache.mount/1"
 
 
 def announce(point: str, request: MountRequest, log: str | None, as_json: bool) -> None:

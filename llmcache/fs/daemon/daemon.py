@@ -13,6 +13,7 @@ requests in progress are answered, the mount is detached, the sentinel ends, fil
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -38,13 +39,14 @@ from llmcache.fs.daemon.endpoint import MetricsEndpoint
 from llmcache.fs.daemon.requests import Requests, switch
 from llmcache.fs.engine.warmup import Tell, Warmer
 from llmcache.fs.vfs import libfuse
-from llmcache.fs.vfs.libfuse import Notifier, Session
+from llmcache.fs.vfs.libfuse import Session
 from llmcache.fs.vfs.operations import LlmcacheOperations
 from llmcache.fs.vfs.policy import DEFAULT_SPILL, WritePolicy
 from llmcache.fs.vfs.source import SourceTree
 
 if TYPE_CHECKING:
     from llmcache.fs.daemon.accesslog import AccessLog
+    from llmcache.fs.engine.state import KernelNotifier
 
 log = logging.getLogger("llmcache.daemon")
 THREADS = 64
@@ -97,15 +99,16 @@ class Daemon:
         self._session: Session | BindMount
         if isinstance(self._engine, InPlaceEngine):
             flags = 0 if request.writable else syscalls.MS_RDONLY
-            self._session = BindMount(self._source, self._point, flags, self._hand_over, self._engine.stop)
+            begin = functools.partial(self._hand_over, self._engine.pages)
+            self._session = BindMount(self._source, self._point, flags, begin, self._engine.stop)
             self._warmer = Warmer(self._engine, self._engine.files, self._tree)
         else:
             operations = LlmcacheOperations(self._tree, self._engine, WritePolicy(request.writable, request.spill))
-            operations.on_init = self._notified
+            operations.on_init = self._hand_over
             self._session = Session(operations, self._point, max_threads=THREADS, options=request.options)
             self._warmer = Warmer(self._engine, operations, self._tree)
         self._requests = Requests(self._engine, self._warmer, self._metrics.address if self._metrics else None)
-        self._notifier: Notifier | None = None
+        self._notifier: KernelNotifier | None = None
         # What the main thread waits for: "init", "resume", "rotate", "stop", "over"; "signal": that a handler can run.
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._started = threading.Event()
@@ -130,7 +133,7 @@ class Daemon:
                         self._bring_pinned()
                         ready()
                 elif event == "resume":
-                    self._start_engine()
+                    self._begin()
                     self._bring_pinned()
                 elif event == "rotate":
                     assert self._rotate is not None
@@ -144,7 +147,7 @@ class Daemon:
             self._started.set()
             loop.join()
             self._engine.stop()
-            self._engine.end_sentinel()
+            self._engine.close()
             if self._log is not None:
                 self._log.close(keep=self._served)
             if server is not None:
@@ -187,13 +190,12 @@ class Daemon:
             self._failure = self._failure or error
         self._events.put("over")
 
-    def _notified(self, notifier: Notifier) -> None:
-        """FUSE_INIT, on one of libfuse's threads: the kernel sends nothing else before this returns."""
-        self._notifier = notifier
-        self._hand_over()
+    def _hand_over(self, notifier: KernelNotifier) -> None:
+        """Has the main thread start what serves; returns when it does.
 
-    def _hand_over(self) -> None:
-        """Has the main thread start what serves; returns when it does."""
+        FUSE_INIT, on one of libfuse's threads: the kernel sends nothing else before this returns.
+        """
+        self._notifier = notifier
         self._events.put("init")
         self._started.wait()
         if self._failure is not None:
@@ -201,7 +203,7 @@ class Daemon:
 
     def _start(self) -> ControlServer | None:
         try:
-            self._start_engine()
+            self._begin()
             server = ControlServer(self._files, self._answer)
             self._describe()
             if self._metrics is not None:
@@ -213,14 +215,9 @@ class Daemon:
         finally:
             self._started.set()
 
-    def _start_engine(self) -> None:
-        if isinstance(self._engine, InPlaceEngine):
-            assert isinstance(self._session, BindMount)
-            self._engine.is_mounted = self._session.is_mounted
-            self._engine.begin(self._source)
-        else:
-            assert self._notifier is not None
-            self._engine.start(self._notifier, self._point)
+    def _begin(self) -> None:
+        assert self._notifier is not None
+        self._engine.start(self._notifier, self._point)
 
     def _describe(self) -> None:
         facts: dict[str, Any] = {"pid": os.getpid(), "source": self._source, "mount": self._point, "started": time.time()}

@@ -73,7 +73,7 @@ class Engine:
         self.holder: Holder
         self.planner: Planner
         if mode == "arena":
-            arena = self.holder = ArenaHolder(self.state, self._replanned)
+            arena = self.holder = ArenaHolder(self.state, self.replan)
             self.planner = ArenaPlanner(self.state, arena)
         else:
             self.holder = SteerHolder(self.state, self.pins)
@@ -111,7 +111,7 @@ class Engine:
         self.pins.start(mountpoint)
         self.loader = Loader(self.state, self.fetcher)
         self.loader.start()
-        self._have_sentinel(mountpoint)  # before the first request: whoever sends that may hang if this process is killed
+        self._guards(mountpoint)  # before the first request: whoever sends that may hang if this process is killed
         self._house = threading.Thread(target=self._keep_house, args=(mountpoint,), name="house", daemon=True)
         self._house.start()
 
@@ -131,12 +131,16 @@ class Engine:
         self.loader.join()
         self._house.join(timeout=10)
 
-    def _have_sentinel(self, mountpoint: str) -> None:
+    def _guards(self, mountpoint: str) -> bool:
+        """Has a process watch this one, which others wait for; False if they do not: the mount is gone."""
+        if find(mountpoint) is None:
+            return False
         if self._sentinel is None or self._sentinel.poll() is not None:
             self._sentinel = start_sentinel(mountpoint)
+        return True
 
-    def end_sentinel(self) -> None:
-        """Ends the process that watches this one; once nothing can hang any more if this one is killed."""
+    def close(self) -> None:
+        """Ends what `stop` leaves for another `start`; once nothing can hang any more if this process is killed."""
         if self._sentinel is not None:
             self._sentinel.kill()
             self._sentinel.wait()
@@ -159,12 +163,15 @@ class Engine:
                 self._dissolve(owner[0])
         known = owner is not None and owner[0].alive
         if not backing.hidden:
-            known = self._adopt(backing) or known
+            known = self.adopt(backing) or known
         self.settle(backing, owes_reply=True)
         return known
 
-    def _adopt(self, backing: Backing) -> bool:
-        """Returns True if what the kernel may hold of the file is accounted for, though nobody had it open."""
+    def adopt(self, backing: Backing) -> bool:
+        """Makes a file part of a group, perhaps again.
+
+        Returns True if what the kernel may hold of the file is accounted for, though nobody had it open.
+        """
         group, member = self.grouping.adopt(backing)
         with self.state.lock:
             group.last_ns = time.monotonic_ns()
@@ -227,7 +234,7 @@ class Engine:
         """Fills memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError."""
         pid = 0 if pid == self.pins.pid else pid
         if pid and backing not in self.state.owners and self.state.running and not backing.hidden:
-            self._adopt(backing)
+            self.adopt(backing)
         return self.reader.read(backing, address, size, offset, pid)
 
     def read_direct(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
@@ -372,9 +379,9 @@ class Engine:
         if self.mode != "arena":  # pinned extents are read without a request: once a pass
             self.state.consumed(group.pinned_bytes, True)
         if group.learn(done):
-            self._replanned()
+            self.replan()
 
-    def _replanned(self) -> None:
+    def replan(self) -> None:
         """The windows (arena), or pins and windows (steer), are to be brought in line soon."""
         self._plan_due = True
         self._wake.set()
@@ -382,7 +389,7 @@ class Engine:
     def _dissolve(self, group: Group) -> None:
         """Forgets a whole group; what the kernel may still hold of it is dropped by `Grouping`. Lock held."""
         for extent in list(group.loading):
-            self.fetcher.cancel(group, extent)
+            group.cancel(extent)
         self.holder.release(group, self.holder.held(group))
         if group.alive:
             self.state.references.ended(group)
@@ -401,11 +408,9 @@ class Engine:
             self._wake.wait(self.gauge.pause_s)
             self._wake.clear()
             began = time.monotonic()
-            if not self._is_mounted(mountpoint):  # unmounted by others: the helper's namespace must not keep it alive
+            if not self._guards(mountpoint):  # unmounted by others: the helper's namespace must not keep it alive
                 self.pins.stop()
                 return
-            self._have_sentinel(mountpoint)
-            self._look_after()
             limit = self.gauge.limit(self.state.used_bytes)
             now_ns = time.monotonic_ns()
             with self.state.lock:
@@ -424,12 +429,6 @@ class Engine:
                 if self._plan_due:
                     self._plan_due = False
                     self.planner.plan()
-
-    def _is_mounted(self, mountpoint: str) -> bool:
-        return find(mountpoint) is not None
-
-    def _look_after(self) -> None:
-        """What else is to be done several times a second."""
 
     def _watch_readers(self, group: Group, now_ns: int) -> None:
         """Forgets readers that have gone, and plans anew when there are several where there was one, or the reverse."""

@@ -204,6 +204,13 @@ class Group:
             table.pop(extent, None)
         self.touched[extent] = now_ns
 
+    def cancel(self, extent: int) -> None:
+        """What is on its way, if anything, is outdated: it is of no use when it comes."""
+        fetch = self.loading.pop(extent, None)
+        if fetch is not None:
+            fetch.stale = True
+            self.set_state(extent, ABSENT)
+
     def grow(self, size_bytes: int) -> None:
         """Makes room for a written file's growth (single member)."""
         member = self.members[0]
