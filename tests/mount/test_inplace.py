@@ -169,7 +169,7 @@ def test_after_a_refused_umount_it_steers_on(tmp_path: Path) -> None:
 
         def keeps() -> bool:
             (point / "loop.bin").read_bytes()
-            return mount.stats()["pinned_bytes"] > 30 * MIB
+            return int(mount.stats()["pinned_bytes"]) > 30 * MIB
 
         wait_for(keeps, "the file is kept")
         syscalls.bind(str(tmp_path), str(point / "below"), 0)
