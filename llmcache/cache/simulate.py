@@ -33,6 +33,7 @@ from llmcache.trace.record import Trace, TraceReader, open_trace
 Source = str | Path | Trace | TraceReader
 
 MEMORY_SHARE = 0.25  # of the machine's memory, for the states of all cells that run at the same time
+SIGNALS_S = 0.5  # one that comes just before the main thread waits is only handled after that
 
 
 def simulate(
@@ -98,7 +99,9 @@ def simulate_all(
                 return run.run()
 
         futures = [drivers.submit(one, source) for source in sources]
-        wait(futures, return_when=FIRST_EXCEPTION)
+        done, left = wait(futures, SIGNALS_S, FIRST_EXCEPTION)
+        while left and all(future.exception() is None for future in done):
+            done, left = wait(futures, SIGNALS_S, FIRST_EXCEPTION)
     errors = [future.exception() for future in futures]
     for error in errors:
         if error is not None and not isinstance(error, Interrupted):

@@ -67,7 +67,7 @@ def test_a_context_larger_than_memory(expected: dict[str, Any], tmp_path: Path, 
     source.mkdir()
     # The emulated device reads and writes for the host; what it moves is counted where the file is.
     memory = "cpu" if ssd == "file" else "device"
-    with mounted(source, point, "--cache", BUDGET) as mount:
+    with mounted(source, point, "--cache", BUDGET, "--spill", "*.kv") as mount:
         first = talk("begin", mount / "talk.kv", "--ssd", ssd)
         assert same(first, expected["begin"])
         check_bounded(mount)
@@ -77,7 +77,7 @@ def test_a_context_larger_than_memory(expected: dict[str, Any], tmp_path: Path, 
         assert 0 <= stats["read_bytes"] - moved(first, "ssd", memory) <= BESIDE
     assert sorted(file.name for file in source.iterdir()) == ["tables-talk.kv", "talk.kv"]
 
-    with mounted(source, point, "--cache", BUDGET) as mount:
+    with mounted(source, point, "--cache", BUDGET, "--spill", "*.kv") as mount:
         second = talk("go-on", mount / "talk.kv", "--ssd", ssd, told=str(first["ids"][-1]))
         assert same(second, expected["go-on"])
         check_bounded(mount)

@@ -18,6 +18,7 @@ from llmcache.fs.client import control, mountpoint
 from tools.bench.sides import environment
 
 PATIENCE_S = 60.0
+USUAL = {"--mode": "steer", "--cache": "32Mi"}
 
 
 def llmcache(*words: str | Path, **more: object) -> subprocess.CompletedProcess[str]:
@@ -64,15 +65,16 @@ class Mounter:
     made: list[Mounted] = field(default_factory=list)
 
     def __call__(self, *options: str, source: Path | None = None, point: Path | None = None) -> Mounted:
-        """Mount `source` (default: tmp/source) on `point` (default: tmp/mnt)."""
+        """Mount `source` (default: tmp/source) on `point` (default: tmp/mnt), in steer unless `options` say otherwise."""
         source = source or self.directory / "source"
         point = point or self.directory / "mnt"
         source.mkdir(exist_ok=True)
         point.mkdir(exist_ok=True)
         mounted = Mounted(source, point)
         self.made.append(mounted)
-        cache = [] if "--cache" in options else ["--cache", "32Mi"]
-        result = llmcache("mount", source, point, *cache, *options)
+        result = llmcache(
+            "mount", source, point, *(f"{word}={value}" for word, value in USUAL.items() if word not in options), *options
+        )
         assert result.returncode == 0, result.stderr
         return mounted
 

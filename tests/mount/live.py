@@ -85,7 +85,10 @@ def live(
     *options: str,
     wrap: Callable[[Sequence[str]], list[str]] = list,
 ) -> Iterator[Live]:
-    """Yield a serving mount; `wrap` puts the daemon into a cgroup. A log with a traceback fails the test."""
+    """Yield a serving mount, in steer unless `options` say otherwise; `wrap` puts the daemon into a cgroup.
+
+    A log with a traceback fails the test.
+    """
     mountpoint.mkdir(exist_ok=True)
     log = mountpoint.with_suffix(".log")
     command = [
@@ -98,6 +101,7 @@ def live(
         "--cache",
         cache,
         "-f",
+        *(() if "--mode" in options else ("--mode", "steer")),
         *options,
     ]
     with log.open("ab") as sink:

@@ -81,7 +81,8 @@ def test_unknown_mount_option(places: tuple[Path, Path]) -> None:
 
 def test_missing_libfuse(places: tuple[Path, Path]) -> None:
     lacking = {**environment(), "FUSE_LIBRARY_PATH": "/nowhere/libfuse3.so"}
-    refused(3, "FUSE_LIBRARY_PATH=/nowhere/libfuse3.so", "sudo apt install fuse3", "mount", *places, env=lacking)
+    words = ("mount", *places, "--mode", "steer")
+    refused(3, "FUSE_LIBRARY_PATH=/nowhere/libfuse3.so", "sudo apt install fuse3", *words, env=lacking)
 
 
 def test_umount_and_stats_of_nothing(places: tuple[Path, Path]) -> None:

@@ -92,7 +92,8 @@ def test_a_mount_tells_who_serves_it(mount: Mounter, tmp_path: Path) -> None:
     assert isinstance(document.pop("helper_pid"), int)
     assert document == {
         "schema": "llmcache.mount/1", "pid": own.pid, "source": str(own.source), "mount": str(own.point),
-        "mode": "arena", "budget_bytes": 32 << 20, "log": own.files.log, "budget_origin": "--cache", "writable": ["*.kv"],
+        "mode": "arena", "not_in_place": None, "budget_bytes": 32 << 20, "budget_origin": "--cache", "log": own.files.log,
+        "writable": ["*.kv"],
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -17,14 +18,16 @@ from typing import Any
 
 import pytest
 
+from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.inplace import HUGE_BYTES, InPlaceEngine, Mapping
 from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.vfs.caller import Caller
 from llmcache.fs.vfs.source import SourceTree
+from llmcache.kv.spill import KvShape, SpillFile
 from tests.mount.conftest import llmcache
-from tests.mount.live import LOOP_READER, MIB, Live, live, random_file, wait_for
+from tests.mount.live import LOOP_READER, MIB, Live, live, random_file, resident_bytes, wait_for
 from tools.bench.cgroup import Group
 from tools.bench.clients.loop_reader import crcs
 from tools.bench.files import forget
@@ -139,6 +142,9 @@ def test_a_bind_mount_is_all_there_is(source: Path, tmp_path: Path) -> None:
         assert str(point) in mountpoint.ours()
         with pytest.raises(OSError, match="Read-only"):
             (point / "new.txt").write_text("x")
+        with pytest.raises(EnvironmentProblem, match="Read-only") as caught:
+            SpillFile.create(point / "new.kv", KvShape("tiny", layers=2, kv_heads=2, head_dim=4, page_tokens=4))
+        assert caught.value.hint and "--spill '*.kv'" in caught.value.hint
         refused = llmcache("mount", source, point, "--mode", "inplace", "--cache", "32Mi")
         assert refused.returncode == 4 and "already served" in refused.stderr
         with open(point / "loop.bin", "rb"):
@@ -250,9 +256,30 @@ def test_what_only_fuse_can_do_is_refused(tmp_path: Path, words: tuple[str, ...]
     assert done.returncode == code and said in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "inplace, 33.6 MB (--cache), read-only"),
+        (("--rw",), "inplace, 33.6 MB (--cache), writable"),
+        (("--spill", ""), "inplace, 33.6 MB (--cache), read-only"),
+        (("--spill", "*.tmp"), "steer (spill: mode inplace cannot let some files be written and others not), 33.6 MB"),
+        (("-o", "fsname=models"), "steer (-o fsname=models: is an option of FUSE"),
+    ],
+)
+def test_auto_is_in_place_unless_it_cannot_be(source: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    with live(source, tmp_path / "mnt", "32Mi", "--mode", "auto", *words) as mount:
+        wait_for(lambda: f"llmcachefs: {mount.mountpoint}: {said}" in mount.log.read_text(), "it says what it does")
+
+
 def test_a_file_system_in_memory_has_nothing_to_steer(tmp_path: Path) -> None:
     done = llmcache("mount", "/dev/shm", tmp_path, "--mode", "inplace")
     assert done.returncode == 3 and "is on tmpfs" in done.stderr
+    directory = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    try:
+        with live(directory, tmp_path / "mnt", "32Mi", "--mode", "auto") as mount:
+            wait_for(lambda: "steer (/dev/shm" in mount.log.read_text(), "it says what it does")
+    finally:
+        directory.rmdir()
 
 
 def test_warmup_and_evict(source: Path, mount: Live) -> None:
@@ -267,6 +294,7 @@ def test_warmup_and_evict(source: Path, mount: Live) -> None:
     evicted = mount.llmcache("evict", str(mount.mountpoint), "*.bin", "--json")
     assert evicted.returncode == 0, evicted.stderr
     wait_for(lambda: mount.stats()["pinned_bytes"] == 0, "nothing is pinned")
+    assert resident_bytes(source / "loop.bin") < 8 * MIB, "though nobody has it open"
 
 
 def test_pinned_files_are_brought_in_at_once(source: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from llmcache.fs.backends.buffers import Region
     from llmcache.fs.engine.group import Fetch, Group, Member
     from llmcache.fs.engine.state import Job
+    from llmcache.fs.vfs.backing import Backing
 
 
 class Fetching(Protocol):
@@ -21,6 +22,13 @@ class Fetching(Protocol):
 
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
         """Claims an extent that nobody waits for; what it returns brings it in. None: not now. Lock held."""
+
+
+    def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
+        """Has a whole extent in the page cache that is else read page by page; False if that cannot be.
+
+        Returns with it there, or nearly: a writer is kept waiting meanwhile.
+        """
 
 
 class Holder(Protocol):

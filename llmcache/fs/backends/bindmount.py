@@ -17,7 +17,7 @@ class BindMount:
     """One mount from `run` to its end, which `stop` brings about, or others by unmounting it."""
 
     def __init__(self, source: str, point: str, flags: int, on_init: Callable[[], None], on_end: Callable[[], None]) -> None:
-        """`flags`: of mount(2); `on_init` and `on_end` are called when it is mounted and no more, on the thread of `run`."""
+        """`flags`: MS_RDONLY and its like; `on_init` and `on_end` are called on the thread of `run`."""
         self._source, self._point, self._flags = source, point, flags
         self._on_init, self._on_end = on_init, on_end
         self.mount_id: int | None = None

@@ -22,6 +22,7 @@ from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, READY, SPARSE, Fetch
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Holder
     from llmcache.fs.engine.state import CacheState, Job
+    from llmcache.fs.vfs.backing import Backing
 
 FAILED = 1 << 20  # misses of an extent that could not be read: never fetched ahead again
 
@@ -184,11 +185,41 @@ class Fetcher:
                 self.state.consumed(fetch.length, fetch.held)
         self.holder.stored(group, fetch)
 
+    def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
+        """Stores a whole extent that is else read page by page; False if it cannot be read, or not stored."""
+        state, notifier, region = self.state, self.state.notifier, Region(group.extent_bytes)
+        offset, length = group.offset_of(member, extent), group.length_of(member, extent)
+        with state.lock:
+            node = member.node
+            state.storing.append((group, member))
+            member.loads += 1
+        complete = read_whole(state, backing, region, offset, length)
+        with state.lock:
+            state.load_ended(member)  # who closes the file waits for this, and not for the kernel
+        stored = False
+        if complete and notifier is not None and node is not None:
+            stored = notifier.store(node, offset, region.address, length) == 0
+        with state.lock:
+            state.store_ended(group, member)
+            state.counters.stored_bytes += length if stored else 0
+        return stored
+
     def under_way(self, group: Group, extent: int) -> BufferFetch:
         """The fetch of an extent that is loading. Lock held."""
         fetch = group.loading[extent]
         assert isinstance(fetch, BufferFetch)
         return fetch
+
+
+def read_whole(state: CacheState, backing: Backing, region: Region, offset: int, length: int) -> bool:
+    """True if the whole of it was read; what cannot be read is left to its readers, who are told why."""
+    try:
+        count = backing.read_into(region.address, -(-length // PAGE) * PAGE, offset)
+    except OSError:
+        return False
+    with state.lock:
+        state.counters.backing_read_bytes += count
+    return count >= length
 
 
 def copy(target: int, region: Region, start: int, length: int) -> None:

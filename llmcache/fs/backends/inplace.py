@@ -28,6 +28,7 @@ import queue
 import stat
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -160,7 +161,6 @@ class Files:
         self.tree, self.touches, self.engine = tree, touches, engine
         self.by_key: dict[tuple[int, int], File] = {}
         self.by_number: dict[int, File] = {}
-        self.by_node: dict[int, File] = {}
         self.turn, self.lock = threading.RLock(), threading.Lock()
         self._dev = os.fstat(tree.fd).st_dev  # what is mounted below SOURCE is not seen through MOUNT
         self._numbers = iter(range(1, 1 << 32))
@@ -168,6 +168,22 @@ class Files:
         self._pending: set[tuple[int, int]] = set()
         self._programs: dict[int, Program] = {}
         self._places = Places(PLACES)
+
+    def of_node(self, node: int | None) -> File | None:
+        """The file that has this number in the kernel."""
+        return self.by_key.get((self._dev, node or 0))
+
+    @contextlib.contextmanager
+    def descriptor(self, file: File) -> Iterator[int]:
+        """The file, open for reading; of one that nobody reads, for the moment. `lock` held. OSError."""
+        if file.mapping is not None:
+            yield file.mapping.backing.fd
+            return
+        fd = self._open_by_path(file)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     # Touches, on the observing thread
 
@@ -207,10 +223,14 @@ class Files:
     def _answer(self, file: File, pid: int) -> None:
         try:
             with self.turn:
-                self._adopt(file, pid)
+                if file.mapping is not None or self._is_quiet(file):
+                    self._adopt(file, pid)
         except OSError as error:
             log.debug("inode %d is not steered: %s", file.status.st_ino, error.strerror)
         self._pending.discard((file.number, pid))
+
+    def _is_quiet(self, file: File) -> bool:
+        return not 0 <= time.time_ns() - max(self.tree.stat(file.path).st_mtime_ns, 0) < QUIET_NS
 
     def _scan(self) -> None:
         """Watches what has come, forgets what has gone."""
@@ -219,8 +239,10 @@ class Files:
             for name in names:
                 with contextlib.suppress(OSError):
                     status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode) and status.st_size >= LEAST_MODEL_BYTES and status.st_dev == self._dev:
-                        found[status.st_dev, status.st_ino] = (os.path.normpath(f"/{directory}/{name}"), status)
+                    key = status.st_dev, status.st_ino
+                    large = status.st_size >= LEAST_MODEL_BYTES or key in self.by_key
+                    if stat.S_ISREG(status.st_mode) and large and status.st_dev == self._dev:
+                        found[key] = (os.path.normpath(f"/{directory}/{name}"), status)
         for key in [key for key in self.by_key if key not in found]:
             self._forget(self.by_key[key])
         for key, (path, status) in found.items():
@@ -232,37 +254,39 @@ class Files:
                 self.engine.renamed(old, path)
 
     def _find(self, path: str) -> File | None:
-        """The file at `path`, looked for again if need be."""
-        for _ in range(2):
-            for file in self.by_key.values():
-                if file.path == path:
-                    return file
-            self._scan()
-        return None
+        """The file at `path`, however small."""
+        for file in self.by_key.values():
+            if file.path == path:
+                return file
+        status = self.tree.stat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_dev != self._dev:
+            return None
+        file = self.by_key.get((status.st_dev, status.st_ino)) or File(next(self._numbers), path, status)
+        return file if file.number in self.by_number or not status.st_size else self._watch_whole(file)
 
-    def _watch_whole(self, file: File) -> None:
+    def _watch_whole(self, file: File) -> File | None:
         place = self._places.take(1)
         if place is None:
-            return
+            return None
         file.first = place
         self.by_key[file.key] = self.by_number[file.number] = file
         whole = -(-max(file.status.st_size, 1) // HUGE_BYTES) * HUGE_BYTES
         self.touches.watch(file.number, file.status, place, 1, whole)
+        return file
 
     def _adopt(self, file: File, pid: int) -> None:
         """Opens the file and tells the engine that a program reads it. OSError."""
         if file.number not in self.by_number:
             return
-        if file.mapping is None:
-            self._open(file)
-        if file.mapping is None:
-            return
-        backing = file.mapping.backing
         program: Program | None = None
         if pid not in file.programs and pid not in (0, os.getpid()):
             program = self._programs.get(pid) or Program(pid)
             self._programs[pid] = program
             program.look(again=True)
+        if file.mapping is None:
+            self._open(file)
+        assert file.mapping is not None
+        backing = file.mapping.backing
         if pid not in file.programs:
             file.programs[pid] = program
             self.engine.opened(backing, file.path, pid)
@@ -272,17 +296,19 @@ class Files:
         if owner is not None and owner[0] is not file.group:
             self._watch_extents(file, *owner)
 
-    def _open(self, file: File) -> None:
+    def _open_by_path(self, file: File) -> int:
         with self.tree.parent(file.path) as (dir_fd, name):
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
         status = os.fstat(fd)
-        changed_ns = time.time_ns() - max(status.st_mtime_ns, 0)
-        if (status.st_dev, status.st_ino) != file.key or 0 <= changed_ns < QUIET_NS:
+        if (status.st_dev, status.st_ino) != file.key:
             os.close(fd)
-            return
-        file.status = status
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), file.path)
+        return fd
+
+    def _open(self, file: File) -> None:
+        fd = self._open_by_path(file)
+        file.status = status = os.fstat(fd)
         file.mapping = Mapping.of(Backing(file.path, fd, status, False))
-        self.by_node[status.st_ino] = file
 
     def _watch_extents(self, file: File, group: Group, member: Member) -> None:
         self._places.give(file.first)
@@ -327,7 +353,6 @@ class Files:
 
     def _close(self, file: File, mapping: Mapping) -> None:
         """Gives up descriptors; the group is known until it has been idle for long."""
-        self.by_node.pop(file.status.st_ino, None)
         with self.engine.state.lock:
             file.mapping = None
             self.engine.state.ended.wait_for(lambda: not mapping.reads)
@@ -361,14 +386,14 @@ class Files:
     # What a warm-up does as if it were a program
 
     def open(self, path: str, _flags: int, caller: Caller) -> tuple[int, bool]:
-        """(number, True) of a file that is kept open until `release`. OSError."""
+        """(number, True) of a file that is kept open until `release`; 0 for an empty one. OSError."""
         with self.turn:
             file = self._find(path)
             if file is None:
-                raise FileNotFoundError(path)
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            if not file.status.st_size:
+                return 0, True
             self._adopt(file, caller.pid)
-            if file.mapping is None:
-                raise BlockingIOError(errno.EAGAIN, "it was changed just now")
             return file.number, True
 
     def release(self, number: int) -> None:
@@ -415,7 +440,7 @@ class Pages:
         return functools.partial(self._bring, group, member, fetch)
 
     def _bring(self, group: Group, member: Member, fetch: Fetch) -> None:
-        mapping = self._begin(member, fetch)
+        mapping = None if fetch.stale else self._begin(member, fetch.backing)
         if mapping is None:
             fetch.error = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         else:
@@ -433,12 +458,23 @@ class Pages:
                 self._arrived(group, fetch)
             self.state.work.notify()
 
-    def _begin(self, member: Member, fetch: Fetch) -> Mapping | None:
-        """The open file that `fetch` is of, to be read; None if it was closed, or nobody wants it any more."""
-        file = self.files.by_node.get(member.node or -1)
+    def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
+        """Has a whole extent read that is no loop's; False if it cannot be."""
+        mapping, read = self._begin(member, backing), -1
+        if mapping is None:
+            return False
+        with contextlib.suppress(OSError):
+            read = mapping.bring(group.offset_of(member, extent), group.length_of(member, extent))
+        with self.state.lock:
+            self._end(mapping, max(read, 0))
+        return read >= 0
+
+    def _begin(self, member: Member, backing: Backing | None) -> Mapping | None:
+        """The member's open file, to be read; None if that is not `backing` any more."""
+        file = self.files.of_node(member.node)
         with self.state.lock:
             mapping = None if file is None else file.mapping
-            if mapping is None or fetch.stale or mapping.backing is not fetch.backing:
+            if mapping is None or mapping.backing is not backing:
                 return None
             mapping.reads += 1
             if not self._busy:
@@ -490,17 +526,16 @@ class Pages:
     def invalidate(self, nodeid: int, offset: int, length: int) -> int:
         """Drops a part of a file (0 bytes: all behind) from the page cache, from under mappings too."""
         with self.files.lock:
-            file = self.files.by_node.get(nodeid)
-            mapping = None if file is None else file.mapping
-            if file is None or mapping is None:
+            file = self.files.of_node(nodeid)
+            if file is None:
                 return 0
-            size = length or max(0, mapping.length - offset)
+            size = length or max(0, file.status.st_size - offset)
             programs = [program for program in list(file.programs.values()) if program is not None]
             several = sum(program.maps(*file.key) for program in programs) > 1
             for program in programs:
                 program.advise(*file.key, offset, size, syscalls.MADV_COLD if several else syscalls.MADV_PAGEOUT)
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(mapping.backing.fd, offset, size, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(OSError), self.files.descriptor(file) as fd:
+                os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
         return 0
 
 
@@ -511,7 +546,7 @@ class InPlaceEngine(Engine):
         self.touches = Touches()
         self.files = Files(tree, self.touches, self)
         super().__init__(cache_bytes, "inplace", tree, pinned, HUGE_BYTES)
-        self.grouping.steers_experts = False
+        self.grouping.in_place, self.grouping.steers_experts = True, False
         self._observing = threading.Thread(target=self._observe, name="touches", daemon=True)
         self._tending = threading.Thread(target=self.files.run, name="files", daemon=True)
         self._closed = False

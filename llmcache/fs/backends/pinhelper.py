@@ -28,6 +28,7 @@ MNT_DETACH = 2
 PR_SET_PDEATHSIG = 1
 PROT_READ = 1
 MAP_SHARED = 1
+MADV_DONTNEED = 4
 MAP_FAILED = ctypes.c_void_p(-1).value
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -35,6 +36,13 @@ libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.mlock.argtypes = libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def unlock(address: int, length: int) -> int:
+    """Unlocks and unmaps: what is mapped here too cannot be dropped from under another's mapping. 0, or -1 and errno."""
+    code: int = libc.munlock(address, length)
+    return code or int(libc.madvise(address, length, MADV_DONTNEED))
 
 
 class Mapping:
@@ -80,7 +88,7 @@ class Helper:
                 return self.detach(path)
             if operation == "rename":
                 return self.rename(path, request["new"])
-            return {"failed": self.change(libc.mlock if operation == "lock" else libc.munlock, path, request["ranges"])}
+            return {"failed": self.change(libc.mlock if operation == "lock" else unlock, path, request["ranges"])}
         except OSError as error:
             return {"errno": error.errno or errno.EIO}
 

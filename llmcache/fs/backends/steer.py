@@ -45,7 +45,7 @@ class PinService:
         self.on_lost = on_lost
         self.pid = 0
         self._mountpoint = ""
-        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event | None] = queue.SimpleQueue()
         self._locked: dict[str, set[tuple[int, int]]] = {}
         self._helper: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
@@ -94,6 +94,12 @@ class PinService:
         """`old` is called `new` from now on, also to a helper started later."""
         self._queue.put({"op": "rename", "path": old, "new": new})
 
+    def settle(self, timeout_s: float) -> None:
+        """Returns when the helper has done what it was asked to until now, or after `timeout_s`."""
+        done = threading.Event()
+        self._queue.put(done)
+        done.wait(timeout_s)
+
     def _spawn(self) -> None:
         script = str(Path(__file__).with_name("pinhelper.py"))
         # -I -S: no site packages, no package import; it starts in milliseconds and stays small.
@@ -111,6 +117,9 @@ class PinService:
 
     def _run(self) -> None:
         while (request := self._queue.get()) is not None:
+            if isinstance(request, threading.Event):
+                request.set()
+                continue
             while True:
                 try:
                     self._serve(request)

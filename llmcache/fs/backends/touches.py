@@ -53,6 +53,7 @@ def why_not(directory: str | None = None) -> str | None:
         library()
         if not has_tracepoint("mm_filemap_get_pages"):
             return "the kernel has no page-cache access tracepoints (Linux 6.12 and later have)"
+        Touches().close()
     except EnvironmentProblem as problem:
         return problem.message
     return None

@@ -48,8 +48,11 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
     elif values["metrics_files"]:
         raise UsageError("metrics_files: there are no metrics", "give --metrics 127.0.0.1:PORT with it")
     spill = tuple(glob for glob in values["spill"] if glob)
+    only_fuse = _only_fuse(settings, given)
     if values["mode"] == "inplace":
-        spill = _check_in_place(settings, given)
+        if only_fuse:
+            raise UsageError(only_fuse, "use --mode auto, steer or arena")
+        spill = ()
     return MountRequest(
         values["source"],
         values["mount"],
@@ -64,17 +67,17 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
         values["metrics"],
         values["metrics_files"],
         _origin(settings["cache"]),
+        only_fuse,
     )
 
 
-def _check_in_place(settings: Mapping[str, Setting], given: tuple[str, ...]) -> tuple[str, ...]:
-    """No globs: the file system itself decides who may write. UsageError for settings that only FUSE can keep."""
-    hint = "the file system itself serves the files: use --mode steer or arena"
-    if settings["spill"].origin != DEFAULT:
-        raise UsageError("spill: mode inplace cannot let some files be written and others not", f"{hint}, or --rw")
+def _only_fuse(settings: Mapping[str, Setting], given: tuple[str, ...]) -> str | None:
+    """Why settings can only be kept over FUSE, None if they can be in place, where the file system serves the files."""
+    if any(settings["spill"].value) and settings["spill"].origin != DEFAULT:
+        return "spill: mode inplace cannot let some files be written and others not"
     if foreign := [word for word in given if word not in _IN_PLACE_OPTIONS]:
-        raise UsageError(f"-o {foreign[0]}: is an option of FUSE, which mode inplace does without", hint)
-    return ()
+        return f"-o {foreign[0]}: is an option of FUSE, which mode inplace does without"
+    return None
 
 
 def _cache_bytes(setting: Setting) -> int | None:
@@ -99,11 +102,9 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False) -> 
     request = replace(request, log=logs.check(request.log, point))
     if request.access_log is not None:
         request = replace(request, access_log=check_path(request.access_log, point))
-    if request.mode == "inplace":
-        if reason := why_not(source):
-            raise EnvironmentProblem(f"mode inplace cannot be had: {reason}", "use --mode auto, steer or arena")
-        request = replace(request, writable=request.writable or source == point)  # nothing is mounted that could be ro
-    else:
+    if request.mode in ("auto", "inplace"):
+        request = _in_place(request, source, point)
+    if request.mode != "inplace":
         libfuse.binding()
         mountpoint.check_machine()
     if options.opens_to_others(request.options) and mountpoint.is_closed_above(source):
@@ -121,6 +122,16 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False) -> 
 
         serve_background(request, source, point)
         served()
+
+
+def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
+    """The request in place, if it can be kept so; else, of `auto`, as it was, with the reason. EnvironmentProblem."""
+    reason = request.only_fuse or why_not(source)
+    if reason is None:  # where nothing is mounted, nothing is read-only
+        return replace(request, mode="inplace", spill=(), writable=request.writable or source == point)
+    if request.mode == "inplace":
+        raise EnvironmentProblem(f"mode inplace cannot be had: {reason}", "use --mode auto, steer or arena")
+    return replace(request, only_fuse=reason)
 
 
 def announce(point: str, request: MountRequest, log: str | None, as_json: bool) -> None:
@@ -141,6 +152,7 @@ def document(point: str, request: MountRequest, log: str | None) -> dict[str, An
         "source": told.get("source"),
         "mount": point,
         **{key: stats[key] for key in ("mode", "budget_bytes", "helper_pid")},
+        "not_in_place": request.only_fuse if request.mode == "auto" else None,
         "budget_origin": request.cache_origin,
         "writable": [] if read_only else ["*"] if request.writable else list(request.spill),
         "log": log,
@@ -148,9 +160,10 @@ def document(point: str, request: MountRequest, log: str | None) -> dict[str, An
 
 
 def line(told: dict[str, Any]) -> str:
-    """Returns the document as one line: mode, budget and where that comes from, what may be written, how to see more."""
+    """Returns the document as one line: mode (and why not in place), budget and its origin, what may be written."""
     origin, globs, point = told["budget_origin"], told["writable"], told["mount"]
     why = "what memory can spare; --cache sets it" if origin == DEFAULT else origin
     budget = f"{format_size(told['budget_bytes'])} ({why})"
     writes = "writable" if globs == ["*"] else f"read-only except {', '.join(globs)}" if globs else "read-only"
-    return printable(f"llmcachefs: {point}: {told['mode']}, {budget}, {writes}; see: llmcache stats {point}")
+    mode = told["mode"] + (f" ({told['not_in_place']})" if told["not_in_place"] else "")
+    return printable(f"llmcachefs: {point}: {mode}, {budget}, {writes}; see: llmcache stats {point}")

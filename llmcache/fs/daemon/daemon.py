@@ -70,6 +70,7 @@ class MountRequest:
     metrics: str | None = None  # ADDRESS:PORT of the metrics endpoint
     metrics_files: bool = False  # with the names of files
     cache_origin: str = "default"  # --cache, a variable, a settings file: where cache_bytes comes from
+    only_fuse: str | None = None  # why it cannot be kept in place
 
 
 class Daemon:
@@ -95,10 +96,12 @@ class Daemon:
 
         self._metrics = None if request.metrics is None else MetricsEndpoint(request.metrics)
         self._tree = SourceTree(self._source)
+        if request.mode == "auto" and request.only_fuse:
+            log.info("not in place: %s", request.only_fuse)
         self._engine = make_engine(request.cache_bytes, request.mode, self._tree, request.pinned)
         self._session: Session | BindMount
         if isinstance(self._engine, InPlaceEngine):
-            flags = 0 if request.writable else syscalls.MS_RDONLY
+            flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | (0 if request.writable else syscalls.MS_RDONLY)
             begin = functools.partial(self._hand_over, self._engine.pages)
             self._session = BindMount(self._source, self._point, flags, begin, self._engine.stop)
             self._warmer = Warmer(self._engine, self._engine.files, self._tree)

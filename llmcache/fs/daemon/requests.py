@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llmcache.fs.engine.warmup import Warmer
 
 SHRINK_S = 30.0
+UNLOCK_S = 10.0
 DROP_BYTES = 256 << 20  # at a time
 RESIZE_SCHEMA = "llmcache.resize/1"
 EVICT_SCHEMA = "llmcache.evict/1"
@@ -62,8 +63,8 @@ class Requests:
         settle_mode(self.engine.mode, size)  # steer may not be allowed to lock so much
         self.engine.resize(size)
         start, end = state.used_bytes, time.monotonic() + SHRINK_S
-        while wait and state.running and state.used_bytes > state.limit_bytes and time.monotonic() < end:
-            tell({"done_bytes": start - state.used_bytes, "total_bytes": start - state.limit_bytes})
+        while wait and state.running and state.used_bytes > state.room_bytes and time.monotonic() < end:
+            tell({"done_bytes": start - state.used_bytes, "total_bytes": start - state.room_bytes})
             time.sleep(TELL_S / 4)
         used = state.used_bytes
         return {"schema": RESIZE_SCHEMA, "before_bytes": before, "budget_bytes": size, "resident_bytes": used}
@@ -86,6 +87,7 @@ class Requests:
                 files += self.engine.forget(group)
         if globs and not chosen:
             self.warmer.named(globs, tell)  # files of which nothing is kept, or a slip
+        self.engine.pins.settle(UNLOCK_S)
         self._drop(files, tell)
         evicted = sum(int(str(row["evicted_bytes"])) for row in rows)
         return {"schema": EVICT_SCHEMA, "evicted_bytes": evicted, "groups": rows, "pinned": pinned}

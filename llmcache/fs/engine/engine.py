@@ -471,5 +471,6 @@ def make_engine(cache_bytes: int | None, mode: str, tree: SourceTree, pinned: tu
     if mode == "inplace":
         from llmcache.fs.backends.inplace import InPlaceEngine
 
+        log.info("mode inplace: the page cache of the files themselves is steered")
         return InPlaceEngine(budget, tree, pinned)
     return Engine(budget, settle_mode(mode, budget), tree, pinned)

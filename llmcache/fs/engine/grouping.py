@@ -67,6 +67,7 @@ class Grouping:
     ) -> None:
         """`end(group)`, with the lock held, ends a group whose file is no more what it was. `pinned`: globs of --pin."""
         self.pinned = pinned
+        self.in_place = False  # then what the kernel has of a group that ends is right, and may stay as long as it likes
         self.steers_experts = True  # else they are read as rows are: which ones, a loop does not tell
         self.large_extent = large_extent
         self.state = state
@@ -251,7 +252,7 @@ class Grouping:
         for extent in group.charged_extents():
             member = group.member_of(extent)
             charged = group.charge[extent]
-            if member.node is None:
+            if member.node is None or self.in_place:
                 self.state.resident_bytes -= charged
                 continue
             offset, length = group.offset_of(member, extent), group.length_of(member, extent)

@@ -5,8 +5,7 @@
 
 Locking: the engine's one lock, as in `state`. In steer and in place, extents are fetched like those of a loader. In arena
 they are read into memory of their own and handed to the core, which keeps what it still wants: no reference is made, so
-passes that are learned from references stay those of readers. Hot pages are stored while `CacheState.storing` tells a
-writer to wait. No thread here owes a reply to a READ.
+passes that are learned from references stay those of readers. No thread here owes a reply to a READ.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from llmcache.cache.arbitration import HOT_SHARE
 from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
 from llmcache.fs.backends.buffers import Region
-from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, SINGLE, SPARSE, Group, Member
+from llmcache.fs.backends.fetching import read_whole
+from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, SINGLE, SPARSE, Group, Member
 from llmcache.fs.engine.references import READ
 from llmcache.fs.vfs.caller import Caller
 from llmcache.fs.vfs.policy import matches
@@ -356,7 +356,7 @@ class Bringer:
             offset, length = group.offset_of(member, extent), group.length_of(member, extent)
             member.loads += 1
         region = Region(group.extent_bytes)
-        complete = self._read(backing, region, offset, length)
+        complete = read_whole(self.state, backing, region, offset, length)
         with self.state.lock:
             self.state.load_ended(member)
             core = self.state.references.core
@@ -365,37 +365,17 @@ class Bringer:
                 self.holder.keep(group, extent, region)
 
     def _bring_hot(self, group: Group, member: Member, extent: int, backing: Backing) -> None:
-        """Puts a page-by-page extent into the page cache whole. A writer waits for that."""
+        """Puts a page-by-page extent into the page cache whole."""
         with self.state.lock:
             if not group.alive or member.node is None:
                 return
             offset, length, node = group.offset_of(member, extent), group.length_of(member, extent), member.node
-            self.state.storing.append((group, member))
-            member.loads += 1
-        region = Region(group.extent_bytes)
-        notifier = self.state.notifier
-        complete = self._read(backing, region, offset, length)
+        if not self.fetcher.fill(group, member, extent, backing):
+            return
         with self.state.lock:
-            self.state.load_ended(member)  # who closes the file waits for this, and not for the kernel
-        stored = complete and notifier is not None and notifier.store(node, offset, region.address, length) == 0
-        with self.state.lock:
-            self.state.store_ended(group, member)
-            if not stored:
-                return
-            self.state.counters.stored_bytes += length
             if group.key in self.state.groups:  # else it was given up meanwhile
                 self.state.charge(group, extent, length)
                 group.strays[extent] = time.monotonic_ns()
                 self.state.references.pages(group, member, offset, length, READ, os.getpid())
             else:
                 self.state.debts.append((node, offset, length, 0))
-
-    def _read(self, backing: Backing, region: Region, offset: int, length: int) -> bool:
-        """True if the whole of it was read; what cannot be read is left to its readers, who are told why."""
-        try:
-            count = backing.read_into(region.address, -(-length // PAGE) * PAGE, offset)
-        except OSError:
-            return False
-        with self.state.lock:
-            self.state.counters.backing_read_bytes += count
-        return count >= length

@@ -29,7 +29,8 @@ def problem(path: Path, doing: str, error: OSError) -> LlmcacheError:
     if error.errno in _FULL:
         hint = "free some space, or give --spill a directory on another disk; what was spilled before is whole"
         return EnvironmentProblem(f"{path}: no space left ({doing})", hint)
-    return EnvironmentProblem(f"{path}: {doing}: {error.strerror}")
+    advice = "on an llmcachefs: one that is mounted with --spill '*.kv', or with --rw"
+    return EnvironmentProblem(f"{path}: {doing}: {error.strerror}", advice if error.errno == errno.EROFS else None)
 
 
 def there_already(path: Path) -> UsageError:
