@@ -44,8 +44,8 @@ BENCHMARKS = (
     Benchmark(
         "mount",
         "llmcachefs and the kernel's page cache: same memory, same storage",
-        ("--model", MODEL, "--repeat", "2"),
-        ("--model", MODEL, "--quick", "--repeat", "1"),
+        ("--model", MODEL, "--repeat", "2", "--mode", "inplace", "--mode", "steer"),
+        ("--model", MODEL, "--quick", "--repeat", "1", "--mode", "inplace", "--mode", "steer"),
     ),
     Benchmark("demotime", "a second tools/demo", quick=None),
     Benchmark("startup", "start of every command"),
