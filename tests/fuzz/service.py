@@ -71,7 +71,7 @@ def service(mode: str = "arena") -> Iterator[Service]:
             for file in SMALL:
                 rig.kernel.add(open_backing(f"/{file}", source / file))
             tree = SourceTree(str(source))
-            operations = LlmcacheOperations(tree, rig.engine, WritePolicy())
+            operations = LlmcacheOperations(tree, rig.engine, rig.reader, WritePolicy())
             requests = Requests(rig.engine, Warmer(rig.engine, operations, tree))
             server = ControlServer(control.files(POINT), requests.answer)
             try:

@@ -20,9 +20,11 @@ import pytest
 
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
-from llmcache.fs.backends.inplace import HUGE_BYTES, InPlaceEngine, Mapping
+from llmcache.fs.backends.files import HUGE_BYTES, Mapping
+from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
 from llmcache.fs.client import control, mountpoint
+from llmcache.fs.engine.engine import Engine
 from llmcache.fs.vfs.caller import Caller
 from llmcache.fs.vfs.source import SourceTree
 from llmcache.kv.spill import KvShape, SpillFile
@@ -200,20 +202,24 @@ def test_a_file_is_closed_after_the_last_read_of_it(source: Path, monkeypatch: p
         return os.fstat(mapping.backing.fd).st_size
 
     monkeypatch.setattr(Mapping, "bring", bring)
-    engine = InPlaceEngine(CACHE, SourceTree(str(source)))
-    engine.start(engine.pages, str(source))
+    engine = Engine(CACHE, "inplace", SourceTree(str(source)))
+    backend = engine.backend
+    assert isinstance(backend, InPlaceBackend)
+    engine.start(None, str(source))
     try:
-        number, _ = engine.files.open("/loop.bin", os.O_RDONLY, Caller(0, 0, os.getpid()))
-        mapping = engine.files.by_number[number].mapping
+        number, _ = backend.files.open("/loop.bin", os.O_RDONLY, Caller(0, 0, os.getpid()))
+        mapping = backend.files.by_number[number].mapping
         assert mapping is not None
         group, member = engine.state.owners[mapping.backing]
         wait_for(lambda: member.reachable, "the helper has opened it")
         with engine.state.lock:
-            engine.pages.demand(group, member, 0)
+            job = backend.ahead(group, member, 0)
+            assert job is not None
+            engine.state.jobs.append(job)
             engine.state.work.notify()
         assert begun.wait(60)
         engine.changed(mapping.backing, 0, -1)
-        release = threading.Thread(target=engine.files.release, args=(number,))
+        release = threading.Thread(target=backend.files.release, args=(number,))
         release.start()
         release.join(0.3)
         assert release.is_alive()
@@ -227,7 +233,7 @@ def test_a_file_is_closed_after_the_last_read_of_it(source: Path, monkeypatch: p
     finally:
         go_on.set()
         engine.stop()
-        engine.close()
+        backend.close()
 
 
 def test_over_itself_nothing_is_mounted(tmp_path: Path) -> None:

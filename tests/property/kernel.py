@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmcache.fs.backends.reader import Reader
 from llmcache.fs.engine.engine import Engine
 from llmcache.fs.engine.pressure import PressureGauge
 from llmcache.fs.vfs.backing import Backing
@@ -46,6 +47,7 @@ class Kernel:
 
     def __init__(self) -> None:
         self.engine: Engine
+        self.reader: Reader
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.files: dict[str, File] = {}
@@ -110,7 +112,7 @@ class Kernel:
             self._requests += 1
             self.most_requests = max(self.most_requests, self._requests)
         try:
-            count = self.engine.read(file.backing, ctypes.addressof(memory), length, first * PAGE, pid)
+            count = self.reader.read(file.backing, ctypes.addressof(memory), length, first * PAGE, pid)
             if count <= 0:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             data = [memory.raw[at : at + PAGE] for at in range(0, count, PAGE)]
@@ -190,6 +192,12 @@ class Pins:
         assert not self._thread.is_alive()
         for file in self.kernel.files.values():
             file.pinned.clear()
+
+    def settle(self, timeout_s: float) -> None:
+        """As PinService."""
+        done = threading.Event()
+        self._queue.put(done.set)
+        assert done.wait(timeout_s)
 
     def attach(self, path: str) -> None:
         """As PinService."""

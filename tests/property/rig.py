@@ -8,10 +8,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
+from llmcache.fs.backends.fuse import FuseBackend
+from llmcache.fs.backends.reader import Reader
 from llmcache.fs.engine.engine import Engine
 from llmcache.fs.vfs.source import SourceTree
 from tests.property.kernel import CalmGauge, File, Kernel, Pins, open_backing, wait_until
@@ -30,6 +33,8 @@ class Rig:
         self.directory = directory
         self.kernel = Kernel()
         self.engine = self.kernel.engine = Engine(budget_bytes, mode, SourceTree(str(directory)))
+        assert isinstance(self.engine.backend, FuseBackend)
+        self.reader = self.kernel.reader = Reader(self.engine, self.engine.backend)
         self.content: dict[str, bytes] = {}
 
     def file(self, name: str, size: int, seed: int = 0, attached: bool = True) -> File:
@@ -105,8 +110,8 @@ def running(directory: Path, mode: str, monkeypatch: pytest.MonkeyPatch, budget_
     kernels: list[Kernel] = []
     monkeypatch.setattr("llmcache.fs.engine.engine.PinService", lambda attached, *_: Pins(kernels, attached))
     monkeypatch.setattr("llmcache.fs.engine.engine.PressureGauge", CalmGauge)
-    monkeypatch.setattr("llmcache.fs.engine.engine.find", lambda _point: True)
-    monkeypatch.setattr("llmcache.fs.engine.engine.start_sentinel", lambda _point: None)
+    monkeypatch.setattr("llmcache.fs.backends.fuse.find", lambda _point: True)
+    monkeypatch.setattr("llmcache.fs.backends.fuse.start_sentinel", lambda _entry: Mock())
     rig = Rig(directory, mode, budget_bytes)
     kernels.append(rig.kernel)
     rig.engine.start(rig.kernel, "/mount")

@@ -166,7 +166,7 @@ def test_who_closes_a_file_does_not_wait_for_a_store(tmp_path: Path, monkeypatch
     with running(tmp_path, "steer", monkeypatch) as rig:
         file = rig.file("file", 2 * MIB)
         group, member = rig.engine.state.owners[file.backing]
-        bringer = Bringer(rig.engine.state, rig.engine.fetcher, rig.engine.holder, [(group, member, 0)])
+        bringer = Bringer(rig.engine.state, rig.engine.backend, rig.engine.holder, [(group, member, 0)])
         warming = threading.Thread(target=bringer.run, args=(lambda _told: None,), daemon=True)
         closing = threading.Thread(target=rig.engine.closed, args=(file.backing, 1), daemon=True)
         with storing(rig, warming.start):

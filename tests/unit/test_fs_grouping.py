@@ -6,11 +6,14 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from llmcache.cache.extents import EXTENTS_MAX, LARGEST_EXTENT
+from llmcache.fs.backends.base import Holder
 from llmcache.fs.backends.buffers import BUFFER_BYTES, BufferPool
+from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.engine.group import SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
 from llmcache.fs.engine.grouping import EXTENTS_ROOM, PAGED_EXTENTS, Grouping
 from llmcache.fs.vfs.backing import Backing
@@ -48,7 +51,9 @@ class Files:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.state = new_state(64 * MIB)
-        self.grouping = Grouping(self.state, SourceTree(str(directory)), self.end, ("pinned*",))
+        self.grouping = Grouping(
+            self.state, SourceTree(str(directory)), FuseBackend(self.state, cast(Holder, None)), self.end, ("pinned*",)
+        )
         self.ended: list[Group] = []
 
     def end(self, group: Group) -> None:

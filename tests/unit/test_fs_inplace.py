@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.fs import syscalls
-from llmcache.fs.backends.inplace import HUGE_BYTES, Mapping, Places
+from llmcache.fs.backends.files import HUGE_BYTES, Mapping, Places
 from llmcache.fs.backends.programs import Program
 from llmcache.fs.vfs.backing import Backing
 

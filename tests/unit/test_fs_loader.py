@@ -8,7 +8,7 @@ import pytest
 
 from llmcache.fs.backends.base import Holder
 from llmcache.fs.backends.buffers import BufferPool
-from llmcache.fs.backends.fetching import Fetcher
+from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.engine.group import Group, Member
 from llmcache.fs.engine.loader import Loader
 from llmcache.fs.engine.state import CacheState
@@ -22,7 +22,7 @@ def test_files_without_a_reader_are_passed_over(monkeypatch: pytest.MonkeyPatch)
         state.groups[path] = Group(path, [Member(path, 4 << 20, 0, 4)], 1 << 20, None)
     state.groups["/7"].note(0, 1, True)
     looked: list[str] = []
-    loader = Loader(state, Fetcher(state, cast(Holder, None)))
+    loader = Loader(state, FuseBackend(state, cast(Holder, None)))
 
     def look(group: Group) -> tuple[()]:
         looked.append(group.key)

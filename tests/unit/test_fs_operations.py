@@ -25,7 +25,7 @@ def operations(tmp_path: Path) -> Iterator[LlmcacheOperations]:
     """Operations on a directory with a file that has two names; no engine, no kernel."""
     (tmp_path / "a.kv").write_bytes(b"x" * 10)
     os.link(tmp_path / "a.kv", tmp_path / "b.kv")
-    made = LlmcacheOperations(SourceTree(str(tmp_path)), Mock(), WritePolicy(everything=True))
+    made = LlmcacheOperations(SourceTree(str(tmp_path)), Mock(), Mock(), WritePolicy(everything=True))
     made.init(Mock())
     yield made
     made.destroy()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
 from llmcache.fs.backends.buffers import BufferPool
-from llmcache.fs.backends.fetching import Fetcher
+from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.backends.reader import REFAULTS_MAX, Reader
 from llmcache.fs.backends.steer import SteerHolder
+from llmcache.fs.engine.engine import Engine
 from llmcache.fs.engine.group import LOADING, PINNED, READY, SINGLE, TOUCHED, Group
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
 from llmcache.fs.engine.state import CacheState
@@ -134,16 +137,16 @@ def test_a_file_without_a_node_cannot_be_dropped() -> None:
     assert victims(state) == []
 
 
-def absent_fetcher(state: CacheState) -> Fetcher:
-    """A fetcher with two buffers that pins nothing."""
+def small_backend(state: CacheState) -> FuseBackend:
+    """A back end with two buffers that pins nothing."""
     state.pool = BufferPool(2, 0)
-    return Fetcher(state, SteerHolder(state, None))  # type: ignore[arg-type]
+    return FuseBackend(state, SteerHolder(state, None))  # type: ignore[arg-type]
 
 
 def test_what_the_kernel_dropped_in_part_can_go() -> None:
     state = new_state(10 * MIB)
     group = new_group(state, "file", 4)
-    reader = Reader(state, absent_fetcher(state), lambda _group, _pass: None)
+    reader = Reader(cast(Engine, None), small_backend(state))
     bring(state, group, [0], TOUCHED, LONG_AGO)
     for _ in range(REFAULTS_MAX):
         reader._refault(group, 0, 4096)
@@ -154,10 +157,10 @@ def test_what_the_kernel_dropped_in_part_can_go() -> None:
 def test_what_could_not_be_stored_can_go() -> None:
     state = new_state(10 * MIB)
     group = new_group(state, "file", 4)
-    fetcher = absent_fetcher(state)
-    fetch = fetcher.claim(group, group.members[0], 1, ahead=False)
+    backend = small_backend(state)
+    fetch = backend.claim(group, group.members[0], 1, ahead=False)
     assert fetch is not None
-    fetcher._stored(group, group.members[0], fetch, False, -12)
+    backend._stored(group, group.members[0], fetch, False, -12)
     state.limit_bytes = 0
     assert [extent for _, extent in victims(state)] == list(group.charged_extents())
 
@@ -165,11 +168,11 @@ def test_what_could_not_be_stored_can_go() -> None:
 def test_a_failed_fetch_keeps_the_charge_of_pages_read_before() -> None:
     state = new_state(10 * MIB)
     group = new_group(state, "file", 4)
-    fetcher = absent_fetcher(state)
+    backend = small_backend(state)
     stray(state, group, [1], 8192)
-    fetch = fetcher.claim(group, group.members[0], 1, ahead=False)
+    fetch = backend.claim(group, group.members[0], 1, ahead=False)
     assert fetch is not None
     fetch.error = OSError(5, "error")
-    fetcher._fail(group, fetch)
+    backend._fail(group, fetch)
     assert group.charge[1] >= 8192
     assert state.resident_bytes == sum(group.charge)

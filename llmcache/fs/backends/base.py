@@ -1,6 +1,7 @@
-"""What an engine needs of its means: something that brings extents in, and something that holds those that are kept.
+"""What an engine needs of its means: a back end that brings extents in and drops them, and something that holds pins.
 
-Methods that say so expect the engine's lock.
+The engine decides: what loops, what is kept, who comes next, who goes. A back end does it, over FUSE (`fuse.py`) or in place
+(`inplace.py`), and tells the engine what is opened, read and closed. Methods that say so expect the engine's lock.
 """
 
 from __future__ import annotations
@@ -14,8 +15,35 @@ if TYPE_CHECKING:
     from llmcache.fs.vfs.backing import Backing
 
 
-class Fetching(Protocol):
-    """How extents are brought into the page cache."""
+class KernelNotifier(Protocol):
+    """What a back end needs of the FUSE session; both return 0 or -errno and release the GIL."""
+
+    def store(self, nodeid: int, offset: int, address: int, length: int) -> int:
+        """Puts `length` bytes at `address` into the page cache of `nodeid`."""
+
+    def invalidate(self, nodeid: int, offset: int, length: int) -> int:
+        """Drops a range of the page cache of `nodeid`."""
+
+
+class Backend(Protocol):
+    """How extents come into the page cache and leave it."""
+
+    in_place: bool
+    """True for the files' own pages: there before a group begins, and right whatever becomes of it."""
+    large_extent: int
+    """Bytes of an extent of a large file."""
+
+    def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
+        """Begins to serve; may follow `stop`. `notifier`: of the FUSE session, if there is one."""
+
+    def stop(self) -> None:
+        """Loaders have ended and groups are gone: gives up what they left."""
+
+    def close(self) -> None:
+        """Ends what `stop` leaves for another `start`; once nothing can hang any more if this process is killed."""
+
+    def guards(self, mountpoint: str) -> bool:
+        """Has a process watch this one, if others wait for it; False once the mount is gone, unmounted by others."""
 
     def follows(self, group: Group) -> bool:
         """True if it is worth running ahead of the readers of `group`. Lock held."""
@@ -23,11 +51,13 @@ class Fetching(Protocol):
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
         """Claims an extent that nobody waits for; what it returns brings it in. None: not now. Lock held."""
 
-
     def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
-        """Has a whole extent in the page cache that is else read page by page; False if that cannot be.
+        """Has a whole extent in the page cache that is else read page by page; False if that cannot be."""
 
-        Returns with it there, or nearly: a writer is kept waiting meanwhile.
+    def drop(self, node: int, offset: int, length: int, *, written: bool = False) -> None:
+        """Drops a part of a file (0 bytes: all behind) from the page cache; may wait for who reads it.
+
+        `written`: also what was written lately, which has to be on storage before.
         """
 
 

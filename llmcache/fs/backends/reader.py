@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING
 
 from llmcache.fs.backends.buffers import BOUNCE_BYTES
-from llmcache.fs.backends.fetching import BufferFetch, Fetcher, copy
+from llmcache.fs.backends.fuse import BufferFetch, FuseBackend, copy
 from llmcache.fs.engine.group import (
     ABSENT,
     LOADING,
@@ -36,10 +36,7 @@ from llmcache.fs.engine.group import (
 from llmcache.fs.engine.references import READ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from llmcache.cache.order import Pass
-    from llmcache.fs.engine.state import CacheState
+    from llmcache.fs.engine.engine import Engine
     from llmcache.fs.vfs.backing import Backing
 
 REFAULTS_MAX = 2
@@ -47,18 +44,21 @@ WAIT_S = 5.0
 
 
 class Reader:
-    """Serves reads of all files; `on_pass` is called with the lock held when a pass over a group has ended."""
+    """Serves reads of all files, and has the engine told when a pass over a group has ended."""
 
-    def __init__(self, state: CacheState, fetcher: Fetcher, on_pass: Callable[[Group, Pass], None]) -> None:
-        self.state = state
-        self.fetcher = fetcher
-        self.on_pass = on_pass
+    def __init__(self, engine: Engine, backend: FuseBackend) -> None:
+        self.engine = engine
+        self.backend = backend
+        self.state = backend.state
 
     def read(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
         """Fills memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError.
 
-        `pid` is 0 for the pin helper's faults: they say nothing about readers.
+        The pin helper's faults say nothing about readers.
         """
+        pid = 0 if pid == self.engine.pins.pid else pid
+        if pid and backing not in self.state.owners and self.state.running and not backing.hidden:
+            self.engine.adopt(backing)
         size = max(0, min(size, backing.size - offset))
         owner = self.state.owners.get(backing)
         if owner is None or offset + size > owner[1].size_bytes:
@@ -100,11 +100,11 @@ class Reader:
                 trip = group.trips.get(extent)
                 self._arrived(group, member, extent, trip)
             elif state == LOADING:
-                theirs = self.fetcher.under_way(group, extent)
+                theirs = self.backend.under_way(group, extent)
                 theirs.users += 1
                 theirs.joined = theirs.joined or pid != 0
             elif state in (ABSENT, SPARSE) and member.reachable and group.alive:
-                mine = self.fetcher.claim(group, member, extent, ahead=False, pid=pid)
+                mine = self.backend.claim(group, member, extent, ahead=False, pid=pid)
             elif state in (TOUCHED, PINNED):
                 self._refault(group, extent, length)
             if trip is None and mine is None and theirs is None:
@@ -126,7 +126,7 @@ class Reader:
             return
         done = group.note(extent, time.monotonic_ns(), state in (ABSENT, SPARSE))
         if done is not None:
-            self.on_pass(group, done)
+            self.engine.pass_ended(group, done)
         self.state.work.notify()
 
     def _arrived(self, group: Group, member: Member, extent: int, trip: Tripwire | None) -> None:
@@ -169,7 +169,7 @@ class Reader:
         pid: int,
     ) -> int:
         began_ns = time.monotonic_ns()
-        self.fetcher.load(group, member, fetch)
+        self.backend.load(group, member, fetch)
         waited_ns = time.monotonic_ns() - began_ns
         if fetch.error is None:
             copy(address, fetch.region, start, length)
@@ -177,7 +177,7 @@ class Reader:
         with self.state.lock:
             if pid and not fetch.held:
                 self.state.demand_waits.add(waited_ns)
-            self.state.jobs.append(functools.partial(self.fetcher.store, group, member, fetch))
+            self.state.jobs.append(functools.partial(self.backend.store, group, member, fetch))
             self.state.work.notify()
         if fetch.error is not None:
             return self.direct(backing, address, length, group.offset_of(member, fetch.extent) + start)
@@ -225,7 +225,7 @@ class Reader:
 
     def uncached(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
         """Serves a read of which nothing is kept, such as one with O_DIRECT: all that it gives comes from storage."""
-        done = self.direct(backing, address, size, offset)
+        done = self.direct(backing, address, max(0, min(size, backing.size - offset)), offset)
         if pid:
             with self.state.lock:
                 self.state.counters.requested_bytes += done

@@ -31,7 +31,9 @@ from typing import TYPE_CHECKING, Any
 from llmcache.errors import LlmcacheError, MountProblem, UsageError
 from llmcache.fs import syscalls
 from llmcache.fs.backends.bindmount import BindMount
-from llmcache.fs.backends.inplace import InPlaceEngine
+from llmcache.fs.backends.fuse import FuseBackend
+from llmcache.fs.backends.inplace import InPlaceBackend
+from llmcache.fs.backends.reader import Reader
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.daemon import logs, metrics, readiness
 from llmcache.fs.daemon.controlserver import ControlServer
@@ -45,8 +47,8 @@ from llmcache.fs.vfs.policy import DEFAULT_SPILL, WritePolicy
 from llmcache.fs.vfs.source import SourceTree
 
 if TYPE_CHECKING:
+    from llmcache.fs.backends.base import KernelNotifier
     from llmcache.fs.daemon.accesslog import AccessLog
-    from llmcache.fs.engine.state import KernelNotifier
 
 log = logging.getLogger("llmcache.daemon")
 THREADS = 64
@@ -100,13 +102,16 @@ class Daemon:
             log.info("not in place: %s", request.only_fuse)
         self._engine = make_engine(request.cache_bytes, request.mode, self._tree, request.pinned)
         self._session: Session | BindMount
-        if isinstance(self._engine, InPlaceEngine):
+        backend = self._engine.backend
+        if isinstance(backend, InPlaceBackend):
             flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | (0 if request.writable else syscalls.MS_RDONLY)
-            begin = functools.partial(self._hand_over, self._engine.pages)
+            begin = functools.partial(self._hand_over, None)
             self._session = BindMount(self._source, self._point, flags, begin, self._engine.stop)
-            self._warmer = Warmer(self._engine, self._engine.files, self._tree)
+            self._warmer = Warmer(self._engine, backend.files, self._tree)
         else:
-            operations = LlmcacheOperations(self._tree, self._engine, WritePolicy(request.writable, request.spill))
+            assert isinstance(backend, FuseBackend)
+            policy = WritePolicy(request.writable, request.spill)
+            operations = LlmcacheOperations(self._tree, self._engine, Reader(self._engine, backend), policy)
             operations.on_init = self._hand_over
             self._session = Session(operations, self._point, max_threads=THREADS, options=request.options)
             self._warmer = Warmer(self._engine, operations, self._tree)
@@ -150,7 +155,7 @@ class Daemon:
             self._started.set()
             loop.join()
             self._engine.stop()
-            self._engine.close()
+            self._engine.backend.close()
             if self._log is not None:
                 self._log.close(keep=self._served)
             if server is not None:
@@ -193,7 +198,7 @@ class Daemon:
             self._failure = self._failure or error
         self._events.put("over")
 
-    def _hand_over(self, notifier: KernelNotifier) -> None:
+    def _hand_over(self, notifier: KernelNotifier | None) -> None:
         """Has the main thread start what serves; returns when it does.
 
         FUSE_INIT, on one of libfuse's threads: the kernel sends nothing else before this returns.
@@ -219,7 +224,6 @@ class Daemon:
             self._started.set()
 
     def _begin(self) -> None:
-        assert self._notifier is not None
         self._engine.start(self._notifier, self._point)
 
     def _describe(self) -> None:

@@ -94,13 +94,12 @@ class Requests:
 
     def _drop(self, files: list[tuple[int, int]], tell: Tell) -> None:
         """Drops the pages of whole files. Waits for those that are being read; this thread owes no reply to a READ."""
-        done, total, notifier = 0, sum(size for _, size in files), self.engine.state.notifier
+        done, total = 0, sum(size for _, size in files)
         for node, size in files:
             for offset in range(0, max(size, 1), DROP_BYTES):
                 last = offset + DROP_BYTES >= size
                 tell({"done_bytes": done, "total_bytes": total})
-                if notifier is not None:
-                    notifier.invalidate(node, offset, 0 if last else DROP_BYTES)
+                self.engine.backend.drop(node, offset, 0 if last else DROP_BYTES, written=True)
                 done += min(DROP_BYTES, size - offset)
 
 

@@ -183,7 +183,7 @@ def settle_budget(cache_bytes: int | None, root: Path = Path("/")) -> int:
 
 
 def settle_mode(mode: str, budget_bytes: int, root: Path = Path("/")) -> str:
-    """Returns "steer" or "arena": auto steers where the whole budget may be locked."""
+    """Returns the mode to have over FUSE (auto steers where the whole budget may be locked), or inplace as it is."""
     lockable = lockable_bytes(root)
     if mode == "auto":
         chosen = "steer" if lockable >= budget_bytes else "arena"

@@ -1,31 +1,27 @@
 """The engine: what the file operations call, and the only part of the cache that they know.
 
-It turns opens into groups (with the layout of model files as the first guess of what loops), hands reads to `Reader`,
-passes to the plan, changes of a file to everything that holds a copy of it, and keeps house several times a second.
+It turns opens into groups (with the layout of model files as the first guess of what loops), hands passes to the plan,
+changes of a file to everything that holds a copy of it, and keeps house several times a second.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
 from llmcache.cache.cursors import CURSOR_LIFE_NS
-from llmcache.cache.extents import LARGE_EXTENT, SMALL_EXTENT
+from llmcache.cache.extents import SMALL_EXTENT
 from llmcache.cache.order import Pass
 from llmcache.fs.backends.arena import ArenaHolder
-from llmcache.fs.backends.base import Fetching, Holder
+from llmcache.fs.backends.base import Backend, Holder, KernelNotifier
 from llmcache.fs.backends.buffers import BufferPool
-from llmcache.fs.backends.fetching import Fetcher
-from llmcache.fs.backends.reader import Reader
+from llmcache.fs.backends.fuse import FuseBackend
+from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.backends.steer import PinService, SteerHolder
-from llmcache.fs.client.mountpoint import find
 from llmcache.fs.engine.budget import settle_budget, settle_mode
 from llmcache.fs.engine.group import PINNED, SETTLED_PASSES, Group, Member
 from llmcache.fs.engine.grouping import Grouping
@@ -34,7 +30,7 @@ from llmcache.fs.engine.planner import UNLIMITED, ArenaPlanner, Planner
 from llmcache.fs.engine.pressure import PressureGauge
 from llmcache.fs.engine.references import WRITE, References
 from llmcache.fs.engine.report import snapshot
-from llmcache.fs.engine.state import CacheState, KernelNotifier
+from llmcache.fs.engine.state import CacheState
 
 if TYPE_CHECKING:
     from llmcache.fs.daemon.accesslog import AccessLog
@@ -60,14 +56,7 @@ WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and ho
 class Engine:
     """Cache of one mount; see `make_engine`."""
 
-    def __init__(
-        self,
-        cache_bytes: int,
-        mode: str,
-        tree: SourceTree,
-        pinned: tuple[str, ...] = (),
-        large_extent: int = LARGE_EXTENT,
-    ) -> None:
+    def __init__(self, cache_bytes: int, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> None:
         self.state = CacheState(cache_bytes, BufferPool(POOL_BUFFERS, POOL_RESERVE))
         self.pins = PinService(self._attached, self._lock_failed, self._helper_lost)
         self.holder: Holder
@@ -80,21 +69,16 @@ class Engine:
             self.planner = Planner(self.state, self.holder)
         self.state.references = References(self.planner.core, cache_bytes)
         self.mode = mode
-        self.fetcher = self._make_fetcher()
-        self.grouping = Grouping(self.state, tree, self._dissolve, pinned, large_extent)
+        self.tree = tree
+        self.backend: Backend = InPlaceBackend(self) if mode == "inplace" else FuseBackend(self.state, self.holder)
+        self.grouping = Grouping(self.state, tree, self.backend, self._dissolve, pinned)
         self.gauge = PressureGauge(cache_bytes)
         self._wake = threading.Event()
         self._house: threading.Thread | None = None
-        self._sentinel: subprocess.Popen[bytes] | None = None
         self._helpers: set[int] = set()  # their pids: the kernel tells late of what a dead one had open
         self._plan_due = False
         self._refused_ns = 0
         self._waiting = 0  # requests
-
-    def _make_fetcher(self) -> Fetching:
-        fetcher = Fetcher(self.state, self.holder)
-        self.reader = Reader(self.state, fetcher, self._pass_ended)
-        return fetcher
 
     @property
     def budget_bytes(self) -> int:
@@ -103,15 +87,15 @@ class Engine:
 
     # Life
 
-    def start(self, notifier: KernelNotifier, mountpoint: str) -> None:
+    def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
         """Starts threads and the pin helper; does not touch the mount. May follow `stop`."""
-        self.state.notifier = notifier
         self.state.running = True
         self.state.references.resume()
-        self.pins.start(mountpoint)
-        self.loader = Loader(self.state, self.fetcher)
+        # In place the helper opens what is in SOURCE, and so does not keep MOUNT busy.
+        self.pins.start(self.tree.directory if self.backend.in_place else mountpoint)
+        self.loader = Loader(self.state, self.backend)
         self.loader.start()
-        self._guards(mountpoint)  # before the first request: whoever sends that may hang if this process is killed
+        self.backend.start(notifier, mountpoint)
         self._house = threading.Thread(target=self._keep_house, args=(mountpoint,), name="house", daemon=True)
         self._house.start()
 
@@ -129,22 +113,8 @@ class Engine:
         self._wake.set()
         self.pins.stop()
         self.loader.join()
+        self.backend.stop()
         self._house.join(timeout=10)
-
-    def _guards(self, mountpoint: str) -> bool:
-        """Has a process watch this one, which others wait for; False if they do not: the mount is gone."""
-        if find(mountpoint) is None:
-            return False
-        if self._sentinel is None or self._sentinel.poll() is not None:
-            self._sentinel = start_sentinel(mountpoint)
-        return True
-
-    def close(self) -> None:
-        """Ends what `stop` leaves for another `start`; once nothing can hang any more if this process is killed."""
-        if self._sentinel is not None:
-            self._sentinel.kill()
-            self._sentinel.wait()
-            self._sentinel = None
 
     # Called by the file operations
 
@@ -230,17 +200,6 @@ class Engine:
             member.backing = None
         self.state.ended.wait_for(lambda: not member.loads)
 
-    def read(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
-        """Fills memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError."""
-        pid = 0 if pid == self.pins.pid else pid
-        if pid and backing not in self.state.owners and self.state.running and not backing.hidden:
-            self.adopt(backing)
-        return self.reader.read(backing, address, size, offset, pid)
-
-    def read_direct(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
-        """As `read`, for an O_DIRECT open: nothing of it enters the page cache, so nothing but its size is noted."""
-        return self.reader.uncached(backing, address, max(0, min(size, backing.size - offset)), offset, pid)
-
     def changed(self, backing: Backing, offset: int, length: int) -> None:
         """A file was written through the mount, or was found rewritten behind it (offset 0, length -1)."""
         with self.state.lock:
@@ -297,7 +256,7 @@ class Engine:
             "budget_bytes": self.budget_bytes,
             "window_allowance_bytes": WINDOW_ALLOWANCE_BYTES,
         }
-        facts |= {"large_extent_bytes": LARGE_EXTENT, "small_extent_bytes": SMALL_EXTENT}
+        facts |= {"large_extent_bytes": self.backend.large_extent, "small_extent_bytes": SMALL_EXTENT}
         if self.mode != "arena":
             facts["unseen"] = "pinned extents are read without a request and are not in here"
         return {"extra": facts, "note": facts.get("unseen", "")}
@@ -336,8 +295,8 @@ class Engine:
             members = [member for group in self.state.groups.values() for member in group.members if member.path == path]
             for member in members:
                 member.node = node  # what comes in from now on counts
-        if node is not None and self.state.notifier is not None:
-            self.state.notifier.invalidate(node, 0, 0)
+        if node is not None and not self.backend.in_place:
+            self.backend.drop(node, 0, 0)
         with self.state.lock:
             for member in members:
                 member.attaching = False
@@ -374,8 +333,8 @@ class Engine:
             self.planner.pinnable_bytes = 0
             self._plan_due = True
 
-    def _pass_ended(self, group: Group, done: Pass) -> None:
-        """Lock held."""
+    def pass_ended(self, group: Group, done: Pass) -> None:
+        """Learns from a pass over a group that has ended. Lock held."""
         if self.mode != "arena":  # pinned extents are read without a request: once a pass
             self.state.consumed(group.pinned_bytes, True)
         if group.learn(done):
@@ -408,7 +367,7 @@ class Engine:
             self._wake.wait(self.gauge.pause_s)
             self._wake.clear()
             began = time.monotonic()
-            if not self._guards(mountpoint):  # unmounted by others: the helper's namespace must not keep it alive
+            if not self.backend.guards(mountpoint):  # unmounted by others: the helper's namespace must not keep it alive
                 self.pins.stop()
                 return
             limit = self.gauge.limit(self.state.used_bytes)
@@ -451,16 +410,6 @@ class Engine:
         self._plan_due = True
 
 
-def start_sentinel(mountpoint: str) -> subprocess.Popen[bytes] | None:
-    """Starts the process that aborts the connection of `mountpoint` when this one is killed."""
-    entry = find(mountpoint)
-    if entry is None:
-        return None
-    script = str(Path(__file__).parents[1] / "daemon" / "sentinel.py")
-    minor = entry.device.partition(":")[2]
-    return subprocess.Popen([sys.executable, "-I", "-S", script, str(os.getpid()), minor], cwd="/")
-
-
 def make_engine(cache_bytes: int | None, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> Engine:
     """Returns the engine for a budget (None: what the machine can spare) and a mode (auto picks and says which).
 
@@ -469,8 +418,5 @@ def make_engine(cache_bytes: int | None, mode: str, tree: SourceTree, pinned: tu
     """
     budget = settle_budget(cache_bytes)
     if mode == "inplace":
-        from llmcache.fs.backends.inplace import InPlaceEngine
-
         log.info("mode inplace: the page cache of the files themselves is steered")
-        return InPlaceEngine(budget, tree, pinned)
     return Engine(budget, settle_mode(mode, budget), tree, pinned)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llmcache.cache.extents import (
     EXTENTS_MAX,
-    LARGE_EXTENT,
     LARGE_FILE_BYTES,
     LARGEST_EXTENT,
     LEAST_MODEL_BYTES,
@@ -33,6 +32,7 @@ from llmcache.fs.layout.safetensors import SUFFIX
 from llmcache.fs.vfs.policy import matches
 
 if TYPE_CHECKING:
+    from llmcache.fs.backends.base import Backend
     from llmcache.fs.engine.state import CacheState
     from llmcache.fs.vfs.backing import Backing, Identity
     from llmcache.fs.vfs.source import SourceTree
@@ -61,15 +61,13 @@ class Grouping:
         self,
         state: CacheState,
         tree: SourceTree,
+        backend: Backend,
         end: Callable[[Group], None],
         pinned: tuple[str, ...] = (),
-        large_extent: int = LARGE_EXTENT,
     ) -> None:
         """`end(group)`, with the lock held, ends a group whose file is no more what it was. `pinned`: globs of --pin."""
         self.pinned = pinned
-        self.in_place = False  # then what the kernel has of a group that ends is right, and may stay as long as it likes
-        self.steers_experts = True  # else they are read as rows are: which ones, a loop does not tell
-        self.large_extent = large_extent
+        self.backend = backend
         self.state = state
         self.end = end
         self.tree = tree
@@ -147,11 +145,11 @@ class Grouping:
 
     def _make(self, files: list[tuple[str, int]], written: bool, header: Header | None) -> Group:
         total = sum(length for _, length in files)
-        extent_bytes = extent_bytes_for(total, WRITTEN_EXTENTS_MAX if written else EXTENTS_MAX, self.large_extent)
+        extent_bytes = extent_bytes_for(total, WRITTEN_EXTENTS_MAX if written else EXTENTS_MAX, self.backend.large_extent)
         has_room = self._make_room(sum(max(1, -(-length // extent_bytes)) for _, length in files))
         paged = not written and (extent_bytes > LARGEST_EXTENT or not has_room)
         if not has_room:
-            extent_bytes = extent_bytes_for(total, PAGED_EXTENTS, self.large_extent)
+            extent_bytes = extent_bytes_for(total, PAGED_EXTENTS, self.backend.large_extent)
         members, base = [], 0
         for name, length in files:
             count = max(1, -(-length // extent_bytes))
@@ -225,8 +223,8 @@ class Grouping:
         """Takes over what the header says: hot and row extents are single, the rest loops; all of it if it is pinned."""
         single = bytearray(member.count)
         for region in header.regions:
-            if group.first or (region.role == "loop" and (self.steers_experts or not region.sparse)):
-                continue
+            if group.first or (region.role == "loop" and not (region.sparse and self.backend.in_place)):
+                continue  # in place experts are read as rows are: which ones, a loop does not tell
             first = -(-region.first_byte // group.extent_bytes)
             for extent in range(first, region.end // group.extent_bytes):
                 single[extent] = 1
@@ -252,7 +250,7 @@ class Grouping:
         for extent in group.charged_extents():
             member = group.member_of(extent)
             charged = group.charge[extent]
-            if member.node is None or self.in_place:
+            if member.node is None or self.backend.in_place:  # there it is right, and may stay as long as the kernel likes
                 self.state.resident_bytes -= charged
                 continue
             offset, length = group.offset_of(member, extent), group.length_of(member, extent)

@@ -18,7 +18,7 @@ from llmcache.fs.engine.planner import choose_victims
 
 if TYPE_CHECKING:
     from llmcache.cache.cursors import Cursor
-    from llmcache.fs.backends.base import Fetching
+    from llmcache.fs.backends.base import Backend
     from llmcache.fs.engine.state import CacheState, Job
 
 log = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ UNSEEN_WINDOW_BYTES = 16 << 20  # of a file that is not known to loop
 class Loader:
     """The loader threads and the evictor thread."""
 
-    def __init__(self, state: CacheState, fetcher: Fetching) -> None:
+    def __init__(self, state: CacheState, backend: Backend) -> None:
         self.state = state
-        self.fetcher = fetcher
+        self.backend = backend
         self._threads = [threading.Thread(target=self._load, name=f"load-{n}", daemon=True) for n in range(LOADERS)]
         self._threads.append(threading.Thread(target=self._evict, name="evict", daemon=True))
 
@@ -64,7 +64,7 @@ class Loader:
         best: tuple[tuple[int, int], Group, int] | None = None
         for group in self.state.groups.values():
             # Here, and not in `_candidates`: of thousands of files, all but a few have no reader.
-            if not group.cursors.live or not self.fetcher.follows(group):
+            if not group.cursors.live or not self.backend.follows(group):
                 continue
             for urgency, extent in self._candidates(group):
                 if best is None or urgency < best[0]:
@@ -76,15 +76,13 @@ class Loader:
             self.state.room.notify()
             return None
         member = group.member_of(extent)
-        return self.fetcher.ahead(group, member, extent, group.last_pid)
+        return self.backend.ahead(group, member, extent, group.last_pid)
 
     def _candidates(self, group: Group) -> Iterator[tuple[tuple[int, int], int]]:
         """Yields (urgency, extent to fetch) for each reader of `group` that lacks some; the smallest comes first.
 
         Urgency: place in the convoy, then bytes already waiting ahead.
         """
-        if self.state.notifier is None:
-            return
         readers = [cursor for cursor in group.cursors.trailing_first() if self._follows(group, cursor)]
         # The last of the convoy may fill the window alone: the sooner it has caught up, the sooner one read serves all.
         ahead = (group.window_bytes or UNSEEN_WINDOW_BYTES) // 2
@@ -123,8 +121,7 @@ class Loader:
         """Invalidates ranges of the page cache; only then they count as gone."""
         state = self.state
         for node, offset, length, _ in debts:
-            if state.notifier is not None:
-                state.notifier.invalidate(node, offset, length)
+            self.backend.drop(node, offset, length)
         with state.lock:
             for _, _, length, charged in debts:
                 state.resident_bytes -= charged

@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES, WINDOW_ALLOWANCE_BYTES
 from llmcache.fs.backends.buffers import BufferPool
@@ -36,16 +36,6 @@ from llmcache.fs.engine.waits import Waits
 
 if TYPE_CHECKING:
     from llmcache.fs.vfs.backing import Backing
-
-
-class KernelNotifier(Protocol):
-    """What the engine needs of the FUSE session; both return 0 or -errno and release the GIL."""
-
-    def store(self, nodeid: int, offset: int, address: int, length: int) -> int:
-        """Puts `length` bytes at `address` into the page cache of `nodeid`."""
-
-    def invalidate(self, nodeid: int, offset: int, length: int) -> int:
-        """Drops a range of the page cache of `nodeid`."""
 
 
 @dataclass
@@ -96,7 +86,6 @@ class CacheState:
     least_window_bytes: int = MIN_WINDOW_BYTES  # of a loop that is streamed
     slack_bytes: int = 0  # in place only: beyond the limit, in memory that nobody wants
     running: bool = True
-    notifier: KernelNotifier | None = None
 
     def __post_init__(self) -> None:
         self.set_limit(self.budget_bytes)

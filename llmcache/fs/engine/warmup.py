@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from llmcache.cache.arbitration import HOT_SHARE
 from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
 from llmcache.fs.backends.buffers import Region
-from llmcache.fs.backends.fetching import read_whole
+from llmcache.fs.backends.fuse import read_whole
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, SINGLE, SPARSE, Group, Member
 from llmcache.fs.engine.references import READ
 from llmcache.fs.vfs.caller import Caller
 from llmcache.fs.vfs.policy import matches
 
 if TYPE_CHECKING:
-    from llmcache.fs.backends.base import Fetching, Holder
+    from llmcache.fs.backends.base import Backend, Holder
     from llmcache.fs.engine.engine import Engine
     from llmcache.fs.engine.state import CacheState
     from llmcache.fs.vfs.backing import Backing
@@ -107,7 +107,7 @@ class Warmer:
                 raise ended()
         try:
             for _ in range(_ROUNDS):
-                bringer = Bringer(self.state, self.engine.fetcher, self.engine.holder, self._pieces(groups))
+                bringer = Bringer(self.state, self.engine.backend, self.engine.holder, self._pieces(groups))
                 bringer.run(tell)
                 if not bringer.done_bytes:
                     return
@@ -273,8 +273,8 @@ def ended() -> MountProblem:
 class Bringer:
     """One warm-up's threads, and the pieces that are left to do for them."""
 
-    def __init__(self, state: CacheState, fetcher: Fetching, holder: Holder, pieces: list[Piece]) -> None:
-        self.state, self.fetcher, self.holder = state, fetcher, holder
+    def __init__(self, state: CacheState, backend: Backend, holder: Holder, pieces: list[Piece]) -> None:
+        self.state, self.backend, self.holder = state, backend, holder
         with state.lock:
             self.left = deque(piece for piece in pieces if not has(state, piece))
             self.total_bytes = sum(group.length_of(member, extent) for group, member, extent in self.left)
@@ -335,7 +335,7 @@ class Bringer:
                 if group.state(extent) == LOADING:  # others bring it
                     job = None
                 elif self.state.used_bytes + group.extent_bytes <= self.state.room_bytes and member.reachable:
-                    job = self.fetcher.ahead(group, member, extent)
+                    job = self.backend.ahead(group, member, extent)
                 else:
                     job = None
                 if job is None:
@@ -370,7 +370,7 @@ class Bringer:
             if not group.alive or member.node is None:
                 return
             offset, length, node = group.offset_of(member, extent), group.length_of(member, extent), member.node
-        if not self.fetcher.fill(group, member, extent, backing):
+        if not self.backend.fill(group, member, extent, backing):
             return
         with self.state.lock:
             if group.key in self.state.groups:  # else it was given up meanwhile

@@ -17,8 +17,8 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from llmcache.fs import syscalls
 from llmcache.fs.vfs.backing import Backing, BackingTable, Opened
@@ -30,6 +30,8 @@ from llmcache.fs.vfs.source import SourceTree
 from llmcache.fs.vfs.tree import TreeOperations
 
 if TYPE_CHECKING:
+    from llmcache.fs.backends.reader import Reader
+    from llmcache.fs.engine.engine import Engine
     from llmcache.fs.vfs.libfuse import Notifier
 
 log = logging.getLogger("llmcache.fs")
@@ -38,9 +40,9 @@ log = logging.getLogger("llmcache.fs")
 class LlmcacheOperations(TreeOperations):
     """The file system of one mount. Methods are called by libfuse's threads, many at a time, and raise OSError."""
 
-    def __init__(self, tree: SourceTree, engine: Any, policy: WritePolicy) -> None:
+    def __init__(self, tree: SourceTree, engine: Engine, reader: Reader, policy: WritePolicy) -> None:
         super().__init__(tree, BackingTable(), policy)
-        self._engine = engine
+        self._engine, self._reader = engine, reader
         self._files: HandleTable[FileHandle] = HandleTable()
         self._listings: HandleTable[Listing] = HandleTable()
         self._in_progress: list[tuple[str, int, Caller]] = []  # of opens that have no handle yet
@@ -49,7 +51,7 @@ class LlmcacheOperations(TreeOperations):
         self._drops = threading.Condition()
         self._ended = False
         self._dropper = threading.Thread(target=self._drop_pages, name="drop-pages", daemon=True)
-        self.on_init: Any = lambda _notifier: None
+        self.on_init: Callable[[Notifier], None] = lambda _notifier: None
 
     # Life of the mount
 
@@ -209,8 +211,8 @@ class LlmcacheOperations(TreeOperations):
         """Bytes put at `address`; short only at the end of the file."""
         handle = self._files.get(number)
         if handle.direct:
-            return int(self._engine.read_direct(handle.backing, address, size, offset, pid))
-        return int(self._engine.read(handle.backing, address, size, offset, pid))
+            return self._reader.uncached(handle.backing, address, size, offset, pid)
+        return self._reader.read(handle.backing, address, size, offset, pid)
 
     def write_from(self, number: int, address: int, size: int, offset: int, caller: Caller) -> int:
         """Bytes written through to SOURCE. The kernel has worked out the offset of O_APPEND."""

@@ -1,4 +1,4 @@
-"""Fetches of whole extents: claimed under the lock, read in one large I/O, then stored into the page cache.
+"""Over FUSE: extents are claimed under the lock, read in one large I/O, then stored into the page cache of the mount.
 
 A fetch is claimed either by a reader that needs the extent (`ahead=False`) or by a loader that runs ahead of one. Its
 data is available to every reader from `done` on; storing comes after, and nobody waits for it.
@@ -11,16 +11,21 @@ import errno
 import functools
 import logging
 import os
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmcache.cache.extents import LARGE_EXTENT
 from llmcache.cache.steering import HIT, KEPT, MISS
 from llmcache.fs.backends.buffers import Region
+from llmcache.fs.client.mountpoint import MountEntry, find
 from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, READY, SPARSE, Fetch, Group, Member, Tripwire
 
 if TYPE_CHECKING:
-    from llmcache.fs.backends.base import Holder
+    from llmcache.fs.backends.base import Holder, KernelNotifier
     from llmcache.fs.engine.state import CacheState, Job
     from llmcache.fs.vfs.backing import Backing
 
@@ -37,12 +42,45 @@ class BufferFetch(Fetch):
     replied: tuple[int, int] = (0, 0)
 
 
-class Fetcher:
-    """Claims, loads and stores extents."""
+class FuseBackend:
+    """Claims, loads, stores and drops extents."""
+
+    in_place, large_extent = False, LARGE_EXTENT
 
     def __init__(self, state: CacheState, holder: Holder) -> None:
         self.state = state
         self.holder = holder
+        self.notifier: KernelNotifier | None = None
+        self._sentinel: subprocess.Popen[bytes] | None = None
+
+    def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
+        """Before the first request: whoever sends one may hang if this process is killed."""
+        self.notifier = notifier
+        self.guards(mountpoint)
+
+    def stop(self) -> None:
+        """What is left to be stored is not."""
+
+    def close(self) -> None:
+        """Ends the process that watches this one."""
+        if self._sentinel is not None:
+            self._sentinel.kill()
+            self._sentinel.wait()
+            self._sentinel = None
+
+    def guards(self, mountpoint: str) -> bool:
+        """Has a sentinel abort the connection of `mountpoint` when this process is killed; False if there is no mount."""
+        entry = find(mountpoint)
+        if entry is None:
+            return False
+        if self._sentinel is None or self._sentinel.poll() is not None:
+            self._sentinel = start_sentinel(entry)
+        return True
+
+    def drop(self, node: int, offset: int, length: int, *, written: bool = False) -> None:
+        """Has the kernel give up what it has there; waits for those who read it."""
+        if self.notifier is not None:
+            self.notifier.invalidate(node, offset, length)
 
     def claim(self, group: Group, member: Member, extent: int, ahead: bool, pid: int = 0) -> BufferFetch | None:
         """Returns a fetch of an absent extent for `pid`, or None when there is no buffer for it. Lock held.
@@ -155,15 +193,14 @@ class Fetcher:
             self.state.work.notify()
 
     def _put(self, group: Group, member: Member, fetch: BufferFetch, start: int, end: int) -> int:
-        notifier = self.state.notifier
-        if notifier is None or member.node is None:
+        if self.notifier is None or member.node is None:
             return -errno.ENOTCONN
         offset = group.offset_of(member, fetch.extent)
         # Page-aligned: a page that the reply covers in part is complete in the kernel only with its neighbour.
         start = -(-start // PAGE) * PAGE if start else 0
         if end <= start:
             return 0
-        return notifier.store(member.node, offset + start, fetch.region.address + start, end - start)
+        return self.notifier.store(member.node, offset + start, fetch.region.address + start, end - start)
 
     def _stored(self, group: Group, member: Member, fetch: BufferFetch, trip: bool, failed: int) -> None:
         """Lock held."""
@@ -187,7 +224,7 @@ class Fetcher:
 
     def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
         """Stores a whole extent that is else read page by page; False if it cannot be read, or not stored."""
-        state, notifier, region = self.state, self.state.notifier, Region(group.extent_bytes)
+        state, notifier, region = self.state, self.notifier, Region(group.extent_bytes)
         offset, length = group.offset_of(member, extent), group.length_of(member, extent)
         with state.lock:
             node = member.node
@@ -209,6 +246,13 @@ class Fetcher:
         fetch = group.loading[extent]
         assert isinstance(fetch, BufferFetch)
         return fetch
+
+
+def start_sentinel(entry: MountEntry) -> subprocess.Popen[bytes]:
+    """Starts the process that aborts the connection of a mount when this one is killed."""
+    script = str(Path(__file__).parents[1] / "daemon" / "sentinel.py")
+    minor = entry.device.partition(":")[2]
+    return subprocess.Popen([sys.executable, "-I", "-S", script, str(os.getpid()), minor], cwd="/")
 
 
 def read_whole(state: CacheState, backing: Backing, region: Region, offset: int, length: int) -> bool:

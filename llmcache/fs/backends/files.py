@@ -1,0 +1,384 @@
+"""The files below SOURCE, in place: watched, opened and mapped once somebody reads them, looked after, and let go.
+
+Locks, in this order: `Files.turn`, of those who change what is known of files; `Files.lock`, which keeps programs while they
+are given advice; the engine's, as in `state`. Who holds one of the last two never waits for storage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import queue
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from llmcache.cache.extents import LEAST_MODEL_BYTES
+from llmcache.fs import syscalls
+from llmcache.fs.backends.programs import Program
+from llmcache.fs.backends.touches import PLACES, Touches
+from llmcache.fs.engine.group import PAGE, Group, Member
+from llmcache.fs.vfs.backing import Backing
+
+if TYPE_CHECKING:
+    from llmcache.fs.engine.engine import Engine
+    from llmcache.fs.vfs.caller import Caller
+
+log = logging.getLogger(__name__)
+
+HUGE_BYTES = 2 << 20
+SCAN_S, SCAN_REST = 1.0, 50  # SOURCE is walked so often, and rests for so many times as long as that took
+CHECK_S = 0.25  # so often it is seen which programs have ended
+QUIET_NS = 2_000_000_000  # a file that was changed less than this ago is left alone
+IDLE_NS = 10_000_000_000  # a file that nobody has touched for this long may have been closed
+FAILURES_MAX = 16  # no large folios on this file system, or no memory in one piece
+READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
+
+
+@dataclass(eq=False)
+class Mapping:
+    """A file as this process has it open, and mapped in the way that makes its faults bring huge pages in."""
+
+    backing: Backing
+    address: int
+    length: int
+    reads: int = 0  # and drops, under way: it is not closed before they have ended
+    failures: int = 0  # faults that brought no huge page in, less those that did
+
+    @classmethod
+    def of(cls, backing: Backing) -> Mapping:
+        """Maps a file. OSError."""
+        length = backing.size
+        address = syscalls.mmap(backing.fd, length)
+        with contextlib.suppress(OSError):  # a kernel without huge pages reads ahead in small ones
+            syscalls.madvise(address, length, syscalls.MADV_HUGEPAGE)
+            syscalls.madvise(address, length, syscalls.MADV_RANDOM)  # else it reads two where one faults
+        return cls(backing, address, length)
+
+    def bring(self, offset: int, length: int) -> int:
+        """Has the kernel read what is absent of a part that begins at a huge page; returns the bytes read. OSError."""
+        fd, read, end = self.backing.fd, 0, offset + length
+        for start in range(offset, end, HUGE_BYTES):
+            size = min(HUGE_BYTES, end - start)
+            wanted = -(-size // PAGE)
+            there = syscalls.cached_pages(fd, start, size)
+            if there >= wanted:
+                continue
+            read += (wanted - there) * PAGE
+            if not there and self.failures < FAILURES_MAX:
+                syscalls.madvise(self.address + start, PAGE, syscalls.MADV_POPULATE_READ)
+                there = syscalls.cached_pages(fd, start, size)
+                self.failures = max(-FAILURES_MAX, self.failures + (1 if there < wanted else -1))
+            if there < wanted:
+                for at in range(start, start + size, READAHEAD_BYTES):
+                    os.posix_fadvise(fd, at, min(READAHEAD_BYTES, start + size - at), os.POSIX_FADV_WILLNEED)
+        syscalls.madvise(self.address + offset, -(-length // PAGE) * PAGE, syscalls.MADV_DONTNEED)
+        return read
+
+    def close(self) -> None:
+        """Ends it."""
+        self.backing.close()
+        syscalls.munmap(self.address, self.length)
+
+
+@dataclass(eq=False)
+class File:
+    """One regular file of SOURCE: watched whole, and in extents once somebody reads it. `first`: place of its extents."""
+
+    number: int
+    path: str
+    status: os.stat_result
+    first: int = -1
+    mapping: Mapping | None = None  # while somebody reads it
+    group: Group | None = None
+    programs: dict[int, Program | None] = field(default_factory=dict)  # by pid; None for this process (a warm-up)
+    looked_ns: int = 0  # when it was last seen whether its programs still have it
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Device and inode."""
+        return self.status.st_dev, self.status.st_ino
+
+
+class Places:
+    """`count` places in a row, of which stretches are taken and given back."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._taken: dict[int, int] = {}  # first place -> how many
+
+    def take(self, count: int) -> int | None:
+        """The first of `count` free places in a row, None if there are none."""
+        at = 0
+        for first, taken in sorted(self._taken.items()):
+            if first - at >= count:
+                break
+            at = first + taken
+        if at + count > self.count:
+            return None
+        self._taken[at] = count
+        return at
+
+    def give(self, first: int) -> None:
+        """Gives back what was taken at `first`, if anything was."""
+        self._taken.pop(first, None)
+
+
+class Files:
+    """The files below SOURCE and who reads them: found, opened, looked after and let go, by `run` and by warm-ups."""
+
+    def __init__(self, touches: Touches, engine: Engine) -> None:
+        self.tree, self.touches, self.engine = engine.tree, touches, engine
+        self.by_key: dict[tuple[int, int], File] = {}
+        self.by_number: dict[int, File] = {}
+        self.turn, self.lock = threading.RLock(), threading.Lock()
+        self._dev = os.fstat(self.tree.fd).st_dev  # what is mounted below SOURCE is not seen through MOUNT
+        self._numbers = iter(range(1, 1 << 32))
+        self._asked: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
+        self._pending: set[tuple[int, int]] = set()
+        self._programs: dict[int, Program] = {}
+        self._places = Places(PLACES)
+
+    def of_node(self, node: int | None) -> File | None:
+        """The file that has this number in the kernel."""
+        return self.by_key.get((self._dev, node or 0))
+
+    @contextlib.contextmanager
+    def opened(self, file: File) -> Iterator[int]:
+        """A descriptor of the file for the moment, its mapping's if it has one. OSError."""
+        with self.engine.state.lock:
+            mapping = file.mapping
+            if mapping is not None:
+                mapping.reads += 1
+        fd = self._open_by_path(file) if mapping is None else mapping.backing.fd
+        try:
+            yield fd
+        finally:
+            if mapping is None:
+                os.close(fd)
+            else:
+                with self.engine.state.lock:
+                    mapping.reads -= 1
+                    self.engine.state.ended.notify_all()
+
+    # Touches, on the observing thread
+
+    def ask(self, file: File, pid: int) -> None:
+        """Has a file opened, or a program noted as its reader, soon."""
+        if (file.number, pid) not in self._pending:
+            self._pending.add((file.number, pid))
+            self._asked.put((file, pid))
+
+    def stop(self) -> None:
+        """Ends `run`."""
+        self._asked.put(None)
+
+    # The thread
+
+    def run(self) -> None:
+        """Until `stop`: adopts what is asked for, walks SOURCE now and then, and notices what ends or changes."""
+        next_scan = next_check = 0.0
+        while True:
+            began = time.monotonic()
+            if began >= next_scan:
+                with self.turn:
+                    self._scan()
+                    self._check_changes()
+                next_scan = time.monotonic() + max(SCAN_S, SCAN_REST * (time.monotonic() - began))
+            if began >= next_check:
+                with self.turn:
+                    self._check_programs()
+                    self._check_use()
+                next_check = time.monotonic() + CHECK_S
+            with contextlib.suppress(queue.Empty):
+                asked = self._asked.get(timeout=CHECK_S)
+                if asked is None:
+                    return
+                self._answer(*asked)
+
+    def _answer(self, file: File, pid: int) -> None:
+        try:
+            with self.turn:
+                if file.mapping is not None or self._is_quiet(file):
+                    self._adopt(file, pid)
+        except OSError as error:
+            log.debug("inode %d is not steered: %s", file.status.st_ino, error.strerror)
+        self._pending.discard((file.number, pid))
+
+    def _is_quiet(self, file: File) -> bool:
+        return not 0 <= time.time_ns() - max(self.tree.stat(file.path).st_mtime_ns, 0) < QUIET_NS
+
+    def _scan(self) -> None:
+        """Watches what has come, forgets what has gone."""
+        found: dict[tuple[int, int], tuple[str, os.stat_result]] = {}
+        for directory, _, names, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False, onerror=None):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                    key = status.st_dev, status.st_ino
+                    large = status.st_size >= LEAST_MODEL_BYTES or key in self.by_key
+                    if stat.S_ISREG(status.st_mode) and large and status.st_dev == self._dev:
+                        found[key] = (os.path.normpath(f"/{directory}/{name}"), status)
+        for key in [key for key in self.by_key if key not in found]:
+            self._forget(self.by_key[key])
+        for key, (path, status) in found.items():
+            file = self.by_key.get(key)
+            if file is None:
+                self._watch_whole(File(next(self._numbers), path, status))
+            elif file.path != path and not any(path == other.path for other in self.by_key.values()):
+                old, file.path = file.path, path
+                self.engine.renamed(old, path)
+
+    def _find(self, path: str) -> File | None:
+        """The file at `path`, however small."""
+        for file in self.by_key.values():
+            if file.path == path:
+                return file
+        status = self.tree.stat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_dev != self._dev:
+            return None
+        file = self.by_key.get((status.st_dev, status.st_ino)) or File(next(self._numbers), path, status)
+        return file if file.number in self.by_number or not status.st_size else self._watch_whole(file)
+
+    def _watch_whole(self, file: File) -> File | None:
+        place = self._places.take(1)
+        if place is None:
+            return None
+        file.first = place
+        self.by_key[file.key] = self.by_number[file.number] = file
+        whole = -(-max(file.status.st_size, 1) // HUGE_BYTES) * HUGE_BYTES
+        self.touches.watch(file.number, file.status, place, 1, whole)
+        return file
+
+    def _adopt(self, file: File, pid: int) -> None:
+        """Opens the file and tells the engine that a program reads it. OSError."""
+        if file.number not in self.by_number:
+            return
+        program: Program | None = None
+        if pid not in file.programs and pid not in (0, os.getpid()):
+            program = self._programs.get(pid) or Program(pid)
+            self._programs[pid] = program
+            program.look(again=True)
+        if file.mapping is None:
+            self._open(file)
+        assert file.mapping is not None
+        backing = file.mapping.backing
+        if pid not in file.programs:
+            file.programs[pid] = program
+            self.engine.opened(backing, file.path, pid)
+        else:
+            self.engine.adopt(backing)
+        owner = self.engine.state.owners.get(backing)
+        if owner is not None and owner[0] is not file.group:
+            self._watch_extents(file, *owner)
+
+    def _open_by_path(self, file: File) -> int:
+        with self.tree.parent(file.path) as (dir_fd, name):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) != file.key:
+            os.close(fd)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), file.path)
+        return fd
+
+    def _open(self, file: File) -> None:
+        fd = self._open_by_path(file)
+        file.status = status = os.fstat(fd)
+        file.mapping = Mapping.of(Backing(file.path, fd, status, False))
+
+    def _watch_extents(self, file: File, group: Group, member: Member) -> None:
+        self._places.give(file.first)
+        place = None if group.paged else self._places.take(member.count)
+        if place is None:  # it is the kernel's
+            self.touches.ignore(*file.key)
+            return
+        file.first, file.group = place, group
+        self.touches.watch(file.number, file.status, place, member.count, group.extent_bytes)
+
+    def _check_programs(self) -> None:
+        """Lets go of programs that have ended."""
+        for pid, program in list(self._programs.items()):
+            if not program.ended:
+                continue
+            del self._programs[pid]
+            for file in self.by_number.values():
+                if pid in file.programs:
+                    self._leave(file, pid)
+            with self.lock:
+                program.close()
+
+    def _check_use(self) -> None:
+        """Takes leave of programs that live on and have closed what they read."""
+        now_ns = time.monotonic_ns()
+        for file in self.by_number.values():
+            group = file.group
+            if group is None or not file.programs or now_ns - max(group.last_ns, file.looked_ns) < IDLE_NS:
+                continue
+            file.looked_ns = now_ns
+            for pid, program in list(file.programs.items()):
+                if (program is None and pid == 0) or (program is not None and not program.has(*file.key)):
+                    self._leave(file, pid)
+
+    def _leave(self, file: File, pid: int) -> None:
+        """A program reads the file no more."""
+        file.programs.pop(pid, None)
+        if file.mapping is not None:
+            self.engine.closed(file.mapping.backing, pid)
+            if not file.programs:
+                self._close(file, file.mapping)
+
+    def _close(self, file: File, mapping: Mapping) -> None:
+        """Gives up descriptors; the group is known until it has been idle for long."""
+        with self.engine.state.lock:
+            file.mapping = None
+            self.engine.state.ended.wait_for(lambda: not mapping.reads)
+        mapping.close()
+
+    def _check_changes(self) -> None:
+        """Gives up what is known of files that were rewritten, truncated or replaced."""
+        for file in list(self.by_number.values()):
+            if file.mapping is None:
+                if file.group is not None and not file.group.alive:
+                    file.group = None
+                    self._places.give(file.first)
+                    self._watch_whole(file)
+                continue
+            status = os.fstat(file.mapping.backing.fd)
+            if (status.st_size, status.st_mtime_ns) != (file.status.st_size, file.status.st_mtime_ns):
+                self._forget(file)
+
+    def _forget(self, file: File) -> None:
+        """Ends what is known of a file; if it is still there, the next walk finds it anew."""
+        if file.mapping is not None:
+            self.engine.changed(file.mapping.backing, 0, -1)
+        for pid in list(file.programs):
+            self._leave(file, pid)
+        self.touches.ignore(*file.key)
+        self._places.give(file.first)
+        self.by_key.pop(file.key, None)
+        self.by_number.pop(file.number, None)
+
+    # What a warm-up does as if it were a program
+
+    def open(self, path: str, _flags: int, caller: Caller) -> tuple[int, bool]:
+        """(number, True) of a file that is kept open until `release`; 0 for an empty one. OSError."""
+        with self.turn:
+            file = self._find(path)
+            if file is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            if not file.status.st_size:
+                return 0, True
+            self._adopt(file, caller.pid)
+            return file.number, True
+
+    def release(self, number: int) -> None:
+        """Ends what `open` began."""
+        with self.turn:
+            file = self.by_number.get(number)
+            if file is not None:
+                self._leave(file, os.getpid())
