@@ -12,7 +12,7 @@ char LICENSE[] SEC("license") = "Dual MIT/GPL";
 #define FAULT 2			/* by a mapping */
 #define PRESENT 1		/* in a fault's error code: the page was mapped, but not for this */
 
-struct config { u64 quiet_ns; u32 page_shift, spare; };
+struct config { u64 quiet_ns, gather_ns; u32 page_shift, spare; };
 const volatile struct config config = {};
 
 /* `first`: the place of its first extent; of its extents only every `step`th is told. */
@@ -41,7 +41,7 @@ struct {
 	__uint(max_entries, 1 << 20);
 } ring SEC(".maps");
 
-/* Processes that were told of. */
+/* Processes that were told of, by the numbers that the daemon sees. */
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, 1024);
@@ -49,7 +49,7 @@ struct {
 	__type(value, u32);
 } programs SEC(".maps");
 
-struct own { u32 tgid, level; u64 lost; };
+struct own { u32 tgid, level; u64 lost, woken_ns; };
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
@@ -57,43 +57,57 @@ struct {
 	__type(value, struct own);
 } own SEC(".maps");
 
-static __always_inline void tell(struct watched *file, struct own *own, u32 extent, u64 now, u32 flags)
+/* The mount's daemon and its helper bring pages in, which is no touch. */
+static __always_inline int is_own(struct own *mine)
+{
+	struct task_struct *task = bpf_get_current_task_btf();
+
+	return task->tgid == mine->tgid || task->real_parent->tgid == mine->tgid;
+}
+
+/* Most come again within `quiet_ns`, at the full speed of the page cache: nothing is done before that is known. */
+static __always_inline void tell(struct watched *file, u32 extent, u64 now, u32 flags)
 {
 	struct touch touch = { .t_ns = now, .id = file->id, .extent = extent, .flags = flags };
-	u32 place = file->first + extent;
-	u32 tgid = bpf_get_current_pid_tgid() >> 32;
+	u32 place = file->first + extent, zero = 0, tgid, *known;
 	u64 *last = bpf_map_lookup_elem(&told, &place);
+	struct own *mine;
+	int wakes;
 
 	if (!last || extent >= file->count || (now - *last < config.quiet_ns && (*last & MISS || !(flags & MISS))))
+		return;
+	mine = bpf_map_lookup_elem(&own, &zero);
+	if (!mine || is_own(mine))
 		return;
 	*last = (now & ~1ULL) | (flags & MISS);
 	if (file->step > 1 && extent % file->step)
 		return;
-	touch.pid = visible_pid((void *)bpf_get_current_task(), own->level);
-	bpf_map_update_elem(&programs, &tgid, &touch.pid, 0);
-	/* Wakes the reader when it has read all else. */
-	if (bpf_ringbuf_output(&ring, &touch, sizeof(touch), 0))
-		__sync_fetch_and_add(&own->lost, 1);
+	tgid = bpf_get_current_pid_tgid() >> 32;
+	known = bpf_map_lookup_elem(&programs, &tgid);
+	touch.pid = known ? *known : visible_pid((void *)bpf_get_current_task(), mine->level);
+	if (!known)
+		bpf_map_update_elem(&programs, &tgid, &touch.pid, 0);
+	/* A wake-up costs the toucher microseconds: a miss is told at once, hits are gathered for a while. */
+	wakes = flags & MISS || now - mine->woken_ns > config.gather_ns;
+	if (wakes)
+		mine->woken_ns = now;
+	if (bpf_ringbuf_output(&ring, &touch, sizeof(touch), wakes ? BPF_RB_FORCE_WAKEUP : BPF_RB_NO_WAKEUP))
+		__sync_fetch_and_add(&mine->lost, 1);
 }
 
 static __always_inline int touched(struct inode *inode, u64 first, u64 last, u32 flags)
 {
-	struct task_struct *task = (void *)bpf_get_current_task();
 	struct file_key key = file_key(inode);
 	struct watched *file = bpf_map_lookup_elem(&files, &key);
-	u64 now = bpf_ktime_get_ns();
-	u32 zero = 0;
-	struct own *mine = bpf_map_lookup_elem(&own, &zero);
+	u64 now;
 
-	if (!file || !mine || !file->extent_pages)
+	if (!file || !file->extent_pages)
 		return 0;
-	/* The mount's daemon and its helper bring pages in, which is no touch. */
-	if (BPF_CORE_READ(task, tgid) == mine->tgid || BPF_CORE_READ(task, real_parent, tgid) == mine->tgid)
-		return 0;
+	now = bpf_ktime_get_ns();
 	first /= file->extent_pages;
 	last /= file->extent_pages;
 	for (int index = 0; index < MOST && first + index <= last; index++)
-		tell(file, mine, first + index, now, flags);
+		tell(file, first + index, now, flags);
 	return 0;
 }
 

@@ -29,7 +29,7 @@ from llmcache.fs.vfs.caller import Caller
 from llmcache.fs.vfs.source import SourceTree
 from llmcache.kv.spill import KvShape, SpillFile
 from tests.mount.conftest import llmcache
-from tests.mount.live import LOOP_READER, MIB, Live, live, random_file, resident_bytes, wait_for
+from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, random_file, resident_bytes, wait_for
 from tools.bench.cgroup import Group
 from tools.bench.clients.loop_reader import crcs
 from tools.bench.files import forget
@@ -121,6 +121,127 @@ def test_a_loop_that_does_not_fit_is_kept_as_far_as_it_goes(source: Path, tmp_pa
         finally:
             passes.end()
     assert wrong == [0] * len(wrong)
+
+
+READER = """
+import ctypes, mmap, os, sys, zlib
+path, how, passes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+size = os.path.getsize(path)
+
+def mapped(flags=mmap.MAP_SHARED):
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
+
+def direct():
+    fd, buffer, crc = os.open(path, os.O_RDONLY | os.O_DIRECT), mmap.mmap(-1, 4 << 20), 0
+    for offset in range(0, size, 4 << 20):
+        crc = zlib.crc32(memoryview(buffer)[: os.preadv(fd, [buffer], offset)], crc)
+    os.close(fd)
+    return crc
+
+def sent():
+    source, (end, start), crc, done = os.open(path, os.O_RDONLY), os.pipe(), 0, 0
+    while done < size:
+        count = os.sendfile(start, source, done, 65536)
+        crc, done = zlib.crc32(os.read(end, count), crc), done + count
+    for fd in (source, end, start):
+        os.close(fd)
+    return crc
+
+def forked():
+    view = mapped()
+    child = os.fork()
+    crc = zlib.crc32(view)
+    if child == 0:
+        os._exit(crc != zlib.crc32(view))
+    return crc if os.waitpid(child, 0)[1] == 0 else None
+
+def in_pieces():
+    crc = 0
+    with open(path, "rb") as file:
+        for offset in range(0, size, 3 << 20):
+            with mmap.mmap(file.fileno(), min(3 << 20, size - offset), prot=mmap.PROT_READ, offset=offset) as view:
+                crc = zlib.crc32(view, crc)
+    return crc
+
+def populated():
+    return zlib.crc32(mapped(mmap.MAP_SHARED | mmap.MAP_POPULATE))
+
+def private():
+    return zlib.crc32(mapped(mmap.MAP_PRIVATE))
+
+for _ in range(passes):
+    print(globals()[how](), flush=True)
+"""
+KINDS = ("direct", "sent", "forked", "in_pieces", "populated", "private", "forked", "in_pieces")
+
+
+@pytest.mark.cgroup
+def test_eight_readers_of_every_kind_read_what_is_there(source: Path, tmp_path: Path) -> None:
+    forget(source / "loop.bin")
+    crc = zlib.crc32((source / "loop.bin").read_bytes())
+    with (
+        Group("inplace-kinds", directory=source, memory_bytes=CAP + 64 * MIB) as group,
+        live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
+    ):
+        commands = [[sys.executable, "-c", READER, str(mount.mountpoint / "loop.bin"), how, "3"] for how in KINDS]
+        readers = [subprocess.Popen(group.wrap(command), stdout=subprocess.PIPE, text=True) for command in commands]
+        try:
+            said = [reader.communicate(timeout=300)[0].split() for reader in readers]
+        finally:
+            for each in readers:
+                each.kill()
+                each.wait()
+        assert said == [[str(crc)] * 3] * len(KINDS)
+        wait_for(lambda: not any(file["open"] for file in mount.stats()["files"]), "all have ended")
+
+
+@pytest.mark.cgroup
+def test_two_models_in_turns(tmp_path: Path) -> None:
+    """What is kept of one makes room for the other when that is used."""
+    source = tmp_path / "source"
+    source.mkdir()
+    if reason := why_not(str(source)):
+        pytest.skip(reason)
+    for name in ("one", "two"):
+        path = random_file(source / f"{name}.bin", SIZE)
+        (source / f"{name}.json").write_text(json.dumps(crcs(path)))
+        os.utime(path, (0, 0))
+        forget(path)
+    with (
+        Group("inplace-turns", directory=source, memory_bytes=CAP) as group,
+        live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
+    ):
+        for name in ("one", "two", "one"):
+            passes = reader(mount.mountpoint / f"{name}.bin", source / f"{name}.json", "mmap", group.wrap)
+            deadline = time.monotonic() + 120
+            try:
+                while mount.pinned_bytes(f"{name}.bin") < CACHE // 3:
+                    assert passes.next()["wrong"] == 0 and time.monotonic() < deadline
+            finally:
+                passes.end()
+
+
+def test_a_thousand_files_are_watched_and_few_are_opened(tmp_path: Path) -> None:
+    source, point = tmp_path / "source", tmp_path / "mnt"
+    source.mkdir()
+    if reason := why_not(str(source)):
+        pytest.skip(reason)
+    for number in range(1000):
+        path = source / f"{number}.bin"
+        path.touch()
+        os.truncate(path, 8 * MIB)
+        os.utime(path, (0, 0))
+    with live(source, point, str(CACHE), "--mode", "inplace") as mount:
+
+        def known() -> bool:
+            for number in (3, 997):
+                (point / f"{number}.bin").read_bytes()
+            return len(mount.stats()["files"]) == 2
+
+        wait_for(known, "two files are steered")
+        assert len(os.listdir(f"/proc/{mount.daemon.pid}/fd")) < 100
+        assert mount.memory_bytes() < OVERHEAD_BYTES
 
 
 def test_where_there_is_room_everything_stays(source: Path, mount: Live) -> None:

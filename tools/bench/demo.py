@@ -88,7 +88,8 @@ def result_table(outcome: Outcome, rate: int) -> Table:
     made = Table(title=title, title_justify="left")
     for name in ("", "", "s/token", "min..max", "MB read/token", "tokens/s"):
         made.add_column(name, justify="right" if name else "left")
-    for side, label in (("kernel", "plain storage, page cache"), ("mount", "llmcachefs")):
+    modes = {str((run.mount() or {}).get("mode")) for run in outcome.of("mount")}
+    for side, label in (("kernel", "plain storage, page cache"), ("mount", f"llmcachefs, {', '.join(modes)}")):
         times, median = outcome.seconds(side), outcome.median_s(side)
         spread, read = f"{min(times):.3f}..{max(times):.3f}", f"{outcome.storage_bytes(side) / 1e6:.0f}"
         made.add_row(label, "measured", f"{median:.3f}", spread, read, f"{1 / median:.2f}")

@@ -7,8 +7,8 @@ asks for huge pages: the file system reads the whole of it into one folio, by DM
 without large folios, by readahead. Hold: mlock, by the pin helper. Drop: from under the mappings of the programs that
 read (`programs.py`), and by fadvise what nobody has mapped.
 
-Only what loops, or is read from front to back, is brought in and dropped. Of anything else the kernel knows more than a
-touch for each extent tells: experts of a mixture, rows, and files that are read here and there are its own.
+Only what loops is brought in and dropped. Of anything else the kernel knows more than a touch for each extent tells: what
+is read once, experts of a mixture, rows, and files that are read here and there are its own.
 
 What the kernel keeps beyond the budget in memory that nobody wants stays there: room is made only when memory runs short.
 
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from llmcache.fs.engine.state import Job
     from llmcache.fs.vfs.backing import Backing
 
-FOLLOWED_MIN, FOLLOWED_STEP = 6, 32  # so many steps forward, of so many extents at most, make a reader in order
 DELAY_S = 0.01  # from a touch to the read that it asks for, where all processors are busy: storage is to have work meanwhile
 AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
 SLACK_S = 0.05
+SOON_S, ACTIVE_S = 0.003, 0.1  # so soon again it looks for touches, for so long after the last
 MEASURED_BYTES, WINDOW_MAX_BYTES = 128 << 20, 96 << 20
 
 
@@ -90,8 +90,8 @@ class InPlaceBackend:
     # Bringing in
 
     def follows(self, group: Group) -> bool:
-        """True for loops, and for readers that go in order. Lock held."""
-        return group.looping or group.followed >= FOLLOWED_MIN
+        """True for loops: who reads something once is read ahead for by the kernel, which costs less. Lock held."""
+        return group.looping
 
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
         """Claims an extent; what it returns brings it in. Lock held."""
@@ -214,9 +214,11 @@ class InPlaceBackend:
     # The observing thread
 
     def _observe(self) -> None:
-        next_look = 0.0
+        next_look = active_until = 0.0
         while not self._closed:
-            touches = self.touches.wait(CHECK_S)
+            touches = self.touches.wait(SOON_S if time.monotonic() < active_until else CHECK_S)
+            if touches:
+                active_until = time.monotonic() + ACTIVE_S
             if not self.state.running:
                 continue
             if time.monotonic() >= next_look:
@@ -253,10 +255,7 @@ class InPlaceBackend:
         if done is not None:
             self.engine.pass_ended(group, done)
             state = group.state(extent)
-        if not (group.looping or self._follow(group, extent)):
-            if state in (READY, SPARSE):
-                group.ready.pop(extent, None)
-                group.set_state(extent, ABSENT)
+        if not group.looping:
             return
         if state not in (TOUCHED, PINNED):
             self.state.references.claimed(group, member, extent, touch.pid)
@@ -275,17 +274,6 @@ class InPlaceBackend:
         elif state == TOUCHED:
             self._came_back(group, member, file, extent, touch, length)
         self.state.work.notify()
-
-    def _follow(self, group: Group, extent: int) -> bool:
-        """True if the readers of what is no loop, or not known as one, go forward through it. Lock held.
-
-        What they leave out on their way may be mapped already.
-        """
-        step = group.order.rank_of[extent] - group.follow_rank
-        if step:
-            group.followed = group.followed + 1 if 0 < step <= FOLLOWED_STEP else 0
-            group.follow_rank += step
-        return group.followed >= FOLLOWED_MIN
 
     def _came_back(self, group: Group, member: Member, file: File, extent: int, touch: Touch, length: int) -> None:
         """A reader is at an extent that it, or another, has read before. Lock held."""

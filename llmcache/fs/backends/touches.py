@@ -20,6 +20,7 @@ from llmcache.fs.client.mountpoint import fstype_of
 OBJECT = OBJECTS / "touches.bpf.o"
 PLACES = 1 << 19  # extents of all files together, as in the program
 QUIET_NS = 20_000_000
+GATHER_NS = 1_000_000  # hits are told together so often at most
 MISS, FAULT = 1, 2
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 _RING_BYTES = 1 << 20
@@ -69,7 +70,7 @@ class Touches:
     def __init__(self) -> None:
         try:
             self._object = BpfObject(OBJECT)
-            self._object.configure(".rodata", struct.pack("<QII", QUIET_NS, _PAGE_BYTES.bit_length() - 1, 0))
+            self._object.configure(".rodata", struct.pack("<QQII", QUIET_NS, GATHER_NS, _PAGE_BYTES.bit_length() - 1, 0))
             self._object.load([*_PROGRAMS, "begin"])
             self._object.run("begin", _Nothing())
             for program in _PROGRAMS:
@@ -98,7 +99,10 @@ class Touches:
         return _KEY.pack(dev, ino)
 
     def wait(self, timeout_s: float) -> list[Touch]:
-        """Returns what was told since the last call, once there is something; empty after `timeout_s`."""
+        """Returns what was told since the last call, once there is something; empty after `timeout_s`.
+
+        Hits without a miss may wait for GATHER_NS, and the last of them for ever: `timeout_s` is to be short after some.
+        """
         self._poll.poll(timeout_s * 1e3)
         frames = bytes(self._ring.stretch())
         done, found = 0, []
@@ -114,7 +118,7 @@ class Touches:
     @property
     def lost(self) -> int:
         """Touches that could not be told: the ring was full."""
-        return int(struct.unpack("<IIQ", self._object.read("own", bytes(4), 16))[2])
+        return int(struct.unpack("<IIQQ", self._object.read("own", bytes(4), 24))[2])
 
     def close(self) -> None:
         """Detaches and frees everything."""

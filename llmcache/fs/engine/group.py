@@ -121,7 +121,6 @@ class Group:
         self.apart_ns = -(1 << 62)  # when there were several, last
         self.listed_open = False  # as the references were told
         self.last_pid = 0  # of a reader
-        self.follow_rank, self.followed = -1, 0  # in place, of what does not loop: where its reader is, and steps in order
         self.cursors = CursorTable(self.count, REACH_BYTES // extent_bytes, False)
 
     @property
