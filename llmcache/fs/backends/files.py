@@ -22,7 +22,7 @@ from llmcache.cache.extents import LEAST_MODEL_BYTES
 from llmcache.fs import syscalls
 from llmcache.fs.backends.programs import Program
 from llmcache.fs.backends.touches import PLACES, Touches
-from llmcache.fs.engine.group import PAGE, Group, Member
+from llmcache.fs.engine.group import PAGE, PINNED, SINGLE, Group, Member
 from llmcache.fs.vfs.backing import Backing
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ SCAN_S, SCAN_REST = 1.0, 50  # SOURCE is walked so often, and rests for so many 
 CHECK_S = 0.25  # so often it is seen which programs have ended
 QUIET_NS = 2_000_000_000  # a file that was changed less than this ago is left alone
 IDLE_NS = 10_000_000_000  # a file that nobody has touched for this long may have been closed
+WHOLE_STEP = 32  # extents
 FAILURES_MAX = 16  # no large folios on this file system, or no memory in one piece
 READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
 
@@ -96,6 +97,7 @@ class File:
     first: int = -1
     mapping: Mapping | None = None  # while somebody reads it
     group: Group | None = None
+    step: int = 1  # of its extents so many are passed over for one that is told of
     programs: dict[int, Program | None] = field(default_factory=dict)  # by pid; None for this process (a warm-up)
     looked_ns: int = 0  # when it was last seen whether its programs still have it
 
@@ -194,6 +196,7 @@ class Files:
                 with self.turn:
                     self._check_programs()
                     self._check_use()
+                    self._thin()
                 next_check = time.monotonic() + CHECK_S
             with contextlib.suppress(queue.Empty):
                 asked = self._asked.get(timeout=CHECK_S)
@@ -297,8 +300,22 @@ class Files:
         if place is None:  # it is the kernel's
             self.touches.ignore(*file.key)
             return
-        file.first, file.group = place, group
+        file.first, file.group, file.step = place, group, 1
         self.touches.watch(file.number, file.status, place, member.count, group.extent_bytes)
+
+    def _thin(self) -> None:
+        """Of a file that is pinned whole a few touches say enough: that it is read, and how fast."""
+        state = self.engine.state
+        for file in self.by_number.values():
+            with state.lock:
+                group, member = state.owners.get(file.mapping.backing, (None, None)) if file.mapping else (None, None)
+                if group is None or member is None or group is not file.group:
+                    continue
+                whole = group.status.count(PINNED) + group.status.count(SINGLE) == group.count
+            step = WHOLE_STEP if whole else 1
+            if step != file.step:
+                file.step = step
+                self.touches.watch(file.number, file.status, file.first, member.count, group.extent_bytes, step)
 
     def _check_programs(self) -> None:
         """Lets go of programs that have ended."""
