@@ -190,11 +190,13 @@ class Bench:
             return run_clients(group, [command], experiment.timeout_s())[0]
 
     def _run(self, experiment: Experiment, side: Plain | Mounted, repeat: int, cap: int | None) -> Run:
-        forget(experiment.file)
         with (
             Group(side.name, directory=experiment.file, memory_bytes=cap, read_bps=experiment.read_bps) as group,
             side.open(group, self.source, experiment.cache_bytes, self.scratch) as opened,
         ):
+            # Here, and not before: the host of a virtual machine takes back what is free for seconds, and who fills it again
+            # waits for the host; a side that takes a second to be mounted would pay for that.
+            forget(experiment.file)
             path = opened.root / experiment.file.relative_to(self.source)
             commands = [experiment.command(side.name, path)] * experiment.clients
             told: list[dict[str, Any] | None] = []
