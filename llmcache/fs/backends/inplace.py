@@ -43,7 +43,8 @@ DELAY_S = 0.01  # from a touch to the read that it asks for, where all processor
 AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
 SLACK_S = 0.05
 SOON_S, ACTIVE_S = 0.003, 0.1  # so soon again it looks for touches, for so long after the last
-MEASURED_BYTES, WINDOW_MAX_BYTES = 128 << 20, 96 << 20
+MEASURED_BYTES, WINDOW_MAX_BYTES, WIDER = 128 << 20, 96 << 20, 1.5
+FAST_BPS = 700e6  # what no SATA disk delivers
 
 
 class InPlaceBackend:
@@ -61,7 +62,9 @@ class InPlaceBackend:
         self._closed = False
         self._busy = 0  # reads under way
         self._busy_ns = 0  # since when there are some
-        self._read_bytes, self._read_s = 0, 0.0  # of late: half of it counts no more each time that enough was read
+        # Of late: half of it counts no more each time that enough was asked for.
+        self._asked_bytes, self._read_bytes, self._read_s = 0, 0, 0.0
+        self._judged_ns = time.monotonic_ns()
 
     def start(self, _notifier: KernelNotifier | None, _mountpoint: str) -> None:
         """The files of SOURCE are steered from now on."""
@@ -124,7 +127,7 @@ class InPlaceBackend:
             except OSError as error:
                 fetch.error = error
             with self.state.lock:
-                self._end(mapping, read)
+                self._end(mapping, fetch.length, read)
         fetch.done.set()
         with self.state.lock:
             self.state.load_ended(member)
@@ -140,7 +143,7 @@ class InPlaceBackend:
         with contextlib.suppress(OSError):
             read = mapping.bring(group.offset_of(member, extent), group.length_of(member, extent))
         with self.state.lock:
-            self._end(mapping, max(read, 0))
+            self._end(mapping, group.length_of(member, extent), max(read, 0))
         return read >= 0
 
     def _begin(self, member: Member, backing: Backing | None) -> Mapping | None:
@@ -156,21 +159,32 @@ class InPlaceBackend:
             self._busy += 1
             return mapping
 
-    def _end(self, mapping: Mapping, read: int) -> None:
-        """Notes the end of a read, and how large a window the storage needs to be kept at work. Lock held."""
+    def _end(self, mapping: Mapping, asked: int, read: int) -> None:
+        """Notes the end of a read, and how large a window the storage needs to be kept at work. Lock held.
+
+        Where the kernel has read most of it before, for faults that came too early, it goes on reading ahead by itself (and
+        behind, what was just dropped), in small pages: a wider window gets ahead of that. It leaves less to be pinned, which
+        on slow storage costs more.
+        """
         mapping.reads -= 1
         self.state.ended.notify_all()
         self.state.counters.backing_read_bytes += read
         self.state.counters.stored_bytes += read
         self._busy -= 1
+        self._asked_bytes += asked
         self._read_bytes += read
         now_ns = time.monotonic_ns()
         self._read_s += (now_ns - self._busy_ns) / 1e9
         self._busy_ns = now_ns
-        if self._read_bytes < MEASURED_BYTES:
+        if self._asked_bytes < MEASURED_BYTES:
             return
-        window = min(WINDOW_MAX_BYTES, max(MIN_WINDOW_BYTES, int(2 * DELAY_S * self._read_bytes / self._read_s)))
-        self._read_bytes, self._read_s = self._read_bytes // 2, self._read_s / 2
+        window = int(2 * DELAY_S * self._read_bytes / self._read_s)
+        flow_bps = MEASURED_BYTES // 2 * 1e9 / (now_ns - self._judged_ns)
+        self._judged_ns = now_ns
+        if self._read_bytes < self._asked_bytes // 2 and flow_bps > FAST_BPS:
+            window = max(window, int(WIDER * self.state.least_window_bytes))
+        window = min(WINDOW_MAX_BYTES, max(MIN_WINDOW_BYTES, window))
+        self._asked_bytes, self._read_bytes, self._read_s = self._asked_bytes // 2, self._read_bytes // 2, self._read_s / 2
         if not 0.8 < window / self.state.least_window_bytes < 1.25:
             self.state.least_window_bytes = window
             self.engine.replan()
