@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -99,7 +99,7 @@ def simulate_all(
                 return run.run()
 
         futures = [drivers.submit(one, source) for source in sources]
-        done, left = wait(futures, SIGNALS_S, FIRST_EXCEPTION)
+        done, left = set[Future[Simulation]](), set(futures)
         while left and all(future.exception() is None for future in done):
             done, left = wait(futures, SIGNALS_S, FIRST_EXCEPTION)
     errors = [future.exception() for future in futures]

@@ -20,7 +20,7 @@ import pytest
 
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import HUGE_BYTES, Mapping
+from llmcache.fs.backends.files import HUGE_BYTES, MappedFile
 from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
 from llmcache.fs.client import control, mountpoint
@@ -51,6 +51,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "loop.json").write_text(json.dumps(crcs(directory / "loop.bin")))
     past = time.time() - 60
     os.utime(directory / "loop.bin", (past, past))
+    return directory
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    """A SOURCE of one test's own."""
+    directory = tmp_path / "source"
+    directory.mkdir()
+    if reason := why_not(str(directory)):
+        pytest.skip(reason)
     return directory
 
 
@@ -197,12 +207,9 @@ def test_eight_readers_of_every_kind_read_what_is_there(source: Path, tmp_path: 
 
 
 @pytest.mark.cgroup
-def test_two_models_in_turns(tmp_path: Path) -> None:
+def test_two_models_in_turns(empty: Path, tmp_path: Path) -> None:
     """What is kept of one makes room for the other when that is used."""
-    source = tmp_path / "source"
-    source.mkdir()
-    if reason := why_not(str(source)):
-        pytest.skip(reason)
+    source = empty
     for name in ("one", "two"):
         path = random_file(source / f"{name}.bin", SIZE)
         (source / f"{name}.json").write_text(json.dumps(crcs(path)))
@@ -222,11 +229,8 @@ def test_two_models_in_turns(tmp_path: Path) -> None:
                 passes.end()
 
 
-def test_a_thousand_files_are_watched_and_few_are_opened(tmp_path: Path) -> None:
-    source, point = tmp_path / "source", tmp_path / "mnt"
-    source.mkdir()
-    if reason := why_not(str(source)):
-        pytest.skip(reason)
+def test_a_thousand_files_are_watched_and_few_are_opened(empty: Path, tmp_path: Path) -> None:
+    source, point = empty, tmp_path / "mnt"
     for number in range(1000):
         path = source / f"{number}.bin"
         path.touch()
@@ -286,12 +290,10 @@ def test_a_bind_mount_is_all_there_is(source: Path, tmp_path: Path) -> None:
     assert mountpoint.find(str(point)) is None
 
 
-def test_after_a_refused_umount_it_steers_on(tmp_path: Path) -> None:
+def test_after_a_refused_umount_it_steers_on(empty: Path, tmp_path: Path) -> None:
     """What is mounted below MOUNT holds it, which is only seen when everything has been given back."""
-    source, point = tmp_path / "source", tmp_path / "mnt"
-    (source / "below").mkdir(parents=True)
-    if reason := why_not(str(source)):
-        pytest.skip(reason)
+    source, point = empty, tmp_path / "mnt"
+    (source / "below").mkdir()
     path = random_file(source / "loop.bin", 40 * MIB)
     os.utime(path, (0, 0))
     with live(source, point, str(CACHE), "--mode", "inplace") as mount:
@@ -317,12 +319,12 @@ def test_a_file_is_closed_after_the_last_read_of_it(source: Path, monkeypatch: p
     """Though it was found changed meanwhile, and nothing is known of it any more."""
     begun, go_on = threading.Event(), threading.Event()
 
-    def bring(mapping: Mapping, _offset: int, _length: int) -> int:
+    def bring(mapping: MappedFile, _offset: int, _length: int) -> int:
         begun.set()
         assert go_on.wait(60)
         return os.fstat(mapping.backing.fd).st_size
 
-    monkeypatch.setattr(Mapping, "bring", bring)
+    monkeypatch.setattr(MappedFile, "bring", bring)
     engine = Engine(CACHE, "inplace", SourceTree(str(source)))
     backend = engine.backend
     assert isinstance(backend, InPlaceBackend)
@@ -436,12 +438,9 @@ def test_pinned_files_are_brought_in_at_once(source: Path, tmp_path: Path) -> No
         assert 'mode="inplace"' in told and "llmcache_cpu_seconds_total" in told
 
 
-def test_files_change_beneath_it(tmp_path: Path) -> None:
+def test_files_change_beneath_it(empty: Path, tmp_path: Path) -> None:
     """Rewritten, truncated, replaced and deleted while they are steered: readers see what the file system has."""
-    source, point = tmp_path / "source", tmp_path / "mnt"
-    source.mkdir()
-    if reason := why_not(str(source)):
-        pytest.skip(reason)
+    source, point = empty, tmp_path / "mnt"
     past = time.time() - 60
 
     def made(name: str, byte: bytes, size: int = 40 * MIB) -> Path:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import HUGE_BYTES, Mapping, Places
+from llmcache.fs.backends.files import HUGE_BYTES, MappedFile, Places
 from llmcache.fs.backends.programs import Program
 from llmcache.fs.vfs.backing import Backing
 
@@ -42,7 +42,7 @@ def test_places_never_overlap_and_are_given_again(steps: list[tuple[bool, int]])
 
 
 @pytest.fixture
-def mapping(tmp_path: Path) -> Iterator[Mapping]:
+def mapping(tmp_path: Path) -> Iterator[MappedFile]:
     path = tmp_path / "file"
     path.write_bytes(os.urandom(SIZE))
     fd = os.open(path, os.O_RDONLY)
@@ -51,12 +51,12 @@ def mapping(tmp_path: Path) -> Iterator[Mapping]:
     status = os.fstat(fd)
     if syscalls.cached_pages(fd, 0, SIZE):
         pytest.skip("this file system keeps what it is told to drop")
-    found = Mapping.of(Backing("/file", fd, status, False))
+    found = MappedFile.of(Backing("/file", fd, status, False))
     yield found
     found.close()
 
 
-def test_what_is_brought_is_there_and_nothing_else(mapping: Mapping) -> None:
+def test_what_is_brought_is_there_and_nothing_else(mapping: MappedFile) -> None:
     fd = mapping.backing.fd
     assert mapping.bring(HUGE_BYTES, HUGE_BYTES) == HUGE_BYTES
     deadline = time.monotonic() + 30
@@ -71,7 +71,7 @@ def test_what_is_brought_is_there_and_nothing_else(mapping: Mapping) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give advice on the memory of others")
-def test_pages_are_dropped_from_under_a_program(mapping: Mapping, tmp_path: Path) -> None:
+def test_pages_are_dropped_from_under_a_program(mapping: MappedFile, tmp_path: Path) -> None:
     """And it reads them again as if nothing had happened."""
     code = (
         "import mmap, sys, zlib\n"

@@ -42,7 +42,7 @@ READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahea
 
 
 @dataclass(eq=False)
-class Mapping:
+class MappedFile:
     """A file as this process has it open, and mapped in the way that makes its faults bring huge pages in."""
 
     backing: Backing
@@ -52,7 +52,7 @@ class Mapping:
     failures: int = 0  # faults that brought no huge page in, less those that did
 
     @classmethod
-    def of(cls, backing: Backing) -> Mapping:
+    def of(cls, backing: Backing) -> MappedFile:
         """Maps a file. OSError."""
         length = backing.size
         address = syscalls.mmap(backing.fd, length)
@@ -95,7 +95,7 @@ class File:
     path: str
     status: os.stat_result
     first: int = -1
-    mapping: Mapping | None = None  # while somebody reads it
+    mapping: MappedFile | None = None  # while somebody reads it
     group: Group | None = None
     step: int = 1  # of its extents so many are passed over for one that is told of
     programs: dict[int, Program | None] = field(default_factory=dict)  # by pid; None for this process (a warm-up)
@@ -138,7 +138,7 @@ class Files:
         self.tree, self.touches, self.engine = engine.tree, touches, engine
         self.by_key: dict[tuple[int, int], File] = {}
         self.by_number: dict[int, File] = {}
-        self.turn, self.lock = threading.RLock(), threading.Lock()
+        self.turn, self.lock = threading.Lock(), threading.Lock()
         self._dev = os.fstat(self.tree.fd).st_dev  # what is mounted below SOURCE is not seen through MOUNT
         self._numbers = iter(range(1, 1 << 32))
         self._asked: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
@@ -292,7 +292,7 @@ class Files:
     def _open(self, file: File) -> None:
         fd = self._open_by_path(file)
         file.status = status = os.fstat(fd)
-        file.mapping = Mapping.of(Backing(file.path, fd, status, False))
+        file.mapping = MappedFile.of(Backing(file.path, fd, status, False))
 
     def _watch_extents(self, file: File, group: Group, member: Member) -> None:
         self._places.give(file.first)
@@ -307,10 +307,13 @@ class Files:
         """Of a file that is pinned whole a few touches say enough: that it is read, and how fast."""
         state = self.engine.state
         for file in self.by_number.values():
+            if file.mapping is None:
+                continue
             with state.lock:
-                group, member = state.owners.get(file.mapping.backing, (None, None)) if file.mapping else (None, None)
-                if group is None or member is None or group is not file.group:
+                owner = state.owners.get(file.mapping.backing)
+                if owner is None or owner[0] is not file.group:
                     continue
+                group, member = owner
                 whole = group.status.count(PINNED) + group.status.count(SINGLE) == group.count
             step = WHOLE_STEP if whole else 1
             if step != file.step:
@@ -349,7 +352,7 @@ class Files:
             if not file.programs:
                 self._close(file, file.mapping)
 
-    def _close(self, file: File, mapping: Mapping) -> None:
+    def _close(self, file: File, mapping: MappedFile) -> None:
         """Gives up descriptors; the group is known until it has been idle for long."""
         with self.engine.state.lock:
             file.mapping = None

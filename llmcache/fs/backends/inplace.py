@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import CHECK_S, HUGE_BYTES, File, Files, Mapping
+from llmcache.fs.backends.files import CHECK_S, HUGE_BYTES, File, Files, MappedFile
 from llmcache.fs.backends.fuse import FAILED
 from llmcache.fs.backends.touches import MISS, Touch, Touches
 from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
@@ -146,7 +146,7 @@ class InPlaceBackend:
             self._end(mapping, group.length_of(member, extent), max(read, 0))
         return read >= 0
 
-    def _begin(self, member: Member, backing: Backing | None) -> Mapping | None:
+    def _begin(self, member: Member, backing: Backing | None) -> MappedFile | None:
         """The member's open file, to be read; None if that is not `backing` any more."""
         file = self.files.of_node(member.node)
         with self.state.lock:
@@ -159,7 +159,7 @@ class InPlaceBackend:
             self._busy += 1
             return mapping
 
-    def _end(self, mapping: Mapping, asked: int, read: int) -> None:
+    def _end(self, mapping: MappedFile, asked: int, read: int) -> None:
         """Notes the end of a read, and how large a window the storage needs to be kept at work. Lock held.
 
         Where the kernel has read most of it before, for faults that came too early, it goes on reading ahead by itself (and

@@ -67,7 +67,7 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
         values["metrics"],
         values["metrics_files"],
         _origin(settings["cache"]),
-        only_fuse,
+        only_fuse if values["mode"] == "auto" else None,
     )
 
 
@@ -126,12 +126,12 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False) -> 
 
 def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
     """The request in place, if it can be kept so; else, of `auto`, as it was, with the reason. EnvironmentProblem."""
-    reason = request.only_fuse or why_not(source)
+    reason = request.not_in_place or why_not(source)
     if reason is None:  # where nothing is mounted, nothing is read-only
         return replace(request, mode="inplace", spill=(), writable=request.writable or source == point)
     if request.mode == "inplace":
         raise EnvironmentProblem(f"mode inplace cannot be had: {reason}", "use --mode auto, steer or arena")
-    return replace(request, only_fuse=reason)
+    return replace(request, not_in_place=reason)
 
 
 def announce(point: str, request: MountRequest, log: str | None, as_json: bool) -> None:
@@ -152,7 +152,7 @@ def document(point: str, request: MountRequest, log: str | None) -> dict[str, An
         "source": told.get("source"),
         "mount": point,
         **{key: stats[key] for key in ("mode", "budget_bytes", "helper_pid")},
-        "not_in_place": request.only_fuse if request.mode == "auto" else None,
+        "not_in_place": request.not_in_place,
         "budget_origin": request.cache_origin,
         "writable": [] if read_only else ["*"] if request.writable else list(request.spill),
         "log": log,

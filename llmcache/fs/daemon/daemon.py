@@ -72,7 +72,7 @@ class MountRequest:
     metrics: str | None = None  # ADDRESS:PORT of the metrics endpoint
     metrics_files: bool = False  # with the names of files
     cache_origin: str = "default"  # --cache, a variable, a settings file: where cache_bytes comes from
-    only_fuse: str | None = None  # why it cannot be kept in place
+    not_in_place: str | None = None  # why `auto` has not come to that
 
 
 class Daemon:
@@ -98,8 +98,8 @@ class Daemon:
 
         self._metrics = None if request.metrics is None else MetricsEndpoint(request.metrics)
         self._tree = SourceTree(self._source)
-        if request.mode == "auto" and request.only_fuse:
-            log.info("not in place: %s", request.only_fuse)
+        if request.not_in_place:
+            log.info("not in place: %s", request.not_in_place)
         self._engine = make_engine(request.cache_bytes, request.mode, self._tree, request.pinned)
         self._session: Session | BindMount
         backend = self._engine.backend
