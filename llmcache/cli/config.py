@@ -31,6 +31,6 @@ def command(show: bool, as_json: bool, config: str | None, **flags: Any) -> None
 
     A key of a file that is not known is an error that names it (exit code 2); a file that is no TOML: 5.
     """
-    from llmcache.fs.client import settings, settings_text
+    from llmcache.fs.client import settings
 
-    settings_text.show(settings.resolve(flags, config), as_json)
+    settings.show(settings.resolve(flags, config), as_json)

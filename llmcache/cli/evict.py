@@ -21,6 +21,6 @@ def command(mount: str, globs: tuple[str, ...], as_json: bool) -> None:
 
     Shards of one model go together. Files of --pin stay. Programs that read on bring their files back.
     """
-    from llmcache.fs.client import operating
+    from llmcache.fs.client import operation
 
-    operating.evict(mount, globs, as_json=as_json)
+    operation.evict(mount, globs, as_json=as_json)

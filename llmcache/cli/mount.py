@@ -66,10 +66,10 @@ def command(foreground: bool, config: str | None, as_json: bool, **flags: Any) -
     Returns once the mount serves. Ends with `llmcache umount MOUNT`. Every setting may also stand in --config FILE or in
     LLMCACHE_SOURCE, LLMCACHE_CACHE, …; `llmcache config --show` tells which is taken.
     """
-    from llmcache.fs.client import mounting
+    from llmcache.fs.client import mount
     from llmcache.fs.client.settings import resolve
 
-    mounting.mount(mounting.request_of(resolve(flags, config)), foreground=foreground, as_json=as_json)
+    mount.mount(mount.request_of(resolve(flags, config)), foreground=foreground, as_json=as_json)
 
 
 def main() -> NoReturn:

@@ -36,7 +36,7 @@ def command(
       llmcache plot run.parquet -o loops.png --files '*.gguf'
       llmcache plot run.parquet -o run.svg --model ~/models/llama-8b-q8_0.gguf
     """
-    from llmcache.fs.layout.naming import TensorNames
+    from llmcache.fs.layout.modelfile import TensorNames
     from llmcache.report.plot import Wanted, plot
     from llmcache.report.progress import progress
 

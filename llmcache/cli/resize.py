@@ -20,6 +20,6 @@ def command(mount: str, size: int, as_json: bool) -> None:
 
     Returns when what is kept has shrunk to it; a larger budget fills as files are read. Exit code 3 if it does not fit.
     """
-    from llmcache.fs.client import operating
+    from llmcache.fs.client import operation
 
-    operating.resize(mount, size, as_json=as_json)
+    operation.resize(mount, size, as_json=as_json)

@@ -27,7 +27,7 @@ def command(mount: str, interval: int, count: int | None, once: bool, as_json: b
     COUNT) is printed as text.
     """
     from llmcache.cli.ending import in_order
-    from llmcache.fs.client.top import screen
+    from llmcache.fs.client import top
 
     with in_order():
-        screen.show(mount, pause_s=interval / 1e9, count=count, once=once, as_json=as_json)
+        top.show(mount, pause_s=interval / 1e9, count=count, once=once, as_json=as_json)

@@ -66,7 +66,7 @@ def command(
     Tiers, best first: filemap, fexit, syscalls (BPF: root and libbpf), perf (root), faults (page faults, and reads where
     strace is installed; no root for your own processes). The best that works is taken; what it cannot see is printed.
     """
-    from llmcache.fs.client.locked import locked_bytes
+    from llmcache.fs.client.mountpoint import locked_bytes
     from llmcache.trace.capture import session
     from llmcache.trace.capture.options import Options, default_output
     from llmcache.trace.capture.target import target_of
@@ -92,7 +92,7 @@ def command(
     captured = session.record(target, options, locked_bytes)
     session.show(captured, as_json)
     if report is not None and captured.rows:
-        from llmcache.fs.layout.naming import TensorNames
+        from llmcache.fs.layout.modelfile import TensorNames
         from llmcache.report.plot import Wanted, plot
         from llmcache.report.progress import progress
 

@@ -25,7 +25,7 @@ def command(mount: str | None, force: bool, config: str | None, as_json: bool) -
 
     A mount that programs use is not ended without --force: the error names them.
     """
-    from llmcache.fs.client.ending import end_mount
+    from llmcache.fs.client.operation import end_mount
     from llmcache.fs.client.settings import mount_point
 
     ended = end_mount(mount_point(mount, config), force=force)

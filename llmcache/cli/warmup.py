@@ -27,6 +27,6 @@ def command(mount: str, globs: tuple[str, ...], check: bool, as_json: bool) -> N
 
     Exit code 4 if something that should be kept is not there.
     """
-    from llmcache.fs.client import operating
+    from llmcache.fs.client import operation
 
-    operating.warmup(mount, globs, check=check, as_json=as_json)
+    operation.warmup(mount, globs, check=check, as_json=as_json)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llmcache.doctor.finding import FAILED, LIMITED, OK, Finding
 from llmcache.errors import EnvironmentProblem
-from llmcache.fs.engine import budget, pressure
+from llmcache.fs.engine import budget
 from llmcache.units import format_size
 
 AREA = "memory"
@@ -54,7 +54,7 @@ def _cgroup(root: Path) -> Finding:
 
 
 def _stalls(root: Path) -> Finding:
-    if pressure.stalled_us(root) is not None:
+    if budget.stalled_us(root) is not None:
         return Finding(AREA, "PSI", OK, "memory stalls can be seen")
     remedy = "boot with psi=1 (kernels with CONFIG_PSI); the margin of free memory is watched without it, too"
     return Finding(AREA, "PSI", LIMITED, "no /proc/pressure/memory: a mount notices pressure later", remedy)

@@ -12,14 +12,12 @@ from pathlib import Path
 import pytest
 
 from llmcache.fs.client import control
-from llmcache.fs.daemon.controlserver import ControlServer
-from llmcache.fs.daemon.requests import Requests
+from llmcache.fs.daemon.controlserver import ControlServer, Requests
 from llmcache.fs.engine import warmup
 from llmcache.fs.engine.engine import Engine
 from llmcache.fs.engine.warmup import Warmer
 from llmcache.fs.vfs.operations import LlmcacheOperations
-from llmcache.fs.vfs.policy import WritePolicy
-from llmcache.fs.vfs.source import SourceTree
+from llmcache.fs.vfs.source import SourceTree, WritePolicy
 from tests.property.kernel import open_backing
 from tests.property.rig import running
 

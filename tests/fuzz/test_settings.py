@@ -8,8 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcache.errors import LlmcacheError
-from llmcache.fs.client import options
-from llmcache.fs.client.settings import KEYS, LIST, PREFIX, SWITCH, resolve, split_options
+from llmcache.fs.client.settings import KEYS, LIST, PREFIX, SWITCH, mount_options, resolve, split_options
 from tests.fuzz.mutations import mutated
 from tests.fuzz.target import Target, bounded, refusal, scratch
 
@@ -44,7 +43,7 @@ def check_options(data: bytes) -> None:
     words = data.decode("utf-8", "surrogateescape").split("\n")
     rest, own = split_options(words)
     assert not set(rest) & {f"{name}={value}" for name, value in own.items()}
-    assert set(options.parse(rest)) <= set(rest)
+    assert set(mount_options(rest)) <= set(rest)
     environment = {f"{PREFIX}{key.name.upper()}": word for key, word in zip(KEYS, words, strict=False)}
     with bounded(), refusal(LlmcacheError):
         found = resolve({"options": tuple(words)}, None, environment)

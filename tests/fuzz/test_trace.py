@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llmcache.cache.classes import TraceClasses
 from llmcache.cache.classify import classify_file
-from llmcache.fs.layout.naming import TensorNames
+from llmcache.fs.layout.modelfile import TensorNames
 from llmcache.report import classification
 from llmcache.trace.capture.journal import FILES as NEW_FILES
 from llmcache.trace.capture.journal import LOST, Journal

@@ -22,7 +22,7 @@ import pytest
 from llmcache.errors import MountProblem
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.control import ask
-from llmcache.fs.client.ending import end_mount
+from llmcache.fs.client.operation import end_mount
 from tests.mount.conftest import Mounted, Mounter, llmcache
 from tests.mount.live import wait_for
 from tests.mount.test_posix_read import fails_with

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmcache.fs.backends.reader import Reader
+from llmcache.fs.backends.fuse import Reader
+from llmcache.fs.engine.budget import PressureGauge
 from llmcache.fs.engine.engine import Engine
-from llmcache.fs.engine.pressure import PressureGauge
 from llmcache.fs.vfs.backing import Backing
 
 PAGE = 4096

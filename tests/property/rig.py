@@ -13,8 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
-from llmcache.fs.backends.fuse import FuseBackend
-from llmcache.fs.backends.reader import Reader
+from llmcache.fs.backends.fuse import FuseBackend, Reader
 from llmcache.fs.engine.engine import Engine
 from llmcache.fs.vfs.source import SourceTree
 from tests.property.kernel import CalmGauge, File, Kernel, Pins, open_backing, wait_until

@@ -8,8 +8,7 @@ import pytest
 
 from llmcache.fs.engine.warmup import Tell, Warmer
 from llmcache.fs.vfs.operations import LlmcacheOperations
-from llmcache.fs.vfs.policy import WritePolicy
-from llmcache.fs.vfs.source import SourceTree
+from llmcache.fs.vfs.source import SourceTree, WritePolicy
 from tests.property.kernel import READER_PID, File, wait_until
 from tests.property.rig import BUDGET, LOOP, MIB, MODES, Rig, running
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmcache.fs.backends.buffers import BufferPool
+from llmcache.fs.backends.base import BufferPool
 from llmcache.fs.engine.group import LOADING, READY, TOUCHED, Group, Member
 from llmcache.fs.engine.state import CacheState
 

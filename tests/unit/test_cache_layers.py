@@ -10,8 +10,7 @@ import pytest
 from llmcache.cache.classify import classify
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.layers import Layer, Layers
-from llmcache.fs.layout.order import layer_name
-from llmcache.fs.layout.tensors import Tensor
+from llmcache.fs.layout.tensors import Tensor, layer_name
 from llmcache.report.layers import layer_tables
 from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, WRITE, Provenance, Trace, TraceFile
 

@@ -180,7 +180,8 @@ def test_what_a_dead_daemon_said_of_itself_is_forgotten_with_the_lock(point: str
 # In a pid namespace of its own, where the next number can be chosen; the daemon ends late, and another process begins.
 REUSED = """
 import subprocess, sys
-from llmcache.fs.client import control, ending
+from llmcache.fs.client import control
+from llmcache.fs.client import operation
 control.directory = lambda _uid: sys.argv[1]
 found, later = control.files("/nowhere"), []
 lock = control.take_lock(found, "/nowhere")
@@ -195,7 +196,7 @@ def wait_until_gone(*_):
         later.append(subprocess.Popen(["sleep", "600"]))
     return False
 control.wait_until_gone = wait_until_gone
-ended = ending._leftover("/nowhere")
+ended = operation._leftover("/nowhere")
 print(ended.pid == daemon.pid == later[0].pid, ended.killed, later[0].poll())
 """
 

@@ -13,9 +13,8 @@ from contextlib import ExitStack
 import pytest
 
 from llmcache.errors import MountProblem, UsageError
-from llmcache.fs.daemon import endpoint
-from llmcache.fs.daemon.endpoint import CONNECTIONS, REQUEST_BYTES, MetricsEndpoint, parse_address
-from llmcache.fs.daemon.openmetrics import CONTENT_TYPE
+from llmcache.fs.daemon import openmetrics
+from llmcache.fs.daemon.openmetrics import CONNECTIONS, CONTENT_TYPE, REQUEST_BYTES, MetricsEndpoint, parse_address
 from tests.mount.live import wait_for
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -40,7 +39,7 @@ def status_of(address: str, path: str = "/metrics") -> int | None:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     """A function that serves a text and returns the address; its deadline is one that only a hang meets."""
-    monkeypatch.setattr(endpoint, "DEADLINE_S", 120.0)
+    monkeypatch.setattr(openmetrics, "DEADLINE_S", 120.0)
     made: list[MetricsEndpoint] = []
 
     def begin(text: Callable[[], str], where: str = "127.0.0.1:0") -> str:
@@ -158,7 +157,7 @@ def test_a_machine_without_threads_is_outlived(serve: Callable[..., str], monkey
 
 
 def test_hanging_scrapers_leave_room_by_the_deadline(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "DEADLINE_S", 0.5)
+    monkeypatch.setattr(openmetrics, "DEADLINE_S", 0.5)
     address = serve(lambda: "text")
     with ExitStack() as stack:
         hanging = [stack.enter_context(dial(address, b"GET /met")) for _ in range(CONNECTIONS)]
@@ -168,7 +167,7 @@ def test_hanging_scrapers_leave_room_by_the_deadline(serve: Callable[..., str], 
 
 
 def test_a_scraper_that_sends_byte_by_byte_does_not_stay(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "DEADLINE_S", 0.5)
+    monkeypatch.setattr(openmetrics, "DEADLINE_S", 0.5)
     with dial(serve(lambda: "text")) as connection, pytest.raises(ConnectionError):
         for _ in range(REQUEST_BYTES):  # 80 seconds, 160 deadlines
             connection.sendall(b"G")
@@ -183,7 +182,7 @@ def test_a_request_has_a_bounded_length(serve: Callable[..., str]) -> None:
 
 
 def test_a_scraper_that_does_not_read_does_not_stay(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "DEADLINE_S", 0.3)
+    monkeypatch.setattr(openmetrics, "DEADLINE_S", 0.3)
     address = serve(lambda: "x" * (64 << 20))
     with ExitStack() as stack:
         for _ in range(CONNECTIONS):
@@ -194,7 +193,7 @@ def test_a_scraper_that_does_not_read_does_not_stay(serve: Callable[..., str], m
 def test_the_engine_is_asked_seldom_however_often_it_is_scraped(
     serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "FRESH_S", 60.0)
+    monkeypatch.setattr(openmetrics, "FRESH_S", 60.0)
     asked: list[int] = []
     address = serve(lambda: asked.append(1) or "text")  # type: ignore[func-returns-value]
     assert [get(address)[0] for _ in range(20)] == [200] * 20

@@ -11,8 +11,7 @@ from typing import cast
 import pytest
 
 from llmcache.cache.extents import EXTENTS_MAX, LARGEST_EXTENT
-from llmcache.fs.backends.base import Holder
-from llmcache.fs.backends.buffers import BUFFER_BYTES, BufferPool
+from llmcache.fs.backends.base import BUFFER_BYTES, BufferPool, Holder
 from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.engine.group import SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
 from llmcache.fs.engine.grouping import EXTENTS_ROOM, PAGED_EXTENTS, Grouping

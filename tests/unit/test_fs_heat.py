@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Group
-from llmcache.fs.engine.heat import CELLS, ROWS_MAX, heat
+from llmcache.fs.engine.report import CELLS, ROWS_MAX, heat
 from llmcache.fs.engine.state import CacheState
-from llmcache.fs.layout.anatomy import Anatomy
-from llmcache.fs.layout.tensors import ModelLayout, Tensor
+from llmcache.fs.layout.tensors import Anatomy, ModelLayout, Tensor
 from tests.property.rig import LOOP, Rig, running
 from tests.unit.fs_parts import MIB, new_group, new_state
 

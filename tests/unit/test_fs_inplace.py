@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import HUGE_BYTES, MappedFile, Places
-from llmcache.fs.backends.programs import Program
+from llmcache.fs.backends.files import HUGE_BYTES, MappedFile, Places, Program
 from llmcache.fs.vfs.backing import Backing
 
 SIZE = 5 * HUGE_BYTES + 12345

@@ -6,8 +6,7 @@ from typing import cast
 
 import pytest
 
-from llmcache.fs.backends.base import Holder
-from llmcache.fs.backends.buffers import BufferPool
+from llmcache.fs.backends.base import BufferPool, Holder
 from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.engine.group import Group, Member
 from llmcache.fs.engine.loader import Loader

@@ -14,7 +14,7 @@ import pytest
 
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.fs.daemon import background, logs
-from llmcache.fs.daemon.readiness import notify
+from llmcache.fs.daemon.daemon import notify
 
 
 def record(text: str, level: int = logging.INFO) -> logging.LogRecord:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from llmcache.fs.daemon.metrics import exposition
-from llmcache.fs.daemon.openmetrics import Family, labels_of, number, render
+from llmcache.fs.daemon.openmetrics import Family, exposition, labels_of, number, render
 from tests.unit.top_parts import file, loop, stats, waits
 
 PATHS = st.binary(min_size=1, max_size=30).map(lambda name: "/" + name.decode("utf-8", "surrogateescape"))

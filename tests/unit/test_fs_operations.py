@@ -14,8 +14,7 @@ import pytest
 from llmcache.fs.vfs.backing import Backing
 from llmcache.fs.vfs.caller import NOBODY_ELSE
 from llmcache.fs.vfs.operations import LlmcacheOperations
-from llmcache.fs.vfs.policy import WritePolicy
-from llmcache.fs.vfs.source import SourceTree
+from llmcache.fs.vfs.source import SourceTree, WritePolicy
 from tests.property.kernel import wait_until
 from tests.unit.kv_parts import unmount
 

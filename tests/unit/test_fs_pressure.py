@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from llmcache.errors import EnvironmentProblem
-from llmcache.fs.engine import pressure
-from llmcache.fs.engine.budget import MACHINE_MARGIN_BYTES
-from llmcache.fs.engine.pressure import LEAST_LIMIT_BYTES, PressureGauge
+from llmcache.fs.engine import budget
+from llmcache.fs.engine.budget import LEAST_LIMIT_BYTES, MACHINE_MARGIN_BYTES, PressureGauge
 from tests.unit.recorded import GIB, MIB, v2_group, write_machine, write_stalls
 
 BUDGET = GIB
@@ -26,7 +25,7 @@ class Watched:
         self.root = root
         self.now_s = 1000.0
         self.stalled_us = 0
-        monkeypatch.setattr(pressure, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         self.spare(GIB)
         self.gauge = PressureGauge(BUDGET, root)
 

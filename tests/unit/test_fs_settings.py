@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llmcache.errors import DataError, UsageError
-from llmcache.fs.client import mounting
+from llmcache.fs.client import mount
 from llmcache.fs.client.settings import (
     DEFAULT,
     ENVIRONMENT,
@@ -111,14 +111,14 @@ def test_options_of_fstab_are_settings_mount_options_or_noise() -> None:
     assert found["cache"] == ("8G", FLAG)
     escaped = split_options([r"pin=a\,b,fsname=/srv\,x\\,allow_other"])
     assert escaped == ((r"fsname=/srv\,x\\", "allow_other"), {"pin": ("a,b",)})
-    request = mounting.request_of(resolve({**PLACES, "options": ("nofail,user=me,x-y,allow_other",)}, None, {}))
+    request = mount.request_of(resolve({**PLACES, "options": ("nofail,user=me,x-y,allow_other",)}, None, {}))
     assert request.options[0].endswith("nosuid,allow_other")
 
 
 def test_no_glob_for_spill_files_makes_a_mount_read_only(tmp_path: Path) -> None:
     (tmp_path / "f.toml").write_text("[mount]\nspill = []\n")
     for flags, config in (({"spill": ("",)}, None), ({}, str(tmp_path / "f.toml"))):
-        request = mounting.request_of(resolve({**PLACES, **flags}, config, {}))
+        request = mount.request_of(resolve({**PLACES, **flags}, config, {}))
         assert request.spill == () and request.options[0].endswith(",ro")
 
 
@@ -127,7 +127,7 @@ def test_no_glob_for_spill_files_makes_a_mount_read_only(tmp_path: Path) -> None
 )
 def test_values_are_checked_wherever_they_come_from(environment: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        mounting.request_of(resolve(PLACES, None, environment))
+        mount.request_of(resolve(PLACES, None, environment))
 
 
 def test_a_mount_point_is_given_or_in_the_settings(config: Path) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import cast
 
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
-from llmcache.fs.backends.buffers import BufferPool
-from llmcache.fs.backends.fuse import FuseBackend
-from llmcache.fs.backends.reader import REFAULTS_MAX, Reader
-from llmcache.fs.backends.steer import SteerHolder
+from llmcache.fs.backends.base import BufferPool
+from llmcache.fs.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
+from llmcache.fs.backends.holders import SteerHolder
 from llmcache.fs.engine.engine import Engine
 from llmcache.fs.engine.group import LOADING, PINNED, READY, SINGLE, TOUCHED, Group
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims

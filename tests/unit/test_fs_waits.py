@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.fs.engine.waits import BOUNDS_NS, between, quantile_s
+from llmcache.fs.client.sample import quantile_s, waits_between
+from llmcache.fs.engine.state import BOUNDS_NS
 from tests.unit.top_parts import waits
 
 DURATIONS = st.lists(st.integers(0, 20_000_000_000), max_size=50)
@@ -21,10 +22,10 @@ def test_a_bound_belongs_to_its_class() -> None:
 @given(DURATIONS, DURATIONS)
 def test_what_is_between_two_moments_is_what_came_in_between(before: list[int], later: list[int]) -> None:
     now = waits(*before, *later)
-    found = between(waits(*before), now)
+    found = waits_between(waits(*before), now)
     assert found["counts"] == waits(*later)["counts"]
     assert found["sum_s"] == pytest.approx(sum(later) / 1e9)
-    assert between(None, now) == now
+    assert waits_between(None, now) == now
 
 
 @given(DURATIONS, st.sampled_from([0.1, 0.5, 0.99, 1.0]))

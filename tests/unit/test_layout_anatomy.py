@@ -8,8 +8,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.fs.layout.anatomy import HEADER, LAYERS_MAX, NAME_MAX, OTHERS, RUNS_MAX, Anatomy
-from llmcache.fs.layout.tensors import ModelLayout, Tensor
+from llmcache.fs.layout.tensors import HEADER, LAYERS_MAX, NAME_MAX, OTHERS, RUNS_MAX, Anatomy, ModelLayout, Tensor
 
 
 def layout(names: list[str], size: int = 100, header: int = 50) -> ModelLayout:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llmcache.errors import DataError
 from llmcache.fs.layout import ModelLayout, read_layout
-from llmcache.fs.layout.ggml_types import GGML_TYPES
+from llmcache.fs.layout.gguf import GGML_TYPES
 from tests.unit.gguf_bytes import ARRAY, BOOL, F64, I32, STRING, U8, U16, U32, U64, Gguf, Reads, reading
 
 F32_TYPE, Q8_0_TYPE = 0, 8

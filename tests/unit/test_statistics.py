@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmcache.errors import MountProblem, UsageError
-from llmcache.fs.client import operating, statistics
+from llmcache.fs.client import operation, statistics
 from tests.unit.top_parts import file, loop, stats
 
 
@@ -53,19 +53,19 @@ TOLD = {"files": [ROW], "warm_bytes": 1, "wanted_bytes": 1, "read_bytes": 1, "se
 @pytest.mark.parametrize(
     ("call", "reply"),
     [
-        (lambda: operating.resize("/mnt", 1, as_json=False), {}),
-        (lambda: operating.resize("/mnt", 1, as_json=False), {"before_bytes": [], "budget_bytes": 1, "resident_bytes": 1}),
-        (lambda: operating.warmup("/mnt", (), check=True, as_json=True), {}),
-        (lambda: operating.warmup("/mnt", (), check=False, as_json=False), TOLD | {"unreadable": 5}),
-        (lambda: operating.warmup("/mnt", (), check=False, as_json=False), TOLD | {"files": [ROW | {"path": 5}]}),
-        (lambda: operating.evict("/mnt", (), as_json=False), {"evicted_bytes": 1, "groups": [{}], "pinned": []}),
-        (lambda: operating.evict("/mnt", (), as_json=False), {"evicted_bytes": 1, "groups": [], "pinned": 5}),
+        (lambda: operation.resize("/mnt", 1, as_json=False), {}),
+        (lambda: operation.resize("/mnt", 1, as_json=False), {"before_bytes": [], "budget_bytes": 1, "resident_bytes": 1}),
+        (lambda: operation.warmup("/mnt", (), check=True, as_json=True), {}),
+        (lambda: operation.warmup("/mnt", (), check=False, as_json=False), TOLD | {"unreadable": 5}),
+        (lambda: operation.warmup("/mnt", (), check=False, as_json=False), TOLD | {"files": [ROW | {"path": 5}]}),
+        (lambda: operation.evict("/mnt", (), as_json=False), {"evicted_bytes": 1, "groups": [{}], "pinned": []}),
+        (lambda: operation.evict("/mnt", (), as_json=False), {"evicted_bytes": 1, "groups": [], "pinned": 5}),
     ],
 )
 def test_nonsense_that_a_daemon_answers_is_refused(
     call: Callable[[], None], reply: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operating, "ask", lambda *_: reply)
+    monkeypatch.setattr(operation, "ask", lambda *_: reply)
     with pytest.raises(MountProblem, match="does not understand"):
         call()
 

@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, Group
 
-from llmcache.fs.client.top import strip
-from llmcache.fs.client.top.sample import HeatFile, Layer, Loop, Sample
-from llmcache.fs.client.top.view import lines
-from llmcache.fs.client.top.watcher import Watcher
+from llmcache.fs.client.sample import FREE, PINNED, WINDOW, HeatFile, Layer, Loop, Sample, fold, merge, strip_bar
+from llmcache.fs.client.top import Watcher, lines
 from tests.unit.top_parts import MB, as_layer, cells, heat, layer, stats, waits
 
 BEFORE = stats(
@@ -213,7 +211,7 @@ def test_it_fits(files: list[HeatFile], loops: list[Loop], width: int, rows: int
 
 @given(st.lists(LAYERS, min_size=1, max_size=40), st.integers(1, 50))
 def test_folding_loses_no_byte_and_keeps_the_order(layers: list[Layer], rows: int) -> None:
-    folded = strip.fold(layers, rows)
+    folded = fold(layers, rows)
     assert 1 <= len(folded) <= max(rows, 1)
     for name in ("tensors", "size_bytes", "pinned_bytes", "streamed_bytes"):
         assert sum(getattr(each, name) for each in folded) == sum(getattr(each, name) for each in layers)
@@ -224,11 +222,11 @@ def test_folding_loses_no_byte_and_keeps_the_order(layers: list[Layer], rows: in
 
 def test_a_folded_strip_is_by_bytes() -> None:
     small, large = layer("a", 1, 1, cells=cells("9")), layer("b", 15, 0, cells=cells("0"))
-    assert strip.merge([as_layer(small), as_layer(large)]).cells["pinned"] == "9" + "0" * 15
+    assert merge([as_layer(small), as_layer(large)]).cells["pinned"] == "9" + "0" * 15
 
 
-@given(st.lists(st.tuples(st.integers(0, 1 << 40), st.sampled_from([strip.PINNED, strip.WINDOW])), max_size=5))
+@given(st.lists(st.tuples(st.integers(0, 1 << 40), st.sampled_from([PINNED, WINDOW])), max_size=5))
 def test_a_bar_is_as_long_as_it_should_be(parts: list[tuple[int, str]]) -> None:
     total = sum(amount for amount, _ in parts)
-    assert len(strip.bar(parts, total, 60)) == 60
-    assert strip.bar(parts, max(1, 2 * total), 60).plain.count(strip.FREE) >= 29
+    assert len(strip_bar(parts, total, 60)) == 60
+    assert strip_bar(parts, max(1, 2 * total), 60).plain.count(FREE) >= 29

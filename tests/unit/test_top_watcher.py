@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.errors import MountProblem
-from llmcache.fs.client.top.view import lines
-from llmcache.fs.client.top.watcher import HEAT_SHARE, Watcher
+from llmcache.fs.client.top import HEAT_SHARE, Watcher, lines
 from tests.unit.top_parts import MB, file, heat, layer, loop, stats, waits
 
 

@@ -10,7 +10,7 @@ import pytest
 from llmcache.cache.classes import LockedLoop, TraceClasses
 from llmcache.cache.classify import classify
 from llmcache.errors import DataError, MountProblem
-from llmcache.fs.client import control, locked, mountpoint
+from llmcache.fs.client import control, mountpoint
 from llmcache.report.classification import summary
 from llmcache.trace.capture.locked import Locked
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
@@ -88,6 +88,6 @@ def test_the_mount_below_a_file_is_asked(monkeypatch: pytest.MonkeyPatch, mode: 
 
     monkeypatch.setattr(mountpoint, "entries", lambda: [replace(entry, device="0:42", point="/else"), entry])
     monkeypatch.setattr(control, "request", request)
-    assert locked.locked_bytes(FILE) == expected
+    assert mountpoint.locked_bytes(FILE) == expected
     assert asked == [("/mnt/models", {"op": "stats"})]
-    assert locked.locked_bytes(OTHER) == 0 and len(asked) == 1
+    assert mountpoint.locked_bytes(OTHER) == 0 and len(asked) == 1

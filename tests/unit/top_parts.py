@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmcache.fs.client.top.sample import Layer
-from llmcache.fs.engine.waits import Waits
+from llmcache.fs.client.sample import Layer
+from llmcache.fs.engine.state import Waits
 
 MB = 1_000_000
 

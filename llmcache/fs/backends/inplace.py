@@ -1,11 +1,12 @@
 """In place: the page cache of SOURCE's files themselves is steered; nothing lies between a program and its file system.
+MOUNT is a bind mount of SOURCE, or nothing where both are one directory.
 
 Observe: touches, as the kernel tells them (`touches.py`), drive the same groups, cursors and plans as READ requests do in
 the other modes. Bring: by a fault of this process on the first page of each huge page of an extent, in a mapping that
 asks for huge pages: the file system reads the whole of it into one folio, by DMA, for some microseconds of processor time
 (measured: .02 CPU seconds per GB, with readahead in single pages .13 to .2); what is partly there, and on file systems
 without large folios, by readahead. Hold: mlock, by the pin helper. Drop: from under the mappings of the programs that
-read (`programs.py`), and by fadvise what nobody has mapped.
+read (`files.py`), and by fadvise what nobody has mapped.
 
 Only what loops is brought in and dropped. Of anything else the kernel knows more than a touch for each extent tells: what
 is read once, experts of a mixture, rows, and files that are read here and there are its own.
@@ -23,21 +24,67 @@ import functools
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES
+from llmcache.errors import MountProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.files import CHECK_S, HUGE_BYTES, File, Files, MappedFile
 from llmcache.fs.backends.fuse import FAILED
 from llmcache.fs.backends.touches import MISS, Touch, Touches
+from llmcache.fs.client.mountpoint import entries
+from llmcache.fs.engine.budget import free_bytes
 from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
-from llmcache.fs.engine.pressure import free_bytes
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import KernelNotifier
     from llmcache.fs.engine.engine import Engine
     from llmcache.fs.engine.state import Job
     from llmcache.fs.vfs.backing import Backing
+
+
+_LOOK_S = 0.5
+
+
+class BindMount:
+    """One mount from `run` to its end, which `stop` brings about, or others by unmounting it."""
+
+    def __init__(self, source: str, point: str, flags: int, on_init: Callable[[], None], on_end: Callable[[], None]) -> None:
+        """`flags`: MS_RDONLY and its like; `on_init` and `on_end` are called on the thread of `run`."""
+        self._source, self._point, self._flags = source, point, flags
+        self._on_init, self._on_end = on_init, on_end
+        self.mount_id: int | None = None
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Mounts, and returns when the mount is gone. MountProblem where the kernel refuses."""
+        if self._source != self._point:
+            try:
+                syscalls.bind(self._source, self._point, self._flags)
+            except OSError as error:
+                hint = "mounting in place needs root; --mode steer does without where fusermount3 is installed"
+                raise MountProblem(f"{self._source} cannot be mounted on {self._point}: {error.strerror}", hint) from error
+            self.mount_id = max(entry.mount_id for entry in entries() if entry.point == self._point)
+        try:
+            self._on_init()
+            while not self._over.wait(_LOOK_S) and self._is_mounted():
+                pass
+        finally:
+            if self._is_mounted() and self.mount_id is not None:
+                syscalls.umount2(self._point, syscalls.UMOUNT_NOFOLLOW | syscalls.MNT_DETACH)
+            self._on_end()
+
+    def _is_mounted(self) -> bool:
+        """True while our mount is where it was made, or where there is none to be made."""
+        if self.mount_id is None:
+            return os.path.isdir(self._point)
+        return any(entry.mount_id == self.mount_id and entry.point == self._point for entry in entries())
+
+    def stop(self) -> None:
+        """Ends `run` soon."""
+        self._over.set()
+
 
 DELAY_S = 0.01  # from a touch to the read that it asks for, where all processors are busy: storage is to have work meanwhile
 AGAIN_NS = 100_000_000  # touches of one extent within this are one visit

@@ -7,21 +7,59 @@
     pin = ["llama-8b*.gguf"]
 
 Values are texts as on the command line, true or false, or lists of texts; what they mean is checked where it is used.
-In the environment, entries of a list are separated by colons.
+In the environment, entries of a list are separated by colons. `-o` is taken apart here, `config --show` printed.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import reprlib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from llmcache.errors import DataError, UsageError
-from llmcache.fs.client import options
-from llmcache.fs.vfs.policy import DEFAULT_SPILL
+from llmcache.fs.vfs.source import DEFAULT_SPILL
+
+# What fstab entries carry for mount(8), systemd and others; it means nothing to a file system.
+_NOISE = {
+    *("defaults", "rw", "auto", "noauto", "nofail", "_netdev", "user", "nouser", "users", "owner", "group"),
+    *("async", "relatime", "noatime", "nodiratime", "strictatime", "lazytime", "nolazytime", "norelatime", "nostrictatime"),
+    *("noowner", "nogroup", "silent", "loud", "nomand", "noiversion"),
+}
+_NOISE_PREFIXES = ("x-", "comment=", "X-", "user=", "uhelper=", "helper=")
+# libfuse takes commas inside a value with a backslash before them: fsname=a\,b.
+_WORD = re.compile(r"(?:[^,\\]|\\.?)+", re.DOTALL)
+_OWN = ("fsname=llmcachefs", "subtype=llmcachefs", "default_permissions", "nodev", "nosuid")
+
+
+def option_words(values: Iterable[str]) -> list[str]:
+    """Single options out of `-o a,b -o c`; what is escaped stays so."""
+    return [word.strip() for value in values for word in _WORD.findall(value) if word.strip()]
+
+
+def mount_options(values: Iterable[str]) -> tuple[str, ...]:
+    """Single options out of `-o a,b -o c`, without those that are not meant for a file system."""
+    return tuple(word for word in option_words(values) if word not in _NOISE and not word.startswith(_NOISE_PREFIXES))
+
+
+def opens_to_others(values: Iterable[str]) -> bool:
+    """True if options of a mount let other users in, within the rights of the files."""
+    return "allow_other" in option_words(values)
+
+
+def for_libfuse(extra: Iterable[str], *, read_only: bool) -> tuple[str, ...]:
+    """Options of the mount; what the user gave comes last and wins."""
+    given = tuple(extra)
+    wanted = ("ro",) if read_only and "ro" not in given else ()
+    return (",".join((*_OWN, *wanted, *given)),)
+
 
 PREFIX = "LLMCACHE_"
 TABLE = "mount"
@@ -172,7 +210,7 @@ def split_options(values: Iterable[str]) -> tuple[tuple[str, ...], dict[str, Any
     """Mount options (`-o a,b -o c`) that are meant for libfuse or nobody, and ours (cache=6G, pin=GLOB, writable, …)."""
     rest: list[str] = []
     own: dict[str, Any] = {}
-    for word in options.words(values):
+    for word in option_words(values):
         name, is_set, text = word.replace("\\,", ",").partition("=")
         key = _OWN_OPTIONS.get(name)
         if key is None or bool(is_set) == (key.kind == SWITCH):
@@ -182,3 +220,38 @@ def split_options(values: Iterable[str]) -> tuple[tuple[str, ...], dict[str, Any
         else:
             own[key.name] = True if key.kind == SWITCH else text
     return tuple(rest), own
+
+
+SCHEMA = "llmcache.config/1"
+
+
+def show(settings: dict[str, Setting], as_json: bool) -> None:
+    """Prints `settings` on stdout."""
+    if as_json:
+        print(json.dumps(document(settings), indent=1))
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("setting", "value", "origin"):
+        table.add_column(name, overflow="fold")
+    for name, setting in settings.items():
+        origin = f"{setting.origin} ({setting.where})" if setting.where else setting.origin
+        table.add_row(name, _text(setting.value), origin, style="dim" if setting.origin == DEFAULT else None)
+    Console(highlight=False, markup=False).print(table)
+
+
+def document(settings: dict[str, Setting]) -> dict[str, Any]:
+    """The settings as JSON-ready values."""
+    entries = [
+        {"name": name, "value": setting.value, "origin": setting.origin, "where": setting.where or None}
+        | {"variable": NAMES[name].variable}
+        for name, setting in settings.items()
+    ]
+    return {"schema": SCHEMA, "settings": entries}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) if value else "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value is None else str(value)

@@ -28,7 +28,7 @@ def fetch(mount: str) -> dict[str, Any]:
 
 def show_openmetrics(mount: str) -> None:
     """Print the counters once as OpenMetrics text, with the names of looping files: this is for the mount's own user."""
-    from llmcache.fs.daemon.metrics import exposition
+    from llmcache.fs.daemon.openmetrics import exposition
 
     stats = fetch(mount)
     with understood(mount):

@@ -20,6 +20,7 @@ import queue
 import resource
 import shlex
 import signal
+import socket
 import sys
 import threading
 import time
@@ -30,21 +31,17 @@ from typing import TYPE_CHECKING, Any
 
 from llmcache.errors import LlmcacheError, MountProblem, UsageError
 from llmcache.fs import syscalls
-from llmcache.fs.backends.bindmount import BindMount
-from llmcache.fs.backends.fuse import FuseBackend
-from llmcache.fs.backends.inplace import InPlaceBackend
-from llmcache.fs.backends.reader import Reader
+from llmcache.fs.backends.fuse import FuseBackend, Reader
+from llmcache.fs.backends.inplace import BindMount, InPlaceBackend
 from llmcache.fs.client import control, mountpoint
-from llmcache.fs.daemon import logs, metrics, readiness
-from llmcache.fs.daemon.controlserver import ControlServer
-from llmcache.fs.daemon.endpoint import MetricsEndpoint
-from llmcache.fs.daemon.requests import Requests, switch
+from llmcache.fs.daemon import logs, openmetrics
+from llmcache.fs.daemon.controlserver import ControlServer, Requests, switch
+from llmcache.fs.daemon.openmetrics import MetricsEndpoint
 from llmcache.fs.engine.warmup import Tell, Warmer
 from llmcache.fs.vfs import libfuse
 from llmcache.fs.vfs.libfuse import Session
 from llmcache.fs.vfs.operations import LlmcacheOperations
-from llmcache.fs.vfs.policy import DEFAULT_SPILL, WritePolicy
-from llmcache.fs.vfs.source import SourceTree
+from llmcache.fs.vfs.source import DEFAULT_SPILL, SourceTree, WritePolicy
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import KernelNotifier
@@ -147,7 +144,7 @@ class Daemon:
                     assert self._rotate is not None
                     self._rotate()
                 elif event == "stop":
-                    readiness.notify("STOPPING=1")
+                    notify("STOPPING=1")
                     self._started.set()  # FUSE_INIT may be waiting
                     self._engine.stop()
                     self._session.stop()
@@ -247,7 +244,7 @@ class Daemon:
         log.info("--pin: %d of %d bytes are kept", done["warm_bytes"], sum(row["size_bytes"] for row in done["files"]))
 
     def _exposition(self) -> str:
-        return metrics.exposition(self._engine.stats(), self._point, paths=self._request.metrics_files)
+        return openmetrics.exposition(self._engine.stats(), self._point, paths=self._request.metrics_files)
 
     # Control requests
 
@@ -314,7 +311,7 @@ def serve_foreground(request: MountRequest, source: str, point: str, served: Cal
 
     def ready() -> None:
         log.info("a directory is served on %s", point)
-        readiness.notify(f"READY=1\nSTATUS=a directory is served on {point}")  # every user may ask systemd for it
+        notify(f"READY=1\nSTATUS=a directory is served on {point}")  # every user may ask systemd for it
         served()
 
     Daemon(request, source, point, rotation_of(handler)).run(ready)
@@ -334,3 +331,18 @@ def check_serves(point: str) -> None:
     if entry is None or state != 0:
         reason = "hangs" if entry is not None and state is None else os.strerror(state) if state else "is not there"
         raise MountProblem(f"the mount on {point} {reason} after it was made", "see its log: llmcache mount -f shows it")
+
+
+def notify(state: str) -> bool:
+    """Sends `state` ("READY=1\\nSTATUS=…") to the socket in $NOTIFY_SOCKET; False if there is none, or nobody listens."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return False
+    if address.startswith("@"):  # a name without a file
+        address = "\0" + address[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
+        try:
+            connection.sendto(state.encode(), address)
+        except OSError:
+            return False
+    return True

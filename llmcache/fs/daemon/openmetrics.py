@@ -1,15 +1,28 @@
-"""OpenMetrics text, version 1.0: what Prometheus and others scrape.
+"""What a mount tells in OpenMetrics (text, version 1.0), and the endpoint that serves it on this machine: GET /metrics.
 
-Names end in their unit, counters in `_total`; units are base units (bytes, seconds, ratio). Only the format is here;
-what a mount tells is in `llmcache.fs.metrics`.
+Names end in their unit, counters in `_total`; units are base units (bytes, seconds, ratio). Names of files are told only
+where they are asked for: whoever can reach the endpoint can read it.
+
+One thread accepts; each connection has a thread of its own, at most CONNECTIONS at a time, DEADLINE_S long: more are
+answered 503 at once. The text is made before anything is sent, and no lock is held while a scraper is waited for, so
+one that hangs costs a thread that sleeps. A text is given to all who ask within FRESH_S: whatever asks, and however
+often, the engine is asked that seldom.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from llmcache.errors import MountProblem, UsageError
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 Kind = Literal["counter", "gauge", "histogram", "info"]
@@ -42,7 +55,7 @@ class Family:
         return self._put(_SUFFIX[self.kind], labels, value)
 
     def add_histogram(self, waits: Mapping[str, Any], **labels: str) -> Family:
-        """Adds classes as `llmcache.fs.engine.waits.Waits.as_dict` gives them."""
+        """Adds classes as `llmcache.fs.engine.state.Waits.as_dict` gives them."""
         passed = 0
         for bound, count in zip([*waits["bounds_s"], float("inf")], waits["counts"], strict=True):
             passed += count
@@ -102,3 +115,242 @@ def labels_of(paths: Sequence[str]) -> list[str]:
 
 def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+_CLASSES = ("loop", "hot", "sequential", "paged")
+
+# (name without llmcache_ and unit, key of the counters, what it is)
+_LEVELS = (
+    ("budget", "budget_bytes", "Budget of the mount."),
+    ("limit", "limit_bytes", "What memory pressure leaves of the budget."),
+    ("pinned", "pinned_bytes", "Kept: locked in the page cache (steer) or held by the daemon (arena)."),
+    ("window", "window_bytes", "Resident but not kept: streamed, hot pages, and what is not dropped yet."),
+    ("resident", "resident_bytes", "All that counts against the budget."),
+    ("daemon", "daemon_bytes", "The daemon's own memory and its helper's."),
+)
+_COUNTERS = (
+    ("requested", "requested_bytes", "Asked for by requests that reached the daemon."),
+    ("storage_read", "backing_read_bytes", "Read from storage."),
+    ("storage_written", "backing_write_bytes", "Written to storage."),
+    ("fetched", "stored_bytes", "Fetched extents, put into the page cache."),
+    ("dropped", "invalidated_bytes", "Dropped from the page cache."),
+    ("refault", "refault_bytes", "Asked for again because the kernel had dropped it."),
+)
+
+
+def exposition(stats: dict[str, Any], mount: str, *, paths: bool) -> str:
+    """Returns the text for the counters of the mount on a path; `paths`: with the loops by name of their file."""
+    (mount,) = labels_of([mount])
+    return render([*_levels(stats, mount), *_counters(stats, mount), *_files(stats, mount, paths)])
+
+
+def _levels(stats: dict[str, Any], mount: str) -> list[Family]:
+    about = Family("llmcache_mount", "info", "The mount.").add(1, mount=mount, mode=stats["mode"])
+    found = [about, Family("llmcache_uptime_seconds", "gauge", "Since the mount began.", "seconds")]
+    found[-1].add(float(stats["uptime_s"]), mount=mount)
+    for name, key, text in _LEVELS:
+        found.append(Family(f"llmcache_{name}_bytes", "gauge", text, "bytes").add(stats[key], mount=mount))
+    if stats["read_bytes"]:
+        ratio = Family("llmcache_byte_hit_ratio", "gauge", "Share of read bytes that came from memory.", "ratio")
+        found.append(ratio.add(stats["hit_bytes"] / stats["read_bytes"], mount=mount))
+    return found
+
+
+def _counters(stats: dict[str, Any], mount: str) -> list[Family]:
+    read = Family("llmcache_read_bytes", "counter", "Got by readers. In steer a pinned loop counts once a pass.", "bytes")
+    read.add(stats["hit_bytes"], mount=mount, source="memory").add(stats["miss_bytes"], mount=mount, source="storage")
+    found = [read]
+    cpu = Family("llmcache_cpu_seconds", "counter", "Processor time of the daemon and its helper.", "seconds")
+    found.append(cpu.add(float(stats["cpu_s"]), mount=mount))
+    for name, key, text in _COUNTERS:
+        found.append(Family(f"llmcache_{name}_bytes", "counter", text, "bytes").add(stats[key], mount=mount))
+    ahead = Family("llmcache_prefetch_bytes", "counter", "Prefetched: in time, late, or dropped unread.", "bytes")
+    waits = Family("llmcache_wait_seconds", "histogram", "How long readers waited for extents.", "seconds")
+    for outcome in ("useful", "late", "wasted"):
+        ahead.add(stats["prefetch"][f"{outcome}_bytes"], mount=mount, outcome=outcome)
+    for reason in ("late", "demand"):
+        waits.add_histogram(stats["waits"][reason], mount=mount, reason=reason)
+    return [*found, ahead, waits]
+
+
+def _files(stats: dict[str, Any], mount: str, paths: bool) -> list[Family]:
+    classes = Counter(file["class"] for file in stats["files"])
+    files = Family("llmcache_files", "gauge", "Files that the mount knows, by class.")
+    for name in _CLASSES:
+        files.add(classes[name], mount=mount, **{"class": name})
+    return [files, *_loops(stats, mount)] if paths else [files]
+
+
+def _loops(stats: dict[str, Any], mount: str) -> list[Family]:
+    """One value for each file that loops; shards of a model count for its first file."""
+    size = Family("llmcache_loop_bytes", "gauge", "Size of the loop.", "bytes")
+    pinned = Family("llmcache_loop_pinned_bytes", "gauge", "Kept of the loop.", "bytes")
+    period = Family("llmcache_loop_period_seconds", "gauge", "Usual time of a pass.", "seconds")
+    passes = Family("llmcache_loop_passes", "counter", "Passes that were seen.")
+    looping = [file for file in stats["files"] if file["loops"]]
+    for file, label in zip(looping, labels_of([file["path"] for file in looping]), strict=True):
+        for loop in file["loops"]:
+            labels = {"mount": mount, "file": label}
+            size.add(loop["bytes"], **labels)
+            pinned.add(loop["pinned_bytes"], **labels)
+            passes.add(loop["passes"], **labels)
+            if loop["period_s"] is not None:
+                period.add(loop["period_s"], **labels)
+    return [size, pinned, period, passes]
+
+
+log = logging.getLogger("llmcache.metrics")
+CONNECTIONS = 4
+DEADLINE_S = 5.0
+FRESH_S = 0.2
+REQUEST_BYTES = 8192
+RETRY_S = 0.1
+REFUSE_S = 0.05
+_END = b"\r\n\r\n"  # of a request's head, and an answer's
+_HINT = "write 127.0.0.1:9464, [::1]:9464, or port 0 for any that is free"
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """(address, port) meant by "127.0.0.1:9464" or "[::1]:0". UsageError, naming the setting, for all but loopback."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"metrics: '{text}' is not ADDRESS:PORT", _HINT)
+    if host == "[::1]":
+        return "::1", int(port)
+    name = "127.0.0.1" if host == "localhost" else host
+    try:
+        packed = socket.inet_pton(socket.AF_INET, name)
+    except OSError:
+        raise UsageError(f"metrics: '{host}' is not a loopback address", _HINT) from None
+    if packed[0] != 127:
+        hint = "who can reach it can read it: let a proxy with a password, or ssh -L, reach 127.0.0.1"
+        raise UsageError(f"metrics: '{host}' is not a loopback address", hint)
+    return name, int(port)
+
+
+class MetricsEndpoint:
+    """Listens from the beginning, so that a port in use is told before there is a mount; serves from `start` on."""
+
+    def __init__(self, where: str) -> None:
+        """UsageError: no loopback address; MountProblem: the port cannot be had."""
+        host, port = parse_address(where)
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a mount follows the last one at once
+        try:
+            self._socket.bind((host, port))
+            self._socket.listen(16)
+        except OSError as error:
+            self._socket.close()
+            hint = "name another port, or 0 for any that is free"
+            raise MountProblem(f"metrics: cannot listen on {where}: {error.strerror}", hint) from error
+        bound = self._socket.getsockname()
+        self.address = f"[{bound[0]}]:{bound[1]}" if ":" in host else f"{bound[0]}:{bound[1]}"
+        self._free = threading.BoundedSemaphore(CONNECTIONS)
+        self._lock = threading.Lock()
+        self._closing = False
+        self._made_s = 0.0
+        self._text = b""
+
+    def start(self, text: Callable[[], str]) -> None:
+        """Begins to answer with what `text` returns."""
+        log.info("metrics on http://%s/metrics", self.address)
+        threading.Thread(target=self._accept, args=(text,), name="metrics", daemon=True).start()
+
+    def close(self) -> None:
+        """Stops listening; connections end by themselves."""
+        self._closing = True
+        with contextlib.suppress(OSError):  # not connected; but it wakes the thread in accept
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self, text: Callable[[], str]) -> None:
+        while not self._closing:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if not self._closing:
+                    time.sleep(RETRY_S)  # the client has gone, or the process is out of descriptors
+                continue
+            if not self._begin(connection, text):
+                _refuse(connection)
+
+    def _begin(self, connection: socket.socket, text: Callable[[], str]) -> bool:
+        """Serves it in a thread of its own; False if there is no place, or no thread, for it."""
+        if not self._free.acquire(blocking=False):
+            return False
+        try:
+            threading.Thread(target=self._serve, args=(connection, text), name="metrics-scrape", daemon=True).start()
+        except RuntimeError:  # the process, or the machine, is out of threads
+            self._free.release()
+            return False
+        return True
+
+    def _serve(self, connection: socket.socket, text: Callable[[], str]) -> None:
+        end = time.monotonic() + DEADLINE_S
+        try:
+            with contextlib.suppress(OSError), connection:
+                request = _read_head(connection, end)
+                if request is not None:
+                    _send(connection, self._answer(request, text), end)
+        finally:
+            self._free.release()
+
+    def _answer(self, request: bytes, text: Callable[[], str]) -> bytes:
+        """The whole answer; to HEAD its head."""
+        whole = self._whole_answer(request, text)
+        return whole.partition(_END)[0] + _END if request.startswith(b"HEAD ") else whole
+
+    def _whole_answer(self, request: bytes, text: Callable[[], str]) -> bytes:
+        words = request.split(b"\r\n", 1)[0].split(b" ")
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+            return _response("400 Bad Request", b"this speaks HTTP/1.1\n")
+        method, target = words[0], words[1].partition(b"?")[0]
+        if method not in (b"GET", b"HEAD"):
+            return _response("405 Method Not Allowed", b"only GET\n", "Allow: GET, HEAD\r\n")
+        if target != b"/metrics":
+            return _response("404 Not Found", b"see /metrics\n")
+        try:
+            body = self._fresh(text)
+        except Exception:  # a bug, told to the log and to the scraper; the mount goes on
+            log.exception("metrics cannot be made")
+            return _response("500 Internal Server Error", b"see the log of the mount\n")
+        return _response("200 OK", body, content_type=CONTENT_TYPE)
+
+    def _fresh(self, text: Callable[[], str]) -> bytes:
+        with self._lock:
+            if not self._text or time.monotonic() - self._made_s > FRESH_S:
+                self._text, self._made_s = text().encode(), time.monotonic()
+            return self._text
+
+
+def _read_head(connection: socket.socket, end: float) -> bytes | None:
+    """The request up to its empty line; None if it does not come in time, or is too long."""
+    head = b""
+    while _END not in head:
+        connection.settimeout(max(0.001, end - time.monotonic()))
+        part = connection.recv(REQUEST_BYTES)
+        head += part
+        if not part or len(head) > REQUEST_BYTES or time.monotonic() > end:
+            return None
+    return head
+
+
+def _send(connection: socket.socket, data: bytes, end: float) -> None:
+    """Sends it all, or as much as goes until `end`."""
+    connection.settimeout(max(0.001, end - time.monotonic()))
+    connection.sendall(data)
+    connection.shutdown(socket.SHUT_WR)
+
+
+def _refuse(connection: socket.socket) -> None:
+    """Says that there is no place, once the request is there: closed with it unread, a connection loses the answer."""
+    with contextlib.suppress(OSError), connection:
+        connection.settimeout(REFUSE_S)
+        with contextlib.suppress(TimeoutError):
+            connection.recv(REQUEST_BYTES)
+        connection.send(_response("503 Service Unavailable", b"too many connections\n"))
+
+
+def _response(status: str, body: bytes, more: str = "", content_type: str = "text/plain") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n{more}"
+    return f"{head}Connection: close\r\n\r\n".encode() + body

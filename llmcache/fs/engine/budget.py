@@ -1,6 +1,11 @@
-"""How much memory there is: the machine's, the cgroup's (v1, v2), and what may be locked.
+"""How much memory there is: the machine's, the cgroup's (v1, v2), what may be locked, and what pressure leaves of it.
 
 All functions read /proc and /sys at call time; `root` is there for tests on recorded trees.
+
+Pressure gives budget back before the OOM killer comes, and takes it again when it is over. Locked pages count as used to
+the OOM killer, so the margin is watched in every place that has a limit (machine, cgroups): four times a second, and thirty
+times when little is left. Short of the margin: the limit drops by what is missing, at once. PSI (where the kernel has it)
+says earlier that others stall: the limit then drops in steps. After a calm time it grows back, slowly.
 """
 
 from __future__ import annotations
@@ -8,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import resource
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -197,3 +203,105 @@ def settle_mode(mode: str, budget_bytes: int, root: Path = Path("/")) -> str:
             "run as root, raise `ulimit -l`, or use --mode arena",
         )
     return mode
+
+
+PSI_SOME_LIMIT = 0.10  # share of the last interval in which some task stalled on memory
+STEP_SHARE = 0.05
+AHEAD_BYTES = 16 << 20  # given back beyond what is missing: who takes memory goes on taking
+PAUSE_S = 0.25
+PAUSE_NEAR_S = 0.03  # when little is left
+NEAR_BYTES = 128 << 20
+CALM_S = 3.0
+MACHINE_RESERVE_BYTES, GROUP_RESERVE_BYTES = 192 << 20, 96 << 20  # that are left free
+LEAST_LIMIT_BYTES = MIN_BUDGET_BYTES // 2
+
+
+class PressureGauge:
+    """Turns what the machine says into the limit that the budget has right now."""
+
+    def __init__(self, budget_bytes: int, root: Path = Path("/")) -> None:
+        self.budget_bytes = budget_bytes
+        self._root = root
+        self._limit = budget_bytes
+        self._calm_since = 0.0
+        self._stalled_us: int | None = None
+        self._looked = 0.0
+        self.pause_s = PAUSE_S
+
+    def check(self, budget_bytes: int, used_bytes: int) -> None:
+        """Raises EnvironmentProblem if a new budget cannot be had; `used_bytes` are ours already."""
+        if budget_bytes < MIN_BUDGET_BYTES:
+            raise EnvironmentProblem(f"a budget of {format_size(budget_bytes)} is less than {format_size(MIN_BUDGET_BYTES)}")
+        least = tightest(self._root)
+        if budget_bytes - used_bytes > least.spare_bytes:
+            raise EnvironmentProblem(
+                f"a budget of {format_size(budget_bytes)} does not fit: "
+                f"the {least.name} can spare {format_size(max(0, used_bytes + least.spare_bytes))}",
+                "take less, or free memory there",
+            )
+
+    def reset(self, budget_bytes: int) -> None:
+        """Starts over with a new budget."""
+        self.budget_bytes = self._limit = budget_bytes
+
+    def limit(self, used_bytes: int) -> int:
+        """Returns the bytes that may be used now."""
+        now = time.monotonic()
+        missing = -tightest(self._root).spare_bytes
+        self.pause_s = PAUSE_NEAR_S if -missing < NEAR_BYTES else PAUSE_S
+        stalls = self._stalls(now)
+        if missing > 0:
+            # From what is used, not from the limit: what is already on its way out is not asked for twice.
+            self._lower(used_bytes - missing - AHEAD_BYTES, now, f"{format_size(missing)} short of the margin")
+        elif stalls > PSI_SOME_LIMIT and self._scarce():
+            step = int(STEP_SHARE * self.budget_bytes)
+            self._lower(min(self._limit, used_bytes) - step, now, f"memory stalls {stalls:.0%} of the time")
+        elif self._limit < self.budget_bytes and now - self._calm_since > CALM_S:
+            self._raise(-missing)
+        return self._limit
+
+    def lost(self, pinned_bytes: int) -> None:
+        """What was pinned is no more: start again from half of it."""
+        self._lower(pinned_bytes // 2, time.monotonic(), "the pin helper was killed")
+
+    def _lower(self, limit: int, now: float, why: str) -> None:
+        limit = max(LEAST_LIMIT_BYTES, limit)
+        self._calm_since = now
+        if limit < self._limit:
+            log.warning("memory pressure (%s): budget %s -> %s", why, format_size(self._limit), format_size(limit))
+            self._limit = limit
+
+    def _raise(self, spare_bytes: int) -> None:
+        step = min(int(STEP_SHARE * self.budget_bytes), spare_bytes // 2, self.budget_bytes - self._limit)
+        self._limit += max(0, step)
+        if self._limit == self.budget_bytes:
+            log.warning("memory pressure is over: budget %s again", format_size(self._limit))
+
+    def _scarce(self) -> bool:
+        """Stalls alone are no reason: a capped neighbour stalls too. The machine itself must be short."""
+        memory: Memory = machine_memory(self._root)
+        return memory.available_bytes < memory.margin_bytes * 2 + DAEMON_BYTES
+
+    def _stalls(self, now: float) -> float:
+        """Share of the time since the last call in which some task stalled on memory; 0 without PSI."""
+        total_us = stalled_us(self._root)
+        if total_us is None:
+            return 0.0
+        before, self._stalled_us = self._stalled_us, total_us
+        elapsed, self._looked = now - self._looked, now
+        return 0.0 if before is None or elapsed <= 0 else (total_us - before) / 1e6 / elapsed
+
+
+def free_bytes(root: Path = Path("/")) -> int:
+    """Memory that may be filled, without what could be had back: of the machine, or less where a cgroup has a limit."""
+    of_groups = (memory.free_bytes - GROUP_RESERVE_BYTES for memory in cgroup_memory(root))
+    return max(0, min([machine_free(root) - MACHINE_RESERVE_BYTES, *of_groups]))
+
+
+def stalled_us(root: Path = Path("/")) -> int | None:
+    """Microseconds since boot in which some task stalled on memory; None without PSI."""
+    try:
+        line = (root / "proc/pressure/memory").read_text().splitlines()[0]
+    except OSError:
+        return None
+    return int(line.rpartition("total=")[2])

@@ -16,18 +16,15 @@ from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
 from llmcache.cache.cursors import CURSOR_LIFE_NS
 from llmcache.cache.extents import SMALL_EXTENT
 from llmcache.cache.order import Pass
-from llmcache.fs.backends.arena import ArenaHolder
-from llmcache.fs.backends.base import Backend, Holder, KernelNotifier
-from llmcache.fs.backends.buffers import BufferPool
+from llmcache.fs.backends.base import Backend, BufferPool, Holder, KernelNotifier
 from llmcache.fs.backends.fuse import FuseBackend
+from llmcache.fs.backends.holders import ArenaHolder, PinService, SteerHolder
 from llmcache.fs.backends.inplace import InPlaceBackend
-from llmcache.fs.backends.steer import PinService, SteerHolder
-from llmcache.fs.engine.budget import settle_budget, settle_mode
+from llmcache.fs.engine.budget import PressureGauge, settle_budget, settle_mode
 from llmcache.fs.engine.group import PINNED, SETTLED_PASSES, Group, Member
 from llmcache.fs.engine.grouping import Grouping
 from llmcache.fs.engine.loader import Loader
 from llmcache.fs.engine.planner import UNLIMITED, ArenaPlanner, Planner
-from llmcache.fs.engine.pressure import PressureGauge
 from llmcache.fs.engine.references import WRITE, References
 from llmcache.fs.engine.report import snapshot
 from llmcache.fs.engine.state import CacheState

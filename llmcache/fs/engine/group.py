@@ -21,8 +21,8 @@ from llmcache.cache.learning import LoopLearner
 from llmcache.cache.order import LoopOrder, Pass
 
 if TYPE_CHECKING:
-    from llmcache.fs.backends.buffers import Region
-    from llmcache.fs.layout.anatomy import Anatomy
+    from llmcache.fs.backends.base import Region
+    from llmcache.fs.layout.tensors import Anatomy
     from llmcache.fs.vfs.backing import Backing, Identity
 
 PAGE = 4096

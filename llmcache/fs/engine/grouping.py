@@ -23,13 +23,13 @@ from llmcache.cache.extents import (
     extent_bytes_for,
 )
 from llmcache.errors import DataError
-from llmcache.fs.backends.buffers import Region
+from llmcache.fs.backends.base import Region
 from llmcache.fs.engine.group import PAGE, SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
 from llmcache.fs.layout import ModelLayout, read_layout, shard_name
 from llmcache.fs.layout import Region as LayoutRegion
-from llmcache.fs.layout.anatomy import Anatomy
 from llmcache.fs.layout.safetensors import SUFFIX
-from llmcache.fs.vfs.policy import matches
+from llmcache.fs.layout.tensors import Anatomy
+from llmcache.fs.vfs.source import matches
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Backend

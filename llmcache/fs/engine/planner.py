@@ -28,8 +28,8 @@ from llmcache.fs.engine.group import LOADING, PINNED, SINGLE, Group
 
 if TYPE_CHECKING:
     from llmcache.cache.steering import Steering
-    from llmcache.fs.backends.arena import ArenaHolder
     from llmcache.fs.backends.base import Holder
+    from llmcache.fs.backends.holders import ArenaHolder
     from llmcache.fs.engine.state import CacheState
 
 

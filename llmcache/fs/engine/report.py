@@ -1,17 +1,29 @@
-"""The picture of a mount that `llmcache stats` shows. Base units; ratios are left to the reader."""
+"""What a mount tells of itself: the counters of `llmcache stats`, and where the layers are that `llmcache top` draws.
+
+Base units; ratios are left to the reader. Layers are pinned, in the window, streamed or cold: the lock is held for copies
+only, of one group at a time, for a model of 100 GB some hundred microseconds. All else works on the copies, in steps of one
+layer, so that readers get the interpreter in between. The reply has a bounded size: layers have a bounded number a file,
+are described by a bounded text each, and ROWS_MAX of them are told of.
+"""
 
 from __future__ import annotations
 
+import operator
 import os
 import time
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmcache.fs.engine.group import SINGLE, Group, Member
+from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Group, Member
+from llmcache.fs.layout.tensors import Part
 
 if TYPE_CHECKING:
     from llmcache.fs.engine.references import References
     from llmcache.fs.engine.state import CacheState
+
 
 SCHEMA = "llmcache.stats/1"
 
@@ -136,3 +148,153 @@ def private_bytes(pid: str) -> int:
         return 0
     kilobytes = [int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "VmSwap:"))]
     return 1024 * sum(kilobytes)
+
+
+HEAT_SCHEMA = "llmcache.heat/1"
+ROWS_MAX = 1024
+CELLS = 16
+RECENT_NS = 10_000_000_000
+RECENT_PERIODS = 2
+
+# What an extent is to the picture. _STORAGE and _SEEN (read lately) differ in the lowest bit, which is ignored elsewhere.
+_STORAGE, _SEEN, _WINDOW, _PINNED, _PAGES = 0, 1, 2, 4, 6
+_KINDS = {ABSENT: _STORAGE, SPARSE: _STORAGE, LOADING: _WINDOW, READY: _WINDOW, TOUCHED: _WINDOW, PINNED: _PINNED}
+_KINDS |= {SINGLE: _PAGES}
+_KIND_OF_STATE = bytes(_KINDS.get(state, _STORAGE) for state in range(256))
+_PLAIN = bytes((kind if kind < _WINDOW else kind & ~1) for kind in range(256))
+_CELL_KINDS = {"pinned": _PINNED, "window": _WINDOW, "pages": _PAGES, "cold": _STORAGE}
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """One group as it was at a moment: states by rank, ranks and the rest by extent; `held` by the arena."""
+
+    members: tuple[Member, ...]
+    extent_bytes: int
+    status: bytes
+    rank_of: array[int]
+    charge: array[int]
+    seen_ns: array[int]
+    held: frozenset[int]
+    now_ns: int
+    since_ns: int
+
+
+def heat(state: CacheState, mode: str) -> dict[str, Any]:
+    """Returns the layers of every model and looping file, JSON-ready. Takes the lock, once for each group."""
+    with state.lock:
+        groups = [group for group in state.groups.values() if group.looping or any(m.anatomy for m in group.members)]
+    files: list[dict[str, Any]] = []
+    left = ROWS_MAX
+    for group in groups:
+        with state.lock:
+            copy = _copy(state, group)
+        for member in copy.members:
+            if left > 0 and member.size_bytes:
+                files.append(_heat_file(copy, member, left))
+                left -= len(files[-1]["layers"])
+    told = len(files)
+    total = sum(1 for group in groups for member in group.members if member.size_bytes)
+    return {"schema": HEAT_SCHEMA, "mode": mode, "files": files, "left_out_files": total - told}
+
+
+def _copy(state: CacheState, group: Group) -> _Copy:
+    """Lock held."""
+    core = state.references.core
+    space = None if core is None else core.spaces.get(group.key)
+    now_ns = time.monotonic_ns()
+    recent_ns = max(RECENT_NS, RECENT_PERIODS * (group.learner.period or 0))
+    return _Copy(
+        tuple(group.members),
+        group.extent_bytes,
+        bytes(group.status),
+        group.order.rank_of[:],
+        group.charge[:],
+        group.seen_ns[:],
+        frozenset(() if space is None else space.held),
+        now_ns,
+        max(1, now_ns - recent_ns),  # 0 is never
+    )
+
+
+def _heat_file(copy: _Copy, member: Member, rows: int) -> dict[str, Any]:
+    whole = Part("", 0, ((0, member.size_bytes),))
+    parts = list(member.anatomy.parts()) if member.anatomy is not None else [whole]
+    return {
+        "path": member.path,
+        "size_bytes": member.size_bytes,
+        "extent_bytes": copy.extent_bytes,
+        "layers": [_layer(copy, member, part) for part in parts[:rows]],
+        "left_out_layers": max(0, len(parts) - rows),
+    }
+
+
+def _layer(copy: _Copy, member: Member, part: Part) -> dict[str, Any]:
+    """One row: bytes by what they are, seconds since a request came for one of them, and the strip."""
+    sums = dict.fromkeys((_STORAGE, _SEEN, _WINDOW, _PINNED, _PAGES), 0)
+    strip = bytearray()
+    seen_ns = 0
+    for first, end in part.stretches:
+        low, high = first // copy.extent_bytes, -(-end // copy.extent_bytes)
+        extents = range(member.base + low, member.base + high)
+        kinds = _kinds(copy, extents)
+        for extent, kind, length in _lengths(copy, member, extents, kinds, first, end):
+            if kind == _PAGES:  # only some of its pages are there
+                there = min(length, copy.charge[extent] * length // copy.extent_bytes)
+                sums[_PAGES] += there
+                sums[_STORAGE] += length - there
+            else:
+                sums[kind] += length
+        seen_ns = max(seen_ns, *copy.seen_ns[extents.start : extents.stop])
+        strip += kinds
+    return {
+        "name": part.name,
+        "tensors": part.tensors,
+        "bytes": part.size_bytes,
+        "pinned_bytes": sums[_PINNED],
+        "window_bytes": sums[_WINDOW],
+        "pages_bytes": sums[_PAGES],
+        "streamed_bytes": sums[_SEEN],
+        "cold_bytes": sums[_STORAGE],
+        "age_s": (copy.now_ns - seen_ns) / 1e9 if seen_ns else None,
+        "cells": {name: _cells(strip, kind) for name, kind in _CELL_KINDS.items()},
+    }
+
+
+def _kinds(copy: _Copy, extents: range) -> bytes:
+    """What each of `extents` is."""
+    states = bytes(map(copy.status.__getitem__, copy.rank_of[extents.start : extents.stop]))
+    kinds = states.translate(_KIND_OF_STATE)
+    if copy.held:
+        kinds = bytes(_PINNED if extent in copy.held else kind for extent, kind in zip(extents, kinds, strict=True))
+    if _PAGES in kinds:
+        there = (bool(charge) for charge in copy.charge[extents.start : extents.stop])
+        kinds = bytes(kind if kind != _PAGES or has else _STORAGE for kind, has in zip(kinds, there, strict=True))
+    seen = map(copy.since_ns.__le__, copy.seen_ns[extents.start : extents.stop])
+    return bytes(map(operator.or_, kinds, seen)).translate(_PLAIN)
+
+
+def _lengths(
+    copy: _Copy, member: Member, extents: range, kinds: bytes, first: int, end: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yields (extent, kind, bytes of it between `first` and `end`); runs of whole extents of one kind at a time."""
+    size = copy.extent_bytes
+    at = 0
+    while at < len(kinds):
+        kind, run = kinds[at], at + 1
+        while kind != _PAGES and run < len(kinds) and kinds[run] == kind:
+            run += 1
+        base = extents[at] - member.base
+        yield extents[at], kind, min(end, (base + run - at) * size) - max(first, base * size)
+        at = run
+
+
+def _cells(strip: Iterable[int], kind: int) -> str:
+    """A digit for each of CELLS parts of the strip: ninths of it that are `kind`, rounded up (0 is none at all)."""
+    kinds = bytes(strip)
+    cells = []
+    for cell in range(CELLS):
+        low = cell * len(kinds) // CELLS
+        part = kinds[low : max(low + 1, (cell + 1) * len(kinds) // CELLS)]
+        cells.append(str(-(-9 * part.count(kind) // len(part))))
+    return "".join(cells)

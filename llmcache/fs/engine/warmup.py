@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from llmcache.cache.arbitration import HOT_SHARE
 from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
-from llmcache.fs.backends.buffers import Region
+from llmcache.fs.backends.base import Region
 from llmcache.fs.backends.fuse import read_whole
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, SINGLE, SPARSE, Group, Member
 from llmcache.fs.engine.references import READ
 from llmcache.fs.vfs.caller import Caller
-from llmcache.fs.vfs.policy import matches
+from llmcache.fs.vfs.source import matches
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Backend, Holder

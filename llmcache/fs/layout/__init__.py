@@ -7,9 +7,8 @@
 Only the header is read, and nothing is imported beyond the standard library: the daemon stays small.
 """
 
-from llmcache.fs.layout.model import order_shards, read_layout
-from llmcache.fs.layout.shards import ShardName, index_shards, shard_name
-from llmcache.fs.layout.tensors import ModelLayout, Region, Role, Tensor
+from llmcache.fs.layout.model import index_shards, order_shards, read_layout
+from llmcache.fs.layout.tensors import ModelLayout, Region, Role, ShardName, Tensor, shard_name
 
 __all__ = [
     "ModelLayout",

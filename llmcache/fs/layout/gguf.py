@@ -1,20 +1,167 @@
-"""The header of a GGUF file, versions 2 and 3.
+"""The header of a GGUF file, versions 2 and 3, read piece by piece, in few reads and never far beyond its end.
 
 Layout: magic, version, tensor count, key count; keys with typed values; tensor infos; padding; tensor data.
 Values are skipped, not built: of the keys only the few in `_WANTED` matter here.
-Source: docs/gguf.md of ggml.
+Source: docs/gguf.md of ggml; tensor types from ggml.h (enum ggml_type) and ggml-common.h (the block structs) of llama.cpp:
+the numbers are part of the format.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmcache.errors import DataError
-from llmcache.fs.layout.cursor import Cursor, ReadAt
-from llmcache.fs.layout.ggml_types import GGML_TYPES
 from llmcache.fs.layout.tensors import LONGEST_NAME, MOST_TENSORS, ModelLayout, Tensor, bounded, check_tensors, quoted
+
+
+@dataclass(frozen=True)
+class GgmlType:
+    """A tensor type: `block_values` values are stored in `block_bytes` bytes."""
+
+    name: str
+    block_values: int
+    block_bytes: int
+
+
+GGML_TYPES: dict[int, GgmlType] = {
+    0: GgmlType("F32", 1, 4),
+    1: GgmlType("F16", 1, 2),
+    2: GgmlType("Q4_0", 32, 18),
+    3: GgmlType("Q4_1", 32, 20),
+    6: GgmlType("Q5_0", 32, 22),
+    7: GgmlType("Q5_1", 32, 24),
+    8: GgmlType("Q8_0", 32, 34),
+    9: GgmlType("Q8_1", 32, 36),
+    10: GgmlType("Q2_K", 256, 84),
+    11: GgmlType("Q3_K", 256, 110),
+    12: GgmlType("Q4_K", 256, 144),
+    13: GgmlType("Q5_K", 256, 176),
+    14: GgmlType("Q6_K", 256, 210),
+    15: GgmlType("Q8_K", 256, 292),
+    16: GgmlType("IQ2_XXS", 256, 66),
+    17: GgmlType("IQ2_XS", 256, 74),
+    18: GgmlType("IQ3_XXS", 256, 98),
+    19: GgmlType("IQ1_S", 256, 50),
+    20: GgmlType("IQ4_NL", 32, 18),
+    21: GgmlType("IQ3_S", 256, 110),
+    22: GgmlType("IQ2_S", 256, 82),
+    23: GgmlType("IQ4_XS", 256, 136),
+    24: GgmlType("I8", 1, 1),
+    25: GgmlType("I16", 1, 2),
+    26: GgmlType("I32", 1, 4),
+    27: GgmlType("I64", 1, 8),
+    28: GgmlType("F64", 1, 8),
+    29: GgmlType("IQ1_M", 256, 56),
+    30: GgmlType("BF16", 1, 2),
+    # Repacked variants that files of 2024 carry; llama.cpp repacks at load time since.
+    31: GgmlType("Q4_0_4_4", 32, 18),
+    32: GgmlType("Q4_0_4_8", 32, 18),
+    33: GgmlType("Q4_0_8_8", 32, 18),
+    34: GgmlType("TQ1_0", 256, 54),
+    35: GgmlType("TQ2_0", 256, 66),
+    36: GgmlType("IQ4_NL_4_4", 32, 18),
+    37: GgmlType("IQ4_NL_4_8", 32, 18),
+    38: GgmlType("IQ4_NL_8_8", 32, 18),
+    39: GgmlType("MXFP4", 32, 17),
+    40: GgmlType("NVFP4", 64, 36),
+    41: GgmlType("Q1_0", 128, 18),
+}
+
+
+ReadAt = Callable[[int, int], bytes]
+"""`read(offset, size)` gives up to `size` bytes of the file at `offset`."""
+
+# The largest real headers (tokenizers of 260 000 words) have 15 MB. The limit stops a walk through a file of zeros.
+HEADER_LIMIT = 64 * 2**20
+_SMALLEST_READ = 64 * 2**10
+_LARGEST_READ = 2**20
+
+
+class Cursor:
+    """A position in a header, moved by what is read; DataError at the end of the file and at the header limit."""
+
+    def __init__(self, read: ReadAt, file_bytes: int, byte_order: str = "<") -> None:
+        self._read = read
+        self._limit = min(file_bytes, HEADER_LIMIT)
+        self._file_bytes = file_bytes
+        self._buffer = b""
+        self._buffer_start = 0
+        self.position = 0
+        self.set_byte_order(byte_order)
+
+    def set_byte_order(self, byte_order: str) -> None:
+        """Read numbers as little ("<") or big (">") endian from here on."""
+        self._u32 = struct.Struct(byte_order + "I")
+        self._u64 = struct.Struct(byte_order + "Q")
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes."""
+        start = self._fill(size)
+        self.position += size
+        return self._buffer[start : start + size]
+
+    def u32(self) -> int:
+        """The next unsigned number of 4 bytes."""
+        return int(self._u32.unpack(self.take(4))[0])
+
+    def u64(self) -> int:
+        """The next unsigned number of 8 bytes."""
+        return int(self._u64.unpack(self.take(8))[0])
+
+    def text(self, longest: int) -> str:
+        """The next string (length of 8 bytes, then UTF-8); DataError when it has more than `longest` bytes."""
+        length = self.u64()
+        if length > longest:
+            raise DataError(f"a name of {length} bytes at byte {self.position - 8} (at most {longest} are allowed)")
+        return self.take(length).decode("utf-8", "replace")
+
+    def skip(self, size: int) -> None:
+        """Move on by `size` bytes, which are not read."""
+        if size > self._limit - self.position:
+            raise self._too_short(size)
+        self.position += size
+
+    def skip_texts(self, count: int) -> None:
+        """Move on by `count` strings, reading only their lengths: tokenizers have hundreds of thousands."""
+        unpack_from = self._u64.unpack_from
+        while count:
+            start = self._fill(8)
+            buffer, last = self._buffer, len(self._buffer) - 8
+            place = start
+            while count and place <= last:
+                place += 8 + unpack_from(buffer, place)[0]
+                count -= 1
+            self.skip(place - start)
+
+    def _fill(self, size: int) -> int:
+        """Place of the position in the buffer, which then holds at least `size` bytes from there on."""
+        start = self.position - self._buffer_start
+        if start >= 0 and start + size <= len(self._buffer):
+            return start
+        if size > self._limit - self.position:
+            raise self._too_short(size)
+        # As much as was needed so far: few reads for a long header, at most twice the bytes for a short one.
+        ahead = min(max(self.position, _SMALLEST_READ), _LARGEST_READ)
+        self._buffer = self._read(self.position, min(max(size, ahead), self._limit - self.position))
+        self._buffer_start = self.position
+        while len(self._buffer) < size:
+            more = self._read(self.position + len(self._buffer), size - len(self._buffer))
+            if not more:
+                raise self._too_short(size)
+            self._buffer += more
+        return 0
+
+    def _too_short(self, size: int) -> DataError:
+        if self.position + size <= self._file_bytes:
+            return DataError(f"the header needs more than {HEADER_LIMIT} bytes, which no model's does")
+        return DataError(
+            f"the file ends inside its header: {size} bytes are due at byte {self.position}, and it has {self._file_bytes}",
+            "the file is incomplete: copy or download it again",
+        )
+
 
 MAGIC = b"GGUF"
 

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 from llmcache.errors import DataError
-from llmcache.fs.layout.cursor import Cursor, ReadAt
-from llmcache.fs.layout.shards import shard_name
-from llmcache.fs.layout.tensors import LONGEST_NAME, ModelLayout, Tensor, bounded, check_tensors, is_text, quoted
+from llmcache.fs.layout.gguf import Cursor, ReadAt
+from llmcache.fs.layout.tensors import LONGEST_NAME, ModelLayout, Tensor, bounded, check_tensors, is_text, quoted, shard_name
 
 SUFFIX = ".safetensors"
 

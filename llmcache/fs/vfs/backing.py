@@ -26,8 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llmcache.fs import syscalls
-from llmcache.fs.vfs.caller import NOBODY_ELSE, Caller
-from llmcache.fs.vfs.descriptors import is_at, no_read_ahead, open_direct, open_for, open_writable
+from llmcache.fs.vfs.caller import NOBODY_ELSE, Caller, is_at, no_read_ahead, open_direct, open_for, open_writable
 
 BLOCK = 4096
 _REMEMBERED = 65536

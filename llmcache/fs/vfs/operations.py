@@ -22,15 +22,13 @@ from typing import TYPE_CHECKING
 
 from llmcache.fs import syscalls
 from llmcache.fs.vfs.backing import Backing, BackingTable, Opened
-from llmcache.fs.vfs.caller import NOBODY_ELSE, Caller
-from llmcache.fs.vfs.descriptors import may_write
+from llmcache.fs.vfs.caller import NOBODY_ELSE, Caller, may_write
 from llmcache.fs.vfs.handles import FileHandle, HandleTable, Listing
-from llmcache.fs.vfs.policy import WritePolicy
-from llmcache.fs.vfs.source import SourceTree
+from llmcache.fs.vfs.source import SourceTree, WritePolicy
 from llmcache.fs.vfs.tree import TreeOperations
 
 if TYPE_CHECKING:
-    from llmcache.fs.backends.reader import Reader
+    from llmcache.fs.backends.fuse import Reader
     from llmcache.fs.engine.engine import Engine
     from llmcache.fs.vfs.libfuse import Notifier
 

@@ -20,8 +20,7 @@ from llmcache import files
 from llmcache.fs import syscalls
 from llmcache.fs.vfs.backing import Backing, BackingTable
 from llmcache.fs.vfs.caller import Caller
-from llmcache.fs.vfs.policy import WritePolicy, read_only
-from llmcache.fs.vfs.source import SourceTree
+from llmcache.fs.vfs.source import SourceTree, WritePolicy, read_only
 
 
 def _fail(number: int) -> OSError:

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from llmcache.fs.layout.order import compute_key, is_embedding  # noqa: E402
+from llmcache.fs.layout.tensors import compute_key, is_embedding  # noqa: E402
 from tools.bench.clients.loop_reader import anon_bytes, say  # noqa: E402
 
 PAGE = 4096

@@ -1,9 +1,13 @@
-"""Holding what is kept in the page cache, locked by the pin helper; programs hit it without a request.
+"""What is kept, and by whom: locked in the page cache by the pin helper (steer, in place), or in the daemon (arena).
 
-`PinService` is the daemon's side of the helper: starts it, keeps it alive, and queues locks so that nobody waits for them.
-One thread owns the helper's pipe. `lock`, `unlock`, `attach` and `detach` only queue; results come back through the
-callbacks, called on that thread without any lock held. When the helper dies, it is started again and everything that
-should be attached and locked is replayed.
+Locked: programs hit it without a request. `PinService` is the daemon's side of the helper: starts it, keeps it alive, and
+queues locks so that nobody waits for them. One thread owns the helper's pipe. `lock`, `unlock`, `attach` and `detach` only
+queue; results come back through the callbacks, called on that thread without any lock held. When the helper dies, it is
+started again and everything that should be attached and locked is replayed.
+
+Arena: every pass copies what is held into the page cache ahead of the reader and drops it behind. Slower than locking, but
+it needs no privilege, and every hit is seen. What is held is decided by the deterministic core (`llmcache.cache.steering`);
+`ArenaHolder` only keeps the memory.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmcache.fs.backends.buffers import Region
+from llmcache.cache.steering import HIT, KEPT, Steering
+from llmcache.fs.backends.base import Region
 from llmcache.fs.engine.group import PINNED, READY, TOUCHED, Fetch, Group
 from llmcache.fs.engine.state import CacheState
 
@@ -267,3 +272,56 @@ class SteerHolder:
     def held(self, group: Group) -> list[int]:
         """Extents in state PINNED."""
         return [group.order.extent_at[rank] for rank, state in enumerate(group.status) if state == PINNED]
+
+
+class ArenaHolder:
+    """Pins live in anonymous memory, one region an extent; regions are read into directly with O_DIRECT."""
+
+    mode = "arena"
+
+    def __init__(self, state: CacheState, on_plan: Callable[[], None]) -> None:
+        self.state = state
+        self.core = Steering(state.budget_bytes, self._evicted, on_plan)
+        self._slots: dict[tuple[str, int], Region] = {}
+
+    def brings_region(self, group: Group, extent: int) -> bool:
+        """True for extents that are held, or will be."""
+        return self.core.holds(group.key, extent) or self.core.wants(group.key, extent)
+
+    def region(self, group: Group, extent: int, verdict: int) -> Region | None:
+        """Returns the held copy, or a new region."""
+        if verdict == HIT:
+            return self._slots[(group.key, extent)]
+        return Region(group.extent_bytes) if verdict == KEPT else None
+
+    def keep(self, group: Group, extent: int, region: Region) -> None:
+        """Holds `region`, unless the core has changed its mind while it was read."""
+        if self.core.holds(group.key, extent):
+            self._slots[(group.key, extent)] = region
+            self.state.held_bytes += region.size
+            group.pinned_bytes += region.size
+
+    def skips_trip(self, group: Group, extent: int) -> bool:
+        """Never: every pass goes through the window."""
+        return False
+
+    def stored(self, group: Group, fetch: Fetch) -> None:
+        """Nothing to do: the arena copy was made when the data arrived."""
+
+    def pin_ready(self, group: Group) -> None:
+        """Nothing to do: extents are held when they pass by next."""
+
+    def release(self, group: Group, extents: list[int]) -> None:
+        """Nothing to do: the core says what leaves."""
+
+    def _evicted(self, key: str, extent: int) -> None:
+        """Frees the region; one that is still being read goes when it is."""
+        region = self._slots.pop((key, extent), None)
+        if region is not None:
+            self.state.held_bytes -= region.size
+            self.state.groups[key].pinned_bytes -= region.size
+            self.state.room.notify()
+
+    def held(self, group: Group) -> list[int]:
+        """Extents with a slot."""
+        return [extent for key, extent in self._slots if key == group.key]

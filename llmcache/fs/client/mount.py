@@ -10,13 +10,13 @@ from typing import Any
 
 from llmcache.errors import EnvironmentProblem, UsageError, printable
 from llmcache.fs.backends.touches import why_not
-from llmcache.fs.client import control, mountpoint, options
+from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.control import ask
-from llmcache.fs.client.settings import DEFAULT, FLAG, Setting
+from llmcache.fs.client.settings import DEFAULT, FLAG, Setting, for_libfuse, mount_options, opens_to_others
 from llmcache.fs.daemon import logs
 from llmcache.fs.daemon.accesslog import check_path
 from llmcache.fs.daemon.daemon import MountRequest, serve_foreground
-from llmcache.fs.daemon.endpoint import parse_address
+from llmcache.fs.daemon.openmetrics import parse_address
 from llmcache.fs.vfs import libfuse
 from llmcache.units import format_size, parse_size
 
@@ -40,7 +40,7 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
             raise UsageError(f"Missing argument '{name.upper()}'", hint)
     if values["mode"] not in MODES:
         raise UsageError(f"mode: '{values['mode']}' is unknown", f"one of: {', '.join(MODES)}")
-    given = options.parse(values["options"])
+    given = mount_options(values["options"])
     if values["rw"] and "ro" in given:
         raise UsageError("--rw and -o ro contradict each other")
     if values["metrics"] is not None:
@@ -60,7 +60,7 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
         values["mode"],
         values["rw"],
         spill,
-        options.for_libfuse(given, read_only=not values["rw"] and not spill),
+        for_libfuse(given, read_only=not values["rw"] and not spill),
         values["access_log"],
         tuple(glob for glob in values["pin"] if glob),
         values["log"],
@@ -107,7 +107,7 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False) -> 
     if request.mode != "inplace":
         libfuse.binding()
         mountpoint.check_machine()
-    if options.opens_to_others(request.options) and mountpoint.is_closed_above(source):
+    if opens_to_others(request.options) and mountpoint.is_closed_above(source):
         said = "others, who do not reach SOURCE below a closed directory, reach it through the mount (allow_other)"
         print(f"llmcache: note: {said}", file=sys.stderr)
 

@@ -1,0 +1,496 @@
+"""`llmcache top`: looks at a mount again and again, shown on a terminal until a key ends it, or as text, or as JSON.
+
+A sample as text fits 60 columns, uses more, and as many rows as there are. Below 80 columns names are shorter, and what
+stands side by side elsewhere stands one above the other.
+
+On a terminal: the screen's other buffer, keys unbuffered and unechoed; both are put back however the watching ends
+(`q`, Ctrl-C, a signal that ends the process in order, an error, Ctrl-Z and `fg`). Signals that only matter here (the
+size has changed, Ctrl-Z) are noted by their handlers and wake the wait for keys through a pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any, TextIO
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Span, Text
+
+from llmcache.errors import MountProblem, UsageError, printable
+from llmcache.fs.client.control import ask, understood
+from llmcache.fs.client.sample import (
+    COLD,
+    FREE,
+    PAGES,
+    PINNED,
+    STREAMED,
+    STYLES,
+    WINDOW,
+    Flow,
+    HeatFile,
+    Layer,
+    Loop,
+    Sample,
+    budget_of,
+    flow_between,
+    fold,
+    heat_of,
+    heat_strip,
+    loops_of,
+    quantile_s,
+    readers_strip,
+    strip_bar,
+)
+from llmcache.units import format_duration, format_rate, format_size
+
+Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
+
+MEMORY_S = 60.0
+HEAT_SHARE = 0.05  # of the time that the mount may be busy with telling the heat of large models
+ROUNDING_S = 0.01
+
+
+class Watcher:
+    """Takes samples of the mount on a path."""
+
+    def __init__(self, mount: str, asks: Ask = ask, clock: Callable[[], float] = time.monotonic) -> None:
+        self.mount = mount
+        self._ask = asks
+        self._clock = clock
+        self._past: deque[dict[str, Any]] = deque()  # without files: thousands of them would be remembered for a minute
+        self._latest_begin_s = float("inf")
+        self._heat: dict[str, Any] = {}
+        self._heat_due_s = float("-inf")
+
+    def sample(self) -> Sample:
+        """One look. MountProblem if there is no mount, not any more, or one that tells what cannot be understood."""
+        asked_s = self._clock()
+        try:
+            stats = self._ask(self.mount, {"op": "stats"})
+            with understood(self.mount):
+                self._notice_another(stats, asked_s)
+                return self._sample(stats)
+        except MountProblem as error:
+            if not self._past:
+                raise
+            raise MountProblem(f"{self.mount} can no longer be watched: {error.message}", error.hint) from error
+
+    def _notice_another(self, stats: dict[str, Any], asked_s: float) -> None:
+        """Forgets all if this is another mount on the same path: one that began later, however long it is there by now.
+
+        An uptime was told at some time between question and answer: that says when a mount began, within bounds.
+        """
+        if asked_s - stats["uptime_s"] > self._latest_begin_s + ROUNDING_S:
+            self._past.clear()
+            self._heat_due_s, self._latest_begin_s = float("-inf"), float("inf")
+        self._latest_begin_s = min(self._latest_begin_s, self._clock() - stats["uptime_s"])
+
+    def _sample(self, stats: dict[str, Any]) -> Sample:
+        heat = self._warmth()
+        base = self._base(stats)
+        found = Sample(
+            mount=self.mount,
+            unix_s=time.time(),
+            uptime_s=float(stats["uptime_s"]),
+            budget=budget_of(stats),
+            total=flow_between(None, stats),
+            interval=None if base is None else flow_between(base, stats),
+            loops=loops_of(stats),
+            heat=heat_of(heat),
+            left_out_files=int(heat["left_out_files"]),
+        )
+        self._past.append({name: value for name, value in stats.items() if name != "files"})
+        while self._past[0]["uptime_s"] < stats["uptime_s"] - MEMORY_S:
+            self._past.popleft()
+        return found
+
+    def _warmth(self) -> dict[str, Any]:
+        """The heat, not asked for more often than it is cheap to tell."""
+        began = self._clock()
+        if began >= self._heat_due_s:
+            self._heat = self._ask(self.mount, {"op": "heat"})
+            taken = self._clock() - began
+            self._heat_due_s = began + taken / HEAT_SHARE
+        return self._heat
+
+    def _base(self, now: dict[str, Any]) -> dict[str, Any] | None:
+        """The youngest earlier look that is a whole period of every loop in use away; else the oldest there is."""
+        periods = [float(loop["period_s"] or 0) for file in now["files"] for loop in file["loops"] if loop["readers"]]
+        longest = max(periods, default=0.0)
+        back_s: float = now["uptime_s"] - longest
+        whole = [past for past in self._past if past["uptime_s"] <= back_s]
+        if whole:
+            return whole[-1]
+        return self._past[0] if self._past else None
+
+
+LEAST_WIDTH, USUAL_WIDTH = 60, 80
+_NAME, _SHORT_NAME = 25, 15
+_LEAST_ROWS = 3  # of a file, to be worth telling
+_NS = 1e9
+_TITLE = "bold"
+_ZEROS = re.compile(r"\.0+(?= )")
+
+
+def lines(sample: Sample, width: int, rows: int | None = None, hint: str = "") -> list[Text]:
+    """The view, `width` columns wide (60 at least) and at most `rows` lines long; `hint` stands in its first line."""
+    width = max(LEAST_WIDTH, width)
+    found = [_head(sample, width, hint), *_memory(sample, width), Text(), *_flows(sample, width), *_waits(sample, width)]
+    found += [Text(), *_loops(sample.loops, width, None if rows is None else max(2, (rows - len(found)) // 3))]
+    left = None if rows is None else rows - len(found) - 1
+    if sample.heat and (left is None or left >= 2):
+        found += [Text(), *_heat(sample, width, left)]
+    return found if rows is None else found[:rows]
+
+
+def _is_narrow(width: int) -> bool:
+    return width < USUAL_WIDTH
+
+
+def _head(sample: Sample, width: int, hint: str) -> Text:
+    about = f" {printable(sample.budget.mode)}, up {_whole(sample.uptime_s)}"
+    room = width - len(about) - len(hint) - 1
+    left = Text(_fit(sample.mount, min(room, cell_len(printable(sample.mount)))), _TITLE).append(about, "not bold")
+    return left.append(" " * max(1, width - left.cell_len - len(hint))).append(hint, "dim")
+
+
+def _memory(sample: Sample, width: int) -> list[Text]:
+    """The budget as a bar and in figures; one line more under memory pressure."""
+    budget = sample.budget
+    total = format_size(budget.budget_bytes)
+    parts = ((budget.pinned_bytes, PINNED), (budget.window_bytes, WINDOW), (budget.other_bytes, PAGES))
+    used = sum(amount for amount, _ in parts)
+    bar = strip_bar(parts, max(budget.budget_bytes, used), width - len(total) - 8)
+    names = zip((*parts, (budget.free_bytes, FREE)), ("pinned", "window", "pages", "free"), strict=True)
+    told = [
+        Text(f"{character} {name} {format_size(amount)}", spans=[Span(0, 1, STYLES[character])])
+        for (amount, character), name in names
+    ]
+    step = 2 if _is_narrow(width) else 4
+    figures = [Text("       ").append_text(Text("   ").join(told[at : at + step])) for at in range(0, 4, step)]
+    found = [Text("budget ").append_text(bar).append(f" {total}"), *figures]
+    if budget.limit_bytes < budget.budget_bytes:
+        limit = f"memory pressure: {format_size(budget.limit_bytes)} of {total} may be used"
+        found.append(Text(f"       {limit}", "bold red"))
+    return found
+
+
+def _flows(sample: Sample, width: int) -> list[Text]:
+    total, last = sample.total, sample.interval
+    heads = f"{'since mount':>12}{_span(last):>13}"
+
+    def bytes_row(name: str, amount: str) -> str:
+        rate = "-" if last is None else format_rate(last.per_s(getattr(last, amount)))
+        return f"{name:{left_width}}{format_size(getattr(total, amount)):>12}{rate:>13}"
+
+    def ratio_row(name: str, ratio: str) -> str:
+        shares = [_percent(None if flow is None else getattr(flow, ratio)) for flow in (total, last)]
+        return f"{name:15}{shares[0]:>11}{shares[1]:>13}"
+
+    narrow = _is_narrow(width)
+    left_width = 14 if narrow else 13
+    amounts = (("to readers", "read_bytes"), ("from storage", "storage_read_bytes"), ("fetched", "fetched_bytes"))
+    ratios = (("byte hit ratio", "hit_ratio"), ("prefetch late", "late_ratio"), ("prefetch wasted", "wasted_ratio"))
+    left, right = [bytes_row(*each) for each in amounts], [ratio_row(*each) for each in ratios]
+    title = f"{'':{left_width}}{heads}"
+    if narrow:
+        found = [Text(title, _TITLE), *map(Text, left), *map(Text, right)]
+    else:
+        found = [Text(f"{title}   {'':14}{heads}", _TITLE)]
+        found += [Text(f"{one}   {other}") for one, other in zip(left, right, strict=True)]
+    written = (("written", "storage_written_bytes"), ("read again", "refault_bytes"))
+    return found + [Text(bytes_row(name, amount)) for name, amount in written if getattr(total, amount)]
+
+
+def _waits(sample: Sample, width: int) -> list[Text]:
+    """How long readers waited for storage: for data on its way, and for data that nobody had fetched ahead."""
+    if _is_narrow(width):
+        widths, heads = (10, 9, 9, 9, 10, 13), ("waits", "count", "half <", "99 % <", "in all")
+    else:
+        widths, heads = (13, 12, 13, 14, 15, 13), ("waits", "since mount", "half within", "99 % within", "in all")
+    found = [Text(_row(widths, *heads, _span(sample.interval)), _TITLE)]
+    for name, key in (("late", "late_waits"), ("on demand", "demand_waits")):
+        counted = getattr(sample.total, key)
+        within = [_within(quantile_s(counted, share)) for share in (0.5, 0.99)]
+        count = sum(counted["counts"])
+        spent = format_duration(counted["sum_s"] * _NS) if count else "-"
+        found.append(Text(_row(widths, name, str(count), *within, spent, _share_of_time(sample.interval, key))))
+    return found
+
+
+def _row(widths: Sequence[int], name: str, *cells: str) -> str:
+    """A name, then cells to the right of their columns."""
+    return _fit(name, widths[0]) + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+
+
+def _share_of_time(flow: Flow | None, key: str) -> str:
+    """Readers that waited, on average, as a share of one reader's time."""
+    return _percent(getattr(flow, key)["sum_s"] / flow.seconds if flow is not None and flow.seconds > 0 else None)
+
+
+def _within(upper_s: float | None) -> str:
+    if upper_s is None:
+        return "-"
+    return "> 3 s" if upper_s == float("inf") else _ZEROS.sub("", format_duration(upper_s * _NS))
+
+
+def _loops(loops: Sequence[Loop], width: int, rows: int | None) -> list[Text]:
+    if not loops:
+        return [Text("no loop yet: no model is open, and nothing was read twice")]
+    columns = (_SHORT_NAME, 8, 8, 7, 8) if _is_narrow(width) else (_NAME, 9, 9, 8, 8)
+    room = width - sum(columns) - 3
+    found = [Text(f"{_row(columns, 'loop', 'size', 'period', 'pinned', 'passes')}   {'readers':{room}}", _TITLE)]
+    told = loops if rows is None or len(loops) < rows else loops[: max(1, rows - 2)]
+    for loop in told:
+        period = "-" if loop.period_s is None else _coarse(loop.period_s)
+        share = _percent(loop.pinned_bytes / loop.size_bytes if loop.size_bytes else None, 0)
+        passes = "guessed" if loop.guessed and not loop.passes else str(loop.passes)
+        row = _row(columns, loop.path.lstrip("/"), format_size(loop.size_bytes), period, share, passes)
+        found.append(Text(f"{row}   ").append_text(readers_strip(loop.readers, room)))
+    if len(told) < len(loops):
+        found.append(Text(f"and {len(loops) - len(told)} more", "dim"))
+    return found
+
+
+def _heat(sample: Sample, width: int, rows: int | None) -> list[Text]:
+    """The files in `rows` lines: as many as get some lines each, these alike."""
+    told = len(sample.heat) if rows is None else max(1, min(len(sample.heat), rows // _LEAST_ROWS))
+    more = len(sample.heat) - told + sample.left_out_files
+    left = rows - 1 if rows is not None and more and rows > _LEAST_ROWS else rows
+    found: list[Text] = []
+    for number, file in enumerate(sample.heat[:told]):
+        found += _layers(file, width, None if left is None else (left - len(found)) // (told - number))
+    if more:
+        found.append(Text(f"and {more} more {'file' if more == 1 else 'files'}", "dim"))
+    return found
+
+
+def _layers(file: HeatFile, width: int, rows: int | None) -> list[Text]:
+    columns = (_SHORT_NAME if _is_narrow(width) else _NAME, 9, 8, 12)
+    room = width - sum(columns) - 3
+    legend = Text(f"   {STREAMED} streamed", "not bold")
+    if not _is_narrow(width):
+        legend.append(f"  {COLD} cold", "dim")
+    found = [Text(_row(columns, file.path.lstrip("/"), "size", "pinned", "read"), _TITLE).append_text(legend)]
+    layers = file.layers if rows is None else fold(file.layers, max(1, rows - 1))
+    found += [_layer(layer, columns, room) for layer in layers]
+    if file.left_out_layers and (rows is None or len(found) < rows):
+        found.append(Text(f"and {file.left_out_layers} more layers", "dim"))
+    return found
+
+
+def _layer(layer: Layer, columns: Sequence[int], room: int) -> Text:
+    share = _percent(layer.pinned_bytes / layer.size_bytes if layer.size_bytes else None, 0)
+    row = _row(columns, layer.name or "whole file", format_size(layer.size_bytes), share, _ago(layer.age_s))
+    return Text(f"{row}   ").append_text(heat_strip(layer, room))
+
+
+def _ago(age_s: float | None) -> str:
+    """Coarse: figures that change with every look cannot be read."""
+    if age_s is None:
+        return "-"
+    if age_s < 1.5:
+        return "now"
+    return f"{round(age_s)} s ago" if age_s < 59.5 else f"{_coarse(age_s)} ago"
+
+
+def _coarse(seconds: float) -> str:
+    """In one unit."""
+    if seconds < 59.5:
+        return format_duration(seconds * _NS)
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{round(minutes / 60)} h"
+
+
+def _whole(seconds: float) -> str:
+    return f"{round(seconds)} s" if seconds < 59.5 else format_duration(seconds * _NS)
+
+
+def _span(flow: Flow | None) -> str:
+    return "" if flow is None else f"last {flow.seconds:.1f} s"
+
+
+def _percent(ratio: float | None, digits: int = 1) -> str:
+    return "-" if ratio is None else f"{100 * ratio:.{digits}f} %"
+
+
+def _fit(text: str, width: int) -> str:
+    """`text` in `width` columns: of a long one, its end, which is where names of models differ."""
+    text = printable(text)
+    if cell_len(text) > width:
+        while cell_len(text) > width - 1:
+            text = text[1:]
+        text = f"…{text}"
+    return set_cell_size(text, width)
+
+
+LEAST_PAUSE_S = 0.1
+
+
+def show(mount: str, *, pause_s: float, count: int | None, once: bool, as_json: bool) -> None:
+    """Watches a mount: `count` times or until a key, Ctrl-C or its end; once, or where stdout is no terminal, as text.
+
+    MountProblem: there is no mount, or not any more. UsageError: a pause too short.
+    """
+    if pause_s < LEAST_PAUSE_S:
+        raise UsageError(f"INTERVAL: {pause_s:g} s is less than {LEAST_PAUSE_S:g} s")
+    watcher = Watcher(mount)
+    count = 1 if once else count
+    try:
+        if as_json:
+            _print_json(watcher, pause_s, count)
+        elif once or not sys.stdout.isatty() or Console().is_dumb_terminal:
+            _print_text(watcher, pause_s, count or 1)
+        else:
+            Screen(watcher, pause_s, count).run()
+    except KeyboardInterrupt:
+        return
+
+
+def _samples(watcher: Watcher, pause_s: float, count: int | None) -> Iterator[Sample]:
+    """Yields samples that have an interval before them."""
+    watcher.sample()
+    taken = 0
+    while count is None or taken < count:
+        time.sleep(pause_s)
+        yield watcher.sample()
+        taken += 1
+
+
+def _print_json(watcher: Watcher, pause_s: float, count: int | None) -> None:
+    for sample in _samples(watcher, pause_s, count):
+        print(json.dumps(sample.document()), flush=True)
+
+
+def _print_text(watcher: Watcher, pause_s: float, count: int) -> None:
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _width())
+    for number, sample in enumerate(_samples(watcher, pause_s, count)):
+        if number:
+            console.print()
+        for line in lines(sample, console.width):
+            line.rstrip()
+            console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
+        sys.stdout.flush()
+
+
+def _width() -> int:
+    """Columns of text that goes to no terminal."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isascii() and columns.isdigit() and int(columns) > 0 else USUAL_WIDTH
+
+
+class Screen:
+    """The view on a terminal."""
+
+    def __init__(self, watcher: Watcher, pause_s: float, count: int | None) -> None:
+        self._watcher = watcher
+        self._pause_s = pause_s
+        self._left = count
+        self._console = Console(file=_whole_stdout(), highlight=False)
+        self._stopped = False
+        self._hint = f"every {pause_s:g} s, q ends"
+
+    def run(self) -> None:
+        """Shows samples until `q` or the last of `count`. MountProblem: the mount has ended."""
+        sample = self._watcher.sample()  # what goes wrong at once needs no screen
+        with ExitStack() as stack:
+            wake = stack.enter_context(self._signals())
+            while True:
+                with _keys(), Live(console=self._console, screen=True, auto_refresh=False) as live:
+                    sample, goes_on = self._watch(live, sample, wake)
+                if not goes_on:
+                    return
+                os.kill(os.getpid(), signal.SIGSTOP)  # until `fg`
+
+    def _watch(self, live: Live, sample: Sample, wake: int) -> tuple[Sample, bool]:
+        """Until the end, or Ctrl-Z (True)."""
+        self._draw(live, sample)
+        due = time.monotonic() + self._pause_s
+        while True:
+            if self._wait(due, wake):
+                return sample, False
+            if self._stopped:
+                self._stopped = False
+                return sample, True
+            if time.monotonic() >= due:
+                if self._left is not None:
+                    self._left -= 1
+                    if self._left <= 0:
+                        return sample, False
+                sample = self._watcher.sample()
+                due = time.monotonic() + self._pause_s
+            self._draw(live, sample)
+
+    def _draw(self, live: Live, sample: Sample) -> None:
+        width, height = self._console.size
+        texts = lines(sample, width, height, self._hint)
+        for text in texts:
+            text.no_wrap, text.overflow = True, "crop"
+        live.update(Group(*texts), refresh=True)
+
+    def _wait(self, due: float, wake: int) -> bool:
+        """Until the next look is due or a signal came; True if `q` was pressed, or no key can come any more."""
+        keys = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+        ready, _, _ = select.select([*keys, wake], [], [], max(0.0, due - time.monotonic()))
+        if wake in ready:
+            os.read(wake, 512)
+        if keys and keys[0] in ready:
+            typed = os.read(keys[0], 512)
+            return not typed or b"q" in typed or b"Q" in typed
+        return False
+
+    @contextmanager
+    def _signals(self) -> Iterator[int]:
+        """Gives the descriptor that becomes readable when a signal has come."""
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        os.set_blocking(writing, False)
+        old_wake = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        handlers = {signal.SIGWINCH: self._noted, signal.SIGTSTP: self._noted}
+        old = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield reading
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(old_wake)
+            os.close(reading)
+            os.close(writing)
+
+    def _noted(self, number: int, _frame: FrameType | None) -> None:
+        self._stopped = self._stopped or number == signal.SIGTSTP
+
+
+def _whole_stdout() -> TextIO:
+    """stdout, buffered whatever PYTHONUNBUFFERED says: without, the rest of a write that a signal cuts short is lost."""
+    file = sys.stdout
+    return open(file.fileno(), "w", encoding=file.encoding, errors=file.errors, closefd=False)
+
+
+@contextmanager
+def _keys() -> Iterator[None]:
+    """Keys come one by one and are not shown; Ctrl-C and Ctrl-Z do what they always do."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
