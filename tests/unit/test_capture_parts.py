@@ -206,6 +206,19 @@ def test_the_last_access_of_a_thread_waits_for_what_belongs_to_it() -> None:
     assert accesses(records) == [(9, 1)] and int((records["kind"] == FILL).sum()) == 1
 
 
+@pytest.mark.parametrize("horizon", range(8))
+def test_whenever_it_is_asked_the_same_is_recorded(horizon: int) -> None:
+    """A request in three parts and a fault told three times: also where the asking comes in the middle of them."""
+    rows = [(1, READS, 0, 64), (2, READS, 31, 64), (3, READS, 62, 64)]
+    rows += [(4, FAULTS, 99, 100), (5, FILLS, 96, 112), (6, FAULTS, 99, 100), (7, AROUNDS, 96, 112)]
+    for told in (horizon, len(rows)):  # what comes after the horizon may be told at once, or later
+        waiting = Runs(coalesce=False)
+        first, _ = waiting.put(events(*rows[:told]), horizon)
+        last, _ = waiting.put(events(*rows[told:]), None)
+        assert accesses(first) + accesses(last) == [(0, 31), (31, 31), (62, 2), (96, 16)]
+        assert [int(row["t_ns"]) for part in (first, last) for row in part[part["kind"] == FILL]] == [4]
+
+
 def test_options_that_cannot_be() -> None:
     for wrong, named in (({"output": "x.csv"}, "-o"), ({"seconds": 0.0}, "-d"), ({"rerefs_s": 0.0}, "--mmap-rerefs")):
         with pytest.raises(UsageError, match=named):

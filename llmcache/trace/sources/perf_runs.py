@@ -40,20 +40,26 @@ class Runs:
 
     def put(self, events: Events, horizon_ns: int | None) -> tuple[Records, int]:
         """Returns the records of events up to `horizon_ns` (None: all), and the time before which no other will come."""
+        now_ns = _NEVER if horizon_ns is None else horizon_ns
         held = np.concatenate((self._held, events))
         if not len(held):
-            return no_records(), _NEVER if horizon_ns is None else horizon_ns
+            return no_records(), now_ns
         held = held[np.lexsort((held["t_ns"], held["tid"]))]
-        now_ns = _NEVER if horizon_ns is None else horizon_ns
+        later = held["t_ns"] > np.uint64(now_ns)  # others may come before them
+        held, later = held[~later], held[later]
+        # Before any is given back: the last access of a thread, which is held, may say what the one before it was.
+        again = _settled(held)
         ready = _ready(held, now_ns)
-        self._held = held[~ready]
+        self._held = np.concatenate((held[~ready], later))
         if len(self._held):
             now_ns = min(now_ns, int(self._held["t_ns"].min()) - 1)
-        return _records(held[ready], self._coalesce), now_ns
+        return _records(held[ready], again[ready], self._coalesce), now_ns
 
 
 def _ready(events: Events, now_ns: int) -> Mask:
     """Which events (by thread and time) are old enough: all but the last access of a thread and what follows it."""
+    if now_ns == _NEVER or not len(events):
+        return np.ones(len(events), bool)
     last = np.concatenate((events["tid"][1:] != events["tid"][:-1], [True]))
     is_access = events["kind"] != FILLS
     index = np.arange(len(events))
@@ -63,29 +69,36 @@ def _ready(events: Events, now_ns: int) -> Mask:
     open_from = np.maximum(accessed[last], first)
     length = np.diff(np.concatenate((first, [len(events)])))
     is_open = index >= np.repeat(open_from, length)
-    if now_ns == _NEVER:
-        return np.ones(len(events), bool)
-    old = events["t_ns"] + np.uint64(HOLD_NS) < np.uint64(now_ns)
-    ready: Mask = (events["t_ns"] <= np.uint64(now_ns)) & (~is_open | old)
+    ready: Mask = ~is_open | (events["t_ns"] + np.uint64(HOLD_NS) < np.uint64(now_ns))
     return ready
 
 
-def _records(events: Events, coalesce: bool) -> Records:
-    """`events`: by thread, within it by time. Returns records, not in order."""
+def _settled(events: Events) -> Mask:
+    """Has each part of a request name only its own blocks; returns which faults are told again by what follows.
+
+    `events`: by thread, within it by time; what was settled before stays as it is.
+    """
+    access = np.flatnonzero(events["kind"] != FILLS)
+    rows = events[access]
+    _cut_continued(rows)
+    events["end"][access] = rows["end"]
+    again = np.zeros(len(events), bool)
+    again[access] = _told_again(rows)
+    return again
+
+
+def _records(events: Events, again: Mask, coalesce: bool) -> Records:
+    """`events`: by thread, within it by time; `again` of `_settled`. Returns records, not in order."""
     is_fill = events["kind"] == FILLS
     access = np.flatnonzero(~is_fill)
     before = np.maximum.accumulate(np.where(is_fill, -1, np.arange(len(events))))
     fills = _fills(events, np.flatnonzero(is_fill), before)
     if not len(access):
         return fills
-    rows = events[access].copy()
-    _cut_continued(rows)
-    keep = ~_told_again(rows)
-    kept = access[keep]
-    made = _described(rows[keep])
+    kept = access[~again[access]]
+    made = _described(events[kept])
     if coalesce:
-        filled = np.cumsum(is_fill)[kept]
-        made = _joined(made, rows["tid"][keep], filled)
+        made = _joined(made, events["tid"][kept], np.cumsum(is_fill)[kept])
     return np.concatenate((fills, made))
 
 
