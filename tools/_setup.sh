@@ -121,6 +121,7 @@ install_tested_programs() {
     for program in zsh fish mandoc groff; do
         command -v "$program" >/dev/null || install_optional "$program"
     done
+    PATH=$PATH:/sbin:/usr/sbin command -v mkfs.xfs >/dev/null || install_optional xfsprogs
 }
 
 # systemd makes this link when a machine starts; in a chroot or image that was never started, fusermount3 cannot unmount

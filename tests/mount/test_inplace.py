@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,7 +135,7 @@ def test_a_loop_that_does_not_fit_is_kept_as_far_as_it_goes(source: Path, tmp_pa
 
 
 READER = """
-import ctypes, mmap, os, sys, zlib
+import ctypes, mmap, os, struct, sys, zlib
 path, how, passes = sys.argv[1], sys.argv[2], int(sys.argv[3])
 size = os.path.getsize(path)
 
@@ -180,21 +181,49 @@ def populated():
 def private():
     return zlib.crc32(mapped(mmap.MAP_PRIVATE))
 
+def at_random():
+    view = mapped()
+    view.madvise(mmap.MADV_RANDOM)
+    return zlib.crc32(view)
+
+def by_ring():  # io_uring, one IORING_OP_READ at a time; the offsets are those of struct io_uring_params
+    libc, params, piece = ctypes.CDLL(None), ctypes.create_string_buffer(120), 1 << 20
+    ring = libc.syscall(425, 1, params)
+    assert ring >= 0
+    count, tail, head, results = (struct.unpack_from("<I", params, at)[0] for at in (4, 44, 80, 100))
+    rings, request = mmap.mmap(ring, results + 16 * count), mmap.mmap(ring, 4096, offset=0x10000000)
+    buffer, fd, crc = mmap.mmap(-1, piece), os.open(path, os.O_RDONLY), 0
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    for number, offset in enumerate(range(0, size, piece)):
+        request[:64] = struct.pack("<BBHiQQIIQQQQ", 22, 0, 0, fd, offset, address, piece, 0, 0, 0, 0, 0)
+        struct.pack_into("<I", rings, tail, number + 1)
+        assert libc.syscall(426, ring, 1, 1, 1, None, 0) == 1
+        done, = struct.unpack_from("<i", rings, results + 16 * (number % count) + 8)
+        struct.pack_into("<I", rings, head, number + 1)
+        assert done == min(piece, size - offset), done
+        crc = zlib.crc32(memoryview(buffer)[:done], crc)
+    os.close(fd)
+    return crc
+
 for _ in range(passes):
     print(globals()[how](), flush=True)
 """
-KINDS = ("direct", "sent", "forked", "in_pieces", "populated", "private", "forked", "in_pieces")
+KINDS = ("direct", "sent", "forked", "in_pieces", "populated", "private", "at_random", "by_ring")
+CONTAINED = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--"]
 
 
 @pytest.mark.cgroup
-def test_eight_readers_of_every_kind_read_what_is_there(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("around", [[], CONTAINED], ids=["here", "in containers"])
+def test_eight_readers_of_every_kind_read_what_is_there(source: Path, tmp_path: Path, around: list[str]) -> None:
+    if around and subprocess.run([*around, "true"], check=False).returncode:
+        pytest.skip("no namespaces for mounts and processes here")
     forget(source / "loop.bin")
     crc = zlib.crc32((source / "loop.bin").read_bytes())
     with (
         Group("inplace-kinds", directory=source, memory_bytes=CAP + 64 * MIB) as group,
         live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
     ):
-        commands = [[sys.executable, "-c", READER, str(mount.mountpoint / "loop.bin"), how, "3"] for how in KINDS]
+        commands = [[*around, sys.executable, "-c", READER, str(mount.mountpoint / "loop.bin"), how, "3"] for how in KINDS]
         readers = [subprocess.Popen(group.wrap(command), stdout=subprocess.PIPE, text=True) for command in commands]
         try:
             said = [reader.communicate(timeout=300)[0].split() for reader in readers]
@@ -204,6 +233,61 @@ def test_eight_readers_of_every_kind_read_what_is_there(source: Path, tmp_path: 
                 each.wait()
         assert said == [[str(crc)] * 3] * len(KINDS)
         wait_for(lambda: not any(file["open"] for file in mount.stats()["files"]), "all have ended")
+
+
+@pytest.mark.cgroup
+@pytest.mark.parametrize(("daemons", "programs"), [(None, CAP), (CACHE + 48 * MIB, 48 * MIB)])
+def test_limits_of_daemon_and_program_apart(source: Path, tmp_path: Path, daemons: int | None, programs: int) -> None:
+    """Who first brings a page in pays for it: the daemon for what it brings, a program for what it faults in itself."""
+    forget(source / "loop.bin")
+    with (
+        Group("inplace-daemon", directory=source, memory_bytes=daemons) as other,
+        Group("inplace-program", directory=source, memory_bytes=programs) as group,
+        live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=other.wrap) as mount,
+    ):
+        passes = reader(mount.mountpoint / "loop.bin", source / "loop.json", "mmap", group.wrap)
+        try:
+            wrong = [passes.next()["wrong"] for _ in range(10)]
+            deadline = time.monotonic() + 120
+            while mount.pinned_bytes("loop.bin") < CACHE // 3:
+                wrong.append(passes.next()["wrong"])
+                assert time.monotonic() < deadline, mount.stats()
+            assert not any(wrong) and group.usage().oom_kills == other.usage().oom_kills == 0
+        finally:
+            passes.end()
+
+
+@pytest.mark.cgroup
+def test_xfs(tmp_path: Path) -> None:
+    """The other file system with large folios."""
+    if shutil.which("mkfs.xfs") is None:
+        pytest.skip("no mkfs.xfs (package xfsprogs)")
+    image, source = tmp_path / "image", tmp_path / "source"
+    image.touch()
+    os.truncate(image, 512 * MIB)
+    source.mkdir()
+    subprocess.run(["mkfs.xfs", "-q", str(image)], check=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(source)], check=True)
+    try:
+        path = random_file(source / "loop.bin", SIZE)
+        (tmp_path / "loop.json").write_text(json.dumps(crcs(path)))
+        os.utime(path, (0, 0))
+        forget(path)
+        with (
+            Group("inplace-xfs", directory=tmp_path, memory_bytes=CAP) as group,
+            live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
+        ):
+            passes = reader(mount.mountpoint / "loop.bin", tmp_path / "loop.json", "mmap", group.wrap)
+            try:
+                wrong, deadline = [], time.monotonic() + 120
+                while mount.pinned_bytes("loop.bin") < CACHE // 2:
+                    wrong.append(passes.next()["wrong"])
+                    assert time.monotonic() < deadline, mount.stats()
+                assert not any(wrong)
+            finally:
+                passes.end()
+    finally:
+        subprocess.run(["umount", str(source)], check=True)
 
 
 @pytest.mark.cgroup
