@@ -170,7 +170,7 @@ def test_a_daemon_that_told_nothing_reaches_nothing() -> None:
 
 def test_costs_are_of_a_warm_mount() -> None:
     def told(cpu_s: float, read: int, resident: int, beyond: int) -> dict[str, Any]:
-        told = {"mode": "steer", "cpu_s": cpu_s, "backing_read_bytes": read, "resident_bytes": resident}
+        told = {"mode": "steer", "cpu_s": cpu_s, "storage_bytes": read, "resident_bytes": resident}
         return {**told, "beyond_bytes": beyond, "daemon_bytes": 1, "schema": "x"}
 
     usage = Usage(0, 0, 0, 0, 0, 0, 0, 0)

@@ -46,7 +46,7 @@ class Experiment:
 
 @dataclass
 class Run:
-    """One run of one side; `stats` of a mount: when it was warm, and at the end."""
+    """One run of one side; `stats` of a mount, with the `storage_bytes` of its group, when it was warm and at the end."""
 
     side: str
     repeat: int
@@ -66,12 +66,14 @@ class Run:
         return self.usage.read_bytes / max(1, sum(len(run.steps) for run in self.clients))
 
     def mount(self) -> dict[str, Any] | None:
-        """Return mode, memory at its most, and processor time per GB that a warm mount read; None without a mount."""
+        """Return mode, memory at its most, and the daemon's processor time per GB that came from storage while it was warm,
+        by whomever it was asked for; None without a mount.
+        """
         if not self.stats:
             return None
         most = max(self.stats, key=lambda one: one["resident_bytes"] - one["beyond_bytes"] + one["daemon_bytes"])
         first, last = self.stats[0], self.stats[-1]
-        read_gb = (last["backing_read_bytes"] - first["backing_read_bytes"]) / 1e9
+        read_gb = (last["storage_bytes"] - first["storage_bytes"]) / 1e9
         return {
             "mode": last["mode"],
             **{key: most[key] for key in ("resident_bytes", "beyond_bytes", "daemon_bytes")},
@@ -199,16 +201,17 @@ class Bench:
             forget(experiment.file)
             path = opened.root / experiment.file.relative_to(self.source)
             commands = [experiment.command(side.name, path)] * experiment.clients
-            told: list[dict[str, Any] | None] = []
+            stats: list[dict[str, Any]] = []
 
-            def stepped(done: int) -> None:
-                if done == experiment.warmup:
-                    told.append(opened.stats())
+            def look() -> None:
+                told = opened.stats()
+                if told is not None and "cpu_s" in told:  # another version (--program) may not know what it costs
+                    stats.append({**told, "storage_bytes": group.usage().read_bytes})
 
-            clients = run_clients(group, commands, experiment.timeout_s(), stepped)
-            told.append(opened.stats())
-            # another version (--program) may not know what it costs
-            stats = [one for one in told if one is not None and "cpu_s" in one]
+            clients = run_clients(
+                group, commands, experiment.timeout_s(), lambda done: look() if done == experiment.warmup else None
+            )
+            look()
             return Run(side.name, repeat, clients, group.usage(), stats)
 
 

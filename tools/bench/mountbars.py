@@ -66,7 +66,7 @@ def mode_of(result: Result, side: str) -> str:
 
 
 def cpu_s_per_gb(result: Result, side: str) -> float:
-    """Return the median over the repeats of the daemon's processor time per GB that it read."""
+    """Return the median over the repeats of the daemon's processor time per GB from storage."""
     return _median(cost.get("cpu_s_per_gb") for cost in costs(result, side))
 
 
@@ -160,7 +160,7 @@ def _costs(result: Result, side: str, mode: str) -> Iterator[Judged]:
     room = result["cache_bytes"] + MOUNT_OVERHEAD_BYTES
     yield "memory", "memory of mount and daemon, of budget + 64 MiB", _kept(memory(result, side)) / room, "<=", 1
     if result["case"] in "af" and not result["name"].startswith("llama") and mode in CPU_S_PER_GB:
-        yield "cpu", "daemon's processor seconds per GB read", cpu_s_per_gb(result, side), "<=", CPU_S_PER_GB[mode]
+        yield "cpu", "daemon's processor seconds per GB from storage", cpu_s_per_gb(result, side), "<=", CPU_S_PER_GB[mode]
 
 
 CASES: dict[str, Callable[[Result, str, str], Iterator[Judged]]] = {
