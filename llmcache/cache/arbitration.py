@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 MIN_WINDOW_BYTES = 8 << 20
 MAX_WINDOW_BYTES = 128 << 20
+DELAY_S = 0.01  # from a touch to the read that it asks for, where all processors are busy: storage is to have work meanwhile
+LEAST_WINDOW_MAX_BYTES = 96 << 20
 CONVOY_FACTOR = 4  # several readers need more behind the first one, or the others fall out of its window
 WINDOW_ALLOWANCE_BYTES = 12 << 20  # what windows may hold beside the budget: part of the 64 MiB a mount takes beyond it
 HOT_SHARE = 16  # hot pages may keep a sixteenth of the budget
@@ -61,6 +63,11 @@ def window_for(size_bytes: int, budget_bytes: int, convoy: int = 0, least_bytes:
     if convoy:
         wanted = max(wanted, min(wanted * CONVOY_FACTOR**convoy, budget_bytes // 8 * convoy))
     return min(wanted, max(1, budget_bytes // 2))
+
+
+def least_window(bytes_per_s: float) -> int:
+    """Returns the window (bytes) through which a mount in place streams, so that storage of that speed never waits."""
+    return min(LEAST_WINDOW_MAX_BYTES, max(MIN_WINDOW_BYTES, int(2 * DELAY_S * bytes_per_s)))
 
 
 def share_budget(budget_bytes: int, loops: Iterable[Loop]) -> dict[Hashable, Share]:

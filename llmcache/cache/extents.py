@@ -20,6 +20,9 @@ EXTENTS_MAX = 1 << 18  # of one space: state and plans cost by the extent. Beyon
 LARGEST_EXTENT = 4 << 20  # that is fetched whole, so that a space of more than 1 TiB is read page by page
 
 
+HUGE_BYTES = 2 << 20  # of a huge page, and of an extent of a large file that is steered in place
+
+
 def extent_bytes_for(size_bytes: int, most: int = EXTENTS_MAX, large: int = LARGE_EXTENT) -> int:
     """Returns the size of the extents (bytes) into which a loop space of `size_bytes` is cut, at most `most` of them.
 

@@ -187,6 +187,15 @@ class ModelBytes:
 
 
 @dataclass(frozen=True)
+class ModeNeed:
+    """What llmcachefs needs in `mode` to keep the loop's share: `--cache`, of which the rest streams through a window."""
+
+    mode: str
+    cache_bytes: int
+    window_bytes: int
+
+
+@dataclass(frozen=True)
 class Answer:
     """All that `llmcache size` answers; parts that were not asked for are None or empty. *Modelled* by formula (1)."""
 
@@ -198,8 +207,8 @@ class Answer:
     sensitivity: tuple[Sensitivity, ...]
     device: DeviceClass | None = None
     model: ModelBytes | None = None
-    mount_cache_bytes: int | None = None
-    """The smallest --cache with which llmcachefs keeps the loop's share; None without a loop."""
+    modes: tuple[ModeNeed, ...] = ()
+    """Empty without a loop."""
     ram: Ram | None = None
     period_source: str = "given"
     """given, or assumed: nobody said what T is."""

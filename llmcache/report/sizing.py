@@ -47,9 +47,9 @@ def lines(answer: Answer) -> Iterator[str]:
         yield f"Smallest cache without stalls (modelled: S = max(0, N - BW*T), BW*T = {staged}):"
         yield f"  loop cache  {size_text(answer.need.loop_cache_bytes)} ({answer.need.loop_cache_blocks} blocks of 4 KiB)"
         yield f"  in all      {size_text(answer.need.cache_bytes)} (with the hot set)"
-        if answer.mount_cache_bytes is not None:
-            flag = f"--cache {answer.mount_cache_bytes // 10**6}M"
-            yield f"  llmcachefs  {flag} (modelled: what its arbitration needs to pin that much, window included)"
+        for place, mode in enumerate(answer.modes):
+            window = f"a window of {size_text(mode.window_bytes)}" if mode.window_bytes else "no window"
+            yield f"  {'' if place else 'llmcachefs':10}  --cache {mode.cache_bytes // 10**6}M ({mode.mode}: with {window})"
     for item in answer.capacities:
         yield from _capacity(item)
     if answer.ram is not None:
@@ -178,7 +178,8 @@ def document(answer: Answer) -> dict[str, Any]:
         "loop_cache_bytes": need.loop_cache_bytes if need else None,
         "loop_cache_blocks": need.loop_cache_blocks if need else None,
         "cache_bytes": need.cache_bytes if need else None,
-        "llmcachefs_cache_bytes": answer.mount_cache_bytes,
+        "llmcachefs_cache_bytes": max((mode.cache_bytes for mode in answer.modes), default=None),
+        "llmcachefs_modes": [vars(mode) for mode in answer.modes],
         "ram": answer.ram and _ram_values(answer.ram),
         "caches": [_capacity_values(item) for item in answer.capacities],
         "sensitivity": [_sensitivity_values(row) for row in answer.sensitivity],

@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 
+from llmcache.cache.extents import HUGE_BYTES
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import HUGE_BYTES, MappedFile
+from llmcache.fs.backends.files import MappedFile
 from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
 from llmcache.fs.client import control, mountpoint

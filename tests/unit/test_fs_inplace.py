@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmcache.cache.extents import HUGE_BYTES
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import HUGE_BYTES, MappedFile, Places, Program
+from llmcache.fs.backends.files import MappedFile, Places, Program
 from llmcache.fs.vfs.backing import Backing
 
 SIZE = 5 * HUGE_BYTES + 12345

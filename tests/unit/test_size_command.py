@@ -89,7 +89,20 @@ def test_memory_is_judged() -> None:
     assert enough["stall_free"] and enough["tokens_per_s"] == 10
     text = size(*call).stdout
     assert "10 tokens/s; assumed" in text and "llmcachefs  0.396 tokens/s" in text and "page cache  0.133 tokens/s" in text
-    assert "no stalls   with 23.5 GB of memory, or storage of 75.7 GB/s" in text
+    assert "no stalls   with 23.6 GB of memory, or storage of 75.7 GB/s" in text
+
+
+@pytest.mark.parametrize(
+    ("rate", "period", "window"), [("100", "1s", 8 << 20), ("3GB/s", "40ms", 60 * MB), ("14GB/s", "10ms", 96 << 20)]
+)
+def test_a_mount_in_place_streams_through_what_keeps_storage_at_work(rate: str, period: str, window: int) -> None:
+    """Of a loop that nearly fits, so that the window is the least: in the other modes that is always 8 MiB."""
+    found = answered("--bw", rate, "--loop", "2G", "--t", period)
+    modes = {mode["mode"]: mode for mode in found["llmcachefs_modes"]}
+    assert list(modes) == ["inplace", "steer, arena"]
+    assert modes["inplace"]["window_bytes"] == pytest.approx(window, abs=2 * MB)
+    assert modes["steer, arena"]["window_bytes"] == pytest.approx(8 << 20, abs=2 * MB)
+    assert found["llmcachefs_cache_bytes"] == max(mode["cache_bytes"] for mode in modes.values())
 
 
 def test_memory_that_a_loop_fits_in_needs_no_storage() -> None:

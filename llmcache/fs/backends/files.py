@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from llmcache.cache.extents import LEAST_MODEL_BYTES
+from llmcache.cache.extents import HUGE_BYTES, LEAST_MODEL_BYTES
 from llmcache.fs import syscalls
 from llmcache.fs.backends.touches import PLACES, Touches
 from llmcache.fs.engine.group import PAGE, PINNED, SINGLE, Group, Member
@@ -115,7 +115,6 @@ class Program:
 
 log = logging.getLogger(__name__)
 
-HUGE_BYTES = 2 << 20
 SCAN_S, SCAN_REST = 1.0, 50  # SOURCE is walked so often, and rests for so many times as long as that took
 CHECK_S = 0.25  # so often it is seen which programs have ended
 QUIET_NS = 2_000_000_000  # a file that was changed less than this ago is left alone

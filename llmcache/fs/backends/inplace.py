@@ -27,10 +27,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from llmcache.cache.arbitration import MIN_WINDOW_BYTES
+from llmcache.cache.arbitration import LEAST_WINDOW_MAX_BYTES, least_window
+from llmcache.cache.extents import HUGE_BYTES
 from llmcache.errors import MountProblem
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import CHECK_S, HUGE_BYTES, File, Files, MappedFile
+from llmcache.fs.backends.files import CHECK_S, File, Files, MappedFile
 from llmcache.fs.backends.fuse import FAILED
 from llmcache.fs.backends.touches import MISS, Touch, Touches
 from llmcache.fs.client.mountpoint import entries
@@ -86,11 +87,10 @@ class BindMount:
         self._over.set()
 
 
-DELAY_S = 0.01  # from a touch to the read that it asks for, where all processors are busy: storage is to have work meanwhile
 AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
 SLACK_S = 0.05
 SOON_S, ACTIVE_S = 0.003, 0.1  # so soon again it looks for touches, for so long after the last
-MEASURED_BYTES, WINDOW_MAX_BYTES, WIDER = 128 << 20, 96 << 20, 1.5
+MEASURED_BYTES, WIDER = 128 << 20, 1.5
 FAST_BPS = 700e6  # what no SATA disk delivers
 
 
@@ -225,12 +225,11 @@ class InPlaceBackend:
         self._busy_ns = now_ns
         if self._asked_bytes < MEASURED_BYTES:
             return
-        window = int(2 * DELAY_S * self._read_bytes / self._read_s)
+        window = least_window(self._read_bytes / self._read_s)
         flow_bps = MEASURED_BYTES // 2 * 1e9 / (now_ns - self._judged_ns)
         self._judged_ns = now_ns
         if self._read_bytes < self._asked_bytes // 2 and flow_bps > FAST_BPS:
-            window = max(window, int(WIDER * self.state.least_window_bytes))
-        window = min(WINDOW_MAX_BYTES, max(MIN_WINDOW_BYTES, window))
+            window = min(LEAST_WINDOW_MAX_BYTES, max(window, int(WIDER * self.state.least_window_bytes)))
         self._asked_bytes, self._read_bytes, self._read_s = self._asked_bytes // 2, self._read_bytes // 2, self._read_s / 2
         if not 0.8 < window / self.state.least_window_bytes < 1.25:
             self.state.least_window_bytes = window
