@@ -6,6 +6,7 @@
 char LICENSE[] SEC("license") = "Dual MIT/GPL";
 
 #define TABLES 512		/* page tables a call copies: each maps 2 MiB of addresses */
+#define PROBES 8192		/* pages a call looks at */
 #define PRESENT 1ULL
 #define HUGE 0x80ULL
 #define ADDRESS 0x000ffffffffff000ULL
@@ -31,6 +32,15 @@ struct {
 	__type(value, u64);
 } entries SEC(".maps");
 
+/* For `probe`: addresses, which become the entries of their pages. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, PROBES);
+	__type(key, u32);
+	__type(value, u64);
+} probes SEC(".maps");
+
 struct place {
 	u64 address;	/* in the process; of find_memory: of memory that the process filled with `mark` */
 	u64 memory;	/* where the kernel maps all memory */
@@ -49,6 +59,20 @@ static __always_inline u64 entry(u64 table, u64 address, u32 shift)
 	return value;
 }
 
+/* What points to the page table of an address, or to its huge page; 0 where nothing is mapped. */
+static __always_inline u64 table_entry(struct walk *walk, u64 address)
+{
+	u64 found = entry(walk->root, address, 39);
+
+	if (!(found & PRESENT))
+		return 0;
+	found = entry(walk->memory + (found & ADDRESS), address, 30);
+	if (!(found & PRESENT) || found & HUGE)
+		return 0;
+	found = entry(walk->memory + (found & ADDRESS), address, 21);
+	return found & PRESENT ? found : 0;
+}
+
 static long copy_table(u32 index, struct walk *walk)
 {
 	u64 address = walk->address + ((u64)index << 21), found;
@@ -58,17 +82,25 @@ static long copy_table(u32 index, struct walk *walk)
 	if (!where || !table)
 		return 1;
 	*where = 0;
-	found = entry(walk->root, address, 39);
-	if (!(found & PRESENT))
-		return 0;
-	found = entry(walk->memory + (found & ADDRESS), address, 30);
-	if (!(found & PRESENT) || found & HUGE)
-		return 0;
-	found = entry(walk->memory + (found & ADDRESS), address, 21);
-	if (!(found & PRESENT))
+	found = table_entry(walk, address);
+	if (!found)
 		return 0;
 	if (!(found & HUGE) && bpf_probe_read_kernel(table, 4096, (void *)(walk->memory + (found & ADDRESS))))
 		return 0;
+	*where = found;
+	return 0;
+}
+
+static long probe_page(u32 index, struct walk *walk)
+{
+	u64 *where = bpf_map_lookup_elem(&probes, &index), address, found;
+
+	if (!where)
+		return 1;
+	address = *where;
+	found = table_entry(walk, address);
+	if (found && !(found & HUGE))
+		found = entry(walk->memory + (found & ADDRESS), address, 12);
 	*where = found;
 	return 0;
 }
@@ -130,5 +162,17 @@ int copy_tables(struct place *place)
 	if (!walk.root)
 		return 1;
 	bpf_loop(place->count > TABLES ? TABLES : place->count, copy_table, &walk, 0);
+	return 0;
+}
+
+/* Looks up the first `count` pages of `probes`; 1 if the process is not there. */
+SEC("syscall")
+int probe(struct place *place)
+{
+	struct walk walk = { .memory = place->memory, .root = top_table(place->pid) };
+
+	if (!walk.root)
+		return 1;
+	bpf_loop(place->count > PROBES ? PROBES : place->count, probe_page, &walk, 0);
 	return 0;
 }

@@ -7,6 +7,7 @@
 char LICENSE[] SEC("license") = "Dual MIT/GPL";
 
 #define PLACES (1 << 19)	/* extents of all files together */
+#define RUNS (1 << 14)		/* of all files together */
 #define MOST 16			/* extents that one event may touch: a batch of folios of a read */
 #define MISS 1			/* the page was not there, or marks where the kernel reads ahead */
 #define FAULT 2			/* by a mapping */
@@ -15,14 +16,24 @@ char LICENSE[] SEC("license") = "Dual MIT/GPL";
 struct config { u64 quiet_ns, gather_ns; u32 page_shift, spare; };
 const volatile struct config config = {};
 
-/* `first`: the place of its first extent; of its extents only every `step`th is told. */
-struct watched { u32 id, first, count, extent_pages, step; };
+/* `first`: the place of its first extent; of its extents only every `step`th is told. Of a mixture of experts the slices,
+ * in `runs`, are told as well, as extents behind the last. */
+struct watched { u32 id, first, count, extent_pages, step, first_run, runs; };
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 8192);
 	__type(key, struct file_key);
 	__type(value, struct watched);
 } files SEC(".maps");
+
+/* Slices of one size, side by side; ordered by where they lie. */
+struct run { u64 first_byte, slice_bytes; u32 count, first; };
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, RUNS);
+	__type(key, u32);
+	__type(value, struct run);
+} runs SEC(".maps");
 
 /* When an extent was told last; the lowest bit: as a miss. */
 struct {
@@ -74,13 +85,13 @@ static __always_inline void tell(struct watched *file, u32 extent, u64 now, u32 
 	struct own *mine;
 	int wakes;
 
-	if (!last || extent >= file->count || (now - *last < config.quiet_ns && (*last & MISS || !(flags & MISS))))
+	if (!last || (now - *last < config.quiet_ns && (*last & MISS || !(flags & MISS))))
 		return;
 	mine = bpf_map_lookup_elem(&own, &zero);
 	if (!mine || is_own(mine))
 		return;
 	*last = (now & ~1ULL) | (flags & MISS);
-	if (file->step > 1 && extent % file->step)
+	if (file->step > 1 && extent < file->count && extent % file->step)
 		return;
 	tgid = bpf_get_current_pid_tgid() >> 32;
 	known = bpf_map_lookup_elem(&programs, &tgid);
@@ -95,6 +106,38 @@ static __always_inline void tell(struct watched *file, u32 extent, u64 now, u32 
 		__sync_fetch_and_add(&mine->lost, 1);
 }
 
+#define NO_SLICE (~0U)
+
+/* The slice in which both bytes are. */
+static __always_inline u32 slice_of(struct watched *file, u64 begin, u64 end)
+{
+	u32 low = file->first_run, high = file->first_run + file->runs;
+	struct run *run;
+	u64 number;
+
+	for (int step = 0; step < 15 && low < high; step++) {
+		u32 middle = (low + high) / 2;
+
+		run = bpf_map_lookup_elem(&runs, &middle);
+		if (!run)
+			return NO_SLICE;
+		if (run->first_byte <= begin)
+			low = middle + 1;
+		else
+			high = middle;
+	}
+	if (low == file->first_run)
+		return NO_SLICE;
+	low--;
+	run = bpf_map_lookup_elem(&runs, &low);
+	if (!run || !run->slice_bytes)
+		return NO_SLICE;
+	number = (begin - run->first_byte) / run->slice_bytes;
+	if (number >= run->count || (end - run->first_byte) / run->slice_bytes != number)
+		return NO_SLICE;
+	return run->first + number;
+}
+
 static __always_inline int touched(struct inode *inode, u64 first, u64 last, u32 flags)
 {
 	struct file_key key = file_key(inode);
@@ -104,9 +147,18 @@ static __always_inline int touched(struct inode *inode, u64 first, u64 last, u32
 	if (!file || !file->extent_pages)
 		return 0;
 	now = bpf_ktime_get_ns();
+	if (file->runs) {
+		/* What the kernel maps around a fault, or reads, may reach into the next slice, which is not used for that. */
+		u32 slice = slice_of(file, first << config.page_shift, ((last + 1) << config.page_shift) - 1);
+
+		if (slice != NO_SLICE) {
+			tell(file, file->count + slice, now, flags);
+			return 0;
+		}
+	}
 	first /= file->extent_pages;
 	last /= file->extent_pages;
-	for (int index = 0; index < MOST && first + index <= last; index++)
+	for (int index = 0; index < MOST && first + index <= last && first + index < file->count; index++)
 		tell(file, first + index, now, flags);
 	return 0;
 }

@@ -3,6 +3,7 @@
 
     tools/make_model.py OUT.gguf --size 700M
     tools/make_model.py model.safetensors --format safetensors --size 2G --split 3
+    tools/make_model.py mixture.gguf --size 2G --experts 64 --used 4
 
 The same arguments give the same bytes. A file that is already right (its parameters stand in OUT.json) is kept.
 The words it writes mean nothing; what it reads, and in which order, is what a model of that size reads.
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmcache.errors import EnvironmentProblem, UsageError, run_cli
 from llmcache.units import format_size, parse_size
 from tools.modelgen import gguf_file, safetensors_file
-from tools.modelgen.shape import Shape, choose_shape
+from tools.modelgen.shape import Mixture, Shape, choose_shape
 
 # Raise it when the bytes that the same parameters give change.
 _GENERATOR_VERSION = 1
@@ -37,24 +38,28 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size", default="700M", help="about how large the model gets (default: %(default)s)")
     parser.add_argument("--layers", type=int, help="number of layers, whatever size that gives")
     parser.add_argument("--format", choices=("gguf", "safetensors"), default="gguf", help="Q8_0 GGUF or BF16")
+    parser.add_argument("--experts", type=int, default=0, metavar="N", help="a mixture of N experts in each layer")
+    parser.add_argument("--used", type=int, default=4, metavar="K", help="of which a token uses K (default: %(default)s)")
+    parser.add_argument("--slice", default="500K", metavar="SIZE", help="of one expert in one tensor (default: %(default)s)")
+    parser.add_argument("--fused", action="store_true", help="safetensors: one tensor for all experts of a layer")
     parser.add_argument("--tied", action="store_true", help="no output tensor: the embedding serves as one")
     parser.add_argument("--split", type=int, default=1, metavar="N", help="write N shards")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
-def make_model(out: Path, shape: Shape, model_format: str, shards: int, seed: int) -> list[Path]:
+def make_model(out: Path, shape: Shape, model_format: str, shards: int, seed: int, fused: bool = False) -> list[Path]:
     """The files of the model described by the arguments: those that exist where they are right, else new ones."""
     paths = (gguf_file.shard_paths if model_format == "gguf" else safetensors_file.shard_paths)(out, shards)
     parameters = {"version": _GENERATOR_VERSION, "format": model_format, "shards": shards, "seed": seed}
-    parameters |= asdict(shape)
+    parameters |= asdict(shape) | {"fused": fused}
     sidecar = out.with_name(out.name + ".json")
     if _is_right(sidecar, parameters, paths):
         return paths
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         sidecar.unlink(missing_ok=True)
-        _write(paths, shape, model_format, seed)
+        _write(paths, shape, model_format, seed, fused)
         sizes = {path.name: path.stat().st_size for path in paths}
         sidecar.write_text(json.dumps({"parameters": parameters, "files": sizes}, indent=1) + "\n")
     except OSError as error:
@@ -73,7 +78,7 @@ def _is_right(sidecar: Path, parameters: dict[str, object], paths: list[Path]) -
         return False
 
 
-def _write(paths: list[Path], shape: Shape, model_format: str, seed: int) -> None:
+def _write(paths: list[Path], shape: Shape, model_format: str, seed: int, fused: bool) -> None:
     """Write under temporary names first: a file with the final name is always whole."""
     temporary = [path.with_name(f".{path.name}.{os.getpid()}") for path in paths]
     try:
@@ -82,7 +87,7 @@ def _write(paths: list[Path], shape: Shape, model_format: str, seed: int) -> Non
             if model_format == "gguf":
                 gguf_file.write(files, shape, seed)
             else:
-                safetensors_file.write(files, [path.name for path in paths], shape, seed)
+                safetensors_file.write(files, [path.name for path in paths], shape, seed, fused)
             for file in files:
                 _settle(file)
         for source, target in zip(temporary, paths, strict=True):
@@ -105,12 +110,16 @@ def main() -> int:
     if arguments.layers is not None and arguments.layers < 1:
         raise UsageError("--layers must be at least 1")
     value_bytes = gguf_file.BYTES_PER_VALUE if arguments.format == "gguf" else safetensors_file.BYTES_PER_VALUE
-    shape = choose_shape(parse_size(arguments.size), value_bytes, arguments.layers, arguments.tied)
+    if arguments.experts and not 1 <= arguments.used <= arguments.experts:
+        raise UsageError(f"--used must be between 1 and the number of experts, {arguments.experts}")
+    mixture = Mixture(arguments.experts, arguments.used, parse_size(arguments.slice)) if arguments.experts else None
+    shape = choose_shape(parse_size(arguments.size), value_bytes, arguments.layers, arguments.tied, mixture)
     if not 1 <= arguments.split <= len(list(shape.weights())):
         raise UsageError(f"--split must be between 1 and the number of tensors, {len(list(shape.weights()))}")
-    paths = make_model(arguments.out, shape, arguments.format, arguments.split, arguments.seed)
+    paths = make_model(arguments.out, shape, arguments.format, arguments.split, arguments.seed, arguments.fused)
     total = sum(path.stat().st_size for path in paths)
-    print(f"{format_size(total)}, {shape.layers} layers, width {shape.width}", file=sys.stderr)
+    experts = f", {shape.experts} experts, {shape.used} used" if mixture else ""
+    print(f"{format_size(total)}, {shape.layers} layers, width {shape.width}{experts}", file=sys.stderr)
     print(*paths, sep="\n")
     return 0
 

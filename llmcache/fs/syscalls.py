@@ -139,6 +139,21 @@ def process_madvise(pidfd: int, address: int, size: int, advice: int) -> int:
     return done
 
 
+def process_madvise_each(pidfd: int, addresses: Sequence[int], size: int, advice: int) -> None:
+    """Advice on `size` bytes at each of `addresses` of another process; what is not there any more is passed over."""
+    for begin in range(0, len(addresses), _IOV_MAX):
+        part = addresses[begin : begin + _IOV_MAX]
+        ranges = (_Range * len(part))(*((address, size) for address in part))
+        _libc.syscall(
+            ctypes.c_long(_PROCESS_MADVISE),
+            ctypes.c_int(pidfd),
+            ctypes.byref(ranges),
+            ctypes.c_size_t(len(part)),
+            ctypes.c_int(advice),
+            ctypes.c_uint(0),
+        )
+
+
 def cached_pages(fd: int, offset: int, size: int) -> int:
     """Pages of a part of a file that are in the page cache (cachestat)."""
     part, found = _Range(offset, size), (ctypes.c_uint64 * 5)()

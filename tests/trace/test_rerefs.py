@@ -14,11 +14,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from llmcache.bpf.pagetables import Unreadable
 from llmcache.trace.record import BLOCK_BYTES, MAP, UNKNOWN
 from llmcache.trace.sources import rerefs
 from llmcache.trace.sources.base import SAMPLED, Records, Wish
 from llmcache.trace.sources.bpf import FilemapSource, SyscallSource
-from llmcache.trace.sources.rerefs import Sampler, Unreadable, descendants, file_mappings
+from llmcache.trace.sources.rerefs import Sampler, descendants, file_mappings
 from tests.mount.live import wait_for
 from tests.trace.conftest import BLOCKS, TOUCHED, warm
 

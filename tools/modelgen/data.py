@@ -43,6 +43,11 @@ def bf16(seed: int, index: int, values: int) -> Iterator[bytes]:
         yield ((piece & _BF16_RANDOM) | _BF16_BASE).tobytes()
 
 
+def f32(seed: int, index: int, values: int) -> bytes:
+    """`values` random float32 numbers, as large as those of trained routers."""
+    return (0.02 * _generator(seed, index).standard_normal(values)).astype("<f4").tobytes()
+
+
 def f32_ones(values: int) -> bytes:
     """`values` times 1.0 as float32."""
     return np.ones(values, np.float32).tobytes()

@@ -31,6 +31,7 @@ _NAMES = {
     "gate": "ffn_gate",
     "up": "ffn_up",
     "down": "ffn_down",
+    "router": "ffn_gate_inp",
 }
 
 
@@ -54,15 +55,22 @@ def write(files: list[BinaryIO], shape: Shape, seed: int) -> None:
             _write_padded(file, _content(weights[index], seed, index))
 
 
+def _is_plain(weight: Weight) -> bool:
+    """Whether it is written as float32."""
+    return weight.rows is None or weight.role == "router"
+
+
 def _size(weight: Weight) -> int:
-    if weight.rows is None:
-        return 4 * weight.columns
+    if _is_plain(weight):
+        return 4 * weight.values
     return weight.values // data.Q8_0_VALUES * data.Q8_0_BYTES
 
 
 def _content(weight: Weight, seed: int, index: int) -> Iterator[bytes]:
     if weight.rows is None:
         return iter([data.f32_ones(weight.columns)])
+    if _is_plain(weight):
+        return iter([data.f32(seed, index, weight.values)])
     return data.q8_0(seed, index, weight.values)
 
 
@@ -70,9 +78,9 @@ def _write_header(file: BinaryIO, keys: list[bytes], weights: list[Weight]) -> N
     header = [b"GGUF", struct.pack("<IQQ", 3, len(weights), len(keys)), *keys]
     offset = 0
     for weight in weights:
-        shape = [weight.columns] if weight.rows is None else [weight.columns, weight.rows]
+        shape = [size for size in (weight.columns, weight.rows, weight.experts) if size is not None]
         header.append(_text(_name(weight)) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
-        header.append(struct.pack("<IQ", _F32 if weight.rows is None else _Q8_0, offset))
+        header.append(struct.pack("<IQ", _F32 if _is_plain(weight) else _Q8_0, offset))
         offset += -(-_size(weight) // _ALIGNMENT) * _ALIGNMENT
     _write_padded(file, iter(header))
 
@@ -84,7 +92,7 @@ def _write_padded(file: BinaryIO, pieces: Iterator[bytes]) -> None:
 
 def _name(weight: Weight) -> str:
     prefix = "" if weight.layer is None else f"blk.{weight.layer}."
-    return f"{prefix}{_NAMES[weight.role]}.weight"
+    return f"{prefix}{_NAMES[weight.role]}{'_exps' if weight.experts else ''}.weight"
 
 
 def _model_keys(shape: Shape) -> list[bytes]:
@@ -92,6 +100,7 @@ def _model_keys(shape: Shape) -> list[bytes]:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += [f"\u2581w{number}" for number in range(shape.vocabulary - len(tokens))]
     normal, unknown, control, byte = 1, 2, 3, 6
+    counts = {"llama.expert_count": shape.experts, "llama.expert_used_count": shape.used} if shape.experts else {}
     types = [unknown, control, control, *[byte] * 256, *[normal] * (shape.vocabulary - 259)]
     return [
         _key("general.architecture", _STRING, _text("llama")),
@@ -107,6 +116,7 @@ def _model_keys(shape: Shape) -> list[bytes]:
         _key("llama.attention.layer_norm_rms_epsilon", _FLOAT, struct.pack("<f", 1e-5)),
         _key("llama.rope.dimension_count", _U32, struct.pack("<I", HEAD_SIZE)),
         _key("llama.vocab_size", _U32, struct.pack("<I", shape.vocabulary)),
+        *(_key(name, _U32, struct.pack("<I", count)) for name, count in counts.items()),
         _key("tokenizer.ggml.model", _STRING, _text("llama")),
         _array("tokenizer.ggml.tokens", _STRING, len(tokens), b"".join(_text(token) for token in tokens)),
         _array("tokenizer.ggml.scores", _FLOAT, len(tokens), bytes(4 * len(tokens))),

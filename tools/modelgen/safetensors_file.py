@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,7 +26,9 @@ _NAMES = {
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
+    "router": "mlp.gate",
 }
+_FUSED = {"gate": "mlp.experts.gate_proj", "up": "mlp.experts.up_proj", "down": "mlp.experts.down_proj"}
 
 
 def shard_paths(out: Path, shards: int) -> list[Path]:
@@ -36,9 +39,28 @@ def shard_paths(out: Path, shards: int) -> list[Path]:
     return [*numbered, out.with_name(f"{out.name}.index.json")]
 
 
-def write(files: list[BinaryIO], names: list[str], shape: Shape, seed: int) -> None:
+def tensors(shape: Shape, fused: bool) -> list[Weight]:
+    """All tensors in the order of the file: of a mixture one for each expert, or (`fused`) one for all of a layer."""
+    found: list[Weight] = []
+    for weight in shape.weights():
+        found += [weight] if fused or not weight.experts else _apart(weight)
+    if not fused and shape.experts:  # gate, up and down of an expert lie side by side
+        found.sort(key=lambda weight: _place(weight, shape))
+    return found
+
+
+def _apart(weight: Weight) -> list[Weight]:
+    return [replace(weight, experts=None, expert=expert) for expert in range(weight.experts or 0)]
+
+
+def _place(weight: Weight, shape: Shape) -> tuple[int, int, int]:
+    layer = weight.layer if weight.layer is not None else -1 if weight.role == "embedding" else shape.layers
+    return layer, weight.expert is not None, weight.expert or 0
+
+
+def write(files: list[BinaryIO], names: list[str], shape: Shape, seed: int, fused: bool = False) -> None:
     """Write the model into `files`: one per shard, and the index last where there are several; `names` are theirs."""
-    weights = list(shape.weights())
+    weights = tensors(shape, fused)
     shards = max(1, len(files) - 1)
     groups = split_by_size([2 * weight.values for weight in weights], shards)
     for file, group in zip(files, groups, strict=False):
@@ -54,7 +76,7 @@ def _write_shard(file: BinaryIO, weights: list[tuple[int, Weight]], seed: int) -
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for _, weight in weights:
-        shape = [weight.columns] if weight.rows is None else [weight.rows, weight.columns]
+        shape = [size for size in (weight.experts, weight.rows, weight.columns) if size is not None]
         end = offset + 2 * weight.values
         header[_name(weight)] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
         offset = end
@@ -71,4 +93,9 @@ def _write_shard(file: BinaryIO, weights: list[tuple[int, Weight]], seed: int) -
 
 def _name(weight: Weight) -> str:
     prefix = "" if weight.layer is None else f"model.layers.{weight.layer}."
-    return f"{prefix}{_NAMES[weight.role]}.weight"
+    if weight.experts:
+        return f"{prefix}{_FUSED[weight.role]}"
+    name = _NAMES[weight.role]
+    if weight.expert is not None:
+        name = name.replace("mlp.", f"mlp.experts.{weight.expert}.")
+    return f"{prefix}{name}.weight"

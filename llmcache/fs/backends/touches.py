@@ -10,12 +10,16 @@ import ctypes
 import os
 import select
 import struct
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint, library
 from llmcache.bpf.ring import BUSY, DISCARDED, Ring
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client.mountpoint import fstype_of
+
+if TYPE_CHECKING:
+    from llmcache.fs.layout.experts import Run
 
 OBJECT = OBJECTS / "touches.bpf.o"
 PLACES = 1 << 19  # extents of all files together, as in the program
@@ -27,7 +31,9 @@ _RING_BYTES = 1 << 20
 _PROGRAMS = ("read_pages", "fault_page", "map_around", "fault", "fault_in_call")
 _FRAME = struct.Struct("<IIQIIII")
 _KEY = struct.Struct("<QQ")
-_WATCHED = struct.Struct("<IIIII")
+_WATCHED = struct.Struct("<IIIIIII")
+_RUN = struct.Struct("<QQII")
+RUNS = 1 << 14  # of slices, of all files together, as in the program
 
 
 class Touch(NamedTuple):
@@ -82,13 +88,28 @@ class Touches:
         self._poll = select.poll()
         self._poll.register(self._object.map_fd("ring"), select.POLLIN)
 
-    def watch(self, file: int, status: os.stat_result, first: int, count: int, extent_bytes: int, step: int = 1) -> None:
+    def watch(
+        self,
+        file: int,
+        status: os.stat_result,
+        first: int,
+        count: int,
+        extent_bytes: int,
+        step: int = 1,
+        first_run: int = 0,
+        runs: Sequence[Run] = (),
+    ) -> None:
         """Tells of a file from now on, as number `file`; its `count` extents take places from `first` on.
 
-        Only every `step`th extent is told of.
+        Only every `step`th extent is told of. `runs` of slices (of a mixture) take places behind them, and of the table of
+        runs those from `first_run` on; slice n is told as extent `count` + n.
         """
+        for number, run in enumerate(runs):
+            packed = _RUN.pack(run.first_byte, run.slice_bytes, run.count, run.first)
+            self._object.put("runs", struct.pack("<I", first_run + number), packed)
         pages = extent_bytes // _PAGE_BYTES
-        self._object.put("files", self._key(status.st_dev, status.st_ino), _WATCHED.pack(file, first, count, pages, step))
+        watched = _WATCHED.pack(file, first, count, pages, step, first_run, len(runs))
+        self._object.put("files", self._key(status.st_dev, status.st_ino), watched)
 
     def ignore(self, dev: int, ino: int) -> None:
         """Tells of a file no more."""

@@ -11,10 +11,19 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmcache.errors import DataError
-from llmcache.fs.layout.tensors import LONGEST_NAME, MOST_TENSORS, ModelLayout, Tensor, bounded, check_tensors, quoted
+from llmcache.fs.layout.tensors import (
+    LONGEST_NAME,
+    MOST_TENSORS,
+    ModelLayout,
+    Tensor,
+    bounded,
+    check_tensors,
+    is_expert,
+    quoted,
+)
 
 
 @dataclass(frozen=True)
@@ -195,7 +204,7 @@ def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
     header_bytes = -(-cursor.position // alignment) * alignment
     # A file without tensors (the first shard of some models) need not be padded.
     header_bytes = header_bytes if infos else cursor.position
-    placed = (Tensor(t.name, header_bytes + t.offset, t.size_bytes, t.dtype) for t in infos)
+    placed = (replace(info, offset=header_bytes + info.offset) for info in infos)
     return ModelLayout("gguf", header_bytes, check_tensors(placed, header_bytes, file_bytes), _shard(wanted))
 
 
@@ -277,7 +286,9 @@ def _read_tensor(cursor: Cursor, alignment: int) -> Tensor:
         raise DataError(f"tensor {quoted(name)}: rows of {shape[:1]} values are no whole blocks of {kind.name}")
     if offset % alignment:
         raise DataError(f"tensor {quoted(name)}: offset {offset} is not a multiple of the alignment {alignment}")
-    return Tensor(name, offset, math.prod(shape) // kind.block_values * kind.block_bytes, kind.name)
+    experts = shape[-1] if len(shape) > 1 and is_expert(name) else 1  # the last dimension counts them
+    size_bytes = math.prod(shape) // kind.block_values * kind.block_bytes
+    return Tensor(name, offset, size_bytes, kind.name, experts if experts and size_bytes % experts == 0 else 1)
 
 
 def _shard(wanted: dict[str, int]) -> tuple[int, int] | None:

@@ -14,7 +14,17 @@ from typing import Any, TypeGuard
 
 from llmcache.errors import DataError
 from llmcache.fs.layout.gguf import Cursor, ReadAt
-from llmcache.fs.layout.tensors import LONGEST_NAME, ModelLayout, Tensor, bounded, check_tensors, is_text, quoted, shard_name
+from llmcache.fs.layout.tensors import (
+    LONGEST_NAME,
+    ModelLayout,
+    Tensor,
+    bounded,
+    check_tensors,
+    is_expert,
+    is_text,
+    quoted,
+    shard_name,
+)
 
 SUFFIX = ".safetensors"
 
@@ -204,7 +214,9 @@ def _tensor(name: str, entry: dict[str, Any], header_bytes: int) -> Tensor:
     if size_bytes < 0 or (dtype in _BITS and math.prod(shape) * _BITS[dtype] != size_bytes * 8):
         what = f"{quoted(dtype)} of shape {shape}"
         raise DataError(f"tensor {quoted(name)}: {what} does not fill the bytes {begin} to {end}")
-    return Tensor(name, header_bytes + begin, size_bytes, sys.intern(dtype))
+    experts = shape[0] if len(shape) > 2 and is_expert(name) else 1  # the first dimension counts them, in a fused one
+    whole = experts > 0 and size_bytes % experts == 0
+    return Tensor(name, header_bytes + begin, size_bytes, sys.intern(dtype), experts if whole else 1)
 
 
 def _are_sizes(values: object) -> TypeGuard[list[int]]:

@@ -115,12 +115,16 @@ _LONGEST_SHOWN = 120
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file: `size_bytes` bytes at `offset` (from the start of the file)."""
+    """One tensor of a file: `size_bytes` bytes at `offset` (from the start of the file).
+
+    `experts`: of a mixture, whose slices of equal size lie in it one behind the other; 1 otherwise.
+    """
 
     name: str
     offset: int
     size_bytes: int
     dtype: str
+    experts: int = 1
 
     @property
     def end(self) -> int:

@@ -11,10 +11,11 @@ from typing import ClassVar
 import numpy as np
 
 from llmcache.bpf.libbpf import LoadFailure, has_tracepoint
+from llmcache.bpf.pagetables import Unreadable
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.sources.base import Records, Source, TimeOrder, Wish, no_records, not_there
 from llmcache.trace.sources.kernel import LEFT_NS, KernelPart, Part, explained, supported
-from llmcache.trace.sources.rerefs import Sampler, Unreadable
+from llmcache.trace.sources.rerefs import Sampler
 from llmcache.trace.sources.residency import Residency, unknown
 
 _WRITES = (

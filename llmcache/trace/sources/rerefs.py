@@ -8,11 +8,7 @@ often; huge pages have one bit for all their blocks.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
-import platform
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,16 +17,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure
+from llmcache.bpf.pagetables import ACCESSED, HUGE, PAGE, PRESENT, TABLE_BYTES, TABLES, PageTables
 from llmcache.trace.record import MAP, UNKNOWN
 from llmcache.trace.sources.base import SAMPLED, Records, no_records
 
-OBJECT = OBJECTS / "pagewalk.bpf.o"
-_TABLES = 512
-_TABLE_BYTES = 2 << 20  # addresses that one page table maps
-_PAGE = 4096
-_PRESENT, _ACCESSED, _HUGE = np.uint64(1), np.uint64(1 << 5), np.uint64(1 << 7)
-_PAGE_NUMBER = np.uint64(0x000F_FFFF_FFFF_F000)
+_PRESENT, _ACCESSED, _HUGE = np.uint64(PRESENT), np.uint64(ACCESSED), np.uint64(HUGE)
 _CLEAR_MAPPED = "3"  # the accessed bits of file mappings
 
 
@@ -57,24 +48,7 @@ def file_mappings(pid: int) -> Iterator[Mapping]:
         if inode != "0":
             start, end = (int(address, 16) for address in addresses.split("-"))
             major, minor = (int(number, 16) for number in device.split(":"))
-            yield Mapping(pid, start, end, int(offset, 16) // _PAGE, os.makedev(major, minor), int(inode))
-
-
-class _Place(ctypes.Structure):
-    """struct place of bpf/pagewalk.bpf.c."""
-
-    _fields_ = (
-        ("address", ctypes.c_uint64),
-        ("memory", ctypes.c_uint64),
-        ("frame", ctypes.c_uint64),
-        ("mark", ctypes.c_uint64),
-        ("pid", ctypes.c_uint32),
-        ("count", ctypes.c_uint32),
-    )
-
-
-class Unreadable(Exception):
-    """Page tables cannot be read here, and why."""
+            yield Mapping(pid, start, end, int(offset, 16) // PAGE, os.makedev(major, minor), int(inode))
 
 
 def descendants(pid: int) -> Iterator[int]:
@@ -93,19 +67,10 @@ class Sampler:
     """Samples the processes `pids` every `interval_s`, with `follow` their children too; Unreadable where impossible."""
 
     def __init__(self, pids: Sequence[int], interval_s: float, follow: bool = False) -> None:
-        if platform.machine() != "x86_64":
-            raise Unreadable(f"page tables of {platform.machine()} are not known")
         self._pids, self._interval_s, self._follow = list(pids), interval_s, follow
-        try:
-            self._object = BpfObject(OBJECT)
-            self._object.load(["find_memory", "copy_tables"])
-        except LoadFailure as failure:
-            raise Unreadable(f"the kernel refuses to read page tables: {os.strerror(failure.number)}") from failure
-        self._maps = [mmap.mmap(self._object.map_fd(name), size, mmap.MAP_SHARED, mmap.PROT_READ) for name, size in _SIZES]
-        self._tables = np.frombuffer(self._maps[0], np.uint64).reshape(_TABLES, 512)
-        self._entries = np.frombuffer(self._maps[1], np.uint64)
-        self._memory = 0
-        self._find_memory()
+        self._pages = PageTables()
+        self._tables = np.frombuffer(self._pages.tables, np.uint64).reshape(TABLES, 512)
+        self._entries = np.frombuffer(self._pages.entries, np.uint64)
         self._clear()
         self._next_s = time.monotonic() + interval_s
 
@@ -120,7 +85,7 @@ class Sampler:
 
     def close(self) -> None:
         """Give the programs back."""
-        self._object.close()
+        self._pages.close()
 
     def _clear(self) -> None:
         if self._follow:
@@ -131,42 +96,17 @@ class Sampler:
             except OSError:
                 self._pids.remove(pid)  # it has ended
 
-    def _find_memory(self) -> None:
-        """Finds where the kernel maps all memory, then looks up a page of this process: tells five levels of tables."""
-        page = mmap.mmap(-1, _PAGE)
-        mark = int.from_bytes(os.urandom(8), "little")
-        struct.pack_into("<Q", page, 0, mark)
-        struct.pack_into("<Q", page, _PAGE - 8, mark ^ (1 << 64) - 1)
-        buffer = ctypes.c_char.from_buffer(page)
-        address = ctypes.addressof(buffer)
-        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            (word,) = struct.unpack("<Q", os.pread(pagemap.fileno(), 8, address // _PAGE * 8))
-        frame = (word & (1 << 55) - 1) * _PAGE
-        place = _Place(address, 0, frame, mark, os.getpid(), 0)
-        if self._object.run("find_memory", place):
-            raise Unreadable("where the kernel maps memory cannot be found")
-        self._memory = int(place.memory)
-        base = address // _TABLE_BYTES * _TABLE_BYTES
-        self._copy(os.getpid(), base, 1)
-        entry = self._tables[0][(address - base) // _PAGE] if self._entries[0] & _PRESENT else np.uint64(0)
-        if int(entry & _PAGE_NUMBER) != frame:
-            raise Unreadable("page tables have an unknown form (five levels or encrypted memory)")
-        del buffer
-
-    def _copy(self, pid: int, address: int, count: int) -> int:
-        return self._object.run("copy_tables", _Place(address, self._memory, 0, 0, pid, count))
-
     def _touched(self, mapping: Mapping) -> Records:
-        begin = mapping.start // _TABLE_BYTES * _TABLE_BYTES
-        count = -(-(mapping.end - begin) // _TABLE_BYTES)
+        begin = mapping.start // TABLE_BYTES * TABLE_BYTES
+        count = -(-(mapping.end - begin) // TABLE_BYTES)
         bits = []
-        for at in range(0, count, _TABLES):
-            now = min(_TABLES, count - at)
-            if self._copy(mapping.pid, begin + at * _TABLE_BYTES, now):
+        for at in range(0, count, TABLES):
+            now = min(TABLES, count - at)
+            if not self._pages.copy(mapping.pid, begin + at * TABLE_BYTES, now):
                 return no_records()
             bits.append(self._accessed(now))
-        offset = (mapping.start - begin) // _PAGE
-        accessed = np.concatenate(bits).reshape(-1)[offset : offset + (mapping.end - mapping.start) // _PAGE]
+        offset = (mapping.start - begin) // PAGE
+        accessed = np.concatenate(bits).reshape(-1)[offset : offset + (mapping.end - mapping.start) // PAGE]
         return _runs(mapping, accessed)
 
     def _accessed(self, count: int) -> NDArray[np.bool_]:
@@ -177,9 +117,6 @@ class Sampler:
         accessed: NDArray[np.bool_] = (tables & both == both) & small[:, None]
         accessed[huge & (entries & _ACCESSED != 0)] = True
         return accessed
-
-
-_SIZES = (("tables", _TABLES * _PAGE), ("entries", _TABLES * 8))
 
 
 def _runs(mapping: Mapping, accessed: NDArray[np.bool_]) -> Records:

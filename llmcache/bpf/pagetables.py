@@ -1,0 +1,104 @@
+"""The page tables of processes (x86-64, four levels), read by bpf/pagewalk.bpf.c: which mapped pages were touched."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import struct
+from collections.abc import Sequence
+
+from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure
+
+OBJECT = OBJECTS / "pagewalk.bpf.o"
+TABLES, PROBES = 512, 8192  # at a time
+PAGE = 4096
+TABLE_BYTES = 2 << 20  # addresses that one page table maps
+PRESENT, ACCESSED, HUGE = 1, 1 << 5, 1 << 7
+_PAGE_NUMBER = 0x000F_FFFF_FFFF_F000
+_ENTRY = struct.Struct("<Q")
+
+
+class _Place(ctypes.Structure):
+    """struct place of bpf/pagewalk.bpf.c."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("memory", ctypes.c_uint64),
+        ("frame", ctypes.c_uint64),
+        ("mark", ctypes.c_uint64),
+        ("pid", ctypes.c_uint32),
+        ("count", ctypes.c_uint32),
+    )
+
+
+class Unreadable(Exception):
+    """Page tables cannot be read here, and why."""
+
+
+class PageTables:
+    """Reads page tables until `close`; Unreadable where impossible.
+
+    `tables` and `entries` are what `copy` has copied last: TABLES tables of 512 entries (u64), and what points to them.
+    """
+
+    def __init__(self) -> None:
+        if platform.machine() != "x86_64":
+            raise Unreadable(f"page tables of {platform.machine()} are not known")
+        try:
+            self._object = BpfObject(OBJECT)
+            self._object.load(["find_memory", "copy_tables", "probe"])
+        except LoadFailure as failure:
+            raise Unreadable(f"the kernel refuses to read page tables: {os.strerror(failure.number)}") from failure
+        self.tables = self._mapped("tables", TABLES * PAGE, mmap.PROT_READ)
+        self.entries = self._mapped("entries", TABLES * 8, mmap.PROT_READ)
+        self._probes = self._mapped("probes", PROBES * 8, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._memory = 0
+        self._find_memory()
+
+    def _mapped(self, name: str, size: int, protection: int) -> mmap.mmap:
+        return mmap.mmap(self._object.map_fd(name), size, mmap.MAP_SHARED, protection)
+
+    def close(self) -> None:
+        """Give the programs back."""
+        self._object.close()
+
+    def _find_memory(self) -> None:
+        """Finds where the kernel maps all memory, then looks up a page of this process: tells five levels of tables."""
+        page = mmap.mmap(-1, PAGE)
+        mark = int.from_bytes(os.urandom(8), "little")
+        _ENTRY.pack_into(page, 0, mark)
+        _ENTRY.pack_into(page, PAGE - 8, mark ^ (1 << 64) - 1)
+        buffer = ctypes.c_char.from_buffer(page)
+        address = ctypes.addressof(buffer)
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            (word,) = _ENTRY.unpack(os.pread(pagemap.fileno(), 8, address // PAGE * 8))
+        frame = (word & (1 << 55) - 1) * PAGE
+        place = _Place(address, 0, frame, mark, os.getpid(), 0)
+        if self._object.run("find_memory", place):
+            raise Unreadable("where the kernel maps memory cannot be found")
+        self._memory = int(place.memory)
+        base = address // TABLE_BYTES * TABLE_BYTES
+        self.copy(os.getpid(), base, 1)
+        is_there = _ENTRY.unpack_from(self.entries)[0] & PRESENT
+        entry = _ENTRY.unpack_from(self.tables, (address - base) // PAGE * 8)[0] if is_there else 0
+        if entry & _PAGE_NUMBER != frame:
+            raise Unreadable("page tables have an unknown form (five levels or encrypted memory)")
+        del buffer
+
+    def copy(self, pid: int, address: int, count: int) -> bool:
+        """Copies the tables of `count` (at most TABLES) times TABLE_BYTES from `address` on; False if `pid` has ended."""
+        return not self._object.run("copy_tables", _Place(address, self._memory, 0, 0, pid, count))
+
+    def accessed(self, pid: int, addresses: Sequence[int]) -> list[bool]:
+        """Which of the pages of `pid` at these addresses are mapped and were touched since their bits were cleared last."""
+        found: list[bool] = []
+        for begin in range(0, len(addresses), PROBES):
+            part = addresses[begin : begin + PROBES]
+            struct.pack_into(f"<{len(part)}Q", self._probes, 0, *part)
+            if self._object.run("probe", _Place(0, self._memory, 0, 0, pid, len(part))):
+                return [False] * len(addresses)
+            entries = struct.unpack_from(f"<{len(part)}Q", self._probes)
+            found += [entry & (PRESENT | ACCESSED) == PRESENT | ACCESSED for entry in entries]
+        return found

@@ -1,0 +1,132 @@
+"""Mixtures of experts: of those that a token uses, the missing come in whole, and who is used least leaves.
+
+A miss in one slice names the expert, and with it the slices that will be read next: all come in at once, and none that is
+there. Dense tensors loop and have the budget first (`planner.py`): a byte there saves a read per token. What is left is the
+experts' room. Who was used is told by touches of what is not mapped, and by samples of what is (`InPlaceBackend`).
+
+Every method but `bring` expects the engine's lock.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from typing import TYPE_CHECKING
+
+from llmcache.cache.hotset import HotSet
+
+if TYPE_CHECKING:
+    from llmcache.fs.backends.base import Backend
+    from llmcache.fs.engine.group import Group, Member
+    from llmcache.fs.engine.state import CacheState
+    from llmcache.fs.layout.experts import Experts
+
+ABSENT, LOADING, THERE = range(3)
+HEADROOM_BYTES = 4 << 20
+LEAST_ROOM_BYTES = 16 << 20  # so many experts are in use at a time
+
+
+class Mixture:
+    """The experts of one file that is read; expert n has the key `first` + n."""
+
+    def __init__(self, group: Group, member: Member, layout: Experts, first: int) -> None:
+        self.group, self.member, self.layout, self.first = group, member, layout, first
+        self.states = bytearray(layout.count)
+
+    @property
+    def kept(self) -> list[int]:
+        """The experts that are there."""
+        return [expert for expert, state in enumerate(self.states) if state == THERE]
+
+
+class MixtureCache:
+    """All mixtures of a mount, and the room that they share."""
+
+    def __init__(self, state: CacheState) -> None:
+        self.state = state
+        self.hot = HotSet()
+        self.room_bytes = LEAST_ROOM_BYTES
+        self.used_bytes = 0
+        self.mixtures: list[Mixture] = []  # by their keys
+        self._next = 0
+
+    def begin(self, group: Group, member: Member, layout: Experts) -> None:
+        """A file with experts is read from now on."""
+        member.mixture = Mixture(group, member, layout, self._next)
+        self.mixtures.append(member.mixture)
+        self._next += layout.count
+
+    def end(self, group: Group) -> None:
+        """Nothing is known of the files of `group` any more; their pages are the kernel's."""
+        for mixture in [mixture for mixture in self.mixtures if mixture.group is group]:
+            self.mixtures.remove(mixture)
+            mixture.member.mixture = None
+            gone = sum(mixture.layout.bytes_of(expert) for expert in mixture.kept)
+            self.used_bytes -= gone
+            self.state.resident_bytes -= gone
+            self.hot.forget(range(mixture.first, mixture.first + mixture.layout.count))
+
+    def used(self, mixture: Mixture, expert: int) -> None:
+        """A sample says that an expert that is there was used."""
+        self.hot.use(mixture.first + expert)
+        self.state.counters.hit_bytes += mixture.layout.bytes_of(expert)
+
+    def touched(self, backend: Backend, mixture: Mixture, number: int, missed: bool) -> None:
+        """A program reads slice `number`, of which a page was `missed`, or is mapped now."""
+        expert = mixture.layout.expert_of[number]
+        state = mixture.states[expert]
+        if state == LOADING or (state == THERE and not missed):
+            return  # counted when it came, or with the next sample
+        self.hot.use(mixture.first + expert)
+        self.state.counters.miss_bytes += mixture.layout.bytes_of(expert)
+        if not mixture.member.reachable:
+            return
+        mixture.states[expert] = LOADING
+        mixture.member.loads += 1
+        self.state.jobs.append(functools.partial(self._bring, backend, mixture, expert, state == THERE))
+        self.state.work.notify()
+
+    def _bring(self, backend: Backend, mixture: Mixture, expert: int, again: bool) -> None:
+        """Has all slices of an expert read, as far as they are not there. Without the lock."""
+        done = backend.bring(mixture.member, mixture.layout.ranges(expert))
+        with self.state.lock:
+            self.state.load_ended(mixture.member)
+            if mixture.member.mixture is not mixture:
+                return
+            size = mixture.layout.bytes_of(expert)
+            if done:
+                mixture.states[expert] = THERE
+                self.hot.keep(mixture.first + expert)
+            else:
+                mixture.states[expert] = ABSENT
+                self.hot.drop(mixture.first + expert)
+            change = (size if done else 0) - (size if again else 0)
+            self.used_bytes += change
+            self.state.resident_bytes += change
+            if self.excess_bytes > 0:
+                self.state.room.notify()
+
+    @property
+    def excess_bytes(self) -> int:
+        """What has to leave: beyond the experts' room, where all together take more than there is."""
+        together = self.state.used_bytes + HEADROOM_BYTES - self.state.room_bytes
+        return min(together, self.used_bytes + HEADROOM_BYTES - max(self.room_bytes, LEAST_ROOM_BYTES))
+
+    def victims(self) -> list[tuple[int, int, int, int]]:
+        """Gives up experts, the least used first, until there is room: (node, offset, bytes, charged) to drop."""
+        debts: list[tuple[int, int, int, int]] = []
+        excess = self.excess_bytes
+        while excess > 0 and (key := self.hot.least()) is not None:
+            mixture = self.mixtures[bisect_right(self.mixtures, key, key=lambda one: one.first) - 1]
+            expert = key - mixture.first
+            self.hot.drop(key)
+            mixture.states[expert] = ABSENT
+            size = mixture.layout.bytes_of(expert)
+            self.used_bytes -= size
+            excess -= size
+            node = mixture.member.node
+            if node is None:
+                self.state.resident_bytes -= size
+                continue
+            debts += [(node, offset, length, length) for offset, length in mixture.layout.ranges(expert)]
+        return debts
