@@ -38,12 +38,8 @@ class HotSet:
     def use(self, key: int) -> None:
         """Counts one use, of a key that is kept or not."""
         self._clock += 1 / max(_LEAST_HALF_LIFE, self._half_lives * len(self._kept))
-        old = self._value.get(key)
-        if old is None:
-            value = self._clock
-        else:  # log2(2**old + 2**clock)
-            value = max(old, self._clock) + math.log2(1 + 2 ** -abs(old - self._clock))
-        self._value[key] = value
+        old = self._value.get(key, -math.inf)
+        self._value[key] = max(old, self._clock) + math.log2(1 + 2 ** -abs(old - self._clock))  # log2(2**old + 2**clock)
         if key in self._kept:
             self._push(key)
 

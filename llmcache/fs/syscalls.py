@@ -33,6 +33,7 @@ MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_COLD, MADV_PAGEOUT, MADV_POPULAT
 MS_BIND, MS_REMOUNT, MS_RDONLY, MS_NOSUID, MS_NODEV = 0x1000, 0x20, 1, 2, 4
 _PROT_READ, _MAP_SHARED, _MAP_FAILED = 1, 1, ctypes.c_void_p(-1).value
 _PROCESS_MADVISE, _CACHESTAT = 440, 451  # on every architecture; Linux 5.10, 6.5
+_IOV_MAX = 1024
 AT_FDCWD = -100
 AT_SYMLINK_NOFOLLOW = 0x100
 MNT_FORCE = 1
@@ -143,7 +144,7 @@ def process_madvise_each(pidfd: int, addresses: Sequence[int], size: int, advice
     """Advice on `size` bytes at each of `addresses` of another process; what is not there any more is passed over."""
     for begin in range(0, len(addresses), _IOV_MAX):
         part = addresses[begin : begin + _IOV_MAX]
-        ranges = (_Range * len(part))(*((address, size) for address in part))
+        ranges = (_Range * len(part))(*(_Range(address, size) for address in part))
         _libc.syscall(
             ctypes.c_long(_PROCESS_MADVISE),
             ctypes.c_int(pidfd),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -116,6 +117,9 @@ class Backend(Protocol):
 
     def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
         """Has a whole extent in the page cache that is else read page by page; False if that cannot be."""
+
+    def bring(self, member: Member, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Has parts (offset, bytes) of a file read as far as they are not in the page cache; False if that cannot be."""
 
     def drop(self, node: int, offset: int, length: int, *, written: bool = False) -> None:
         """Drops a part of a file (0 bytes: all behind) from the page cache; may wait for who reads it.

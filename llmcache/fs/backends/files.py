@@ -20,13 +20,13 @@ import select
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from llmcache.cache.extents import HUGE_BYTES, LEAST_MODEL_BYTES
 from llmcache.fs import syscalls
-from llmcache.fs.backends.touches import PLACES, Touches
+from llmcache.fs.backends.touches import PLACES, RUNS, Touches
 from llmcache.fs.engine.group import PAGE, PINNED, SINGLE, Group, Member
 from llmcache.fs.vfs.backing import Backing
 
@@ -58,6 +58,17 @@ class Program:
     def close(self) -> None:
         """Lets go of the process."""
         os.close(self._fd)
+
+    def address_of(self, dev: int, ino: int, offset: int) -> int | None:
+        """Where a byte of a file is mapped; None where it is not."""
+        for at, address, size in self._parts.get((dev, ino), ()):
+            if at <= offset < at + size:
+                return address + offset - at
+        return None
+
+    def cool(self, addresses: Sequence[int]) -> None:
+        """Clears the accessed bits of the pages at `addresses`, unless others map them too."""
+        syscalls.process_madvise_each(self._fd, addresses, PAGE, syscalls.MADV_COLD)
 
     def maps(self, dev: int, ino: int) -> bool:
         """True if it has mapped the file, when it was last looked at."""
@@ -124,6 +135,15 @@ FAILURES_MAX = 16  # no large folios on this file system, or no memory in one pi
 READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
 
 
+def read_ahead(fd: int, offset: int, length: int) -> int:
+    """Has the kernel read what is absent of a part of a file, in single pages; returns the bytes that were. OSError."""
+    absent = -(-(offset + length) // PAGE) - offset // PAGE - syscalls.cached_pages(fd, offset, length)
+    if absent > 0:
+        for at in range(offset, offset + length, READAHEAD_BYTES):
+            os.posix_fadvise(fd, at, min(READAHEAD_BYTES, offset + length - at), os.POSIX_FADV_WILLNEED)
+    return max(0, absent) * PAGE
+
+
 @dataclass(eq=False)
 class MappedFile:
     """A file as this process has it open, and mapped in the way that makes its faults bring huge pages in."""
@@ -154,13 +174,12 @@ class MappedFile:
             if there >= wanted:
                 continue
             read += (wanted - there) * PAGE
-            if not there and self.failures < FAILURES_MAX:
+            if not there and size == HUGE_BYTES and self.failures < FAILURES_MAX:
                 syscalls.madvise(self.address + start, PAGE, syscalls.MADV_POPULATE_READ)
                 there = syscalls.cached_pages(fd, start, size)
                 self.failures = max(-FAILURES_MAX, self.failures + (1 if there < wanted else -1))
             if there < wanted:
-                for at in range(start, start + size, READAHEAD_BYTES):
-                    os.posix_fadvise(fd, at, min(READAHEAD_BYTES, start + size - at), os.POSIX_FADV_WILLNEED)
+                read_ahead(fd, start, size)
         syscalls.madvise(self.address + offset, -(-length // PAGE) * PAGE, syscalls.MADV_DONTNEED)
         return read
 
@@ -181,6 +200,7 @@ class File:
     mapping: MappedFile | None = None  # while somebody reads it
     group: Group | None = None
     step: int = 1  # of its extents so many are passed over for one that is told of
+    first_run: int = -1  # the place of its runs of slices
     programs: dict[int, Program | None] = field(default_factory=dict)  # by pid; None for this process (a warm-up)
     looked_ns: int = 0  # when it was last seen whether its programs still have it
 
@@ -227,7 +247,7 @@ class Files:
         self._asked: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
         self._pending: set[tuple[int, int]] = set()
         self._programs: dict[int, Program] = {}
-        self._places = Places(PLACES)
+        self._places, self._runs = Places(PLACES), Places(RUNS)
 
     def of_node(self, node: int | None) -> File | None:
         """The file that has this number in the kernel."""
@@ -378,13 +398,27 @@ class Files:
         file.mapping = MappedFile.of(Backing(file.path, fd, status, False))
 
     def _watch_extents(self, file: File, group: Group, member: Member) -> None:
-        self._places.give(file.first)
-        place = None if group.paged else self._places.take(member.count)
+        self._give_places(file)
+        layout = None if member.mixture is None else member.mixture.layout
+        place = None if group.paged else self._places.take(member.count + (0 if layout is None else len(layout.starts)))
         if place is None:  # it is the kernel's
             self.touches.ignore(*file.key)
             return
-        file.first, file.group, file.step = place, group, 1
-        self.touches.watch(file.number, file.status, place, member.count, group.extent_bytes)
+        run = None if layout is None else self._runs.take(len(layout.runs))
+        file.first, file.first_run, file.group, file.step = place, -1 if run is None else run, group, 1
+        self._watch(file, group, member)
+
+    def _watch(self, file: File, group: Group, member: Member) -> None:
+        runs = () if member.mixture is None or file.first_run < 0 else member.mixture.layout.runs
+        first_run = max(file.first_run, 0)
+        self.touches.watch(
+            file.number, file.status, file.first, member.count, group.extent_bytes, file.step, first_run, runs
+        )
+
+    def _give_places(self, file: File) -> None:
+        self._places.give(file.first)
+        self._runs.give(file.first_run)
+        file.first_run = -1
 
     def _thin(self) -> None:
         """Of a file that is pinned whole a few touches say enough: that it is read, and how fast."""
@@ -401,7 +435,7 @@ class Files:
             step = WHOLE_STEP if whole else 1
             if step != file.step:
                 file.step = step
-                self.touches.watch(file.number, file.status, file.first, member.count, group.extent_bytes, step)
+                self._watch(file, group, member)
 
     def _check_programs(self) -> None:
         """Lets go of programs that have ended."""
@@ -448,7 +482,7 @@ class Files:
             if file.mapping is None:
                 if file.group is not None and not file.group.alive:
                     file.group = None
-                    self._places.give(file.first)
+                    self._give_places(file)
                     self._watch_whole(file)
                 continue
             status = os.fstat(file.mapping.backing.fd)
@@ -462,7 +496,7 @@ class Files:
         for pid in list(file.programs):
             self._leave(file, pid)
         self.touches.ignore(*file.key)
-        self._places.give(file.first)
+        self._give_places(file)
         self.by_key.pop(file.key, None)
         self.by_number.pop(file.number, None)
 

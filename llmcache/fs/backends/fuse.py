@@ -22,6 +22,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,6 +101,10 @@ class FuseBackend:
         if self._sentinel is None or self._sentinel.poll() is not None:
             self._sentinel = start_sentinel(entry)
         return True
+
+    def bring(self, _member: Member, _ranges: Sequence[tuple[int, int]]) -> bool:
+        """Experts are fetched as loops are."""
+        return False
 
     def drop(self, node: int, offset: int, length: int, *, written: bool = False) -> None:
         """Has the kernel give up what it has there; waits for those who read it."""

@@ -21,17 +21,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from llmcache.bpf.pagetables import PageTables, Unreadable
 from llmcache.cache.arbitration import LEAST_WINDOW_MAX_BYTES, least_window
 from llmcache.cache.extents import HUGE_BYTES
 from llmcache.errors import MountProblem
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import CHECK_S, File, Files, MappedFile
+from llmcache.fs.backends.files import CHECK_S, File, Files, MappedFile, read_ahead
 from llmcache.fs.backends.fuse import FAILED
 from llmcache.fs.backends.touches import MISS, Touch, Touches
 from llmcache.fs.client.mountpoint import entries
@@ -41,6 +43,7 @@ from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGL
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import KernelNotifier
     from llmcache.fs.engine.engine import Engine
+    from llmcache.fs.engine.experts import Mixture
     from llmcache.fs.engine.state import Job
     from llmcache.fs.vfs.backing import Backing
 
@@ -87,8 +90,11 @@ class BindMount:
         self._over.set()
 
 
+log = logging.getLogger(__name__)
+
 AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
 SLACK_S = 0.05
+SAMPLE_S, SAMPLE_REST = 0.02, 100  # experts are looked at so often, and for so small a part of the time
 SOON_S, ACTIVE_S = 0.003, 0.1  # so soon again it looks for touches, for so long after the last
 MEASURED_BYTES, WIDER = 128 << 20, 1.5
 FAST_BPS = 700e6  # what no SATA disk delivers
@@ -106,6 +112,7 @@ class InPlaceBackend:
         self.files = Files(self.touches, engine)
         self._observing = threading.Thread(target=self._observe, name="touches", daemon=True)
         self._tending = threading.Thread(target=self.files.run, name="files", daemon=True)
+        self._sampling = threading.Thread(target=self._sample, name="sample", daemon=True)
         self._closed = False
         self._busy = 0  # reads under way
         self._busy_ns = 0  # since when there are some
@@ -118,6 +125,7 @@ class InPlaceBackend:
         if not self._observing.is_alive():
             self._observing.start()
             self._tending.start()
+            self._sampling.start()
 
     def stop(self) -> None:
         """What loaders were to bring in is outdated, which they say when they run."""
@@ -131,6 +139,7 @@ class InPlaceBackend:
             self.files.stop()
             self._tending.join(timeout=10)
             self._observing.join(timeout=10)
+            self._sampling.join(timeout=10)
         self.touches.close()
 
     def guards(self, _mountpoint: str) -> bool:
@@ -192,6 +201,21 @@ class InPlaceBackend:
         with self.state.lock:
             self._end(mapping, group.length_of(member, extent), max(read, 0))
         return read >= 0
+
+    def bring(self, member: Member, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Has slices read, in single pages: none begins at a huge one."""
+        file = self.files.of_node(member.node)
+        if file is None:
+            return False
+        read = 0
+        with contextlib.suppress(OSError), self.files.opened(file) as fd:
+            for offset, length in ranges:
+                read += read_ahead(fd, offset, length)
+            with self.state.lock:
+                self.state.counters.backing_read_bytes += read
+                self.state.counters.stored_bytes += read
+            return True
+        return False
 
     def _begin(self, member: Member, backing: Backing | None) -> MappedFile | None:
         """The member's open file, to be read; None if that is not `backing` any more."""
@@ -299,7 +323,11 @@ class InPlaceBackend:
                 return
         group, member = owner
         with self.state.lock:
-            if group.alive and touch.extent < member.count:
+            if touch.extent >= member.count:
+                if member.mixture is not None:
+                    missed = bool(touch.flags & MISS)
+                    self.state.mixtures.touched(self, member.mixture, touch.extent - member.count, missed)
+            elif group.alive:
                 self._note(group, member, file, member.base + touch.extent, touch)
 
     def _note(self, group: Group, member: Member, file: File, extent: int, touch: Touch) -> None:
@@ -347,6 +375,47 @@ class InPlaceBackend:
         group.touch(extent, touch.t_ns)
         if not again:
             self.state.consumed(length, True)
+
+    # The sampling thread
+
+    def _sample(self) -> None:
+        """Looks again and again which experts that are there were used, as long as that costs little."""
+        pages: PageTables | None = None
+        took = 0.0
+        while not self._closed:
+            time.sleep(max(SAMPLE_S, SAMPLE_REST * took))
+            began = time.thread_time()
+            with self.state.lock:
+                found = [(mixture, mixture.kept) for mixture in self.state.mixtures.mixtures]
+            if any(kept for _, kept in found):
+                try:
+                    pages = pages or PageTables()
+                except Unreadable as reason:
+                    log.warning("which experts are used cannot be seen: %s", reason)
+                    return
+                for mixture, kept in found:
+                    self._sample_mixture(pages, mixture, kept)
+            took = time.thread_time() - began
+        if pages is not None:
+            pages.close()
+
+    def _sample_mixture(self, pages: PageTables, mixture: Mixture, kept: list[int]) -> None:
+        file = self.files.of_node(mixture.member.node)
+        if file is None:
+            return
+        seen: set[int] = set()
+        with self.files.lock:
+            for program in [program for program in file.programs.values() if program is not None]:
+                places = {expert: program.address_of(*file.key, mixture.probes[expert]) for expert in kept}
+                mapped = [expert for expert in kept if places[expert] is not None]
+                accessed = pages.accessed(program.pid, [places[expert] or 0 for expert in mapped])
+                used = [expert for expert, touched in zip(mapped, accessed, strict=True) if touched]
+                program.cool([places[expert] or 0 for expert in used])
+                seen.update(used)
+        with self.state.lock:
+            if mixture.member.mixture is mixture:
+                for expert in seen:
+                    self.state.mixtures.used(mixture, expert)
 
     def _find_slack(self) -> None:
         """Memory that nobody wants may keep more than the budget."""

@@ -10,6 +10,7 @@ Every method but `bring` expects the engine's lock.
 from __future__ import annotations
 
 import functools
+from array import array
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from llmcache.fs.engine.state import CacheState
     from llmcache.fs.layout.experts import Experts
 
+PAGE = 4096
 ABSENT, LOADING, THERE = range(3)
 HEADROOM_BYTES = 4 << 20
 LEAST_ROOM_BYTES = 16 << 20  # so many experts are in use at a time
@@ -32,6 +34,9 @@ class Mixture:
     def __init__(self, group: Group, member: Member, layout: Experts, first: int) -> None:
         self.group, self.member, self.layout, self.first = group, member, layout, first
         self.states = bytearray(layout.count)
+        # In the middle of a slice: what the kernel maps around a fault in the next one does not reach so far.
+        firsts = (layout.ranges(expert)[:1] or [(0, 0)] for expert in range(layout.count))
+        self.probes = array("Q", ((offset + length // 2) // PAGE * PAGE for ((offset, length),) in firsts))
 
     @property
     def kept(self) -> list[int]:

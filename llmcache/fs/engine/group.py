@@ -22,6 +22,7 @@ from llmcache.cache.order import LoopOrder, Pass
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Region
+    from llmcache.fs.engine.experts import Mixture
     from llmcache.fs.layout.tensors import Anatomy
     from llmcache.fs.vfs.backing import Backing, Identity
 
@@ -51,6 +52,7 @@ class Member:
     loads: int = 0  # reads of the backing file that fetches have under way
     file_id: int = -1  # in the access log
     anatomy: Anatomy | None = None  # of a model
+    mixture: Mixture | None = None  # of experts, where they are steered
 
     @property
     def reachable(self) -> bool:

@@ -20,6 +20,7 @@ from llmcache.cache.extents import (
     LARGE_FILE_BYTES,
     LARGEST_EXTENT,
     LEAST_MODEL_BYTES,
+    SMALL_EXTENT,
     extent_bytes_for,
 )
 from llmcache.errors import DataError
@@ -27,6 +28,7 @@ from llmcache.fs.backends.base import Region
 from llmcache.fs.engine.group import PAGE, SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
 from llmcache.fs.layout import ModelLayout, read_layout, shard_name
 from llmcache.fs.layout import Region as LayoutRegion
+from llmcache.fs.layout.experts import Experts
 from llmcache.fs.layout.safetensors import SUFFIX
 from llmcache.fs.layout.tensors import Anatomy
 from llmcache.fs.vfs.source import matches
@@ -52,6 +54,7 @@ class Header(NamedTuple):
     size_bytes: int
     regions: tuple[LayoutRegion, ...]
     anatomy: Anatomy
+    experts: Experts
 
 
 class Grouping:
@@ -145,7 +148,10 @@ class Grouping:
 
     def _make(self, files: list[tuple[str, int]], written: bool, header: Header | None) -> Group:
         total = sum(length for _, length in files)
-        extent_bytes = extent_bytes_for(total, WRITTEN_EXTENTS_MAX if written else EXTENTS_MAX, self.backend.large_extent)
+        # Between the experts of two layers lies little that is dense: in large extents most would be theirs.
+        mixed = self.backend.in_place and header is not None and header.experts.count
+        large = SMALL_EXTENT if mixed else self.backend.large_extent
+        extent_bytes = extent_bytes_for(total, WRITTEN_EXTENTS_MAX if written else EXTENTS_MAX, large)
         has_room = self._make_room(sum(max(1, -(-length // extent_bytes)) for _, length in files))
         paged = not written and (extent_bytes > LARGEST_EXTENT or not has_room)
         if not has_room:
@@ -192,7 +198,7 @@ class Grouping:
             log.warning("inode %d is cached without a layout: cannot read its header: %s", backing.ino, error.strerror)
             return None
         if layout is not None:
-            return Header(layout.header_bytes, layout.regions(), Anatomy(layout))
+            return Header(layout.header_bytes, layout.regions(), Anatomy(layout), Experts(layout))
         if key[0].settled():
             self._unusable[key] = None
             if len(self._unusable) > UNUSABLE_MAX:
@@ -234,6 +240,8 @@ class Grouping:
         for extent in singles:
             group.set_state(extent, SINGLE)
         group.hot.update(hot)
+        if self.backend.in_place and header.experts.count and not group.first:
+            self.state.mixtures.begin(group, member, header.experts)
         size = group.extent_bytes
         computed = [range(part.first_byte // size, -(-part.end // size)) for part in header.regions]
         order = list(dict.fromkeys(member.base + index for extents in computed for index in extents))
@@ -243,6 +251,7 @@ class Grouping:
     def dissolve(self, group: Group) -> None:
         """Forgets a group and leaves what the kernel may hold of it to the evictor. Lock held."""
         self.state.groups.pop(group.key, None)
+        self.state.mixtures.end(group)
         group.alive = False
         for backing, (owner, _) in list(self.state.owners.items()):
             if owner is group:

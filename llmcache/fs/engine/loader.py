@@ -104,6 +104,7 @@ class Loader:
         while state.running:
             with state.lock:
                 debts, state.debts = state.debts, []
+                debts = debts or state.mixtures.victims()
                 if not debts:
                     debts = [self._give_up(*victim) for victim in choose_victims(state, time.monotonic_ns())]
                 if not debts:

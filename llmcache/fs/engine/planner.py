@@ -65,7 +65,10 @@ class Planner:
             for group in groups
             if group.first or group.warm or self.state.opens_of(group) or self.holder.held(group)
         ]
-        shares = share_budget(max(0, self.state.limit_bytes - self._reserve()), loops)
+        budget_bytes = max(0, self.state.limit_bytes - self._reserve())
+        shares = share_budget(budget_bytes, loops)
+        taken = sum(share.pinned_bytes + share.window_bytes for share in shares.values())
+        self.state.mixtures.room_bytes = budget_bytes - taken
         # Pins, not windows, are cut to the budget and to what the kernel locks.
         shares = cap_pins(shares, min(self.pinnable_bytes, self.state.pin_limit_bytes))
         ranked = sorted(groups, key=lambda group: shares.get(group.key, Share(0, 0)).pinned_bytes)

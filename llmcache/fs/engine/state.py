@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES, WINDOW_ALLOWANCE_BYTES
 from llmcache.fs.backends.base import BufferPool
+from llmcache.fs.engine.experts import MixtureCache
 from llmcache.fs.engine.group import PAGE, Fetch, Group, Member
 from llmcache.fs.engine.references import References
 
@@ -114,6 +115,7 @@ class CacheState:
 
     def __post_init__(self) -> None:
         self.set_limit(self.budget_bytes)
+        self.mixtures = MixtureCache(self)
         self.work = threading.Condition(self.lock)
         self.room = threading.Condition(self.lock)
         self.ended = threading.Condition(self.lock)

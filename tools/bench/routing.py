@@ -1,0 +1,102 @@
+"""Generated routings of mixtures of experts, and the plans by which `clients/routed_reader.py` reads a model.
+
+What is published of real ones: experts of a layer are used unevenly (Mixtral: the most popular some times as often as the
+average; with many small experts more so), of the previous token's experts 18 to 38 % are used again (Eliseev and Mazur 2023,
+"Fast Inference of Mixture-of-Experts Language Models with Offloading", figure 1 and section 3.1; Jiang et al. 2024, "Mixtral of
+Experts", section 5: 1.2 to 2.6 times what chance gives), and which are popular changes with the text.
+
+Here: popularity by Zipf's law over a permutation of each layer's experts, each of the previous token's experts stays with a
+probability, and now and then a part of the popularities changes places. *Generated*, not recorded.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.fs.layout import ModelLayout, read_layout
+from llmcache.fs.layout.experts import Experts
+
+Routing = NDArray[np.int64]
+"""[token, layer, used]: numbers of experts, sorted."""
+
+
+@dataclass(frozen=True)
+class Habits:
+    """`zipf`: exponent of the popularities; `stay`: chance of an expert to be used by the next token without being chosen;
+    `drift`: chance a token and layer that a quarter of the popularities change places.
+    """
+
+    zipf: float = 1.0
+    stay: float = 0.15
+    drift: float = 0.01
+
+
+def generate(tokens: int, layers: int, experts: int, used: int, habits: Habits = Habits(), seed: int = 0) -> Routing:
+    """A routing of so many tokens."""
+    random = np.random.default_rng(seed)
+    popularity = np.log(np.arange(1, experts + 1.0) ** -habits.zipf)
+    routing = np.empty((tokens, layers, used), np.int64)
+    for layer in range(layers):
+        places = random.permutation(experts)
+        before = np.zeros(0, np.int64)
+        for token in range(tokens):
+            if random.random() < habits.drift:
+                moved = random.choice(experts, experts // 4, replace=False)
+                places[moved] = places[random.permutation(moved)]
+            wish = popularity[places] + random.gumbel(size=experts)
+            wish[before[random.random(len(before)) < habits.stay]] = np.inf
+            before = np.sort(np.argpartition(-wish, used)[:used])
+            routing[token, layer] = before
+    return routing
+
+
+def layout_of(path: Path) -> ModelLayout:
+    """The layout of a model file."""
+    with path.open("rb") as file:
+        layout = read_layout(lambda offset, size: os.pread(file.fileno(), size, offset), path.stat().st_size, path.name)
+    assert layout is not None
+    return layout
+
+
+def plan(layout: ModelLayout, routing: Routing) -> array[int]:
+    """What is read of a model, token by token: dense tensors whole, of expert tensors the chosen slices, in order."""
+    number = {name: index for index, (name, _, _) in enumerate(Experts(layout).layers)}
+    found = array("Q")
+    regions = [region for region in layout.regions() if region.role == "loop"]
+    tensors = {tensor.offset: tensor for tensor in layout.tensors}
+    for token in routing:
+        ranges = array("Q")
+        for region in regions:
+            tensor = tensors[region.first_byte]
+            if tensor.experts == 1:
+                ranges.extend((region.first_byte, region.size_bytes))
+                continue
+            size = tensor.size_bytes // tensor.experts
+            for expert in token[number[tensor.layer]].tolist():
+                ranges.extend((tensor.offset + expert * size, size))
+        found.append(len(ranges) // 2)
+        found.extend(ranges)
+    return found
+
+
+def lru_bytes(routing: Routing, expert_bytes: int, room_bytes: int) -> list[int]:
+    """Bytes that each token reads where the experts used last are kept whole, exactly, as far as they fit."""
+    kept: dict[tuple[int, int], None] = {}
+    read = []
+    for token in routing:
+        missed = 0
+        for layer, experts in enumerate(token.tolist()):
+            for expert in experts:
+                missed += (layer, expert) not in kept
+                kept.pop((layer, expert), None)
+                kept[layer, expert] = None
+                if len(kept) * expert_bytes > room_bytes:
+                    del kept[next(iter(kept))]
+        read.append(missed * expert_bytes)
+    return read
