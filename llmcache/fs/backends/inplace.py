@@ -154,6 +154,7 @@ class InPlaceBackend:
 
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
         """Claims an extent; what it returns brings it in. Lock held."""
+        self.state.work.notify()  # another loader may find one more
         return self._claim(group, member, extent, ahead=True)
 
     def _demand(self, group: Group, member: Member, extent: int) -> None:
@@ -173,23 +174,20 @@ class InPlaceBackend:
         return functools.partial(self._bring, group, member, fetch)
 
     def _bring(self, group: Group, member: Member, fetch: Fetch) -> None:
-        mapping = None if fetch.stale else self._begin(member, fetch.backing)
+        read, mapping = 0, None if fetch.stale else self._begin(member, fetch.backing)
         if mapping is None:
             fetch.error = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         else:
-            read = 0
             try:
                 read = mapping.bring(group.offset_of(member, fetch.extent), fetch.length)
             except OSError as error:
                 fetch.error = error
-            with self.state.lock:
-                self._end(mapping, fetch.length, read)
-        fetch.done.set()
         with self.state.lock:
+            if mapping is not None:
+                self._end(mapping, fetch.length, read)
             self.state.load_ended(member)
             if group.loading.get(fetch.extent) is fetch:
                 self._arrived(group, fetch)
-            self.state.work.notify()
 
     def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
         """Has a whole extent read that is no loop's; False if it cannot be."""
@@ -308,10 +306,13 @@ class InPlaceBackend:
             if time.monotonic() >= next_look:
                 self._find_slack()
                 next_look = time.monotonic() + SLACK_S
-            for touch in touches:
-                self._touched(touch)
+            with self.state.lock:
+                for touch in touches:
+                    self._touched(touch)
+                self.state.work.notify(1 + len(self.state.jobs))
 
     def _touched(self, touch: Touch) -> None:
+        """Lock held."""
         file = self.files.by_number.get(touch.file)
         if file is None:
             return
@@ -322,13 +323,12 @@ class InPlaceBackend:
             if owner is None or owner[0] is not file.group:
                 return
         group, member = owner
-        with self.state.lock:
-            if touch.extent >= member.count:
-                if member.mixture is not None:
-                    missed = bool(touch.flags & MISS)
-                    self.state.mixtures.touched(self, member.mixture, touch.extent - member.count, missed)
-            elif group.alive:
-                self._note(group, member, file, member.base + touch.extent, touch)
+        if touch.extent >= member.count:
+            if member.mixture is not None:
+                missed = bool(touch.flags & MISS)
+                self.state.mixtures.touched(self, member.mixture, touch.extent - member.count, missed)
+        elif group.alive:
+            self._note(group, member, file, member.base + touch.extent, touch)
 
     def _note(self, group: Group, member: Member, file: File, extent: int, touch: Touch) -> None:
         """Lock held."""
@@ -361,7 +361,6 @@ class InPlaceBackend:
             self.state.counters.prefetch_useful_bytes += length
         elif state == TOUCHED:
             self._came_back(group, member, file, extent, touch, length)
-        self.state.work.notify()
 
     def _came_back(self, group: Group, member: Member, file: File, extent: int, touch: Touch, length: int) -> None:
         """A reader is at an extent that it, or another, has read before. Lock held."""

@@ -394,7 +394,8 @@ class Engine:
         astray = group.learner.passes >= SETTLED_PASSES and group.cursors.strays >= STRAYS_MIN
         waited = now_ns - group.apart_ns > (CONVOY_STEP_NS if group.convoy else 0)
         if waited and (astray or now_ns - group.together_ns > APART_NS):
-            self._set_convoy(group, min(CONVOY_MAX, group.convoy + 1), now_ns)
+            # In place nobody waits for the last, as the kernel serves the first: only room brings them together.
+            self._set_convoy(group, CONVOY_MAX if self.backend.in_place else min(CONVOY_MAX, group.convoy + 1), now_ns)
         elif group.convoy and now_ns - group.apart_ns > CONVOY_LIFE_NS:
             self._set_convoy(group, group.convoy - 1, now_ns)
 
