@@ -22,8 +22,9 @@ class HotSet:
     same leaves first, always.
     """
 
-    def __init__(self, half_lives: float = HALF_LIVES) -> None:
-        self._half_lives = half_lives
+    def __init__(self, half_lives: float = HALF_LIVES, least_half_life: float = _LEAST_HALF_LIFE) -> None:
+        """`half_lives`: in keys that are kept; `least_half_life`: in uses, where few are."""
+        self._half_lives, self._least_half_life = half_lives, least_half_life
         self._clock = 0.0  # in half-lives
         self._value: dict[int, float] = {}
         self._kept: set[int] = set()
@@ -37,11 +38,15 @@ class HotSet:
 
     def use(self, key: int) -> None:
         """Counts one use, of a key that is kept or not."""
-        self._clock += 1 / max(_LEAST_HALF_LIFE, self._half_lives * len(self._kept))
-        old = self._value.get(key, -math.inf)
+        self._clock += 1 / max(self._least_half_life, self._half_lives * len(self._kept))
+        old = self.value(key)
         self._value[key] = max(old, self._clock) + math.log2(1 + 2 ** -abs(old - self._clock))  # log2(2**old + 2**clock)
         if key in self._kept:
             self._push(key)
+
+    def value(self, key: int) -> float:
+        """What is left of the uses of `key`, as a logarithm; minus infinity without any."""
+        return self._value.get(key, -math.inf)
 
     def keep(self, key: int) -> None:
         """`key` is kept from now on."""

@@ -1,9 +1,8 @@
 """Generated routings of mixtures of experts, and the plans by which `clients/routed_reader.py` reads a model.
 
-What is published of real ones: experts of a layer are used unevenly (Mixtral: the most popular some times as often as the
-average; with many small experts more so), of the previous token's experts 18 to 38 % are used again (Eliseev and Mazur 2023,
-"Fast Inference of Mixture-of-Experts Language Models with Offloading", figure 1 and section 3.1; Jiang et al. 2024, "Mixtral of
-Experts", section 5: 1.2 to 2.6 times what chance gives), and which are popular changes with the text.
+What is published of real ones: experts of a layer are used unevenly, consecutive tokens often use the same (Jiang et al.
+2024, "Mixtral of Experts", section 5; Eliseev and Mazur 2023, "Fast Inference of Mixture-of-Experts Language Models with
+Offloading", section 3.1: so that to keep those used last pays), and which are popular changes with the text.
 
 Here: popularity by Zipf's law over a permutation of each layer's experts, each of the previous token's experts stays with a
 probability, and now and then a part of the popularities changes places. *Generated*, not recorded.

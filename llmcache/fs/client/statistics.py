@@ -143,6 +143,10 @@ def _print_table(mount: str, stats: dict[str, Any]) -> None:
     console.print(facts)
     if stats.get("files"):
         console.print(_file_table(stats["files"]))
+    for file in stats.get("files", ()):
+        if experts := file.get("experts"):
+            kept = f"{experts['kept']} of {experts['count']} experts kept, {format_size(experts['kept_bytes'])}"
+            console.print(Text(f"{printable(file['path']).lstrip('/')}: {kept} of {format_size(experts['bytes'])}"))
 
 
 def _file_table(files: list[dict[str, Any]]) -> Table:

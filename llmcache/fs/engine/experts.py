@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from array import array
 from bisect import bisect_right
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.hotset import HotSet
 
@@ -42,6 +42,16 @@ class Mixture:
     def kept(self) -> list[int]:
         """The experts that are there."""
         return [expert for expert, state in enumerate(self.states) if state == THERE]
+
+    def facts(self) -> dict[str, Any]:
+        """What is kept, as `llmcache stats --json` tells it."""
+        kept = self.kept
+        return {
+            "count": self.layout.count,
+            "kept": len(kept),
+            "kept_bytes": sum(map(self.layout.bytes_of, kept)),
+            "bytes": sum(self.layout.sizes),
+        }
 
 
 class MixtureCache:

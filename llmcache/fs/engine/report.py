@@ -107,6 +107,7 @@ def _file(group: Group, member: Member, is_open: bool) -> dict[str, Any]:
         "class": _class(group),
         "open": is_open,
         "loops": [_loop(group)] if group.looping and member is group.members[0] else [],
+        "experts": None if member.mixture is None else member.mixture.facts(),
     }
 
 

@@ -15,9 +15,10 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+# Run as a script, Python looks for modules beside it and not in the repository.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from loop_reader import anon_bytes, say
+from tools.bench.clients.loop_reader import anon_bytes, say
 
 PAGE = 4096
 
