@@ -302,7 +302,7 @@ def test_xfs(tmp_path: Path) -> None:
 @pytest.mark.cgroup
 def test_a_mixture_of_experts_reads_no_more_than_with_the_experts_used_last(tmp_path: Path, empty: Path) -> None:
     """Those of 16 experts a layer that were used last, kept whole and exactly, are what the mount has to reach."""
-    shape = choose_shape(128 * 10**6, gguf_file.BYTES_PER_VALUE, None, False, Mixture(32, 4, 200_000))
+    shape = choose_shape(256 * 10**6, gguf_file.BYTES_PER_VALUE, None, False, Mixture(32, 4, 200_000))
     (model,) = make_model(empty / "mixture.gguf", shape, "gguf", 1, 0)
     os.utime(model, (0, 0))
     layout = routing.layout_of(model)
@@ -315,7 +315,7 @@ def test_a_mixture_of_experts_reads_no_more_than_with_the_experts_used_last(tmp_
     expected = sum(routing.lru_bytes(routed, expert_bytes, budget - dense)[warm:])
     with (
         read_ahead(disk_of(empty), SMALL_READ_AHEAD_KB),
-        Group("inplace-mixture", directory=empty, memory_bytes=budget + OVERHEAD_BYTES + 32 * MIB) as group,
+        Group("inplace-mixture", directory=empty, memory_bytes=budget + OVERHEAD_BYTES) as group,
         live(empty, tmp_path / "mnt", str(budget), "--mode", "inplace", wrap=group.wrap) as mount,
     ):
         forget(model)
@@ -323,7 +323,7 @@ def test_a_mixture_of_experts_reads_no_more_than_with_the_experts_used_last(tmp_
         (file,) = mount.stats()["files"]
     assert len(done.steps) == tokens
     assert 0.2 * experts.count < file["experts"]["kept"] < 0.7 * experts.count
-    assert sum(step.storage_bytes for step in done.steps[warm:]) < 1.5 * expected
+    assert sum(step.storage_bytes for step in done.steps[warm:]) < 1.2 * expected
 
 
 @pytest.mark.cgroup
