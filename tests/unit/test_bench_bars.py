@@ -242,4 +242,4 @@ def test_nothing_is_better_than_what_was_not_measured(case: str, mode: str, comp
 
 def test_the_bars_of_the_mount_in_the_tree_follow_from_its_runs() -> None:
     told = results.read(results.DIRECTORY / "mount.json")
-    assert [one.to_json() for one in mountbars.bars(told["results"])] == told["bars"] and len(told["results"]) == 20
+    assert [one.to_json() for one in mountbars.bars(told["results"])] == told["bars"] and len(told["results"]) == 32
