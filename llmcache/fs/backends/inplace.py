@@ -8,8 +8,9 @@ asks for huge pages: the file system reads the whole of it into one folio, by DM
 without large folios, by readahead. Hold: mlock, by the pin helper. Drop: from under the mappings of the programs that
 read (`files.py`), and by fadvise what nobody has mapped.
 
-Only what loops is brought in and dropped. Of anything else the kernel knows more than a touch for each extent tells: what
-is read once, experts of a mixture, rows, and files that are read here and there are its own.
+Only what loops is brought in and dropped, and experts of mixtures (`experts.py`): touches tell which are missed, and the
+accessed bits of one page of each, read and cleared again and again, which are used. Of anything else the kernel knows more
+than a touch for each extent tells: what is read once, rows, and files that are read here and there are its own.
 
 What the kernel keeps beyond the budget in memory that nobody wants stays there: room is made only when memory runs short.
 

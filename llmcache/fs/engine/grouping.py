@@ -230,7 +230,7 @@ class Grouping:
         single = bytearray(member.count)
         for region in header.regions:
             if group.first or (region.role == "loop" and not (region.sparse and self.backend.in_place)):
-                continue  # in place experts are read as rows are: which ones, a loop does not tell
+                continue  # in place they are no loop: `experts.py`
             first = -(-region.first_byte // group.extent_bytes)
             for extent in range(first, region.end // group.extent_bytes):
                 single[extent] = 1
