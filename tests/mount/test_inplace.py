@@ -27,6 +27,7 @@ from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.engine.engine import Engine
+from llmcache.fs.layout.experts import Experts
 from llmcache.fs.vfs.caller import Caller
 from llmcache.fs.vfs.source import SourceTree
 from llmcache.kv.spill import KvShape, SpillFile
@@ -306,7 +307,7 @@ def test_a_mixture_of_experts_reads_no_more_than_with_the_experts_used_last(tmp_
     (model,) = make_model(empty / "mixture.gguf", shape, "gguf", 1, 0)
     os.utime(model, (0, 0))
     layout = routing.layout_of(model)
-    experts = routing.Experts(layout)
+    experts = Experts(layout)
     tokens, warm = 60, 20
     routed = routing.generate(tokens, shape.layers, shape.experts, shape.used, routing.Habits(zipf=1.2))
     (tmp_path / "plan").write_bytes(routing.plan(layout, routed).tobytes())
