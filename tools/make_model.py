@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmcache.errors import EnvironmentProblem, UsageError, run_cli
 from llmcache.units import format_size, parse_size
 from tools.modelgen import gguf_file, safetensors_file
-from tools.modelgen.shape import Mixture, Shape, choose_shape
+from tools.modelgen.shape import MixtureShape, Shape, choose_shape
 
 # Raise it when the bytes that the same parameters give change.
 _GENERATOR_VERSION = 1
@@ -112,7 +112,7 @@ def main() -> int:
     value_bytes = gguf_file.BYTES_PER_VALUE if arguments.format == "gguf" else safetensors_file.BYTES_PER_VALUE
     if arguments.experts and not 1 <= arguments.used <= arguments.experts:
         raise UsageError(f"--used must be between 1 and the number of experts, {arguments.experts}")
-    mixture = Mixture(arguments.experts, arguments.used, parse_size(arguments.slice)) if arguments.experts else None
+    mixture = MixtureShape(arguments.experts, arguments.used, parse_size(arguments.slice)) if arguments.experts else None
     shape = choose_shape(parse_size(arguments.size), value_bytes, arguments.layers, arguments.tied, mixture)
     if not 1 <= arguments.split <= len(list(shape.weights())):
         raise UsageError(f"--split must be between 1 and the number of tensors, {len(list(shape.weights()))}")

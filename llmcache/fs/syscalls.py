@@ -124,17 +124,7 @@ def madvise(address: int, size: int, advice: int) -> None:
 
 def process_madvise(pidfd: int, address: int, size: int, advice: int) -> int:
     """Advice on a part of another process' memory; returns the bytes that it was taken for."""
-    part = _Range(address, size)
-    done = int(
-        _libc.syscall(
-            ctypes.c_long(_PROCESS_MADVISE),
-            ctypes.c_int(pidfd),
-            ctypes.byref(part),
-            ctypes.c_size_t(1),
-            ctypes.c_int(advice),
-            ctypes.c_uint(0),
-        )
-    )
+    done = _process_madvise(pidfd, (_Range * 1)(_Range(address, size)), advice)
     if done < 0:
         raise _failure()
     return done
@@ -144,15 +134,13 @@ def process_madvise_each(pidfd: int, addresses: Sequence[int], size: int, advice
     """Advice on `size` bytes at each of `addresses` of another process; what is not there any more is passed over."""
     for begin in range(0, len(addresses), _IOV_MAX):
         part = addresses[begin : begin + _IOV_MAX]
-        ranges = (_Range * len(part))(*(_Range(address, size) for address in part))
-        _libc.syscall(
-            ctypes.c_long(_PROCESS_MADVISE),
-            ctypes.c_int(pidfd),
-            ctypes.byref(ranges),
-            ctypes.c_size_t(len(part)),
-            ctypes.c_int(advice),
-            ctypes.c_uint(0),
-        )
+        _process_madvise(pidfd, (_Range * len(part))(*(_Range(address, size) for address in part)), advice)
+
+
+def _process_madvise(pidfd: int, ranges: ctypes.Array[_Range], advice: int) -> int:
+    count = ctypes.c_size_t(len(ranges))
+    call, flags = ctypes.c_long(_PROCESS_MADVISE), ctypes.c_uint(0)
+    return int(_libc.syscall(call, ctypes.c_int(pidfd), ctypes.byref(ranges), count, ctypes.c_int(advice), flags))
 
 
 def cached_pages(fd: int, offset: int, size: int) -> int:

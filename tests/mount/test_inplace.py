@@ -42,7 +42,7 @@ from tools.bench.runner import client, run_client
 from tools.bench.sides import SMALL_READ_AHEAD_KB
 from tools.make_model import make_model
 from tools.modelgen import gguf_file
-from tools.modelgen.shape import Mixture, choose_shape
+from tools.modelgen.shape import MixtureShape, choose_shape
 
 pytestmark = [pytest.mark.mount, pytest.mark.bpf]
 
@@ -302,8 +302,8 @@ def test_xfs(tmp_path: Path) -> None:
 
 @pytest.mark.cgroup
 def test_a_mixture_of_experts_reads_no_more_than_with_the_experts_used_last(tmp_path: Path, empty: Path) -> None:
-    """Those of 16 experts a layer that were used last, kept whole and exactly, are what the mount has to reach."""
-    shape = choose_shape(256 * 10**6, gguf_file.BYTES_PER_VALUE, None, False, Mixture(32, 4, 200_000))
+    """Those of 32 experts a layer that were used last, kept whole and exactly, are what the mount has to reach."""
+    shape = choose_shape(256 * 10**6, gguf_file.BYTES_PER_VALUE, None, False, MixtureShape(32, 4, 200_000))
     (model,) = make_model(empty / "mixture.gguf", shape, "gguf", 1, 0)
     os.utime(model, (0, 0))
     layout = routing.layout_of(model)

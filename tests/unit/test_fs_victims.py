@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
-from llmcache.fs.backends.base import BufferPool
+from llmcache.fs.backends.base import Backend, BufferPool
 from llmcache.fs.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
 from llmcache.fs.backends.holders import SteerHolder
 from llmcache.fs.engine.engine import Engine
-from llmcache.fs.engine.group import LOADING, PINNED, READY, SINGLE, TOUCHED, Group
+from llmcache.fs.engine.group import LOADING, PINNED, READY, SINGLE, TOUCHED, Group, Member
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
 from llmcache.fs.engine.state import CacheState
+from llmcache.fs.layout.experts import Experts
+from llmcache.fs.layout.tensors import ModelLayout, Tensor
+from llmcache.fs.vfs.backing import Backing
 from tests.unit.fs_parts import MIB, bring, new_group, new_state, stray
 
 NOW = 10**12
@@ -175,3 +179,47 @@ def test_a_failed_fetch_keeps_the_charge_of_pages_read_before() -> None:
     backend._fail(group, fetch)
     assert group.charge[1] >= 8192
     assert state.resident_bytes == sum(group.charge)
+
+
+class Storage:
+    """A backend that brings in what it is asked for, or fails."""
+
+    works = True
+
+    def bring(self, _member: Member, _ranges: Sequence[tuple[int, int]]) -> bool:
+        return self.works
+
+
+def test_experts_are_counted_while_they_are_there_and_only_then() -> None:
+    state, storage = new_state(64 * MIB), Storage()
+    group = new_group(state, "mixture", 16)
+    cache, backend = state.mixtures, cast(Backend, storage)
+    layout = ModelLayout("gguf", 0, (Tensor("blk.0.ffn_up_exps.weight", 0, 16 * MIB, "F32", experts=8),))
+    member = group.members[0]
+    member.backing = cast(Backing, object())
+    cache.begin(group, member, Experts(layout))
+    mixture = member.mixture
+    assert mixture is not None
+
+    def miss(expert: int, works: bool = True) -> None:
+        storage.works = works
+        with state.lock:
+            cache.touched(backend, mixture, expert, missed=True)
+        assert cache.used_bytes == state.resident_bytes == 2 * MIB * len(mixture.kept)
+        state.jobs.popleft()()
+        assert cache.used_bytes == state.resident_bytes == 2 * MIB * len(mixture.kept)
+
+    for expert in range(4):
+        miss(expert)
+    miss(1)  # the kernel had reclaimed some of it
+    miss(2, works=False)
+    assert mixture.kept == [0, 1, 3] and len(cache.hot) == 3
+    with state.lock:
+        cache.touched(backend, mixture, 0, missed=True)  # on its way: nobody's victim
+        state.resident_bytes += 100 * MIB
+        cache.used_bytes += 100 * MIB
+        assert {offset // (2 * MIB) for _node, offset, _length, _charged in cache.victims()} == {1, 3}
+        cache.used_bytes -= 100 * MIB
+        cache.end(group)
+    state.jobs.popleft()()
+    assert cache.used_bytes == 0

@@ -8,7 +8,8 @@ import pytest
 
 from llmcache.fs.layout.experts import Experts
 from llmcache.fs.layout.tensors import ModelLayout, Tensor
-from tests.unit.test_make_model import layout_of, made
+from tests.unit.test_make_model import made
+from tools.bench.routing import layout_of
 
 SIZES = ("--size", "24M", "--layers", "2", "--experts", "6", "--used", "2", "--slice", "100K")
 KINDS = {"gguf": (), "apart": ("--format", "safetensors"), "fused": ("--format", "safetensors", "--fused")}

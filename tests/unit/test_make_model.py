@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs.layout import ModelLayout, index_shards, order_shards, read_layout
+from llmcache.fs.layout import index_shards, order_shards
+from tools.bench.routing import layout_of
 
 pytestmark = pytest.mark.llama
 
@@ -23,18 +24,6 @@ def make(out: Path, *args: str, check: bool = True) -> subprocess.CompletedProce
 
 def made(out: Path, *args: str) -> list[Path]:
     return [Path(line) for line in make(out, *args).stdout.splitlines()]
-
-
-def layout_of(path: Path) -> ModelLayout:
-    with path.open("rb") as file:
-
-        def read(offset: int, size: int) -> bytes:
-            file.seek(offset)
-            return file.read(size)
-
-        layout = read_layout(read, path.stat().st_size, path.name)
-    assert layout is not None
-    return layout
 
 
 def digest(paths: list[Path]) -> list[str]:

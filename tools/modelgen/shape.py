@@ -90,7 +90,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixtureShape:
     """A mixture to be: `slice_bytes` has one expert in one tensor, about."""
 
     experts: int
@@ -99,7 +99,7 @@ class Mixture:
 
 
 def choose_shape(
-    size_bytes: int, bytes_per_value: float, layers: int | None, tied: bool, mixture: Mixture | None = None
+    size_bytes: int, bytes_per_value: float, layers: int | None, tied: bool, mixture: MixtureShape | None = None
 ) -> Shape:
     """The shape whose file comes nearest to `size_bytes`; a given number of `layers` is kept instead of the size."""
     values = size_bytes / bytes_per_value

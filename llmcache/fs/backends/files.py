@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from llmcache.fs.engine.engine import Engine
     from llmcache.fs.vfs.caller import Caller
 
+log = logging.getLogger(__name__)
 
+SCAN_S, SCAN_REST = 1.0, 50  # SOURCE is walked so often, and rests for so many times as long as that took
+CHECK_S = 0.25  # so often it is seen which programs have ended
+QUIET_NS = 2_000_000_000  # a file that was changed less than this ago is left alone
+IDLE_NS = 10_000_000_000  # a file that nobody has touched for this long may have been closed
+WHOLE_STEP = 32  # extents
+FAILURES_MAX = 16  # no large folios on this file system, or no memory in one piece
+READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
 _LOOK_NS = 100_000_000  # a program's mappings are read again at the earliest
 
 
@@ -122,17 +130,6 @@ class Program:
                 else:
                     self.refused = error.errno or errno.EIO
         return mapped
-
-
-log = logging.getLogger(__name__)
-
-SCAN_S, SCAN_REST = 1.0, 50  # SOURCE is walked so often, and rests for so many times as long as that took
-CHECK_S = 0.25  # so often it is seen which programs have ended
-QUIET_NS = 2_000_000_000  # a file that was changed less than this ago is left alone
-IDLE_NS = 10_000_000_000  # a file that nobody has touched for this long may have been closed
-WHOLE_STEP = 32  # extents
-FAILURES_MAX = 16  # no large folios on this file system, or no memory in one piece
-READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
 
 
 def read_ahead(fd: int, offset: int, length: int) -> int:

@@ -48,7 +48,14 @@ if TYPE_CHECKING:
     from llmcache.fs.engine.state import Job
     from llmcache.fs.vfs.backing import Backing
 
+log = logging.getLogger(__name__)
 
+AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
+SLACK_S = 0.05
+SAMPLE_S, SAMPLE_REST = 0.02, 100  # experts are looked at so often, and for so small a part of the time
+SOON_S, ACTIVE_S = 0.003, 0.1  # so soon again it looks for touches, for so long after the last
+MEASURED_BYTES, WIDER = 128 << 20, 1.5
+FAST_BPS = 700e6  # what no SATA disk delivers
 _LOOK_S = 0.5
 
 
@@ -89,16 +96,6 @@ class BindMount:
     def stop(self) -> None:
         """Ends `run` soon."""
         self._over.set()
-
-
-log = logging.getLogger(__name__)
-
-AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
-SLACK_S = 0.05
-SAMPLE_S, SAMPLE_REST = 0.02, 100  # experts are looked at so often, and for so small a part of the time
-SOON_S, ACTIVE_S = 0.003, 0.1  # so soon again it looks for touches, for so long after the last
-MEASURED_BYTES, WIDER = 128 << 20, 1.5
-FAST_BPS = 700e6  # what no SATA disk delivers
 
 
 class InPlaceBackend:
@@ -381,12 +378,13 @@ class InPlaceBackend:
     def _sample(self) -> None:
         """Looks again and again which experts that are there were used, as long as that costs little."""
         pages: PageTables | None = None
-        took = 0.0
+        pause = CHECK_S
         while not self._closed:
-            time.sleep(max(SAMPLE_S, SAMPLE_REST * took))
+            time.sleep(pause)
             began = time.thread_time()
             with self.state.lock:
                 found = [(mixture, mixture.kept) for mixture in self.state.mixtures.mixtures]
+            pause = CHECK_S
             if any(kept for _, kept in found):
                 try:
                     pages = pages or PageTables()
@@ -395,7 +393,7 @@ class InPlaceBackend:
                     return
                 for mixture, kept in found:
                     self._sample_mixture(pages, mixture, kept)
-            took = time.thread_time() - began
+                pause = max(SAMPLE_S, SAMPLE_REST * (time.thread_time() - began))
         if pages is not None:
             pages.close()
 
@@ -406,12 +404,12 @@ class InPlaceBackend:
         seen: set[int] = set()
         with self.files.lock:
             for program in [program for program in file.programs.values() if program is not None]:
-                places = {expert: program.address_of(*file.key, mixture.probes[expert]) for expert in kept}
-                mapped = [expert for expert in kept if places[expert] is not None]
-                accessed = pages.accessed(program.pid, [places[expert] or 0 for expert in mapped])
-                used = [expert for expert, touched in zip(mapped, accessed, strict=True) if touched]
-                program.cool([places[expert] or 0 for expert in used])
-                seen.update(used)
+                places = ((expert, program.address_of(*file.key, mixture.probes[expert])) for expert in kept)
+                mapped = [(expert, address) for expert, address in places if address is not None]
+                accessed = pages.accessed(program.pid, [address for _, address in mapped])
+                used = [place for place, touched in zip(mapped, accessed, strict=True) if touched]
+                program.cool([address for _, address in used])
+                seen.update(expert for expert, _ in used)
         with self.state.lock:
             if mixture.member.mixture is mixture:
                 for expert in seen:

@@ -19,7 +19,7 @@ from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client.mountpoint import fstype_of
 
 if TYPE_CHECKING:
-    from llmcache.fs.layout.experts import Run
+    from llmcache.fs.layout.experts import SliceRun
 
 OBJECT = OBJECTS / "touches.bpf.o"
 PLACES = 1 << 19  # extents of all files together, as in the program
@@ -97,7 +97,7 @@ class Touches:
         extent_bytes: int,
         step: int = 1,
         first_run: int = 0,
-        runs: Sequence[Run] = (),
+        runs: Sequence[SliceRun] = (),
     ) -> None:
         """Tells of a file from now on, as number `file`; its `count` extents take places from `first` on.
 

@@ -24,6 +24,16 @@ from typing import Any, Literal
 
 from llmcache.errors import MountProblem, UsageError
 
+log = logging.getLogger("llmcache.metrics")
+
+CONNECTIONS = 4
+DEADLINE_S = 5.0
+FRESH_S = 0.2
+REQUEST_BYTES = 8192
+RETRY_S = 0.1
+REFUSE_S = 0.05
+_END = b"\r\n\r\n"  # of a request's head, and an answer's
+_HINT = "write 127.0.0.1:9464, [::1]:9464, or port 0 for any that is free"
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 Kind = Literal["counter", "gauge", "histogram", "info"]
 _SUFFIX = {"counter": "_total", "gauge": "", "info": "_info"}
@@ -197,17 +207,6 @@ def _loops(stats: dict[str, Any], mount: str) -> list[Family]:
             if loop["period_s"] is not None:
                 period.add(loop["period_s"], **labels)
     return [size, pinned, period, passes]
-
-
-log = logging.getLogger("llmcache.metrics")
-CONNECTIONS = 4
-DEADLINE_S = 5.0
-FRESH_S = 0.2
-REQUEST_BYTES = 8192
-RETRY_S = 0.1
-REFUSE_S = 0.05
-_END = b"\r\n\r\n"  # of a request's head, and an answer's
-_HINT = "write 127.0.0.1:9464, [::1]:9464, or port 0 for any that is free"
 
 
 def parse_address(text: str) -> tuple[str, int]:

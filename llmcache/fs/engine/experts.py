@@ -15,6 +15,7 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.hotset import HotSet
+from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, TOUCHED
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Backend
@@ -22,14 +23,12 @@ if TYPE_CHECKING:
     from llmcache.fs.engine.state import CacheState
     from llmcache.fs.layout.experts import Experts
 
-PAGE = 4096
-ABSENT, LOADING, THERE = range(3)
 HEADROOM_BYTES = 4 << 20
 LEAST_ROOM_BYTES = 16 << 20  # so many experts are in use at a time
 
 
 class Mixture:
-    """The experts of one file that is read; expert n has the key `first` + n."""
+    """The experts of one file that is read: each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n."""
 
     def __init__(self, group: Group, member: Member, layout: Experts, first: int) -> None:
         self.group, self.member, self.layout, self.first = group, member, layout, first
@@ -41,7 +40,7 @@ class Mixture:
     @property
     def kept(self) -> list[int]:
         """The experts that are there."""
-        return [expert for expert, state in enumerate(self.states) if state == THERE]
+        return [expert for expert, state in enumerate(self.states) if state == TOUCHED]
 
     def facts(self) -> dict[str, Any]:
         """What is kept, as `llmcache stats --json` tells it."""
@@ -90,34 +89,32 @@ class MixtureCache:
         """A program reads slice `number`, of which a page was `missed`, or is mapped now."""
         expert = mixture.layout.expert_of[number]
         state = mixture.states[expert]
-        if state == LOADING or (state == THERE and not missed):
+        if state == LOADING or (state == TOUCHED and not missed):
             return  # counted when it came, or with the next sample
         self.hot.use(mixture.first + expert)
         self.state.counters.miss_bytes += mixture.layout.bytes_of(expert)
         if not mixture.member.reachable:
             return
+        if state == TOUCHED:
+            self._give_up(mixture, expert)  # the kernel has reclaimed some of it
+            self.state.resident_bytes -= mixture.layout.bytes_of(expert)
         mixture.states[expert] = LOADING
         mixture.member.loads += 1
-        self.state.jobs.append(functools.partial(self._bring, backend, mixture, expert, state == THERE))
+        self.state.jobs.append(functools.partial(self._bring, backend, mixture, expert))
         self.state.work.notify()
 
-    def _bring(self, backend: Backend, mixture: Mixture, expert: int, again: bool) -> None:
+    def _bring(self, backend: Backend, mixture: Mixture, expert: int) -> None:
         """Has all slices of an expert read, as far as they are not there. Without the lock."""
         done = backend.bring(mixture.member, mixture.layout.ranges(expert))
         with self.state.lock:
             self.state.load_ended(mixture.member)
             if mixture.member.mixture is not mixture:
                 return
-            size = mixture.layout.bytes_of(expert)
+            mixture.states[expert] = TOUCHED if done else ABSENT
             if done:
-                mixture.states[expert] = THERE
                 self.hot.keep(mixture.first + expert)
-            else:
-                mixture.states[expert] = ABSENT
-                self.hot.drop(mixture.first + expert)
-            change = (size if done else 0) - (size if again else 0)
-            self.used_bytes += change
-            self.state.resident_bytes += change
+                self.used_bytes += mixture.layout.bytes_of(expert)
+                self.state.resident_bytes += mixture.layout.bytes_of(expert)
             if self.excess_bytes > 0:
                 self.state.room.notify()
 
@@ -134,14 +131,16 @@ class MixtureCache:
         while excess > 0 and (key := self.hot.least()) is not None:
             mixture = self.mixtures[bisect_right(self.mixtures, key, key=lambda one: one.first) - 1]
             expert = key - mixture.first
-            self.hot.drop(key)
-            mixture.states[expert] = ABSENT
+            self._give_up(mixture, expert)
             size = mixture.layout.bytes_of(expert)
-            self.used_bytes -= size
             excess -= size
-            node = mixture.member.node
-            if node is None:
+            if (node := mixture.member.node) is None:
                 self.state.resident_bytes -= size
-                continue
-            debts += [(node, offset, length, length) for offset, length in mixture.layout.ranges(expert)]
+            else:  # resident until it is dropped
+                debts += [(node, offset, length, length) for offset, length in mixture.layout.ranges(expert)]
         return debts
+
+    def _give_up(self, mixture: Mixture, expert: int) -> None:
+        self.hot.drop(mixture.first + expert)
+        mixture.states[expert] = ABSENT
+        self.used_bytes -= mixture.layout.bytes_of(expert)

@@ -49,12 +49,12 @@ UNUSABLE_MAX = 4096
 
 
 class Header(NamedTuple):
-    """What the header of a model says; it has `size_bytes`."""
+    """What the header of a model says; it has `size_bytes`. `experts`: those that are cached whole, if there are any."""
 
     size_bytes: int
     regions: tuple[LayoutRegion, ...]
     anatomy: Anatomy
-    experts: Experts
+    experts: Experts | None
 
 
 class Grouping:
@@ -149,7 +149,7 @@ class Grouping:
     def _make(self, files: list[tuple[str, int]], written: bool, header: Header | None) -> Group:
         total = sum(length for _, length in files)
         # Between the experts of two layers lies little that is dense: in large extents most would be theirs.
-        mixed = self.backend.in_place and header is not None and header.experts.count
+        mixed = header is not None and header.experts is not None
         large = SMALL_EXTENT if mixed else self.backend.large_extent
         extent_bytes = extent_bytes_for(total, WRITTEN_EXTENTS_MAX if written else EXTENTS_MAX, large)
         has_room = self._make_room(sum(max(1, -(-length // extent_bytes)) for _, length in files))
@@ -198,7 +198,10 @@ class Grouping:
             log.warning("inode %d is cached without a layout: cannot read its header: %s", backing.ino, error.strerror)
             return None
         if layout is not None:
-            return Header(layout.header_bytes, layout.regions(), Anatomy(layout), Experts(layout))
+            experts = Experts(layout) if self.backend.in_place else None
+            if experts is not None and not experts.count:
+                experts = None
+            return Header(layout.header_bytes, layout.regions(), Anatomy(layout), experts)
         if key[0].settled():
             self._unusable[key] = None
             if len(self._unusable) > UNUSABLE_MAX:
@@ -240,7 +243,7 @@ class Grouping:
         for extent in singles:
             group.set_state(extent, SINGLE)
         group.hot.update(hot)
-        if self.backend.in_place and header.experts.count and not group.first:
+        if header.experts is not None and not group.first:
             self.state.mixtures.begin(group, member, header.experts)
         size = group.extent_bytes
         computed = [range(part.first_byte // size, -(-part.end // size)) for part in header.regions]

@@ -18,7 +18,7 @@ _NUMBERED = re.compile(r"\.experts\.([0-9]{1,5})\.")
 
 
 @dataclass(frozen=True)
-class Run:
+class SliceRun:
     """Slices of one size that lie side by side: `count` of them from `first_byte` on, the first is number `first`."""
 
     first_byte: int
@@ -53,7 +53,7 @@ class Experts:
         for number, expert in enumerate(self.expert_of):
             self._slices[expert] += (number,)
 
-    def _runs(self) -> Iterator[Run]:
+    def _runs(self) -> Iterator[SliceRun]:
         begin = 0
         for number in range(1, len(self.starts) + 1):
             if number < len(self.starts):
@@ -61,7 +61,7 @@ class Experts:
                 if self.starts[number] == behind and self.sizes[number] == size:
                     continue
             if number > begin:
-                yield Run(self.starts[begin], self.sizes[begin], number - begin, begin)
+                yield SliceRun(self.starts[begin], self.sizes[begin], number - begin, begin)
             begin = number
 
     def ranges(self, expert: int) -> list[tuple[int, int]]:

@@ -16,6 +16,9 @@ from llmcache.fs.layout.tensors import ModelLayout, Region, Tensor, shard_name
 if TYPE_CHECKING:
     from llmcache.trace.record import TraceFile
 
+log = logging.getLogger(__name__)
+
+OPTION = "--model"
 _INDEX_SUFFIX = ".safetensors.index.json"
 _LONGEST_INDEX = 64 << 20
 # What programs load beside safetensors: tokenizer and configuration; a GGUF has both in its header.
@@ -117,11 +120,6 @@ def _companion_bytes(path: str) -> int:
     directory = Path(path).parent
     found = {file for pattern in _COMPANIONS for file in directory.glob(pattern) if file.is_file()}
     return sum(file.stat().st_size for file in found)
-
-
-log = logging.getLogger(__name__)
-
-OPTION = "--model"
 
 
 class TensorNames:
