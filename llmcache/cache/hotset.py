@@ -68,6 +68,10 @@ class HotSet:
             heapq.heappop(self._queue)
         return None
 
+    def coldest(self, count: int) -> list[int]:
+        """The `count` keys that should leave first."""
+        return heapq.nsmallest(count, self._kept, key=self._value.__getitem__)
+
     def forget(self, keys: range) -> None:
         """Forgets keys altogether: they stand for nothing any more."""
         for key in keys:

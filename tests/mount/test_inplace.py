@@ -27,22 +27,14 @@ from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.engine.engine import Engine
-from llmcache.fs.layout.experts import Experts
 from llmcache.fs.vfs.caller import Caller
 from llmcache.fs.vfs.source import SourceTree
 from llmcache.kv.spill import KvShape, SpillFile
 from tests.mount.conftest import llmcache
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, random_file, resident_bytes, wait_for
-from tools.bench import routing
-from tools.bench.blockdev import disk_of, read_ahead
 from tools.bench.cgroup import Group
 from tools.bench.clients.loop_reader import crcs
 from tools.bench.files import forget
-from tools.bench.runner import client, run_client
-from tools.bench.sides import SMALL_READ_AHEAD_KB
-from tools.make_model import make_model
-from tools.modelgen import gguf_file
-from tools.modelgen.shape import MixtureShape, choose_shape
 
 pytestmark = [pytest.mark.mount, pytest.mark.bpf]
 
@@ -298,33 +290,6 @@ def test_xfs(tmp_path: Path) -> None:
                 passes.end()
     finally:
         subprocess.run(["umount", str(source)], check=True)
-
-
-@pytest.mark.cgroup
-def test_a_mixture_of_experts_reads_no_more_than_with_the_experts_used_last(tmp_path: Path, empty: Path) -> None:
-    """Those of 32 experts a layer that were used last, kept whole and exactly, are what the mount has to reach."""
-    shape = choose_shape(256 * 10**6, gguf_file.BYTES_PER_VALUE, None, False, MixtureShape(32, 4, 200_000))
-    (model,) = make_model(empty / "mixture.gguf", shape, "gguf", 1, 0)
-    os.utime(model, (0, 0))
-    layout = routing.layout_of(model)
-    experts = Experts(layout)
-    tokens, warm = 60, 20
-    routed = routing.generate(tokens, shape.layers, shape.experts, shape.used, routing.Habits(zipf=1.2))
-    (tmp_path / "plan").write_bytes(routing.plan(layout, routed).tobytes())
-    expert_bytes, dense = experts.bytes_of(0), sum(tensor.size_bytes for tensor in layout.tensors if tensor.experts == 1)
-    budget = dense + experts.count * expert_bytes // 3
-    expected = sum(routing.lru_bytes(routed, expert_bytes, budget - dense)[warm:])
-    with (
-        read_ahead(disk_of(empty), SMALL_READ_AHEAD_KB),
-        Group("inplace-mixture", directory=empty, memory_bytes=budget + OVERHEAD_BYTES) as group,
-        live(empty, tmp_path / "mnt", str(budget), "--mode", "inplace", wrap=group.wrap) as mount,
-    ):
-        forget(model)
-        done = run_client(group, client("routed_reader", mount.mountpoint / model.name, tmp_path / "plan"), 300)
-        (file,) = mount.stats()["files"]
-    assert len(done.steps) == tokens
-    assert 0.2 * experts.count < file["experts"]["kept"] < 0.7 * experts.count
-    assert sum(step.storage_bytes for step in done.steps[warm:]) < 1.2 * expected
 
 
 @pytest.mark.cgroup

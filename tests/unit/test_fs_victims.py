@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
-from llmcache.fs.backends.base import Backend, BufferPool
+from llmcache.fs.backends.base import BufferPool
 from llmcache.fs.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
 from llmcache.fs.backends.holders import SteerHolder
 from llmcache.fs.engine.engine import Engine
-from llmcache.fs.engine.group import LOADING, PINNED, READY, SINGLE, TOUCHED, Group, Member
+from llmcache.fs.engine.group import LOADING, PINNED, READY, SINGLE, TOUCHED, Group
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
 from llmcache.fs.engine.state import CacheState
 from llmcache.fs.layout.experts import Experts
@@ -181,19 +180,11 @@ def test_a_failed_fetch_keeps_the_charge_of_pages_read_before() -> None:
     assert state.resident_bytes == sum(group.charge)
 
 
-class Storage:
-    """A backend that brings in what it is asked for, or fails."""
-
-    works = True
-
-    def bring(self, _member: Member, _ranges: Sequence[tuple[int, int]]) -> bool:
-        return self.works
-
-
 def test_experts_are_counted_while_they_are_there_and_only_then() -> None:
-    state, storage = new_state(64 * MIB), Storage()
+    state = new_state(64 * MIB)
     group = new_group(state, "mixture", 16)
-    cache, backend = state.mixtures, cast(Backend, storage)
+    group.status = bytearray([SINGLE]) * group.count
+    cache = state.mixtures
     layout = ModelLayout("gguf", 0, (Tensor("blk.0.ffn_up_exps.weight", 0, 16 * MIB, "F32", experts=8),))
     member = group.members[0]
     member.backing = cast(Backing, object())
@@ -202,11 +193,10 @@ def test_experts_are_counted_while_they_are_there_and_only_then() -> None:
     assert mixture is not None
 
     def miss(expert: int, works: bool = True) -> None:
-        storage.works = works
         with state.lock:
-            cache.touched(backend, mixture, expert, missed=True)
-        assert cache.used_bytes == state.resident_bytes == 2 * MIB * len(mixture.kept)
-        state.jobs.popleft()()
+            assert cache.missed(mixture, expert)
+            assert cache.used_bytes == state.resident_bytes == 2 * MIB * len(mixture.kept)
+            cache.arrived(mixture, expert, works)
         assert cache.used_bytes == state.resident_bytes == 2 * MIB * len(mixture.kept)
 
     for expert in range(4):
@@ -215,11 +205,11 @@ def test_experts_are_counted_while_they_are_there_and_only_then() -> None:
     miss(2, works=False)
     assert mixture.kept == [0, 1, 3] and len(cache.hot) == 3
     with state.lock:
-        cache.touched(backend, mixture, 0, missed=True)  # on its way: nobody's victim
+        assert cache.missed(mixture, 0)  # on its way: nobody's victim
         state.resident_bytes += 100 * MIB
         cache.used_bytes += 100 * MIB
         assert {offset // (2 * MIB) for _node, offset, _length, _charged in cache.victims()} == {1, 3}
         cache.used_bytes -= 100 * MIB
         cache.end(group)
-    state.jobs.popleft()()
+        cache.arrived(mixture, 0, True)
     assert cache.used_bytes == 0

@@ -13,11 +13,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from llmcache.fs.engine.group import Fetch
+
 if TYPE_CHECKING:
-    from llmcache.fs.engine.group import Fetch, Group, Member
+    from llmcache.fs.engine.experts import ExpertLoad
+    from llmcache.fs.engine.group import Group, Member
     from llmcache.fs.engine.state import Job
     from llmcache.fs.vfs.backing import Backing
 
@@ -33,6 +36,20 @@ class Region:
         self.size = size
         self.memory = mmap.mmap(-1, size)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+
+@dataclass(eq=False)
+class BufferFetch(Fetch):
+    """A read at `offset` into memory of this process: `region` holds the data once it is done.
+
+    `replied`: bytes that readers have; `stored`: the rest is in the page cache. `load`: of which it is a piece; `extent` is the number of the expert then.
+    """
+
+    region: Region = field(kw_only=True)
+    offset: int = field(kw_only=True)
+    load: ExpertLoad | None = None
+    stored: threading.Event = field(default_factory=threading.Event)
+    replied: tuple[int, int] = (0, 0)
 
 
 class BufferPool:
@@ -117,9 +134,6 @@ class Backend(Protocol):
 
     def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
         """Has a whole extent in the page cache that is else read page by page; False if that cannot be."""
-
-    def bring(self, member: Member, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Has parts (offset, bytes) of a file read as far as they are not in the page cache; False if that cannot be."""
 
     def drop(self, node: int, offset: int, length: int, *, written: bool = False) -> None:
         """Drops a part of a file (0 bytes: all behind) from the page cache; may wait for who reads it.

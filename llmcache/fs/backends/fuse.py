@@ -22,14 +22,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcache.cache.extents import LARGE_EXTENT
 from llmcache.cache.steering import HIT, KEPT, MISS
-from llmcache.fs.backends.base import BOUNCE_BYTES, Region
+from llmcache.fs.backends.base import BOUNCE_BYTES, BufferFetch, Region
+from llmcache.fs.backends.slices import SliceReader
 from llmcache.fs.client.mountpoint import MountEntry, find
 from llmcache.fs.engine.group import (
     ABSENT,
@@ -59,14 +58,6 @@ FAILED = 1 << 20  # misses of an extent that could not be read: never fetched ah
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class BufferFetch(Fetch):
-    """A read into memory of this process: `region` holds the data once it is done; `replied`: bytes that readers have."""
-
-    region: Region = field(kw_only=True)
-    replied: tuple[int, int] = (0, 0)
-
-
 class FuseBackend:
     """Claims, loads, stores and drops extents."""
 
@@ -76,15 +67,18 @@ class FuseBackend:
         self.state = state
         self.holder = holder
         self.notifier: KernelNotifier | None = None
+        self.slices = SliceReader(self)
         self._sentinel: subprocess.Popen[bytes] | None = None
 
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
         """Before the first request: whoever sends one may hang if this process is killed."""
         self.notifier = notifier
         self.guards(mountpoint)
+        self.slices.start()
 
     def stop(self) -> None:
         """What is left to be stored is not."""
+        self.slices.stop()
 
     def close(self) -> None:
         """Ends the process that watches this one."""
@@ -101,10 +95,6 @@ class FuseBackend:
         if self._sentinel is None or self._sentinel.poll() is not None:
             self._sentinel = start_sentinel(entry)
         return True
-
-    def bring(self, _member: Member, _ranges: Sequence[tuple[int, int]]) -> bool:
-        """Experts are fetched as loops are."""
-        return False
 
     def drop(self, node: int, offset: int, length: int, *, written: bool = False) -> None:
         """Has the kernel give up what it has there; waits for those who read it."""
@@ -130,8 +120,9 @@ class FuseBackend:
             self.state.pool.give(buffer)
             buffer = None
         region = own or buffer or Region(group.extent_bytes)
-        length = group.length_of(member, extent)
-        fetch = BufferFetch(extent, length, ahead, member.backing, group.charge[extent], buffer=buffer, region=region)
+        offset, length = group.offset_of(member, extent), group.length_of(member, extent)
+        charged = group.charge[extent]
+        fetch = BufferFetch(extent, length, ahead, member.backing, charged, buffer=buffer, region=region, offset=offset)
         fetch.keep = verdict == KEPT
         group.loading[extent] = fetch
         group.strays.pop(extent, None)
@@ -164,25 +155,24 @@ class FuseBackend:
         if fetch.done.is_set():
             return
         backing = fetch.backing
-        offset = group.offset_of(member, fetch.extent)
         try:
             if backing is None:
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
             # Whole pages, so that O_DIRECT is possible at the end of the file too.
             wanted = -(-fetch.length // PAGE) * PAGE
-            count = backing.read_into(fetch.region.address, wanted, offset)
+            count = backing.read_into(fetch.region.address, wanted, fetch.offset)
             if count < fetch.length:
-                raise OSError(errno.EIO, f"{member.path}: {count} of {fetch.length} bytes at {offset}")
+                raise OSError(errno.EIO, f"{member.path}: {count} of {fetch.length} bytes at {fetch.offset}")
         except OSError as error:
             fetch.error = error
         with self.state.lock:
             self.state.load_ended(member)
-            if fetch.error is not None:
-                self._fail(group, fetch)
-            else:
+            if fetch.error is None:
                 self.state.counters.backing_read_bytes += fetch.length
                 if fetch.keep and group.alive and not fetch.stale:
                     self.holder.keep(group, fetch.extent, fetch.region)
+            elif fetch.load is None:
+                self._fail(group, fetch)
         fetch.done.set()
 
     def _fail(self, group: Group, fetch: Fetch) -> None:
@@ -202,34 +192,43 @@ class FuseBackend:
     def store(self, group: Group, member: Member, fetch: BufferFetch) -> None:
         """Puts the loaded extent into the page cache and finishes the fetch."""
         with self.state.lock:
-            usable = fetch.error is None and not fetch.stale and group.loading.get(fetch.extent) is fetch
+            usable = fetch.error is None and self._current(group, fetch)
             self.state.storing.append((group, member))
-            trip = fetch.ahead and not fetch.joined and not self.holder.skips_trip(group, fetch.extent)
+            trip = (
+                fetch.load is None and fetch.ahead and not fetch.joined and not self.holder.skips_trip(group, fetch.extent)
+            )
         failed = 0
         if usable:
             parts = [(PAGE, fetch.length)] if trip else [(0, fetch.replied[0]), (fetch.replied[1], fetch.length)]
             for start, end in parts:
-                failed = failed or self._put(group, member, fetch, start, end)
+                failed = failed or self._put(member, fetch, start, end)
         with self.state.lock:
             self.state.store_ended(group, member)
-            if usable and not fetch.stale and group.loading.get(fetch.extent) is fetch:
+            current = self._current(group, fetch)
+            if current and fetch.load is not None and member.mixture is not None:
+                self.slices.ended(member.mixture, fetch, usable and not failed)
+            elif current and usable:
                 self._stored(group, member, fetch, trip, failed)
             elif usable and member.node is not None:
                 # The group ended meanwhile: what was stored after its pages were dropped has to go as well.
-                self.state.debts.append((member.node, group.offset_of(member, fetch.extent), fetch.length, 0))
+                self.state.debts.append((member.node, fetch.offset, fetch.length, 0))
                 self.state.room.notify()
             self.state.finish(fetch)
             self.state.work.notify()
+        fetch.stored.set()
 
-    def _put(self, group: Group, member: Member, fetch: BufferFetch, start: int, end: int) -> int:
+    def _current(self, group: Group, fetch: BufferFetch) -> bool:
+        """False once its group has ended, or the file has changed. Lock held."""
+        return not fetch.stale and (fetch.load is not None or group.loading.get(fetch.extent) is fetch)
+
+    def _put(self, member: Member, fetch: BufferFetch, start: int, end: int) -> int:
         if self.notifier is None or member.node is None:
             return -errno.ENOTCONN
-        offset = group.offset_of(member, fetch.extent)
         # Page-aligned: a page that the reply covers in part is complete in the kernel only with its neighbour.
         start = -(-start // PAGE) * PAGE if start else 0
         if end <= start:
             return 0
-        return self.notifier.store(member.node, offset + start, fetch.region.address + start, end - start)
+        return self.notifier.store(member.node, fetch.offset + start, fetch.region.address + start, end - start)
 
     def _stored(self, group: Group, member: Member, fetch: BufferFetch, trip: bool, failed: int) -> None:
         """Lock held."""
@@ -302,6 +301,7 @@ def copy(target: int, region: Region, start: int, length: int) -> None:
 
 REFAULTS_MAX = 2
 WAIT_S = 5.0
+STORE_WAIT_S = 0.005  # of a slice: else the kernel reads ahead, beyond its end too, while the rest is being stored
 
 
 class Reader:
@@ -325,11 +325,18 @@ class Reader:
         if owner is None or offset + size > owner[1].size_bytes:
             return self.uncached(backing, address, size, offset, pid)
         group, member = owner
-        done = 0
+        done, wanted = 0, None
+        if member.mixture is not None:
+            with self.state.lock:
+                wanted = self.backend.slices.wanted(member.mixture, offset, size)
         while done < size:
-            index, start = divmod(offset + done, group.extent_bytes)
-            length = min(size - done, group.extent_bytes - start)
-            count = self._segment(group, member, backing, address + done, member.base + index, start, length, pid)
+            part = self._slice(group, member, backing, address + done, offset + done, size - done, wanted, pid)
+            if part is not None:
+                length, count = part
+            else:
+                index, start = divmod(offset + done, group.extent_bytes)
+                length = min(size - done, group.extent_bytes - start)
+                count = self._segment(group, member, backing, address + done, member.base + index, start, length, pid)
             done += count
             if count < length:  # shrunk behind the mount
                 break
@@ -337,6 +344,33 @@ class Reader:
             with self.state.lock:
                 self.state.counters.requested_bytes += done
         return done
+
+    def _slice(
+        self,
+        group: Group,
+        member: Member,
+        backing: Backing,
+        address: int,
+        offset: int,
+        size: int,
+        wanted: int | None,
+        pid: int,
+    ) -> tuple[int, int] | None:
+        """Answers the first part of a request if it is for a slice; returns the bytes of that, and those that were read."""
+        with self.state.lock:
+            mixture = member.mixture
+            number = None if mixture is None else mixture.slice_at(offset)
+            if mixture is None or number is None:
+                return None
+            group.last_ns, group.last_pid = time.monotonic_ns(), pid or group.last_pid
+            length = min(size, mixture.end_of(number) - offset)
+            fetch, mine = self.backend.slices.claim(mixture, number, offset, length, number == wanted, pid)
+        if fetch is None:
+            return length, self.direct(backing, address, length, offset)
+        start = offset - fetch.offset
+        length = min(length, fetch.length - start)
+        answer = self._answer_mine if mine else self._answer_theirs
+        return length, answer(group, member, backing, fetch, address, start, length, pid)
 
     def _segment(
         self,
@@ -438,10 +472,12 @@ class Reader:
         with self.state.lock:
             if pid and not fetch.held:
                 self.state.demand_waits.add(waited_ns)
-            self.state.jobs.append(functools.partial(self.backend.store, group, member, fetch))
+            self.state.jobs.appendleft(functools.partial(self.backend.store, group, member, fetch))
             self.state.work.notify()
         if fetch.error is not None:
-            return self.direct(backing, address, length, group.offset_of(member, fetch.extent) + start)
+            return self.direct(backing, address, length, fetch.offset + start)
+        if fetch.load is not None:
+            fetch.stored.wait(STORE_WAIT_S)
         return length
 
     def _answer_theirs(
@@ -469,7 +505,7 @@ class Reader:
                 self._judge(fetch, waited, waited_ns)
             self.state.finish(fetch)
         if not usable:
-            return self.direct(backing, address, length, group.offset_of(member, fetch.extent) + start)
+            return self.direct(backing, address, length, fetch.offset + start)
         return length
 
     def _judge(self, fetch: Fetch, waited: bool, waited_ns: int) -> None:

@@ -26,7 +26,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llmcache.bpf.pagetables import PageTables, Unreadable
@@ -198,20 +198,19 @@ class InPlaceBackend:
             self._end(mapping, group.length_of(member, extent), max(read, 0))
         return read >= 0
 
-    def bring(self, member: Member, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Has slices read, in single pages: none begins at a huge one."""
-        file = self.files.of_node(member.node)
-        if file is None:
-            return False
-        read = 0
-        with contextlib.suppress(OSError), self.files.opened(file) as fd:
-            for offset, length in ranges:
-                read += read_ahead(fd, offset, length)
-            with self.state.lock:
-                self.state.counters.backing_read_bytes += read
-                self.state.counters.stored_bytes += read
-            return True
-        return False
+    def _bring_expert(self, mixture: Mixture, expert: int) -> None:
+        """Has slices read as far as they are not there, in single pages: none begins at a huge one."""
+        file, read, done = self.files.of_node(mixture.member.node), 0, False
+        if file is not None:
+            with contextlib.suppress(OSError), self.files.opened(file) as fd:
+                for offset, length in mixture.ranges(expert):
+                    read += read_ahead(fd, offset, length)
+                done = True
+        with self.state.lock:
+            self.state.counters.backing_read_bytes += read
+            self.state.counters.stored_bytes += read
+            self.state.load_ended(mixture.member)
+            self.state.mixtures.arrived(mixture, expert, done)
 
     def _begin(self, member: Member, backing: Backing | None) -> MappedFile | None:
         """The member's open file, to be read; None if that is not `backing` any more."""
@@ -323,10 +322,20 @@ class InPlaceBackend:
         group, member = owner
         if touch.extent >= member.count:
             if member.mixture is not None:
-                missed = bool(touch.flags & MISS)
-                self.state.mixtures.touched(self, member.mixture, touch.extent - member.count, missed)
+                self._slice_touched(member.mixture, touch.extent - member.count, bool(touch.flags & MISS))
         elif group.alive:
             self._note(group, member, file, member.base + touch.extent, touch)
+
+    def _slice_touched(self, mixture: Mixture, number: int, missed: bool) -> None:
+        """A program reads a slice, of which a page was `missed`, or is mapped now. Lock held."""
+        expert = mixture.layout.expert_of[number]
+        state = mixture.states[expert]
+        if state == LOADING or (state == TOUCHED and not missed):
+            return  # counted when it came, or with the next sample
+        if self.state.mixtures.missed(mixture, expert):
+            mixture.member.loads += 1
+            self.state.jobs.append(functools.partial(self._bring_expert, mixture, expert))
+            self.state.work.notify()
 
     def _note(self, group: Group, member: Member, file: File, extent: int, touch: Touch) -> None:
         """Lock held."""

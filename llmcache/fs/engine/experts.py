@@ -2,23 +2,26 @@
 
 A miss in one slice names the expert, and with it the slices that will be read next: all come in at once, and none that is
 there. Dense tensors loop and have the budget first (`planner.py`): a byte there saves a read per token. What is left is the
-experts' room. Who was used is told by touches of what is not mapped, and by samples of what is (`InPlaceBackend`).
+experts' room. Who was used is told by misses, and by samples of what is there: of accessed bits in place, of requests for a
+page that was taken out over FUSE.
 
-Every method but `bring` expects the engine's lock.
+Extents that are dense in part belong to the loop, with what they hold of slices.
+
+Every method expects the engine's lock.
 """
 
 from __future__ import annotations
 
-import functools
 from array import array
 from bisect import bisect_right
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.hotset import HotSet
-from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, TOUCHED
+from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, SINGLE, TOUCHED
 
 if TYPE_CHECKING:
-    from llmcache.fs.backends.base import Backend
+    from llmcache.fs.backends.base import BufferFetch
     from llmcache.fs.engine.group import Group, Member
     from llmcache.fs.engine.state import CacheState
     from llmcache.fs.layout.experts import Experts
@@ -27,20 +30,71 @@ HEADROOM_BYTES = 4 << 20
 LEAST_ROOM_BYTES = 16 << 20  # so many experts are in use at a time
 
 
+@dataclass(eq=False)
+class ExpertLoad:
+    """An expert on its way over FUSE: its pieces, (offset, bytes), that nobody has begun to read, and fetches of others."""
+
+    waiting: list[tuple[int, int]]
+    loading: list[BufferFetch] = field(default_factory=list)
+    failed: bool = False
+
+
 class Mixture:
-    """The experts of one file that is read: each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n."""
+    """The experts of one file that is read: each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n.
+
+    Over FUSE: `loads` of experts that are LOADING, and `trips`: experts of which a page was taken out, so that their next
+    use is seen.
+    """
 
     def __init__(self, group: Group, member: Member, layout: Experts, first: int) -> None:
         self.group, self.member, self.layout, self.first = group, member, layout, first
         self.states = bytearray(layout.count)
         # In the middle of a slice: what the kernel maps around a fault in the next one does not reach so far.
-        firsts = (layout.ranges(expert)[:1] or [(0, 0)] for expert in range(layout.count))
-        self.probes = array("Q", ((offset + length // 2) // PAGE * PAGE for ((offset, length),) in firsts))
+        firsts = ((self.ranges(expert) or [(0, 0)])[0] for expert in range(layout.count))
+        self.probes = array("Q", ((offset + length // 2) // PAGE * PAGE for offset, length in firsts))
+        self.loads: dict[int, ExpertLoad] = {}
+        self.trips: set[int] = set()
+        self.refaults: dict[int, int] = {}
 
     @property
     def kept(self) -> list[int]:
         """The experts that are there."""
         return [expert for expert, state in enumerate(self.states) if state == TOUCHED]
+
+    def ranges(self, expert: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of the slices of an expert in whole pages, without what is in the loop."""
+        return [self._pages(start, start + size) for start, size in self.layout.ranges(expert)]
+
+    def own(self, expert: int) -> list[tuple[int, int]]:
+        """The same, without pages that are another's in part."""
+        whole = ((-(-start // PAGE) * PAGE, (start + size) // PAGE * PAGE) for start, size in self.layout.ranges(expert))
+        return [(offset, length) for offset, length in (self._pages(*part) for part in whole) if length]
+
+    def bytes_of(self, expert: int) -> int:
+        """Bytes of an expert."""
+        return sum(length for _, length in self.ranges(expert))
+
+    def _pages(self, start: int, end: int) -> tuple[int, int]:
+        size, base = self.group.extent_bytes, self.member.base
+        start = start // PAGE * PAGE
+        if self.group.state(base + start // size) != SINGLE:
+            start = (start // size + 1) * size
+        if end % size and self.group.state(base + end // size) != SINGLE:
+            end = end // size * size
+        return start, max(0, -(-end // PAGE) * PAGE - start)
+
+    def slice_at(self, offset: int) -> int | None:
+        """The number of the slice that a byte is in; None for one that is no expert's, or in the loop."""
+        number = bisect_right(self.layout.starts, offset) - 1
+        if number < 0 or offset >= self.layout.starts[number] + self.layout.sizes[number]:
+            return None
+        return number if self.group.state(self.member.base + offset // self.group.extent_bytes) == SINGLE else None
+
+    def end_of(self, number: int) -> int:
+        """Where the pages of a slice end, or what belongs to the loop begins."""
+        start = self.layout.starts[number]
+        offset, length = self._pages(start, start + self.layout.sizes[number])
+        return offset + length
 
     def facts(self) -> dict[str, Any]:
         """What is kept, as `llmcache stats --json` tells it."""
@@ -48,7 +102,7 @@ class Mixture:
         return {
             "count": self.layout.count,
             "kept": len(kept),
-            "kept_bytes": sum(map(self.layout.bytes_of, kept)),
+            "kept_bytes": sum(map(self.bytes_of, kept)),
             "bytes": sum(self.layout.sizes),
         }
 
@@ -75,7 +129,11 @@ class MixtureCache:
         for mixture in [mixture for mixture in self.mixtures if mixture.group is group]:
             self.mixtures.remove(mixture)
             mixture.member.mixture = None
-            gone = sum(mixture.layout.bytes_of(expert) for expert in mixture.kept)
+            for load in mixture.loads.values():
+                load.waiting.clear()
+                for fetch in load.loading:
+                    fetch.stale = True
+            gone = sum(map(mixture.bytes_of, mixture.kept))
             self.used_bytes -= gone
             self.state.resident_bytes -= gone
             self.hot.forget(range(mixture.first, mixture.first + mixture.layout.count))
@@ -83,40 +141,35 @@ class MixtureCache:
     def used(self, mixture: Mixture, expert: int) -> None:
         """A sample says that an expert that is there was used."""
         self.hot.use(mixture.first + expert)
-        self.state.counters.hit_bytes += mixture.layout.bytes_of(expert)
+        self.state.counters.hit_bytes += mixture.bytes_of(expert)
 
-    def touched(self, backend: Backend, mixture: Mixture, number: int, missed: bool) -> None:
-        """A program reads slice `number`, of which a page was `missed`, or is mapped now."""
-        expert = mixture.layout.expert_of[number]
-        state = mixture.states[expert]
-        if state == LOADING or (state == TOUCHED and not missed):
-            return  # counted when it came, or with the next sample
+    def missed(self, mixture: Mixture, expert: int) -> bool:
+        """A program uses an expert that is not there, or not wholly; True if it is LOADING now, to have `arrived` soon."""
         self.hot.use(mixture.first + expert)
-        self.state.counters.miss_bytes += mixture.layout.bytes_of(expert)
+        self.state.counters.miss_bytes += mixture.bytes_of(expert)
         if not mixture.member.reachable:
-            return
-        if state == TOUCHED:
-            self._give_up(mixture, expert)  # the kernel has reclaimed some of it
-            self.state.resident_bytes -= mixture.layout.bytes_of(expert)
+            return False
+        if mixture.states[expert] == TOUCHED:
+            self.lost(mixture, expert)
         mixture.states[expert] = LOADING
-        mixture.member.loads += 1
-        self.state.jobs.append(functools.partial(self._bring, backend, mixture, expert))
-        self.state.work.notify()
+        return True
 
-    def _bring(self, backend: Backend, mixture: Mixture, expert: int) -> None:
-        """Has all slices of an expert read, as far as they are not there. Without the lock."""
-        done = backend.bring(mixture.member, mixture.layout.ranges(expert))
-        with self.state.lock:
-            self.state.load_ended(mixture.member)
-            if mixture.member.mixture is not mixture:
-                return
-            mixture.states[expert] = TOUCHED if done else ABSENT
-            if done:
-                self.hot.keep(mixture.first + expert)
-                self.used_bytes += mixture.layout.bytes_of(expert)
-                self.state.resident_bytes += mixture.layout.bytes_of(expert)
-            if self.excess_bytes > 0:
-                self.state.room.notify()
+    def lost(self, mixture: Mixture, expert: int) -> None:
+        """The kernel has reclaimed some of an expert that was there."""
+        self._give_up(mixture, expert)
+        self.state.resident_bytes -= mixture.bytes_of(expert)
+
+    def arrived(self, mixture: Mixture, expert: int, done: bool) -> None:
+        """An expert that was LOADING is there, or could not be read."""
+        if mixture.member.mixture is not mixture:
+            return
+        mixture.states[expert] = TOUCHED if done else ABSENT
+        if done:
+            self.hot.keep(mixture.first + expert)
+            self.used_bytes += mixture.bytes_of(expert)
+            self.state.resident_bytes += mixture.bytes_of(expert)
+        if self.excess_bytes > 0:
+            self.state.room.notify()
 
     @property
     def excess_bytes(self) -> int:
@@ -129,18 +182,24 @@ class MixtureCache:
         debts: list[tuple[int, int, int, int]] = []
         excess = self.excess_bytes
         while excess > 0 and (key := self.hot.least()) is not None:
-            mixture = self.mixtures[bisect_right(self.mixtures, key, key=lambda one: one.first) - 1]
-            expert = key - mixture.first
+            mixture, expert = self.of(key)
+            size = mixture.bytes_of(expert)
             self._give_up(mixture, expert)
-            size = mixture.layout.bytes_of(expert)
             excess -= size
-            if (node := mixture.member.node) is None:
-                self.state.resident_bytes -= size
-            else:  # resident until it is dropped
-                debts += [(node, offset, length, length) for offset, length in mixture.layout.ranges(expert)]
+            self.state.resident_bytes -= size
+            if (node := mixture.member.node) is not None:
+                debts += [(node, offset, length, length) for offset, length in mixture.own(expert)]
+                self.state.resident_bytes += sum(length for _, length in mixture.own(expert))  # until it is dropped
         return debts
+
+    def of(self, key: int) -> tuple[Mixture, int]:
+        """The mixture and the expert that `key` means."""
+        mixture = self.mixtures[bisect_right(self.mixtures, key, key=lambda one: one.first) - 1]
+        return mixture, key - mixture.first
 
     def _give_up(self, mixture: Mixture, expert: int) -> None:
         self.hot.drop(mixture.first + expert)
         mixture.states[expert] = ABSENT
-        self.used_bytes -= mixture.layout.bytes_of(expert)
+        mixture.trips.discard(expert)
+        mixture.refaults.pop(expert, None)
+        self.used_bytes -= mixture.bytes_of(expert)

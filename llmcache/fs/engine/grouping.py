@@ -198,10 +198,8 @@ class Grouping:
             log.warning("inode %d is cached without a layout: cannot read its header: %s", backing.ino, error.strerror)
             return None
         if layout is not None:
-            experts = Experts(layout) if self.backend.in_place else None
-            if experts is not None and not experts.count:
-                experts = None
-            return Header(layout.header_bytes, layout.regions(), Anatomy(layout), experts)
+            experts = Experts(layout)
+            return Header(layout.header_bytes, layout.regions(), Anatomy(layout), experts if experts.count else None)
         if key[0].settled():
             self._unusable[key] = None
             if len(self._unusable) > UNUSABLE_MAX:
@@ -232,8 +230,8 @@ class Grouping:
         """Takes over what the header says: hot and row extents are single, the rest loops; all of it if it is pinned."""
         single = bytearray(member.count)
         for region in header.regions:
-            if group.first or (region.role == "loop" and not (region.sparse and self.backend.in_place)):
-                continue  # in place they are no loop: `experts.py`
+            if group.first or (region.role == "loop" and not region.sparse):
+                continue
             first = -(-region.first_byte // group.extent_bytes)
             for extent in range(first, region.end // group.extent_bytes):
                 single[extent] = 1

@@ -1,0 +1,139 @@
+"""Mixtures of experts, in all modes: what is kept of them, and every byte of them right."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import random
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from llmcache.fs.backends.touches import why_not
+from llmcache.fs.layout.experts import Experts
+from tests.mount.live import OVERHEAD_BYTES, live, wait_for
+from tools.bench import routing
+from tools.bench.blockdev import disk_of, read_ahead
+from tools.bench.cgroup import Group
+from tools.bench.files import forget
+from tools.bench.runner import client, run_client
+from tools.bench.sides import SMALL_READ_AHEAD_KB
+from tools.make_model import make_model
+from tools.modelgen import gguf_file
+from tools.modelgen.shape import MixtureShape, choose_shape
+
+pytestmark = [pytest.mark.mount, pytest.mark.bpf]
+
+EXPERTS, USED = 32, 4
+TOKENS, WARM = 60, 20
+
+
+@dataclass(frozen=True)
+class Model:
+    """A generated mixture, alone in its directory."""
+
+    path: Path
+    experts: Experts
+    layers: int
+    expert_bytes: int
+    dense_bytes: int
+
+    @property
+    def budget(self) -> int:
+        """For all that is dense and a third of the experts."""
+        return self.dense_bytes + self.experts.count * self.expert_bytes // 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    directory = tmp_path_factory.mktemp("mixture")
+    shape = choose_shape(256 * 10**6, gguf_file.BYTES_PER_VALUE, None, False, MixtureShape(EXPERTS, USED, 200_000))
+    (path,) = make_model(directory / "mixture.gguf", shape, "gguf", 1, 0)
+    os.utime(path, (0, 0))
+    layout = routing.layout_of(path)
+    experts = Experts(layout)
+    dense = sum(tensor.size_bytes for tensor in layout.tensors if tensor.experts == 1)
+    return Model(path, experts, shape.layers, experts.bytes_of(0), dense)
+
+
+@pytest.fixture(params=["inplace", "steer", "arena"])
+def mode(request: pytest.FixtureRequest, model: Model) -> str:
+    if request.param == "inplace" and (reason := why_not(str(model.path.parent))):
+        pytest.skip(reason)
+    return str(request.param)
+
+
+@pytest.mark.cgroup
+def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path: Path, mode: str) -> None:
+    """Those of 32 experts a layer that were used last, kept whole and exactly, are what the mount has to reach."""
+    routed = routing.generate(TOKENS, model.layers, EXPERTS, USED, routing.Habits(zipf=1.2))
+    (tmp_path / "plan").write_bytes(routing.plan(routing.layout_of(model.path), routed).tobytes())
+    expected = sum(routing.lru_bytes(routed, model.expert_bytes, model.budget - model.dense_bytes)[WARM:])
+    source = model.path.parent
+    with (
+        read_ahead(disk_of(source), SMALL_READ_AHEAD_KB),
+        Group(f"{mode}-mixture", directory=source, memory_bytes=model.budget + OVERHEAD_BYTES) as group,
+        live(source, tmp_path / "mnt", str(model.budget), "--mode", mode, wrap=group.wrap) as mount,
+    ):
+        forget(model.path)
+        done = run_client(group, client("routed_reader", mount.mountpoint / model.path.name, tmp_path / "plan"), 300)
+        (file,) = mount.stats()["files"]
+    assert len(done.steps) == TOKENS
+    assert 0.2 * model.experts.count < file["experts"]["kept"] < 0.7 * model.experts.count
+    assert sum(step.storage_bytes for step in done.steps[WARM:]) < 1.2 * expected
+
+
+def test_every_byte_is_right_while_experts_come_and_go(model: Model, tmp_path: Path, mode: str) -> None:
+    """Read by four threads, mapped and not, whole slices and pieces across their ends; then the file is another one."""
+    source = tmp_path / "source"
+    source.mkdir()
+    path = source / "mixture.gguf"
+    shutil.copy(model.path, path)
+    os.utime(path, (0, 0))
+    wrong: list[tuple[int, int]] = []
+    rounds = itertools.count()
+
+    def read(number: int, through: Path, content: bytes, ended: threading.Event) -> None:
+        chance = random.Random(number)
+        with through.open("rb", buffering=0) as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+            while not ended.is_set():
+                expert = min(int(chance.paretovariate(0.7)), model.experts.count) - 1
+                for offset, length in model.experts.ranges(expert):
+                    first = max(0, offset - chance.choice((0, 1, 5000)))
+                    end = min(len(content), offset + length + chance.choice((0, 1, 5000)))
+                    found = view[first:end] if number % 2 else os.pread(file.fileno(), end - first, first)
+                    if found != content[first:end]:
+                        wrong.append((first, end))
+                next(rounds)
+
+    def read_for(rounds_more: int, through: Path) -> None:
+        content, ended = path.read_bytes(), threading.Event()
+        until = next(rounds) + rounds_more
+        readers = [threading.Thread(target=read, args=(number, through, content, ended)) for number in range(4)]
+        for reader in readers:
+            reader.start()
+        try:
+            wait_for(lambda: next(rounds) > until or bool(wrong), "experts were read", 120)
+        finally:
+            ended.set()
+            for reader in readers:
+                reader.join()
+
+    with live(source, tmp_path / "mnt", "96M", "--mode", mode) as mount:
+        through = mount.mountpoint / path.name
+        read_for(1500, through)
+        stats = mount.stats()
+        assert stats["files"][0]["experts"]["kept"] > 0
+        # In place what is beyond the budget stays while memory is free.
+        assert mode == "inplace" or stats["invalidated_bytes"] > 0
+        last = bytes(byte ^ 255 for byte in path.read_bytes()[-(1 << 20) :])
+        with path.open("r+b") as file:  # the last layer's experts change
+            file.seek(-len(last), os.SEEK_END)
+            file.write(last)
+        os.utime(path, (1, 1))
+        read_for(500, through)
+    assert not wrong
