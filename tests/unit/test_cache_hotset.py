@@ -1,37 +1,38 @@
-"""LRFU: between the least recently and the least frequently used."""
+"""LRFU: between the least recently and the least frequently used, where it misses least."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.hotset import HotSet
+from llmcache.cache.hotset import HotSet, Lrfu
+from tools.bench import routing
 
 USES = st.lists(st.integers(0, 12), min_size=1, max_size=200)
 
 
-def kept(uses: list[int], room: int, half_lives: float) -> tuple[set[int], int]:
-    """What is kept at the end, and how many uses found nothing."""
-    hot, missed = HotSet(half_lives), 0
+def run(hot: Lrfu, uses: Iterable[int], room: int) -> list[bool]:
+    """Which uses find nothing, where `room` keys are kept."""
+    missed = []
     for key in uses:
+        missed.append(key not in hot)
         hot.use(key)
-        missed += key not in hot
         hot.keep(key)
-        while len(hot) > room:
-            victim = hot.least()
-            assert victim is not None and victim in hot
+        if len(hot) > room and (victim := hot.least()) is not None:
+            assert victim in hot
             hot.drop(victim)
-    return {key for key in range(13) if key in hot}, missed
+    return missed
 
 
 @given(USES, st.integers(1, 8))
 def test_who_has_the_least_left_leaves_first(uses: list[int], room: int) -> None:
     """Against the definition, summed anew for every victim."""
-    hot, clock, past = HotSet(1.0), 0.0, []
+    hot, clock, past = Lrfu(1.0), 0.0, []
     for key in uses:
         clock += 1 / max(8.0, len(hot))
         past.append((clock, key))
@@ -52,19 +53,34 @@ def test_with_a_short_half_life_it_is_the_least_recently_used(uses: list[int], r
         recent[key] = None
         if len(recent) > room:
             recent.popitem(last=False)
-    hot = HotSet(0.0, least_half_life=1e-3)
-    for key in uses:
-        hot.use(key)
-        hot.keep(key)
-        if len(hot) > room and (victim := hot.least()) is not None:
-            hot.drop(victim)
+    hot = Lrfu(0.0, least_half_life=1e-3)
+    run(hot, uses, room)
     assert {key for key in range(13) if key in hot} == set(recent)
 
 
 def test_what_is_used_often_outlives_what_is_used_once() -> None:
     uses = [use for turn in range(100) for use in (0, 1, 2 + turn % 11)]
-    found, _ = kept(uses, 4, 4.0)
-    assert {0, 1} <= found
+    hot = Lrfu(4.0)
+    run(hot, uses, 4)
+    assert 0 in hot and 1 in hot
+
+
+@pytest.mark.parametrize(
+    ("habits", "share", "most"),
+    [
+        (routing.Habits(1.0, 0.15, 0.0), 0.1, 0.88),  # popularity lasts: long memory
+        (routing.Habits(1.0, 0.15, 0.01), 0.2, 0.92),
+        (routing.Habits(0.3, 0.4, 0.1), 0.2, 1.01),  # it changes all the time: as LRU
+        (routing.Habits(0.6, 0.3, 0.05), 0.5, 1.01),
+    ],
+)
+def test_the_half_life_is_the_one_that_misses_least(habits: routing.Habits, share: float, most: float) -> None:
+    """Experts of a generated routing; misses of those of LRU, which a half-life of nothing is."""
+    routed = routing.generate(200, 6, 64, 4, habits)
+    uses = [int(64 * layer + expert) for token in routed for layer in range(6) for expert in token[layer]]
+    room, warm = int(share * 6 * 64), len(uses) // 4
+    mine, lru = run(HotSet(), uses, room)[warm:], run(Lrfu(0.0, least_half_life=1e-3), uses, room)[warm:]
+    assert sum(mine) <= most * sum(lru)
 
 
 def test_what_is_forgotten_stands_for_nothing() -> None:

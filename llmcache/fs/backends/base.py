@@ -42,7 +42,8 @@ class Region:
 class BufferFetch(Fetch):
     """A read at `offset` into memory of this process: `region` holds the data once it is done.
 
-    `replied`: bytes that readers have; `stored`: the rest is in the page cache. `load`: of which it is a piece; `extent` is the number of the expert then.
+    `replied`: bytes that readers have; `stored`: the rest is in the page cache. `load`: of which it is a piece; `extent` is
+    the number of the expert then.
     """
 
     region: Region = field(kw_only=True)
