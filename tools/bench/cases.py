@@ -1,12 +1,18 @@
-"""The cases of the mount benchmark: (a) larger than memory, (b) fits, (c) cold, (d) readers, (e) sizes, (f) no limit."""
+"""The cases of the mount benchmark: (a) larger than memory, (b) fits, (c) cold, (d) readers, (e) sizes, (f) no limit, (g) mixtures."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .experiment import Experiment
+from tools.make_model import make_model
+from tools.modelgen.gguf_file import BYTES_PER_VALUE
+from tools.modelgen.shape import MixtureShape, choose_shape
+
+from . import routing
+from .experiment import Experiment, Routed
 from .files import MIB, crc_file, loop_bytes, loop_file
 from .runner import client
 
@@ -15,6 +21,11 @@ TOKEN_WARMUP = 3  # the kernel's and the mount's first tokens fill the cache and
 SHORT_TIMES = 3  # runs that last a second or two are repeated so many times as often
 SIZES = (0.6, 0.9, 1.1, 1.5, 3.0)
 FRACTIONS = (0.4, 0.6, 0.75, 0.9)
+MIXTURES = ((64, 4, 500_000), (64, 4, 1_500_000), (128, 8, 500_000), (128, 8, 1_500_000))
+"""Experts of a layer, how many of them a token uses, bytes of a slice."""
+MIXTURE_BYTES = 1_000_000_000
+MIXTURE_SHARES = (0.12, 0.2, 0.3, 0.5, 0.8)  # of the model that fit
+MIXTURE_TOKENS, MIXTURE_WARMUP = 60, 20
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,7 @@ class Plan:
 
 
 def experiments(plan: Plan, cases: str) -> Iterator[Experiment]:
-    """Yield the experiments of the wanted cases ("abcdef"), making files as they are needed."""
+    """Yield the experiments of the wanted cases ("abcdefg"), making files as they are needed."""
     for letter, make in CASES.items():
         if letter in cases:
             yield from make(plan)
@@ -153,4 +164,46 @@ def unlimited(plan: Plan) -> Iterator[Experiment]:
             yield Experiment("f", f"{how} loop {fraction} N", file, size, int(fraction * size), make, steps, warmup)
 
 
-CASES = {"a": larger, "b": fits, "c": cold, "d": readers, "e": sizes, "f": unlimited}
+def mixtures(plan: Plan) -> Iterator[Experiment]:
+    """(g) Mixtures of experts read by generated routings, and one by llama.cpp, which routes as its random weights have it."""
+    for number, (experts, used, slice_bytes) in enumerate(MIXTURES[:1] if plan.quick else MIXTURES):
+        mixture = MixtureShape(experts, used, slice_bytes)
+        shape = choose_shape(MIXTURE_BYTES, BYTES_PER_VALUE, None, False, mixture)
+        name = f"{experts} experts {slice_bytes / 1e6} MB"
+        (file,) = make_model(plan.source / f"{name.replace(' ', '-')}.gguf", shape, "gguf", 1, 0)
+        for share in MIXTURE_SHARES[1:4:2] if plan.quick else MIXTURE_SHARES:
+            for rate in (RATES[0], None):
+                label = f"{share:.0%} {'no limit' if rate is None else f'{rate // 10**6} MB/s'}"
+                yield _routed(plan, file, f"{name} {label}", (shape.layers, experts, used), share, rate)
+                if plan.model is not None and number == 0 and share in (0.2, 0.5):
+                    yield _decoded(plan, file, f"llama.cpp {name} {label}", share, rate)
+        file.unlink()
+
+
+def _routed(
+    plan: Plan, file: Path, name: str, shape: tuple[int, int, int], share: float, rate: int | None
+) -> Experiment:
+    layout = routing.layout_of(file)
+    routed = routing.generate(MIXTURE_TOKENS, *shape)
+    ranges = plan.scratch / f"{file.stem}.plan"
+    ranges.write_bytes(routing.plan(layout, routed).tobytes())
+    size, cache = file.stat().st_size, int(share * file.stat().st_size)
+    dense, each = routing.dense_bytes(layout), routing.Experts(layout).bytes_of(0)
+    lru = statistics.fmean(routing.lru_bytes(routed, each, cache - dense)[MIXTURE_WARMUP:])
+    asked = Routed(dense + shape[0] * shape[2] * each, lru)
+    return Experiment(
+        "g", name, file, size, cache, lambda _side, path: client("routed_reader", path, ranges),
+        MIXTURE_TOKENS, MIXTURE_WARMUP, rate, routed=asked,
+    )  # fmt: skip
+
+
+def _decoded(plan: Plan, file: Path, name: str, share: float, rate: int | None) -> Experiment:
+    layout = routing.layout_of(file)
+    size, dense = file.stat().st_size, routing.dense_bytes(layout)
+    asked = Routed(dense + sum(routing.Experts(layout).sizes) * (layout.experts_used or 1) / layout.experts, None)
+    make = tokens(plan.threads, MIXTURE_TOKENS)
+    cache = int(share * size)
+    return Experiment("g", name, file, size, cache, make, MIXTURE_TOKENS, MIXTURE_WARMUP, rate, routed=asked)
+
+
+CASES = {"a": larger, "b": fits, "c": cold, "d": readers, "e": sizes, "f": unlimited, "g": mixtures}

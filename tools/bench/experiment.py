@@ -17,11 +17,21 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
+class Routed:
+    """What tokens of a mixture ask for, in bytes each: with nothing in memory, and where the experts used last are kept
+    whole, exactly, in the same room (None: which are used is not known before). The mean of the measured ones.
+    """
+
+    token_bytes: float
+    lru_bytes: float | None
+
+
+@dataclass(frozen=True)
 class Experiment:
     """What is run, and under which limits; `command` gives the client's command line for a side and a file.
 
     `times`: how many times as often as others it is repeated; runs that are short scatter more than they last.
-    `direct`: O_DIRECT is a side as well.
+    `direct`: O_DIRECT is a side as well. `routed`: of a mixture, whose steps differ: means count, and the warm-up is told.
     """
 
     case: str
@@ -37,6 +47,7 @@ class Experiment:
     clients: int = 1
     times: int = 1
     direct: bool = False
+    routed: Routed | None = None
 
     def timeout_s(self) -> float:
         """Return after how long a client counts as hung: far more than reading everything in every step."""
@@ -59,10 +70,11 @@ class Run:
         steps = [step.seconds for run in self.clients for step in run.measured(warmup)]
         return statistics.median(steps) if steps else float("inf")
 
-    def storage_bytes_per_step(self, warmup: int) -> float:
+    def storage_bytes_per_step(self, warmup: int, mean: bool = False) -> float:
         """Return the bytes read from storage per step: of the measured steps, or of all where clients overlap."""
         if len(self.clients) == 1:
-            return statistics.median(step.storage_bytes for step in self.clients[0].measured(warmup) or [])
+            read = [step.storage_bytes for step in self.clients[0].measured(warmup)]
+            return statistics.fmean(read) if mean else statistics.median(read)
         return self.usage.read_bytes / max(1, sum(len(run.steps) for run in self.clients))
 
     def mount(self) -> dict[str, Any] | None:
@@ -80,14 +92,16 @@ class Run:
             "cpu_s_per_gb": (last["cpu_s"] - first["cpu_s"]) / read_gb if read_gb else None,
         }
 
-    def to_json(self, warmup: int) -> dict[str, Any]:
+    def to_json(self, warmup: int, routed: bool) -> dict[str, Any]:
         """Return its measured steps, a list for each client, what one of them read from storage, and what the mount took."""
         measured = any(one.steps for one in self.clients)
+        first = {"first_seconds": [step.seconds for step in self.clients[0].steps[:warmup]]} if routed else {}
         return {
             "side": self.side,
             "repeat": self.repeat,
             "seconds": [[step.seconds for step in client.measured(warmup)] for client in self.clients],
-            "storage_bytes_per_step": self.storage_bytes_per_step(warmup) if measured else None,
+            **first,
+            "storage_bytes_per_step": self.storage_bytes_per_step(warmup, routed) if measured else None,
             "mount": self.mount(),
         }
 
@@ -158,7 +172,7 @@ class Outcome:
             "bound_s": self.bound_s(),
             "cap_bytes": self.cap_bytes,
             "problems": {side: self.problems(side) for side in self.sides},
-            "runs": [run.to_json(each.warmup) for run in self.runs],
+            "runs": [run.to_json(each.warmup, each.routed is not None) for run in self.runs],
         }
 
 

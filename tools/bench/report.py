@@ -40,7 +40,7 @@ def _row(result: Result, side: str) -> list[str]:
     spread = f"{min(times):.4f}..{max(times):.4f}" if times else "-"
     bound = result["bound_s"]
     # nothing is kept or computed in one cold pass, and what storage without a limit gives is not known: no bound
-    bounds = ["-", "-"] if result["case"] in "cf" else [f"{bound:.4f}", f"{median / bound:.2f}"]
+    bounds = ["-", "-"] if result["case"] in "cfg" else [f"{bound:.4f}", f"{median / bound:.2f}"]
     against = f"{median / seconds(result, kernel(result)):.2f}"
     mode = mode_of(result, side)
     label = side if mode == side else f"{side}: {mode}"

@@ -63,6 +63,11 @@ def layout_of(path: Path) -> ModelLayout:
     return layout
 
 
+def dense_bytes(layout: ModelLayout) -> int:
+    """What every token reads of a model: all but experts, and rows of the embedding."""
+    return sum(region.size_bytes for region in layout.regions() if region.role == "loop" and not region.sparse)
+
+
 def plan(layout: ModelLayout, routing: Routing) -> array[int]:
     """What is read of a model, token by token: dense tensors whole, of expert tensors the chosen slices, in order."""
     number = {name: index for index, (name, _, _) in enumerate(Experts(layout).layers)}
