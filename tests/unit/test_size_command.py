@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs.client.advice import mount_cache_bytes, mount_pins_bytes
+from llmcache.fs.client.advice import mount_cache_bytes, mount_keeps_bytes
 from llmcache.fs.engine.budget import MIN_BUDGET_BYTES, total_bytes
 from tests.unit.test_fs_modelfile import EMBEDDING, LAYER, OUTPUT, gguf
 
@@ -178,6 +178,6 @@ def test_it_is_quick_and_imports_nothing_heavy() -> None:
 def test_the_mounts_cache_is_the_smallest_that_pins_enough(loop_mb: int, share: float) -> None:
     loop, hot = loop_mb * MB, 4 * MB
     cache = mount_cache_bytes(loop, int(share * loop), hot)
-    assert mount_pins_bytes(loop, cache, hot) >= int(share * loop)
+    assert mount_keeps_bytes(loop, cache, hot) >= int(share * loop)
     assert cache >= MIN_BUDGET_BYTES and cache % MB == 0
-    assert cache - MB < MIN_BUDGET_BYTES or mount_pins_bytes(loop, cache - MB, hot) < int(share * loop)
+    assert cache - MB < MIN_BUDGET_BYTES or mount_keeps_bytes(loop, cache - MB, hot) < int(share * loop)
