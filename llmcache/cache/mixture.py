@@ -45,7 +45,7 @@ EXPERTS_USED = ("num_experts_per_tok", "experts_per_token")
 
 @dataclass(frozen=True)
 class Curve:
-    """Of one layer: with `rooms[i]` of its experts in memory (a share, rising) the share `misses[i]` of those used is missed.
+    """Of one layer: with the share `rooms[i]` of its experts in memory the share `misses[i]` of those used is missed.
 
     Chords between: the misses fall convexly, so that they lie above. Below rooms[0], what a token uses, all are missed.
     """

@@ -113,10 +113,8 @@ def _inputs(answer: Answer) -> Iterator[str]:
                 f"experts     {size_text(mixture.used_bytes)} of {size_text(mixture.expert_bytes)} read per token: "
                 f"{mixture.used} of {mixture.experts} in each layer"
             )
-            yield (
-                f"            by an assumed popularity (Zipf's law, exponent {ASSUMED.zipf:g}; {ASSUMED.stay:.0%} stay for the "
-                "next token); kept: those used last"
-            )
+            zipf, stay = f"Zipf's law, exponent {ASSUMED.zipf:g}", f"{ASSUMED.stay:.0%} stay for the next token"
+            yield f"            popularity assumed ({zipf}; {stay}); kept: those used last"
     yield f"storage     {format_rate(storage.bandwidth)} ({storage.source}{_measured_note(answer)})"
     assumed = "; assumed: --t or --tokens-per-second says it" if answer.period_source == "assumed" else ""
     rate = f"{SECOND_NS / setting.period_ns:.3g} tokens/s"
