@@ -80,7 +80,9 @@ def _between(xs: tuple[float, ...], ys: tuple[float, ...], x: float, behind: int
 def lru_curve(experts: int, used: int, popularity: Popularity = ASSUMED) -> Curve:
     """Returns what LRU of whole experts misses, of `experts` in a layer of which a token uses `used`."""
     chances = _chances(experts, used, popularity)
-    rooms, misses, age = [], [], 1.0
+    rooms: list[float] = []
+    misses: list[float] = []
+    age = 1.0
     while not misses or misses[-1] > _WHOLE:
         unused = [(1 - use) * (1 - drawn) ** (age - 1) for drawn, use in chances]
         rooms.append(1 - math.fsum(unused) / experts)
