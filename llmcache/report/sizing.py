@@ -201,7 +201,7 @@ def document(answer: Answer) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "kind": "modelled",
-        "formula": "S = max(0, ceil(N - BW*T))" if mixture is None else "least S of which a token misses BW*T, expected",
+        "formula": "S = max(0, ceil(N - BW*T))" if mixture is None else "least S with which a token misses BW*T, expected",
         "bandwidth_bytes_per_s": setting.bandwidth,
         "bandwidth_source": answer.storage.source,
         "bandwidth_detail": answer.storage.detail,
