@@ -7,6 +7,8 @@ Source: io_caching section 4.1, formula (1), and section 4.2 for the inverse.
 Differs from the paper: formula (1) is printed as S >= max{0, floor(N BW x T)}, without the minus sign between N and BW
 that the text and the example of section 4.2 ask for; and its floor would leave a part of a block missing (N = 10 and
 BW*T = 2.5 blocks: with S = 7 three blocks are due where 2.5 come in time). Here S = max(0, ceil(N - BW*T)).
+
+A mixture of experts (`mixture.py`) is no loop: S is what leaves a token BW*T missing bytes, expected, and N all its bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from fractions import Fraction
 from typing import Any
 
 from llmcache.cache.constants import BLOCK_BYTES, PAPER, DeviceClass
+from llmcache.cache.mixture import MixtureBytes
 
 SECOND_NS = 10**9
 
@@ -60,11 +63,23 @@ class Need:
     cache_bytes: int
 
 
-def need(loop_bytes: int, setting: Setting) -> Need:
-    """The smallest cache with which a loop of `loop_bytes` runs without stalls. Source: io_caching formula (1)."""
+Weights = int | MixtureBytes
+"""What tokens read: bytes of a loop, or a mixture's."""
+
+
+def size_of(loop: Weights) -> int:
+    """All bytes of `loop`."""
+    return loop if isinstance(loop, int) else loop.total_bytes
+
+
+def need(loop: Weights, setting: Setting) -> Need:
+    """The smallest cache with which `loop` runs without stalls. Source: io_caching formula (1)."""
+    if isinstance(loop, MixtureBytes):
+        kept = loop.kept_bytes(setting.staged_bytes)
+        return Need(kept, -(-kept // BLOCK_BYTES), kept + setting.hot_bytes)
     staged_blocks = Fraction(setting.bandwidth * setting.period_ns, SECOND_NS * BLOCK_BYTES)
-    loop_cache_bytes = max(0, loop_bytes - setting.staged_bytes)
-    blocks = blocks_needed(-(-loop_bytes // BLOCK_BYTES), staged_blocks)
+    loop_cache_bytes = max(0, loop - setting.staged_bytes)
+    blocks = blocks_needed(-(-loop // BLOCK_BYTES), staged_blocks)
     return Need(loop_cache_bytes, blocks, loop_cache_bytes + setting.hot_bytes)
 
 
@@ -84,13 +99,17 @@ def _loop_share(cache_bytes: int, setting: Setting) -> int:
 
 @dataclass(frozen=True)
 class Passes:
-    """How passes over a loop go: what each misses, and the times (ns) of fetching that, of a pass, and of its stall."""
+    """How passes over a loop go: what each misses, and the times (ns) of fetching that, of a pass, and of its stall.
+
+    Of a mixture a pass is a token, `missing_bytes` are expected, and `expert_hit_ratio` is of the bytes of used experts.
+    """
 
     loop_cache_bytes: int
     missing_bytes: int
     fetch_ns: int
     pass_ns: int
     stall_ns: int
+    expert_hit_ratio: float | None = None
 
     @property
     def stall_free(self) -> bool:
@@ -108,20 +127,23 @@ class Passes:
         return 0.0 if self.stall_free else SECOND_NS / (self.pass_ns - self.stall_ns) - self.tokens_per_s
 
 
-def passes(loop_bytes: int, cache_bytes: int, setting: Setting) -> Passes:
-    """How passes over a loop of `loop_bytes` go with `cache_bytes` in all: each takes max(T, (N - S) / BW).
+def passes(loop: Weights, cache_bytes: int, setting: Setting) -> Passes:
+    """How passes over `loop` go with `cache_bytes` in all: each takes max(T, (N - S) / BW).
 
     Source: io_caching section 4.1, "delays proportional to the deficit in cache coverage".
     """
-    return passes_keeping(min(_loop_share(cache_bytes, setting), loop_bytes), loop_bytes, setting)
+    return passes_keeping(min(_loop_share(cache_bytes, setting), size_of(loop)), loop, setting)
 
 
-def passes_keeping(kept: int, loop_bytes: int, setting: Setting) -> Passes:
-    """How passes over a loop of `loop_bytes` go of which `kept` bytes stay in memory."""
-    missing = loop_bytes - kept
+def passes_keeping(kept: int, loop: Weights, setting: Setting) -> Passes:
+    """How passes over `loop` go of which `kept` bytes stay in memory."""
+    if isinstance(loop, MixtureBytes):
+        missing, hit_ratio = loop.missing_bytes(kept), loop.expert_hit_ratio(kept)
+    else:
+        missing, hit_ratio = loop - kept, None
     fetch_ns = -(-missing * SECOND_NS // setting.bandwidth)
     stall_ns = max(0, fetch_ns - setting.period_ns)
-    return Passes(kept, missing, fetch_ns, setting.period_ns + stall_ns, stall_ns)
+    return Passes(kept, missing, fetch_ns, setting.period_ns + stall_ns, stall_ns, hit_ratio)
 
 
 @dataclass(frozen=True)
@@ -137,7 +159,8 @@ class Capacity:
 class Ram:
     """What memory of `ram_bytes` (given, or this machine's: `source`) gives a loop, beside what it would need.
 
-    `mount_cache_bytes` is what llmcachefs takes of it. The page cache reads a loop larger than it whole, in every pass.
+    `mount_cache_bytes` is what llmcachefs takes of it. The page cache reads a loop larger than it whole, in every pass, and
+    a mixture if it has no room for what one token reads.
     `needed_ram_bytes` or `needed_bandwidth` (bytes/s, with this memory) would be without stalls.
     """
 
@@ -175,6 +198,7 @@ class ModelBytes:
 
     `loop_bytes` once per token (of them `sparse_bytes` belong to experts, of which a token reads a part only),
     `hot_bytes` often (headers, tokenizer and configuration), `row_bytes` by single rows (the token embedding).
+    A token uses `used` of the `experts` of a layer; None: there are none, or nothing says how many.
     """
 
     path: str
@@ -184,6 +208,15 @@ class ModelBytes:
     hot_bytes: int
     row_bytes: int
     sparse_bytes: int
+    experts: int | None = None
+    used: int | None = None
+
+    @property
+    def loop(self) -> Weights:
+        """What tokens read; of a mixture whose used experts nobody tells all of them, an upper bound."""
+        if self.experts is None or self.used is None:
+            return self.loop_bytes
+        return MixtureBytes(self.loop_bytes - self.sparse_bytes, self.sparse_bytes, self.experts, self.used)
 
 
 @dataclass(frozen=True)
@@ -201,7 +234,7 @@ class Answer:
 
     setting: Setting
     storage: Storage
-    loop_bytes: int | None
+    loop: Weights | None
     need: Need | None
     capacities: tuple[Capacity, ...]
     sensitivity: tuple[Sensitivity, ...]
@@ -214,26 +247,26 @@ class Answer:
     """given, or assumed: nobody said what T is."""
 
 
-def capacity(cache_bytes: int, loop_bytes: int | None, setting: Setting) -> Capacity:
-    """What `cache_bytes` can do, for the loop of `loop_bytes` where there is one."""
-    went = None if loop_bytes is None else passes(loop_bytes, cache_bytes, setting)
+def capacity(cache_bytes: int, loop: Weights | None, setting: Setting) -> Capacity:
+    """What `cache_bytes` can do, for `loop` where there is one."""
+    went = None if loop is None else passes(loop, cache_bytes, setting)
     return Capacity(cache_bytes, largest_loop(cache_bytes, setting), went)
 
 
-def answer(setting: Setting, storage: Storage, loop_bytes: int | None, caches: tuple[int, ...]) -> Answer:
+def answer(setting: Setting, storage: Storage, loop: Weights | None, caches: tuple[int, ...]) -> Answer:
     """Everything the formula says of a loop, of caches (bytes), or of both; sensitivity goes by the largest cache."""
 
     def sensitivity(change: float) -> Sensitivity:
         changed = setting.scaled(change)
-        wanted = None if loop_bytes is None else need(loop_bytes, changed)
-        best = capacity(max(caches), loop_bytes, changed) if caches else None
+        wanted = None if loop is None else need(loop, changed)
+        best = capacity(max(caches), loop, changed) if caches else None
         return Sensitivity(change, changed.period_ns, wanted, best)
 
     return Answer(
         setting,
         storage,
-        loop_bytes,
-        None if loop_bytes is None else need(loop_bytes, setting),
-        tuple(capacity(cache_bytes, loop_bytes, setting) for cache_bytes in caches),
+        loop,
+        None if loop is None else need(loop, setting),
+        tuple(capacity(cache_bytes, loop, setting) for cache_bytes in caches),
         tuple(sensitivity(change) for change in PAPER.period_changes),
     )

@@ -41,6 +41,11 @@ def lines(plan: Plan) -> Iterator[str]:
         f"model       {model.name}: {model.parameters / 1e9:.2f} billion weights of {model.weight_bits:g} bits, "
         f"{model.layers} layers, {model.kv_heads} of {model.heads} heads keep KV in {model.kv_dtype}"
     )
+    if (mixture := model.mixture) is not None:
+        yield (
+            f"            a mixture: a token uses {mixture.used} of {mixture.experts} experts in {mixture.layers} layers, "
+            f"{model.token_parameters / 1e9:.2f} billion weights"
+        )
     for note in model.notes:
         yield f"            {note}"
     if model.context_limit and workload.context > model.context_limit:

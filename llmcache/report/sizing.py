@@ -9,10 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.cache.sizing import SECOND_NS, Answer, Capacity, Passes, Ram, Sensitivity
+from llmcache.cache.mixture import ASSUMED, MixtureBytes
+from llmcache.cache.sizing import SECOND_NS, Answer, Capacity, Passes, Ram, Sensitivity, size_of
 from llmcache.units import format_duration, format_rate, format_size
 
 SCHEMA = "llmcache.size/1"
+_FORMULA = "S = max(0, N - BW*T)"
 
 
 def show(answer: Answer, as_json: bool) -> None:
@@ -40,28 +42,41 @@ def _duration_text(duration_ns: float) -> str:
 
 def lines(answer: Answer) -> Iterator[str]:
     """What was understood, and the answer, line by line."""
+    mixture = _mixture(answer)
     yield from _inputs(answer)
     yield ""
     if answer.need is not None:
         staged = size_text(answer.setting.staged_bytes)
-        yield f"Smallest cache without stalls (modelled: S = max(0, N - BW*T), BW*T = {staged}):"
+        rule = _FORMULA if mixture is None else "dense first, then experts, until a token misses BW*T"
+        yield f"Smallest cache without stalls (modelled: {rule}, BW*T = {staged}):"
         yield f"  loop cache  {size_text(answer.need.loop_cache_bytes)} ({answer.need.loop_cache_blocks} blocks of 4 KiB)"
         yield f"  in all      {size_text(answer.need.cache_bytes)} (with the hot set)"
         for place, mode in enumerate(answer.modes):
             window = f"a window of {size_text(mode.window_bytes)}" if mode.window_bytes else "no window"
-            yield f"  {'' if place else 'llmcachefs':10}  --cache {mode.cache_bytes // 10**6}M ({mode.mode}: with {window})"
+            whole = ", and experts as a loop" if mixture is not None and place else ""
+            told = f"{mode.mode}: with {window}{whole}"
+            yield f"  {'' if place else 'llmcachefs':10}  --cache {mode.cache_bytes // 10**6}M ({told})"
     for item in answer.capacities:
-        yield from _capacity(item)
+        yield from _capacity(item, mixture)
     if answer.ram is not None:
-        yield from _ram(answer.ram)
+        yield from _ram(answer.ram, mixture)
 
 
-def _ram(ram: Ram) -> Iterator[str]:
+def _mixture(answer: Answer) -> MixtureBytes | None:
+    return answer.loop if isinstance(answer.loop, MixtureBytes) else None
+
+
+def _ram(ram: Ram, mixture: MixtureBytes | None) -> Iterator[str]:
     whose = "" if ram.source == "given" else " of this machine"
     yield f"With the {size_text(ram.ram_bytes)} of memory{whose}, if nothing else is in it (modelled):"
-    yield f"  llmcachefs  {_speed(ram.mount)}, --cache {ram.mount_cache_bytes // 10**6}M"
+    mode = "" if mixture is None else "--mode inplace "
+    yield f"  llmcachefs  {_speed(ram.mount)}, {mode}--cache {ram.mount_cache_bytes // 10**6}M"
+    if mixture is not None:
+        yield f"              {_kept(ram.mount, mixture)}"
     whole = "" if ram.page_cache.loop_cache_bytes else ": all of it"
-    yield f"  page cache  {_speed(ram.page_cache)}{whole}"
+    yield f"  page cache  {'' if mixture is None or whole else 'at best '}{_speed(ram.page_cache)}{whole}"
+    if mixture is not None and not whole:
+        yield f"              {_kept(ram.page_cache, mixture)}"
     if not ram.mount.stall_free:
         needed = f"{size_text(ram.needed_ram_bytes)} of memory, or storage of {format_rate(ram.needed_bandwidth)}"
         yield f"  no stalls   with {needed}"
@@ -72,6 +87,15 @@ def _speed(went: Passes) -> str:
     return f"{went.tokens_per_s:.3g} tokens/s, reading {read if went.missing_bytes else 'nothing'}"
 
 
+def _kept(went: Passes, mixture: MixtureBytes) -> str:
+    """What fits: dense first, then experts."""
+    room_bytes = went.loop_cache_bytes - mixture.dense_bytes
+    if room_bytes < 0:
+        return f"of what is dense {went.loop_cache_bytes / mixture.dense_bytes:.0%} fit, and no experts"
+    hits = f"{went.expert_hit_ratio:.0%} of their reads hit"
+    return f"all that is dense fits, and {room_bytes / mixture.expert_bytes:.0%} of the experts: {hits}"
+
+
 def _inputs(answer: Answer) -> Iterator[str]:
     setting, storage = answer.setting, answer.storage
     if answer.device is not None:
@@ -80,8 +104,17 @@ def _inputs(answer: Answer) -> Iterator[str]:
         model = answer.model
         count = "1 file" if model.files == 1 else f"{model.files} files"
         yield f"model       {model.path} ({model.kind}, {count})"
-    if answer.loop_bytes is not None:
-        yield f"loop        {size_text(answer.loop_bytes)} read once per token{_model_note(answer)}"
+    if answer.loop is not None:
+        mixture = _mixture(answer)
+        size_bytes = size_of(answer.loop) if mixture is None else mixture.dense_bytes
+        yield f"loop        {size_text(size_bytes)} read once per token{_model_note(answer)}"
+        if mixture is not None:
+            yield (
+                f"experts     {size_text(mixture.used_bytes)} of {size_text(mixture.expert_bytes)} read per token: "
+                f"{mixture.used} of {mixture.experts} in each layer"
+            )
+            zipf, stay = f"Zipf's law, exponent {ASSUMED.zipf:g}", f"{ASSUMED.stay:.0%} stay for the next token"
+            yield f"            popularity assumed ({zipf}; {stay}); kept: those used last"
     yield f"storage     {format_rate(storage.bandwidth)} ({storage.source}{_measured_note(answer)})"
     assumed = "; assumed: --t or --tokens-per-second says it" if answer.period_source == "assumed" else ""
     rate = f"{SECOND_NS / setting.period_ns:.3g} tokens/s"
@@ -93,8 +126,9 @@ def _model_note(answer: Answer) -> str:
     if answer.model is None:
         return ""
     note = f"; {size_text(answer.model.row_bytes)} of embedding by rows" if answer.model.row_bytes else ""
-    if answer.model.sparse_bytes:
+    if answer.model.sparse_bytes and _mixture(answer) is None:
         note += f"; an upper bound: {size_text(answer.model.sparse_bytes)} are experts, of which a token reads some"
+        note += ": how many is said neither in the header nor in a config.json beside it"
     return note
 
 
@@ -112,10 +146,13 @@ def _file_text(file: str) -> str:
     return "temporary file" if file == "temporary" else f"file that was there, {file}"
 
 
-def _capacity(item: Capacity) -> Iterator[str]:
+def _capacity(item: Capacity, mixture: MixtureBytes | None) -> Iterator[str]:
     yield f"With a cache of {size_text(item.cache_bytes)} (modelled):"
     yield f"  largest loop without stalls  {size_text(item.largest_loop_bytes)}"
-    if item.passes is not None:
+    if item.passes is not None and mixture is not None:
+        yield f"  this mixture                 {_verdict(item.passes)}"
+        yield f"                               {_kept(item.passes, mixture)}"
+    elif item.passes is not None:
         yield f"  this loop                    {_verdict(item.passes)}"
 
 
@@ -136,7 +173,7 @@ def sensitivity_table(answer: Answer) -> Table:
     headings += ["loop cache", "in all"] if answer.need is not None else []
     if largest is not None:
         headings.append(f"largest loop, {size_text(largest)}")
-    if largest is not None and answer.loop_bytes is not None:
+    if largest is not None and answer.loop is not None:
         headings += ["stall per token", "tokens/s"]
     for heading in headings:
         table.add_column(heading, justify="right")
@@ -160,11 +197,11 @@ def _cells(row: Sensitivity) -> Iterator[str]:
 
 def document(answer: Answer) -> dict[str, Any]:
     """`answer` as JSON-ready values: bytes, seconds, bytes per second; null where nothing was asked."""
-    need, setting = answer.need, answer.setting
+    need, setting, mixture = answer.need, answer.setting, _mixture(answer)
     return {
         "schema": SCHEMA,
         "kind": "modelled",
-        "formula": "S = max(0, ceil(N - BW*T))",
+        "formula": "S = max(0, ceil(N - BW*T))" if mixture is None else "least S with which a token misses BW*T, expected",
         "bandwidth_bytes_per_s": setting.bandwidth,
         "bandwidth_source": answer.storage.source,
         "bandwidth_detail": answer.storage.detail,
@@ -174,7 +211,8 @@ def document(answer: Answer) -> dict[str, Any]:
         "staged_bytes": setting.staged_bytes,
         "device": answer.device.name if answer.device else None,
         "model": vars(answer.model) if answer.model else None,
-        "loop_bytes": answer.loop_bytes,
+        "loop_bytes": None if answer.loop is None else size_of(answer.loop),
+        "mixture": mixture and _mixture_values(mixture),
         "loop_cache_bytes": need.loop_cache_bytes if need else None,
         "loop_cache_blocks": need.loop_cache_blocks if need else None,
         "cache_bytes": need.cache_bytes if need else None,
@@ -183,6 +221,14 @@ def document(answer: Answer) -> dict[str, Any]:
         "ram": answer.ram and _ram_values(answer.ram),
         "caches": [_capacity_values(item) for item in answer.capacities],
         "sensitivity": [_sensitivity_values(row) for row in answer.sensitivity],
+    }
+
+
+def _mixture_values(mixture: MixtureBytes) -> dict[str, Any]:
+    return vars(mixture) | {
+        "used_bytes": mixture.used_bytes,
+        "token_bytes": mixture.token_bytes,
+        "popularity": {"source": "assumed", **vars(ASSUMED)},
     }
 
 
@@ -213,6 +259,7 @@ def _passes_values(went: Passes) -> dict[str, Any]:
         "stall_s": went.stall_ns / SECOND_NS,
         "tokens_per_s": went.tokens_per_s,
         "tokens_per_s_lost": went.tokens_per_s_lost,
+        "expert_hit_ratio": went.expert_hit_ratio,
     }
 
 

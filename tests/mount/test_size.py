@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.cache.sizing import Setting, need, passes
-from llmcache.fs.client.advice import mount_cache_bytes, mount_pins_bytes
+from llmcache.fs.client.advice import mount_cache_bytes, mount_keeps_bytes
 from tests.mount.live import MIB, random_file
 from tools.bench.cgroup import Group
 from tools.bench.files import forget
@@ -85,5 +85,5 @@ def test_the_advised_cache_pins_what_the_formula_asks_for(source: Path, tmp_path
     cache_bytes = mount_cache_bytes(LOOP, wanted, 0)
     done = run(source, tmp_path, "arena", cache_bytes, None)
     read = sorted(step.storage_bytes for step in done.measured(WARMUP))
-    assert mount_pins_bytes(LOOP, cache_bytes, 0) >= wanted
+    assert mount_keeps_bytes(LOOP, cache_bytes, 0) >= wanted
     assert read[len(read) // 2] <= LOOP - wanted + 2 * MIB

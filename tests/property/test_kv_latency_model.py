@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from llmcache.kv.planning import PAPER_PC, SYSTEMS, Hardware, Latency, ModelShape, System, Workload, hillinfer, latency
 from llmcache.kv.planning.hardware import NUMBERS
+from llmcache.kv.planning.models import MixtureMlp
 from llmcache.kv.planning.placement import Placement, by_ssd_share, room
 from tests.conftest import examples
 
@@ -31,6 +32,8 @@ models = st.builds(
     gated=st.booleans(),
     tied=st.booleans(),
     kv_dtype=st.sampled_from(["float16", "bfloat16", "int8", "float32"]),
+    mixture=st.none()
+    | st.builds(MixtureMlp, st.just(1), experts=st.integers(8, 256), used=st.integers(1, 8), ffn=st.integers(64, 8192)),
 )
 workloads = st.builds(
     Workload,

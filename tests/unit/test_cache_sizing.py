@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.cache.constants import BLOCK_BYTES, DEVICES, PAPER, PHONE, WATCH
+from llmcache.cache.mixture import MixtureBytes, lru_curve
 from llmcache.cache.sizing import Setting, Storage, answer, blocks_needed, largest_loop, need, passes
+from tools.bench.routing import generate, lru_bytes
 
 MB = 10**6
 WATCH_SETTING = Setting(100 * MB, 10**8, 4 * MB)
@@ -21,6 +23,13 @@ settings = st.builds(
     hot_bytes=st.integers(0, 10**10),
 )
 loops = st.integers(1, 10**12)
+mixtures = st.builds(
+    lambda dense, expert, experts, used: MixtureBytes(dense, expert, experts, min(used, experts)),
+    st.integers(0, 10**12),
+    st.integers(1, 10**12),
+    st.integers(1, 256),
+    st.integers(1, 16),
+)
 
 
 def test_the_block_count_is_rounded_up() -> None:
@@ -122,3 +131,57 @@ def test_an_answer_leaves_out_what_was_not_asked() -> None:
     assert all(row.need is None for row in inverse.sensitivity)
     forward = answer(WATCH_SETTING, Storage(100 * MB, "given"), 70 * MB, ())
     assert forward.capacities == () and all(row.capacity is None for row in forward.sensitivity)
+
+
+# Mixtures of experts
+
+
+@pytest.mark.parametrize(("experts", "used"), [(64, 4), (128, 8)])
+@pytest.mark.parametrize("share", [0.12, 0.2, 0.3, 0.5, 0.8])
+def test_what_a_mixture_misses_is_what_an_exact_lru_reads(experts: int, used: int, share: float) -> None:
+    """Of a generated routing, popularities drifting: within a tenth."""
+    layers, size = 4, MB
+    room = int(share * experts * layers) * size
+    read = lru_bytes(generate(800, layers, experts, used), size, room)[300:]
+    mixture = MixtureBytes(0, layers * experts * size, experts, used)
+    assert mixture.missed_expert_bytes(room) == pytest.approx(sum(read) / len(read), rel=0.1)
+
+
+def test_what_is_dense_is_kept_first_and_then_experts() -> None:
+    mixture = MixtureBytes(300 * MB, 1600 * MB, 64, 4)
+    assert (mixture.used_bytes, mixture.token_bytes) == (100 * MB, 400 * MB)
+    assert mixture.missing_bytes(0) == 400 * MB
+    assert mixture.missing_bytes(200 * MB) == 200 * MB
+    assert mixture.missing_bytes(399 * MB) == 100 * MB  # LRU of less than a token's experts has none when it comes again
+    assert mixture.missing_bytes(401 * MB) < 75 * MB and mixture.expert_hit_ratio(401 * MB) > 0.25
+    assert mixture.missing_bytes(1900 * MB) == 0 and mixture.expert_hit_ratio(1900 * MB) == 1
+
+
+def test_the_page_cache_is_as_good_if_a_token_fits_and_else_keeps_nothing() -> None:
+    mixture = MixtureBytes(300 * MB, 1600 * MB, 64, 4)
+    kept = [mixture.page_cache_kept_bytes(size * MB) for size in (399, 400, 1000, 5000)]
+    assert kept == [0, 400 * MB, 1000 * MB, 1900 * MB]
+
+
+def test_all_experts_used_are_a_loop_that_lru_loses() -> None:
+    curve = lru_curve(8, 8)
+    assert (curve.missed(0.999), curve.missed(1)) == (1, 0)
+
+
+@pytest.mark.parametrize("values", [(1, 1, 8, 0), (1, 1, 8, 9), (-1, 1, 8, 2), (1, 0, 8, 2)])
+def test_a_mixture_without_sense_is_refused(values: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="used experts"):
+        MixtureBytes(*values)
+
+
+@given(mixtures, settings)
+def test_the_smallest_cache_of_a_mixture_is_stall_free_and_less_is_not(mixture: MixtureBytes, setting: Setting) -> None:
+    kept = need(mixture, setting).loop_cache_bytes
+    assert passes(mixture, kept + setting.hot_bytes, setting).stall_free
+    less = kept - 2 - kept // 10**9  # floats
+    assert less < 0 or mixture.missing_bytes(less) > setting.staged_bytes
+
+
+@given(mixtures, st.integers(0, 10**12), st.integers(0, 10**12))
+def test_more_room_never_misses_more(mixture: MixtureBytes, kept: int, more: int) -> None:
+    assert mixture.missing_bytes(kept + more) <= mixture.missing_bytes(kept)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from llmcache.cache.mixture import MixtureBytes
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.fs.layout import modelfile
 from llmcache.fs.layout.modelfile import model_bytes
-from tests.unit.gguf_bytes import U16, Gguf
+from tests.unit.gguf_bytes import U16, U32, Gguf
 
 F32 = 0
 OUTPUT = ("output.weight", 64)
@@ -22,13 +23,15 @@ EXPERTS = ("blk.0.ffn_up_exps.weight", 512)
 EMBEDDING = ("token_embd.weight", 128)
 
 
-def gguf(path: Path, *tensors: tuple[str, int], shard: tuple[int, int] | None = None) -> Path:
-    """A GGUF file with float32 `tensors` of so many bytes each."""
+def gguf(path: Path, *tensors: tuple[str, int], shard: tuple[int, int] | None = None, used: int | None = None) -> Path:
+    """A GGUF file with float32 `tensors` of so many bytes each; of experts, `used` by a token, there are eight."""
     content, offset = Gguf(), 0
+    if used is not None:
+        content.key("test.expert_used_count", U32, used)
     if shard is not None:
         content.key("split.no", U16, shard[0]).key("split.count", U16, shard[1])
     for name, size_bytes in tensors:
-        content.tensor(name, [size_bytes // 4], F32, offset)
+        content.tensor(name, [size_bytes // 32, 8] if "_exps" in name else [size_bytes // 4], F32, offset)
         offset += size_bytes
     content.data_bytes = offset
     path.write_bytes(content.file())
@@ -62,6 +65,63 @@ def test_a_tied_embedding_is_read_whole(tmp_path: Path) -> None:
 def test_experts_are_told_apart(tmp_path: Path) -> None:
     found = model_bytes(str(gguf(tmp_path / "m.gguf", EMBEDDING, LAYER, EXPERTS, OUTPUT)))
     assert (found.loop_bytes, found.sparse_bytes) == (256 + 512 + 64, 512)
+    assert (found.experts, found.used, found.loop) == (8, None, 256 + 512 + 64)  # an upper bound
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_the_header_of_the_first_shard_says_how_many_experts_a_token_uses(tmp_path: Path, given: int) -> None:
+    paths = [
+        gguf(tmp_path / "m-00001-of-00002.gguf", EMBEDDING, LAYER, shard=(0, 2), used=2),
+        gguf(tmp_path / "m-00002-of-00002.gguf", EXPERTS, OUTPUT, shard=(1, 2)),
+    ]
+    assert model_bytes(str(paths[given])).loop == MixtureBytes(256 + 64, 512, experts=8, used=2)
+
+
+def test_a_dense_model_uses_no_experts(tmp_path: Path) -> None:
+    found = model_bytes(str(gguf(tmp_path / "m.gguf", EMBEDDING, LAYER, OUTPUT, used=0)))
+    assert (found.experts, found.used, found.loop) == (None, None, 256 + 64)
+
+
+def test_experts_used_by_layer_are_not_said(tmp_path: Path) -> None:
+    """An array is no number: the file is read, and the answer an upper bound."""
+    content = Gguf(data_bytes=512).tensor(EXPERTS[0], [16, 8], F32, 0)
+    content.array("test.expert_used_count", U32, [content.number(U32, 2)])
+    (tmp_path / "m.gguf").write_bytes(content.file())
+    assert model_bytes(str(tmp_path / "m.gguf")).used is None
+
+
+def test_more_used_experts_than_there_are_is_damage(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="use 9 of 8 experts"):
+        model_bytes(str(gguf(tmp_path / "m.gguf", EMBEDDING, LAYER, EXPERTS, OUTPUT, used=9)))
+
+
+@pytest.mark.parametrize(
+    ("config", "used"),
+    [
+        (None, None),
+        ({"num_experts_per_tok": 2}, 2),
+        ({"experts_per_token": 1}, 1),
+        ({"text_config": {"num_experts_per_tok": 2}}, 2),
+        ({"num_experts_per_tok": [2]}, None),
+        ([], None),
+    ],
+)
+def test_a_config_beside_safetensors_says_what_a_token_uses(tmp_path: Path, config: object, used: int | None) -> None:
+    """Of three experts, in tensors of their own; the shared one is dense."""
+    names = {f"model.layers.0.mlp.experts.{number}.up_proj.weight": 10 for number in range(3)}
+    shared = {"model.layers.0.mlp.shared_experts.up_proj.weight": 5, "lm_head.weight": 30}
+    path = safetensors(tmp_path / "m.safetensors", **names, **shared)
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    found = model_bytes(str(path))
+    assert (found.loop_bytes, found.sparse_bytes, found.experts, found.used) == (65, 30, 3, used)
+
+
+def test_a_damaged_config_of_a_mixture_is_named(tmp_path: Path) -> None:
+    path = safetensors(tmp_path / "m.safetensors", **{"model.layers.0.mlp.experts.0.up_proj.weight": 10})
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(DataError, match=r"config\.json is no JSON"):
+        model_bytes(str(path))
 
 
 @pytest.mark.parametrize("given", [0, 1])

@@ -203,7 +203,7 @@ def test_the_place_of_work_goes_away_also_after_an_error(tmp_path: Path) -> None
 
 def test_an_emulated_accelerator_takes_longer_for_more_weights_and_tokens() -> None:
     layer_ns = modelled(PAPER_PC, QWEN_7B, 8).layer_ns
-    assert layer_ns(4096) > layer_ns(16) > 1e9 * QWEN_7B.layer_weight_bytes / PAPER_PC.gpu_bytes_per_s
+    assert layer_ns(4096) > layer_ns(16) > 1e9 * QWEN_7B.layer_weight_bytes(1) / PAPER_PC.gpu_bytes_per_s
     assert modelled(PAPER_PC, QWEN_7B, 1).title.startswith("emulated")
 
 

@@ -16,7 +16,7 @@ from llmcache.kv.planning import probes
 from llmcache.kv.planning.machine import Found, MachineProfile, cached_profile, hardware_of, key_of, profile_of, with_gpu
 from llmcache.kv.planning.plan import Options, parse_context, plan
 from llmcache.kv.planning.probes import HostSpeeds, StorageSpeeds
-from tests.unit.model_configs import LLAMA_8B
+from tests.unit.model_configs import LLAMA_8B, QWEN3_30B_A3B
 
 HOST = HostSpeeds(40e9, 30e9, 3e11)
 STORAGE = StorageSpeeds(1e9, 3e9, 2e5, 2e9, 1e9, 32768, 1 << 27, True)
@@ -308,3 +308,17 @@ def test_a_file_that_is_no_config(tmp_path: Path, text: str, capsys: pytest.Capt
 def test_a_profile_survives_being_written_and_read(tmp_path: Path, measured: list[str]) -> None:
     found: Found = profile_of(tmp_path)
     assert MachineProfile.from_json(json.loads(json.dumps(found.profile.to_json()))) == found.profile
+
+
+def test_a_mixture_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All weights have to fit, a token reads few of them; its KV cache is like any other."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    call = ["plan", "--model", str(tmp_path), "--context", "32k", "--gpu", "24G", "--ram", "64G"]
+    assert run(call) == 0
+    assert "a token uses 8 of 128 experts in 48 layers, 3.04 billion weights" in capsys.readouterr().out
+    assert run([*call, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["mixture"] == {"layers": 48, "experts": 128, "used": 8, "ffn": 768, "shared_ffn": 0}
+    assert found["model"]["kv_token_bytes"] == 2 * 48 * 4 * 128 * 2
+    assert found["model"]["token_parameters"] < found["model"]["parameters"] / 10
+    assert found["memory"]["weights"] == found["model"]["weight_bytes"] and found["fits"]

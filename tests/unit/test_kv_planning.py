@@ -24,7 +24,7 @@ from llmcache.kv.planning.config import shape_of
 from llmcache.kv.planning.hardware import NUMBERS, ORIGINS
 from llmcache.kv.planning.memory import largest_context
 from llmcache.kv.planning.placement import by_beta, by_capacity, by_rule, by_ssd_share, room, rule_share
-from tests.unit.model_configs import LLAMA_8B
+from tests.unit.model_configs import GLM_4_5, LLAMA4_MAVERICK, LLAMA_8B, MIXTRAL_8X7B, QWEN3_30B_A3B
 
 QWEN = MODELS["Qwen-7B"]
 GIB = 1 << 30
@@ -146,6 +146,46 @@ def test_quantised_weights_and_types() -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "billions", "used"),
+    [(MIXTRAL_8X7B, 46.7, 12.7), (QWEN3_30B_A3B, 30.5, 3.0), (GLM_4_5, 352, 32), (LLAMA4_MAVERICK, 400, 16)],
+    ids=["mixtral", "qwen3", "glm", "llama4"],
+)
+def test_parameters_of_mixtures_are_those_that_their_makers_name(
+    config: dict[str, Any], billions: float, used: float
+) -> None:
+    """Of those used their makers count the token embedding, which a token reads a row of."""
+    found = shape_of(config, "x/config.json")
+    assert found.parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert found.token_parameters / 1e9 == pytest.approx(used, rel=0.03)
+
+
+def test_a_config_without_experts_in_any_layer_is_dense() -> None:
+    assert shape(num_experts=1, num_experts_per_tok=1).mixture is None
+    assert shape(num_experts=8, num_experts_per_tok=2, mlp_only_layers=list(range(32))).mixture is None
+    some = shape(num_experts=8, num_experts_per_tok=2, decoder_sparse_step=2, first_k_dense_replace=5, mlp_only_layers=[7])
+    assert some.mixture is not None and some.mixture.layers == 13  # 5, 9, 11 .. 31
+
+
+def test_a_mixture_keeps_all_weights_and_reads_those_of_the_batch() -> None:
+    mixture, dense = shape_of(MIXTRAL_8X7B, "x"), shape_of(MIXTRAL_8X7B | {"num_local_experts": 0}, "x")
+    assert mixture.token_bytes == dense.token_bytes and mixture.weight_bytes > 6 * dense.weight_bytes
+    used = (mixture.layer_weight_bytes(1) - dense.layer_weight_bytes(1)) / (3 * 4096 * 14336 * 2)
+    assert used == pytest.approx(2 - 1, abs=0.001)  # two experts in place of one MLP, and a router
+    assert mixture.layer_weight_bytes(4) < 4 * mixture.layer_weight_bytes(1)
+    assert 32 * mixture.layer_weight_bytes(1000) == pytest.approx(mixture.weight_bytes - 2 * 32000 * 4096 * 2)
+
+
+def test_experts_on_the_host_cross_as_far_as_they_are_used() -> None:
+    """24 GiB of GPU: dense weights and some experts are there, the others in memory, a quarter of them used per token."""
+    mixture, work = shape_of(MIXTRAL_8X7B, "x"), Workload(4096, batch=1)
+    machine = PAPER_PC.with_sizes(host_bytes=128 * GIB)
+    on_host = room(machine, mixture, work, work.alpha).weights_on_host
+    moved = latency("hillinfer", machine, mixture, work).moved["host to gpu"]
+    assert on_host > 60e9
+    assert moved - work.alpha * mixture.kv_bytes(4096, 1) == pytest.approx(on_host / 4)
+
+
+@pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"num_hidden_layers": ...}, "num_hidden_layers"),
@@ -155,7 +195,10 @@ def test_quantised_weights_and_types() -> None:
         ({"num_key_value_heads": 5}, "kv_heads: 5"),
         ({"hidden_size": -1}, "hidden_size: -1"),
         ({"kv_lora_rank": 512}, "kv_lora_rank"),
-        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"num_local_experts": 8}, "num_experts_per_tok"),
+        ({"num_local_experts": 8, "num_experts_per_tok": 9}, "used: 9"),
+        ({"mamba_d_state": 16}, "mamba_d_state"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
         ({"quantization_config": {"bits": 0}}, "weight_bits"),
     ],

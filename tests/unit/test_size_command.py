@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs.client.advice import mount_cache_bytes, mount_pins_bytes
+from llmcache.cache.mixture import MixtureBytes
+from llmcache.cache.sizing import SECOND_NS, Setting, need, passes
+from llmcache.fs.client.advice import mount_cache_bytes, mount_keeps_bytes
 from llmcache.fs.engine.budget import MIN_BUDGET_BYTES, total_bytes
 from tests.unit.test_fs_modelfile import EMBEDDING, LAYER, OUTPUT, gguf
+from tools.make_model import make_model
+from tools.modelgen.shape import Shape
 
 MB, GB = 10**6, 10**9
 HEAVY = {"numpy", "numba", "pyarrow", "matplotlib", "mfusepy", "llmcache.fs.engine.engine", "llmcache.fs.daemon.daemon"}
@@ -135,6 +139,42 @@ def test_a_model_gives_loop_and_hot_set(tmp_path: Path) -> None:
     assert "of embedding by rows" in size("--bw", "100", "--model", str(path)).stdout
 
 
+MIXTURE = Shape(256, 704, 2000, layers=2, tied=False, experts=16, used=2)
+
+
+@pytest.mark.parametrize(("model_format", "fused"), [("gguf", False), ("safetensors", False), ("safetensors", True)])
+def test_a_mixture_reads_what_it_uses(tmp_path: Path, model_format: str, fused: bool) -> None:
+    path = make_model(tmp_path / f"m.{model_format}", MIXTURE, model_format, 1, 0, fused)[0]
+    if model_format == "safetensors":
+        assert answered("--bw", "1", "--model", str(path))["mixture"] is None  # nothing says what a token uses
+        assert "an upper bound" in size("--bw", "1", "--model", str(path)).stdout
+        (tmp_path / "config.json").write_text(json.dumps({"num_experts_per_tok": 2}))
+    found = answered("--bw", "1", "--model", str(path), "--ram", "1G")
+    mixture, ram = found["mixture"], found["ram"]
+    assert (mixture["experts"], mixture["used"], mixture["popularity"]["source"]) == (16, 2, "assumed")
+    assert mixture["dense_bytes"] + mixture["expert_bytes"] == found["loop_bytes"]
+    assert mixture["token_bytes"] == mixture["dense_bytes"] + mixture["expert_bytes"] // 8
+    assert mixture["dense_bytes"] < found["loop_cache_bytes"] < found["loop_bytes"]
+    inplace, fuse = found["llmcachefs_modes"]
+    assert inplace["cache_bytes"] < fuse["cache_bytes"]  # which takes a mixture for a loop
+    assert ram["llmcachefs"]["expert_hit_ratio"] == ram["page_cache"]["expert_hit_ratio"] == 1
+    text = size("--bw", "1", "--model", str(path), "--cache", "16M").stdout
+    assert "read per token: 2 of 16 in each layer" in text and "popularity assumed" in text
+    assert "all that is dense fits, and " in text and "upper bound" not in text
+
+
+def test_what_memory_gives_a_mixture() -> None:
+    """Dense 4 GB and experts of 32 GB, storage of 3 GB/s: a token that reads 6 GB waits for 2 s if nothing is kept."""
+    setting = Setting(3 * GB, SECOND_NS // 10, 0)
+    mixture = MixtureBytes(4 * GB, 32 * GB, 64, 4)
+    assert passes(mixture, 0, setting).tokens_per_s == pytest.approx(0.5)
+    cache = mount_cache_bytes(mixture, need(mixture, setting).loop_cache_bytes, 0)
+    assert passes(mixture, mount_keeps_bytes(mixture, cache, 0), setting).stall_free
+    assert not passes(mixture, mount_keeps_bytes(mixture, cache - MB, 0), setting).stall_free
+    assert mount_keeps_bytes(mixture, 3 * GB, 0) < 3 * GB  # what is dense streams, and needs a window
+    assert mount_keeps_bytes(mixture, 50 * GB, 0) == 36 * GB
+
+
 @pytest.mark.parametrize(
     ("args", "code", "named"),
     [
@@ -178,6 +218,6 @@ def test_it_is_quick_and_imports_nothing_heavy() -> None:
 def test_the_mounts_cache_is_the_smallest_that_pins_enough(loop_mb: int, share: float) -> None:
     loop, hot = loop_mb * MB, 4 * MB
     cache = mount_cache_bytes(loop, int(share * loop), hot)
-    assert mount_pins_bytes(loop, cache, hot) >= int(share * loop)
+    assert mount_keeps_bytes(loop, cache, hot) >= int(share * loop)
     assert cache >= MIN_BUDGET_BYTES and cache % MB == 0
-    assert cache - MB < MIN_BUDGET_BYTES or mount_pins_bytes(loop, cache - MB, hot) < int(share * loop)
+    assert cache - MB < MIN_BUDGET_BYTES or mount_keeps_bytes(loop, cache - MB, hot) < int(share * loop)

@@ -2,6 +2,9 @@
 
 The formula's S is what a mount must pin. `--cache` of llmcachefs also pays for the window that the rest streams through,
 for hot pages and for rows; `mount_cache_bytes` asks the mount's own arbitration how much that is.
+
+Of a mixture a mount in place pins the dense tensors, and what that leaves holds experts. In the other modes a mount takes
+experts for a part of the loop, as if each token read all of them.
 """
 
 from __future__ import annotations
@@ -20,11 +23,26 @@ from llmcache.cache.arbitration import (
 )
 from llmcache.cache.constants import PAPER
 from llmcache.cache.extents import EXTENTS_MAX, HUGE_BYTES, LARGE_EXTENT, extent_bytes_for
+from llmcache.cache.mixture import MixtureBytes
 from llmcache.cache.question import Question
-from llmcache.cache.sizing import SECOND_NS, Answer, ModelBytes, ModeNeed, Ram, Setting, Storage, answer, passes_keeping
+from llmcache.cache.sizing import (
+    SECOND_NS,
+    Answer,
+    ModelBytes,
+    ModeNeed,
+    Ram,
+    Setting,
+    Storage,
+    Weights,
+    answer,
+    need,
+    passes_keeping,
+    size_of,
+)
 from llmcache.errors import UsageError
 from llmcache.fs.client.bandwidth import measured_storage
 from llmcache.fs.engine.budget import DAEMON_BYTES, MIN_BUDGET_BYTES, budget_of, ram_for, total_bytes
+from llmcache.fs.engine.experts import HEADROOM_BYTES
 from llmcache.fs.layout.modelfile import model_bytes
 from llmcache.units import format_size
 
@@ -38,7 +56,7 @@ def advise(question: Question) -> Answer:
     EnvironmentProblem: storage that cannot be measured.
     """
     model = None if question.model is None else model_bytes(question.model)
-    loop_bytes = question.loop_bytes if model is None else model.loop_bytes
+    loop = question.loop_bytes if model is None else model.loop
     hot_bytes = _hot_bytes(question, model)
     for cache_bytes in question.caches:
         if cache_bytes < hot_bytes:
@@ -48,41 +66,47 @@ def advise(question: Question) -> Answer:
             )
     storage = _storage(question)
     setting = Setting(storage.bandwidth, question.period_ns, hot_bytes)
-    result = answer(setting, storage, loop_bytes, question.caches)
+    result = answer(setting, storage, loop, question.caches)
     result = replace(result, device=question.device, model=model, period_source=question.period_source)
-    if loop_bytes is None or result.need is None:
+    if loop is None:
         return result
-    modes = _modes(loop_bytes, result.need.loop_cache_bytes, setting)
+    modes = _modes(loop, setting)
     is_asked = question.ram_bytes is not None or not question.caches
-    ram = _ram(question.ram_bytes, loop_bytes, max(mode.cache_bytes for mode in modes), setting) if is_asked else None
-    return replace(result, modes=modes, ram=ram)
+    return replace(result, modes=modes, ram=_ram(question.ram_bytes, loop, modes, setting) if is_asked else None)
 
 
-def _modes(loop_bytes: int, pinned_bytes: int, setting: Setting) -> tuple[ModeNeed, ...]:
-    """What each mode needs to pin so much of a loop. In place, what keeps storage at work is streamed through."""
+def _modes(loop: Weights, setting: Setting) -> tuple[ModeNeed, ...]:
+    """What each mode needs to have no stalls. In place, what keeps storage at work is streamed through."""
     found = []
-    for names, least, large in (
-        ("inplace", least_window(setting.bandwidth), HUGE_BYTES),
-        ("steer, arena", MIN_WINDOW_BYTES, LARGE_EXTENT),
+    for names, least, large, taken in (
+        ("inplace", least_window(setting.bandwidth), HUGE_BYTES, loop),
+        ("steer, arena", MIN_WINDOW_BYTES, LARGE_EXTENT, size_of(loop)),
     ):
-        cache_bytes = mount_cache_bytes(loop_bytes, pinned_bytes, setting.hot_bytes, least, large)
-        share = _share(loop_bytes, cache_bytes, setting.hot_bytes, least)
+        needed = need(taken, setting).loop_cache_bytes
+        cache_bytes = mount_cache_bytes(taken, needed, setting.hot_bytes, least, large)
+        share = _share(_dense_bytes(taken), cache_bytes, setting.hot_bytes, least)
         found.append(ModeNeed(names, cache_bytes, share.window_bytes))
     return tuple(found)
 
 
-def _ram(ram_bytes: int | None, loop_bytes: int, needed_cache_bytes: int, setting: Setting) -> Ram:
-    """What that much memory (None: this machine's), with nothing else in it, gives a loop."""
+def _ram(ram_bytes: int | None, loop: Weights, modes: tuple[ModeNeed, ...], setting: Setting) -> Ram:
+    """What that much memory (None: this machine's), with nothing else in it, gives: a mixture in place."""
     ram, source = (total_bytes(), "machine") if ram_bytes is None else (ram_bytes, "given")
     cache_bytes = budget_of(ram)
-    mount = passes_keeping(mount_pins_bytes(loop_bytes, cache_bytes, setting.hot_bytes), loop_bytes, setting)
-    fits = loop_bytes + setting.hot_bytes <= cache_bytes + DAEMON_BYTES  # the same memory, without a daemon
+    plain_bytes = cache_bytes + DAEMON_BYTES - setting.hot_bytes  # the same memory, without a daemon
+    if isinstance(loop, MixtureBytes):
+        kept = mount_keeps_bytes(loop, cache_bytes, setting.hot_bytes, least_window(setting.bandwidth), HUGE_BYTES)
+        plain, needed_cache_bytes = loop.page_cache_kept_bytes(plain_bytes), modes[0].cache_bytes
+    else:
+        kept = mount_keeps_bytes(loop, cache_bytes, setting.hot_bytes)
+        plain, needed_cache_bytes = loop if loop <= plain_bytes else 0, max(mode.cache_bytes for mode in modes)
+    mount = passes_keeping(kept, loop, setting)
     return Ram(
         ram_bytes=ram,
         source=source,
         mount_cache_bytes=cache_bytes,
         mount=mount,
-        page_cache=passes_keeping(loop_bytes if fits else 0, loop_bytes, setting),
+        page_cache=passes_keeping(plain, loop, setting),
         needed_ram_bytes=ram_for(needed_cache_bytes),
         needed_bandwidth=-(-mount.missing_bytes * SECOND_NS // setting.period_ns),
     )
@@ -104,37 +128,49 @@ def _storage(question: Question) -> Storage:
 
 
 def mount_cache_bytes(
-    loop_bytes: int, pinned_bytes: int, hot_bytes: int, least: int = MIN_WINDOW_BYTES, large: int = LARGE_EXTENT
+    loop: Weights, kept_bytes: int, hot_bytes: int, least: int = MIN_WINDOW_BYTES, large: int = LARGE_EXTENT
 ) -> int:
-    """The smallest --cache (whole MB) with which llmcachefs pins `pinned_bytes` of a lone loop that is being read.
+    """The smallest --cache (whole MB) with which llmcachefs keeps `kept_bytes` of a lone loop that is being read.
 
     `least`: bytes of its window at least; `large`: of an extent of a large file.
     *Modelled* by the mount's own arbitration; never less than the least budget that a mount accepts.
     """
-    low, high = _LEAST_STEPS, _LEAST_STEPS + 2 * (loop_bytes + hot_bytes) // _STEP_BYTES + 64
-    while low < high:  # a larger budget never pins less
+    low, high = _LEAST_STEPS, _LEAST_STEPS + 2 * (size_of(loop) + hot_bytes) // _STEP_BYTES + 64
+    while low < high:  # a larger budget never keeps less
         middle = (low + high) // 2
-        if mount_pins_bytes(loop_bytes, middle * _STEP_BYTES, hot_bytes, least, large) >= pinned_bytes:
+        if mount_keeps_bytes(loop, middle * _STEP_BYTES, hot_bytes, least, large) >= kept_bytes:
             high = middle
         else:
             low = middle + 1
     return low * _STEP_BYTES
 
 
-def mount_pins_bytes(
-    loop_bytes: int, cache_bytes: int, hot_bytes: int, least: int = MIN_WINDOW_BYTES, large: int = LARGE_EXTENT
+def mount_keeps_bytes(
+    loop: Weights, cache_bytes: int, hot_bytes: int, least: int = MIN_WINDOW_BYTES, large: int = LARGE_EXTENT
 ) -> int:
-    """What llmcachefs pins of a lone loop of `loop_bytes` with `--cache` `cache_bytes`, in whole extents.
+    """What llmcachefs keeps of a lone `loop` with `--cache` `cache_bytes`: pins, in whole extents, and a mixture's experts.
 
     Hot pages and rows are taken at the most that their reserves allow.
     """
-    pinned_bytes = _share(loop_bytes, cache_bytes, hot_bytes, least).pinned_bytes
-    extent_bytes = extent_bytes_for(loop_bytes, EXTENTS_MAX, large)
-    return loop_bytes if pinned_bytes >= loop_bytes else pinned_bytes // extent_bytes * extent_bytes
+    dense_bytes = _dense_bytes(loop)
+    pinned_bytes = _share(dense_bytes, cache_bytes, hot_bytes, least).pinned_bytes
+    extent_bytes = extent_bytes_for(dense_bytes, EXTENTS_MAX, large)
+    if pinned_bytes < dense_bytes:
+        return pinned_bytes // extent_bytes * extent_bytes
+    return min(size_of(loop), dense_bytes + max(0, _loops_bytes(cache_bytes, hot_bytes) - dense_bytes - HEADROOM_BYTES))
+
+
+def _dense_bytes(loop: Weights) -> int:
+    """What is pinned of `loop`, or streamed through a window."""
+    return loop.dense_bytes if isinstance(loop, MixtureBytes) else loop
 
 
 def _share(loop_bytes: int, cache_bytes: int, hot_bytes: int, least: int) -> Share:
-    budget = cache_bytes + WINDOW_ALLOWANCE_BYTES
-    left = max(0, budget - reserve_bytes(budget, hot_bytes, has_rows=hot_bytes > 0))
     loop = Loop("loop", loop_bytes, None, active=True, least_window=least)
-    return cap_pins(share_budget(left, [loop]), cache_bytes)["loop"]
+    return cap_pins(share_budget(_loops_bytes(cache_bytes, hot_bytes), [loop]), cache_bytes)["loop"]
+
+
+def _loops_bytes(cache_bytes: int, hot_bytes: int) -> int:
+    """What the reserves leave of the budget."""
+    budget = cache_bytes + WINDOW_ALLOWANCE_BYTES
+    return max(0, budget - reserve_bytes(budget, hot_bytes, has_rows=hot_bytes > 0))

@@ -179,7 +179,8 @@ _FIXED_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12
 _INTEGER_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "q"}
 _STRING, _ARRAY = 8, 9
 
-_WANTED = ("general.alignment", "split.no", "split.count")
+_EXPERTS_USED = ".expert_used_count"  # behind the name of the architecture
+_WANTED = ("general.alignment", "split.no", "split.count", _EXPERTS_USED)
 _MOST_KEYS = 2**16
 _MOST_DIMENSIONS = 8
 _DEEPEST_ARRAY = 4
@@ -205,7 +206,8 @@ def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
     # A file without tensors (the first shard of some models) need not be padded.
     header_bytes = header_bytes if infos else cursor.position
     placed = (replace(info, offset=header_bytes + info.offset) for info in infos)
-    return ModelLayout("gguf", header_bytes, check_tensors(placed, header_bytes, file_bytes), _shard(wanted))
+    tensors = check_tensors(placed, header_bytes, file_bytes)
+    return ModelLayout("gguf", header_bytes, tensors, _shard(wanted), wanted.get(_EXPERTS_USED))
 
 
 def _read_version(cursor: Cursor) -> str:
@@ -228,6 +230,8 @@ def _read_keys(cursor: Cursor, count: int, byte_order: str) -> dict[str, int]:
     left = _Left()
     for _ in range(count):
         key, value_type = cursor.text(LONGEST_NAME), cursor.u32()
+        if key.endswith(_EXPERTS_USED) and value_type in _INTEGER_CODES:
+            key = _EXPERTS_USED
         if key not in _WANTED:
             _skip_value(cursor, value_type, left)
             continue

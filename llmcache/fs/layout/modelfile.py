@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmcache.cache.mixture import EXPERTS_USED
 from llmcache.cache.sizing import ModelBytes
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.fs.layout.experts import Experts
 from llmcache.fs.layout.model import index_shards, order_shards, read_layout
 from llmcache.fs.layout.tensors import ModelLayout, Region, Tensor, shard_name
 
@@ -21,6 +24,7 @@ log = logging.getLogger(__name__)
 OPTION = "--model"
 _INDEX_SUFFIX = ".safetensors.index.json"
 _LONGEST_INDEX = 64 << 20
+_LONGEST_CONFIG = 4 << 20
 # What programs load beside safetensors: tokenizer and configuration; a GGUF has both in its header.
 _COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
 
@@ -28,13 +32,15 @@ _COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
 def model_bytes(path: str) -> ModelBytes:
     """What the model at `path` (a GGUF or safetensors file, any of its shards, or its index) reads per token.
 
-    Experts count whole, so their loop is an upper bound. UsageError: no such file; DataError: a damaged one, no model,
-    or a missing shard; EnvironmentProblem: it cannot be read.
+    Experts count whole in its loop; how many a token uses says the header of a GGUF, or the config.json beside safetensors.
+    UsageError: no such file; DataError: a damaged one, no model, or a missing shard; EnvironmentProblem: it cannot be read.
     """
     files = _files(path)
     layouts = [_layout(file) for file in files]
     whole = layouts[0].regions() if len(layouts) == 1 else [region for _, region in order_shards(layouts)]
     companions = _companion_bytes(files[0]) if layouts[0].kind == "safetensors" else 0
+    sparse_bytes = sum(region.size_bytes for region in whole if region.sparse and region.role == "loop")
+    experts, used = _experts(files[0], layouts) if sparse_bytes else (None, None)
     return ModelBytes(
         path=path,
         kind=layouts[0].kind,
@@ -42,8 +48,39 @@ def model_bytes(path: str) -> ModelBytes:
         loop_bytes=_total(whole, "loop"),
         hot_bytes=_total(whole, "hot") + companions,
         row_bytes=_total(whole, "rows"),
-        sparse_bytes=sum(region.size_bytes for region in whole if region.sparse and region.role == "loop"),
+        sparse_bytes=sparse_bytes,
+        experts=experts,
+        used=used,
     )
+
+
+def _experts(path: str, layouts: Sequence[ModelLayout]) -> tuple[int | None, int | None]:
+    """Experts of a layer, the most of any, and how many of them a token uses; None: nothing tells."""
+    counts = [count for layout in layouts for _, _, count in Experts(layout).layers]
+    told = [layout.experts_used for layout in layouts if layout.experts_used]
+    used = told[0] if told else _configured(path) if layouts[0].kind == "safetensors" else None
+    if counts and used is not None and not 1 <= used <= max(counts):
+        raise DataError(f"{OPTION}: {path}: a token is said to use {used} of {max(counts)} experts")
+    return max(counts, default=None), used
+
+
+def _configured(path: str) -> int | None:
+    """What the config.json beside the file at `path` says of the experts that a token uses."""
+    file = Path(path).parent / "config.json"
+    try:
+        with file.open("rb") as stream:
+            config = json.loads(stream.read(_LONGEST_CONFIG))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unreadable(str(file), error) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{OPTION}: {file} is no JSON: {error}") from error
+    for holder in (config, config.get("text_config")) if isinstance(config, dict) else ():
+        for name in EXPERTS_USED:
+            if isinstance(holder, dict) and type(used := holder.get(name)) is int:
+                return used
+    return None
 
 
 def _total(regions: Sequence[Region], role: str) -> int:

@@ -185,12 +185,14 @@ class ModelLayout:
     """The header of a model file: its length, and the tensors in file order.
 
     `shard` is (number from 0, count) where the file is one shard of several. Padding between tensors is part of none.
+    `experts_used`: of each layer's, by a token, where the header says it.
     """
 
     kind: Literal["gguf", "safetensors"]
     header_bytes: int
     tensors: tuple[Tensor, ...]
     shard: tuple[int, int] | None = None
+    experts_used: int | None = None
 
     @property
     def has_output(self) -> bool:

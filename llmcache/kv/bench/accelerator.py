@@ -64,7 +64,7 @@ def modelled(hardware: Hardware, model: ModelShape, batch: int) -> Emulated:
     def layer_ns(tokens: int) -> float:
         attended = 2.0 * model.key_bytes * tokens * batch
         flops = batch * (2.0 * model.layer_parameters + 4.0 * model.heads * model.head_dim * tokens)
-        reading = (model.layer_weight_bytes + attended) / hardware.gpu_bytes_per_s
+        reading = (model.layer_weight_bytes(batch) + attended) / hardware.gpu_bytes_per_s
         return _NS * max(reading, flops / hardware.gpu_flops)
 
     return Emulated(f"emulated: that of {hardware.title}, {model.name}", layer_ns)

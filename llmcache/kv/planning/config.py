@@ -1,8 +1,8 @@
 """From a model's config.json, as Hugging Face writes it, to its shape.
 
 Understood are decoders with one KV cache per layer: llama, mistral, qwen, qwen2, qwen3, opt, gpt2, gpt_neox, phi and
-others that name their sizes in the same way. Refused, by name, is what has no such cache: MLA, mixtures of experts,
-state spaces, encoders.
+others that name their sizes in the same way, with plain MLPs or mixtures of experts (mixtral, qwen2_moe, qwen3_moe,
+glm4_moe, gpt_oss, llama4). Refused, by name, is what has no such cache: MLA, state spaces, linear attention, encoders.
 """
 
 from __future__ import annotations
@@ -12,31 +12,40 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llmcache.cache.mixture import EXPERTS_USED
 from llmcache.errors import UsageError
-from llmcache.kv.planning.models import KV_BYTES, ModelShape
+from llmcache.kv.planning.models import KV_BYTES, MixtureMlp, ModelShape
 
 _LARGEST_BYTES = 4 << 20  # a config is a few KB: what is larger is something else
 _NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "ffn": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "ffn": ("intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
     "vocabulary": ("vocab_size", "padded_vocab_size"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
     "head_dim": ("head_dim", "kv_channels"),
     "context_limit": ("max_position_embeddings", "seq_length", "n_positions"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "used": EXPERTS_USED,
+    "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
+    "shared_ffn": ("shared_expert_intermediate_size",),
+    "shared_experts": ("n_shared_experts",),
+    "first_mixture": ("first_k_dense_replace",),
+    "mixture_step": ("decoder_sparse_step", "interleave_moe_layer_step"),
 }
+_HINT = "plans are for decoders with keys and values in every layer"
 _PLAIN_MLP = {"opt", "gpt2", "gpt_neox", "gptj", "phi", "falcon", "bloom", "mpt", "gpt_bigcode", "starcoder2"}
 _LEARNED_POSITIONS = {"opt": 2, "gpt2": 0}  # rows beyond max_position_embeddings
 _TIED = {"opt", "gpt2", "gemma", "gemma2", "gemma3_text", "bloom", "gpt_bigcode", "falcon", "mpt"}
 _FOREIGN = {
     "kv_lora_rank": "its latent attention (MLA) has no keys and values per head",
-    "num_local_experts": "mixtures of experts read a part of their weights per token",
-    "num_experts": "mixtures of experts read a part of their weights per token",
-    "n_routed_experts": "mixtures of experts read a part of their weights per token",
     "state_size": "a state-space model keeps no KV cache",
+    "mamba_d_state": "its state-space layers keep no KV cache",
+    "linear_num_value_heads": "its layers of linear attention keep no KV cache",
     "is_encoder_decoder": "an encoder-decoder has two KV caches",
 }
+_WITH_KV = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
 
 def read_config(path: str | Path) -> ModelShape:
@@ -68,8 +77,11 @@ def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
         config, kind = text, str(text.get("model_type", kind))
     for name, why in _FOREIGN.items():
         value = config.get(name)
-        if value is True or (value and value != 1):  # one expert is none
-            raise UsageError(f"--model: {source}: {name}: {value}: {why}", "plans are for plain decoders")
+        if value:
+            raise UsageError(f"--model: {source}: {name}: {value}: {why}", _HINT)
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and (foreign := {str(layer) for layer in kinds} - _WITH_KV):
+        raise UsageError(f"--model: {source}: layer_types: {min(foreign)}: they have no KV cache that is known", _HINT)
     sizes = {field: _size(config, field, source) for field in ("layers", "hidden", "heads", "vocabulary")}
     heads = sizes["heads"]
     ffn = _size(config, "ffn", source, 4 * sizes["hidden"])
@@ -94,9 +106,27 @@ def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
             weight_bits=_bits(config),
             context_limit=limit,
             notes=_notes(config),
+            mixture=_mixture(config, kind, sizes["layers"], source),
         )
     except ValueError as error:
         raise UsageError(f"--model: {source}: {error}", "is it the config.json of a decoder?") from error
+
+
+def _mixture(config: Mapping[str, Any], kind: str, layers: int, source: str) -> MixtureMlp | None:
+    experts = _size(config, "experts", source, 0)
+    if experts <= 1:
+        return None
+    ffn = _size(config, "expert_ffn", source)
+    if kind == "llama4_text":
+        shared_ffn = ffn  # an expert that each token uses, of which its config says nothing
+    else:
+        shared_ffn = _size(config, "shared_ffn", source, ffn * _size(config, "shared_experts", source, 0))
+    first, step = _size(config, "first_mixture", source, 0), max(1, _size(config, "mixture_step", source, 1))
+    told = config.get("mlp_only_layers")
+    plain = {one for one in told if isinstance(one, int)} if isinstance(told, list) else set()
+    mixtures = layers // step - first // step  # each `step`th layer from the `first` on
+    mixtures -= sum(first <= layer < layers and (layer + 1) % step == 0 for layer in plain)
+    return MixtureMlp(mixtures, experts, _size(config, "used", source), ffn, shared_ffn) if mixtures > 0 else None
 
 
 def _size(config: Mapping[str, Any], field: str, source: str, default: int | None = None) -> int:

@@ -3,7 +3,8 @@
 A layer is evaluated (by the processor, by the device, or read to the host for it), then what was chosen is fetched, then
 it computes (a roofline). A system that looks ahead evaluates and fetches layer i+1 while layer i computes, so a layer
 takes the longer of both; one that does not takes their sum. Within a stage, what different resources do overlaps if the
-system lets it (reads with scoring, CPU with device, SSD with the GPU's link).
+system lets it (reads with scoring, CPU with device, SSD with the GPU's link). The experts on the host that a step of a
+mixture uses are fetched as KV data is: as if they were known a layer ahead.
 
 Source: hillinfer.txt, sections 3.2, 3.3 (figure 6) and 4.2. Differs from the paper: it measures; this is a model. Not
 modelled: moves of BKP (they are off the critical path), and the software of the frameworks the baselines are built on.

@@ -38,7 +38,7 @@ class MemoryUse:
 
 def activation_bytes(model: ModelShape, batch: int) -> float:
     """Bytes of what one decode step of `batch` sequences keeps besides KV: the widest layer, and logits in float32."""
-    widest = 4 * model.hidden + (2 if model.gated else 1) * model.ffn
+    widest = 4 * model.hidden + (2 if model.gated else 1) * model.widest_ffn
     return batch * (ACTIVATION_BYTES * widest + 4 * model.vocabulary)
 
 

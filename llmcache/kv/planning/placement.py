@@ -22,7 +22,8 @@ BUFFERED_LAYERS = 2
 class Room:
     """What the weights leave, bytes: `host_kv` is M0. `gpu_kv`: the whole KV cache, or 0 (then it lies in the pools).
 
-    `weights_on_host`: weights that the GPU has no room for. `lacking`: bytes that weights alone have no room for anywhere.
+    `weights_on_host`: weights that the GPU has no room for, experts before all others. `lacking`: bytes that weights alone
+    have no room for anywhere.
     """
 
     gpu_kv: float

@@ -106,6 +106,7 @@ def layer_work(
     tokens = workload.chunk_tokens if system.abstracts else workload.fetch_tokens
     crosses = places.gpu == 0 and hardware.has_gpu
     fetch = {"device_fetch": on_ssd} if system.in_storage else {"ssd_fetch": on_ssd}
+    weights = model.crossing_bytes(found.weights_on_host, workload.batch)
     flops = 2.0 * model.layer_parameters * workload.batch + _attention_flops(model, workload, share)
     return Work(
         scan=evaluation.scan,
@@ -114,9 +115,9 @@ def layer_work(
         scores=evaluation.scores,
         commands=COMMANDS if system.in_storage and ssd else 0,
         request=_request(system, model, tokens),
-        gpu_link=(attended if crosses else 0.0) + (found.weights_on_host / model.layers if hardware.has_gpu else 0.0),
+        gpu_link=(attended if crosses else 0.0) + (weights / model.layers if hardware.has_gpu else 0.0),
         attended=attended,
-        weights=model.layer_weight_bytes,
+        weights=model.layer_weight_bytes(workload.batch),
         flops=flops,
         **fetch,
     )
