@@ -53,9 +53,7 @@ def lines(answer: Answer) -> Iterator[str]:
         yield f"  in all      {size_text(answer.need.cache_bytes)} (with the hot set)"
         for place, mode in enumerate(answer.modes):
             window = f"a window of {size_text(mode.window_bytes)}" if mode.window_bytes else "no window"
-            whole = ", and experts as a loop" if mixture is not None and place else ""
-            told = f"{mode.mode}: with {window}{whole}"
-            yield f"  {'' if place else 'llmcachefs':10}  --cache {mode.cache_bytes // 10**6}M ({told})"
+            yield f"  {'' if place else 'llmcachefs':10}  --cache {mode.cache_bytes // 10**6}M ({mode.mode}: with {window})"
     for item in answer.capacities:
         yield from _capacity(item, mixture)
     if answer.ram is not None:

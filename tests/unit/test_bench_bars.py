@@ -136,6 +136,19 @@ def test_where_most_is_gained_without_a_limit_most_is_asked(share: float, passed
     assert judged(measured) == {"case-f.inplace.kernel": (1.0, passed)}
 
 
+@pytest.mark.parametrize(("read_bps", "limit"), [(5 * 10**8, 0.65), (None, 0.5)])
+def test_of_mixtures_means_count_and_what_the_kernel_misses(read_bps: int | None, limit: float) -> None:
+    times = {"kernel": 3.0, "kernel-128": 1.0, "inplace": limit, "steer": 0.9}
+    missing = result("g", times, read_bps=read_bps, routed={"token_bytes": 9.0, "lru_bytes": 0.5})
+    bars = judged(missing)
+    assert bars["case-g.inplace.kernel"] == (limit, True) and bars["case-g.inplace.p99"] == (2.0, True)
+    assert bars["case-g.inplace.bytes"] == (1.0, False) and bars["case-g.inplace.lru"] == (2.0, False)
+    assert ("case-g.steer.kernel" in bars) == (read_bps is not None) and not bars.get("case-g.steer.kernel", (0, False))[1]
+    fits = judged(result("g", times, read_bps=read_bps, routed={"token_bytes": 11.0, "lru_bytes": None}))
+    assert "case-g.inplace.bytes" not in fits and "case-g.inplace.lru" not in fits
+    assert fits["case-g.inplace.kernel"][1] and all(reached for _, reached in fits.values())
+
+
 def test_each_mode_is_judged_by_itself() -> None:
     times = {"kernel": 1.0, "kernel-128": 2.0, "inplace": 0.5, "steer": 0.55}
     bars = judged(result("a", times))

@@ -156,7 +156,7 @@ def test_a_mixture_reads_what_it_uses(tmp_path: Path, model_format: str, fused: 
     assert mixture["token_bytes"] == mixture["dense_bytes"] + mixture["expert_bytes"] // 8
     assert mixture["dense_bytes"] < found["loop_cache_bytes"] < found["loop_bytes"]
     inplace, fuse = found["llmcachefs_modes"]
-    assert inplace["cache_bytes"] < fuse["cache_bytes"]  # which takes a mixture for a loop
+    assert max(inplace["cache_bytes"], fuse["cache_bytes"]) < found["loop_bytes"]
     assert ram["llmcachefs"]["expert_hit_ratio"] == ram["page_cache"]["expert_hit_ratio"] == 1
     text = size("--bw", "1", "--model", str(path), "--cache", "16M").stdout
     assert "read per token: 2 of 16 in each layer" in text and "popularity assumed" in text

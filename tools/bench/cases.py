@@ -1,4 +1,6 @@
-"""The cases of the mount benchmark: (a) larger than memory, (b) fits, (c) cold, (d) readers, (e) sizes, (f) no limit, (g) mixtures."""
+"""The cases of the mount benchmark: (a) larger than memory, (b) fits, (c) cold, (d) readers, (e) sizes, (f) no limit, (g)
+mixtures.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmcache.fs.layout.experts import Experts
 from tools.make_model import make_model
 from tools.modelgen.gguf_file import BYTES_PER_VALUE
 from tools.modelgen.shape import MixtureShape, choose_shape
@@ -165,7 +168,7 @@ def unlimited(plan: Plan) -> Iterator[Experiment]:
 
 
 def mixtures(plan: Plan) -> Iterator[Experiment]:
-    """(g) Mixtures of experts read by generated routings, and one by llama.cpp, which routes as its random weights have it."""
+    """(g) Mixtures of experts read by generated routings, and one by llama.cpp, routed as its random weights have it."""
     for number, (experts, used, slice_bytes) in enumerate(MIXTURES[:1] if plan.quick else MIXTURES):
         mixture = MixtureShape(experts, used, slice_bytes)
         shape = choose_shape(MIXTURE_BYTES, BYTES_PER_VALUE, None, False, mixture)
@@ -176,19 +179,17 @@ def mixtures(plan: Plan) -> Iterator[Experiment]:
                 label = f"{share:.0%} {'no limit' if rate is None else f'{rate // 10**6} MB/s'}"
                 yield _routed(plan, file, f"{name} {label}", (shape.layers, experts, used), share, rate)
                 if plan.model is not None and number == 0 and share in (0.2, 0.5):
-                    yield _decoded(plan, file, f"llama.cpp {name} {label}", share, rate)
+                    yield _decoded(plan, file, f"llama.cpp {name} {label}", used / experts, share, rate)
         file.unlink()
 
 
-def _routed(
-    plan: Plan, file: Path, name: str, shape: tuple[int, int, int], share: float, rate: int | None
-) -> Experiment:
+def _routed(plan: Plan, file: Path, name: str, shape: tuple[int, int, int], share: float, rate: int | None) -> Experiment:
     layout = routing.layout_of(file)
     routed = routing.generate(MIXTURE_TOKENS, *shape)
     ranges = plan.scratch / f"{file.stem}.plan"
     ranges.write_bytes(routing.plan(layout, routed).tobytes())
     size, cache = file.stat().st_size, int(share * file.stat().st_size)
-    dense, each = routing.dense_bytes(layout), routing.Experts(layout).bytes_of(0)
+    dense, each = routing.dense_bytes(layout), Experts(layout).bytes_of(0)
     lru = statistics.fmean(routing.lru_bytes(routed, each, cache - dense)[MIXTURE_WARMUP:])
     asked = Routed(dense + shape[0] * shape[2] * each, lru)
     return Experiment(
@@ -197,10 +198,10 @@ def _routed(
     )  # fmt: skip
 
 
-def _decoded(plan: Plan, file: Path, name: str, share: float, rate: int | None) -> Experiment:
+def _decoded(plan: Plan, file: Path, name: str, used: float, share: float, rate: int | None) -> Experiment:
     layout = routing.layout_of(file)
     size, dense = file.stat().st_size, routing.dense_bytes(layout)
-    asked = Routed(dense + sum(routing.Experts(layout).sizes) * (layout.experts_used or 1) / layout.experts, None)
+    asked = Routed(dense + sum(Experts(layout).sizes) * used, None)
     make = tokens(plan.threads, MIXTURE_TOKENS)
     cache = int(share * size)
     return Experiment("g", name, file, size, cache, make, MIXTURE_TOKENS, MIXTURE_WARMUP, rate, routed=asked)

@@ -3,8 +3,7 @@
 The formula's S is what a mount must pin. `--cache` of llmcachefs also pays for the window that the rest streams through,
 for hot pages and for rows; `mount_cache_bytes` asks the mount's own arbitration how much that is.
 
-Of a mixture a mount in place pins the dense tensors, and what that leaves holds experts. In the other modes a mount takes
-experts for a part of the loop, as if each token read all of them.
+Of a mixture a mount pins the dense tensors, and what that leaves holds experts.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from llmcache.cache.arbitration import (
     share_budget,
 )
 from llmcache.cache.constants import PAPER
-from llmcache.cache.extents import EXTENTS_MAX, HUGE_BYTES, LARGE_EXTENT, extent_bytes_for
+from llmcache.cache.extents import EXTENTS_MAX, HUGE_BYTES, LARGE_EXTENT, SMALL_EXTENT, extent_bytes_for
 from llmcache.cache.mixture import MixtureBytes
 from llmcache.cache.question import Question
 from llmcache.cache.sizing import (
@@ -78,13 +77,13 @@ def advise(question: Question) -> Answer:
 def _modes(loop: Weights, setting: Setting) -> tuple[ModeNeed, ...]:
     """What each mode needs to have no stalls. In place, what keeps storage at work is streamed through."""
     found = []
-    for names, least, large, taken in (
-        ("inplace", least_window(setting.bandwidth), HUGE_BYTES, loop),
-        ("steer, arena", MIN_WINDOW_BYTES, LARGE_EXTENT, size_of(loop)),
+    needed = need(loop, setting).loop_cache_bytes
+    for names, least, large in (
+        ("inplace", least_window(setting.bandwidth), HUGE_BYTES),
+        ("steer, arena", MIN_WINDOW_BYTES, LARGE_EXTENT),
     ):
-        needed = need(taken, setting).loop_cache_bytes
-        cache_bytes = mount_cache_bytes(taken, needed, setting.hot_bytes, least, large)
-        share = _share(_dense_bytes(taken), cache_bytes, setting.hot_bytes, least)
+        cache_bytes = mount_cache_bytes(loop, needed, setting.hot_bytes, least, large)
+        share = _share(_dense_bytes(loop), cache_bytes, setting.hot_bytes, least)
         found.append(ModeNeed(names, cache_bytes, share.window_bytes))
     return tuple(found)
 
@@ -154,7 +153,7 @@ def mount_keeps_bytes(
     """
     dense_bytes = _dense_bytes(loop)
     pinned_bytes = _share(dense_bytes, cache_bytes, hot_bytes, least).pinned_bytes
-    extent_bytes = extent_bytes_for(dense_bytes, EXTENTS_MAX, large)
+    extent_bytes = extent_bytes_for(dense_bytes, EXTENTS_MAX, SMALL_EXTENT if isinstance(loop, MixtureBytes) else large)
     if pinned_bytes < dense_bytes:
         return pinned_bytes // extent_bytes * extent_bytes
     return min(size_of(loop), dense_bytes + max(0, _loops_bytes(cache_bytes, hot_bytes) - dense_bytes - HEADROOM_BYTES))
