@@ -245,16 +245,22 @@ class _Model:
         for name, _, count in slices.layers:
             layer = self._numbers.setdefault(name, len(self._numbers))
             experts.append((layer << _NUMBER_BITS) + np.arange(count, dtype=np.int64))
-        code = np.concatenate(experts)[np.array(slices.expert_of, np.int64)]
+        expert_of = np.array(slices.expert_of, np.int64)
+        code = np.concatenate(experts)[expert_of]
         for expert, size_bytes in zip(code.tolist(), slices.sizes, strict=True):
             self._bytes[expert] = self._bytes.get(expert, 0) + size_bytes
         starts, sizes = np.array(slices.starts, np.int64), np.array(slices.sizes, np.int64)
         first, end = nearest_blocks(starts), nearest_blocks(starts + sizes)
-        # Its ends are also accessed where only the slices beside it are used; a small one has nothing but a middle.
-        ends = np.minimum(MAPPED_AROUND, np.maximum(0, end - first - 1) // 2)
+        # Its ends are also accessed where only the slices beside it are used; a small one has nothing but a middle, and of
+        # one that is much smaller than others of its expert (a bias) not even that tells.
+        blocks = end - first
+        longest = np.zeros(int(expert_of.max()) + 1, np.int64)
+        np.maximum.at(longest, expert_of, blocks)
+        ends = np.minimum(MAPPED_AROUND, np.maximum(0, blocks - 1) // 2)
         unsure, dense = np.full_like(code, _UNSURE), np.full_like(code, _DENSE)
+        told = np.where(2 * blocks >= longest[expert_of], code, _UNSURE)
         edges = np.append(0, np.stack((first, first + ends, end - ends, end), 1))
-        codes = np.append(_DENSE, np.stack((unsure, code, unsure, dense), 1))
+        codes = np.append(_DENSE, np.stack((unsure, told, unsure, dense), 1))
         real = np.append(edges[1:] > edges[:-1], True)
         self._files[file] = _Map(slices, edges[real], codes[real])
 

@@ -267,12 +267,12 @@ SLICE = 70 * BLOCK_BYTES + 1000
 
 
 def mixture(layers: int, experts: int) -> Experts:
-    """Layers of an up and a down tensor, whose slices begin and end within blocks."""
+    """Layers of an up tensor, its bias and a down tensor, whose slices begin and end within blocks."""
     tensors, at = [], 100 * BLOCK_BYTES
     for layer in range(layers):
-        for part in ("up", "down"):
-            tensors.append(Tensor(f"blk.{layer}.ffn_{part}_exps.weight", at, experts * SLICE, "F32", experts))
-            at += experts * SLICE
+        for part, size in (("up_exps.weight", SLICE), ("up_exps.bias", 11_520), ("down_exps.weight", SLICE)):
+            tensors.append(Tensor(f"blk.{layer}.ffn_{part}", at, experts * size, "F32", experts))
+            at += experts * size
         at += 30 * BLOCK_BYTES
     return Experts(ModelLayout("gguf", 0, tuple(tensors)))
 
