@@ -9,7 +9,7 @@ from typing import Any
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.detector import HOT, LOOP, SEQ, Class
 from llmcache.cache.layers import Layer
-from llmcache.cache.mixture import Mixture
+from llmcache.cache.routing import Mixture
 
 SCHEMA = "llmcache.classify/1"
 READ_OP, WRITE_OP = "read", "write"

@@ -20,7 +20,7 @@ from llmcache.cache.classes import READ_OP, WRITE_OP, Classification, LockedLoop
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.detector import LOOP, SEQ, Detector, Trail
 from llmcache.cache.layers import Layers, Named, NamesOf
-from llmcache.cache.mixture import ExpertsOf, Mixtures, ModelNames, Slice
+from llmcache.cache.routing import ExpertsOf, Mixtures, ModelNames, Slice
 from llmcache.cache.streams import WINDOW
 from llmcache.errors import DataError
 

@@ -7,7 +7,7 @@ from statistics import median
 
 import rich.table
 
-from llmcache.cache.mixture import ExpertLayer, Mixture
+from llmcache.cache.routing import ExpertLayer, Mixture
 from llmcache.report.html import Block, Cell, Table, Text
 from llmcache.report.tables import fit, plain_table
 from llmcache.units import format_size, shortened

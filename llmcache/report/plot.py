@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from llmcache.cache.classes import Classification
 from llmcache.cache.classify import classify
-from llmcache.cache.mixture import Mixture, ModelNames
+from llmcache.cache.routing import Mixture, ModelNames
 from llmcache.cache.plan import Progress
 from llmcache.errors import UsageError
 from llmcache.report.access import AccessPicture, access_figure

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from llmcache.cache.classes import Classification
 from llmcache.cache.layers import Layer
-from llmcache.cache.mixture import ExpertCache, ExpertLayer, Mixture
+from llmcache.cache.routing import ExpertCache, ExpertLayer, Mixture
 from llmcache.fs.layout.experts import Experts
 from llmcache.report.classification import names_line, table
 from llmcache.report.experts import MOST_ROWS, expert_tables
