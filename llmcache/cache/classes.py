@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.detector import HOT, LOOP, SEQ, Class
 from llmcache.cache.layers import Layer
+from llmcache.cache.routing import Mixture
 
 SCHEMA = "llmcache.classify/1"
 READ_OP, WRITE_OP = "read", "write"
@@ -22,7 +23,7 @@ class Classification:
     blocks accessed there, without holes; those of a HOT piece do not count for the SEQ or LOOP around it.
     `passes`: how often a LOOP or SEQ was walked over, or a HOT block accessed on average. `regularity`: part (0..1) of the
     intervals of a LOOP that were about its period. `active`: a LOOP that had not missed two periods when the trace ended.
-    `stride_blocks`: distance of the runs, 0 where there are no holes.
+    `stride_blocks`: distance of the runs, 0 where there are no holes. `experts`: their numbers by layer, of a mixture.
     """
 
     file: int
@@ -43,6 +44,7 @@ class Classification:
     order: str | None = None
     stride_blocks: int = 0
     tensors: tuple[str, ...] = ()
+    experts: Mapping[str, tuple[int, ...]] | None = None
 
     @property
     def first_block(self) -> int | None:
@@ -77,6 +79,7 @@ class Classification:
             "last_s": self.last_ns / 1e9,
             "pieces": [list(piece) for piece in self.pieces],
             "tensors": list(self.tensors),
+            **({} if self.experts is None else {"experts": {layer: list(found) for layer, found in self.experts.items()}}),
         }
 
 
@@ -113,7 +116,8 @@ class LockedLoop:
 class TraceClasses:
     """The classes of one trace, largest share first, and how much of what it is. `begin_ns`: time of its first row.
 
-    `layers`: of the model files whose tensors are known; `locked`: of files that have a read loop in the rows.
+    `layers`: of the model files whose tensors are known; `locked`: of files that have a read loop in the rows; `mixtures`:
+    of the models of which experts were used.
     """
 
     rows: tuple[Classification, ...]
@@ -124,6 +128,7 @@ class TraceClasses:
     lost_events: int
     layers: tuple[Layer, ...] = ()
     locked: tuple[LockedLoop, ...] = ()
+    mixtures: tuple[Mixture, ...] = ()
 
     @property
     def totals(self) -> Totals:
@@ -171,6 +176,7 @@ class TraceClasses:
             },
             "layers": [layer.row() for layer in self.layers],
             "locked": [{"path": each.path, "bytes": each.size_bytes} for each in self.locked],
+            **({"mixtures": [each.document() for each in self.mixtures]} if self.mixtures else {}),
         }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,14 @@ from llmcache.cache.classes import READ_OP, WRITE_OP, Classification, LockedLoop
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.detector import LOOP, SEQ, Detector, Trail
 from llmcache.cache.layers import Layers, Named, NamesOf
+from llmcache.cache.routing import ExpertsOf, Mixtures, ModelNames, Slice
 from llmcache.cache.streams import WINDOW
 from llmcache.errors import DataError
 
 if TYPE_CHECKING:
     from llmcache.trace.record import Provenance, Trace, TraceFile
 
+N = TypeVar("N", bound=Named)
 _WRITE = 1  # trace.record.WRITE, which brings pyarrow along
 
 
@@ -51,7 +53,7 @@ class _Seen:
             self.end_ns = int(batch.t_ns[-1])
 
 
-def classify(batches: Iterable[Trace], names: NamesOf | None = None) -> TraceClasses:
+def classify(batches: Iterable[Trace], names: NamesOf | None = None, experts: ExpertsOf = lambda file: None) -> TraceClasses:
     """Returns the classes of everything that `batches` access, in the order of time; DataError for an empty trace."""
     seen = _Seen()
     everything: dict[tuple[int, bool, str], Found] = {}
@@ -65,13 +67,15 @@ def classify(batches: Iterable[Trace], names: NamesOf | None = None) -> TraceCla
 
     detector = Detector(forget)
     layers = None if names is None else Layers(names)
+    mixtures = Mixtures(experts)
     for batch in batches:
         seen.note(batch)
+        mixtures.note(batch)
         if layers is not None:
             layers.note(batch)
         for run in runs(batch):
             detector.note_many(*run)
-    if seen.begin_ns is None:
+    if seen.begin_ns is None or seen.provenance is None:
         raise DataError("rows: the trace has none", "record it again, or look at it with: llmcache info FILE")
     detector.finish()
     for key, write, trail in detector.trails():
@@ -81,8 +85,9 @@ def classify(batches: Iterable[Trace], names: NamesOf | None = None) -> TraceCla
         by_file.setdefault((file, write), []).append(found)
     rows: list[Classification] = []
     for (file, write), classes in by_file.items():
+        named, slices = () if names is None else names(seen.files[file]), mixtures.slices(file)
         for found in _fitting(classes, seen.files[file]):
-            rows.append(_row(seen.files[file], write, found, seen.accesses, names))
+            rows.append(_row(seen.files[file], write, found, seen.accesses, named, slices))
     rows.sort(key=lambda row: (-row.accesses, row.path, row.op, row.kind, row.pieces))
     return TraceClasses(
         rows=tuple(rows),
@@ -93,15 +98,17 @@ def classify(batches: Iterable[Trace], names: NamesOf | None = None) -> TraceCla
         lost_events=seen.lost_events,
         layers=() if layers is None else layers.found(),
         locked=tuple(_locked(rows, seen)),
+        mixtures=mixtures.found(seen.provenance),
     )
 
 
-def classify_file(path: str, names: Callable[[Sequence[TraceFile]], NamesOf]) -> TraceClasses:
+def classify_file(path: str, names: Callable[[Sequence[TraceFile]], ModelNames]) -> TraceClasses:
     """Returns the classes of the trace at `path`, in any format; `names` gives the names for a file table."""
     from llmcache.trace.record import open_trace
 
     with open_trace(path) as reader:
-        return classify(reader.batches(), names(reader.files))
+        known = names(reader.files)
+        return classify(reader.batches(), known, known.experts)
 
 
 def _locked(rows: Sequence[Classification], seen: _Seen) -> Iterator[LockedLoop]:
@@ -167,7 +174,9 @@ def _fitting(classes: list[Found], file: TraceFile) -> list[Found]:
     return rest + once
 
 
-def _row(file: TraceFile, write: bool, found: Found, in_all: int, names: NamesOf | None) -> Classification:
+def _row(
+    file: TraceFile, write: bool, found: Found, in_all: int, named: Sequence[Named], slices: Sequence[Slice] | None
+) -> Classification:
     pieces = _pieces(found)
     period = found.period
     return Classification(
@@ -188,8 +197,17 @@ def _row(file: TraceFile, write: bool, found: Found, in_all: int, names: NamesOf
         active=found.active if found.kind == LOOP else None,
         order=found.order,
         stride_blocks=found.stride,
-        tensors=() if names is None else _tensors(names(file), pieces),
+        tensors=tuple(tensor.name for tensor in _inside(named, pieces)),
+        experts=None if slices is None else _experts(slices, pieces),
     )
+
+
+def _experts(slices: Sequence[Slice], pieces: Sequence[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
+    """Returns the numbers of the experts, by layer, of which a slice is in `pieces`."""
+    numbers: dict[str, set[int]] = {}
+    for slice_ in _inside(slices, pieces):
+        numbers.setdefault(slice_.layer, set()).add(slice_.number)
+    return {layer: tuple(sorted(found)) for layer, found in numbers.items()}
 
 
 def _pieces(found: Found) -> tuple[tuple[int, int], ...]:
@@ -208,10 +226,10 @@ def _clipped(size_bytes: int, file: TraceFile) -> int:
     return min(size_bytes, file.size_bytes) if file.size_bytes else size_bytes
 
 
-def _tensors(named: Sequence[Named], pieces: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    """Returns the names of what lies in `pieces` for the most part, or has most of a piece in it; in order of bytes."""
+def _inside(named: Sequence[N], pieces: Sequence[tuple[int, int]]) -> list[N]:
+    """Returns what lies in `pieces` for the most part, or has most of a piece in it; in order of bytes."""
     spans = sorted((first * BLOCK_BYTES, (last + 1) * BLOCK_BYTES) for first, last in pieces)
-    found: list[str] = []
+    found: list[N] = []
     at = 0
     for tensor in named:
         end = tensor.offset + tensor.size_bytes
@@ -225,5 +243,5 @@ def _tensors(named: Sequence[Named], pieces: Sequence[tuple[int, int]]) -> tuple
             inside += common
             whole = whole or 2 * common >= high - low
         if whole or 2 * inside >= tensor.size_bytes > 0:
-            found.append(tensor.name)
-    return tuple(found)
+            found.append(tensor)
+    return found

@@ -22,6 +22,8 @@ _WRITE = 1  # trace.record.WRITE, which brings pyarrow along
 _NUMBER = re.compile(r".*\.([0-9]+)")
 _MOST_PASSES = 1000
 
+Blocks = NDArray[np.int64]
+
 
 class Named(Protocol):
     """A range of bytes of a file that has a name: a tensor."""
@@ -89,6 +91,42 @@ class Layer:
         }
 
 
+class Turns:
+    """Which layers were accessed last: tells a layer that comes anew from threads that mix their accesses to two."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._recent: OrderedDict[int, None] = OrderedDict()
+
+    def comes_anew(self, number: int) -> bool:
+        """Whether half of the layers lie between this access to layer `number` and its last one, if it had any."""
+        self._seen.add(number)
+        is_new = number not in self._recent
+        self._recent[number] = None
+        self._recent.move_to_end(number)
+        while len(self._recent) > len(self._seen) // 2:
+            self._recent.popitem(last=False)
+        return is_new
+
+
+def nearest_blocks(offsets: Blocks) -> Blocks:
+    """Returns the first block of what begins at each of `offsets` (bytes): the first one whose middle is part of it."""
+    return -(-(offsets - BLOCK_BYTES // 2) // BLOCK_BYTES)
+
+
+def cut(edges: Blocks, first: Blocks, end: Blocks) -> tuple[Blocks, Blocks, Blocks, Blocks]:
+    """Returns (run, stretch, first block, end block) of the parts into which `edges` cut the runs first[i] .. end[i] - 1.
+
+    `edges`: the first blocks of stretches, ascending from 0; the last stretch has no end.
+    """
+    lowest = np.searchsorted(edges, first, "right") - 1
+    parts = np.searchsorted(edges, end - 1, "right") - lowest
+    run = np.repeat(np.arange(len(first)), parts)
+    stretch = lowest[run] + np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)
+    ends = np.append(edges[1:], np.iinfo(np.int64).max)
+    return run, stretch, np.maximum(first[run], edges[stretch]), np.minimum(end[run], ends[stretch])
+
+
 class Layers:
     """Counts while the batches of a trace go by, in order."""
 
@@ -127,14 +165,12 @@ class _Tally:
         layer_of = [numbers.setdefault(name, len(numbers)) for name, _ in self._tensors]
         self._layer_of = np.array(layer_of, np.int64)
         self._names = tuple(numbers)
-        starts = np.array([parts[0].offset for _, parts in self._tensors], np.int64)
-        self._edges: NDArray[np.int64] = -(-(starts - BLOCK_BYTES // 2) // BLOCK_BYTES)
+        self._edges = nearest_blocks(np.array([parts[0].offset for _, parts in self._tensors], np.int64))
         self._edges[0] = 0
         # By layer: hits, misses, unknown.
         self._counts = np.zeros((len(numbers), 3), np.int64)
         self._recorder = PassRecorder()
-        self._seen: set[int] = set()
-        self._recent: OrderedDict[int, None] = OrderedDict()
+        self._turns = Turns()
         self._loaded = False
         self._passes: deque[Sequence[int]] = deque(maxlen=_MOST_PASSES)
 
@@ -147,28 +183,13 @@ class _Tally:
         self, first: NDArray[np.int64], end: NDArray[np.int64], miss: NDArray[np.uint8], t_ns: NDArray[np.uint64]
     ) -> None:
         """Count runs, part by part where they go over several stretches."""
-        low = np.searchsorted(self._edges, first, "right") - 1
-        parts = np.searchsorted(self._edges, end - 1, "right") - low
-        run = np.repeat(np.arange(len(first)), parts)
-        stretch = low[run] + np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)
-        ends = np.append(self._edges[1:], np.iinfo(np.int64).max)
-        blocks = np.minimum(end[run], ends[stretch]) - np.maximum(first[run], self._edges[stretch])
+        run, stretch, low, high = cut(self._edges, first, end)
         layer = self._layer_of[stretch]
-        np.add.at(self._counts, (layer, miss[run]), blocks)
+        np.add.at(self._counts, (layer, miss[run]), high - low)
         turns = np.flatnonzero(np.diff(layer, prepend=-1))
         for number, now in zip(layer[turns].tolist(), t_ns[run[turns]].tolist(), strict=True):
-            if self._comes_anew(number):
+            if self._turns.comes_anew(number):
                 self._end_pass(self._recorder.note(number, now))
-
-    def _comes_anew(self, number: int) -> bool:
-        """Whether half of the layers lie between this and the layer's last access: else it is threads that mix."""
-        self._seen.add(number)
-        is_new = number not in self._recent
-        self._recent[number] = None
-        self._recent.move_to_end(number)
-        while len(self._recent) > len(self._seen) // 2:
-            self._recent.popitem(last=False)
-        return is_new
 
     def _end_pass(self, done: Pass | None) -> None:
         """Keeps a pass, but not the first: how a file is loaded need not be how it is used."""
@@ -191,7 +212,7 @@ class _Tally:
         whole = [each for each in self._passes if 2 * len(each) >= len(fullest)]
         visits = Counter(number for each in whole for number in each)
         order = [number for number in fullest if 2 * visits[number] >= len(whole)]
-        _, start = min((_layer_number(self._names[number]), at) for at, number in enumerate(order)) if order else (0, 0)
+        _, start = min((layer_number(self._names[number]), at) for at, number in enumerate(order)) if order else (0, 0)
         return order[start:] + order[:start]
 
     def _layer(self, number: int, name: str, place: int | None) -> Layer:
@@ -210,6 +231,7 @@ class _Tally:
         )
 
 
-def _layer_number(name: str) -> float:
+def layer_number(name: str) -> float:
+    """Returns the number at the end of a layer's name; infinity if it has none."""
     match = _NUMBER.fullmatch(name)
     return int(match[1]) if match else float("inf")

@@ -16,7 +16,8 @@ def command(trace: str, as_json: bool, min_bytes: int, models: tuple[str, ...]) 
     """What was read once (SEQ), in a LOOP with its period, or again and again (HOT), by file.
 
     TRACE is a trace of llmcache (.parquet), or .strace, .csv or .oracleGeneral. Tensors are named where a model file is
-    still where the trace saw it; --model names them from a copy.
+    still where the trace saw it; --model names them from a copy. Of a mixture of experts it also shows how unevenly they
+    are used, and what caches of whole experts would hit.
 
     \b
     Examples:

@@ -37,12 +37,13 @@ def classes_table(rows: Sequence[Classification], files: Container[int]) -> Tabl
     """Returns the classes of `files` as a table of at most `MOST_ROWS` rows, whose caption says what is left out."""
     shown = [row for row in rows if row.file in files][:MOST_ROWS]
     rest = [row for row in rows if row not in shown]
-    named = any(row.tensors for row in shown)
+    names = [names_line(row) for row in shown]
     caption = "Classes, largest share of all accesses first (see: llmcache classify)"
     if rest:
         caption += f"; {len(rest):,} more with {sum(row.share for row in rest):.1%} of the accesses are left out"
-    columns = COLUMNS + (["tensors"] if named else [])
-    return Table(caption, columns, [_cells(row) + ([names_line(row.tensors)] if named else []) for row in shown], digits=2)
+    columns = COLUMNS + (["tensors"] if any(names) else [])
+    cells = [_cells(row) + ([name] if any(names) else []) for row, name in zip(shown, names, strict=True)]
+    return Table(caption, columns, cells, digits=2)
 
 
 def _cells(row: Classification) -> list[Cell]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from rich.console import Console
 from rich.table import Table
 
 from llmcache.cache.classes import Classification, TraceClasses
 from llmcache.errors import printable
+from llmcache.report.experts import expert_tables
 from llmcache.report.layers import layer_tables
 from llmcache.report.tables import fit
 from llmcache.units import format_duration, format_size, shortened
@@ -42,7 +44,7 @@ def show(found: TraceClasses, trace: str, min_bytes: int, as_json: bool) -> None
         size, share = sum(row.size_bytes for row in smaller), sum(row.share for row in smaller)
         less = f"and {len(smaller)} smaller than {format_size(min_bytes)}"
         console.print(f"{less}: {format_size(size)}, {share:.1%} of the accesses (--min-bytes 0 shows them)", soft_wrap=True)
-    for part in layer_tables(found.layers, console.width):
+    for part in chain(layer_tables(found.layers, console.width), expert_tables(found.mixtures, console.width)):
         console.print(part, soft_wrap=isinstance(part, str))
     for line in summary(found):
         console.print(line, soft_wrap=True)
@@ -63,7 +65,7 @@ def table(rows: Sequence[Classification], width: int) -> Table:
         "share": [f"{row.share:.1%}" for row in rows],
     }
     room = fit(columns, width, LEAST_FILE, FIRST_TO_GO)
-    tensors = [names_line(row.tensors) for row in rows]
+    tensors = [names_line(row) for row in rows]
     files = [f"{row.path}{_notes(row)}" for row in rows]
     beside = any(tensors) and max(map(len, files)) + 2 + max(map(len, tensors)) <= room
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -116,8 +118,20 @@ def _notes(row: Classification) -> str:
     return f" ({', '.join(notes)})" if notes else ""
 
 
-def names_line(names: Sequence[str]) -> str:
-    """Returns tensor names in short: layers as a range, the others one by one; the first few."""
+def names_line(row: Classification) -> str:
+    """Returns in short what is known to be in a row: its tensors, and which experts' slices."""
+    return "; ".join(part for part in (_tensors(row.tensors), _experts(row.experts or {})) if part)
+
+
+def _experts(experts: Mapping[str, tuple[int, ...]]) -> str:
+    """Returns numbers of experts as ranges; how many they are where the layers are more than a few."""
+    if len(experts) > SHOWN_NAMES:
+        return f"{sum(map(len, experts.values()))} experts of {len(experts)} layers"
+    return ", ".join(f"experts {_ranges(numbers)} of {layer}" for layer, numbers in experts.items())
+
+
+def _tensors(names: Sequence[str]) -> str:
+    """Returns tensor names: layers as a range, the others one by one; the first few."""
     layers: dict[str, list[int]] = {}
     others: list[str] = []
     for name in names:

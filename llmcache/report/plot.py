@@ -11,11 +11,12 @@ from matplotlib.figure import Figure
 
 from llmcache.cache.classes import Classification
 from llmcache.cache.classify import classify
-from llmcache.cache.layers import NamesOf
+from llmcache.cache.routing import Mixture, ModelNames
 from llmcache.cache.plan import Progress
 from llmcache.errors import UsageError
 from llmcache.report.access import AccessPicture, access_figure
 from llmcache.report.classes import classes_table, landmarks_of, shades_of
+from llmcache.report.experts import expert_blocks
 from llmcache.report.files import Written, check_target, write_target
 from llmcache.report.html import Block, Facts, Fold, Section, html_page
 from llmcache.report.picture import alt_text, caption, chosen_files, conditions, picture_of
@@ -39,10 +40,10 @@ class Wanted:
     force: bool = False
 
 
-def plot(wanted: Wanted, names: Callable[[Sequence[TraceFile]], NamesOf], progress: Progress) -> Written:
+def plot(wanted: Wanted, names: Callable[[Sequence[TraceFile]], ModelNames], progress: Progress) -> Written:
     """Draw what is `wanted`, and return the file.
 
-    `names` gives the tensors for a file table, `progress` is told how far the classes are.
+    `names` gives what is known of models for a file table, `progress` is told how far the classes are.
 
     UsageError for an ending that is no form, or an output that exists; DataError for the trace.
     """
@@ -61,19 +62,22 @@ def form_of(output: str, option: str = OPTION) -> str:
     return form
 
 
-def _drawn(wanted: Wanted, form: str, reader: TraceReader, names: NamesOf, progress: Progress) -> bytes:
+def _drawn(wanted: Wanted, form: str, reader: TraceReader, names: ModelNames, progress: Progress) -> bytes:
     only = chosen_files(reader.files, wanted.files)
     files = [file for file in reader.files if only is None or file.id in only]
     found: Sequence[Classification] = ()
+    mixtures: Sequence[Mixture] = ()
     if wanted.classes:
-        batches = _told(reader, wanted.trace, progress)
-        found = [row for row in classify(batches, names).rows if only is None or row.file in only]
+        classes = classify(_told(reader, wanted.trace, progress), names, names.experts)
+        found = [row for row in classes.rows if only is None or row.file in only]
+        mixtures = [each for each in classes.mixtures if only is None or only & {*each.files}]
     title = f"{Path(wanted.trace).name} ({reader.provenance.tier})"
     picture = picture_of(reader, title, only, shades=shades_of(found), landmarks=landmarks_of(files, names))
     with style():
         figure = access_figure(picture)
         if form == "html":
-            return _page(picture, reader, embedded(figure, alt_text(picture), caption(picture, reader)), found).encode()
+            drawn = embedded(figure, alt_text(picture), caption(picture, reader))
+            return _page(picture, reader, drawn, found, mixtures).encode()
         _write_caption(figure, caption(picture, reader))
         return figure_bytes(figure, form)
 
@@ -86,10 +90,14 @@ def _told(reader: TraceReader, trace: str, progress: Progress) -> Iterator[Trace
         progress(trace, done, reader.rows)
 
 
-def _page(picture: AccessPicture, reader: TraceReader, drawn: Block, found: Sequence[Classification]) -> str:
+def _page(
+    picture: AccessPicture, reader: TraceReader, drawn: Block, found: Sequence[Classification], mixtures: Sequence[Mixture]
+) -> str:
     sections = [Section("Accesses", [drawn, Fold("Conditions", [Facts(conditions(picture, reader))])])]
     if found:
         sections.append(Section("Classes", [classes_table(found, {band.file for band in picture.bands})]))
+    if mixtures:
+        sections.append(Section("Experts", [block for mixture in mixtures for block in expert_blocks(mixture)]))
     return html_page(picture.title, LEAD, sections)
 
 

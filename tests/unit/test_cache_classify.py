@@ -12,7 +12,9 @@ from llmcache.cache.classify import classify
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.detector import HOT, LOOP, SEQ
 from llmcache.errors import DataError
-from llmcache.trace.record import Provenance, Trace, TraceFile
+from llmcache.fs.layout.experts import Experts
+from llmcache.fs.layout.tensors import ModelLayout, Tensor
+from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
 from llmcache.trace.shapes import GROUPS, SHAPES
 
 LEAST = 128 << 10
@@ -259,3 +261,52 @@ def test_the_document_sums_up_what_is_small() -> None:
     assert sum(each["share"] for each in document["rows"]) + document["smaller"]["share"] == pytest.approx(1)
     assert document["totals"]["hot_bytes"] == 2 * BLOCK_BYTES
     assert document["rows"][0]["pieces"] == [[0, 499]]
+
+
+SLICE = 70 * BLOCK_BYTES + 1000
+
+
+def mixture(layers: int, experts: int) -> Experts:
+    """Layers of an up tensor, its bias and a down tensor, whose slices begin and end within blocks."""
+    tensors, at = [], 100 * BLOCK_BYTES
+    for layer in range(layers):
+        for part, size in (("up_exps.weight", SLICE), ("up_exps.bias", 11_520), ("down_exps.weight", SLICE)):
+            tensors.append(Tensor(f"blk.{layer}.ffn_{part}", at, experts * size, "F32", experts))
+            at += experts * size
+        at += 30 * BLOCK_BYTES
+    return Experts(ModelLayout("gguf", 0, tuple(tensors)))
+
+
+@pytest.mark.parametrize("batch_rows", [7, 1 << 16])
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_what_is_mapped_around_a_fault_is_no_use_of_an_expert(layers: int, batch_rows: int) -> None:
+    """Faults map 16 blocks, also of the slices beside, whose experts are not used, and of the next layer's."""
+    experts = mixture(layers, 6)
+    tokens = [[{(token + layer) % 6, (token * layer + 5) % 6} for layer in range(layers)] for token in range(40)]
+    accesses: list[tuple[int, int]] = []
+    for token in tokens:
+        accesses.append((0, 50))
+        for (_, first, _), chosen in zip(experts.layers, token, strict=True):
+            for part in range(2):
+                for expert in sorted(chosen):
+                    start, size = experts.ranges(first + expert)[part]
+                    begin, end = start // BLOCK_BYTES // 16, (start + size - 1) // BLOCK_BYTES // 16
+                    accesses += [(16 * window, 16) for window in range(begin, end + 1)]
+    batches = one_file(accesses, MAP).batches(batch_rows)
+    (found,) = classify(batches, experts=lambda file: (file.path, experts)).mixtures
+    for number, layer in enumerate(found.layers):
+        assert layer.visits == len(tokens)
+        assert list(layer.popularity) == [sum(expert in token[number] for token in tokens) for expert in range(6)]
+    assert found.incomplete is not None and "mmap" in found.incomplete
+
+
+def test_lost_events_make_the_uses_of_experts_incomplete() -> None:
+    experts = mixture(2, 6)
+    start, size = experts.ranges(0)[0]
+    read = one_file([(start // BLOCK_BYTES, size // BLOCK_BYTES)])
+    (found,) = classify([read], experts=lambda file: ("m", experts)).mixtures
+    assert found.incomplete is not None and "lost_events is 3" in found.incomplete
+    first, second = found.layers
+    assert (first.popularity, first.again, first.top(4)) == ((1, 0, 0, 0, 0, 0), None, 1)
+    assert (second.popularity, second.visits, second.top(4)) == ((0,) * 6, 0, None)
+    assert classify([one_file([(0, 50)])], experts=lambda file: ("m", experts)).mixtures == ()

@@ -1,4 +1,4 @@
-"""`llmcache classify` as a user calls it: table, JSON, tensor names from disk and from a copy, bad input."""
+"""`llmcache classify` as a user calls it: table, JSON, tensor names from disk and from a copy, experts, bad input."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 from rich.table import Table
 
 from llmcache.cache.classes import Classification
 from llmcache.cache.layers import Layer
-from llmcache.report.classification import table
+from llmcache.cache.routing import ExpertCache, ExpertLayer, Mixture
+from llmcache.fs.layout.experts import Experts
+from llmcache.report.classification import names_line, table
+from llmcache.report.experts import MOST_ROWS, expert_tables
 from llmcache.report.layers import layer_tables
 from llmcache.trace.record import Provenance, Trace, TraceFile
 from tests.unit.gguf_bytes import Gguf
+from tests.unit.test_make_model import made
+from tools.bench import routing
 
 BLOCK = 4096
 LAYERS = 4
@@ -216,3 +224,163 @@ def test_other_formats(tmp_path: Path) -> None:
     path.write_text("\n".join(["file,offset,length,op,time", *rows]) + "\n")
     (row,) = document(path)["rows"]
     assert (row["class"], row["bytes"], row["passes"], row["period_s"]) == ("LOOP", 500 * BLOCK, 6, 1)
+
+
+USED, EXPERTS, TOKENS = 3, 12, 60
+MIXTURE = ("--size", "8M", "--layers", "3", "--experts", str(EXPERTS), "--used", str(USED), "--slice", "100K")
+ROUTED = routing.generate(TOKENS, 3, EXPERTS, USED, routing.Habits(zipf=1.2, stay=0.3))
+
+
+def read_as(accesses: Sequence[tuple[int, int, int]], paths: Sequence[Path], tmp_path: Path) -> Path:
+    """A trace of reads (which of `paths`, first byte, bytes), a millisecond apart."""
+    file, offset, size = np.array(accesses).T
+    first, end = offset // BLOCK, -(-(offset + size) // BLOCK)
+    files = [
+        TraceFile(number, str(path), 1, path.stat().st_ino, 0, path.stat().st_size) for number, path in enumerate(paths)
+    ]
+    times = np.arange(len(file)) * 10**6
+    trace = Trace.build(times, file, first, end - first, files=files, provenance=Provenance("test"))
+    trace.save(tmp_path / "experts.parquet", force=True)
+    return tmp_path / "experts.parquet"
+
+
+def planned(path: Path) -> list[tuple[int, int, int]]:
+    """What a decoder reads of the model at `path` with the routing: dense tensors and slices."""
+    plan = routing.plan(routing.layout_of(path), ROUTED).tolist()
+    found, at = [], 0
+    while at < len(plan):
+        ranges = plan[at + 1 : at + 1 + 2 * plan[at]]
+        found += [(0, offset, size) for offset, size in zip(ranges[::2], ranges[1::2], strict=True)]
+        at += 1 + len(ranges)
+    return found
+
+
+def lru_hits(uses: Sequence[int], room: int) -> int:
+    """Hits of a list of the `room` used last."""
+    kept: list[int] = []
+    hits = 0
+    for use in uses:
+        hits += use in kept
+        kept = [use, *(other for other in kept if other != use)][:room]
+    return hits
+
+
+def best_hits(uses: Sequence[int], room: int) -> int:
+    """Hits where the one goes that is needed last."""
+    kept: set[int] = set()
+    hits = 0
+    for now, use in enumerate(uses):
+        hits += use in kept
+        if use not in kept and len(kept) == room:
+            rest = uses[now + 1 :]
+            kept.remove(max(kept, key=lambda other: rest.index(other) if other in rest else len(rest)))
+        kept.add(use)
+    return hits
+
+
+def check_routing(found: dict[str, Any], names: Sequence[str], expert_bytes: int) -> None:
+    """Asserts that `found` is what the routing says, counted anew."""
+    assert [layer["layer"] for layer in found["layers"]] == list(names)
+    for number, layer in enumerate(found["layers"]):
+        tokens = [set(token) for token in ROUTED[:, number].tolist()]
+        popularity = [sum(expert in token for token in tokens) for expert in range(EXPERTS)]
+        most = sorted(popularity, reverse=True)
+        assert layer["popularity"] == popularity and layer["used"] == sum(map(bool, popularity))
+        assert (layer["experts"], layer["visits"], layer["uses"]) == (EXPERTS, TOKENS, USED * TOKENS)
+        assert layer["top_tenth"] == pytest.approx(sum(most[:2]) / layer["uses"])
+        assert layer["top_quarter"] == pytest.approx(sum(most[:3]) / layer["uses"])
+        again = sum(len(one & other) for one, other in pairwise(tokens))
+        assert layer["again"] == pytest.approx(again / (USED * (TOKENS - 1)))
+    uses = [
+        number * EXPERTS + expert for token in ROUTED.tolist() for number, chosen in enumerate(token) for expert in chosen
+    ]
+    assert (found["experts"], found["uses"], found["used"]) == (3 * EXPERTS, len(uses), len(set(uses)))
+    assert found["bytes"] == 3 * EXPERTS * expert_bytes and found["equal_sizes"] and found["incomplete"] is None
+    assert [cache["experts"] for cache in found["caches"]] == [1, 3, 4, 7, 10, 18, 28]
+    for cache in found["caches"]:
+        assert cache["bytes"] == cache["experts"] * expert_bytes
+        assert cache["lru_hit_ratio"] == pytest.approx(lru_hits(uses, cache["experts"]) / len(uses))
+        assert cache["belady_hit_ratio"] == pytest.approx(best_hits(uses, cache["experts"]) / len(uses))
+
+
+@pytest.mark.parametrize("args", [(), ("--format", "safetensors", "--fused")])
+def test_a_mixture_is_shown_as_it_was_routed(args: tuple[str, ...], tmp_path: Path) -> None:
+    (path,) = made(tmp_path / f"m.{'safetensors' if args else 'gguf'}", *MIXTURE, *args)
+    trace = read_as(planned(path), [path], tmp_path)
+    shown = document(trace)
+    experts = Experts(routing.layout_of(path))
+    (found,) = shown["mixtures"]
+    assert (found["model"], found["files"]) == (str(path), [0])
+    check_routing(found, [name for name, _, _ in experts.layers], experts.bytes_of(0))
+    in_rows = {(name, number) for row in shown["rows"] for name, numbers in row["experts"].items() for number in numbers}
+    used = {(layer["layer"], number) for layer in found["layers"] for number in np.flatnonzero(layer["popularity"]).tolist()}
+    assert in_rows <= used and 2 * len(in_rows) > len(used)  # of what is read once or twice the places are forgotten
+
+
+def test_a_mixture_in_shards_is_one(tmp_path: Path) -> None:
+    """Each expert in tensors of its own, and one that begins in a shard and ends in the next."""
+    args = (*MIXTURE, "--format", "safetensors", "--split", "3")
+    shards = [path for path in made(tmp_path / "m.safetensors", *args) if path.suffix == ".safetensors"]
+    parts = [Experts(routing.layout_of(shard)) for shard in shards]
+    slices: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
+    for shard, part in enumerate(parts):
+        for name, first, count in part.layers:
+            for number in range(count):
+                slices.setdefault((name, number), []).extend((shard, *found) for found in part.ranges(first + number))
+    assert [len(part.starts) for part in parts] == [0, 77, 31] and {len(found) for found in slices.values()} == {3}
+    names = sorted({name for name, _ in slices})
+    accesses = [
+        slices[name, expert][turn]
+        for token in ROUTED.tolist()
+        for name, chosen in zip(names, token, strict=True)
+        for turn in range(3)
+        for expert in chosen
+    ]
+    (found,) = document(read_as(accesses, shards, tmp_path))["mixtures"]
+    assert (found["model"], found["files"]) == (str(tmp_path / "m-*-of-00003.safetensors"), [1, 2])
+    check_routing(found, names, parts[1].bytes_of(0))
+
+
+def test_the_tables_of_a_mixture(tmp_path: Path) -> None:
+    (path,) = made(tmp_path / "m.gguf", *MIXTURE)
+    result = classify(read_as(planned(path), [path], tmp_path))
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    heading = lines.index(f"experts of {path}:")
+    head, *layers = (line.split() for line in lines[heading + 1 : heading + 5])
+    assert " ".join(head) == "layer experts used visits uses top tenth top quarter again"
+    assert [cells[0] for cells in layers] == ["blk.0", "blk.1", "blk.2"]
+    assert all(cells[1] == "12" and cells[3:5] == ["60", "180"] and cells[-1].endswith("%") for cells in layers)
+    caption, shares, size, lru, best = lines[heading + 5 : heading + 10]
+    assert (
+        caption.startswith("hits of a cache of whole experts") and " ".join(shares.split()) == "5% 10% 12% 20% 30% 50% 80%"
+    )
+    assert size.split()[0] == "size" and lru.split()[0] == "LRU" and best.split()[0] == "Belady"
+
+
+def mixture(layers: int) -> Mixture:
+    of_layers = [ExpertLayer(f"model.decoder.layers.{n}", 4, 9, (n, 9, 0, 1), None if n else 0.5) for n in range(layers)]
+    caches = [ExpertCache(percent / 100, percent, 10**9, 0.25, 0.5) for percent in (5, 10, 12, 20, 30, 50, 80)]
+    return Mixture("/m", (0,), 4 * layers, 10**11, False, tuple(of_layers), tuple(caches), "3 are lost")
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_many_layers_of_experts_are_their_spread(width: int) -> None:
+    _, layers, _, caches, sizes, lost = expert_tables([mixture(MOST_ROWS + 1)], width)
+    assert isinstance(layers, Table) and isinstance(caches, Table)
+    head, *rows = drawn(layers, width)
+    assert [row.split()[0] for row in rows] == ["least", "median", "most"] and "again" in head
+    assert max(map(len, [head, *rows, *drawn(caches, width)])) <= width and all(row.endswith("50.0%") for row in rows)
+    assert [row.split()[3] if width == 80 else "" for row in rows] == (["4"] * 3 if width == 80 else [""] * 3)
+    assert "approximate" in str(sizes) and str(lost).endswith("3 are lost")
+    _, few, *_ = expert_tables([mixture(MOST_ROWS)], width)
+    assert isinstance(few, Table) and len(drawn(few, width)) == 1 + MOST_ROWS
+
+
+def test_experts_are_named_beside_tensors() -> None:
+    def named(experts: dict[str, tuple[int, ...]] | None) -> str:
+        return names_line(Classification(0, "/f", "read", "HOT", (), 4096, 1, 1, 1, 0, 0, tensors=("a",), experts=experts))
+
+    assert named(None) == named({}) == "a"
+    assert named({"blk.0": (1, 2, 3, 7), "blk.1": (5,)}) == "a; experts 1-3,7 of blk.0, experts 5 of blk.1"
+    assert named({f"blk.{layer}": (1, 2) for layer in range(4)}) == "a; 8 experts of 4 layers"

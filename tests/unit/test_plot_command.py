@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 
 from llmcache import cli
+from llmcache.fs.layout.modelfile import TensorNames
 from llmcache.report.plot import Wanted, plot
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
 from tests.unit.gguf_bytes import Gguf
 from tests.unit.report_parts import COPY, MODEL, TOKENIZER, Page, check_alone, recorded
 from tests.unit.simulation_parts import saved
+from tests.unit.test_classify_command import MIXTURE, TOKENS, USED, planned, read_as
+from tests.unit.test_make_model import made
 
 BLOCK = 4096
 
@@ -159,8 +162,17 @@ def test_an_output_that_cannot_be_written(trace: str, capsys: pytest.CaptureFixt
 def test_progress_is_told(trace: str, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     wanted = Wanted(trace, str(tmp_path / "out.png"))
-    plot(wanted, lambda files: lambda file: (), lambda *now: told.append(now))
+    plot(wanted, lambda files: TensorNames((), files), lambda *now: told.append(now))
     assert told[-1] == (trace, len(recorded()), len(recorded()))
+
+
+def test_a_page_of_a_mixture_has_its_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path,) = made(tmp_path / "m.gguf", *MIXTURE)
+    trace = read_as(planned(path), [path], tmp_path)
+    page = page_of([trace], capsys, tmp_path / "out.html")
+    assert page.tags["table"] == 3 and f"Experts of {path}" in page.text and "hits at best, Belady (%)" in page.text
+    assert f"blk.21212{TOKENS}{USED * TOKENS}" in page.text and "; experts " in page.text
+    assert "Experts of" not in page_of([trace, "--no-classes"], capsys, tmp_path / "out.html").text
 
 
 def test_other_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

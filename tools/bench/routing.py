@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.cache.policies.lru import LRU
 from llmcache.fs.layout import ModelLayout, read_layout
 from llmcache.fs.layout.experts import Experts
 
@@ -91,16 +92,9 @@ def plan(layout: ModelLayout, routing: Routing) -> array[int]:
 
 def lru_bytes(routing: Routing, expert_bytes: int, room_bytes: int) -> list[int]:
     """Bytes that each token reads where the experts used last are kept whole, exactly, as far as they fit."""
-    kept: dict[tuple[int, int], None] = {}
-    read = []
-    for token in routing:
-        missed = 0
-        for layer, experts in enumerate(token.tolist()):
-            for expert in experts:
-                missed += (layer, expert) not in kept
-                kept.pop((layer, expert), None)
-                kept[layer, expert] = None
-                if len(kept) * expert_bytes > room_bytes:
-                    del kept[next(iter(kept))]
-        read.append(missed * expert_bytes)
+    tokens, layers, used = routing.shape
+    experts = int(routing.max()) + 1
+    uses = (routing + experts * np.arange(layers)[:, None]).ravel()
+    hits = LRU(room_bytes // expert_bytes, layers * experts).replay(uses, np.ones_like(uses))
+    read: list[int] = ((layers * used - hits.reshape(tokens, -1).sum(1)) * expert_bytes).tolist()
     return read

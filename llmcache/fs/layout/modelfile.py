@@ -14,7 +14,7 @@ from llmcache.cache.sizing import ModelBytes
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.fs.layout.experts import Experts
 from llmcache.fs.layout.model import index_shards, order_shards, read_layout
-from llmcache.fs.layout.tensors import ModelLayout, Region, Tensor, shard_name
+from llmcache.fs.layout.tensors import ModelLayout, Region, ShardName, Tensor, shard_name
 
 if TYPE_CHECKING:
     from llmcache.trace.record import TraceFile
@@ -94,15 +94,28 @@ def _files(path: str) -> list[str]:
     shard = shard_name(path)
     if shard is None:
         return [path]
-    at = path.rindex(f"{shard.number + 1:05d}-of-")
-    width = path.index("-", at) - at
-    files = [f"{path[:at]}{number:0{width}d}{path[at + width :]}" for number in range(1, shard.count + 1)]
+    begin, end = _shard_digits(path, shard)
+    files = [f"{path[:begin]}{number:0{end - begin}d}{path[end:]}" for number in range(1, shard.count + 1)]
     missing = [file for file in files if file != path and not os.path.exists(file)]
     if missing and os.path.exists(path):
         raise DataError(
             f"--model: the shard {missing[0]} is missing ({len(files) - len(missing)} of {len(files)} are there)"
         )
     return files
+
+
+def _shard_digits(path: str, shard: ShardName) -> tuple[int, int]:
+    """Where in `path` the number of the shard begins and ends."""
+    begin = path.rindex(f"{shard.number + 1:05d}-of-")
+    return begin, path.index("-", begin)
+
+
+def _all_shards(path: str) -> str:
+    shard = shard_name(path)
+    if shard is None:
+        return path
+    begin, end = _shard_digits(path, shard)
+    return f"{path[:begin]}*{path[end:]}"
 
 
 def _indexed(path: str) -> list[str]:
@@ -168,7 +181,7 @@ class TensorNames:
 
     def __init__(self, models: Sequence[str], files: Sequence[TraceFile]) -> None:
         """Reads the headers of `models`. UsageError for one that none of `files` can be; DataError for no model."""
-        self._given: dict[int, tuple[Tensor, ...]] = {}
+        self._given: dict[int, ModelLayout] = {}
         for path in models:
             layout, size = _given_layout(path)
             matches = _matches(path, size, files)
@@ -177,15 +190,25 @@ class TensorNames:
                     f"{OPTION}: no file of the trace has the name or the size ({size} bytes) of {path}",
                     "llmcache info TRACE lists the files of a trace",
                 )
-            self._given.update((file.id, _named(layout)) for file in matches)
-        self._read: dict[int, tuple[Tensor, ...]] = {}
+            self._given.update((file.id, layout) for file in matches)
+        self._read: dict[int, ModelLayout | None] = {}
 
     def __call__(self, file: TraceFile) -> tuple[Tensor, ...]:
         """Returns the tensors of `file`; nothing if it is no model, or not on this disk as it was."""
+        layout = self._layout(file)
+        return () if layout is None else (Tensor("header", 0, layout.header_bytes, ""), *layout.tensors)
+
+    def experts(self, file: TraceFile) -> tuple[str, Experts] | None:
+        """Returns the path of the model, with a * for the number of the shard that `file` is, and the experts in `file`."""
+        layout = self._layout(file)
+        experts = None if layout is None else Experts(layout)
+        return (_all_shards(file.path), experts) if experts is not None and experts.count else None
+
+    def _layout(self, file: TraceFile) -> ModelLayout | None:
         if file.id in self._given:
             return self._given[file.id]
         if file.id not in self._read:
-            self._read[file.id] = _found_tensors(file)
+            self._read[file.id] = _found_layout(file)
         return self._read[file.id]
 
 
@@ -208,18 +231,18 @@ def _given_layout(path: str) -> tuple[ModelLayout, int]:
     return layout, size
 
 
-def _found_tensors(file: TraceFile) -> tuple[Tensor, ...]:
+def _found_layout(file: TraceFile) -> ModelLayout | None:
     try:
         status = os.stat(file.path)
         if not file.size_bytes or status.st_size != file.size_bytes or file.inode not in (0, status.st_ino):
-            return ()
+            return None
         layout, _ = _layout_of(file.path)
     except OSError:  # a trace outlives its files, and travels
-        return ()
+        return None
     except DataError as error:
         log.warning("%s: no tensor names: %s", file.path, error.message)
-        return ()
-    return () if layout is None else _named(layout)
+        return None
+    return layout
 
 
 def _layout_of(path: str) -> tuple[ModelLayout | None, int]:
@@ -230,7 +253,3 @@ def _layout_of(path: str) -> tuple[ModelLayout | None, int]:
     finally:
         os.close(descriptor)
     return layout, size
-
-
-def _named(layout: ModelLayout) -> tuple[Tensor, ...]:
-    return (Tensor("header", 0, layout.header_bytes, ""), *layout.tensors)

@@ -1,0 +1,372 @@
+"""What a trace shows of a mixture of experts: which ones are popular, which come again, what a cache of whole ones hits.
+
+A *visit* is a layer's turn in a pass: all accesses to its experts until half of the layers have been accessed since. A
+*use* is an expert in one visit, however many of its tensors and blocks are accessed and in which order. So a prompt that
+is computed at once is one visit, a token is another. Only what is in the trace counts: see `Mixture.incomplete`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from llmcache.cache.layers import Blocks, Named, Turns, cut, layer_number, nearest_blocks
+
+if TYPE_CHECKING:
+    from llmcache.trace.record import Provenance, Trace, TraceFile
+
+CACHE_PERCENTS = (5, 10, 12, 20, 30, 50, 80)  # of the bytes of all experts
+MAPPED_AROUND = 16  # blocks that the kernel maps around a fault (64 KiB): they may reach into the slices beside
+_WRITE, _MAP = 1, 2  # trace.record.WRITE and MAP, which bring pyarrow along
+_DENSE, _UNSURE = -1, -2
+_NUMBER_BITS = 17  # of an expert's code, which begins with its layer; numbers have five digits
+_CODE_BITS = 34
+
+
+class ExpertSlices(Protocol):
+    """Experts of a file, numbered layer by layer, and the ranges of bytes that are theirs, in the order of the file."""
+
+    layers: list[tuple[str, int, int]]
+    """Name, first expert, how many."""
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """First byte of each slice."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each slice."""
+
+    @property
+    def expert_of(self) -> Sequence[int]:
+        """The expert of each slice."""
+
+
+ExpertsOf = Callable[["TraceFile"], tuple[str, ExpertSlices] | None]
+"""Gives the model that a file is, or is a part of, and its experts; None where it has none, or is not there."""
+
+
+class ModelNames(Protocol):
+    """Gives what is known of the model files of a trace: tensors when it is called, and experts."""
+
+    def __call__(self, file: TraceFile) -> Sequence[Named]:
+        """See `layers.NamesOf`."""
+
+    def experts(self, file: TraceFile) -> tuple[str, ExpertSlices] | None:
+        """See `ExpertsOf`."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One expert's part of one tensor, as `layers.Named`."""
+
+    layer: str
+    number: int
+    offset: int
+    size_bytes: int
+
+    @property
+    def name(self) -> str:
+        """The expert."""
+        return f"{self.layer} expert {self.number}"
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """How the experts of one layer were used in its `visits`. `popularity`: uses of each expert, by its number.
+
+    `again`: share (0..1) of the experts of a visit that were used in the next one too; None with a single visit.
+    """
+
+    name: str
+    experts: int
+    visits: int
+    popularity: tuple[int, ...]
+    again: float | None
+
+    @property
+    def uses(self) -> int:
+        """Uses of all its experts."""
+        return sum(self.popularity)
+
+    @property
+    def used(self) -> int:
+        """Experts that were used at all."""
+        return sum(uses > 0 for uses in self.popularity)
+
+    def top(self, parts: int) -> float | None:
+        """Share (0..1) of the uses that one of `parts` equal parts of the experts (rounded up) has: those used most."""
+        most = sorted(self.popularity, reverse=True)[: -(-self.experts // parts)]
+        return sum(most) / self.uses if self.uses else None
+
+    def row(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        return {
+            "layer": self.name,
+            "experts": self.experts,
+            "used": self.used,
+            "visits": self.visits,
+            "uses": self.uses,
+            "top_tenth": self.top(10),
+            "top_quarter": self.top(4),
+            "again": self.again,
+            "popularity": list(self.popularity),
+        }
+
+
+@dataclass(frozen=True)
+class ExpertCache:
+    """Share (0..1) of the uses that a cache of `experts` whole experts hits, empty at first: with LRU, and at best.
+
+    `share`: the part of the bytes of all experts that it holds. Where they differ in size, `size_bytes` and the number of
+    experts are of the mean size: approximate.
+    """
+
+    share: float
+    experts: int
+    size_bytes: int
+    lru: float
+    belady: float
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of one model in a trace; `size_bytes` and `experts` are all that the files in the trace have.
+
+    `incomplete`: why there may have been more uses, in words, which makes `belady` no upper bound; None if there were not.
+    """
+
+    model: str
+    files: tuple[int, ...]
+    experts: int
+    size_bytes: int
+    equal: bool
+    layers: tuple[ExpertLayer, ...]
+    caches: tuple[ExpertCache, ...]
+    incomplete: str | None
+
+    @property
+    def uses(self) -> int:
+        """Uses of all experts."""
+        return sum(layer.uses for layer in self.layers)
+
+    def document(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        return {
+            "model": self.model,
+            "files": list(self.files),
+            "experts": self.experts,
+            "bytes": self.size_bytes,
+            "equal_sizes": self.equal,
+            "used": sum(layer.used for layer in self.layers),
+            "uses": self.uses,
+            "incomplete": self.incomplete,
+            "layers": [layer.row() for layer in self.layers],
+            "caches": [
+                {
+                    "share": cache.share,
+                    "experts": cache.experts,
+                    "bytes": cache.size_bytes,
+                    "lru_hit_ratio": cache.lru,
+                    "belady_hit_ratio": cache.belady,
+                }
+                for cache in self.caches
+            ],
+        }
+
+
+class Mixtures:
+    """Collects the uses of experts while the batches of a trace go by, in order, in 8 bytes for each use."""
+
+    def __init__(self, experts: ExpertsOf) -> None:
+        self._experts = experts
+        self._models: dict[str, _Model] = {}
+        self._files: dict[int, _Model | None] = {}
+
+    def note(self, batch: Trace) -> None:
+        """Count the reads of `batch`."""
+        files = {file.id: file for file in batch.files}
+        touched: dict[str, _Model] = {}
+        for number in np.unique(batch.file[batch.op != _WRITE]).tolist():
+            model = self._model_of(files[number])
+            if model is not None:
+                touched[model.path] = model
+        for model in touched.values():
+            model.note(batch)
+
+    def _model_of(self, file: TraceFile) -> _Model | None:
+        if file.id not in self._files:
+            found = self._experts(file)
+            self._files[file.id] = None if found is None else self._models.setdefault(found[0], _Model(found[0]))
+            if found is not None:
+                self._models[found[0]].add(file.id, found[1])
+        return self._files[file.id]
+
+    def slices(self, file: int) -> list[Slice] | None:
+        """Returns the slices of the file with this number, in the order of their bytes; None if it has none."""
+        model = self._files.get(file)
+        return None if model is None else list(model.slices(file))
+
+    def found(self, provenance: Provenance) -> tuple[Mixture, ...]:
+        """Returns the mixtures whose experts were used, by the most uses first; `provenance`: of the trace."""
+        found = [mixture for model in self._models.values() if (mixture := model.mixture(provenance)) is not None]
+        return tuple(sorted(found, key=lambda mixture: (-mixture.uses, mixture.model)))
+
+
+@dataclass(frozen=True)
+class _Map:
+    """Which blocks of a file tell what: stretches that begin at `edges` show that the experts with these codes are used."""
+
+    slices: ExpertSlices
+    edges: Blocks
+    codes: Blocks
+
+
+class _Model:
+    """One model: the files that it consists of, and the uses of its experts."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._files: dict[int, _Map] = {}
+        self._numbers: dict[str, int] = {}  # of layers
+        self._bytes: dict[int, int] = {}  # by code
+        self._turns = Turns()
+        self._visit: dict[int, int] = {}  # the last one of each layer
+        self._visits = 0
+        self._uses: list[Blocks] = []  # visit and code in one number
+        self._mapped = False
+
+    def add(self, file: int, slices: ExpertSlices) -> None:
+        """Takes `slices` to be those of this file."""
+        experts = []
+        for name, _, count in slices.layers:
+            layer = self._numbers.setdefault(name, len(self._numbers))
+            experts.append((layer << _NUMBER_BITS) + np.arange(count, dtype=np.int64))
+        expert_of = np.array(slices.expert_of, np.int64)
+        code = np.concatenate(experts)[expert_of]
+        for expert, size_bytes in zip(code.tolist(), slices.sizes, strict=True):
+            self._bytes[expert] = self._bytes.get(expert, 0) + size_bytes
+        starts, sizes = np.array(slices.starts, np.int64), np.array(slices.sizes, np.int64)
+        first, end = nearest_blocks(starts), nearest_blocks(starts + sizes)
+        # Its ends are also accessed where only the slices beside it are used; a small one has nothing but a middle, and of
+        # one that is much smaller than others of its expert (a bias) not even that tells.
+        blocks = end - first
+        longest = np.zeros(int(expert_of.max()) + 1, np.int64)
+        np.maximum.at(longest, expert_of, blocks)
+        ends = np.minimum(MAPPED_AROUND, np.maximum(0, blocks - 1) // 2)
+        unsure, dense = np.full_like(code, _UNSURE), np.full_like(code, _DENSE)
+        told = np.where(2 * blocks >= longest[expert_of], code, _UNSURE)
+        edges = np.append(0, np.stack((first, first + ends, end - ends, end), 1))
+        codes = np.append(_DENSE, np.stack((unsure, told, unsure, dense), 1))
+        real = np.append(edges[1:] > edges[:-1], True)
+        self._files[file] = _Map(slices, edges[real], codes[real])
+
+    def slices(self, file: int) -> Iterator[Slice]:
+        """Yields the slices of a file."""
+        of = self._files[file].slices
+        experts = [(name, number) for name, _, count in of.layers for number in range(count)]
+        for expert, start, size_bytes in zip(of.expert_of, of.starts, of.sizes, strict=True):
+            yield Slice(*experts[expert], start, size_bytes)
+
+    def note(self, batch: Trace) -> None:
+        """Takes the reads of the model's files."""
+        rows, codes = [], []
+        for file, blocks in self._files.items():
+            of_file = np.flatnonzero((batch.file == file) & (batch.op != _WRITE))
+            first, end = batch.first[of_file].astype(np.int64), batch.end[of_file].astype(np.int64)
+            run, stretch, _, _ = cut(blocks.edges, first, end)
+            rows.append(of_file[run])
+            codes.append(blocks.codes[stretch])
+        row, code = np.concatenate(rows), np.concatenate(codes)
+        order = np.argsort(row, kind="stable")
+        row, code = row[order], code[order]
+        row, code = row[code != _UNSURE], code[code != _UNSURE]
+        visit = self._visits_of(code >> _NUMBER_BITS)
+        row, uses = row[code != _DENSE], ((visit << _CODE_BITS) + code)[code != _DENSE]
+        self._mapped = self._mapped or bool(np.any(batch.op[row] == _MAP))
+        self._uses.append(_first(uses))
+
+    def _visits_of(self, layer: Blocks) -> Blocks:
+        """Returns the visit that each access to these layers is part of; what is dense counts as a layer of its own."""
+        turns = np.flatnonzero(np.diff(layer, prepend=_UNSURE))
+        visits = []
+        for number in layer[turns].tolist():
+            if self._turns.comes_anew(number) and number != _DENSE:
+                self._visit[number] = self._visits
+                self._visits += 1
+            visits.append(self._visit.get(number, _DENSE))
+        return np.repeat(np.array(visits, np.int64), np.diff(np.append(turns, len(layer))))
+
+    def mixture(self, provenance: Provenance) -> Mixture | None:
+        """Returns what was found; None if no expert was used."""
+        uses = _first(np.concatenate([np.zeros(0, np.int64), *self._uses]))
+        if not len(uses):
+            return None
+        uses = uses[np.argsort(uses >> _CODE_BITS, kind="stable")]
+        visits, used = uses >> _CODE_BITS, uses & ((1 << _CODE_BITS) - 1)
+        codes = np.array(sorted(self._bytes), np.int64)
+        sizes = [self._bytes[code] for code in codes.tolist()]
+        names = sorted(self._numbers, key=lambda name: (layer_number(name), name))
+        return Mixture(
+            model=self.path,
+            files=tuple(self._files),
+            experts=len(codes),
+            size_bytes=sum(sizes),
+            equal=len(set(sizes)) == 1,
+            layers=tuple(_layer(name, self._numbers[name], codes, visits, used) for name in names),
+            caches=tuple(_caches(np.searchsorted(codes, used), len(codes), sum(sizes))),
+            incomplete=self._incomplete(provenance),
+        )
+
+    def _incomplete(self, provenance: Provenance) -> str | None:
+        from llmcache.cache.policies.belady import why_not_exact  # loads numba, which few traces need
+
+        mapped = (
+            "experts are read through mmap, and pages that stay mapped are read without a trace" if self._mapped else None
+        )
+        return "; ".join(reason for reason in (why_not_exact(provenance), mapped) if reason) or None
+
+
+def _first(uses: Blocks) -> Blocks:
+    """Returns each of `uses` where it comes first."""
+    _, places = np.unique(uses, return_index=True)
+    return uses[np.sort(places)]
+
+
+def _layer(name: str, layer: int, codes: Blocks, visits: Blocks, used: Blocks) -> ExpertLayer:
+    inside = used >> _NUMBER_BITS == layer
+    numbers = used[inside] & ((1 << _NUMBER_BITS) - 1)
+    experts = codes[codes >> _NUMBER_BITS == layer] & ((1 << _NUMBER_BITS) - 1)
+    turns, turn = np.unique(visits[inside], return_inverse=True)
+    keys = (turn << _NUMBER_BITS) + numbers
+    before = keys[turn < len(turns) - 1]
+    return ExpertLayer(
+        name=name,
+        experts=len(experts),
+        visits=len(turns),
+        popularity=tuple(np.bincount(numbers, minlength=int(experts.max()) + 1).tolist()),
+        again=float(np.mean(np.isin(before + (1 << _NUMBER_BITS), keys))) if len(before) else None,
+    )
+
+
+def _caches(used: Blocks, experts: int, size_bytes: int) -> Iterator[ExpertCache]:
+    """Yields the hit ratios of the uses `used` (0 .. experts - 1) at each size; both policies as `simulate` has them."""
+    from llmcache.cache.curves import StackDistances
+    from llmcache.cache.policies.belady import Belady
+
+    each = np.ones(len(used), np.int64)
+    distances = StackDistances(experts)
+    distances.feed(used, each, each == 1)
+    curve = distances.curve()
+    for percent in CACHE_PERCENTS:
+        room = percent * experts // 100
+        yield ExpertCache(
+            share=percent / 100,
+            experts=room,
+            size_bytes=room * size_bytes // experts,
+            lru=int(curve.hits[min(room, len(curve.hits) - 1)]) / len(used),
+            belady=int(Belady(room, experts).replay(used, each).sum()) / len(used) if room else 0.0,
+        )
