@@ -9,7 +9,7 @@ from typing import Any
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.detector import HOT, LOOP, SEQ, Class
 from llmcache.cache.layers import Layer
-from llmcache.cache.routing import Mixture
+from llmcache.cache.routing import MixtureUses
 
 SCHEMA = "llmcache.classify/1"
 READ_OP, WRITE_OP = "read", "write"
@@ -128,7 +128,7 @@ class TraceClasses:
     lost_events: int
     layers: tuple[Layer, ...] = ()
     locked: tuple[LockedLoop, ...] = ()
-    mixtures: tuple[Mixture, ...] = ()
+    mixtures: tuple[MixtureUses, ...] = ()
 
     @property
     def totals(self) -> Totals:

@@ -2,7 +2,7 @@
 
 A *visit* is a layer's turn in a pass: all accesses to its experts until half of the layers have been accessed since. A
 *use* is an expert in one visit, however many of its tensors and blocks are accessed and in which order. So a prompt that
-is computed at once is one visit, a token is another. Only what is in the trace counts: see `Mixture.incomplete`.
+is computed at once is one visit, a token is another. Only what is in the trace counts: see `MixtureUses.incomplete`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class ExpertCache:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixtureUses:
     """The experts of one model in a trace; `size_bytes` and `experts` are all that the files in the trace have.
 
     `incomplete`: why there may have been more uses, in words, which makes `belady` no upper bound; None if there were not.
@@ -210,7 +210,7 @@ class Mixtures:
         model = self._files.get(file)
         return None if model is None else list(model.slices(file))
 
-    def found(self, provenance: Provenance) -> tuple[Mixture, ...]:
+    def found(self, provenance: Provenance) -> tuple[MixtureUses, ...]:
         """Returns the mixtures whose experts were used, by the most uses first; `provenance`: of the trace."""
         found = [mixture for model in self._models.values() if (mixture := model.mixture(provenance)) is not None]
         return tuple(sorted(found, key=lambda mixture: (-mixture.uses, mixture.model)))
@@ -300,7 +300,7 @@ class _Model:
             visits.append(self._visit.get(number, _DENSE))
         return np.repeat(np.array(visits, np.int64), np.diff(np.append(turns, len(layer))))
 
-    def mixture(self, provenance: Provenance) -> Mixture | None:
+    def mixture(self, provenance: Provenance) -> MixtureUses | None:
         """Returns what was found; None if no expert was used."""
         uses = _first(np.concatenate([np.zeros(0, np.int64), *self._uses]))
         if not len(uses):
@@ -310,7 +310,7 @@ class _Model:
         codes = np.array(sorted(self._bytes), np.int64)
         sizes = [self._bytes[code] for code in codes.tolist()]
         names = sorted(self._numbers, key=lambda name: (layer_number(name), name))
-        return Mixture(
+        return MixtureUses(
             model=self.path,
             files=tuple(self._files),
             experts=len(codes),

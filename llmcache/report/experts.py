@@ -7,7 +7,7 @@ from statistics import median
 
 import rich.table
 
-from llmcache.cache.routing import ExpertLayer, Mixture
+from llmcache.cache.routing import ExpertLayer, MixtureUses
 from llmcache.report.html import Block, Cell, Table, Text
 from llmcache.report.tables import fit, plain_table
 from llmcache.units import format_size, shortened
@@ -20,7 +20,7 @@ COUNTS = ("experts", "used", "visits", "uses")
 COLUMNS = (*COUNTS, "top tenth", "top quarter", "again")
 
 
-def expert_tables(mixtures: Sequence[Mixture], width: int) -> Iterator[str | rich.table.Table]:
+def expert_tables(mixtures: Sequence[MixtureUses], width: int) -> Iterator[str | rich.table.Table]:
     """Yields, for each mixture, a heading, a table of its layers or of their spread, one of caches, and remarks."""
     for mixture in mixtures:
         yield f"experts of {mixture.model}:"
@@ -30,7 +30,7 @@ def expert_tables(mixtures: Sequence[Mixture], width: int) -> Iterator[str | ric
         yield from _remarks(mixture)
 
 
-def expert_blocks(mixture: Mixture) -> Iterator[Block]:
+def expert_blocks(mixture: MixtureUses) -> Iterator[Block]:
     """Yields the same for a page, with all layers."""
     caption = f"Experts of {mixture.model}: shares of the uses (%) that the most used tenth and quarter of a layer's have"
     caption += ", and of the experts of a visit (%) that the next one uses again"
@@ -76,7 +76,7 @@ def _spread(figures: Sequence[float | None]) -> tuple[float | None, ...]:
     return (min(known), median(known), max(known)) if known else (None, None, None)
 
 
-def _caches(mixture: Mixture, width: int) -> rich.table.Table:
+def _caches(mixture: MixtureUses, width: int) -> rich.table.Table:
     columns = {
         f"{cache.share:.0%}": [format_size(cache.size_bytes), _share(cache.lru), _share(cache.belady)]
         for cache in mixture.caches
@@ -88,7 +88,7 @@ def _caches(mixture: Mixture, width: int) -> rich.table.Table:
     return made
 
 
-def _remarks(mixture: Mixture) -> Iterator[str]:
+def _remarks(mixture: MixtureUses) -> Iterator[str]:
     if not mixture.equal:
         yield "experts differ in size: that of the caches is of the mean, their hits approximate"
     if mixture.incomplete is not None:

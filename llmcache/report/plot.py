@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from llmcache.cache.classes import Classification
 from llmcache.cache.classify import classify
-from llmcache.cache.routing import Mixture, ModelNames
 from llmcache.cache.plan import Progress
+from llmcache.cache.routing import MixtureUses, ModelNames
 from llmcache.errors import UsageError
 from llmcache.report.access import AccessPicture, access_figure
 from llmcache.report.classes import classes_table, landmarks_of, shades_of
@@ -66,7 +66,7 @@ def _drawn(wanted: Wanted, form: str, reader: TraceReader, names: ModelNames, pr
     only = chosen_files(reader.files, wanted.files)
     files = [file for file in reader.files if only is None or file.id in only]
     found: Sequence[Classification] = ()
-    mixtures: Sequence[Mixture] = ()
+    mixtures: Sequence[MixtureUses] = ()
     if wanted.classes:
         classes = classify(_told(reader, wanted.trace, progress), names, names.experts)
         found = [row for row in classes.rows if only is None or row.file in only]
@@ -91,7 +91,11 @@ def _told(reader: TraceReader, trace: str, progress: Progress) -> Iterator[Trace
 
 
 def _page(
-    picture: AccessPicture, reader: TraceReader, drawn: Block, found: Sequence[Classification], mixtures: Sequence[Mixture]
+    picture: AccessPicture,
+    reader: TraceReader,
+    drawn: Block,
+    found: Sequence[Classification],
+    mixtures: Sequence[MixtureUses],
 ) -> str:
     sections = [Section("Accesses", [drawn, Fold("Conditions", [Facts(conditions(picture, reader))])])]
     if found:

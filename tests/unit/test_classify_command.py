@@ -19,7 +19,7 @@ from rich.table import Table
 
 from llmcache.cache.classes import Classification
 from llmcache.cache.layers import Layer
-from llmcache.cache.routing import ExpertCache, ExpertLayer, Mixture
+from llmcache.cache.routing import ExpertCache, ExpertLayer, MixtureUses
 from llmcache.fs.layout.experts import Experts
 from llmcache.report.classification import names_line, table
 from llmcache.report.experts import MOST_ROWS, expert_tables
@@ -358,10 +358,10 @@ def test_the_tables_of_a_mixture(tmp_path: Path) -> None:
     assert size.split()[0] == "size" and lru.split()[0] == "LRU" and best.split()[0] == "Belady"
 
 
-def mixture(layers: int) -> Mixture:
+def mixture(layers: int) -> MixtureUses:
     of_layers = [ExpertLayer(f"model.decoder.layers.{n}", 4, 9, (n, 9, 0, 1), None if n else 0.5) for n in range(layers)]
     caches = [ExpertCache(percent / 100, percent, 10**9, 0.25, 0.5) for percent in (5, 10, 12, 20, 30, 50, 80)]
-    return Mixture("/m", (0,), 4 * layers, 10**11, False, tuple(of_layers), tuple(caches), "3 are lost")
+    return MixtureUses("/m", (0,), 4 * layers, 10**11, False, tuple(of_layers), tuple(caches), "3 are lost")
 
 
 @pytest.mark.parametrize("width", [60, 80])

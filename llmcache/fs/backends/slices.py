@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llmcache.fs.engine.state import CacheState
 
 PIECE_BYTES = BUFFER_BYTES
-COLD_SHARE, COLD_LEAST = 2, 8
+COLD_SHARE, COLD_LEAST = 1, 8
 LOOK_S, IDLE_S, UNUSED_S = 0.005, 0.01, 1.0
 REFAULTS_MAX = 2
 
