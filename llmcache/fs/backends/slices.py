@@ -3,9 +3,9 @@
 The request takes its own piece itself, loaders take the others: behind it in its slice, then before it, then the other
 slices'. A request for a piece that nobody has begun begins it, so that a reply never waits for what it does not need.
 
-Uses of what is there send no request. So a page is taken out of each of the COLD_SHARE of the experts that would leave next:
-who is used all the same shows it by a request for that page, and stays (as with the reference bit of CLOCK, asked for where
-it is about to matter).
+Uses of what is there send no request. So a page is taken out of each of the experts that would leave next: who is used all
+the same shows it by a request for that page, and stays (as with the reference bit of CLOCK, asked for where it is about to
+matter). Of as many as their readers' time allows: of all, where most of that goes to storage.
 
 A mapping's fault brings requests for what lies around it, of other experts too: only the slice in which a request begins is
 wanted, or the next, where nothing of the first is used. The rest is answered, and dropped again.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from llmcache.fs.backends.base import BUFFER_BYTES, BufferFetch, Region
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from llmcache.fs.engine.state import CacheState
 
 PIECE_BYTES = BUFFER_BYTES
-COLD_SHARE, COLD_LEAST = 1, 8
+COLD_LEAST = 8
+TRIP_S, TRIPS_COST = 0.0002, 0.04  # a request takes a reader so long, and all may take it such a part of the time
+JUDGE_S, STEP = 0.25, 1.3
 LOOK_S, IDLE_S, UNUSED_S = 0.005, 0.01, 1.0
 REFAULTS_MAX = 2
 
@@ -39,6 +42,9 @@ class SliceReader:
         self.backend = backend
         self.state: CacheState = backend.state
         self._strays: list[tuple[Mixture, int, int, int]] = []
+        self._share = 0.5  # of the experts that are there have a page out
+        self._hits = 0
+        self._judged = time.monotonic()
         self._wake = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._look, name="trips", daemon=True)
@@ -87,6 +93,7 @@ class SliceReader:
         """Pages of an expert that is there are asked for: that of its tripwire, or the kernel has reclaimed some."""
         if expert in mixture.trips:
             mixture.trips.discard(expert)
+            self._hits += 1
             self.state.mixtures.used(mixture, expert)
             return
         self.state.counters.refault_bytes += length
@@ -185,7 +192,11 @@ class SliceReader:
     def _trip_places(self) -> list[tuple[int, int, int]]:
         """A page of each of those that would leave next, if it is not out yet."""
         mixtures = self.state.mixtures
-        count = max(COLD_LEAST, len(mixtures.hot) // COLD_SHARE)
+        took = time.monotonic() - self._judged
+        if took > JUDGE_S:
+            self._share = min(1.0, self._share * (STEP if self._hits * TRIP_S < TRIPS_COST * took else 1 / STEP))
+            self._judged, self._hits = time.monotonic(), 0
+        count = max(COLD_LEAST, int(self._share * len(mixtures.hot)))
         if sum(len(mixture.trips) for mixture in mixtures.mixtures) >= count or len(mixtures.hot) < COLD_LEAST:
             return []
         found: list[tuple[int, int, int]] = []
