@@ -5,7 +5,7 @@ slices'. A request for a piece that nobody has begun begins it, so that a reply 
 
 Uses of what is there send no request. So a page is taken out of each of the experts that would leave next: who is used all
 the same shows it by a request for that page, and stays (as with the reference bit of CLOCK, asked for where it is about to
-matter). Of as many as their readers' time allows: of all, where most of that goes to storage.
+matter). The more leave, the more are looked at; where all stay nobody is asked.
 
 A mapping's fault brings requests for what lies around it, of other experts too: only the slice in which a request begins is
 wanted, or the next, where nothing of the first is used. The rest is answered, and dropped again.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from typing import TYPE_CHECKING
 
 from llmcache.fs.backends.base import BUFFER_BYTES, BufferFetch, Region
@@ -28,9 +27,7 @@ if TYPE_CHECKING:
     from llmcache.fs.engine.state import CacheState
 
 PIECE_BYTES = BUFFER_BYTES
-COLD_LEAST = 8
-TRIP_S, TRIPS_COST = 0.0002, 0.04  # a request takes a reader so long, and all may take it such a part of the time
-JUDGE_S, STEP = 0.25, 1.3
+TRIPS = 2  # pages taken out for each expert that leaves
 LOOK_S, IDLE_S, UNUSED_S = 0.005, 0.01, 1.0
 REFAULTS_MAX = 2
 
@@ -42,9 +39,8 @@ class SliceReader:
         self.backend = backend
         self.state: CacheState = backend.state
         self._strays: list[tuple[Mixture, int, int, int]] = []
-        self._share = 0.5  # of the experts that are there have a page out
-        self._hits = 0
-        self._judged = time.monotonic()
+        self._left = 0  # experts, as far as pages were taken out for that
+        self._due = 0  # pages to be taken out
         self._wake = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._look, name="trips", daemon=True)
@@ -93,7 +89,6 @@ class SliceReader:
         """Pages of an expert that is there are asked for: that of its tripwire, or the kernel has reclaimed some."""
         if expert in mixture.trips:
             mixture.trips.discard(expert)
-            self._hits += 1
             self.state.mixtures.used(mixture, expert)
             return
         self.state.counters.refault_bytes += length
@@ -192,16 +187,14 @@ class SliceReader:
     def _trip_places(self) -> list[tuple[int, int, int]]:
         """A page of each of those that would leave next, if it is not out yet."""
         mixtures = self.state.mixtures
-        took = time.monotonic() - self._judged
-        if took > JUDGE_S:
-            self._share = min(1.0, self._share * (STEP if self._hits * TRIP_S < TRIPS_COST * took else 1 / STEP))
-            self._judged, self._hits = time.monotonic(), 0
-        count = max(COLD_LEAST, int(self._share * len(mixtures.hot)))
-        if sum(len(mixture.trips) for mixture in mixtures.mixtures) >= count or len(mixtures.hot) < COLD_LEAST:
-            return []
+        self._due += TRIPS * (mixtures.left - self._left)
+        self._left = mixtures.left
+        out = sum(len(mixture.trips) for mixture in mixtures.mixtures)
+        self._due = min(self._due, len(mixtures.hot) - out)
         found: list[tuple[int, int, int]] = []
-        for mixture, expert in map(mixtures.of, mixtures.hot.coldest(count)):
+        for mixture, expert in map(mixtures.of, mixtures.hot.coldest(out + self._due) if self._due else ()):
             if expert not in mixture.trips and mixture.member.node is not None:
                 mixture.trips.add(expert)
                 found.append((mixture.member.node, mixture.probes[expert], PAGE))
+        self._due -= len(found)
         return found

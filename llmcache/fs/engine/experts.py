@@ -115,6 +115,7 @@ class MixtureCache:
         self.hot = HotSet()
         self.room_bytes = LEAST_ROOM_BYTES
         self.used_bytes = 0
+        self.left = 0  # experts that were given up for others
         self.mixtures: list[Mixture] = []  # by their keys
         self._next = 0
 
@@ -185,6 +186,7 @@ class MixtureCache:
             mixture, expert = self.of(key)
             size = mixture.bytes_of(expert)
             self._give_up(mixture, expert)
+            self.left += 1
             excess -= size
             self.state.resident_bytes -= size
             if (node := mixture.member.node) is not None:
