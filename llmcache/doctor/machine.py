@@ -10,10 +10,13 @@ from pathlib import Path
 
 from llmcache.doctor.finding import LIMITED, OK, SKIPPED, Finding
 from llmcache.errors import LlmcacheError
+from llmcache.fs.backends.files import read_ahead_file
 from llmcache.fs.client.bandwidth import measure
 from llmcache.units import format_rate
 
 AREA = "machine"
+SMALL_READ_AHEAD_KB = 128
+"""What the kernel has without a setting."""
 _ASK_TORCH = "import torch; print(torch.cuda.is_available())"
 _TORCH_S = 120.0
 STEER_STREAMS = 1_300_000_000
@@ -50,14 +53,14 @@ def _read_ahead(directory: str | None, root: Path) -> list[Finding]:
     """How far the plain page cache reads ahead on the storage of `directory`: what a mount is compared with."""
     if directory is None:
         return []
-    device = os.stat(directory).st_dev
-    queue = root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
-    for path in (queue / "queue", queue.resolve().parent / "queue"):  # a partition has that of its disk
-        if (path / "read_ahead_kb").exists():
-            kib = int((path / "read_ahead_kb").read_text())
-            said = f"{directory}: the plain page cache reads {kib} KiB ahead (read_ahead_kb)"
-            return [Finding(AREA, "read-ahead", OK, said, facts={"directory": directory, "read_ahead_bytes": kib << 10})]
-    return []  # a file system that is on no device of its own
+    path = read_ahead_file(directory, root)
+    if path is None:
+        return []
+    kib = int(path.read_text())
+    said = f"{directory}: the plain page cache reads {kib} KiB ahead (read_ahead_kb)"
+    if kib > SMALL_READ_AHEAD_KB:
+        said += "; for mixtures of experts mount with --read-ahead 128Ki"
+    return [Finding(AREA, "read-ahead", OK, said, facts={"directory": directory, "read_ahead_bytes": kib << 10})]
 
 
 def _gpu(root: Path) -> Finding:

@@ -22,7 +22,7 @@ import pytest
 from llmcache.cache.extents import HUGE_BYTES
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import MappedFile
+from llmcache.fs.backends.files import MappedFile, read_ahead_file
 from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
 from llmcache.fs.client import control, mountpoint
@@ -261,7 +261,7 @@ def test_limits_of_daemon_and_program_apart(source: Path, tmp_path: Path, daemon
 
 @pytest.mark.cgroup
 def test_xfs(tmp_path: Path) -> None:
-    """The other file system with large folios."""
+    """The other file system with large folios; and how far its storage reads ahead, which is nobody else's."""
     if shutil.which("mkfs.xfs") is None:
         pytest.skip("no mkfs.xfs (package xfsprogs)")
     image, source = tmp_path / "image", tmp_path / "source"
@@ -271,14 +271,19 @@ def test_xfs(tmp_path: Path) -> None:
     subprocess.run(["mkfs.xfs", "-q", str(image)], check=True)
     subprocess.run(["mount", "-o", "loop", str(image), str(source)], check=True)
     try:
-        path = random_file(source / "loop.bin", SIZE)
+        path, setting = random_file(source / "loop.bin", SIZE), read_ahead_file(str(source))
+        assert setting is not None
+        before = setting.read_text()
         (tmp_path / "loop.json").write_text(json.dumps(crcs(path)))
         os.utime(path, (0, 0))
         forget(path)
         with (
             Group("inplace-xfs", directory=tmp_path, memory_bytes=CAP) as group,
-            live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
+            live(
+                source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", "--read-ahead", "64Ki", wrap=group.wrap
+            ) as mount,
         ):
+            assert setting.read_text() == "64\n"
             passes = reader(mount.mountpoint / "loop.bin", tmp_path / "loop.json", "mmap", group.wrap)
             try:
                 wrong, deadline = [], time.monotonic() + 120
@@ -288,6 +293,7 @@ def test_xfs(tmp_path: Path) -> None:
                 assert not any(wrong)
             finally:
                 passes.end()
+        assert setting.read_text() == before != "64\n"
     finally:
         subprocess.run(["umount", str(source)], check=True)
 
@@ -463,6 +469,7 @@ def test_over_itself_nothing_is_mounted(tmp_path: Path) -> None:
     [
         (("--spill", "*.txt"), "spill: mode inplace", 2),
         (("-o", "max_read=4096"), "-o max_read=4096", 2),
+        (("--read-ahead", "1Ki"), "read_ahead: cannot be 1Ki", 2),
     ],
 )
 def test_what_only_fuse_can_do_is_refused(tmp_path: Path, words: tuple[str, ...], said: str, code: int) -> None:

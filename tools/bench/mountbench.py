@@ -19,7 +19,7 @@ from .cases import CASES, Plan, experiments
 from .errors import BenchError
 from .experiment import Bench
 from .mountbars import Result, bars
-from .sides import Mounted, Plain, kernels
+from .sides import SMALL_READ_AHEAD_KB, Mounted, Plain, kernels
 from .signals import one_interrupt
 
 
@@ -27,9 +27,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Return the parsed command line."""
     parser = argparse.ArgumentParser(prog="tools/bench/mount", description=__doc__)
     parser.add_argument("--model", type=Path, help="a Q8_0 GGUF (tools/make_model.py); without it no llama.cpp cases")
-    parser.add_argument(
-        "--dir", type=Path, default=Path("/var/tmp"), help="where loop files go (with --model: beside it)"
-    )
+    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where loop files go (with --model: beside it)")
     parser.add_argument("--only", default="".join(CASES), help="cases to run, for example ac [%(default)s]")
     parser.add_argument("--match", default="", help="only experiments with this text in their name")
     parser.add_argument("--quick", action="store_true", help="smaller files, fewer steps")
@@ -59,7 +57,9 @@ def workplace(args: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
 def sides(args: argparse.Namespace, source: Path) -> tuple[Plain | Mounted, ...]:
     """Return the page cache, and llmcachefs in each mode that was asked for."""
     command = tuple(args.program) if args.program else Mounted().command
-    modes = [Mounted(command, ("--mode", mode), mode) for mode in dict.fromkeys(args.mode)]
+    ahead = ("--read-ahead", f"{SMALL_READ_AHEAD_KB}Ki")  # as most machines have it: there it changes nothing
+    options = {mode: ("--mode", mode, *(ahead if mode == "inplace" else ())) for mode in args.mode}
+    modes = [Mounted(command, words, mode) for mode, words in options.items()]
     return (*kernels(source), *(modes or [Mounted(command)]))
 
 

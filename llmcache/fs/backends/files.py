@@ -22,9 +22,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcache.cache.extents import HUGE_BYTES, LEAST_MODEL_BYTES
+from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.touches import PLACES, RUNS, Touches
 from llmcache.fs.engine.group import PAGE, PINNED, SINGLE, Group, Member
@@ -139,6 +141,41 @@ def read_ahead(fd: int, offset: int, length: int) -> int:
         for at in range(offset, offset + length, READAHEAD_BYTES):
             os.posix_fadvise(fd, at, min(READAHEAD_BYTES, offset + length - at), os.POSIX_FADV_WILLNEED)
     return max(0, absent) * PAGE
+
+
+def read_ahead_file(directory: str, root: Path = Path("/")) -> Path | None:
+    """Where the KiB stand that the kernel reads ahead on the storage of `directory`; None if that is no device's."""
+    device = os.stat(directory).st_dev
+    queue = root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    places = (queue / "queue/read_ahead_kb", queue.resolve().parent / "queue/read_ahead_kb")  # a partition has its disk's
+    return next((path for path in places if path.exists()), None)
+
+
+class ReadAhead:
+    """How far the kernel reads ahead on the storage of a directory, for files that are opened while it is set here."""
+
+    def __init__(self, directory: str, size_bytes: int) -> None:
+        """EnvironmentProblem: the storage has no such setting."""
+        path = read_ahead_file(directory)
+        if path is None:
+            raise EnvironmentProblem(f"read_ahead: the storage of {directory} has no read_ahead_kb", "leave it out")
+        self._path, self._kb = path, size_bytes >> 10
+        self._before: str | None = None
+
+    def set(self) -> None:
+        """Sets it. EnvironmentProblem."""
+        try:
+            self._before = self._path.read_text()
+            self._path.write_text(f"{self._kb}\n")
+        except OSError as error:
+            raise EnvironmentProblem(f"read_ahead: {self._path} cannot be set: {error.strerror}", "leave it out") from error
+
+    def restore(self) -> None:
+        """Puts back what was there before, if it was set."""
+        if self._before is not None:
+            with contextlib.suppress(OSError):  # the device is gone
+                self._path.write_text(self._before)
+            self._before = None
 
 
 @dataclass(eq=False)

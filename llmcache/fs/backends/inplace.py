@@ -34,7 +34,7 @@ from llmcache.cache.arbitration import LEAST_WINDOW_MAX_BYTES, least_window
 from llmcache.cache.extents import HUGE_BYTES
 from llmcache.errors import MountProblem
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import CHECK_S, File, Files, MappedFile, read_ahead
+from llmcache.fs.backends.files import CHECK_S, File, Files, MappedFile, ReadAhead, read_ahead
 from llmcache.fs.backends.fuse import FAILED
 from llmcache.fs.backends.touches import MISS, Touch, Touches
 from llmcache.fs.client.mountpoint import entries
@@ -62,15 +62,32 @@ _LOOK_S = 0.5
 class BindMount:
     """One mount from `run` to its end, which `stop` brings about, or others by unmounting it."""
 
-    def __init__(self, source: str, point: str, flags: int, on_init: Callable[[], None], on_end: Callable[[], None]) -> None:
-        """`flags`: MS_RDONLY and its like; `on_init` and `on_end` are called on the thread of `run`."""
-        self._source, self._point, self._flags = source, point, flags
+    def __init__(
+        self,
+        source: str,
+        point: str,
+        flags: int,
+        on_init: Callable[[], None],
+        on_end: Callable[[], None],
+        read_ahead: ReadAhead | None = None,
+    ) -> None:
+        """`flags`: MS_RDONLY and its like; `on_init` and `on_end` are called on the thread of `run`, beside `read_ahead`."""
+        self._source, self._point, self._flags, self._read_ahead = source, point, flags, read_ahead
         self._on_init, self._on_end = on_init, on_end
         self.mount_id: int | None = None
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Mounts, and returns when the mount is gone. MountProblem where the kernel refuses."""
+        """Mounts, and returns when the mount is gone. MountProblem where the kernel refuses; EnvironmentProblem."""
+        if self._read_ahead is not None:
+            self._read_ahead.set()
+        try:
+            self._serve()
+        finally:
+            if self._read_ahead is not None:
+                self._read_ahead.restore()
+
+    def _serve(self) -> None:
         if self._source != self._point:
             try:
                 syscalls.bind(self._source, self._point, self._flags)

@@ -23,6 +23,7 @@ from llmcache.units import format_size, parse_size
 SCHEMA = "llmcache.mount/1"
 _IN_PLACE_OPTIONS = {"ro", "nodev", "nosuid", "allow_other", "default_permissions"}
 MODES = ("auto", "inplace", "steer", "arena")
+LEAST_READ_AHEAD = 4096
 
 
 def request_of(settings: Mapping[str, Setting]) -> MountRequest:
@@ -49,6 +50,9 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
         raise UsageError("metrics_files: there are no metrics", "give --metrics 127.0.0.1:PORT with it")
     spill = tuple(glob for glob in values["spill"] if glob)
     only_fuse = _only_fuse(settings, given)
+    read_ahead_bytes = _size("read_ahead", settings["read_ahead"])
+    if read_ahead_bytes is not None and (read_ahead_bytes < LEAST_READ_AHEAD or values["mode"] in ("steer", "arena")):
+        raise UsageError(f"read_ahead: cannot be {values['read_ahead']} here", "give 4Ki or more, and --mode inplace")
     if values["mode"] == "inplace":
         if only_fuse:
             raise UsageError(only_fuse, "use --mode auto, steer or arena")
@@ -56,7 +60,7 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
     return MountRequest(
         values["source"],
         values["mount"],
-        _cache_bytes(settings["cache"]),
+        _size("cache", settings["cache"]),
         values["mode"],
         values["rw"],
         spill,
@@ -68,6 +72,7 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
         values["metrics_files"],
         _origin(settings["cache"]),
         only_fuse if values["mode"] == "auto" else None,
+        read_ahead_bytes,
     )
 
 
@@ -80,13 +85,14 @@ def _only_fuse(settings: Mapping[str, Setting], given: tuple[str, ...]) -> str |
     return None
 
 
-def _cache_bytes(setting: Setting) -> int | None:
+def _size(name: str, setting: Setting) -> int | None:
     if setting.value is None:
         return None
     try:
         return parse_size(setting.value)
     except UsageError as error:
-        raise UsageError(f"cache: {error.message}{f' ({setting.where})' if setting.where else ''}", error.hint) from error
+        where = f" ({setting.where})" if setting.where else ""
+        raise UsageError(f"{name}: {error.message}{where}", error.hint) from error
 
 
 def _origin(setting: Setting) -> str:
@@ -129,8 +135,9 @@ def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
     reason = request.not_in_place or why_not(source)
     if reason is None:  # where nothing is mounted, nothing is read-only
         return replace(request, mode="inplace", spill=(), writable=request.writable or source == point)
-    if request.mode == "inplace":
-        raise EnvironmentProblem(f"mode inplace cannot be had: {reason}", "use --mode auto, steer or arena")
+    if request.mode == "inplace" or request.read_ahead_bytes is not None:
+        hint = "use --mode auto, steer or arena" + (", without --read-ahead" if request.read_ahead_bytes else "")
+        raise EnvironmentProblem(f"mode inplace cannot be had: {reason}", hint)
     return replace(request, not_in_place=reason)
 
 

@@ -97,6 +97,7 @@ KEYS = (
     Key("rw", SWITCH, False),
     Key("spill", LIST, DEFAULT_SPILL),
     Key("pin", LIST, ()),
+    Key("read_ahead"),
     Key("access_log"),
     Key("log"),
     Key("metrics"),

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcache.errors import LlmcacheError, MountProblem, UsageError
 from llmcache.fs import syscalls
+from llmcache.fs.backends.files import ReadAhead
 from llmcache.fs.backends.fuse import FuseBackend, Reader
 from llmcache.fs.backends.inplace import BindMount, InPlaceBackend
 from llmcache.fs.client import control, mountpoint
@@ -70,6 +71,7 @@ class MountRequest:
     metrics_files: bool = False  # with the names of files
     cache_origin: str = "default"  # --cache, a variable, a settings file: where cache_bytes comes from
     not_in_place: str | None = None  # why `auto` has not come to that
+    read_ahead_bytes: int | None = None  # on the storage of `source`, in place
 
 
 class Daemon:
@@ -103,7 +105,9 @@ class Daemon:
         if isinstance(backend, InPlaceBackend):
             flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | (0 if request.writable else syscalls.MS_RDONLY)
             begin = functools.partial(self._hand_over, None)
-            self._session = BindMount(self._source, self._point, flags, begin, self._engine.stop)
+            size = request.read_ahead_bytes
+            ahead = None if size is None else ReadAhead(self._source, size)
+            self._session = BindMount(self._source, self._point, flags, begin, self._engine.stop, ahead)
             self._warmer = Warmer(self._engine, backend.files, self._tree)
         else:
             assert isinstance(backend, FuseBackend)
