@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Group
 from llmcache.fs.engine.report import CELLS, ROWS_MAX, heat
 from llmcache.fs.engine.state import CacheState
+from llmcache.fs.layout.experts import Experts
 from llmcache.fs.layout.tensors import Anatomy, ModelLayout, Tensor
 from tests.property.rig import LOOP, Rig, running
 from tests.unit.fs_parts import MIB, new_group, new_state
@@ -67,6 +68,23 @@ def test_every_byte_is_counted_once_as_what_it_is(sizes: list[int], extents: lis
         assert (layer["age_s"] is None) == (not any(extents[number][1] for number in touched))
         assert all(len(cells) == CELLS and set(cells) <= set("0123456789") for cells in layer["cells"].values())
         first += size
+
+
+def test_experts_that_are_kept_are_pages() -> None:
+    state, group = model(33, [8 * MIB])
+    tensor = Tensor("blk.0.ffn_up_exps.weight", 8 * MIB, 16 * MIB, "F16", experts=8)
+    layout = ModelLayout("gguf", HEADER, (tensor,))
+    member = group.members[0]
+    member.anatomy = Anatomy(layout)
+    for extent in range(8, 24):
+        group.set_state(extent, SINGLE)
+    state.mixtures.begin(group, member, Experts(layout))
+    assert member.mixture is not None
+    for expert in (0, 1, 5):
+        state.mixtures.arrived(member.mixture, expert, done=True)
+    _, layer = heat(state, "steer")["files"][0]["layers"]
+    assert layer["experts"] == {"kept": 3, "count": 8} and layer["pages_bytes"] == 6 * MIB
+    assert layer["cells"]["pages"] == "99990000009900" + "00"
 
 
 def test_the_strip_shows_where_things_are() -> None:

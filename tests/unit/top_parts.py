@@ -70,7 +70,7 @@ def cells(digit: str = "0", **more: str) -> dict[str, str]:
 def layer(name: str, size_mb: int = 20, pinned_mb: int = 10, **more: Any) -> dict[str, Any]:
     """A layer of the heat, pinned in its first half."""
     facts = {"name": name, "tensors": 9, "bytes": size_mb * MB, "pinned_bytes": pinned_mb * MB, "window_bytes": 0}
-    facts |= {"pages_bytes": 0, "streamed_bytes": (size_mb - pinned_mb) * MB, "cold_bytes": 0, "age_s": 0.2}
+    facts |= {"pages_bytes": 0, "streamed_bytes": (size_mb - pinned_mb) * MB, "cold_bytes": 0, "age_s": 0.2, "experts": None}
     return facts | {"cells": cells(pinned="9" * 8 + "0" * 8)} | more
 
 
@@ -82,4 +82,4 @@ def heat(*layers: dict[str, Any], path: str = "/model.gguf", left_out_files: int
 
 def as_layer(facts: dict[str, Any]) -> Layer:
     """A layer of the heat as a sample has it."""
-    return Layer(**{("size_bytes" if key == "bytes" else key): value for key, value in facts.items()})
+    return Layer(**{("size_bytes" if key == "bytes" else key): value for key, value in facts.items() if key != "experts"})

@@ -106,7 +106,7 @@ class Layer:
     """One layer, or several in a row: bytes by where they are, seconds since one was asked for, and strips.
 
     `streamed_bytes` are on storage and were read lately, `cold_bytes` were not. A strip has a digit for each part of the
-    layer: ninths of it that are pinned, in the window, single pages, cold.
+    layer: ninths of it that are pinned, in the window, single pages, cold. `experts`: 0 where it has none.
     """
 
     name: str
@@ -119,6 +119,8 @@ class Layer:
     cold_bytes: int
     age_s: float | None
     cells: dict[str, str]
+    experts: int = 0
+    experts_kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,8 @@ def _layer(facts: dict[str, Any]) -> Layer:
         size_bytes=_whole(facts["bytes"]),
         age_s=None if facts["age_s"] is None else _real(facts["age_s"]),
         cells=cells,
+        experts=_whole((facts["experts"] or {}).get("count", 0)),
+        experts_kept=_whole((facts["experts"] or {}).get("kept", 0)),
         **amounts,
     )
 
@@ -381,6 +385,8 @@ def merge(layers: Sequence[Layer]) -> Layer:
         cold_bytes=sum(layer.cold_bytes for layer in layers),
         age_s=min(ages, default=None),
         cells={kind: _joined(layers, kind) for kind in layers[0].cells},
+        experts=sum(layer.experts for layer in layers),
+        experts_kept=sum(layer.experts_kept for layer in layers),
     )
 
 

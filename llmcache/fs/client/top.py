@@ -295,7 +295,10 @@ def _layers(file: HeatFile, width: int, rows: int | None) -> list[Text]:
 
 def _layer(layer: Layer, columns: Sequence[int], room: int) -> Text:
     share = _percent(layer.pinned_bytes / layer.size_bytes if layer.size_bytes else None, 0)
-    row = _row(columns, layer.name or "whole file", format_size(layer.size_bytes), share, _ago(layer.age_s))
+    name = layer.name or "whole file"
+    if layer.experts:
+        name = f"{name} {layer.experts_kept}/{layer.experts}"
+    row = _row(columns, name, format_size(layer.size_bytes), share, _ago(layer.age_s))
     return Text(f"{row}   ").append_text(heat_strip(layer, room))
 
 

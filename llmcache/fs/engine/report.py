@@ -12,6 +12,7 @@ import operator
 import os
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPA
 from llmcache.fs.layout.tensors import Part
 
 if TYPE_CHECKING:
+    from llmcache.fs.engine.experts import Mixture
     from llmcache.fs.engine.references import References
     from llmcache.fs.engine.state import CacheState
 
@@ -168,7 +170,10 @@ _CELL_KINDS = {"pinned": _PINNED, "window": _WINDOW, "pages": _PAGES, "cold": _S
 
 @dataclass(frozen=True)
 class _Copy:
-    """One group as it was at a moment: states by rank, ranks and the rest by extent; `held` by the arena."""
+    """One group as it was at a moment: states by rank, ranks and the rest by extent; `held` by the arena.
+
+    `mixtures`: the members with experts, and those of them that were kept.
+    """
 
     members: tuple[Member, ...]
     extent_bytes: int
@@ -179,6 +184,7 @@ class _Copy:
     held: frozenset[int]
     now_ns: int
     since_ns: int
+    mixtures: tuple[tuple[Mixture, list[int]], ...]
 
 
 def heat(state: CacheState, mode: str) -> dict[str, Any]:
@@ -190,6 +196,8 @@ def heat(state: CacheState, mode: str) -> dict[str, Any]:
     for group in groups:
         with state.lock:
             copy = _copy(state, group)
+        for mixture, kept in copy.mixtures:
+            _charge_experts(copy, mixture, kept)
         for member in copy.members:
             if left > 0 and member.size_bytes:
                 files.append(_heat_file(copy, member, left))
@@ -215,17 +223,32 @@ def _copy(state: CacheState, group: Group) -> _Copy:
         frozenset(() if space is None else space.held),
         now_ns,
         max(1, now_ns - recent_ns),  # 0 is never
+        tuple((member.mixture, member.mixture.kept) for member in group.members if member.mixture is not None),
     )
+
+
+def _charge_experts(copy: _Copy, mixture: Mixture, kept: list[int]) -> None:
+    """Counts what is kept of experts as pages of their extents."""
+    size, base = copy.extent_bytes, mixture.member.base
+    for offset, length in (part for expert in kept for part in mixture.ranges(expert)):
+        for extent in range(offset // size, -(-(offset + length) // size)):
+            part_bytes = min(offset + length, (extent + 1) * size) - max(offset, extent * size)
+            copy.charge[base + extent] = min(size, copy.charge[base + extent] + part_bytes)
 
 
 def _heat_file(copy: _Copy, member: Member, rows: int) -> dict[str, Any]:
     whole = Part("", 0, ((0, member.size_bytes),))
     parts = list(member.anatomy.parts()) if member.anatomy is not None else [whole]
+    experts = {}
+    for mixture, kept in copy.mixtures:
+        if mixture.member is member:
+            counts = Counter(mixture.layout.layer_of(expert) for expert in kept)
+            experts = {name: {"kept": counts[name], "count": count} for name, _, count in mixture.layout.layers}
     return {
         "path": member.path,
         "size_bytes": member.size_bytes,
         "extent_bytes": copy.extent_bytes,
-        "layers": [_layer(copy, member, part) for part in parts[:rows]],
+        "layers": [{**_layer(copy, member, part), "experts": experts.get(part.name)} for part in parts[:rows]],
         "left_out_layers": max(0, len(parts) - rows),
     }
 

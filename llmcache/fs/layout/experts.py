@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -67,6 +68,10 @@ class Experts:
     def ranges(self, expert: int) -> list[tuple[int, int]]:
         """(offset, bytes) of the slices of an expert, as they lie."""
         return [(self.starts[number], self.sizes[number]) for number in self._slices[expert]]
+
+    def layer_of(self, expert: int) -> str:
+        """The name of the layer that an expert is in."""
+        return self.layers[bisect_right(self.layers, expert, key=lambda layer: layer[1]) - 1][0]
 
     def bytes_of(self, expert: int) -> int:
         """Bytes of all slices of an expert."""
