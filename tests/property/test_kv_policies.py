@@ -404,7 +404,7 @@ def test_the_device_is_on_the_timeline_where_there_is_one(tmp_path: Path) -> Non
 def test_a_dead_device_is_told_of_and_a_new_one_goes_on(hie: bool, tmp_path: Path) -> None:
     with running("hillinfer", HillInferSettings(alpha=0.5, hie=hie), Case(ssd="csd"), tmp_path) as run:
         wanted = run.policy.select(0, run.queries(0)).positions
-        run.store._spiller.ssd.device.kill()  # type: ignore[union-attr]
+        run.store.ssd.device.kill()  # type: ignore[union-attr]
         with pytest.raises(EnvironmentProblem, match="its emulated device is not running"):
             run.policy.select(0, run.queries(0))
         run.store.restart_device()

@@ -245,7 +245,7 @@ class Device(Store):
     @rule()
     def device_dies(self) -> None:
         self.starts += 1
-        self.store._spiller.ssd.device.kill()  # type: ignore[union-attr]
+        self.store.ssd.device.kill()  # type: ignore[union-attr]
         self.store.restart_device()
 
 

@@ -138,8 +138,7 @@ class Plain:
 
 def crash(store: KvStore) -> None:
     """End a store as a kill of its process would: nothing is flushed, nothing closed in order."""
-    assert store._spiller is not None
-    ssd = store._spiller.ssd
+    ssd = store.ssd
     if isinstance(ssd, CsdTier):
         ssd.device.kill()
     elif isinstance(ssd, FileTier):

@@ -10,8 +10,7 @@ import pytest
 
 from llmcache.kv.pipeline import KvEngine
 from llmcache.kv.policies.hillinfer import HillInfer, HillInferSettings
-from llmcache.kv.tiers import KvStore, StoreConfig
-from llmcache.kv.tiers.traffic import Traffic
+from llmcache.kv.tiers import KvStore, StoreConfig, Traffic
 from llmcache.kv.workload import StreamSpec, SyntheticStream
 
 STEPS = 100

@@ -64,8 +64,8 @@ def everything(store: KvStore) -> Selection:
 
 
 def device_of(store: KvStore) -> Any:
-    assert store._spiller is not None and isinstance(store._spiller.ssd, CsdTier)
-    return store._spiller.ssd.device
+    assert isinstance(store.ssd, CsdTier)
+    return store.ssd.device
 
 
 @KINDS
@@ -89,7 +89,7 @@ def test_a_disk_that_is_full(tmp_path: Path, make: Make, ssd: str) -> None:
         store.spill()
         plain.step(store, 5, seed=2)
         plain.check_all(store)
-        assert store._core.pools[0].used <= 7, "and no more than the bound stays in memory"
+        assert store._state.pools[0].used <= 7, "and no more than the bound stays in memory"
         store.save()
         store.close()
         with again(store) as found:
@@ -159,8 +159,8 @@ def _story(make: Make, left: list[int], after: int) -> bool:
 @KINDS
 def test_pages_that_rot_are_not_served(make: Make, ssd: str) -> None:
     store, plain = make(80, ssd=ssd)
-    assert store._spiller is not None and store.config.path is not None
-    store._spiller.ssd.flush()
+    assert store.ssd is not None and store.config.path is not None
+    store.ssd.flush()
     with SpillReader.open(store.config.path) as file:
         place = file.key_ranges(0, 1)[0].offset + 4096 * 9 + 77
     flip(store.config.path, place)
@@ -329,11 +329,11 @@ def test_a_crash_while_short_contexts_are_saved_loses_no_sequence(tmp_path: Path
 
 
 def test_nothing_is_taken_away_before_the_tables_are_written(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, _told: object) -> None:
+    def full(_tables: object, path: Path) -> None:
         raise problem(path, "writing page tables", OSError(errno.ENOSPC, "full"))
 
     store, plain = make(20, batch=3)
-    monkeypatch.setattr("llmcache.kv.tiers.tables.write", full)
+    monkeypatch.setattr("llmcache.kv.tiers.restore.Tables.write", full)
     for call in (partial(store.select, np.array([0, 1, 0])), store.save, store.spill):
         with pytest.raises(EnvironmentProblem, match="no space left"):
             call()
@@ -342,7 +342,7 @@ def test_nothing_is_taken_away_before_the_tables_are_written(make: Make, monkeyp
     with again(store) as found:
         plain.check_all(found)
         found.save()
-        monkeypatch.setattr("llmcache.kv.tiers.tables.write", full)
+        monkeypatch.setattr("llmcache.kv.tiers.restore.Tables.write", full)
         with pytest.raises(EnvironmentProblem, match="no space left"):
             found.crop(9)
         monkeypatch.undo()

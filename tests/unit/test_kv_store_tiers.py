@@ -14,8 +14,8 @@ import pytest
 from llmcache.errors import UsageError
 from llmcache.kv.csd import CsdProfile
 from llmcache.kv.spill import SpillReader
-from llmcache.kv.tiers import HostFastTier, KvStore, Selection, StoreConfig, fetching
-from llmcache.kv.tiers.scoring import runs
+from llmcache.kv.tiers import HostFastTier, KvStore, Selection, StoreConfig
+from llmcache.kv.tiers.pool import runs
 from tests.unit.kv_parts import counted_reads
 from tests.unit.store_parts import Plain, shape_of
 
@@ -160,7 +160,7 @@ def test_a_device_sends_rows_and_scores_only(make: Make) -> None:
 
 def test_a_device_is_asked_for_what_its_desk_holds(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store, plain = make(200, ssd="csd")
-    monkeypatch.setattr(fetching, "ASKED_ROWS", 100)
+    monkeypatch.setattr("llmcache.kv.tiers.gather.ASKED_ROWS", 100)
     report = store.device_report
     assert report is not None
     before = replace(report)
@@ -211,10 +211,10 @@ def test_released_memory_is_used_again(make: Make) -> None:
 
 def test_sequences_share_whole_pages(make: Make, tmp_path: Path) -> None:
     store, plain = make(38)
-    used = store._core.pools[0].used
+    used = store._state.pools[0].used
     store.repeat(3)
     plain.choose(np.zeros(3, np.int64))
-    assert store._core.pools[0].used == used + 2, "of two more sequences only the tail is new"
+    assert store._state.pools[0].used == used + 2, "of two more sequences only the tail is new"
     plain.step(store, 10, seed=1)
     plain.check_all(store)
     with SpillReader.open(tmp_path / "a.kv") as file:
@@ -234,7 +234,7 @@ def test_sequences_share_whole_pages(make: Make, tmp_path: Path) -> None:
 
 def test_an_order_that_changes_nothing_is_free(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store, _ = make(38, batch=2)
-    monkeypatch.setattr(store._core.table, "choose", None)
+    monkeypatch.setattr(store._state.table, "choose", None)
     store.reorder(np.array([0, 1]))
     store.select(np.array([0, 1]))
     store.repeat(1)
@@ -311,14 +311,14 @@ def test_pages_of_another_layer_may_come_at_any_moment_of_a_fetch(
     random = np.random.default_rng(0)
 
     def meanwhile() -> None:
-        before = store._core.table.numbers
-        while store._core.table.numbers == before:
+        before = store._state.table.numbers
+        while store._state.table.numbers == before:
             step = int(random.integers(1 << 30))
             store.append(0, *plain.grow(0, 256, step))
             plain.grow(1, 256, step)
             plain.grow_ids(256, step)
 
-    tier, pool = store._spiller.ssd, store._core.pools[1]  # type: ignore[union-attr]
+    tier, pool = store.ssd, store._state.pools[1]  # type: ignore[union-attr]
     name = "read" if ssd == "file" else "gather"
     plainly, know = getattr(tier, name), pool.know
 

@@ -23,7 +23,7 @@ from llmcache.kv.policies import POLICIES, policy_class
 from llmcache.kv.tasks import Chain, chain
 from llmcache.kv.tasks.probes import TASKS, Probe, symbols
 from llmcache.kv.tasks.texts import texts
-from llmcache.kv.tiers.traffic import Traffic
+from llmcache.kv.tiers import Traffic
 
 if TYPE_CHECKING:
     from llmcache.kv.transformers.probing import Run, Subject

@@ -22,8 +22,7 @@ from llmcache.kv.kernels import score_pages
 from llmcache.kv.spill import KvPages, Recovery, Room, SpillFile
 from llmcache.kv.spill.reader import TakeRows
 from llmcache.kv.spill.reading import KEYS, rows
-from llmcache.kv.tiers.config import StoreConfig
-from llmcache.kv.tiers.traffic import Traffic
+from llmcache.kv.tiers.config import StoreConfig, Traffic
 
 Numbers = NDArray[np.int64]
 Floats = NDArray[np.float32]

@@ -24,7 +24,7 @@ from llmcache.kv.pipeline.timeline import UPDATE as UPDATING
 from llmcache.kv.tasks import Chain
 from llmcache.kv.tasks.probes import Probe
 from llmcache.kv.tasks.recall import VOCABULARY
-from llmcache.kv.tiers.traffic import Traffic
+from llmcache.kv.tiers import Traffic
 from llmcache.kv.transformers.cache import SpillCache
 from llmcache.kv.transformers.enabling import enable
 from llmcache.kv.transformers.priming import Prompt, feed
