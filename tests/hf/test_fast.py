@@ -8,8 +8,8 @@ import torch
 
 from llmcache.kv.tiers import HostFastTier
 from llmcache.kv.transformers import SpillCache, disable, enable
-from llmcache.kv.transformers.fast import TorchFastTier
-from llmcache.kv.transformers.views import as_array
+from llmcache.kv.transformers.gpu import TorchFastTier
+from llmcache.kv.transformers.tensors import as_array
 from tests.hf.tiny_models import generate, prompt, tiny
 
 CPU = torch.device("cpu")

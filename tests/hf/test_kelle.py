@@ -14,10 +14,10 @@ from llmcache.edram.aerp import AerpSettings
 from llmcache.edram.constants import KELLE_INTERVALS, PAPER
 from llmcache.edram.flips import CellSettings
 from llmcache.edram.refresh import account
+from llmcache.kv.bench.subject import answer
 from llmcache.kv.policies.kelle import Kelle
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
 from llmcache.kv.transformers import SpillCache, enable
-from llmcache.kv.transformers.answers import answer
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from llmcache.errors import UsageError
-from llmcache.kv.transformers.views import as_array, as_tensor, dtype_name
+from llmcache.kv.transformers.tensors import as_array, as_tensor, dtype_name
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])

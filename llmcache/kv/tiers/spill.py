@@ -86,8 +86,9 @@ class Spill:
     def add(self, layer: int, fresh: Fresh | None) -> None:
         """Writes pages that are full now, after what is left of taking away; keeps them in memory where that fails."""
         try:
-            self.uncut()
-            if fresh is not None:
+            if fresh is None:
+                self.uncut()
+            else:
                 self.write(layer, fresh)
         except LlmcacheError:
             if fresh is not None:

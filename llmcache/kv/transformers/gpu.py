@@ -16,7 +16,7 @@ from llmcache.kv.pipeline import KvEngine, Timeline
 from llmcache.kv.pipeline.timeline import FETCH, LINK
 from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.tiers import Gathered, KvStore
-from llmcache.kv.transformers.views import as_tensor
+from llmcache.kv.transformers.tensors import as_tensor
 
 Numbers = NDArray[np.int64]
 
