@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from llmcache.edram.aerp import AerpSettings, Slots
 from llmcache.edram.constants import KELLE_INTERVALS, PAPER
 from llmcache.edram.refresh import account, read_run
+from llmcache.edram.refresh.kelle import KelleRecorder
 from llmcache.errors import UsageError
 from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.policies.kelle import Kelle, KelleSettings
@@ -121,12 +122,12 @@ def test_pages_of_which_little_is_kept_leave_the_pool_first(tmp_path: Path) -> N
 def test_a_recorded_run_is_accounted_for(tmp_path: Path) -> None:
     with running("kelle", KelleSettings(token_budget=100), Case(batch=2), tmp_path) as run:
         assert isinstance(run.policy, Kelle)
+        recorder = KelleRecorder(run.policy, step_ns=2e6)
         with pytest.raises(ValueError, match=r"^record: "):
-            run.policy.recorded()
-        run.policy.record(step_ns=2e6)
+            recorder.run()
         for _ in range(20):
             run.step()
-        found = run.policy.recorded("a run", note=1)
+        found = recorder.run("a run", note=1)
     found.save(tmp_path / "run.json")
     again = read_run(tmp_path / "run.json")
     assert again == found and again.steps == 20 and again.title == "a run" and again.settings["note"] == 1
@@ -144,11 +145,11 @@ def test_a_recorded_run_is_accounted_for(tmp_path: Path) -> None:
 def test_a_run_without_a_clock_asks_for_one(tmp_path: Path) -> None:
     with running("kelle", KelleSettings(token_budget=100), Case(), tmp_path) as run:
         assert isinstance(run.policy, Kelle)
-        run.policy.record(lives=False)
+        recorder = KelleRecorder(run.policy, lives=False)
         run.step()
         run.crop(290)
         run.step()
-        found = run.policy.recorded()
+        found = recorder.run()
     assert found.durations_ns is None and found.clock == "not said" and found.lives is None and found.steps == 2
 
 
