@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from llmcache.kv.tiers import HostFastTier
 from llmcache.kv.transformers import SpillCache, disable, enable
 from llmcache.kv.transformers.gpu import TorchFastTier
 from llmcache.kv.transformers.tensors import as_array
 from tests.hf.tiny_models import generate, prompt, tiny
+from tests.unit.store_parts import HostFastTier
 
 CPU = torch.device("cpu")
 

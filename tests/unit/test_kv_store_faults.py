@@ -137,7 +137,7 @@ def _story(make: Make, left: list[int], after: int) -> bool:
         tried(partial(plain.commit, store, tokens, step))
         plain.check_all(store)
         if step == 1:
-            tried(lambda: store.reorder(np.array([1, 1])))
+            tried(lambda: store.select(np.array([1, 1])))
             plain.choose(np.array([1, 1]))
         if step == 2:
             tried(store.save)
@@ -363,7 +363,7 @@ def test_a_directory_that_is_none(tmp_path: Path, make: Make, ssd: str, where: s
 
 def test_page_tables_that_are_damaged(make: Make, tmp_path: Path) -> None:
     store, _ = make(40, batch=2)
-    store.reorder(np.array([1, 0]))
+    store.select(np.array([1, 0]))
     store.close()
     tables = tmp_path / "tables-a.kv"
     good = tables.read_text()
@@ -377,7 +377,7 @@ def test_page_tables_that_are_damaged(make: Make, tmp_path: Path) -> None:
 
 def test_a_file_is_replaced_with_its_tables(make: Make, tmp_path: Path) -> None:
     store, _ = make(40, batch=2)
-    store.reorder(np.array([1, 0]))
+    store.select(np.array([1, 0]))
     store.close()
     other, plain = make(8, force=True)
     assert os.listdir(tmp_path) == ["a.kv"]
@@ -397,7 +397,7 @@ plain = Plain(shape_of(), 2)
 for seed in range(10_000):
     plain.step(store, 3, seed)
     if seed == 10:
-        store.reorder(np.array([1, 1]))
+        store.select(np.array([1, 1]))
     print(store.length, flush=True)
 """
 

@@ -42,10 +42,6 @@ class Rows:
     pages: NDArray[Any]
     scales: NDArray[np.float32] | None = None
 
-    def of_heads(self, heads: slice) -> Rows:
-        """Returns those of some heads alone; not copied."""
-        return Rows(self.pages[:, heads], None if self.scales is None else self.scales[:, heads])
-
 
 class Pool:
     """Slots of pages, [slots, kv_heads, page_tokens, dim]. `slot_of` [numbers] int64: where a page is, NOT_HERE if nowhere.
@@ -215,25 +211,19 @@ def copy_pages(
     k].
     """
     jobs: list[Job] = []
-    for rows, out in zip(sides, outs, strict=True):
+    heads, count = positions.shape[1:]
+    share = max(1, heads * count // (threads or processors()))
+    for source, out in zip(sides, outs, strict=True):
         for b in range(len(index)):
             if positions.size * out.shape[3] * out.itemsize < FEW_BYTES:
-                copy_rows(rows, index[b], positions[b], out[b])
-            else:
-                jobs += _jobs(rows, index[b], positions[b], out[b], threads or processors())
+                copy_rows(source, index[b], positions[b], out[b])
+                continue
+            # In about as many parts as there are threads, or as heads.
+            for head in (slice(head, head + 1) for head in range(heads)):
+                part = Rows(source.pages[:, head], None if source.scales is None else source.scales[:, head])
+                for some in (slice(first, first + share) for first in range(0, count, share)):
+                    jobs.append(partial(copy_rows, part, index[b], positions[b, head, some], out[b, head, some]))
     run_all(jobs, threads)
-
-
-def _jobs(source: Rows, index: Numbers, positions: Numbers, out: NDArray[Any], threads: int) -> Iterator[Job]:
-    """What copies the rows of one sequence, in about as many parts as there are threads, or as heads."""
-    heads, count = positions.shape
-    share = max(1, heads * count // threads)
-    for head in range(heads):
-        one = slice(head, head + 1)
-        part = source.of_heads(one)
-        for first in range(0, count, share):
-            some = slice(first, first + share)
-            yield partial(copy_rows, part, index, positions[one, some], out[one, some])
 
 
 class Landing:

@@ -414,23 +414,10 @@ class KvStore:
             for layer in range(self.shape.layers):
                 self._spill.trim(layer, tokens)
 
-    def reorder(self, index: Numbers) -> None:
-        """Makes sequence i what sequence `index[i]` was (beam search); shares whole pages, copies tails."""
-        if len(index) != self.batch:
-            raise ValueError(f"index: {len(index)} sequences, the batch has {self.batch}")
-        self.select(index)
-
-    def repeat(self, times: int) -> None:
-        """Makes `times` of every sequence, one after the other; shares whole pages, copies tails."""
-        if times < 1:
-            raise ValueError(f"times: {times}, at least 1 is needed")
-        self.select(np.repeat(np.arange(self.batch), times))
-
     def select(self, index: Numbers) -> None:
         """Makes a batch of the sequences `index`, any of them any number of times; shares whole pages, copies tails.
 
-        Between steps only, as `reorder` and `repeat`; free if it is the batch that there is. What nobody refers to any more
-        is taken away in the file.
+        Between steps only; free if it is the batch that there is. What nobody refers to any more is taken away in the file.
         """
         state = self._state
         index = np.asarray(index, np.int64)

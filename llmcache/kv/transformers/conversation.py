@@ -31,7 +31,7 @@ from llmcache.kv.spill import KvShape
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.tiers import Gathered, KvStore, Selection, StoreConfig
 from llmcache.kv.transformers import sidecar
-from llmcache.kv.transformers.gpu import FastEngine, TorchFastTier
+from llmcache.kv.transformers.gpu import TorchFastTier
 from llmcache.kv.transformers.tensors import as_array, as_tensor, cut_mask, dtype_name, first_tokens
 
 Numbers = NDArray[np.int64]
@@ -289,12 +289,10 @@ class Conversation:
         if chosen.scale is None:
             chosen = dataclasses.replace(chosen, scale=call.options.get("scaling"))
         policy = settings.policy(self._store, chosen, settings.timeline)
-        if settings.gpu_pages is not None:
-            tier = TorchFastTier(settings.gpu_pages, call.key.dtype, call.key.device)
-            self._engine = FastEngine(self._store, policy, tier, settings.timeline)
-        else:
-            app, exact = settings.lookahead, settings.exact
-            self._engine = KvEngine(self._store, policy, app=app, exact=exact, timeline=settings.timeline)
+        pages = settings.gpu_pages
+        fast = None if pages is None else TorchFastTier(pages, call.key.dtype, call.key.device)
+        app, exact = settings.lookahead, settings.exact
+        self._engine = KvEngine(self._store, policy, app=app, exact=exact, fast=fast, timeline=settings.timeline)
         return self._engine
 
     def _file(self) -> Path | None:
