@@ -31,6 +31,11 @@ TAG = "_llmcache_layer"
 """Attribute of keys on their way from a cache to attention: the layer that they belong to."""
 
 _HINT = "use transformers' own cache for this model"
+_REFUSED = {
+    "kv_lora_rank": "latent attention (MLA) is",
+    "attention_chunk_size": "attention in chunks is",
+    "num_kv_shared_layers": "layers that share their keys are",
+}
 
 
 class SpillCache(Cache):
@@ -293,12 +298,9 @@ def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:
 def _check(config: Any, text: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError("is_encoder_decoder: models with an encoder are not supported", _HINT)
-    if getattr(text, "kv_lora_rank", None):
-        raise UsageError("kv_lora_rank: latent attention (MLA) is not supported", _HINT)
-    if getattr(text, "attention_chunk_size", None):
-        raise UsageError("attention_chunk_size: attention in chunks is not supported", _HINT)
-    if getattr(text, "num_kv_shared_layers", None):
-        raise UsageError("num_kv_shared_layers: layers that share their keys are not supported", _HINT)
+    for name, what in _REFUSED.items():
+        if getattr(text, name, None):
+            raise UsageError(f"{name}: {what} not supported", _HINT)
     for index, kind in enumerate(getattr(text, "layer_types", None) or []):
         if kind not in ("full_attention", "sliding_attention"):
             raise UsageError(f"layer_types: layer {index} is of type '{kind}', which is not supported", _HINT)
