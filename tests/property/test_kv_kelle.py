@@ -58,7 +58,7 @@ def test_with_pages_of_one_token_it_keeps_what_the_slots_of_aerp_keep(
         for step in range(20):
             selection = policy.select(0, random.standard_normal((1, 4, DIM), np.float32))
             extended(store, 1, step)
-            positions = policy.attended_positions(0, selection)
+            positions = policy.store.attended_positions(0, selection)
             for head in range(2):
                 held = set(slots.positions[head, : slots.count].tolist())
                 assert held | {slots.newest + 1} == set(positions[0, head].tolist())
@@ -88,7 +88,7 @@ def test_what_is_dropped_comes_back_only_if_it_was_spilled(evicted: str, tmp_pat
         run.step()
         gone = np.setdiff1d(np.arange(16, 256), before[0, 0])[0]
         unlike = Selection(np.full((1, KV_HEADS, 1), gone, np.int64))
-        positions = run.policy.attended_positions(0, unlike)
+        positions = run.policy.store.attended_positions(0, unlike)
         KvPolicy.attended(run.policy, 0, unlike)
         rows = run.policy._sums.rows(0, 0, positions.max() + 1)  # type: ignore[attr-defined]
         rows[gone] += 1000

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmcache.errors import EnvironmentProblem
 from llmcache.kv.spill import KvShape
-from llmcache.kv.tiers import Gathered, KvStore, Selection
+from llmcache.kv.tiers import Gathered, KvStore
 from llmcache.kv.tiers.ssd import CsdTier, FileTier
 
 Numbers = NDArray[np.int64]
@@ -164,7 +164,7 @@ class Plain:
     def check_all(self, store: KvStore) -> None:
         """Compare every byte of every layer of a store."""
         for layer in range(self.shape.layers):
-            everything = Selection.of_all(store.middle, store.batch, self.shape.kv_heads, self.shape.page_tokens)
+            everything = store.everything
             found = store.gather(layer, everything)
             assert found.positions.shape[2] == self.ids.shape[1]
             self.check(layer, found)

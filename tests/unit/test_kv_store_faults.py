@@ -59,10 +59,6 @@ def again(store: KvStore) -> KvStore:
     return KvStore.restore(store.config.path, store.config)
 
 
-def everything(store: KvStore) -> Selection:
-    return Selection.of_all(store.middle, store.batch, SHAPE.kv_heads, SHAPE.page_tokens)
-
-
 def device_of(store: KvStore) -> Any:
     assert isinstance(store.ssd, CsdTier)
     return store.ssd.device
@@ -166,8 +162,8 @@ def test_pages_that_rot_are_not_served(make: Make, ssd: str) -> None:
     flip(store.config.path, place)
     queries = np.ones((2, 8), np.float32)
     for call in (
-        lambda: store.gather(1, everything(store)),
-        lambda: store.stage(1, everything(store)),
+        lambda: store.gather(1, store.everything),
+        lambda: store.stage(1, store.everything),
         lambda: store.read_keys(1, 0, np.array([9])),
         lambda: list(store.score_ssd(1, 0, queries)),
     ):
@@ -177,7 +173,7 @@ def test_pages_that_rot_are_not_served(make: Make, ssd: str) -> None:
     store.move_down(1, 0, np.array([17]))
     with pytest.raises(DataError, match="page 9"):
         store.move_up(1, 0, np.array([9]))
-    plain.check(0, store.gather(0, everything(store)))
+    plain.check(0, store.gather(0, store.everything))
     found = store.gather(1, Selection.of_pages(np.full((1, 2, 1), 8), 4))
     plain.check(1, found)
     assert list(store.score_ssd(1, 0, queries, np.array([8, 10])))
@@ -188,7 +184,7 @@ def test_a_file_that_was_cut(make: Make) -> None:
     assert store.config.path is not None
     os.truncate(store.config.path, store.config.path.stat().st_size // 4)
     with pytest.raises(DataError, match="ends at"):
-        store.gather(1, everything(store))
+        store.gather(1, store.everything)
     plain.check(1, store.gather(1, Selection.none(1, 2)))
 
 
@@ -204,7 +200,7 @@ def test_a_device_killed_while_it_scores(make: Make) -> None:
     with pytest.raises(EnvironmentProblem, match="not running"):
         store.gather(1, Selection.of_pages(np.full((1, 2, 1), 8), 4))
     store.restart_device()
-    plain.check(1, store.gather(1, everything(store)))
+    plain.check(1, store.gather(1, store.everything))
     scored = {int(position) for block in store.score_ssd(1, 0, np.ones((2, 8), np.float32)) for position in block.positions}
     assert len(scored) == 4 * (len(store.middle) - 2), "all that is not in the pool"
 
@@ -228,7 +224,7 @@ def test_a_device_killed_while_it_gathers(make: Make, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(HostEnd, "receive", dying)
     with pytest.raises(EnvironmentProblem, match="emulated device ended by signal 9"):
-        store.gather(1, everything(store))
+        store.gather(1, store.everything)
     monkeypatch.undo()
     store.restart_device()
     plain.check_all(store)

@@ -340,7 +340,7 @@ class Watch:
         inside = slice(store.middle.start * size, store.middle.stop * size)
         if selection.count >= inside.stop - inside.start:
             return
-        everything = store.gather(layer, Selection.of_all(store.middle, store.batch, self._policy.kv_heads, size))
+        everything = store.gather(layer, store.everything)
         weights = _weights(queries, widened(everything.keys), self._policy.scale)
         everything.release()
         chosen = np.zeros(weights.shape[:2] + weights.shape[3:], bool)

@@ -95,7 +95,7 @@ class Kelle(H2O):
         if self.evicted == "lost":
             self._drop(layer, selection.positions)
         if self._recorder is not None:
-            self._show(layer, self.attended_positions(layer, selection))
+            self._show(layer, self.store.attended_positions(layer, selection))
 
     def _drop(self, layer: int, kept: Positions) -> None:
         start, stop = (self.page_tokens * page for page in (self.store.middle.start, self.store.middle.stop))

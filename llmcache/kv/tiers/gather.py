@@ -122,7 +122,7 @@ class Gatherer:
         total = self._total(staged.middle, count, length)
         if total != staged.tokens:
             self._resize(staged, lead, count, total)
-        positions = self._with_ends(staged.middle, staged.positions, length)
+        positions = self.with_ends(staged.middle, staged.positions, length)
         self._copy_in(staged, positions[:, :, :lead], 0, False)
         self._copy_in(staged, positions[:, :, lead + count :], lead + count, False)
         keys, values = self._views(staged)
@@ -142,8 +142,8 @@ class Gatherer:
     def _total(self, middle: range, count: int, length: int) -> int:
         return length - len(middle) * self._state.shape.page_tokens + count
 
-    def _with_ends(self, middle: range, chosen: Numbers, length: int) -> Numbers:
-        """Positions of what was chosen between those of sink and of window and tail [batch, kv_heads, all]."""
+    def with_ends(self, middle: range, chosen: Numbers, length: int) -> Numbers:
+        """Returns the positions of sink, `chosen` (of the middle), window and tail, [batch, kv_heads, all]."""
         size = self._state.shape.page_tokens
         sink, recent = (
             np.broadcast_to(np.arange(start, stop, dtype=np.int64), (*chosen.shape[:2], stop - start))
@@ -249,7 +249,7 @@ class Gatherer:
         state, size = self._state, self._state.shape.page_tokens
         pool, middle, length = state.checked(layer), state.middle, int(state.lengths[layer])
         self._served.add(fast)
-        positions = self._with_ends(middle, self._checked(selection, middle), length)
+        positions = self.with_ends(middle, self._checked(selection, middle), length)
         numbers = np.stack([row[pages] for row, pages in zip(state.table.table, positions // size, strict=True)])
         used = np.unique(numbers)
         # A page that is being filled is another at every step.

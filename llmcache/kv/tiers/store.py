@@ -126,6 +126,11 @@ class KvStore:
         return self._state.middle
 
     @property
+    def everything(self) -> Selection:
+        """The choice of all tokens of the middle."""
+        return Selection.of_all(self.middle, self.batch, self.shape.kv_heads, self.shape.page_tokens)
+
+    @property
     def traffic(self) -> Traffic:
         """What moved so far."""
         return self._state.traffic
@@ -368,6 +373,10 @@ class KvStore:
         They are what its `rows` returns, for instance tensors on a gpu; int8 as float32. Bytes are counted as "attend".
         """
         return self._gatherer.gather_fast(layer, selection, fast)
+
+    def attended_positions(self, layer: int, selection: Selection) -> Numbers:
+        """Returns the positions [batch, kv_heads, k] of all that a layer attends to now: what `gather` would give."""
+        return self._gatherer.with_ends(self.middle, selection.positions, self.layer_length(layer))
 
     # Moving pages
 

@@ -29,7 +29,7 @@ from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.policies.settings import PolicySettings
 from llmcache.kv.spill import KvShape
 from llmcache.kv.spill.raw import RawFile
-from llmcache.kv.tiers import Gathered, KvStore, Selection, StoreConfig
+from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.transformers import sidecar
 from llmcache.kv.transformers.gpu import TorchFastTier
 from llmcache.kv.transformers.tensors import as_array, as_tensor, cut_mask, dtype_name, first_tokens
@@ -234,8 +234,7 @@ class Conversation:
         if self.length:
             engine.rest()
             store = self.store
-            everything = Selection.of_all(store.middle, store.batch, store.shape.kv_heads, store.shape.page_tokens)
-            before = store.gather(layer, everything)
+            before = store.gather(layer, store.everything)
             sides = zip(_tensors(before, call), (keys, values), strict=True)
             keys, values = (torch.cat([old, new], 2) for old, new in sides)
         output = call.run(keys, values, call.mask)
