@@ -16,12 +16,16 @@ from llmcache.errors import UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.spill import KvShape
 
+Numbers = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Arrays = list[NDArray[Any]]
+"""Keys, values and for int8 their scales."""
 SSD_KINDS = ("file", "csd")
 """How the ssd tier is reached: by this process itself, or through the *emulated* device that owns the file."""
 PING_PONG_STEPS = 16
 """A page that goes down and comes up again within so many steps has moved for nothing."""
 
-Victims = Callable[[int, int, NDArray[np.int64], int], NDArray[np.int64]]
+Victims = Callable[[int, int, Numbers, int], Numbers]
 """(layer, sequence, pages of the middle in the pool, ascending; how many must go) -> those that go down."""
 
 
@@ -77,7 +81,7 @@ class StoreConfig:
 class Selection:
     """Tokens of the middle that are to be attended: `positions` int64 [batch, kv_heads, k], ascending, k may be 0."""
 
-    positions: NDArray[np.int64]
+    positions: Numbers
 
     def __post_init__(self) -> None:
         if self.positions.ndim != 3 or self.positions.dtype != np.int64:
@@ -95,7 +99,7 @@ class Selection:
         return Selection(np.empty((batch, kv_heads, 0), np.int64))
 
     @staticmethod
-    def of_pages(pages: NDArray[np.int64], page_tokens: int) -> Selection:
+    def of_pages(pages: Numbers, page_tokens: int) -> Selection:
         """Returns the choice of all tokens of `pages` [batch, kv_heads, m]; they need not be in order."""
         ordered = np.sort(pages, axis=2)
         tokens = ordered[..., None] * page_tokens + np.arange(page_tokens)
@@ -119,7 +123,7 @@ class Gathered:
 
     keys: Any
     values: Any
-    positions: NDArray[np.int64]
+    positions: Numbers
     _give_back: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:

@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.kv.csd import KvRows
-from llmcache.kv.tiers.config import Gathered, Selection
+from llmcache.kv.tiers.config import Arrays, Gathered, Numbers, Selection
 from llmcache.kv.tiers.pool import NOT_HERE, Landing, Pool, copy_pages, mark_missing
 from llmcache.kv.tiers.spill import Spill
 from llmcache.kv.tiers.table import State
 
-Numbers = NDArray[np.int64]
 Sides = tuple[NDArray[Any], NDArray[Any]]
 ASKED_ROWS = 1 << 20
 """What a device is asked for at a time: the numbers of the rows must fit its desk."""
@@ -201,9 +200,7 @@ class Gatherer:
 
     # From the ssd tier: pages of a file, each once for all heads; single rows of a device
 
-    def _fetch_pages(
-        self, spill: Spill, layer: int, missing: list[Numbers], positions: Numbers, outs: list[NDArray[Any]]
-    ) -> None:
+    def _fetch_pages(self, spill: Spill, layer: int, missing: list[Numbers], positions: Numbers, outs: Arrays) -> None:
         """Reads the pages `missing` of each sequence; the threads that read them copy their rows, so the disk is never idle.
 
         `positions` [batch, kv_heads, k]; `outs`: keys and values [batch, kv_heads, k, dim].
@@ -217,9 +214,7 @@ class Gatherer:
             landing = Landing(known[table], positions, outs, state.shape.page_tokens)
             spill.ssd.read_through(stream, layer, state.table.places(found), landing.take, "fetch")
 
-    def _fetch_rows(
-        self, spill: Spill, layer: int, missing: list[Numbers], positions: Numbers, outs: list[NDArray[Any]]
-    ) -> None:
+    def _fetch_rows(self, spill: Spill, layer: int, missing: list[Numbers], positions: Numbers, outs: Arrays) -> None:
         """As `_fetch_pages`; asks a device for the rows alone, those of some pages at a time."""
         size = self._state.shape.page_tokens
         most = max(1, ASKED_ROWS // (self._state.shape.kv_heads * size))
@@ -274,7 +269,7 @@ class Gatherer:
             for found, arrays in self._spill.read(layer, numbers[~here], "fetch"):
                 self._put(layer, found, arrays, fast)
 
-    def _put(self, layer: int, numbers: Numbers, arrays: list[NDArray[Any]], fast: FastTier) -> None:
+    def _put(self, layer: int, numbers: Numbers, arrays: Arrays, fast: FastTier) -> None:
         if not len(numbers):
             return
         keys, values = arrays[:2]
@@ -285,7 +280,7 @@ class Gatherer:
         self._state.traffic.add("cpu", "gpu", "attend", keys.nbytes + values.nbytes)
 
 
-def _lay_out(rows: KvRows, here: list[NDArray[np.bool_]], outs: list[NDArray[Any]]) -> None:
+def _lay_out(rows: KvRows, here: list[NDArray[np.bool_]], outs: Arrays) -> None:
     """Puts rows, head after head, where `here` [k] of each head says; int8 becomes float32, times its scales."""
     done = 0
     for head, mask in enumerate(here):

@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from llmcache.kv.kernels import score_pages
 from llmcache.kv.kernels.threads import Job, processors, run_all
 from llmcache.kv.spill import KvShape
+from llmcache.kv.tiers.config import Arrays, Floats, Numbers
 
-Numbers = NDArray[np.int64]
-Floats = NDArray[np.float32]
 NOT_HERE = -1
 EVERYWHERE = range(1 << 62)
 """All positions."""
@@ -40,7 +39,7 @@ class Rows:
     """Pages of keys or values in memory, [n, kv_heads, page_tokens, dim]; int8 has `scales` [n, kv_heads, page_tokens]."""
 
     pages: NDArray[Any]
-    scales: NDArray[np.float32] | None = None
+    scales: Floats | None = None
 
 
 class Pool:
@@ -58,7 +57,7 @@ class Pool:
         self._slots = 0
         self._clock = 0
         self.slot_of, self.since, self.down_at = (np.empty(0, np.int64) for _ in range(3))
-        self._arrays: list[NDArray[Any]] = []
+        self._arrays: Arrays = []
         self._grow(0)
 
     def _forms(self) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -140,7 +139,7 @@ class Pool:
         for array in self._arrays:
             array[into] = array[self.slot_of[source]]
 
-    def fill(self, numbers: Numbers, rows: list[NDArray[Any]], offset: int = 0) -> None:
+    def fill(self, numbers: Numbers, rows: Arrays, offset: int = 0) -> None:
         """Lays tokens out in pages, from token `offset` of the first page on.
 
         `rows`: keys, values and for int8 their scales, [kv_heads, tokens, ..]; they end in the last of the pages `numbers`.
@@ -158,17 +157,17 @@ class Pool:
                 rest = part[:, first + whole * size :]
                 array[slots[-1], :, : rest.shape[1]] = rest
 
-    def put(self, numbers: Numbers, pages: list[NDArray[Any]]) -> None:
+    def put(self, numbers: Numbers, pages: Arrays) -> None:
         """Lays whole pages in: `pages` are keys, values and for int8 their scales, each [pages, ..]."""
         slots = self.add(numbers)
         for array, part in zip(self._arrays, pages, strict=True):
             array[slots] = part
 
-    def take(self, slots: Numbers) -> list[NDArray[Any]]:
+    def take(self, slots: Numbers) -> Arrays:
         """Returns copies of keys, values and for int8 their scales in `slots`, [slots, ..]."""
         return [array[slots] for array in self._arrays]
 
-    def rows(self, number: int) -> list[NDArray[Any]]:
+    def rows(self, number: int) -> Arrays:
         """Returns keys, values and for int8 their scales of a page, [kv_heads, page_tokens, ..]; not copied."""
         return [array[self.slot_of[number]] for array in self._arrays]
 
@@ -202,9 +201,7 @@ def score_slots(keys: Rows, slots: Numbers, queries: Floats, combine: str, threa
     return out.reshape(heads, -1)
 
 
-def copy_pages(
-    sides: tuple[Rows, Rows], index: Numbers, positions: Numbers, outs: list[NDArray[Any]], threads: int | None
-) -> None:
+def copy_pages(sides: tuple[Rows, Rows], index: Numbers, positions: Numbers, outs: Arrays, threads: int | None) -> None:
     """Copies the rows that `sides` (keys, values) have to `outs` [batch, kv_heads, k, dim]; the others stay.
 
     `index` [batch, pages]: which page of `sides` each page of a sequence is, below 0 if none. `positions` [batch, kv_heads,
@@ -234,12 +231,12 @@ class Landing:
     kv_heads, k, dim].
     """
 
-    def __init__(self, index: Numbers, positions: Numbers, outs: list[NDArray[Any]], page_tokens: int) -> None:
+    def __init__(self, index: Numbers, positions: Numbers, outs: Arrays, page_tokens: int) -> None:
         self._index, self._positions, self._outs = index, positions, outs
         self._page_tokens = page_tokens
         self._coming = [np.flatnonzero(of_sequence >= 0) for of_sequence in index]
 
-    def take(self, side: int, first: int, rows: NDArray[Any], scales: NDArray[np.float32] | None) -> None:
+    def take(self, side: int, first: int, rows: NDArray[Any], scales: Floats | None) -> None:
         """Copies what is wanted of the keys (`side` 0) or values (1) of the pages from place `first` on."""
         for index, coming, positions, out in zip(self._index, self._coming, self._positions, self._outs[side], strict=True):
             low, high = np.searchsorted(index[coming], (first, first + len(rows))).tolist()

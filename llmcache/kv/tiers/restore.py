@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmcache import files
 from llmcache.errors import DataError
 from llmcache.kv.spill import KvShape, Recovery, SpillReader
 from llmcache.kv.spill.raw import problem
+from llmcache.kv.tiers.config import Numbers
 
-Numbers = NDArray[np.int64]
 Runs = list[tuple[int, int]]
 OPEN = -1
 """Pages of a run that takes all that there are in its stream."""

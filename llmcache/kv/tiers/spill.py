@@ -20,15 +20,12 @@ from numpy.typing import NDArray
 
 from llmcache.errors import DataError, LlmcacheError
 from llmcache.kv.csd import ScoreBlock
-from llmcache.kv.tiers.config import PING_PONG_STEPS
+from llmcache.kv.tiers.config import PING_PONG_STEPS, Arrays, Floats, Numbers
 from llmcache.kv.tiers.pool import NOT_HERE, Pool
 from llmcache.kv.tiers.restore import Tables
 from llmcache.kv.tiers.ssd import Ask, SsdTier
 from llmcache.kv.tiers.table import NOWHERE, State
 
-Numbers = NDArray[np.int64]
-Floats = NDArray[np.float32]
-Arrays = list[NDArray[Any]]
 Fresh = tuple[int, list[Arrays]]
 """First page that is new in a layer, and for each sequence the rows of all new full pages."""
 

@@ -23,10 +23,8 @@ from llmcache.kv.kernels import score_pages
 from llmcache.kv.spill import KvPages, Recovery, Room, SpillFile
 from llmcache.kv.spill.reader import TakeRows
 from llmcache.kv.spill.reading import KEYS, rows
-from llmcache.kv.tiers.config import StoreConfig, Traffic
+from llmcache.kv.tiers.config import Arrays, Floats, Numbers, StoreConfig, Traffic
 
-Numbers = NDArray[np.int64]
-Floats = NDArray[np.float32]
 KeyRows = tuple[NDArray[Any], Floats | None]
 KEPT_ROOMS = 2
 SCORE_BYTES = 1 << 22
@@ -58,7 +56,7 @@ class SsdTier(ABC):
         """Returns how many pages of a layer are written; layer `shape.layers` stands for the tokens."""
 
     @abstractmethod
-    def append(self, stream: int, layer: int, arrays: list[NDArray[Any]]) -> None:
+    def append(self, stream: int, layer: int, arrays: Arrays) -> None:
         """Writes keys, values and for int8 their scales, [kv_heads, tokens, ..], behind the last page."""
 
     @abstractmethod
@@ -114,7 +112,7 @@ class FileTier(SsdTier):
         """Returns how many pages of a layer are written."""
         return self._file.pages_by_layer(stream)[layer]
 
-    def append(self, stream: int, layer: int, arrays: list[NDArray[Any]]) -> None:
+    def append(self, stream: int, layer: int, arrays: Arrays) -> None:
         """Writes pages; EnvironmentProblem if there is no space, and then none of them is there."""
         self._traffic.add("cpu", "ssd", "spill", self._file.append(stream, layer, *arrays))
 
@@ -217,7 +215,7 @@ class CsdTier(SsdTier):
         """Returns how many pages of a layer the device has acknowledged."""
         return self.device.pages(stream, layer)
 
-    def append(self, stream: int, layer: int, arrays: list[NDArray[Any]]) -> None:
+    def append(self, stream: int, layer: int, arrays: Arrays) -> None:
         """Writes pages over the link; what was acknowledged before an error stays."""
         with self._command("spill") as device:
             device.append(stream, layer, *arrays)

@@ -31,16 +31,13 @@ from llmcache.errors import LlmcacheError, UsageError
 from llmcache.kv.csd import Report, ScoreBlock
 from llmcache.kv.csd.blocks import BLOCK_TOKENS
 from llmcache.kv.spill import KvShape, Recovery
-from llmcache.kv.tiers.config import Gathered, Selection, StoreConfig, Traffic, Victims
+from llmcache.kv.tiers.config import Arrays, Floats, Gathered, Numbers, Selection, StoreConfig, Traffic, Victims
 from llmcache.kv.tiers.gather import FastTier, Gatherer, Staged
 from llmcache.kv.tiers.pool import Pool, score_slots
 from llmcache.kv.tiers.restore import Found, Restored, Tables, look
-from llmcache.kv.tiers.spill import Arrays, Fresh, Spill
+from llmcache.kv.tiers.spill import Fresh, Spill
 from llmcache.kv.tiers.ssd import CsdTier, KeyRows, SsdTier, open_tier
 from llmcache.kv.tiers.table import State
-
-Numbers = NDArray[np.int64]
-Floats = NDArray[np.float32]
 
 
 class KvStore:

@@ -13,13 +13,11 @@ import itertools
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmcache.kv.spill import KvShape
-from llmcache.kv.tiers.config import StoreConfig, Traffic, Victims
+from llmcache.kv.tiers.config import Numbers, StoreConfig, Traffic, Victims
 from llmcache.kv.tiers.pool import Pool
 
-Numbers = NDArray[np.int64]
 NOWHERE = -1
 
 

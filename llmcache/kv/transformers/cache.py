@@ -24,8 +24,8 @@ from llmcache.kv.pipeline import NO_TIMELINE, Timeline
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Traffic
 from llmcache.kv.transformers import sidecar, version_of
-from llmcache.kv.transformers.conversation import Conversation, Numbers, SpillSettings, policy_settings
-from llmcache.kv.transformers.tensors import dtype_name
+from llmcache.kv.transformers.conversation import Conversation, SpillSettings, policy_settings
+from llmcache.kv.transformers.tensors import Numbers, dtype_name
 
 TAG = "_llmcache_layer"
 """Attribute of keys on their way from a cache to attention: the layer that they belong to."""

@@ -32,9 +32,8 @@ from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.transformers import sidecar
 from llmcache.kv.transformers.gpu import TorchFastTier
-from llmcache.kv.transformers.tensors import as_array, as_tensor, cut_mask, dtype_name, first_tokens
+from llmcache.kv.transformers.tensors import Numbers, as_array, as_tensor, cut_mask, dtype_name, first_tokens
 
-Numbers = NDArray[np.int64]
 Output = tuple[torch.Tensor, torch.Tensor | None]
 UNKNOWN_ID = -1
 """Id of a token that was given as an embedding."""

@@ -12,9 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmcache.kv.transformers.tensors import as_tensor
-
-Numbers = NDArray[np.int64]
+from llmcache.kv.transformers.tensors import Numbers, as_tensor
 
 
 class TorchFastTier:
