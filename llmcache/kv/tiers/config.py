@@ -195,14 +195,6 @@ class Traffic:
             moved = [
                 {"from": a, "to": b, "why": why, "bytes": count} for (a, b, why), count in sorted(self.moved_bytes.items())
             ]
-        return {
-            "moved_bytes": moved,
-            "pages_up": self.pages_up,
-            "pages_down": self.pages_down,
-            "ping_pong_pages": self.ping_pong_pages,
-            "ping_pong_share": self.ping_pong_share,
-            "hits_gpu": self.hits_gpu,
-            "hits_cpu": self.hits_cpu,
-            "hits_ssd": self.hits_ssd,
-            "hit_ratio": self.hit_ratio,
-        }
+        pages = ("pages_up", "pages_down", "ping_pong_pages", "ping_pong_share")
+        names = (*pages, "hits_gpu", "hits_cpu", "hits_ssd", "hit_ratio")
+        return {"moved_bytes": moved, **{name: getattr(self, name) for name in names}}

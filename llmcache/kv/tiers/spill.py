@@ -106,24 +106,32 @@ class Spill:
     def write(self, layer: int, fresh: Fresh | None = None) -> None:
         """Writes the full pages of a layer that are not written yet: from `fresh`, else from the pool."""
         full = int(self._state.lengths[layer]) // self._state.shape.page_tokens
+        self._write_out(layer, full, lambda b, stream, pages: self._write_run(layer, stream, b, pages, fresh))
+
+    def write_tokens(self) -> None:
+        """Writes the full pages of tokens that are not written yet."""
+        tokens, size = self._state.tokens, self._state.shape.page_tokens
+
+        def write_run(b: int, stream: int, pages: range) -> None:
+            part = slice(pages.start * size, pages.stop * size)
+            self.ssd.append_tokens(stream, tokens.ids[b, part], tokens.positions[b, part])
+
+        self._write_out(self._state.shape.layers, tokens.length // size, write_run)
+
+    def _write_out(self, layer: int, full: int, write_run: Callable[[int, int, range], None]) -> None:
+        """Has `write_run` write what is missing of the `full` pages of each sequence: (sequence, stream, pages)."""
         self._settle(full)
 
-        def write_layer() -> None:
+        def write() -> None:
             for b in range(self._state.table.batch):
-                for stream, first, end in self._unwritten(b, full, layer):
-                    self._write_run(layer, stream, b, range(first, end), fresh)
+                end = 0
+                for stream, pages in self._state.table.runs(b, full):
+                    end += pages
+                    left = pages - self.ssd.pages(stream, layer)  # at the end of the run: it was begun in order
+                    if left > 0:
+                        write_run(b, stream, range(end - left, end))
 
-        _twice(write_layer)
-
-    def _unwritten(self, b: int, full: int, layer: int) -> list[tuple[int, int, int]]:
-        """Pages of a sequence that are not written, as (stream, first page, end): a run's are at its end."""
-        found, end = [], 0
-        for stream, pages in self._state.table.runs(b, full):
-            end += pages
-            left = pages - self.ssd.pages(stream, layer)
-            if left > 0:
-                found.append((stream, end - left, end))
-        return found
+        _twice(write)
 
     def _write_run(self, layer: int, stream: int, b: int, pages: range, fresh: Fresh | None) -> None:
         size = self._state.shape.page_tokens
@@ -140,20 +148,6 @@ class Spill:
         if fresh is not None and border < pages.stop:
             part = slice((border - fresh[0]) * size, (pages.stop - fresh[0]) * size)
             self.ssd.append(stream, layer, [array[:, part] for array in fresh[1][b]])
-
-    def write_tokens(self) -> None:
-        """Writes the full pages of tokens that are not written yet."""
-        state, size = self._state, self._state.shape.page_tokens
-        full = state.tokens.length // size
-        self._settle(full)
-
-        def write_ids() -> None:
-            for b in range(state.table.batch):
-                for stream, first, end in self._unwritten(b, full, state.shape.layers):
-                    part = slice(first * size, end * size)
-                    self.ssd.append_tokens(stream, state.tokens.ids[b, part], state.tokens.positions[b, part])
-
-        _twice(write_ids)
 
     def write_all(self) -> None:
         """Writes everything that is full and not written yet."""

@@ -22,7 +22,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from llmcache.errors import UsageError
 from llmcache.kv.transformers.cache import TAG, SpillCache, SpillLayer
 from llmcache.kv.transformers.conversation import Call, Output
-from llmcache.kv.transformers.tensors import as_array
+from llmcache.kv.transformers.tensors import Numbers, as_array
 
 Hook = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 SDPA, EAGER = "llmcache", "llmcache_eager"
@@ -108,15 +108,14 @@ def _note_tokens(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]
         raise UsageError(f"config: the cache was made for {len(cache.layers)} layers, the model has {layers}", hint)
     cache.conversation.begin_step()
     ids = options.get("input_ids", arguments[0] if arguments else None)
-    if not torch.is_tensor(ids):
-        cache.conversation.noted = None
-        return
-    numbers = as_array(ids).astype(np.int64)
     positions: Any = options.get("position_ids")
-    if torch.is_tensor(positions) and positions.ndim == 2:
-        cache.conversation.noted = (numbers, np.broadcast_to(as_array(positions).astype(np.int64), numbers.shape))
-    else:
-        cache.conversation.noted = (numbers, None)
+    cache.conversation.noted = None
+    if torch.is_tensor(ids):
+        numbers: Numbers = as_array(ids).astype(np.int64)
+        places: Numbers | None = None
+        if torch.is_tensor(positions) and positions.ndim == 2:
+            places = np.broadcast_to(as_array(positions).astype(np.int64), numbers.shape)
+        cache.conversation.noted = (numbers, places)
 
 
 def _check_step(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:

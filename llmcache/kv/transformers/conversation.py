@@ -74,17 +74,8 @@ class SpillSettings:
         if self.ssd not in ("file", "csd"):
             raise UsageError(f"ssd: there is no kind {self.ssd!r}", "one of: file, csd")
         pages = self._pool(shape) if path is not None else self.cpu_pages
-        return StoreConfig(
-            shape,
-            batch,
-            sink_tokens=self.sink_tokens,
-            window_tokens=self.window_tokens,
-            cpu_pages=pages,
-            path=path,
-            ssd=self.ssd,
-            profile=self.profile,
-            threads=self.threads,
-        )
+        sizes = (self.sink_tokens, self.window_tokens, pages)
+        return StoreConfig(shape, batch, *sizes, path, self.ssd, self.profile, threads=self.threads)
 
     def _pool(self, shape: KvShape) -> int:
         """Pages of the cpu pool beside a spill file: as given, else as many as the token budget has, else POOL_TOKENS."""
