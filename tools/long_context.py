@@ -36,10 +36,9 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llmcache.errors import DataError, UsageError, run_cli
+from llmcache.kv.bench.subject import Run, Subject, answer
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
 from llmcache.kv.transformers import SpillCache
-from llmcache.kv.transformers.answers import answer
-from llmcache.kv.transformers.probing import Run, Subject
 from llmcache.units import format_size
 
 
@@ -59,7 +58,7 @@ def ask(subject: Subject, answering: Callable[[Any], str], cache: Any) -> Outcom
     begin = time.perf_counter()
     answered = answering(cache)
     seconds = time.perf_counter() - begin
-    memory = Run(subject, cache).memory()
+    memory = Run(subject.model, cache).memory()
     read = written = 0
     if isinstance(cache, SpillCache):
         read, written = (cache.traffic.bytes_between(*way) for way in (("ssd", "cpu"), ("cpu", "ssd")))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llmcache.errors import DataError
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from llmcache.kv.spill.layout import EXTENTS_AT, Commit, pack_commit
-from llmcache.kv.tiers import restoring, tables
+from llmcache.kv.tiers.restore import SCHEMA, Tables, look
 from tests.fuzz.mutations import documents, mutated, nested, written
 from tests.fuzz.target import Target, bounded, refusal, scratch
 from tests.unit.kv_parts import append, ids, restored
@@ -64,7 +64,7 @@ def check(data: bytes) -> None:
         with bounded(), refusal():
             with SpillReader.open(path, direct=False) as file:
                 read_all(file, len(data))
-            restoring.look(path, file.shape)
+            look(path, file.shape)
         assert path.read_bytes() == data, "who reads changes nothing"
         _write_on(path, data)
 
@@ -114,21 +114,21 @@ def check_tables(text: bytes) -> None:
     with scratch() as directory:
         path = Path(directory) / "a.kv"
         path.write_bytes(SEEDS[0])
-        tables.path_of(path).write_bytes(text)
+        Tables.path(path).write_bytes(text)
         with bounded(), refusal():
-            found = restoring.look(path, SHAPE)
+            found = look(path, SHAPE)
             assert found.ids.shape == found.positions.shape and len(found.ids) == len(found.sequences) > 0
             for runs in found.sequences:
                 assert sum(pages for _, pages in runs) == SHAPE.pages_of(found.ids.shape[1])
                 assert all(0 < pages <= found.streams[stream] for stream, pages in runs)
-        assert path.read_bytes() == SEEDS[0] and tables.path_of(path).read_bytes() == text
+        assert path.read_bytes() == SEEDS[0] and Tables.path(path).read_bytes() == text
 
 
 SEEDS = [made(), made(closed=False)]
 IDENTITY = {**SHAPE.to_json(), "extent_pages": 1}
 TABLES = [
-    {"schema": tables.SCHEMA, "saved": True, "sequences": [[[0, 3]], [[0, 1], [1, 1]]]},
-    {"schema": tables.SCHEMA, "saved": False, "sequences": [[[0, -1]], [[0, 1], [1, -1]]]},
+    {"schema": SCHEMA, "saved": True, "sequences": [[[0, 3]], [[0, 1], [1, 1]]]},
+    {"schema": SCHEMA, "saved": False, "sequences": [[[0, -1]], [[0, 1], [1, -1]]]},
 ]
 HEADERS = st.builds(
     lambda identity, seed: header_of(written(identity)) + seed[4096:], documents([IDENTITY]), st.sampled_from(SEEDS)
@@ -196,7 +196,7 @@ def test_an_extent_behind_a_gap_is_free(tmp_path: Path) -> None:
 @given(PAGE_TABLES.inputs)
 @settings(max_examples=150)
 @example(nested(100_000))
-@example(written({"schema": tables.SCHEMA, "saved": True, "sequences": [[[0, 1 << 62]]]}))
-@example(written({"schema": tables.SCHEMA, "saved": True, "sequences": [[[0, 1]] * 1000] * 2}))
+@example(written({"schema": SCHEMA, "saved": True, "sequences": [[[0, 1 << 62]]]}))
+@example(written({"schema": SCHEMA, "saved": True, "sequences": [[[0, 1]] * 1000] * 2}))
 def test_any_page_tables(text: bytes) -> None:
     check_tables(text)

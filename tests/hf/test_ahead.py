@@ -8,7 +8,7 @@ import torch
 from transformers import AttentionInterface
 
 from llmcache.kv.transformers import SpillCache, disable, enable
-from llmcache.kv.transformers.ahead import estimated
+from llmcache.kv.transformers.attention import estimated
 from tests.hf.tiny_models import generate, prompt, single, stock, tiny
 
 

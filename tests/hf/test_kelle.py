@@ -14,10 +14,11 @@ from llmcache.edram.aerp import AerpSettings
 from llmcache.edram.constants import KELLE_INTERVALS, PAPER
 from llmcache.edram.flips import CellSettings
 from llmcache.edram.refresh import account
+from llmcache.edram.refresh.kelle import KelleRecorder
+from llmcache.kv.bench.subject import answer
 from llmcache.kv.policies.kelle import Kelle
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
 from llmcache.kv.transformers import SpillCache, enable
-from llmcache.kv.transformers.answers import answer
 
 
 @functools.cache
@@ -79,9 +80,8 @@ def test_what_it_keeps_is_recorded() -> None:
         answer(model(), cache, first)
         engine = cache.conversation.engine
         assert engine is not None and isinstance(engine.policy, Kelle)
-        policy = engine.policy
-        policy.record(step_ns=20e6)
+        recorder = KelleRecorder(engine.policy, step_ns=20e6)
         later = Questions(task.asked[:, 1:2], task.asked[:, 2:], task.answers[:, 2:])  # a step, no prompt: one token
         answer(model(), cache, later)
-        found = account(policy.recorded(), KELLE_INTERVALS, PAPER.refresh_j_per_byte)
+        found = account(recorder.run(), KELLE_INTERVALS, PAPER.refresh_j_per_byte)
     assert found.joules > 0 and found.clock == "modelled: 20.0 ms a step"

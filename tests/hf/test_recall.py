@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 
+from llmcache.errors import DataError
+from llmcache.kv.bench.subject import accuracy, answer, load_model
 from llmcache.kv.tasks import RECALL_MODEL, Questions, chain, passkey, recall
-from llmcache.kv.transformers import SpillCache, enable
-from llmcache.kv.transformers.answers import answer, follow
+from llmcache.kv.transformers import SpillCache
 
 CONTEXTS = 4
 
@@ -19,7 +20,7 @@ CONTEXTS = 4
 @functools.cache
 def model() -> Any:
     torch.set_num_threads(1)
-    return enable(transformers.Qwen2ForCausalLM.from_pretrained(RECALL_MODEL).eval())
+    return load_model(RECALL_MODEL)
 
 
 @functools.cache
@@ -64,8 +65,25 @@ def test_a_passkey_is_found_at_every_depth() -> None:
 
 def test_a_chain_is_followed_as_far_as_with_everything() -> None:
     task = chain(np.random.default_rng(5), CONTEXTS, 1024, steps=32)
-    expected = follow(model(), transformers.DynamicCache(config=model().config), task).mean()
+    expected = answer(model(), transformers.DynamicCache(config=model().config), task).mean()
     with SpillCache(model().config, token_budget=128, threads=2) as cache:
-        found = follow(model(), cache, task).mean()
+        found = answer(model(), cache, task).mean()
     assert expected >= 0.95
     assert found >= expected - 0.05
+
+
+def test_accuracy_is_of_any_policy_and_leaves_torch_its_threads() -> None:
+    asked = recall(np.random.default_rng(4), 4, 1024, questions=8)
+    torch.set_num_threads(2)
+    plain = accuracy(model(), asked)
+    assert plain >= 0.9
+    assert accuracy(model(), asked, "full") == plain
+    assert accuracy(model(), asked, "hillinfer", alpha=0.2) >= plain - 0.05
+    assert accuracy(model(), asked, "window", alpha=0.1) < plain - 0.3
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not a model"):
+        load_model(tmp_path)

@@ -11,7 +11,6 @@ from llmcache import files
 from llmcache.errors import DataError, UsageError
 from llmcache.kv.policies.icecache import IceCache
 from llmcache.kv.spill.raw import RawFile
-from llmcache.kv.tiers import Selection
 from llmcache.kv.transformers import SpillCache, disable, enable
 from tests.hf.tiny_models import generate, prompt, tiny
 from tests.unit.store_parts import crash
@@ -132,7 +131,7 @@ def test_what_would_not_stay_cannot_be_saved(tmp_path: Path) -> None:
 def _state(cache: SpillCache) -> tuple[Any, ...]:
     """Return everything that a cache with sliding layers holds, as bytes."""
     store = cache.store
-    everything = Selection.of_all(store.middle, store.batch, store.shape.kv_heads, store.shape.page_tokens)
+    everything = store.everything
     found = [store.gather(layer, everything) for layer in range(store.shape.layers)]
     spilled = [(one.keys.tobytes(), one.values.tobytes()) for one in found]
     sliding = [(layer.keys.numpy().tobytes(), layer.get_seq_length()) for layer in cache._stock()]

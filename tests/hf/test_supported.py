@@ -3,7 +3,7 @@
 import pytest
 
 from llmcache.errors import EnvironmentProblem
-from llmcache.kv.transformers.supported import check_transformers, check_versions
+from llmcache.kv.transformers import check_transformers, check_versions
 
 
 def test_the_versions_here_are_supported() -> None:

@@ -17,14 +17,12 @@ from click.testing import CliRunner
 from llmcache import cli
 from llmcache.errors import DataError, UsageError
 from llmcache.kv.bench import lengths
+from llmcache.kv.bench.subject import Prompt, Subject, ask, feed, stock, watch
 from llmcache.kv.bench.task import Candidate
 from llmcache.kv.bench.task_results import STOCK, Memory, Speed
 from llmcache.kv.tasks import RECALL_MODEL
 from llmcache.kv.tasks.probes import symbols
 from llmcache.kv.transformers import SpillCache
-from llmcache.kv.transformers.priming import Prompt, feed, stock
-from llmcache.kv.transformers.probing import Subject, answered
-from llmcache.kv.transformers.watching import watch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,10 +111,10 @@ def test_a_prompt_that_was_given_is_the_prompt_read() -> None:
         assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
     with SpillCache(model.config, "h2o", token_budget=64, threads=2) as own:
         feed(model, own, probe.ids)
-        expected = answered(subject(), own, probe)
+        expected = ask(model, own, probe)
     with SpillCache(model.config, "h2o", token_budget=64, threads=2) as own:
         prompt.give(own)
-        assert (answered(subject(), own, probe) == expected).all() and not expected.all()
+        assert (ask(model, own, probe) == expected).all() and not expected.all()
 
 
 def test_the_watch_sees_what_attention_would() -> None:

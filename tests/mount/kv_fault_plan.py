@@ -212,8 +212,8 @@ class KvRig:
 
     def do_kill_device(self, chance: random.Random) -> None:
         """kill -9 of the emulated device."""
-        assert self.store._spiller is not None and isinstance(self.store._spiller.ssd, CsdTier)
-        device = self.store._spiller.ssd.device
+        assert isinstance(self.store.ssd, CsdTier)
+        device = self.store.ssd.device
         if device._process.poll() is None:
             os.kill(device.pid, signal.SIGKILL)
             device._process.wait()

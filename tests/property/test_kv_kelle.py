@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from llmcache.edram.aerp import AerpSettings, Slots
 from llmcache.edram.constants import KELLE_INTERVALS, PAPER
 from llmcache.edram.refresh import account, read_run
+from llmcache.edram.refresh.kelle import KelleRecorder
 from llmcache.errors import UsageError
 from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.policies.kelle import Kelle, KelleSettings
@@ -57,7 +58,7 @@ def test_with_pages_of_one_token_it_keeps_what_the_slots_of_aerp_keep(
         for step in range(20):
             selection = policy.select(0, random.standard_normal((1, 4, DIM), np.float32))
             extended(store, 1, step)
-            positions = policy.attended_positions(0, selection)
+            positions = policy.store.attended_positions(0, selection)
             for head in range(2):
                 held = set(slots.positions[head, : slots.count].tolist())
                 assert held | {slots.newest + 1} == set(positions[0, head].tolist())
@@ -87,7 +88,7 @@ def test_what_is_dropped_comes_back_only_if_it_was_spilled(evicted: str, tmp_pat
         run.step()
         gone = np.setdiff1d(np.arange(16, 256), before[0, 0])[0]
         unlike = Selection(np.full((1, KV_HEADS, 1), gone, np.int64))
-        positions = run.policy.attended_positions(0, unlike)
+        positions = run.policy.store.attended_positions(0, unlike)
         KvPolicy.attended(run.policy, 0, unlike)
         rows = run.policy._sums.rows(0, 0, positions.max() + 1)  # type: ignore[attr-defined]
         rows[gone] += 1000
@@ -121,12 +122,12 @@ def test_pages_of_which_little_is_kept_leave_the_pool_first(tmp_path: Path) -> N
 def test_a_recorded_run_is_accounted_for(tmp_path: Path) -> None:
     with running("kelle", KelleSettings(token_budget=100), Case(batch=2), tmp_path) as run:
         assert isinstance(run.policy, Kelle)
+        recorder = KelleRecorder(run.policy, step_ns=2e6)
         with pytest.raises(ValueError, match=r"^record: "):
-            run.policy.recorded()
-        run.policy.record(step_ns=2e6)
+            recorder.run()
         for _ in range(20):
             run.step()
-        found = run.policy.recorded("a run", note=1)
+        found = recorder.run("a run", note=1)
     found.save(tmp_path / "run.json")
     again = read_run(tmp_path / "run.json")
     assert again == found and again.steps == 20 and again.title == "a run" and again.settings["note"] == 1
@@ -144,11 +145,11 @@ def test_a_recorded_run_is_accounted_for(tmp_path: Path) -> None:
 def test_a_run_without_a_clock_asks_for_one(tmp_path: Path) -> None:
     with running("kelle", KelleSettings(token_budget=100), Case(), tmp_path) as run:
         assert isinstance(run.policy, Kelle)
-        run.policy.record(lives=False)
+        recorder = KelleRecorder(run.policy, lives=False)
         run.step()
         run.crop(290)
         run.step()
-        found = run.policy.recorded()
+        found = recorder.run()
     assert found.durations_ns is None and found.clock == "not said" and found.lives is None and found.steps == 2
 
 

@@ -320,7 +320,7 @@ def test_h2o_adds_the_attention_of_a_step_to_what_was_attended(tmp_path: Path) -
     with running("h2o", PolicySettings(token_budget=64), CASE, tmp_path) as run:
         selection = run.policy.select(0, run.queries(0))
         unlike = Selection(np.full((1, KV_HEADS, 1), 77, np.int64))
-        positions = run.policy.attended_positions(0, unlike)
+        positions = run.policy.store.attended_positions(0, unlike)
         run.policy.attended(0, unlike, np.where(positions == 77, 1000, 0).repeat(2, axis=1).astype(np.float32))
         again = run.policy.select(0, run.queries(0)).positions
         assert (again == 77).any(axis=2).all() or (selection.positions == 77).any()
@@ -404,7 +404,7 @@ def test_the_device_is_on_the_timeline_where_there_is_one(tmp_path: Path) -> Non
 def test_a_dead_device_is_told_of_and_a_new_one_goes_on(hie: bool, tmp_path: Path) -> None:
     with running("hillinfer", HillInferSettings(alpha=0.5, hie=hie), Case(ssd="csd"), tmp_path) as run:
         wanted = run.policy.select(0, run.queries(0)).positions
-        run.store._spiller.ssd.device.kill()  # type: ignore[union-attr]
+        run.store.ssd.device.kill()  # type: ignore[union-attr]
         with pytest.raises(EnvironmentProblem, match="its emulated device is not running"):
             run.policy.select(0, run.queries(0))
         run.store.restart_device()

@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from llmcache.kv.kernels import score
-from llmcache.kv.tiers import HostFastTier, KvStore, Selection, StoreConfig
+from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from tests.conftest import examples
-from tests.unit.store_parts import Plain, crash, shape_of
+from tests.unit.store_parts import HostFastTier, Plain, crash, shape_of
 
 LAYERS = 2
 BOUND = 5
@@ -141,13 +141,6 @@ class Store(RuleBasedStateMachine):
         self.store.crop(tokens)
         self.plain.crop(tokens)
 
-    @rule(seed=SEEDS)
-    def reorder(self, seed: int) -> None:
-        index = np.random.default_rng(seed).integers(0, self.store.batch, self.store.batch)
-        self._keeps(index)
-        self.store.reorder(index)
-        self.plain.choose(index)
-
     @rule(seed=SEEDS, count=st.integers(1, 4))
     def select(self, seed: int, count: int) -> None:
         index = np.random.default_rng(seed).integers(0, self.store.batch, count)
@@ -163,7 +156,7 @@ class Store(RuleBasedStateMachine):
     @rule()
     def repeat(self) -> None:
         self.plain.choose(np.repeat(np.arange(self.store.batch), 2))
-        self.store.repeat(2)
+        self.store.select(np.repeat(np.arange(self.store.batch), 2))
         self.saved = False
 
     @rule(seed=SEEDS)
@@ -245,7 +238,7 @@ class Device(Store):
     @rule()
     def device_dies(self) -> None:
         self.starts += 1
-        self.store._spiller.ssd.device.kill()  # type: ignore[union-attr]
+        self.store.ssd.device.kill()  # type: ignore[union-attr]
         self.store.restart_device()
 
 

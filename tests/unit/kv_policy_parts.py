@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.kv.kernels import top
 from llmcache.kv.pipeline.attention import attention, widened
 from llmcache.kv.policies import PolicySettings, policy_class
 from llmcache.kv.policies.base import KvPolicy
@@ -161,3 +162,35 @@ def running(name: str, settings: PolicySettings, case: Case, path: Path, first: 
 def variants(case: Case) -> list[Case]:
     """The case with one sequence and two, with query heads in groups and without (GQA, MHA)."""
     return [replace(case, batch=batch, heads=heads) for batch in (1, 2) for heads in (KV_HEADS, 2 * KV_HEADS)]
+
+
+class Best(KvPolicy):
+    """Chooses the tokens in memory with the largest products; notes what it is called for, in `calls`."""
+
+    name, title = "best", "best"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls: list[tuple[str, int]] = []
+        self.before_select: Callable[[int], None] = lambda layer: None
+        self.before_update: Callable[[int], None] = lambda layer: None
+
+    def choose(self, layer: int, queries: Array, tokens: int) -> Selection:
+        """Return the `tokens` best of each head."""
+        self.before_select(layer)
+        self.calls.append(("select", layer))
+        rows = []
+        for sequence, asked in enumerate(queries):
+            pages, scores = self.store.score_cpu(layer, sequence, asked)
+            positions = (pages[:, None] * self.page_tokens + np.arange(self.page_tokens)).reshape(-1)
+            rows.append([np.sort(positions[top(head, tokens)]) for head in scores])
+        return Selection(np.array(rows, np.int64))
+
+    def prefilled(self, layer: int, queries: Array, start: int) -> None:
+        """Note it."""
+        self.calls.append((f"prefilled {queries.shape[2]} from {start}", layer))
+
+    def attended(self, layer: int, selection: Selection, weights: Array | None = None) -> None:
+        """Note it."""
+        self.before_update(layer)
+        self.calls.append(("attended" if weights is None else f"attended {weights.shape}", layer))

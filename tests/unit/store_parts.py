@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmcache.errors import EnvironmentProblem
 from llmcache.kv.spill import KvShape
-from llmcache.kv.tiers import Gathered, KvStore, Selection
+from llmcache.kv.tiers import Gathered, KvStore
 from llmcache.kv.tiers.ssd import CsdTier, FileTier
 
 Numbers = NDArray[np.int64]
@@ -34,6 +35,49 @@ def scales(size: tuple[int, ...], seed: int) -> NDArray[np.float32]:
     """Return positive scales."""
     found: NDArray[np.float32] = np.random.default_rng(seed).random(size, dtype=np.float32) / 30 + np.float32(0.001)
     return found
+
+
+class HostFastTier:
+    """A FastTier of up to `pages` pages in host memory: what a gpu would do."""
+
+    def __init__(self, pages: int) -> None:
+        if pages < 1:
+            raise ValueError(f"pages: {pages}, at least 1 is needed")
+        self._most = pages
+        self._pages: OrderedDict[tuple[int, int], tuple[NDArray[Any], NDArray[Any]]] = OrderedDict()
+
+    def have(self, layer: int, pages: Numbers) -> NDArray[np.bool_]:
+        found = np.array([(layer, int(page)) in self._pages for page in pages], np.bool_)
+        for page in pages[found].tolist():
+            self._pages.move_to_end((layer, page))
+        return found
+
+    def put(self, layer: int, pages: Numbers, keys: NDArray[Any], values: NDArray[Any]) -> None:
+        if len(pages) > self._most:
+            raise ValueError(f"pages: room for {self._most}, {len(pages)} are used at once")
+        for index, page in enumerate(pages.tolist()):
+            self._pages[layer, page] = (keys[index].copy(), values[index].copy())
+            self._pages.move_to_end((layer, page))
+        while len(self._pages) > self._most:
+            self._pages.popitem(last=False)
+
+    def rows(self, layer: int, pages: Numbers, offsets: Numbers) -> tuple[Any, Any]:
+        used = np.unique(pages)
+        if not len(used):
+            raise ValueError("pages: none, there is nothing to attend to")
+        missing = [int(page) for page in used if (layer, int(page)) not in self._pages]
+        if missing:
+            raise ValueError(f"pages: room for {self._most}, which is too little for the {len(used)} of one gather")
+        index = np.searchsorted(used, pages)
+        heads = np.arange(pages.shape[1])[:, None]
+        sides = (np.stack([self._pages[layer, int(page)][side] for page in used]) for side in (0, 1))
+        keys, values = (pages_of[index, heads, offsets] for pages_of in sides)
+        return keys, values
+
+    def drop(self, pages: Numbers) -> None:
+        gone = set(pages.tolist())
+        for key in [key for key in self._pages if key[1] in gone]:
+            del self._pages[key]
 
 
 class Plain:
@@ -120,7 +164,7 @@ class Plain:
     def check_all(self, store: KvStore) -> None:
         """Compare every byte of every layer of a store."""
         for layer in range(self.shape.layers):
-            everything = Selection.of_all(store.middle, store.batch, self.shape.kv_heads, self.shape.page_tokens)
+            everything = store.everything
             found = store.gather(layer, everything)
             assert found.positions.shape[2] == self.ids.shape[1]
             self.check(layer, found)
@@ -138,8 +182,7 @@ class Plain:
 
 def crash(store: KvStore) -> None:
     """End a store as a kill of its process would: nothing is flushed, nothing closed in order."""
-    assert store._spiller is not None
-    ssd = store._spiller.ssd
+    ssd = store.ssd
     if isinstance(ssd, CsdTier):
         ssd.device.kill()
     elif isinstance(ssd, FileTier):

@@ -19,7 +19,7 @@ from llmcache.fs.client import control
 from llmcache.fs.layout.modelfile import TensorNames
 from llmcache.kv.index.dci import saved
 from llmcache.kv.spill import KvShape, SpillFile
-from llmcache.kv.tiers import tables
+from llmcache.kv.tiers.restore import Tables
 from llmcache.report.plot import Wanted, plot
 from llmcache.report.simulation import write_report
 from llmcache.trace.capture.journal import Journal
@@ -57,7 +57,7 @@ def indexes(path: Path) -> None:
 
 
 def page_tables(path: Path) -> None:
-    tables.write(path, tables.Tables([[(0, 3)]]))
+    Tables([[(0, 3)]]).write(path)
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +97,8 @@ def test_a_new_file_is_new(tmp_path: Path) -> None:
 
 
 def removed_tables(path: Path) -> None:
-    tables.write(path, tables.Tables([[(0, 3)]]))
-    tables.remove(path)
+    Tables([[(0, 3)]]).write(path)
+    Tables.remove(path)
 
 
 def new_spill_file(path: Path) -> None:

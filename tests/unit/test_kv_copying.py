@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.spill.reading import HUGE_PAGE_BYTES, _own_memory
-from llmcache.kv.tiers.copying import Landing
+from llmcache.kv.tiers.pool import Landing
 
 HEADS, SIZE, PAGES, UNTOUCHED = 2, 4, 12, 7
 

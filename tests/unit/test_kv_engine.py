@@ -16,7 +16,7 @@ from llmcache.kv.policies.settings import PolicySettings
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.workload import StreamSpec, SyntheticStream
 from tests.mount.live import wait_for
-from tests.unit.kv_policies import Best
+from tests.unit.kv_policy_parts import Best
 
 SPEC = StreamSpec(layers=3, kv_heads=2, heads=4, head_dim=16, context=300, batch=2, dtype="float32")
 STREAM = SyntheticStream(SPEC)

@@ -75,8 +75,8 @@ def same(first: list[Gathered], second: list[Gathered]) -> bool:
 
 
 def device_of(store: KvStore) -> int:
-    assert store._spiller is not None and isinstance(store._spiller.ssd, CsdTier)
-    return store._spiller.ssd.device.pid
+    assert isinstance(store.ssd, CsdTier)
+    return store.ssd.device.pid
 
 
 @pytest.mark.parametrize("ssd", ["csd", "file"])

@@ -10,8 +10,7 @@ import pytest
 
 from llmcache.kv.pipeline import KvEngine
 from llmcache.kv.policies.hillinfer import HillInfer, HillInferSettings
-from llmcache.kv.tiers import KvStore, StoreConfig
-from llmcache.kv.tiers.traffic import Traffic
+from llmcache.kv.tiers import KvStore, StoreConfig, Traffic
 from llmcache.kv.workload import StreamSpec, SyntheticStream
 
 STEPS = 100
@@ -90,7 +89,7 @@ def test_sequences_that_share_pages_keep_to_the_bound_in_the_end(tmp_path: Path)
     with KvStore(config) as store, KvEngine(store, policy := HillInfer(store), app=False) as engine:
         engine.prefill(0, None, *stream.keys_values(0, range(1024)))
         finish(engine, 1024)
-        store.repeat(3)
+        store.select(np.zeros(3, np.int64))
         policy.reordered(np.zeros(3, np.int64))
         for position in range(1024, 1064):
             queries = 3 * random.standard_normal((3, 4, 32)).astype(np.float32)

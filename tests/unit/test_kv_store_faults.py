@@ -59,13 +59,9 @@ def again(store: KvStore) -> KvStore:
     return KvStore.restore(store.config.path, store.config)
 
 
-def everything(store: KvStore) -> Selection:
-    return Selection.of_all(store.middle, store.batch, SHAPE.kv_heads, SHAPE.page_tokens)
-
-
 def device_of(store: KvStore) -> Any:
-    assert store._spiller is not None and isinstance(store._spiller.ssd, CsdTier)
-    return store._spiller.ssd.device
+    assert isinstance(store.ssd, CsdTier)
+    return store.ssd.device
 
 
 @KINDS
@@ -89,7 +85,7 @@ def test_a_disk_that_is_full(tmp_path: Path, make: Make, ssd: str) -> None:
         store.spill()
         plain.step(store, 5, seed=2)
         plain.check_all(store)
-        assert store._core.pools[0].used <= 7, "and no more than the bound stays in memory"
+        assert store._state.pools[0].used <= 7, "and no more than the bound stays in memory"
         store.save()
         store.close()
         with again(store) as found:
@@ -137,7 +133,7 @@ def _story(make: Make, left: list[int], after: int) -> bool:
         tried(partial(plain.commit, store, tokens, step))
         plain.check_all(store)
         if step == 1:
-            tried(lambda: store.reorder(np.array([1, 1])))
+            tried(lambda: store.select(np.array([1, 1])))
             plain.choose(np.array([1, 1]))
         if step == 2:
             tried(store.save)
@@ -159,15 +155,15 @@ def _story(make: Make, left: list[int], after: int) -> bool:
 @KINDS
 def test_pages_that_rot_are_not_served(make: Make, ssd: str) -> None:
     store, plain = make(80, ssd=ssd)
-    assert store._spiller is not None and store.config.path is not None
-    store._spiller.ssd.flush()
+    assert store.ssd is not None and store.config.path is not None
+    store.ssd.flush()
     with SpillReader.open(store.config.path) as file:
         place = file.key_ranges(0, 1)[0].offset + 4096 * 9 + 77
     flip(store.config.path, place)
     queries = np.ones((2, 8), np.float32)
     for call in (
-        lambda: store.gather(1, everything(store)),
-        lambda: store.stage(1, everything(store)),
+        lambda: store.gather(1, store.everything),
+        lambda: store.stage(1, store.everything),
         lambda: store.read_keys(1, 0, np.array([9])),
         lambda: list(store.score_ssd(1, 0, queries)),
     ):
@@ -177,7 +173,7 @@ def test_pages_that_rot_are_not_served(make: Make, ssd: str) -> None:
     store.move_down(1, 0, np.array([17]))
     with pytest.raises(DataError, match="page 9"):
         store.move_up(1, 0, np.array([9]))
-    plain.check(0, store.gather(0, everything(store)))
+    plain.check(0, store.gather(0, store.everything))
     found = store.gather(1, Selection.of_pages(np.full((1, 2, 1), 8), 4))
     plain.check(1, found)
     assert list(store.score_ssd(1, 0, queries, np.array([8, 10])))
@@ -188,7 +184,7 @@ def test_a_file_that_was_cut(make: Make) -> None:
     assert store.config.path is not None
     os.truncate(store.config.path, store.config.path.stat().st_size // 4)
     with pytest.raises(DataError, match="ends at"):
-        store.gather(1, everything(store))
+        store.gather(1, store.everything)
     plain.check(1, store.gather(1, Selection.none(1, 2)))
 
 
@@ -204,7 +200,7 @@ def test_a_device_killed_while_it_scores(make: Make) -> None:
     with pytest.raises(EnvironmentProblem, match="not running"):
         store.gather(1, Selection.of_pages(np.full((1, 2, 1), 8), 4))
     store.restart_device()
-    plain.check(1, store.gather(1, everything(store)))
+    plain.check(1, store.gather(1, store.everything))
     scored = {int(position) for block in store.score_ssd(1, 0, np.ones((2, 8), np.float32)) for position in block.positions}
     assert len(scored) == 4 * (len(store.middle) - 2), "all that is not in the pool"
 
@@ -228,7 +224,7 @@ def test_a_device_killed_while_it_gathers(make: Make, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(HostEnd, "receive", dying)
     with pytest.raises(EnvironmentProblem, match="emulated device ended by signal 9"):
-        store.gather(1, everything(store))
+        store.gather(1, store.everything)
     monkeypatch.undo()
     store.restart_device()
     plain.check_all(store)
@@ -329,11 +325,11 @@ def test_a_crash_while_short_contexts_are_saved_loses_no_sequence(tmp_path: Path
 
 
 def test_nothing_is_taken_away_before_the_tables_are_written(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, _told: object) -> None:
+    def full(_tables: object, path: Path) -> None:
         raise problem(path, "writing page tables", OSError(errno.ENOSPC, "full"))
 
     store, plain = make(20, batch=3)
-    monkeypatch.setattr("llmcache.kv.tiers.tables.write", full)
+    monkeypatch.setattr("llmcache.kv.tiers.restore.Tables.write", full)
     for call in (partial(store.select, np.array([0, 1, 0])), store.save, store.spill):
         with pytest.raises(EnvironmentProblem, match="no space left"):
             call()
@@ -342,7 +338,7 @@ def test_nothing_is_taken_away_before_the_tables_are_written(make: Make, monkeyp
     with again(store) as found:
         plain.check_all(found)
         found.save()
-        monkeypatch.setattr("llmcache.kv.tiers.tables.write", full)
+        monkeypatch.setattr("llmcache.kv.tiers.restore.Tables.write", full)
         with pytest.raises(EnvironmentProblem, match="no space left"):
             found.crop(9)
         monkeypatch.undo()
@@ -363,7 +359,7 @@ def test_a_directory_that_is_none(tmp_path: Path, make: Make, ssd: str, where: s
 
 def test_page_tables_that_are_damaged(make: Make, tmp_path: Path) -> None:
     store, _ = make(40, batch=2)
-    store.reorder(np.array([1, 0]))
+    store.select(np.array([1, 0]))
     store.close()
     tables = tmp_path / "tables-a.kv"
     good = tables.read_text()
@@ -377,7 +373,7 @@ def test_page_tables_that_are_damaged(make: Make, tmp_path: Path) -> None:
 
 def test_a_file_is_replaced_with_its_tables(make: Make, tmp_path: Path) -> None:
     store, _ = make(40, batch=2)
-    store.reorder(np.array([1, 0]))
+    store.select(np.array([1, 0]))
     store.close()
     other, plain = make(8, force=True)
     assert os.listdir(tmp_path) == ["a.kv"]
@@ -397,7 +393,7 @@ plain = Plain(shape_of(), 2)
 for seed in range(10_000):
     plain.step(store, 3, seed)
     if seed == 10:
-        store.reorder(np.array([1, 1]))
+        store.select(np.array([1, 1]))
     print(store.length, flush=True)
 """
 

@@ -14,10 +14,10 @@ import pytest
 from llmcache.errors import UsageError
 from llmcache.kv.csd import CsdProfile
 from llmcache.kv.spill import SpillReader
-from llmcache.kv.tiers import HostFastTier, KvStore, Selection, StoreConfig, fetching
-from llmcache.kv.tiers.scoring import runs
+from llmcache.kv.tiers import KvStore, Selection, StoreConfig
+from llmcache.kv.tiers.pool import runs
 from tests.unit.kv_parts import counted_reads
-from tests.unit.store_parts import Plain, shape_of
+from tests.unit.store_parts import HostFastTier, Plain, shape_of
 
 Make = Callable[..., tuple[KvStore, Plain]]
 SLOT = 4096  # of keys, and of values: a small page fills a block
@@ -160,7 +160,7 @@ def test_a_device_sends_rows_and_scores_only(make: Make) -> None:
 
 def test_a_device_is_asked_for_what_its_desk_holds(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store, plain = make(200, ssd="csd")
-    monkeypatch.setattr(fetching, "ASKED_ROWS", 100)
+    monkeypatch.setattr("llmcache.kv.tiers.gather.ASKED_ROWS", 100)
     report = store.device_report
     assert report is not None
     before = replace(report)
@@ -211,10 +211,10 @@ def test_released_memory_is_used_again(make: Make) -> None:
 
 def test_sequences_share_whole_pages(make: Make, tmp_path: Path) -> None:
     store, plain = make(38)
-    used = store._core.pools[0].used
-    store.repeat(3)
+    used = store._state.pools[0].used
+    store.select(np.zeros(3, np.int64))
     plain.choose(np.zeros(3, np.int64))
-    assert store._core.pools[0].used == used + 2, "of two more sequences only the tail is new"
+    assert store._state.pools[0].used == used + 2, "of two more sequences only the tail is new"
     plain.step(store, 10, seed=1)
     plain.check_all(store)
     with SpillReader.open(tmp_path / "a.kv") as file:
@@ -234,10 +234,8 @@ def test_sequences_share_whole_pages(make: Make, tmp_path: Path) -> None:
 
 def test_an_order_that_changes_nothing_is_free(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store, _ = make(38, batch=2)
-    monkeypatch.setattr(store._core.table, "choose", None)
-    store.reorder(np.array([0, 1]))
+    monkeypatch.setattr(store._state.table, "choose", None)
     store.select(np.array([0, 1]))
-    store.repeat(1)
 
 
 def test_a_step_that_was_given_up(make: Make) -> None:
@@ -246,7 +244,7 @@ def test_a_step_that_was_given_up(make: Make) -> None:
     store.append(1, *rows)
     assert store.layer_length(1) == 68 and store.length == 38
     with pytest.raises(ValueError, match="a step is under way"):
-        store.repeat(2)
+        store.select(np.array([0, 0]))
     with pytest.raises(ValueError, match=r"ids: 30 tokens after 38, but the layers have \[38, 68\]"):
         store.commit(np.zeros((1, 30), np.int64), np.zeros((1, 30), np.int64))
     store.crop(38)
@@ -311,14 +309,14 @@ def test_pages_of_another_layer_may_come_at_any_moment_of_a_fetch(
     random = np.random.default_rng(0)
 
     def meanwhile() -> None:
-        before = store._core.table.numbers
-        while store._core.table.numbers == before:
+        before = store._state.table.numbers
+        while store._state.table.numbers == before:
             step = int(random.integers(1 << 30))
             store.append(0, *plain.grow(0, 256, step))
             plain.grow(1, 256, step)
             plain.grow_ids(256, step)
 
-    tier, pool = store._spiller.ssd, store._core.pools[1]  # type: ignore[union-attr]
+    tier, pool = store.ssd, store._state.pools[1]
     name = "read" if ssd == "file" else "gather"
     plainly, know = getattr(tier, name), pool.know
 
@@ -387,12 +385,9 @@ def test_arguments_that_do_not_fit(make: Make) -> None:
         Selection(np.zeros((1, 2, 3), np.int32))
     with pytest.raises(ValueError, match="tokens: 42"):
         store.crop(42)
-    with pytest.raises(ValueError, match="index: "):
-        store.reorder(np.array([0, 0]))
-    with pytest.raises(ValueError, match=r"index: \[1\]"):
-        store.select(np.array([1]))
-    with pytest.raises(ValueError, match="times: 0"):
-        store.repeat(0)
+    for index in ([1], [], [[0]]):
+        with pytest.raises(ValueError, match="index: "):
+            store.select(np.array(index, np.int64))
     with pytest.raises(UsageError, match="no device"):
         store.restart_device()
     plain.check_all(store)

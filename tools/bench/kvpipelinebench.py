@@ -24,7 +24,7 @@ from llmcache.kv.bench.results import Bench, Row
 from llmcache.kv.bench.session import Setup
 from llmcache.kv.bench.variants import Variant
 from llmcache.kv.csd import CsdProfile
-from llmcache.kv.tiers.traffic import PING_PONG_STEPS
+from llmcache.kv.tiers.config import PING_PONG_STEPS
 from llmcache.kv.workload import StreamSpec
 
 from . import machine, results

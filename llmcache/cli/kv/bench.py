@@ -123,7 +123,7 @@ def command(
       llmcache kv bench --task passkey --policy icecache,quest --plot run.html
       llmcache kv bench --task needle --model ~/Llama-3.1-8B --context 32k
     """
-    from llmcache.kv.bench.question import Options, run_recorded
+    from llmcache.kv.bench.question import Options
     from llmcache.report import files, kv_plot
     from llmcache.report.progress import tell
 
@@ -137,8 +137,10 @@ def command(
         asked = edram_accuracy.Options(options["model"], flips=flips, seed=options["seed"])
         edram_accuracy.show(edram_accuracy.answer(asked, tell), as_json)
     elif edram_run is not None:
+        from llmcache.edram.refresh.kelle import record_stream
+
         files.check_target("--edram-run", edram_run, force)
-        run_recorded(Options(**options), tell).save(edram_run, force)
+        record_stream(Options(**options), tell).save(edram_run, force)
         click.echo(f"written: {edram_run}; for 'llmcache edram report'", err=True)
     elif task is not None:
         from llmcache.kv.bench import task_question

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from llmcache.kv.bench.measured import workplace
@@ -75,10 +74,10 @@ def measure(
 
     EnvironmentProblem: torch or transformers are missing.
     """
-    from llmcache.kv.transformers.supported import check_versions
+    from llmcache.kv.transformers import check_versions
 
     check_versions()
-    from llmcache.kv.transformers.probing import random_model, torch_threads
+    from llmcache.kv.bench.subject import random_model, torch_threads
 
     model = random_model(shape)
     setup = TaskSetup("recall", directory, (), (), (), directory, steps=steps, threads=threads)
@@ -91,17 +90,15 @@ def measure(
 
 
 def _at(tokens: int, model: Any, setup: TaskSetup, everyone: Sequence[Candidate], directory: Path) -> list[LengthRow]:
-    from llmcache.kv.transformers.priming import Prompt
-    from llmcache.kv.transformers.probing import Run
+    from llmcache.kv.bench.subject import Prompt, Run
 
-    subject: Any = SimpleNamespace(model=model)
     prompt = Prompt.by_chance(model, tokens)
     with contextlib.ExitStack() as stack:
         runs = []
         for one in everyone:
             timeline = None if one.policy == STOCK else Timeline()
-            cache = stack.enter_context(one.cache(subject, setup, directory, timeline))
-            runs.append(Run(subject, cache, timeline))
+            cache = stack.enter_context(one.cache(model, setup, directory, timeline))
+            runs.append(Run(model, cache, timeline))
             runs[-1].take(prompt)
         take_turns(runs, setup.steps)
         return [_row(tokens, one, own) for one, own in zip(everyone, runs, strict=True)]

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmcache.edram.refresh import EdramRun
 from llmcache.errors import UsageError
 from llmcache.kv.bench import measured, modelled
 from llmcache.kv.bench.accelerator import Accelerator, Processor, fixed
 from llmcache.kv.bench.accelerator import modelled as modelled_accelerator
-from llmcache.kv.bench.recording import record
 from llmcache.kv.bench.results import Bench
 from llmcache.kv.bench.session import Setup
 from llmcache.kv.bench.variants import PARTS, Variant, variants_of
@@ -73,22 +71,13 @@ class Options:
 
 def run(options: Options, progress: Progress = lambda _: None) -> Bench:
     """Returns the benchmark that is asked for, after it has run. UsageError names the option that is wrong."""
-    variants = variants_of(_policies(options), options.without)
+    variants = variants_of(DEFAULT_POLICIES if options.policy is None else options.policy, options.without)
     for variant in variants:
         if variant.policy not in POLICIES:
             raise UsageError(f"--policy: there is no '{variant.policy}'", f"there are: {', '.join(POLICIES)}")
     if options.sweep_beta and len(variants) > 1:
         raise UsageError("--sweep-beta: it is of one policy", "for instance: --policy hillinfer --sweep-beta")
     return _modelled(options, variants) if options.profile == "paper" else _measured(options, variants, progress)
-
-
-def _policies(options: Options) -> str:
-    return DEFAULT_POLICIES if options.policy is None else options.policy
-
-
-def run_recorded(options: Options, progress: Progress = lambda _: None) -> EdramRun:
-    """Returns what Kelle keeps in the benchmark that is asked for, untimed, for `llmcache edram report`."""
-    return record(setup_of(options), variants_of(_policies(options)), progress)
 
 
 def _modelled(options: Options, variants: list[Variant]) -> Bench:

@@ -26,8 +26,7 @@ from llmcache.kv.pipeline import KvEngine, Timeline, attention
 from llmcache.kv.pipeline.timeline import ATTEND, COMPUTE, DEVICE, STAGES
 from llmcache.kv.policies import policy_class
 from llmcache.kv.policies.base import KvPolicy
-from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
-from llmcache.kv.tiers.traffic import Traffic
+from llmcache.kv.tiers import Gathered, KvStore, StoreConfig, Traffic
 from llmcache.kv.workload import StreamSpec, SyntheticStream
 
 Floats = NDArray[np.float32]

@@ -23,10 +23,10 @@ from llmcache.kv.policies import POLICIES, policy_class
 from llmcache.kv.tasks import Chain, chain
 from llmcache.kv.tasks.probes import TASKS, Probe, symbols
 from llmcache.kv.tasks.texts import texts
-from llmcache.kv.tiers.traffic import Traffic
+from llmcache.kv.tiers import Traffic
 
 if TYPE_CHECKING:
-    from llmcache.kv.transformers.probing import Run, Subject
+    from llmcache.kv.bench.subject import Run, Subject
 
 Progress = Callable[[str], None]
 
@@ -82,19 +82,17 @@ class Candidate:
             return STOCK_TITLE
         return VARIANTS[self.policy][1] if self.policy in VARIANTS else policy_class(self.policy).title
 
-    def cache(self, subject: Subject, setup: TaskSetup, directory: Path, timeline: Timeline | None = None) -> Any:
+    def cache(self, model: Any, setup: TaskSetup, directory: Path, timeline: Timeline | None = None) -> Any:
         """Returns a new cache, a context manager; spilled ones have a file in `directory` and their budget in memory."""
-        from llmcache.kv.transformers.cache import SpillCache
-        from llmcache.kv.transformers.priming import stock
+        from llmcache.kv.bench.subject import stock
+        from llmcache.kv.transformers import SpillCache
 
         if self.policy == STOCK:
-            return contextlib.nullcontext(stock(subject.model))
+            return contextlib.nullcontext(stock(model))
         policy, _, options = VARIANTS.get(self.policy, (self.policy, "", {}))
         if timeline is not None:
             options = {**options, "timeline": timeline}
-        return SpillCache(
-            subject.model.config, policy, token_budget=self.budget, path=directory, threads=setup.threads, **options
-        )
+        return SpillCache(model.config, policy, token_budget=self.budget, path=directory, threads=setup.threads, **options)
 
 
 @dataclass
@@ -124,10 +122,10 @@ def candidates(setup: TaskSetup) -> list[Candidate]:
 
 def run(setup: TaskSetup, progress: Progress = lambda _: None) -> TaskBench:
     """Returns a row for each cache at each context. EnvironmentProblem: torch or transformers are missing."""
-    from llmcache.kv.transformers.supported import check_versions
+    from llmcache.kv.transformers import check_versions
 
     check_versions()
-    from llmcache.kv.transformers.probing import Subject, torch_threads
+    from llmcache.kv.bench.subject import Subject, torch_threads
 
     progress(f"loading {setup.model}")
     subject = Subject(setup.model)
@@ -164,36 +162,30 @@ def _asked(
     setup: TaskSetup, subject: Subject, context: int, directory: Path, everyone: Sequence[Candidate], progress: Progress
 ) -> tuple[dict[Candidate, _Seen], dict[Candidate, Attention], Any]:
     """Answers and attention of every candidate, and the first context [1, tokens]."""
-    from llmcache.kv.transformers.probing import answered, followed, prompt
-    from llmcache.kv.transformers.watching import watch
+    from llmcache.kv.bench.subject import Prompt, ask, watch
 
+    model = subject.model
     seen = {one: _Seen() for one in everyone}
     attention: dict[Candidate, Attention] = {}
     first: Any = None
     for number, asked in enumerate(_probes(setup, subject, context)):
-        read = prompt(subject, asked.ids)
+        read = Prompt(model, asked.ids)
         first = asked.ids[:1] if first is None else first
         for one in everyone:
             progress(f"{context} tokens, part {number + 1}: {one.title} {one.budget or ''}")
-            with one.cache(subject, setup, directory) as cache:
+            with one.cache(model, setup, directory) as cache:
                 read.give(cache)
-                if isinstance(asked, Chain):
-                    seen[one].add(followed(subject, cache, asked), None)
-                else:
-                    seen[one].add(answered(subject, cache, asked), asked.depths)
+                seen[one].add(ask(model, cache, asked), asked.depths if isinstance(asked, Probe) else None)
         if number == 0:
             few = _few(asked)
-            again = prompt(subject, few.ids)
+            again = Prompt(model, few.ids)
             for one in everyone:
                 if one.policy == STOCK:
                     continue
-                with one.cache(subject, setup, directory) as cache:
+                with one.cache(model, setup, directory) as cache:
                     again.give(cache)
                     watched = watch(cache)
-                    if isinstance(few, Chain):
-                        followed(subject, cache, few)
-                    else:
-                        answered(subject, cache, few)
+                    ask(model, cache, few)
                 if watched.recalls:
                     attention[one] = Attention(float(np.mean(watched.recalls)), float(np.mean(watched.masses)))
     return seen, attention, first
@@ -226,14 +218,14 @@ def _timed(
     setup: TaskSetup, subject: Subject, ids: Any, directory: Path, everyone: Sequence[Candidate]
 ) -> list[tuple[Speed, Memory, Traffic, int]]:
     """Times, memory, what a step moves and all that was spilled, of every candidate; they take turns, step by step."""
-    from llmcache.kv.transformers.probing import Run
+    from llmcache.kv.bench.subject import Run
 
     with contextlib.ExitStack() as stack:
         runs: list[Run] = []
         for one in everyone:
             timeline = None if one.policy == STOCK else Timeline()
-            cache = stack.enter_context(one.cache(subject, setup, directory, timeline))
-            runs.append(Run(subject, cache, timeline))
+            cache = stack.enter_context(one.cache(subject.model, setup, directory, timeline))
+            runs.append(Run(subject.model, cache, timeline))
             runs[-1].read(ids)
         take_turns(runs, setup.steps)
         return [(one.speed(), one.memory(), one.moved(), one.spilled_bytes) for one in runs]

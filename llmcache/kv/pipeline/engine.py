@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from llmcache.kv.pipeline.merging import merged, missing
 from llmcache.kv.pipeline.timeline import CPU, EVALUATE, FETCH, LINK, NO_TIMELINE, UPDATE, Span, Timeline
-from llmcache.kv.tiers import Gathered, KvStore, Selection, Staged
+from llmcache.kv.tiers import FastTier, Gathered, KvStore, Selection, Staged
 
 if TYPE_CHECKING:
     from llmcache.kv.policies.base import KvPolicy
@@ -48,14 +48,22 @@ class KvEngine:
     """Runs `policy` over `store`, layer by layer; a context manager, which leaves the store open.
 
     `app`: the next layer is evaluated and fetched ahead, on `ahead`. `exact`: a layer that was is evaluated again with
-    its true queries, and only what is missing is fetched then. Spans go to `timeline`.
+    its true queries, and only what is missing is fetched then. `fast`: steps take what they attend to from there, without
+    look-ahead. Spans go to `timeline`.
     """
 
     def __init__(
-        self, store: KvStore, policy: KvPolicy, *, app: bool = True, exact: bool = False, timeline: Timeline = NO_TIMELINE
+        self,
+        store: KvStore,
+        policy: KvPolicy,
+        *,
+        app: bool = True,
+        exact: bool = False,
+        fast: FastTier | None = None,
+        timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self.store, self.policy, self.app, self.exact = store, policy, app, exact
-        self.timeline = timeline
+        self.timeline, self._fast = timeline, fast
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="llmcache-kv-ahead") if app else None
         self._ahead: dict[int, Future[Chosen]] = {}
         self._updates: list[Future[None]] = []
@@ -91,12 +99,18 @@ class KvEngine:
 
         `queries` [batch, heads, dim] float32, `keys` and `values` [batch, kv_heads, 1, dim]. What was looked ahead for is
         taken, else it is evaluated and fetched now. After any error it may be called again: a token that the store has
-        already taken (it was the spilling that failed) is not added twice.
+        already taken (it was the spilling that failed) is not added twice. Of a fast tier the rows are what it gives.
         """
-        chosen = self._choose(layer, queries)
+        step = self.store.step
+        chosen = self._choose(layer, queries) if self._fast is None else None
+        selection = self._select(layer, queries, step) if chosen is None else chosen.selection
         if self.store.layer_length(layer) == self.store.length:
             self.store.append(layer, keys, values)
-        self._chosen[layer] = chosen.selection
+        self._chosen[layer] = selection
+        if chosen is None:
+            assert self._fast is not None
+            with self.timeline.span(LINK, FETCH, layer, step):
+                return self.store.gather_fast(layer, selection, self._fast)
         found = self.store.gather(layer, staged=chosen.staged)
         return self._completed(layer, chosen, found) if chosen.corrected else found
 

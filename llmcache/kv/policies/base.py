@@ -93,11 +93,11 @@ class KvPolicy(ABC):
     def select(self, layer: int, queries: Floats) -> Selection:
         """Returns the tokens to attend to besides sink, window and tail, for `queries` [batch, heads, head_dim] float32."""
         self._check(queries)
-        tokens, batch, middle = self.tokens, len(queries), self.store.middle
+        tokens = self.tokens
         if tokens == 0:
-            return Selection.none(batch, self.kv_heads)
-        if tokens == len(middle) * self.page_tokens:
-            return Selection.of_all(middle, batch, self.kv_heads, self.page_tokens)
+            return Selection.none(self.store.batch, self.kv_heads)
+        if tokens == len(self.store.middle) * self.page_tokens:
+            return self.store.everything
         return self.choose(layer, queries, tokens)
 
     def _check(self, queries: Floats) -> None:
@@ -139,17 +139,7 @@ class KvPolicy(ABC):
 
     def all_keys(self, layer: int) -> Floats:
         """Returns the keys of all that a layer has, [batch, kv_heads, tokens, head_dim] float32; for `prefilled`."""
-        middle = Selection.of_all(self.store.middle, self.store.batch, self.kv_heads, self.page_tokens)
-        return widened(self.store.gather(layer, middle).keys)
-
-    def attended_positions(self, layer: int, selection: Selection) -> Positions:
-        """Returns the positions [batch, kv_heads, k] of all that a step attends to: what `KvStore.gather` gives."""
-        size, middle = self.page_tokens, self.store.middle
-        shape = selection.positions.shape[:2]
-        lead = np.arange(middle.start * size)
-        end = np.arange(middle.stop * size, self.store.layer_length(layer))
-        sides = [np.broadcast_to(side, (*shape, len(side))) for side in (lead, end)]
-        return np.concatenate([sides[0], selection.positions, sides[1]], axis=2)
+        return widened(self.store.gather(layer, self.store.everything).keys)
 
     def weights_by_head(self, positions: Positions, weights: Floats | None) -> Floats:
         """Returns `weights` [batch, heads, k] of `positions` [batch, kv_heads, k], added up by key head (GQA).
@@ -184,7 +174,7 @@ class KvPolicy(ABC):
             table.crop(tokens)
 
     def reordered(self, index: Positions) -> None:
-        """Follows the store after sequence i has become what was sequence `index[i]`: reorder, select, repeat."""
+        """Follows the store after sequence i has become what was sequence `index[i]` (`KvStore.select`)."""
         self.first = self.first[index]
         for table in self.remembered:
             table.reorder(index)

@@ -52,7 +52,7 @@ class H2O(KvPolicy):
 
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
         """Adds up the attention of a step; ValueError without its `weights` [batch, heads, k]."""
-        positions = self.attended_positions(layer, selection)
+        positions = self.store.attended_positions(layer, selection)
         for sequence, added in enumerate(self.weights_by_head(positions, weights)):
             rows = self._sums.rows(layer, sequence, self.store.layer_length(layer))
             for head, (own, by_token) in enumerate(zip(positions[sequence], added, strict=True)):

@@ -93,7 +93,7 @@ class IndexedPolicy(KvPolicy):
         if layer >= self._full:
             return super().select(layer, queries)
         self._check(queries)
-        return Selection.of_all(self.store.middle, len(queries), self.kv_heads, self.page_tokens)
+        return self.store.everything
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns what the layer's scorers find, or what was chosen before where that serves again."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from llmcache.edram.refresh import EdramRun, RunRecorder
 from llmcache.kv.importance.tables import TokenTable
 from llmcache.kv.kernels import top
 from llmcache.kv.pipeline.timeline import CPU, EVALUATE, NO_TIMELINE, Timeline
@@ -15,7 +16,6 @@ from llmcache.kv.policies.base import Floats, Positions
 from llmcache.kv.policies.h2o import H2O
 from llmcache.kv.policies.settings import PolicySettings, check
 from llmcache.kv.tiers import KvStore, Selection
-from llmcache.units import format_duration
 
 EVICTED = ("lost", "spilled")
 
@@ -36,6 +36,16 @@ class KelleSettings(PolicySettings):
         check(self.evicted in EVICTED, "evicted", self.evicted, f"one of: {', '.join(EVICTED)}")
 
 
+class Recorder(Protocol):
+    """What a policy shows its rows to, once a step; `edram.refresh.RunRecorder` is one."""
+
+    def observe(self, layer: Hashable, kind: str, ids: NDArray[np.int64], high: NDArray[np.bool_]) -> None:
+        """Takes the rows of one layer of a sequence: what tells them apart (-1: free), and which are high-score tokens."""
+
+    def end_step(self, duration_ns: float | None = None) -> None:
+        """The step that was observed is over."""
+
+
 class Kelle(H2O):
     """Attention-based eviction (AEP of Kelle), per key head and for good.
 
@@ -48,7 +58,7 @@ class Kelle(H2O):
     4.1.2): a store gets keys and values of a model, never the x that they are computed from; `edram.aerp` has it. Nor are
     lost bits: `edram.accuracy` has them. With pages of one token it drops what `edram.aerp.Slots` drops.
 
-    `record` notes what would lie in eDRAM, for `llmcache edram report`.
+    `record` shows what is kept to whoever accounts for it: `edram.refresh.kelle`, for `llmcache edram report`.
     """
 
     name = "kelle"
@@ -58,10 +68,10 @@ class Kelle(H2O):
     def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:
         super().__init__(store, settings, timeline)
         assert isinstance(self.settings, KelleSettings)
-        self._evicted = self.settings.evicted
+        self.evicted = self.settings.evicted
         self._dropped = TokenTable(store.shape.layers, store.batch, (self.kv_heads,), np.bool_)
         self.remembered.append(self._dropped)
-        self._recorder: RunRecorder | None = None
+        self._recorder: Recorder | None = None
         self._recorded_step, self._places = -1, 0
         self._step_ns: float | None = None
         if store.config.cpu_pages is not None:
@@ -82,10 +92,10 @@ class Kelle(H2O):
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
         """Drops what was not attended to, and adds up the attention of a step; ValueError without its `weights`."""
         super().attended(layer, selection, weights)
-        if self._evicted == "lost":
+        if self.evicted == "lost":
             self._drop(layer, selection.positions)
         if self._recorder is not None:
-            self._show(layer, self.attended_positions(layer, selection))
+            self._show(layer, self.store.attended_positions(layer, selection))
 
     def _drop(self, layer: int, kept: Positions) -> None:
         start, stop = (self.page_tokens * page for page in (self.store.middle.start, self.store.middle.stop))
@@ -104,28 +114,21 @@ class Kelle(H2O):
         kept = (~tokens).reshape(-1, self.page_tokens * self.kv_heads).sum(axis=1)[pages]
         return np.sort(pages[np.argsort(kept, kind="stable")[:count]])
 
-    # What would lie in eDRAM
+    # What is kept, step by step
 
-    def record(self, *, step_ns: float | None = None, lives: bool = True) -> None:
-        """Notes from now on which keys and values are kept, by score group; `recorded` gives the run.
+    def record(self, recorder: Recorder, step_ns: float | None = None) -> None:
+        """Shows `recorder` from now on which keys and values are kept, by score group, until `end_record`.
 
-        `step_ns`: how long a step takes on the *modelled* accelerator (None: whoever reads the run says). `lives`: follow
-        them one by one, as accounting by row needs.
+        `step_ns`: how long a step takes on the *modelled* accelerator (None: whoever reads the record says).
         """
-        shape = self.store.shape
-        # One half of 16-bit numbers, whatever type the store has.
-        self._recorder = RunRecorder(shape.head_dim + shape.value_dim, lives=lives)
-        self._recorded_step, self._places, self._step_ns = -1, 0, step_ns
+        self._recorder, self._recorded_step, self._places, self._step_ns = recorder, -1, 0, step_ns
 
-    def recorded(self, title: str = "", **settings: Any) -> EdramRun:
-        """Returns the run since `record`, which ends here. ValueError if nothing was recorded."""
+    def end_record(self) -> None:
+        """Ends the last step that is shown. ValueError if there was none since `record`."""
         if self._recorder is None or self._recorded_step < 0:
             raise ValueError("record: nothing was recorded, call it before the steps")
         recorder, self._recorder = self._recorder, None
         recorder.end_step(self._step_ns)
-        clock = "not said" if self._step_ns is None else f"modelled: {format_duration(self._step_ns)} a step"
-        given = {"policy": self.name, "evicted": self._evicted, "token_budget": self.settings.token_budget}
-        return recorder.finish(title or f"{self.title}, {self.store.shape.model}", clock, given | settings)
 
     def _show(self, layer: int, positions: Positions) -> None:
         """Shows the recorder what `layer` attended to, the new token included; a row's place is its token."""

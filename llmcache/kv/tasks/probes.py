@@ -49,17 +49,18 @@ def symbols(task: str, rng: np.random.Generator, tokens: int, cases: int) -> Pro
     if task == "passkey":
         parts = [passkey(rng, cases, tokens, depth=depth) for depth in DEPTHS]
         joined = [np.concatenate([getattr(one, name) for one in parts]) for name in ("ids", "asked", "answers")]
-        return _of_questions(Questions(*joined), [depth for depth in DEPTHS for _ in range(cases)])
+        return probe_of(Questions(*joined), [depth for depth in DEPTHS for _ in range(cases)])
     if task == "recall":
-        return _of_questions(recall(rng, cases, tokens, questions=32))
+        return probe_of(recall(rng, cases, tokens, questions=32))
     if task == "needle":
         found = recall(rng, cases, tokens, questions=1)
         places = (found.ids == found.asked[:, :1]).argmax(1)
-        return _of_questions(found, [int(BINS * place / tokens) / BINS for place in places])
+        return probe_of(found, [int(BINS * place / tokens) / BINS for place in places])
     raise UsageError(f"--task: there is no '{task}'", f"one of: {', '.join(TASKS)}")
 
 
-def _of_questions(found: Questions, depths: Sequence[float] | None = None) -> Probe:
+def probe_of(found: Questions, depths: Sequence[float] | None = None) -> Probe:
+    """Returns questions of one symbol as a probe."""
     columns = range(found.asked.shape[1])
     asked, answers = ([side[:, n : n + 1] for n in columns] for side in (found.asked, found.answers))
     return Probe(found.ids, asked, answers, depths)

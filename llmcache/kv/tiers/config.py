@@ -1,7 +1,9 @@
-"""What a KvStore is made from, what is asked of it and what it hands out."""
+"""What a KvStore is made from, what is asked of it, what it hands out, and what it counts of its moves."""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +16,17 @@ from llmcache.errors import UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.spill import KvShape
 
+Numbers = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Arrays = list[NDArray[Any]]
+"""Keys, values and for int8 their scales."""
 SSD_KINDS = ("file", "csd")
 """How the ssd tier is reached: by this process itself, or through the *emulated* device that owns the file."""
+PING_PONG_STEPS = 16
+"""A page that goes down and comes up again within so many steps has moved for nothing."""
+
+Victims = Callable[[int, int, Numbers, int], Numbers]
+"""(layer, sequence, pages of the middle in the pool, ascending; how many must go) -> those that go down."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,7 @@ class StoreConfig:
 class Selection:
     """Tokens of the middle that are to be attended: `positions` int64 [batch, kv_heads, k], ascending, k may be 0."""
 
-    positions: NDArray[np.int64]
+    positions: Numbers
 
     def __post_init__(self) -> None:
         if self.positions.ndim != 3 or self.positions.dtype != np.int64:
@@ -88,7 +99,7 @@ class Selection:
         return Selection(np.empty((batch, kv_heads, 0), np.int64))
 
     @staticmethod
-    def of_pages(pages: NDArray[np.int64], page_tokens: int) -> Selection:
+    def of_pages(pages: Numbers, page_tokens: int) -> Selection:
         """Returns the choice of all tokens of `pages` [batch, kv_heads, m]; they need not be in order."""
         ordered = np.sort(pages, axis=2)
         tokens = ordered[..., None] * page_tokens + np.arange(page_tokens)
@@ -112,7 +123,7 @@ class Gathered:
 
     keys: Any
     values: Any
-    positions: NDArray[np.int64]
+    positions: Numbers
     _give_back: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:
@@ -122,5 +133,68 @@ class Gathered:
             give_back()
 
 
-Victims = Callable[[int, int, NDArray[np.int64], int], NDArray[np.int64]]
-"""(layer, sequence, pages of the middle in the pool, ascending; how many must go) -> those that go down."""
+@dataclass
+class Traffic:
+    """Counters of a store; safe to add to from several threads.
+
+    `moved_bytes` by (from, to, why). Tiers are "gpu", "cpu" and "ssd"; "device" is the memory inside the *emulated* device,
+    so ("ssd", "device", ..) stays inside it, and ("ssd", "cpu", ..) is what crossed the link, headers included. Why:
+    "spill", "fetch" (for attention), "move" (pool), "score" (keys or score blocks, and queries), "index" (keys alone),
+    "restore", "attend" (cpu to gpu). `hits_*`: chosen tokens of the middle found in that tier, over all heads.
+    """
+
+    moved_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    pages_up: int = 0
+    pages_down: int = 0
+    ping_pong_pages: int = 0
+    hits_gpu: int = 0
+    hits_cpu: int = 0
+    hits_ssd: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, source: str, target: str, why: str, size_bytes: int) -> None:
+        """Counts bytes that moved."""
+        if size_bytes:
+            with self._lock:
+                self.moved_bytes[source, target, why] += size_bytes
+
+    def add_moves(self, up: int = 0, down: int = 0, ping_pong: int = 0) -> None:
+        """Counts pages that moved, and how many of those that went up had gone down shortly before."""
+        with self._lock:
+            self.pages_up += up
+            self.pages_down += down
+            self.ping_pong_pages += ping_pong
+
+    def add_hits(self, cpu: int, ssd: int, gpu: int = 0) -> None:
+        """Counts chosen tokens by where they were."""
+        with self._lock:
+            self.hits_gpu += gpu
+            self.hits_cpu += cpu
+            self.hits_ssd += ssd
+
+    def bytes_between(self, source: str, target: str, why: str | None = None) -> int:
+        """Returns the bytes that moved from one tier to another, for one reason or for all."""
+        with self._lock:
+            moved = list(self.moved_bytes.items())
+        return sum(count for (a, b, reason), count in moved if (a, b) == (source, target) and why in (None, reason))
+
+    @property
+    def hit_ratio(self) -> float:
+        """Share of the chosen tokens that had not to come from the ssd tier; 1 if nothing was chosen."""
+        chosen = self.hits_gpu + self.hits_cpu + self.hits_ssd
+        return 1 - self.hits_ssd / chosen if chosen else 1.0
+
+    @property
+    def ping_pong_share(self) -> float:
+        """Share of the pages that moved up which had gone down within 16 steps."""
+        return self.ping_pong_pages / self.pages_up if self.pages_up else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data: bytes as a list of {from, to, why, bytes}."""
+        with self._lock:
+            moved = [
+                {"from": a, "to": b, "why": why, "bytes": count} for (a, b, why), count in sorted(self.moved_bytes.items())
+            ]
+        pages = ("pages_up", "pages_down", "ping_pong_pages", "ping_pong_share")
+        names = (*pages, "hits_gpu", "hits_cpu", "hits_ssd", "hit_ratio")
+        return {"moved_bytes": moved, **{name: getattr(self, name) for name in names}}

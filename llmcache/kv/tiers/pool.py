@@ -1,22 +1,45 @@
-"""The cpu tier of one layer: pages in slots of arrays that grow by doubling, found by their number.
+"""The cpu tier: pages of a layer in slots of arrays, found by number; rows are copied out of them, keys scored in them.
 
 Whoever uses a pool holds `lock`: while one thread copies rows out of a slot, no other gives the slot to another page, and
 the arrays do not move. Nobody waits for the disk or the device while holding it.
+
+Rows are copied as they are by one compiled loop for every type, and by another one for int8. All that these loops contain
+is in this file: numba keeps them by its date alone.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.kv.kernels import score_pages
+from llmcache.kv.kernels.threads import Job, processors, run_all
 from llmcache.kv.spill import KvShape
-from llmcache.kv.tiers.copying import Rows
+from llmcache.kv.tiers.config import Arrays, Floats, Numbers
 
-Numbers = NDArray[np.int64]
 NOT_HERE = -1
+EVERYWHERE = range(1 << 62)
+"""All positions."""
+FEW_BYTES = 1 << 22
+"""Rows that are copied in less time than it takes to hand them to threads."""
+SHORT_RUNS = 4
+"""Where runs are shorter in the mean, copying the pages together costs less than scoring so many runs."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Pages of keys or values in memory, [n, kv_heads, page_tokens, dim]; int8 has `scales` [n, kv_heads, page_tokens]."""
+
+    pages: NDArray[Any]
+    scales: Floats | None = None
 
 
 class Pool:
@@ -34,7 +57,7 @@ class Pool:
         self._slots = 0
         self._clock = 0
         self.slot_of, self.since, self.down_at = (np.empty(0, np.int64) for _ in range(3))
-        self._arrays: list[NDArray[Any]] = []
+        self._arrays: Arrays = []
         self._grow(0)
 
     def _forms(self) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -116,7 +139,7 @@ class Pool:
         for array in self._arrays:
             array[into] = array[self.slot_of[source]]
 
-    def fill(self, numbers: Numbers, rows: list[NDArray[Any]], offset: int = 0) -> None:
+    def fill(self, numbers: Numbers, rows: Arrays, offset: int = 0) -> None:
         """Lays tokens out in pages, from token `offset` of the first page on.
 
         `rows`: keys, values and for int8 their scales, [kv_heads, tokens, ..]; they end in the last of the pages `numbers`.
@@ -134,16 +157,170 @@ class Pool:
                 rest = part[:, first + whole * size :]
                 array[slots[-1], :, : rest.shape[1]] = rest
 
-    def put(self, numbers: Numbers, pages: list[NDArray[Any]]) -> None:
+    def put(self, numbers: Numbers, pages: Arrays) -> None:
         """Lays whole pages in: `pages` are keys, values and for int8 their scales, each [pages, ..]."""
         slots = self.add(numbers)
         for array, part in zip(self._arrays, pages, strict=True):
             array[slots] = part
 
-    def take(self, slots: Numbers) -> list[NDArray[Any]]:
+    def take(self, slots: Numbers) -> Arrays:
         """Returns copies of keys, values and for int8 their scales in `slots`, [slots, ..]."""
         return [array[slots] for array in self._arrays]
 
-    def rows(self, number: int) -> list[NDArray[Any]]:
+    def rows(self, number: int) -> Arrays:
         """Returns keys, values and for int8 their scales of a page, [kv_heads, page_tokens, ..]; not copied."""
         return [array[self.slot_of[number]] for array in self._arrays]
+
+
+def runs(slots: Numbers) -> Iterator[tuple[int, int, int]]:
+    """Yields (first, count, step): `slots[first : first + count]`, ascending, lie `step` slots apart."""
+    steps = np.diff(slots)
+    changes = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
+    first = 0
+    while first < len(slots):
+        last = max(first, changes[bisect_right(changes, first)] if first < len(steps) else first)
+        yield first, last - first + 1, int(steps[first]) if last > first else 1
+        first = last + 1
+
+
+def score_slots(keys: Rows, slots: Numbers, queries: Floats, combine: str, threads: int | None) -> Floats:
+    """Returns the scores [kv_heads, n * page_tokens] of the pages in `slots` [n], in their order."""
+    heads, tokens = keys.pages.shape[1:3]
+    order = np.argsort(slots)
+    ordered = slots[order]
+    found = list(runs(ordered))
+    if len(found) * SHORT_RUNS > len(slots):
+        scales = None if keys.scales is None else keys.scales[slots]
+        return score_pages(queries, keys.pages[slots], scales, combine=combine, threads=threads)
+    out = np.empty((heads, len(slots), tokens), np.float32)
+    for first, count, step in found:
+        part = slice(int(ordered[first]), int(ordered[first + count - 1]) + 1, step)
+        scales = None if keys.scales is None else keys.scales[part]
+        scores = score_pages(queries, keys.pages[part], scales, combine=combine, threads=threads)
+        out[:, order[first : first + count]] = scores.reshape(heads, count, tokens)
+    return out.reshape(heads, -1)
+
+
+def copy_pages(sides: tuple[Rows, Rows], index: Numbers, positions: Numbers, outs: Arrays, threads: int | None) -> None:
+    """Copies the rows that `sides` (keys, values) have to `outs` [batch, kv_heads, k, dim]; the others stay.
+
+    `index` [batch, pages]: which page of `sides` each page of a sequence is, below 0 if none. `positions` [batch, kv_heads,
+    k].
+    """
+    jobs: list[Job] = []
+    heads, count = positions.shape[1:]
+    share = max(1, heads * count // (threads or processors()))
+    for source, out in zip(sides, outs, strict=True):
+        for b in range(len(index)):
+            if positions.size * out.shape[3] * out.itemsize < FEW_BYTES:
+                copy_rows(source, index[b], positions[b], out[b])
+                continue
+            # In about as many parts as there are threads, or as heads.
+            for head in (slice(head, head + 1) for head in range(heads)):
+                part = Rows(source.pages[:, head], None if source.scales is None else source.scales[:, head])
+                for some in (slice(first, first + share) for first in range(0, count, share)):
+                    jobs.append(partial(copy_rows, part, index[b], positions[b, head, some], out[b, head, some]))
+    run_all(jobs, threads)
+
+
+class Landing:
+    """Where rows go whose pages come a few at a time, taken by many threads: each writes what no other does.
+
+    `index` [batch, pages]: the place among all that come that each page of a sequence has, below 0 if none; pages come in
+    the order that sequences have them in. `positions` [batch, kv_heads, k], ascending; `outs`: keys and values [batch,
+    kv_heads, k, dim].
+    """
+
+    def __init__(self, index: Numbers, positions: Numbers, outs: Arrays, page_tokens: int) -> None:
+        self._index, self._positions, self._outs = index, positions, outs
+        self._page_tokens = page_tokens
+        self._coming = [np.flatnonzero(of_sequence >= 0) for of_sequence in index]
+
+    def take(self, side: int, first: int, rows: NDArray[Any], scales: Floats | None) -> None:
+        """Copies what is wanted of the keys (`side` 0) or values (1) of the pages from place `first` on."""
+        for index, coming, positions, out in zip(self._index, self._coming, self._positions, self._outs[side], strict=True):
+            low, high = np.searchsorted(index[coming], (first, first + len(rows))).tolist()
+            if low < high:
+                part = range(coming[low] * self._page_tokens, (coming[high - 1] + 1) * self._page_tokens)
+                copy_rows(Rows(rows, scales), index, positions, out, first, part)
+
+
+def copy_rows(
+    source: Rows, index: Numbers, positions: Numbers, out: NDArray[Any], first: int = 0, part: range = EVERYWHERE
+) -> None:
+    """Copies the rows of one sequence that `source` has to `out` [kv_heads, k, dim], in this thread.
+
+    `index` [pages]: which page of `source` each page of the sequence is, counted from `first` on, another number if none.
+    `positions` [kv_heads, k], ascending, are looked at only within `part`.
+    """
+    if not out.size:
+        return
+    dim, size = out.shape[2], source.pages.shape[2]
+    place = (first, len(source.pages), index, positions, part.start, part.stop, size)
+    if source.scales is not None:
+        _copy_scaled(source.pages, source.scales, *place, out)
+        return
+    word = np.dtype(np.uint64 if dim * out.itemsize % 8 == 0 else np.uint8)
+    words, strides = _in_words(source.pages, word)
+    into, into_strides = _in_words(out[:, :, None], word)
+    _copy_words(words, *strides, *place, into, into_strides[0], into_strides[1], dim * out.itemsize // word.itemsize)
+
+
+def _in_words(rows: NDArray[Any], word: np.dtype[Any]) -> tuple[NDArray[Any], tuple[int, int]]:
+    """All from the first of `rows` [a, b, .., dim] to their last as words, and the words along the first two axes."""
+    span = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.strides, strict=True)) + rows.itemsize
+    flat = np.lib.stride_tricks.as_strided(rows, (span // rows.itemsize,), (rows.itemsize,))
+    return flat.view(word), (rows.strides[0] // word.itemsize, rows.strides[1] // word.itemsize)
+
+
+def mark_missing(index: Numbers, positions: Numbers, tokens: int) -> tuple[int, Numbers]:
+    """Returns how many of `positions` [kv_heads, k] are in pages whose `index` is below 0, and these pages, ascending."""
+    marks = np.zeros(len(index), np.uint8)
+    count = sum(_mark(index, of_head, tokens, marks) for of_head in positions) if (index < 0).any() else 0
+    return count, np.flatnonzero(marks)
+
+
+@numba.njit(nogil=True, cache=True)
+def _mark(index, positions, tokens, marks):  # type: ignore[no-untyped-def]
+    count = 0
+    for i in range(positions.size):
+        page = positions[i] // tokens
+        if index[page] < 0:
+            marks[page] = 1
+            count += 1
+    return count
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy_words(  # type: ignore[no-untyped-def]
+    words, page_stride, head_stride, first, pages, index, positions, begin, end, tokens, out, out_head, out_row, size
+):
+    for head in range(positions.shape[0]):
+        of_head = positions[head]
+        i = np.searchsorted(of_head, begin)
+        while i < of_head.size and of_head[i] < end:
+            page, token, many = index[of_head[i] // tokens] - first, of_head[i] % tokens, 1
+            if page >= 0 and page < pages:
+                # Tokens that follow each other within a page are copied in one go, where their rows touch.
+                most = min(tokens - token, of_head.size - i) if out_row == size else 1
+                while many < most and of_head[i + many] == of_head[i] + many:
+                    many += 1
+                # Unsigned: a place that may count from the end cannot be copied in one go.
+                at = np.uint64(page * page_stride + head * head_stride + token * size)
+                to = np.uint64(head * out_head + i * out_row)
+                for j in range(many * size):
+                    out[to + np.uint64(j)] = words[at + np.uint64(j)]
+            i += many
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy_scaled(rows, scales, first, pages, index, positions, begin, end, tokens, out):  # type: ignore[no-untyped-def]
+    for head in range(positions.shape[0]):
+        of_head = positions[head]
+        i = np.searchsorted(of_head, begin)
+        while i < of_head.size and of_head[i] < end:
+            page, token = index[of_head[i] // tokens] - first, of_head[i] % tokens
+            if page >= 0 and page < pages:
+                for j in range(out.shape[2]):
+                    out[head, i, j] = np.float32(rows[page, head, token, j]) * scales[page, head, token]
+            i += 1

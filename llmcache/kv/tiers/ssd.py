@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +23,8 @@ from llmcache.kv.kernels import score_pages
 from llmcache.kv.spill import KvPages, Recovery, Room, SpillFile
 from llmcache.kv.spill.reader import TakeRows
 from llmcache.kv.spill.reading import KEYS, rows
-from llmcache.kv.tiers.config import StoreConfig
-from llmcache.kv.tiers.traffic import Traffic
+from llmcache.kv.tiers.config import Arrays, Floats, Numbers, StoreConfig, Traffic
 
-Numbers = NDArray[np.int64]
-Floats = NDArray[np.float32]
 KeyRows = tuple[NDArray[Any], Floats | None]
 KEPT_ROOMS = 2
 SCORE_BYTES = 1 << 22
@@ -45,52 +43,65 @@ class Ask:
     block_tokens: int = BLOCK_TOKENS
 
 
-class SsdTier(Protocol):
-    """What both kinds can do. Pages are numbered within their stream; reasons ("why") are those of `Traffic`."""
+class SsdTier(ABC):
+    """What both kinds can do. Pages are numbered within their stream; reasons ("why") are those of `Traffic`.
 
-    near_data: bool
+    `near_data`: rows are gathered and keys scored where they lie; else whole pages come to the host.
+    """
 
+    near_data = False
+
+    @abstractmethod
     def pages(self, stream: int, layer: int) -> int:
         """Returns how many pages of a layer are written; layer `shape.layers` stands for the tokens."""
 
-    def append(self, stream: int, layer: int, arrays: list[NDArray[Any]]) -> None:
+    @abstractmethod
+    def append(self, stream: int, layer: int, arrays: Arrays) -> None:
         """Writes keys, values and for int8 their scales, [kv_heads, tokens, ..], behind the last page."""
 
+    @abstractmethod
     def append_tokens(self, stream: int, ids: Numbers, positions: Numbers) -> None:
         """Writes ids and positions of tokens behind the last page of tokens."""
 
+    @abstractmethod
     def truncate(self, stream: int, pages: int) -> None:
         """Takes away all pages of a stream from number `pages` on."""
 
+    @abstractmethod
     def read(self, stream: int, layer: int, places: Numbers, why: str) -> contextlib.AbstractContextManager[KvPages]:
         """Reads whole pages; they are valid while the context lasts."""
 
     def read_through(self, stream: int, layer: int, places: Numbers, take: TakeRows, why: str) -> None:
         """Reads whole pages and hands them to `take`, some at a time, by many threads; not where `near_data`."""
+        raise ValueError("ssd: of a device rows are gathered")
 
+    @abstractmethod
     def read_keys(self, stream: int, layer: int, places: Numbers, why: str) -> KeyRows:
         """Returns the keys of pages and for int8 their scales."""
 
     def gather(self, stream: int, layer: int, positions: list[Numbers], why: str) -> KvRows:
         """Returns single rows, by ascending token numbers of each head, and moves nothing else; only where `near_data`."""
+        raise ValueError("ssd: a file has nothing that could gather rows")
 
+    @abstractmethod
     def score(self, ask: Ask) -> Iterator[ScoreBlock]:
         """Yields score blocks as they come; positions count from the beginning of the stream."""
 
+    @abstractmethod
     def flush(self) -> None:
         """Returns when all that was written will survive the machine."""
 
     def restart(self) -> None:
         """Starts a device that has died anew."""
+        raise UsageError("ssd: a file has no device that could be restarted", "use ssd='csd'")
 
+    @abstractmethod
     def close(self) -> None:
         """Flushes and ends it."""
 
 
-class FileTier:
+class FileTier(SsdTier):
     """A spill file that this process reads and writes: whole pages come to the host."""
-
-    near_data = False
 
     def __init__(self, file: SpillFile, traffic: Traffic, threads: int | None) -> None:
         self._file, self._traffic, self._threads = file, traffic, threads
@@ -101,7 +112,7 @@ class FileTier:
         """Returns how many pages of a layer are written."""
         return self._file.pages_by_layer(stream)[layer]
 
-    def append(self, stream: int, layer: int, arrays: list[NDArray[Any]]) -> None:
+    def append(self, stream: int, layer: int, arrays: Arrays) -> None:
         """Writes pages; EnvironmentProblem if there is no space, and then none of them is there."""
         self._traffic.add("cpu", "ssd", "spill", self._file.append(stream, layer, *arrays))
 
@@ -146,10 +157,6 @@ class FileTier:
         self._traffic.add("ssd", "cpu", why, slots.size)
         return rows(shape, slots, shape.head_dim)
 
-    def gather(self, stream: int, layer: int, positions: list[Numbers], why: str) -> KvRows:
-        """Not possible: a file has no engine; pages are read instead."""
-        raise ValueError("ssd: a file has nothing that could gather rows")
-
     def score(self, ask: Ask) -> Iterator[ScoreBlock]:
         """Reads the keys to the host and scores them here."""
         shape = self._file.shape
@@ -168,16 +175,12 @@ class FileTier:
         """Returns when all is on the disk."""
         self._file.flush()
 
-    def restart(self) -> None:
-        """Not possible: there is no device."""
-        raise UsageError("ssd: a file has no device that could be restarted", "use ssd='csd'")
-
     def close(self) -> None:
         """Flushes and closes the file."""
         self._file.close()
 
 
-class CsdTier:
+class CsdTier(SsdTier):
     """The *emulated* device: scores and single rows come to the host."""
 
     near_data = True
@@ -212,7 +215,7 @@ class CsdTier:
         """Returns how many pages of a layer the device has acknowledged."""
         return self.device.pages(stream, layer)
 
-    def append(self, stream: int, layer: int, arrays: list[NDArray[Any]]) -> None:
+    def append(self, stream: int, layer: int, arrays: Arrays) -> None:
         """Writes pages over the link; what was acknowledged before an error stays."""
         with self._command("spill") as device:
             device.append(stream, layer, *arrays)
@@ -233,10 +236,6 @@ class CsdTier:
         with self._command(why) as device:
             found = device.read(stream, layer, places)
         yield found
-
-    def read_through(self, stream: int, layer: int, places: Numbers, take: TakeRows, why: str) -> None:
-        """Not done: single rows are asked for instead, and nothing else crosses the link."""
-        raise ValueError("ssd: of a device rows are gathered")
 
     def read_keys(self, stream: int, layer: int, places: Numbers, why: str) -> KeyRows:
         """Returns the keys of pages over the link."""

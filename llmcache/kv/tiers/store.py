@@ -1,9 +1,13 @@
-"""KvStore: the keys and values of a batch of equally long sequences, in tiers.
+"""KvStore: the keys and values of a batch of equally long sequences, in tiers (gpu, cpu, ssd).
 
 A sequence is sink pages, middle pages, window pages and a tail that fills no page yet. Sink, window and tail are always in
 memory; policies choose among the middle. Every page that is full is written to the ssd tier once, in order, so that tier
 is inclusive: moving down only drops the copy in memory, moving up reads it. Differs from hillinfer.txt, section 3.3, whose
 pools are exclusive; there a page that moves down is written. Moves are counted all the same.
+
+What a key passes: `append` lays it out in the pool of its layer (`Pool`, cpu); once its page is full `Spill` writes that to
+the ssd tier (`FileTier`, `CsdTier`); when the window has moved on and the pool is over its bound, the page goes down; a
+policy finds it by `score_cpu` and `score_ssd`, and `gather` brings it from wherever it is, `gather_fast` through the gpu.
 
 Concurrency: one thread appends, commits, crops and reorders. Another may, meanwhile, score, stage and move pages of
 *other* layers, or of the same layer what was committed: each layer's pool has a lock, held only while memory is looked
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,25 +30,14 @@ from llmcache import files
 from llmcache.errors import LlmcacheError, UsageError
 from llmcache.kv.csd import Report, ScoreBlock
 from llmcache.kv.csd.blocks import BLOCK_TOKENS
-from llmcache.kv.spill import KvShape
-from llmcache.kv.tiers import restoring, tables
-from llmcache.kv.tiers.accelerating import FastGatherer
-from llmcache.kv.tiers.appending import Appender, checked_rows
-from llmcache.kv.tiers.config import Gathered, Selection, StoreConfig, Victims
-from llmcache.kv.tiers.core import Core
-from llmcache.kv.tiers.fast import FastTier
-from llmcache.kv.tiers.fetching import Fetcher
-from llmcache.kv.tiers.gathering import Gatherer, Staged
-from llmcache.kv.tiers.moving import Mover
-from llmcache.kv.tiers.restoring import Found, Restored
-from llmcache.kv.tiers.scoring import score_slots, score_streams
-from llmcache.kv.tiers.sequences import Sequences
-from llmcache.kv.tiers.spilling import Spiller
-from llmcache.kv.tiers.ssd import CsdTier, KeyRows, open_tier
-from llmcache.kv.tiers.traffic import Traffic
-
-Numbers = NDArray[np.int64]
-Floats = NDArray[np.float32]
+from llmcache.kv.spill import KvShape, Recovery
+from llmcache.kv.tiers.config import Arrays, Floats, Gathered, Numbers, Selection, StoreConfig, Traffic, Victims
+from llmcache.kv.tiers.gather import FastTier, Gatherer, Staged
+from llmcache.kv.tiers.pool import Pool, score_slots
+from llmcache.kv.tiers.restore import Found, Restored, Tables, look
+from llmcache.kv.tiers.spill import Fresh, Spill
+from llmcache.kv.tiers.ssd import CsdTier, KeyRows, SsdTier, open_tier
+from llmcache.kv.tiers.table import State
 
 
 class KvStore:
@@ -51,22 +45,16 @@ class KvStore:
 
     def __init__(self, config: StoreConfig, found: Found | None = None) -> None:
         """Makes an empty store and its spill file. `found` is for `restore`."""
-        self._core = core = Core(config)
-        ssd, recovery = open_tier(config, core.traffic, create=found is None)
-        self._spiller = None if ssd is None else Spiller(core, ssd, None if found is None else found.told)
-        self._mover = None if self._spiller is None else Mover(core, self._spiller)
-        fetcher = None if ssd is None or self._mover is None else Fetcher(core, self._mover, ssd)
-        self._appender = Appender(core, self._spiller, self._mover)
-        self._gatherer = Gatherer(core, fetcher)
-        self._fast = FastGatherer(core, self._gatherer, self._mover)
-        self._sequences = Sequences(core, self._spiller, self._mover, self._fast.drop)
+        self._state = State(config)
+        ssd, recovery = open_tier(config, self.traffic, create=found is None)
+        self._spill = None if ssd is None else Spill(self._state, ssd, None if found is None else found.told)
+        self._gatherer = Gatherer(self._state, self._spill)
         self.restored: Restored | None = None
         try:
-            if found is None:
-                self._remove_tables()
-            elif self._spiller is not None and self._mover is not None:
-                restoring.adopt(core, self._spiller, self._mover, found)
-                self.restored = restoring.told_of(core, found, recovery)
+            if found is not None and self._spill is not None:
+                self.restored = self._adopt(self._spill, found, recovery)
+            elif config.path is not None:
+                Tables.remove(config.path)  # those of a file that was replaced
         except BaseException:
             self.close()
             raise
@@ -77,85 +65,106 @@ class KvStore:
 
         `config`: as for a new store; path and batch are those of the file. DataError: another model's file, or damaged.
         """
-        found = restoring.look(Path(path), config.shape)
-        return cls(restoring.config_for(config, Path(path), found), found)
+        found = look(Path(path), config.shape)
+        return cls(replace(config, path=Path(path), batch=len(found.sequences)), found)
 
-    def _remove_tables(self) -> None:
-        """Takes away the page tables of a file that was replaced."""
-        if self.config.path is not None:
-            tables.remove(self.config.path)
+    def _adopt(self, spill: Spill, found: Found, recovery: Recovery) -> Restored:
+        """Takes over what was found: the tables, the tokens, and in memory sink, window, tail and the latest pages."""
+        state, length = self._state, found.ids.shape[1]
+        state.table.adopt(found.sequences)
+        state.tokens.add(found.ids, found.positions)
+        state.lengths[:] = length
+        full, rest = divmod(length, self.shape.page_tokens)
+        spill.adopt(full, bool(rest), found.streams)
+        sink, bound = self.config.sink_pages, self.config.cpu_pages
+        last = 0 if bound is None else max(sink, full - (bound - sink))
+        pages = [*range(min(sink, last, state.table.pages)), *range(last, state.table.pages)]
+        for layer in range(self.shape.layers):
+            spill.bring(layer, state.table.table[:, pages].reshape(-1))
+        if rest:
+            state.table.unsettle(full)
+        return Restored(length, rest, 0 if found.saved else self.shape.page_tokens - 1, recovery)
 
     # What it is
 
     @property
     def config(self) -> StoreConfig:
         """What it was made from; `batch` is that of the beginning."""
-        return self._core.config
+        return self._state.config
 
     @property
     def shape(self) -> KvShape:
         """Whose keys and values it holds."""
-        return self._core.shape
+        return self._state.shape
 
     @property
     def batch(self) -> int:
         """Sequences."""
-        return self._core.table.batch
+        return self._state.table.batch
 
     @property
     def length(self) -> int:
         """Tokens of every sequence, left padding included, whose step is over (`commit`)."""
-        return self._core.tokens.length
+        return self._state.tokens.length
 
     def layer_length(self, layer: int) -> int:
         """Returns the tokens a layer has, those of a step that is under way included."""
-        self._core.checked(layer)
-        return int(self._core.lengths[layer])
+        self._state.checked(layer)
+        return int(self._state.lengths[layer])
 
     @property
     def step(self) -> int:
         """Steps so far: how often `commit` was called."""
-        return self._core.step
+        return self._state.step
 
     @property
     def middle(self) -> range:
         """Pages that may be chosen now: between sink and window, counted in tokens whose step is over."""
-        return self._core.middle
+        return self._state.middle
+
+    @property
+    def everything(self) -> Selection:
+        """The choice of all tokens of the middle."""
+        return Selection.of_all(self.middle, self.batch, self.shape.kv_heads, self.shape.page_tokens)
 
     @property
     def traffic(self) -> Traffic:
         """What moved so far."""
-        return self._core.traffic
+        return self._state.traffic
+
+    @property
+    def ssd(self) -> SsdTier | None:
+        """The ssd tier; None without a spill file."""
+        return None if self._spill is None else self._spill.ssd
 
     @property
     def device_report(self) -> Report | None:
         """What the commands to the *emulated* device took so far, bytes, modelled and wall time; None without a device."""
-        tier = None if self._spiller is None else self._spiller.ssd
-        return tier.device.report if isinstance(tier, CsdTier) else None
+        return self.ssd.device.report if isinstance(self.ssd, CsdTier) else None
 
     @property
     def ids(self) -> Numbers:
         """Ids of all tokens, [batch, length], as they were committed."""
-        return self._core.tokens.ids
+        return self._state.tokens.ids
 
     @property
     def positions(self) -> Numbers:
         """Positions of all tokens, [batch, length], as they were committed."""
-        return self._core.tokens.positions
+        return self._state.tokens.positions
 
     @property
     def memory_bytes(self) -> int:
         """Memory of the cpu pools of all layers, used or not."""
-        return sum(pool.size_bytes for pool in self._core.pools)
+        return sum(pool.size_bytes for pool in self._state.pools)
 
     @property
     def victims(self) -> Victims | None:
         """Who chooses the pages that go down when the window moves on and the pool is full; None: the longest there."""
-        return self._core.victims
+        return self._state.victims
 
     @victims.setter
     def victims(self, choose: Victims | None) -> None:
-        self._core.victims = choose
+        self._state.victims = choose
 
     # Adding tokens
 
@@ -173,26 +182,109 @@ class KvStore:
         EnvironmentProblem (disk full, device dead): the tokens are in memory all the same, must not be appended again, and
         are written with the next page, or by `spill`.
         """
-        self._core.checked(layer)
-        self._appender.append(layer, checked_rows(self._core, keys, values, (key_scales, value_scales)))
+        state, size = self._state, self.shape.page_tokens
+        state.checked(layer)
+        rows = self._checked_rows(keys, values, key_scales, value_scales)
+        first = int(state.lengths[layer])
+        end = first + keys.shape[2]
+        full = range(first // size, end // size)
+        state.table.extend(self.shape.pages_of(end))
+        pool = state.checked(layer)
+        fresh = self._fresh(pool, rows, first, full) if full and self._spill is not None else None
+        kept = self._kept(first, end)
+        if len(full) > 1 and self._spill is not None:
+            # Many at once: what must go goes before they come, so that the pool need not be larger than its bound.
+            more = sum(len(part) for part in kept) - bool(first % size) - bool(end % size)
+            self._spill.trim(layer, end, more, placing=True)
+        with pool.lock:
+            for part in kept:
+                start, stop = max(first, part.start * size), min(end, part.stop * size)
+                for b, numbers in enumerate(state.table.table[:, part.start : part.stop]):
+                    fitting = [array[b][:, start - first : stop - first] for array in rows]
+                    pool.fill(numbers, fitting, start - part.start * size)
+            if fresh is not None and not any(full.start in part for part in kept):
+                pool.drop(state.table.table[:, full.start])  # it was being filled, is full now, and does not stay
+        state.lengths[layer] = end
+        if self._spill is not None and (fresh is not None or self._spill.is_saved):
+            self._spill.add(layer, fresh)
+        if len(full) > 1 and self._spill is not None:
+            self._spill.trim(layer, end, placing=True)
+
+    def _checked_rows(
+        self, keys: NDArray[Any], values: NDArray[Any], key_scales: Floats | None, value_scales: Floats | None
+    ) -> Arrays:
+        """Keys, values and for int8 their scales if they fit; ValueError naming the argument if not."""
+        shape = self.shape
+        tokens = keys.shape[2] if keys.ndim == 4 else 0
+        for name, rows, dim in (("keys", keys, shape.head_dim), ("values", values, shape.value_dim)):
+            wanted = (self.batch, shape.kv_heads, tokens, dim)
+            if rows.shape != wanted or not tokens or rows.dtype != shape.numpy_dtype:
+                raise ValueError(f"{name}: {rows.dtype} {rows.shape}, {shape.numpy_dtype} {wanted} is needed")
+        found: Arrays = [keys, values]
+        for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+            if (scales is not None) != (shape.dtype == "int8"):
+                raise ValueError(f"{name}: they belong to int8 and only to int8, the type is {shape.dtype}")
+            if scales is not None:
+                if scales.shape != keys.shape[:3] or scales.dtype != np.float32:
+                    raise ValueError(f"{name}: {scales.dtype} {scales.shape}, float32 {keys.shape[:3]} is needed")
+                found.append(scales)
+        return found
+
+    def _kept(self, first: int, end: int) -> list[range]:
+        """Pages of those an append touches that are to be in the pool: all, or sink, the latest, and the tail."""
+        size, sink, bound = self.shape.page_tokens, self.config.sink_pages, self.config.cpu_pages
+        touched = range(first // size, self.shape.pages_of(end))
+        if bound is None:
+            return [touched]
+        # Whatever the sink leaves of the pool belongs to the latest: what falls out of it would only come in to go again.
+        last = max(sink, end // size - (bound - sink))
+        parts = [range(touched.start, min(sink, touched.stop)), range(max(touched.start, last), touched.stop)]
+        return [part for part in parts if part]
+
+    def _fresh(self, pool: Pool, rows: Arrays, first: int, full: range) -> Fresh:
+        """Rows of the full pages, with those that the first of them has already."""
+        offset, count = first % self.shape.page_tokens, full.stop * self.shape.page_tokens - first
+        found: list[Arrays] = []
+        with pool.lock:
+            for b, numbers in enumerate(self._state.table.table):
+                arrays = [array[b][:, :count] for array in rows]
+                if offset:
+                    pairs = zip(pool.rows(int(numbers[full.start])), arrays, strict=True)
+                    arrays = [np.concatenate([old[:, :offset], new], axis=1) for old, new in pairs]
+                found.append(arrays)
+        return full.start, found
 
     def commit(self, ids: Numbers, positions: Numbers) -> None:
         """Ends a step after all layers: takes the ids and positions [batch, tokens] of its tokens. Errors as `append`."""
-        self._appender.commit(ids, positions)
+        state, size, before = self._state, self.shape.page_tokens, self.length
+        if ids.ndim != 2 or ids.shape != positions.shape or len(ids) != self.batch:
+            raise ValueError(f"ids: {ids.shape}, positions: {positions.shape}; both [{self.batch}, tokens] is needed")
+        if (state.lengths != before + ids.shape[1]).any():
+            found = state.lengths.tolist()
+            raise ValueError(f"ids: {ids.shape[1]} tokens after {before}, but the layers have {found}")
+        state.tokens.add(ids, positions)
+        state.step += 1
+        if self.length // size == before // size or self._spill is None:
+            return
+        try:
+            self._spill.write_tokens()
+        finally:
+            for layer in range(self.shape.layers):
+                self._spill.trim(layer, self.length)
 
     def spill(self) -> None:
         """Writes what could not be written before; EnvironmentProblem if it still cannot."""
-        if self._spiller is not None:
-            self._spiller.resume()
+        if self._spill is not None:
+            self._spill.resume()
 
     # Looking and bringing
 
     def in_cpu(self, layer: int, sequence: int) -> NDArray[np.bool_]:
         """Returns for each whole page of a sequence, [length // page_tokens], whether it is in the cpu pool of a layer."""
-        pool = self._core.checked(layer, sequence)
+        pool = self._state.checked(layer, sequence)
         pages = self.length // self.shape.page_tokens
         with pool.lock:
-            return pool.slot_of[self._core.table.table[sequence, :pages]] >= 0
+            return pool.slot_of[self._state.table.table[sequence, :pages]] >= 0
 
     def score_cpu(
         self, layer: int, sequence: int, queries: Floats, pages: Numbers | None = None, combine: str = "max"
@@ -201,13 +293,17 @@ class KvStore:
 
         `queries` [heads, head_dim] float32. `pages`: score no others; None: those of the middle.
         """
-        core, pool = self._core, self._core.checked(layer, sequence)
-        wanted = np.arange(core.middle.start, core.middle.stop) if pages is None else np.sort(pages)
-        wanted, numbers = core.checked_pages(sequence, wanted, range(self.length // self.shape.page_tokens))
+        pool = self._state.checked(layer, sequence)
+        wanted, numbers = self._wanted(sequence, pages)
         with pool.lock:
             slots = pool.slot_of[numbers]
             here = slots >= 0
-            return wanted[here], score_slots(pool.keys, slots[here], queries, combine, core.config.threads)
+            return wanted[here], score_slots(pool.keys, slots[here], queries, combine, self.config.threads)
+
+    def _wanted(self, sequence: int, pages: Numbers | None) -> tuple[Numbers, Numbers]:
+        """Whole pages to be scored, ascending, and their numbers; `pages` None: those of the middle."""
+        wanted = np.arange(self.middle.start, self.middle.stop) if pages is None else np.sort(pages)
+        return self._state.checked_pages(sequence, wanted, range(self.length // self.shape.page_tokens))
 
     def score_ssd(
         self,
@@ -224,32 +320,29 @@ class KvStore:
         rounds to halves: take all blocks before anything else is asked of the store's device. Keys of a file come to the
         host. Errors (DataError: a page is damaged; EnvironmentProblem: the device died) come from the iteration.
         """
-        core, pool = self._core, self._core.checked(layer, sequence)
-        wanted = np.arange(core.middle.start, core.middle.stop) if pages is None else np.sort(pages)
-        wanted, numbers = core.checked_pages(sequence, wanted, range(self.length // self.shape.page_tokens))
+        pool = self._state.checked(layer, sequence)
+        wanted, numbers = self._wanted(sequence, pages)
         if pages is None:
             with pool.lock:
                 wanted = wanted[pool.slot_of[numbers] < 0]
-        if self._spiller is None:
+        if self._spill is None:
             return iter(())
-        return score_streams(core, self._spiller.ssd, layer, sequence, wanted, queries, combine, block_tokens)
+        return self._spill.score(layer, sequence, wanted, queries, combine, block_tokens)
 
     def read_keys(self, layer: int, sequence: int, pages: Numbers) -> KeyRows:
         """Returns copies of the keys [n, kv_heads, page_tokens, head_dim] of whole pages, and for int8 their scales.
 
         For indexes and page summaries; bytes from the ssd tier are counted as "index".
         """
-        core, pool = self._core, self._core.checked(layer, sequence)
-        pages, numbers = core.checked_pages(sequence, pages, range(self.length // self.shape.page_tokens))
+        pool = self._state.checked(layer, sequence)
+        pages, numbers = self._state.checked_pages(sequence, pages, range(self.length // self.shape.page_tokens))
         with pool.lock:
             slots = pool.slot_of[numbers]
             keys = pool.keys.pages[slots]
             scales = None if pool.keys.scales is None else pool.keys.scales[slots]
-        missing = np.flatnonzero(slots < 0)
-        if self._mover is not None and self._spiller is not None and len(missing):
-            for stream, found in self._mover.by_stream(np.unique(numbers[missing])):
-                places = core.table.place[found].astype(np.int64)
-                rows, row_scales = self._spiller.ssd.read_keys(stream, layer, places, "index")
+        missing = np.unique(numbers[slots < 0])
+        if self._spill is not None:
+            for found, rows, row_scales in self._spill.read_keys(layer, missing):
                 for index, number in enumerate(found):
                     keys[numbers == number] = rows[index]
                     if scales is not None and row_scales is not None:
@@ -276,67 +369,111 @@ class KvStore:
 
         They are what its `rows` returns, for instance tensors on a gpu; int8 as float32. Bytes are counted as "attend".
         """
-        return self._fast.gather(layer, selection, fast)
+        return self._gatherer.gather_fast(layer, selection, fast)
+
+    def attended_positions(self, layer: int, selection: Selection) -> Numbers:
+        """Returns the positions [batch, kv_heads, k] of all that a layer attends to now: what `gather` would give."""
+        return self._gatherer.with_ends(self.middle, selection.positions, self.layer_length(layer))
 
     # Moving pages
 
     def move_up(self, layer: int, sequence: int, pages: Numbers) -> None:
         """Reads pages of the middle into the cpu pool; ValueError if it has no room, or one is not of the middle."""
-        self._tier().up(layer, sequence, pages)
+        self._movable().up(layer, sequence, pages)
 
     def move_down(self, layer: int, sequence: int, pages: Numbers) -> None:
         """Drops pages of the middle from the cpu pool; ValueError if one is pinned (sink, window)."""
-        self._tier().down(layer, sequence, pages)
+        self._movable().down(layer, sequence, pages)
 
-    def _tier(self) -> Mover:
-        if self._mover is None:
+    def _movable(self) -> Spill:
+        if self._spill is None:
             raise ValueError("path: the store has no ssd tier that pages could move to")
-        return self._mover
+        return self._spill
 
-    # Changing sequences
+    # Changing sequences: whole pages are shared, the page that is being filled is everyone's own
 
     def crop(self, tokens: int) -> None:
         """Cuts every sequence to its first `tokens` tokens; takes a step that is under way back."""
-        self._sequences.crop(tokens)
-
-    def reorder(self, index: Numbers) -> None:
-        """Makes sequence i what sequence `index[i]` was (beam search); shares whole pages, copies tails."""
-        if len(index) != self.batch:
-            raise ValueError(f"index: {len(index)} sequences, the batch has {self.batch}")
-        self._sequences.select(index)
-
-    def repeat(self, times: int) -> None:
-        """Makes `times` of every sequence, one after the other; shares whole pages, copies tails."""
-        if times < 1:
-            raise ValueError(f"times: {times}, at least 1 is needed")
-        self._sequences.select(np.repeat(np.arange(self.batch), times))
+        state = self._state
+        if not 0 <= tokens <= self.length:
+            raise ValueError(f"tokens: {tokens}, between 0 and {self.length} is needed")
+        if (state.lengths == tokens).all():
+            return
+        full, rest = divmod(tokens, self.shape.page_tokens)
+        before = dict(state.table.ends)
+        if self._spill is not None:
+            # What will be sink, window and tail then must be in memory.
+            sink = range(min(full, self.config.sink_pages))
+            last = range(max(sink.stop, full - self.config.window_pages), full + bool(rest))
+            for layer in range(self.shape.layers):
+                self._spill.bring(layer, state.table.table[:, [*sink, *last]].reshape(-1))
+        state.tokens.length = tokens
+        state.lengths[:] = tokens
+        self._forget(state.table.cut(self.shape.pages_of(tokens)))
+        if rest:
+            # What was full and is not any more may be shared, and will be another page.
+            self._choose(np.arange(self.batch))
+            state.table.unsettle(full)
+            self._gatherer.drop(state.table.table[:, full])
+        if self._spill is not None:
+            self._spill.shrink(before)
+            for layer in range(self.shape.layers):
+                self._spill.trim(layer, tokens)
 
     def select(self, index: Numbers) -> None:
         """Makes a batch of the sequences `index`, any of them any number of times; shares whole pages, copies tails.
 
-        Between steps only, as `reorder` and `repeat`. What nobody refers to any more is taken away in the file.
+        Between steps only; free if it is the batch that there is. What nobody refers to any more is taken away in the file.
         """
-        self._sequences.select(index)
+        state = self._state
+        index = np.asarray(index, np.int64)
+        if index.ndim != 1 or not len(index) or index.min() < 0 or index.max() >= self.batch:
+            raise ValueError(f"index: {index.tolist()}, sequences 0 to {self.batch - 1} can be named")
+        state.check_between_steps()
+        if np.array_equal(index, np.arange(self.batch)):
+            return
+        before = dict(state.table.ends)
+        self._choose(index)
+        state.tokens.choose(index)
+        if self._spill is not None:
+            self._spill.shrink(before)
+
+    def _choose(self, index: Numbers) -> None:
+        state = self._state
+        gone, copies = state.table.choose(index, bool(self.length % self.shape.page_tokens))
+        for pool in state.pools:
+            with pool.lock:
+                pool.know(state.table.numbers)
+                for source, target in copies:
+                    pool.copy(source, target)
+        state.bound_pools()
+        self._forget(gone)
+
+    def _forget(self, numbers: Numbers) -> None:
+        for pool in self._state.pools:
+            with pool.lock:
+                pool.forget(numbers)
+        self._gatherer.drop(numbers)
 
     # Beginning and end
 
     @property
     def beside(self) -> str:
         """What the last `save` was given, also that of whoever had the spill file before; "" if there was none."""
-        return "" if self._spiller is None else self._spiller.beside
+        return "" if self._spill is None else self._spill.beside
 
     def tail(self) -> tuple[Numbers, Numbers, list[list[NDArray[Any]]]]:
         """Returns the ids and positions [batch, n] of the tokens that fill no page, and the rows of each layer.
 
         Rows: keys, values and for int8 their scales, [batch, kv_heads, n, ..], as `append` takes them. Between steps only.
         """
-        core = self._core
-        core.check_between_steps()
+        state = self._state
+        state.check_between_steps()
         full, rest = divmod(self.length, self.shape.page_tokens)
         rows: list[list[NDArray[Any]]] = []
-        for pool in core.pools if rest else ():
+        for pool in state.pools if rest else ():
             with pool.lock:
-                pages = [pool.rows(int(number)) for number in core.table.table[:, full]]
+                pages = [pool.rows(int(number)) for number in state.table.table[:, full]]
                 rows.append([np.stack([side[:, :rest] for side in sides]) for sides in zip(*pages, strict=True)])
         return self.ids[:, self.length - rest :], self.positions[:, self.length - rest :], rows
 
@@ -345,25 +482,25 @@ class KvStore:
 
         `beside`: name (hexadecimal) of what else belongs to this save; it is told with it, or not at all.
         """
-        if self._spiller is None:
+        if self._spill is None:
             raise UsageError("path: the store has no spill file to save to", "make it with one")
-        self._core.check_between_steps()
-        self._spiller.save(beside)
+        self._state.check_between_steps()
+        self._spill.save(beside)
 
     def restart_device(self) -> None:
         """Starts the *emulated* device anew after it has died, and writes what it had not acknowledged.
 
         DataError if something is missing that it had.
         """
-        if self._spiller is None:
+        if self._spill is None:
             raise UsageError("path: the store has no device", "make it with ssd='csd'")
-        self._spiller.ssd.restart()
-        self._spiller.resume()
+        self._spill.ssd.restart()
+        self._spill.resume()
 
     def close(self) -> None:
         """Flushes and closes the spill file; what fills no page is not in it, unless `save` was called."""
-        if self._spiller is not None:
-            self._spiller.ssd.close()
+        if self._spill is not None:
+            self._spill.ssd.close()
 
     def discard(self) -> None:
         """Closes it and deletes its spill file and page tables."""
@@ -372,7 +509,7 @@ class KvStore:
         finally:
             if self.config.path is not None:
                 files.remove(self.config.path)
-                self._remove_tables()
+                Tables.remove(self.config.path)
 
     def __enter__(self) -> KvStore:
         return self

@@ -1,20 +1,23 @@
-"""Which physical page each page of each sequence is, and where that lies in the spill file: copy on write by counting.
+"""Pages and tokens of sequences: which physical page each page of each sequence is, and where it lies in the spill file.
 
-All sequences of a batch have equally many pages, and two of them share a page only at the same place of both. A page is
-known by its number, which all layers share; numbers are used again once no sequence refers to them. A stream is a
-sequence of the spill file: pages are only ever added to its end, so a sequence goes on in the stream that its last
-whole page ends, if nobody else has, and in a stream of its own otherwise. So whatever a sequence has of a stream is a
-beginning of it.
+All sequences of a batch have equally many pages, and two of them share a page only at the same place of both: copy on
+write, by counting. A page is known by its number, which all layers share; numbers are used again once no sequence refers
+to them. A stream is a sequence of the spill file: pages are only ever added to its end, so a sequence goes on in the
+stream that its last whole page ends, if nobody else has, and in a stream of its own otherwise. So whatever a sequence has
+of a stream is a beginning of it.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
-Numbers = NDArray[np.int64]
+from llmcache.kv.spill import KvShape
+from llmcache.kv.tiers.config import Numbers, StoreConfig, Traffic, Victims
+from llmcache.kv.tiers.pool import Pool
+
 NOWHERE = -1
 
 
@@ -135,6 +138,17 @@ class PageTable:
         bounds = [0, *(np.flatnonzero(np.diff(streams)) + 1).tolist(), pages] if pages else []
         return [(int(streams[a]), b - a) for a, b in itertools.pairwise(bounds)]
 
+    def by_stream(self, numbers: Numbers) -> Iterator[tuple[int, Numbers]]:
+        """Yields the pages `numbers` by the stream that they lie in, in the order of their places there."""
+        order = numbers[np.lexsort((self.place[numbers], self.stream[numbers]))]
+        streams = self.stream[order]
+        for stream in np.unique(streams).tolist():
+            yield stream, order[streams == stream]
+
+    def places(self, numbers: Numbers) -> Numbers:
+        """Returns the places of pages in their streams."""
+        return self.place[numbers].astype(np.int64)
+
     def adopt(self, sequences: list[list[tuple[int, int]]]) -> None:
         """Makes the table of sequences as `runs` has told them, all equally long."""
         shared: dict[tuple[int, int], int] = {}
@@ -147,3 +161,87 @@ class PageTable:
                 self._table[b, page] = number
                 self.stream[number], self.place[number] = stream, place
         self._recount()
+
+
+class Tokens:
+    """Ids and positions of all tokens of all sequences, [batch, tokens]; room doubles."""
+
+    def __init__(self, batch: int) -> None:
+        self.length = 0
+        self._sides = np.empty((2, batch, 64), np.int64)
+
+    @property
+    def ids(self) -> Numbers:
+        """Ids as they were given."""
+        found: Numbers = self._sides[0, :, : self.length]
+        return found
+
+    @property
+    def positions(self) -> Numbers:
+        """Positions as they were given."""
+        found: Numbers = self._sides[1, :, : self.length]
+        return found
+
+    def add(self, ids: Numbers, positions: Numbers) -> None:
+        """Takes tokens [batch, n] at the end."""
+        end = self.length + ids.shape[1]
+        if end > self._sides.shape[2]:
+            wider = np.empty((*self._sides.shape[:2], max(end, 2 * self._sides.shape[2])), np.int64)
+            wider[:, :, : self.length] = self._sides[:, :, : self.length]
+            self._sides = wider
+        self._sides[0, :, self.length : end], self._sides[1, :, self.length : end] = ids, positions
+        self.length = end
+
+    def choose(self, index: Numbers) -> None:
+        """Makes sequence i what sequence `index[i]` was."""
+        self._sides = self._sides[:, index]
+
+
+class State:
+    """What its parts share of a store. `lengths` [layers]: tokens each layer has; `tokens.length`: whose step is over."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        self.config = config
+        self.shape: KvShape = config.shape
+        self.table = PageTable(config.batch)
+        self.tokens = Tokens(config.batch)
+        self.traffic = Traffic()
+        self.lengths = np.zeros(config.shape.layers, np.int64)
+        self.pools = [Pool(config.shape) for _ in range(config.shape.layers)]
+        self.bound_pools()
+        self.victims: Victims | None = None
+        self.step = 0
+
+    def bound_pools(self) -> None:
+        """Tells the pools how far to double: the bound, the page that is being filled, and one that is not written yet."""
+        bound = self.config.cpu_pages
+        for pool in self.pools:
+            pool.most = None if bound is None else self.table.batch * (bound + 2)
+
+    @property
+    def middle(self) -> range:
+        """Pages between sink and window, of the tokens whose step is over."""
+        pages = self.tokens.length // self.shape.page_tokens
+        first = min(pages, self.config.sink_pages)
+        return range(first, max(first, pages - self.config.window_pages))
+
+    def check_between_steps(self) -> None:
+        """ValueError if layers have tokens whose step is not over."""
+        if (self.lengths != self.tokens.length).any():
+            raise ValueError("commit: a step is under way, end it first")
+
+    def checked(self, layer: int, sequence: int = 0) -> Pool:
+        """Returns the pool of a layer; ValueError if there is no such layer or sequence."""
+        if not 0 <= layer < self.shape.layers:
+            raise ValueError(f"layer: {layer}, the model has {self.shape.layers}")
+        if not 0 <= sequence < self.table.batch:
+            raise ValueError(f"sequence: {sequence}, the batch has {self.table.batch}")
+        self.pools[layer].know(self.table.numbers)
+        return self.pools[layer]
+
+    def checked_pages(self, sequence: int, pages: Numbers | list[int], within: range) -> tuple[Numbers, Numbers]:
+        """Returns `pages` as an array, and their numbers; ValueError if one is not `within`."""
+        found = np.asarray(pages, np.int64).reshape(-1)
+        if len(found) and not (within.start <= found.min() and found.max() < within.stop):
+            raise ValueError(f"pages: {found.min()} to {found.max()}, {within.start} to {within.stop - 1} can be named")
+        return found, self.table.table[sequence, found]

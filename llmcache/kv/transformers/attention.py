@@ -1,21 +1,33 @@
-"""The attention functions that a model gets, and `enable`, which gives it them."""
+"""What `enable` gives a model: attention that knows the keys of a SpillCache, hooks around a pass, and a look ahead.
+
+The look ahead estimates the queries of the next layer from the input of this one, before this one has computed. Source:
+hillinfer.txt, section 3.3 (APP), which evaluates layer i+1 while layer i computes, and InfiniGen (its prefetch-based
+baseline) for the estimate: what enters a layer differs little from what enters the next, so that the next layer's norm,
+query projection and rotary embedding give nearly its queries.
+"""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from llmcache.errors import UsageError
+from llmcache.kv.transformers.cache import TAG, SpillCache, SpillLayer
 from llmcache.kv.transformers.conversation import Call, Output
-from llmcache.kv.transformers.layers import TAG
+from llmcache.kv.transformers.tensors import Numbers, as_array
 
+Hook = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 SDPA, EAGER = "llmcache", "llmcache_eager"
+
+_ENABLED = "_llmcache_hooks"
 
 
 def _eager(module: Any, *arguments: Any, **options: Any) -> Output:
@@ -44,9 +56,124 @@ def _spilling(stock: Callable[..., Output]) -> Callable[..., Output]:
     return attention
 
 
-def register() -> None:
-    """Makes the attention functions known to transformers, and the functions for their masks: else it makes none."""
+def enable(model: Any) -> Any:
+    """Makes `model`, any causal language model of transformers, work with a SpillCache; returns it.
+
+    Its attention becomes "llmcache": transformers' own (eager where it was, or where logits are capped, as in Gemma 2, else
+    sdpa), but for the keys of a SpillCache. Called twice it does the same as once. UsageError if the model's attention
+    cannot be replaced.
+    """
+    # The functions for masks as well: else transformers makes none.
     AttentionInterface.register(SDPA, _spilling(sdpa_attention_forward))
     AttentionMaskInterface.register(SDPA, sdpa_mask)
     AttentionInterface.register(EAGER, _spilling(_eager))
     AttentionMaskInterface.register(EAGER, eager_mask)
+    before = model.config._attn_implementation
+    capped = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    try:
+        model.set_attn_implementation(EAGER if capped or before in ("eager", EAGER) else SDPA)
+    except (AttributeError, ValueError) as error:
+        hint = "its attention must go through transformers' AttentionInterface"
+        raise UsageError(f"model: the attention of {type(model).__name__} cannot be replaced: {error}", hint) from error
+    if not hasattr(model, _ENABLED):
+        inner = model.base_model
+        hooks = [inner.register_forward_pre_hook(_note_tokens, with_kwargs=True)]
+        hooks.append(inner.register_forward_hook(_check_step, with_kwargs=True))
+        for layer, behind in itertools.pairwise(getattr(inner, "layers", [])):
+            hooks.append(layer.register_forward_pre_hook(look_ahead(behind), with_kwargs=True))
+        setattr(model, _ENABLED, (hooks, before))
+    return model
+
+
+def disable(model: Any) -> Any:
+    """Undoes `enable`: the model has the attention that it had, and no hooks; returns it."""
+    if hasattr(model, _ENABLED):
+        hooks, before = getattr(model, _ENABLED)
+        for hook in hooks:
+            hook.remove()
+        delattr(model, _ENABLED)
+        model.set_attn_implementation(before)
+    return model
+
+
+def _note_tokens(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Before a forward pass: checks that the cache is whole, tells it which tokens come, and where they are."""
+    cache = options.get("past_key_values")
+    if not isinstance(cache, SpillCache):
+        return
+    cache.check()
+    layers = inner.config.get_text_config(decoder=True).num_hidden_layers
+    if layers != len(cache.layers):
+        hint = "make it with the config of the model that runs with it"
+        raise UsageError(f"config: the cache was made for {len(cache.layers)} layers, the model has {layers}", hint)
+    cache.conversation.begin_step()
+    ids = options.get("input_ids", arguments[0] if arguments else None)
+    positions: Any = options.get("position_ids")
+    cache.conversation.noted = None
+    if torch.is_tensor(ids):
+        numbers: Numbers = as_array(ids).astype(np.int64)
+        places: Numbers | None = None
+        if torch.is_tensor(positions) and positions.ndim == 2:
+            places = np.broadcast_to(as_array(positions).astype(np.int64), numbers.shape)
+        cache.conversation.noted = (numbers, places)
+
+
+def _check_step(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+    """After a forward pass: UsageError if not every layer was in it, as the cache would keep nothing of the step then."""
+    cache = options.get("past_key_values")
+    if isinstance(cache, SpillCache):
+        cache.conversation.check_step()
+
+
+def look_ahead(behind: Any) -> Hook:
+    """Returns what is to be called before a decoder layer: it starts evaluating the one `behind` it.
+
+    Nothing happens with another cache, while a prompt is read, or where the layer behind has a rotary embedding other
+    than this one's (Gemma 3, where global layers follow local ones).
+    """
+
+    def hook(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        spilled = _spilled(behind, options.get("past_key_values"))
+        if spilled is None or not spilled.conversation.looks_ahead or not _same_kind(layer, behind):
+            return
+        engine = spilled.conversation.engine
+        hidden = options.get("hidden_states", arguments[0] if arguments else None)
+        rotation = options.get("position_embeddings")
+        if engine is None or hidden is None or rotation is None or hidden.shape[1] != 1:
+            return
+        with torch.no_grad():
+            queries = estimated(behind, hidden, rotation)
+        engine.ahead(spilled.number, as_array(queries[:, :, 0].float().contiguous()))
+
+    return hook
+
+
+def estimated(layer: Any, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Returns the queries [batch, heads, tokens, dim] that `layer` would have if `hidden` [batch, tokens, width] entered it.
+
+    `rotation`: cosines and sines [batch, tokens, dim] of the tokens' positions.
+    """
+    attention = layer.self_attn
+    queries = attention.q_proj(layer.input_layernorm(hidden))
+    queries = queries.view(*hidden.shape[:-1], -1, attention.head_dim)
+    norm = getattr(attention, "q_norm", None)
+    queries = (norm(queries) if norm is not None else queries).transpose(1, 2)
+    cosines, sines = (part[:, None] for part in rotation)
+    first, second = queries.chunk(2, -1)
+    return queries * cosines + torch.cat([-second, first], -1) * sines
+
+
+def _spilled(behind: Any, cache: Any) -> SpillLayer | None:
+    """The layer of `cache` that belongs to the decoder layer `behind`, if it is spilled and can be estimated."""
+    attention: Any = getattr(behind, "self_attn", None)
+    if not hasattr(attention, "q_proj") or not hasattr(behind, "input_layernorm"):
+        return None
+    layers = getattr(cache, "layers", [])
+    index = attention.layer_idx
+    found = layers[index] if index < len(layers) else None
+    return found if isinstance(found, SpillLayer) else None
+
+
+def _same_kind(layer: Any, behind: Any) -> bool:
+    kinds = (getattr(part, "attention_type", getattr(part.self_attn, "layer_type", None)) for part in (layer, behind))
+    return next(kinds) == next(kinds)

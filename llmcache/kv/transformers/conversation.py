@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,78 @@ import torch
 from numpy.typing import NDArray
 
 from llmcache.errors import DataError, LlmcacheError, UsageError
-from llmcache.kv.pipeline import KvEngine
+from llmcache.kv.csd import PROFILES, CsdProfile
+from llmcache.kv.pipeline import NO_TIMELINE, KvEngine, Timeline
+from llmcache.kv.policies import policy_class
 from llmcache.kv.policies.base import KvPolicy
+from llmcache.kv.policies.settings import PolicySettings
 from llmcache.kv.spill import KvShape
 from llmcache.kv.spill.raw import RawFile
-from llmcache.kv.tiers import Gathered, KvStore, Selection
+from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.transformers import sidecar
-from llmcache.kv.transformers.fast import FastEngine, TorchFastTier
-from llmcache.kv.transformers.masks import cut_mask, first_tokens
-from llmcache.kv.transformers.settings import SpillSettings
-from llmcache.kv.transformers.views import as_array, as_tensor, dtype_name
+from llmcache.kv.transformers.gpu import TorchFastTier
+from llmcache.kv.transformers.tensors import Numbers, as_array, as_tensor, cut_mask, dtype_name, first_tokens
 
-Numbers = NDArray[np.int64]
 Output = tuple[torch.Tensor, torch.Tensor | None]
 UNKNOWN_ID = -1
 """Id of a token that was given as an embedding."""
+POOL_TOKENS = 4096
+"""Tokens of each layer and sequence kept in memory where neither a pool nor a token budget is given, but a spill file."""
 
 _OWN_NAME = re.compile(r"llmcache-[0-9a-f]{16}\.kv")
+
+
+@dataclass(frozen=True)
+class SpillSettings:
+    """Settings of a cache, as `SpillCache` takes them; `chosen` are those of the policy. UsageError names what is wrong."""
+
+    policy: type[KvPolicy]
+    chosen: PolicySettings
+    path: Path | None = None
+    ssd: str = "file"
+    sink_tokens: int = 16
+    window_tokens: int = 32
+    cpu_pages: int | None = None
+    gpu_pages: int | None = None
+    profile: CsdProfile = field(default_factory=lambda: PROFILES["none"])
+    lookahead: bool = False
+    exact: bool = True
+    threads: int | None = None
+    timeline: Timeline = NO_TIMELINE
+
+    def __post_init__(self) -> None:
+        if self.gpu_pages is not None and self.gpu_pages < 1:
+            raise UsageError(f"gpu_pages: {self.gpu_pages}, at least 1 is needed", "leave it out for no gpu tier")
+        if self.gpu_pages is not None and self.lookahead:
+            raise UsageError("gpu_pages: looking ahead fetches to the host, not to the gpu", "give one of the two")
+        # A shape of nothing: what does not fit whatever the model is must be said now, and not within its first step.
+        self.chosen.check_store(self.store_config(KvShape("none", 1, 1, 1), 1, self.path))
+
+    def store_config(self, shape: KvShape, batch: int, path: Path | None) -> StoreConfig:
+        """Returns what the store of a model of `shape` is made from, with the spill file `path`."""
+        if self.ssd not in ("file", "csd"):
+            raise UsageError(f"ssd: there is no kind {self.ssd!r}", "one of: file, csd")
+        pages = self._pool(shape) if path is not None else self.cpu_pages
+        sizes = (self.sink_tokens, self.window_tokens, pages)
+        return StoreConfig(shape, batch, *sizes, path, self.ssd, self.profile, threads=self.threads)
+
+    def _pool(self, shape: KvShape) -> int:
+        """Pages of the cpu pool beside a spill file: as given, else as many as the token budget has, else POOL_TOKENS."""
+        pinned = shape.pages_of(self.sink_tokens) + shape.pages_of(self.window_tokens)
+        if self.cpu_pages is not None:
+            return self.cpu_pages
+        return max(pinned, shape.pages_of(self.chosen.token_budget or POOL_TOKENS))
+
+
+def policy_settings(name: str, options: dict[str, Any]) -> tuple[type[KvPolicy], PolicySettings]:
+    """Returns the policy called `name` and its settings made of `options`; UsageError names an option that it has not."""
+    policy = policy_class(name)
+    known = {entry.name for entry in dataclasses.fields(policy.settings_class)}
+    for option in options:
+        if option not in known:
+            hint = f"the policy {name!r} has: {', '.join(sorted(known))}"
+            raise UsageError(f"{option}: neither a setting of the cache nor of its policy", hint)
+    return policy, policy.settings_class(**options)
 
 
 @dataclass
@@ -169,8 +224,7 @@ class Conversation:
         if self.length:
             engine.rest()
             store = self.store
-            everything = Selection.of_all(store.middle, store.batch, store.shape.kv_heads, store.shape.page_tokens)
-            before = store.gather(layer, everything)
+            before = store.gather(layer, store.everything)
             sides = zip(_tensors(before, call), (keys, values), strict=True)
             keys, values = (torch.cat([old, new], 2) for old, new in sides)
         output = call.run(keys, values, call.mask)
@@ -224,12 +278,10 @@ class Conversation:
         if chosen.scale is None:
             chosen = dataclasses.replace(chosen, scale=call.options.get("scaling"))
         policy = settings.policy(self._store, chosen, settings.timeline)
-        if settings.gpu_pages is not None:
-            tier = TorchFastTier(settings.gpu_pages, call.key.dtype, call.key.device)
-            self._engine = FastEngine(self._store, policy, tier, settings.timeline)
-        else:
-            app, exact = settings.lookahead, settings.exact
-            self._engine = KvEngine(self._store, policy, app=app, exact=exact, timeline=settings.timeline)
+        pages = settings.gpu_pages
+        fast = None if pages is None else TorchFastTier(pages, call.key.dtype, call.key.device)
+        app, exact = settings.lookahead, settings.exact
+        self._engine = KvEngine(self._store, policy, app=app, exact=exact, fast=fast, timeline=settings.timeline)
         return self._engine
 
     def _file(self) -> Path | None:

@@ -20,7 +20,8 @@ import torch
 
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError
 from llmcache.files import remove, replacing
-from llmcache.kv.tiers import KvStore, tables
+from llmcache.kv.tiers import KvStore
+from llmcache.kv.tiers.restore import Tables
 
 _HINT = "restore what save() wrote, or compute the context again"
 
@@ -56,7 +57,7 @@ def write(spill: Path, store: KvStore, layers: list[Any]) -> str:
 def prune(spill: Path, store: KvStore) -> None:
     """Takes away the states of earlier saves, and of one that failed: all that the page tables do not name."""
     with contextlib.suppress(OSError, LlmcacheError):  # they are in nobody's way
-        told = tables.read(spill)
+        told = Tables.read(spill)
         named = {path_of(spill, name).name for name in (store.beside, "" if told is None else told.beside)}
         for path in spill.parent.iterdir():
             if path.name.startswith("sliding-") and path.name.endswith(f"-{spill.name}") and path.name not in named:

@@ -33,10 +33,10 @@ class Accuracy:
 def measured(quick: bool) -> Accuracy:
     """Returns figure 8 with the recall model. EnvironmentProblem: torch or transformers are missing."""
     from llmcache.kv.tasks import RECALL_MODEL, recall
-    from llmcache.kv.transformers.supported import check_versions
+    from llmcache.kv.transformers import check_versions
 
     check_versions()
-    from llmcache.kv.transformers.recall import accuracy, load_model
+    from llmcache.kv.bench.subject import accuracy, load_model
 
     sizes = (QUICK_CONTEXTS, QUICK_TOKENS, QUICK_QUESTIONS) if quick else (CONTEXTS, TOKENS, QUESTIONS)
     contexts, tokens, asked = sizes

@@ -1,4 +1,4 @@
-"""Pages in a device's memory: the same rows as on the host, bytes counted, what is unused for longest goes first."""
+"""Tensors as arrays, and pages in a device's memory: as on the host, bytes counted, the longest unused goes first."""
 
 from pathlib import Path
 
@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from llmcache.kv.tiers import HostFastTier
+from llmcache.errors import UsageError
 from llmcache.kv.transformers import SpillCache, disable, enable
-from llmcache.kv.transformers.fast import TorchFastTier
-from llmcache.kv.transformers.views import as_array
+from llmcache.kv.transformers.gpu import TorchFastTier
+from llmcache.kv.transformers.tensors import as_array, as_tensor, dtype_name
 from tests.hf.tiny_models import generate, prompt, tiny
+from tests.unit.store_parts import HostFastTier
 
 CPU = torch.device("cpu")
 
@@ -90,3 +91,22 @@ def test_a_gpu_tier_that_is_too_small_says_so() -> None:
             generate(model, cache, prompt(200))
     finally:
         disable(model)
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+def test_there_and_back_is_the_same_memory(name: str) -> None:
+    dtype = getattr(torch, name)
+    tensor = torch.randn(2, 3, 5).to(dtype)
+    assert dtype_name(dtype) == name
+    array = as_array(tensor)
+    assert array.dtype == (np.uint16 if name == "bfloat16" else np.dtype(name))
+    back = as_tensor(array, dtype, CPU)
+    assert torch.equal(back, tensor)
+    array[0, 0, 0] = 0
+    assert tensor[0, 0, 0] == 0
+    assert back[0, 0, 0] == 0
+
+
+def test_a_type_without_a_name_is_refused() -> None:
+    with pytest.raises(UsageError, match="dtype"):
+        dtype_name(torch.float64)

@@ -12,13 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmcache.kv.pipeline import KvEngine, Timeline
-from llmcache.kv.pipeline.timeline import FETCH, LINK
-from llmcache.kv.policies.base import KvPolicy
-from llmcache.kv.tiers import Gathered, KvStore
-from llmcache.kv.transformers.views import as_tensor
-
-Numbers = NDArray[np.int64]
+from llmcache.kv.transformers.tensors import Numbers, as_tensor
 
 
 class TorchFastTier:
@@ -97,20 +91,3 @@ class TorchFastTier:
             side = torch.empty((room, *sent.shape[1:]), dtype=self.dtype, device=self.device)
         side[slots] = sent
         return side
-
-
-class FastEngine(KvEngine):
-    """An engine without look-ahead whose steps take what they attend to from a gpu tier, `fast`."""
-
-    def __init__(self, store: KvStore, policy: KvPolicy, fast: TorchFastTier, timeline: Timeline) -> None:
-        super().__init__(store, policy, app=False, timeline=timeline)
-        self.fast = fast
-
-    def step(self, layer: int, queries: NDArray[np.float32], keys: NDArray[Any], values: NDArray[Any]) -> Gathered:
-        """As `KvEngine.step`; keys and values come as tensors on the tier's device."""
-        selection, step = self._select(layer, queries, self.store.step), self.store.step
-        if self.store.layer_length(layer) == self.store.length:
-            self.store.append(layer, keys, values)
-        self._chosen[layer] = selection
-        with self.timeline.span(LINK, FETCH, layer, step):
-            return self.store.gather_fast(layer, selection, self.fast)

@@ -1,0 +1,378 @@
+"""A model under measurement: what it answers, how long it takes, what is chosen, with any cache and all else the same.
+
+Answers: hillinfer.txt, section 4.3, figure 8 asks the same of its models on OpenBookQA, RTE, PIQA and COPA. Differs from
+the paper: one small model and generated tasks (`llmcache.kv.tasks`), since neither models nor data are downloaded. Needs
+torch and transformers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import Cache
+from transformers.utils import logging
+
+from llmcache.errors import DataError, UsageError
+from llmcache.kv.bench.session import since, snapshot
+from llmcache.kv.bench.task_results import DECODING, LOADING, QUERY, UPDATE, Memory, Speed
+from llmcache.kv.pipeline import Timeline
+from llmcache.kv.pipeline.attention import widened
+from llmcache.kv.pipeline.timeline import EVALUATE, FETCH
+from llmcache.kv.pipeline.timeline import UPDATE as UPDATING
+from llmcache.kv.policies.base import Floats, KvPolicy
+from llmcache.kv.tasks import Chain, Questions
+from llmcache.kv.tasks.probes import Probe, probe_of
+from llmcache.kv.tasks.recall import VOCABULARY
+from llmcache.kv.tiers import Selection, Traffic
+from llmcache.kv.transformers.attention import enable
+from llmcache.kv.transformers.cache import SpillCache, SpillLayer, spilled_layers
+from llmcache.kv.transformers.conversation import Call, Conversation, Output
+
+_STAGES = {QUERY: EVALUATE, LOADING: FETCH, UPDATE: UPDATING}
+
+
+def load_model(directory: str | Path) -> Any:
+    """Returns the model in `directory`, ready for a SpillCache; DataError if there is none."""
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{directory}: not a model: {error}", "give a directory with config.json and weights") from error
+    return enable(model.eval())
+
+
+class Subject:
+    """An enabled model from a directory, on the gpu if torch sees one, and its tokenizer.
+
+    `tokenizer`: None for the recall model, which has a language of its own. UsageError: there is no such directory.
+    DataError: there is no model in it, or no tokenizer.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        if not Path(directory).is_dir():
+            raise UsageError(f"--model: {directory} is not a directory", "give one with config.json and weights")
+        self.model: Any = load_model(directory).to("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizer = None if self.model.config.vocab_size == VOCABULARY else _tokenizer(directory)
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of `text`, without a beginning or an end of text."""
+        assert self.tokenizer is not None
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    @property
+    def first(self) -> list[int]:
+        """What a text begins with."""
+        token = None if self.tokenizer is None else self.tokenizer.bos_token_id
+        return [] if token is None else [int(token)]
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what the model is, for tables and JSON."""
+        text = self.model.config.get_text_config(decoder=True)
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        shape = f"{text.num_hidden_layers} layers, {text.num_attention_heads} heads over {heads}"
+        return {"family": text.model_type, "shape": shape, "type": str(self.model.dtype).removeprefix("torch.")} | {
+            "runs on": str(self.model.device)
+        }
+
+
+def _tokenizer(directory: str | Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        hint = "give a directory with tokenizer.json beside the weights"
+        raise DataError(f"{directory}: no tokenizer: {error}", hint) from error
+
+
+def random_model(shape: Mapping[str, int]) -> Any:
+    """Returns an enabled Llama of `shape`, arguments of its config, with random weights: for times alone."""
+    torch.manual_seed(0)
+    return enable(LlamaForCausalLM(LlamaConfig(**shape)).eval())
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Torch with `count` threads; None: as many as it has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def stock(model: Any) -> Any:
+    """Returns the cache that transformers would take for `model`, empty."""
+    return DynamicCache(config=model.config)
+
+
+def feed(model: Any, cache: Any, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Gives the model the tokens `ids` [batch, tokens]; returns the likeliest next ones [batch]."""
+    tokens = torch.from_numpy(np.ascontiguousarray(ids)).to(model.device)
+    with torch.no_grad():
+        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    likeliest: NDArray[np.int64] = logits.argmax(-1).cpu().numpy()
+    return likeliest
+
+
+def answer(model: Any, cache: Any, task: Questions | Probe | Chain) -> NDArray[np.bool_]:
+    """Returns which answers [batch, n] of `task` are right, with an empty cache that first reads the contexts."""
+    feed(model, cache, task.ids)
+    return ask(model, cache, probe_of(task) if isinstance(task, Questions) else task)
+
+
+def ask(model: Any, cache: Any, task: Probe | Chain) -> NDArray[np.bool_]:
+    """Returns which answers [batch, n] of `task` the model gives right, with a cache that has read the contexts.
+
+    Right is what greedy decoding gives word for word: every token of the answer is the likeliest after those before it.
+    The true answer is what a probe goes on with; of a chain the model's own answers decide what comes next.
+    """
+    found = []
+    if isinstance(task, Chain):
+        keys = task.first
+        for expected in task.answers.T:
+            said = feed(model, cache, keys[:, None])
+            feed(model, cache, said[:, None])
+            keys = task.next_keys(said)
+            found.append(said == expected)
+        return np.stack(found, 1)
+    for question, expected in zip(task.asked, task.answers, strict=True):
+        right = np.ones(len(expected), bool)
+        said = np.zeros(len(expected), np.int64)
+        for token in question.T:
+            said = feed(model, cache, token[:, None])
+        for token in expected.T:
+            right &= said == token
+            said = feed(model, cache, token[:, None])
+        found.append(right)
+    return np.stack(found, 1)
+
+
+def accuracy(model: Any, questions: Questions, policy: str | None = None, **settings: Any) -> float:
+    """Returns the share (0 .. 1) of `questions` that `model` answers right, one after the other, all contexts at once.
+
+    `policy` None: transformers' own cache, which keeps everything; else a SpillCache with `settings`, whose errors it has.
+    """
+    # Products of so small a model take longer to share out between threads than to do.
+    with torch_threads(1):
+        if policy is None:
+            return float(answer(model, stock(model), questions).mean())
+        with SpillCache(model.config, policy, **settings) as cache:
+            return float(answer(model, cache, questions).mean())
+
+
+class _Recorder(Conversation):
+    """Notes the calls of attention of a prompt, and stores nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    length = 0
+    looks_ahead = False
+
+    def expect(self, layer: int) -> None:
+        return
+
+    def attend(self, layer: int, call: Call) -> Output:
+        self.calls.append(call)
+        return call.run(call.key, call.value, call.mask)
+
+
+class Prompt:
+    """Keys, values and queries of a batch of prompts of equal length, as an enabled model makes them of `ids`.
+
+    Prompts are attended to exactly, whatever the policy: read once, they can be given to several caches. What a cache takes
+    is the same as when the model reads it, but in another time: for accuracy, and times of later steps, alone.
+    """
+
+    def __init__(self, model: Any, ids: NDArray[np.int64]) -> None:
+        self._model, self._ids, self._calls = model, ids, self._recorded(model, ids)
+
+    @classmethod
+    def by_chance(cls, model: Any, tokens: int) -> Prompt:
+        """Returns *synthetic* keys and values of a prompt of `tokens`, normally distributed, in no time; for times alone.
+
+        All layers of `model` must be of full attention. Queries are not there: policies that need them see zeros.
+        """
+        made = cls.__new__(cls)
+        text = model.config.get_text_config(decoder=True)
+        heads, kv_heads, dim = text.num_attention_heads, text.num_key_value_heads, text.head_dim
+        random = torch.Generator().manual_seed(0)
+        none = torch.zeros((1, 1, 1, 1), dtype=model.dtype, device=model.device).expand(1, heads, tokens, dim)
+        made._model, made._ids, made._calls = model, np.zeros((1, tokens), np.int64), []
+        for _ in range(text.num_hidden_layers):
+            drawn = (torch.randn((1, kv_heads, tokens, dim), generator=random) for _ in range(2))
+            keys, values = (side.to(model.device, model.dtype) for side in drawn)
+            made._calls.append(Call(None, none, keys, values, None, {"scaling": dim**-0.5}, _no_attention))
+        return made
+
+    @staticmethod
+    def _recorded(model: Any, ids: NDArray[np.int64]) -> list[Call] | None:
+        """The calls; None where layers with a sliding window keep keys of their own."""
+        recorder = _Recorder()
+        layers = spilled_layers(model.config, lambda count, alone: recorder)
+        if not all(isinstance(layer, SpillLayer) for layer in layers):
+            return None
+        feed(model, Cache(layers=layers), ids)
+        return recorder.calls
+
+    def give(self, cache: Any) -> None:
+        """Fills an empty cache: a SpillCache, or one of transformers' own."""
+        if self._calls is None:
+            feed(self._model, cache, self._ids)
+            return
+        for layer, call in enumerate(self._calls):
+            if isinstance(cache, SpillCache):
+                cache.conversation.attend(layer, replace(call, stock=_no_attention))
+            else:
+                cache.update(call.key, call.value, layer)
+
+
+def _no_attention(*arguments: Any, **options: Any) -> Output:
+    return torch.empty(0), None
+
+
+class Run:
+    """One sequence generated with one cache, step by step, so that several can take turns; `timeline`: the cache's."""
+
+    def __init__(self, model: Any, cache: Any, timeline: Timeline | None = None) -> None:
+        self._model, self.cache, self._timeline = model, cache, timeline
+        self._begin_ns = self._prefill_ns = self._second_ns = 0
+        self._steps_ns: list[int] = []
+        self._before = Traffic()
+
+    def read(self, ids: NDArray[np.int64]) -> None:
+        """Reads a prompt [1, tokens] and makes the second token; what comes now is measured from the next step on."""
+        begin_ns = time.perf_counter_ns()
+        self._next = feed(self._model, self.cache, ids)
+        self._prefill_ns = time.perf_counter_ns() - begin_ns
+        self.step()
+        self._second_ns = time.perf_counter_ns() - begin_ns
+
+    def take(self, given: Prompt, token: int = 0) -> None:
+        """Takes what a prompt left, and goes on with `token`: for times of steps alone, the prompt's is not measured."""
+        given.give(self.cache)
+        self._next = np.array([token])
+
+    def begin(self) -> None:
+        """Forgets the steps so far: they were to warm up."""
+        self._steps_ns.clear()
+        if self._timeline is not None:
+            self._timeline.clear()
+            self._before = snapshot(self.cache.traffic)
+
+    def step(self) -> None:
+        """Makes one more token."""
+        begin_ns = time.perf_counter_ns()
+        self._next = feed(self._model, self.cache, self._next[:, None])
+        self._steps_ns.append(time.perf_counter_ns() - begin_ns)
+
+    def speed(self) -> Speed:
+        """Returns how long it took; parts are those of the step in the middle, so that they add up."""
+        middle = statistics.median_low(self._steps_ns)
+        parts = dict.fromkeys((LOADING, QUERY, UPDATE), 0.0)
+        if self._timeline is not None:
+            timeline, at = self._timeline, self._steps_ns.index(middle)
+            step = self.cache.store.step - len(self._steps_ns) + at
+            parts = {part: float(timeline.busy_ns(step, stage=stage)) for part, stage in _STAGES.items()}
+        rest = middle - sum(parts.values())
+        return Speed(len(self._steps_ns), self._prefill_ns, self._second_ns, middle, {**parts, DECODING: rest})
+
+    def moved(self) -> Traffic:
+        """Returns what moved since `begin`; nothing where all is in memory."""
+        return Traffic() if self._timeline is None else since(self._before, self.cache.traffic)
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Written to the spill file since the beginning."""
+        return 0 if self._timeline is None else int(self.cache.traffic.bytes_between("cpu", "ssd"))
+
+    @property
+    def steps(self) -> int:
+        """Steps since `begin`."""
+        return len(self._steps_ns)
+
+    def memory(self) -> Memory:
+        """Returns what the cache keeps in memory; not what is read of the spill file, which the kernel may keep as well."""
+        if not isinstance(self.cache, SpillCache):
+            sides = (side for layer in self.cache.layers for side in (layer.keys, layer.values))
+            return Memory(sum(side.numel() * side.element_size() for side in sides), 0)
+        policy = getattr(self.cache.conversation.engine, "policy", None)
+        return Memory(self.cache.store.memory_bytes, getattr(getattr(policy, "indexes", None), "size_bytes", 0))
+
+
+class Watch:
+    """Stands where a policy stood, and computes exact attention beside each choice (slow: everything is read).
+
+    `recalls` and `masses` are means over the batch and the heads, one for each step and layer where there was a choice:
+    see `Attention`. The newest token, which no choice is about, is not counted.
+    """
+
+    def __init__(self, policy: KvPolicy) -> None:
+        self._policy = policy
+        self.recalls: list[float] = []
+        self.masses: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def prefilled(self, layer: int, queries: Floats, start: int) -> None:
+        """As the policy's own."""
+        self._policy.prefilled(layer, queries, start)
+
+    def select(self, layer: int, queries: Floats) -> Selection:
+        """Returns what the policy selects."""
+        selection = self._policy.select(layer, queries)
+        self._note(layer, queries, selection)
+        return selection
+
+    def _note(self, layer: int, queries: Floats, selection: Selection) -> None:
+        store, size = self._policy.store, self._policy.page_tokens
+        inside = slice(store.middle.start * size, store.middle.stop * size)
+        if selection.count >= inside.stop - inside.start:
+            return
+        everything = store.gather(layer, store.everything)
+        weights = _weights(queries, widened(everything.keys), self._policy.scale)
+        everything.release()
+        chosen = np.zeros(weights.shape[:2] + weights.shape[3:], bool)
+        np.put_along_axis(chosen, selection.positions, True, 2)
+        if selection.count:
+            self.recalls.append(_recalled(weights[..., inside], chosen[..., inside], selection.count))
+        chosen[..., : inside.start] = chosen[..., inside.stop :] = True
+        self.masses.append(float((weights * chosen[:, :, None]).sum(-1).mean()))
+
+
+def _weights(queries: Floats, keys: Floats, scale: float) -> Floats:
+    """Softmax weights [batch, kv_heads, heads of each, tokens]."""
+    batch, kv_heads, _, dim = keys.shape
+    scores = queries.reshape(batch, kv_heads, -1, dim) @ keys.swapaxes(2, 3) * np.float32(scale)
+    scores -= scores.max(-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(-1, keepdims=True)
+    found: Floats = scores
+    return found
+
+
+def _recalled(weights: Floats, chosen: NDArray[np.bool_], count: int) -> float:
+    """Share of the `count` tokens with the largest weights, added up by key head, that were chosen."""
+    best = np.argpartition(-weights.sum(2), count - 1, axis=-1)[..., :count]
+    return float(np.take_along_axis(chosen, best, 2).mean())
+
+
+def watch(cache: SpillCache) -> Watch:
+    """Returns a watch over the policy of `cache`, which has read a prompt, from now on."""
+    engine: Any = cache.conversation.engine
+    if engine is None:
+        raise ValueError("cache: it has no policy before its first token")
+    engine.policy = Watch(engine.policy)
+    found: Watch = engine.policy
+    return found
