@@ -24,15 +24,17 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from llmcache.errors import LlmcacheError  # noqa: E402
+from llmcache.fs.backends.touches import why_not  # noqa: E402
 from llmcache.units import format_rate, format_size, parse_rate  # noqa: E402
 from tools.bench import machine  # noqa: E402
 from tools.bench.blockdev import disk_of  # noqa: E402
 from tools.bench.cases import TOKEN_WARMUP, tokens  # noqa: E402
 from tools.bench.demo_tools import Demonstration, show_tools  # noqa: E402
 from tools.bench.errors import BenchError  # noqa: E402
-from tools.bench.experiment import Bench, Experiment, Outcome  # noqa: E402
+from tools.bench.experiment import Bench, Experiment, Outcome, Routed  # noqa: E402
 from tools.bench.files import loop_bytes  # noqa: E402
-from tools.bench.sides import Mounted, Plain  # noqa: E402
+from tools.bench.routing import dense_bytes, layout_of  # noqa: E402
+from tools.bench.sides import SMALL_READ_AHEAD_KB, Mounted, Plain, kernels  # noqa: E402
 from tools.bench.signals import one_interrupt  # noqa: E402
 
 
@@ -44,18 +46,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", default="700M", help="size of the generated model")
     parser.add_argument("--rate", default="500M", help="storage limit in bytes per second")
     parser.add_argument("--fraction", type=float, default=0.75, help="share of the loop that the cache may hold")
-    parser.add_argument("--tokens", type=int, default=8, help=f"tokens per run, {TOKEN_WARMUP} of them warm-up")
+    parser.add_argument("--experts", type=int, default=0, help="a mixture of so many experts in each layer")
+    parser.add_argument("--used", type=int, default=4, help="of which a token uses so many")
+    parser.add_argument("--tokens", type=int, help=f"tokens per run [8, {TOKEN_WARMUP} for warm-up; of a mixture 40, 15]")
     parser.add_argument("--repeat", type=int, default=2, help="runs of each side, in turns")
     parser.add_argument("--threads", type=int, default=min(4, os.cpu_count() or 1))
-    parser.add_argument("--mode", choices=("auto", "steer", "arena"), default="auto")
+    parser.add_argument("--mode", choices=("auto", "inplace", "steer", "arena"), default="auto")
     return parser.parse_args()
 
 
-def make_model(directory: Path, size: str) -> Path:
+def make_model(directory: Path, size: str, experts: int = 0, used: int = 0) -> Path:
     """Return the generated model; it is kept between runs."""
-    model = directory / f"demo-{size}.gguf"
+    model = directory / (f"demo-{size}-{experts}x{used}.gguf" if experts else f"demo-{size}.gguf")
     directory.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(model), "--size", size]
+    command += ["--experts", str(experts), "--used", str(used)] if experts else []
     result = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if result.returncode != 0:
         raise BenchError(f"cannot make the model: {result.stderr.strip()[-600:]}")
@@ -64,40 +69,46 @@ def make_model(directory: Path, size: str) -> Path:
 
 def experiment(args: argparse.Namespace, model: Path) -> Experiment:
     """Return what is compared."""
-    loop = loop_bytes(model)
+    loop, routed = loop_bytes(model), None
+    if args.experts:
+        dense = dense_bytes(layout_of(model))
+        routed = Routed(dense + (loop - dense) * args.used / args.experts, None)
+    steps = args.tokens or (8 if routed is None else 40)
     return Experiment(
         case="a",
         name="llama.cpp",
         file=model,
         loop_bytes=loop,
         cache_bytes=int(args.fraction * loop),
-        command=tokens(args.threads, args.tokens),
-        steps=args.tokens,
-        warmup=TOKEN_WARMUP,
+        command=tokens(args.threads, steps),
+        steps=steps,
+        warmup=TOKEN_WARMUP if routed is None else min(15, steps // 2),
         read_bps=parse_rate(args.rate),
+        routed=routed,
     )
 
 
 def result_table(outcome: Outcome, rate: int) -> Table:
     """Return the comparison as a table; modelled and measured figures stand in different rows."""
     each = outcome.experiment
+    asked = each.loop_bytes if each.routed is None else int(each.routed.token_bytes)
     title = (
-        f"{format_size(each.loop_bytes)} read per token, cache {format_size(each.cache_bytes)}, "
+        f"{format_size(asked)} of {format_size(each.loop_bytes)} read per token, cache {format_size(each.cache_bytes)}, "
         f"storage {format_rate(rate)}, total memory {format_size(outcome.cap_bytes or 0)}"
     )
     made = Table(title=title, title_justify="left")
     for name in ("", "", "s/token", "min..max", "MB read/token", "tokens/s"):
         made.add_column(name, justify="right" if name else "left")
     modes = {str((run.mount() or {}).get("mode")) for run in outcome.of("mount")}
-    for side, label in (("kernel", "plain storage, page cache"), ("mount", f"llmcachefs, {', '.join(modes)}")):
+    labels = {"kernel": "plain storage, page cache", "mount": f"llmcachefs, {', '.join(modes)}"}
+    for side in outcome.sides:
+        label = labels.get(side, f"the same, read_ahead_kb {SMALL_READ_AHEAD_KB}")
         times, median = outcome.seconds(side), outcome.median_s(side)
         spread, read = f"{min(times):.3f}..{max(times):.3f}", f"{outcome.storage_bytes(side) / 1e6:.0f}"
         made.add_row(label, "measured", f"{median:.3f}", spread, read, f"{1 / median:.2f}")
     bound, missing = outcome.bound_s(), max(0, each.loop_bytes - each.cache_bytes)
-    rows = (
-        ("bound max(compute, (N-S)/BW)", "modelled", bound, missing),
-        ("all in memory", "measured", outcome.compute_s, 0),
-    )
+    rows = [("bound max(compute, (N-S)/BW)", "modelled", bound, missing)] if each.routed is None else []
+    rows.append(("all in memory", "measured", outcome.compute_s, 0))
     for label, kind, seconds, read_bytes in rows:
         made.add_row(label, kind, f"{seconds:.3f}", "", f"{read_bytes / 1e6:.0f}", f"{1 / seconds:.2f}")
     return made
@@ -113,13 +124,14 @@ def same_answers(outcome: Outcome) -> bool:
 def show(outcome: Outcome, rate: int, console: Console) -> bool:
     """Print table and summary; returns whether nothing went wrong."""
     console.print(result_table(outcome, rate))
-    mount, kernel = outcome.median_s("mount"), outcome.median_s("kernel")
+    mount, kernel = outcome.median_s("mount"), min(map(outcome.median_s, set(outcome.sides) - {"mount"}))
     same = same_answers(outcome)
+    bound = "" if outcome.experiment.routed else f", {mount / outcome.bound_s():.2f} x the bound"
     console.print(
-        f"llmcachefs: {kernel / mount:.1f} x as fast as the page cache, {mount / outcome.bound_s():.2f} x the bound; "
+        f"llmcachefs: {kernel / mount:.1f} x as fast as the page cache{bound}; "
         f"logits {'identical in all runs' if same else 'DIFFER: a wrong byte was read'}"
     )
-    problems = [f"{side}: {text}" for side in ("kernel", "mount") for text in outcome.problems(side)]
+    problems = [f"{side}: {text}" for side in outcome.sides for text in outcome.problems(side)]
     for problem in problems:
         console.print(f"problem: {problem}")
     return same and not problems
@@ -129,23 +141,33 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
     """Run the whole demo; returns the exit code."""
     began = time.monotonic()
     console.print(f"1. model: about {args.size} of Q8_0 GGUF in {args.dir} (made once, then kept)")
-    model = make_model(args.dir.resolve(), args.size)
+    model = make_model(args.dir.resolve(), args.size, args.experts, args.used)
     plan = experiment(args, model)
     host = machine.describe(model)
-    console.print(f"   {model.name}: each token reads {format_size(plan.loop_bytes)} of it, always in the same order")
+    asked, what = plan.loop_bytes, "always in the same order"
+    if plan.routed is not None:
+        asked, what = int(plan.routed.token_bytes), f"{args.used} of {args.experts} experts in each layer"
+    console.print(f"   {model.name}: each token reads {format_size(asked)} of it, {what}")
     console.print(f"   {host['cpu']}, kernel {host['kernel']}, disk {disk_of(model).name}, {args.threads} threads")
     console.print("2. the client alone, with all memory: how long a token takes to compute")
     console.print(
-        f"3. {args.repeat} x {args.tokens} tokens each way, in a cgroup that holds client, daemon and page cache, "
-        f"storage limited to {format_rate(plan.read_bps or 0)} (s/token as they come, {TOKEN_WARMUP} for warm-up)"
+        f"3. {args.repeat} x {plan.steps} tokens each way, in a cgroup that holds client, daemon and page cache, "
+        f"storage limited to {format_rate(plan.read_bps or 0)} (s/token as they come, {plan.warmup} for warm-up)"
     )
-    options = () if args.mode == "auto" else ("--mode", args.mode)
-    bench = Bench(model.parent, scratch, (Plain(), Mounted(options=options)), args.repeat, console.print)
+    options: tuple[str, ...] = () if args.mode == "auto" else ("--mode", args.mode)
+    plain: tuple[Plain, ...] = (Plain(),)
+    if plan.routed is not None:  # what the kernel reads around a fault decides: the better is the opponent
+        plain = kernels(model.parent)
+        if args.mode == "inplace" or (args.mode == "auto" and why_not(str(model.parent)) is None):
+            options += ("--read-ahead", f"{SMALL_READ_AHEAD_KB}Ki")
+    bench = Bench(model.parent, scratch, (*plain, Mounted(options=options)), args.repeat, console.print)
     outcome = bench.measure(plan)
     console.print("4. unmounted, cgroups removed\n")
     good = show(outcome, plan.read_bps or 0, console)
-    what = Demonstration(model, plan.loop_bytes, args.threads, plan.read_bps or 0, outcome.compute_s, outcome.anon_bytes)
-    good = show_tools(what, scratch / "llama.parquet", console) and good
+    each = Demonstration(
+        model, plan.loop_bytes, asked, args.threads, plan.read_bps or 0, outcome.compute_s, outcome.anon_bytes
+    )
+    good = show_tools(each, scratch / "llama.parquet", console) and good
     console.print(f"done in {time.monotonic() - began:.0f} s")
     return 0 if good else 1
 

@@ -25,10 +25,14 @@ _SUGGESTED = re.compile(r"llmcache size (--loop \S+ --hot \S+)")
 
 @dataclass(frozen=True)
 class Demonstration:
-    """The model of the demo and what was measured with it: bytes per second of the storage limit, seconds per token."""
+    """The model of the demo and what was measured with it: bytes per second of the storage limit, seconds per token.
+
+    `token_bytes`: less than `loop_bytes` where it is a mixture.
+    """
 
     model: Path
     loop_bytes: int
+    token_bytes: int
     threads: int
     read_bps: int
     compute_s: float
@@ -54,7 +58,9 @@ def show_tools(each: Demonstration, trace: Path, console: Console) -> bool:
     if output is None:
         return False
     console.print(output, soft_wrap=True)
-    console.print(f"   the model's header says {format_size(each.loop_bytes)} per token; one took {made.step_s:.2f} s")
+    console.print(f"   the model's header says {format_size(each.token_bytes)} per token; one took {made.step_s:.2f} s")
+    if each.token_bytes < each.loop_bytes:  # what was read once, or now and then, are experts
+        return _size(each, ["--model", str(each.model)], console)
     suggested = _SUGGESTED.search(output)
     if suggested is None:
         console.print("   no loop was found: the tier named above does not see what mapped files are read")

@@ -146,7 +146,8 @@ class Outcome:
     def storage_bytes(self, side: str) -> float:
         """Return the median over the repeats of the bytes read per step."""
         warmup = self.experiment.warmup
-        return statistics.median([run.storage_bytes_per_step(warmup) for run in self.of(side)] or [float("nan")])
+        routed = self.experiment.routed is not None
+        return statistics.median([run.storage_bytes_per_step(warmup, routed) for run in self.of(side)] or [float("nan")])
 
     def problems(self, side: str) -> list[str]:
         """Return what went wrong in the runs of one side: hangs, wrong bytes, failures, OOM kills."""
