@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 
 HALF_LIVES = (0.1, 1.0, 3.0, 10.0)
+_FORGOTTEN = 64.0  # half-lives: what is left after so many is nothing
 _FIRST = 1  # of them, until one has won
 _SAMPLE = 4  # one key of so many
 _ROUND = 4  # uses for each sampled key that is kept; the rounds before count half as much each
@@ -46,7 +47,7 @@ class Lrfu:
     def use(self, key: int) -> None:
         """Counts one use, of a key that is kept or not."""
         self._clock += 1 / max(self._least_half_life, self.half_lives * len(self._kept))
-        old = self.value(key)
+        old = max(self.value(key), self._clock - _FORGOTTEN)
         self._value[key] = max(old, self._clock) + math.log2(1 + 2 ** -abs(old - self._clock))  # log2(2**old + 2**clock)
         if key in self._kept:
             self._push(key)
@@ -56,10 +57,10 @@ class Lrfu:
         return self._value.get(key, -math.inf)
 
     def keep(self, key: int) -> None:
-        """`key` is kept from now on."""
+        """`key` is kept from now on; without a use of it it leaves before all others."""
         if key not in self._kept:
             self._kept.add(key)
-            self._value.setdefault(key, self._clock)
+            self._value.setdefault(key, -math.inf)
             self._push(key)
 
     def drop(self, key: int) -> None:

@@ -9,7 +9,7 @@ from llmcache.fs.backends.base import BufferPool
 from llmcache.fs.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
 from llmcache.fs.backends.holders import SteerHolder
 from llmcache.fs.engine.engine import Engine
-from llmcache.fs.engine.group import LOADING, PINNED, READY, SINGLE, TOUCHED, Group
+from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, TOUCHED, Group
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
 from llmcache.fs.engine.state import CacheState
 from llmcache.fs.layout.experts import Experts
@@ -194,7 +194,7 @@ def test_experts_are_counted_while_they_are_there_and_only_then() -> None:
 
     def miss(expert: int, works: bool = True) -> None:
         with state.lock:
-            assert cache.missed(mixture, expert)
+            assert cache.missed(mixture, expert) == [expert]
             assert cache.used_bytes == state.resident_bytes == 2 * MIB * len(mixture.kept)
             cache.arrived(mixture, expert, works)
         assert cache.used_bytes == state.resident_bytes == 2 * MIB * len(mixture.kept)
@@ -213,3 +213,32 @@ def test_experts_are_counted_while_they_are_there_and_only_then() -> None:
         cache.end(group)
         cache.arrived(mixture, 0, True)
     assert cache.used_bytes == 0
+
+
+def test_a_prompt_is_brought_in_ahead_and_leaves_before_what_tokens_use() -> None:
+    state = new_state(1024 * MIB)
+    group = new_group(state, "mixture", 128)
+    group.status = bytearray([SINGLE]) * group.count
+    cache, member = state.mixtures, group.members[0]
+    member.backing = cast(Backing, object())
+    tensors = tuple(Tensor(f"blk.{n}.ffn_up_exps.weight", 64 * n * MIB, 64 * MIB, "F32", experts=64) for n in range(2))
+    cache.begin(group, member, Experts(ModelLayout("gguf", 0, tensors, experts_used=4)))
+    mixture = member.mixture
+    assert mixture is not None
+    with state.lock:
+        for _token in range(20):
+            for expert in (3, 9, 20, 21, 64, 70, 71, 99):
+                assert cache.missed(mixture, expert) == [expert], "tokens miss few of a layer at a time"
+                cache.arrived(mixture, expert, True)
+                if _token < 19:
+                    cache.lost(mixture, expert)
+        brought: list[int] = []
+        for expert in range(64):
+            if mixture.states[expert] == ABSENT:
+                brought += cache.missed(mixture, expert)
+        assert sorted(brought) == [expert for expert in range(64) if expert not in (3, 9, 20, 21)]
+        for expert in brought:
+            cache.arrived(mixture, expert, True)
+        coldest = cache.hot.coldest(64 - 4 - 12)
+    assert not {3, 9, 20, 21, 64, 70, 71, 99} & set(coldest)
+    assert set(coldest) <= set(brought)

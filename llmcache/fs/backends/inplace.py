@@ -349,9 +349,9 @@ class InPlaceBackend:
         state = mixture.states[expert]
         if state == LOADING or (state == TOUCHED and not missed):
             return  # counted when it came, or with the next sample
-        if self.state.mixtures.missed(mixture, expert):
+        for each in self.state.mixtures.missed(mixture, expert):
             mixture.member.loads += 1
-            self.state.jobs.append(functools.partial(self._bring_expert, mixture, expert))
+            self.state.jobs.append(functools.partial(self._bring_expert, mixture, each))
             self.state.work.notify()
 
     def _note(self, group: Group, member: Member, file: File, extent: int, touch: Touch) -> None:

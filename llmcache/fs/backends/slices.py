@@ -78,11 +78,13 @@ class SliceReader:
         if pid and mixture.states[expert] == TOUCHED:
             self._came_back(mixture, expert, length)
         if mixture.states[expert] == ABSENT:
-            if not wanted or not pid or not self.state.mixtures.missed(mixture, expert):
+            found = self.state.mixtures.missed(mixture, expert) if wanted and pid else []
+            if not found:
                 self._strays.append((mixture, expert, offset, length))
                 return None, False
-            self._begin(mixture, expert, offset)
-            self.state.references.slices(mixture.member, mixture.ranges(expert), pid)
+            for each in found:
+                self._begin(mixture, each, offset)
+                self.state.references.slices(mixture.member, mixture.ranges(each), pid)
         return self._piece(mixture, expert, offset)
 
     def _came_back(self, mixture: Mixture, expert: int, length: int) -> None:

@@ -12,6 +12,7 @@ Every method expects the engine's lock.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 HEADROOM_BYTES = 4 << 20
 LEAST_ROOM_BYTES = 16 << 20  # so many experts are in use at a time
+SWEEP = 3  # times as many experts as a token uses, missed in one visit of a layer: a prompt, that uses nearly all of them
+UNTOLD_SHARE, UNTOLD_LEAST = 4, 8  # where the header does not say how many that are: a quarter of all is a prompt
+AHEAD = 4  # experts that are brought ahead of a prompt
 
 
 @dataclass(eq=False)
@@ -52,6 +56,8 @@ class Mixture:
         # In the middle of a slice: what the kernel maps around a fault in the next one does not reach so far.
         firsts = ((self.ranges(expert) or [(0, 0)])[0] for expert in range(layout.count))
         self.probes = array("Q", ((offset + length // 2) // PAGE * PAGE for offset, length in firsts))
+        self.layer = (0, 0)  # the experts of the layer that is computed: first, and behind the last
+        self.visit, self.last = 0, 0  # of which so many were missed, in the order of their numbers until that one
         self.loads: dict[int, ExpertLoad] = {}
         self.trips: set[int] = set()
         self.refaults: dict[int, int] = {}
@@ -60,6 +66,16 @@ class Mixture:
     def kept(self) -> list[int]:
         """The experts that are there."""
         return [expert for expert, state in enumerate(self.states) if state == TOUCHED]
+
+    def sweeps(self, expert: int) -> bool:
+        """Notes a miss; True if so many are missed in this visit of the layer that it is a prompt that is computed."""
+        _, first, count = self.layout.layer_of(expert)
+        end = first + count
+        if self.layer != (first, end) or expert < self.last:
+            self.layer, self.visit = (first, end), 0
+        self.visit, self.last = self.visit + 1, expert
+        most = SWEEP * self.layout.used if self.layout.used else max(UNTOLD_LEAST, count // UNTOLD_SHARE)
+        return self.visit > min(most, end - first - 1)
 
     def ranges(self, expert: int) -> list[tuple[int, int]]:
         """(offset, bytes) of the slices of an expert in whole pages, without what is in the loop."""
@@ -144,16 +160,26 @@ class MixtureCache:
         self.hot.use(mixture.first + expert)
         self.state.counters.hit_bytes += mixture.bytes_of(expert)
 
-    def missed(self, mixture: Mixture, expert: int) -> bool:
-        """A program uses an expert that is not there, or not wholly; True if it is LOADING now, to have `arrived` soon."""
-        self.hot.use(mixture.first + expert)
+    def missed(self, mixture: Mixture, expert: int) -> list[int]:
+        """A program uses an expert that is not there, or not wholly.
+
+        Returns the experts that are LOADING now, and have to have `arrived` soon: that one, and what a prompt uses next.
+        """
+        sweeps = mixture.sweeps(expert)
+        if not sweeps:  # what a prompt reads says little of what the tokens after it use
+            self.hot.use(mixture.first + expert)
         self.state.counters.miss_bytes += mixture.bytes_of(expert)
         if not mixture.member.reachable:
-            return False
+            return []
         if mixture.states[expert] == TOUCHED:
             self.lost(mixture, expert)
-        mixture.states[expert] = LOADING
-        return True
+        found = [expert]
+        if sweeps:
+            behind = (each for each in range(expert + 1, mixture.layer[1]) if mixture.states[each] == ABSENT)
+            found += itertools.islice(behind, AHEAD)
+        for each in found:
+            mixture.states[each] = LOADING
+        return found
 
     def lost(self, mixture: Mixture, expert: int) -> None:
         """The kernel has reclaimed some of an expert that was there."""

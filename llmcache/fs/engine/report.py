@@ -242,7 +242,7 @@ def _heat_file(copy: _Copy, member: Member, rows: int) -> dict[str, Any]:
     experts = {}
     for mixture, kept in copy.mixtures:
         if mixture.member is member:
-            counts = Counter(mixture.layout.layer_of(expert) for expert in kept)
+            counts = Counter(mixture.layout.layer_of(expert)[0] for expert in kept)
             experts = {name: {"kept": counts[name], "count": count} for name, _, count in mixture.layout.layers}
     return {
         "path": member.path,

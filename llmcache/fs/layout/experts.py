@@ -31,7 +31,8 @@ class SliceRun:
 class Experts:
     """The experts of a file, numbered layer by layer, and their slices, numbered as they lie.
 
-    `layers`: (name, first expert, how many), in the order of computation.
+    `layers`: (name, first expert, how many), in the order of computation. `used`: of a layer's, by a token; None where the
+    header does not say it.
     """
 
     def __init__(self, layout: ModelLayout) -> None:
@@ -41,6 +42,7 @@ class Experts:
             counts[layer] = max(counts.get(layer, 0), expert + 1)
         names = sorted(counts, key=_layer_key)
         self.layers: list[tuple[str, int, int]] = []
+        self.used = layout.experts_used
         self.count = 0
         for name in names:
             self.layers.append((name, self.count, counts[name]))
@@ -69,9 +71,9 @@ class Experts:
         """(offset, bytes) of the slices of an expert, as they lie."""
         return [(self.starts[number], self.sizes[number]) for number in self._slices[expert]]
 
-    def layer_of(self, expert: int) -> str:
-        """The name of the layer that an expert is in."""
-        return self.layers[bisect_right(self.layers, expert, key=lambda layer: layer[1]) - 1][0]
+    def layer_of(self, expert: int) -> tuple[str, int, int]:
+        """The layer that an expert is in."""
+        return self.layers[bisect_right(self.layers, expert, key=lambda layer: layer[1]) - 1]
 
     def bytes_of(self, expert: int) -> int:
         """Bytes of all slices of an expert."""
