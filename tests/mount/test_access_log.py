@@ -20,9 +20,14 @@ from llmcache.cache.policies.belady import why_not_exact
 from llmcache.cache.simulate import simulate
 from llmcache.cache.space import BlockSpace
 from llmcache.fs.client import control
+from llmcache.fs.layout.experts import Experts
 from llmcache.trace.record import BLOCK_BYTES, HIT, READ, WRITE, Trace
 from tests.mount.live import MIB, Live, is_busy, live, random_file, run_llmcache, wait_for
+from tools.bench import routing
 from tools.bench.sides import end_mount
+from tools.make_model import make_model
+from tools.modelgen.gguf_file import BYTES_PER_VALUE
+from tools.modelgen.shape import MixtureShape, choose_shape
 
 SIZES = {
     "loop.bin": 72 * MIB + 77, "short.bin": 33 * MIB, "other.bin": 60 * MIB, "small.json": 3 * MIB + 5, "tiny.txt": 99
@@ -37,6 +42,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("source")
     for name, size in SIZES.items():
         random_file(directory / name, size)
+    shape = choose_shape(60 * MIB, BYTES_PER_VALUE, None, True, MixtureShape(16, 2, 200_000))
+    make_model(directory / "mixture.gguf", shape, "gguf", 1, 0)
     return directory
 
 
@@ -115,7 +122,18 @@ def a_warm_up_and_an_eviction(mount: Live) -> None:
     sweep(mount, "loop.bin", 2)
 
 
+def a_mixture(mount: Live) -> None:
+    path = mount.source / "mixture.gguf"
+    experts = Experts(routing.layout_of(path))
+    with open(mount.mountpoint / path.name, "rb", buffering=0) as file:
+        for use in range(300):
+            for offset, length in experts.ranges(use * 7 % experts.count if use % 3 else use % 5):
+                os.pread(file.fileno(), length, offset)
+    assert mount.stats()["files"][0]["experts"]["kept"] > 0
+
+
 WORKS: list[Work] = [
+    a_mixture,
     a_warm_up_and_an_eviction,
     a_loop_that_does_not_fit,
     two_loops_of_different_period,

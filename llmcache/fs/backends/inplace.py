@@ -339,17 +339,18 @@ class InPlaceBackend:
         group, member = owner
         if touch.extent >= member.count:
             if member.mixture is not None:
-                self._slice_touched(member.mixture, touch.extent - member.count, bool(touch.flags & MISS))
+                self._slice_touched(member.mixture, touch.extent - member.count, touch)
         elif group.alive:
             self._note(group, member, file, member.base + touch.extent, touch)
 
-    def _slice_touched(self, mixture: Mixture, number: int, missed: bool) -> None:
-        """A program reads a slice, of which a page was `missed`, or is mapped now. Lock held."""
+    def _slice_touched(self, mixture: Mixture, number: int, touch: Touch) -> None:
+        """A program reads a slice, of which a page was missed, or is mapped now. Lock held."""
         expert = mixture.layout.expert_of[number]
         state = mixture.states[expert]
-        if state == LOADING or (state == TOUCHED and not missed):
+        if state == LOADING or (state == TOUCHED and not touch.flags & MISS):
             return  # counted when it came, or with the next sample
         for each in self.state.mixtures.missed(mixture, expert):
+            self.state.references.slices(mixture.group, mixture.member, mixture.ranges(each), touch.pid)
             mixture.member.loads += 1
             self.state.jobs.append(functools.partial(self._bring_expert, mixture, each))
             self.state.work.notify()

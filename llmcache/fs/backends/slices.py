@@ -84,7 +84,7 @@ class SliceReader:
                 return None, False
             for each in found:
                 self._begin(mixture, each, offset)
-                self.state.references.slices(mixture.member, mixture.ranges(each), pid)
+                self.state.references.slices(mixture.group, mixture.member, mixture.ranges(each), pid)
         return self._piece(mixture, expert, offset)
 
     def _came_back(self, mixture: Mixture, expert: int, length: int) -> None:

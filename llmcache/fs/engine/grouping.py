@@ -230,7 +230,7 @@ class Grouping:
         """Takes over what the header says: hot and row extents are single, the rest loops; all of it if it is pinned."""
         single = bytearray(member.count)
         for region in header.regions:
-            if group.first or (region.role == "loop" and not region.sparse):
+            if group.first or (region.role == "loop" and not (region.sparse and header.experts is not None)):
                 continue
             first = -(-region.first_byte // group.extent_bytes)
             for extent in range(first, region.end // group.extent_bytes):

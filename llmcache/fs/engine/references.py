@@ -122,11 +122,10 @@ class References:
             self.log.row(member.file_id, offset // BLOCK_BYTES, count, READ, int(verdict != HIT), pid)
         return verdict
 
-    def slices(self, member: Member, parts: Iterable[tuple[int, int]], pid: int) -> None:
-        """An expert is missed: (offset, bytes) of what is read of it."""
-        if self.log is not None:
-            for offset, length in parts:
-                self.log.row(member.file_id, offset // BLOCK_BYTES, length // BLOCK_BYTES, READ, 1, pid)
+    def slices(self, group: Group, member: Member, parts: Iterable[tuple[int, int]], pid: int) -> None:
+        """An expert is missed: (offset, bytes) of what is read of it, in whole pages."""
+        for offset, length in parts:
+            self.pages(group, member, offset, length, READ, pid)
 
     def pages(self, group: Group, member: Member, offset: int, length: int, op: int, pid: int) -> None:
         """Pages of single extents were read from storage, or written to it."""
