@@ -141,8 +141,9 @@ class MixtureCache:
         self.mixtures.append(member.mixture)
         self._next += layout.count
 
-    def end(self, group: Group) -> None:
-        """Nothing is known of the files of `group` any more; their pages are the kernel's."""
+    def end(self, group: Group) -> list[tuple[int, int, int, int]]:
+        """Forgets the files of `group`; returns what the page cache may hold of their experts: (node, offset, bytes, charged)."""
+        left: list[tuple[int, int, int, int]] = []
         for mixture in [mixture for mixture in self.mixtures if mixture.group is group]:
             self.mixtures.remove(mixture)
             mixture.member.mixture = None
@@ -150,10 +151,12 @@ class MixtureCache:
                 load.waiting.clear()
                 for fetch in load.loading:
                     fetch.stale = True
-            gone = sum(map(mixture.bytes_of, mixture.kept))
-            self.used_bytes -= gone
-            self.state.resident_bytes -= gone
+            node, kept = mixture.member.node or 0, mixture.kept
+            self.used_bytes -= sum(map(mixture.bytes_of, kept))
+            left += [(node, offset, length, length) for expert in kept for offset, length in mixture.ranges(expert)]
+            left += [(node, offset, length, 0) for expert in mixture.loads for offset, length in mixture.ranges(expert)]
             self.hot.forget(range(mixture.first, mixture.first + mixture.layout.count))
+        return left
 
     def used(self, mixture: Mixture, expert: int) -> None:
         """A sample says that an expert that is there was used."""

@@ -252,7 +252,11 @@ class Grouping:
     def dissolve(self, group: Group) -> None:
         """Forgets a group and leaves what the kernel may hold of it to the evictor. Lock held."""
         self.state.groups.pop(group.key, None)
-        self.state.mixtures.end(group)
+        left = self.state.mixtures.end(group)
+        if self.backend.in_place:
+            self.state.resident_bytes -= sum(charged for *_, charged in left)
+        else:
+            self.state.debts += left
         group.alive = False
         for backing, (owner, _) in list(self.state.owners.items()):
             if owner is group:

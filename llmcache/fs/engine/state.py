@@ -7,10 +7,10 @@ those who wait for the end of loads and STOREs.
 Who may wait for whom (a page of an unanswered READ or WRITE is locked in the kernel; STORE, INVAL and mlock wait for it,
 and the READ may be queued behind as many other requests as the daemon has threads):
 - a READ -> the fetch under way -> storage, and nothing else (what it has brought of a slice may be stored before it is
-  answered, but for that it waits no longer than `fuse.STORE_WAIT_S`). Loaders set `done` before they STORE, and what is read for a
-  STORE is no load any more (`Member.loads`) when that begins; evictor, pins and the dropping of pages have threads of
-  their own, hold neither lock nor fetch while they wait for the kernel, and nobody waits for them: who changes a file
-  leaves word of what has to be dropped, and opens say so until it is (`operations.py`).
+  answered, but for that it waits no longer than `fuse.STORE_WAIT_S`). Loaders set `done` before they STORE, and what is
+  read for a STORE is no load any more (`Member.loads`) when that begins; evictor, pins and the dropping of pages have
+  threads of their own, hold neither lock nor fetch while they wait for the kernel, and nobody waits for them: who changes
+  a file leaves word of what has to be dropped, and opens say so until it is (`operations.py`).
 - an open, or a truncation by name -> STOREs of what was there before, which would put old data over new; but only
   `engine.WAITERS` at a time, so that other threads answer the READs for which those STOREs wait, and only for
   `engine.WAIT_S`: libfuse keeps others from a path while it is opened, and they have threads too. An open that does not
