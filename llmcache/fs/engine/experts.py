@@ -142,7 +142,7 @@ class MixtureCache:
         self._next += layout.count
 
     def end(self, group: Group) -> list[tuple[int, int, int, int]]:
-        """Forgets the files of `group`; returns what the page cache may hold of their experts: (node, offset, bytes, charged)."""
+        """Forgets the files of `group`; returns what may be left of their experts: (node, offset, bytes, charged)."""
         left: list[tuple[int, int, int, int]] = []
         for mixture in [mixture for mixture in self.mixtures if mixture.group is group]:
             self.mixtures.remove(mixture)
