@@ -1,0 +1,556 @@
+"""PrefixCache: prompts that llama.cpp has evaluated, kept on disk by llama-cpp-python and restored by prefix.
+
+    llama.set_cache(PrefixCache("/mnt/nvme/kv", limit="20G"))
+
+A prompt is cut into blocks of 256 tokens, each named by a hash of the model's fingerprint and of all tokens to its end: a
+prefix that many prompts share is stored once, and the longest stored one is found with a look-up for each block. The last
+block may have fewer tokens, and of a block that begins like the prompt the first tokens serve (kv.prefix.store).
+
+`Llama` asks its cache twice for each completion: `cache[prompt]` before it evaluates, `cache[tokens] = state` when it has
+ended. It does not say which Llama it is, which the fingerprint and the restoring need, so the first method looks at who
+calls (the object that has this cache, in the frame of the caller). It then restores the prefix itself, by
+llama_state_seq_set_data and the public `input_ids` and `n_tokens`: `Llama` finds that it has the prompt's beginning, and
+evaluates the rest. Its own `load_state` takes whole contexts only, with copies of them and of all scores. For the same
+reason the `save_state` of a Llama that has asked is replaced by one that copies once: the same `LlamaState`, in a tenth
+of the time.
+
+Layouts that cannot be cut (kv.prefix.state: recurrent layers, windows that have dropped tokens) are stored whole, at block
+boundaries: the prompt is evaluated up to 1, 2, 4, 8… blocks and the last, and the state taken there. One log line says so.
+
+Nothing is restored or stored for a Llama with `logits_all` (the scores of the prompt are no part of the state), or with a
+chat handler of images (they have no tokens). Control vectors set through the C interface are not noticed: use another
+directory for them.
+
+Threads: a Llama is used by one thread at a time. What is to be stored is copied there and handed to one thread that cuts,
+checks and writes it, through a queue bounded by bytes. One lock guards queue and counters.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.errors import EnvironmentProblem, LlmcacheError
+from llmcache.kv.prefix.state import Joined, State, Uncut, read_state
+from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockStore, Key
+from llmcache.kv.spill.shape import Bytes, aligned
+from llmcache.units import parse_duration, parse_size
+
+try:
+    import llama_cpp
+    from llama_cpp import BaseLlamaCache, Llama
+    from llama_cpp.llama import LlamaState
+except ImportError as error:
+    raise EnvironmentProblem(f"llmcache.kv.llama: {error}", "pip install 'llmcache-toolkit[llama]'") from error
+
+log = logging.getLogger("llmcache.kv")
+
+BLOCK_TOKENS = 256
+LEAST_TOKENS = 16
+"""Fewer are not stored as a last block, nor taken from one."""
+FORMAT = 1
+"""Of fingerprints: raised when other things go into them, or blocks lie otherwise."""
+_HEAD_BYTES = 4 << 20
+_SAMPLES, _SAMPLE_BYTES = 1024, 4096
+_READERS = 2
+_ROPE = ("rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast")
+_CONTEXT = (*_ROPE, "yarn_beta_slow", "yarn_orig_ctx", "type_k", "type_v", "flash_attn_type", "attention_type", "swa_full")
+_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+_U8 = ctypes.POINTER(ctypes.c_uint8)
+
+
+@dataclass
+class Counters:
+    """What a cache has done since it was made. `restore_s` is the time of restoring, reading included."""
+
+    lookups: int = 0
+    hits: int = 0
+    restored_tokens: int = 0
+    restored_bytes: int = 0
+    restore_s: float = 0.0
+    saved_s: float = 0.0  # evaluating what was restored would have taken, less `restore_s`; 0 while its speed is not known
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    dropped_blocks: int = 0
+
+
+@dataclass
+class _Model:
+    """What is known of a Llama: the fingerprint, what it stands for, and whether its states are stored whole."""
+
+    fingerprint: bytes
+    told: dict[str, Any]
+    whole: bool
+    refused: str = ""
+    token_s: float = 0.0  # of evaluating, a token; 0: not known yet
+
+    @property
+    def name(self) -> str:
+        """The directory of its blocks."""
+        return self.fingerprint.hex()[:32]
+
+    @property
+    def root(self) -> str:
+        """What the first block's name is made from, in place of the block before it."""
+        return self.fingerprint.hex()[:40]
+
+
+@dataclass
+class _Task:
+    """Blocks to be written, with the tokens before the end of each: of a state that can be cut; or one that is the state."""
+
+    model: _Model
+    keys: list[Key]
+    tokens: list[int]
+    size_bytes: int
+    state: State | Bytes = field(repr=False)
+
+
+class PrefixCache(BaseLlamaCache):
+    """Prompts below `directory`, at most `limit` bytes ("20G") of them; for one Llama or several, of any models.
+
+    `ttl`: a duration ("30d"), after which a block that was not used goes; `floor`: bytes of the file system that are left
+    free; `queue`: bytes that may wait to be written, what exceeds them is dropped. Several processes may have the same
+    directory. Close it, or end the process normally, to have written what waits. UsageError, EnvironmentProblem as
+    `BlockStore`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        limit: str | int = "20G",
+        *,
+        ttl: str | None = None,
+        floor: str | int = "1G",
+        queue: str | int = "1G",
+    ) -> None:
+        super().__init__(_bytes(limit))
+        self.store = BlockStore(directory, _bytes(limit), parse_duration(ttl) if ttl else 0, _bytes(floor))
+        self.counters = Counters()
+        self._models: weakref.WeakKeyDictionary[Llama, _Model] = weakref.WeakKeyDictionary()
+        self._writer = _Writer(self.store, self.counters, _bytes(queue))
+
+    # The interface of BaseLlamaCache
+
+    @property
+    def cache_size(self) -> int:
+        """Bytes of all blocks in the directory."""
+        return sum(entry.size_bytes for entry in self.store.entries())
+
+    def __getitem__(self, key: Sequence[int]) -> LlamaState:
+        """Restores the longest stored prefix of `key` in the Llama that asks, and returns its tokens; KeyError if none.
+
+        The state returned has no more than the Llama then has, so it has no reason to load it.
+        """
+        llama = self._asking(sys._getframe(1))
+        try:
+            restored = self.restore(llama, key)
+        except (LlmcacheError, OSError) as error:
+            log.warning("nothing is restored: %s", error)
+            restored = 0
+        if not restored:
+            raise KeyError("no prefix of it is stored, or the model has it")
+        return LlamaState(llama.input_ids[: llama.n_tokens].copy(), llama.scores[:0], llama.n_tokens, b"", 0, 0)
+
+    def __contains__(self, key: object) -> bool:
+        """True if a prefix of the tokens `key` is stored for the Llama that asks."""
+        if not isinstance(key, Sequence):
+            return False
+        model = self._model(self._asking(sys._getframe(1)))
+        return any(True for _ in self._stored(_keys(model, key), model.whole))
+
+    def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
+        """Has the blocks of `value` written that are not stored yet; its tokens are taken from it, not from `key`."""
+        self.keep(self._asking(sys._getframe(1)), value)
+
+    def _asking(self, frame: FrameType) -> Llama:
+        llama = frame.f_locals.get("self")
+        if not isinstance(llama, Llama) or llama.cache is not self:
+            raise TypeError("a cache is asked by its Llama (llama.set_cache); `restore` and `keep` are told which")
+        if "save_state" not in vars(llama):
+            saved = weakref.WeakMethod(llama.save_state)
+            llama.save_state = lambda: _save_state(saved)
+        return llama
+
+    # What it does
+
+    def restore(self, llama: Llama, tokens: Sequence[int]) -> int:
+        """Restores the longest stored prefix of `tokens` in `llama`, and returns its tokens; 0, and nothing done, if none.
+
+        It is none where `llama` has as long a prefix already. Where states are stored whole, `tokens` are evaluated up to
+        the last block boundary, with the states on the way stored.
+        """
+        model = self._model(llama)
+        if model.refused:
+            return 0
+        started = time.perf_counter()
+        self.counters.lookups += 1
+        live = _common(llama.input_ids[: llama.n_tokens], tokens)
+        # The last token is evaluated in any case, for its logits: it can be cut off again, but not from a whole state.
+        keys = _keys(model, tokens[:-1] if model.whole else tokens)
+        stored = list(self._stored(keys, model.whole))
+        found = 0
+        while not found and (len(stored) + (not model.whole)) * BLOCK_TOKENS > live:
+            before = len(stored)
+            data, found, stored = (self._whole if model.whole else self._joined)(model, stored, tokens, live)
+            if data is not None and not self._set(llama, data, tokens[:found]):
+                log.warning("%s: llama.cpp does not take the state that was stored: dropped", model.told["file"])
+                self.store.drop(stored)
+                found, stored = 0, []
+            elif data is not None:
+                self._account(model, stored, found, len(data), time.perf_counter() - started)
+            elif len(stored) == before:
+                break
+            live = min(live, llama.n_tokens)
+        if model.whole:
+            return self._evaluated(llama, model, keys, tokens) or found
+        return found
+
+    def keep(self, llama: Llama, state: LlamaState) -> None:
+        """Has the blocks of `state`, which `llama.save_state` gave, written behind, as far as they are not stored yet."""
+        model = self._model(llama)
+        perf = llama_cpp.llama_perf_context(llama.ctx)
+        if perf.n_p_eval >= BLOCK_TOKENS:
+            model.token_s = perf.t_p_eval_ms / 1e3 / perf.n_p_eval
+        if model.refused or model.whole:
+            return
+        tokens = state.input_ids[: state.n_tokens].tolist()
+        keys = _keys(model, tokens, part=True)
+        missing = [key for key in keys if not self._writer.has(key) and key not in self.store]
+        if not missing:
+            return
+        data = np.frombuffer(state.llama_state, np.uint8)
+        try:
+            cut = read_state(data, model.told["architecture"])
+        except Uncut as reason:
+            log.warning("%s: its states are stored whole, at block boundaries: %s", model.told["file"], reason)
+            model.whole = True
+            return
+        if cut.tokens < len(tokens):
+            log.warning("%s: a state of %d tokens, not %d: not stored", model.told["file"], cut.tokens, len(tokens))
+            return
+        self._writer.put(_Task(model, missing, tokens, len(data), cut))
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Waits until all that waits is written or dropped; returns whether it is, after `timeout_s` at most."""
+        return self._writer.flush(timeout_s)
+
+    def close(self) -> None:
+        """Writes what waits, and ends the thread; nothing is stored after that."""
+        self._writer.close()
+
+    def __enter__(self) -> PrefixCache:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # Parts of it
+
+    def _model(self, llama: Llama) -> _Model:
+        """What is known of `llama`, found out when it asks first."""
+        if llama not in self._models:
+            model = fingerprint(llama)
+            if model.refused:
+                log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
+            elif model.whole:
+                log.warning("%s: its states are stored whole, at block boundaries", model.told["file"])
+            self._models[llama] = model
+        return self._models[llama]
+
+    def _stored(self, keys: list[Key], whole: bool) -> Iterator[Key]:
+        """Yields the blocks that are stored, from the first one on; of whole states all to the last that is stored."""
+        if whole:
+            last = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self.store), 0)
+            yield from keys[:last]
+            return
+        for key in keys:
+            if key not in self.store:
+                return
+            yield key
+
+    def _set(self, llama: Llama, data: Bytes, tokens: Sequence[int]) -> bool:
+        """Gives `llama` the state `data` of `tokens`; if it does not take it, it is empty afterwards."""
+        llama.reset()
+        if llama_cpp.llama_state_seq_set_data(llama.ctx, data.ctypes.data_as(_U8), len(data), 0) != len(data):
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llama.ctx), True)
+            return False
+        llama.input_ids[: len(tokens)] = np.asarray(tokens, np.intc)
+        llama.n_tokens = len(tokens)
+        return True
+
+    def _whole(
+        self, model: _Model, keys: list[Key], tokens: Sequence[int], live: int
+    ) -> tuple[Bytes | None, int, list[Key]]:
+        """As `_joined`, of the state that is stored as the last of `keys`."""
+        block = self.store.read(keys[-1])
+        return (block.payload, len(keys) * BLOCK_TOKENS, keys[-1:]) if block else (None, 0, keys[:-1])
+
+    def _joined(
+        self, model: _Model, keys: list[Key], tokens: Sequence[int], live: int
+    ) -> tuple[Bytes | None, int, list[Key]]:
+        """The state of `keys` and of what begins like `tokens` behind them; its tokens; and the blocks that it is made of.
+
+        None, 0 and those of `keys` that can be used, if it would not have more than `live` tokens, or one is damaged.
+        """
+        self.store.ahead(keys)
+        at = len(keys) * BLOCK_TOKENS
+        behind = self.store.newest(model.name, keys[-1].name if keys else model.root, len(keys))
+        part = self.store.read(behind) if behind and at < len(tokens) else None
+        common = _common(np.asarray(part.tokens, np.intc), tokens[at:]) if part else 0
+        if at + (common if common >= LEAST_TOKENS else 0) <= live:
+            return None, 0, keys
+        first = self.store.read(keys[0]) if keys else part
+        if first is None or first.layout is None:
+            return None, 0, []
+        layout = first.layout
+        has_part = part is not None and common >= LEAST_TOKENS and part.layout == layout
+        joined = Joined(layout, at + common * has_part)
+        if part and has_part:
+            joined.put(at, part.payload, common)
+
+        def place(key: Key) -> bool:
+            block = self.store.read(key) if key.index else first
+            if block is None or block.layout != layout:
+                return False
+            joined.put(key.index * BLOCK_TOKENS, block.payload)
+            return True
+
+        with ThreadPoolExecutor(_READERS) as readers:
+            placed = list(readers.map(place, keys))
+        if not all(placed):
+            return None, 0, keys[: placed.index(False)]
+        return joined.data, joined.tokens, [*keys, behind] if behind and has_part else keys
+
+    def _evaluated(self, llama: Llama, model: _Model, keys: list[Key], tokens: Sequence[int]) -> int:
+        """Evaluates `tokens` to their last block boundary, and stores states on the way; returns the tokens it has then."""
+        live = _common(llama.input_ids[: llama.n_tokens], tokens)
+        if live < llama.n_tokens or not live:
+            llama.reset()  # what is whole cannot be cut back
+            live = 0
+        for blocks in range(1, len(keys) + 1):
+            at = blocks * BLOCK_TOKENS
+            if at <= live or (blocks & (blocks - 1) and blocks < len(keys)):
+                continue
+            llama.eval(tokens[live:at])
+            live = at
+            if keys[blocks - 1] not in self.store:
+                size = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
+                data = np.empty(size, np.uint8)
+                if llama_cpp.llama_state_seq_get_data(llama.ctx, data.ctypes.data_as(_U8), size, 0) == size:
+                    self._writer.put(_Task(model, [keys[blocks - 1]], list(tokens[:at]), size, data))
+        return live
+
+    def _account(self, model: _Model, keys: list[Key], tokens: int, size_bytes: int, seconds: float) -> None:
+        counters = self.counters
+        counters.hits += 1
+        counters.restored_tokens += tokens
+        counters.restored_bytes += size_bytes
+        counters.restore_s += seconds
+        counters.saved_s += max(0.0, tokens * model.token_s - seconds)
+        with contextlib.suppress(OSError):  # the directory may be gone; what was restored is right
+            self.store.used(keys, tokens, size_bytes)
+
+
+class _Writer:
+    """One thread that writes blocks, behind a queue of at most `most_bytes`; what does not fit is dropped."""
+
+    def __init__(self, store: BlockStore, counters: Counters, most_bytes: int) -> None:
+        self._store, self._counters, self._most = store, counters, most_bytes
+        self._changed = threading.Condition()
+        self._tasks: deque[_Task] = deque()
+        self._pending: set[Key] = set()
+        self._bytes = 0
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def has(self, key: Key) -> bool:
+        """True if `key` waits to be written."""
+        return key in self._pending
+
+    def put(self, task: _Task) -> None:
+        """Has `task` written, unless too much waits already."""
+        with self._changed:
+            if self._closed or (self._tasks and self._bytes + task.size_bytes > self._most):
+                self._counters.dropped_blocks += len(task.keys)
+                log.warning("%d blocks are not stored: %s", len(task.keys), "closed" if self._closed else "too much waits")
+                return
+            self._tasks.append(task)
+            self._pending.update(task.keys)
+            self._bytes += task.size_bytes
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="llmcache-prefix", daemon=True)
+                self._thread.start()
+                atexit.register(self.close)
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float | None) -> bool:
+        """Returns whether nothing waits, after `timeout_s` at most."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._tasks, timeout_s)
+
+    def close(self) -> None:
+        """Writes what waits, and ends the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tasks or self._closed)
+                if not self._tasks:
+                    return
+                task = self._tasks[0]
+            written = 0
+            try:
+                self._store.describe(task.model.name, task.model.told)
+                for key in task.keys:
+                    self._counters.stored_bytes += self._write(task, key)
+                    written += 1
+                self._store.touch(_keys(task.model, task.tokens, part=True))
+            except (LlmcacheError, OSError) as error:
+                log.warning("%d blocks are not stored: %s", len(task.keys) - written, error)
+            except Exception:  # a bug here must not end storing, nor generation
+                log.exception("%d blocks are not stored", len(task.keys) - written)
+            with self._changed:
+                self._counters.stored_blocks += written
+                self._counters.dropped_blocks += len(task.keys) - written
+                self._tasks.popleft()
+                self._pending.difference_update(task.keys)
+                self._bytes -= task.size_bytes
+                self._changed.notify_all()
+
+    def _write(self, task: _Task, key: Key) -> int:
+        start = key.index * BLOCK_TOKENS
+        end = min(start + BLOCK_TOKENS, len(task.tokens))
+        tokens = tuple(task.tokens[start:end])
+        if not isinstance(task.state, State):
+            return self._store.write(key, Block(task.state, tokens))
+        payload = aligned((end - start) * task.state.layout.token_bytes)
+        task.state.block(start, end, payload)
+        before = _keys(task.model, task.tokens[:start])
+        return self._store.write(
+            key, Block(payload, tokens, task.state.layout), before[-1].name if before else task.model.root
+        )
+
+
+def fingerprint(llama: Llama) -> _Model:
+    """Returns what names the blocks of `llama`, of all that its keys and values depend on beside the tokens.
+
+    The file counts by its size, its first 4 MiB (all of its header that matters), and 1024 samples of 4 KiB, one in each
+    tensor that has a thousandth of it; not by name or time, so that a copy on another machine has the same blocks.
+    """
+    paths = _shards(llama.model_path)
+    context = {name: getattr(llama.context_params, name) for name in _CONTEXT}
+    metadata = llama.metadata
+    if any(".rope.scaling." in key for key in metadata):
+        context["n_ctx"] = llama.n_ctx()  # chooses among factors of some models
+    told: dict[str, Any] = {
+        "format": FORMAT,
+        "file": os.path.basename(llama.model_path),
+        "architecture": metadata.get("general.architecture", ""),
+        "name": metadata.get("general.name", ""),
+        "files": [[os.path.getsize(path), _sampled(path)] for path in paths],
+        "lora": [_sampled(llama.lora_path), llama.lora_scale] if llama.lora_path else None,
+        "overrides": repr(llama.kv_overrides),
+        "context": context,
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("LLAMA_ATTN")},
+        "library": ["llama-cpp-python", llama_cpp.__version__, llama_cpp.LLAMA_STATE_SEQ_VERSION],
+        "block_tokens": BLOCK_TOKENS,
+    }
+    identity = json.dumps({key: value for key, value in told.items() if key not in ("file", "name")}, sort_keys=True)
+    handle = llama.model
+    whole = bool(llama_cpp.llama_model_is_recurrent(handle) or llama_cpp.llama_model_is_hybrid(handle))
+    whole |= llama_cpp.llama_model_n_swa(handle) > 0 and not llama.context_params.swa_full
+    refused = ""
+    if llama._logits_all:
+        refused = "it keeps the logits of all tokens (logits_all), which are not stored"
+    elif hasattr(llama.chat_handler, "clip_model_path"):
+        refused = "images have no tokens to know them by"
+    elif llama.context_params.embeddings:
+        refused = "it is for embeddings"
+    return _Model(hashlib.blake2b(identity.encode(), digest_size=32).digest(), told, whole, refused)
+
+
+def _shards(path: str) -> list[str]:
+    match = _SHARD.fullmatch(path)
+    if match is None:
+        return [path]
+    return [f"{match[1]}-{number:05d}-of-{match[2]}.gguf" for number in range(1, int(match[2]) + 1)]
+
+
+def _sampled(path: str) -> str:
+    """A hash of the file's beginning, of samples spread over it, and of its end."""
+    digest = hashlib.blake2b(digest_size=32)
+    with open(path, "rb", buffering=0) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest.update(os.pread(stream.fileno(), _HEAD_BYTES, 0))
+        step = max(_SAMPLE_BYTES, (size - _HEAD_BYTES) // _SAMPLES)
+        for offset in (*range(_HEAD_BYTES, size, step), max(0, size - _SAMPLE_BYTES)):
+            digest.update(os.pread(stream.fileno(), _SAMPLE_BYTES, offset))
+    return digest.hexdigest()
+
+
+def _keys(model: _Model, tokens: Sequence[int], part: bool = False) -> list[Key]:
+    """The keys of all whole blocks of `tokens`, and with `part` of what is left behind them, if that is worth it."""
+    ids: NDArray[np.int32] = np.asarray(tokens, np.dtype("<i4"))
+    name, keys = model.root, []
+    for start in range(0, len(ids), BLOCK_TOKENS):
+        block = ids[start : start + BLOCK_TOKENS]
+        if len(block) < BLOCK_TOKENS and (not part or len(block) < LEAST_TOKENS):
+            break
+        name = hashlib.blake2b(bytes.fromhex(name) + block.tobytes(), digest_size=20).hexdigest()
+        kind = PART if len(block) < BLOCK_TOKENS else WHOLE if model.whole else CUT
+        keys.append(Key(model.name, name, start // BLOCK_TOKENS, kind))
+    return keys
+
+
+def _common(have: NDArray[np.intc], tokens: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    length = min(len(have), len(tokens))
+    differ = np.flatnonzero(have[:length] != np.asarray(tokens[:length], np.intc))
+    return int(differ[0]) if len(differ) else length
+
+
+def _save_state(own: weakref.WeakMethod[Any]) -> LlamaState:
+    """What `Llama.save_state` returns, with one copy of the context's state; its own method with `logits_all`."""
+    method = own()
+    if method is None:
+        raise ReferenceError("the Llama is gone")
+    llama = method.__self__
+    if llama._logits_all:
+        return method()
+    size = llama_cpp.llama_state_get_size(llama.ctx)
+    data = np.empty(size, np.uint8)
+    data = data[: llama_cpp.llama_state_get_data(llama.ctx, data.ctypes.data_as(_U8), size)]
+    # Without logits_all nothing writes scores, and rows of them are as large as the state.
+    scores = np.broadcast_to(np.float32(0), llama.scores[: llama.n_tokens].shape)
+    return LlamaState(llama.input_ids.copy(), scores, llama.n_tokens, data, len(data), llama._seed)
+
+
+def _bytes(size: str | int) -> int:
+    return size if isinstance(size, int) else parse_size(size)
