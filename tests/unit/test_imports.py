@@ -35,6 +35,8 @@ ALLOWED = {
 ONLY_IN = {"mfusepy": "llmcache/fs/vfs/libfuse.py", "fuse": "llmcache/fs/vfs/libfuse.py"}
 # Libraries of an extra: all else works without them, and starts without the seconds that they take to load.
 ONLY_BELOW = {"torch": "llmcache/kv/transformers", "transformers": "llmcache/kv/transformers"}
+ONLY_BELOW |= {"llama_cpp": "llmcache/kv/llama"}
+EXTRAS = sorted(set(ONLY_BELOW.values()))
 
 
 @functools.cache
@@ -95,13 +97,15 @@ def test_a_library_of_an_extra_is_touched_in_one_package(library: str, directory
     assert users and all(user.startswith(f"{directory}/") for user in users)
 
 
-def test_what_needs_an_extra_is_imported_only_when_it_is_used() -> None:
+@pytest.mark.parametrize("directory", EXTRAS)
+def test_what_needs_an_extra_is_imported_only_when_it_is_used(directory: str) -> None:
+    module = directory.replace("/", ".")
     for path in PACKAGE:
-        if "kv/transformers" in path.as_posix():
+        if directory in path.as_posix():
             continue
         at_once = [node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = {getattr(node, "module", None) or "" for node in at_once}
-        assert not [name for name in names if name.startswith("llmcache.kv.transformers")], path
+        assert not [name for name in names if name == module or name.startswith(f"{module}.")], path
 
 
 def test_libfuse_is_loaded_in_one_file() -> None:

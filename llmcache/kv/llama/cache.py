@@ -47,21 +47,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import llama_cpp
 import numpy as np
+from llama_cpp import BaseLlamaCache, Llama
+from llama_cpp.llama import LlamaState
 from numpy.typing import NDArray
 
-from llmcache.errors import EnvironmentProblem, LlmcacheError
+from llmcache.errors import LlmcacheError
 from llmcache.kv.prefix.state import Joined, State, Uncut, read_state
 from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockStore, Key
 from llmcache.kv.spill.shape import Bytes, aligned
 from llmcache.units import parse_duration, parse_size
-
-try:
-    import llama_cpp
-    from llama_cpp import BaseLlamaCache, Llama
-    from llama_cpp.llama import LlamaState
-except ImportError as error:
-    raise EnvironmentProblem(f"llmcache.kv.llama: {error}", "pip install 'llmcache-toolkit[llama]'") from error
 
 log = logging.getLogger("llmcache.kv")
 
@@ -208,6 +204,8 @@ class PrefixCache(BaseLlamaCache):
         live = _common(llama.input_ids[: llama.n_tokens], tokens)
         # The last token is evaluated in any case, for its logits: it can be cut off again, but not from a whole state.
         keys = _keys(model, tokens[:-1] if model.whole else tokens)
+        if model.whole and live < llama.n_tokens:
+            live = 0
         stored = list(self._stored(keys, model.whole))
         found = 0
         while not found and (len(stored) + (not model.whole)) * BLOCK_TOKENS > live:
