@@ -1,8 +1,8 @@
 """Test tiers: a test that this machine cannot run is skipped with the reason, or fails where its tier is required.
 
 Tiers are markers: mount, llama, transformers, cgroup, bpf, and the names of models (smollm2, gemma) and programs (clang,
-zsh) that a test runs. What brings a tier that is missing is said in one line at the end. LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those
-tiers into a failure.
+zsh) that a test runs. What brings a tier that is missing is said in one line at the end.
+LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
 """
 
 from __future__ import annotations
