@@ -9,18 +9,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from llmcache.kv.llama import PrefixCache
 from llmcache.kv.prefix.state import Layout, Uncut
 from llmcache.kv.prefix.store import Block, BlockStore
 from tests.conftest import GEMMA, SMOLLM2
 
+if TYPE_CHECKING:
+    from llmcache.kv.llama import PrefixCache
+
 ROOT = Path(__file__).resolve().parents[2]
-F16, Q8_0 = 1, 8
+Q8_0 = 8
 CONTEXT = 1024
 
 pytestmark = pytest.mark.llama
@@ -58,9 +60,15 @@ def opened() -> Iterator[Open]:
         model.close()
 
 
+def stored(directory: Path, **settings: Any) -> PrefixCache:
+    from llmcache.kv.llama import PrefixCache  # needs llama-cpp-python
+
+    return PrefixCache(directory, **{"floor": 0, **settings})
+
+
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[PrefixCache]:
-    with PrefixCache(tmp_path / "kv", floor=0) as made:
+    with stored(tmp_path / "kv") as made:
         yield made
 
 
@@ -68,7 +76,7 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(300, 900, tokens).tolist()  # type: ignore[no-any-return]
 
 
-def answer(model: Any, tokens: list[int], length: int = 16) -> str:
+def answer(model: Any, tokens: list[int] | str, length: int = 16) -> str:
     """The greedy continuation, stored when this returns."""
     text = model.create_completion(tokens, max_tokens=length, temperature=0)["choices"][0]["text"]
     if model.cache is not None:
@@ -227,27 +235,37 @@ def test_states_that_cannot_be_cut_are_stored_whole(
     )
 
 
-@pytest.mark.parametrize(("settings", "why"), [({"logits_all": True}, "logits_all"), ({"embedding": True}, "embeddings")])
-def test_what_cannot_be_right_is_refused(
-    tiny: Path, opened: Open, cache: PrefixCache, settings: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = opened(tiny, cache, **settings)
+def test_embeddings_are_refused(tiny: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture) -> None:
+    model = opened(tiny, cache, embedding=True)
     assert cache.restore(model, prompt(300)) == 0
     cache.keep(model, model.save_state())
-    assert len(caplog.messages) == 1 and why in caplog.text
+    assert len(caplog.messages) == 1 and "embeddings" in caplog.text
     assert cache.flush(10) and not cache.store.entries()
 
 
-def test_a_saved_state_is_what_llama_itself_saves(tiny: Path, opened: Open, cache: PrefixCache) -> None:
+def test_probabilities_are_those_of_evaluated_tokens(tiny: Path, opened: Open, cache: PrefixCache) -> None:
+    def told(model: Any, echo: bool) -> list[float]:
+        settings = {"max_tokens": 4, "temperature": 0, "logprobs": 1, "echo": echo}
+        answered = model.create_completion(TEXT[:500], **settings)["choices"][0]["logprobs"]["token_logprobs"]
+        return [probability for probability in answered if probability is not None]
+
+    answer(opened(tiny, cache), TEXT[:500], 1)
+    plain, model = opened(tiny, logits_all=True), opened(tiny, cache, logits_all=True)
+    assert told(model, echo=False) == pytest.approx(told(plain, echo=False), abs=1e-4)
+    assert cache.counters.hits == 1
+    assert told(model, echo=True) == pytest.approx(told(plain, echo=True), abs=1e-4)
+    assert cache.counters.hits == 1 and len(told(model, echo=True)) > 200
+
+
+def test_a_state_that_a_user_saves_is_what_llama_itself_saves(tiny: Path, opened: Open, cache: PrefixCache) -> None:
     model = opened(tiny, cache)
     answer(model, prompt(300), 8)
     own, ours = type(model).save_state(model), model.save_state()
-    assert bytes(ours.llama_state) == own.llama_state and ours.llama_state_size == own.llama_state_size
+    assert ours.llama_state == own.llama_state and ours.scores.shape == own.scores.shape
     assert (ours.input_ids == own.input_ids).all() and (ours.n_tokens, ours.seed) == (own.n_tokens, own.seed)
-    text = answer(model, prompt(310), 8)
-    model.load_state(ours)
-    assert model.n_tokens == own.n_tokens
-    assert answer(model, prompt(310), 8) == text
+    with stored(cache.store.directory.parent / "other") as other:
+        other.keep(model, own)
+        assert other.flush(10) and other.counters.stored_blocks == 2
 
 
 def test_a_cache_is_asked_by_its_llama(tiny: Path, opened: Open, cache: PrefixCache) -> None:
@@ -262,11 +280,11 @@ def test_a_cache_is_asked_by_its_llama(tiny: Path, opened: Open, cache: PrefixCa
 def test_what_cannot_be_written_is_dropped_with_a_line(
     tiny: Path, opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with PrefixCache(tmp_path / "kv", limit="200k", floor=0) as cache:
+    with stored(tmp_path / "kv", limit="200k") as cache:
         plain = answer(opened(tiny), prompt(600))
         assert answer(opened(tiny, cache), prompt(600)) == plain
         assert cache.counters.dropped_blocks > 0 and len(caplog.messages) == 1
-    with PrefixCache(tmp_path / "kv", floor=0, queue=1) as cache:
+    with stored(tmp_path / "kv", queue=1) as cache:
         model = opened(tiny, cache)
         assert answer(model, prompt(600, seed=1)), "one may wait, whatever its size"
         assert cache.counters.stored_blocks > 0
@@ -295,7 +313,7 @@ def test_after_a_kill_everything_restored_is_right(
     tiny: Path, opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = opened(tiny)
-    with PrefixCache(tmp_path / "kv", floor=0) as cache:
+    with stored(tmp_path / "kv") as cache:
         for turn in range(3):
             command = [sys.executable, "-c", CHILD, str(tiny), str(tmp_path / "kv"), str(turn * 100)]
             pair = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -11,15 +11,18 @@ ended. It does not say which Llama it is, which the fingerprint and the restorin
 calls (the object that has this cache, in the frame of the caller). It then restores the prefix itself, by
 llama_state_seq_set_data and the public `input_ids` and `n_tokens`: `Llama` finds that it has the prompt's beginning, and
 evaluates the rest. Its own `load_state` takes whole contexts only, with copies of them and of all scores. For the same
-reason the `save_state` of a Llama that has asked is replaced by one that copies once: the same `LlamaState`, in a tenth
-of the time.
+reason `save_state` of a Llama that has asked is replaced: called to hand over what a completion has evaluated, it copies the
+state once, or not at all if it is stored, and no scores; for all others it is what it was.
+
+What llama.cpp computes of a token depends, in the last bits, on how many are evaluated with it. A restored prompt goes on
+bit for bit as one that the same Llama is asked for twice, not always as one that it evaluates for the first time.
 
 Layouts that cannot be cut (kv.prefix.state: recurrent layers, windows that have dropped tokens) are stored whole, at block
 boundaries: the prompt is evaluated up to 1, 2, 4, 8… blocks and the last, and the state taken there. One log line says so.
 
-Nothing is restored or stored for a Llama with `logits_all` (the scores of the prompt are no part of the state), or with a
-chat handler of images (they have no tokens). Control vectors set through the C interface are not noticed: use another
-directory for them.
+Nothing is restored for a completion that tells the probabilities of the prompt's tokens (`echo` with `logprobs`): their
+scores are not stored. Nothing is restored or stored for a Llama with a chat handler of images, which have no tokens.
+Control vectors set through the C interface are not noticed: use another directory for them.
 
 Threads: a Llama is used by one thread at a time. What is to be stored is copied there and handed to one thread that cuts,
 checks and writes it, through a queue bounded by bytes. One lock guards queue and counters.
@@ -158,7 +161,11 @@ class PrefixCache(BaseLlamaCache):
 
         The state returned has no more than the Llama then has, so it has no reason to load it.
         """
-        llama = self._asking(sys._getframe(1))
+        frame = sys._getframe(1)
+        llama = self._asking(frame)
+        if llama._logits_all and frame.f_locals.get("echo", True) and frame.f_locals.get("logprobs", 0) is not None:
+            llama.reset()  # its scores of an earlier prompt may be older than what was restored of it
+            raise KeyError("the scores of a prompt's tokens are not stored")
         try:
             restored = self.restore(llama, key)
         except (LlmcacheError, OSError) as error:
@@ -184,8 +191,8 @@ class PrefixCache(BaseLlamaCache):
         if not isinstance(llama, Llama) or llama.cache is not self:
             raise TypeError("a cache is asked by its Llama (llama.set_cache); `restore` and `keep` are told which")
         if "save_state" not in vars(llama):
-            saved = weakref.WeakMethod(llama.save_state)
-            llama.save_state = lambda: _save_state(saved)
+            own, cache = weakref.WeakMethod(llama.save_state), weakref.ref(self)
+            llama.save_state = lambda: _save_state(own, cache)
         return llama
 
     # What it does
@@ -227,14 +234,8 @@ class PrefixCache(BaseLlamaCache):
     def keep(self, llama: Llama, state: LlamaState) -> None:
         """Has the blocks of `state`, which `llama.save_state` gave, written behind, as far as they are not stored yet."""
         model = self._model(llama)
-        perf = llama_cpp.llama_perf_context(llama.ctx)
-        if perf.n_p_eval >= BLOCK_TOKENS:
-            model.token_s = perf.t_p_eval_ms / 1e3 / perf.n_p_eval
-        if model.refused or model.whole:
-            return
         tokens = state.input_ids[: state.n_tokens].tolist()
-        keys = _keys(model, tokens, part=True)
-        missing = [key for key in keys if not self._writer.has(key) and key not in self.store]
+        missing = self._missing(llama, tokens)
         if not missing:
             return
         data = np.frombuffer(state.llama_state, np.uint8)
@@ -249,9 +250,49 @@ class PrefixCache(BaseLlamaCache):
             return
         self._writer.put(_Task(model, missing, tokens, len(data), cut))
 
+    def _missing(self, llama: Llama, tokens: Sequence[int]) -> list[Key]:
+        """The blocks of what `llama` has evaluated, `tokens`, that are not stored and do not wait to be."""
+        model = self._model(llama)
+        perf = llama_cpp.llama_perf_context(llama.ctx)
+        if perf.n_p_eval >= BLOCK_TOKENS:
+            model.token_s = perf.t_p_eval_ms / 1e3 / perf.n_p_eval
+        if model.refused or model.whole:
+            return []
+        keys = _keys(model, tokens, part=True)
+        return [key for key in keys if not self._writer.has(key) and key not in self.store]
+
+    def _handed(self, llama: Llama) -> LlamaState:
+        """The state that `llama` hands over for its blocks to be stored: without scores, and empty if all are stored."""
+        data = np.empty(0, np.uint8)
+        if self._missing(llama, llama.input_ids[: llama.n_tokens].tolist()):
+            size = llama_cpp.llama_state_get_size(llama.ctx)
+            data = np.empty(size, np.uint8)
+            data = data[: llama_cpp.llama_state_get_data(llama.ctx, data.ctypes.data_as(_U8), size)]
+        return LlamaState(llama.input_ids.copy(), llama.scores[:0], llama.n_tokens, data, len(data), llama._seed)
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until all that waits is written or dropped; returns whether it is, after `timeout_s` at most."""
         return self._writer.flush(timeout_s)
+
+    def metrics(self) -> str:
+        """Returns what it has done since it was made, in OpenMetrics text."""
+        counters, lines = self.counters, []
+        for name, unit, value, told in (
+            ("lookups", "", counters.lookups, "Prompts that were asked for"),
+            ("hits", "", counters.hits, "Prompts of which a prefix was restored"),
+            ("restored_tokens", "", counters.restored_tokens, "Tokens restored"),
+            ("restored_bytes", "bytes", counters.restored_bytes, "State given to llama.cpp"),
+            ("restore_seconds", "seconds", counters.restore_s, "Time of restoring"),
+            ("saved_seconds", "seconds", counters.saved_s, "What evaluating would have taken longer (modelled)"),
+            ("stored_blocks", "", counters.stored_blocks, "Blocks written"),
+            ("stored_bytes", "bytes", counters.stored_bytes, "Bytes written"),
+            ("dropped_blocks", "", counters.dropped_blocks, "Blocks not written: too much waited, or it failed"),
+            ("evicted_blocks", "", self.store.evicted, "Blocks removed by this process"),
+        ):
+            lines += [f"# TYPE llmcache_prefix_{name} counter", f"# HELP llmcache_prefix_{name} {told}."]
+            lines += [f"# UNIT llmcache_prefix_{name} {unit}"] if unit else []
+            lines += [f"llmcache_prefix_{name}_total {value}"]
+        return "\n".join([*lines, "# EOF", ""])
 
     def close(self) -> None:
         """Writes what waits, and ends the thread; nothing is stored after that."""
@@ -485,9 +526,7 @@ def fingerprint(llama: Llama) -> _Model:
     whole = bool(llama_cpp.llama_model_is_recurrent(handle) or llama_cpp.llama_model_is_hybrid(handle))
     whole |= llama_cpp.llama_model_n_swa(handle) > 0 and not llama.context_params.swa_full
     refused = ""
-    if llama._logits_all:
-        refused = "it keeps the logits of all tokens (logits_all), which are not stored"
-    elif hasattr(llama.chat_handler, "clip_model_path"):
+    if hasattr(llama.chat_handler, "clip_model_path"):
         refused = "images have no tokens to know them by"
     elif llama.context_params.embeddings:
         refused = "it is for embeddings"
@@ -534,20 +573,15 @@ def _common(have: NDArray[np.intc], tokens: Sequence[int]) -> int:
     return int(differ[0]) if len(differ) else length
 
 
-def _save_state(own: weakref.WeakMethod[Any]) -> LlamaState:
-    """What `Llama.save_state` returns, with one copy of the context's state; its own method with `logits_all`."""
-    method = own()
+def _save_state(own: weakref.WeakMethod[Any], cache: weakref.ref[PrefixCache]) -> LlamaState:
+    """What `own`, a Llama's `save_state`, returns; less for a completion that hands it to `cache`."""
+    method, asked, caller = own(), cache(), sys._getframe(2)
     if method is None:
         raise ReferenceError("the Llama is gone")
-    llama = method.__self__
-    if llama._logits_all:
+    is_completion = caller.f_code.co_name == "_create_completion" and caller.f_globals.get("__name__") == "llama_cpp.llama"
+    if asked is None or method.__self__.cache is not asked or not is_completion:
         return method()
-    size = llama_cpp.llama_state_get_size(llama.ctx)
-    data = np.empty(size, np.uint8)
-    data = data[: llama_cpp.llama_state_get_data(llama.ctx, data.ctypes.data_as(_U8), size)]
-    # Without logits_all nothing writes scores, and rows of them are as large as the state.
-    scores = np.broadcast_to(np.float32(0), llama.scores[: llama.n_tokens].shape)
-    return LlamaState(llama.input_ids.copy(), scores, llama.n_tokens, data, len(data), llama._seed)
+    return asked._handed(method.__self__)
 
 
 def _bytes(size: str | int) -> int:

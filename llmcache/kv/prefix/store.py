@@ -40,6 +40,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmcache import files
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.kv.prefix.state import Layout
@@ -111,21 +113,28 @@ class BlockStore:
     """The blocks below `directory`, which is made if it is not there (0700; files are 0600).
 
     At most `limit_bytes` are kept, nothing that was not used for `ttl_ns` (0: for ever), and `floor_bytes` of the file
-    system are left free. UsageError: it is no directory; EnvironmentProblem: it cannot be written.
+    system are left free. UsageError: it is no directory; EnvironmentProblem: it cannot be written. Without `limit_bytes`
+    it is looked at as it is: UsageError if it holds no blocks.
     """
 
     def __init__(
         self,
         directory: str | Path,
-        limit_bytes: int,
+        limit_bytes: int | None,
         ttl_ns: int = 0,
         floor_bytes: int = 0,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
         self.directory = Path(directory)
-        self.limit_bytes, self.ttl_ns, self.floor_bytes = limit_bytes, ttl_ns, floor_bytes
+        self.limit_bytes = _NO_LIMIT if limit_bytes is None else limit_bytes
+        self.ttl_ns, self.floor_bytes = ttl_ns, floor_bytes
         self._clock = clock
         self.evicted = 0  # blocks
+        if limit_bytes is None:
+            if not (self.directory / "lock").is_file():
+                raise UsageError(f"{self.directory}: holds no stored prompts", "name the directory of a PrefixCache")
+            return
+        _checksum(np.zeros(8, np.uint8))  # its code is loaded now, and not while a prompt waits
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked() as account:
@@ -444,6 +453,7 @@ class BlockStore:
             os.close(fd)
 
 
+_NO_LIMIT = 1 << 63
 _FUTURE_NS = 1_000_000_000
 """Stamps may run ahead of the clock by as much: each is later than the one before."""
 
