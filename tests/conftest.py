@@ -1,7 +1,7 @@
 """Test tiers: a test that this machine cannot run is skipped with the reason, or fails where its tier is required.
 
-Tiers are markers: mount, llama, transformers, cgroup, bpf, and the names of models (smollm2, gemma) and programs (clang,
-zsh) that a test runs. What brings a tier that is missing is said in one line at the end.
+Tiers are markers: mount, llama, server, transformers, cgroup, bpf, and the names of models (smollm2, gemma) and programs
+(clang, zsh) that a test runs. What brings a tier that is missing is said in one line at the end.
 LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
 """
 
@@ -58,6 +58,12 @@ SMOLLM2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = MODELS / "gemma-3-270m-q4_k_m.gguf"
 
 
+def _server_problem() -> str | None:
+    names = ("fastapi", "uvicorn", "sse_starlette", "starlette_context", "pydantic_settings")
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return _llama_problem() or (f"not installed: {', '.join(missing)}" if missing else None)
+
+
 def _without(model: Path) -> Callable[[], str | None]:
     """What says why llama.cpp cannot evaluate `model`."""
     return lambda: _llama_problem() or (None if model.exists() else f"{model} is not there")
@@ -100,6 +106,7 @@ def _missing(*programs: str, header: str = "") -> Callable[[], str | None]:
 PROBLEMS: dict[str, Callable[[], str | None]] = {
     "mount": functools.cache(_mount_problem),
     "llama": functools.cache(_llama_problem),
+    "server": functools.cache(_server_problem),
     "smollm2": _without(SMOLLM2),
     "gemma": _without(GEMMA),
     "transformers": functools.cache(_transformers_problem),
@@ -111,6 +118,7 @@ PROBLEMS: dict[str, Callable[[], str | None]] = {
 CURES = {
     "mount": "apt-get install fuse3",
     "llama": "tools/test installs it",
+    "server": "tools/test installs it",
     "smollm2": "tools/test fetches it",
     "gemma": "tools/test fetches it",
     "transformers": "tools/test installs it",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -364,3 +368,80 @@ def test_sliding_windows_are_cut_where_they_keep_all_and_else_stored_whole(
     assert cache.counters.restored_tokens == (700 if full else 512)
     assert {entry.key.kind for entry in cache.store.entries()} == ({"kv", "part"} if full else {"state"})
     assert ("stored whole" in caplog.text) is not full
+
+
+@pytest.fixture
+def served(tiny: Path, tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess.Popen[bytes], str]]]:
+    """Starts `llmcache serve-llama`, and returns it with its address once it answers."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start() -> tuple[subprocess.Popen[bytes], str]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        words = ["--model", tiny, "--n_ctx", CONTEXT, "--n_threads", 1, "--host", "127.0.0.1", "--port", port]
+        command = [
+            sys.executable,
+            "-m",
+            "llmcache",
+            "serve-llama",
+            str(tmp_path / "kv"),
+            "--floor",
+            "0",
+            "--",
+            *map(str, words),
+        ]
+        with open(tmp_path / "log", "ab") as log:
+            running.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and running[-1].poll() is None:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).close()
+                return running[-1], f"http://127.0.0.1:{port}"
+            time.sleep(0.1)
+        raise AssertionError((tmp_path / "log").read_text())
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def metrics(address: str) -> dict[str, float]:
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
+        assert response.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
+        families = text_string_to_metric_families(response.read().decode())
+        return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+@pytest.mark.server
+def test_a_server_that_was_killed_goes_on_from_the_disk(
+    served: Callable[[], tuple[subprocess.Popen[bytes], str]],
+) -> None:
+    def ask(address: str) -> str:
+        told = json.dumps({"prompt": TEXT[:500], "max_tokens": 8, "temperature": 0}).encode()
+        request = urllib.request.Request(f"{address}/v1/completions", told, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return str(json.load(response)["choices"][0]["text"])
+
+    process, address = served()
+    first = ask(address)
+    deadline = time.monotonic() + 60
+    while not metrics(address)["llmcache_prefix_stored_blocks_total"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    _, address = served()
+    assert ask(address) == first
+    told = metrics(address)
+    assert told["llmcache_prefix_hits_total"] == 1 and told["llmcache_prefix_restored_tokens_total"] > 256
+    assert told["llmcache_prefix_restored_bytes_total"] > 0 and told["llmcache_prefix_restore_seconds_total"] > 0
+
+
+@pytest.mark.server
+def test_the_servers_own_cache_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "llmcache", "serve-llama", str(tmp_path), "--", "--model", "x", "--cache", "true"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 2 and "--cache" in result.stderr
