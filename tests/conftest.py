@@ -1,7 +1,7 @@
 """Test tiers: a test that this machine cannot run is skipped with the reason, or fails where its tier is required.
 
-Tiers are markers: mount, llama, server, transformers, cgroup, bpf, and the names of models (smollm2, gemma) and programs
-(clang, zsh) that a test runs. What brings a tier that is missing is said in one line at the end.
+Tiers are markers: mount, llama, server, redis, transformers, cgroup, bpf, and the names of models (smollm2, gemma) and
+programs (clang, zsh) that a test runs. What brings a tier that is missing is said in one line at the end.
 LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
 """
 
@@ -58,6 +58,19 @@ SMOLLM2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = MODELS / "gemma-3-270m-q4_k_m.gguf"
 
 
+def redis_server() -> str | None:
+    """The program of a Redis-compatible server. Debian's redis-tools has it under the name of another of its programs."""
+    return next(
+        (found for name in ("valkey-server", "redis-server", "redis-check-rdb") if (found := shutil.which(name))), None
+    )
+
+
+def _redis_problem() -> str | None:
+    if importlib.util.find_spec("redis") is None:
+        return "not installed: redis (Python)"
+    return None if redis_server() else "neither valkey-server nor redis-server is installed"
+
+
 def _server_problem() -> str | None:
     names = ("fastapi", "uvicorn", "sse_starlette", "starlette_context", "pydantic_settings")
     missing = [name for name in names if importlib.util.find_spec(name) is None]
@@ -107,6 +120,7 @@ PROBLEMS: dict[str, Callable[[], str | None]] = {
     "mount": functools.cache(_mount_problem),
     "llama": functools.cache(_llama_problem),
     "server": functools.cache(_server_problem),
+    "redis": functools.cache(_redis_problem),
     "smollm2": _without(SMOLLM2),
     "gemma": _without(GEMMA),
     "transformers": functools.cache(_transformers_problem),
@@ -119,6 +133,7 @@ CURES = {
     "mount": "apt-get install fuse3",
     "llama": "tools/test installs it",
     "server": "tools/test installs it",
+    "redis": "apt-get install redis-tools",
     "smollm2": "tools/test fetches it",
     "gemma": "tools/test fetches it",
     "transformers": "tools/test installs it",

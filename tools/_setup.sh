@@ -122,6 +122,8 @@ install_tested_programs() {
     for program in zsh fish mandoc groff; do
         command -v "$program" >/dev/null || install_optional "$program"
     done
+    # The server itself, without one that is started with the machine.
+    command -v valkey-server >/dev/null || command -v redis-check-rdb >/dev/null || install_optional redis-tools
     PATH=$PATH:/sbin:/usr/sbin command -v mkfs.xfs >/dev/null || install_optional xfsprogs
 }
 

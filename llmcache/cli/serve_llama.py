@@ -14,8 +14,9 @@ from llmcache.cli import base, kinds
 @click.option("--limit", metavar="SIZE", default="20G", show_default=True, help="Bytes that DIR may hold.")
 @click.option("--ttl", metavar="TIME", help="Remove what was not used for so long: 30d.")
 @click.option("--floor", metavar="SIZE", default="1G", show_default=True, help="Space of the file system that is left free.")
+@click.option("--shared", metavar="ADDRESS", help="A Redis-compatible server to share prompts over: redis://host:6379/0.")
 @click.argument("arguments", metavar="-- ARGUMENTS...", nargs=-1, type=click.UNPROCESSED)
-def command(directory: str, limit: str, ttl: str | None, floor: str, arguments: tuple[str, ...]) -> None:
+def command(directory: str, limit: str, ttl: str | None, floor: str, shared: str | None, arguments: tuple[str, ...]) -> None:
     """Serve models with llama-cpp-python; prompts are stored in DIR.
 
     The server is 'python -m llama_cpp.server', which takes ARGUMENTS, with a cache that its own settings cannot name: what
@@ -30,4 +31,4 @@ def command(directory: str, limit: str, ttl: str | None, floor: str, arguments: 
     from llmcache.kv.llama import PrefixCache
     from llmcache.kv.llama.server import serve
 
-    sys.exit(serve(PrefixCache(directory, limit, ttl=ttl, floor=floor), arguments))
+    sys.exit(serve(PrefixCache(directory, limit, ttl=ttl, floor=floor, shared=shared), arguments))

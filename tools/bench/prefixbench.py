@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -39,6 +40,7 @@ from .signals import one_interrupt
 SCHEMA = "llmcache-bench-prefix/1"
 COMMAND = "tools/bench/prefix"
 ROOT = Path(__file__).resolve().parents[2]
+SERVERS = ("valkey-server", "redis-server", "redis-check-rdb")  # the last as Debian's redis-tools has it
 SMOLLM2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
 # name: sense and limit; what stands in `parts` under these names has its figure.
 BARS = {
@@ -138,7 +140,7 @@ def restored(ask: Asking, tokens: int, repeat: int) -> dict[str, Any]:
             "what": f"bytes on disk, of llama-cpp-python's disk cache ({sizes['theirs'] / 1e6:.0f} MB)",
             "figure": sizes["ours"] / sizes["theirs"],
         },
-        "runs": {"evaluated": evaluated, **runs, **sizes},
+        "runs": {"evaluated": evaluated, **runs, "bytes": sizes},
     }
 
 
@@ -164,6 +166,35 @@ def generating(ask: Asking, tokens: int, length: int, repeat: int) -> dict[str, 
         shutil.rmtree(kept)
     what = f"tokens a second lost while prompts of {tokens:,} tokens are stored behind"
     return {"generating": {"what": what, "figure": statistics.median(lost), "runs": runs}}
+
+
+def shared(ask: Asking, tokens: int, repeat: int) -> dict[str, Any]:
+    """The first prompt of a process with an empty directory, from a server on loopback, of evaluating it."""
+    program = next((found for name in SERVERS if (found := shutil.which(name))), None)
+    if program is None:
+        return {}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    words = ["redis-server", "--port", port, "--bind", "127.0.0.1", "--save", "", "--dir", str(ask.scratch)]
+    server = subprocess.Popen(words, executable=program, stdout=subprocess.DEVNULL)
+    try:
+        address = f"redis://127.0.0.1:{port}/0"
+        evaluated = first_s(ask(own=tokens, cache=ask.scratch / "pushed", shared_tier=address))
+        runs = []
+        for turn in range(repeat):
+            runs.append(first_s(ask(own=tokens, cache=ask.scratch / f"fetched-{turn}", shared_tier=address)))
+    finally:
+        server.kill()
+        server.wait()
+    what = f"first token of another process's prompt over loopback, of evaluating it: {tokens:,} tokens"
+    return {
+        "shared": {
+            "what": what,
+            "figure": statistics.median(runs) / evaluated,
+            "runs": {"evaluated": evaluated, "own": runs},
+        }
+    }
 
 
 def compression(directory: Path) -> list[dict[str, Any]]:
@@ -199,6 +230,7 @@ def measure(ask: Asking, tokens: int, quick: bool, repeat: int, console: Console
         ("restored", lambda: restored(ask, tokens, repeat)),
         ("conversations", lambda: conversations(ask, tokens // 2, 10 if quick else 50)),
         ("generating", lambda: generating(ask, tokens, 32 if quick else 256, repeat)),
+        ("shared", lambda: shared(ask, tokens, repeat)),
     ):
         begin = time.monotonic()
         parts |= part()

@@ -57,6 +57,7 @@ from llama_cpp.llama import LlamaState
 from numpy.typing import NDArray
 
 from llmcache.errors import LlmcacheError
+from llmcache.kv.prefix.shared import SharedTier
 from llmcache.kv.prefix.state import Joined, State, Uncut, read_state
 from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockStore, Key
 from llmcache.kv.spill.shape import Bytes, aligned
@@ -116,22 +117,25 @@ class _Model:
 
 @dataclass
 class _Task:
-    """Blocks to be written, with the tokens before the end of each: of a state that can be cut; or one that is the state."""
+    """Blocks to be written, with the tokens before the end of each: of a state that can be cut; one that is the state; or
+    blocks that were fetched from the shared tier.
+    """
 
     model: _Model
     keys: list[Key]
     tokens: list[int]
     size_bytes: int
-    state: State | Bytes = field(repr=False)
+    state: State | Bytes | dict[Key, Block] = field(repr=False)
 
 
 class PrefixCache(BaseLlamaCache):
     """Prompts below `directory`, at most `limit` bytes ("20G") of them; for one Llama or several, of any models.
 
     `ttl`: a duration ("30d"), after which a block that was not used goes; `floor`: bytes of the file system that are left
-    free; `queue`: bytes that may wait to be written, what exceeds them is dropped. Several processes may have the same
-    directory. Close it, or end the process normally, to have written what waits. UsageError, EnvironmentProblem as
-    `BlockStore`.
+    free; `queue`: bytes that may wait to be written, what exceeds them is dropped; `shared`: the address of a
+    Redis-compatible server (redis://host:6379/0), which has `deadline` seconds for what a prompt asks of it. Several
+    processes may have the same directory. Close it, or end the process normally, to have written what waits. UsageError,
+    EnvironmentProblem as `BlockStore` and `SharedTier`.
     """
 
     def __init__(
@@ -142,12 +146,16 @@ class PrefixCache(BaseLlamaCache):
         ttl: str | None = None,
         floor: str | int = "1G",
         queue: str | int = "1G",
+        shared: str | None = None,
+        deadline: float = 1.0,
     ) -> None:
         super().__init__(_bytes(limit))
-        self.store = BlockStore(directory, _bytes(limit), parse_duration(ttl) if ttl else 0, _bytes(floor))
+        ttl_ns = parse_duration(ttl) if ttl else 0
+        self.shared = SharedTier(shared, deadline, ttl_ns) if shared else None
+        self.store = BlockStore(directory, _bytes(limit), ttl_ns, _bytes(floor))
         self.counters = Counters()
         self._models: weakref.WeakKeyDictionary[Llama, _Model] = weakref.WeakKeyDictionary()
-        self._writer = _Writer(self.store, self.counters, _bytes(queue))
+        self._writer = _Writer(self.store, self.shared, self.counters, _bytes(queue))
 
     # The interface of BaseLlamaCache
 
@@ -214,19 +222,23 @@ class PrefixCache(BaseLlamaCache):
         if model.whole and live < llama.n_tokens:
             live = 0
         stored = list(self._stored(keys, model.whole))
+        fetched = self._fetched(model, keys, stored, tokens, live)
         found = 0
         while not found and (len(stored) + (not model.whole)) * BLOCK_TOKENS > live:
             before = len(stored)
-            data, found, stored = (self._whole if model.whole else self._joined)(model, stored, tokens, live)
+            data, found, stored = (self._whole if model.whole else self._joined)(model, stored, tokens, live, fetched)
             if data is not None and not self._set(llama, data, tokens[:found]):
                 log.warning("%s: llama.cpp does not take the state that was stored: dropped", model.told["file"])
                 self.store.drop(stored)
-                found, stored = 0, []
+                found, stored, fetched = 0, [], {}
             elif data is not None:
                 self._account(model, stored, found, len(data), time.perf_counter() - started)
             elif len(stored) == before:
                 break
             live = min(live, llama.n_tokens)
+        if fetched:
+            size = sum(len(block.payload) for block in fetched.values())
+            self._writer.put(_Task(model, list(fetched), list(tokens), size, fetched))
         if model.whole:
             return self._evaluated(llama, model, keys, tokens) or found
         return found
@@ -288,6 +300,9 @@ class PrefixCache(BaseLlamaCache):
             ("stored_bytes", "bytes", counters.stored_bytes, "Bytes written"),
             ("dropped_blocks", "", counters.dropped_blocks, "Blocks not written: too much waited, or it failed"),
             ("evicted_blocks", "", self.store.evicted, "Blocks removed by this process"),
+            ("fetched_blocks", "", self.shared.fetched_blocks if self.shared else 0, "Blocks from the shared tier"),
+            ("pushed_blocks", "", self.shared.pushed_blocks if self.shared else 0, "Blocks given to the shared tier"),
+            ("shared_failures", "", self.shared.failures if self.shared else 0, "What the shared tier failed in"),
         ):
             lines += [f"# TYPE llmcache_prefix_{name} counter", f"# HELP llmcache_prefix_{name} {told}."]
             lines += [f"# UNIT llmcache_prefix_{name} {unit}"] if unit else []
@@ -328,6 +343,33 @@ class PrefixCache(BaseLlamaCache):
                 return
             yield key
 
+    def _fetched(
+        self, model: _Model, keys: list[Key], stored: list[Key], tokens: Sequence[int], live: int
+    ) -> dict[Key, Block]:
+        """Blocks that the shared tier has behind those of `keys` that are `stored`, which they are added to."""
+        if self.shared is None:
+            return {}
+        until = time.monotonic() + self.shared.deadline_s
+        missing = keys[len(stored) :]
+        if model.whole:
+            # States of 1, 2, 4, 8… blocks and the last are there; the longest that is serves.
+            wanted = [key for key in missing if key is keys[-1] or not (key.index + 1) & key.index]
+            one = next((got for key in reversed(wanted) if (got := self.shared.fetch([key], until))), [])
+            stored += [key for key in missing if one and key.index <= one[0][0].index]
+            return dict(one)
+        if max(live, len(stored) * BLOCK_TOKENS) + LEAST_TOKENS > len(tokens):
+            return {}
+        fetched = dict(self.shared.fetch(missing, until))
+        stored += fetched
+        parent = stored[-1].name if stored else model.root
+        if self.store.newest(model.name, parent, len(stored)) is None:
+            behind = self.shared.newest(model.name, parent, len(stored), until)
+            fetched |= [behind] if behind else []
+        return fetched
+
+    def _read(self, key: Key, fetched: dict[Key, Block]) -> Block | None:
+        return fetched.get(key) or self.store.read(key)
+
     def _set(self, llama: Llama, data: Bytes, tokens: Sequence[int]) -> bool:
         """Gives `llama` the state `data` of `tokens`; if it does not take it, it is empty afterwards."""
         llama.reset()
@@ -339,14 +381,14 @@ class PrefixCache(BaseLlamaCache):
         return True
 
     def _whole(
-        self, model: _Model, keys: list[Key], tokens: Sequence[int], live: int
+        self, model: _Model, keys: list[Key], tokens: Sequence[int], live: int, fetched: dict[Key, Block]
     ) -> tuple[Bytes | None, int, list[Key]]:
         """As `_joined`, of the state that is stored as the last of `keys`."""
-        block = self.store.read(keys[-1])
+        block = self._read(keys[-1], fetched)
         return (block.payload, len(keys) * BLOCK_TOKENS, keys[-1:]) if block else (None, 0, keys[:-1])
 
     def _joined(
-        self, model: _Model, keys: list[Key], tokens: Sequence[int], live: int
+        self, model: _Model, keys: list[Key], tokens: Sequence[int], live: int, fetched: dict[Key, Block]
     ) -> tuple[Bytes | None, int, list[Key]]:
         """The state of `keys` and of what begins like `tokens` behind them; its tokens; and the blocks that it is made of.
 
@@ -354,12 +396,14 @@ class PrefixCache(BaseLlamaCache):
         """
         self.store.ahead(keys)
         at = len(keys) * BLOCK_TOKENS
-        behind = self.store.newest(model.name, keys[-1].name if keys else model.root, len(keys))
-        part = self.store.read(behind) if behind and at < len(tokens) else None
+        behind = next((key for key in fetched if key.index == len(keys)), None) or self.store.newest(
+            model.name, keys[-1].name if keys else model.root, len(keys)
+        )
+        part = self._read(behind, fetched) if behind and at < len(tokens) else None
         common = _common(np.asarray(part.tokens, np.intc), tokens[at:]) if part else 0
         if at + (common if common >= LEAST_TOKENS else 0) <= live:
             return None, 0, keys
-        first = self.store.read(keys[0]) if keys else part
+        first = self._read(keys[0], fetched) if keys else part
         if first is None or first.layout is None:
             return None, 0, []
         layout = first.layout
@@ -369,7 +413,7 @@ class PrefixCache(BaseLlamaCache):
             joined.put(at, part.payload, common)
 
         def place(key: Key) -> bool:
-            block = self.store.read(key) if key.index else first
+            block = self._read(key, fetched) if key.index else first
             if block is None or block.layout != layout:
                 return False
             joined.put(key.index * BLOCK_TOKENS, block.payload)
@@ -414,8 +458,8 @@ class PrefixCache(BaseLlamaCache):
 class _Writer:
     """One thread that writes blocks, behind a queue of at most `most_bytes`; what does not fit is dropped."""
 
-    def __init__(self, store: BlockStore, counters: Counters, most_bytes: int) -> None:
-        self._store, self._counters, self._most = store, counters, most_bytes
+    def __init__(self, store: BlockStore, shared: SharedTier | None, counters: Counters, most_bytes: int) -> None:
+        self._store, self._shared, self._counters, self._most = store, shared, counters, most_bytes
         self._changed = threading.Condition()
         self._tasks: deque[_Task] = deque()
         self._pending: set[Key] = set()
@@ -485,16 +529,22 @@ class _Writer:
 
     def _write(self, task: _Task, key: Key) -> int:
         start = key.index * BLOCK_TOKENS
+        before = _keys(task.model, task.tokens[:start])
+        parent = None if key.kind == WHOLE else before[-1].name if before else task.model.root
+        if isinstance(task.state, dict):
+            return self._store.write(key, task.state[key], parent)
         end = min(start + BLOCK_TOKENS, len(task.tokens))
         tokens = tuple(task.tokens[start:end])
-        if not isinstance(task.state, State):
-            return self._store.write(key, Block(task.state, tokens))
-        payload = aligned((end - start) * task.state.layout.token_bytes)
-        task.state.block(start, end, payload)
-        before = _keys(task.model, task.tokens[:start])
-        return self._store.write(
-            key, Block(payload, tokens, task.state.layout), before[-1].name if before else task.model.root
-        )
+        if isinstance(task.state, State):
+            payload = aligned((end - start) * task.state.layout.token_bytes)
+            task.state.block(start, end, payload)
+            block = Block(payload, tokens, task.state.layout)
+        else:
+            block = Block(task.state, tokens)
+        written = self._store.write(key, block, parent)
+        if self._shared is not None:
+            self._shared.push(key, block, parent)
+        return written
 
 
 def fingerprint(llama: Llama) -> _Model:

@@ -167,10 +167,10 @@ class BlockStore:
     def newest(self, model: str, parent: str, index: int) -> Key | None:
         """Returns the block of number `index` that was stored last behind the block `parent`; None if none is known."""
         try:
-            match = _BLOCK.fullmatch(os.readlink(self.directory / model / f"{parent}-{index}.next"))
+            key = key_of(model, os.readlink(self.directory / model / f"{parent}-{index}.next"))
         except OSError:
             return None
-        return Key(model, match[1], index, match[3]) if match and int(match[2]) == index else None
+        return key if key is not None and key.index == index else None
 
     def read(self, key: Key) -> Block | None:
         """Returns what was stored as `key`; None if it is not there or damaged, which then goes."""
@@ -321,11 +321,10 @@ class BlockStore:
         for model in self.models():
             with contextlib.suppress(FileNotFoundError), os.scandir(self.directory / model) as listing:
                 for item in listing:
-                    match = _BLOCK.fullmatch(item.name)
+                    key = key_of(model, item.name)
                     with contextlib.suppress(FileNotFoundError):
-                        if match and item.is_file(follow_symlinks=False):
+                        if key is not None and item.is_file(follow_symlinks=False):
                             status = item.stat(follow_symlinks=False)
-                            key = Key(model, match[1], int(match[2]), match[3])
                             found.append(Entry(key, status.st_size, status.st_mtime_ns))
         return found
 
@@ -470,6 +469,12 @@ class _Account:
         """Returns the time of a use: now, or later than the newest before."""
         self.newest_ns = max(self.clock(), self.newest_ns + 1)
         return self.newest_ns
+
+
+def key_of(model: str, name: str) -> Key | None:
+    """Returns the key of the block whose file is called `name`; None if that is no name of ours."""
+    match = _BLOCK.fullmatch(name)
+    return Key(model, match[1], int(match[2]), match[3]) if match else None
 
 
 def pack(key: Key, block: Block) -> list[Bytes | bytes]:
