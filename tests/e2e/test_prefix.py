@@ -412,7 +412,7 @@ def metrics(address: str) -> dict[str, float]:
 
     with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
         assert response.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
-        families = text_string_to_metric_families(response.read().decode())
+        families = text_string_to_metric_families(response.read().decode())  # type: ignore[no-untyped-call]
         return {sample.name: sample.value for family in families for sample in family.samples}
 
 

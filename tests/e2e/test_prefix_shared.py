@@ -53,11 +53,11 @@ class Server:
     def address(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
-    def keys(self) -> list[bytes]:
+    def names(self) -> list[bytes]:
         return list(self.client.scan_iter())
 
     def kinds(self) -> set[bytes]:
-        return {key.rpartition(b".")[2] for key in self.keys()}
+        return {key.rpartition(b".")[2] for key in self.names()}
 
     def close(self) -> None:
         self.process.kill()
@@ -106,7 +106,7 @@ def test_wrong_bytes_are_evaluated(
     with stored(tmp_path / "one", shared=shared.address) as one:
         answer(opened(tiny, one), prompt(600))
     plain = answer(opened(tiny), prompt(600))
-    for key in shared.keys():
+    for key in shared.names():
         value = shared.client.get(key)
         if not key.endswith(b".next"):
             shared.client.set(key, value[:-9] + b"9" + value[-8:] if wrong is None else wrong)
@@ -177,6 +177,6 @@ def test_a_ttl_is_the_servers_too(tiny: Path, opened: Open, server: Callable[...
     shared = server()
     with stored(tmp_path / "one", shared=shared.address, ttl="1h") as one:
         answer(opened(tiny, one), prompt(300))
-    assert all(3500 < shared.client.ttl(key) <= 3600 for key in shared.keys())
+    assert all(3500 < shared.client.ttl(key) <= 3600 for key in shared.names())
     with pytest.raises(Exception, match="redis://"):
         stored(tmp_path / "two", shared="nonsense")

@@ -115,16 +115,15 @@ def restored(ask: Asking, tokens: int, repeat: int) -> dict[str, Any]:
     runs: dict[str, list[float]] = {"same": [], "other": [], "theirs": []}
     sizes = {"ours": size_of(ours), "theirs": size_of(theirs)}
     for turn in range(repeat):
-        for name, kept, options in (
-            ("same", ours, {"cache": ours}),
-            ("other", ours, {"cache": ours, "turn": 1 + turn}),
-            ("theirs", theirs, {"cache": f"disk:{theirs}"}),
+        for name, kept, kind, later in (
+            ("same", ours, "", 0),
+            ("other", ours, "", 1 + turn),
+            ("theirs", theirs, "disk:", 0),
         ):
             copy = ask.scratch / "copy"
             shutil.copytree(kept, copy, symlinks=True)
             forget(copy)
-            options["cache"] = str(options["cache"]).replace(str(kept), str(copy))
-            runs[name].append(first_s(ask(**question, **options)))
+            runs[name].append(first_s(ask(**question, turn=later, cache=f"{kind}{copy}")))
             shutil.rmtree(copy)
     base = statistics.median(evaluated)
     times = {name: statistics.median(one) for name, one in runs.items()}
@@ -203,15 +202,16 @@ def compression(directory: Path) -> list[dict[str, Any]]:
     read = (store.read(entry.key) for entry in store.entries()[:4])
     data = b"".join(block.payload.tobytes() for block in read if block)
 
-    def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-        start = time.perf_counter()
-        return (lambda made: (time.perf_counter() - start, made))(function())
-
     for name, level in (("zstd", 1), ("lz4", None)):
         codec = pyarrow.Codec(name, compression_level=level)
-        packing_s, packed = timed(lambda codec=codec: codec.compress(data))
-        unpacking_s, _ = timed(lambda codec=codec, packed=packed: codec.decompress(packed, len(data)))
-        speeds = {"packing_bytes_per_s": len(data) / packing_s, "unpacking_bytes_per_s": len(data) / unpacking_s}
+        begin = time.perf_counter()
+        packed = codec.compress(data)
+        between = time.perf_counter()
+        codec.decompress(packed, len(data))
+        speeds = {
+            "packing_bytes_per_s": len(data) / (between - begin),
+            "unpacking_bytes_per_s": len(data) / (time.perf_counter() - between),
+        }
         rows.append({"codec": name, "level": level, "ratio": len(data) / len(packed), **speeds})
     return rows
 
@@ -226,12 +226,13 @@ def workplace(directory: Path) -> Iterator[Path]:
 def measure(ask: Asking, tokens: int, quick: bool, repeat: int, console: Console) -> dict[str, Any]:
     """Return the figures of all parts."""
     parts: dict[str, Any] = {}
-    for name, part in (
+    measured: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         ("restored", lambda: restored(ask, tokens, repeat)),
         ("conversations", lambda: conversations(ask, tokens // 2, 10 if quick else 50)),
         ("generating", lambda: generating(ask, tokens, 32 if quick else 256, repeat)),
         ("shared", lambda: shared(ask, tokens, repeat)),
-    ):
+    ]
+    for name, part in measured:
         begin = time.monotonic()
         parts |= part()
         console.print(f"{name}: {time.monotonic() - begin:.0f} s", soft_wrap=True)

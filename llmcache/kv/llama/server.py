@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 from llmcache.errors import EnvironmentProblem, UsageError
@@ -56,7 +55,7 @@ def serve(cache: PrefixCache, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _module(name: str) -> ModuleType:
+def _module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:

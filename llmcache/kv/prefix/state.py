@@ -155,7 +155,7 @@ def read_state(data: Bytes, architecture: str | None = None) -> State:
 
 def _read_part(data: Bytes, at: int) -> tuple[Part, int, list[tuple[int, NDArray[np.intp] | None]], int]:
     """The part at `at`: it, its tokens, where its strips lie and in which order their tokens, and where it ends."""
-    streams, tokens = struct.unpack_from("<II", data, at)
+    streams, tokens = struct.unpack_from("<II", data.data, at)
     at += 8
     if streams != 1 or not tokens or at + tokens * _CELL.itemsize > len(data):
         raise Uncut(f"{streams} streams, {tokens} cells")
@@ -168,14 +168,16 @@ def _read_part(data: Bytes, at: int) -> tuple[Part, int, list[tuple[int, NDArray
         order = np.argsort(cells["position"], kind="stable")
         if (cells["position"][order] != np.arange(tokens)).any():
             raise Uncut("it lacks positions, as behind a sliding window")
-    transposed, layers = struct.unpack_from("<II", data, at)
+    transposed, layers = struct.unpack_from("<II", data.data, at)
     at += 8
     if transposed > 1 or not 0 < layers < _MOST_LAYERS:
         raise Uncut(f"{layers} layers, values transposed: {transposed}")
-    keys, values, places = [], [], []
+    keys: list[Strip] = []
+    values: list[Strip] = []
+    places: list[tuple[int, NDArray[np.intp] | None]] = []
     for strips, form in ((keys, _KEYS), (values, _COLUMNS if transposed else _KEYS)):
         for _ in range(layers):
-            kind, cell_bytes, *lines = form.unpack_from(data, at)
+            kind, cell_bytes, *lines = form.unpack_from(data.data, at)
             strip = Strip(kind, cell_bytes, *(lines or [1]))
             at += form.size
             if not (0 < strip.cell_bytes < _LARGEST and 0 < strip.lines < _LARGEST) or kind < 0:

@@ -495,7 +495,7 @@ def unpack(data: Bytes, key: Key, where: object) -> Block:
     """Returns the block that `pack` packed as `key`; DataError, naming `where`, if it is not whole."""
     if len(data) < _HEAD.size:
         raise DataError(f"{where}: is cut off")
-    magic, version, length, crc = _HEAD.unpack_from(data)
+    magic, version, length, crc = _HEAD.unpack_from(data.data)
     text = data[_HEAD.size : _HEAD.size + length].tobytes()
     if magic != _MAGIC or version != VERSION or zlib.crc32(text) != crc:
         raise DataError(f"{where}: its header is damaged, or of another version")

@@ -42,7 +42,7 @@ def cache_of(where: str, shared_tier: str | None) -> Any:
         return llama_cpp.LlamaDiskCache(where.removeprefix("disk:"), 1 << 40)
     from llmcache.kv.llama import PrefixCache
 
-    return PrefixCache(where, "1T", floor=0, **({"shared": shared_tier} if shared_tier else {}))
+    return PrefixCache(where, "1T", floor=0, shared=shared_tier, deadline=10)
 
 
 def main() -> None:
