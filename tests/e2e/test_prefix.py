@@ -239,6 +239,26 @@ def test_states_that_cannot_be_cut_are_stored_whole(
     )
 
 
+def test_what_llama_evaluates_anew_is_not_stored(
+    tiny: Path, opened: Open, cache: PrefixCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import llama_cpp
+
+    plain = answer(opened(tiny), prompt(600))
+    monkeypatch.setattr(llama_cpp, "llama_model_is_recurrent", lambda model: True)
+    monkeypatch.setattr(llama_cpp, "llama_memory_seq_rm", lambda *_: False)
+    model = opened(tiny, cache)
+    assert answer(model, prompt(600)) == plain
+    assert "stored whole" in caplog.text and "anew" in caplog.text and not cache.store.entries()
+    model.reset()
+    assert answer(model, prompt(600)) == plain
+
+
+def test_a_longer_prompt_than_the_context_restores_what_fits(tiny: Path, opened: Open, cache: PrefixCache) -> None:
+    answer(opened(tiny, cache), prompt(600), 1)
+    assert cache.restore(opened(tiny, n_ctx=512), prompt(600)) == 512
+
+
 def test_embeddings_are_refused(tiny: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture) -> None:
     model = opened(tiny, cache, embedding=True)
     assert cache.restore(model, prompt(300)) == 0
@@ -334,6 +354,12 @@ def test_after_a_kill_everything_restored_is_right(
         assert cache.counters.hits == 3 and not caplog.messages
     BlockStore(tmp_path / "kv", 10**9)
     assert not list((tmp_path / "kv").rglob("new-*"))
+
+
+def test_what_waits_is_written_when_a_process_ends(tiny: Path, tmp_path: Path) -> None:
+    code = CHILD.replace("while True:", "for _ in range(1):")
+    subprocess.run([sys.executable, "-c", code, str(tiny), str(tmp_path / "kv"), "0"], cwd=ROOT, check=True, timeout=120)
+    assert sorted(entry.key.kind for entry in BlockStore(tmp_path / "kv", None).entries()) == ["kv"] * 3
 
 
 TEXT = "".join(f"Item {i}: the value of register {i * 7919 % 1000} is {i * i % 977}.\n" for i in range(20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -337,6 +338,19 @@ def test_the_newest_block_behind_another_is_known_and_a_part_goes_with_its_link(
     store.prune()
     assert store.newest(MODEL, parent, 1) is None
     assert sorted(path.name for path in store.directory.rglob("*")) == ["lock"]
+
+
+def test_what_writers_left_half_written_is_swept_unless_they_live(store: BlockStore) -> None:
+    store.write(key(1), block(1))
+    left, live, link = (store.directory / MODEL / f"new-{number:016x}.tmp" for number in range(3))
+    left.write_bytes(b"half")
+    link.symlink_to("nowhere")
+    with open(live, "wb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        BlockStore(store.directory, 10**9)
+        assert not left.exists() and not link.is_symlink() and live.exists()
+    BlockStore(store.directory, 10**9)
+    assert not live.exists() and numbers(store) == {1}
 
 
 def test_pruning_by_age_size_and_model(tmp_path: Path) -> None:

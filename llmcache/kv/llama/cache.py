@@ -19,6 +19,8 @@ bit for bit as one that the same Llama is asked for twice, not always as one tha
 
 Layouts that cannot be cut (kv.prefix.state: recurrent layers, windows that have dropped tokens) are stored whole, at block
 boundaries: the prompt is evaluated up to 1, 2, 4, 8… blocks and the last, and the state taken there. One log line says so.
+Where `Llama` would evaluate the prompt anew all the same, as llama.cpp cannot remove "nothing behind it" from a recurrent
+state, nothing is restored or stored, and another line says that.
 
 Nothing is restored for a completion that tells the probabilities of the prompt's tokens (`echo` with `logprobs`): their
 scores are not stored. Nothing is restored or stored for a Llama with a chat handler of images, which have no tokens.
@@ -74,7 +76,8 @@ _HEAD_BYTES = 4 << 20
 _SAMPLES, _SAMPLE_BYTES = 1024, 4096
 _READERS = 2
 _ROPE = ("rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast")
-_CONTEXT = (*_ROPE, "yarn_beta_slow", "yarn_orig_ctx", "type_k", "type_v", "flash_attn_type", "attention_type", "swa_full")
+_CACHE = ("type_k", "type_v", "flash_attn_type", "attention_type", "swa_full", "n_seq_max", "kv_unified")
+_CONTEXT = (*_ROPE, "yarn_beta_slow", "yarn_orig_ctx", *_CACHE)
 _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 _U8 = ctypes.POINTER(ctypes.c_uint8)
 
@@ -216,6 +219,7 @@ class PrefixCache(BaseLlamaCache):
             return 0
         started = time.perf_counter()
         self.counters.lookups += 1
+        tokens = tokens[: llama.n_ctx()]
         live = _common(llama.input_ids[: llama.n_tokens], tokens)
         # The last token is evaluated in any case, for its logits: it can be cut off again, but not from a whole state.
         keys = _keys(model, tokens[:-1] if model.whole else tokens)
@@ -248,9 +252,9 @@ class PrefixCache(BaseLlamaCache):
         model = self._model(llama)
         tokens = state.input_ids[: state.n_tokens].tolist()
         missing = self._missing(llama, tokens)
-        if not missing:
-            return
         data = np.frombuffer(state.llama_state, np.uint8)
+        if not missing or not len(data):
+            return
         try:
             cut = read_state(data, model.told["architecture"])
         except Uncut as reason:
@@ -437,6 +441,11 @@ class PrefixCache(BaseLlamaCache):
                 continue
             llama.eval(tokens[live:at])
             live = at
+            if not llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(llama.ctx), -1, live, -1):
+                model.refused = "it cannot go on from a state without evaluating all of the prompt anew"
+                log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
+                llama.reset()
+                return 0
             if keys[blocks - 1] not in self.store:
                 size = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
                 data = np.empty(size, np.uint8)

@@ -18,6 +18,9 @@ A last block with fewer tokens can be found in no other way, so it goes when the
 The lock is held to publish (the limit is seen to, then the name given), to evict and to note a use: never while a block
 is read or written. A file being written is locked by its writer, so what a dead one has left is known and removed.
 
+Blocks are not compressed: of F16 keys and values zstd (level 1) takes 7 % away at 0.5 GB/s, lz4 nothing (measured on SmolLM2
+with tools/bench/prefix, which goes on measuring it), and storage is as fast.
+
 When a block was used last is the time of its file, given by the store: later than any before it, whatever the clock says.
 Of the blocks of one use the last goes first, as it is of no use without those before it. Where the clock was set back,
 stamps that lie in the future are brought to the present in their order.
@@ -221,8 +224,8 @@ class BlockStore:
         path = self.directory / model / "model.json"
         if not path.exists():
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            with files.replacing(path) as stream:
-                stream.write(json.dumps(told, indent=1).encode())
+            with self._written(path.parent, [json.dumps(told, indent=1).encode()]) as temporary:
+                os.replace(temporary, path)
 
     def write(self, key: Key, block: Block, parent: str | None = None) -> int:
         """Stores `block` as `key`, behind the block `parent`, and returns the bytes it takes.
@@ -234,19 +237,10 @@ class BlockStore:
         if size > self.limit_bytes:
             raise EnvironmentProblem(f"{key.file}: {format_size(size)} do not fit the limit")
         directory = self.directory / key.model
-        raw: RawFile | None = None
-        temporary = directory / f"new-{secrets.token_hex(8)}.tmp"
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
             self._make_room(size)
-            raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            raw.lock()
-            at = 0
-            for part in parts:
-                raw.write(part, at)
-                at += len(part)
-            raw.sync()
-            with self._locked() as account:
+            with self._written(directory, parts) as temporary, self._locked() as account:
                 if account.used_bytes + size > self.limit_bytes:
                     self._evict(account, size)
                 stamp = account.stamp()
@@ -259,12 +253,24 @@ class BlockStore:
                     account.used_bytes -= self._link(key, parent)
         except OSError as error:
             raise EnvironmentProblem(f"{directory}: storing: {error.strerror}") from None
+        return size
+
+    @contextlib.contextmanager
+    def _written(self, directory: Path, parts: Iterable[Bytes | bytes]) -> Iterator[Path]:
+        """A new file in `directory` that holds `parts`, on the disk and locked; gone afterwards unless renamed."""
+        temporary, at = directory / f"new-{secrets.token_hex(8)}.tmp", 0
+        raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            raw.lock()
+            for part in parts:
+                raw.write(part, at)
+                at += len(part)
+            raw.sync()
+            yield temporary
         finally:
-            if raw is not None:
-                raw.close()
+            raw.close()
             with contextlib.suppress(OSError):
                 temporary.unlink()
-        return size
 
     def _link(self, key: Key, parent: str) -> int:
         """Has the link of `parent` lead to `key`; returns the bytes of a part that it led to, which is gone then."""
@@ -426,7 +432,9 @@ class BlockStore:
         """Removes what writers that ended have left half-written."""
         for model in self.models():
             for path in (self.directory / model).iterdir():
-                if _TEMPORARY.fullmatch(path.name):
+                if _TEMPORARY.fullmatch(path.name) and path.is_symlink():
+                    path.unlink(missing_ok=True)
+                elif _TEMPORARY.fullmatch(path.name):
                     with contextlib.suppress(LlmcacheError, OSError):
                         raw = RawFile(path, os.O_RDWR)
                         try:
