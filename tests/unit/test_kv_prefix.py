@@ -326,17 +326,21 @@ def test_foreign_files_are_nobodys_business(store: BlockStore) -> None:
     assert all(path.read_bytes() == b"mine" for path in (*foreign, *outside.iterdir()))
 
 
-def test_the_newest_block_behind_another_is_known_and_a_part_goes_with_its_link(store: BlockStore) -> None:
-    parent = "b" * 40
-    assert store.newest(MODEL, parent, 1) is None
-    store.write(key(1, 1, PART), block(1), parent)
-    assert store.newest(MODEL, parent, 1) == key(1, 1, PART)
-    store.write(key(2, 1), block(2), parent)
-    assert store.newest(MODEL, parent, 1) == key(2, 1)
-    store.write(key(3, 1, PART), block(3), parent)
-    assert numbers(store) == {2, 3}, "what nothing leads to is gone, whole blocks are found by name"
+def test_links_lead_to_the_newest_block_and_a_part_goes_when_one_begins_with_it(store: BlockStore) -> None:
+    short, long = "b" * 40, "c" * 40
+    begun = Block(block(1).payload, (1, 2, 3))
+    assert store.newest(MODEL, [long, short], 1) is None
+    store.write(key(1, 1, PART), begun, [short])
+    assert store.newest(MODEL, [long, short], 1) == key(1, 1, PART)
+    store.write(key(2, 1), Block(block(2).payload, (1, 2, 4)), [long, short])
+    assert store.newest(MODEL, [long, short], 1) == store.newest(MODEL, [short], 1) == key(2, 1)
+    assert numbers(store) == {1, 2}, "other tokens"
+    store.write(key(1, 1, PART), begun, [short])
+    store.write(key(3, 1, PART), Block(block(3).payload, (1, 2, 3, 4)), [long, short])
+    assert numbers(store) == {2, 3} and store.newest(MODEL, [long], 1) == key(3, 1, PART)
+    assert store.newest(MODEL, [long], 2) is None
     store.prune()
-    assert store.newest(MODEL, parent, 1) is None
+    assert store.newest(MODEL, [long, short], 1) is None
     assert sorted(path.name for path in store.directory.rglob("*")) == ["lock"]
 
 
@@ -404,9 +408,9 @@ print("ready", flush=True)
 while True:
     number = turns.randrange(60)
     if number % 3:
-        store.write(key(number, number % 5), block(number), f"{number % 7:040x}")
+        store.write(key(number, number % 5), block(number), [f"{number % 7:040x}"])
     else:
-        store.write(key(number, number % 5, PART), block(number), f"{number % 7:040x}")
+        store.write(key(number, number % 5, PART), block(number), [f"{number % 7:040x}"])
     store.read(key(turns.randrange(60), number % 5))
     store.touch([key(turns.randrange(60), number % 5)])
 """

@@ -8,6 +8,7 @@ them. The disk cache is llama-cpp-python's own.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -75,7 +76,7 @@ class Asking:
         limited = Group("prefix", directory=self.scratch, read_bps=self._rate_bps) if self._rate_bps else nullcontext()
         with limited as group:
             wrapped = group.wrap(command) if group else command
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
             result = subprocess.run(wrapped, capture_output=True, text=True, check=False, env=environment)
         if result.returncode:
             raise BenchError(f"the client failed: {result.stderr[-1000:]}", "run it by itself: tools/bench/clients")
@@ -170,8 +171,8 @@ def generating(ask: Asking, tokens: int, length: int, repeat: int) -> dict[str, 
 def shared(ask: Asking, tokens: int, repeat: int) -> dict[str, Any]:
     """The first prompt of a process with an empty directory, from a server on loopback, of evaluating it."""
     program = next((found for name in SERVERS if (found := shutil.which(name))), None)
-    if program is None:
-        return {}
+    if program is None or importlib.util.find_spec("redis") is None:
+        return {}  # its bar is then not among the bars
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -68,8 +68,9 @@ from llmcache.units import parse_duration, parse_size
 log = logging.getLogger("llmcache.kv")
 
 BLOCK_TOKENS = 256
-LEAST_TOKENS = 16
-"""Fewer are not stored as a last block, nor taken from one."""
+LINKED_TOKENS = (128, 64, 32, 16)
+"""By so many of its first tokens a block is found; fewer are not stored as a last block, nor taken from one."""
+LEAST_TOKENS = LINKED_TOKENS[-1]
 FORMAT = 1
 """Of fingerprints: raised when other things go into them, or blocks lie otherwise."""
 _HEAD_BYTES = 4 << 20
@@ -366,8 +367,9 @@ class PrefixCache(BaseLlamaCache):
         fetched = dict(self.shared.fetch(missing, until))
         stored += fetched
         parent = stored[-1].name if stored else model.root
-        if self.store.newest(model.name, parent, len(stored)) is None:
-            behind = self.shared.newest(model.name, parent, len(stored), until)
+        links = _links(parent, tokens[len(stored) * BLOCK_TOKENS :])
+        if links and self.store.newest(model.name, links, len(stored)) is None:
+            behind = self.shared.newest(model.name, links, len(stored), until)
             fetched |= [behind] if behind else []
         return fetched
 
@@ -400,10 +402,10 @@ class PrefixCache(BaseLlamaCache):
         """
         self.store.ahead(keys)
         at = len(keys) * BLOCK_TOKENS
-        behind = next((key for key in fetched if key.index == len(keys)), None) or self.store.newest(
-            model.name, keys[-1].name if keys else model.root, len(keys)
-        )
-        part = self._read(behind, fetched) if behind and at < len(tokens) else None
+        links = _links(keys[-1].name if keys else model.root, tokens[at:])
+        behind = next((key for key in fetched if key.index == len(keys)), None)
+        behind = behind or self.store.newest(model.name, links, len(keys))
+        part = self._read(behind, fetched) if behind else None
         common = _common(np.asarray(part.tokens, np.intc), tokens[at:]) if part else 0
         if at + (common if common >= LEAST_TOKENS else 0) <= live:
             return None, 0, keys
@@ -538,22 +540,27 @@ class _Writer:
 
     def _write(self, task: _Task, key: Key) -> int:
         start = key.index * BLOCK_TOKENS
-        before = _keys(task.model, task.tokens[:start])
-        parent = None if key.kind == WHOLE else before[-1].name if before else task.model.root
         if isinstance(task.state, dict):
-            return self._store.write(key, task.state[key], parent)
+            return self._store.write(key, task.state[key], self._links(task, key, task.state[key].tokens))
         end = min(start + BLOCK_TOKENS, len(task.tokens))
         tokens = tuple(task.tokens[start:end])
+        links = self._links(task, key, tokens)
         if isinstance(task.state, State):
             payload = aligned((end - start) * task.state.layout.token_bytes)
             task.state.block(start, end, payload)
             block = Block(payload, tokens, task.state.layout)
         else:
             block = Block(task.state, tokens)
-        written = self._store.write(key, block, parent)
+        written = self._store.write(key, block, links)
         if self._shared is not None:
-            self._shared.push(key, block, parent)
+            self._shared.push(key, block, links)
         return written
+
+    def _links(self, task: _Task, key: Key, tokens: Sequence[int]) -> list[str]:
+        if key.kind == WHOLE:
+            return []
+        before = _keys(task.model, task.tokens[: key.index * BLOCK_TOKENS])
+        return _links(before[-1].name if before else task.model.root, tokens)
 
 
 def fingerprint(llama: Llama) -> _Model:
@@ -623,6 +630,13 @@ def _keys(model: _Model, tokens: Sequence[int], part: bool = False) -> list[Key]
         kind = PART if len(block) < BLOCK_TOKENS else WHOLE if model.whole else CUT
         keys.append(Key(model.name, name, start // BLOCK_TOKENS, kind))
     return keys
+
+
+def _links(parent: str, tokens: Sequence[int]) -> list[str]:
+    """The links to blocks behind the block `parent` that begin like `tokens`, the longest beginning first."""
+    ids = np.asarray(tokens[: LINKED_TOKENS[0]], np.dtype("<i4"))
+    begun = [bytes.fromhex(parent) + ids[:count].tobytes() for count in LINKED_TOKENS if count <= len(ids)]
+    return [hashlib.blake2b(beginning, digest_size=20, person=b"link").hexdigest() for beginning in begun]
 
 
 def _common(have: NDArray[np.intc], tokens: Sequence[int]) -> int:

@@ -1,8 +1,8 @@
 """The shared tier: blocks on a Redis-compatible server, by which they leave one machine; a protocol of our own is none.
 
-A key is `llmcache:MODEL:NAME-INDEX.kind`, its value what a block's file holds, checked like it; and the value of
-`llmcache:MODEL:NAME-INDEX.next` is the name of the newest block behind NAME. Authentication and TLS are in the address, as
-redis-py has them.
+A key is `llmcache:MODEL:NAME-INDEX.kind`, its value what a block's file holds, checked like it; the value of a link,
+`llmcache:MODEL:LINK-INDEX.next`, is the name of a block (kv.prefix.store). Authentication and TLS are in the address, as
+redis-py has them. Nothing is ever removed: the server is to have `maxmemory` with `allkeys-lru`, or a `ttl` is given.
 
 Whatever the server does costs the hit, and at most the deadline: each question is asked by a thread that is left behind
 when it is late, its connection cut. After that, and after an error, the server is not asked for PAUSE_S; one log line says
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
-from llmcache.kv.prefix.store import PART, Block, Key, key_of, pack, unpack
+from llmcache.kv.prefix.store import Block, Key, key_of, pack, unpack
 from llmcache.kv.spill.shape import aligned
 
 log = logging.getLogger("llmcache.kv")
@@ -69,27 +69,24 @@ class SharedTier:
                 break  # the next one would be late: that is no failure
         return found
 
-    def newest(self, model: str, parent: str, index: int, until_s: float) -> tuple[Key, Block] | None:
-        """Returns the block of number `index` that was pushed last behind the block `parent`."""
-        name = self._asked(lambda: self._redis.get(_next(model, parent, index)), until_s)
-        key = key_of(model, name.decode(errors="replace")) if isinstance(name, bytes) else None
+    def newest(self, model: str, links: Sequence[str], index: int, until_s: float) -> tuple[Key, Block] | None:
+        """Returns the block of number `index` that was pushed last under the first of `links` that leads to one."""
+        names = self._asked(lambda: self._redis.mget([_link(model, link, index) for link in links]), until_s)
+        name = next((name for name in names or () if isinstance(name, bytes)), b"")
+        key = key_of(model, name.decode(errors="replace"))
         block = self._block(key, until_s) if key is not None and key.index == index else None
         return (key, block) if key is not None and block is not None else None
 
-    def push(self, key: Key, block: Block, parent: str | None) -> None:
-        """Puts `block` there as `key`, behind the block `parent`, if the server takes it within the deadline."""
+    def push(self, key: Key, block: Block, links: Sequence[str]) -> None:
+        """Puts `block` there as `key`, to which `links` then lead, if the server takes it within the deadline."""
         if len(block.payload) > LARGEST // 2:
             return
         value = b"".join(bytes(part) for part in pack(key, block))
 
         def put() -> bool:
             self._redis.set(_name(key), value, px=self._expire_ms)
-            if parent is not None:
-                name = key.file.rpartition("/")[2]
-                before = self._redis.set(_next(key.model, parent, key.index), name, px=self._expire_ms, get=True)
-                old = key_of(key.model, before.decode(errors="replace")) if isinstance(before, bytes) else None
-                if old is not None and old != key and old.kind == PART:
-                    self._redis.delete(_name(old))
+            for link in links:
+                self._redis.set(_link(key.model, link, key.index), key.file.rpartition("/")[2], px=self._expire_ms)
             return True
 
         self.pushed_blocks += bool(self._asked(put, time.monotonic() + self.deadline_s))
@@ -145,5 +142,5 @@ def _name(key: Key) -> str:
     return f"llmcache:{key.file.replace('/', ':')}"
 
 
-def _next(model: str, parent: str, index: int) -> str:
-    return f"llmcache:{model}:{parent}-{index}.next"
+def _link(model: str, link: str, index: int) -> str:
+    return f"llmcache:{model}:{link}-{index}.next"

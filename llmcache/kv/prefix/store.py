@@ -5,15 +5,15 @@
     DIR/MODEL/NAME-INDEX.kv           a block; INDEX counts from 0, NAME tells of all tokens to its end
     DIR/MODEL/NAME-INDEX.part         the last block of a prompt, with fewer tokens
     DIR/MODEL/NAME-INDEX.state        a whole state that ends there, where it cannot be cut
-    DIR/MODEL/NAME-INDEX.next         a link to the newest block of number INDEX behind the block NAME
+    DIR/MODEL/LINK-INDEX.next         a link to the newest block of number INDEX that begins as LINK tells
 
 A spill file has one writer and pages of one context in their order; blocks come from many writers, belong to many contexts
 and go one by one. So each has a file of its own, written by the spill file's means (RawFile, checksums) and promises:
 the data is on the disk before the name is, and nothing counts that has no name. Who reads a block compares its checksum;
 one that is damaged is taken away, the others stay. Names that are not of this form are nobody's business.
 
-A prompt that differs from the stored ones within a block finds, by the link, one that begins alike: its first tokens serve.
-A last block with fewer tokens can be found in no other way, so it goes when the link comes to lead elsewhere.
+A prompt that differs from the stored ones within a block finds, by a link, one that begins alike: its first tokens serve.
+A last block with fewer tokens can be found in no other way. It goes when one comes that begins with all of it.
 
 The lock is held to publish (the limit is seen to, then the name given), to evict and to note a use: never while a block
 is read or written. A file being written is locked by its writer, so what a dead one has left is known and removed.
@@ -167,13 +167,14 @@ class BlockStore:
                 finally:
                     os.close(fd)
 
-    def newest(self, model: str, parent: str, index: int) -> Key | None:
-        """Returns the block of number `index` that was stored last behind the block `parent`; None if none is known."""
-        try:
-            key = key_of(model, os.readlink(self.directory / model / f"{parent}-{index}.next"))
-        except OSError:
-            return None
-        return key if key is not None and key.index == index else None
+    def newest(self, model: str, links: Iterable[str], index: int) -> Key | None:
+        """Returns the block of number `index` that was stored last under the first of `links` that leads to one."""
+        for link in links:
+            with contextlib.suppress(OSError):
+                key = key_of(model, os.readlink(self.directory / model / f"{link}-{index}.next"))
+                if key is not None and key.index == index:
+                    return key
+        return None
 
     def read(self, key: Key) -> Block | None:
         """Returns what was stored as `key`; None if it is not there or damaged, which then goes."""
@@ -227,8 +228,8 @@ class BlockStore:
             with self._written(path.parent, [json.dumps(told, indent=1).encode()]) as temporary:
                 os.replace(temporary, path)
 
-    def write(self, key: Key, block: Block, parent: str | None = None) -> int:
-        """Stores `block` as `key`, behind the block `parent`, and returns the bytes it takes.
+    def write(self, key: Key, block: Block, links: Iterable[str] = ()) -> int:
+        """Stores `block` as `key`, to which `links` then lead, and returns the bytes it takes.
 
         EnvironmentProblem if there is no room, or it fails.
         """
@@ -249,8 +250,7 @@ class BlockStore:
                 there = self._size(key)
                 os.replace(temporary, self.directory / key.file)
                 account.used_bytes += size - there
-                if parent is not None:
-                    account.used_bytes -= self._link(key, parent)
+                account.used_bytes -= self._link(key, block, links)
         except OSError as error:
             raise EnvironmentProblem(f"{directory}: storing: {error.strerror}") from None
         return size
@@ -272,19 +272,22 @@ class BlockStore:
             with contextlib.suppress(OSError):
                 temporary.unlink()
 
-    def _link(self, key: Key, parent: str) -> int:
-        """Has the link of `parent` lead to `key`; returns the bytes of a part that it led to, which is gone then."""
-        before = self.newest(key.model, parent, key.index)
-        link = self.directory / key.model / f"{parent}-{key.index}.next"
-        temporary = link.with_name(f"new-{secrets.token_hex(8)}.tmp")
-        with contextlib.suppress(OSError):  # a file system without links: only what differs within a block is not found
-            os.symlink(os.path.basename(key.file), temporary)
-            os.replace(temporary, link)
-        if before is None or before == key or before.kind != PART:
-            return 0
-        size = self._size(before)
-        self.drop([before])
-        return size
+    def _link(self, key: Key, block: Block, links: Iterable[str]) -> int:
+        """Has `links` lead to `key`; returns the bytes of parts that they led to and that `block` begins with: these go."""
+        freed = 0
+        for link in links:
+            before = self.newest(key.model, [link], key.index)
+            path = self.directory / key.model / f"{link}-{key.index}.next"
+            temporary = path.with_name(f"new-{secrets.token_hex(8)}.tmp")
+            with contextlib.suppress(OSError):  # a file system without links: only what differs within a block is not found
+                os.symlink(os.path.basename(key.file), temporary)
+                os.replace(temporary, path)
+            if before is not None and before != key and before.kind == PART:
+                part = self.read(before)
+                if part is not None and part.tokens == block.tokens[: len(part.tokens)]:
+                    freed += self._size(before)
+                    self.drop([before])
+        return freed
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Takes blocks away that prove of no use."""
