@@ -203,8 +203,8 @@ class PrefixCache(BaseLlamaCache):
         if not isinstance(llama, Llama) or llama.cache is not self:
             raise TypeError("a cache is asked by its Llama (llama.set_cache); `restore` and `keep` are told which")
         if "save_state" not in vars(llama):
-            own, cache = weakref.WeakMethod(llama.save_state), weakref.ref(self)
-            llama.save_state = lambda: _save_state(own, cache)
+            own = weakref.WeakMethod(llama.save_state)
+            llama.save_state = lambda: _save_state(own)
         return llama
 
     # What it does
@@ -646,15 +646,14 @@ def _common(have: NDArray[np.intc], tokens: Sequence[int]) -> int:
     return int(differ[0]) if len(differ) else length
 
 
-def _save_state(own: weakref.WeakMethod[Any], cache: weakref.ref[PrefixCache]) -> LlamaState:
-    """What `own`, a Llama's `save_state`, returns; less for a completion that hands it to `cache`."""
-    method, asked, caller = own(), cache(), sys._getframe(2)
+def _save_state(own: weakref.WeakMethod[Any]) -> LlamaState:
+    """What `own`, a Llama's `save_state`, returns; less for a completion that hands it to a PrefixCache."""
+    method, caller = own(), sys._getframe(2)
     if method is None:
         raise ReferenceError("the Llama is gone")
     is_completion = caller.f_code.co_name == "_create_completion" and caller.f_globals.get("__name__") == "llama_cpp.llama"
-    if asked is None or method.__self__.cache is not asked or not is_completion:
-        return method()
-    return asked._handed(method.__self__)
+    llama = method.__self__
+    return llama.cache._handed(llama) if is_completion and isinstance(llama.cache, PrefixCache) else method()
 
 
 def _bytes(size: str | int) -> int:
