@@ -269,6 +269,7 @@ def test_embeddings_are_refused(tiny: Path, opened: Open, cache: PrefixCache, ca
     assert cache.flush(10) and not cache.store.entries()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # llama-cpp-python takes logarithms of rows that it does not tell of
 def test_probabilities_are_those_of_evaluated_tokens(tiny: Path, opened: Open, cache: PrefixCache) -> None:
     def told(model: Any, echo: bool) -> list[float]:
         settings = {"max_tokens": 4, "temperature": 0, "logprobs": 1, "echo": echo}
