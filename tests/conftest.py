@@ -1,8 +1,8 @@
 """Test tiers: a test that this machine cannot run is skipped with the reason, or fails where its tier is required.
 
-Tiers are markers: mount, llama, transformers, cgroup, bpf, and the names of programs that a test runs (clang, zsh). What
-brings a tier that is missing is said in one line at the end. LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those
-tiers into a failure.
+Tiers are markers: mount, llama, server, redis, transformers, cgroup, bpf, and the names of models (smollm2, gemma) and
+programs (clang, zsh) that a test runs. What brings a tier that is missing is said in one line at the end.
+LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
 """
 
 from __future__ import annotations
@@ -53,6 +53,35 @@ def _llama_problem() -> str | None:
     return f"not installed: {', '.join(missing)}" if missing else None
 
 
+MODELS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmcache" / "models"
+SMOLLM2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
+GEMMA = MODELS / "gemma-3-270m-q4_k_m.gguf"
+
+
+def redis_server() -> str | None:
+    """The program of a Redis-compatible server. Debian's redis-tools has it under the name of another of its programs."""
+    return next(
+        (found for name in ("valkey-server", "redis-server", "redis-check-rdb") if (found := shutil.which(name))), None
+    )
+
+
+def _redis_problem() -> str | None:
+    if importlib.util.find_spec("redis") is None:
+        return "not installed: redis (Python)"
+    return None if redis_server() else "neither valkey-server nor redis-server is installed"
+
+
+def _server_problem() -> str | None:
+    names = ("fastapi", "uvicorn", "sse_starlette", "starlette_context", "pydantic_settings")
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return _llama_problem() or (f"not installed: {', '.join(missing)}" if missing else None)
+
+
+def _without(model: Path) -> Callable[[], str | None]:
+    """What says why llama.cpp cannot evaluate `model`."""
+    return lambda: _llama_problem() or (None if model.exists() else f"{model} is not there")
+
+
 def _transformers_problem() -> str | None:
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(missing)}" if missing else None
@@ -90,6 +119,10 @@ def _missing(*programs: str, header: str = "") -> Callable[[], str | None]:
 PROBLEMS: dict[str, Callable[[], str | None]] = {
     "mount": functools.cache(_mount_problem),
     "llama": functools.cache(_llama_problem),
+    "server": functools.cache(_server_problem),
+    "redis": functools.cache(_redis_problem),
+    "smollm2": _without(SMOLLM2),
+    "gemma": _without(GEMMA),
     "transformers": functools.cache(_transformers_problem),
     "cgroup": functools.cache(_cgroup_problem),
     "bpf": functools.cache(_bpf_problem),
@@ -99,6 +132,10 @@ PROBLEMS: dict[str, Callable[[], str | None]] = {
 CURES = {
     "mount": "apt-get install fuse3",
     "llama": "tools/test installs it",
+    "server": "tools/test installs it",
+    "redis": "apt-get install redis-tools",
+    "smollm2": "tools/test fetches it",
+    "gemma": "tools/test fetches it",
     "transformers": "tools/test installs it",
     "cgroup": "run as root, where /sys/fs/cgroup can be written",
     "bpf": "apt-get install libbpf1, and run as root on Linux 6.12 or later",

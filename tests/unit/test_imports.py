@@ -33,8 +33,12 @@ ALLOWED = {
 }
 # Libraries that exactly one file may touch, so that their quirks are handled in one place.
 ONLY_IN = {"mfusepy": "llmcache/fs/vfs/libfuse.py", "fuse": "llmcache/fs/vfs/libfuse.py"}
-# Modules that need an extra: all else works without its libraries, and starts without the seconds that they take to load.
-NEEDS_TORCH = ("llmcache.kv.transformers", "llmcache.kv.bench.subject")
+# Modules that need the libraries of an extra: all else works without them, and starts without the seconds that they take.
+EXTRAS = {
+    "llmcache.kv.transformers": {"torch", "transformers"},
+    "llmcache.kv.bench.subject": {"torch", "transformers"},
+    "llmcache.kv.llama": {"llama_cpp"},
+}
 
 
 @functools.cache
@@ -89,18 +93,20 @@ def test_a_library_is_touched_in_one_file(library: str, only: str) -> None:
     assert users <= {only}
 
 
-def needs_torch(module: str) -> bool:
-    return any(f"{module}.".startswith(f"{name}.") for name in NEEDS_TORCH)
+def is_below(name: str, module: str) -> bool:
+    return f"{name}.".startswith(f"{module}.")
 
 
 def test_what_needs_an_extra_is_imported_only_when_it_is_used() -> None:
     for path in PACKAGE:
-        if needs_torch(relative(path).removesuffix(".py").replace("/", ".")):
-            continue
-        assert not {"torch", "transformers"} & {name.split(".")[0] for name in imports(path)}, path
+        own = relative(path).removesuffix(".py").replace("/", ".")
+        used = {name.split(".")[0] for name in imports(path)}
+        allowed = set().union(*(libraries for module, libraries in EXTRAS.items() if is_below(own, module)))
+        assert not used & set().union(*EXTRAS.values()) - allowed, path
         at_once = [node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = {getattr(node, "module", None) or "" for node in at_once}
-        assert not [name for name in names if needs_torch(name)], path
+        foreign = [module for module, libraries in EXTRAS.items() if not libraries <= allowed]
+        assert not [name for name in names for module in foreign if is_below(name, module)], path
 
 
 def test_libfuse_is_loaded_in_one_file() -> None:

@@ -168,6 +168,7 @@ TABLES: dict[str, Callable[[Document], str]] = {
     "kvindex": index_table,
     "kvpipeline": pipeline_table,
     "kvstore": bars_table,
+    "prefix": lambda document: bars_table(document, "measured, llama.cpp"),
     "kvtransformers": lambda document: bars_table(document, "measured, in transformers"),
     "mount": mount_table,
     "papers": bars_table,

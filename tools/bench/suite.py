@@ -62,6 +62,7 @@ BENCHMARKS = (
     Benchmark("kvpipeline", "looking ahead, pools and near-data scoring"),
     Benchmark("kvindex", "trees of keys and the scan of all", ("--rounds", "2")),
     Benchmark("kvtransformers", "SpillCache and DynamicCache: memory and time"),
+    Benchmark("prefix", "prompts of llama.cpp restored from disk"),
     Benchmark("kvanswers", "what budgets do to a model's answers (not timed)"),
     Benchmark("papers", "claims of papers with a bar (not timed)", quick=()),
     Benchmark("edram", "speed of the accelerator model", ("--repeat", "5"), quick=("--repeat", "1")),

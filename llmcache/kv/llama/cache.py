@@ -1,0 +1,660 @@
+"""PrefixCache: prompts that llama.cpp has evaluated, kept on disk by llama-cpp-python and restored by prefix.
+
+    llama.set_cache(PrefixCache("/mnt/nvme/kv", limit="20G"))
+
+A prompt is cut into blocks of 256 tokens, each named by a hash of the model's fingerprint and of all tokens to its end: a
+prefix that many prompts share is stored once, and the longest stored one is found with a look-up for each block. The last
+block may have fewer tokens, and of a block that begins like the prompt the first tokens serve (kv.prefix.store).
+
+`Llama` asks its cache twice for each completion: `cache[prompt]` before it evaluates, `cache[tokens] = state` when it has
+ended. It does not say which Llama it is, which the fingerprint and the restoring need, so the first method looks at who
+calls (the object that has this cache, in the frame of the caller). It then restores the prefix itself, by
+llama_state_seq_set_data and the public `input_ids` and `n_tokens`: `Llama` finds that it has the prompt's beginning, and
+evaluates the rest. Its own `load_state` takes whole contexts only, with copies of them and of all scores. For the same
+reason `save_state` of a Llama that has asked is replaced: called to hand over what a completion has evaluated, it copies the
+state once, or not at all if it is stored, and no scores; for all others it is what it was.
+
+What llama.cpp computes of a token depends, in the last bits, on how many are evaluated with it. A restored prompt goes on
+bit for bit as one that the same Llama is asked for twice, not always as one that it evaluates for the first time.
+
+Layouts that cannot be cut (kv.prefix.state: recurrent layers, windows that have dropped tokens) are stored whole, at block
+boundaries: the prompt is evaluated up to 1, 2, 4, 8… blocks and the last, and the state taken there. One log line says so.
+Where `Llama` would evaluate the prompt anew all the same, as llama.cpp cannot remove "nothing behind it" from a recurrent
+state, nothing is restored or stored, and another line says that.
+
+Nothing is restored for a completion that tells the probabilities of the prompt's tokens (`echo` with `logprobs`): their
+scores are not stored. Nothing is restored or stored for a Llama with a chat handler of images, which have no tokens.
+Control vectors set through the C interface are not noticed: use another directory for them.
+
+Threads: a Llama is used by one thread at a time. What is to be stored is copied there and handed to one thread that cuts,
+checks and writes it, through a queue bounded by bytes. One lock guards queue and counters.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from llama_cpp import BaseLlamaCache, Llama
+from llama_cpp.llama import LlamaState
+from numpy.typing import NDArray
+
+from llmcache.errors import LlmcacheError
+from llmcache.kv.prefix.shared import SharedTier
+from llmcache.kv.prefix.state import Joined, State, Uncut, read_state
+from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockStore, Key
+from llmcache.kv.spill.shape import Bytes, aligned
+from llmcache.units import parse_duration, parse_size
+
+log = logging.getLogger("llmcache.kv")
+
+BLOCK_TOKENS = 256
+LINKED_TOKENS = (128, 64, 32, 16)
+"""By so many of its first tokens a block is found; fewer are not stored as a last block, nor taken from one."""
+LEAST_TOKENS = LINKED_TOKENS[-1]
+FORMAT = 1
+"""Of fingerprints: raised when other things go into them, or blocks lie otherwise."""
+_HEAD_BYTES = 4 << 20
+_SAMPLES, _SAMPLE_BYTES = 1024, 4096
+_READERS = 2
+_ROPE = ("rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast")
+_CACHE = ("type_k", "type_v", "flash_attn_type", "attention_type", "swa_full", "n_seq_max", "kv_unified")
+_CONTEXT = (*_ROPE, "yarn_beta_slow", "yarn_orig_ctx", *_CACHE)
+_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+_U8 = ctypes.POINTER(ctypes.c_uint8)
+
+
+@dataclass
+class Counters:
+    """What a cache has done since it was made. `restore_s` is the time of restoring, reading included."""
+
+    lookups: int = 0
+    hits: int = 0
+    restored_tokens: int = 0
+    restored_bytes: int = 0
+    restore_s: float = 0.0
+    saved_s: float = 0.0  # evaluating what was restored would have taken, less `restore_s`; 0 while its speed is not known
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    dropped_blocks: int = 0
+
+
+@dataclass
+class _Model:
+    """What is known of a Llama: the fingerprint, what it stands for, and whether its states are stored whole."""
+
+    fingerprint: bytes
+    told: dict[str, Any]
+    whole: bool
+    refused: str = ""
+    token_s: float = 0.0  # of evaluating, a token; 0: not known yet
+
+    @property
+    def name(self) -> str:
+        """The directory of its blocks."""
+        return self.fingerprint.hex()[:32]
+
+    @property
+    def root(self) -> str:
+        """What the first block's name is made from, in place of the block before it."""
+        return self.fingerprint.hex()[:40]
+
+
+@dataclass
+class _Task:
+    """Blocks to be written, with the tokens before the end of each: of a state that can be cut; one that is the state; or
+    blocks that were fetched from the shared tier.
+    """
+
+    model: _Model
+    keys: list[Key]
+    tokens: list[int]
+    size_bytes: int
+    state: State | Bytes | dict[Key, Block] = field(repr=False)
+
+
+class PrefixCache(BaseLlamaCache):
+    """Prompts below `directory`, at most `limit` bytes ("20G") of them; for one Llama or several, of any models.
+
+    `ttl`: a duration ("30d"), after which a block that was not used goes; `floor`: bytes of the file system that are left
+    free; `queue`: bytes that may wait to be written, what exceeds them is dropped; `shared`: the address of a
+    Redis-compatible server (redis://host:6379/0), which has `deadline` seconds for what a prompt asks of it. Several
+    processes may have the same directory. Close it, or end the process normally, to have written what waits. UsageError,
+    EnvironmentProblem as `BlockStore` and `SharedTier`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        limit: str | int = "20G",
+        *,
+        ttl: str | None = None,
+        floor: str | int = "1G",
+        queue: str | int = "1G",
+        shared: str | None = None,
+        deadline: float = 1.0,
+    ) -> None:
+        super().__init__(_bytes(limit))
+        ttl_ns = parse_duration(ttl) if ttl else 0
+        self.shared = SharedTier(shared, deadline, ttl_ns) if shared else None
+        self.store = BlockStore(directory, _bytes(limit), ttl_ns, _bytes(floor))
+        self.counters = Counters()
+        self._models: weakref.WeakKeyDictionary[Llama, _Model] = weakref.WeakKeyDictionary()
+        self._writer = _Writer(self.store, self.shared, self.counters, _bytes(queue))
+
+    # The interface of BaseLlamaCache
+
+    @property
+    def cache_size(self) -> int:
+        """Bytes of all blocks in the directory."""
+        return sum(entry.size_bytes for entry in self.store.entries())
+
+    def __getitem__(self, key: Sequence[int]) -> LlamaState:
+        """Restores the longest stored prefix of `key` in the Llama that asks, and returns its tokens; KeyError if none.
+
+        The state returned has no more than the Llama then has, so it has no reason to load it.
+        """
+        frame = sys._getframe(1)
+        llama = self._asking(frame)
+        if llama._logits_all and frame.f_locals.get("echo", True) and frame.f_locals.get("logprobs", 0) is not None:
+            llama.reset()  # its scores of an earlier prompt may be older than what was restored of it
+            raise KeyError("the scores of a prompt's tokens are not stored")
+        try:
+            restored = self.restore(llama, key)
+        except (LlmcacheError, OSError) as error:
+            log.warning("nothing is restored: %s", error)
+            restored = 0
+        if not restored:
+            raise KeyError("no prefix of it is stored, or the model has it")
+        return LlamaState(llama.input_ids[: llama.n_tokens].copy(), llama.scores[:0], llama.n_tokens, b"", 0, 0)
+
+    def __contains__(self, key: object) -> bool:
+        """True if a prefix of the tokens `key` is stored for the Llama that asks."""
+        if not isinstance(key, Sequence):
+            return False
+        model = self._model(self._asking(sys._getframe(1)))
+        return any(True for _ in self._stored(_keys(model, key), model.whole))
+
+    def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
+        """Has the blocks of `value` written that are not stored yet; its tokens are taken from it, not from `key`."""
+        self.keep(self._asking(sys._getframe(1)), value)
+
+    def _asking(self, frame: FrameType) -> Llama:
+        llama = frame.f_locals.get("self")
+        if not isinstance(llama, Llama) or llama.cache is not self:
+            raise TypeError("a cache is asked by its Llama (llama.set_cache); `restore` and `keep` are told which")
+        if "save_state" not in vars(llama):
+            own = weakref.WeakMethod(llama.save_state)
+            llama.save_state = lambda: _save_state(own)
+        return llama
+
+    # What it does
+
+    def restore(self, llama: Llama, tokens: Sequence[int]) -> int:
+        """Restores the longest stored prefix of `tokens` in `llama`, and returns its tokens; 0, and nothing done, if none.
+
+        It is none where `llama` has as long a prefix already. Where states are stored whole, `tokens` are evaluated up to
+        the last block boundary, with the states on the way stored.
+        """
+        model = self._model(llama)
+        if model.refused:
+            return 0
+        started = time.perf_counter()
+        self.counters.lookups += 1
+        tokens = tokens[: llama.n_ctx()]
+        live = _common(llama.input_ids[: llama.n_tokens], tokens)
+        # The last token is evaluated in any case, for its logits: it can be cut off again, but not from a whole state.
+        keys = _keys(model, tokens[:-1] if model.whole else tokens)
+        if model.whole and live < llama.n_tokens:
+            live = 0
+        stored = list(self._stored(keys, model.whole))
+        fetched = self._fetched(model, keys, stored, tokens, live)
+        found = 0
+        while not found and (len(stored) + (not model.whole)) * BLOCK_TOKENS > live:
+            before = len(stored)
+            data, found, stored = (self._whole if model.whole else self._joined)(model, stored, tokens, live, fetched)
+            if data is not None and not self._set(llama, data, tokens[:found]):
+                log.warning("%s: llama.cpp does not take the state that was stored: dropped", model.told["file"])
+                self.store.drop(stored)
+                found, stored, fetched = 0, [], {}
+            elif data is not None:
+                self._account(model, stored, found, len(data), time.perf_counter() - started)
+            elif len(stored) == before:
+                break
+            live = min(live, llama.n_tokens)
+        if fetched:
+            size = sum(len(block.payload) for block in fetched.values())
+            self._writer.put(_Task(model, list(fetched), list(tokens), size, fetched))
+        if model.whole:
+            return self._evaluated(llama, model, keys, tokens) or found
+        return found
+
+    def keep(self, llama: Llama, state: LlamaState) -> None:
+        """Has the blocks of `state`, which `llama.save_state` gave, written behind, as far as they are not stored yet."""
+        model = self._model(llama)
+        tokens = state.input_ids[: state.n_tokens].tolist()
+        missing = self._missing(llama, tokens)
+        data = np.frombuffer(state.llama_state, np.uint8)
+        if not missing or not len(data):
+            return
+        try:
+            cut = read_state(data, model.told["architecture"])
+        except Uncut as reason:
+            log.warning("%s: its states are stored whole, at block boundaries: %s", model.told["file"], reason)
+            model.whole = True
+            return
+        if cut.tokens < len(tokens):
+            log.warning("%s: a state of %d tokens, not %d: not stored", model.told["file"], cut.tokens, len(tokens))
+            return
+        self._writer.put(_Task(model, missing, tokens, len(data), cut))
+
+    def _missing(self, llama: Llama, tokens: Sequence[int]) -> list[Key]:
+        """The blocks of what `llama` has evaluated, `tokens`, that are not stored and do not wait to be."""
+        model = self._model(llama)
+        perf = llama_cpp.llama_perf_context(llama.ctx)
+        if perf.n_p_eval >= BLOCK_TOKENS:
+            model.token_s = perf.t_p_eval_ms / 1e3 / perf.n_p_eval
+        if model.refused or model.whole:
+            return []
+        keys = _keys(model, tokens, part=True)
+        return [key for key in keys if not self._writer.has(key) and key not in self.store]
+
+    def _handed(self, llama: Llama) -> LlamaState:
+        """The state that `llama` hands over for its blocks to be stored: without scores, and empty if all are stored."""
+        data = np.empty(0, np.uint8)
+        if self._missing(llama, llama.input_ids[: llama.n_tokens].tolist()):
+            size = llama_cpp.llama_state_get_size(llama.ctx)
+            data = np.empty(size, np.uint8)
+            data = data[: llama_cpp.llama_state_get_data(llama.ctx, data.ctypes.data_as(_U8), size)]
+        return LlamaState(llama.input_ids.copy(), llama.scores[:0], llama.n_tokens, data, len(data), llama._seed)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Waits until all that waits is written or dropped; returns whether it is, after `timeout_s` at most."""
+        return self._writer.flush(timeout_s)
+
+    def metrics(self) -> str:
+        """Returns what it has done since it was made, in OpenMetrics text."""
+        counters, lines = self.counters, []
+        for name, unit, value, told in (
+            ("lookups", "", counters.lookups, "Prompts that were asked for"),
+            ("hits", "", counters.hits, "Prompts of which a prefix was restored"),
+            ("restored_tokens", "", counters.restored_tokens, "Tokens restored"),
+            ("restored_bytes", "bytes", counters.restored_bytes, "State given to llama.cpp"),
+            ("restore_seconds", "seconds", counters.restore_s, "Time of restoring"),
+            ("saved_seconds", "seconds", counters.saved_s, "What evaluating would have taken longer (modelled)"),
+            ("stored_blocks", "", counters.stored_blocks, "Blocks written"),
+            ("stored_bytes", "bytes", counters.stored_bytes, "Bytes written"),
+            ("dropped_blocks", "", counters.dropped_blocks, "Blocks not written: too much waited, or it failed"),
+            ("evicted_blocks", "", self.store.evicted, "Blocks removed by this process"),
+            ("fetched_blocks", "", self.shared.fetched_blocks if self.shared else 0, "Blocks from the shared tier"),
+            ("pushed_blocks", "", self.shared.pushed_blocks if self.shared else 0, "Blocks given to the shared tier"),
+            ("shared_failures", "", self.shared.failures if self.shared else 0, "What the shared tier failed in"),
+        ):
+            lines += [f"# TYPE llmcache_prefix_{name} counter", f"# HELP llmcache_prefix_{name} {told}."]
+            lines += [f"# UNIT llmcache_prefix_{name} {unit}"] if unit else []
+            lines += [f"llmcache_prefix_{name}_total {value}"]
+        return "\n".join([*lines, "# EOF", ""])
+
+    def close(self) -> None:
+        """Writes what waits, and ends the thread; nothing is stored after that."""
+        self._writer.close()
+
+    def __enter__(self) -> PrefixCache:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # Parts of it
+
+    def _model(self, llama: Llama) -> _Model:
+        """What is known of `llama`, found out when it asks first."""
+        if llama not in self._models:
+            model = fingerprint(llama)
+            if model.refused:
+                log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
+            elif model.whole:
+                log.warning("%s: its states are stored whole, at block boundaries", model.told["file"])
+            self._models[llama] = model
+        return self._models[llama]
+
+    def _stored(self, keys: list[Key], whole: bool) -> Iterator[Key]:
+        """Yields the blocks that are stored, from the first one on; of whole states all to the last that is stored."""
+        if whole:
+            last = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self.store), 0)
+            yield from keys[:last]
+            return
+        for key in keys:
+            if key not in self.store:
+                return
+            yield key
+
+    def _fetched(
+        self, model: _Model, keys: list[Key], stored: list[Key], tokens: Sequence[int], live: int
+    ) -> dict[Key, Block]:
+        """Blocks that the shared tier has behind those of `keys` that are `stored`, which they are added to."""
+        if self.shared is None:
+            return {}
+        until = time.monotonic() + self.shared.deadline_s
+        missing = keys[len(stored) :]
+        if model.whole:
+            # States of 1, 2, 4, 8… blocks and the last are there; the longest that is serves.
+            wanted = [key for key in missing if key is keys[-1] or not (key.index + 1) & key.index]
+            one = next((got for key in reversed(wanted) if (got := self.shared.fetch([key], until))), [])
+            stored += [key for key in missing if one and key.index <= one[0][0].index]
+            return dict(one)
+        if max(live, len(stored) * BLOCK_TOKENS) + LEAST_TOKENS > len(tokens):
+            return {}
+        fetched = dict(self.shared.fetch(missing, until))
+        stored += fetched
+        parent = stored[-1].name if stored else model.root
+        links = _links(parent, tokens[len(stored) * BLOCK_TOKENS :])
+        if links and self.store.newest(model.name, links, len(stored)) is None:
+            behind = self.shared.newest(model.name, links, len(stored), until)
+            fetched |= [behind] if behind else []
+        return fetched
+
+    def _read(self, key: Key, fetched: dict[Key, Block]) -> Block | None:
+        return fetched.get(key) or self.store.read(key)
+
+    def _set(self, llama: Llama, data: Bytes, tokens: Sequence[int]) -> bool:
+        """Gives `llama` the state `data` of `tokens`; if it does not take it, it is empty afterwards."""
+        llama.reset()
+        if llama_cpp.llama_state_seq_set_data(llama.ctx, data.ctypes.data_as(_U8), len(data), 0) != len(data):
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llama.ctx), True)
+            return False
+        llama.input_ids[: len(tokens)] = np.asarray(tokens, np.intc)
+        llama.n_tokens = len(tokens)
+        return True
+
+    def _whole(
+        self, model: _Model, keys: list[Key], tokens: Sequence[int], live: int, fetched: dict[Key, Block]
+    ) -> tuple[Bytes | None, int, list[Key]]:
+        """As `_joined`, of the state that is stored as the last of `keys`."""
+        block = self._read(keys[-1], fetched)
+        return (block.payload, len(keys) * BLOCK_TOKENS, keys[-1:]) if block else (None, 0, keys[:-1])
+
+    def _joined(
+        self, model: _Model, keys: list[Key], tokens: Sequence[int], live: int, fetched: dict[Key, Block]
+    ) -> tuple[Bytes | None, int, list[Key]]:
+        """The state of `keys` and of what begins like `tokens` behind them; its tokens; and the blocks that it is made of.
+
+        None, 0 and those of `keys` that can be used, if it would not have more than `live` tokens, or one is damaged.
+        """
+        self.store.ahead(keys)
+        at = len(keys) * BLOCK_TOKENS
+        links = _links(keys[-1].name if keys else model.root, tokens[at:])
+        behind = next((key for key in fetched if key.index == len(keys)), None)
+        behind = behind or self.store.newest(model.name, links, len(keys))
+        part = self._read(behind, fetched) if behind else None
+        common = _common(np.asarray(part.tokens, np.intc), tokens[at:]) if part else 0
+        if at + (common if common >= LEAST_TOKENS else 0) <= live:
+            return None, 0, keys
+        first = self._read(keys[0], fetched) if keys else part
+        if first is None or first.layout is None:
+            return None, 0, []
+        layout = first.layout
+        has_part = part is not None and common >= LEAST_TOKENS and part.layout == layout
+        joined = Joined(layout, at + common * has_part)
+        if part and has_part:
+            joined.put(at, part.payload, common)
+
+        def place(key: Key) -> bool:
+            block = self._read(key, fetched) if key.index else first
+            if block is None or block.layout != layout:
+                return False
+            joined.put(key.index * BLOCK_TOKENS, block.payload)
+            return True
+
+        with ThreadPoolExecutor(_READERS) as readers:
+            placed = list(readers.map(place, keys))
+        if not all(placed):
+            return None, 0, keys[: placed.index(False)]
+        return joined.data, joined.tokens, [*keys, behind] if behind and has_part else keys
+
+    def _evaluated(self, llama: Llama, model: _Model, keys: list[Key], tokens: Sequence[int]) -> int:
+        """Evaluates `tokens` to their last block boundary, and stores states on the way; returns the tokens it has then."""
+        live = _common(llama.input_ids[: llama.n_tokens], tokens)
+        if live < llama.n_tokens or not live:
+            llama.reset()  # what is whole cannot be cut back
+            live = 0
+        for blocks in range(1, len(keys) + 1):
+            at = blocks * BLOCK_TOKENS
+            if at <= live or (blocks & (blocks - 1) and blocks < len(keys)):
+                continue
+            llama.eval(tokens[live:at])
+            live = at
+            if not llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(llama.ctx), -1, live, -1):
+                model.refused = "it cannot go on from a state without evaluating all of the prompt anew"
+                log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
+                llama.reset()
+                return 0
+            if keys[blocks - 1] not in self.store:
+                size = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
+                data = np.empty(size, np.uint8)
+                if llama_cpp.llama_state_seq_get_data(llama.ctx, data.ctypes.data_as(_U8), size, 0) == size:
+                    self._writer.put(_Task(model, [keys[blocks - 1]], list(tokens[:at]), size, data))
+        return live
+
+    def _account(self, model: _Model, keys: list[Key], tokens: int, size_bytes: int, seconds: float) -> None:
+        counters = self.counters
+        counters.hits += 1
+        counters.restored_tokens += tokens
+        counters.restored_bytes += size_bytes
+        counters.restore_s += seconds
+        counters.saved_s += max(0.0, tokens * model.token_s - seconds)
+        with contextlib.suppress(OSError):  # the directory may be gone; what was restored is right
+            self.store.used(keys, tokens, size_bytes)
+
+
+class _Writer:
+    """One thread that writes blocks, behind a queue of at most `most_bytes`; what does not fit is dropped."""
+
+    def __init__(self, store: BlockStore, shared: SharedTier | None, counters: Counters, most_bytes: int) -> None:
+        self._store, self._shared, self._counters, self._most = store, shared, counters, most_bytes
+        self._changed = threading.Condition()
+        self._tasks: deque[_Task] = deque()
+        self._pending: set[Key] = set()
+        self._bytes = 0
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def has(self, key: Key) -> bool:
+        """True if `key` waits to be written."""
+        return key in self._pending
+
+    def put(self, task: _Task) -> None:
+        """Has `task` written, unless too much waits already."""
+        with self._changed:
+            if self._closed or (self._tasks and self._bytes + task.size_bytes > self._most):
+                self._counters.dropped_blocks += len(task.keys)
+                log.warning("%d blocks are not stored: %s", len(task.keys), "closed" if self._closed else "too much waits")
+                return
+            self._tasks.append(task)
+            self._pending.update(task.keys)
+            self._bytes += task.size_bytes
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="llmcache-prefix", daemon=True)
+                self._thread.start()
+                atexit.register(self.close)
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float | None) -> bool:
+        """Returns whether nothing waits, after `timeout_s` at most."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._tasks, timeout_s)
+
+    def close(self) -> None:
+        """Writes what waits, and ends the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tasks or self._closed)
+                if not self._tasks:
+                    return
+                task = self._tasks[0]
+            written = 0
+            try:
+                self._store.describe(task.model.name, task.model.told)
+                for key in task.keys:
+                    self._counters.stored_bytes += self._write(task, key)
+                    written += 1
+                self._store.touch(_keys(task.model, task.tokens, part=True))
+            except (LlmcacheError, OSError) as error:
+                log.warning("%d blocks are not stored: %s", len(task.keys) - written, error)
+            except Exception:  # a bug here must not end storing, nor generation
+                log.exception("%d blocks are not stored", len(task.keys) - written)
+            with self._changed:
+                self._counters.stored_blocks += written
+                self._counters.dropped_blocks += len(task.keys) - written
+                self._tasks.popleft()
+                self._pending.difference_update(task.keys)
+                self._bytes -= task.size_bytes
+                self._changed.notify_all()
+
+    def _write(self, task: _Task, key: Key) -> int:
+        start = key.index * BLOCK_TOKENS
+        if isinstance(task.state, dict):
+            return self._store.write(key, task.state[key], self._links(task, key, task.state[key].tokens))
+        end = min(start + BLOCK_TOKENS, len(task.tokens))
+        tokens = tuple(task.tokens[start:end])
+        links = self._links(task, key, tokens)
+        if isinstance(task.state, State):
+            payload = aligned((end - start) * task.state.layout.token_bytes)
+            task.state.block(start, end, payload)
+            block = Block(payload, tokens, task.state.layout)
+        else:
+            block = Block(task.state, tokens)
+        written = self._store.write(key, block, links)
+        if self._shared is not None:
+            self._shared.push(key, block, links)
+        return written
+
+    def _links(self, task: _Task, key: Key, tokens: Sequence[int]) -> list[str]:
+        if key.kind == WHOLE:
+            return []
+        before = _keys(task.model, task.tokens[: key.index * BLOCK_TOKENS])
+        return _links(before[-1].name if before else task.model.root, tokens)
+
+
+def fingerprint(llama: Llama) -> _Model:
+    """Returns what names the blocks of `llama`, of all that its keys and values depend on beside the tokens.
+
+    The file counts by its size, its first 4 MiB (all of its header that matters), and 1024 samples of 4 KiB, one in each
+    tensor that has a thousandth of it; not by name or time, so that a copy on another machine has the same blocks.
+    """
+    paths = _shards(llama.model_path)
+    context = {name: getattr(llama.context_params, name) for name in _CONTEXT}
+    metadata = llama.metadata
+    if any(".rope.scaling." in key for key in metadata):
+        context["n_ctx"] = llama.n_ctx()  # chooses among factors of some models
+    told: dict[str, Any] = {
+        "format": FORMAT,
+        "file": os.path.basename(llama.model_path),
+        "architecture": metadata.get("general.architecture", ""),
+        "name": metadata.get("general.name", ""),
+        "files": [[os.path.getsize(path), _sampled(path)] for path in paths],
+        "lora": [_sampled(llama.lora_path), llama.lora_scale] if llama.lora_path else None,
+        "overrides": repr(llama.kv_overrides),
+        "context": context,
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("LLAMA_ATTN")},
+        "library": ["llama-cpp-python", llama_cpp.__version__, llama_cpp.LLAMA_STATE_SEQ_VERSION],
+        "block_tokens": BLOCK_TOKENS,
+    }
+    identity = json.dumps({key: value for key, value in told.items() if key not in ("file", "name")}, sort_keys=True)
+    handle = llama.model
+    whole = bool(llama_cpp.llama_model_is_recurrent(handle) or llama_cpp.llama_model_is_hybrid(handle))
+    whole |= llama_cpp.llama_model_n_swa(handle) > 0 and not llama.context_params.swa_full
+    refused = ""
+    if hasattr(llama.chat_handler, "clip_model_path"):
+        refused = "images have no tokens to know them by"
+    elif llama.context_params.embeddings:
+        refused = "it is for embeddings"
+    return _Model(hashlib.blake2b(identity.encode(), digest_size=32).digest(), told, whole, refused)
+
+
+def _shards(path: str) -> list[str]:
+    match = _SHARD.fullmatch(path)
+    if match is None:
+        return [path]
+    return [f"{match[1]}-{number:05d}-of-{match[2]}.gguf" for number in range(1, int(match[2]) + 1)]
+
+
+def _sampled(path: str) -> str:
+    """A hash of the file's beginning, of samples spread over it, and of its end."""
+    digest = hashlib.blake2b(digest_size=32)
+    with open(path, "rb", buffering=0) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest.update(os.pread(stream.fileno(), _HEAD_BYTES, 0))
+        step = max(_SAMPLE_BYTES, (size - _HEAD_BYTES) // _SAMPLES)
+        for offset in (*range(_HEAD_BYTES, size, step), max(0, size - _SAMPLE_BYTES)):
+            digest.update(os.pread(stream.fileno(), _SAMPLE_BYTES, offset))
+    return digest.hexdigest()
+
+
+def _keys(model: _Model, tokens: Sequence[int], part: bool = False) -> list[Key]:
+    """The keys of all whole blocks of `tokens`, and with `part` of what is left behind them, if that is worth it."""
+    ids: NDArray[np.int32] = np.asarray(tokens, np.dtype("<i4"))
+    name, keys = model.root, []
+    for start in range(0, len(ids), BLOCK_TOKENS):
+        block = ids[start : start + BLOCK_TOKENS]
+        if len(block) < BLOCK_TOKENS and (not part or len(block) < LEAST_TOKENS):
+            break
+        name = hashlib.blake2b(bytes.fromhex(name) + block.tobytes(), digest_size=20).hexdigest()
+        kind = PART if len(block) < BLOCK_TOKENS else WHOLE if model.whole else CUT
+        keys.append(Key(model.name, name, start // BLOCK_TOKENS, kind))
+    return keys
+
+
+def _links(parent: str, tokens: Sequence[int]) -> list[str]:
+    """The links to blocks behind the block `parent` that begin like `tokens`, the longest beginning first."""
+    ids = np.asarray(tokens[: LINKED_TOKENS[0]], np.dtype("<i4"))
+    begun = [bytes.fromhex(parent) + ids[:count].tobytes() for count in LINKED_TOKENS if count <= len(ids)]
+    return [hashlib.blake2b(beginning, digest_size=20, person=b"link").hexdigest() for beginning in begun]
+
+
+def _common(have: NDArray[np.intc], tokens: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    length = min(len(have), len(tokens))
+    differ = np.flatnonzero(have[:length] != np.asarray(tokens[:length], np.intc))
+    return int(differ[0]) if len(differ) else length
+
+
+def _save_state(own: weakref.WeakMethod[Any]) -> LlamaState:
+    """What `own`, a Llama's `save_state`, returns; less for a completion that hands it to a PrefixCache."""
+    method, caller = own(), sys._getframe(2)
+    if method is None:
+        raise ReferenceError("the Llama is gone")
+    is_completion = caller.f_code.co_name == "_create_completion" and caller.f_globals.get("__name__") == "llama_cpp.llama"
+    llama = method.__self__
+    return llama.cache._handed(llama) if is_completion and isinstance(llama.cache, PrefixCache) else method()
+
+
+def _bytes(size: str | int) -> int:
+    return size if isinstance(size, int) else parse_size(size)

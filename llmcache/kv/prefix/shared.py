@@ -1,0 +1,146 @@
+"""The shared tier: blocks on a Redis-compatible server, by which they leave one machine; a protocol of our own is none.
+
+A key is `llmcache:MODEL:NAME-INDEX.kind`, its value what a block's file holds, checked like it; the value of a link,
+`llmcache:MODEL:LINK-INDEX.next`, is the name of a block (kv.prefix.store). Authentication and TLS are in the address, as
+redis-py has them. Nothing is ever removed: the server is to have `maxmemory` with `allkeys-lru`, or a `ttl` is given.
+
+Whatever the server does costs the hit, and at most the deadline: each question is asked by a thread that is left behind
+when it is late, its connection cut. After that, and after an error, the server is not asked for PAUSE_S; one log line says
+so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.kv.prefix.store import Block, Key, key_of, pack, unpack
+from llmcache.kv.spill.shape import aligned
+
+log = logging.getLogger("llmcache.kv")
+
+PAUSE_S = 10.0
+LARGEST = 512 << 20
+"""Bytes of a value that such servers take."""
+Answer = TypeVar("Answer")
+
+
+class SharedTier:
+    """The blocks of the server at `address` (redis://, rediss://, unix://), which has `deadline_s` for each question.
+
+    `ttl_ns`: after so long the server forgets a block (0: as it is set up). UsageError: `address` is none;
+    EnvironmentProblem: redis-py is not installed.
+    """
+
+    def __init__(self, address: str, deadline_s: float = 1.0, ttl_ns: int = 0) -> None:
+        try:
+            import redis
+        except ImportError as error:
+            raise EnvironmentProblem(f"shared: {error}", "pip install 'llmcache-toolkit[redis]'") from error
+        self.deadline_s, self._expire_ms = deadline_s, ttl_ns // 10**6 or None
+        try:
+            self._redis: Any = redis.Redis.from_url(
+                address, socket_timeout=deadline_s, socket_connect_timeout=deadline_s, retry=None
+            )
+        except ValueError as error:
+            raise UsageError(f"shared: {error}", "write redis://host:6379/0") from None
+        self._silent_until = 0.0
+        self.fetched_blocks = self.pushed_blocks = self.failures = 0
+
+    def fetch(self, keys: Sequence[Key], until_s: float) -> list[tuple[Key, Block]]:
+        """Returns the blocks of `keys` from the first one on, until one is not there or not right, or it is `until_s`.
+
+        `until_s`: of time.monotonic().
+        """
+        found: list[tuple[Key, Block]] = []
+        for key in keys:
+            begin = time.monotonic()
+            block = self._block(key, until_s)
+            if block is None:
+                break
+            found.append((key, block))
+            if 2 * time.monotonic() - begin > until_s:
+                break  # the next one would be late: that is no failure
+        return found
+
+    def newest(self, model: str, links: Sequence[str], index: int, until_s: float) -> tuple[Key, Block] | None:
+        """Returns the block of number `index` that was pushed last under the first of `links` that leads to one."""
+        names = self._asked(lambda: self._redis.mget([_link(model, link, index) for link in links]), until_s)
+        name = next((name for name in names or () if isinstance(name, bytes)), b"")
+        key = key_of(model, name.decode(errors="replace"))
+        block = self._block(key, until_s) if key is not None and key.index == index else None
+        return (key, block) if key is not None and block is not None else None
+
+    def push(self, key: Key, block: Block, links: Sequence[str]) -> None:
+        """Puts `block` there as `key`, to which `links` then lead, if the server takes it within the deadline."""
+        if len(block.payload) > LARGEST // 2:
+            return
+        value = b"".join(bytes(part) for part in pack(key, block))
+
+        def put() -> bool:
+            self._redis.set(_name(key), value, px=self._expire_ms)
+            for link in links:
+                self._redis.set(_link(key.model, link, key.index), key.file.rpartition("/")[2], px=self._expire_ms)
+            return True
+
+        self.pushed_blocks += bool(self._asked(put, time.monotonic() + self.deadline_s))
+
+    def close(self) -> None:
+        """Cuts the connections."""
+        self._redis.close()
+
+    def _block(self, key: Key, until_s: float) -> Block | None:
+        value = self._asked(lambda: self._redis.get(_name(key)), until_s)
+        if not isinstance(value, bytes):
+            return None
+        buffer = aligned(len(value))
+        buffer[:] = np.frombuffer(value, np.uint8)
+        try:
+            block = unpack(buffer, key, f"shared: {_name(key)}")
+        except DataError as error:
+            log.warning("%s: not used", error.message)
+            self.failures += 1
+            return None
+        self.fetched_blocks += 1
+        return block
+
+    def _asked(self, question: Callable[[], Answer], until_s: float) -> Answer | None:
+        """The answer; None if the server fails, is late, or is not asked now."""
+        left = min(self.deadline_s, until_s - time.monotonic())
+        if left <= 0 or time.monotonic() < self._silent_until:
+            return None
+        answers: list[Answer] = []
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+            except Exception as error:  # noqa: BLE001 - whatever a server can make of redis-py
+                errors.append(error)
+
+        thread = threading.Thread(target=ask, name="llmcache-shared", daemon=True)
+        thread.start()
+        thread.join(left)
+        if answers:
+            return answers[0]
+        self.failures += 1
+        self._silent_until = time.monotonic() + PAUSE_S
+        why = errors[0] if errors else f"no answer within {left:.1f} s"
+        log.warning("shared: %s; not asked for %.0f s", why, PAUSE_S)
+        if not errors:
+            self._redis.connection_pool.disconnect()
+        return None
+
+
+def _name(key: Key) -> str:
+    return f"llmcache:{key.file.replace('/', ':')}"
+
+
+def _link(model: str, link: str, index: int) -> str:
+    return f"llmcache:{model}:{link}-{index}.next"

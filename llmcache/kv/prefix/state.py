@@ -1,0 +1,227 @@
+"""The serialized state of a sequence (llama.cpp's llama_state_seq_get_data), cut at token boundaries and joined again.
+
+Layout, all little-endian: magic, flags (of a whole context: length and name of the architecture); then one part for each
+attention cache (two with sliding windows): streams (1), cells; a cell: position, number of sequences (1), sequence (0);
+then whether values are transposed, layers; for each layer the type of keys (i32), bytes of a token's row (u64), rows; for
+each layer the values: type (i32), bytes of a row (u64), rows; or where they are transposed type (i32), bytes of an element
+(u32), elements (u32), for each element a line of all tokens.
+Source: llama_kv_cache::state_write and llama_context::state_seq_write_data in llama.cpp, as llama-cpp-python 0.3.36 has it.
+
+Nothing in it names its version, so everything is checked: the state can be cut if it ends where this says to the byte, and
+each part has the positions 0 to n - 1, once. It cannot with recurrent layers, several positions a token, or windows that
+have dropped tokens: `read_state` tells why.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.kv.spill.shape import Bytes
+
+MAGIC = 0xAF143CD8
+_CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
+_MOST_LAYERS = 1 << 14
+_LARGEST = 1 << 28  # bytes of a row, elements of a line: damaged numbers end here
+_KEYS = struct.Struct("<iQ")
+_COLUMNS = struct.Struct("<iII")
+
+
+class Strip(NamedTuple):
+    """Keys or values of one layer: `lines` lines of `cell_bytes` bytes a token; 1 line where rows of tokens lie whole."""
+
+    kind: int  # ggml_type
+    cell_bytes: int
+    lines: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token."""
+        return self.cell_bytes * self.lines
+
+
+@dataclass(frozen=True)
+class Part:
+    """One attention cache: the strips of its layers, keys and values, and whether values are transposed."""
+
+    transposed: bool
+    keys: tuple[Strip, ...]
+    values: tuple[Strip, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a state of any number of tokens lies."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers, without its cells."""
+        return sum(strip.token_bytes for part in self.parts for strip in (*part.keys, *part.values))
+
+    def to_json(self) -> list[list[object]]:
+        """Returns what `from_json` takes: for each part whether values are transposed, keys, values."""
+        return [[part.transposed, list(part.keys), list(part.values)] for part in self.parts]
+
+    @classmethod
+    def from_json(cls, told: object) -> Layout:
+        """Returns the layout that `to_json` told of; ValueError if it is none."""
+        try:
+            parts = [
+                Part(bool(transposed), tuple(Strip(*map(int, k)) for k in keys), tuple(Strip(*map(int, v)) for v in values))
+                for transposed, keys, values in told  # type: ignore[attr-defined]
+            ]
+        except TypeError as error:
+            raise ValueError(f"layout: {error}") from None
+        strips = [strip for part in parts for strip in (*part.keys, *part.values)]
+        if not strips or any(not (0 < s.cell_bytes < _LARGEST and 0 < s.lines < _LARGEST) for s in strips):
+            raise ValueError("layout: a strip without bytes")
+        return cls(tuple(parts))
+
+    def strips(self, tokens: int) -> Iterator[tuple[bytes, Strip]]:
+        """Yields the strips in the order in which they lie, each after the bytes before it, for a state of `tokens`."""
+        head = struct.pack("<II", MAGIC, 0)
+        for part in self.parts:
+            cells = np.zeros(tokens, _CELL)
+            cells["position"], cells["sequences"] = np.arange(tokens), 1
+            head += struct.pack("<II", 1, tokens) + cells.tobytes()
+            head += struct.pack("<II", part.transposed, len(part.keys))
+            for strip in part.keys:
+                yield head + _KEYS.pack(strip.kind, strip.cell_bytes), strip
+                head = b""
+            for strip in part.values:
+                yield (_COLUMNS if part.transposed else _KEYS).pack(*_fields(part, strip)), strip
+
+
+def _fields(part: Part, strip: Strip) -> tuple[int, ...]:
+    return tuple(strip) if part.transposed else (strip.kind, strip.cell_bytes)
+
+
+class Uncut(Exception):
+    """Why a state cannot be cut at token boundaries."""
+
+
+class State:
+    """A state of `tokens` tokens, as llama.cpp wrote it into `data`, that has been checked; made by `read_state`."""
+
+    def __init__(self, data: Bytes, layout: Layout, tokens: int, places: list[tuple[int, NDArray[np.intp] | None]]) -> None:
+        self.layout, self.tokens = layout, tokens
+        self._data, self._places = data, places
+
+    def block(self, start: int, end: int, out: Bytes) -> None:
+        """Fills `out` [(end - start) * layout.token_bytes] with the tokens from `start` to `end`, strip after strip."""
+        at = 0
+        strips = (strip for part in self.layout.parts for strip in (*part.keys, *part.values))
+        for strip, (offset, order) in zip(strips, self._places, strict=True):
+            size = self.tokens * strip.token_bytes
+            lines = self._data[offset : offset + size].reshape(strip.lines, self.tokens, strip.cell_bytes)
+            size = (end - start) * strip.token_bytes
+            target = out[at : at + size].reshape(strip.lines, end - start, strip.cell_bytes)
+            target[...] = lines[:, start:end] if order is None else lines[:, order[start:end]]
+            at += size
+
+
+def read_state(data: Bytes, architecture: str | None = None) -> State:
+    """Returns the state that `data` [bytes] is; Uncut, with the reason, if it cannot be cut at token boundaries.
+
+    `architecture`: it is that of the whole context (llama_state_get_data), of a model of that architecture.
+    """
+    head = struct.pack("<II", MAGIC, 0)
+    if architecture is not None:
+        head = struct.pack("<I", len(architecture.encode())) + architecture.encode()
+    try:
+        if data[: len(head)].tobytes() != head:
+            raise Uncut(f"its header is not known: {data[: len(head)].tobytes().hex()}")
+        at, parts, places, tokens = len(head), [], [], None
+        while at < len(data):
+            part, count, found, at = _read_part(data, at)
+            if tokens not in (None, count):
+                raise Uncut(f"one part has {tokens} tokens, another {count}")
+            tokens = count
+            parts.append(part)
+            places += found
+    except struct.error:
+        raise Uncut("it ends where more is expected") from None
+    if not tokens:
+        raise Uncut("it holds no tokens")
+    return State(data, Layout(tuple(parts)), tokens, places)
+
+
+def _read_part(data: Bytes, at: int) -> tuple[Part, int, list[tuple[int, NDArray[np.intp] | None]], int]:
+    """The part at `at`: it, its tokens, where its strips lie and in which order their tokens, and where it ends."""
+    streams, tokens = struct.unpack_from("<II", data.data, at)
+    at += 8
+    if streams != 1 or not tokens or at + tokens * _CELL.itemsize > len(data):
+        raise Uncut(f"{streams} streams, {tokens} cells")
+    cells = data[at : at + tokens * _CELL.itemsize].view(_CELL)
+    at += tokens * _CELL.itemsize
+    if (cells["sequences"] != 1).any() or (cells["sequence"] != 0).any():
+        raise Uncut("its cells are not of one sequence alone")
+    order: NDArray[np.intp] | None = None
+    if (cells["position"] != np.arange(tokens)).any():
+        order = np.argsort(cells["position"], kind="stable")
+        if (cells["position"][order] != np.arange(tokens)).any():
+            raise Uncut("it lacks positions, as behind a sliding window")
+    transposed, layers = struct.unpack_from("<II", data.data, at)
+    at += 8
+    if transposed > 1 or not 0 < layers < _MOST_LAYERS:
+        raise Uncut(f"{layers} layers, values transposed: {transposed}")
+    keys: list[Strip] = []
+    values: list[Strip] = []
+    places: list[tuple[int, NDArray[np.intp] | None]] = []
+    for strips, form in ((keys, _KEYS), (values, _COLUMNS if transposed else _KEYS)):
+        for _ in range(layers):
+            kind, cell_bytes, *lines = form.unpack_from(data.data, at)
+            strip = Strip(kind, cell_bytes, *(lines or [1]))
+            at += form.size
+            if not (0 < strip.cell_bytes < _LARGEST and 0 < strip.lines < _LARGEST) or kind < 0:
+                raise Uncut(f"a row of {strip.cell_bytes} bytes, {strip.lines} lines")
+            places.append((at, order))
+            strips.append(strip)
+            at += tokens * strip.token_bytes
+            if at > len(data):
+                raise Uncut("it ends within a layer")
+    return Part(bool(transposed), tuple(keys), tuple(values)), tokens, places, at
+
+
+class Joined:
+    """A state of `tokens` tokens in `layout` that is put together from blocks: `data` [bytes] is what llama.cpp takes.
+
+    Blocks may be put into it by several threads at a time, each into its own tokens.
+    """
+
+    def __init__(self, layout: Layout, tokens: int) -> None:
+        self.layout, self.tokens = layout, tokens
+        heads = list(layout.strips(tokens))
+        self.data: Bytes = np.empty(sum(len(head) + tokens * strip.token_bytes for head, strip in heads), np.uint8)
+        self._lines: list[NDArray[np.uint8]] = []
+        at = 0
+        for head, strip in heads:
+            self.data[at : at + len(head)] = np.frombuffer(head, np.uint8)
+            at += len(head)
+            size = tokens * strip.token_bytes
+            self._lines.append(self.data[at : at + size].reshape(strip.lines, tokens, strip.cell_bytes))
+            at += size
+
+    def put(self, start: int, block: Bytes, tokens: int | None = None) -> None:
+        """Puts a block, as `State.block` fills it, at the tokens from `start` on: its first `tokens`, or all.
+
+        ValueError if its size is not that of whole tokens, or they do not fit.
+        """
+        per_token = sum(lines.shape[0] * lines.shape[2] for lines in self._lines)
+        held, rest = divmod(len(block), per_token)
+        tokens = held if tokens is None else tokens
+        if rest or tokens > held or start + tokens > self._lines[0].shape[1]:
+            raise ValueError(f"a block of {len(block)} bytes, {per_token} a token, for {tokens} tokens at {start}")
+        at = 0
+        for lines in self._lines:
+            size = held * lines.shape[0] * lines.shape[2]
+            rows = block[at : at + size].reshape(lines.shape[0], held, lines.shape[2])
+            lines[:, start : start + tokens] = rows[:, :tokens]
+            at += size

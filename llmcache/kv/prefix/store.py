@@ -1,0 +1,538 @@
+"""BlockStore: a directory of blocks, a file for each, that several processes write and read at once.
+
+    DIR/lock                          used bytes and the newest stamp, changed by whoever holds its lock (flock)
+    DIR/MODEL/model.json, uses        what the fingerprint stands for; how often, and how much of it was restored
+    DIR/MODEL/NAME-INDEX.kv           a block; INDEX counts from 0, NAME tells of all tokens to its end
+    DIR/MODEL/NAME-INDEX.part         the last block of a prompt, with fewer tokens
+    DIR/MODEL/NAME-INDEX.state        a whole state that ends there, where it cannot be cut
+    DIR/MODEL/LINK-INDEX.next         a link to the newest block of number INDEX that begins as LINK tells
+
+A spill file has one writer and pages of one context in their order; blocks come from many writers, belong to many contexts
+and go one by one. So each has a file of its own, written by the spill file's means (RawFile, checksums) and promises:
+the data is on the disk before the name is, and nothing counts that has no name. Who reads a block compares its checksum;
+one that is damaged is taken away, the others stay. Names that are not of this form are nobody's business.
+
+A prompt that differs from the stored ones within a block finds, by a link, one that begins alike: its first tokens serve.
+A last block with fewer tokens can be found in no other way. It goes when one comes that begins with all of it.
+
+The lock is held to publish (the limit is seen to, then the name given), to evict and to note a use: never while a block
+is read or written. A file being written is locked by its writer, so what a dead one has left is known and removed.
+
+Blocks are not compressed: of F16 keys and values zstd (level 1) takes 7 % away at 0.5 GB/s, lz4 nothing (measured on SmolLM2
+with tools/bench/prefix, which goes on measuring it), and storage is as fast.
+
+When a block was used last is the time of its file, given by the store: later than any before it, whatever the clock says.
+Of the blocks of one use the last goes first, as it is of no use without those before it. Where the clock was set back,
+stamps that lie in the future are brought to the present in their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmcache import files
+from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.kv.prefix.state import Layout
+from llmcache.kv.spill.checksum import checksums
+from llmcache.kv.spill.raw import RawFile
+from llmcache.kv.spill.shape import Bytes, aligned, whole_blocks
+from llmcache.units import format_size
+
+log = logging.getLogger("llmcache.kv")
+
+CUT, PART, WHOLE = "kv", "part", "state"
+"""Kinds of blocks, and how the names of their files end."""
+VERSION = 1
+_MAGIC = b"llmcKVB1"
+_HEAD = struct.Struct("<8sIII")  # magic, version, bytes of the JSON behind it, their CRC
+_LOCK = struct.Struct("<8sQQ")  # magic, used bytes, newest stamp
+_USES = struct.Struct("<QQQ")  # restores, tokens, bytes
+_MODEL = re.compile(r"[0-9a-f]{32}")
+_BLOCK = re.compile(rf"([0-9a-f]{{40}})-(\d{{1,9}})\.({CUT}|{PART}|{WHOLE})")
+_NEXT = re.compile(r"[0-9a-f]{40}-\d{1,9}\.next")
+_TEMPORARY = re.compile(r"new-[0-9a-f]{16}\.tmp")
+_SPARE = 0.95
+"""Evicted down to this share of the limit, so that not every block needs a look at all."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """Which block: the model's fingerprint, the block's name, its number from 0, and its kind."""
+
+    model: str
+    name: str
+    index: int
+    kind: str = CUT
+
+    @property
+    def file(self) -> str:
+        """Where it lies below the directory."""
+        return f"{self.model}/{self.name}-{self.index}.{self.kind}"
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a file holds: the bytes of `tokens`, all those from the start of the block on; no layout if it is a state."""
+
+    payload: Bytes
+    tokens: tuple[int, ...]
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A block that is there: its size, and when it was used last (ns since 1970)."""
+
+    key: Key
+    size_bytes: int
+    used_ns: int
+
+
+@dataclass(frozen=True)
+class Uses:
+    """What was restored of a model: how often, tokens and bytes of it."""
+
+    restores: int = 0
+    tokens: int = 0
+    restored_bytes: int = 0
+
+
+class BlockStore:
+    """The blocks below `directory`, which is made if it is not there (0700; files are 0600).
+
+    At most `limit_bytes` are kept, nothing that was not used for `ttl_ns` (0: for ever), and `floor_bytes` of the file
+    system are left free. UsageError: it is no directory; EnvironmentProblem: it cannot be written. Without `limit_bytes`
+    it is looked at as it is: UsageError if it holds no blocks.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        limit_bytes: int | None,
+        ttl_ns: int = 0,
+        floor_bytes: int = 0,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.directory = Path(directory)
+        self.limit_bytes = _NO_LIMIT if limit_bytes is None else limit_bytes
+        self.ttl_ns, self.floor_bytes = ttl_ns, floor_bytes
+        self._clock = clock
+        self.evicted = 0  # blocks
+        if limit_bytes is None:
+            if not (self.directory / "lock").is_file():
+                raise UsageError(f"{self.directory}: holds no stored prompts", "name the directory of a PrefixCache")
+            return
+        _checksum(np.zeros(8, np.uint8))  # its code is loaded now, and not while a prompt waits
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._locked() as account:
+                self._sweep()
+                self._evict(account, 0)
+        except FileExistsError:
+            raise UsageError(f"{self.directory}: is no directory", "name a directory for the blocks") from None
+        except OSError as error:
+            raise EnvironmentProblem(f"{self.directory}: {error.strerror}", "name one that can be written") from None
+
+    # Reading
+
+    def __contains__(self, key: Key) -> bool:
+        """True if the block is there and not too old; it may be gone, or prove damaged, when it is read."""
+        try:
+            return not self._is_old(os.stat(self.directory / key.file).st_mtime_ns)
+        except OSError:
+            return False
+
+    def ahead(self, keys: Iterable[Key]) -> None:
+        """Has the system read blocks that will be asked for next, as far as they are there."""
+        for key in keys:
+            with contextlib.suppress(OSError):
+                fd = os.open(self.directory / key.file, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+                finally:
+                    os.close(fd)
+
+    def newest(self, model: str, links: Iterable[str], index: int) -> Key | None:
+        """Returns the block of number `index` that was stored last under the first of `links` that leads to one."""
+        for link in links:
+            with contextlib.suppress(OSError):
+                key = key_of(model, os.readlink(self.directory / model / f"{link}-{index}.next"))
+                if key is not None and key.index == index:
+                    return key
+        return None
+
+    def read(self, key: Key) -> Block | None:
+        """Returns what was stored as `key`; None if it is not there or damaged, which then goes."""
+        path = self.directory / key.file
+        try:
+            raw = RawFile(path, os.O_RDONLY)
+        except EnvironmentProblem:
+            return None
+        try:
+            buffer = aligned(raw.size())
+            raw.read_into(buffer, 0)
+            return unpack(buffer, key, path)
+        except LlmcacheError as error:
+            log.warning("%s: dropped", error.message)
+            self.drop([key])
+            return None
+        finally:
+            raw.close()
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Notes that `keys`, the blocks of a prompt, are in use now: all of them alike. OSError."""
+        with self._locked() as account:
+            self._touch(account, keys)
+
+    def _touch(self, account: _Account, keys: Iterable[Key]) -> None:
+        stamp = account.stamp()
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self.directory / key.file, ns=(stamp, stamp))
+
+    def used(self, keys: list[Key], tokens: int, size_bytes: int) -> None:
+        """Notes that `keys`, the blocks of a prompt, were restored. OSError."""
+        with self._locked() as account:
+            self._touch(account, keys)
+            path = self.directory / keys[0].model / "uses"
+            before = self.uses(keys[0].model)
+            told = _USES.pack(before.restores + 1, before.tokens + tokens, before.restored_bytes + size_bytes)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE)
+            try:
+                os.pwrite(fd, told, 0)
+            finally:
+                os.close(fd)
+
+    # Writing
+
+    def describe(self, model: str, told: dict[str, Any]) -> None:
+        """Keeps what the fingerprint `model` stands for, for those who list the directory. OSError."""
+        path = self.directory / model / "model.json"
+        if not path.exists():
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with self._written(path.parent, [json.dumps(told, indent=1).encode()]) as temporary:
+                os.replace(temporary, path)
+
+    def write(self, key: Key, block: Block, links: Iterable[str] = ()) -> int:
+        """Stores `block` as `key`, to which `links` then lead, and returns the bytes it takes.
+
+        EnvironmentProblem if there is no room, or it fails.
+        """
+        parts = pack(key, block)
+        size = sum(len(part) for part in parts)
+        if size > self.limit_bytes:
+            raise EnvironmentProblem(f"{key.file}: {format_size(size)} do not fit the limit")
+        directory = self.directory / key.model
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            self._make_room(size)
+            with self._written(directory, parts) as temporary, self._locked() as account:
+                if account.used_bytes + size > self.limit_bytes:
+                    self._evict(account, size)
+                stamp = account.stamp()
+                os.utime(temporary, ns=(stamp, stamp))
+                # Whoever has stored the same meanwhile has stored the same bytes.
+                there = self._size(key)
+                os.replace(temporary, self.directory / key.file)
+                account.used_bytes += size - there
+                account.used_bytes -= self._link(key, block, links)
+        except OSError as error:
+            raise EnvironmentProblem(f"{directory}: storing: {error.strerror}") from None
+        return size
+
+    @contextlib.contextmanager
+    def _written(self, directory: Path, parts: Iterable[Bytes | bytes]) -> Iterator[Path]:
+        """A new file in `directory` that holds `parts`, on the disk and locked; gone afterwards unless renamed."""
+        temporary, at = directory / f"new-{secrets.token_hex(8)}.tmp", 0
+        raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            raw.lock()
+            for part in parts:
+                raw.write(part, at)
+                at += len(part)
+            raw.sync()
+            yield temporary
+        finally:
+            raw.close()
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+    def _link(self, key: Key, block: Block, links: Iterable[str]) -> int:
+        """Has `links` lead to `key`; returns the bytes of parts that they led to and that `block` begins with: these go."""
+        freed = 0
+        for link in links:
+            before = self.newest(key.model, [link], key.index)
+            path = self.directory / key.model / f"{link}-{key.index}.next"
+            temporary = path.with_name(f"new-{secrets.token_hex(8)}.tmp")
+            with contextlib.suppress(OSError):  # a file system without links: only what differs within a block is not found
+                os.symlink(os.path.basename(key.file), temporary)
+                os.replace(temporary, path)
+            if before is not None and before != key and before.kind == PART:
+                part = self.read(before)
+                if part is not None and part.tokens == block.tokens[: len(part.tokens)]:
+                    freed += self._size(before)
+                    self.drop([before])
+        return freed
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Takes blocks away that prove of no use."""
+        for key in keys:
+            with contextlib.suppress(OSError):
+                os.unlink(self.directory / key.file)
+
+    def prune(self, keep_bytes: int | None = None, unused_ns: int | None = None, model: str | None = None) -> list[Entry]:
+        """Removes blocks of `model` (None: of all): all, or those unused for `unused_ns`, and the oldest above `keep_bytes`.
+
+        Returns what was removed. A model of which nothing is left is forgotten. OSError.
+        """
+        with self._locked() as account:
+            entries = [entry for entry in self._aged() if model in (None, entry.key.model)]
+            if keep_bytes is None and unused_ns is None:
+                gone = entries
+            else:
+                now = self._clock()
+                gone = [entry for entry in entries if unused_ns is not None and now - entry.used_ns > unused_ns]
+                left = sum(entry.size_bytes for entry in entries) - sum(entry.size_bytes for entry in gone)
+                for entry in entries:
+                    if keep_bytes is None or left <= keep_bytes:
+                        break
+                    if entry not in gone:
+                        gone.append(entry)
+                        left -= entry.size_bytes
+            self._remove(gone)
+            self._unlink()
+            rest = self._aged()
+            account.used_bytes = sum(entry.size_bytes for entry in rest)
+            if gone:
+                self._forget({entry.key.model for entry in gone} - {entry.key.model for entry in rest})
+        return gone
+
+    # What is there
+
+    def entries(self) -> list[Entry]:
+        """Returns all blocks, unsorted."""
+        found = []
+        for model in self.models():
+            with contextlib.suppress(FileNotFoundError), os.scandir(self.directory / model) as listing:
+                for item in listing:
+                    key = key_of(model, item.name)
+                    with contextlib.suppress(FileNotFoundError):
+                        if key is not None and item.is_file(follow_symlinks=False):
+                            status = item.stat(follow_symlinks=False)
+                            found.append(Entry(key, status.st_size, status.st_mtime_ns))
+        return found
+
+    def models(self) -> list[str]:
+        """Returns the fingerprints of the models of which something may be there."""
+        with os.scandir(self.directory) as listing:
+            return sorted(i.name for i in listing if _MODEL.fullmatch(i.name) and i.is_dir(follow_symlinks=False))
+
+    def description(self, model: str) -> dict[str, Any]:
+        """Returns what was told of `model`; empty if that is lost."""
+        try:
+            told = json.loads((self.directory / model / "model.json").read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return told if isinstance(told, dict) else {}
+
+    def uses(self, model: str) -> Uses:
+        """Returns what was restored of `model`."""
+        try:
+            return Uses(*_USES.unpack((self.directory / model / "uses").read_bytes()))
+        except (OSError, struct.error):
+            return Uses()
+
+    # Inside
+
+    def _size(self, key: Key) -> int:
+        try:
+            return os.stat(self.directory / key.file).st_size
+        except FileNotFoundError:
+            return 0
+
+    def _is_old(self, used_ns: int) -> bool:
+        return bool(self.ttl_ns) and self._clock() - used_ns > self.ttl_ns
+
+    def _make_room(self, size: int) -> None:
+        """Evicts where the file system would be left with less than the floor; EnvironmentProblem if that is not enough."""
+        if self._lacking(size) > 0:
+            with self._locked() as account:
+                self._evict(account, 0, self._lacking(size))
+            if self._lacking(size) > 0:
+                left = format_size(self.floor_bytes)
+                raise EnvironmentProblem(f"{self.directory}: less than {left} of space would be left")
+
+    def _lacking(self, size: int) -> int:
+        status = os.statvfs(self.directory)
+        return self.floor_bytes + size - status.f_bavail * status.f_frsize
+
+    def _aged(self) -> list[Entry]:
+        """All blocks, the least recently used first, and of one use the last. Stamps of the future are brought to now."""
+        entries = sorted(self.entries(), key=lambda entry: (entry.used_ns, -entry.key.index))
+        now = self._clock()
+        late = [at for at, entry in enumerate(entries) if entry.used_ns > now + _FUTURE_NS]
+        for place, at in enumerate(late):
+            entry, stamp = entries[at], now - len(late) + place
+            with contextlib.suppress(OSError):
+                os.utime(self.directory / entry.key.file, ns=(stamp, stamp))
+            entries[at] = Entry(entry.key, entry.size_bytes, stamp)
+        return sorted(entries, key=lambda entry: entry.used_ns) if late else entries
+
+    def _evict(self, account: _Account, size: int, least: int = 0) -> None:
+        """Removes what is too old, then the least recently used until `size` more fit and `least` bytes are freed."""
+        entries = self._aged()
+        account.newest_ns = max((entry.used_ns for entry in entries), default=0)
+        used = sum(entry.size_bytes for entry in entries)
+        aim = int(self.limit_bytes * _SPARE) - size if used + size > self.limit_bytes else used
+        gone: list[Entry] = []
+        for entry in entries:
+            if not (self._is_old(entry.used_ns) or used > aim or least > 0):
+                break
+            gone.append(entry)
+            used -= entry.size_bytes
+            least -= entry.size_bytes
+        self._remove(gone)
+        self._unlink()
+        self.evicted += len(gone)
+        account.used_bytes = used
+
+    def _remove(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.directory / entry.key.file)
+
+    def _unlink(self) -> None:
+        """Removes links that lead nowhere."""
+        for model in self.models():
+            for path in (self.directory / model).iterdir():
+                if _NEXT.fullmatch(path.name) and path.is_symlink() and not path.exists():
+                    path.unlink(missing_ok=True)
+
+    def _forget(self, models: Iterable[str]) -> None:
+        for model in models:
+            for name in ("model.json", "uses"):
+                with contextlib.suppress(OSError):
+                    os.unlink(self.directory / model / name)
+            with contextlib.suppress(OSError):  # something foreign lies there, or is being written
+                os.rmdir(self.directory / model)
+
+    def _sweep(self) -> None:
+        """Removes what writers that ended have left half-written."""
+        for model in self.models():
+            for path in (self.directory / model).iterdir():
+                if _TEMPORARY.fullmatch(path.name) and path.is_symlink():
+                    path.unlink(missing_ok=True)
+                elif _TEMPORARY.fullmatch(path.name):
+                    with contextlib.suppress(LlmcacheError, OSError):
+                        raw = RawFile(path, os.O_RDWR)
+                        try:
+                            raw.lock()
+                            path.unlink()
+                        finally:
+                            raw.close()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[_Account]:
+        """The account of the directory, for as long as nobody else may change it. OSError."""
+        fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, files.PRIVATE)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            told = os.pread(fd, _LOCK.size, 0)
+            magic, used, newest = _LOCK.unpack(told) if len(told) == _LOCK.size else (b"", 0, 0)
+            account = _Account(self._clock, *((used, newest) if magic == _MAGIC else (0, 0)))
+            try:
+                yield account
+            finally:
+                os.pwrite(fd, _LOCK.pack(_MAGIC, max(0, account.used_bytes), account.newest_ns), 0)
+        finally:
+            os.close(fd)
+
+
+_NO_LIMIT = 1 << 63
+_FUTURE_NS = 1_000_000_000
+"""Stamps may run ahead of the clock by as much: each is later than the one before."""
+
+
+@dataclass
+class _Account:
+    """What the lock file tells: bytes used, and the newest stamp."""
+
+    clock: Callable[[], int]
+    used_bytes: int
+    newest_ns: int
+
+    def stamp(self) -> int:
+        """Returns the time of a use: now, or later than the newest before."""
+        self.newest_ns = max(self.clock(), self.newest_ns + 1)
+        return self.newest_ns
+
+
+def key_of(model: str, name: str) -> Key | None:
+    """Returns the key of the block whose file is called `name`; None if that is no name of ours."""
+    match = _BLOCK.fullmatch(name)
+    return Key(model, match[1], int(match[2]), match[3]) if match else None
+
+
+def pack(key: Key, block: Block) -> list[Bytes | bytes]:
+    """Returns the parts of the file, or of the message, that holds `block` as `key`."""
+    told = {
+        "key": [key.model, key.name, key.index, key.kind],
+        "bytes": len(block.payload),
+        "crc": _checksum(block.payload),
+        "tokens": block.tokens,
+        "layout": block.layout.to_json() if block.layout else None,
+    }
+    text = json.dumps(told, separators=(",", ":")).encode()
+    head = _HEAD.pack(_MAGIC, VERSION, len(text), zlib.crc32(text)) + text
+    return [head.ljust(whole_blocks(len(head)), b"\0"), block.payload]
+
+
+def unpack(data: Bytes, key: Key, where: object) -> Block:
+    """Returns the block that `pack` packed as `key`; DataError, naming `where`, if it is not whole."""
+    if len(data) < _HEAD.size:
+        raise DataError(f"{where}: is cut off")
+    magic, version, length, crc = _HEAD.unpack_from(data.data)
+    text = data[_HEAD.size : _HEAD.size + length].tobytes()
+    if magic != _MAGIC or version != VERSION or zlib.crc32(text) != crc:
+        raise DataError(f"{where}: its header is damaged, or of another version")
+    try:
+        told = json.loads(text)
+        layout = Layout.from_json(told["layout"]) if told["layout"] is not None else None
+        size, crc, named, tokens = told["bytes"], told["crc"], told["key"], tuple(map(int, told["tokens"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{where}: header: {error}") from None
+    payload = data[whole_blocks(_HEAD.size + length) :]
+    if named != [key.model, key.name, key.index, key.kind]:
+        raise DataError(f"{where}: is another block")
+    if len(payload) != size or _checksum(payload) != crc or (layout and size != len(tokens) * layout.token_bytes):
+        raise DataError(f"{where}: its checksum or size is wrong")
+    return Block(payload, tokens, layout)
+
+
+def _checksum(payload: Bytes) -> int:
+    """The spill file's checksum of a page; a page of any size here, so zeros follow to the next multiple of 8."""
+    if len(payload) % 8:
+        payload = _padded(payload)
+    return int(checksums(payload[None])[0])
+
+
+def _padded(payload: Bytes) -> Bytes:
+    out = aligned(-(-len(payload) // 8) * 8)
+    out[: len(payload)] = payload
+    out[len(payload) :] = 0
+    return out

@@ -1,0 +1,476 @@
+"""llama.cpp goes on from prompts on disk as if it had evaluated them, and evaluates what is not, or not rightly, there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from llmcache.kv.prefix.state import Layout, Uncut
+from llmcache.kv.prefix.store import Block, BlockStore
+from tests.conftest import GEMMA, SMOLLM2
+
+if TYPE_CHECKING:
+    from llmcache.kv.llama import PrefixCache
+
+ROOT = Path(__file__).resolve().parents[2]
+Q8_0 = 8
+CONTEXT = 1024
+
+pytestmark = pytest.mark.llama
+
+Open = Callable[..., Any]
+
+
+def make_model(path: Path, *more: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    command = [sys.executable, str(ROOT / "tools" / "make_model.py"), str(path), "--size", "3M", *more]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny.gguf")
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Opens models, with one thread and without a word, and closes them."""
+    import llama_cpp
+
+    models = []
+
+    def make(path: Path, cache: PrefixCache | None = None, **settings: Any) -> llama_cpp.Llama:
+        settings = {"n_ctx": CONTEXT, "n_threads": 1, "n_threads_batch": 1, "n_batch": 128, **settings}
+        models.append(llama_cpp.Llama(str(path), verbose=False, **settings))
+        models[-1].set_cache(cache)
+        return models[-1]
+
+    yield make
+    for model in models:
+        model.close()
+
+
+def stored(directory: Path, **settings: Any) -> PrefixCache:
+    from llmcache.kv.llama import PrefixCache  # needs llama-cpp-python
+
+    return PrefixCache(directory, **{"floor": 0, **settings})
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[PrefixCache]:
+    with stored(tmp_path / "kv") as made:
+        yield made
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(300, 900, tokens).tolist()  # type: ignore[no-any-return]
+
+
+def answer(model: Any, tokens: list[int] | str, length: int = 16) -> str:
+    """The greedy continuation, stored when this returns."""
+    text = model.create_completion(tokens, max_tokens=length, temperature=0)["choices"][0]["text"]
+    if model.cache is not None:
+        assert model.cache.flush(60)
+    return text  # type: ignore[no-any-return]
+
+
+def reused(model: Any, wrote: list[int], tokens: list[int], common: int, length: int = 16) -> str:
+    """The greedy continuation of `tokens` by `model`, which has evaluated `wrote` and keeps the first `common` tokens of it.
+
+    What llama.cpp computes of a token depends on how many are evaluated with it: this is what goes on from the same state.
+    """
+    model.reset()
+    model.eval(wrote)
+    model.n_tokens = min(common, len(tokens) - 1)
+    return answer(model, tokens, length)
+
+
+def logits(model: Any) -> bytes:
+    import llama_cpp
+
+    return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(model.ctx, -1), (model.n_vocab(),)).tobytes()
+
+
+LAYOUTS = {
+    "transposed": {"flash_attn": False},
+    "flash": {"flash_attn": True},
+    "q8_0": {"flash_attn": True, "type_k": Q8_0, "type_v": Q8_0},
+    "q8_0 keys": {"flash_attn": False, "type_k": Q8_0},
+}
+
+
+@pytest.mark.parametrize("settings", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_a_restored_prompt_goes_on_as_an_evaluated_one(
+    tiny: Path, opened: Open, cache: PrefixCache, settings: dict[str, Any]
+) -> None:
+    tokens = prompt(600)
+    live = opened(tiny, cache, **settings)
+    assert answer(live, tokens, 64) == answer(opened(tiny, **settings), tokens, 64)
+    assert cache.counters.stored_blocks == 3 and cache.counters.hits == 0
+    restored = opened(tiny, cache, **settings)
+    assert answer(restored, tokens, 64) == reused(opened(tiny, **settings), tokens, tokens, 600, 64)
+    assert (cache.counters.hits, cache.counters.restored_tokens) == (1, 600)
+    again = opened(tiny, cache, **settings)
+    for model in (live, again):  # one has the prompt and evaluates the last token anew, the other restores it before
+        answer(model, tokens, 1)
+    assert cache.counters.hits == 2
+    assert logits(live) == logits(again)
+
+
+@pytest.mark.parametrize("common", [599, 513, 512, 300, 17])
+def test_a_prompt_that_differs_restores_what_is_common(tiny: Path, opened: Open, cache: PrefixCache, common: int) -> None:
+    answer(opened(tiny, cache), prompt(600), 1)
+    other = prompt(600)[:common] + prompt(50, seed=1)
+    restored = common if common != 513 else 512  # 16 tokens of a block at least
+    assert answer(opened(tiny, cache), other, 64) == reused(opened(tiny), prompt(600), other, restored, 64)
+    assert cache.counters.restored_tokens == restored
+
+
+def test_what_the_model_still_has_is_not_restored(tiny: Path, opened: Open, cache: PrefixCache) -> None:
+    model = opened(tiny, cache)
+    answer(model, prompt(600), 1)
+    answer(model, prompt(600) + prompt(10, seed=1), 1)
+    assert (cache.counters.lookups, cache.counters.hits) == (2, 0)
+    answer(model, prompt(300, seed=2), 1)
+    answer(model, prompt(600) + prompt(10, seed=3), 1)
+    assert cache.counters.hits == 1
+
+
+def test_prompts_share_their_blocks(tiny: Path, opened: Open, cache: PrefixCache) -> None:
+    model = opened(tiny, cache)
+    for seed in range(1, 5):
+        answer(model, prompt(512) + prompt(100, seed=seed), 4)
+    assert sorted(entry.key.kind for entry in cache.store.entries()) == ["kv", "kv", *["part"] * 4]
+    for seed in range(1, 5):
+        answer(opened(tiny, cache), prompt(512) + prompt(100, seed=seed), 1)
+        assert cache.counters.restored_tokens == 612 * seed
+    for seed in range(1, 5):
+        answer(model, prompt(512) + prompt(256, seed=seed), 4)
+    assert sorted(entry.key.kind for entry in cache.store.entries()) == ["kv"] * 6 + ["part"] * 4
+
+
+def test_another_model_of_the_same_name_has_other_blocks(
+    tiny: Path, tmp_path: Path, opened: Open, cache: PrefixCache
+) -> None:
+    other = make_model(tmp_path / "other" / tiny.name, "--seed", "1")
+    assert other.stat().st_size == tiny.stat().st_size
+    plain = answer(opened(other), prompt(300), 16)
+    answer(opened(tiny, cache), prompt(300), 16)
+    assert answer(opened(other, cache), prompt(300), 16) == plain
+    assert cache.counters.hits == 0 and len(cache.store.models()) == 2
+    copy = tmp_path / "copied.gguf"
+    copy.write_bytes(tiny.read_bytes())
+    answer(opened(copy, cache), prompt(300), 16)
+    assert cache.counters.hits == 1, "a copy is the same model"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"rope_freq_base": 5e4}, {"rope_freq_scale": 0.5}, {"flash_attn": True}, {"type_k": Q8_0}], ids=str
+)
+def test_other_settings_have_other_blocks(tiny: Path, opened: Open, cache: PrefixCache, settings: dict[str, Any]) -> None:
+    answer(opened(tiny, cache), prompt(300), 1)
+    plain = answer(opened(tiny, **settings), prompt(300))
+    assert answer(opened(tiny, cache, **settings), prompt(300)) == plain
+    assert cache.counters.hits == 0
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_damaged_block_ends_what_is_restored(
+    tiny: Path, opened: Open, cache: PrefixCache, index: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = answer(opened(tiny), prompt(600))
+    answer(opened(tiny, cache), prompt(600), 1)
+    (entry,) = (entry for entry in cache.store.entries() if entry.key.index == index)
+    with open(cache.store.directory / entry.key.file, "r+b") as stream:
+        stream.seek(-1000, os.SEEK_END)
+        stream.write(b"wrong")
+    assert answer(opened(tiny, cache), prompt(600)) == plain
+    assert cache.counters.restored_tokens == 256 * index
+    assert len(caplog.messages) == 1 and "dropped" in caplog.text
+    assert answer(opened(tiny, cache), prompt(600)) == reused(opened(tiny), prompt(600), prompt(600), 600)
+    assert cache.counters.restored_tokens == 256 * index + 600, "it was stored again"
+
+
+def test_a_state_that_llama_cpp_does_not_take_is_dropped(
+    tiny: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = answer(opened(tiny), prompt(600))
+    answer(opened(tiny, cache), prompt(600), 1)
+    for entry in cache.store.entries():
+        block = cache.store.read(entry.key)
+        assert block and block.layout
+        told: Any = block.layout.to_json()
+        told[0][1][0] = (Q8_0, *told[0][1][0][1:])  # type of the first keys
+        cache.store.write(entry.key, Block(block.payload, block.tokens, Layout.from_json(told)))
+    assert answer(opened(tiny, cache), prompt(600)) == plain
+    assert cache.counters.hits == 0 and "does not take" in caplog.text
+    answer(opened(tiny, cache), prompt(600))
+    assert cache.counters.hits == 1
+
+
+def test_states_that_cannot_be_cut_are_stored_whole(
+    tiny: Path, opened: Open, cache: PrefixCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read_state(*_: object) -> None:
+        raise Uncut("of another library")
+
+    monkeypatch.setattr("llmcache.kv.llama.cache.read_state", read_state)
+    plain = answer(opened(tiny), prompt(600))
+    model = opened(tiny, cache)
+    assert answer(model, prompt(600)) == plain
+    assert "stored whole, at block boundaries: of another library" in caplog.text and not cache.store.entries()
+    answer(model, prompt(300, seed=1))
+    assert answer(model, prompt(900)) == answer(opened(tiny), prompt(900))
+    kinds = sorted((entry.key.kind, entry.key.index) for entry in cache.store.entries())
+    assert kinds == [("state", 0), ("state", 0), ("state", 1), ("state", 2)], (
+        "1 of the second, 1, 2 and the last of the third"
+    )
+
+
+def test_what_llama_evaluates_anew_is_not_stored(
+    tiny: Path, opened: Open, cache: PrefixCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import llama_cpp
+
+    plain = answer(opened(tiny), prompt(600))
+    monkeypatch.setattr(llama_cpp, "llama_model_is_recurrent", lambda model: True)
+    monkeypatch.setattr(llama_cpp, "llama_memory_seq_rm", lambda *_: False)
+    model = opened(tiny, cache)
+    assert answer(model, prompt(600)) == plain
+    assert "stored whole" in caplog.text and "anew" in caplog.text and not cache.store.entries()
+    model.reset()
+    assert answer(model, prompt(600)) == plain
+
+
+def test_a_longer_prompt_than_the_context_restores_what_fits(tiny: Path, opened: Open, cache: PrefixCache) -> None:
+    answer(opened(tiny, cache), prompt(600), 1)
+    assert cache.restore(opened(tiny, n_ctx=512), prompt(600)) == 512
+
+
+def test_embeddings_are_refused(tiny: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture) -> None:
+    model = opened(tiny, cache, embedding=True)
+    assert cache.restore(model, prompt(300)) == 0
+    cache.keep(model, model.save_state())
+    assert len(caplog.messages) == 1 and "embeddings" in caplog.text
+    assert cache.flush(10) and not cache.store.entries()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # llama-cpp-python takes logarithms of rows that it does not tell of
+def test_probabilities_are_those_of_evaluated_tokens(tiny: Path, opened: Open, cache: PrefixCache) -> None:
+    def told(model: Any, echo: bool) -> list[float]:
+        settings = {"max_tokens": 4, "temperature": 0, "logprobs": 1, "echo": echo}
+        answered = model.create_completion(TEXT[:500], **settings)["choices"][0]["logprobs"]["token_logprobs"]
+        return [probability for probability in answered if probability is not None]
+
+    answer(opened(tiny, cache), TEXT[:500], 1)
+    plain, model = opened(tiny, logits_all=True), opened(tiny, cache, logits_all=True)
+    assert told(model, echo=False) == pytest.approx(told(plain, echo=False), abs=1e-4)
+    assert cache.counters.hits == 1
+    assert told(model, echo=True) == pytest.approx(told(plain, echo=True), abs=1e-4)
+    assert cache.counters.hits == 1 and len(told(model, echo=True)) > 200
+
+
+def test_a_state_that_a_user_saves_is_what_llama_itself_saves(tiny: Path, opened: Open, cache: PrefixCache) -> None:
+    model = opened(tiny, cache)
+    answer(model, prompt(300), 8)
+    own, ours = type(model).save_state(model), model.save_state()
+    assert ours.llama_state == own.llama_state and ours.scores.shape == own.scores.shape
+    assert (ours.input_ids == own.input_ids).all() and (ours.n_tokens, ours.seed) == (own.n_tokens, own.seed)
+    with stored(cache.store.directory.parent / "other") as other:
+        other.keep(model, own)
+        assert other.flush(10) and other.counters.stored_blocks == 2
+
+
+def test_a_cache_is_asked_by_its_llama(tiny: Path, opened: Open, cache: PrefixCache) -> None:
+    model = opened(tiny)
+    with pytest.raises(TypeError, match="set_cache"):
+        cache[prompt(300)]
+    with pytest.raises(TypeError, match="set_cache"):
+        cache[prompt(300)] = model.save_state()
+    assert cache.cache_size == 0
+
+
+def test_what_cannot_be_written_is_dropped_with_a_line(
+    tiny: Path, opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with stored(tmp_path / "kv", limit="200k") as cache:
+        plain = answer(opened(tiny), prompt(600))
+        assert answer(opened(tiny, cache), prompt(600)) == plain
+        assert cache.counters.dropped_blocks > 0 and len(caplog.messages) == 1
+    with stored(tmp_path / "kv", queue=1) as cache:
+        model = opened(tiny, cache)
+        assert answer(model, prompt(600, seed=1)), "one may wait, whatever its size"
+        assert cache.counters.stored_blocks > 0
+    caplog.clear()
+    assert answer(model, prompt(600, seed=2))
+    assert caplog.messages and "closed" in caplog.text
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from llama_cpp import Llama
+from llmcache.kv.llama import PrefixCache
+from tests.e2e.test_prefix import prompt
+model = Llama(sys.argv[1], n_ctx=1024, n_threads=1, n_batch=128, verbose=False)
+model.set_cache(PrefixCache(sys.argv[2], floor=0))
+print("ready", flush=True)
+seed = int(sys.argv[3])
+while True:
+    model.create_completion(prompt(512) + prompt(256, seed=seed), max_tokens=4, temperature=0)
+    seed += 1
+"""
+
+
+def test_after_a_kill_everything_restored_is_right(
+    tiny: Path, opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = opened(tiny)
+    with stored(tmp_path / "kv") as cache:
+        for turn in range(3):
+            command = [sys.executable, "-c", CHILD, str(tiny), str(tmp_path / "kv"), str(turn * 100)]
+            pair = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+            for process in pair:
+                assert process.stdout and process.stdout.readline() == "ready\n"
+            deadline = time.monotonic() + 120
+            while len(cache.store.entries()) < 4 * (turn + 1) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            for process in pair:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+            tokens = prompt(512) + prompt(256, seed=turn * 100)
+            assert answer(opened(tiny, cache), tokens) == reused(plain, tokens, tokens, len(tokens))
+        assert cache.counters.hits == 3 and not caplog.messages
+    BlockStore(tmp_path / "kv", 10**9)
+    assert not list((tmp_path / "kv").rglob("new-*"))
+
+
+def test_what_waits_is_written_when_a_process_ends(tiny: Path, tmp_path: Path) -> None:
+    code = CHILD.replace("while True:", "for _ in range(1):")
+    subprocess.run([sys.executable, "-c", code, str(tiny), str(tmp_path / "kv"), "0"], cwd=ROOT, check=True, timeout=120)
+    assert sorted(entry.key.kind for entry in BlockStore(tmp_path / "kv", None).entries()) == ["kv"] * 3
+
+
+TEXT = "".join(f"Item {i}: the value of register {i * 7919 % 1000} is {i * i % 977}.\n" for i in range(20))
+
+
+@pytest.mark.smollm2
+def test_smollm2_goes_on_from_the_disk(opened: Open, cache: PrefixCache) -> None:
+    settings = {"n_batch": 512}
+    model = opened(SMOLLM2, cache, **settings)
+    tokens = model.tokenize(TEXT.encode())
+    plain = opened(SMOLLM2, **settings)
+    assert answer(model, tokens, 64) == answer(plain, tokens, 64)
+    assert answer(opened(SMOLLM2, cache, **settings), tokens, 64) == reused(plain, tokens, tokens, len(tokens), 64)
+    assert cache.counters.restored_tokens == len(tokens) > 256
+    question, common = tokens[:-20] + model.tokenize(b"Who?", add_bos=False), len(tokens) - 20
+    assert answer(opened(SMOLLM2, cache, **settings), question, 64) == reused(plain, tokens, question, common, 64)
+    assert cache.counters.restored_tokens == len(tokens) + common
+
+
+@pytest.mark.gemma
+@pytest.mark.parametrize("full", [True, False], ids=["full-size", "window"])
+def test_sliding_windows_are_cut_where_they_keep_all_and_else_stored_whole(
+    opened: Open, cache: PrefixCache, full: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"swa_full": full, "n_batch": 64, "n_ubatch": 64}
+    model = opened(GEMMA, cache, **settings)
+    tokens = (model.tokenize(TEXT.encode()) * 2)[:700]
+    plain = answer(model, tokens, 32)
+    if full:
+        plain = reused(opened(GEMMA, **settings), tokens, tokens, 700, 32)
+    assert answer(opened(GEMMA, cache, **settings), tokens, 32) == plain
+    assert cache.counters.restored_tokens == (700 if full else 512)
+    assert {entry.key.kind for entry in cache.store.entries()} == ({"kv", "part"} if full else {"state"})
+    assert ("stored whole" in caplog.text) is not full
+
+
+@pytest.fixture
+def served(tiny: Path, tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess.Popen[bytes], str]]]:
+    """Starts `llmcache serve-llama`, and returns it with its address once it answers."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start() -> tuple[subprocess.Popen[bytes], str]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        words = ["--model", tiny, "--n_ctx", CONTEXT, "--n_threads", 1, "--host", "127.0.0.1", "--port", port]
+        command = [
+            sys.executable,
+            "-m",
+            "llmcache",
+            "serve-llama",
+            str(tmp_path / "kv"),
+            "--floor",
+            "0",
+            "--",
+            *map(str, words),
+        ]
+        with open(tmp_path / "log", "ab") as log:
+            running.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and running[-1].poll() is None:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).close()
+                return running[-1], f"http://127.0.0.1:{port}"
+            time.sleep(0.1)
+        raise AssertionError((tmp_path / "log").read_text())
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def metrics(address: str) -> dict[str, float]:
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
+        assert response.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
+        families = text_string_to_metric_families(response.read().decode())  # type: ignore[no-untyped-call]
+        return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+@pytest.mark.server
+def test_a_server_that_was_killed_goes_on_from_the_disk(
+    served: Callable[[], tuple[subprocess.Popen[bytes], str]],
+) -> None:
+    def ask(address: str) -> str:
+        told = json.dumps({"prompt": TEXT[:500], "max_tokens": 8, "temperature": 0}).encode()
+        request = urllib.request.Request(f"{address}/v1/completions", told, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return str(json.load(response)["choices"][0]["text"])
+
+    process, address = served()
+    first = ask(address)
+    deadline = time.monotonic() + 60
+    while not metrics(address)["llmcache_prefix_stored_blocks_total"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    _, address = served()
+    assert ask(address) == first
+    told = metrics(address)
+    assert told["llmcache_prefix_hits_total"] == 1 and told["llmcache_prefix_restored_tokens_total"] > 256
+    assert told["llmcache_prefix_restored_bytes_total"] > 0 and told["llmcache_prefix_restore_seconds_total"] > 0
+
+
+@pytest.mark.server
+def test_the_servers_own_cache_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "llmcache", "serve-llama", str(tmp_path), "--", "--model", "x", "--cache", "true"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 2 and "--cache" in result.stderr

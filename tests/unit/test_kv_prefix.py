@@ -1,0 +1,462 @@
+"""Prompts on disk without llama.cpp: states cut and joined, and the directory of blocks, whatever happens to it."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import random
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.kv.prefix.state import Joined, Layout, Uncut, read_state
+from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockStore, Entry, Key
+from llmcache.kv.spill.shape import Bytes
+
+MODEL = "0123456789abcdef" * 2
+SECOND = 10**9
+
+
+def state_bytes(parts: list[tuple[int, bool, int]], positions: list[int], seed: int = 0, head: bytes | None = None) -> Bytes:
+    """A state as llama.cpp writes it: for each part its layers, whether values are transposed, and F16 a row."""
+    random_bytes = np.random.default_rng(seed).bytes
+    out = struct.pack("<II", 0xAF143CD8, 0) if head is None else head
+    for layers, transposed, width in parts:
+        out += struct.pack("<II", 1, len(positions))
+        for position in positions:
+            out += struct.pack("<iIi", position, 1, 0)
+        out += struct.pack("<II", transposed, layers)
+        for _ in range(layers):
+            out += struct.pack("<iQ", 1, 2 * width) + random_bytes(2 * width * len(positions))
+        for _ in range(layers):
+            out += struct.pack("<iII", 1, 2, width) if transposed else struct.pack("<iQ", 1, 2 * width)
+            out += random_bytes(2 * width * len(positions))
+    return np.frombuffer(out, np.uint8)
+
+
+SHAPES = [[(2, False, 8)], [(3, True, 4)], [(1, False, 2), (2, False, 6)], [(2, True, 2), (1, True, 4)]]
+
+
+@pytest.mark.parametrize("parts", SHAPES)
+@given(cuts=st.lists(st.integers(0, 40), max_size=5))
+def test_a_state_cut_anywhere_is_joined_to_the_same_bytes(parts: list[tuple[int, bool, int]], cuts: list[int]) -> None:
+    data = state_bytes(parts, list(range(40)))
+    state = read_state(data)
+    layout = Layout.from_json(json.loads(json.dumps(state.layout.to_json())))
+    joined = Joined(layout, 40)
+    bounds = sorted({0, 40, *cuts})
+    for start, end in itertools.pairwise(bounds):
+        block = np.empty((end - start) * layout.token_bytes, np.uint8)
+        state.block(start, end, block)
+        joined.put(start, block)
+    assert joined.data.tobytes() == data.tobytes()
+
+
+@pytest.mark.parametrize("parts", SHAPES)
+def test_the_beginning_of_a_block_serves(parts: list[tuple[int, bool, int]]) -> None:
+    state = read_state(state_bytes(parts, list(range(40))))
+    block = np.empty(40 * state.layout.token_bytes, np.uint8)
+    state.block(0, 40, block)
+    first = np.empty(7 * state.layout.token_bytes, np.uint8)
+    state.block(0, 7, first)
+    part, whole = Joined(state.layout, 7), Joined(state.layout, 7)
+    part.put(0, block, 7)
+    whole.put(0, first)
+    assert (part.data == whole.data).all()
+
+
+def test_cells_in_another_order_are_put_in_order() -> None:
+    order = [3, 0, 4, 1, 2]
+    state = read_state(state_bytes([(1, False, 2)], order))
+    rows = np.empty(5 * state.layout.token_bytes, np.uint8)
+    state.block(0, 5, rows)
+    at = 8 + 8 + 12 * 5 + 8 + 12
+    keys = state_bytes([(1, False, 2)], order)[at : at + 20].reshape(5, 4)
+    assert (rows[:20].reshape(5, 4) == keys[np.argsort(order)]).all()
+
+
+def test_the_state_of_a_context_is_known_by_its_architecture() -> None:
+    data = state_bytes([(1, False, 2)], [0, 1], head=struct.pack("<I", 5) + b"llama")
+    assert read_state(data, "llama").tokens == 2
+    with pytest.raises(Uncut, match="header"):
+        read_state(data, "qwen2")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (state_bytes([(1, False, 2)], [0, 2]), "lacks positions"),
+        (state_bytes([(1, False, 2)], [5, 6]), "lacks positions"),
+        (state_bytes([(1, False, 2)], [0, 0]), "lacks positions"),
+        (state_bytes([(1, False, 2)], [0, 1])[:-1], "ends within a layer"),
+        (np.append(state_bytes([(1, False, 2)], [0, 1]), np.zeros(1, np.uint8)), "ends where more"),
+        (state_bytes([(1, False, 2)], [0, 1])[:30], "cells"),
+        (state_bytes([], []), "no tokens"),
+        (state_bytes([(1, False, 2)], [0, 1], head=b"recurrent"), "header"),
+        (np.concatenate([state_bytes([(1, False, 2)], [0]), state_bytes([(1, False, 2)], [0, 1], head=b"")]), "another 2"),
+    ],
+)
+def test_what_cannot_be_cut_is_told(data: Bytes, reason: str) -> None:
+    with pytest.raises(Uncut, match=reason):
+        read_state(data)
+
+
+@given(at=st.integers(0, 10_000), byte=st.integers(0, 255))
+def test_damaged_states_are_refused_or_cut(at: int, byte: int) -> None:
+    data = state_bytes([(2, True, 4), (1, False, 2)], list(range(9))).copy()
+    data[at % len(data)] = byte
+    try:
+        state = read_state(data)
+    except Uncut:
+        return
+    state.block(0, 9, np.empty(9 * state.layout.token_bytes, np.uint8))
+
+
+# The store
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 2_000_000_000 * SECOND
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def key(number: int, index: int = 0, kind: str = CUT, model: str = MODEL) -> Key:
+    return Key(model, f"{number:040x}", index, kind)
+
+
+def block(number: int, size: int = 8192, tokens: int = 4) -> Block:
+    return Block(np.random.default_rng(number).integers(0, 256, size, np.uint8), tuple(range(number, number + tokens)))
+
+
+FILE_BYTES = 4096 + 8192
+"""Of `block`: a header of one page, and what it holds."""
+
+
+def same(one: Block | None, other: Block) -> bool:
+    return one is not None and (one.payload == other.payload).all() and replace(one, payload=other.payload) == other
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlockStore:
+    return BlockStore(tmp_path / "kv", 10**9, clock=Clock())
+
+
+def numbers(store: BlockStore) -> set[int]:
+    return {int(entry.key.name, 16) for entry in store.entries()}
+
+
+def test_what_is_written_is_read(store: BlockStore) -> None:
+    for number, kind in enumerate((CUT, PART, WHOLE)):
+        assert store.write(key(number, kind=kind), block(number)) == FILE_BYTES
+        assert key(number, kind=kind) in store
+        assert same(store.read(key(number, kind=kind)), block(number))
+    odd = Block(np.arange(13, dtype=np.uint8), (5,))
+    store.write(key(9), odd)
+    assert same(store.read(key(9)), odd)
+    assert key(1) not in store and store.read(key(1)) is None
+
+
+def test_nobody_else_may_read_it(store: BlockStore) -> None:
+    store.write(key(1), block(1))
+    store.describe(MODEL, {"file": "a"})
+    store.used([key(1)], 4, 8192)
+    for path in (store.directory, *store.directory.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+@given(at=st.integers(0, FILE_BYTES - 1), bit=st.integers(0, 7))
+def test_a_damaged_block_is_not_used_and_goes_and_the_others_stay(
+    at: int, bit: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    store = BlockStore(tmp_path_factory.mktemp("kv"), 10**9)
+    store.write(key(1), block(1))
+    store.write(key(2), block(2))
+    path = store.directory / key(1).file
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+    read = store.read(key(1))
+    if read is None:
+        assert not path.exists()
+    else:  # between header and payload nothing is told
+        assert same(read, block(1)) and at < 4096
+    assert same(store.read(key(2)), block(2))
+
+
+def test_a_cut_off_or_exchanged_file_is_not_used(store: BlockStore, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(3):
+        store.write(key(number), block(number))
+    (store.directory / key(0).file).write_bytes(b"")
+    os.truncate(store.directory / key(1).file, 5000)
+    os.replace(store.directory / key(2).file, store.directory / key(3).file)
+    assert [store.read(key(number)) for number in range(4)] == [None] * 4
+    assert [record.message.rpartition(": ")[0].rpartition(": ")[2] for record in caplog.records] == [
+        "is cut off",
+        "its checksum or size is wrong",
+        "is another block",
+    ]
+    assert not store.entries()
+
+
+def test_the_least_recently_used_goes_first_and_of_one_use_the_last(tmp_path: Path) -> None:
+    clock = Clock()
+    store = BlockStore(tmp_path, 6 * FILE_BYTES, clock=clock)
+    for number in range(6):
+        clock.now += SECOND
+        store.write(key(number, index=number), block(number))
+    clock.now += SECOND
+    store.touch([key(number, index=number) for number in range(4)])
+    store.write(key(6), block(6))
+    assert numbers(store) == {0, 1, 2, 3, 6}, "two, as it is evicted to 95 % of the limit"
+    store.write(key(7), block(7))
+    store.write(key(8), block(8))
+    assert numbers(store) == {0, 1, 6, 7, 8}
+    assert sum(entry.size_bytes for entry in store.entries()) <= 6 * FILE_BYTES
+    with pytest.raises(EnvironmentProblem, match="limit"):
+        store.write(key(10), block(10, 10 * FILE_BYTES))
+
+
+def test_a_clock_set_back_changes_no_order_and_expires_nothing(tmp_path: Path) -> None:
+    clock = Clock()
+    store = BlockStore(tmp_path, 4 * FILE_BYTES, ttl_ns=3600 * SECOND, clock=clock)
+    for number in range(3):
+        store.write(key(number), block(number))
+    clock.now -= 86400 * 365 * SECOND
+    store.write(key(3), block(3))
+    store.touch([key(0)])
+    assert all(key(number) in store for number in range(4))
+    store.write(key(4), block(4))
+    assert numbers(store) == {0, 3, 4}
+    reopened = BlockStore(tmp_path, 4 * FILE_BYTES, ttl_ns=3600 * SECOND, clock=clock)
+    assert numbers(reopened) == {0, 3, 4}
+    assert max(entry.used_ns for entry in reopened.entries()) <= clock.now + SECOND
+    clock.now += 3601 * SECOND
+    assert key(4) not in store, "it ages from now on"
+
+
+def test_what_was_not_used_for_long_goes(tmp_path: Path) -> None:
+    clock = Clock()
+    store = BlockStore(tmp_path, 10**9, ttl_ns=60 * SECOND, clock=clock)
+    store.write(key(1), block(1))
+    store.write(key(2), block(2))
+    clock.now += 40 * SECOND
+    store.touch([key(2)])
+    clock.now += 40 * SECOND
+    assert key(1) not in store and key(2) in store
+    BlockStore(tmp_path, 10**9, ttl_ns=60 * SECOND, clock=clock)
+    assert numbers(store) == {2}
+
+
+def test_a_floor_of_free_space_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 10 * FILE_BYTES
+    store = BlockStore(tmp_path, 10**9, floor_bytes=7 * FILE_BYTES)
+
+    def statvfs(path: object) -> os.statvfs_result:
+        left = free - sum(entry.size_bytes for entry in store.entries())
+        return os.statvfs_result((4096, 1, 0, 0, max(0, left), 0, 0, 0, 0, 255))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    for number in range(5):
+        store.write(key(number), block(number))
+    assert numbers(store) == {2, 3, 4}
+    free = 0
+    with pytest.raises(EnvironmentProblem, match="space"):
+        store.write(key(5), block(5))
+    assert not store.entries(), "what others need is given back"
+
+
+@pytest.mark.cgroup
+def test_on_a_full_disk_the_oldest_give_way_and_a_write_that_fails_costs_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path], check=True)
+    try:
+        store = BlockStore(tmp_path, 10**9)
+        for number in range(9):
+            store.write(key(number), block(number))
+        left = numbers(store)
+        assert 8 in left and 3 <= len(left) < 6
+        (tmp_path / "foreign").write_bytes(b"x" * (os.statvfs(tmp_path).f_bavail * 4096))
+        with monkeypatch.context() as patched, pytest.raises(EnvironmentProblem, match="space"):
+            patched.setattr(store, "_lacking", lambda size: 0)  # somebody else was faster
+            store.write(key(10), block(10))
+        assert numbers(store) == left
+        assert all(same(store.read(key(number)), block(number)) for number in left)
+        assert not list(tmp_path.rglob("new-*"))
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_foreign_files_are_nobodys_business(store: BlockStore) -> None:
+    store.write(key(1), block(1))
+    foreign = [
+        store.directory / "notes.txt",
+        store.directory / MODEL / "notes.kv",
+        store.directory / MODEL / f"{'0' * 40}-0.kv.bak",
+        store.directory / MODEL / "new-thing.tmp",
+        store.directory / ("f" * 31) / "x",
+    ]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"mine")
+    outside = store.directory.parent / "outside"
+    outside.mkdir()
+    (outside / f"{'0' * 40}-0.kv").write_bytes(b"mine")
+    (store.directory / ("a" * 32)).symlink_to(outside)
+    again = BlockStore(store.directory, 10**9)
+    assert [entry.key for entry in again.entries()] == [key(1)]
+    assert [entry.key for entry in again.prune()] == [key(1)]
+    assert all(path.read_bytes() == b"mine" for path in (*foreign, *outside.iterdir()))
+
+
+def test_links_lead_to_the_newest_block_and_a_part_goes_when_one_begins_with_it(store: BlockStore) -> None:
+    short, long = "b" * 40, "c" * 40
+    begun = Block(block(1).payload, (1, 2, 3))
+    assert store.newest(MODEL, [long, short], 1) is None
+    store.write(key(1, 1, PART), begun, [short])
+    assert store.newest(MODEL, [long, short], 1) == key(1, 1, PART)
+    store.write(key(2, 1), Block(block(2).payload, (1, 2, 4)), [long, short])
+    assert store.newest(MODEL, [long, short], 1) == store.newest(MODEL, [short], 1) == key(2, 1)
+    assert numbers(store) == {1, 2}, "other tokens"
+    store.write(key(1, 1, PART), begun, [short])
+    store.write(key(3, 1, PART), Block(block(3).payload, (1, 2, 3, 4)), [long, short])
+    assert numbers(store) == {2, 3} and store.newest(MODEL, [long], 1) == key(3, 1, PART)
+    assert store.newest(MODEL, [long], 2) is None
+    store.prune()
+    assert store.newest(MODEL, [long, short], 1) is None
+    assert sorted(path.name for path in store.directory.rglob("*")) == ["lock"]
+
+
+def test_what_writers_left_half_written_is_swept_unless_they_live(store: BlockStore) -> None:
+    store.write(key(1), block(1))
+    left, live, link = (store.directory / MODEL / f"new-{number:016x}.tmp" for number in range(3))
+    left.write_bytes(b"half")
+    link.symlink_to("nowhere")
+    with open(live, "wb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        BlockStore(store.directory, 10**9)
+        assert not left.exists() and not link.is_symlink() and live.exists()
+    BlockStore(store.directory, 10**9)
+    assert not live.exists() and numbers(store) == {1}
+
+
+def test_pruning_by_age_size_and_model(tmp_path: Path) -> None:
+    clock = Clock()
+    store = BlockStore(tmp_path, 10**9, clock=clock)
+    other = "f" * 32
+    for number in range(4):
+        clock.now += 10 * SECOND
+        store.write(key(number, model=other if number % 2 else MODEL), block(number))
+        store.describe(other if number % 2 else MODEL, {"file": str(number)})
+
+    def pruned(gone: list[Entry]) -> set[int]:
+        return {int(entry.key.name, 16) for entry in gone}
+
+    assert pruned(store.prune(unused_ns=25 * SECOND)) == {0}
+    assert pruned(store.prune(keep_bytes=2 * FILE_BYTES)) == {1}
+    assert pruned(store.prune(model=other)) == {3}
+    assert store.models() == [MODEL] and store.description(MODEL) == {"file": "0"}
+    assert pruned(store.prune(keep_bytes=FILE_BYTES)) == set()
+
+
+def test_uses_are_counted_and_what_is_damaged_of_that_is_forgotten(store: BlockStore) -> None:
+    store.write(key(1), block(1))
+    for _ in range(3):
+        store.used([key(1)], 256, 1000)
+    uses = store.uses(MODEL)
+    assert (uses.restores, uses.tokens, uses.restored_bytes) == (3, 768, 3000)
+    (store.directory / MODEL / "uses").write_bytes(b"x")
+    (store.directory / MODEL / "model.json").write_bytes(b"{")
+    (store.directory / "lock").write_bytes(b"nonsense")
+    assert store.uses(MODEL).restores == 0 and store.description(MODEL) == {}
+    store.write(key(2), block(2))
+    assert numbers(store) == {1, 2}
+
+
+@pytest.mark.parametrize("make", [lambda path: path.write_bytes(b""), lambda path: path.symlink_to("nowhere")])
+def test_a_directory_that_is_none(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / "kv")
+    with pytest.raises(UsageError, match="no directory"):
+        BlockStore(tmp_path / "kv", 10**9)
+
+
+WRITER = """
+import random, sys
+import numpy as np
+from tests.unit.test_kv_prefix import block, key, FILE_BYTES
+from llmcache.kv.prefix.store import PART, BlockStore
+store = BlockStore(sys.argv[1], 40 * FILE_BYTES)
+turns = random.Random(int(sys.argv[2]))
+print("ready", flush=True)
+while True:
+    number = turns.randrange(60)
+    if number % 3:
+        store.write(key(number, number % 5), block(number), [f"{number % 7:040x}"])
+    else:
+        store.write(key(number, number % 5, PART), block(number), [f"{number % 7:040x}"])
+    store.read(key(turns.randrange(60), number % 5))
+    store.touch([key(turns.randrange(60), number % 5)])
+"""
+
+
+@pytest.fixture
+def writers(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
+    running: list[subprocess.Popen[str]] = []
+
+    def start(seed: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", WRITER, str(tmp_path / "kv"), str(seed)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[2])
+        running.append(process)
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def test_writers_killed_at_any_moment_leave_blocks_that_are_right(
+    tmp_path: Path, writers: Callable[[int], subprocess.Popen[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """LLMCACHE_PREFIX_KILLS (20): how often one of two writers on one directory is killed."""
+    turns = random.Random(0)
+    pair = [writers(0), writers(1)]
+    kills = int(os.environ.get("LLMCACHE_PREFIX_KILLS", "20"))
+    for kill in range(kills):
+        time.sleep(turns.random() * 0.1)
+        pair[kill % 2].send_signal(signal.SIGKILL)
+        pair[kill % 2].wait()
+        store = BlockStore(tmp_path / "kv", 40 * FILE_BYTES)
+        for entry in store.entries():
+            number = int(entry.key.name, 16)
+            read = store.read(entry.key)
+            assert read is None or same(read, block(number)), "evicted meanwhile, or right"
+        assert not caplog.messages, "none was damaged"
+        pair[kill % 2] = writers(kill + 2)
+    for process in pair:
+        assert process.poll() is None, "the other one's end ends nobody"
+        process.kill()
+        process.wait()
+    store = BlockStore(tmp_path / "kv", 40 * FILE_BYTES)
+    assert 0 < sum(entry.size_bytes for entry in store.entries()) <= 40 * FILE_BYTES
+    assert not list((tmp_path / "kv").rglob("new-*.tmp")), "what they were writing is swept"
+    store.write(key(100), block(100))
+    assert same(store.read(key(100)), block(100))

@@ -1,0 +1,103 @@
+"""Asks llama.cpp for completions of prompts of random tokens, one after the other, and says how long each took.
+
+Prompts are `shared` tokens that all have in common and `own` ones of their own; the last `question` of these differ with
+--turn. Prints JSON lines: load, a line for each prompt, end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import numpy as np
+
+
+def say(**told: Any) -> None:
+    """Print one event."""
+    print(json.dumps(told), flush=True)
+
+
+def prompts(shared: int, own: int, question: int, count: int, turn: int) -> list[list[int]]:
+    """Return `count` prompts of shared + own tokens."""
+
+    def drawn(seed: int, tokens: int) -> list[int]:
+        return np.random.default_rng(seed).integers(1000, 30000, tokens).tolist()  # type: ignore[no-any-return]
+
+    common = drawn(0, shared)
+    return [
+        common + drawn(1000 + number, own - question) + drawn(10**6 * (1 + turn) + number, question)
+        for number in range(count)
+    ]
+
+
+def cache_of(where: str, shared_tier: str | None) -> Any:
+    """Return the cache that `where` names: ours in a directory, or disk:DIR for llama-cpp-python's own; None for none."""
+    if not where:
+        return None
+    if where.startswith("disk:"):
+        import llama_cpp
+
+        return llama_cpp.LlamaDiskCache(where.removeprefix("disk:"), 1 << 40)
+    from llmcache.kv.llama import PrefixCache
+
+    return PrefixCache(where, "1T", floor=0, shared=shared_tier, deadline=10)
+
+
+def main() -> None:
+    """Load the model and ask for every prompt."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--cache", default="", help="a directory; disk:DIR for llama-cpp-python's own; none")
+    parser.add_argument("--shared-tier", help="of our cache: redis://…")
+    for name, default in (
+        ("shared", 0),
+        ("own", 4096),
+        ("question", 0),
+        ("count", 1),
+        ("turn", 0),
+        ("tokens", 1),
+        ("threads", 2),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json", action="store_true", help="accepted for symmetry: output is always JSON lines")
+    args = parser.parse_args()
+    import llama_cpp  # slow: not for --help
+
+    begin = time.perf_counter()
+    context = args.shared + args.own + args.tokens + 64
+    threads = {"n_threads": args.threads, "n_threads_batch": args.threads}
+    model = llama_cpp.Llama(args.model, n_ctx=context, flash_attn=True, verbose=False, **threads)
+    model.eval([1, 2])  # pages of the model that the first answer needs are in memory, as in a server
+    model.reset()
+    cache = cache_of(args.cache, args.shared_tier)
+    model.set_cache(cache)
+    say(event="load", seconds=time.perf_counter() - begin, token_bytes=_token_bytes(model))
+    for prompt in prompts(args.shared, args.own, args.question, args.count, args.turn):
+        start, first, pieces = time.perf_counter(), 0.0, 0
+        for _ in model.create_completion(prompt, max_tokens=args.tokens, temperature=0, stream=True):
+            first = first or time.perf_counter() - start
+            pieces += 1
+        whole = time.perf_counter() - start
+        say(event="answer", first_s=first, whole_s=whole, pieces=pieces, prompt_tokens=len(prompt))
+    if hasattr(cache, "flush"):
+        cache.close()
+        say(event="cache", **vars(cache.counters))
+    say(event="end", wrong=0)
+
+
+def _token_bytes(model: Any) -> int:
+    """Bytes of the state of one token, as the library serializes it."""
+    import llama_cpp
+
+    model.eval([1])
+    one = llama_cpp.llama_state_seq_get_size(model.ctx, 0)
+    model.eval([1])
+    two = llama_cpp.llama_state_seq_get_size(model.ctx, 0)
+    model.reset()
+    return int(two - one)
+
+
+if __name__ == "__main__":
+    main()
