@@ -6,8 +6,8 @@ its `C(x)` with `F(x) = (1/2)^(lambda x)`; the clock counts uses, and lambda fol
 rooms of a tenth and of half of the things.
 
 Which half-life misses least depends on how fast popularities change, so it is found by a duel: of a sample of the keys each
-of HALF_LIVES keeps what it would, and the one that has missed least of late decides. The shortest is as good as LRU, so that
-the whole is hardly ever worse. Source: set dueling (Qureshi et al., ISCA 2007), on a sample of keys in place of sets.
+of HALF_LIVES keeps what it would, and the one that has missed clearly least of late decides. The shortest is as good as LRU,
+so that the whole is hardly ever worse. Source: set dueling (Qureshi et al., ISCA 2007), by a sample of keys for one of sets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 HALF_LIVES = (0.1, 1.0, 3.0, 10.0)
 _FORGOTTEN = 64.0  # half-lives: what is left after so many is nothing
-_FIRST = 1  # of them, until one has won
+_FIRST = 1  # of them, until another has won
+_BETTER = 0.95  # of the misses of the one that decides has another to have, to take its place: chance has a part in them
 _SAMPLE = 4  # one key of so many
 _ROUND = 4  # uses for each sampled key that is kept; the rounds before count half as much each
 
@@ -100,6 +101,7 @@ class HotSet(Lrfu):
         super().__init__(half_lives[_FIRST])
         self._rivals = [Lrfu(each) for each in half_lives]
         self._misses = [0.0] * len(half_lives)
+        self._first = _FIRST
         self._uses = 0
 
     def use(self, key: int) -> None:
@@ -117,7 +119,8 @@ class HotSet(Lrfu):
         self._uses += 1
         if self._uses >= _ROUND * room:
             best = min(range(len(self._rivals)), key=self._misses.__getitem__)
-            self.half_lives = self._rivals[best].half_lives
+            if self._misses[best] < _BETTER * self._misses[self._first]:
+                self._first, self.half_lives = best, self._rivals[best].half_lives
             self._misses = [misses / 2 for misses in self._misses]
             self._uses = 0
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 
 from llmcache.cli import app
@@ -20,6 +21,7 @@ from llmcache.edram.refresh import EdramRun
 from llmcache.edram.refresh.lives import Flow
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client import mountpoint
+from llmcache.kv.prefix.store import WHOLE, Block, BlockStore, Key
 from llmcache.kv.tasks import RECALL_MODEL
 from tests.conftest import PROBLEMS
 from tools.manual.pages import walk
@@ -46,6 +48,7 @@ ALONE = (
         "llmcache edram sweep --json > sweep.json",
         "llmcache edram plot sweep.json -o sweep.svg",
         "llmcache edram report run.json",
+        "llmcache serve-llama --help",
         "llmcache edram accuracy --flips none --sequences 2 --context 64 --pairs 2 --questions 1",
     ),
     (
@@ -53,6 +56,9 @@ ALONE = (
         "llmcache kv bench --context 1k --layers 1 --steps 1 --policy full --path . --json > bench.json",
         "llmcache kv plot bench.json -o bench.svg",
         "llmcache kv plan --model config.json --context 16k",
+        "llmcache kv list prompts",
+        "llmcache kv show prompts 0000",
+        "llmcache kv prune prompts --keep 0",
     ),
 )
 ON_A_MOUNT = (
@@ -121,6 +127,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     (place / "source" / "tokenizer.json").write_text("{}")
     shutil.copy(RECALL_MODEL / "config.json", place)
     EdramRun(64, 0, {"kv": (Flow(8, 0, 8),), "x": (Flow(),)}, durations_ns=(2e7,)).save(place / "run.json")
+    prompts = BlockStore(place / "prompts", 10**6)
+    prompts.describe("0" * 32, {"file": "m.gguf", "architecture": "llama", "name": "m"})
+    prompts.write(Key("0" * 32, "0" * 40, 0, WHOLE), Block(np.zeros(64, np.uint8), (1,)))
     yield Installed(prefix, place)
     if mountpoint.find(str(place / "mnt")) is not None:
         Installed(prefix, place).run("llmcache umount --force mnt")

@@ -84,7 +84,7 @@ def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path
         (file,) = mount.stats()["files"]
     assert len(done.steps) == TOKENS
     assert 0.2 * model.experts.count < file["experts"]["kept"] < 0.7 * model.experts.count
-    assert sum(step.storage_bytes for step in done.steps[WARM:]) < 1.2 * expected
+    assert sum(step.storage_bytes for step in done.steps[WARM:]) < 1.3 * expected
 
 
 def test_every_byte_is_right_while_experts_come_and_go(model: Model, tmp_path: Path, mode: str) -> None:
