@@ -84,7 +84,9 @@ def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path
         (file,) = mount.stats()["files"]
     assert len(done.steps) == TOKENS
     assert 0.2 * model.experts.count < file["experts"]["kept"] < 0.7 * model.experts.count
-    assert sum(step.storage_bytes for step in done.steps[WARM:]) < 1.3 * expected
+    # In arena what is dense passes through a window for each token, and loaders have that to do as well.
+    allowed = 1.6 if mode == "arena" else 1.3
+    assert sum(step.storage_bytes for step in done.steps[WARM:]) < allowed * expected
 
 
 def test_every_byte_is_right_while_experts_come_and_go(model: Model, tmp_path: Path, mode: str) -> None:
