@@ -10,13 +10,11 @@ from pathlib import Path
 
 from llmcache.doctor.finding import LIMITED, OK, SKIPPED, Finding
 from llmcache.errors import LlmcacheError
-from llmcache.fs.backends.files import read_ahead_file
+from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB, read_ahead_file
 from llmcache.fs.client.bandwidth import measure
 from llmcache.units import format_rate
 
 AREA = "machine"
-SMALL_READ_AHEAD_KB = 128
-"""What the kernel has without a setting."""
 _ASK_TORCH = "import torch; print(torch.cuda.is_available())"
 _TORCH_S = 120.0
 STEER_STREAMS = 1_300_000_000
@@ -59,7 +57,7 @@ def _read_ahead(directory: str | None, root: Path) -> list[Finding]:
     kib = int(path.read_text())
     said = f"{directory}: the plain page cache reads {kib} KiB ahead (read_ahead_kb)"
     if kib > SMALL_READ_AHEAD_KB:
-        said += "; for mixtures of experts mount with --read-ahead 128Ki"
+        said += f"; for mixtures of experts mount with --read-ahead {SMALL_READ_AHEAD_KB}Ki"
     return [Finding(AREA, "read-ahead", OK, said, facts={"directory": directory, "read_ahead_bytes": kib << 10})]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.layout.experts import Experts
 from tests.mount.live import OVERHEAD_BYTES, live, wait_for
@@ -21,7 +22,6 @@ from tools.bench.blockdev import disk_of, read_ahead
 from tools.bench.cgroup import Group
 from tools.bench.files import forget
 from tools.bench.runner import client, run_client
-from tools.bench.sides import SMALL_READ_AHEAD_KB
 from tools.make_model import make_model
 from tools.modelgen import gguf_file
 from tools.modelgen.shape import MixtureShape, choose_shape

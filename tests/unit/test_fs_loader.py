@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import cast
 
 import pytest
@@ -31,3 +32,19 @@ def test_files_without_a_reader_are_passed_over(monkeypatch: pytest.MonkeyPatch)
     with state.lock:
         assert loader._claim() is None
     assert looked == ["/7"]
+
+
+def test_who_looks_after_experts_rests_also_after_a_second_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    slices = FuseBackend(CacheState(10**8, BufferPool(2, 1)), cast(Holder, None)).slices
+    looks: list[int] = []
+
+    def look() -> list[tuple[int, int, int]]:
+        looks.append(1)
+        return []
+
+    monkeypatch.setattr(slices, "_stray_places", look)
+    for _ in range(2):
+        slices.start()
+        time.sleep(0.2)
+        slices.stop()
+    assert 2 <= len(looks) < 10, "no mixture is read: once a second"

@@ -24,6 +24,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from llmcache.errors import LlmcacheError  # noqa: E402
+from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB  # noqa: E402
 from llmcache.fs.backends.touches import why_not  # noqa: E402
 from llmcache.units import format_rate, format_size, parse_rate  # noqa: E402
 from tools.bench import machine  # noqa: E402
@@ -34,7 +35,7 @@ from tools.bench.errors import BenchError  # noqa: E402
 from tools.bench.experiment import Bench, Experiment, Outcome, Routed  # noqa: E402
 from tools.bench.files import loop_bytes  # noqa: E402
 from tools.bench.routing import dense_bytes, layout_of  # noqa: E402
-from tools.bench.sides import SMALL_READ_AHEAD_KB, Mounted, Plain, kernels  # noqa: E402
+from tools.bench.sides import Mounted, Plain, kernels  # noqa: E402
 from tools.bench.signals import one_interrupt  # noqa: E402
 
 

@@ -13,13 +13,15 @@ from pathlib import Path
 
 from rich.console import Console
 
+from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
+
 from . import machine, report, results
 from .bars import exit_code
 from .cases import CASES, Plan, experiments
 from .errors import BenchError
 from .experiment import Bench
 from .mountbars import Result, bars
-from .sides import SMALL_READ_AHEAD_KB, Mounted, Plain, kernels
+from .sides import Mounted, Plain, kernels
 from .signals import one_interrupt
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcache.errors import LlmcacheError
+from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
 from llmcache.fs.client.statistics import fetch
 
 from .blockdev import disk_of, read_ahead, read_ahead_file
@@ -27,8 +28,6 @@ from .errors import BenchError
 REPOSITORY = Path(__file__).resolve().parents[2]
 # what a mount may use beside its budget: the promise of `--cache`
 MOUNT_OVERHEAD_BYTES = 64 << 20
-SMALL_READ_AHEAD_KB = 128
-"""What Linux sets for most disks."""
 
 
 @dataclass

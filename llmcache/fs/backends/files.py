@@ -44,6 +44,7 @@ QUIET_NS = 2_000_000_000  # a file that was changed less than this ago is left a
 IDLE_NS = 10_000_000_000  # a file that nobody has touched for this long may have been closed
 WHOLE_STEP = 32  # extents
 FAILURES_MAX = 16  # no large folios on this file system, or no memory in one piece
+SMALL_READ_AHEAD_KB = 128  # what the kernel has without a setting
 READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
 _LOOK_NS = 100_000_000  # a program's mappings are read again at the earliest
 

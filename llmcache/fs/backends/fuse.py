@@ -330,7 +330,9 @@ class Reader:
             with self.state.lock:
                 wanted = self.backend.slices.wanted(member.mixture, offset, size)
         while done < size:
-            part = self._slice(group, member, backing, address + done, offset + done, size - done, wanted, pid)
+            part = None
+            if member.mixture is not None:
+                part = self._slice(group, member, backing, address + done, offset + done, size - done, wanted, pid)
             if part is not None:
                 length, count = part
             else:

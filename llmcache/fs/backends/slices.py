@@ -41,22 +41,19 @@ class SliceReader:
         self._strays: list[tuple[Mixture, int, int, int]] = []
         self._left = 0  # experts, as far as pages were taken out for that
         self._due = 0  # pages to be taken out
-        self._wake = threading.Event()
-        self._ended = False
-        self._thread = threading.Thread(target=self._look, name="trips", daemon=True)
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """The thread that looks begins."""
-        self._ended = False
-        if not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._look, name="trips", daemon=True)
-            self._thread.start()
+        """The thread that looks begins. May follow `stop`."""
+        self._ending.clear()
+        self._thread = threading.Thread(target=self._look, name="trips", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """And ends."""
-        self._ended = True
-        self._wake.set()
-        if self._thread.is_alive():
+        self._ending.set()
+        if self._thread is not None:
             self._thread.join(timeout=10)
 
     def wanted(self, mixture: Mixture, offset: int, size: int) -> int | None:
@@ -111,6 +108,7 @@ class SliceReader:
         job = functools.partial(self._bring_next, mixture, expert, load)
         self.state.jobs.extend([job] * len(load.waiting))
         self.state.work.notify(len(load.waiting))
+        self._finish(mixture, expert, load)  # all of it is in the loop
 
     def _piece(self, mixture: Mixture, expert: int, offset: int) -> tuple[BufferFetch | None, bool]:
         load = mixture.loads.get(expert)
@@ -174,12 +172,13 @@ class SliceReader:
     # The thread
 
     def _look(self) -> None:
-        while not self._ended:
+        pause_s = 0.0
+        while not self._ending.wait(pause_s):
             with self.state.lock:
                 places = self._stray_places() + self._trip_places()
             for node, offset, length in places:
                 self.backend.drop(node, offset, length)
-            self._wake.wait(LOOK_S if places else IDLE_S if self.state.mixtures.mixtures else UNUSED_S)
+            pause_s = LOOK_S if places else IDLE_S if self.state.mixtures.mixtures else UNUSED_S
 
     def _stray_places(self) -> list[tuple[int, int, int]]:
         strays, self._strays = self._strays, []

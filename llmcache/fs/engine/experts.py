@@ -7,7 +7,7 @@ page that was taken out over FUSE.
 
 Extents that are dense in part belong to the loop, with what they hold of slices.
 
-Every method expects the engine's lock.
+Every method of `MixtureCache` expects the engine's lock.
 """
 
 from __future__ import annotations
@@ -53,9 +53,12 @@ class Mixture:
     def __init__(self, group: Group, member: Member, layout: Experts, first: int) -> None:
         self.group, self.member, self.layout, self.first = group, member, layout, first
         self.states = bytearray(layout.count)
-        # In the middle of a slice: what the kernel maps around a fault in the next one does not reach so far.
-        firsts = ((self.ranges(expert) or [(0, 0)])[0] for expert in range(layout.count))
-        self.probes = array("Q", ((offset + length // 2) // PAGE * PAGE for offset, length in firsts))
+        self.probes, self.sizes = array("Q"), array("Q")
+        for ranges in map(self.ranges, range(layout.count)):
+            # In the middle of a slice: what the kernel maps around a fault in the next one does not reach so far.
+            offset, length = ranges[0] if ranges else (0, 0)
+            self.probes.append((offset + length // 2) // PAGE * PAGE)
+            self.sizes.append(sum(length for _, length in ranges))
         self.layer = (0, 0)  # the experts of the layer that is computed: first, and behind the last
         self.visit, self.last = 0, 0  # of which so many were missed, in the order of their numbers until that one
         self.loads: dict[int, ExpertLoad] = {}
@@ -87,8 +90,8 @@ class Mixture:
         return [(offset, length) for offset, length in (self._pages(*part) for part in whole) if length]
 
     def bytes_of(self, expert: int) -> int:
-        """Bytes of an expert."""
-        return sum(length for _, length in self.ranges(expert))
+        """Bytes of an expert, as `ranges` has it."""
+        return self.sizes[expert]
 
     def _pages(self, start: int, end: int) -> tuple[int, int]:
         size, base = self.group.extent_bytes, self.member.base

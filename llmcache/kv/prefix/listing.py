@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcache.errors import UsageError
-from llmcache.kv.prefix.store import BlockStore, Entry
+from llmcache.kv.prefix.store import PART, BlockStore, Entry
 from llmcache.units import parse_duration, parse_size
 
 
@@ -62,7 +62,7 @@ def _stored(store: BlockStore, model: str, entries: list[Entry], now: int) -> St
         file=str(described.get("file", "")),
         blocks=dict(sorted(kinds.items())),
         size_bytes=sum(entry.size_bytes for entry in entries),
-        longest_tokens=max((entry.key.index + (entry.key.kind != "part") for entry in entries), default=0)
+        longest_tokens=max((entry.key.index + (entry.key.kind != PART) for entry in entries), default=0)
         * (tokens if isinstance(tokens, int) else 0),
         used_ns_ago=max(0, now - max((entry.used_ns for entry in entries), default=now)),
         unused_ns=max(0, now - min((entry.used_ns for entry in entries), default=now)),
