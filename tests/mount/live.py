@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from llmcache.fs.client import control
@@ -137,25 +138,27 @@ def private_bytes(pid: int) -> int:
     return 1024 * sum(int(row[1]) for row in rows if row[0] in ("Pss_Anon:", "Pss_Shmem:"))
 
 
-def resident_bytes(path: Path) -> int:
-    """Return how much of a file is in the page cache of the file system that it is opened through (mincore)."""
-    size = path.stat().st_size
-    if size == 0:
-        return 0
+def resident_bytes(*paths: Path) -> int:
+    """Return how much of some files is in the page cache of the file systems that they are opened through (mincore).
+
+    All are mapped first and then looked at together: what leaves one for another between two looks would count twice.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-        pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
-        assert libc.mincore(address, size, pages) == 0, os.strerror(ctypes.get_errno())
-        libc.munmap(address, size)
-    finally:
-        os.close(fd)
-    return mmap.PAGESIZE * sum(byte & 1 for byte in pages.raw[: -(-size // mmap.PAGESIZE)])
+    looks = []
+    with contextlib.ExitStack() as opened:
+        for path in paths:
+            file = opened.enter_context(path.open("rb"))
+            if size := os.fstat(file.fileno()).st_size:
+                address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+                opened.callback(libc.munmap, address, size)
+                looks.append((address, size, ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))))
+        for address, size, pages in looks:
+            assert libc.mincore(address, size, pages) == 0, os.strerror(ctypes.get_errno())
+    return mmap.PAGESIZE * sum(int((np.frombuffer(pages, np.uint8) & 1).sum()) for *_, pages in looks)
 
 
 def random_file(path: Path, size: int) -> Path:

@@ -55,7 +55,7 @@ def checks(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def held(mount: Live) -> dict[str, int]:
     """Return what the mount holds, as it says itself and as the kernel counts it."""
     stats = mount.stats()
-    resident = sum(resident_bytes(mount.mountpoint / name) for name in SIZES)
+    resident = resident_bytes(*(mount.mountpoint / name for name in SIZES))
     return {
         "by its own count": stats["pinned_bytes"] + stats["window_bytes"] + stats["daemon_bytes"],
         "by the kernel's count": resident + mount.memory_bytes(),

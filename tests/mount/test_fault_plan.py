@@ -75,12 +75,12 @@ def check_end(rig: Rig) -> None:
 
     def held() -> int:
         pids = [rig.daemon.pid, *(child.pid for child in rig.children().values())] if rig.daemon else []
-        resident = sum(resident_bytes(rig.point / name) for name in SIZES)
+        resident = resident_bytes(*(rig.point / name for name in SIZES))
         return resident + sum(private_bytes(pid) for pid in pids)
 
     wait_for(lambda: held() <= 24 * MIB + OVERHEAD_BYTES, "the budget is kept")
     check_counters(rig.control(op="stats"))
     rig.control(op="evict", globs=[])
-    wait_for(lambda: sum(resident_bytes(rig.point / name) for name in SIZES) == 0, "what is evicted has gone")
+    wait_for(lambda: resident_bytes(*(rig.point / name for name in SIZES)) == 0, "what is evicted has gone")
     wait_for(lambda: rig.control(op="stats")["resident_bytes"] == 0, f"nothing is counted: {rig.control(op='stats')}")
     rig.end()
