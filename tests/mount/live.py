@@ -158,7 +158,7 @@ def resident_bytes(*paths: Path) -> int:
                 looks.append((address, size, ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))))
         for address, size, pages in looks:
             assert libc.mincore(address, size, pages) == 0, os.strerror(ctypes.get_errno())
-    return mmap.PAGESIZE * sum(int((np.frombuffer(pages, np.uint8) & 1).sum()) for *_, pages in looks)
+    return mmap.PAGESIZE * sum(int((np.frombuffer(bytes(pages), np.uint8) & 1).sum()) for *_, pages in looks)
 
 
 def random_file(path: Path, size: int) -> Path:
