@@ -30,7 +30,7 @@ class _Command(base.Command):
     type=kinds.Names(names.tiers, several=False),
     default="auto",
     show_default=True,
-    help="filemap, fexit, perf, syscalls or faults.",
+    help="filemap, fexit, syscalls or faults.",
 )
 @click.option("--coalesce/--no-coalesce", default=True, show_default=True, help="Join accesses to adjacent blocks.")
 @click.option("--report", type=kinds.FILE, help="Also classify and draw what was recorded, as an HTML page.")
@@ -63,8 +63,8 @@ def command(
     Ctrl-C ends the recording normally: the file is complete. A command that still runs then, or after -d, is ended
     (SIGTERM); a PID goes on. What a killed recorder leaves, FILE.recording, is read by info, classify and convert.
 
-    Tiers, best first: filemap, fexit, syscalls (BPF: root and libbpf), perf (root), faults (page faults, and reads where
-    strace is installed; no root for your own processes). The best that works is taken; what it cannot see is printed.
+    Tiers, best first: filemap, fexit, syscalls (BPF: root and libbpf), faults (page faults, and reads where strace is
+    installed; no root for your own processes). The best that works is taken; what it cannot see is printed.
     """
     from llmcache.fs.client.mountpoint import locked_bytes
     from llmcache.trace.capture import session

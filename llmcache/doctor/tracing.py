@@ -6,8 +6,7 @@ from llmcache.bpf import libbpf
 from llmcache.doctor.finding import LIMITED, OK, Finding
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.sources import SOURCES, kernel, source_class
-from llmcache.trace.sources.perf import REQUIRED
-from llmcache.trace.sources.tracefs import tracepoints
+from llmcache.trace.sources.bpf import TRACEPOINTS
 
 AREA = "trace"
 _BEST = next(iter(SOURCES))
@@ -37,10 +36,9 @@ def _libbpf() -> Finding:
 def _tracepoints() -> Finding:
     remedy = "Linux 6.12 or later has them"
     try:
-        found = tracepoints(list(REQUIRED))
-    except OSError as error:
-        return Finding(AREA, "tracepoints", LIMITED, f"tracefs cannot be read: {error.strerror}", "run as root")
-    missing = [name for name in REQUIRED if name not in found]
+        missing = [name for name in TRACEPOINTS if not libbpf.has_tracepoint(name)]
+    except EnvironmentProblem as problem:
+        return Finding(AREA, "tracepoints", LIMITED, f"not known: {problem.message}", problem.hint)
     facts = {"missing": missing}
     if missing:
         return Finding(AREA, "tracepoints", LIMITED, f"the kernel lacks {', '.join(missing)}", remedy, facts)

@@ -1,4 +1,4 @@
-"""The parts of a recording that need no privilege: journal, mounts, address spaces, events of perf, options, lines."""
+"""The parts of a recording that need no privilege: journal, mounts, address spaces, options, lines."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from llmcache.trace.capture.options import Options, default_output
 from llmcache.trace.capture.tally import HEADING, Tally, line
 from llmcache.trace.capture.target import target_of
 from llmcache.trace.mounts import Mount, mounts
-from llmcache.trace.record import MAP, READ, Columns, Provenance, TraceFile, open_trace
+from llmcache.trace.record import Columns, Provenance, TraceFile, open_trace
 from llmcache.trace.record.columns import columns_from
-from llmcache.trace.sources.base import ACCESS, AROUND, FILL, Records
 from llmcache.trace.sources.mappings import FORK, MMAP, Mapping, Space, Spaces
-from llmcache.trace.sources.perf_runs import AROUNDS, EVENT, FAULTS, FILLS, HOLD_NS, READS, Events, Runs
 
 PROVENANCE = Provenance("filemap", note="Sees all.")
 
@@ -156,67 +154,6 @@ def test_faults_belong_to_the_mapping_of_their_time() -> None:
     assert inode.tolist() == [5, 6, 6] and block.tolist() == [2, 2, 2]
     assert set(dev.tolist()) == {os.makedev(8, 1)}
     assert spaces.paths[os.makedev(8, 1), 6] == "/data/file"
-
-
-def events(*rows: tuple[int, int, int, int], tid: int = 1) -> Events:
-    """Events of one thread and file: (time, kind, first, end)."""
-    made = np.zeros(len(rows), EVENT)
-    for at, (t_ns, kind, first, end) in enumerate(rows):
-        made[at] = (t_ns, 1, 2, first, end, 1, tid, kind)
-    return made
-
-
-def runs(*rows: tuple[int, int, int, int]) -> Records:
-    records, _ = Runs(coalesce=True).put(events(*rows), None)
-    return records
-
-
-def accesses(records: Records) -> list[tuple[int, int]]:
-    rows = records[records["kind"] == ACCESS]
-    return list(zip(rows["first"].tolist(), rows["count"].tolist(), strict=True))
-
-
-def test_a_request_that_is_told_in_parts_counts_once() -> None:
-    found = runs((1, READS, 0, 32), (2, READS, 16, 32), (3, READS, 0, 32))
-    assert int(found["count"].sum()) == 64
-    assert set(found["op"]) == {READ}
-
-
-def test_a_fault_that_is_told_again_counts_once_at_its_time() -> None:
-    found = runs((1, FAULTS, 5, 6), (2, FILLS, 0, 16), (9_000_000, FAULTS, 5, 6), (9_000_001, AROUNDS, 0, 16))
-    assert accesses(found) == [(0, 16)]
-    assert found[found["kind"] == FILL]["t_ns"].tolist() == [1]
-    assert set(found[found["kind"] == ACCESS]["op"]) == {MAP}
-    assert set(found[found["kind"] == ACCESS]["flags"]) == {AROUND}
-
-
-def test_adjacent_requests_are_joined_unless_a_fill_parts_them() -> None:
-    assert accesses(runs((1, READS, 0, 1), (2, READS, 1, 2), (3, FILLS, 2, 9), (4, READS, 2, 3))) == [(0, 2), (2, 1)]
-    records, _ = Runs(coalesce=False).put(events((1, READS, 0, 1), (2, READS, 1, 2)), None)
-    assert accesses(records) == [(0, 1), (1, 1)]
-
-
-def test_the_last_access_of_a_thread_waits_for_what_belongs_to_it() -> None:
-    waiting = Runs(coalesce=True)
-    records, horizon = waiting.put(events((1, READS, 0, 1), (2, FAULTS, 9, 10)), 1000)
-    assert accesses(records) == [(0, 1)] and horizon == 1
-    records, horizon = waiting.put(events((1500, FILLS, 9, 10)), 2000)
-    assert not len(records) and horizon == 1
-    records, _ = waiting.put(events(), 3000 + HOLD_NS)
-    assert accesses(records) == [(9, 1)] and int((records["kind"] == FILL).sum()) == 1
-
-
-@pytest.mark.parametrize("horizon", range(8))
-def test_whenever_it_is_asked_the_same_is_recorded(horizon: int) -> None:
-    """A request in three parts and a fault told three times: also where the asking comes in the middle of them."""
-    rows = [(1, READS, 0, 64), (2, READS, 31, 64), (3, READS, 62, 64)]
-    rows += [(4, FAULTS, 99, 100), (5, FILLS, 96, 112), (6, FAULTS, 99, 100), (7, AROUNDS, 96, 112)]
-    for told in (horizon, len(rows)):  # what comes after the horizon may be told at once, or later
-        waiting = Runs(coalesce=False)
-        first, _ = waiting.put(events(*rows[:told]), horizon)
-        last, _ = waiting.put(events(*rows[told:]), None)
-        assert accesses(first) + accesses(last) == [(0, 31), (31, 31), (62, 2), (96, 16)]
-        assert [int(row["t_ns"]) for part in (first, last) for row in part[part["kind"] == FILL]] == [4]
 
 
 def test_options_that_cannot_be() -> None:

@@ -137,10 +137,10 @@ def test_the_tier_is_the_first_that_works_and_the_better_ones_say_why(monkeypatc
         def probe(self) -> str | None:
             return self.reason
 
-    reasons = {"filemap": "too old", "fexit": "needs root", "perf": None, "syscalls": None, "faults": None}
+    reasons = {"filemap": "too old", "fexit": "needs root", "syscalls": None, "faults": None}
     monkeypatch.setattr(tracing, "source_class", lambda name: Source(reasons[name]))
     (tier,) = (finding for finding in tracing.examine() if finding.name == "tier")
-    assert tier.status == LIMITED and tier.facts["tier"] == "perf"
+    assert tier.status == LIMITED and tier.facts["tier"] == "syscalls"
     assert tier.facts["passed_over"] == {"filemap": "too old", "fexit": "needs root"}
 
 

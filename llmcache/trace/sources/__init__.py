@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 SOURCES = {
     "filemap": "llmcache.trace.sources.bpf:FilemapSource",
     "fexit": "llmcache.trace.sources.bpf:FexitSource",
-    "perf": "llmcache.trace.sources.perf:PerfSource",
     "syscalls": "llmcache.trace.sources.bpf:SyscallSource",
     "faults": "llmcache.trace.sources.faults:FaultSource",
 }

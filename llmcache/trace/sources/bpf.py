@@ -28,6 +28,8 @@ _FILLS = Part([["filled", "evicted"]], "fills and evictions: hits and misses are
 _DIRECT = Part([["read_direct"]], "O_DIRECT reads")
 _HUGE = Part([["touched", "touched_in_call"]], "mappings by huge pages")
 _BLOCK = Part([["submitted", "completed", "request_completed"]], "block requests")
+TRACEPOINTS = ("mm_filemap_get_pages", "mm_filemap_fault", "mm_filemap_map_pages")
+"""What tier filemap cannot do without, since Linux 6.12."""
 # An event is timed before its slot is locked: this much later it is in the slot, and later still it is sent.
 _SETTLED_NS = 2_000_000 + LEFT_NS
 
@@ -164,7 +166,7 @@ class FilemapSource(BpfSource):
     def probe(cls) -> str | None:
         """See BpfSource."""
         reason = supported()
-        if reason is None and not _tracepoints("mm_filemap_get_pages", "mm_filemap_fault", "mm_filemap_map_pages"):
+        if reason is None and not _described():
             return "the kernel has no page-cache access tracepoints (Linux 6.12 and later have)"
         return reason or super().probe()
 
@@ -206,9 +208,9 @@ def _common(wish: Wish) -> Sequence[Part]:
     return (_FILLS, _DIRECT, _HUGE, *writes, *((_BLOCK,) if wish.block else ()))
 
 
-def _tracepoints(*names: str) -> bool:
+def _described() -> bool:
     try:
-        return all(has_tracepoint(name) for name in names)
+        return all(map(has_tracepoint, TRACEPOINTS))
     except EnvironmentProblem:
         return True  # no libbpf: the general probe says so
 

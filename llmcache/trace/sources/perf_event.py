@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-SOFTWARE, TRACEPOINT = 1, 2
+SOFTWARE = 1
 PAGE_FAULTS = 2  # of SOFTWARE
-TID, TIME, ADDR, RAW = 1 << 1, 1 << 2, 1 << 3, 1 << 10
+TID, TIME, ADDR = 1 << 1, 1 << 2, 1 << 3
 _LOST, _SAMPLE = 2, 9
 _INHERIT, _EXCLUDE_KERNEL, _EXCLUDE_HYPERVISOR, _WATERMARK = 1 << 1, 1 << 5, 1 << 6, 1 << 14
 _USE_CLOCK, _INHERIT_THREADS_ONLY = 1 << 25, 1 << 35
