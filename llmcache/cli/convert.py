@@ -28,7 +28,7 @@ Examples:
 @base.json_option("llmcache.convert/1")
 def command(source: str, target: str, force: bool, as_json: bool) -> None:
     """Convert the trace IN to OUT; the endings of the names tell the formats."""
-    from llmcache.trace.convert import convert
+    from llmcache.trace.formats import convert
     from llmcache.units import format_size
 
     done = convert(source, target, force)

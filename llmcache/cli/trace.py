@@ -68,7 +68,6 @@ def command(
     """
     from llmcache.fs.client.mountpoint import locked_bytes
     from llmcache.trace.capture import session
-    from llmcache.trace.capture.options import Options, default_output
     from llmcache.trace.capture.target import target_of
 
     seconds, rerefs_s = (None if span_ns is None else span_ns / 1e9 for span_ns in (duration, rerefs))
@@ -77,8 +76,8 @@ def command(
 
         check_target("--report", report, force)
     target = target_of(words)
-    options = Options(
-        output=default_output(target.pid, target.command) if output is None else output,
+    settings = session.CaptureSettings(
+        output=session.default_output(target.pid, target.command) if output is None else output,
         seconds=seconds,
         follow=follow,
         writes=writes,
@@ -89,7 +88,7 @@ def command(
         tier=tier,
         force=force,
     )
-    captured = session.record(target, options, locked_bytes)
+    captured = session.record(target, settings, locked_bytes)
     session.show(captured, as_json)
     if report is not None and captured.rows:
         from llmcache.fs.layout.modelfile import TensorNames
@@ -97,4 +96,4 @@ def command(
         from llmcache.report.progress import progress
 
         with progress() as tell:
-            plot(Wanted(options.output, report, files=glob, force=force), lambda table: TensorNames((), table), tell)
+            plot(Wanted(settings.output, report, files=glob, force=force), lambda table: TensorNames((), table), tell)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from llmcache.bpf import libbpf
 from llmcache.doctor.finding import LIMITED, OK, Finding
 from llmcache.errors import EnvironmentProblem
-from llmcache.trace.sources import SOURCES, kernel, source_class
-from llmcache.trace.sources.bpf import TRACEPOINTS
+from llmcache.trace.sources import SOURCES, source_class
+from llmcache.trace.sources.bpf import TRACEPOINTS, supported
 
 AREA = "trace"
 _BEST = next(iter(SOURCES))
@@ -18,7 +18,7 @@ def examine() -> list[Finding]:
 
 
 def _btf() -> Finding:
-    reason = kernel.supported()
+    reason = supported()
     if reason is None:
         return Finding(AREA, "BTF", OK, "the kernel describes its types")
     remedy = "a kernel with CONFIG_DEBUG_INFO_BTF=y (those of Debian 11+, Ubuntu 20.10+)"

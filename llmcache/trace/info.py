@@ -11,11 +11,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.cache.space import BlockSpace
 from llmcache.errors import printable
-from llmcache.trace.record import BLOCK_BYTES, Provenance, Trace, TraceFile, TraceReader, open_trace
+from llmcache.trace.formats import open_trace
+from llmcache.trace.record import BlockSpace, Provenance, Trace, TraceFile, TraceReader
 from llmcache.trace.record.columns import MISS_NAMES, OP_NAMES
-from llmcache.units import format_duration, format_size
+from llmcache.units import BLOCK_BYTES, format_duration, format_size
 
 SCHEMA = "llmcache.info/1"
 _WIDTH = 79

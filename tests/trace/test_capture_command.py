@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmcache.errors import DataError
-from llmcache.trace.record import MISS, Trace, open_trace
+from llmcache.trace.formats import open_trace
+from llmcache.trace.record import MISS, Trace
 from tests.mount.live import wait_for
 from tests.trace.conftest import BLOCKS, PATIENCE_S, drop
 

@@ -171,7 +171,7 @@ def test_another_shell_gets_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_names_are_those_of_the_tables() -> None:
     from llmcache.kv.tasks.probes import TASKS
-    from llmcache.trace.capture.tiers import AUTO
+    from llmcache.trace.sources import AUTO
 
     assert set(names.kv_tasks()) == set(TASKS)
     assert next(iter(names.tiers())) == AUTO

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError
-from llmcache.trace.convert import convert
-from llmcache.trace.importers.oracle_general import GAP, RECORD
-from llmcache.trace.record import Trace, open_trace
+from llmcache.trace.formats import convert, open_trace
+from llmcache.trace.formats.oracle_general import GAP, RECORD
+from llmcache.trace.record import Trace
 from llmcache.trace.shapes import SHAPES
 from tests.unit.trace_parts import blocks, trace
 

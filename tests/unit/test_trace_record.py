@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError, UsageError
+from llmcache.trace.formats import open_trace
 from llmcache.trace.record import (
     COLUMNS,
     MAP,
@@ -22,7 +23,6 @@ from llmcache.trace.record import (
     TraceReader,
     TraceWriter,
     concatenate,
-    open_trace,
 )
 from tests.unit.trace_parts import FILES, PROVENANCE, blocks, trace
 

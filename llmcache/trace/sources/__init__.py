@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llmcache.trace.sources.base import Source
 
+AUTO = "auto"
 # Each is loaded only when it is asked for: some need libraries that a machine may lack.
 SOURCES = {
     "filemap": "llmcache.trace.sources.bpf:FilemapSource",

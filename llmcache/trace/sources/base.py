@@ -1,4 +1,4 @@
-"""What every source of live records offers: `Source`, what to record (`Wish`), and one record (`RECORD`).
+"""What every source of live records offers: `Source`, what to record (`Scope`), and one record (`RECORD`).
 
 A source records file blocks touched by some processes. Whoever uses it calls probe(), start(), drain() about every
 `POLL_S` seconds, stop(), and drain() once more for the rest. All from one thread.
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Records
 from llmcache.errors import EnvironmentProblem
 
 POLL_S = 0.02  # how often drain() is called: often enough for the buffers, seldom enough to cost nothing
@@ -43,11 +43,9 @@ RECORD = np.dtype(
     ]
 )
 
-Records = NDArray[np.void]
-
 
 @dataclass(frozen=True)
-class Wish:
+class Scope:
     """What to record: `targets` are process ids; all their threads, and with `follow` all children to come as well.
 
     `rerefs_s` > 0 asks for SAMPLED records at that interval; `coalesce` merges adjacent blocks into runs.
@@ -70,7 +68,7 @@ class Source(ABC):
     """A way to see block accesses of running processes.
 
     `name` is its key in SOURCES; `sees` and `cannot_see` are sentences for the terminal and for the trace's note.
-    `offers` names the fields of `Wish` that it can grant.
+    `offers` names the fields of `Scope` that it can grant.
     """
 
     name: ClassVar[str]
@@ -84,7 +82,7 @@ class Source(ABC):
         """Why this source cannot work here and now ("needs root", …), or None if it can. Leaves nothing behind."""
 
     @abstractmethod
-    def start(self, wish: Wish) -> None:
+    def start(self, scope: Scope) -> None:
         """Begin to record; when it returns, accesses are being seen. EnvironmentProblem if that is impossible."""
 
     @abstractmethod
@@ -110,7 +108,7 @@ class Source(ABC):
 
     @property
     def remarks(self) -> Sequence[str]:
-        """What a reader of this recording must know beyond `cannot_see`: parts of the wish that could not be granted."""
+        """What a reader of this recording must know beyond `cannot_see`: parts of the scope that could not be granted."""
         return ()
 
     @abstractmethod

@@ -18,7 +18,7 @@ class Mount:
     dev: int
     root: str
     point: str
-    kind: str
+    fstype: str
     options: str
 
     def layers(self, path: str) -> Iterator[str]:
@@ -26,7 +26,7 @@ class Mount:
 
         The page cache belongs to the file of a layer, which has another device and inode than the overlay shows.
         """
-        if self.kind != "overlay":
+        if self.fstype != "overlay":
             return
         relative = os.path.relpath(path, self.point)
         if self.root != "/":
@@ -54,10 +54,10 @@ def mounts(pid: int | str) -> dict[int, Mount]:
 def _mount(line: str) -> Mount:
     fields, _, rest = line.rstrip("\n").partition(" - ")
     number, _, device, root, point = fields.split(" ")[:5]
-    kind, _, options = rest.split(" ", 2)
+    fstype, _, options = rest.split(" ", 2)
     major, _, minor = device.partition(":")
     dev = os.makedev(int(major), int(minor))
-    return Mount(int(number), dev, _plain(root), _plain(point), kind, _plain(options))
+    return Mount(int(number), dev, _plain(root), _plain(point), fstype, _plain(options))
 
 
 def _plain(text: str) -> str:

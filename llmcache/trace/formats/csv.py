@@ -1,6 +1,8 @@
 """CSV traces: `file,offset,length,op[,time]`, offsets and lengths in bytes, time in seconds, with or without a header.
 
-`op` is read, write or map, or the first letter of it. Without times, the rows are one microsecond apart.
+`op` is read, write or map, or the first letter of it. Without times, the rows are one microsecond apart. Written are all
+five columns with a header, seconds with nine digits after the point; lines are put together column by column: pyarrow's
+own writer refuses paths that are not UTF-8 and writes 1E-9.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
-from numpy.typing import NDArray
 
+from llmcache.arrays import Flags, Int64s, Uint32s, Uint64s
 from llmcache.errors import DataError
-from llmcache.trace.record import BLOCK_BYTES, Provenance, TraceFile, TraceWriter
+from llmcache.trace.record import Provenance, Trace, TraceFile, TraceReader, TraceWriter
 from llmcache.trace.record.columns import OP_NAMES
-from llmcache.trace.record.reader import readable
+from llmcache.trace.record.trace import readable
+from llmcache.units import BLOCK_BYTES
 
 FIELDS = ("file", "offset", "length", "op", "time")
 REQUIRED = FIELDS[:4]
@@ -32,6 +35,9 @@ _LONGEST_SHOWN = 200
 # Seconds are read as decimals, with room for an epoch and more digits than nanoseconds: a float would lose them.
 _TIME, _TIME_NS = pa.decimal128(38, 18), pa.decimal128(38, 9)
 _TYPES = {"file": pa.binary(), "offset": pa.int64(), "length": pa.int64(), "op": pa.string(), "time": _TIME}
+_HEADER = b"file,offset,length,op,time\n"
+_SECOND_NS = np.uint64(10**9)
+_QUOTED_BYTES = set(b',"\r\n ')
 _HINT = "columns: file,offset,length,op[,time]; bytes, read|write|map, seconds; see: llmcache convert --help"
 
 
@@ -42,13 +48,13 @@ def read(path: Path, writer: TraceWriter) -> None:
     writer.provenance = Provenance(
         tier="csv", clock="as given, seconds" if "time" in names else "none: rows are 1 us apart", note=f"From {path.name}."
     )
-    importer = _Importer(writer)
+    importer = _CsvImporter(writer)
     for batch in _batches(path, names, has_header):
         importer.take(batch)
     importer.finish()
 
 
-class _Importer:
+class _CsvImporter:
     """Numbers the files and turns bytes into blocks."""
 
     def __init__(self, writer: TraceWriter) -> None:
@@ -87,7 +93,7 @@ class _Importer:
         for path, number in self._ids.items():
             self._writer.add_file(TraceFile(number, os.fsdecode(path), 0, 0, 0, self._sizes[number]))
 
-    def _numbered(self, paths: Any, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _numbered(self, paths: Any, ends: Int64s) -> Int64s:
         """Returns the number of each path; a file is at least as large as what is accessed of it."""
         coded = paths.dictionary_encode()
         numbers = np.empty(len(coded.dictionary), np.int64)
@@ -101,14 +107,14 @@ class _Importer:
         np.maximum.at(furthest, codes, ends)
         for number, end in zip(numbers.tolist(), furthest.tolist(), strict=True):
             self._sizes[number] = max(self._sizes[number], end)
-        numbered: NDArray[np.int64] = numbers[codes]
+        numbered: Int64s = numbers[codes]
         return numbered
 
-    def _ops(self, ops: Any) -> NDArray[np.int64]:
+    def _ops(self, ops: Any) -> Int64s:
         coded = pc.utf8_lower(pc.utf8_trim_whitespace(ops)).dictionary_encode()
         known = {form: code for code, name in enumerate(OP_NAMES) for form in (name, name[0])}
         codes = np.array([known.get(name, -1) for name in coded.dictionary.to_pylist()], np.int64)
-        found: NDArray[np.int64] = codes[coded.indices.to_numpy()]
+        found: Int64s = codes[coded.indices.to_numpy()]
         if (found < 0).any():
             at = int((found < 0).argmax())
             raise DataError(
@@ -117,14 +123,14 @@ class _Importer:
             )
         return found
 
-    def _times(self, batch: Any) -> NDArray[np.int64]:
+    def _times(self, batch: Any) -> Int64s:
         if "time" not in batch.schema.names:
             return np.arange(self._rows, self._rows + batch.num_rows) * ROW_NS
         scaled = batch.column("time").cast(_TIME_NS, safe=False)
         # A decimal is a 128-bit integer: with nine digits after the point, its value is nanoseconds.
         words = np.frombuffer(scaled.buffers()[1], np.int64).reshape(-1, 2)[scaled.offset : scaled.offset + len(scaled)]
         self._refuse("time", words[:, 0], words[:, 1] != words[:, 0] >> 63, "beyond 64 bits of nanoseconds")
-        t_ns: NDArray[np.int64] = words[:, 0]
+        t_ns: Int64s = words[:, 0]
         self._refuse("time", t_ns, t_ns < 0, "nanoseconds: must not be negative")
         self._refuse(
             "time", t_ns, np.diff(t_ns, prepend=self._after_ns) < 0, "nanoseconds: must not be before the row above"
@@ -132,7 +138,7 @@ class _Importer:
         self._after_ns = int(t_ns[-1])
         return t_ns
 
-    def _refuse(self, name: str, values: NDArray[np.int64], wrong: NDArray[np.bool_], what: str) -> None:
+    def _refuse(self, name: str, values: Int64s, wrong: Flags, what: str) -> None:
         if wrong.any():
             at = int(wrong.argmax())
             raise DataError(f"{name}: row {self._rows + at} has {values[at]}: {what}", _HINT)
@@ -183,3 +189,34 @@ def _explained(message: str, names: list[str]) -> DataError:
         return DataError(f"columns: {message}", _HINT)
     line = f"line {found[2]}: " if found[2] else ""
     return DataError(f"{names[int(found[1])]}: {line}{found[3][:_LONGEST_SHOWN]}", _HINT)
+
+
+def write(reader: TraceReader, path: Path) -> None:
+    """Write all rows to `path`, whole blocks; what CSV has no column for (miss, pid, identity of files) is left out."""
+    numbers = np.array([file.id for file in reader.files], np.uint32)
+    paths = pa.array([_quoted(os.fsencode(file.path)) for file in reader.files], pa.binary())
+    with open(path, "wb") as target:
+        target.write(_HEADER)
+        for batch in reader.batches():
+            target.write(_lines(batch, numbers, paths))
+
+
+def _quoted(path: bytes) -> bytes:
+    return b'"' + path.replace(b'"', b'""') + b'"' if _QUOTED_BYTES & set(path) else path
+
+
+def _lines(batch: Trace, numbers: Uint32s, paths: Any) -> Any:
+    """Returns the lines of a batch, as one buffer of bytes."""
+    cells = [
+        paths.take(pa.array(np.searchsorted(numbers, batch.file))),
+        _decimal(batch.first * np.uint64(BLOCK_BYTES)),
+        _decimal(batch.count.astype(np.uint64) * np.uint64(BLOCK_BYTES)),
+        pa.array([name.encode() for name in OP_NAMES]).take(pa.array(batch.op)),
+        pc.binary_join_element_wise(_decimal(batch.t_ns // _SECOND_NS), _decimal(batch.t_ns % _SECOND_NS, digits=9), b"."),
+    ]
+    lines = pc.binary_join_element_wise(pc.binary_join_element_wise(*cells, b","), pa.scalar(b""), b"\n")
+    return lines.buffers()[2] if len(batch) else b""
+
+
+def _decimal(values: Uint64s, digits: int = 1) -> Any:
+    return pc.utf8_lpad(pa.array(values).cast(pa.string()), digits, "0").cast(pa.binary())

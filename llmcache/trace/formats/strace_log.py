@@ -32,7 +32,7 @@ _ESCAPED = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"v": b"\v", b"f": b"\f", b"a
 
 
 @dataclass(frozen=True)
-class Call:
+class SystemCall:
     """A call that returned. `result_path` is what -y tells about a descriptor that was returned."""
 
     tid: int
@@ -44,7 +44,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Begun:
+class UnfinishedCall:
     """A call that has not returned yet, while others went on: a child may run before the clone of its parent returns."""
 
     tid: int
@@ -53,22 +53,22 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Ended:
+class TaskExit:
     """The end of a process or thread."""
 
     tid: int
 
 
-class Log:
+class StraceLog:
     """Takes lines and yields what happened in them."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.other_lines = 0
-        self.clock = Clock()
+        self.clock = LogClock()
         self._begun: dict[int, str] = {}
 
-    def events(self, lines: Iterable[str]) -> Iterator[Call | Begun | Ended]:
+    def events(self, lines: Iterable[str]) -> Iterator[SystemCall | UnfinishedCall | TaskExit]:
         """Yields calls, and the ends of processes, in the order of the log; DataError if its times go back."""
         for number, line in enumerate(lines, 1):
             if len(line) > LONGEST_LINE:
@@ -79,12 +79,12 @@ class Log:
                 event = self._event(line.rstrip("\n"), number)
             except ValueError as error:  # Python makes no number of thousands of digits
                 raise DataError(f"rows: line {number} has a number of too many digits", "the log is damaged") from error
-            if isinstance(event, Call):
+            if isinstance(event, SystemCall):
                 self.calls += 1
             if event is not None:
                 yield event
 
-    def _event(self, line: str, number: int) -> Call | Begun | Ended | None:
+    def _event(self, line: str, number: int) -> SystemCall | UnfinishedCall | TaskExit | None:
         prefix = _PREFIX.match(line)
         assert prefix is not None  # every part of it is optional
         tid, text = int(prefix[1] or prefix[2] or 0), line[prefix.end() :]
@@ -92,20 +92,20 @@ class Log:
             self._begun[tid] = begun[1]
             self.clock.at(prefix, number)
             name, _, args = begun[1].partition("(")
-            return Begun(tid, name, args)
+            return UnfinishedCall(tid, name, args)
         if resumed := _RESUMED.match(text):
             text = self._begun.pop(tid, "") + text[resumed.end() :]
         if call := _CALL.match(text):
             result = int(call[3], 16 if "x" in call[3] else 10)  # a damaged line may begin it with zeros
-            return Call(tid, self.clock.at(prefix, number), call[1], call[2], result, call[4])
+            return SystemCall(tid, self.clock.at(prefix, number), call[1], call[2], result, call[4])
         if _ENDED.match(text):
-            return Ended(tid)
+            return TaskExit(tid)
         if not text.startswith(("---", "+++")) and not _UNKNOWN_RESULT.match(text):
             self.other_lines += 1
         return None
 
 
-class Clock:
+class LogClock:
     """Times of lines, whichever option of strace wrote them, as nanoseconds that do not go back."""
 
     def __init__(self) -> None:

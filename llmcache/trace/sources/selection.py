@@ -9,16 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmcache.errors import EnvironmentProblem, UsageError
-from llmcache.trace.sources import SOURCES, source_class
-from llmcache.trace.sources.base import Source, Wish
+from llmcache.trace.sources import AUTO, SOURCES, source_class
+from llmcache.trace.sources.base import Scope, Source
 
-AUTO = "auto"
-# Parts of a wish that must be granted; the others are granted where they can be. Field: (option, what it records).
+# Parts of a scope that must be granted; the others are granted where they can be. Field: (option, what it records).
 _DEMANDS = {"block": ("--block", "block requests"), "rerefs_s": ("--mmap-rerefs", "touches of mapped pages")}
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenSource:
     """A source that has been started, and why each better one was passed over: name to reason."""
 
     source: Source
@@ -30,28 +29,28 @@ class Choice:
         return "; ".join(f"{name}: {why}" for name, why in self.passed_over.items())
 
 
-def begin(tier: str, wish: Wish) -> Choice:
-    """Returns the source called `tier`, for "auto" the best, recording `wish`.
+def start_source(tier: str, scope: Scope) -> ChosenSource:
+    """Returns the source called `tier`, for "auto" the best, recording `scope`.
 
     UsageError for an unknown name; EnvironmentProblem, saying why and what would work, if it cannot record here, or if
     the processes cannot be recorded by any.
     """
     if tier == AUTO:
-        return _best(wish)
+        return _best(scope)
     if tier not in SOURCES:
         raise UsageError(f"--tier: '{tier}' is unknown", f"known are: {', '.join([AUTO, *SOURCES])}")
-    source = _started(source_class(tier), wish)
+    source = _started(source_class(tier), scope)
     if isinstance(source, Source):
-        return Choice(source, {})
-    raise EnvironmentProblem(f"--tier: {tier} cannot record here: {source}", _alternative(tier, wish))
+        return ChosenSource(source, {})
+    raise EnvironmentProblem(f"--tier: {tier} cannot record here: {source}", _alternative(tier, scope))
 
 
-def _best(wish: Wish) -> Choice:
+def _best(scope: Scope) -> ChosenSource:
     passed_over: dict[str, str] = {}
     for name in SOURCES:
-        source = _started(source_class(name), wish)
+        source = _started(source_class(name), scope)
         if isinstance(source, Source):
-            return Choice(source, passed_over)
+            return ChosenSource(source, passed_over)
         passed_over[name] = source
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in passed_over.items())
     raise EnvironmentProblem(
@@ -59,13 +58,13 @@ def _best(wish: Wish) -> Choice:
     )
 
 
-def _started(found: type[Source], wish: Wish) -> Source | str:
+def _started(found: type[Source], scope: Scope) -> Source | str:
     """Returns a source that records, or why this kind cannot do so here; EnvironmentProblem if that is not the reason."""
-    if reason := _not_offered(found, wish):
+    if reason := _not_offered(found, scope):
         return reason
     source = found()
     try:
-        source.start(wish)
+        source.start(scope)
     except EnvironmentProblem:
         if reason := found.probe():
             return reason
@@ -73,14 +72,14 @@ def _started(found: type[Source], wish: Wish) -> Source | str:
     return source
 
 
-def _not_offered(found: type[Source], wish: Wish) -> str | None:
+def _not_offered(found: type[Source], scope: Scope) -> str | None:
     for field, (option, what) in _DEMANDS.items():
-        if getattr(wish, field) and field not in found.offers:
+        if getattr(scope, field) and field not in found.offers:
             return f"it cannot see {what} ({option})"
     return None
 
 
-def _alternative(tier: str, wish: Wish) -> str:
-    others = (name for name in SOURCES if name != tier and not _not_offered(source_class(name), wish))
+def _alternative(tier: str, scope: Scope) -> str:
+    others = (name for name in SOURCES if name != tier and not _not_offered(source_class(name), scope))
     works = next((name for name in others if source_class(name).probe() is None), None)
     return f"--tier {works} works here" if works else "no other tier works here either: most need root"

@@ -2,30 +2,31 @@
 
 An object is a run of blocks, as long as the largest size it was ever accessed with, rounded up. All lie in one file, in
 the order of their ids: objects with consecutive ids are adjacent, and gaps between ids stay, up to `GAP` blocks. So a
-trace whose objects are blocks keeps its runs.
+trace whose objects are blocks keeps its runs. Written is one record for each block touched, with the number of the
+block's next request.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Int64s, Records, Uint32s, Uint64s
 from llmcache.errors import DataError
-from llmcache.trace.record import BLOCK_BYTES, Provenance, TraceFile, TraceWriter
+from llmcache.trace.record import BlockSpace, Provenance, Trace, TraceFile, TraceReader, TraceWriter
 from llmcache.trace.record.columns import LAST_BLOCK
-from llmcache.trace.record.reader import readable
+from llmcache.trace.record.trace import readable
+from llmcache.units import BLOCK_BYTES
 
 RECORD = np.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
 GAP = 16
+NEVER = -1
 _BATCH_ROWS = 1 << 18
 _SECOND_NS = 10**9
 _HINT = "not an uncompressed oracleGeneral trace: records of 24 bytes, u32 time, u64 object, u32 size, i64 next access"
-
-Records = NDArray[np.void]
-Uint64s = NDArray[np.uint64]
 
 
 def read(path: Path, writer: TraceWriter) -> None:
@@ -34,7 +35,7 @@ def read(path: Path, writer: TraceWriter) -> None:
     for row, records in _batches(path):
         _check(records, row, after_s)
         after_s = int(records["time"][-1])
-        objects.note(records["object"], _blocks(records["size"]))
+        objects.note(records["object"], _in_blocks(records["size"]))
     objects.place()
     for _, records in _batches(path):
         writer.append(
@@ -42,7 +43,7 @@ def read(path: Path, writer: TraceWriter) -> None:
                 "t_ns": records["time"].astype(np.uint64) * np.uint64(_SECOND_NS),
                 "file": 0,
                 "first": objects.find(records["object"]),
-                "count": _blocks(records["size"]),
+                "count": _in_blocks(records["size"]),
             }
         )
     writer.add_file(TraceFile(0, path.name, 0, 0, 0, objects.blocks * BLOCK_BYTES))
@@ -98,7 +99,7 @@ def _largest(ids: Uint64s, sizes: Uint64s) -> tuple[Uint64s, Uint64s]:
     return distinct, largest
 
 
-def _blocks(sizes: NDArray[np.uint32]) -> Uint64s:
+def _in_blocks(sizes: Uint32s) -> Uint64s:
     """Returns sizes in blocks, rounded up; an object without a size is counted as one block."""
     blocks: Uint64s = np.maximum(
         (sizes.astype(np.uint64) + np.uint64(BLOCK_BYTES - 1)) // np.uint64(BLOCK_BYTES), np.uint64(1)
@@ -129,3 +130,54 @@ def _check(records: Records, row: int, after_s: int) -> None:
     if (following < -2).any():
         at = int((following < -2).argmax())
         raise DataError(f"next: record {row + at} has {following[at]}, must be -1 or the number of a request", _HINT)
+
+
+def write(reader: TraceReader, path: Path) -> None:
+    """Write all accesses to `path`, reads and writes alike; memory: 8 bytes for each distinct block.
+
+    Requests are numbered from 1; the object of a block is its id in the space of the trace, plus 1.
+    """
+    space = BlockSpace.of(reader.batches())
+    records = _reserved(path, sum(batch.accesses for batch in reader.batches()))
+    latest = np.full(space.blocks, -1, np.int64)  # where each block was touched last
+    done = 0
+    for batch in reader.batches():
+        for ids, seconds in _touched(batch, space.place(batch)):
+            part = records[done : done + len(ids)]
+            part["time"], part["object"], part["size"], part["next"] = seconds, ids + 1, BLOCK_BYTES, NEVER
+            _link(records, ids, latest, done)
+            done += len(ids)
+    records.flush()
+
+
+def _reserved(path: Path, rows: int) -> np.memmap[tuple[int], np.dtype[np.void]]:
+    """Returns a new file of `rows` records, mapped. Its room is reserved: a full disk is an error here, not a SIGBUS."""
+    with open(path, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, rows * RECORD.itemsize)
+    return np.memmap(path, RECORD, "r+", shape=(rows,))
+
+
+def _touched(batch: Trace, starts: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
+    """Yields the id of each block touched and its time in seconds, at most `_BATCH_ROWS` at once."""
+    seconds = (batch.t_ns // np.uint64(_SECOND_NS)).astype(np.int64)
+    if len(seconds) and int(seconds[-1]) >> 32:
+        raise DataError(f"t_ns: {batch.t_ns[-1]} ns is beyond 32 bits of seconds", "oracleGeneral cannot hold such a time")
+    count = batch.count.astype(np.int64)
+    ends = np.cumsum(count)
+    for begin in range(0, int(ends[-1]) if len(ends) else 0, _BATCH_ROWS):
+        at = np.arange(begin, min(begin + _BATCH_ROWS, int(ends[-1])))
+        row = np.searchsorted(ends, at, side="right")
+        yield starts[row] + at - (ends - count)[row], seconds[row]
+
+
+def _link(records: np.memmap[tuple[int], np.dtype[np.void]], ids: Int64s, latest: Int64s, done: int) -> None:
+    """Write the numbers of the requests that follow, for requests done .. done + len(ids) - 1 and those before them."""
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    again = ordered[1:] == ordered[:-1]
+    records["next"][done + order[:-1][again]] = done + order[1:][again] + 1
+    first = order[np.concatenate(([True], ~again))]
+    before = latest[ids[first]]
+    records["next"][before[before >= 0]] = done + first[before >= 0] + 1
+    last = order[np.concatenate((~again, [True]))]
+    latest[ids[last]] = done + last

@@ -1,13 +1,19 @@
-"""Names of files by device and inode, which is all that the kernel tells of an access.
+"""The files of a recording: their names by device and inode, which is all that the kernel tells of an access.
 
 A name is looked up when its inode is first seen, in what the process has open and mapped, while it most likely still
 is; else the file system is asked; else (it was closed already, on a file system that cannot be asked) each time it is
 seen again. It is the name at that time: a file that is renamed later keeps it unless the name is
 gone at the end and a process still shows the new one; one that is deleted keeps the last it had.
+
+A mount of mode steer locks what it keeps of a loop: after the first touch no tier sees those pages again, and a recording
+has only what the mount streams. How much that is, `LockedBytes` asks when a file is first seen and again at the end; the
+smaller number was locked all the time, and goes into the trace with its rows.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +21,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.trace.capture import inodes
-from llmcache.trace.openfiles import Key, Named, opened
+from llmcache.arrays import Uint32s, Uint64s
+from llmcache.errors import LlmcacheError
+from llmcache.mountinfo import mounts
+from llmcache.trace.processes import Key, OpenFile, open_files
 from llmcache.trace.record import TraceFile
+from llmcache.units import format_size
+
+AskLocked = Callable[[TraceFile], int]
+# Handles of these file systems are inode number and generation, and a generation of 0 stands for any.
+_BY_INODE = ("ext2", "ext3", "ext4", "f2fs")
+_INO32_GEN = 1
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Names:
+class FileTable:
     """The file table of a recording: numbers given in the order of appearance."""
 
     def __init__(self, pids: Iterable[int], told: Callable[[], Mapping[Key, str]] = dict) -> None:
@@ -30,12 +45,12 @@ class Names:
         self.unnamed = 0
         self.changes = 0  # how often a file that was in `files` already got its name
         self._ids: dict[Key, int] = {}
-        self._known: dict[Key, Named] = {}
+        self._known: dict[Key, OpenFile] = {}
         self._nameless: set[Key] = set()
         self._pids = set(pids)
         self._look(self._pids)
 
-    def numbers(self, dev: NDArray[np.uint64], inode: NDArray[np.uint64], pid: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    def numbers(self, dev: Uint64s, inode: Uint64s, pid: Uint32s) -> Uint32s:
         """Returns the id of each row's file; files without a name are looked up, new ones added to `files`."""
         if not len(dev):
             return np.zeros(0, np.uint32)
@@ -53,7 +68,7 @@ class Names:
                     self._name(key)
                 else:
                     self._add(key)
-        found: NDArray[np.uint32] = np.array([self._ids[key] for key in keys], np.uint32)[index]
+        found: Uint32s = np.array([self._ids[key] for key in keys], np.uint32)[index]
         return found
 
     def finish(self) -> None:
@@ -91,7 +106,7 @@ class Names:
             if wanted is not None and wanted <= self._known.keys():
                 return
             try:
-                self._known.update(opened(pid))
+                self._known.update(open_files(pid))
             except OSError:
                 self._pids.discard(pid)  # it is gone
 
@@ -106,13 +121,13 @@ def _is_unnamed(file: TraceFile) -> bool:
     return file.path == unnamed((file.dev, file.inode))
 
 
-def _by_path(path: str | None, key: Key) -> Named | None:
-    return Named(path, _size(path, key)) if path else None
+def _by_path(path: str | None, key: Key) -> OpenFile | None:
+    return OpenFile(path, _size(path, key)) if path else None
 
 
-def _by_inode(key: Key) -> Named | None:
-    path = inodes.path_of(*key)
-    return Named(path, _size(path, key)) if path else None
+def _by_inode(key: Key) -> OpenFile | None:
+    path = path_of(*key)
+    return OpenFile(path, _size(path, key)) if path else None
 
 
 def _is(path: str, key: Key) -> bool:
@@ -131,7 +146,7 @@ def _first(some: set[int], everything: set[int]) -> Sequence[int]:
     return [*sorted(some), *sorted(everything - some)]
 
 
-def _distinct(dev: NDArray[np.uint64], inode: NDArray[np.uint64]) -> tuple[list[int], NDArray[np.intp]]:
+def _distinct(dev: Uint64s, inode: Uint64s) -> tuple[list[int], NDArray[np.intp]]:
     """Returns a row of each distinct (dev, inode), and for all rows which of those it is."""
     if (inode == inode[0]).all() and (dev == dev[0]).all():
         return [0], np.zeros(len(dev), np.intp)
@@ -142,3 +157,85 @@ def _distinct(dev: NDArray[np.uint64], inode: NDArray[np.uint64]) -> tuple[list[
     index[order] = group
     first = order[np.concatenate(([0], np.flatnonzero(changes) + 1))]
     return first.tolist(), index
+
+
+def nothing_locked(_file: TraceFile) -> int:
+    """Returns 0: where nobody is asked."""
+    return 0
+
+
+class LockedBytes:
+    """What `ask` says of the files of a recording: bytes that are locked. `by_file` holds the result, by id."""
+
+    def __init__(self, ask: AskLocked = nothing_locked) -> None:
+        self.by_file: dict[int, int] = {}
+        self.remarks: list[str] = []
+        self._ask = ask
+        self._before: dict[int, int] = {}
+
+    def begin(self, files: Iterable[TraceFile]) -> None:
+        """Ask about files that are new."""
+        for file in files:
+            if file.id not in self._before:
+                self._before[file.id] = self._bytes(file)
+
+    def finish(self, files: Iterable[TraceFile]) -> None:
+        """Ask again about those of which something was locked, and make the remarks for people."""
+        for file in files:
+            if before := self._before.get(file.id, 0):
+                self._note(file, min(before, self._bytes(file)))
+
+    def _note(self, file: TraceFile, size_bytes: int) -> None:
+        if size_bytes:
+            self.by_file[file.id] = size_bytes
+            self.remarks.append(
+                f"{file.path}: its mount (llmcachefs, mode steer) keeps {format_size(size_bytes)} of the loop locked, read "
+                "without faults: mapped, they are not in the trace; llmcache classify adds them to the loop"
+            )
+
+    def _bytes(self, file: TraceFile) -> int:
+        try:
+            return self._ask(file)
+        except LlmcacheError as error:
+            self.remarks.append(f"{file.path}: how much of it its mount keeps locked is not known: {error.message}")
+            return 0
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (
+        ("bytes", ctypes.c_uint),
+        ("kind", ctypes.c_int),
+        ("inode", ctypes.c_uint32),
+        ("generation", ctypes.c_uint32),
+    )
+
+
+def path_of(dev: int, inode: int) -> str | None:
+    """Returns a path by which this process reaches the inode; None if there is none, or the file system does not tell."""
+    if inode >= 1 << 32:
+        return None
+    for mount in mounts("self").values():
+        if mount.dev != dev or mount.fstype not in _BY_INODE:
+            continue
+        with contextlib.suppress(OSError):
+            path = _opened(mount.point, inode)
+            if (stat := os.stat(path)) and (stat.st_dev, stat.st_ino) == (dev, inode):
+                return path
+    return None
+
+
+def _opened(point: str, inode: int) -> str:
+    """Returns the path that the kernel knows for `inode` of the file system on `point`; OSError if none."""
+    handle = _Handle(8, _INO32_GEN, inode, 0)
+    base = os.open(point, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = _libc.open_by_handle_at(base, ctypes.byref(handle), os.O_PATH | os.O_CLOEXEC)
+    finally:
+        os.close(base)
+    if fd < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)

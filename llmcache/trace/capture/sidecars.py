@@ -14,11 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llmcache.trace.capture.names import Names
-from llmcache.trace.record import BLOCK_BYTES, Provenance, TraceFile, TraceWriter
-from llmcache.trace.record.output import Output, problem
-from llmcache.trace.sources.base import MATCHED, Records
-from llmcache.units import format_duration, format_size
+from llmcache.arrays import Records
+from llmcache.errors import EnvironmentProblem
+from llmcache.files import Output, writing
+from llmcache.trace.capture.files import FileTable
+from llmcache.trace.record import Provenance, TraceFile, TraceWriter
+from llmcache.trace.sources.base import MATCHED
+from llmcache.units import BLOCK_BYTES, format_duration, format_size
 
 BLOCK_SCHEMA = "llmcache.block/1"
 NO_FILE = (1 << 32) - 1
@@ -36,7 +38,7 @@ _COLUMNS = pa.schema(
 )
 
 
-def beside(output: str | os.PathLike[str], what: str) -> Path:
+def sidecar(output: str | os.PathLike[str], what: str) -> Path:
     """Returns the name of the file with `what` beside the trace `output`: run.parquet, "block": run.block.parquet."""
     path = Path(output)
     return path.with_suffix(f".{what}{path.suffix}")
@@ -50,14 +52,15 @@ class BlockRequests:
         self.path = path
         self._requests = self._blocks = self._latency_us = 0
         self._output = Output(path, force)
+        described = _COLUMNS.with_metadata({"llmcache.block": BLOCK_SCHEMA})
         try:
-            described = _COLUMNS.with_metadata({"llmcache.block": BLOCK_SCHEMA})
-            self._parquet = pq.ParquetWriter(self._output.begin(), described, compression="zstd")
-        except OSError as error:
+            with writing(path):
+                self._parquet = pq.ParquetWriter(self._output.begin(), described, compression="zstd")
+        except EnvironmentProblem:
             self._output.discard()
-            raise problem(path, error) from error
+            raise
 
-    def append(self, records: Records, names: Names) -> None:
+    def append(self, records: Records, table: FileTable) -> None:
         """Write `records`, all of kind BLOCK; those that are matched get the number of their file."""
         if not len(records):
             return
@@ -67,14 +70,12 @@ class BlockRequests:
         matched = records["flags"] & MATCHED != 0
         file = np.full(len(records), NO_FILE, np.uint32)
         some = records[matched]
-        file[matched] = names.numbers(some["dev"], some["inode"], some["pid"])
+        file[matched] = table.numbers(some["dev"], some["inode"], some["pid"])
         columns = [records[name] for name in ("t_ns", "aux", "dev")]
         columns += [file, *(records[name] for name in ("first", "count", "op", "pid"))]
         batch = pa.record_batch([np.ascontiguousarray(column) for column in columns], schema=_COLUMNS)
-        try:
+        with writing(self.path):
             self._parquet.write_batch(batch)
-        except OSError as error:
-            raise problem(self.path, error) from error
 
     @property
     def summary(self) -> str:
@@ -86,10 +87,8 @@ class BlockRequests:
 
     def close(self, files: list[TraceFile], provenance: Provenance) -> None:
         """Give the file its name."""
-        try:
+        with writing(self.path):
             self._parquet.close()
-        except OSError as error:
-            raise problem(self.path, error) from error
         self._output.keep()
 
     def discard(self) -> None:
@@ -97,7 +96,7 @@ class BlockRequests:
         self._output.discard()
 
 
-class Sampled:
+class SampledTouches:
     """Writes the sampled sets as a trace, under a temporary name until `close`."""
 
     def __init__(self, path: Path, force: bool) -> None:
@@ -111,12 +110,12 @@ class Sampled:
         """How many blocks were found touched, all intervals together."""
         return f"{self._blocks} sampled touches of blocks"
 
-    def append(self, records: Records, names: Names) -> None:
+    def append(self, records: Records, table: FileTable) -> None:
         """Write `records`, all of kind SAMPLED."""
         if not len(records):
             return
         self._blocks += int(records["count"].sum(dtype=np.int64))
-        file = names.numbers(records["dev"], records["inode"], records["pid"])
+        file = table.numbers(records["dev"], records["inode"], records["pid"])
         columns = {name: records[name] for name in ("t_ns", "first", "count", "op", "miss", "pid")}
         self._writer.append({**columns, "file": file})
 

@@ -8,22 +8,17 @@ stay true (policies look that far around a block), longer ones shrink to it, and
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Int64s
 from llmcache.errors import DataError
-
-if TYPE_CHECKING:
-    from llmcache.trace.record import Trace
+from llmcache.trace.record.trace import Trace
 
 GAP = 16
 MERGE_ROWS = 1 << 20  # intervals that wait for being merged: bounds the memory of `of`
 FILE_BITS = 24
 BLOCK_BITS = 63 - FILE_BITS
-
-Int64s = NDArray[np.int64]
 
 
 class BlockSpace:

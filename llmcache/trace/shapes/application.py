@@ -1,6 +1,6 @@
 """Makes synthetic traces: the blocks that an application touches, written down in the block numbers of the paper's figures.
 
-The figures show all files of an application in one space of block numbers; `Region`s cut that space into files.
+The figures show all files of an application in one space of block numbers; `FileRange`s cut that space into files.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from llmcache.trace.record import BLOCK_BYTES, READ, Provenance, Trace, TraceFile
+from llmcache.arrays import Bytes, Int64s
+from llmcache.trace.record import READ, Provenance, Trace, TraceFile
+from llmcache.units import BLOCK_BYTES
 
 # Times are invented: each request costs a set-up of 50 us and 4.096 us per block (1 GB/s), as phones' UFS would.
 SETUP_NS = 50_000
@@ -28,11 +30,9 @@ LIKE_THE_PAPER = (
 )
 INVENTED = "Synthetic: everything in it is invented."
 
-Blocks = NDArray[np.int64]
-
 
 @dataclass(frozen=True)
-class Region:
+class FileRange:
     """A file at blocks `start` .. `end` - 1 of the common space."""
 
     path: str
@@ -40,20 +40,20 @@ class Region:
     end: int
 
 
-class Recording:
+class Application:
     """Collects what an application does, in order; `trace` turns it into a trace.
 
     Blocks are drawn from `random`, times from a generator of their own: the blocks do not depend on how times are made.
     """
 
-    def __init__(self, name: str, seed: int, regions: Sequence[Region]) -> None:
+    def __init__(self, name: str, seed: int, regions: Sequence[FileRange]) -> None:
         """Takes regions in ascending order that cover every block which will be touched."""
         self.random = np.random.default_rng(seed)
         self._name, self._seed = name, seed
         self._regions = tuple(regions)
         self._clock = np.random.default_rng([seed, 1])
-        self._blocks: list[Blocks] = []
-        self._ops: list[NDArray[np.uint8]] = []
+        self._blocks: list[Int64s] = []
+        self._ops: list[Bytes] = []
         self._pauses: dict[int, int] = {}
         self._touched = 0
 
@@ -61,7 +61,7 @@ class Recording:
         """Touch `blocks` one after the other."""
         self._note(np.asarray(blocks, np.int64), op)
 
-    def mixed(self, blocks: ArrayLike, hot: Blocks, rate: float, op: int = READ) -> None:
+    def mixed(self, blocks: ArrayLike, hot: Int64s, rate: float, op: int = READ) -> None:
         """Touch `blocks` in order, with bursts of 1 to 4 hot reads at random places: about `rate` per block."""
         stream = np.asarray(blocks, np.int64)
         bursts = self.random.poisson(rate * len(stream) / 2.0)
@@ -73,12 +73,12 @@ class Recording:
             done = place
         self._note(stream[done:], op)
 
-    def picked(self, hot: Blocks, number: int) -> Blocks:
+    def picked(self, hot: Int64s, number: int) -> Int64s:
         """Returns `number` of the blocks `hot`, the first of them more often."""
         at = (len(hot) * self.random.random(number) ** SKEW).astype(np.int64)
         return hot[np.minimum(at, len(hot) - 1)]
 
-    def shuffled(self, start: int, end: int) -> Blocks:
+    def shuffled(self, start: int, end: int) -> Int64s:
         """Returns blocks start .. end - 1 in random order."""
         blocks = np.arange(start, end)
         self.random.shuffle(blocks)
@@ -111,12 +111,12 @@ class Recording:
         extra = {"shape": self._name, "seed": str(self._seed)}
         return Provenance(tier="synthetic", clock="invented", note=note, extra=extra)
 
-    def _note(self, blocks: Blocks, op: int) -> None:
+    def _note(self, blocks: Int64s, op: int) -> None:
         self._blocks.append(blocks)
         self._ops.append(np.full(len(blocks), op, np.uint8))
         self._touched += len(blocks)
 
-    def _region_of(self, blocks: Blocks) -> Blocks:
+    def _region_of(self, blocks: Int64s) -> Int64s:
         """Returns the number of the region of each block; ValueError if one lies in none."""
         starts = np.array([entry.start for entry in self._regions])
         ends = np.array([entry.end for entry in self._regions])
@@ -126,7 +126,7 @@ class Recording:
             raise ValueError(f"regions: block {blocks[outside][0]} of {self._name} is in none")
         return region
 
-    def _row_starts(self, blocks: Blocks, ops: NDArray[np.uint8], region: Blocks) -> Blocks:
+    def _row_starts(self, blocks: Int64s, ops: Bytes, region: Int64s) -> Int64s:
         """Returns where rows begin: adjacent blocks, touched alike and without a pause, are one row."""
         begins = np.ones(len(blocks), bool)
         begins[1:] = (np.diff(blocks) != 1) | (np.diff(ops) != 0) | (np.diff(region) != 0)
@@ -136,7 +136,7 @@ class Recording:
         within = np.arange(len(blocks)) - np.repeat(runs, lengths)
         return np.flatnonzero(within % REQUEST_BLOCKS == 0)
 
-    def _times(self, rows: Blocks, count: Blocks) -> Blocks:
+    def _times(self, rows: Int64s, count: Int64s) -> Int64s:
         """Returns when each row begins, in nanoseconds from the start."""
         busy = np.concatenate(([0], np.cumsum(SETUP_NS + BLOCK_NS * count)[:-1]))
         waits = np.zeros(len(rows), np.int64)
@@ -146,6 +146,6 @@ class Recording:
         return busy + np.cumsum(waits)
 
 
-def _file(number: int, region: Region) -> TraceFile:
+def _file(number: int, region: FileRange) -> TraceFile:
     size_bytes = (region.end - region.start) * BLOCK_BYTES
     return TraceFile(number, region.path, dev=1, inode=number + 1, generation=0, size_bytes=size_bytes)
