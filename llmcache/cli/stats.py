@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("stats")
-@click.argument("mount", required=False, type=kinds.MOUNT)
-@click.argument("interval", required=False, type=kinds.TIME)
+@click.argument("mount", required=False, type=types.MOUNT)
+@click.argument("interval", required=False, type=types.TIME)
 @click.argument("count", required=False, type=click.IntRange(min=1))
 @base.json_option("llmcache.stats/1", "; one line for each sample; of a list llmcache.mounts/1")
 @click.option("--openmetrics", is_flag=True, help="Print OpenMetrics text 1.0, once, with the names of looping files.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds, names
+from llmcache.cli import base, types
 
 
 class _Command(base.Command):
@@ -17,23 +17,23 @@ class _Command(base.Command):
 
 
 @base.command("trace", cls=_Command)
-@click.argument("words", metavar="[PID | NAME | -- CMD…]", nargs=-1, type=kinds.FILE)
+@click.argument("words", metavar="[PID | NAME | -- CMD…]", nargs=-1, type=types.FILE)
 @base.output_option("The trace, .parquet [default: PROGRAM-PID.parquet].")
-@click.option("-d", "--duration", type=kinds.TIME, help="How long: 30, 90s, 5m [default: until the process ends].")
+@click.option("-d", "--duration", type=types.TIME, help="How long: 30, 90s, 5m [default: until the process ends].")
 @click.option("--follow/--no-follow", default=True, show_default=True, help="Record processes that it starts as well.")
 @click.option("--path", "glob", metavar="GLOB", help="Only these files: '*.gguf', '/models/*'.")
 @click.option("--writes/--no-writes", default=True, show_default=True, help="Record writes as well as reads.")
 @click.option("--block", is_flag=True, help="Write requests to block devices, with latency, to FILE.block.parquet.")
-@click.option("--mmap-rerefs", "rerefs", type=kinds.TIME, help="Sample mapped pages at this interval (x86-64).")
+@click.option("--mmap-rerefs", "rerefs", type=types.TIME, help="Sample mapped pages at this interval (x86-64).")
 @click.option(
     "--tier",
-    type=kinds.Names(names.tiers, several=False),
+    type=types.NameType("auto", table="llmcache.trace.sources:SOURCES", several=False),
     default="auto",
     show_default=True,
     help="filemap, fexit, syscalls or faults.",
 )
 @click.option("--coalesce/--no-coalesce", default=True, show_default=True, help="Join accesses to adjacent blocks.")
-@click.option("--report", type=kinds.FILE, help="Also classify and draw what was recorded, as an HTML page.")
+@click.option("--report", type=types.FILE, help="Also classify and draw what was recorded, as an HTML page.")
 @base.force_option()
 @base.json_option("llmcache.capture/1")
 def command(

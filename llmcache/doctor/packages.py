@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from llmcache import __version__
-from llmcache.doctor.finding import FAILED, LIMITED, OK, Finding
+from llmcache.doctor.report import FAILED, LIMITED, OK, Check
 
 AREA = "packages"
 DISTRIBUTION = "llmcache-toolkit"
@@ -35,15 +35,15 @@ class Requirement:
         return FAILED if self.extra is None else LIMITED
 
 
-def examine() -> list[Finding]:
+def examine() -> list[Check]:
     """Findings on Python, llmcache, and each dependency."""
-    python = Finding(AREA, "python", OK, platform.python_version(), facts={"version": platform.python_version()})
-    own = Finding(AREA, "llmcache", OK, __version__, facts={"version": __version__})
+    python = Check(AREA, "python", OK, platform.python_version(), facts={"version": platform.python_version()})
+    own = Check(AREA, "llmcache", OK, __version__, facts={"version": __version__})
     try:
         declared = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         remedy = "pip install . in the source directory"
-        return [python, Finding(AREA, "llmcache", LIMITED, f"{__version__}, not installed: no bounds to check", remedy)]
+        return [python, Check(AREA, "llmcache", LIMITED, f"{__version__}, not installed: no bounds to check", remedy)]
     return [python, own, *map(_check, requirements(declared))]
 
 
@@ -61,7 +61,7 @@ def requirements(declared: Sequence[str]) -> list[Requirement]:
     return found
 
 
-def _check(wanted: Requirement) -> Finding:
+def _check(wanted: Requirement) -> Check:
     package = "." if wanted.extra is None else f"'.[{wanted.extra}]'"
     remedy = f"pip install {package} in the source directory"  # pip keeps to both bounds
     facts = {"lowest": wanted.lowest, "below": wanted.bound, "extra": wanted.extra}
@@ -69,13 +69,13 @@ def _check(wanted: Requirement) -> Finding:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
         why = "missing" if wanted.extra is None else f"not installed (extra [{wanted.extra}])"
-        return Finding(AREA, wanted.name, wanted.status_without, why, remedy, facts | {"version": None})
+        return Check(AREA, wanted.name, wanted.status_without, why, remedy, facts | {"version": None})
     facts |= {"version": version}
     if numbers(version) < numbers(wanted.lowest):
-        return Finding(AREA, wanted.name, wanted.status_without, f"{version} is older than {wanted.lowest}", remedy, facts)
+        return Check(AREA, wanted.name, wanted.status_without, f"{version} is older than {wanted.lowest}", remedy, facts)
     if wanted.bound is not None and numbers(version) >= numbers(wanted.bound):
-        return Finding(AREA, wanted.name, LIMITED, f"{version} is newer than what is known to work", remedy, facts)
-    return Finding(AREA, wanted.name, OK, version, facts=facts)
+        return Check(AREA, wanted.name, LIMITED, f"{version} is newer than what is known to work", remedy, facts)
+    return Check(AREA, wanted.name, OK, version, facts=facts)
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.doctor import machine, memory, mounting, packages, tracing
-from llmcache.doctor.examine import AREAS, examine
-from llmcache.doctor.finding import FAILED, LIMITED, OK, SKIPPED, Finding, Report
+from llmcache.doctor import AREAS, examine, machine, memory, mounting, packages, tracing
 from llmcache.doctor.packages import Requirement, requirements
+from llmcache.doctor.report import FAILED, LIMITED, OK, SKIPPED, Check, Diagnosis
 from llmcache.errors import EnvironmentProblem, UsageError
 
 GIB = 1 << 30
@@ -42,7 +41,7 @@ def made_up(root: Path, available: int, cgroup: str = "0::/", psi: bool = True) 
     return root
 
 
-def status(findings: list[Finding]) -> dict[str, str]:
+def status(findings: list[Check]) -> dict[str, str]:
     return {finding.name: finding.status for finding in findings}
 
 
@@ -106,7 +105,7 @@ def test_a_good_machine_and_one_without_memory(tmp_path: Path) -> None:
     found = {finding.name: finding for finding in memory.examine(poor)}
     assert found["free memory"].status == FAILED and found["free memory"].facts["available_bytes"] == 100 << 20
     assert found["PSI"].status == LIMITED
-    assert Report(tuple(found.values())).exit_code == EnvironmentProblem.exit_code
+    assert Diagnosis(tuple(found.values())).exit_code == EnvironmentProblem.exit_code
 
 
 @pytest.mark.parametrize(("lines", "version"), [("0::/", 2), ("4:memory:/\n0::/", 1), ("1:name=systemd:/", None)])
@@ -183,4 +182,4 @@ def test_a_missing_library_hides_only_its_own_area(monkeypatch: pytest.MonkeyPat
 
 def test_whatever_is_not_ok_needs_a_remedy() -> None:
     with pytest.raises(ValueError, match="no remedy"):
-        Finding("mount", "FUSE", FAILED, "gone")
+        Check("mount", "FUSE", FAILED, "gone")

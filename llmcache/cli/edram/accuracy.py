@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("accuracy")
 @click.option(
     "--model",
-    type=kinds.DIRECTORY,
+    type=types.DIRECTORY,
     help="config.json and model.safetensors of one that was trained to recall [default: ours].",
 )
 @click.option(
@@ -41,7 +41,7 @@ from llmcache.cli import base, kinds
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Of the texts.")
 @click.option(
     "--record",
-    type=kinds.FILE,
+    type=types.FILE,
     metavar="RUN.json",
     help="Also record what AERP keeps at --budget, for 'llmcache edram report'.",
 )

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds, names
+from llmcache.cli import base, types
 from llmcache.cli.edram.options import profile_option
 
 
 @base.command("model")
-@click.argument("model", metavar="MODEL", type=kinds.Names(names.edram_models, several=False), default="llama2-7b")
+@click.argument(
+    "model",
+    metavar="MODEL",
+    type=types.NameType("all", table="llmcache.edram.models:MODELS", several=False),
+    default="llama2-7b",
+)
 @click.option(
     "--workload",
-    type=kinds.Names(names.edram_workloads, several=False),
+    type=types.NameType("all", table="llmcache.edram.workloads:WORKLOADS", several=False),
     default="PG19",
     show_default=True,
     help="LA, TQ, QP or PG19.",
@@ -24,14 +29,14 @@ from llmcache.cli.edram.options import profile_option
 @click.option("--window", metavar="N", help="Recent tokens that are never evicted.")
 @click.option(
     "--system",
-    type=kinds.Names(names.edram_systems),
+    type=types.NameType("all", table="llmcache.edram.systems:SYSTEMS"),
     default="all",
     show_default=True,
     help="Systems to compare.",
 )
 @profile_option()
 @click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
-@click.option("--constants", type=kinds.FILE, help="Your profiles, models, workloads and systems: TOML.")
+@click.option("--constants", type=types.FILE, help="Your profiles, models, workloads and systems: TOML.")
 @base.json_option("llmcache.edram-model/1")
 def command(as_json: bool, **options: str | None) -> None:
     """Latency and energy, by component, of serving MODEL on each of the five systems of the Kelle paper; all modelled.

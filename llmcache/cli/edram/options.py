@@ -7,11 +7,17 @@ from typing import Any
 
 import click
 
-from llmcache.cli import kinds, names
+from llmcache.cli import types
 
 
 def profile_option(
     default: str = "paper,silicon", about: str = "Energies; also: public."
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The option `--profile`: names of profiles, commas between them."""
-    return click.option("--profile", type=kinds.Names(names.edram_profiles), default=default, show_default=True, help=about)
+    return click.option(
+        "--profile",
+        type=types.NameType("all", table="llmcache.edram.constants:PROFILES"),
+        default=default,
+        show_default=True,
+        help=about,
+    )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
-_PICTURES = kinds.Names(lambda: ("energy", "speedup", "refresh", "roofline", "sweep"), several=False)
+_PICTURES = types.NameType("energy", "speedup", "refresh", "roofline", "sweep", several=False)
 
 
 @base.command("plot")
-@click.argument("source", metavar="RESULT.json", type=kinds.FILE)
+@click.argument("source", metavar="RESULT.json", type=types.FILE)
 @base.output_option("What to write: .png, .svg or .html, by its ending.", required=True)
 @click.option("--what", type=_PICTURES, help="For .png and .svg: energy, speedup, refresh, roofline; sweep of a sweep.")
 @base.force_option()

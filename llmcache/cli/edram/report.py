@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 from llmcache.cli.edram.options import profile_option
 
 
 @base.command("report")
-@click.argument("run", metavar="RUN.json", type=kinds.FILE)
+@click.argument("run", metavar="RUN.json", type=types.FILE)
 @profile_option()
 @click.option(
     "--intervals",
@@ -21,7 +21,7 @@ from llmcache.cli.edram.options import profile_option
 @click.option("--rule", metavar="NAME", default="ticks", show_default=True, help="ticks, expected, floor or ceil.")
 @click.option("--step", metavar="TIME", help="How long a step takes, in place of what the run says: 20ms.")
 @click.option("--capacity", metavar="SIZE", help="What the eDRAM holds: 4Mi; of more, the rest streams unrefreshed.")
-@click.option("--constants", type=kinds.FILE, help="Your profiles: TOML.")
+@click.option("--constants", type=types.FILE, help="Your profiles: TOML.")
 @base.json_option("llmcache.edram-report/1")
 def command(
     run: str,

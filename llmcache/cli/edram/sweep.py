@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds, names
+from llmcache.cli import base, types
 from llmcache.cli.edram.options import profile_option
 
 
 @base.command("sweep")
 @click.option(
     "--model",
-    type=kinds.Names(names.edram_models),
+    type=types.NameType("all", table="llmcache.edram.models:MODELS"),
     default="llama2-7b",
     show_default=True,
     help="Models, or all.",
 )
 @click.option(
     "--workload",
-    type=kinds.Names(names.edram_workloads),
+    type=types.NameType("all", table="llmcache.edram.workloads:WORKLOADS"),
     default="PG19",
     show_default=True,
     help="LA, TQ, QP, PG19, or all.",
 )
 @click.option(
     "--system",
-    type=kinds.Names(names.edram_systems),
+    type=types.NameType("all", table="llmcache.edram.systems:SYSTEMS"),
     default="Kelle+eDRAM",
     show_default=True,
     help="Systems, or all.",
@@ -39,7 +39,7 @@ from llmcache.cli.edram.options import profile_option
 @click.option("--dram-bw", metavar="RATE,…", help="Bandwidths of DRAM: 15GB/s,64GB/s.")
 @click.option("--kv-memory", metavar="SIZE,…", help="Capacities of the KV memory: 4Mi,8Mi.")
 @click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
-@click.option("--constants", type=kinds.FILE, help="Your profiles, models, workloads and systems: TOML.")
+@click.option("--constants", type=types.FILE, help="Your profiles, models, workloads and systems: TOML.")
 @base.json_option("llmcache.edram-sweep/1")
 def command(as_json: bool, **options: str | None) -> None:
     """Latency and energy of every combination of what is varied, against Original+SRAM; all modelled.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import ending
-from llmcache.cli.base import HELP_OPTIONS, LazyGroup
+from llmcache.cli.base import HELP_OPTIONS, LazyGroup, orderly_end
 
 # name: (module:attribute, the line `llmcache kv --help` shows)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -40,6 +39,6 @@ def command(context: click.Context) -> None:
 
     'llmcache kv COMMAND --help' tells more of each command, with examples.
     """
-    context.with_resource(ending.in_order())
+    context.with_resource(orderly_end())
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

@@ -6,18 +6,18 @@ from typing import Any
 
 import click
 
-from llmcache.cli import base, kinds, names
+from llmcache.cli import base, types
 
 
 @base.command("bench")
 @click.option(
     "--policy",
-    type=kinds.Names(names.kv_policies),
+    type=types.NameType(table="llmcache.kv.policies:POLICIES"),
     help="Policies [default: full,h2o,prefetch,leoam,hillinfer; with --task: icecache,quest,h2o,window].",
 )
 @click.option(
     "--task",
-    type=kinds.Names(names.kv_tasks, several=False),
+    type=types.NameType("passkey", "recall", "needle", "chain", several=False),
     metavar="TASK",
     help="Instead: answers of a real model: passkey, recall, needle or chain.",
 )
@@ -30,7 +30,7 @@ from llmcache.cli import base, kinds, names
 )
 @click.option(
     "--model",
-    type=kinds.FILE,
+    type=types.FILE,
     help="A config.json, or Qwen-7B …; measured are keys and values of its shape. With --task, --flips: a directory.",
 )
 @click.option("--context", metavar="TOKENS", help="Tokens of each sequence [default: 32k; with --task: 4k, also 1k,4k].")
@@ -73,7 +73,7 @@ from llmcache.cli import base, kinds, names
     "--path",
     "--ssd",
     "path",
-    type=kinds.DIRECTORY,
+    type=types.DIRECTORY,
     default="/var/tmp",
     show_default=True,
     help="Where spill files go; removed again.",
@@ -89,12 +89,12 @@ from llmcache.cli import base, kinds, names
     help="Instead: answers of --model DIR over lost bits: 2drp, uniform=1e-3, …; sided, intervals (figure 8, table 4).",
 )
 @click.option(
-    "--edram-run", type=kinds.FILE, metavar="RUN.json", help="Instead: record what --policy kelle keeps, for 'edram report'."
+    "--edram-run", type=types.FILE, metavar="RUN.json", help="Instead: record what --policy kelle keeps, for 'edram report'."
 )
 @click.option(
     "--cases", type=click.IntRange(min=1), metavar="N", default=2, show_default=True, help="Of --task: contexts (a depth)."
 )
-@click.option("--plot", type=kinds.FILE, help="Draw it as well, like 'kv plot': .png, .svg or .html.")
+@click.option("--plot", type=types.FILE, help="Draw it as well, like 'kv plot': .png, .svg or .html.")
 @base.force_option()
 @base.json_option("llmcache.kv-bench/1", "; for 'kv plot'")
 def command(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("list")
-@click.argument("directory", metavar="DIR", type=kinds.DIRECTORY)
+@click.argument("directory", metavar="DIR", type=types.DIRECTORY)
 @base.json_option("llmcache.kv-list/1")
 def command(directory: str, as_json: bool) -> None:
     """What prompts are stored in DIR, of which models, and what was restored of them.

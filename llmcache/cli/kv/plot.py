@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("plot")
-@click.argument("run", type=kinds.FILE)
+@click.argument("run", type=types.FILE)
 @base.output_option("What to write: .png, .svg or .html, by its ending.", required=True)
 @base.force_option()
 @base.json_option("llmcache.kv-plot/1")

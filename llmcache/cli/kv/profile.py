@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("profile")
-@click.argument("directory", metavar="DIR", type=kinds.DIRECTORY)
+@click.argument("directory", metavar="DIR", type=types.DIRECTORY)
 @base.json_option("llmcache.kv-profile/1")
 @base.force_option("Measure again, also if there is a profile of this machine and device.")
 def command(directory: str, as_json: bool, force: bool) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("prune")
-@click.argument("directory", metavar="DIR", type=kinds.DIRECTORY)
+@click.argument("directory", metavar="DIR", type=types.DIRECTORY)
 @click.option("--unused", metavar="TIME", help="Remove what was not used for so long: 30d.")
 @click.option("--keep", metavar="SIZE", help="Keep so much, and remove what was not used for longest: 10G.")
 @click.option("--model", metavar="NAME", help="Of this model alone: the beginning of its fingerprint, or its file.")

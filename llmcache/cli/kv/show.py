@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("show")
-@click.argument("directory", metavar="DIR", type=kinds.DIRECTORY)
+@click.argument("directory", metavar="DIR", type=types.DIRECTORY)
 @click.argument("model", metavar="MODEL")
 @base.json_option("llmcache.kv-show/1")
 def command(directory: str, model: str, as_json: bool) -> None:

@@ -1,9 +1,10 @@
-"""Kinds of arguments: how their text is read, and what a shell offers for them. Nothing here loads a large module."""
+"""Types of arguments: how their text is read, and what a shell offers for them. Nothing here loads a large module."""
 
 from __future__ import annotations
 
+import importlib
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -13,7 +14,7 @@ from llmcache.errors import UsageError
 from llmcache.units import parse_duration, parse_size
 
 
-class _Kind(click.ParamType):  # type: ignore[type-arg]  # is generic from click 8.2 on
+class _TextType(click.ParamType):  # type: ignore[type-arg]  # is generic from click 8.2 on
     """Text, handed on as `parse` reads it; its errors name the argument or option. Help shows `name`."""
 
     def __init__(self, name: str, parse: Callable[[str], Any] = str) -> None:
@@ -30,7 +31,7 @@ class _Kind(click.ParamType):  # type: ignore[type-arg]  # is generic from click
             raise UsageError(f"{_named(param)}: {error.message}", error.hint) from error
 
 
-class _Path(_Kind):
+class _PathType(_TextType):
     """A path, unread: the shell offers files, or directories."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -38,7 +39,7 @@ class _Path(_Kind):
         return [CompletionItem(incomplete, type="dir" if self.name == "dir" else "file")]
 
 
-class _MountPoint(_Kind):
+class _MountType(_TextType):
     """A mount point, unread: the shell offers those of running mounts, or directories where there is none."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -53,20 +54,29 @@ class _MountPoint(_Kind):
         return found or [CompletionItem(incomplete, type="dir")]
 
 
-class Names(_Kind):
-    """One or several of known names, unread: what is known is asked for only when a shell wants to offer it."""
+class NameType(_TextType):
+    """One or several of known names, unread.
 
-    def __init__(self, known: Callable[[], Iterable[str]], several: bool = True) -> None:
+    `known`, and the keys of `table` (module:attribute), which is loaded only when a shell wants to offer them.
+    """
+
+    def __init__(self, *known: str, table: str = "", several: bool = True) -> None:
         super().__init__("name,…" if several else "name")
         self._known = known
+        self._table = table
         self._several = several
+
+    def known(self) -> tuple[str, ...]:
+        """All of them, loading the table."""
+        module, _, attribute = self._table.partition(":")
+        return (*self._known, *(getattr(importlib.import_module(module), attribute) if module else ()))
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Names that go on with what is there; of a list joined by commas, with its last word."""
         before, comma, word = incomplete.rpartition(",") if self._several else ("", "", incomplete)
         taken = set(before.split(","))
         return [
-            CompletionItem(before + comma + name) for name in self._known() if name.startswith(word) and name not in taken
+            CompletionItem(before + comma + name) for name in self.known() if name.startswith(word) and name not in taken
         ]
 
 
@@ -79,8 +89,8 @@ def _named(param: click.Parameter | None) -> str:
     return (param.metavar or str(param.name)).upper()
 
 
-FILE = _Path("file")
-DIRECTORY = _Path("dir")
-MOUNT = _MountPoint("mount")
-SIZE = _Kind("size", parse_size)
-TIME = _Kind("time", parse_duration)
+FILE = _PathType("file")
+DIRECTORY = _PathType("dir")
+MOUNT = _MountType("mount")
+SIZE = _TextType("size", parse_size)
+TIME = _TextType("time", parse_duration)
