@@ -162,7 +162,7 @@ def test_every_key_of_a_document_is_explained(call: str, named: set[str]) -> Non
     called = [
         word for word in call.split()[:2] if word in {"size", "info", "classify", "simulate", "config", "doctor", "edram"}
     ]
-    path = "/".join(call.split()[: 2 if called == ["edram"] else 1])
+    path = "-".join(call.split()[: 2 if called == ["edram"] else 1])
     text = (ROOT / f"llmcache/cli/{path}.txt").read_text()
     assert document["schema"] in text
     for row in document.get("results", []):
