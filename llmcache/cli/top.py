@@ -13,7 +13,7 @@ from llmcache.cli import base, types
 @click.argument("count", required=False, type=click.IntRange(min=1))
 @click.option("--once", is_flag=True, help="Print one view as text, with the rates of one INTERVAL.")
 @base.json_option("llmcache.top/1", "; one line for each sample")
-def command(mount: str, interval: int, count: int | None, once: bool, as_json: bool) -> None:
+def command(mount: str, interval: float, count: int | None, once: bool, as_json: bool) -> None:
     """Watch the mount on MOUNT live: who has the memory, loops and their readers, rates, waits, heat of each layer.
 
     \b
@@ -29,4 +29,4 @@ def command(mount: str, interval: int, count: int | None, once: bool, as_json: b
     from llmcache.fs.client import top
 
     with base.orderly_end():
-        top.show(mount, pause_s=interval / 1e9, count=count, once=once, as_json=as_json)
+        top.show(mount, pause_s=interval, count=count, once=once, as_json=as_json)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from llmcache.cli import base, types
 
 
-class _Command(base.Command):
+class _TraceCommand(base.Command):
     """Keeps the `--` among its words: it tells a command from the name of a process."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -16,15 +18,17 @@ class _Command(base.Command):
         return super().parse_args(ctx, [*args[:at], *args[at : at + 1], *args[at:]])
 
 
-@base.command("trace", cls=_Command)
+@base.command("trace", cls=_TraceCommand)
 @click.argument("words", metavar="[PID | NAME | -- CMD…]", nargs=-1, type=types.FILE)
 @base.output_option("The trace, .parquet [default: PROGRAM-PID.parquet].")
-@click.option("-d", "--duration", type=types.TIME, help="How long: 30, 90s, 5m [default: until the process ends].")
+@click.option(
+    "-d", "--duration", "seconds", type=types.TIME, help="How long: 30, 90s, 5m [default: until the process ends]."
+)
 @click.option("--follow/--no-follow", default=True, show_default=True, help="Record processes that it starts as well.")
 @click.option("--path", "glob", metavar="GLOB", help="Only these files: '*.gguf', '/models/*'.")
 @click.option("--writes/--no-writes", default=True, show_default=True, help="Record writes as well as reads.")
 @click.option("--block", is_flag=True, help="Write requests to block devices, with latency, to FILE.block.parquet.")
-@click.option("--mmap-rerefs", "rerefs", type=types.TIME, help="Sample mapped pages at this interval (x86-64).")
+@click.option("--mmap-rerefs", "rerefs_s", type=types.TIME, help="Sample mapped pages at this interval (x86-64).")
 @click.option(
     "--tier",
     type=types.NameType("auto", table="llmcache.trace.sources:SOURCES", several=False),
@@ -37,19 +41,7 @@ class _Command(base.Command):
 @base.force_option()
 @base.json_option("llmcache.capture/1")
 def command(
-    words: tuple[str, ...],
-    output: str | None,
-    duration: int | None,
-    follow: bool,
-    glob: str | None,
-    writes: bool,
-    block: bool,
-    rerefs: int | None,
-    tier: str,
-    coalesce: bool,
-    report: str | None,
-    force: bool,
-    as_json: bool,
+    words: tuple[str, ...], output: str | None, report: str | None, force: bool, as_json: bool, **options: Any
 ) -> None:
     """Record which file blocks a process accesses: PID, the only one called NAME, or a command after --.
 
@@ -70,24 +62,14 @@ def command(
     from llmcache.trace.capture import session
     from llmcache.trace.capture.target import target_of
 
-    seconds, rerefs_s = (None if span_ns is None else span_ns / 1e9 for span_ns in (duration, rerefs))
     if report is not None:
         from llmcache.report.files import check_target
 
         check_target("--report", report, force)
     target = target_of(words)
-    settings = session.CaptureSettings(
-        output=session.default_output(target.pid, target.command) if output is None else output,
-        seconds=seconds,
-        follow=follow,
-        writes=writes,
-        block=block,
-        rerefs_s=rerefs_s,
-        coalesce=coalesce,
-        glob=glob,
-        tier=tier,
-        force=force,
-    )
+    if output is None:
+        output = session.default_output(target.pid, target.command)
+    settings = session.CaptureSettings(output, force=force, **options)
     captured = session.record(target, settings, locked_bytes)
     session.show(captured, as_json)
     if report is not None and captured.rows:
@@ -95,5 +77,6 @@ def command(
         from llmcache.report.plot import Wanted, plot
         from llmcache.report.progress import progress
 
+        wanted = Wanted(settings.output, report, files=settings.glob, force=force)
         with progress() as tell:
-            plot(Wanted(settings.output, report, files=glob, force=force), lambda table: TensorNames((), table), tell)
+            plot(wanted, lambda table: TensorNames((), table), tell)

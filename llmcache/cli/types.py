@@ -93,4 +93,5 @@ FILE = _PathType("file")
 DIRECTORY = _PathType("dir")
 MOUNT = _MountType("mount")
 SIZE = _TextType("size", parse_size)
-TIME = _TextType("time", parse_duration)
+TIME = _TextType("time", lambda text: parse_duration(text) / 1e9)
+"""In seconds."""

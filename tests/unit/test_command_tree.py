@@ -97,11 +97,12 @@ def test_examples_can_be_parsed(words: str) -> None:
     assert found
     for program, *args in found:
         command: click.Command = mount_command if program == "llmcachefs" else cli.app
-        context = command.make_context(program, list(args))
-        while isinstance(command, LazyGroup):
-            name, below, rest = command.resolve_command(context, [*context._protected_args, *context.args])
-            assert name is not None and below is not None
-            command, context = below, below.make_context(name, rest, parent=context)
+        context, name = click.Context(command, info_name=program), program
+        while isinstance(command, LazyGroup) and args and not args[0].startswith("-"):
+            found, below, args = command.resolve_command(context, args)
+            assert found is not None and below is not None
+            command, context, name = below, click.Context(below, parent=context, info_name=found), found
+        command.make_context(name, args, parent=context.parent)
 
 
 def test_the_same_option_is_the_same_everywhere() -> None:

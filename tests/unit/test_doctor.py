@@ -148,7 +148,8 @@ def test_a_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     card.parent.mkdir(parents=True)
     card.write_text("Model: \t\t NVIDIA H100\nIRQ: 7\n")
     for usable in (False, True):
-        monkeypatch.setattr(machine, "_torch_sees_it", lambda usable=usable: usable)
+        said = subprocess.CompletedProcess([], 0, stdout=f"{usable}\n")  # of torch.cuda.is_available()
+        monkeypatch.setattr(subprocess, "run", lambda *_, said=said, **__: said)
         (gpu,) = (finding for finding in machine.examine(None, tmp_path) if finding.name == "GPU")
         assert gpu.facts["cards"] == ["NVIDIA H100"] and (gpu.status == OK) == usable
 
