@@ -99,9 +99,9 @@ def test_examples_can_be_parsed(words: str) -> None:
         command: click.Command = mount_command if program == "llmcachefs" else cli.app
         context, name = click.Context(command, info_name=program), program
         while isinstance(command, LazyGroup) and args and not args[0].startswith("-"):
-            found, below, args = command.resolve_command(context, args)
-            assert found is not None and below is not None
-            command, context, name = below, click.Context(below, parent=context, info_name=found), found
+            word, below, args = command.resolve_command(context, args)
+            assert word is not None and below is not None
+            command, context, name = below, click.Context(below, parent=context, info_name=word), word
         command.make_context(name, args, parent=context.parent)
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from llmcache.doctor import AREAS, examine, machine, memory, mounting, packages, tracing
-from llmcache.doctor.packages import Requirement, requirements
 from llmcache.doctor.report import FAILED, LIMITED, OK, SKIPPED, Check, Diagnosis
 from llmcache.errors import EnvironmentProblem, UsageError
 
@@ -154,10 +153,14 @@ def test_a_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert gpu.facts["cards"] == ["NVIDIA H100"] and (gpu.status == OK) == usable
 
 
-def test_requirements_are_read_with_bounds_and_extras() -> None:
-    declared = ["click>=8.1", "tomli>=2; python_version < '3.11'", 'transformers<6,>=4.56; extra == "transformers"']
+def test_requirements_are_read_with_bounds_and_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = ["click>=8.1", "tomli>=2; python_version < '3.8'", 'none-such<6,>=4.56; extra == "transformers"']
     declared += ['pytest>=8.2; extra == "dev"']
-    assert requirements(declared) == [Requirement("click", "8.1"), Requirement("transformers", "4.56", "transformers", "6")]
+    monkeypatch.setattr(metadata, "requires", lambda _name: declared)
+    python, own, click, other = packages.examine()
+    assert (python.name, own.name, click.name, click.facts["extra"]) == ("python", "llmcache", "click", None)
+    wanted = {"lowest": "4.56", "below": "6", "extra": "transformers", "version": None}
+    assert (other.name, other.status, other.facts) == ("none-such", LIMITED, wanted)
 
 
 @pytest.mark.parametrize(
