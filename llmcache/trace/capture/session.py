@@ -62,7 +62,6 @@ class CaptureSettings:
     glob: str | None = None
     tier: str = AUTO
     force: bool = False
-    live: bool = True
 
     def __post_init__(self) -> None:
         """UsageError, naming the option, for what cannot be."""
@@ -154,7 +153,7 @@ class _Capture:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is not None:
-            with suppress(OSError):
+            with suppress(OSError, EnvironmentProblem):
                 self._recording.close()
             self._discard_sidecars()
 
@@ -189,7 +188,7 @@ class _Capture:
                 if now_s - flush_s >= FLUSH_S:
                     self._flush()
                     flush_s = now_s
-                if self._settings.live and now_s - shown_s >= 1:
+                if now_s - shown_s >= 1:
                     self._say_line(now_s - shown_s, heading=shown_lines % _LINES_PER_HEADING == 0)
                     shown_s, shown_lines = now_s, shown_lines + 1
                 if stop.by:

@@ -125,7 +125,7 @@ class TimeOrder:
     """Brings records of several buffers into the order of time: holds them back until nothing older can come."""
 
     def __init__(self) -> None:
-        self._held = no_records()
+        self._waiting = no_records()
         self._horizon = np.uint64(0)
 
     def put(self, records: Records, horizon_ns: int | None) -> Records:
@@ -134,15 +134,15 @@ class TimeOrder:
         At the same time fills come first: they preceded the access. A record older than the horizon before, which a
         machine that stood still can cause, gets the time of that horizon.
         """
-        held = np.concatenate((self._held, records)) if len(records) else self._held
-        if not len(held):
-            return held
-        np.maximum(held["t_ns"], self._horizon, out=held["t_ns"])
-        order = np.lexsort((held["kind"] != FILL, held["t_ns"]))
-        held = held[order]
-        split = len(held)
+        rows = np.concatenate((self._waiting, records)) if len(records) else self._waiting
+        if not len(rows):
+            return rows
+        np.maximum(rows["t_ns"], self._horizon, out=rows["t_ns"])
+        order = np.lexsort((rows["kind"] != FILL, rows["t_ns"]))
+        rows = rows[order]
+        split = len(rows)
         if horizon_ns is not None:
             self._horizon = max(self._horizon, np.uint64(max(horizon_ns, 0)))
-            split = int(np.searchsorted(held["t_ns"], self._horizon, "right"))
-        self._held = held[split:]
-        return held[:split]
+            split = int(np.searchsorted(rows["t_ns"], self._horizon, "right"))
+        self._waiting = rows[split:]
+        return rows[:split]

@@ -105,19 +105,21 @@ class RecordRing(Ring):
 
 
 class KernelPrograms:
-    """The object loaded for `parts`; what could not be had is in `missing`. `attach` begins, `close` ends it."""
+    """The object loaded for `features`; what could not be had is in `missing`. `attach` begins, `close` ends it."""
 
-    def __init__(self, parts: Iterable[Feature], follow: bool, coalesce: bool) -> None:
+    def __init__(self, features: Iterable[Feature], follow: bool, coalesce: bool) -> None:
         self.missing: list[str] = []
         self._config = _config(follow, coalesce).tobytes()
-        self._object, self._programs = self._load(list(parts))
+        self._object, self._programs = self._load(list(features))
         self._ring = RecordRing(self._object.map_fd("ring"), RING_BYTES, RECORD)
 
-    def _load(self, parts: list[Feature]) -> tuple[BpfObject, list[str]]:
+    def _load(self, features: list[Feature]) -> tuple[BpfObject, list[str]]:
         """Loads what the kernel takes: a program that it refuses is replaced by the next choice, or left out."""
-        choice = [0] * len(parts)
+        choice = [0] * len(features)
         while True:
-            chosen = [part.programs[index] for part, index in zip(parts, choice, strict=True) if index < len(part.programs)]
+            chosen = [
+                feature.programs[at] for feature, at in zip(features, choice, strict=True) if at < len(feature.programs)
+            ]
             programs = [*_ALWAYS, *(name for group in chosen for name in group)]
             loaded = BpfObject(OBJECT)
             try:
@@ -126,16 +128,17 @@ class KernelPrograms:
                 return loaded, programs
             except LoadFailure as failure:
                 loaded.close()
-                self._give_up(failure, parts, choice)
+                self._give_up(failure, features, choice)
 
-    def _give_up(self, failure: LoadFailure, parts: list[Feature], choice: list[int]) -> None:
-        for position, part in enumerate(parts):
-            if choice[position] < len(part.programs) and failure.program in part.programs[choice[position]]:
+    def _give_up(self, failure: LoadFailure, features: list[Feature], choice: list[int]) -> None:
+        for position, feature in enumerate(features):
+            untried = feature.programs[choice[position] :]
+            if untried and failure.program in untried[0]:
                 choice[position] += 1
-                if choice[position] < len(part.programs):
+                if len(untried) > 1:
                     return
-                if part.missing is not None:
-                    self.missing.append(part.missing)
+                if feature.missing is not None:
+                    self.missing.append(feature.missing)
                     return
         raise failure
 
@@ -235,7 +238,7 @@ class BpfSource(Source):
 
     @classmethod
     @abstractmethod
-    def parts(cls, scope: Scope) -> Sequence[Feature]:
+    def features(cls, scope: Scope) -> Sequence[Feature]:
         """What is to be loaded for `scope`."""
 
     @classmethod
@@ -246,7 +249,7 @@ class BpfSource(Source):
         if os.geteuid() != 0 and not _has_capabilities():
             return "needs root (or CAP_BPF and CAP_PERFMON)"
         try:
-            KernelPrograms(cls.parts(Scope(())), follow=True, coalesce=True).close()
+            KernelPrograms(cls.features(Scope(())), follow=True, coalesce=True).close()
         except LoadFailure as failure:
             return f"the kernel refuses {failure.program or 'the programs'}: {os.strerror(failure.number)}"
         except EnvironmentProblem as problem:
@@ -256,7 +259,7 @@ class BpfSource(Source):
     def start(self, scope: Scope) -> None:
         """Loads and attaches; EnvironmentProblem if the kernel refuses, or none of the targets is there."""
         try:
-            self._kernel = KernelPrograms(self.parts(scope), scope.follow, scope.coalesce)
+            self._kernel = KernelPrograms(self.features(scope), scope.follow, scope.coalesce)
             self._live = self._kernel.attach(scope.targets)
         except LoadFailure as failure:
             self.stop()
@@ -340,7 +343,7 @@ class FilemapSource(BpfSource):
     )
 
     @classmethod
-    def parts(cls, scope: Scope) -> Sequence[Feature]:
+    def features(cls, scope: Scope) -> Sequence[Feature]:
         """See BpfSource."""
         needed = Feature([["read_pages", "fault_page", "mapped", "map_around"]])
         return (needed, *_common(scope))
@@ -366,7 +369,7 @@ class FexitSource(BpfSource):
     )
 
     @classmethod
-    def parts(cls, scope: Scope) -> Sequence[Feature]:
+    def features(cls, scope: Scope) -> Sequence[Feature]:
         """See BpfSource."""
         needed = Feature([["read_returned", "fault_returned", "mapped", "map_returned"]])
         return (needed, *_common(scope))
@@ -381,7 +384,7 @@ class SyscallSource(BpfSource):
     fills = False
 
     @classmethod
-    def parts(cls, scope: Scope) -> Sequence[Feature]:
+    def features(cls, scope: Scope) -> Sequence[Feature]:
         """See BpfSource."""
         return (Feature([["read_call_returned"]]), *(_WRITES if scope.writes else ()), *((_BLOCK,) if scope.block else ()))
 
