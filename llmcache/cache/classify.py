@@ -104,7 +104,7 @@ def classify(batches: Iterable[Trace], names: NamesOf | None = None, experts: Ex
 
 def classify_file(path: str, names: Callable[[Sequence[TraceFile]], ModelNames]) -> TraceClasses:
     """Returns the classes of the trace at `path`, in any format; `names` gives the names for a file table."""
-    from llmcache.trace.record import open_trace
+    from llmcache.trace.formats import open_trace
 
     with open_trace(path) as reader:
         known = names(reader.files)

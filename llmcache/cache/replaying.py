@@ -34,7 +34,7 @@ WINDOW_SHARE = 8  # of the capacity, inverted: what is read of an extent within 
 
 
 class Places(Protocol):
-    """What this needs of `llmcache.cache.space.BlockSpace`."""
+    """What this needs of `llmcache.trace.record.BlockSpace`."""
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
         """Returns (file, block) of each id."""

@@ -14,9 +14,8 @@ from llmcache.cache.extents import BLOCK_BYTES, LARGE_EXTENT, SMALL_EXTENT
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.base import Policy
 from llmcache.cache.replaying import SCHEME
-from llmcache.cache.space import BlockSpace
 from llmcache.errors import DataError
-from llmcache.trace.record import HIT, Provenance, Trace, TraceFile
+from llmcache.trace.record import HIT, BlockSpace, Provenance, Trace, TraceFile
 
 MIB = 1 << 20
 BLOCKS = LARGE_EXTENT // BLOCK_BYTES

@@ -24,8 +24,7 @@ from llmcache.cache.grid import parts_of
 from llmcache.cache.plan import Plan
 from llmcache.cache.policies import policy_class
 from llmcache.cache.simulate import simulate_all
-from llmcache.cache.space import BlockSpace
-from llmcache.trace.record import TraceReader
+from llmcache.trace.record import BlockSpace, TraceReader
 
 from . import machine, results
 from .bars import Bar, exit_code, of_document, with_bars

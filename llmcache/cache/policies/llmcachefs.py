@@ -9,8 +9,7 @@ from llmcache.cache.policies.base import Ids, Policy
 from llmcache.cache.replaying import Cut, OneFile, Recorded
 
 if TYPE_CHECKING:
-    from llmcache.cache.space import BlockSpace
-    from llmcache.trace.record import Provenance, TraceFile
+    from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 
 
 class LLMCacheFS(Policy):
