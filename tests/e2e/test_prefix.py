@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,6 +221,63 @@ def test_a_state_that_llama_cpp_does_not_take_is_dropped(
     assert cache.counters.hits == 0 and "does not take" in caplog.text
     answer(opened(tiny, cache), prompt(600))
     assert cache.counters.hits == 1
+
+
+def test_blocks_of_another_layout_or_other_tokens_are_not_used_and_stored_anew(
+    tiny: Path, opened: Open, cache: PrefixCache
+) -> None:
+    """Right checksums, as another build of the library or a hostile server writes them."""
+    plain = reused(opened(tiny), prompt(600), prompt(600), 600)
+
+    def other(block: Block) -> Block:
+        assert block.layout
+        (part,) = block.layout.parts
+        return Block(block.payload, block.tokens, Layout((replace(part, values=tuple(reversed(part.keys))),)))
+
+    def fewer(block: Block) -> Block:
+        assert block.layout
+        return Block(block.payload[: -block.layout.token_bytes], block.tokens[:-1], block.layout)
+
+    def none(block: Block) -> Block:
+        return Block(block.payload, block.tokens)
+
+    answer(opened(tiny, cache), prompt(600), 1)
+    for change in (other, fewer, none):
+        for index in range(3):
+            for entry in cache.store.entries():
+                if entry.key.index == index:
+                    block = cache.store.read(entry.key)
+                    assert block
+                    cache.store.write(entry.key, change(block))
+            answer(opened(tiny, cache), prompt(600), 1)
+            before = cache.counters.restored_tokens
+            assert answer(opened(tiny, cache), prompt(600)) == plain
+            assert cache.counters.restored_tokens - before == 600, (change.__name__, index)
+
+
+def test_a_link_to_a_block_behind_other_tokens_is_not_followed(tiny: Path, opened: Open, cache: PrefixCache) -> None:
+    one, two = prompt(256) + prompt(100, seed=2), prompt(256, seed=1) + prompt(100, seed=2)
+    plain = reused(opened(tiny), one, one, 256)
+    for tokens in (one, two):
+        answer(opened(tiny, cache), tokens, 1)
+    first, second = (entry.key for entry in cache.store.entries() if entry.key.kind == "part")
+    for path in (cache.store.directory / first.model).glob("*.next"):
+        target = os.path.basename((first if path.readlink().name == os.path.basename(second.file) else second).file)
+        path.unlink()
+        path.symlink_to(target)
+    assert answer(opened(tiny, cache), one) == plain
+    assert cache.counters.restored_tokens == 256
+
+
+def test_a_model_whose_file_is_gone_answers(
+    tiny: Path, tmp_path: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "moved.gguf"
+    path.write_bytes(tiny.read_bytes())
+    model = opened(path, cache)
+    path.unlink()
+    assert answer(model, prompt(300)) == answer(opened(tiny), prompt(300))
+    assert len(caplog.messages) == 1 and "cannot be read" in caplog.text and not cache.store.entries()
 
 
 def test_states_that_cannot_be_cut_are_stored_whole(

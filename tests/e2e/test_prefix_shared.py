@@ -163,6 +163,25 @@ def test_a_server_that_dribbles_is_cut_off(tiny: Path, opened: Open, tmp_path: P
     listening.close()
 
 
+@pytest.mark.parametrize(
+    "reply", [b":5\r\n", b"*1\r\n:5\r\n", b"*-1\r\n", b"*1\r\n" * 5000, b"$4\r\nabcd\r\n", b"-ERR\r\n"], ids=lambda one: one[:8]
+)
+def test_answers_of_another_kind_are_none(tiny: Path, opened: Open, tmp_path: Path, reply: bytes) -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def reply_to_all() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection = listening.accept()[0]
+                while told := connection.recv(10_000):
+                    connection.sendall(reply if b"GET" in told else b"+OK\r\n" * told.count(b"*"))
+
+    threading.Thread(target=reply_to_all, daemon=True).start()
+    with stored(tmp_path / "kv", shared=f"redis://127.0.0.1:{listening.getsockname()[1]}?protocol=2", deadline=0.5) as cache:
+        assert cache.restore(opened(tiny), prompt(600)) == 0
+    listening.close()
+
+
 def test_a_password_is_given(tiny: Path, opened: Open, server: Callable[..., Server], tmp_path: Path) -> None:
     shared = server("--requirepass", "secret")
     address = f"redis://:secret@127.0.0.1:{shared.port}/0"
