@@ -164,7 +164,9 @@ def test_a_server_that_dribbles_is_cut_off(tiny: Path, opened: Open, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "reply", [b":5\r\n", b"*1\r\n:5\r\n", b"*-1\r\n", b"*1\r\n" * 5000, b"$4\r\nabcd\r\n", b"-ERR\r\n"], ids=lambda one: one[:8]
+    "reply",
+    [b":5\r\n", b"*1\r\n:5\r\n", b"*-1\r\n", b"*1\r\n" * 5000, b"$4\r\nabcd\r\n", b"-ERR\r\n"],
+    ids=lambda one: one[:8],
 )
 def test_answers_of_another_kind_are_none(tiny: Path, opened: Open, tmp_path: Path, reply: bytes) -> None:
     listening = socket.create_server(("127.0.0.1", 0))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import multiprocessing
 import os
 import random
-import signal
 import stat
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -439,44 +440,39 @@ def test_a_directory_that_is_none(tmp_path: Path, make: Callable[[Path], object]
         BlockStore(tmp_path / "kv", 10**9)
 
 
-WRITER = """
-import random, sys
-import numpy as np
-from tests.unit.test_kv_prefix import block, key, FILE_BYTES
-from llmcache.kv.prefix.store import PART, BlockStore
-store = BlockStore(sys.argv[1], 40 * FILE_BYTES)
-turns = random.Random(int(sys.argv[2]))
-print("ready", flush=True)
-while True:
-    number = turns.randrange(60)
-    if number % 3:
-        store.write(key(number, number % 5), block(number), [f"{number % 7:040x}"])
-    else:
-        store.write(key(number, number % 5, PART), block(number), [f"{number % 7:040x}"])
-    store.read(key(turns.randrange(60), number % 5))
-    store.touch([key(turns.randrange(60), number % 5)])
-"""
+def write_on(directory: Path, seed: int, ready: Event) -> None:
+    """Writes, reads and uses blocks until it is killed."""
+    store, turns = BlockStore(directory, 40 * FILE_BYTES), random.Random(seed)
+    ready.set()
+    while True:
+        number = turns.randrange(60)
+        store.write(key(number, number % 5, CUT if number % 3 else PART), block(number), [f"{number % 7:040x}"])
+        store.read(key(turns.randrange(60), number % 5))
+        store.touch([key(turns.randrange(60), number % 5)])
 
 
 @pytest.fixture
-def writers(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
-    running: list[subprocess.Popen[str]] = []
+def writers(tmp_path: Path) -> Iterator[Callable[[int], BaseProcess]]:
+    """Starts writers, forked from a process that has imported all: they are killed by the thousand."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    running: list[BaseProcess] = []
 
-    def start(seed: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", WRITER, str(tmp_path / "kv"), str(seed)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[2])
-        running.append(process)
-        assert process.stdout and process.stdout.readline() == "ready\n"
-        return process
+    def start(seed: int) -> BaseProcess:
+        ready = context.Event()
+        running.append(context.Process(target=write_on, args=(tmp_path / "kv", seed, ready), daemon=True))
+        running[-1].start()
+        assert ready.wait(60)
+        return running[-1]
 
     yield start
     for process in running:
         process.kill()
-        process.wait()
+        process.join()
 
 
 def test_writers_killed_at_any_moment_leave_blocks_that_are_right(
-    tmp_path: Path, writers: Callable[[int], subprocess.Popen[str]], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, writers: Callable[[int], BaseProcess], caplog: pytest.LogCaptureFixture
 ) -> None:
     """LLMCACHE_PREFIX_KILLS (20): how often one of two writers on one directory is killed."""
     turns = random.Random(0)
@@ -484,8 +480,8 @@ def test_writers_killed_at_any_moment_leave_blocks_that_are_right(
     kills = int(os.environ.get("LLMCACHE_PREFIX_KILLS", "20"))
     for kill in range(kills):
         time.sleep(turns.random() * 0.1)
-        pair[kill % 2].send_signal(signal.SIGKILL)
-        pair[kill % 2].wait()
+        pair[kill % 2].kill()
+        pair[kill % 2].join()
         store = BlockStore(tmp_path / "kv", 40 * FILE_BYTES)
         for entry in store.entries():
             number = int(entry.key.name, 16)
@@ -494,9 +490,9 @@ def test_writers_killed_at_any_moment_leave_blocks_that_are_right(
         assert not caplog.messages, "none was damaged"
         pair[kill % 2] = writers(kill + 2)
     for process in pair:
-        assert process.poll() is None, "the other one's end ends nobody"
+        assert process.is_alive(), "the other one's end ends nobody"
         process.kill()
-        process.wait()
+        process.join()
     store = BlockStore(tmp_path / "kv", 40 * FILE_BYTES)
     assert 0 < sum(entry.size_bytes for entry in store.entries()) <= 40 * FILE_BYTES
     assert not list((tmp_path / "kv").rglob("new-*.tmp")), "what they were writing is swept"

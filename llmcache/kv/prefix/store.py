@@ -120,9 +120,10 @@ class Uses:
 class BlockStore:
     """The blocks below `directory`, which is made if it is not there (0700; files are 0600).
 
-    At most `limit_bytes` are kept, nothing that was not used for `ttl_ns` (0: for ever; looked at when it is opened, stored to
-    or restored from), and `floor_bytes` of the file system are left free. UsageError: it is no directory; EnvironmentProblem: it cannot be written. Without `limit_bytes`
-    it is looked at as it is: UsageError if it holds no blocks.
+    At most `limit_bytes` are kept, nothing that was not used for `ttl_ns` (0: for ever; looked at when it is opened, stored
+    to or restored from), and `floor_bytes` of the file system are left free. UsageError: it is no directory;
+    EnvironmentProblem: it cannot be written. Without `limit_bytes` it is looked at as it is: UsageError if it holds no
+    blocks.
     """
 
     def __init__(
