@@ -19,8 +19,8 @@ bit for bit as one that the same Llama is asked for twice, not always as one tha
 
 Layouts that cannot be cut (kv.prefix.state: recurrent layers, windows that have dropped tokens) are stored whole, at block
 boundaries: the prompt is evaluated up to 1, 2, 4, 8… blocks and the last, and the state taken there. One log line says so.
-Where `Llama` would evaluate the prompt anew all the same, as llama.cpp cannot remove "nothing behind it" from a recurrent
-state, nothing is restored or stored, and another line says that.
+Where `Llama` would evaluate the prompt anew all the same, as its llama.cpp does not remove "nothing behind it" from a
+recurrent state, nothing is restored or stored, and another line says that.
 
 Nothing is restored for a completion that tells the probabilities of the prompt's tokens (`echo` with `logprobs`): their
 scores are not stored. Nothing is restored or stored for a Llama with a chat handler of images, which have no tokens.
@@ -462,7 +462,7 @@ class PrefixCache(BaseLlamaCache):
                 continue
             llama.eval(tokens[live:at])
             live = at
-            if not llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(llama.ctx), -1, live, -1):
+            if not llama._ctx.kv_cache_seq_rm(-1, live, -1):
                 model.refused = "it cannot go on from a state without evaluating all of the prompt anew"
                 log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
                 llama.reset()
