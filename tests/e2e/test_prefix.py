@@ -380,18 +380,23 @@ def test_recurrent_states_are_stored_whole(
 
 
 def test_what_llama_evaluates_anew_is_not_stored(
-    tiny: Path, opened: Open, cache: PrefixCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, opened: Open, cache: PrefixCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A library that asks for what is behind of all sequences, not of the first, has all of it evaluated."""
     import llama_cpp
 
-    plain = answer(opened(tiny), prompt(600))
-    monkeypatch.setattr(llama_cpp, "llama_model_is_recurrent", lambda model: True)
-    monkeypatch.setattr("llama_cpp._internals.LlamaContext.kv_cache_seq_rm", lambda *_: False)
-    model = opened(tiny, cache)
-    assert answer(model, prompt(600)) == plain
-    assert "stored whole" in caplog.text and "anew" in caplog.text and not cache.store.entries()
-    model.reset()
-    assert answer(model, prompt(600)) == plain
+    def remove(context: Any, _: int, start: int, end: int) -> Any:
+        return llama_cpp.llama_memory_seq_rm(context.memory, -1, start, end)
+
+    path = make_recurrent(tmp_path / "recurrent.gguf", hybrid=False)
+    plain = answer(opened(path), prompt(600))
+    monkeypatch.setattr("llama_cpp._internals.LlamaContext.kv_cache_seq_rm", remove)
+    model = opened(path, cache)
+    for _ in range(2):
+        assert answer(model, prompt(600)) == plain
+        model.reset()
+    assert "stored whole" in caplog.text and "anew" in caplog.text and len(caplog.messages) == 2
+    assert not cache.store.entries()
 
 
 def test_a_longer_prompt_than_the_context_restores_what_fits(tiny: Path, opened: Open, cache: PrefixCache) -> None:
