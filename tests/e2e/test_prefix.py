@@ -605,15 +605,26 @@ def test_a_server_that_was_killed_goes_on_from_the_disk(
         time.sleep(0.05)
     process.kill()
     process.wait()
-    _, address = served()
+    process, address = served()
     assert ask(address) == first
     told = metrics(address)
     assert told["llmcache_prefix_hits_total"] == 1 and told["llmcache_prefix_restored_tokens_total"] > 256
     assert told["llmcache_prefix_restored_bytes_total"] > 0 and told["llmcache_prefix_restore_seconds_total"] > 0
+    assert told["llmcache_prefix_saved_seconds_total"] > 0
+    process.terminate()
+    assert process.wait(60) == 0, "it ends in order, and writes what waits"
 
 
 @pytest.mark.server
-def test_the_servers_own_cache_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "llmcache", "serve-llama", str(tmp_path), "--", "--model", "x", "--cache", "true"]
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--model", "x", "--cache", "true"), "--cache"),
+        (("--model", "/nowhere.gguf"), "does not exist"),
+        ((), "--model FILE"),
+    ],
+)
+def test_what_the_server_cannot_do_is_refused(tmp_path: Path, words: tuple[str, ...], told: str) -> None:
+    command = [sys.executable, "-m", "llmcache", "serve-llama", str(tmp_path), "--", *words]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert result.returncode == 2 and "--cache" in result.stderr
+    assert result.returncode == 2 and told in result.stderr and "Traceback" not in result.stderr

@@ -341,6 +341,9 @@ class PrefixCache(BaseLlamaCache):
                 log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
             elif model.whole:
                 log.warning("%s: its states are stored whole, at block boundaries", model.told["file"])
+            if not model.refused:  # how fast the process was that stored first, until this one knows its own speed
+                speed = self.store.description(model.name).get("token_s")
+                model.token_s = speed if isinstance(speed, float) else 0.0
             self._models[llama] = model
         return self._models[llama]
 
@@ -541,7 +544,7 @@ class _Writer:
                 task = self._tasks[0]
             written = 0
             try:
-                self._store.describe(task.model.name, task.model.told)
+                self._store.describe(task.model.name, {**task.model.told, "token_s": task.model.token_s})
                 for key in task.keys:
                     self._counters.stored_bytes += self._write(task, key)
                     written += 1
