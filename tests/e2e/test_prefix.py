@@ -287,6 +287,17 @@ def test_a_link_to_a_block_behind_other_tokens_is_not_followed(tiny: Path, opene
     assert cache.counters.restored_tokens == 256
 
 
+def test_a_model_whose_file_was_replaced_answers_and_nothing_of_it_is_stored_as_the_other(
+    tiny: Path, tmp_path: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "replaced.gguf"
+    path.write_bytes(tiny.read_bytes())
+    model = opened(path, cache)
+    make_model(tmp_path / "other.gguf", "--seed", "1").replace(path)
+    assert answer(model, prompt(300)) == answer(opened(tiny), prompt(300))
+    assert len(caplog.messages) == 1 and "replaced" in caplog.text and not cache.store.entries()
+
+
 def test_a_model_whose_file_is_gone_answers(
     tiny: Path, tmp_path: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture
 ) -> None:

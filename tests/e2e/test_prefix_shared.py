@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import redis_server
-from tests.e2e.test_prefix import Open, answer, prompt, reused, stored
+from tests.e2e.test_prefix import ROOT, Open, answer, prompt, reused, stored
 from tests.e2e.test_prefix import opened as opened
 from tests.e2e.test_prefix import tiny as tiny
 
@@ -199,5 +201,10 @@ def test_a_ttl_is_the_servers_too(tiny: Path, opened: Open, server: Callable[...
     with stored(tmp_path / "one", shared=shared.address, ttl="1h") as one:
         answer(opened(tiny, one), prompt(300))
     assert all(3500 < shared.client.ttl(key) <= 3600 for key in shared.names())
-    with pytest.raises(Exception, match="redis://"):
-        stored(tmp_path / "two", shared="nonsense")
+
+
+def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "llmcache", "serve-llama", str(tmp_path)]
+    told = {**os.environ, "LLMCACHE_SHARED": "nonsense"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=told, check=False)
+    assert result.returncode == 2 and "redis://" in result.stderr

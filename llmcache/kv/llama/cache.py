@@ -619,6 +619,8 @@ def fingerprint(llama: Llama) -> _Model:
         refused = "images have no tokens to know them by"
     elif llama.context_params.embeddings:
         refused = "it is for embeddings"
+    elif any(f"{os.path.realpath(path)} (deleted)" in Path("/proc/self/maps").read_text() for path in paths):
+        refused = "its file was replaced after it was loaded"
     return _Model(hashlib.blake2b(identity.encode(), digest_size=32).digest(), told, whole, refused)
 
 
