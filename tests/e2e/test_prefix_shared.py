@@ -186,6 +186,24 @@ def test_answers_of_another_kind_are_none(tiny: Path, opened: Open, tmp_path: Pa
     listening.close()
 
 
+def test_an_interpreter_that_ends_asks_nobody(
+    tiny: Path, opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From Python 3.12 on it starts no more threads; what waits is written all the same."""
+    cache = stored(tmp_path / "kv", shared=f"redis://127.0.0.1:{free_port()}")
+    model, start = opened(tiny, cache), threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "llmcache-shared":
+            raise RuntimeError("can't start new thread at interpreter shutdown")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    answer(model, prompt(600), 1)
+    cache.close()
+    assert cache.counters.stored_blocks == 3 and not caplog.messages
+
+
 def test_a_password_is_given(tiny: Path, opened: Open, server: Callable[..., Server], tmp_path: Path) -> None:
     shared = server("--requirepass", "secret")
     address = f"redis://:secret@127.0.0.1:{shared.port}/0"

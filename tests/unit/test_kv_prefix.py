@@ -11,6 +11,7 @@ import random
 import stat
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,6 +27,7 @@ from hypothesis import strategies as st
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.prefix.state import Joined, Layout, Uncut, read_state
 from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockStore, Entry, Key
+from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.spill.shape import Bytes
 from tests.fuzz.target import bounded
 
@@ -391,6 +393,22 @@ def test_what_writers_left_half_written_is_swept_unless_they_live(store: BlockSt
     assert not live.exists() and numbers(store) == {1}
 
 
+def test_what_is_just_begun_is_not_swept(store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens the directory between the making of a file and its lock."""
+    lock, others = RawFile.lock, [threading.Thread(target=lambda: BlockStore(store.directory, 10**9))]
+
+    def lock_late(raw: RawFile) -> None:
+        if others:
+            other = others.pop()
+            other.start()
+            other.join(0.5)
+        lock(raw)
+
+    monkeypatch.setattr(RawFile, "lock", lock_late)
+    store.write(key(1), block(1))
+    assert same(store.read(key(1)), block(1)) and not others
+
+
 def test_pruning_by_age_size_and_model(tmp_path: Path) -> None:
     clock = Clock()
     store = BlockStore(tmp_path, 10**9, clock=clock)
@@ -462,7 +480,7 @@ def writers(tmp_path: Path) -> Iterator[Callable[[int], BaseProcess]]:
         ready = context.Event()
         running.append(context.Process(target=write_on, args=(tmp_path / "kv", seed, ready), daemon=True))
         running[-1].start()
-        assert ready.wait(60)
+        assert ready.wait(120)
         return running[-1]
 
     yield start
