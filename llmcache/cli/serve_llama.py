@@ -14,7 +14,13 @@ from llmcache.cli import base, types
 @click.option("--limit", metavar="SIZE", default="20G", show_default=True, help="Bytes that DIR may hold.")
 @click.option("--ttl", metavar="TIME", help="Remove what was not used for so long: 30d.")
 @click.option("--floor", metavar="SIZE", default="1G", show_default=True, help="Space of the file system that is left free.")
-@click.option("--shared", metavar="ADDRESS", help="A Redis-compatible server to share prompts over: redis://host:6379/0.")
+@click.option(
+    "--shared",
+    metavar="ADDRESS",
+    envvar="LLMCACHE_SHARED",
+    show_envvar=True,
+    help="A Redis-compatible server to share prompts over: redis://host:6379/0.",
+)
 @click.argument("arguments", metavar="-- ARGUMENTS...", nargs=-1, type=click.UNPROCESSED)
 def command(directory: str, limit: str, ttl: str | None, floor: str, shared: str | None, arguments: tuple[str, ...]) -> None:
     """Serve models with llama-cpp-python; prompts are stored in DIR.

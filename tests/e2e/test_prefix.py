@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +164,24 @@ def test_prompts_share_their_blocks(tiny: Path, opened: Open, cache: PrefixCache
     assert sorted(entry.key.kind for entry in cache.store.entries()) == ["kv"] * 6 + ["part"] * 4
 
 
+def test_fifty_conversations_take_a_fifth_of_their_whole_states(tiny: Path, opened: Open, cache: PrefixCache) -> None:
+    """Each over one system prompt and of two turns, in turns, so that the second one finds another's state in the model."""
+    model, system = opened(tiny, cache, n_ctx=4096), prompt(2048)
+    tokens = {seed: system + prompt(150, seed=seed) for seed in range(1, 51)}
+    for turn in range(2):
+        for seed, before in tokens.items():
+            answer(model, before, 16)
+            if not turn:
+                tokens[seed] = model.input_ids[: model.n_tokens].tolist() + prompt(50, seed=100 + seed)
+    assert cache.counters.restored_tokens == sum(len(one) - 50 for one in tokens.values())
+    (layout,) = {block.layout for entry in cache.store.entries() if (block := cache.store.read(entry.key, payload=False))}
+    assert layout
+    whole = sum(len(one) + 15 for one in tokens.values()) * layout.token_bytes
+    stored = sum(path.lstat().st_size for path in cache.store.directory.rglob("*") if path.is_file())
+    assert stored < whole / 5, f"{stored / whole:.3f}"
+    assert sorted(entry.key.kind for entry in cache.store.entries()) == [*["kv"] * 8, *["part"] * 50]
+
+
 def test_another_model_of_the_same_name_has_other_blocks(
     tiny: Path, tmp_path: Path, opened: Open, cache: PrefixCache
 ) -> None:
@@ -222,6 +241,74 @@ def test_a_state_that_llama_cpp_does_not_take_is_dropped(
     assert cache.counters.hits == 1
 
 
+def test_blocks_of_another_layout_or_other_tokens_are_not_used_and_stored_anew(
+    tiny: Path, opened: Open, cache: PrefixCache
+) -> None:
+    """Right checksums, as another build of the library or a hostile server writes them."""
+    plain = reused(opened(tiny), prompt(600), prompt(600), 600)
+
+    def other(block: Block) -> Block:
+        assert block.layout
+        (part,) = block.layout.parts
+        return Block(block.payload, block.tokens, Layout((replace(part, values=tuple(reversed(part.keys))),)))
+
+    def fewer(block: Block) -> Block:
+        assert block.layout
+        return Block(block.payload[: -block.layout.token_bytes], block.tokens[:-1], block.layout)
+
+    def none(block: Block) -> Block:
+        return Block(block.payload, block.tokens)
+
+    answer(opened(tiny, cache), prompt(600), 1)
+    for change in (other, fewer, none):
+        for index in range(3):
+            for entry in cache.store.entries():
+                if entry.key.index == index:
+                    block = cache.store.read(entry.key)
+                    assert block
+                    cache.store.write(entry.key, change(block))
+            answer(opened(tiny, cache), prompt(600), 1)
+            before = cache.counters.restored_tokens
+            assert answer(opened(tiny, cache), prompt(600)) == plain
+            assert cache.counters.restored_tokens - before == 600, (change.__name__, index)
+
+
+def test_a_link_to_a_block_behind_other_tokens_is_not_followed(tiny: Path, opened: Open, cache: PrefixCache) -> None:
+    one, two = prompt(256) + prompt(100, seed=2), prompt(256, seed=1) + prompt(100, seed=2)
+    plain = reused(opened(tiny), one, one, 256)
+    for tokens in (one, two):
+        answer(opened(tiny, cache), tokens, 1)
+    first, second = (entry.key for entry in cache.store.entries() if entry.key.kind == "part")
+    for path in (cache.store.directory / first.model).glob("*.next"):
+        target = os.path.basename((first if path.readlink().name == os.path.basename(second.file) else second).file)
+        path.unlink()
+        path.symlink_to(target)
+    assert answer(opened(tiny, cache), one) == plain
+    assert cache.counters.restored_tokens == 256
+
+
+def test_a_model_whose_file_was_replaced_answers_and_nothing_of_it_is_stored_as_the_other(
+    tiny: Path, tmp_path: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "replaced.gguf"
+    path.write_bytes(tiny.read_bytes())
+    model = opened(path, cache)
+    make_model(tmp_path / "other.gguf", "--seed", "1").replace(path)
+    assert answer(model, prompt(300)) == answer(opened(tiny), prompt(300))
+    assert len(caplog.messages) == 1 and "replaced" in caplog.text and not cache.store.entries()
+
+
+def test_a_model_whose_file_is_gone_answers(
+    tiny: Path, tmp_path: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "moved.gguf"
+    path.write_bytes(tiny.read_bytes())
+    model = opened(path, cache)
+    path.unlink()
+    assert answer(model, prompt(300)) == answer(opened(tiny), prompt(300))
+    assert len(caplog.messages) == 1 and "cannot be read" in caplog.text and not cache.store.entries()
+
+
 def test_states_that_cannot_be_cut_are_stored_whole(
     tiny: Path, opened: Open, cache: PrefixCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -241,19 +328,86 @@ def test_states_that_cannot_be_cut_are_stored_whole(
     )
 
 
-def test_what_llama_evaluates_anew_is_not_stored(
-    tiny: Path, opened: Open, cache: PrefixCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def make_recurrent(path: Path, hybrid: bool) -> Path:
+    """The smallest Mamba that llama.cpp loads, or Jamba: a layer of it and one of attention; of random weights."""
+    import gguf
+
+    width, inner, state, rank, vocabulary = 64, 128, 16, 4, 1024
+    writer, drawn = gguf.GGUFWriter(path, "jamba" if hybrid else "mamba"), np.random.default_rng(0)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(width)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(width * hybrid)
+    writer.add_head_count(4 * hybrid)
+    if hybrid:
+        writer.add_head_count_kv([0, 4])
+    writer.add_ssm_conv_kernel(4)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(rank)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(3, vocabulary))])
+    writer.add_token_scores([0.0] * vocabulary)
+    writer.add_token_types([2, 3, 3, *[1] * (vocabulary - 3)])
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocabulary, width), "output_norm.weight": (width,)}
+    mamba = {"in.weight": (2 * inner, width), "conv1d.weight": (inner, 4), "conv1d.bias": (inner,), "dt.bias": (inner,)}
+    mamba |= {"x.weight": (rank + 2 * state, inner), "dt.weight": (inner, rank), "a": (inner, state), "d": (inner,)}
+    mamba |= {"out.weight": (width, inner)}
+    mamba |= {"dt_norm.weight": (rank,), "b_norm.weight": (state,), "c_norm.weight": (state,)} if hybrid else {}
+    mamba = {f"ssm_{name}": shape for name, shape in mamba.items()}
+    attention = {f"attn_{name}.weight": (width, width) for name in ("q", "k", "v", "output")}
+    dense = {"ffn_norm.weight": (width,), **{f"ffn_{name}.weight": (width, width) for name in ("gate", "up", "down")}}
+    for layer in range(2):
+        found = (attention if hybrid and layer else mamba) | (dense if hybrid else {}) | {"attn_norm.weight": (width,)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in found.items()}
+    for name, shape in shapes.items():
+        values = np.ones(shape) if "norm" in name else drawn.standard_normal(shape) / 4
+        writer.add_tensor(name, (-abs(values) if name.endswith("ssm_a") else values).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["mamba", "jamba"])
+def test_recurrent_states_are_stored_whole(
+    tmp_path: Path, opened: Open, cache: PrefixCache, hybrid: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    path = make_recurrent(tmp_path / "recurrent.gguf", hybrid)
+    model, other = opened(path, cache), prompt(512, seed=1) + prompt(600)[512:]
+    answer(model, prompt(600), 1)
+    evaluated = logits(model)
+    answer(model, other, 1)
+    assert logits(model) != evaluated, "what is before matters"
+    assert [entry.key.kind for entry in cache.store.entries()] == ["state"] * 4
+    for tokens, hits in ((prompt(600), 1), (prompt(530), 2)):
+        restored = opened(path, cache)
+        answer(restored, tokens, 1)
+        assert (cache.counters.hits, cache.counters.restored_tokens) == (hits, 512 * hits)
+        assert (logits(restored) == evaluated) is (tokens == prompt(600))
+    assert caplog.messages == ["recurrent.gguf: its states are stored whole, at block boundaries"] * 3
+
+
+def test_what_llama_evaluates_anew_is_not_stored(
+    tmp_path: Path, opened: Open, cache: PrefixCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A library that asks for what is behind of all sequences, not of the first, has all of it evaluated."""
     import llama_cpp
 
-    plain = answer(opened(tiny), prompt(600))
-    monkeypatch.setattr(llama_cpp, "llama_model_is_recurrent", lambda model: True)
-    monkeypatch.setattr(llama_cpp, "llama_memory_seq_rm", lambda *_: False)
-    model = opened(tiny, cache)
-    assert answer(model, prompt(600)) == plain
-    assert "stored whole" in caplog.text and "anew" in caplog.text and not cache.store.entries()
-    model.reset()
-    assert answer(model, prompt(600)) == plain
+    def remove(context: Any, _: int, start: int, end: int) -> Any:
+        return llama_cpp.llama_memory_seq_rm(context.memory, -1, start, end)
+
+    path = make_recurrent(tmp_path / "recurrent.gguf", hybrid=False)
+    plain = answer(opened(path), prompt(600))
+    monkeypatch.setattr("llama_cpp._internals.LlamaContext.kv_cache_seq_rm", remove)
+    model = opened(path, cache)
+    for _ in range(2):
+        assert answer(model, prompt(600)) == plain
+        model.reset()
+    assert "stored whole" in caplog.text and "anew" in caplog.text and len(caplog.messages) == 2
+    assert not cache.store.entries()
 
 
 def test_a_longer_prompt_than_the_context_restores_what_fits(tiny: Path, opened: Open, cache: PrefixCache) -> None:
@@ -462,15 +616,26 @@ def test_a_server_that_was_killed_goes_on_from_the_disk(
         time.sleep(0.05)
     process.kill()
     process.wait()
-    _, address = served()
+    process, address = served()
     assert ask(address) == first
     told = metrics(address)
     assert told["llmcache_prefix_hits_total"] == 1 and told["llmcache_prefix_restored_tokens_total"] > 256
     assert told["llmcache_prefix_restored_bytes_total"] > 0 and told["llmcache_prefix_restore_seconds_total"] > 0
+    assert told["llmcache_prefix_saved_seconds_total"] > 0
+    process.terminate()
+    assert process.wait(60) == 0, "it ends in order, and writes what waits"
 
 
 @pytest.mark.server
-def test_the_servers_own_cache_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "llmcache", "serve-llama", str(tmp_path), "--", "--model", "x", "--cache", "true"]
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--model", "x", "--cache", "true"), "--cache"),
+        (("--model", "/nowhere.gguf"), "does not exist"),
+        ((), "--model FILE"),
+    ],
+)
+def test_what_the_server_cannot_do_is_refused(tmp_path: Path, words: tuple[str, ...], told: str) -> None:
+    command = [sys.executable, "-m", "llmcache", "serve-llama", str(tmp_path), "--", *words]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert result.returncode == 2 and "--cache" in result.stderr
+    assert result.returncode == 2 and told in result.stderr and "Traceback" not in result.stderr

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import redis_server
-from tests.e2e.test_prefix import Open, answer, prompt, reused, stored
+from tests.e2e.test_prefix import ROOT, Open, answer, prompt, reused, stored
 from tests.e2e.test_prefix import opened as opened
 from tests.e2e.test_prefix import tiny as tiny
 
@@ -163,6 +165,45 @@ def test_a_server_that_dribbles_is_cut_off(tiny: Path, opened: Open, tmp_path: P
     listening.close()
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [b":5\r\n", b"*1\r\n:5\r\n", b"*-1\r\n", b"*1\r\n" * 5000, b"$4\r\nabcd\r\n", b"-ERR\r\n"],
+    ids=lambda one: one[:8],
+)
+def test_answers_of_another_kind_are_none(tiny: Path, opened: Open, tmp_path: Path, reply: bytes) -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def reply_to_all() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection = listening.accept()[0]
+                while told := connection.recv(10_000):
+                    connection.sendall(reply if b"GET" in told else b"+OK\r\n" * told.count(b"*"))
+
+    threading.Thread(target=reply_to_all, daemon=True).start()
+    with stored(tmp_path / "kv", shared=f"redis://127.0.0.1:{listening.getsockname()[1]}?protocol=2", deadline=0.5) as cache:
+        assert cache.restore(opened(tiny), prompt(600)) == 0
+    listening.close()
+
+
+def test_an_interpreter_that_ends_asks_nobody(
+    tiny: Path, opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From Python 3.12 on it starts no more threads; what waits is written all the same."""
+    cache = stored(tmp_path / "kv", shared=f"redis://127.0.0.1:{free_port()}")
+    model, start = opened(tiny, cache), threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "llmcache-shared":
+            raise RuntimeError("can't start new thread at interpreter shutdown")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    answer(model, prompt(600), 1)
+    cache.close()
+    assert cache.counters.stored_blocks == 3 and not caplog.messages
+
+
 def test_a_password_is_given(tiny: Path, opened: Open, server: Callable[..., Server], tmp_path: Path) -> None:
     shared = server("--requirepass", "secret")
     address = f"redis://:secret@127.0.0.1:{shared.port}/0"
@@ -178,5 +219,10 @@ def test_a_ttl_is_the_servers_too(tiny: Path, opened: Open, server: Callable[...
     with stored(tmp_path / "one", shared=shared.address, ttl="1h") as one:
         answer(opened(tiny, one), prompt(300))
     assert all(3500 < shared.client.ttl(key) <= 3600 for key in shared.names())
-    with pytest.raises(Exception, match="redis://"):
-        stored(tmp_path / "two", shared="nonsense")
+
+
+def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "llmcache", "serve-llama", str(tmp_path)]
+    told = {**os.environ, "LLMCACHE_SHARED": "nonsense"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=told, check=False)
+    assert result.returncode == 2 and "redis://" in result.stderr

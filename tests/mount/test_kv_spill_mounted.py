@@ -1,4 +1,4 @@
-"""Spill files on a mount: made with its default --spill, restored through it and behind it; and on a disk that fails."""
+"""Spill files and stored prompts on a mount, restored through it and behind it; and spill files on a disk that fails."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import EnvironmentProblem
+from llmcache.fs.backends.touches import why_not
+from llmcache.kv.prefix.store import PART, BlockStore
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from tests.mount.conftest import Mounter
 from tests.unit.kv_parts import append, ids, loop_disk, restored
+from tests.unit.test_kv_prefix import FILE_BYTES, MODEL, block, key, numbers, same
 
 SHAPE = KvShape("tiny", layers=2, kv_heads=2, head_dim=64, page_tokens=16)
 TINY = KvShape("tiny", layers=2, kv_heads=2, head_dim=4, page_tokens=4)
@@ -40,6 +43,27 @@ def test_a_name_that_is_no_spill_file_of_the_mount(mount: Mounter) -> None:
     with pytest.raises(EnvironmentProblem, match="Read-only file system"):
         SpillFile.create(mounted.point / "context.gguf", SHAPE)
     assert os.listdir(mounted.source) == []
+
+
+@pytest.mark.parametrize("mode", ["steer", pytest.param("inplace", marks=pytest.mark.bpf)])
+def test_stored_prompts_on_a_mount(mount: Mounter, tmp_path: Path, mode: str) -> None:
+    """Blocks, links and locks as on the file system itself; the limit is kept, and what is behind the mount is the same."""
+    if mode == "inplace" and (reason := why_not(str(tmp_path))):
+        pytest.skip(reason)
+    mounted = mount("--mode", mode, "--rw")
+    store, link = BlockStore(mounted.point / "kv", 4 * FILE_BYTES), "b" * 40
+    for number in range(6):
+        store.write(key(number), block(number))
+    store.write(key(6, 1, PART), block(6), [link])
+    assert numbers(store) == {4, 5, 6} and store.newest(MODEL, [link], 1) == key(6, 1, PART)
+    store.used([key(4), key(6, 1, PART)], 8, 16384)
+    (store.directory / key(5).file).write_bytes(b"damaged")
+    for one in (store, BlockStore(mounted.point / "kv", 4 * FILE_BYTES), BlockStore(mounted.source / "kv", None)):
+        assert same(one.read(key(4)), block(4)) and same(one.read(key(6, 1, PART)), block(6))
+        assert one.read(key(5)) is None and one.uses(MODEL).restores == 1
+    assert numbers(store) == {4, 6}
+    store.prune()
+    assert os.listdir(mounted.source / "kv") == ["lock"]
 
 
 @pytest.mark.parametrize("direct", [None, False])

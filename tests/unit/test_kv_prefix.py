@@ -5,16 +5,18 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import multiprocessing
 import os
 import random
-import signal
 import stat
 import struct
 import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,9 @@ from hypothesis import strategies as st
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.prefix.state import Joined, Layout, Uncut, read_state
 from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockStore, Entry, Key
+from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.spill.shape import Bytes
+from tests.fuzz.target import bounded
 
 MODEL = "0123456789abcdef" * 2
 SECOND = 10**9
@@ -209,7 +213,7 @@ def test_a_cut_off_or_exchanged_file_is_not_used(store: BlockStore, caplog: pyte
     assert [store.read(key(number)) for number in range(4)] == [None] * 4
     assert [record.message.rpartition(": ")[0].rpartition(": ")[2] for record in caplog.records] == [
         "is cut off",
-        "its checksum or size is wrong",
+        "its size is wrong",
         "is another block",
     ]
     assert not store.entries()
@@ -260,8 +264,11 @@ def test_what_was_not_used_for_long_goes(tmp_path: Path) -> None:
     store.touch([key(2)])
     clock.now += 40 * SECOND
     assert key(1) not in store and key(2) in store
+    store.used([key(2)], 4, 8192)
+    assert numbers(store) == {2}, "also without an end of the process"
+    clock.now += 80 * SECOND
     BlockStore(tmp_path, 10**9, ttl_ns=60 * SECOND, clock=clock)
-    assert numbers(store) == {2}
+    assert not numbers(store)
 
 
 def test_a_floor_of_free_space_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +333,32 @@ def test_foreign_files_are_nobodys_business(store: BlockStore) -> None:
     assert all(path.read_bytes() == b"mine" for path in (*foreign, *outside.iterdir()))
 
 
+def test_what_is_no_file_is_no_block(store: BlockStore) -> None:
+    """A FIFO, a link or a directory by the name of a block: nobody waits for it, reads it or takes it away."""
+    store.write(key(9), block(9))
+    paths = [store.directory / key(number).file for number in range(3)]
+    os.mkfifo(paths[0])
+    paths[1].symlink_to(store.directory / key(9).file)
+    paths[2].mkdir()
+    store.ahead(map(key, range(3)))
+    for number in range(3):
+        assert key(number) not in store and store.read(key(number)) is None
+    assert all(path.is_fifo() or path.is_symlink() or path.is_dir() for path in paths)
+    store.write(key(1), block(1))
+    assert same(store.read(key(1)), block(1)) and same(store.read(key(9)), block(9))
+    for name in (f"{'0' * 40}-007.kv", f"{'0' * 40}-\u0663.kv"):
+        (store.directory / MODEL / name).write_bytes(b"mine")
+    assert numbers(store) == {1, 9}
+
+
+def test_a_size_that_is_told_wrong_takes_no_memory(store: BlockStore) -> None:
+    store.write(key(1), block(1))
+    os.truncate(store.directory / key(1).file, 1 << 42)
+    with bounded():
+        assert store.read(key(1)) is None
+    assert not store.entries()
+
+
 def test_links_lead_to_the_newest_block_and_a_part_goes_when_one_begins_with_it(store: BlockStore) -> None:
     short, long = "b" * 40, "c" * 40
     begun = Block(block(1).payload, (1, 2, 3))
@@ -338,6 +371,9 @@ def test_links_lead_to_the_newest_block_and_a_part_goes_when_one_begins_with_it(
     store.write(key(1, 1, PART), begun, [short])
     store.write(key(3, 1, PART), Block(block(3).payload, (1, 2, 3, 4)), [long, short])
     assert numbers(store) == {2, 3} and store.newest(MODEL, [long], 1) == key(3, 1, PART)
+    store.drop([key(3, 1, PART)])
+    assert store.newest(MODEL, [long, short], 1) is None
+    store.write(key(3, 1, PART), Block(block(3).payload, (1, 2, 3, 4)), [long, short])
     assert store.newest(MODEL, [long], 2) is None
     store.prune()
     assert store.newest(MODEL, [long, short], 1) is None
@@ -355,6 +391,22 @@ def test_what_writers_left_half_written_is_swept_unless_they_live(store: BlockSt
         assert not left.exists() and not link.is_symlink() and live.exists()
     BlockStore(store.directory, 10**9)
     assert not live.exists() and numbers(store) == {1}
+
+
+def test_what_is_just_begun_is_not_swept(store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens the directory between the making of a file and its lock."""
+    lock, others = RawFile.lock, [threading.Thread(target=lambda: BlockStore(store.directory, 10**9))]
+
+    def lock_late(raw: RawFile) -> None:
+        if others:
+            other = others.pop()
+            other.start()
+            other.join(0.5)
+        lock(raw)
+
+    monkeypatch.setattr(RawFile, "lock", lock_late)
+    store.write(key(1), block(1))
+    assert same(store.read(key(1)), block(1)) and not others
 
 
 def test_pruning_by_age_size_and_model(tmp_path: Path) -> None:
@@ -384,10 +436,19 @@ def test_uses_are_counted_and_what_is_damaged_of_that_is_forgotten(store: BlockS
     assert (uses.restores, uses.tokens, uses.restored_bytes) == (3, 768, 3000)
     (store.directory / MODEL / "uses").write_bytes(b"x")
     (store.directory / MODEL / "model.json").write_bytes(b"{")
-    (store.directory / "lock").write_bytes(b"nonsense")
     assert store.uses(MODEL).restores == 0 and store.description(MODEL) == {}
-    store.write(key(2), block(2))
-    assert numbers(store) == {1, 2}
+    (store.directory / MODEL / "uses").write_bytes(b"\xff" * 24)
+    store.used([key(1)], 256, 1000)
+    assert store.uses(MODEL).restores == (1 << 64) - 1
+
+
+@pytest.mark.parametrize("lock", [b"nonsense", b"", b"llmcKVB1" + b"\xff" * 16])
+def test_what_the_lock_tells_is_counted_anew_if_it_is_damaged(tmp_path: Path, lock: bytes) -> None:
+    store = BlockStore(tmp_path, 3 * FILE_BYTES, clock=Clock())
+    for number in range(4):
+        store.write(key(number), block(number))
+        (tmp_path / "lock").write_bytes(lock)
+    assert numbers(store) == {2, 3}
 
 
 @pytest.mark.parametrize("make", [lambda path: path.write_bytes(b""), lambda path: path.symlink_to("nowhere")])
@@ -397,44 +458,39 @@ def test_a_directory_that_is_none(tmp_path: Path, make: Callable[[Path], object]
         BlockStore(tmp_path / "kv", 10**9)
 
 
-WRITER = """
-import random, sys
-import numpy as np
-from tests.unit.test_kv_prefix import block, key, FILE_BYTES
-from llmcache.kv.prefix.store import PART, BlockStore
-store = BlockStore(sys.argv[1], 40 * FILE_BYTES)
-turns = random.Random(int(sys.argv[2]))
-print("ready", flush=True)
-while True:
-    number = turns.randrange(60)
-    if number % 3:
-        store.write(key(number, number % 5), block(number), [f"{number % 7:040x}"])
-    else:
-        store.write(key(number, number % 5, PART), block(number), [f"{number % 7:040x}"])
-    store.read(key(turns.randrange(60), number % 5))
-    store.touch([key(turns.randrange(60), number % 5)])
-"""
+def write_on(directory: Path, seed: int, ready: Event) -> None:
+    """Writes, reads and uses blocks until it is killed."""
+    store, turns = BlockStore(directory, 40 * FILE_BYTES), random.Random(seed)
+    ready.set()
+    while True:
+        number = turns.randrange(60)
+        store.write(key(number, number % 5, CUT if number % 3 else PART), block(number), [f"{number % 7:040x}"])
+        store.read(key(turns.randrange(60), number % 5))
+        store.touch([key(turns.randrange(60), number % 5)])
 
 
 @pytest.fixture
-def writers(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
-    running: list[subprocess.Popen[str]] = []
+def writers(tmp_path: Path) -> Iterator[Callable[[int], BaseProcess]]:
+    """Starts writers, forked from a process that has imported all: they are killed by the thousand."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    running: list[BaseProcess] = []
 
-    def start(seed: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", WRITER, str(tmp_path / "kv"), str(seed)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[2])
-        running.append(process)
-        assert process.stdout and process.stdout.readline() == "ready\n"
-        return process
+    def start(seed: int) -> BaseProcess:
+        ready = context.Event()
+        running.append(context.Process(target=write_on, args=(tmp_path / "kv", seed, ready), daemon=True))
+        running[-1].start()
+        assert ready.wait(120)
+        return running[-1]
 
     yield start
     for process in running:
         process.kill()
-        process.wait()
+        process.join()
 
 
 def test_writers_killed_at_any_moment_leave_blocks_that_are_right(
-    tmp_path: Path, writers: Callable[[int], subprocess.Popen[str]], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, writers: Callable[[int], BaseProcess], caplog: pytest.LogCaptureFixture
 ) -> None:
     """LLMCACHE_PREFIX_KILLS (20): how often one of two writers on one directory is killed."""
     turns = random.Random(0)
@@ -442,8 +498,8 @@ def test_writers_killed_at_any_moment_leave_blocks_that_are_right(
     kills = int(os.environ.get("LLMCACHE_PREFIX_KILLS", "20"))
     for kill in range(kills):
         time.sleep(turns.random() * 0.1)
-        pair[kill % 2].send_signal(signal.SIGKILL)
-        pair[kill % 2].wait()
+        pair[kill % 2].kill()
+        pair[kill % 2].join()
         store = BlockStore(tmp_path / "kv", 40 * FILE_BYTES)
         for entry in store.entries():
             number = int(entry.key.name, 16)
@@ -452,9 +508,9 @@ def test_writers_killed_at_any_moment_leave_blocks_that_are_right(
         assert not caplog.messages, "none was damaged"
         pair[kill % 2] = writers(kill + 2)
     for process in pair:
-        assert process.poll() is None, "the other one's end ends nobody"
+        assert process.is_alive(), "the other one's end ends nobody"
         process.kill()
-        process.wait()
+        process.join()
     store = BlockStore(tmp_path / "kv", 40 * FILE_BYTES)
     assert 0 < sum(entry.size_bytes for entry in store.entries()) <= 40 * FILE_BYTES
     assert not list((tmp_path / "kv").rglob("new-*.tmp")), "what they were writing is swept"

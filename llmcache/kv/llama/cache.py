@@ -19,15 +19,15 @@ bit for bit as one that the same Llama is asked for twice, not always as one tha
 
 Layouts that cannot be cut (kv.prefix.state: recurrent layers, windows that have dropped tokens) are stored whole, at block
 boundaries: the prompt is evaluated up to 1, 2, 4, 8… blocks and the last, and the state taken there. One log line says so.
-Where `Llama` would evaluate the prompt anew all the same, as llama.cpp cannot remove "nothing behind it" from a recurrent
-state, nothing is restored or stored, and another line says that.
+Where `Llama` would evaluate the prompt anew all the same, as its llama.cpp does not remove "nothing behind it" from a
+recurrent state, nothing is restored or stored, and another line says that.
 
 Nothing is restored for a completion that tells the probabilities of the prompt's tokens (`echo` with `logprobs`): their
 scores are not stored. Nothing is restored or stored for a Llama with a chat handler of images, which have no tokens.
 Control vectors set through the C interface are not noticed: use another directory for them.
 
 Threads: a Llama is used by one thread at a time. What is to be stored is copied there and handed to one thread that cuts,
-checks and writes it, through a queue bounded by bytes. One lock guards queue and counters.
+checks and writes it, through a queue bounded by bytes. One lock guards the queue, another what several Llamas count.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -157,7 +158,7 @@ class PrefixCache(BaseLlamaCache):
         ttl_ns = parse_duration(ttl) if ttl else 0
         self.shared = SharedTier(shared, deadline, ttl_ns) if shared else None
         self.store = BlockStore(directory, _bytes(limit), ttl_ns, _bytes(floor))
-        self.counters = Counters()
+        self.counters, self._counting = Counters(), threading.Lock()
         self._models: weakref.WeakKeyDictionary[Llama, _Model] = weakref.WeakKeyDictionary()
         self._writer = _Writer(self.store, self.shared, self.counters, _bytes(queue))
 
@@ -192,7 +193,7 @@ class PrefixCache(BaseLlamaCache):
         if not isinstance(key, Sequence):
             return False
         model = self._model(self._asking(sys._getframe(1)))
-        return any(True for _ in self._stored(_keys(model, key), model.whole))
+        return not model.refused and any(True for _ in self._stored(_keys(model, key), model.whole))
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
         """Has the blocks of `value` written that are not stored yet; its tokens are taken from it, not from `key`."""
@@ -219,7 +220,8 @@ class PrefixCache(BaseLlamaCache):
         if model.refused:
             return 0
         started = time.perf_counter()
-        self.counters.lookups += 1
+        with self._counting:
+            self.counters.lookups += 1
         tokens = tokens[: llama.n_ctx()]
         live = _common(llama.input_ids[: llama.n_tokens], tokens)
         # The last token is evaluated in any case, for its logits: it can be cut off again, but not from a whole state.
@@ -241,7 +243,7 @@ class PrefixCache(BaseLlamaCache):
             elif len(stored) == before:
                 break
             live = min(live, llama.n_tokens)
-        if fetched:
+        if fetched := {key: block for key, block in fetched.items() if key in stored}:
             size = sum(len(block.payload) for block in fetched.values())
             self._writer.put(_Task(model, list(fetched), list(tokens), size, fetched))
         if model.whole:
@@ -317,6 +319,8 @@ class PrefixCache(BaseLlamaCache):
     def close(self) -> None:
         """Writes what waits, and ends the thread; nothing is stored after that."""
         self._writer.close()
+        if self.shared is not None:
+            self.shared.close()
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -329,11 +333,17 @@ class PrefixCache(BaseLlamaCache):
     def _model(self, llama: Llama) -> _Model:
         """What is known of `llama`, found out when it asks first."""
         if llama not in self._models:
-            model = fingerprint(llama)
+            try:
+                model = fingerprint(llama)
+            except OSError as error:
+                model = _Model(b"", {"file": llama.model_path}, False, f"its file cannot be read: {error.strerror}")
             if model.refused:
                 log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
             elif model.whole:
                 log.warning("%s: its states are stored whole, at block boundaries", model.told["file"])
+            if not model.refused:  # how fast the process was that stored first, until this one knows its own speed
+                speed = self.store.description(model.name).get("token_s")
+                model.token_s = speed if isinstance(speed, float) else 0.0
             self._models[llama] = model
         return self._models[llama]
 
@@ -360,27 +370,36 @@ class PrefixCache(BaseLlamaCache):
             # States of 1, 2, 4, 8… blocks and the last are there; the longest that is serves.
             wanted = [key for key in missing if key is keys[-1] or not (key.index + 1) & key.index]
             one = next((got for key in reversed(wanted) if (got := self.shared.fetch([key], until))), [])
-            stored += [key for key in missing if one and key.index <= one[0][0].index]
+            if not one or not _is_of(model, keys, *one[0]):
+                return {}
+            stored += [key for key in missing if key.index <= one[0][0].index]
             return dict(one)
         if max(live, len(stored) * BLOCK_TOKENS) + LEAST_TOKENS > len(tokens):
             return {}
-        fetched = dict(self.shared.fetch(missing, until))
+        fetched = dict(takewhile(lambda one: _is_of(model, keys, *one), self.shared.fetch(missing, until)))
         stored += fetched
         parent = stored[-1].name if stored else model.root
         links = _links(parent, tokens[len(stored) * BLOCK_TOKENS :])
         if links and self.store.newest(model.name, links, len(stored)) is None:
             behind = self.shared.newest(model.name, links, len(stored), until)
-            fetched |= [behind] if behind else []
+            fetched |= [behind] if behind and _is_of(model, keys, *behind) else []
         return fetched
 
-    def _read(self, key: Key, fetched: dict[Key, Block]) -> Block | None:
-        return fetched.get(key) or self.store.read(key)
+    def _read(self, model: _Model, keys: list[Key], key: Key, fetched: dict[Key, Block]) -> Block | None:
+        """The block `key`, which is one of `keys` or behind them; None if there is none, or not a right one: that goes."""
+        block = fetched.get(key) or self.store.read(key)
+        if block is None or (_is_of(model, keys, key, block) and (block.layout is None) == (key.kind == WHOLE)):
+            return block
+        self.store.drop([key])
+        return None
 
     def _set(self, llama: Llama, data: Bytes, tokens: Sequence[int]) -> bool:
         """Gives `llama` the state `data` of `tokens`; if it does not take it, it is empty afterwards."""
         llama.reset()
-        if llama_cpp.llama_state_seq_set_data(llama.ctx, data.ctypes.data_as(_U8), len(data), 0) != len(data):
-            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llama.ctx), True)
+        memory = llama_cpp.llama_get_memory(llama.ctx)
+        taken = llama_cpp.llama_state_seq_set_data(llama.ctx, data.ctypes.data_as(_U8), len(data), 0)
+        if taken != len(data) or llama_cpp.llama_memory_seq_pos_max(memory, 0) != len(tokens) - 1:
+            llama_cpp.llama_memory_clear(memory, True)
             return False
         llama.input_ids[: len(tokens)] = np.asarray(tokens, np.intc)
         llama.n_tokens = len(tokens)
@@ -390,7 +409,7 @@ class PrefixCache(BaseLlamaCache):
         self, model: _Model, keys: list[Key], tokens: Sequence[int], live: int, fetched: dict[Key, Block]
     ) -> tuple[Bytes | None, int, list[Key]]:
         """As `_joined`, of the state that is stored as the last of `keys`."""
-        block = self._read(keys[-1], fetched)
+        block = self._read(model, keys, keys[-1], fetched)
         return (block.payload, len(keys) * BLOCK_TOKENS, keys[-1:]) if block else (None, 0, keys[:-1])
 
     def _joined(
@@ -405,22 +424,25 @@ class PrefixCache(BaseLlamaCache):
         links = _links(keys[-1].name if keys else model.root, tokens[at:])
         behind = next((key for key in fetched if key.index == len(keys)), None)
         behind = behind or self.store.newest(model.name, links, len(keys))
-        part = self._read(behind, fetched) if behind else None
+        part = self._read(model, keys, behind, fetched) if behind else None
         common = _common(np.asarray(part.tokens, np.intc), tokens[at:]) if part else 0
         if at + (common if common >= LEAST_TOKENS else 0) <= live:
             return None, 0, keys
-        first = self._read(keys[0], fetched) if keys else part
-        if first is None or first.layout is None:
+        first = self._read(model, keys, keys[0], fetched) if keys else part
+        layout = first.layout if first else None
+        if layout is None:
             return None, 0, []
-        layout = first.layout
         has_part = part is not None and common >= LEAST_TOKENS and part.layout == layout
+        if behind and part and part.layout != layout:
+            self.store.drop([behind])
         joined = Joined(layout, at + common * has_part)
         if part and has_part:
             joined.put(at, part.payload, common)
 
         def place(key: Key) -> bool:
-            block = self._read(key, fetched) if key.index else first
+            block = self._read(model, keys, key, fetched) if key.index else first
             if block is None or block.layout != layout:
+                self.store.drop([key])  # so that it is stored anew
                 return False
             joined.put(key.index * BLOCK_TOKENS, block.payload)
             return True
@@ -443,7 +465,7 @@ class PrefixCache(BaseLlamaCache):
                 continue
             llama.eval(tokens[live:at])
             live = at
-            if not llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(llama.ctx), -1, live, -1):
+            if not llama._ctx.kv_cache_seq_rm(-1, live, -1):
                 model.refused = "it cannot go on from a state without evaluating all of the prompt anew"
                 log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
                 llama.reset()
@@ -456,12 +478,13 @@ class PrefixCache(BaseLlamaCache):
         return live
 
     def _account(self, model: _Model, keys: list[Key], tokens: int, size_bytes: int, seconds: float) -> None:
-        counters = self.counters
-        counters.hits += 1
-        counters.restored_tokens += tokens
-        counters.restored_bytes += size_bytes
-        counters.restore_s += seconds
-        counters.saved_s += max(0.0, tokens * model.token_s - seconds)
+        with self._counting:
+            counters = self.counters
+            counters.hits += 1
+            counters.restored_tokens += tokens
+            counters.restored_bytes += size_bytes
+            counters.restore_s += seconds
+            counters.saved_s += max(0.0, tokens * model.token_s - seconds)
         with contextlib.suppress(OSError):  # the directory may be gone; what was restored is right
             self.store.used(keys, tokens, size_bytes)
 
@@ -492,7 +515,7 @@ class _Writer:
             self._tasks.append(task)
             self._pending.update(task.keys)
             self._bytes += task.size_bytes
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # of a process that forked it has none
                 self._thread = threading.Thread(target=self._run, name="llmcache-prefix", daemon=True)
                 self._thread.start()
                 atexit.register(self.close)
@@ -521,7 +544,7 @@ class _Writer:
                 task = self._tasks[0]
             written = 0
             try:
-                self._store.describe(task.model.name, task.model.told)
+                self._store.describe(task.model.name, {**task.model.told, "token_s": task.model.token_s})
                 for key in task.keys:
                     self._counters.stored_bytes += self._write(task, key)
                     written += 1
@@ -596,6 +619,8 @@ def fingerprint(llama: Llama) -> _Model:
         refused = "images have no tokens to know them by"
     elif llama.context_params.embeddings:
         refused = "it is for embeddings"
+    elif any(f"{os.path.realpath(path)} (deleted)" in Path("/proc/self/maps").read_text() for path in paths):
+        refused = "its file was replaced after it was loaded"
     return _Model(hashlib.blake2b(identity.encode(), digest_size=32).digest(), told, whole, refused)
 
 
@@ -626,10 +651,21 @@ def _keys(model: _Model, tokens: Sequence[int], part: bool = False) -> list[Key]
         block = ids[start : start + BLOCK_TOKENS]
         if len(block) < BLOCK_TOKENS and (not part or len(block) < LEAST_TOKENS):
             break
-        name = hashlib.blake2b(bytes.fromhex(name) + block.tobytes(), digest_size=20).hexdigest()
+        name = _name(name, block)
         kind = PART if len(block) < BLOCK_TOKENS else WHOLE if model.whole else CUT
         keys.append(Key(model.name, name, start // BLOCK_TOKENS, kind))
     return keys
+
+
+def _name(parent: str, ids: NDArray[np.int32]) -> str:
+    """The name of the block of the tokens `ids` behind the block `parent`."""
+    return hashlib.blake2b(bytes.fromhex(parent) + ids.tobytes(), digest_size=20).hexdigest()
+
+
+def _is_of(model: _Model, keys: Sequence[Key], key: Key, block: Block) -> bool:
+    """True if `block` has the tokens of which `key`, which is one of `keys` or behind them, is the name."""
+    parent = keys[key.index - 1].name if key.index else model.root
+    return _name(parent, np.asarray(block.tokens, np.dtype("<i4"))) == key.name
 
 
 def _links(parent: str, tokens: Sequence[int]) -> list[str]:

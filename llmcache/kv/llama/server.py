@@ -7,6 +7,7 @@ cache has done (OpenMetrics), without the key that other requests may need.
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,8 @@ CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 def serve(cache: PrefixCache, arguments: Sequence[str]) -> int:
     """Serves until it is ended; returns the exit code. `arguments` are those of `python -m llama_cpp.server`.
 
-    EnvironmentProblem: the server's own packages are not installed.
+    Ended by SIGTERM or Ctrl-C it writes what waits to be stored. EnvironmentProblem: the server's own packages are not
+    installed; UsageError: it has no use for the arguments, or a model cannot be loaded.
     """
     if any(argument.partition("=")[0] in ("--cache", "--cache_type", "--cache_size") for argument in arguments):
         raise UsageError("--cache: the prompts are stored here", "leave it out, with --cache_type and --cache_size")
@@ -32,7 +34,10 @@ def serve(cache: PrefixCache, arguments: Sequence[str]) -> int:
 
         @staticmethod
         def load_llama_from_model_settings(settings: Any) -> Any:
-            llama = proxy.load_llama_from_model_settings(settings)
+            try:
+                llama = proxy.load_llama_from_model_settings(settings)
+            except ValueError as error:
+                raise UsageError(str(error), "see --model, or the models of --config_file") from error
             llama.set_cache(cache)
             return llama
 
@@ -44,11 +49,15 @@ def serve(cache: PrefixCache, arguments: Sequence[str]) -> int:
 
     app.LlamaProxy, server.create_app = Proxy, create
     words, sys.argv = sys.argv, ["llmcache serve-llama", *arguments]
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again when it has ended
     try:
         server.main()
     except SystemExit as ending:
+        if ending.code == 1:  # it has said which, with all that it knows
+            raise UsageError("arguments that the server does not take", "see above: -- --model FILE at least") from None
         return ending.code if isinstance(ending.code, int) else int(bool(ending.code))
     finally:
+        signal.signal(signal.SIGTERM, before)
         sys.argv = words
         app.LlamaProxy, server.create_app = proxy, create_app
         cache.close()

@@ -4,7 +4,8 @@ A key is `llmcache:MODEL:NAME-INDEX.kind`, its value what a block's file holds, 
 `llmcache:MODEL:LINK-INDEX.next`, is the name of a block (kv.prefix.store). Authentication and TLS are in the address, as
 redis-py has them. Nothing is ever removed: the server is to have `maxmemory` with `allkeys-lru`, or a `ttl` is given.
 
-Whatever the server does costs the hit, and at most the deadline: each question is asked by a thread that is left behind
+Checksums tell damage, not malice: who may write to the server can have a model read other prompts than it was given.
+Whatever else the server does costs the hit, and at most the deadline: each question is asked by a thread that is left behind
 when it is late, its connection cut. After that, and after an error, the server is not asked for PAUSE_S; one log line says
 so.
 """
@@ -35,7 +36,7 @@ class SharedTier:
     """The blocks of the server at `address` (redis://, rediss://, unix://), which has `deadline_s` for each question.
 
     `ttl_ns`: after so long the server forgets a block (0: as it is set up). UsageError: `address` is none;
-    EnvironmentProblem: redis-py is not installed.
+    EnvironmentProblem: redis-py is not installed; ValueError: a deadline that is none.
     """
 
     def __init__(self, address: str, deadline_s: float = 1.0, ttl_ns: int = 0) -> None:
@@ -43,6 +44,8 @@ class SharedTier:
             import redis
         except ImportError as error:
             raise EnvironmentProblem(f"shared: {error}", "pip install 'llmcache-toolkit[redis]'") from error
+        if deadline_s <= 0:
+            raise ValueError(f"a deadline of {deadline_s} s")
         self.deadline_s, self._expire_ms = deadline_s, ttl_ns // 10**6 or None
         try:
             self._redis: Any = redis.Redis.from_url(
@@ -72,7 +75,8 @@ class SharedTier:
     def newest(self, model: str, links: Sequence[str], index: int, until_s: float) -> tuple[Key, Block] | None:
         """Returns the block of number `index` that was pushed last under the first of `links` that leads to one."""
         names = self._asked(lambda: self._redis.mget([_link(model, link, index) for link in links]), until_s)
-        name = next((name for name in names or () if isinstance(name, bytes)), b"")
+        told = names if isinstance(names, list) else []
+        name = next((name for name in told if isinstance(name, bytes)), b"")
         key = key_of(model, name.decode(errors="replace"))
         block = self._block(key, until_s) if key is not None and key.index == index else None
         return (key, block) if key is not None and block is not None else None
@@ -125,7 +129,10 @@ class SharedTier:
                 errors.append(error)
 
         thread = threading.Thread(target=ask, name="llmcache-shared", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends: from Python 3.12 on it starts no more threads
+            return None
         thread.join(left)
         if answers:
             return answers[0]

@@ -26,7 +26,8 @@ from llmcache.kv.spill.shape import Bytes
 
 MAGIC = 0xAF143CD8
 _CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
-_MOST_LAYERS = 1 << 14
+_MOST_LAYERS = 512  # LLAMA_MAX_LAYERS
+_MOST_PARTS = 2
 _LARGEST = 1 << 28  # bytes of a row, elements of a line: damaged numbers end here
 _KEYS = struct.Struct("<iQ")
 _COLUMNS = struct.Struct("<iII")
@@ -73,16 +74,19 @@ class Layout:
     def from_json(cls, told: object) -> Layout:
         """Returns the layout that `to_json` told of; ValueError if it is none."""
         try:
-            parts = [
-                Part(bool(transposed), tuple(Strip(*map(int, k)) for k in keys), tuple(Strip(*map(int, v)) for v in values))
+            parts = tuple(
+                Part(transposed, tuple(map(_strip, keys)), tuple(map(_strip, values)))
                 for transposed, keys, values in told  # type: ignore[attr-defined]
-            ]
+            )
         except TypeError as error:
             raise ValueError(f"layout: {error}") from None
-        strips = [strip for part in parts for strip in (*part.keys, *part.values)]
-        if not strips or any(not (0 < s.cell_bytes < _LARGEST and 0 < s.lines < _LARGEST) for s in strips):
-            raise ValueError("layout: a strip without bytes")
-        return cls(tuple(parts))
+        if not 0 < len(parts) <= _MOST_PARTS or any(type(part.transposed) is not bool for part in parts):
+            raise ValueError("layout: of other parts")
+        for part in parts:
+            whole = part.keys if part.transposed else part.keys + part.values
+            if not 0 < len(part.keys) == len(part.values) <= _MOST_LAYERS or any(strip.lines != 1 for strip in whole):
+                raise ValueError("layout: of other layers")
+        return cls(parts)
 
     def strips(self, tokens: int) -> Iterator[tuple[bytes, Strip]]:
         """Yields the strips in the order in which they lie, each after the bytes before it, for a state of `tokens`."""
@@ -97,6 +101,15 @@ class Layout:
                 head = b""
             for strip in part.values:
                 yield (_COLUMNS if part.transposed else _KEYS).pack(*_fields(part, strip)), strip
+
+
+def _strip(told: object) -> Strip:
+    strip = Strip(*told)  # type: ignore[misc]
+    if any(type(number) is not int for number in strip) or not 0 <= strip.kind < 1 << 31:
+        raise ValueError("layout: a strip of no type")
+    if not (0 < strip.cell_bytes < _LARGEST and 0 < strip.lines < _LARGEST):
+        raise ValueError("layout: a strip without bytes, or of too many")
+    return strip
 
 
 def _fields(part: Part, strip: Strip) -> tuple[int, ...]:

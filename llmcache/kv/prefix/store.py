@@ -15,8 +15,9 @@ one that is damaged is taken away, the others stay. Names that are not of this f
 A prompt that differs from the stored ones within a block finds, by a link, one that begins alike: its first tokens serve.
 A last block with fewer tokens can be found in no other way. It goes when one comes that begins with all of it.
 
-The lock is held to publish (the limit is seen to, then the name given), to evict and to note a use: never while a block
-is read or written. A file being written is locked by its writer, so what a dead one has left is known and removed.
+The lock is held to begin a file, to publish it (the limit is seen to, then the name given), to evict and to note a use:
+never while a block is read or written. A file being written is locked by its writer, so what a dead one has left is known
+and removed.
 
 Blocks are not compressed: of F16 keys and values zstd (level 1) takes 7 % away at 0.5 GB/s, lz4 nothing (measured on SmolLM2
 with tools/bench/prefix, which goes on measuring it), and storage is as fast.
@@ -35,6 +36,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import struct
 import time
 import zlib
@@ -62,9 +64,13 @@ _MAGIC = b"llmcKVB1"
 _HEAD = struct.Struct("<8sIII")  # magic, version, bytes of the JSON behind it, their CRC
 _LOCK = struct.Struct("<8sQQ")  # magic, used bytes, newest stamp
 _USES = struct.Struct("<QQQ")  # restores, tokens, bytes
+_MOST_USES = (1 << 64) - 1
+_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO of that name keeps nobody waiting
+_MOST_HEAD = 1 << 16
+"""Bytes of a header: as many as 256 tokens and the layout of the deepest model take."""
 _MODEL = re.compile(r"[0-9a-f]{32}")
-_BLOCK = re.compile(rf"([0-9a-f]{{40}})-(\d{{1,9}})\.({CUT}|{PART}|{WHOLE})")
-_NEXT = re.compile(r"[0-9a-f]{40}-\d{1,9}\.next")
+_BLOCK = re.compile(rf"([0-9a-f]{{40}})-(0|[1-9][0-9]{{0,8}})\.({CUT}|{PART}|{WHOLE})")
+_NEXT = re.compile(r"[0-9a-f]{40}-[0-9]{1,9}\.next")
 _TEMPORARY = re.compile(r"new-[0-9a-f]{16}\.tmp")
 _SPARE = 0.95
 """Evicted down to this share of the limit, so that not every block needs a look at all."""
@@ -115,9 +121,10 @@ class Uses:
 class BlockStore:
     """The blocks below `directory`, which is made if it is not there (0700; files are 0600).
 
-    At most `limit_bytes` are kept, nothing that was not used for `ttl_ns` (0: for ever), and `floor_bytes` of the file
-    system are left free. UsageError: it is no directory; EnvironmentProblem: it cannot be written. Without `limit_bytes`
-    it is looked at as it is: UsageError if it holds no blocks.
+    At most `limit_bytes` are kept, nothing that was not used for `ttl_ns` (0: for ever; looked at when it is opened, stored
+    to or restored from), and `floor_bytes` of the file system are left free. UsageError: it is no directory;
+    EnvironmentProblem: it cannot be written. Without `limit_bytes` it is looked at as it is: UsageError if it holds no
+    blocks.
     """
 
     def __init__(
@@ -133,6 +140,7 @@ class BlockStore:
         self.ttl_ns, self.floor_bytes = ttl_ns, floor_bytes
         self._clock = clock
         self.evicted = 0  # blocks
+        self._looked_ns = clock()  # for what is too old
         if limit_bytes is None:
             if not (self.directory / "lock").is_file():
                 raise UsageError(f"{self.directory}: holds no stored prompts", "name the directory of a PrefixCache")
@@ -153,15 +161,16 @@ class BlockStore:
     def __contains__(self, key: Key) -> bool:
         """True if the block is there and not too old; it may be gone, or prove damaged, when it is read."""
         try:
-            return not self._is_old(os.stat(self.directory / key.file).st_mtime_ns)
+            status = os.stat(self.directory / key.file, follow_symlinks=False)
         except OSError:
             return False
+        return stat.S_ISREG(status.st_mode) and not self._is_old(status.st_mtime_ns)
 
     def ahead(self, keys: Iterable[Key]) -> None:
         """Has the system read blocks that will be asked for next, as far as they are there."""
         for key in keys:
             with contextlib.suppress(OSError):
-                fd = os.open(self.directory / key.file, os.O_RDONLY | os.O_CLOEXEC)
+                fd = os.open(self.directory / key.file, _READING | os.O_CLOEXEC)
                 try:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
                 finally:
@@ -172,23 +181,29 @@ class BlockStore:
         for link in links:
             with contextlib.suppress(OSError):
                 key = key_of(model, os.readlink(self.directory / model / f"{link}-{index}.next"))
-                if key is not None and key.index == index:
+                if key is not None and key.index == index and key in self:
                     return key
         return None
 
-    def read(self, key: Key) -> Block | None:
-        """Returns what was stored as `key`; None if it is not there or damaged, which then goes."""
+    def read(self, key: Key, payload: bool = True) -> Block | None:
+        """Returns what was stored as `key`, without its payload if that is said; None if it is not there or damaged: then it
+        goes.
+        """
         path = self.directory / key.file
         try:
-            raw = RawFile(path, os.O_RDONLY)
+            raw = RawFile(path, _READING)
         except EnvironmentProblem:
             return None
         try:
-            buffer = aligned(raw.size())
-            raw.read_into(buffer, 0)
-            return unpack(buffer, key, path)
-        except LlmcacheError as error:
-            log.warning("%s: dropped", error.message)
+            status = os.fstat(raw.fd)
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            head = _Head.read(raw.read(_MOST_HEAD, 0), status.st_size, key, path)
+            data = aligned(head.size_bytes if payload else 0)
+            raw.read_into(data, head.end)
+            return head.block(data, path) if payload else Block(data, head.tokens, head.layout)
+        except (LlmcacheError, MemoryError) as error:
+            log.warning("%s: dropped", error.message if isinstance(error, LlmcacheError) else f"{path}: too large")
             self.drop([key])
             return None
         finally:
@@ -211,8 +226,9 @@ class BlockStore:
             self._touch(account, keys)
             path = self.directory / keys[0].model / "uses"
             before = self.uses(keys[0].model)
-            told = _USES.pack(before.restores + 1, before.tokens + tokens, before.restored_bytes + size_bytes)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE)
+            now = (before.restores + 1, before.tokens + tokens, before.restored_bytes + size_bytes)
+            told = _USES.pack(*(min(count, _MOST_USES) for count in now))
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, files.PRIVATE)
             try:
                 os.pwrite(fd, told, 0)
             finally:
@@ -259,9 +275,14 @@ class BlockStore:
     def _written(self, directory: Path, parts: Iterable[Bytes | bytes]) -> Iterator[Path]:
         """A new file in `directory` that holds `parts`, on the disk and locked; gone afterwards unless renamed."""
         temporary, at = directory / f"new-{secrets.token_hex(8)}.tmp", 0
-        raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        with self._locked():  # who sweeps sees it locked, or not at all
+            raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                raw.lock()
+            except LlmcacheError:
+                raw.close()
+                raise
         try:
-            raw.lock()
             for part in parts:
                 raw.write(part, at)
                 at += len(part)
@@ -283,7 +304,7 @@ class BlockStore:
                 os.symlink(os.path.basename(key.file), temporary)
                 os.replace(temporary, path)
             if before is not None and before != key and before.kind == PART:
-                part = self.read(before)
+                part = self.read(before, payload=False)
                 if part is not None and part.tokens == block.tokens[: len(part.tokens)]:
                     freed += self._size(before)
                     self.drop([before])
@@ -302,18 +323,12 @@ class BlockStore:
         """
         with self._locked() as account:
             entries = [entry for entry in self._aged() if model in (None, entry.key.model)]
-            if keep_bytes is None and unused_ns is None:
-                gone = entries
-            else:
-                now = self._clock()
-                gone = [entry for entry in entries if unused_ns is not None and now - entry.used_ns > unused_ns]
-                left = sum(entry.size_bytes for entry in entries) - sum(entry.size_bytes for entry in gone)
-                for entry in entries:
-                    if keep_bytes is None or left <= keep_bytes:
-                        break
-                    if entry not in gone:
-                        gone.append(entry)
-                        left -= entry.size_bytes
+            now, left, gone = self._clock(), sum(entry.size_bytes for entry in entries), []
+            for entry in entries:
+                is_old = unused_ns is not None and now - entry.used_ns > unused_ns
+                if is_old or (left > keep_bytes if keep_bytes is not None else unused_ns is None):
+                    gone.append(entry)
+                    left -= entry.size_bytes
             self._remove(gone)
             self._unlink()
             rest = self._aged()
@@ -328,13 +343,12 @@ class BlockStore:
         """Returns all blocks, unsorted."""
         found = []
         for model in self.models():
-            with contextlib.suppress(FileNotFoundError), os.scandir(self.directory / model) as listing:
-                for item in listing:
-                    key = key_of(model, item.name)
-                    with contextlib.suppress(FileNotFoundError):
-                        if key is not None and item.is_file(follow_symlinks=False):
-                            status = item.stat(follow_symlinks=False)
-                            found.append(Entry(key, status.st_size, status.st_mtime_ns))
+            for item in self._files(model):
+                key = key_of(model, item.name)
+                with contextlib.suppress(FileNotFoundError):
+                    if key is not None and item.is_file(follow_symlinks=False):
+                        status = item.stat(follow_symlinks=False)
+                        found.append(Entry(key, status.st_size, status.st_mtime_ns))
         return found
 
     def models(self) -> list[str]:
@@ -358,6 +372,12 @@ class BlockStore:
             return Uses()
 
     # Inside
+
+    def _files(self, model: str) -> list[os.DirEntry[str]]:
+        """What lies in the directory of `model`; nothing if it is gone, or somebody else's."""
+        with contextlib.suppress(OSError), os.scandir(self.directory / model) as listing:
+            return list(listing)
+        return []
 
     def _size(self, key: Key) -> int:
         try:
@@ -395,6 +415,7 @@ class BlockStore:
 
     def _evict(self, account: _Account, size: int, least: int = 0) -> None:
         """Removes what is too old, then the least recently used until `size` more fit and `least` bytes are freed."""
+        self._looked_ns = self._clock()
         entries = self._aged()
         account.newest_ns = max((entry.used_ns for entry in entries), default=0)
         used = sum(entry.size_bytes for entry in entries)
@@ -419,9 +440,9 @@ class BlockStore:
     def _unlink(self) -> None:
         """Removes links that lead nowhere."""
         for model in self.models():
-            for path in (self.directory / model).iterdir():
-                if _NEXT.fullmatch(path.name) and path.is_symlink() and not path.exists():
-                    path.unlink(missing_ok=True)
+            for item in self._files(model):
+                if _NEXT.fullmatch(item.name) and item.is_symlink() and not os.path.exists(item.path):
+                    os.unlink(item.path)
 
     def _forget(self, models: Iterable[str]) -> None:
         for model in models:
@@ -434,17 +455,19 @@ class BlockStore:
     def _sweep(self) -> None:
         """Removes what writers that ended have left half-written."""
         for model in self.models():
-            for path in (self.directory / model).iterdir():
-                if _TEMPORARY.fullmatch(path.name) and path.is_symlink():
-                    path.unlink(missing_ok=True)
-                elif _TEMPORARY.fullmatch(path.name):
-                    with contextlib.suppress(LlmcacheError, OSError):
-                        raw = RawFile(path, os.O_RDWR)
-                        try:
-                            raw.lock()
-                            path.unlink()
-                        finally:
-                            raw.close()
+            for item in self._files(model):
+                if not _TEMPORARY.fullmatch(item.name):
+                    continue
+                with contextlib.suppress(LlmcacheError, OSError):
+                    if item.is_symlink():
+                        os.unlink(item.path)
+                        continue
+                    raw = RawFile(Path(item.path), os.O_RDWR)
+                    try:
+                        raw.lock()
+                        os.unlink(item.path)
+                    finally:
+                        raw.close()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[_Account]:
@@ -454,7 +477,10 @@ class BlockStore:
             fcntl.flock(fd, fcntl.LOCK_EX)
             told = os.pread(fd, _LOCK.size, 0)
             magic, used, newest = _LOCK.unpack(told) if len(told) == _LOCK.size else (b"", 0, 0)
-            account = _Account(self._clock, *((used, newest) if magic == _MAGIC else (0, 0)))
+            is_whole = magic == _MAGIC and max(used, newest) < _NO_LIMIT
+            account = _Account(self._clock, *((used, newest) if is_whole else (0, 0)))
+            if not is_whole or (self.ttl_ns and abs(self._clock() - self._looked_ns) > self.ttl_ns // 16):
+                self._evict(account, 0)
             try:
                 yield account
             finally:
@@ -504,24 +530,50 @@ def pack(key: Key, block: Block) -> list[Bytes | bytes]:
 
 def unpack(data: Bytes, key: Key, where: object) -> Block:
     """Returns the block that `pack` packed as `key`; DataError, naming `where`, if it is not whole."""
-    if len(data) < _HEAD.size:
-        raise DataError(f"{where}: is cut off")
-    magic, version, length, crc = _HEAD.unpack_from(data.data)
-    text = data[_HEAD.size : _HEAD.size + length].tobytes()
-    if magic != _MAGIC or version != VERSION or zlib.crc32(text) != crc:
-        raise DataError(f"{where}: its header is damaged, or of another version")
-    try:
-        told = json.loads(text)
-        layout = Layout.from_json(told["layout"]) if told["layout"] is not None else None
-        size, crc, named, tokens = told["bytes"], told["crc"], told["key"], tuple(map(int, told["tokens"]))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{where}: header: {error}") from None
-    payload = data[whole_blocks(_HEAD.size + length) :]
-    if named != [key.model, key.name, key.index, key.kind]:
-        raise DataError(f"{where}: is another block")
-    if len(payload) != size or _checksum(payload) != crc or (layout and size != len(tokens) * layout.token_bytes):
-        raise DataError(f"{where}: its checksum or size is wrong")
-    return Block(payload, tokens, layout)
+    head = _Head.read(data[:_MOST_HEAD].tobytes(), len(data), key, where)
+    return head.block(data[head.end :], where)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The header of a file: where it ends, and what it tells of the payload behind it."""
+
+    end: int
+    size_bytes: int
+    crc: int
+    tokens: tuple[int, ...]
+    layout: Layout | None
+
+    @classmethod
+    def read(cls, data: bytes, size_bytes: int, key: Key, where: object) -> _Head:
+        """Returns the header that `data` begins with, of `key`, in a file of `size_bytes`; DataError if it is none."""
+        if len(data) < _HEAD.size:
+            raise DataError(f"{where}: is cut off")
+        magic, version, length, crc = _HEAD.unpack_from(data)
+        text = data[_HEAD.size : _HEAD.size + length]
+        if magic != _MAGIC or version != VERSION or len(text) != length or zlib.crc32(text) != crc:
+            raise DataError(f"{where}: its header is damaged, or of another version")
+        try:
+            told = json.loads(text)
+            layout = Layout.from_json(told["layout"]) if told["layout"] is not None else None
+            payload_bytes, sum_, named, tokens = told["bytes"], told["crc"], told["key"], told["tokens"]
+            if any(type(token) is not int or not 0 <= token < 1 << 31 for token in tokens):
+                raise ValueError("tokens that are none")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DataError(f"{where}: header: {str(error)[:200]}") from None
+        if named != [key.model, key.name, key.index, key.kind]:
+            raise DataError(f"{where}: is another block")
+        head = cls(whole_blocks(_HEAD.size + length), payload_bytes, sum_, tuple(tokens), layout)
+        is_whole = payload_bytes == size_bytes - head.end and type(payload_bytes) is int
+        if not is_whole or (layout and payload_bytes != len(tokens) * layout.token_bytes):
+            raise DataError(f"{where}: its size is wrong")
+        return head
+
+    def block(self, payload: Bytes, where: object) -> Block:
+        """Returns the block with its `payload`; DataError if that is not what was stored."""
+        if _checksum(payload) != self.crc:
+            raise DataError(f"{where}: its checksum is wrong")
+        return Block(payload, self.tokens, self.layout)
 
 
 def _checksum(payload: Bytes) -> int:

@@ -1,0 +1,132 @@
+"""Fuzz targets: blocks of stored prompts, and the states of llama.cpp that they are cut from and joined to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from hypothesis import example, given, settings
+
+from llmcache.errors import DataError
+from llmcache.kv.prefix.state import Joined, Layout, Uncut, read_state
+from llmcache.kv.prefix.store import PART, Block, BlockStore, pack, unpack
+from llmcache.kv.spill.shape import aligned
+from tests.fuzz.mutations import documents, mutated, nested, written
+from tests.fuzz.target import Target, bounded, refusal, scratch
+from tests.unit.test_kv_prefix import SHAPES, key, state_bytes
+
+KEY = key(1, kind=PART)
+STATES = [state_bytes(parts, [2, 0, 1, 3]).tobytes() for parts in SHAPES]
+_START = struct.Struct("<8sIII")
+
+
+def block_of(data: bytes) -> Block:
+    """The block that is all of a state."""
+    state = read_state(np.frombuffer(data, np.uint8))
+    out = aligned(state.tokens * state.layout.token_bytes)
+    state.block(0, state.tokens, out)
+    return Block(out, tuple(range(state.tokens)), state.layout)
+
+
+WHOLE = Block(np.arange(24, dtype=np.uint8), (7,))
+BLOCKS = [b"".join(bytes(part) for part in pack(KEY, block)) for block in (*map(block_of, STATES), WHOLE)]
+
+
+def header_in(data: bytes) -> Any:
+    """What the header tells."""
+    return json.loads(data[_START.size : _START.size + _START.unpack_from(data)[2]])
+
+
+def with_header(text: bytes, payload: bytes) -> bytes:
+    """A block with this header, its checksum right."""
+    start = _START.pack(b"llmcKVB1", 1, len(text), zlib.crc32(text)) + text
+    return start.ljust(-(-len(start) // 4096) * 4096, b"\0") + payload
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """A with block in which the store does not log what it drops."""
+    logging.getLogger("llmcache.kv").disabled = True
+    try:
+        yield
+    finally:
+        logging.getLogger("llmcache.kv").disabled = False
+
+
+def check(data: bytes) -> None:
+    """A block that can be joined to a state, or a refusal; the same from a server, and from a file, which then is gone."""
+    with scratch() as directory, bounded(), quiet():
+        store = BlockStore(directory, 1 << 30)
+        path = store.directory / KEY.file
+        path.parent.mkdir()
+        path.write_bytes(data)
+        buffer = aligned(len(data))
+        buffer[:] = np.frombuffer(data, np.uint8)
+        with refusal():
+            try:
+                block = unpack(buffer, KEY, "shared")
+            except DataError:
+                assert store.read(KEY) is None and not path.exists()
+                raise
+            read = store.read(KEY)
+            assert read is not None and read.payload.tobytes() == block.payload.tobytes()
+            assert (read.tokens, read.layout) == (block.tokens, block.layout) and len(block.payload) <= len(data)
+            assert np.asarray(block.tokens, np.int32).tolist() == list(block.tokens)
+            if block.layout and block.tokens:
+                joined = Joined(block.layout, len(block.tokens))
+                joined.put(0, block.payload)
+                assert block_of(joined.data.tobytes()).payload.tobytes() == block.payload.tobytes()
+
+
+def check_state(data: bytes) -> None:
+    """A state that is cut and joined to one with the same tokens, or the reason why not."""
+    with bounded():
+        try:
+            block = block_of(data)
+        except Uncut as reason:
+            assert str(reason)
+            return
+        assert block.layout and Layout.from_json(json.loads(json.dumps(block.layout.to_json()))) == block.layout
+        joined = Joined(block.layout, len(block.tokens))
+        joined.put(0, block.payload)
+        assert len(joined.data) == len(data) and block_of(joined.data.tobytes()).payload.tobytes() == block.payload.tobytes()
+
+
+HEADERS = documents([header_in(data) for data in BLOCKS]).map(lambda told: with_header(written(told), BLOCKS[0][4096:]))
+TARGET = Target("prefix-block", mutated(BLOCKS) | HEADERS, check)
+STATE = Target("prefix-state", mutated(STATES), check_state)
+
+
+def test_the_seeds_are_read() -> None:
+    for data in BLOCKS:
+        assert len(unpack(np.frombuffer(data, np.uint8), KEY, "").payload) == len(data) - 4096
+        check(data)
+        check(with_header(written(header_in(data)), data[4096:]))
+    for data in STATES:
+        check_state(data)
+
+
+@given(TARGET.inputs)
+@settings(max_examples=150)
+@example(with_header(nested(30_000), b""))
+@example(with_header(nested(100_000), b""))
+@example(with_header(b"[]", b""))
+@example(with_header(written({**header_in(BLOCKS[0]), "tokens": [float("inf")]}), BLOCKS[0][4096:]))
+@example(with_header(written({**header_in(BLOCKS[0]), "tokens": [1 << 40] * 4}), BLOCKS[0][4096:]))
+@example(with_header(written({**header_in(BLOCKS[0]), "layout": [[False, [[float("inf"), 1, 1]], []]]}), BLOCKS[0][4096:]))
+@example(with_header(written({**header_in(BLOCKS[-1]), "tokens": [], "layout": None, "bytes": 0}), b""))
+def test_any_block(data: bytes) -> None:
+    check(data)
+
+
+@given(STATE.inputs)
+@settings(max_examples=150)
+@example(struct.pack("<IIII", 0xAF143CD8, 0, 1, 1 << 31))
+def test_any_state(data: bytes) -> None:
+    check_state(data)
