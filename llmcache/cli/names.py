@@ -33,14 +33,14 @@ def kv_tasks() -> Iterable[str]:
 
 def edram_models() -> Iterable[str]:
     """Language models of `edram`."""
-    from llmcache.edram.models import MODELS
+    from llmcache.edram.systems import MODELS
 
     return (*MODELS, "all")
 
 
 def edram_workloads() -> Iterable[str]:
     """Workloads of `edram`."""
-    from llmcache.edram.workloads import WORKLOADS
+    from llmcache.edram.systems import WORKLOADS
 
     return (*WORKLOADS, "all")
 

@@ -7,14 +7,10 @@ from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from llmcache.cache.question import parse_bandwidth
-from llmcache.edram.catalogue import Catalogue
-from llmcache.edram.columns import Configuration
+from llmcache.edram.accelerator import Axes
+from llmcache.edram.catalogue import Catalogue, read_constants
 from llmcache.edram.constants import Profile
-from llmcache.edram.models import LlmShape
-from llmcache.edram.sweep import Axes
-from llmcache.edram.systems import RECOMPUTE_MODES, System
-from llmcache.edram.userconstants import read_constants
-from llmcache.edram.workloads import Workload
+from llmcache.edram.systems import RECOMPUTE_MODES, Configuration, LlmShape, System, Workload
 from llmcache.errors import UsageError
 from llmcache.units import parse_size
 

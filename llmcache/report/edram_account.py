@@ -12,11 +12,10 @@ from rich.table import Table
 
 from llmcache import __version__
 from llmcache.edram import retention
-from llmcache.edram.catalogue import Catalogue
+from llmcache.edram.catalogue import Catalogue, read_constants
 from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, ORG_INTERVALS, UNI_INTERVALS, Intervals, Profile
 from llmcache.edram.question import chosen, positive
 from llmcache.edram.refresh import RULES, EdramRun, RefreshAccount, account, read_run
-from llmcache.edram.userconstants import read_constants
 from llmcache.errors import UsageError
 from llmcache.report.edram_text import MODELLED, WIDTH, joules, watts
 from llmcache.report.tables import titled_table

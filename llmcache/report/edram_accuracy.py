@@ -13,11 +13,21 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache import __version__
-from llmcache.edram.accuracy import EXPERIMENTS, Accuracies, Decoder, Estimate, Setup, Variant, custom, record_run, run
-from llmcache.edram.accuracy.experiments import SINKS, WINDOW
+from llmcache.edram.accuracy import (
+    EXPERIMENTS,
+    SINKS,
+    WINDOW,
+    Accuracies,
+    Decoder,
+    Estimate,
+    Setup,
+    Variant,
+    custom,
+    record_run,
+    run,
+)
 from llmcache.edram.aerp import AerpSettings
-from llmcache.edram.flips import CellSettings
-from llmcache.edram.flips.formats import Format
+from llmcache.edram.flips import CellSettings, Format
 from llmcache.edram.question import positive
 from llmcache.edram.retention import parse_curve
 from llmcache.errors import UsageError

@@ -11,15 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache import __version__
-from llmcache.edram.accelerator import LATENCIES
-from llmcache.edram.area import Area, area_of
-from llmcache.edram.comparison import Compared, compared
-from llmcache.edram.decode import RESOURCES
+from llmcache.edram.accelerator import LATENCIES, Compared, Roofline, compared, roofline_of
+from llmcache.edram.chip import Area, EvictorCost, Lifetimes, area_of, evictor_cost, lifetimes_of
 from llmcache.edram.energy import KINDS
-from llmcache.edram.evictor import EvictorCost, evictor_cost_of
-from llmcache.edram.lifetimes import Lifetimes, lifetimes_of
+from llmcache.edram.latency import RESOURCES
 from llmcache.edram.question import Question
-from llmcache.edram.roofline import Roofline, roofline_of
 from llmcache.report.edram_text import MODELLED, WIDTH, joules, percent, times, watts, workload_text
 from llmcache.report.tables import titled_table
 from llmcache.units import format_duration, format_size
@@ -55,7 +51,7 @@ def answer(question: Question) -> Answer:
         {name: roofline_of(one) for name, one in asked.items() if one.policy.recomputes},
         {name: lifetimes_of(one) for name, one in asked.items() if one.hardware.edram},
         {
-            name: evictor_cost_of(row.configuration, 1e9 * _decode_s(row) / question.workload.decode)
+            name: evictor_cost(row.configuration, 1e9 * _decode_s(row) / question.workload.decode)
             for name, row in one_profile.items()
             if row.configuration.policy.evict and row.configuration.hardware.systolic_evictor
         },

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache import __version__
-from llmcache.edram.comparison import Compared, compared
-from llmcache.edram.sweep import Axes
+from llmcache.edram.accelerator import Axes, Compared, compared
 from llmcache.edram.systems import System
 from llmcache.report.edram_model import row_values
 from llmcache.report.edram_text import MODELLED, WIDTH, joules, percent, times

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmcache.edram.workloads import Workload
+from llmcache.edram.systems import Workload
 
 MODELLED = "modelled"
 WIDTH = 400

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from llmcache.cli import app
-from llmcache.edram.refresh import EdramRun
-from llmcache.edram.refresh.lives import Flow
+from llmcache.edram.refresh import EdramRun, Flow
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client import mountpoint
 from llmcache.kv.prefix.store import WHOLE, Block, BlockStore, Key

@@ -13,8 +13,8 @@ from llmcache.edram.accuracy import Decoder, Variant, accuracy, evaluate
 from llmcache.edram.aerp import AerpSettings
 from llmcache.edram.constants import KELLE_INTERVALS, PAPER
 from llmcache.edram.flips import CellSettings
+from llmcache.edram.kelle import KelleRecorder
 from llmcache.edram.refresh import account
-from llmcache.edram.refresh.kelle import KelleRecorder
 from llmcache.kv.bench.subject import answer
 from llmcache.kv.policies.kelle import Kelle
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, attend, column_sums
+from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, attend
 from llmcache.edram.flips import CellSettings
 from tests.conftest import examples
 from tests.property.plain_aerp import PlainAerp
-from tests.unit.edram_parts import Stream
+from tests.unit.edram_parts import Stream, column_sums
 
 EXACT = CellSettings("exact")
 DIM = 4

@@ -137,7 +137,7 @@ def command(
         asked = edram_accuracy.Options(options["model"], flips=flips, seed=options["seed"])
         edram_accuracy.show(edram_accuracy.answer(asked, tell), as_json)
     elif edram_run is not None:
-        from llmcache.edram.refresh.kelle import record_stream
+        from llmcache.edram.kelle import record_stream
 
         files.check_target("--edram-run", edram_run, force)
         record_stream(Options(**options), tell).save(edram_run, force)

@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 
 from llmcache.edram.accelerator import Outcome
-from llmcache.edram.columns import Configuration
 from llmcache.edram.constants import (
     CHIP,
     GB,
@@ -23,18 +22,20 @@ from llmcache.edram.constants import (
     Intervals,
     Profile,
 )
-from llmcache.edram.decode import PASSES_16_BY_8
-from llmcache.edram.models import MODELS
+from llmcache.edram.latency import PASSES_16_BY_8
 from llmcache.edram.systems import (
     EDRAM_HARDWARE,
     KELLE_HARDWARE,
+    MODELS,
     ORIGINAL,
     SRAM_HARDWARE,
     SYSTEMS,
+    WORKLOADS,
+    Configuration,
     Hardware,
     System,
+    Workload,
 )
-from llmcache.edram.workloads import WORKLOADS, Workload
 from llmcache.report.edram_text import joules
 from llmcache.report.reproduce.kelle.evidence import Evidence, same
 from llmcache.report.reproduce.kelle.paper import AVERAGED, HALF_BANDWIDTH, TASKS

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from llmcache.edram.columns import Configuration
+from llmcache.edram.chip import Access, access_of, baseline, kelle
 from llmcache.edram.constants import CHIP, FAILURE_RATE, GIB, KELLE_INTERVALS, RETENTION_NS, TABLE4_INTERVALS
-from llmcache.edram.decode import PASSES_16_BY_8
-from llmcache.edram.lifetimes import Access, access_of, baseline, kelle
-from llmcache.edram.models import MODELS
-from llmcache.edram.recompute import DECLARED_SHARE
+from llmcache.edram.latency import DECLARED_SHARE, PASSES_16_BY_8
 from llmcache.edram.retention import Points, paper_curve
-from llmcache.edram.systems import EDRAM_HARDWARE, KELLE_HARDWARE, SYSTEMS
-from llmcache.edram.workloads import WORKLOADS
+from llmcache.edram.systems import EDRAM_HARDWARE, KELLE_HARDWARE, MODELS, SYSTEMS, WORKLOADS, Configuration
 from llmcache.report.reproduce.kelle.rows import AT_LEAST, AT_MOST, EXACT, PRINTED, Row, single, within
 
 LLAMA = MODELS["llama2-7b"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmcache.edram.area import area_of
+from llmcache.edram.chip import area_of
 from llmcache.edram.constants import (
     CHIP,
     EDRAM_4MB,

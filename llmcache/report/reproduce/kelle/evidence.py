@@ -8,11 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from llmcache.edram.accelerator import Outcome, evaluate
-from llmcache.edram.columns import Configuration
 from llmcache.edram.constants import PAPER, Profile
-from llmcache.edram.models import MODELS
-from llmcache.edram.systems import BASELINE, SYSTEMS, System
-from llmcache.edram.workloads import WORKLOADS, Workload
+from llmcache.edram.systems import BASELINE, MODELS, SYSTEMS, WORKLOADS, Configuration, System, Workload
 from llmcache.report.reproduce.kelle.paper import AVERAGED, TASKS
 
 Change = Callable[[System], System]

@@ -6,9 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from llmcache.edram.constants import CHIP, PAPER, PROFILES
-from llmcache.edram.models import MODELS
-from llmcache.edram.systems import SYSTEMS, System
-from llmcache.edram.workloads import WORKLOADS, Workload
+from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS, System, Workload
 from llmcache.report.reproduce.kelle.evidence import Change, Evidence
 from llmcache.report.reproduce.kelle.paper import AVERAGED, TASKS
 from llmcache.report.reproduce.kelle.rows import AT_MOST, EVERY, GAIN, Row, bounded, single, within

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from matplotlib.figure import Figure
 
 from llmcache.edram.constants import PROFILES
-from llmcache.edram.models import MODELS
 from llmcache.edram.question import Options, ask_model
-from llmcache.edram.systems import SYSTEMS
+from llmcache.edram.systems import MODELS, SYSTEMS
 from llmcache.report.claims import Verdict
 from llmcache.report.edram_figures import energy_figure, refresh_figure, roofline_figure
 from llmcache.report.edram_model import answer

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llmcache.edram.constants import KELLE_INTERVALS, PROFILES, Profile
-from llmcache.edram.systems import System
-from llmcache.edram.workloads import WORKLOADS
+from llmcache.edram.systems import WORKLOADS, System
 from llmcache.report.reproduce.kelle.evidence import Change, Evidence, with_budget
 from llmcache.report.reproduce.kelle.paper import TABLE7, TABLE8, TABLE9
 from llmcache.report.reproduce.kelle.rows import GAIN, PRINTED, Row, within

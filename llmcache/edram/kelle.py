@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from llmcache.edram.refresh.recorder import RunRecorder
-from llmcache.edram.refresh.run import EdramRun
+from llmcache.edram.refresh import EdramRun, RunRecorder
 from llmcache.errors import UsageError
 from llmcache.kv.bench.measured import check_space, workplace
 from llmcache.kv.bench.question import DEFAULT_POLICIES, Options, setup_of

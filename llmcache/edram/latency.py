@@ -1,7 +1,12 @@
-"""One decode step, modelled: the bytes that move, the work of the array, and how long each resource is busy.
+"""Prefill and decode step, modelled: the bytes that move, the work of the array, how long each resource is busy.
 
 The array is weight-stationary with loading hidden: a tile of weights stays for as many cycles as the rows that pass
 through it, or as it takes to load the next, whichever is longer. Memories run at their printed bandwidth.
+
+As many cached tokens are stored as inputs and recomputed as the array can hide under DRAM traffic. Differs from the paper:
+it states that recomputing a KV vector takes 3.2 us and loading one 1.1 us (section 8.3.2), from which every fourth would be
+recomputed. Its own array takes 32.8 us for K and V of a token in a layer of LLaMA2-7B, and its DRAM 0.26 us for the 16 KiB
+that they have. Both are offered: `first-principles` and `declared`.
 """
 
 from __future__ import annotations
@@ -10,10 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmcache.edram.columns import Array, Columns
+from llmcache.edram.chip import CHAIN_CYCLES
+from llmcache.edram.columns import Array, Columns, Steps
 from llmcache.edram.constants import CHIP
-from llmcache.edram.evictor import CHAIN_CYCLES
-from llmcache.edram.steps import Steps
 
 PASSES_16_BY_8 = 2
 """8-bit MACs of a product of an activation and a weight (16 x 8 bit; section 5: a PE performs 8-bit MACs)."""
@@ -155,3 +159,127 @@ def _slowest(*times_s: Array) -> list[Array]:
     stacked = np.stack([np.broadcast_to(time_s, shape) for time_s in times_s])
     longest = stacked.argmax(axis=0)
     return [np.where(longest == place, time_s, 0) for place, time_s in enumerate(stacked)]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What the prefill takes, [n, 1] each: bytes over DRAM, MACs of the array, seconds (array and DRAM overlap)."""
+
+    weight_bytes: Array
+    activation_bytes: Array
+    kv_bytes: Array
+    linear_macs: Array
+    attention_macs: Array
+    array_s: Array
+    dram_s: Array
+
+    @property
+    def latency_s(self) -> Array:
+        """The longer of both."""
+        return np.maximum(self.array_s, self.dram_s)
+
+    @property
+    def dram_bytes(self) -> Array:
+        """All bytes over DRAM."""
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes
+
+
+def prefill_of(c: Columns) -> Prefill:
+    """Returns the prefill of `c`. Only the last token of a sequence needs the head.
+
+    The inputs of a matrix are read once for each piece of it that the weight memory holds, its outputs written once.
+    """
+    rows = c.batch * c.context
+    weight_bytes = c.read_weights * CHIP.weight_bytes
+    activation_bytes = c.layers * rows * CHIP.value_bytes * _values_per_row(c)
+    kept = np.where(c.evict, np.minimum(c.context, c.budget), c.context)
+    kv_bytes = c.batch * c.layers * c.kv_layer_bytes * kept
+    attention_macs = c.batch * c.layers * c.heads * c.context**2 * c.head_dim  # causal: half of it, for QK and for AV
+    linear = linear_s(c, tiles_of(c), rows, c.batch, np.zeros_like(rows))
+    attention = attention_macs * PASSES_16_BY_16 / c.macs_per_pe / (c.array_rows**2 * c.clock_hz)
+    return Prefill(
+        weight_bytes=weight_bytes,
+        activation_bytes=activation_bytes,
+        kv_bytes=kv_bytes,
+        linear_macs=rows * c.layers * c.layer_weights + c.batch * c.channels * c.vocabulary,
+        attention_macs=attention_macs,
+        array_s=linear + attention,
+        dram_s=(weight_bytes + activation_bytes + kv_bytes) / c.dram_bytes_per_s,
+    )
+
+
+def matrices(c: Columns) -> list[tuple[Array, Array, Array]]:
+    """Returns the kinds of matrices of a layer: (inputs, outputs, how many), [n, 1] each."""
+    query, key, one = c.heads * c.head_dim, c.kv_heads * c.head_dim, np.ones_like(c.layers)
+    return [
+        (c.channels, query, one),
+        (c.channels, key, 2 * one),
+        (query, c.channels, one),
+        (c.channels, c.hidden, np.where(c.gated, 2.0, 1.0)),
+        (c.hidden, c.channels, one),
+    ]
+
+
+def _values_per_row(c: Columns) -> Array:
+    total = np.zeros_like(c.layers)
+    for inputs, outputs, many in matrices(c):
+        pieces = np.ceil(inputs * outputs * CHIP.weight_bytes / c.weight_capacity_bytes)
+        total = total + many * (inputs * pieces + outputs)
+    return total
+
+
+def activation_accesses(c: Columns, rows: Array) -> Array:
+    """Returns the bytes of activations that all layers read and write on the chip for `rows` rows, the head's not.
+
+    Inputs are read once for each column of tiles.
+    """
+    total = np.zeros_like(c.layers)
+    for inputs, outputs, many in matrices(c):
+        total = total + many * (inputs * np.ceil(outputs / c.array_rows) + outputs)
+    return c.layers * rows * CHIP.value_bytes * total
+
+
+DECLARED_SHARE = CHIP.load_vector_ns / (CHIP.load_vector_ns + CHIP.recompute_vector_ns)
+"""Of the tokens (0..1): loading the others then takes as long as recomputing these; 25.6 %, the claimed saving of 25 %."""
+
+
+def recompute_share(c: Columns, steps: Steps) -> Array:
+    """Returns which share of the cached tokens is recomputed, 0..1, [n, groups]."""
+    modelled = np.where(c.declared, DECLARED_SHARE, _hidden_share(c, steps))
+    share = np.where(c.recompute_share >= 0, c.recompute_share, modelled)
+    return np.where(c.recomputes, share, 0) + np.zeros_like(steps.cached)
+
+
+def _hidden_share(c: Columns, steps: Steps) -> Array:
+    """Returns the share with which a step is shortest, from the costs of array and DRAM.
+
+    Tokens are recomputed until the array is as busy as DRAM, or DRAM no longer the slowest, or there are none left: sinks
+    and window are stored as KV (their scores are not known yet), and what lies on the chip needs no DRAM.
+    """
+    tokens = c.batch * steps.cached
+    saved_bytes = c.layers * (c.kv_layer_bytes - c.x_layer_bytes)  # per token, all layers; at most 0 under GQA
+    plain = step_of(c, steps, np.zeros_like(steps.cached))
+    tiles, none = tiles_of(c), np.zeros_like(c.batch)
+    per_row_s = tiles.kv * tiles.row_cycles / c.clock_hz
+    # The time of everything but K and V, which with a row of their own would take max(load, rows) a tile.
+    fixed_s = (
+        linear_s(c, tiles, c.batch, c.batch, none)
+        - tiles.kv * np.maximum(c.batch * tiles.row_cycles, tiles.load_cycles) / c.clock_hz
+    )
+    saved_s = np.maximum(saved_bytes, 1) / c.dram_bytes_per_s
+    dram_s, array_s = plain.dram_weights_s + plain.dram_kv_s, fixed_s + plain.attention_s
+    slack = np.where(
+        c.overlap,
+        (dram_s - array_s - c.batch * per_row_s) / (per_row_s + saved_s),
+        (np.maximum(plain.dram_weights_s, plain.sram_s) - fixed_s) / per_row_s - c.batch,
+    )
+    free = tiles.load_cycles / tiles.row_cycles - c.batch  # rows that pass while the next tile loads anyway
+    useful_s = np.where(
+        c.overlap,
+        dram_s - np.maximum(plain.sram_s, plain.kv_memory_s),
+        plain.dram_kv_s - np.maximum(plain.attention_s, plain.kv_memory_s),
+    )
+    eligible = c.batch * np.maximum(steps.cached - c.sinks - c.window, 0)
+    most = np.minimum(np.minimum(useful_s / saved_s, plain.off_chip_bytes / np.maximum(saved_bytes, 1)), eligible)
+    rows = np.clip(np.maximum(slack, free), 0, np.maximum(most, 0))
+    return np.where(saved_bytes > 0, rows / tokens, 0)
