@@ -26,33 +26,22 @@ from llmcache.edram.constants import PROFILES, Profile
 from llmcache.edram.systems import BASELINE, MODELS, SYSTEMS, WORKLOADS, LlmShape, System, Workload
 from llmcache.errors import DataError, UsageError
 
-Named = TypeVar("Named", LlmShape, Workload, System, Profile)
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """What there is, by name. Look-ups ignore case and raise UsageError with the names that there are."""
+    """What there is, by name: the paper's own, where nothing else is said."""
 
     models: Mapping[str, LlmShape] = field(default_factory=lambda: MODELS)
     workloads: Mapping[str, Workload] = field(default_factory=lambda: WORKLOADS)
     systems: Mapping[str, System] = field(default_factory=lambda: SYSTEMS)
     profiles: Mapping[str, Profile] = field(default_factory=lambda: PROFILES)
-
-    def model(self, name: str) -> LlmShape:
-        """Returns the language model called `name`."""
-        return _found("model", self.models, name)
-
-    def workload(self, name: str) -> Workload:
-        """Returns the workload called `name`."""
-        return _found("workload", self.workloads, name)
-
-    def system(self, name: str) -> System:
-        """Returns the system called `name`."""
-        return _found("system", self.systems, name)
-
-    def profile(self, name: str) -> Profile:
-        """Returns the profile of energies called `name`."""
-        return _found("profile", self.profiles, name)
 
     @property
     def baseline(self) -> System:
@@ -60,22 +49,28 @@ class Catalogue:
         return self.systems[BASELINE]
 
 
-def _found(kind: str, known: Mapping[str, Named], name: str) -> Named:
+def named(kind: str, known: Mapping[str, Part], name: str) -> Part:
+    """Returns what is called `name`, in any case, of the `known` ones; UsageError names the option `--kind`."""
     for key, value in known.items():
         if key.lower() == name.strip().lower():
             return value
-    raise UsageError(f"there is no {kind} '{name.strip()}'", f"one of: {', '.join(known)}")
+    raise UsageError(f"--{kind}: there is no {kind} '{name.strip()}'", f"one of: {', '.join(known)}")
 
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+def listed(kind: str, known: Mapping[str, Part], text: str) -> list[Part]:
+    """Returns what `text` names, a list with commas or "all", each once; errors as `named`."""
+    names = list(known) if text.strip().lower() == "all" else text.split(",")
+    return list(dict.fromkeys(named(kind, known, name) for name in names))
+
+
+def catalogue(constants: str | None) -> Catalogue:
+    """Returns the paper's catalogue, with what the user's file `constants` adds; errors as `read_constants`."""
+    return Catalogue() if constants is None else read_constants(constants)
+
 
 DEFAULTS = {"profile": "paper", "model": "llama2-7b", "workload": "PG19", "system": "Kelle+eDRAM"}
 """Kinds of tables, and what a new one of each begins with if it does not say."""
 WANTED = {"bool": "true or false", "str": "a text", "int": "a whole number", "float": "a number"}
-Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)

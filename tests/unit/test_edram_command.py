@@ -11,21 +11,22 @@ import pytest
 
 from llmcache import cli
 from llmcache.edram.accelerator import LATENCIES
-from llmcache.edram.catalogue import read_constants
+from llmcache.edram.catalogue import named, read_constants
 from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, PAPER, PROFILES
 from llmcache.edram.energy import COMPONENTS
 from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS
 from llmcache.errors import DataError, UsageError
-from llmcache.report.edram_figures import (
+from llmcache.report.edram_model import WIDTH, percent
+from llmcache.report.edram_plot import (
     KIND_LOOKS,
     MOST_GROUPS,
     MOST_LINES,
     SYSTEM_LOOKS,
+    Result,
     lines_left_out,
+    saved,
     varied_most,
 )
-from llmcache.report.edram_saved import Row, saved
-from llmcache.report.edram_text import WIDTH, percent
 from tests.unit.accelerator_parts import outcome
 from tests.unit.test_edram_refresh import changing
 
@@ -172,7 +173,7 @@ def test_a_picture_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.Captur
 def test_a_sweep_is_drawn_along_what_it_varies(capsys: pytest.CaptureFixture[str]) -> None:
     """Systems imply refresh intervals and capacities; those are no axes."""
 
-    def rows(*args: str) -> Sequence[Row]:
+    def rows(*args: str) -> Sequence[Result]:
         return saved(printed(capsys, "sweep", *args)).rows
 
     assert varied_most(rows("--system", "all", "--model", "all")) is None
@@ -296,18 +297,18 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def test_everything_can_be_added_and_changed(tmp_path: Path) -> None:
     found = read_constants(written(tmp_path, MINE))
-    mine = found.profile("mine")
+    mine = found.profiles["mine"]
     assert (mine.refresh_pass_j, mine.dram_j_per_byte) == (3.65e-6, PAPER.dram_j_per_byte)
     assert mine.name == "mine" and "of the user" in mine.title
-    assert found.profile("silicon").sfu_w == 1.0
-    assert found.profile("silicon").refresh_pass_j == pytest.approx(3.65e-6, rel=1e-3)
-    assert (found.model("tiny").layers, found.model("tiny").kv_heads) == (8, MODELS["llama3-8b"].kv_heads)
-    assert (found.workload("chat").batch, found.workload("chat").budget) == (1, WORKLOADS["TQ"].budget)
-    half = found.system("half")
+    assert found.profiles["silicon"].sfu_w == 1.0
+    assert found.profiles["silicon"].refresh_pass_j == pytest.approx(3.65e-6, rel=1e-3)
+    assert (found.models["tiny"].layers, found.models["tiny"].kv_heads) == (8, MODELS["llama3-8b"].kv_heads)
+    assert (found.workloads["chat"].batch, found.workloads["chat"].budget) == (1, WORKLOADS["TQ"].budget)
+    half = found.systems["half"]
     assert half.hardware.kv_bytes_per_s == 128e9 and half.hardware.overlap and not half.policy.evict
     assert half.policy.intervals.in_order() == (180_000, *KELLE_INTERVALS.in_order()[1:])
     assert found.baseline.hardware.array_rows == 32
-    assert list(found.systems) == [*SYSTEMS, "half"] and found.profile("PAPER") == PAPER
+    assert list(found.systems) == [*SYSTEMS, "half"] and named("profile", found.profiles, "PAPER") == PAPER
 
 
 @pytest.mark.parametrize(

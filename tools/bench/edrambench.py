@@ -16,7 +16,7 @@ from rich.table import Table
 
 from llmcache.edram.accelerator import Axes, evaluate
 from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS
-from llmcache.report.edram_sweep import swept
+from llmcache.report.edram_model import swept
 from llmcache.report.reproduce import reproduce
 
 from . import machine, results

@@ -7,6 +7,8 @@ from typing import Any
 import click
 
 from llmcache.cli import base, kinds
+from llmcache.cli.edram.options import one, positive
+from llmcache.units import parse_duration
 
 
 @base.command("accuracy")
@@ -48,7 +50,13 @@ from llmcache.cli import base, kinds
 @click.option(
     "--budget", type=click.IntRange(min=1), metavar="N", default=256, show_default=True, help="N' of the recorded run."
 )
-@click.option("--step", metavar="TIME", help="Length of a step on the modelled accelerator, in the recorded run: 20ms.")
+@click.option(
+    "--step",
+    "step_ns",
+    metavar="TIME",
+    callback=one(positive(parse_duration)),
+    help="Length of a step on the modelled accelerator, in the recorded run: 20ms.",
+)
 @base.force_option()
 @base.json_option("llmcache.edram-accuracy/1")
 def command(as_json: bool, **options: Any) -> None:
@@ -66,4 +74,4 @@ def command(as_json: bool, **options: Any) -> None:
     from llmcache.report import edram_accuracy
     from llmcache.report.progress import tell
 
-    edram_accuracy.show(edram_accuracy.answer(edram_accuracy.Options(**options), tell), as_json)
+    edram_accuracy.show(edram_accuracy.answer(edram_accuracy.AccuracyOptions(**options), tell), as_json)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from llmcache.cli import base, kinds, names
-from llmcache.cli.edram.options import profile_option
+from llmcache.cli.edram.options import one, profile_option, whole
 
 
 @base.command("model")
@@ -17,11 +19,11 @@ from llmcache.cli.edram.options import profile_option
     show_default=True,
     help="LA, TQ, QP or PG19.",
 )
-@click.option("--context", metavar="N", help="Tokens of the prompt, in place of the workload's.")
-@click.option("--decode", metavar="N", help="Tokens to decode, in place of the workload's.")
-@click.option("--batch", metavar="N", help="Sequences at once [default: 16].")
-@click.option("--budget", metavar="N", help="N': tokens that eviction keeps.")
-@click.option("--window", metavar="N", help="Recent tokens that are never evicted.")
+@click.option("--context", metavar="N", callback=one(whole(1)), help="Tokens of the prompt, in place of the workload's.")
+@click.option("--decode", metavar="N", callback=one(whole(1)), help="Tokens to decode, in place of the workload's.")
+@click.option("--batch", metavar="N", callback=one(whole(1)), help="Sequences at once [default: 16].")
+@click.option("--budget", metavar="N", callback=one(whole(1)), help="N': tokens that eviction keeps.")
+@click.option("--window", metavar="N", callback=one(whole(0)), help="Recent tokens that are never evicted.")
 @click.option(
     "--system",
     type=kinds.Names(names.edram_systems),
@@ -33,7 +35,7 @@ from llmcache.cli.edram.options import profile_option
 @click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
 @click.option("--constants", type=kinds.FILE, help="Your profiles, models, workloads and systems: TOML.")
 @base.json_option("llmcache.edram-model/1")
-def command(as_json: bool, **options: str | None) -> None:
+def command(as_json: bool, **options: Any) -> None:
     """Latency and energy, by component, of serving MODEL on each of the five systems of the Kelle paper; all modelled.
 
     MODEL: llama2-7b, llama2-13b, llama3-8b, llama3.2-3b, mistral-7b, qwen2-7b, opt-6.7b, or one of --constants.
@@ -50,7 +52,6 @@ def command(as_json: bool, **options: str | None) -> None:
     base = "paper"            # what it begins with
     refresh_pass_j = 3.65e-6  # any constant of it: a wrong name lists all
     """
-    from llmcache.edram.question import Options, ask_model
     from llmcache.report import edram_model
 
-    edram_model.show(edram_model.answer(ask_model(Options.given(options))), as_json)
+    edram_model.show(edram_model.compare(**options), as_json)

@@ -24,8 +24,8 @@ def command(source: str, output: str, what: str | None, force: bool, as_json: bo
       llmcache edram plot run.json -o run.html
       llmcache edram plot run.json -o roofline.png --what roofline
     """
-    from llmcache.report.edram_plot import Wanted, plot
+    from llmcache.report.edram_plot import PlotRequest, plot
 
-    written = plot(Wanted(source, output, what, force))
+    written = plot(PlotRequest(source, output, what, force))
     if as_json:
         written.show("llmcache.edram-plot/1")

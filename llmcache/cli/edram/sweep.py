@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from llmcache.cli import base, kinds, names
-from llmcache.cli.edram.options import profile_option
+from llmcache.cli.edram.options import bandwidth, factor, profile_option, several, whole
+from llmcache.units import parse_size
 
 
 @base.command("sweep")
@@ -31,17 +34,31 @@ from llmcache.cli.edram.options import profile_option
     help="Systems, or all.",
 )
 @profile_option("paper", "paper, public, silicon, or all.")
-@click.option("--context", metavar="N,…", help="Tokens of the prompt.")
-@click.option("--decode", metavar="N,…", help="Tokens to decode.")
-@click.option("--batch", metavar="N,…", help="Sequences at once.")
-@click.option("--budget", metavar="N,…", help="N': tokens that eviction keeps.")
-@click.option("--interval-scale", metavar="X,…", help="Factors of all refresh intervals: 0.125,0.5,1.")
-@click.option("--dram-bw", metavar="RATE,…", help="Bandwidths of DRAM: 15GB/s,64GB/s.")
-@click.option("--kv-memory", metavar="SIZE,…", help="Capacities of the KV memory: 4Mi,8Mi.")
+@click.option("--context", "contexts", metavar="N,…", callback=several(whole(1)), help="Tokens of the prompt.")
+@click.option("--decode", "decodes", metavar="N,…", callback=several(whole(1)), help="Tokens to decode.")
+@click.option("--batch", "batches", metavar="N,…", callback=several(whole(1)), help="Sequences at once.")
+@click.option("--budget", "budgets", metavar="N,…", callback=several(whole(1)), help="N': tokens that eviction keeps.")
+@click.option(
+    "--interval-scale",
+    "interval_factors",
+    metavar="X,…",
+    callback=several(factor),
+    help="Factors of all refresh intervals: 0.125,0.5,1.",
+)
+@click.option(
+    "--dram-bw", "dram_rates", metavar="RATE,…", callback=several(bandwidth), help="Bandwidths of DRAM: 15GB/s,64GB/s."
+)
+@click.option(
+    "--kv-memory",
+    "kv_capacities",
+    metavar="SIZE,…",
+    callback=several(parse_size),
+    help="Capacities of the KV memory: 4Mi,8Mi.",
+)
 @click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
 @click.option("--constants", type=kinds.FILE, help="Your profiles, models, workloads and systems: TOML.")
 @base.json_option("llmcache.edram-sweep/1")
-def command(as_json: bool, **options: str | None) -> None:
+def command(as_json: bool, **options: Any) -> None:
     """Latency and energy of every combination of what is varied, against Original+SRAM; all modelled.
 
     \b
@@ -50,7 +67,6 @@ def command(as_json: bool, **options: str | None) -> None:
       llmcache edram sweep --budget 2048,3500,5250 --model llama3.2-3b
       llmcache edram sweep --interval-scale 0.5,1 --profile all --json > x.json
     """
-    from llmcache.edram.question import Options, ask_sweep
-    from llmcache.report import edram_sweep
+    from llmcache.report import edram_model
 
-    edram_sweep.show(edram_sweep.swept(*ask_sweep(Options.given(options))), as_json)
+    edram_model.show_sweep(edram_model.swept(*edram_model.axes_of(**options)), as_json)

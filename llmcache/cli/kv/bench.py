@@ -134,7 +134,7 @@ def command(
     if flips:
         from llmcache.report import edram_accuracy
 
-        asked = edram_accuracy.Options(options["model"], flips=flips, seed=options["seed"])
+        asked = edram_accuracy.AccuracyOptions(options["model"], flips=flips, seed=options["seed"])
         edram_accuracy.show(edram_accuracy.answer(asked, tell), as_json)
     elif edram_run is not None:
         from llmcache.edram.kelle import record_stream

@@ -36,7 +36,7 @@ from llmcache.edram.systems import (
     System,
     Workload,
 )
-from llmcache.report.edram_text import joules
+from llmcache.report.edram_model import joules
 from llmcache.report.reproduce.kelle.evidence import Evidence, same
 from llmcache.report.reproduce.kelle.paper import AVERAGED, HALF_BANDWIDTH, TASKS
 from llmcache.report.reproduce.kelle.rows import CLOSE, EVERY, GAIN, Row, single, within

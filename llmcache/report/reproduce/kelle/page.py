@@ -9,14 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from matplotlib.figure import Figure
 
 from llmcache.edram.constants import PROFILES
-from llmcache.edram.question import Options, ask_model
 from llmcache.edram.systems import MODELS, SYSTEMS
 from llmcache.report.claims import Verdict
-from llmcache.report.edram_figures import energy_figure, refresh_figure, roofline_figure
-from llmcache.report.edram_model import answer
+from llmcache.report.edram_model import compare, joules
 from llmcache.report.edram_model import document as model_document
-from llmcache.report.edram_saved import saved
-from llmcache.report.edram_text import joules
+from llmcache.report.edram_plot import energy_figure, refresh_figure, roofline_figure, saved
 from llmcache.report.html import Badge, Block, Cell, Facts, Fold, Section, Table, Text, html_page
 from llmcache.report.reproduce.kelle.ablations import strategy_j
 from llmcache.report.reproduce.kelle.document import KINDS, TITLES
@@ -160,7 +157,7 @@ def _alt(rows: Sequence[Row]) -> str:
 
 
 def _example(evidence: Evidence) -> list[Block]:
-    document = model_document(answer(ask_model(Options(profile="paper,silicon"))))
+    document = model_document(compare())
     found = saved(json.loads(json.dumps(document)))
     caption = "Modelled: llama2-7b, PG19 (context 512, decode 8192), batch 16, N' = 2048."
     told = "; ".join(f"{row.system}, {row.profile}: {joules(row['energy_j'])}" for row in found.rows)

@@ -12,14 +12,13 @@ from rich.table import Table
 
 from llmcache import __version__
 from llmcache.edram import retention
-from llmcache.edram.catalogue import Catalogue, read_constants
+from llmcache.edram.catalogue import catalogue, listed
 from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, ORG_INTERVALS, UNI_INTERVALS, Intervals, Profile
-from llmcache.edram.question import chosen, positive
 from llmcache.edram.refresh import RULES, EdramRun, RefreshAccount, account, read_run
 from llmcache.errors import UsageError
-from llmcache.report.edram_text import MODELLED, WIDTH, joules, watts
+from llmcache.report.edram_model import MODELLED, WIDTH, joules, watts
 from llmcache.report.tables import titled_table
-from llmcache.units import format_duration, format_size, parse_duration, parse_size
+from llmcache.units import format_duration, format_size
 
 SCHEMA = "llmcache.edram-report/1"
 STRATEGIES: dict[str, Intervals] = {"kelle": KELLE_INTERVALS, "uni": UNI_INTERVALS, "org": ORG_INTERVALS}
@@ -28,20 +27,7 @@ _ROW_RULES = ("floor", "ceil")
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options as typed; None where one was not given."""
-
-    run: str
-    profile: str = "paper,silicon"
-    intervals: str = "kelle"
-    rule: str = "ticks"
-    step: str | None = None
-    capacity: str | None = None
-    constants: str | None = None
-
-
-@dataclass(frozen=True)
-class Answer:
+class RefreshReport:
     """The accounts of one run: by profile at the intervals that were asked for, and, in the first, by rule and strategy."""
 
     run: EdramRun
@@ -52,30 +38,37 @@ class Answer:
     by_strategy: Mapping[str, Mapping[str, RefreshAccount]]
 
 
-def answer(options: Options) -> Answer:
-    """Returns the accounts that `options` ask for; UsageError and DataError name the option or field that is wrong."""
-    known = Catalogue() if options.constants is None else read_constants(options.constants)
-    profiles = chosen("--profile", known.profile, known.profiles, options.profile)
-    if options.rule not in RULES:
-        raise UsageError(f"--rule: there is no rule '{options.rule}'", f"one of: {', '.join(RULES)}")
-    intervals = parse_intervals(options.intervals)
-    capacity = None if options.capacity is None else positive("--capacity", options.capacity, parse_size)
-    run = read_run(options.run)
-    if options.step is not None:
-        step_ns = positive("--step", options.step, parse_duration)
+def accounted(
+    source: str,
+    intervals: Intervals,
+    profile: str = "paper,silicon",
+    rule: str = "ticks",
+    step_ns: float | None = None,
+    capacity_bytes: float | None = None,
+    constants: str | None = None,
+) -> RefreshReport:
+    """Returns the accounts of the run in the file `source`; UsageError and DataError name the option or field that is wrong.
+
+    `step_ns`: how long a step takes, in place of what the run says; `capacity_bytes`: what the eDRAM holds.
+    """
+    profiles = listed("profile", catalogue(constants).profiles, profile)
+    if rule not in RULES:
+        raise UsageError(f"--rule: there is no rule '{rule}'", f"one of: {', '.join(RULES)}")
+    run = read_run(source)
+    if step_ns is not None:
         run = run.with_step(step_ns, f"modelled: every step takes {format_duration(step_ns)}")
 
-    def made(profile: Profile, at: Intervals, rule: str = options.rule) -> RefreshAccount:
-        return account(run, at, profile.refresh_j_per_byte, rule=rule, capacity_bytes=capacity)
+    def made(energies: Profile, at: Intervals, how: str = rule) -> RefreshAccount:
+        return account(run, at, energies.refresh_j_per_byte, rule=how, capacity_bytes=capacity_bytes)
 
-    rules = [rule for rule in RULES if rule not in _ROW_RULES or (run.lives is not None and capacity is None)]
-    return Answer(
+    rules = [how for how in RULES if how not in _ROW_RULES or (run.lives is not None and capacity_bytes is None)]
+    return RefreshReport(
         run,
         intervals,
-        capacity,
-        {profile.name: made(profile, intervals) for profile in profiles},
-        {rule: made(profiles[0], intervals, rule) for rule in rules},
-        {name: {profile.name: made(profile, at) for profile in profiles} for name, at in STRATEGIES.items()},
+        capacity_bytes,
+        {energies.name: made(energies, intervals) for energies in profiles},
+        {how: made(profiles[0], intervals, how) for how in rules},
+        {name: {energies.name: made(energies, at) for energies in profiles} for name, at in STRATEGIES.items()},
     )
 
 
@@ -87,10 +80,10 @@ def parse_intervals(text: str) -> Intervals:
         return retention.parse_intervals(text)
     except UsageError as error:
         hint = f"a name ({', '.join(STRATEGIES)}), one duration (1ms), or four: {', '.join(GROUPS)}"
-        raise UsageError(f"--intervals: {error.message}", hint) from error
+        raise UsageError(error.message, hint) from error
 
 
-def show(found: Answer, as_json: bool) -> None:
+def show(found: RefreshReport, as_json: bool) -> None:
     """Prints `found` on stdout."""
     if as_json:
         print(json.dumps(document(found), indent=1))
@@ -145,7 +138,7 @@ def _totals(title: str, first: str, rows: Mapping[str, Mapping[str, RefreshAccou
     return table
 
 
-def document(found: Answer) -> dict[str, Any]:
+def document(found: RefreshReport) -> dict[str, Any]:
     """`found` as JSON-ready values: seconds, nanoseconds for intervals, joules, bytes."""
     run = found.run
     return {
