@@ -73,7 +73,7 @@ def command(
 
     seconds, rerefs_s = (None if span_ns is None else span_ns / 1e9 for span_ns in (duration, rerefs))
     if report is not None:
-        from llmcache.report.files import check_target
+        from llmcache.report.output import check_target
 
         check_target("--report", report, force)
     target = target_of(words)
@@ -93,8 +93,8 @@ def command(
     session.show(captured, as_json)
     if report is not None and captured.rows:
         from llmcache.fs.layout.modelfile import TensorNames
-        from llmcache.report.plot import Wanted, plot
-        from llmcache.report.progress import progress
+        from llmcache.report.output import progress
+        from llmcache.report.plot import plot
 
         with progress() as tell:
-            plot(Wanted(options.output, report, files=glob, force=force), lambda table: TensorNames((), table), tell)
+            plot(options.output, report, lambda table: TensorNames((), table), tell, files=glob, force=force)

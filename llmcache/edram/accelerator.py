@@ -286,7 +286,7 @@ def _changes(axes: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Point:
+class RooflinePoint:
     """One decode step with its cache full: 8-bit operations of the model (not those of recomputing) and what bounds it.
 
     `intensity`: operations per byte over DRAM; `bound`: the resource of `decode.RESOURCES` that it waits for longest.
@@ -305,7 +305,7 @@ class Roofline:
 
     peak_ops_per_s: float
     dram_bytes_per_s: float
-    points: tuple[Point, ...]
+    points: tuple[RooflinePoint, ...]
 
     @property
     def ridge(self) -> float:
@@ -324,7 +324,7 @@ def roofline_of(configuration: Configuration) -> Roofline:
     return Roofline(hardware.int8_ops_per_s, hardware.dram_bytes_per_s, points)
 
 
-def point_at(configuration: Configuration, name: str, share: float) -> Point:
+def point_at(configuration: Configuration, name: str, share: float) -> RooflinePoint:
     """Returns the point, called `name`, at which `share` of the cached tokens (0..1) is recomputed at its real cost."""
     c = columns_of([configuration])
     steps = _last(configuration)
@@ -334,7 +334,8 @@ def point_at(configuration: Configuration, name: str, share: float) -> Point:
     attention = c.batch * steps.cached * c.layers * 2 * c.heads * c.head_dim
     operations = float((2 * (PASSES_16_BY_8 * linear + PASSES_16_BY_16 * attention)).sum())
     moved = float((c.read_weights + step.off_chip_bytes + step.new_bytes).sum())
-    return Point(name, share, operations / moved, operations / sum(waited.values()), max(RESOURCES, key=waited.__getitem__))
+    bound = max(RESOURCES, key=waited.__getitem__)
+    return RooflinePoint(name, share, operations / moved, operations / sum(waited.values()), bound)
 
 
 def _last(configuration: Configuration) -> Steps:

@@ -52,7 +52,7 @@ class Asked(Protocol):
 
 
 @dataclass(frozen=True)
-class Variant:
+class CacheVariant:
     """One cache to compare: a name, what it keeps, and how its cells store and lose. Its seed is that of the sequence."""
 
     name: str
@@ -61,7 +61,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Answers:
+class VariantAnswers:
     """Answers over one variant, [sequences, questions]: which are right, and the loss of the right one in nats.
 
     `stored_bytes` [sequences]: what lay in eDRAM at the end; `lost_bits` [sequences]: bits of it that read wrongly.
@@ -88,17 +88,19 @@ class Estimate:
         return cls(float(by_sequence.mean()), error)
 
 
-def accuracy(outcome: Answers) -> Estimate:
+def accuracy(outcome: VariantAnswers) -> Estimate:
     """Returns the share of right answers."""
     return Estimate.of(outcome.right.mean(axis=1))
 
 
-def harm(outcome: Answers, baseline: Answers) -> Estimate:
+def harm(outcome: VariantAnswers, baseline: VariantAnswers) -> Estimate:
     """Returns by how much the loss of the right answers is higher than over `baseline`, in nats, paired by sequence."""
     return Estimate.of((outcome.loss - baseline.loss).mean(axis=1))
 
 
-def evaluate(decoder: Decoder, asked: Asked, variants: Sequence[Variant], tell: Tell | None = None) -> dict[str, Answers]:
+def evaluate(
+    decoder: Decoder, asked: Asked, variants: Sequence[CacheVariant], tell: Tell | None = None
+) -> dict[str, VariantAnswers]:
     """Returns the outcome of each of `variants` by name. Each prompt is computed once, for all of them.
 
     After each question the model is told the right answer. `tell` is called with a line for every sequence.
@@ -115,7 +117,7 @@ def evaluate(decoder: Decoder, asked: Asked, variants: Sequence[Variant], tell: 
 
 
 def _answers(
-    decoder: Decoder, prompt: Prompt, variant: Variant, asked: Iterable[int], answers: Iterable[int]
+    decoder: Decoder, prompt: Prompt, variant: CacheVariant, asked: Iterable[int], answers: Iterable[int]
 ) -> tuple[list[bool], list[float], int, int]:
     cache = decoder.cache(prompt, variant.settings, variant.cells)
     right, loss = [], []
@@ -135,9 +137,9 @@ def _loss(logits: Numbers, answer: int) -> float:
     return float(np.log(np.exp(logits - largest).sum()) + largest - logits[answer])
 
 
-def _outcome(rows: list[tuple[list[bool], list[float], int, int]]) -> Answers:
+def _outcome(rows: list[tuple[list[bool], list[float], int, int]]) -> VariantAnswers:
     right, loss, stored, lost = zip(*rows, strict=True)
-    return Answers(np.array(right), np.array(loss), np.array(stored, np.float64), np.array(lost, np.float64))
+    return VariantAnswers(np.array(right), np.array(loss), np.array(stored, np.float64), np.array(lost, np.float64))
 
 
 SCHEMA = "llmcache.edram-accuracy/1"
@@ -148,7 +150,7 @@ SINKS, WINDOW = 4, 32
 
 
 @dataclass(frozen=True)
-class Setup:
+class AccuracySetup:
     """What all variants of a run share: the longest text, sinks and window, the format of vectors, the retention curve."""
 
     tokens: int
@@ -162,34 +164,34 @@ class Setup:
         """A budget that evicts nothing."""
         return AerpSettings(self.tokens, self.sinks, self.window)
 
-    def baseline(self) -> Variant:
+    def baseline(self) -> CacheVariant:
         """Returns what everything else is compared with: nothing evicted, nothing lost."""
-        return Variant(BASELINE, self.everything, CellSettings(self.format))
+        return CacheVariant(BASELINE, self.everything, CellSettings(self.format))
 
-    def losing(self, name: str, rates: FlipRates, how: Format | None = None, sticky: bool = True) -> Variant:
+    def losing(self, name: str, rates: FlipRates, how: Format | None = None, sticky: bool = True) -> CacheVariant:
         """Returns a cache that evicts nothing and loses bits at `rates`."""
-        return Variant(name, self.everything, CellSettings(how or self.format, rates, sticky=sticky))
+        return CacheVariant(name, self.everything, CellSettings(how or self.format, rates, sticky=sticky))
 
 
-def budgets(setup: Setup, sizes: Sequence[int] = (512, 256, 128, 64)) -> list[Variant]:
+def budgets(setup: AccuracySetup, sizes: Sequence[int] = (512, 256, 128, 64)) -> list[CacheVariant]:
     """Returns AEP at each budget N', and beside it the same budget spent on sinks and the last tokens alone (table 3)."""
     cells = CellSettings(setup.format)
     found = []
     for size in sizes:
         if size <= setup.sinks:
             raise UsageError(f"budgets: {size} tokens leave none beside {setup.sinks} sinks")
-        found.append(Variant(f"N'={size}", AerpSettings(size, setup.sinks, setup.window), cells))
-        found.append(Variant(f"N'={size}, recent only", AerpSettings(size, setup.sinks, size), cells))
+        found.append(CacheVariant(f"N'={size}", AerpSettings(size, setup.sinks, setup.window), cells))
+        found.append(CacheVariant(f"N'={size}, recent only", AerpSettings(size, setup.sinks, size), cells))
     return found
 
 
-def uniform_losses(setup: Setup, rates: Sequence[float] = RATES) -> list[Variant]:
+def uniform_losses(setup: AccuracySetup, rates: Sequence[float] = RATES) -> list[CacheVariant]:
     """Returns one rate for all bits, as integers and as halves (figure 8a)."""
     formats: tuple[Format, ...] = ("int16", "fp16")
     return [setup.losing(f"{how} uniform {rate:g}", FlipRates.uniform(rate), how) for rate in rates for how in formats]
 
 
-def sided_losses(setup: Setup, rate: float = SIDED_RATE) -> list[Variant]:
+def sided_losses(setup: AccuracySetup, rate: float = SIDED_RATE) -> list[CacheVariant]:
     """Returns losses at `rate` in one half of bits, and in one group of tokens (figures 8c and 8b).
 
     A token that changes its group reads what its group of the moment loses: what is asked is the harm of reading wrong
@@ -198,7 +200,7 @@ def sided_losses(setup: Setup, rate: float = SIDED_RATE) -> list[Variant]:
     return [setup.losing(f"{side} {rate:g}", one_sided(side, rate), sticky=False) for side in ("msb", "lsb", "hst", "lst")]
 
 
-def intervals(setup: Setup) -> list[Variant]:
+def intervals(setup: AccuracySetup) -> list[CacheVariant]:
     """Returns the columns of table 4: 2DRP, the uniform interval of equal power, the uniform rate of equal failures."""
     found = []
     for printed, groups in TABLE4_INTERVALS.items():
@@ -211,7 +213,7 @@ def intervals(setup: Setup) -> list[Variant]:
     return found
 
 
-EXPERIMENTS: dict[str, Callable[[Setup], list[Variant]]] = {
+EXPERIMENTS: dict[str, Callable[[AccuracySetup], list[CacheVariant]]] = {
     "budgets": budgets,
     "uniform": uniform_losses,
     "sided": sided_losses,
@@ -220,7 +222,7 @@ EXPERIMENTS: dict[str, Callable[[Setup], list[Variant]]] = {
 """Experiments by name: table 3, figure 8a, figures 8b and 8c, table 4."""
 
 
-def custom(setup: Setup, flips: Sequence[str]) -> list[Variant]:
+def custom(setup: AccuracySetup, flips: Sequence[str]) -> list[CacheVariant]:
     """Returns a variant for each text of `flips` (see `parse_flips`)."""
     return [setup.losing(text, parse_flips(text, setup.curve)) for text in flips]
 
@@ -265,7 +267,7 @@ class Accuracies:
 
 
 def run(
-    decoder: Decoder, asked: Asked, setup: Setup, variants: dict[str, list[Variant]], tell: Tell | None = None
+    decoder: Decoder, asked: Asked, setup: AccuracySetup, variants: dict[str, list[CacheVariant]], tell: Tell | None = None
 ) -> Accuracies:
     """Returns what the `variants` of each experiment and the baseline answer, all in one pass over the sequences."""
     flat = [setup.baseline(), *(variant for group in variants.values() for variant in group)]
@@ -276,7 +278,7 @@ def run(
     return Accuracies(sequences, questions, setup.tokens, setup.format, accuracy(base), tuple(rows))
 
 
-def _row(experiment: str, variant: Variant, outcome: Answers, base: Answers) -> VariantAccuracy:
+def _row(experiment: str, variant: CacheVariant, outcome: VariantAnswers, base: VariantAnswers) -> VariantAccuracy:
     means = float(outcome.stored_bytes.mean()), float(outcome.lost_bits.mean())
     return VariantAccuracy(experiment, variant.name, accuracy(outcome), harm(outcome, base), variant.cells.rates, *means)
 

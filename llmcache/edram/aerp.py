@@ -3,8 +3,8 @@
 Source: kelle.txt, sections 4.1 and 4.2, figures 6 and 7. `AerpLayer` is one attention layer of one sequence, in eDRAM that
 may lose bits: a prompt, then a token at a time. Its `Slots` say which tokens each head keeps and who must go when a slot is
 needed: all heads hold equally many, each its own, and a slot is used again by the token that pushes its token out, as the
-order of slots does not matter to attention (equations 1 and 2). Its `Inputs` are the x rows, the normed inputs of the layer
-kept in place of keys and values: a row is shared by all heads that retain its token, and stays whole until the last of them
+order of slots does not matter to attention (equations 1 and 2). Its `InputRows` hold x, the normed inputs of the layer, in
+place of keys and values: a row is shared by all heads that retain its token, and stays whole until the last of them
 drops it, so it may end up larger than what it stands for; it is never turned back. Evicted tokens are gone. Losses are
 modelled, not measured.
 """
@@ -334,7 +334,7 @@ def _projected(x: Floats, weight: Floats, bias: Floats | None) -> Floats:
     return x @ weight if bias is None else x @ weight + bias
 
 
-class Inputs:
+class InputRows:
     """x rows by index: `positions` of their tokens (-1: free), `retaining` heads, and the `keys` and `values` they give.
 
     `waiting`: beside its keys and values, until its token leaves the recent window (see `AerpSettings.recompute`).
@@ -445,12 +445,12 @@ class AerpLayer:
         self.x_index: Ints = np.full(places, NONE)
         self.inputs = self._inputs(recompute)
 
-    def _inputs(self, recompute: Recompute | None) -> Inputs | None:
+    def _inputs(self, recompute: Recompute | None) -> InputRows | None:
         if self.settings.recompute == "none":
             return None
         if recompute is None or not self.shape.channels:
             raise ValueError(f"recompute: '{self.settings.recompute}' needs projections and the layer's channels")
-        return Inputs(self.shape, self.cells, recompute)
+        return InputRows(self.shape, self.cells, recompute)
 
     def prefill(self, keys: Floats, values: Floats, sums: Scores, x: Floats | None = None) -> None:
         """Takes a prompt: `keys`, `values` [n, kv_heads, head_dim], its column `sums` [kv_heads, n], its `x` [n, channels].

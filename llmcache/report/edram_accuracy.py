@@ -18,10 +18,10 @@ from llmcache.edram.accuracy import (
     SINKS,
     WINDOW,
     Accuracies,
+    AccuracySetup,
+    CacheVariant,
     Decoder,
     Estimate,
-    Setup,
-    Variant,
     custom,
     record_run,
     run,
@@ -32,7 +32,7 @@ from llmcache.edram.retention import parse_curve
 from llmcache.errors import UsageError
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
 from llmcache.report.edram_model import WIDTH
-from llmcache.report.files import check_target
+from llmcache.report.output import check_target
 
 _TITLES = {
     "budgets": "budgets (table 3)",
@@ -72,7 +72,7 @@ def answer(options: AccuracyOptions, tell: Callable[[str], None]) -> Accuracies:
             f"--context: {options.context} tokens do not hold {options.pairs} pairs", "a longer one, or fewer --pairs"
         )
     decoder = Decoder.load(RECALL_MODEL if options.model is None else options.model)
-    setup = Setup(options.context + 2 * options.questions, format=options.format, curve=parse_curve(options.curve))
+    setup = AccuracySetup(options.context + 2 * options.questions, format=options.format, curve=parse_curve(options.curve))
     variants = _variants(options, setup)
     random = np.random.default_rng(options.seed)
     asked = recall(random, options.sequences, options.context, pairs=options.pairs, questions=options.questions)
@@ -81,7 +81,7 @@ def answer(options: AccuracyOptions, tell: Callable[[str], None]) -> Accuracies:
     return run(decoder, asked, setup, variants, tell)
 
 
-def _variants(options: AccuracyOptions, setup: Setup) -> dict[str, list[Variant]]:
+def _variants(options: AccuracyOptions, setup: AccuracySetup) -> dict[str, list[CacheVariant]]:
     names = list(EXPERIMENTS) if options.experiment is None and not options.flips else []
     if options.experiment is not None:
         names = [name.strip() for name in options.experiment.split(",")]

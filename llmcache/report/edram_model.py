@@ -20,7 +20,7 @@ from llmcache.edram.energy import KINDS
 from llmcache.edram.latency import RESOURCES
 from llmcache.edram.systems import RECOMPUTE_MODES, Configuration, LlmShape, System, Workload
 from llmcache.errors import UsageError
-from llmcache.report.tables import titled_table
+from llmcache.report.output import titled_table
 from llmcache.units import format_duration, format_size
 
 SCHEMA = "llmcache.edram-model/1"
@@ -292,7 +292,7 @@ def row_values(row: Compared) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweptSystems:
     """Every configuration of some axes with its modelled cost; `seconds` is how long this machine took."""
 
     rows: tuple[Compared, ...]
@@ -300,11 +300,11 @@ class Sweep:
     seconds: float
 
 
-def swept(axes: Axes, baseline: System) -> Sweep:
+def swept(axes: Axes, baseline: System) -> SweptSystems:
     """Returns all configurations of `axes`, compared with `baseline`; UsageError if they are too many."""
     start = time.perf_counter()
     rows = tuple(compared(axes.configurations(), baseline))
-    return Sweep(rows, baseline.name, time.perf_counter() - start)
+    return SweptSystems(rows, baseline.name, time.perf_counter() - start)
 
 
 def axes_of(
@@ -326,7 +326,7 @@ def axes_of(
     return Axes(models, workloads, systems, profiles, **numbers), known.baseline  # type: ignore[arg-type]
 
 
-def show_sweep(sweep: Sweep, as_json: bool) -> None:
+def show_sweep(sweep: SweptSystems, as_json: bool) -> None:
     """Prints `sweep` on stdout."""
     if as_json:
         print(json.dumps(sweep_document(sweep), indent=1))
@@ -380,7 +380,7 @@ def sweep_table(rows: Sequence[Compared], baseline: str) -> Table:
     return made
 
 
-def sweep_document(sweep: Sweep) -> dict[str, Any]:
+def sweep_document(sweep: SweptSystems) -> dict[str, Any]:
     """`sweep` as JSON-ready values: every configuration, in seconds, joules and bytes."""
     return {
         "schema": SWEEP_SCHEMA,

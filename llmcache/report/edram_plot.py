@@ -22,8 +22,8 @@ from llmcache.edram.energy import KINDS
 from llmcache.errors import DataError, UsageError
 from llmcache.report.edram_model import SCHEMA as MODEL_SCHEMA
 from llmcache.report.edram_model import SWEEP_SCHEMA, percent
-from llmcache.report.files import Written, check_target, write_target
 from llmcache.report.html import Section, html_page
+from llmcache.report.output import Written, check_target, form_of, write_target
 from llmcache.report.theme import INK, MUTED, PAPER, Look, embedded, figure_bytes, grid_of, legend_below, style
 
 HINT = "save one with: llmcache edram model --json > FILE"
@@ -43,7 +43,7 @@ NUMBERS = (
 
 
 @dataclass(frozen=True)
-class Result:
+class SavedResult:
     """One result: names, and numbers in seconds, joules and bytes. `energies_j`: by component, empty in a sweep."""
 
     model: str
@@ -73,7 +73,7 @@ class Saved:
     """A document: its results in their order, and, of a model, its rooflines."""
 
     schema: str
-    rows: Sequence[Result]
+    rows: Sequence[SavedResult]
     roofs: Sequence[Roof]
     baseline: str
 
@@ -115,7 +115,7 @@ def saved(document: Any) -> Saved:
     return Saved(schema, rows, made, _field(document, "", "baseline", str))
 
 
-def _row(result: Any, where: str) -> Result:
+def _row(result: Any, where: str) -> SavedResult:
     interval_ns = _any(result, where, "mean_interval_ns")
     energies = {}  # a sweep has none by component
     if isinstance(result, dict) and "energies_j" in result:
@@ -123,7 +123,7 @@ def _row(result: Any, where: str) -> Result:
     model, workload, system, profile = (
         _field(result, where, name, str) for name in ("model", "workload", "system", "profile")
     )
-    return Result(
+    return SavedResult(
         model,
         workload,
         system,
@@ -215,7 +215,7 @@ def look_of_system(system: str, place: int) -> Look:
     return SYSTEM_LOOKS.get(system) or OTHER_LOOKS[place % len(OTHER_LOOKS)]
 
 
-def energy_figure(rows: Sequence[Result]) -> Figure:
+def energy_figure(rows: Sequence[SavedResult]) -> Figure:
     """Returns stacked bars of energy (kJ) by component, a panel per profile. Call it in `theme.style()`."""
     profiles = list(dict.fromkeys(row.profile for row in rows))
     figure, axes = grid_of(len(profiles))
@@ -235,7 +235,7 @@ def energy_figure(rows: Sequence[Result]) -> Figure:
     return figure
 
 
-def ratio_bars(rows: Sequence[Result], baseline: str) -> Figure:
+def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
     """Returns bars of speed-up and, by profile, of energy efficiency against `baseline`. Call it in `theme.style()`."""
     profiles = list(dict.fromkeys(row.profile for row in rows))
     figure, axes = grid_of(1 + len(profiles))
@@ -256,7 +256,7 @@ def ratio_bars(rows: Sequence[Result], baseline: str) -> Figure:
     return figure
 
 
-def refresh_figure(rows: Sequence[Result]) -> Figure:
+def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
     """Returns bars of the share of refresh in the energy of systems with eDRAM, by profile. Call it in `theme.style()`."""
     of = [row for row in rows if row.mean_interval_ns is not None]
     profiles = list(dict.fromkeys(row.profile for row in of))
@@ -264,9 +264,9 @@ def refresh_figure(rows: Sequence[Result]) -> Figure:
     figure, (panel,) = grid_of(1)
     width = 0.8 / max(1, len(systems))
     for place, system in enumerate(systems):
-        own, beside = [row for row in of if row.system == system], (place - (len(systems) - 1) / 2) * width
-        spots, shares = [profiles.index(row.profile) + beside for row in own], [row["refresh_share"] for row in own]
-        bars = panel.bar(spots, shares, width=0.9 * width, label=system, color=look_of_system(system, place).colour)
+        own, shift = [row for row in of if row.system == system], (place - (len(systems) - 1) / 2) * width
+        centres, shares = [profiles.index(row.profile) + shift for row in own], [row["refresh_share"] for row in own]
+        bars = panel.bar(centres, shares, width=0.9 * width, label=system, color=look_of_system(system, place).colour)
         panel.bar_label(bars, [percent(share) for share in shares], fontsize=8)
     panel.set_xticks(range(len(profiles)), [f"profile {profile}" for profile in profiles])
     panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -298,7 +298,7 @@ def roofline_figure(roofs: Sequence[Roof]) -> Figure:
 _POINT_LOOKS = (Look("#e69f00", "-", "s"), Look("#0072b2", "-", "o"), Look("#d55e00", "-", "X"))
 
 
-def sweep_figure(rows: Sequence[Result], baseline: str) -> Figure:
+def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
     """Returns speed-up and efficiency over what a sweep varies most, a line per rest; bars, if it varies no number.
 
     Call it in `theme.style()`.
@@ -317,28 +317,28 @@ def sweep_figure(rows: Sequence[Result], baseline: str) -> Figure:
     return figure
 
 
-def _curves(panel: Axes, rows: Sequence[Result], name: str, along: str) -> None:
+def _curves(panel: Axes, rows: Sequence[SavedResult], name: str, along: str) -> None:
     lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
     by_system = len({row.system for row in rows}) == len(lines)
     for place, (label, of) in enumerate(lines.items()):
         look = look_of_system(of[0].system, place) if by_system else _CYCLE[place % len(_CYCLE)]
         panel.plot([_place(row, along) for row in of], [row[name] for row in of], label=label, **look.line())
     panel.set_xlabel(AXES[along])
-    spots = [_place(row, along) for row in rows]
-    if max(spots) > 20 * max(min(spots), 1e-9):
+    centres = [_place(row, along) for row in rows]
+    if max(centres) > 20 * max(min(centres), 1e-9):
         _logarithmic(panel, "x")
 
 
-def _bars(panel: Axes, rows: Sequence[Result], name: str) -> None:
+def _bars(panel: Axes, rows: Sequence[SavedResult], name: str) -> None:
     """Draw a group of bars for each combination of model, workload and profile, a bar for each system."""
     groups = dict(list(_groups(rows).items())[:MOST_GROUPS])
     systems = list(dict.fromkeys(row.system for row in rows))
     width = 0.8 / len(systems)
     for place, system in enumerate(systems):
         found = [(at, row[name]) for at, of in enumerate(groups.values()) for row in of if row.system == system]
-        spots = [at + (place - (len(systems) - 1) / 2) * width for at, _ in found]
+        centres = [at + (place - (len(systems) - 1) / 2) * width for at, _ in found]
         colour = look_of_system(system, place).colour
-        panel.bar(spots, [value for _, value in found], width=0.92 * width, label=system, color=colour)
+        panel.bar(centres, [value for _, value in found], width=0.92 * width, label=system, color=colour)
     panel.set_xticks(range(len(groups)), list(groups), fontsize=7.5, rotation=20 if len(groups) > 4 else 0)
     panel.grid(axis="x", visible=False)
 
@@ -357,13 +357,13 @@ def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
 _CYCLE = (*SYSTEM_LOOKS.values(), *OTHER_LOOKS)
 
 
-def varied_most(rows: Sequence[Result]) -> str | None:
+def varied_most(rows: Sequence[SavedResult]) -> str | None:
     """Returns the number (of `AXES`) that is varied most among rows of the same names, the first of equals; None if none."""
     found = max(AXES, key=lambda name: _values(rows, name))
     return found if _values(rows, found) > 1 else None
 
 
-def _values(rows: Sequence[Result], name: str) -> int:
+def _values(rows: Sequence[SavedResult], name: str) -> int:
     """Returns how many values `name` has for one model, workload, system and profile: what those imply is no axis."""
     found: dict[tuple[str, ...], set[float]] = {}
     for row in rows:
@@ -371,16 +371,16 @@ def _values(rows: Sequence[Result], name: str) -> int:
     return max(map(len, found.values()))
 
 
-def _groups(rows: Sequence[Result]) -> dict[str, list[Result]]:
+def _groups(rows: Sequence[SavedResult]) -> dict[str, list[SavedResult]]:
     """Returns the rows by what varies of model, workload and profile."""
     names = [name for name in ("model", "workload", "profile") if len({getattr(row, name) for row in rows}) > 1]
-    found: dict[str, list[Result]] = {}
+    found: dict[str, list[SavedResult]] = {}
     for row in rows:
         found.setdefault(", ".join(getattr(row, name) for name in names) or row.model, []).append(row)
     return found
 
 
-def lines_left_out(rows: Sequence[Result]) -> int:
+def lines_left_out(rows: Sequence[SavedResult]) -> int:
     """Returns how many lines, or groups of bars, a picture of `rows` has no room for."""
     along = varied_most(rows)
     if along is None:
@@ -388,16 +388,16 @@ def lines_left_out(rows: Sequence[Result]) -> int:
     return max(0, len(_lines(rows, along)) - MOST_LINES)
 
 
-def _place(row: Result, name: str) -> float:
+def _place(row: SavedResult, name: str) -> float:
     value = (row.mean_interval_ns or 0.0) if name == "mean_interval_ns" else row[name]
     return value * _SCALES.get(name, 1.0)
 
 
-def _lines(rows: Sequence[Result], along: str) -> dict[str, list[Result]]:
+def _lines(rows: Sequence[SavedResult], along: str) -> dict[str, list[SavedResult]]:
     """Returns the rows by all that varies but `along`, each in its order."""
     names = [name for name in ("model", "workload", "system", "profile") if len({getattr(row, name) for row in rows}) > 1]
     numbers = [name for name in AXES if name != along and _values(rows, name) > 1]
-    found: dict[str, list[Result]] = {}
+    found: dict[str, list[SavedResult]] = {}
     for row in rows:
         parts = [str(getattr(row, name)) for name in names]
         parts += [f"{AXES[name]} {_place(row, name):g}" for name in numbers if _place(row, name)]
@@ -420,13 +420,12 @@ def _plain(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _systems(panel: Axes, rows: Sequence[Result]) -> None:
+def _systems(panel: Axes, rows: Sequence[SavedResult]) -> None:
     panel.set_xticks(range(len(rows)), [row.system.replace("+", "\n+") for row in rows], fontsize=7.5)
     panel.grid(axis="x", visible=False)
 
 
 OPTION = "-o"
-FORMS = ("png", "svg", "html")
 LEAD = (
     "Modelled: latency and energy of an accelerator that exists on paper only, from the constants of the Kelle paper and of "
     "the profile that is named; nothing is measured, and nothing is fitted to the paper's results."
@@ -457,9 +456,7 @@ def plot(wanted: PlotRequest) -> Written:
 
     UsageError for an ending that is no form, an unknown picture, a file that exists.
     """
-    form = Path(wanted.output).suffix.lower().removeprefix(".")
-    if form not in FORMS:
-        raise UsageError(f"{OPTION}: '{wanted.output}' must end in .png, .svg or .html", "the ending says what is written")
+    form = form_of(OPTION, wanted.output)
     check_target(OPTION, wanted.output, wanted.force)
     found = read(wanted.source)
     offered = drawings(found)
@@ -525,7 +522,7 @@ def _conditions(found: Saved, told: str) -> str:
     return f"{which}; profiles: {profiles}; against {found.baseline}.{more}"
 
 
-def _told(rows: Sequence[Result]) -> str:
+def _told(rows: Sequence[SavedResult]) -> str:
     return "; ".join(
         f"{row.system}, {row.profile}: speed-up {row['speedup']:.2f}, efficiency {row['efficiency']:.2f}" for row in rows
     )

@@ -17,7 +17,7 @@ from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, ORG_INTERVALS, UNI
 from llmcache.edram.refresh import RULES, EdramRun, RefreshAccount, account, read_run
 from llmcache.errors import UsageError
 from llmcache.report.edram_model import MODELLED, WIDTH, joules, watts
-from llmcache.report.tables import titled_table
+from llmcache.report.output import titled_table
 from llmcache.units import format_duration, format_size
 
 SCHEMA = "llmcache.edram-report/1"

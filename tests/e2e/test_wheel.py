@@ -43,6 +43,7 @@ ALONE = (
         "llmcache simulate $SHARE/traces/read-loop.parquet --policy lru --cache 50%",
         "llmcache trace -o true.parquet -- true",
         "llmcache reproduce kelle -o paper",
+        "llmcache reproduce icecache --json",
         "llmcache edram model",
         "llmcache edram sweep --json > sweep.json",
         "llmcache edram plot sweep.json -o sweep.svg",

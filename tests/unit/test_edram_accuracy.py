@@ -15,9 +15,9 @@ from llmcache import cli
 from llmcache.edram.accuracy import (
     EXPERIMENTS,
     Accuracies,
+    AccuracySetup,
+    CacheVariant,
     Decoder,
-    Setup,
-    Variant,
     budgets,
     custom,
     evaluate,
@@ -70,7 +70,7 @@ def test_recomputing_changes_logits_by_rounding_only() -> None:
 @pytest.fixture(scope="module")
 def accuracies() -> Accuracies:
     decoder, questions = Decoder.load(RECALL_MODEL), recall(np.random.default_rng(5), 5, 400, pairs=48, questions=14)
-    setup = Setup(400 + 28)
+    setup = AccuracySetup(400 + 28)
     variants = {"intervals": EXPERIMENTS["intervals"](setup)[3:6]}
     variants["budgets"] = EXPERIMENTS["budgets"](setup)[2:6]
     variants["uniform"] = custom(setup, ["uniform=1e-4", "uniform=1e-2", "uniform=5e-2"])
@@ -84,7 +84,7 @@ def test_the_model_answers_over_a_cache_that_keeps_all(accuracies: Accuracies) -
 
 def test_the_order_of_harm_is_that_of_2drp() -> None:
     """At equal rates, paired by text: high bits over low bits, high scores over low scores, uniform over 2DRP."""
-    setup, slow = Setup(400 + 28), KELLE_INTERVALS.scaled(8)
+    setup, slow = AccuracySetup(400 + 28), KELLE_INTERVALS.scaled(8)
     asked = recall(np.random.default_rng(6), 10, 400, pairs=48, questions=14)
     variants = [
         *EXPERIMENTS["sided"](setup),
@@ -119,7 +119,7 @@ def test_equal_power_loses_fewer_bits_than_equal_failure(accuracies: Accuracies)
 def test_halves_that_are_no_number_cost_a_guess() -> None:
     decoder, questions = random_decoder(), Questions(*(np.random.default_rng(2).integers(0, 50, (1, n)) for n in (20, 3, 3)))
     cells = CellSettings("fp16", FlipRates.uniform(0.2), nonfinite="keep")
-    found = evaluate(decoder, questions, [Variant("nan", AerpSettings(40, 2, 4), cells)])["nan"]
+    found = evaluate(decoder, questions, [CacheVariant("nan", AerpSettings(40, 2, 4), cells)])["nan"]
     assert found.loss == pytest.approx(np.log(50)) and found.stored_bytes.tolist() == [2 * 2 * 2 * 4 * 8 * 26]
 
 
@@ -197,7 +197,7 @@ def test_directories_without_a_model(tmp_path: Path) -> None:
 
 def test_budgets_below_the_sinks_are_refused() -> None:
     with pytest.raises(UsageError, match=r"^budgets: "):
-        budgets(Setup(100), [4])
+        budgets(AccuracySetup(100), [4])
 
 
 SMALL = ["--sequences", "2", "--context", "100", "--pairs", "8", "--questions", "4"]

@@ -22,7 +22,7 @@ from llmcache.report.edram_plot import (
     MOST_GROUPS,
     MOST_LINES,
     SYSTEM_LOOKS,
-    Result,
+    SavedResult,
     lines_left_out,
     saved,
     varied_most,
@@ -173,7 +173,7 @@ def test_a_picture_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.Captur
 def test_a_sweep_is_drawn_along_what_it_varies(capsys: pytest.CaptureFixture[str]) -> None:
     """Systems imply refresh intervals and capacities; those are no axes."""
 
-    def rows(*args: str) -> Sequence[Result]:
+    def rows(*args: str) -> Sequence[SavedResult]:
         return saved(printed(capsys, "sweep", *args)).rows
 
     assert varied_most(rows("--system", "all", "--model", "all")) is None

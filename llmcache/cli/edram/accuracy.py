@@ -72,6 +72,6 @@ def command(as_json: bool, **options: Any) -> None:
       llmcache edram accuracy --model DIR --record run.json --step 20ms
     """
     from llmcache.report import edram_accuracy
-    from llmcache.report.progress import tell
+    from llmcache.report.output import tell
 
     edram_accuracy.show(edram_accuracy.answer(edram_accuracy.AccuracyOptions(**options), tell), as_json)

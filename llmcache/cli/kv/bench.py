@@ -124,8 +124,8 @@ def command(
       llmcache kv bench --task needle --model ~/Llama-3.1-8B --context 32k
     """
     from llmcache.kv.bench.question import Options
-    from llmcache.report import files, kv_plot
-    from llmcache.report.progress import tell
+    from llmcache.report import kv_bench
+    from llmcache.report.output import check_target, tell
 
     if plot is not None and (flips or edram_run is not None):
         raise click.UsageError("--plot: neither --flips nor --edram-run has a picture")
@@ -139,7 +139,7 @@ def command(
     elif edram_run is not None:
         from llmcache.edram.kelle import record_stream
 
-        files.check_target("--edram-run", edram_run, force)
+        check_target("--edram-run", edram_run, force)
         record_stream(Options(**options), tell).save(edram_run, force)
         click.echo(f"written: {edram_run}; for 'llmcache edram report'", err=True)
     elif task is not None:
@@ -149,4 +149,4 @@ def command(
         wanted = task_question.TaskOptions(task, cases, Options(**options))
         kv_task.answer(wanted, plot, force, as_json, tell)
     else:
-        kv_plot.answer(Options(**options), plot, force, as_json, tell)
+        kv_bench.answer(Options(**options), plot, force, as_json, tell)

@@ -35,6 +35,6 @@ def command(as_json: bool, **options: str) -> None:
     """
     from llmcache.kv.planning.plan import Options, plan
     from llmcache.report import kv_plan
-    from llmcache.report.progress import tell
+    from llmcache.report.output import tell
 
     kv_plan.show(plan(Options(**options), tell), as_json)

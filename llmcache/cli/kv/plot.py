@@ -26,7 +26,7 @@ def command(run: str, output: str, force: bool, as_json: bool) -> None:
       llmcache kv bench --task passkey --json > passkey.json
       llmcache kv plot passkey.json -o passkey.html
     """
-    from llmcache.report.kv_plot import plot
+    from llmcache.report.kv_bench import plot
 
     written = plot(run, output, force)
     if as_json:

@@ -24,6 +24,6 @@ def command(directory: str, as_json: bool, force: bool) -> None:
     """
     from llmcache.kv.planning.machine import profile_of
     from llmcache.report import kv_profile
-    from llmcache.report.progress import tell
+    from llmcache.report.output import tell
 
     kv_profile.show(profile_of(directory, force=force, progress=tell), as_json)
