@@ -20,13 +20,13 @@ from llmcache.edram.accuracy import (
     Accuracies,
     AccuracySetup,
     CacheVariant,
-    Decoder,
     Estimate,
     custom,
     record_run,
     run,
 )
 from llmcache.edram.aerp import AerpSettings
+from llmcache.edram.decoder import Decoder
 from llmcache.edram.flips import CellSettings, Format
 from llmcache.edram.retention import parse_curve
 from llmcache.errors import UsageError

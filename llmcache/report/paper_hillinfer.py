@@ -488,12 +488,19 @@ def _memory_figure(data: MemoryTable) -> Figure:
     for panel, (rows, title, label, said_at) in zip(axes, panels, strict=True):
         for look, (model, row) in zip(_TWO, rows.items(), strict=True):
             panel.plot(list(row), [use.total / GIB for use in row.values()], label=model, **look.line())
-            cross = {"markersize": 9, "markeredgewidth": 2, "label": f"{model}: the paper"}
-            panel.plot([said_at], [SAID[model]], "x", color=look.colour, **cross)
+            crossed = f"{model}: the paper"
+            panel.plot([said_at], [SAID[model]], "x", color=look.colour, markersize=9, markeredgewidth=2, label=crossed)
         for limit, name in ((GPU_GB, "RTX 4090"), (PC_GB, "a typical PC, all memory")):
             panel.axhline(limit, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
-            where = {"xycoords": ("axes fraction", "data"), "xytext": (3, 3), "textcoords": "offset points"}
-            panel.annotate(f"{name}: {limit} GB", (0, limit), fontsize=7.5, color=MUTED, **where)
+            panel.annotate(
+                f"{name}: {limit} GB",
+                (0, limit),
+                xycoords=("axes fraction", "data"),
+                xytext=(3, 3),
+                textcoords="offset points",
+                fontsize=7.5,
+                color=MUTED,
+            )
         values = list(next(iter(rows.values())))
         _powers_of_2(panel, values, [f"{value:,}" for value in values], label)
         panel.set_ylim(bottom=0)

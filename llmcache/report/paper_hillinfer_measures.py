@@ -365,9 +365,11 @@ def with_hits(bench: Bench, share: float) -> dict[str, list[ModelledCase]] | Non
     misses = {row.policy: 1 - row.observed.hit_ratio for row in bench.rows if row.observed is not None}
     if not {"prefetch", "hillinfer"} <= set(misses):
         return None
-    seen = {"important_on_ssd": misses["prefetch"], "important_on_ssd_bkp": misses["hillinfer"]}
+    plain, kept = misses["prefetch"], misses["hillinfer"]
     chosen = {name: reading for name, reading in READINGS.items() if reading.ssd_share == share}
-    return {name: points(replace(reading, **seen)) for name, reading in chosen.items()}
+    return {
+        name: points(replace(reading, important_on_ssd=plain, important_on_ssd_bkp=kept)) for name, reading in chosen.items()
+    }
 
 
 @dataclass(frozen=True)

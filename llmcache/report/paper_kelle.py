@@ -585,7 +585,7 @@ def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper, run: Experimen
     titles = {about: section["title"] for section in paper.sections for about in section.get("about", ())}
     named = {one.claim.name: one for of in judged.values() for one in of}
     averaged = f"{', '.join(AVERAGED)} x {', '.join(TASKS)}"
-    shown = {
+    shown: dict[str, tuple[Callable[[Mapping[str, Judged]], Figure], str]] = {
         "averages": (_averages_figure, f"mean over {averaged}, batch 16; the paper's models are in figure 13 only."),
         "table 7": (partial(_curves, paper, "t7", "N' (tokens)"), "PG19, batch 16, Kelle+eDRAM."),
         "table 8": (

@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 
-from llmcache.edram.accuracy import CacheVariant, Decoder, accuracy, evaluate
+from llmcache.edram.accuracy import CacheVariant, accuracy, evaluate
 from llmcache.edram.aerp import AerpSettings
 from llmcache.edram.constants import KELLE_INTERVALS, PAPER
+from llmcache.edram.decoder import Decoder
 from llmcache.edram.flips import CellSettings
 from llmcache.edram.kelle import KelleRecorder
 from llmcache.edram.refresh import account

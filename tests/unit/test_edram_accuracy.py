@@ -17,7 +17,6 @@ from llmcache.edram.accuracy import (
     Accuracies,
     AccuracySetup,
     CacheVariant,
-    Decoder,
     budgets,
     custom,
     evaluate,
@@ -28,7 +27,7 @@ from llmcache.edram.accuracy import (
 )
 from llmcache.edram.aerp import AerpSettings
 from llmcache.edram.constants import KELLE_INTERVALS, PAPER
-from llmcache.edram.decoder import Config, parse_tensors, read_model
+from llmcache.edram.decoder import Config, Decoder, parse_tensors, read_model
 from llmcache.edram.flips import CellSettings, FlipRates, iso_failure
 from llmcache.edram.refresh import account, read_run
 from llmcache.errors import DataError, LlmcacheError, UsageError
