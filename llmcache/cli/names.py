@@ -61,6 +61,6 @@ def edram_profiles() -> Iterable[str]:
 
 def papers() -> Iterable[str]:
     """What `reproduce` recomputes."""
-    from llmcache.report.reproduce import REPRODUCTIONS
+    from llmcache.report import REPRODUCTIONS
 
     return (*REPRODUCTIONS, "all")

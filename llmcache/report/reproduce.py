@@ -25,6 +25,7 @@ from rich.text import Text as Words
 
 from llmcache import __version__
 from llmcache.errors import EXIT_BUG, EXIT_OK, DataError, LlmcacheError, UsageError, report
+from llmcache.report import REPRODUCTIONS
 from llmcache.report.html import Block, Cell, Fold, Link, Section, Table, Text, html_page
 from llmcache.report.judge import (
     PAPERS,
@@ -40,24 +41,6 @@ from llmcache.report.output import check_target, plain_table, tell, write_target
 
 ALL = "all"
 ALL_SCHEMA = "llmcache.reproduce.all/1"
-REPRODUCTIONS: dict[str, tuple[str, str]] = {  # name: module, what it recomputes
-    "io-caching": (
-        "llmcache.report.paper_io_caching",
-        "Rethinking I/O Caching for LLM Inference (2025): figures 1, 2, 4, 5 and section 4.2",
-    ),
-    "hillinfer": (
-        "llmcache.report.paper_hillinfer",
-        "HillInfer, KV eviction with a SmartSSD (ACL submission): figures 2, 3, 8, 9, 10, 11",
-    ),
-    "icecache": (
-        "llmcache.report.paper_icecache",
-        "IceCache, trees of keys for long contexts (ICLR 2026): figures 1, 6, 7, 8 and the tables' claims",
-    ),
-    "kelle": (
-        "llmcache.report.paper_kelle",
-        "Kelle: Co-design KV Caching and eDRAM for Efficient LLM Serving in Edge Computing (2025): tables, text, figures",
-    ),
-}
 COLOURS = {Verdict.CONFIRMED: "green", Verdict.PARTLY: "yellow", Verdict.NOT_CONFIRMED: "red"}
 LEAD = (
     "What four papers claim beside what is modelled or measured here. Every verdict is computed from numbers by a rule; "

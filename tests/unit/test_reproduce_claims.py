@@ -17,11 +17,11 @@ from llmcache.cache.latency import FetchModel
 from llmcache.kv.bench.results import Bench, Marks, Observed, Row
 from llmcache.kv.bench.task_results import STOCK, TaskBench
 from llmcache.kv.planning import MODELS, SYSTEMS
+from llmcache.report import REPRODUCTIONS
 from llmcache.report import paper_hillinfer_measures as hill
 from llmcache.report import paper_icecache as ice
 from llmcache.report import paper_io_caching as io
 from llmcache.report.judge import Measure, Rule, Verdict, holds, judge, number, read_paper
-from llmcache.report.reproduce import REPRODUCTIONS
 from llmcache.trace.shapes import SHAPES
 from tests.unit.simulation_parts import loop, trace_of
 from tests.unit.task_parts import bench, of_policies

@@ -14,9 +14,9 @@ import pytest
 
 from llmcache import cli
 from llmcache.errors import DataError, EnvironmentProblem
-from llmcache.report import judge, reproduce
+from llmcache.report import REPRODUCTIONS, judge, reproduce
 from llmcache.report.judge import Finding, Judged, Verdict, claims_table
-from llmcache.report.reproduce import REPRODUCTIONS, Reproduction, Tell
+from llmcache.report.reproduce import Reproduction, Tell
 from tests.unit.accelerator_parts import mean_gain
 from tests.unit.simulation_parts import loop, trace_of
 from tools.bench import papermeasures
