@@ -27,7 +27,7 @@ def command(trace: str, as_json: bool, min_bytes: int, models: tuple[str, ...]) 
     """
     from llmcache.cache.classify import classify_file
     from llmcache.fs.layout.modelfile import TensorNames
-    from llmcache.report import classification
+    from llmcache.report import classify
 
     found = classify_file(trace, lambda files: TensorNames(models, files))
-    classification.show(found, trace, min_bytes, as_json)
+    classify.show(found, trace, min_bytes, as_json)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from llmcache.cli import base, types
 from llmcache.cli.base import HELP_OPTIONS, LazyGroup
+from llmcache.errors import UsageError
+from llmcache.units import parse_duration, parse_size
+
+Value = TypeVar("Value")
+Callback = Callable[[click.Context, click.Parameter, "str | None"], Any]
 
 # name: (module:attribute, the line `llmcache edram --help` shows)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -44,7 +49,7 @@ def command(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-def _profile_option(
+def profile_option(
     default: str = "paper,silicon", about: str = "Energies; also: public."
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The option `--profile`: names of profiles, commas between them."""
@@ -57,25 +62,91 @@ def _profile_option(
     )
 
 
+def one(parse: Callable[[str], Value]) -> Callback:
+    """Returns a callback that hands on what `parse` makes of the text, None where there is none."""
+
+    def callback(_: click.Context, param: click.Parameter, text: str | None) -> Value | None:
+        if text is None:
+            return None
+        try:
+            return parse(text)
+        except UsageError as error:
+            raise UsageError(f"{max(param.opts, key=len)}: {error.message}", error.hint) from error
+
+    return callback
+
+
+def several(parse: Callable[[str], Value]) -> Callback:
+    """Returns a callback for a list with commas, each value once; () where there is none."""
+    read = one(lambda text: list(dict.fromkeys(parse(part.strip()) for part in text.split(","))))
+    return lambda context, param, text: read(context, param, text) or ()
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Returns what reads a whole number of at least `least`."""
+
+    def parse(text: str) -> int:
+        digits = text.strip().replace("_", "")
+        if not digits.isascii() or not digits.isdigit() or len(digits) > 12:
+            raise UsageError(f"'{text}' is not a whole number", "write tokens or sequences: 2048")
+        if int(digits) < least:
+            raise UsageError(f"{digits} is too small: at least {least}")
+        return int(digits)
+
+    return parse
+
+
+def factor(text: str) -> float:
+    """Returns the number above 0 that `text` is."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e9:
+        raise UsageError(f"'{text}' is not a factor", "write numbers above 0: 0.5,1,2")
+    return number
+
+
+def positive(parse: Callable[[str], int]) -> Callable[[str], float]:
+    """Returns what reads a size or a time of more than nothing."""
+
+    def more(text: str) -> float:
+        if value := parse(text):
+            return float(value)
+        raise UsageError(f"'{text}', more than 0 is needed")
+
+    return more
+
+
+def bandwidth(text: str) -> int:
+    """Returns bytes per second; a number without a unit counts MB/s."""
+    from llmcache.cache.question import parse_bandwidth
+
+    try:
+        return parse_bandwidth("", text)
+    except UsageError as error:
+        raise UsageError(error.message.removeprefix(": "), error.hint) from error
+
+
 @base.command("model")
 @click.argument(
     "model",
     metavar="MODEL",
-    type=types.NameType("all", table="llmcache.edram.models:MODELS", several=False),
+    type=types.NameType("all", table="llmcache.edram.systems:MODELS", several=False),
     default="llama2-7b",
 )
 @click.option(
     "--workload",
-    type=types.NameType("all", table="llmcache.edram.workloads:WORKLOADS", several=False),
+    type=types.NameType("all", table="llmcache.edram.systems:WORKLOADS", several=False),
     default="PG19",
     show_default=True,
     help="LA, TQ, QP or PG19.",
 )
-@click.option("--context", metavar="N", help="Tokens of the prompt, in place of the workload's.")
-@click.option("--decode", metavar="N", help="Tokens to decode, in place of the workload's.")
-@click.option("--batch", metavar="N", help="Sequences at once [default: 16].")
-@click.option("--budget", metavar="N", help="N': tokens that eviction keeps.")
-@click.option("--window", metavar="N", help="Recent tokens that are never evicted.")
+@click.option("--context", metavar="N", callback=one(whole(1)), help="Tokens of the prompt, in place of the workload's.")
+@click.option("--decode", metavar="N", callback=one(whole(1)), help="Tokens to decode, in place of the workload's.")
+@click.option("--batch", metavar="N", callback=one(whole(1)), help="Sequences at once [default: 16].")
+@click.option("--budget", metavar="N", callback=one(whole(1)), help="N': tokens that eviction keeps.")
+@click.option("--window", metavar="N", callback=one(whole(0)), help="Recent tokens that are never evicted.")
 @click.option(
     "--system",
     type=types.NameType("all", table="llmcache.edram.systems:SYSTEMS"),
@@ -83,11 +154,11 @@ def _profile_option(
     show_default=True,
     help="Systems to compare.",
 )
-@_profile_option()
+@profile_option()
 @click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
 @click.option("--constants", type=types.FILE, help="Your profiles, models, workloads and systems: TOML.")
 @base.json_option("llmcache.edram-model/1")
-def model_command(as_json: bool, **options: str | None) -> None:
+def model_command(as_json: bool, **options: Any) -> None:
     """Latency and energy, by component, of serving MODEL on each of the five systems of the Kelle paper; all modelled.
 
     MODEL: llama2-7b, llama2-13b, llama3-8b, llama3.2-3b, mistral-7b, qwen2-7b, opt-6.7b, or one of --constants.
@@ -104,23 +175,22 @@ def model_command(as_json: bool, **options: str | None) -> None:
     base = "paper"            # what it begins with
     refresh_pass_j = 3.65e-6  # any constant of it: a wrong name lists all
     """
-    from llmcache.edram.question import Options, ask_model
     from llmcache.report import edram_model
 
-    edram_model.show(edram_model.answer(ask_model(Options.given(options))), as_json)
+    edram_model.show(edram_model.compare(**options), as_json)
 
 
 @base.command("sweep")
 @click.option(
     "--model",
-    type=types.NameType("all", table="llmcache.edram.models:MODELS"),
+    type=types.NameType("all", table="llmcache.edram.systems:MODELS"),
     default="llama2-7b",
     show_default=True,
     help="Models, or all.",
 )
 @click.option(
     "--workload",
-    type=types.NameType("all", table="llmcache.edram.workloads:WORKLOADS"),
+    type=types.NameType("all", table="llmcache.edram.systems:WORKLOADS"),
     default="PG19",
     show_default=True,
     help="LA, TQ, QP, PG19, or all.",
@@ -132,18 +202,32 @@ def model_command(as_json: bool, **options: str | None) -> None:
     show_default=True,
     help="Systems, or all.",
 )
-@_profile_option("paper", "paper, public, silicon, or all.")
-@click.option("--context", metavar="N,…", help="Tokens of the prompt.")
-@click.option("--decode", metavar="N,…", help="Tokens to decode.")
-@click.option("--batch", metavar="N,…", help="Sequences at once.")
-@click.option("--budget", metavar="N,…", help="N': tokens that eviction keeps.")
-@click.option("--interval-scale", metavar="X,…", help="Factors of all refresh intervals: 0.125,0.5,1.")
-@click.option("--dram-bw", metavar="RATE,…", help="Bandwidths of DRAM: 15GB/s,64GB/s.")
-@click.option("--kv-memory", metavar="SIZE,…", help="Capacities of the KV memory: 4Mi,8Mi.")
+@profile_option("paper", "paper, public, silicon, or all.")
+@click.option("--context", "contexts", metavar="N,…", callback=several(whole(1)), help="Tokens of the prompt.")
+@click.option("--decode", "decodes", metavar="N,…", callback=several(whole(1)), help="Tokens to decode.")
+@click.option("--batch", "batches", metavar="N,…", callback=several(whole(1)), help="Sequences at once.")
+@click.option("--budget", "budgets", metavar="N,…", callback=several(whole(1)), help="N': tokens that eviction keeps.")
+@click.option(
+    "--interval-scale",
+    "interval_factors",
+    metavar="X,…",
+    callback=several(factor),
+    help="Factors of all refresh intervals: 0.125,0.5,1.",
+)
+@click.option(
+    "--dram-bw", "dram_rates", metavar="RATE,…", callback=several(bandwidth), help="Bandwidths of DRAM: 15GB/s,64GB/s."
+)
+@click.option(
+    "--kv-memory",
+    "kv_capacities",
+    metavar="SIZE,…",
+    callback=several(parse_size),
+    help="Capacities of the KV memory: 4Mi,8Mi.",
+)
 @click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
 @click.option("--constants", type=types.FILE, help="Your profiles, models, workloads and systems: TOML.")
 @base.json_option("llmcache.edram-sweep/1")
-def sweep_command(as_json: bool, **options: str | None) -> None:
+def sweep_command(as_json: bool, **options: Any) -> None:
     """Latency and energy of every combination of what is varied, against Original+SRAM; all modelled.
 
     \b
@@ -152,15 +236,14 @@ def sweep_command(as_json: bool, **options: str | None) -> None:
       llmcache edram sweep --budget 2048,3500,5250 --model llama3.2-3b
       llmcache edram sweep --interval-scale 0.5,1 --profile all --json > x.json
     """
-    from llmcache.edram.question import Options, ask_sweep
-    from llmcache.report import edram_sweep
+    from llmcache.report import edram_model
 
-    edram_sweep.show(edram_sweep.swept(*ask_sweep(Options.given(options))), as_json)
+    edram_model.show_sweep(edram_model.swept(*edram_model.axes_of(**options)), as_json)
 
 
 @base.command("report")
 @click.argument("run", metavar="RUN.json", type=types.FILE)
-@_profile_option()
+@profile_option()
 @click.option(
     "--intervals",
     metavar="WHICH",
@@ -169,20 +252,23 @@ def sweep_command(as_json: bool, **options: str | None) -> None:
     help="kelle, uni (0.36 ms), org (45 µs), one duration, or four: HST MSB, HST LSB, LST MSB, LST LSB.",
 )
 @click.option("--rule", metavar="NAME", default="ticks", show_default=True, help="ticks, expected, floor or ceil.")
-@click.option("--step", metavar="TIME", help="How long a step takes, in place of what the run says: 20ms.")
-@click.option("--capacity", metavar="SIZE", help="What the eDRAM holds: 4Mi; of more, the rest streams unrefreshed.")
+@click.option(
+    "--step",
+    "step_ns",
+    metavar="TIME",
+    callback=one(positive(parse_duration)),
+    help="How long a step takes, in place of what the run says: 20ms.",
+)
+@click.option(
+    "--capacity",
+    "capacity_bytes",
+    metavar="SIZE",
+    callback=one(positive(parse_size)),
+    help="What the eDRAM holds: 4Mi; of more, the rest streams unrefreshed.",
+)
 @click.option("--constants", type=types.FILE, help="Your profiles: TOML.")
 @base.json_option("llmcache.edram-report/1")
-def report_command(
-    run: str,
-    profile: str,
-    intervals: str,
-    rule: str,
-    step: str | None,
-    capacity: str | None,
-    constants: str | None,
-    as_json: bool,
-) -> None:
+def report_command(run: str, intervals: str, as_json: bool, **options: Any) -> None:
     """What refreshing a recorded run would cost in eDRAM: rows, refreshes and joules by group; all modelled.
 
     A run is recorded by a policy of the KV manager; its clock is that of a modelled accelerator, never of this machine.
@@ -192,10 +278,13 @@ def report_command(
       llmcache edram report run.json
       llmcache edram report run.json --intervals 180us,3.6ms,720us,5.4ms
     """
-    from llmcache.report import edram_account
+    from llmcache.report import edram_report
 
-    options = edram_account.Options(run, profile, intervals, rule, step, capacity, constants)
-    edram_account.show(edram_account.answer(options), as_json)
+    try:
+        at = edram_report.parse_intervals(intervals)
+    except UsageError as error:
+        raise UsageError(f"--intervals: {error.message}", error.hint) from error
+    edram_report.show(edram_report.accounted(run, at, **options), as_json)
 
 
 _PICTURES = types.NameType("energy", "speedup", "refresh", "roofline", "sweep", several=False)
@@ -216,9 +305,9 @@ def plot_command(source: str, output: str, what: str | None, force: bool, as_jso
       llmcache edram plot run.json -o run.html
       llmcache edram plot run.json -o roofline.png --what roofline
     """
-    from llmcache.report.edram_plot import Wanted, plot
+    from llmcache.report.edram_plot import PlotRequest, plot
 
-    written = plot(Wanted(source, output, what, force))
+    written = plot(PlotRequest(source, output, what, force))
     if as_json:
         written.show("llmcache.edram-plot/1")
 
@@ -262,7 +351,13 @@ def plot_command(source: str, output: str, what: str | None, force: bool, as_jso
 @click.option(
     "--budget", type=click.IntRange(min=1), metavar="N", default=256, show_default=True, help="N' of the recorded run."
 )
-@click.option("--step", metavar="TIME", help="Length of a step on the modelled accelerator, in the recorded run: 20ms.")
+@click.option(
+    "--step",
+    "step_ns",
+    metavar="TIME",
+    callback=one(positive(parse_duration)),
+    help="Length of a step on the modelled accelerator, in the recorded run: 20ms.",
+)
 @base.force_option()
 @base.json_option("llmcache.edram-accuracy/1")
 def accuracy_command(as_json: bool, **options: Any) -> None:
@@ -278,6 +373,6 @@ def accuracy_command(as_json: bool, **options: Any) -> None:
       llmcache edram accuracy --model DIR --record run.json --step 20ms
     """
     from llmcache.report import edram_accuracy
-    from llmcache.report.progress import tell
+    from llmcache.report.output import tell
 
-    edram_accuracy.show(edram_accuracy.answer(edram_accuracy.Options(**options), tell), as_json)
+    edram_accuracy.show(edram_accuracy.answer(edram_accuracy.AccuracyOptions(**options), tell), as_json)

@@ -162,8 +162,8 @@ def bench_command(
       llmcache kv bench --task needle --model ~/Llama-3.1-8B --context 32k
     """
     from llmcache.kv.bench.question import Options
-    from llmcache.report import files, kv_plot
-    from llmcache.report.progress import tell
+    from llmcache.report import kv_bench
+    from llmcache.report.output import check_target, tell
 
     if plot is not None and (flips or edram_run is not None):
         raise click.UsageError("--plot: neither --flips nor --edram-run has a picture")
@@ -172,12 +172,12 @@ def bench_command(
     if flips:
         from llmcache.report import edram_accuracy
 
-        asked = edram_accuracy.Options(options["model"], flips=flips, seed=options["seed"])
+        asked = edram_accuracy.AccuracyOptions(options["model"], flips=flips, seed=options["seed"])
         edram_accuracy.show(edram_accuracy.answer(asked, tell), as_json)
     elif edram_run is not None:
-        from llmcache.edram.refresh.kelle import record_stream
+        from llmcache.edram.kelle import record_stream
 
-        files.check_target("--edram-run", edram_run, force)
+        check_target("--edram-run", edram_run, force)
         record_stream(Options(**options), tell).save(edram_run, force)
         click.echo(f"written: {edram_run}; for 'llmcache edram report'", err=True)
     elif task is not None:
@@ -187,7 +187,7 @@ def bench_command(
         wanted = task_question.TaskOptions(task, cases, Options(**options))
         kv_task.answer(wanted, plot, force, as_json, tell)
     else:
-        kv_plot.answer(Options(**options), plot, force, as_json, tell)
+        kv_bench.answer(Options(**options), plot, force, as_json, tell)
 
 
 @base.command("plot")
@@ -209,7 +209,7 @@ def plot_command(run: str, output: str, force: bool, as_json: bool) -> None:
       llmcache kv bench --task passkey --json > passkey.json
       llmcache kv plot passkey.json -o passkey.html
     """
-    from llmcache.report.kv_plot import plot
+    from llmcache.report.kv_bench import plot
 
     written = plot(run, output, force)
     if as_json:
@@ -233,7 +233,7 @@ def profile_command(directory: str, as_json: bool, force: bool) -> None:
     """
     from llmcache.kv.planning.machine import profile_of
     from llmcache.report import kv_profile
-    from llmcache.report.progress import tell
+    from llmcache.report.output import tell
 
     kv_profile.show(profile_of(directory, force=force, progress=tell), as_json)
 
@@ -266,7 +266,7 @@ def plan_command(as_json: bool, **options: str) -> None:
     """
     from llmcache.kv.planning.plan import Options, plan
     from llmcache.report import kv_plan
-    from llmcache.report.progress import tell
+    from llmcache.report.output import tell
 
     kv_plan.show(plan(Options(**options), tell), as_json)
 

@@ -37,10 +37,12 @@ def command(
       llmcache plot run.parquet -o run.svg --model ~/models/llama-8b-q8_0.gguf
     """
     from llmcache.fs.layout.modelfile import TensorNames
-    from llmcache.report.plot import Wanted, plot
-    from llmcache.report.progress import progress
+    from llmcache.report.output import progress
+    from llmcache.report.plot import plot
 
     with progress() as tell:
-        written = plot(Wanted(trace, output, files, classes, force), lambda table: TensorNames(models, table), tell)
+        written = plot(
+            trace, output, lambda table: TensorNames(models, table), tell, files=files, classes=classes, force=force
+        )
     if as_json:
         written.show("llmcache.plot/1")

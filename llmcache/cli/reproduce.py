@@ -8,11 +8,9 @@ from llmcache.cli import base, types
 
 
 @base.command("reproduce")
-@click.argument(
-    "name", metavar="NAME", type=types.NameType("all", table="llmcache.report.reproduce:REPRODUCTIONS", several=False)
-)
+@click.argument("name", metavar="NAME", type=types.NameType("all", table="llmcache.report:REPRODUCTIONS", several=False))
 @base.output_option("Write NAME.html and NAME.json here [default: the current directory; --json: nowhere].", types.DIRECTORY)
-@click.option("--quick", is_flag=True, help="Coarser and smaller: 10 cache sizes, short runs (all but kelle).")
+@click.option("--quick", is_flag=True, help="Coarser: 10 cache sizes in place of 100 (io-caching).")
 @base.json_option("llmcache.reproduce.NAME/1")
 @base.force_option()
 def command(name: str, output: str | None, quick: bool, as_json: bool, force: bool) -> int:
@@ -20,11 +18,11 @@ def command(name: str, output: str | None, quick: bool, as_json: bool, force: bo
 
     \b
     io-caching  Rethinking I/O Caching for LLM Inference (2025): figures 1, 2,
-                4, 5, section 4.2; modelled, overheads measured here
+                4, 5, section 4.2; modelled, overheads measured
     hillinfer   HillInfer, KV eviction with a SmartSSD: figures 2, 3, 8 to 11;
-                modelled, and measured here
+                modelled, and measured
     icecache    IceCache, trees of keys (ICLR 2026): figures 1, 6 to 8, claims
-                of the tables; measured here
+                of the tables; measured
     kelle       Kelle, KV caching on eDRAM (MICRO 2025): tables, text, figures;
                 all modelled
     all         all of them, and an index of their verdicts: all.html, all.json
@@ -36,12 +34,10 @@ def command(name: str, output: str | None, quick: bool, as_json: bool, force: bo
       llmcache reproduce all --quick -o results
 
     Every verdict (confirmed, partly, not confirmed) is computed from the numbers beside it, by the rule on the page. What
-    the paper says, what is modelled and what is measured here stay apart. The paper's traces are not public: synthetic
-    ones stand in.
+    the paper says, what is modelled and what is measured stay apart. Nothing is measured by this command: what is, comes
+    with llmcache, and the page names the machine and the day. The paper's traces are not public: synthetic ones stand in.
     """
-    from llmcache.report.reproduce.everything import run
-    from llmcache.report.reproduce.output import Wanted
+    from llmcache.report.reproduce import ReproduceRequest, run
 
     where = output if output is not None or as_json else "."
-    with base.orderly_end():
-        return run(Wanted(name, where, quick, as_json, force))
+    return run(ReproduceRequest(name, where, quick, as_json, force))

@@ -73,16 +73,16 @@ def command(
     """
     from llmcache.cache.plan import plan_of
     from llmcache.cache.policies.base import told_compiling
-    from llmcache.report import simulation_text
-    from llmcache.report.progress import progress
+    from llmcache.report import simulate as tables
+    from llmcache.report.output import progress
 
     if scheduler is not None and jobs is not None:
         raise click.UsageError("--jobs and --scheduler contradict each other: workers have their own threads")
     plan = plan_of(policy, cache, bw, t, mrc, setup, drawn=report is not None)
     if report is not None:
-        from llmcache.report import simulation
+        from llmcache.report import simulate_page
 
-        simulation.check_report(report, force)
+        simulate_page.check_report(report, force)
     with progress() as shown, told_compiling(shown.compiling):
         if scheduler is not None:
             from llmcache.cache.cluster import simulate_on
@@ -92,6 +92,6 @@ def command(
             from llmcache.cache.simulate import simulate_all
 
             done = simulate_all(traces, plan, jobs=jobs, progress=shown)
-    simulation_text.show(done, as_json)
+    tables.show(done, as_json)
     if report is not None:
-        simulation.write_report(report, done, force)
+        simulate_page.write_report(report, done, force)

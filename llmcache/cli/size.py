@@ -32,6 +32,6 @@ def command(as_json: bool, **options: str | None) -> None:
     """
     from llmcache.cache.question import Options, ask
     from llmcache.fs.client.advice import advise
-    from llmcache.report import sizing
+    from llmcache.report import size
 
-    sizing.show(advise(ask(Options(**options))), as_json)
+    size.show(advise(ask(Options(**options))), as_json)

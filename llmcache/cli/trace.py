@@ -63,7 +63,7 @@ def command(
     from llmcache.trace.capture.target import target_of
 
     if report is not None:
-        from llmcache.report.files import check_target
+        from llmcache.report.output import check_target
 
         check_target("--report", report, force)
     target = target_of(words)
@@ -74,9 +74,8 @@ def command(
     session.show(captured, as_json)
     if report is not None and captured.rows:
         from llmcache.fs.layout.modelfile import TensorNames
-        from llmcache.report.plot import Wanted, plot
-        from llmcache.report.progress import progress
+        from llmcache.report.output import progress
+        from llmcache.report.plot import plot
 
-        wanted = Wanted(settings.output, report, files=settings.glob, force=force)
         with progress() as tell:
-            plot(wanted, lambda table: TensorNames((), table), tell)
+            plot(settings.output, report, lambda table: TensorNames((), table), tell, files=settings.glob, force=force)

@@ -3,22 +3,37 @@
 A roofline of bytes and cycles with constants from the paper (`constants`, `systems`) and no factor fitted to its results.
 Assumed, as the paper does not say: DRAM gives its whole bandwidth, loads overlap with computing, as much of the KV cache
 as fits stays on the chip for all steps, and all of the KV eDRAM is refreshed all the time, in groups of equal size.
+
+`evaluate` answers for many configurations at once; `compared` sets each beside the baseline, `Axes` makes the
+configurations of a sweep, `roofline_of` is figure 16a of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.edram.columns import Array, Columns, Configuration, columns_of
-from llmcache.edram.decode import RESOURCES, step_of, waits
+from llmcache.edram.columns import STEP_GROUPS, Array, Columns, Steps, columns_of, steps_of
+from llmcache.edram.constants import PAPER, Profile
 from llmcache.edram.energy import KINDS, REFRESH, energy_of
-from llmcache.edram.prefill import Prefill, prefill_of
-from llmcache.edram.recompute import recompute_share
-from llmcache.edram.steps import GROUPS, Steps, steps_of
+from llmcache.edram.latency import (
+    DECLARED_SHARE,
+    PASSES_16_BY_8,
+    PASSES_16_BY_16,
+    RESOURCES,
+    Prefill,
+    prefill_of,
+    recompute_share,
+    step_of,
+    waits,
+)
+from llmcache.edram.systems import Configuration, LlmShape, System, Workload
+from llmcache.errors import UsageError
 
 LATENCIES = ("prefill_array", "prefill_dram", *RESOURCES)
 """What time is spent waiting for: the prefill for the slower of array and DRAM, then each resource of the decode."""
@@ -98,7 +113,7 @@ class Outcomes:
         )
 
 
-def evaluate(configurations: Sequence[Configuration], groups: int | None = GROUPS) -> Outcomes:
+def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_GROUPS) -> Outcomes:
     """Returns the modelled cost of all `configurations`, computed at once; ValueError if there are none.
 
     `groups`: into how many groups decode steps are gathered; None: each by itself.
@@ -152,3 +167,181 @@ def _peak_bytes(columns: Columns, steps: Steps, share: Array) -> Array:
     prompt = (columns.layers - 1) * first * layer_bytes + columns.context * columns.kv_layer_bytes
     most = np.maximum(prompt, columns.layers * last * layer_bytes)
     return np.asarray(columns.stored_weights + columns.batch * most)[:, 0]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A configuration with its modelled cost, and the latency and energy of the baseline as multiples of its own."""
+
+    configuration: Configuration
+    outcome: Outcome
+    speedup: float
+    efficiency: float
+
+    @property
+    def refresh_share(self) -> float:
+        """Which share of the energy is refresh, 0..1."""
+        return self.outcome.refresh_j / self.outcome.energy_j
+
+    @property
+    def power_w(self) -> float:
+        """The mean power (W), DRAM included."""
+        return self.outcome.energy_j / self.outcome.latency_s
+
+
+def compared(configurations: Sequence[Configuration], baseline: System) -> list[Compared]:
+    """Returns each of `configurations` beside the same model and workload, with the same energies, on `baseline`.
+
+    All are evaluated at once, and a baseline that several share only once. ValueError if there are none.
+    """
+    same: dict[tuple[object, ...], int] = {}
+    places: list[int] = []
+    baselines: list[Configuration] = []
+    for one in configurations:
+        workload = one.workload
+        budget = workload.budget if baseline.policy.evict else None
+        key = (one.model, one.profile, workload.context, workload.decode, workload.batch, budget)
+        if key not in same:
+            same[key] = len(baselines)
+            baselines.append(one.on(baseline))
+        places.append(same[key])
+    outcomes = evaluate([*configurations, *baselines])
+    latency_s, energy_j, many = outcomes.latency_s, outcomes.energy_j, len(configurations)
+    return [
+        Compared(
+            one,
+            outcomes[row],
+            float(latency_s[many + place] / latency_s[row]),
+            float(energy_j[many + place] / energy_j[row]),
+        )
+        for row, (one, place) in enumerate(zip(configurations, places, strict=True))
+    ]
+
+
+MOST = 1_000_000
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What a sweep varies. An empty axis leaves what models, workloads and systems say.
+
+    `interval_factors` multiply all refresh intervals; the others are in tokens, sequences, bytes/s and bytes.
+    """
+
+    models: Sequence[LlmShape]
+    workloads: Sequence[Workload]
+    systems: Sequence[System]
+    profiles: Sequence[Profile] = (PAPER,)
+    contexts: Sequence[int] = ()
+    decodes: Sequence[int] = ()
+    batches: Sequence[int] = ()
+    budgets: Sequence[int] = ()
+    interval_factors: Sequence[float] = ()
+    dram_rates: Sequence[float] = ()
+    kv_capacities: Sequence[float] = ()
+
+    def __len__(self) -> int:
+        many = len(self.models) * len(self.workloads) * len(self.systems) * len(self.profiles)
+        for axis in (self.contexts, self.decodes, self.batches, self.budgets):
+            many *= len(axis) or 1
+        for factors in (self.interval_factors, self.dram_rates, self.kv_capacities):
+            many *= len(factors) or 1
+        return many
+
+    def configurations(self) -> list[Configuration]:
+        """Returns every combination, the last axis changing fastest; UsageError if there are more than a million."""
+        if len(self) > MOST:
+            raise UsageError(f"{len(self):,} configurations are more than {MOST:,}", "vary less at a time")
+        workloads, systems = list(self._workloads()), list(self._systems())
+        return [
+            Configuration(model, workload, system, profile)
+            for model, workload, profile, system in product(self.models, workloads, self.profiles, systems)
+        ]
+
+    def _workloads(self) -> Iterator[Workload]:
+        axes = {"context": self.contexts, "decode": self.decodes, "batch": self.batches, "budget": self.budgets}
+        for workload in self.workloads:
+            for changes in _changes(axes):
+                # A budget below the workload's window would leave nothing to choose: the window gives way.
+                window = min(workload.window, max(0, changes.get("budget", workload.budget) - workload.sinks))
+                try:
+                    yield replace(workload, **changes, window=window)
+                except ValueError as error:
+                    raise UsageError(f"--{error}") from error
+
+    def _systems(self) -> Iterator[System]:
+        axes = {"dram_bytes_per_s": self.dram_rates, "kv_capacity_bytes": self.kv_capacities}
+        for system in self.systems:
+            for changes, factor in product(_changes(axes), self.interval_factors or (1.0,)):
+                intervals = system.policy.intervals.scaled(factor)
+                policy = replace(system.policy, intervals=intervals)
+                yield System(system.name, replace(system.hardware, **changes), policy)
+
+
+def _changes(axes: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Yields every combination of the axes that are varied, as keyword arguments."""
+    varied = {name: values for name, values in axes.items() if values}
+    for combination in product(*varied.values()):
+        yield dict(zip(varied, combination, strict=True))
+
+
+@dataclass(frozen=True)
+class RooflinePoint:
+    """One decode step with its cache full: 8-bit operations of the model (not those of recomputing) and what bounds it.
+
+    `intensity`: operations per byte over DRAM; `bound`: the resource of `decode.RESOURCES` that it waits for longest.
+    """
+
+    name: str
+    share: float
+    intensity: float
+    ops_per_s: float
+    bound: str
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Points under the roof of `peak_ops_per_s` and `dram_bytes_per_s`."""
+
+    peak_ops_per_s: float
+    dram_bytes_per_s: float
+    points: tuple[RooflinePoint, ...]
+
+    @property
+    def ridge(self) -> float:
+        """Operations per byte from which on the array is the roof."""
+        return self.peak_ops_per_s / self.dram_bytes_per_s
+
+
+def roofline_of(configuration: Configuration) -> Roofline:
+    """Returns the roofline of `configuration`: nothing recomputed, the best share, and too much (the declared share)."""
+    policy = replace(configuration.policy, recompute="first-principles", recompute_share=-1.0)
+    free = configuration.on(replace(configuration.system, policy=policy))
+    best = float(recompute_share(columns_of([free]), _last(free)).sum())
+    named = {"no recomputation": 0.0, "recomputation": best, "over-recomputation": max(DECLARED_SHARE, 4 * best)}
+    hardware = configuration.hardware
+    points = tuple(point_at(configuration, name, min(share, 1.0)) for name, share in named.items())
+    return Roofline(hardware.int8_ops_per_s, hardware.dram_bytes_per_s, points)
+
+
+def point_at(configuration: Configuration, name: str, share: float) -> RooflinePoint:
+    """Returns the point, called `name`, at which `share` of the cached tokens (0..1) is recomputed at its real cost."""
+    c = columns_of([configuration])
+    steps = _last(configuration)
+    step = step_of(replace(c, declared=np.zeros_like(c.declared)), steps, np.full_like(steps.cached, share))
+    waited = {name: float(time_s.sum()) for name, time_s in waits(c, step).items()}
+    linear = c.batch * c.read_weights
+    attention = c.batch * steps.cached * c.layers * 2 * c.heads * c.head_dim
+    operations = float((2 * (PASSES_16_BY_8 * linear + PASSES_16_BY_16 * attention)).sum())
+    moved = float((c.read_weights + step.off_chip_bytes + step.new_bytes).sum())
+    bound = max(RESOURCES, key=waited.__getitem__)
+    return RooflinePoint(name, share, operations / moved, operations / sum(waited.values()), bound)
+
+
+def _last(configuration: Configuration) -> Steps:
+    """Returns the last decode step alone."""
+    cached = configuration.workload.context + configuration.workload.decode
+    if configuration.policy.evict:
+        cached = min(cached, configuration.workload.budget)
+    tiles = -(-cached // configuration.hardware.array_rows)
+    return Steps(np.array([[float(cached)]]), np.array([[float(tiles)]]), np.ones((1, 1)))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmcache.edram.columns import Array, Columns
+from llmcache.edram.chip import at_the_same_time, one_after_the_other
+from llmcache.edram.columns import Array, Columns, Steps
 from llmcache.edram.constants import CHIP, GROUPS
-from llmcache.edram.decode import PASSES_16_BY_8, PASSES_16_BY_16, Step
-from llmcache.edram.lifetimes import at_the_same_time, one_after_the_other
-from llmcache.edram.prefill import Prefill, activation_accesses
-from llmcache.edram.steps import Steps
+from llmcache.edram.latency import PASSES_16_BY_8, PASSES_16_BY_16, Prefill, Step, activation_accesses
 
 REFRESH = (*(f"refresh_{group}" for group in GROUPS), "refresh_activations")
 COMPONENTS = (

@@ -29,10 +29,6 @@ class RetentionCurve(Protocol):
         """Returns the probability that a bit is lost between two refreshes `interval_ns` apart."""
         ...
 
-    def interval_ns(self, failure: float) -> float:
-        """Returns the interval, ns, at which a bit is lost with probability `failure`."""
-        ...
-
 
 @dataclass(frozen=True)
 class LogNormal:
@@ -50,10 +46,6 @@ class LogNormal:
     def failure(self, interval_ns: float) -> float:
         """As `RetentionCurve`."""
         return _cumulative(math.log(interval_ns / self.median_ns) / self.sigma)
-
-    def interval_ns(self, failure: float) -> float:
-        """As `RetentionCurve`."""
-        return self.median_ns * math.exp(self.sigma * _quantile(failure))
 
     @classmethod
     def through(cls, interval_ns: float, failure: float, sigma: float) -> LogNormal:
@@ -92,11 +84,6 @@ class Points:
         """As `RetentionCurve`."""
         places = [(math.log(interval), _quantile(failure)) for interval, failure in self.points]
         return _cumulative(_along(places, math.log(interval_ns)))
-
-    def interval_ns(self, failure: float) -> float:
-        """As `RetentionCurve`."""
-        places = [(_quantile(loss), math.log(interval)) for interval, loss in self.points]
-        return math.exp(_along(places, _quantile(failure)))
 
 
 _POINTS_HINT = "write intervals and failures, both rising: 45us=1e-6,1.05ms=3e-4,7.2ms=4e-3"

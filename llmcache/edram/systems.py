@@ -1,10 +1,141 @@
-"""The five systems that Kelle compares: hardware, and what is done with the KV cache on it."""
+"""What Kelle is compared on: language models, workloads, and five systems, each a policy on an accelerator.
+
+Source: kelle.txt, sections 7.1 (models, budgets, windows), 8 (contexts, decoded lengths) and 8.1.1 (systems).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llmcache.edram.constants import CHIP, KELLE_INTERVALS, MIB, ORG_INTERVALS, RETENTION_NS, Intervals
+from llmcache.edram.constants import AERP, CHIP, KELLE_INTERVALS, MIB, ORG_INTERVALS, PAPER, RETENTION_NS, Intervals, Profile
+
+
+@dataclass(frozen=True)
+class LlmShape:
+    """What a decoder-only transformer costs: layers, channels, heads, widths, vocabulary. Weights have one byte each.
+
+    `gated`: the feed-forward network has a gate beside up and down. `tied`: the head is the embedding table.
+    ValueError, naming the field, for what no model can be.
+    """
+
+    name: str
+    layers: int
+    channels: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocabulary: int
+    gated: bool = True
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("layers", "channels", "heads", "kv_heads", "head_dim", "hidden", "vocabulary"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}: {getattr(self, field)}, at least 1 is needed")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: {self.kv_heads} do not divide {self.heads} heads")
+
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Returns the weight matrices of a layer by name: (inputs, outputs)."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        found = {"q": (self.channels, query), "k": (self.channels, key), "v": (self.channels, key)}
+        found |= {"o": (query, self.channels), "up": (self.channels, self.hidden), "down": (self.hidden, self.channels)}
+        return found | ({"gate": (self.channels, self.hidden)} if self.gated else {})
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of a layer."""
+        return sum(inputs * outputs for inputs, outputs in self.matrices().values())
+
+    @property
+    def read_weights(self) -> int:
+        """Weights that every token reads: all layers and the head; of the embedding it needs one row, not counted."""
+        return self.layers * self.layer_weights + self.channels * self.vocabulary
+
+    @property
+    def stored_weights(self) -> int:
+        """Weights that memory holds: also the embedding table, where it is not the head."""
+        return self.read_weights + (0 if self.tied else self.channels * self.vocabulary)
+
+    @property
+    def kv_layer_bytes(self) -> int:
+        """Bytes of a token's keys and values in one layer."""
+        return 2 * self.kv_heads * self.head_dim * CHIP.value_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        return self.layers * self.kv_layer_bytes
+
+    @property
+    def x_layer_bytes(self) -> int:
+        """Bytes of a token's input to one layer, which can stand for its keys and values (section 4.1.2)."""
+        return self.channels * CHIP.value_bytes
+
+
+MODELS: dict[str, LlmShape] = {
+    shape.name: shape
+    for shape in (
+        LlmShape("llama2-7b", 32, 4096, 32, 32, 128, 11008, 32000),
+        LlmShape("llama2-13b", 40, 5120, 40, 40, 128, 13824, 32000),
+        LlmShape("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
+        LlmShape("llama3.2-3b", 28, 3072, 24, 8, 128, 8192, 128256, tied=True),
+        LlmShape("mistral-7b", 32, 4096, 32, 8, 128, 14336, 32000),
+        LlmShape("qwen2-7b", 28, 3584, 28, 4, 128, 18944, 152064),
+        LlmShape("opt-6.7b", 32, 4096, 32, 32, 128, 16384, 50272, gated=False, tied=True),
+    )
+}
+"""The models of section 7.1, from their configurations on the Hugging Face hub."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`batch` sequences of `context` tokens that each decode `decode` more; `budget`: N' of the policies that evict.
+
+    Tokens throughout. ValueError, naming the field, for what cannot be.
+    """
+
+    name: str
+    context: int
+    decode: int
+    budget: int
+    window: int = 0
+    batch: int = AERP.batch
+    sinks: int = AERP.sinks
+
+    def __post_init__(self) -> None:
+        for field, least in (("context", 1), ("decode", 1), ("batch", 1), ("window", 0), ("sinks", 0)):
+            if getattr(self, field) < least:
+                raise ValueError(f"{field}: {getattr(self, field)}, at least {least} is needed")
+        if self.budget <= self.sinks:
+            raise ValueError(f"budget: {self.budget}, more than the {self.sinks} sinks is needed")
+
+    @property
+    def eviction_bound(self) -> float:
+        """How much less any cost that is linear in cached tokens can become by eviction: mean(n) / mean(min(n, N')).
+
+        n: the cached tokens of each decode step, the new one included.
+        """
+        first, last = self.context + 1, self.context + self.decode
+        whole = (first + last) * self.decode / 2
+        growing = max(0, min(last, self.budget) - first + 1)  # steps before the budget is reached
+        kept = growing * (first + first + growing - 1) / 2 + (self.decode - growing) * self.budget
+        return whole / kept
+
+
+# Contexts and decoded lengths: section 8. Budgets and windows: section 7.1. The paper calls Qasper QP and QA.
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload("LA", 128, 512, 128, 64),
+        Workload("TQ", 512, 2048, 1024, 512),
+        Workload("QP", 1024, 5120, 1024, 512),
+        Workload("PG19", 512, 8192, 2048, 1024),
+    )
+}
+"""Lambada, TriviaQA, Qasper and PG19 as the paper runs them."""
+
 
 RECOMPUTE_MODES = ("none", "first-principles", "declared")
 """`declared`: with the times that section 8.3.2 states, which its own array and bandwidth do not give."""
@@ -144,3 +275,27 @@ SYSTEMS: dict[str, System] = {
 }
 """The systems of section 8.1.1; Original+SRAM is what the others are compared with."""
 BASELINE = "Original+SRAM"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One thing to model: a language model with a workload on a system, with the energies of a profile."""
+
+    model: LlmShape
+    workload: Workload
+    system: System
+    profile: Profile = PAPER
+
+    @property
+    def hardware(self) -> Hardware:
+        """The accelerator."""
+        return self.system.hardware
+
+    @property
+    def policy(self) -> Policy:
+        """What is done with the KV cache."""
+        return self.system.policy
+
+    def on(self, system: System) -> Configuration:
+        """Returns the same on another system."""
+        return replace(self, system=system)

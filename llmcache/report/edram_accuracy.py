@@ -13,18 +13,26 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache import __version__
-from llmcache.edram.accuracy import EXPERIMENTS, Accuracies, Decoder, Estimate, Setup, Variant, custom, record_run, run
-from llmcache.edram.accuracy.experiments import SINKS, WINDOW
+from llmcache.edram.accuracy import (
+    EXPERIMENTS,
+    SINKS,
+    WINDOW,
+    Accuracies,
+    AccuracySetup,
+    CacheVariant,
+    Estimate,
+    custom,
+    record_run,
+    run,
+)
 from llmcache.edram.aerp import AerpSettings
-from llmcache.edram.flips import CellSettings
-from llmcache.edram.flips.formats import Format
-from llmcache.edram.question import positive
+from llmcache.edram.decoder import Decoder
+from llmcache.edram.flips import CellSettings, Format
 from llmcache.edram.retention import parse_curve
 from llmcache.errors import UsageError
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
-from llmcache.report.edram_text import WIDTH
-from llmcache.report.files import check_target
-from llmcache.units import parse_duration
+from llmcache.report.edram_model import WIDTH
+from llmcache.report.output import check_target
 
 _TITLES = {
     "budgets": "budgets (table 3)",
@@ -36,8 +44,8 @@ _TITLES = {
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options as typed; None where one was not given."""
+class AccuracyOptions:
+    """The options of `llmcache edram accuracy`; None where one was not given. `step_ns`: of a step of the recorded run."""
 
     model: str | None = None  # the recall model
     experiment: str | None = None
@@ -51,11 +59,11 @@ class Options:
     seed: int = 0
     record: str | None = None
     budget: int = 256
-    step: str | None = None
+    step_ns: float | None = None
     force: bool = False
 
 
-def answer(options: Options, tell: Callable[[str], None]) -> Accuracies:
+def answer(options: AccuracyOptions, tell: Callable[[str], None]) -> Accuracies:
     """Returns what the options ask for, and writes the recorded run if they do; UsageError names the one that is wrong."""
     if options.record is not None:
         check_target("--record", options.record, options.force)
@@ -64,7 +72,7 @@ def answer(options: Options, tell: Callable[[str], None]) -> Accuracies:
             f"--context: {options.context} tokens do not hold {options.pairs} pairs", "a longer one, or fewer --pairs"
         )
     decoder = Decoder.load(RECALL_MODEL if options.model is None else options.model)
-    setup = Setup(options.context + 2 * options.questions, format=options.format, curve=parse_curve(options.curve))
+    setup = AccuracySetup(options.context + 2 * options.questions, format=options.format, curve=parse_curve(options.curve))
     variants = _variants(options, setup)
     random = np.random.default_rng(options.seed)
     asked = recall(random, options.sequences, options.context, pairs=options.pairs, questions=options.questions)
@@ -73,7 +81,7 @@ def answer(options: Options, tell: Callable[[str], None]) -> Accuracies:
     return run(decoder, asked, setup, variants, tell)
 
 
-def _variants(options: Options, setup: Setup) -> dict[str, list[Variant]]:
+def _variants(options: AccuracyOptions, setup: AccuracySetup) -> dict[str, list[CacheVariant]]:
     names = list(EXPERIMENTS) if options.experiment is None and not options.flips else []
     if options.experiment is not None:
         names = [name.strip() for name in options.experiment.split(",")]
@@ -85,12 +93,11 @@ def _variants(options: Options, setup: Setup) -> dict[str, list[Variant]]:
     return found | ({"flips": custom(setup, rates)} if rates else {})
 
 
-def _record(options: Options, target: str, decoder: Decoder, asked: Questions) -> None:
-    step_ns = None if options.step is None else positive("--step", options.step, parse_duration)
+def _record(options: AccuracyOptions, target: str, decoder: Decoder, asked: Questions) -> None:
     if options.budget <= SINKS:
         raise UsageError(f"--budget: {options.budget} tokens leave none beside {SINKS} sinks", "give a larger one")
     settings = AerpSettings(options.budget, SINKS, WINDOW)
-    recorded = record_run(decoder, asked, settings, CellSettings(options.format), step_ns=step_ns)
+    recorded = record_run(decoder, asked, settings, CellSettings(options.format), step_ns=options.step_ns)
     recorded.save(target, options.force)
 
 

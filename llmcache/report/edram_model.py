@@ -1,41 +1,81 @@
-"""The answer of `llmcache edram model`, as tables for people and as JSON; all of it is modelled."""
+"""The answers of `llmcache edram model` and `sweep`, as tables for people and as JSON; all of it is modelled."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from llmcache import __version__
-from llmcache.edram.accelerator import LATENCIES
-from llmcache.edram.area import Area, area_of
-from llmcache.edram.comparison import Compared, compared
-from llmcache.edram.decode import RESOURCES
+from llmcache.edram.accelerator import LATENCIES, Axes, Compared, Roofline, compared, roofline_of
+from llmcache.edram.catalogue import Catalogue, catalogue, listed, named
+from llmcache.edram.chip import Area, EvictorCost, Lifetimes, area_of, evictor_cost, lifetimes_of
+from llmcache.edram.constants import Profile
 from llmcache.edram.energy import KINDS
-from llmcache.edram.evictor import EvictorCost, evictor_cost_of
-from llmcache.edram.lifetimes import Lifetimes, lifetimes_of
-from llmcache.edram.question import Question
-from llmcache.edram.roofline import Roofline, roofline_of
-from llmcache.report.edram_text import MODELLED, WIDTH, joules, percent, times, watts, workload_text
-from llmcache.report.tables import titled_table
+from llmcache.edram.latency import RESOURCES
+from llmcache.edram.systems import RECOMPUTE_MODES, Configuration, LlmShape, System, Workload
+from llmcache.errors import UsageError
+from llmcache.report.output import titled_table
 from llmcache.units import format_duration, format_size
 
 SCHEMA = "llmcache.edram-model/1"
+SWEEP_SCHEMA = "llmcache.edram-sweep/1"
+SHOWN = 40
+"""Rows that the table of a sweep shows; JSON has all of them."""
+MODELLED = "modelled"
+WIDTH = 400
+"""Of a console: tables are as wide as they are, whatever the terminal."""
+_PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"), (1e-12, "p"))
+
+
+def joules(value: float) -> str:
+    """Returns `value` (J) with three digits: "1.14 mJ", "65.2 kJ"."""
+    return _with_prefix(value, "J")
+
+
+def watts(value: float) -> str:
+    """Returns `value` (W) with three digits: "25.3 W"."""
+    return _with_prefix(value, "W")
+
+
+def _with_prefix(value: float, unit: str) -> str:
+    if not value:
+        return f"0 {unit}"
+    for factor, prefix in _PREFIXES:
+        # 999.6 would be written as 1.0e+03: it belongs to the next prefix.
+        if abs(value) >= 0.9995 * factor:
+            return f"{value / factor:#.3g} {prefix}{unit}".replace(". ", " ")
+    return f"{value:.2e} {unit}"
+
+
+def percent(share: float) -> str:
+    """Returns a share (0..1) with three digits: "49.2%", "0.0398%"."""
+    return f"{100 * share:.3g}%"
+
+
+def times(value: float) -> str:
+    """Returns a factor: "2.08×"."""
+    return f"{value:.2f}×"
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The systems that were asked for, by profile, with areas and with the rooflines of those that recompute.
+class Comparison:
+    """Systems with one model and workload, by profile, with areas and with the rooflines of those that recompute.
 
     `lifetimes`: of activations in eDRAM in the last step, of systems that have it; `evictors`: of a step with a full cache,
     of systems that evict with one.
     """
 
-    question: Question
+    model: LlmShape
+    workload: Workload
+    systems: tuple[System, ...]
+    profiles: tuple[Profile, ...]
+    baseline: System
     rows: tuple[Compared, ...]
     areas: dict[str, Area]
     rooflines: dict[str, Roofline]
@@ -43,48 +83,90 @@ class Answer:
     evictors: dict[str, EvictorCost]
 
 
-def answer(question: Question) -> Answer:
-    """Returns the modelled answer to `question`."""
-    rows = tuple(compared(question.configurations(), question.baseline))
-    one_profile = {row.configuration.system.name: row for row in rows[: len(question.systems)]}
-    asked = {name: row.configuration for name, row in one_profile.items()}
-    return Answer(
-        question,
+def compare(
+    model: str = "llama2-7b",
+    workload: str = "PG19",
+    system: str = "all",
+    profile: str = "paper,silicon",
+    recompute: str | None = None,
+    constants: str | None = None,
+    **changes: int | None,
+) -> Comparison:
+    """Returns what the options of `llmcache edram model` ask for; `changes`: numbers in place of the workload's.
+
+    UsageError names the option that is wrong.
+    """
+    known = catalogue(constants)
+    work = _changed(named("workload", known.workloads, workload), {k: v for k, v in changes.items() if v is not None})
+    shape, systems = named("model", known.models, model), _systems(known, system, recompute)
+    profiles = tuple(listed("profile", known.profiles, profile))
+    asked = [Configuration(shape, work, one, energies) for energies in profiles for one in systems]
+    rows = tuple(compared(asked, known.baseline))
+    first = {row.configuration.system.name: row for row in rows[: len(systems)]}
+    own = {name: row.configuration for name, row in first.items()}
+    return Comparison(
+        shape,
+        work,
+        systems,
+        profiles,
+        known.baseline,
         rows,
-        {name: area_of(one.system) for name, one in asked.items()},
-        {name: roofline_of(one) for name, one in asked.items() if one.policy.recomputes},
-        {name: lifetimes_of(one) for name, one in asked.items() if one.hardware.edram},
+        {name: area_of(one.system) for name, one in own.items()},
+        {name: roofline_of(one) for name, one in own.items() if one.policy.recomputes},
+        {name: lifetimes_of(one) for name, one in own.items() if one.hardware.edram},
         {
-            name: evictor_cost_of(row.configuration, 1e9 * _decode_s(row) / question.workload.decode)
-            for name, row in one_profile.items()
+            name: evictor_cost(row.configuration, 1e9 * _decode_s(row) / work.decode)
+            for name, row in first.items()
             if row.configuration.policy.evict and row.configuration.hardware.systolic_evictor
         },
     )
+
+
+def _changed(workload: Workload, changes: dict[str, int]) -> Workload:
+    if not changes:
+        return workload
+    if "budget" in changes and "window" not in changes:
+        changes["window"] = min(workload.window, max(0, changes["budget"] - workload.sinks))
+    try:
+        return replace(workload, name=f"{workload.name}, changed", **changes)
+    except ValueError as error:  # its message begins with the name of the field, which is that of the option
+        raise UsageError(f"--{error}") from error
+
+
+def _systems(known: Catalogue, text: str, recompute: str | None) -> tuple[System, ...]:
+    systems = listed("system", known.systems, text)
+    if recompute is None:
+        return tuple(systems)
+    if recompute not in RECOMPUTE_MODES:
+        raise UsageError(f"--recompute: there is no mode '{recompute}'", f"one of: {', '.join(RECOMPUTE_MODES)}")
+    return tuple(system.with_recompute(recompute) for system in systems)
 
 
 def _decode_s(row: Compared) -> float:
     return sum(row.outcome.latencies_s[name] for name in RESOURCES)
 
 
-def show(found: Answer, as_json: bool) -> None:
+def show(found: Comparison, as_json: bool) -> None:
     """Prints `found` on stdout."""
     if as_json:
         print(json.dumps(document(found), indent=1))
         return
     console = Console(highlight=False, markup=False, width=WIDTH)
-    console.print(f"{found.question.model.name}, {workload_text(found.question.workload)} ({MODELLED})")
+    work = found.workload
+    lengths = f"context {work.context:,}, decode {work.decode:,} tokens, batch {work.batch}, budget N' {work.budget:,}"
+    console.print(f"{found.model.name}, {work.name}: {lengths} ({MODELLED})")
     for table in tables(found):
         console.print()
         console.print(table)
 
 
-def tables(found: Answer) -> Iterator[Table]:
+def tables(found: Comparison) -> Iterator[Table]:
     """Yields the tables: costs by profile, then the energy by component, then what time is spent on, then areas."""
-    for profile in found.question.profiles:
+    for profile in found.profiles:
         rows = [row for row in found.rows if row.configuration.profile is profile]
         yield _costs(f"Profile {profile.name}: {profile.title} ({MODELLED})", rows)
         yield _energies(f"Energy by component, profile {profile.name} ({MODELLED})", rows)
-    one_profile = found.rows[: len(found.question.systems)]
+    one_profile = found.rows[: len(found.systems)]
     yield _waits(one_profile)
     yield _areas(found.areas)
     if found.lifetimes:
@@ -154,24 +236,26 @@ def _evictors(evictors: dict[str, EvictorCost]) -> Table:
     return table
 
 
-def document(found: Answer) -> dict[str, Any]:
+def document(found: Comparison) -> dict[str, Any]:
     """`found` as JSON-ready values: seconds, joules, bytes, mm²; speed-up and efficiency against Original+SRAM."""
-    question = found.question
     return {
         "schema": SCHEMA,
         "kind": MODELLED,
         "source": "Kelle (MICRO 2025), doi:10.1145/3725843.3756071; nothing is fitted to its results",
         "llmcache_version": __version__,
-        "model": asdict(question.model),
-        "workload": {**asdict(question.workload), "eviction_bound": question.workload.eviction_bound},
-        "baseline": question.baseline.name,
-        "profiles": {profile.name: asdict(profile) for profile in question.profiles},
+        "model": asdict(found.model),
+        "workload": {**asdict(found.workload), "eviction_bound": found.workload.eviction_bound},
+        "baseline": found.baseline.name,
+        "profiles": {profile.name: asdict(profile) for profile in found.profiles},
         "systems": {
             system.name: {**asdict(system), "area": {**asdict(area), "chip_mm2": area.chip_mm2}}
-            for system, area in zip(question.systems, found.areas.values(), strict=True)
+            for system, area in zip(found.systems, found.areas.values(), strict=True)
         },
         "energy_kinds": {kind: list(names) for kind, names in KINDS.items()},
-        "results": [{**row_values(row), **_components(row)} for row in found.rows],
+        "results": [
+            {**row_values(row), "latencies_s": row.outcome.latencies_s, "energies_j": row.outcome.energies_j}
+            for row in found.rows
+        ],
         "rooflines": {name: {**asdict(roof), "ridge": roof.ridge} for name, roof in found.rooflines.items()},
         "lifetimes": {name: {**asdict(one), "total_ns": one.total_ns} for name, one in found.lifetimes.items()},
         "evictors": {name: asdict(one) for name, one in found.evictors.items()},
@@ -207,5 +291,102 @@ def row_values(row: Compared) -> dict[str, Any]:
     }
 
 
-def _components(row: Compared) -> dict[str, Any]:
-    return {"latencies_s": row.outcome.latencies_s, "energies_j": row.outcome.energies_j}
+@dataclass(frozen=True)
+class SweptSystems:
+    """Every configuration of some axes with its modelled cost; `seconds` is how long this machine took."""
+
+    rows: tuple[Compared, ...]
+    baseline: str
+    seconds: float
+
+
+def swept(axes: Axes, baseline: System) -> SweptSystems:
+    """Returns all configurations of `axes`, compared with `baseline`; UsageError if they are too many."""
+    start = time.perf_counter()
+    rows = tuple(compared(axes.configurations(), baseline))
+    return SweptSystems(rows, baseline.name, time.perf_counter() - start)
+
+
+def axes_of(
+    model: str,
+    workload: str,
+    system: str,
+    profile: str,
+    recompute: str | None = None,
+    constants: str | None = None,
+    **numbers: Sequence[float],
+) -> tuple[Axes, System]:
+    """Returns the axes that the options of `llmcache edram sweep` name, and the system to compare with.
+
+    `numbers`: the axes of `Axes` that are numbers. UsageError names the option that is wrong.
+    """
+    known = catalogue(constants)
+    models, workloads = listed("model", known.models, model), listed("workload", known.workloads, workload)
+    profiles, systems = listed("profile", known.profiles, profile), _systems(known, system, recompute)
+    return Axes(models, workloads, systems, profiles, **numbers), known.baseline  # type: ignore[arg-type]
+
+
+def show_sweep(sweep: SweptSystems, as_json: bool) -> None:
+    """Prints `sweep` on stdout."""
+    if as_json:
+        print(json.dumps(sweep_document(sweep), indent=1))
+        return
+    console = Console(highlight=False, markup=False, width=WIDTH)
+    most = sorted(sweep.rows, key=lambda row: -row.efficiency)[:SHOWN] if len(sweep.rows) > SHOWN else sweep.rows
+    console.print(sweep_table(most, sweep.baseline))
+    if len(sweep.rows) > SHOWN:
+        console.print(f"the {SHOWN} most efficient of {len(sweep.rows):,}; --json has all")
+    console.print(f"{len(sweep.rows):,} configurations in {sweep.seconds:.2f} s")
+
+
+def sweep_table(rows: Sequence[Compared], baseline: str) -> Table:
+    """Returns `rows` as a table."""
+    numbers = [
+        "context",
+        "decode",
+        "batch",
+        "N'",
+        "interval",
+        "latency",
+        "speed-up",
+        "energy",
+        "efficiency",
+        "refresh",
+        "fits",
+    ]
+    made = Table(title=f"Latency and energy ({MODELLED}), against {baseline}", title_justify="left")
+    for name in ("model", "workload", "system", "profile"):
+        made.add_column(name)
+    for name in numbers:
+        made.add_column(name, justify="right")
+    for row in rows:
+        one, outcome = row.configuration, row.outcome
+        work = one.workload
+        made.add_row(
+            one.model.name,
+            work.name,
+            one.system.name,
+            one.profile.name,
+            *(f"{number:,}" for number in (work.context, work.decode, work.batch)),
+            f"{work.budget:,}" if one.policy.evict else "-",
+            format_duration(one.policy.intervals.mean_ns) if one.hardware.edram else "-",
+            format_duration(1e9 * outcome.latency_s),
+            times(row.speedup),
+            joules(outcome.energy_j),
+            times(row.efficiency),
+            percent(row.refresh_share) if one.hardware.edram else "-",
+            "yes" if outcome.fits else "NO",
+        )
+    return made
+
+
+def sweep_document(sweep: SweptSystems) -> dict[str, Any]:
+    """`sweep` as JSON-ready values: every configuration, in seconds, joules and bytes."""
+    return {
+        "schema": SWEEP_SCHEMA,
+        "kind": MODELLED,
+        "llmcache_version": __version__,
+        "baseline": sweep.baseline,
+        "configurations": len(sweep.rows),
+        "results": [row_values(row) for row in sweep.rows],
+    }

@@ -1,33 +1,431 @@
-"""What `llmcache edram plot` does: pictures of a saved model or sweep, as a page, or one of them as PNG or SVG."""
+"""`llmcache edram plot`: pictures of a saved model or sweep, as a page, or one of them as PNG or SVG.
+
+Drawn are energy by component, speed-up and efficiency, the share of refresh, the roofline, and sweeps along what they vary
+most. Documents are those of `llmcache edram model` and `sweep`; DataError names the field that is wrong."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
-from llmcache.errors import UsageError
-from llmcache.report.edram_figures import (
-    AXES,
-    energy_figure,
-    lines_left_out,
-    ratio_bars,
-    refresh_figure,
-    roofline_figure,
-    sweep_figure,
-    varied_most,
-)
-from llmcache.report.edram_saved import Row, Saved, read
-from llmcache.report.edram_text import percent
-from llmcache.report.files import Written, check_target, write_target
+from llmcache.edram.energy import KINDS
+from llmcache.errors import DataError, UsageError
+from llmcache.report.edram_model import SCHEMA as MODEL_SCHEMA
+from llmcache.report.edram_model import SWEEP_SCHEMA, percent
 from llmcache.report.html import Section, html_page
-from llmcache.report.theme import embedded, figure_bytes, style
+from llmcache.report.output import Written, check_target, form_of, write_target
+from llmcache.report.theme import INK, MUTED, PAPER, Look, embedded, figure_bytes, grid_of, legend_below, style
+
+HINT = "save one with: llmcache edram model --json > FILE"
+NUMBERS = (
+    "context",
+    "decode",
+    "batch",
+    "budget",
+    "dram_bytes_per_s",
+    "kv_capacity_bytes",
+    "latency_s",
+    "energy_j",
+    "speedup",
+    "efficiency",
+    "refresh_share",
+)
+
+
+@dataclass(frozen=True)
+class SavedResult:
+    """One result: names, and numbers in seconds, joules and bytes. `energies_j`: by component, empty in a sweep."""
+
+    model: str
+    workload: str
+    system: str
+    profile: str
+    mean_interval_ns: float | None
+    numbers: Mapping[str, float]
+    energies_j: Mapping[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.numbers[name]
+
+
+@dataclass(frozen=True)
+class Roof:
+    """A saved roofline: its roofs, and its points as (name, operations per byte, operations per second)."""
+
+    system: str
+    peak_ops_per_s: float
+    dram_bytes_per_s: float
+    points: Sequence[tuple[str, float, float]]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A document: its results in their order, and, of a model, its rooflines."""
+
+    schema: str
+    rows: Sequence[SavedResult]
+    roofs: Sequence[Roof]
+    baseline: str
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether it is of `llmcache edram sweep`."""
+        return self.schema == SWEEP_SCHEMA
+
+
+def read(path: str | Path) -> Saved:
+    """Returns the document in the file `path`; UsageError if it cannot be read, DataError if it is none of ours."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}", HINT) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not text", HINT) from error
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not JSON: {error}", HINT) from error
+    try:
+        return saved(document)
+    except DataError as error:
+        raise DataError(f"{path}: {error.message}", error.hint) from error
+
+
+def saved(document: Any) -> Saved:
+    """Returns `document`, as `json.loads` gives it, checked."""
+    schema = _field(document, "", "schema", str)
+    if schema not in (MODEL_SCHEMA, SWEEP_SCHEMA):
+        raise DataError(f"schema: '{schema}' is not one that can be drawn", HINT)
+    results = _field(document, "", "results", list)
+    if not results:
+        raise DataError("results: there are none", HINT)
+    rows = [_row(result, f"results[{place}]") for place, result in enumerate(results)]
+    roofs = _field(document, "", "rooflines", dict) if schema == MODEL_SCHEMA else {}
+    made = [_roof(name, roof, f"rooflines.{name}") for name, roof in roofs.items()]
+    return Saved(schema, rows, made, _field(document, "", "baseline", str))
+
+
+def _row(result: Any, where: str) -> SavedResult:
+    interval_ns = _any(result, where, "mean_interval_ns")
+    energies = {}  # a sweep has none by component
+    if isinstance(result, dict) and "energies_j" in result:
+        energies = _field(result, where, "energies_j", dict)
+    model, workload, system, profile = (
+        _field(result, where, name, str) for name in ("model", "workload", "system", "profile")
+    )
+    return SavedResult(
+        model,
+        workload,
+        system,
+        profile,
+        mean_interval_ns=None if interval_ns is None else _number(interval_ns, f"{where}.mean_interval_ns"),
+        numbers={name: _number(_any(result, where, name), f"{where}.{name}") for name in NUMBERS},
+        energies_j={name: _number(value, f"{where}.energies_j.{name}") for name, value in energies.items()},
+    )
+
+
+def _roof(system: str, roof: Any, where: str) -> Roof:
+    points = [
+        (
+            _field(point, f"{where}.points[{place}]", "name", str),
+            _rate(point, f"{where}.points[{place}]", "intensity"),
+            _rate(point, f"{where}.points[{place}]", "ops_per_s"),
+        )
+        for place, point in enumerate(_field(roof, where, "points", list))
+    ]
+    peak, rate = (_rate(roof, where, name) for name in ("peak_ops_per_s", "dram_bytes_per_s"))
+    return Roof(system, peak, rate, points)
+
+
+def _rate(holder: Any, where: str, name: str) -> float:
+    value = _number(_any(holder, where, name), f"{where}.{name}")
+    if not 0 < value < 1e100:
+        raise DataError(f"{where}.{name}: {value:g}, more than 0 is needed", HINT)
+    return value
+
+
+def _any(holder: Any, where: str, name: str) -> Any:
+    if not isinstance(holder, dict):
+        raise DataError(f"{where or 'document'}: not an object", HINT)
+    if name not in holder:
+        raise DataError(f"{where}.{name}: missing".lstrip("."), HINT)
+    return holder[name]
+
+
+def _field(holder: Any, where: str, name: str, kind: type) -> Any:
+    value = _any(holder, where, name)
+    if not isinstance(value, kind):
+        raise DataError(f"{where}.{name}: not a {kind.__name__}".lstrip("."), HINT)
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise DataError(f"{where}: '{value}' is not a number", HINT)
+    return float(value)
+
+
+KIND_LOOKS: dict[str, tuple[str, str]] = {  # colour and hatch: neighbours in a stack differ in both grey and pattern
+    "DRAM, weights": ("#084c8d", ""),
+    "DRAM, KV": ("#56b4e9", ""),
+    "DRAM, other": ("#b4bac2", "//"),
+    "weight memory": ("#117733", ""),
+    "KV memory": ("#9ad1a5", ""),
+    "activation memory": ("#dfe8b0", ""),
+    "leakage": ("#8b9099", ""),
+    "refresh": ("#d55e00", "xx"),
+    "array": ("#8e44a0", ""),
+    "SFU": ("#cc79a7", ""),
+    "evictor": (INK, ""),
+}
+SYSTEM_LOOKS: dict[str, Look] = {
+    "Original+SRAM": Look("#5c636d", "-", "s"),
+    "Original+eDRAM": Look("#d55e00", (0, (5, 1.5)), "^"),
+    "AEP+SRAM": Look("#e69f00", (0, (3, 1, 1, 1)), "D"),
+    "AERP+SRAM": Look("#009e73", (0, (4, 1)), "v"),
+    "Kelle+eDRAM": Look("#0072b2", "-", "o", 2.4, 5),
+}
+OTHER_LOOKS = (Look("#332288", (0, (6, 2)), "P"), Look("#882255", (0, (2, 1)), "X"), Look("#8c6d1f", (0, (8, 2)), "d"))
+AXES = {
+    "context": "context (tokens)",
+    "decode": "decoded (tokens)",
+    "batch": "batch (sequences)",
+    "budget": "budget N' (tokens)",
+    "mean_interval_ns": "mean refresh interval (µs)",
+    "dram_bytes_per_s": "DRAM (GB/s)",
+    "kv_capacity_bytes": "KV memory (MiB)",
+}
+_SCALES = {"mean_interval_ns": 1e-3, "dram_bytes_per_s": 1e-9, "kv_capacity_bytes": 2.0**-20}
+MOST_LINES, MOST_GROUPS = 8, 12
+"""Of a picture: as many lines as have looks of their own, and groups of bars."""
+
+
+def look_of_system(system: str, place: int) -> Look:
+    """Returns how `system` is drawn everywhere; one of the user's own gets a look by its place."""
+    return SYSTEM_LOOKS.get(system) or OTHER_LOOKS[place % len(OTHER_LOOKS)]
+
+
+def energy_figure(rows: Sequence[SavedResult]) -> Figure:
+    """Returns stacked bars of energy (kJ) by component, a panel per profile. Call it in `theme.style()`."""
+    profiles = list(dict.fromkeys(row.profile for row in rows))
+    figure, axes = grid_of(len(profiles))
+    for panel, profile in zip(axes, profiles, strict=True):
+        of = [row for row in rows if row.profile == profile]
+        bottom = np.zeros(len(of))
+        for kind, (colour, hatch) in KIND_LOOKS.items():
+            heights = np.array([sum(row.energies_j.get(name, 0.0) for name in KINDS[kind]) for row in of]) / 1e3
+            panel.bar(
+                range(len(of)), heights, bottom=bottom, width=0.7, label=kind, color=colour, hatch=hatch, edgecolor=PAPER
+            )
+            bottom += heights
+        _systems(panel, of)
+        panel.set_title(f"profile {profile}")
+        panel.set_ylabel("energy, modelled (kJ)")
+    legend_below(figure, axes)
+    return figure
+
+
+def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
+    """Returns bars of speed-up and, by profile, of energy efficiency against `baseline`. Call it in `theme.style()`."""
+    profiles = list(dict.fromkeys(row.profile for row in rows))
+    figure, axes = grid_of(1 + len(profiles))
+    shown = [("speed-up", "speedup", profiles[0])] + [
+        (f"energy efficiency, profile {profile}", "efficiency", profile) for profile in profiles
+    ]
+    for panel, (title, name, profile) in zip(axes, shown, strict=True):
+        of = [row for row in rows if row.profile == profile]
+        values = [row[name] for row in of]
+        colours = [look_of_system(row.system, place).colour for place, row in enumerate(of)]
+        bars = panel.bar(range(len(of)), values, width=0.7, color=colours)
+        panel.bar_label(bars, [f"{value:.2f}×" for value in values], fontsize=8)
+        panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
+        _systems(panel, of)
+        panel.set_title(title)
+        panel.set_ylabel(f"times {baseline}, modelled")
+        panel.margins(y=0.12)
+    return figure
+
+
+def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
+    """Returns bars of the share of refresh in the energy of systems with eDRAM, by profile. Call it in `theme.style()`."""
+    of = [row for row in rows if row.mean_interval_ns is not None]
+    profiles = list(dict.fromkeys(row.profile for row in of))
+    systems = list(dict.fromkeys(row.system for row in of))
+    figure, (panel,) = grid_of(1)
+    width = 0.8 / max(1, len(systems))
+    for place, system in enumerate(systems):
+        own, shift = [row for row in of if row.system == system], (place - (len(systems) - 1) / 2) * width
+        centres, shares = [profiles.index(row.profile) + shift for row in own], [row["refresh_share"] for row in own]
+        bars = panel.bar(centres, shares, width=0.9 * width, label=system, color=look_of_system(system, place).colour)
+        panel.bar_label(bars, [percent(share) for share in shares], fontsize=8)
+    panel.set_xticks(range(len(profiles)), [f"profile {profile}" for profile in profiles])
+    panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    panel.set_ylabel("refresh, of all energy, modelled")
+    panel.margins(y=0.12)
+    legend_below(figure, [panel])
+    return figure
+
+
+def roofline_figure(roofs: Sequence[Roof]) -> Figure:
+    """Returns operations per second over operations per byte, a panel per system (figure 16a). Call it in `style()`."""
+    figure, axes = grid_of(len(roofs))
+    for panel, roof in zip(axes, roofs, strict=True):
+        ridge = roof.peak_ops_per_s / roof.dram_bytes_per_s
+        places = [place for _, place, _ in roof.points] + [ridge]
+        spread = np.geomspace(min(places) / 2, max(places) * 2, 64)
+        roofed = np.minimum(roof.peak_ops_per_s, spread * roof.dram_bytes_per_s)
+        panel.plot(spread, roofed / 1e9, color=MUTED, linewidth=1.6, label="roof: DRAM, then array")
+        for (name, place, rate), look in zip(roof.points, _POINT_LOOKS, strict=False):
+            panel.plot([place], [rate / 1e9], linestyle="", marker=look.marker, color=look.colour, markersize=8, label=name)
+        _logarithmic(panel, "x", "y")
+        panel.set_title(roof.system)
+        panel.set_xlabel("8-bit operations of the model per byte over DRAM")
+        panel.set_ylabel("10⁹ operations/s, modelled")
+    legend_below(figure, axes)
+    return figure
+
+
+_POINT_LOOKS = (Look("#e69f00", "-", "s"), Look("#0072b2", "-", "o"), Look("#d55e00", "-", "X"))
+
+
+def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
+    """Returns speed-up and efficiency over what a sweep varies most, a line per rest; bars, if it varies no number.
+
+    Call it in `theme.style()`.
+    """
+    along = varied_most(rows)
+    figure, axes = grid_of(2)
+    for panel, name, title in zip(axes, ("speedup", "efficiency"), ("speed-up", "energy efficiency"), strict=True):
+        if along is None:
+            _bars(panel, rows, name)
+        else:
+            _curves(panel, rows, name, along)
+        panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
+        panel.set_title(title)
+        panel.set_ylabel(f"times {baseline}, modelled")
+    _legend(figure, axes)
+    return figure
+
+
+def _curves(panel: Axes, rows: Sequence[SavedResult], name: str, along: str) -> None:
+    lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
+    by_system = len({row.system for row in rows}) == len(lines)
+    for place, (label, of) in enumerate(lines.items()):
+        look = look_of_system(of[0].system, place) if by_system else _CYCLE[place % len(_CYCLE)]
+        panel.plot([_place(row, along) for row in of], [row[name] for row in of], label=label, **look.line())
+    panel.set_xlabel(AXES[along])
+    centres = [_place(row, along) for row in rows]
+    if max(centres) > 20 * max(min(centres), 1e-9):
+        _logarithmic(panel, "x")
+
+
+def _bars(panel: Axes, rows: Sequence[SavedResult], name: str) -> None:
+    """Draw a group of bars for each combination of model, workload and profile, a bar for each system."""
+    groups = dict(list(_groups(rows).items())[:MOST_GROUPS])
+    systems = list(dict.fromkeys(row.system for row in rows))
+    width = 0.8 / len(systems)
+    for place, system in enumerate(systems):
+        found = [(at, row[name]) for at, of in enumerate(groups.values()) for row in of if row.system == system]
+        centres = [at + (place - (len(systems) - 1) / 2) * width for at, _ in found]
+        colour = look_of_system(system, place).colour
+        panel.bar(centres, [value for _, value in found], width=0.92 * width, label=system, color=colour)
+    panel.set_xticks(range(len(groups)), list(groups), fontsize=7.5, rotation=20 if len(groups) > 4 else 0)
+    panel.grid(axis="x", visible=False)
+
+
+def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    """Put one legend under all panels, in as many columns as its longest label leaves room for."""
+    handles: dict[str, Any] = {}
+    for panel in axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    inches = 0.6 + 0.075 * max(map(len, handles), default=0)
+    columns = max(1, int(figure.get_figwidth() / inches))
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(columns, len(handles) or 1))
+
+
+_CYCLE = (*SYSTEM_LOOKS.values(), *OTHER_LOOKS)
+
+
+def varied_most(rows: Sequence[SavedResult]) -> str | None:
+    """Returns the number (of `AXES`) that is varied most among rows of the same names, the first of equals; None if none."""
+    found = max(AXES, key=lambda name: _values(rows, name))
+    return found if _values(rows, found) > 1 else None
+
+
+def _values(rows: Sequence[SavedResult], name: str) -> int:
+    """Returns how many values `name` has for one model, workload, system and profile: what those imply is no axis."""
+    found: dict[tuple[str, ...], set[float]] = {}
+    for row in rows:
+        found.setdefault((row.model, row.workload, row.system, row.profile), set()).add(_place(row, name))
+    return max(map(len, found.values()))
+
+
+def _groups(rows: Sequence[SavedResult]) -> dict[str, list[SavedResult]]:
+    """Returns the rows by what varies of model, workload and profile."""
+    names = [name for name in ("model", "workload", "profile") if len({getattr(row, name) for row in rows}) > 1]
+    found: dict[str, list[SavedResult]] = {}
+    for row in rows:
+        found.setdefault(", ".join(getattr(row, name) for name in names) or row.model, []).append(row)
+    return found
+
+
+def lines_left_out(rows: Sequence[SavedResult]) -> int:
+    """Returns how many lines, or groups of bars, a picture of `rows` has no room for."""
+    along = varied_most(rows)
+    if along is None:
+        return max(0, len(_groups(rows)) - MOST_GROUPS)
+    return max(0, len(_lines(rows, along)) - MOST_LINES)
+
+
+def _place(row: SavedResult, name: str) -> float:
+    value = (row.mean_interval_ns or 0.0) if name == "mean_interval_ns" else row[name]
+    return value * _SCALES.get(name, 1.0)
+
+
+def _lines(rows: Sequence[SavedResult], along: str) -> dict[str, list[SavedResult]]:
+    """Returns the rows by all that varies but `along`, each in its order."""
+    names = [name for name in ("model", "workload", "system", "profile") if len({getattr(row, name) for row in rows}) > 1]
+    numbers = [name for name in AXES if name != along and _values(rows, name) > 1]
+    found: dict[str, list[SavedResult]] = {}
+    for row in rows:
+        parts = [str(getattr(row, name)) for name in names]
+        parts += [f"{AXES[name]} {_place(row, name):g}" for name in numbers if _place(row, name)]
+        found.setdefault(", ".join(parts) or row.system, []).append(row)
+    return {label: sorted(of, key=lambda row: _place(row, along)) for label, of in found.items()}
+
+
+def _logarithmic(panel: Axes, *names: str) -> None:
+    """Make the axes of `panel` called "x" or "y" logarithmic, with plain numbers: the theme has no mathematical text."""
+    if "x" in names:
+        panel.set_xscale("log")
+        _plain(panel.xaxis)
+    if "y" in names:
+        panel.set_yscale("log")
+        _plain(panel.yaxis)
+
+
+def _plain(axis: Axis) -> None:
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _systems(panel: Axes, rows: Sequence[SavedResult]) -> None:
+    panel.set_xticks(range(len(rows)), [row.system.replace("+", "\n+") for row in rows], fontsize=7.5)
+    panel.grid(axis="x", visible=False)
+
 
 OPTION = "-o"
-FORMS = ("png", "svg", "html")
 LEAD = (
     "Modelled: latency and energy of an accelerator that exists on paper only, from the constants of the Kelle paper and of "
     "the profile that is named; nothing is measured, and nothing is fitted to the paper's results."
@@ -35,7 +433,7 @@ LEAD = (
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlotRequest:
     """What is asked for. `what`: the picture, where the form is no page; None: the first that there is."""
 
     source: str
@@ -53,14 +451,12 @@ class Drawing:
     alt: str
 
 
-def plot(wanted: Wanted) -> Written:
+def plot(wanted: PlotRequest) -> Written:
     """Draw what is `wanted`, and return the file.
 
     UsageError for an ending that is no form, an unknown picture, a file that exists.
     """
-    form = Path(wanted.output).suffix.lower().removeprefix(".")
-    if form not in FORMS:
-        raise UsageError(f"{OPTION}: '{wanted.output}' must end in .png, .svg or .html", "the ending says what is written")
+    form = form_of(OPTION, wanted.output)
     check_target(OPTION, wanted.output, wanted.force)
     found = read(wanted.source)
     offered = drawings(found)
@@ -126,7 +522,7 @@ def _conditions(found: Saved, told: str) -> str:
     return f"{which}; profiles: {profiles}; against {found.baseline}.{more}"
 
 
-def _told(rows: Sequence[Row]) -> str:
+def _told(rows: Sequence[SavedResult]) -> str:
     return "; ".join(
         f"{row.system}, {row.profile}: speed-up {row['speedup']:.2f}, efficiency {row['efficiency']:.2f}" for row in rows
     )

@@ -1,16 +1,33 @@
-"""What `llmcache kv bench` prints: a table for people, JSON for programs; measured and modelled never in one table."""
+"""What `llmcache kv bench` prints and `llmcache kv plot` draws; measured and modelled never in one table.
+
+A sweep is drawn as latency against beta, the ratio of the pools of processor and device, with where the rule and memory
+put it (hillinfer.txt, section 4.4 and figure 11b); a task as answers, times and memory (`kv_task`); any other as a Gantt
+chart of a decode step, which resource did what when, a panel for each policy.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.kv.bench.results import MEASURED, Bench, Observed, Row
-from llmcache.kv.pipeline.timeline import COMPUTE, DEVICE, RESOURCES, STAGES
-from llmcache.report.tables import plain_table
+from llmcache.errors import DataError, UsageError
+from llmcache.kv.bench.question import Options, run
+from llmcache.kv.bench.results import MEASURED, Bench, Marks, Observed, Row, read_bench
+from llmcache.kv.bench.task_results import SCHEMA as TASK_SCHEMA
+from llmcache.kv.bench.task_results import read_task
+from llmcache.kv.pipeline.timeline import COMPUTE, DEVICE, RESOURCES, STAGES, Span, Timeline
+from llmcache.report import kv_task, theme
+from llmcache.report.html import Cell, Facts, Section, html_page
+from llmcache.report.html import Table as PageTable
+from llmcache.report.output import Written, check_target, form_of, plain_table, write_target
 from llmcache.units import format_duration, format_size
 
 OURS = "hillinfer"
@@ -123,3 +140,186 @@ def device_lines(bench: Bench) -> Iterator[str]:
                 f"{row.title}: emulated device ({device['profile']}): {device['commands']} commands in all steps, "
                 f"modelled {format_duration(device['modelled_ns'])}, wall {format_duration(device['wall_ns'])}"
             )
+
+
+_NS_PER_MS = 1e6
+TOKEN, EVALUATE = theme.Look("#0072b2", "-", "o", 2.2, 5), theme.Look("#e69f00", (0, (5, 1)), "s", 1.6)
+
+
+def beta_figure(bench: Bench, source: str) -> Figure:
+    """Returns latency and evaluation by beta; DataError if `bench` is no sweep."""
+    rows = sorted((row for row in bench.rows if row.beta is not None), key=lambda row: row.beta or 0.0)
+    if bench.marks is None or len(rows) < 2:
+        raise DataError(f"{source}: marks: no sweep of beta", "write one with 'llmcache kv bench --sweep-beta --json'")
+    with theme.style():
+        figure, (panel,) = theme.grid_of(1)
+        betas = [row.beta for row in rows if row.beta is not None]
+        panel.plot(betas, [row.token_ns / _NS_PER_MS for row in rows], label="a token", **TOKEN.line())
+        panel.plot(
+            betas, [row.stages_ns["evaluate"] / _NS_PER_MS for row in rows], label="its evaluation", **EVALUATE.line()
+        )
+        _mark(panel, bench.marks)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(betas, [f"{beta:.3g}" for beta in betas])
+        panel.minorticks_off()
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel("beta: keys and values in the processor's pool / in the device's")
+        panel.set_ylabel(f"ms per decode step ({kind_of(bench)})")
+        panel.set_title(f"{rows[0].title}: latency by the ratio of the pools")
+        panel.legend()
+    return figure
+
+
+def _mark(panel: Axes, marks: Marks) -> None:
+    panel.axvline(marks.rule, color=theme.INK, linestyle=(0, (4, 2)), linewidth=1.2, label=f"f_c / f_s = {marks.rule:.3g}")
+    if marks.m0 is not None:
+        panel.axvline(marks.m0, color=theme.MUTED, linestyle=(0, (1, 1)), linewidth=1.4, label=f"M0 = {marks.m0:.3g}")
+
+
+def _beta_words(bench: Bench) -> str:
+    """Returns in words what the picture shows."""
+    points = ", ".join(f"{row.beta:.3g}: {row.token_ns / _NS_PER_MS:.3g} ms" for row in bench.rows if row.beta is not None)
+    expected = "" if bench.marks is None else f" The rule expects the least at {bench.marks.expected:.3g}."
+    return f"Latency of a decode step by beta: {points}.{expected}"
+
+
+STAGE_COLOURS: dict[str, str] = {"evaluate": "#e69f00", "fetch": "#56b4e9", "compute": "#0072b2", "update": "#cc79a7"}
+"""From Okabe and Ito; also apart in grey."""
+
+_HEIGHT = 0.72  # of a bar, where resources are 1 apart
+
+
+def timeline_figure(bench: Bench, source: str) -> Figure:
+    """Returns a panel for each policy, all to one scale; DataError if `bench` has no timelines (modelled ones have none)."""
+    shown = [(row, Timeline.from_json(dict(row.observed.timeline))) for row in bench.rows if row.observed is not None]
+    if not shown:
+        raise DataError(f"{source}: rows: {bench.kind} ones have no timeline", "draw a run of '--profile measured'")
+    with theme.style():
+        figure = Figure(figsize=(9.0, 0.9 + 1.75 * len(shown)), layout="constrained")
+        longest = max(_end(timeline) for _, timeline in shown)
+        panels: list[Axes] = []
+        for place, (row, timeline) in enumerate(shown):
+            panel = figure.add_subplot(len(shown), 1, place + 1, sharex=panels[0] if panels else None)
+            _draw(panel, row, timeline)
+            panels.append(panel)
+        for panel in panels:
+            panel.label_outer()
+        panels[-1].set_xlim(0, longest * 1.01)
+        panels[-1].set_xlabel(f"time of one decode step (ms, {kind_of(bench)})")
+        handles = [Patch(color=STAGE_COLOURS[stage], label=stage) for stage in STAGES]
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+    return figure
+
+
+def _end(timeline: Timeline) -> float:
+    return max((span.end_ns for span in timeline.spans), default=1) / _NS_PER_MS
+
+
+def _draw(panel: Axes, row: Row, timeline: Timeline) -> None:
+    for resource_place, resource in enumerate(RESOURCES):
+        for stage in STAGES:
+            bars = [_bar(span) for span in timeline.spans if (span.resource, span.stage) == (resource, stage)]
+            panel.broken_barh(bars, (resource_place - _HEIGHT / 2, _HEIGHT), color=STAGE_COLOURS[stage], linewidth=0)
+    names = [f"{name} (emulated)" if name in timeline.emulated else name for name in RESOURCES]
+    panel.set_yticks(range(len(RESOURCES)), names)
+    panel.set_ylim(len(RESOURCES) - 0.4, -0.6)
+    panel.grid(visible=False, axis="y")
+    panel.set_title(f"{row.title}: {row.idle_share:.0%} of the time nothing computes")
+
+
+def _bar(span: Span) -> tuple[float, float]:
+    return span.begin_ns / _NS_PER_MS, (span.end_ns - span.begin_ns) / _NS_PER_MS
+
+
+def _timeline_words(bench: Bench) -> str:
+    """Returns in words what the chart shows."""
+    parts = [f"{row.title}: idle {row.idle_share:.0%}" for row in bench.rows if row.observed is not None]
+    return f"Gantt chart of one decode step by resource ({', '.join(RESOURCES)}). " + "; ".join(parts) + "."
+
+
+_LARGEST_BYTES = 1 << 28
+_LEAD = "Policies that choose which keys and values a decode step attends to; figures are {kind}."
+
+
+def plot(run: str, output: str, force: bool) -> Written:
+    """Draws the file `run`, what 'llmcache kv bench --json' wrote, as `output` (.png, .svg or .html), and returns that.
+
+    UsageError: `run` cannot be read, `output` has another ending or is there; DataError: `run` is no benchmark.
+    """
+    form = form_of("-o", output)
+    check_target("-o", output, force)
+    told = load(run)
+    if isinstance(told, dict) and told.get("schema") == TASK_SCHEMA:
+        return write_target("-o", output, kv_task.drawn(read_task(told, run), form), force)
+    return write_target("-o", output, drawn(read_bench(told, run), run, form), force)
+
+
+def drawn(bench: Bench, source: str, form: str) -> bytes:
+    """Returns the picture of `bench`, which came from `source`, as a file of `form`; DataError if there is none of it."""
+    figure = beta_figure(bench, source) if bench.marks is not None else timeline_figure(bench, source)
+    return _page(bench, figure).encode() if form == "html" else theme.captioned(figure, _caption(bench), form)
+
+
+def answer(options: Options, output: str | None, force: bool, as_json: bool, tell: Callable[[str], None]) -> None:
+    """Runs what `options` ask for, prints it, and draws it as `output` if one is given.
+
+    UsageError names the option that is wrong, before anything runs.
+    """
+    if output is not None:
+        form_of("--plot", output)
+        check_target("--plot", output, force)
+        if options.profile == "paper" and not options.sweep_beta:
+            raise UsageError("--plot: what is modelled has no timeline", "draw a sweep, or a run of --profile measured")
+    bench = run(options, tell)
+    show(bench, as_json)
+    if output is not None:
+        write_target("--plot", output, drawn(bench, output, form_of("--plot", output)), force)
+
+
+def load(run: str) -> Any:
+    """Returns what the JSON file `run` holds; errors as `plot`."""
+    try:
+        with Path(run).open("rb") as stream:
+            raw = stream.read(_LARGEST_BYTES)
+    except OSError as error:
+        raise UsageError(f"{run}: cannot read it: {error.strerror}", "write it with 'llmcache kv bench --json'") from error
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{run}: not JSON: {error}", "write it with 'llmcache kv bench --json'") from error
+
+
+def _alt(bench: Bench) -> str:
+    return _timeline_words(bench) if bench.marks is None else _beta_words(bench)
+
+
+def _caption(bench: Bench) -> str:
+    told = "; ".join(f"{name}: {value}" for name, value in _facts(bench))
+    kind = kind_of(bench)
+    return f"{kind[0].upper()}{kind[1:]}. {told}."
+
+
+def _facts(bench: Bench) -> list[tuple[str, str]]:
+    return [*conditions(bench), *(("note", note) for note in bench.notes)]
+
+
+def _page(bench: Bench, figure: Figure) -> str:
+    stages = list(bench.rows[0].stages_ns)
+    columns = ["policy", "beta", "a token (ms)", *(f"{stage} (ms)" for stage in stages), "idle (%)"]
+    rows: list[list[Cell]] = [
+        [
+            row.title,
+            "-" if row.beta is None else f"{row.beta:.3g}",
+            row.token_ns / 1e6,
+            *(row.stages_ns[stage] / 1e6 for stage in stages),
+            100 * row.idle_share,
+        ]
+        for row in bench.rows
+    ]
+    what = "Latency against beta" if bench.marks is not None else "One decode step"
+    sections = [
+        Section(what, [theme.embedded(figure, _alt(bench), _caption(bench))]),
+        Section("Figures", [PageTable(f"{kind_of(bench)}; stages as if each were alone", columns, rows)]),
+        Section("Conditions", [Facts(_facts(bench))]),
+    ]
+    return html_page("llmcache kv bench", _LEAD.format(kind=kind_of(bench)), sections)

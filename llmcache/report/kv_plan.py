@@ -12,7 +12,7 @@ from rich.table import Table
 
 from llmcache.kv.planning.plan import Limit, Plan
 from llmcache.report.kv_profile import age_text
-from llmcache.report.tables import titled_table
+from llmcache.report.output import titled_table
 from llmcache.units import format_duration, format_rate, format_size
 
 SCHEMA = "llmcache.kv-plan/1"

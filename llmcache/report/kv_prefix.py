@@ -11,7 +11,7 @@ from rich.console import Console
 
 from llmcache.errors import printable
 from llmcache.kv.prefix.listing import Pruned, StoredModel
-from llmcache.report.tables import plain_table
+from llmcache.report.output import plain_table
 from llmcache.units import format_duration, format_size
 
 LIST, SHOW, PRUNE = "llmcache.kv-list/1", "llmcache.kv-show/1", "llmcache.kv-prune/1"

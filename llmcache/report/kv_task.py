@@ -1,24 +1,232 @@
-"""What `llmcache kv bench --task` prints and draws: a table for people, JSON for programs, a picture or a page."""
+"""What `llmcache kv bench --task` prints and draws: a table for people, JSON for programs, a picture or a page.
+
+Pictures are like icecache's figures 1, 6, 7 and 8; all of it is *measured* on the machine that the run was made on.
+"""
 
 from __future__ import annotations
 
 import json
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 from rich.console import Console
 from rich.table import Table
 
 from llmcache import __version__
 from llmcache.kv.bench import task_question
-from llmcache.kv.bench.task_results import PARTS, TaskBench, TaskRow
-from llmcache.report import kv_task_figures, theme
-from llmcache.report.files import check_target, write_target
+from llmcache.kv.bench.task_results import DECODING, LOADING, PARTS, QUERY, UPDATE, TaskBench, TaskRow
+from llmcache.report import theme
 from llmcache.report.html import Block, Cell, Facts, Section, html_page
 from llmcache.report.html import Table as PageTable
-from llmcache.report.plot import LETTERS_PER_INCH, form_of
-from llmcache.report.tables import plain_table
+from llmcache.report.output import check_target, form_of, plain_table, write_target
 from llmcache.units import format_duration, format_size
+
+PART_COLOURS: dict[str, str] = {LOADING: "#56b4e9", QUERY: "#e69f00", UPDATE: "#cc79a7", DECODING: "#0072b2"}
+"""As in a decode step's Gantt chart."""
+_MS, _MIB = 1e6, 1 << 20
+_OTHERS = ("o", "s", "^", "v", "D", "P", "X")
+
+
+@dataclass(frozen=True)
+class TaskPanel:
+    """A panel: its name, the paper's figure it is like, and what draws it."""
+
+    name: str
+    like: str
+    draw: Callable[[Axes, TaskBench], None]
+
+
+def look_of(policy: str) -> theme.Look:
+    """Returns how a policy is drawn everywhere; a variant of one as the policy itself."""
+    return theme.KV_LOOKS[policy.split("-")[0]]
+
+
+def tradeoff(axes: Axes, bench: TaskBench) -> None:
+    """Memory against time per token, at the longest context, as figure 1; beside each point right answers and budget."""
+    for place, row in enumerate(bench.at(bench.contexts[-1])):
+        look = look_of(row.policy)
+        at = ((row.memory.kv_bytes + row.memory.index_bytes) / _MIB, row.speed.tpot_ns / _MS)
+        axes.scatter(*at, marker=_OTHERS[place % 7], color=look.colour, zorder=look.front)
+        told = f"{row.answers.share:.0%}" + ("" if row.budget is None else f" ({row.budget})")
+        axes.annotate(told, at, xytext=(5, 3), textcoords="offset points", fontsize=6, color=look.colour)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.margins(x=0.2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("keys, values and index in memory (MiB)")
+    axes.set_ylabel("time per token (ms)")
+    axes.set_title(f"Memory and time, {bench.contexts[-1]:,} tokens")
+
+
+def second_token(axes: Axes, bench: TaskBench) -> None:
+    """Time to the second token, as figure 7a."""
+    _bars(axes, bench, [row.speed.tt2t_ns / _MS for row in bench.at(bench.contexts[-1])], "time to the second token (ms)")
+    axes.set_title("Time to the second token")
+
+
+def per_token(axes: Axes, bench: TaskBench) -> None:
+    """Time per token with the share of right answers relative to the full cache's, as figure 7b."""
+    context = bench.contexts[-1]
+    full = bench.stock(context).answers.share
+    rows = bench.at(context)
+    _bars(axes, bench, [row.speed.tpot_ns / _MS for row in rows], "time per token (ms)")
+    for place, row in enumerate(rows):
+        told = f"{row.answers.share / full:.0%}" if full else "-"
+        axes.annotate(told, (row.speed.tpot_ns / _MS, place), xytext=(3, -3), textcoords="offset points", fontsize=7)
+    axes.margins(x=0.15)
+    axes.set_title("Time per token; answers relative to full")
+
+
+def breakdown(axes: Axes, bench: TaskBench) -> None:
+    """What the time of a token consists of, as figure 7c."""
+    rows = bench.at(bench.contexts[-1])
+    left = np.zeros(len(rows))
+    for part in PARTS:
+        widths = np.array([row.speed.parts_ns[part] / _MS for row in rows])
+        axes.barh(range(len(rows)), widths, left=left, color=PART_COLOURS[part], label=part, height=0.7)
+        left += widths
+    _names(axes, rows)
+    axes.set_xlabel("time per token (ms)")
+    axes.set_title("What it consists of")
+    axes.set_xlim(right=1.35 * float(left.max()))
+    axes.legend(fontsize=7, loc="lower right")
+
+
+def scaling(axes: Axes, bench: TaskBench) -> None:
+    """Time per token over context, as figure 8; of several budgets the largest."""
+    for policy, rows in _lines(bench).items():
+        times = [row.speed.tpot_ns / _MS for row in rows]
+        axes.plot([row.context for row in rows], times, label=rows[0].name, **look_of(policy).line())
+    _contexts(axes, bench)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("time per token (ms)")
+    axes.set_title("Time per token by context")
+    axes.legend(fontsize=7)
+
+
+def accuracy(axes: Axes, bench: TaskBench) -> None:
+    """Share of right answers by budget at the longest context, with standard errors; lines: everything kept."""
+    rows = bench.at(bench.contexts[-1])
+    for policy in dict.fromkeys(row.policy for row in rows if row.budget is not None):
+        own = sorted((row for row in rows if row.policy == policy), key=lambda row: row.budget or 0)
+        axes.errorbar(
+            [row.budget or 0 for row in own],
+            [row.answers.share for row in own],
+            [row.answers.error for row in own],
+            label=own[0].title,
+            capsize=2,
+            **look_of(policy).line(),
+        )
+    full = bench.stock(bench.contexts[-1])
+    axes.axhline(full.answers.share, color=look_of(full.policy).colour, linestyle=(0, (1, 1.2)), label=full.title)
+    budgets = sorted({row.budget for row in rows if row.budget is not None})
+    if budgets:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(budgets, [str(budget) for budget in budgets])
+        axes.minorticks_off()
+    axes.set_ylim(-0.02, 1.04)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_xlabel("token budget")
+    axes.set_ylabel("right answers")
+    axes.set_title(f"Answers by budget ({bench.task}, {bench.contexts[-1]:,} tokens)")
+    axes.legend(fontsize=7)
+
+
+def parts_of(bench: TaskBench) -> list[TaskPanel]:
+    """Returns the panels that `bench` has data for, depths apart (see `depth_figure`)."""
+    found = [
+        TaskPanel("accuracy", "table 1", accuracy),
+        TaskPanel("tradeoff", "figure 1", tradeoff),
+        TaskPanel("second token", "figure 7a", second_token),
+        TaskPanel("per token", "figure 7b", per_token),
+        TaskPanel("breakdown", "figure 7c", breakdown),
+    ]
+    return [*found, TaskPanel("scaling", "figure 8", scaling)] if len(bench.contexts) > 1 else found
+
+
+def figure_of(bench: TaskBench) -> Figure:
+    """Returns all panels of `bench` in one figure."""
+    with theme.style():
+        found = parts_of(bench)
+        figure, axes = theme.grid_of(len(found), columns=3)
+        for place, part in zip(axes, found, strict=True):
+            part.draw(place, bench)
+    return figure
+
+
+def part_figure(bench: TaskBench, part: TaskPanel) -> Figure:
+    """Returns one panel as a figure."""
+    with theme.style():
+        figure, (axes,) = theme.grid_of(1)
+        part.draw(axes, bench)
+    return figure
+
+
+def depth_figure(bench: TaskBench) -> Figure | None:
+    """Returns right answers by depth and context, a panel for each cache with a budget, as figure 6; None without depths."""
+    names = list(dict.fromkeys(row.name for row in bench.rows if row.answers.depths and row.budget is not None))
+    if not names:
+        return None
+    with theme.style():
+        figure, axes = theme.grid_of(len(names), columns=3)
+        for place, name in zip(axes, names, strict=True):
+            image = _depths(place, [row for row in bench.rows if row.name == name])
+        bar = figure.colorbar(image, ax=axes, shrink=0.6, format=PercentFormatter(1.0, decimals=0))
+        bar.set_label("right answers")
+    return figure
+
+
+def _depths(axes: Axes, rows: Sequence[TaskRow]) -> AxesImage:
+    rows = sorted(rows, key=lambda row: row.context)
+    found = [row.answers.by_depth() for row in rows]
+    depths = sorted({depth for one in found for depth in one})
+    table = np.array([[one.get(depth, np.nan) for depth in depths] for one in found])
+    axes.grid(visible=False)
+    image = axes.imshow(table, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+    axes.set_xticks(range(0, len(depths), 4), [f"{depth:.0%}" for depth in depths[::4]])
+    axes.set_yticks(range(len(rows)), [f"{row.context:,}" for row in rows])
+    axes.set_xlabel("depth of the answer")
+    axes.set_ylabel("context (tokens)")
+    axes.set_title(rows[0].name)
+    return image
+
+
+def _bars(axes: Axes, bench: TaskBench, values: Sequence[float], label: str) -> None:
+    rows = bench.at(bench.contexts[-1])
+    axes.barh(range(len(rows)), values, color=[look_of(row.policy).colour for row in rows], height=0.7)
+    _names(axes, rows)
+    axes.set_xlabel(label)
+
+
+def _names(axes: Axes, rows: Sequence[TaskRow]) -> None:
+    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+
+
+def _lines(bench: TaskBench) -> dict[str, list[TaskRow]]:
+    """Rows over context of each policy, with its largest budget."""
+    largest = max((row.budget for row in bench.rows if row.budget is not None), default=None)
+    found: dict[str, list[TaskRow]] = {}
+    for row in sorted(bench.rows, key=lambda row: row.context):
+        if row.budget in (None, largest):
+            found.setdefault(row.policy, []).append(row)
+    return found
+
+
+def _contexts(axes: Axes, bench: TaskBench) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(bench.contexts, [f"{context:,}" for context in bench.contexts])
+    axes.minorticks_off()
+    axes.set_xlabel("context (tokens)")
+
 
 OPTION = "--plot"
 WIDE = 400
@@ -33,11 +241,11 @@ def answer(
 ) -> None:
     """Runs the task, prints it and draws it; UsageError names the option that is wrong, before anything runs."""
     if plot is not None:
-        form_of(plot, OPTION)
+        form_of(OPTION, plot)
         check_target(OPTION, plot, force)
     bench = task_question.run(options, tell)
     if plot is not None:
-        write_target(OPTION, plot, drawn(bench, form_of(plot)), force)
+        write_target(OPTION, plot, drawn(bench, form_of(OPTION, plot)), force)
     show(bench, as_json)
 
 
@@ -100,11 +308,7 @@ def drawn(bench: TaskBench, form: str) -> bytes:
     """Returns `bench` as a file of `form`: png, svg or html."""
     if form == "html":
         return page(bench).encode()
-    figure = kv_task_figures.figure_of(bench)
-    lines = textwrap.wrap(caption(bench), int(figure.get_figwidth() * LETTERS_PER_INCH))
-    with theme.style():
-        figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7, color=theme.MUTED)
-    return theme.figure_bytes(figure, form)
+    return theme.captioned(figure_of(bench), caption(bench), form)
 
 
 def caption(bench: TaskBench) -> str:
@@ -125,11 +329,11 @@ def sections_of(bench: TaskBench) -> list[Section]:
     found = [
         Section(
             f"{part.name.capitalize()} (like the paper's {part.like})",
-            [theme.embedded(kv_task_figures.part_figure(bench, part), told, caption(bench))],
+            [theme.embedded(part_figure(bench, part), told, caption(bench))],
         )
-        for part in kv_task_figures.parts_of(bench)
+        for part in parts_of(bench)
     ]
-    depths = kv_task_figures.depth_figure(bench)
+    depths = depth_figure(bench)
     if depths is not None:
         picture: list[Block] = [theme.embedded(depths, f"Right answers by depth. {told}", caption(bench))]
         found.insert(0, Section("Right answers by depth and context (like the paper's figure 6)", picture))

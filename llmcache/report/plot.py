@@ -1,86 +1,472 @@
-"""What `llmcache plot` does: the picture of a trace as PNG, SVG or a page, with classes and names where they are known."""
+"""The picture of a trace (`llmcache plot`): which blocks are accessed when, as in figures 1 and 2 of io_caching.
+
+Reads, writes and page faults of mappings have a colour each, classes shade the blocks they cover, and the right edge
+names files, or tensors and layers where they are known. Drawn from counts per cell (`grid`), however long the trace is.
+"""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from numpy.typing import NDArray
 
 from llmcache.cache.classes import Classification
 from llmcache.cache.classify import classify
+from llmcache.cache.constants import BLOCK_BYTES
+from llmcache.cache.layers import NamesOf
 from llmcache.cache.plan import Progress
 from llmcache.cache.routing import MixtureUses, ModelNames
 from llmcache.errors import UsageError
-from llmcache.report.access import AccessPicture, access_figure
-from llmcache.report.classes import classes_table, landmarks_of, shades_of
-from llmcache.report.experts import expert_blocks
-from llmcache.report.files import Written, check_target, write_target
-from llmcache.report.html import Block, Facts, Fold, Section, html_page
-from llmcache.report.picture import alt_text, caption, chosen_files, conditions, picture_of
-from llmcache.report.theme import MUTED, embedded, figure_bytes, style
+from llmcache.report.classify import expert_blocks, names_line
+from llmcache.report.grid import (
+    BATCH_ROWS,
+    MOST_BANDS,
+    OPS,
+    WORTH_A_BAND,
+    AccessGrid,
+    Band,
+    Survey,
+    bands,
+    survey,
+    worth_a_band,
+)
+from llmcache.report.html import Block, Cell, Facts, Fold, Section, Table, html_page, printable
+from llmcache.report.output import Written, check_target, form_of, write_target
+from llmcache.report.theme import CLASS_COLOURS, FAINT, INK, OP_COLOURS, PAPER, captioned, embedded, style
 from llmcache.trace.formats import open_trace
 from llmcache.trace.record import Trace, TraceFile, TraceReader
+from llmcache.units import format_duration, format_size, shortened
 
-OPTION = "-o"
-FORMS = ("png", "svg", "html")
-LETTERS_PER_INCH = 17  # of a caption inside a picture
-LEAD = "Which blocks were accessed when, counted from the recorded accesses."
+if TYPE_CHECKING:
+    from llmcache.trace.record import Trace, TraceFile, TraceReader
+
+FAINTEST = 0.5  # opacity of a cell with one run; the fullest has 1
+LEAST_LABEL_GAP = 0.032  # of the height, between names at the right edge
+MOST_LETTERS = 30  # of a file's name
+CLASS_NAMES = {"SEQ": "sequential", "LOOP": "loop", "HOT": "hot"}
+CLASSES = tuple(CLASS_NAMES)
+"""Where classes lie on each other (one of the reads, one of the writes), the later one is shown."""
+TINT = 0.2  # opacity of a class behind the accesses
+STRIP = (1.004, 0.016)  # where the strip of classes begins at the right, and its width, in widths of the picture
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is asked for. `files`: a glob, None for all; `classes`: whether to shade them."""
+class Shade:
+    """Blocks `first` .. `end` - 1 of a file belong to `kind` (SEQ, LOOP or HOT)."""
 
-    trace: str
-    output: str
-    files: str | None = None
-    classes: bool = True
-    force: bool = False
+    file: int
+    first: int
+    end: int
+    kind: str
 
 
-def plot(wanted: Wanted, names: Callable[[Sequence[TraceFile]], ModelNames], progress: Progress) -> Written:
-    """Draw what is `wanted`, and return the file.
+@dataclass(frozen=True)
+class Landmark:
+    """A name for blocks `first` .. `end` - 1 of a file: a layer, or a tensor outside of the layers."""
 
-    `names` gives what is known of models for a file table, `progress` is told how far the classes are.
+    file: int
+    first: int
+    end: int
+    name: str
+
+
+@dataclass(frozen=True)
+class AccessPicture:
+    """Everything that a picture of accesses shows. `names`: label of each file by id."""
+
+    title: str
+    survey: Survey
+    bands: Sequence[Band]
+    grid: AccessGrid
+    names: dict[int, str]
+    shades: Sequence[Shade] = ()
+    landmarks: Sequence[Landmark] = ()
+
+
+def access_figure(picture: AccessPicture, width: float = 10.5, height: float = 5.6) -> Figure:
+    """Returns the picture as a figure of `width` x `height` inches. Call it in `theme.style()`."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    draw(figure.add_subplot(), picture)
+    return figure
+
+
+def draw(axes: Axes, picture: AccessPicture) -> None:
+    """Draw `picture` into `axes`, with a legend below."""
+    by_time = picture.grid.by_time
+    right = (picture.survey.t1_ns - picture.survey.t0_ns) / 1e9 if by_time else float(picture.survey.accesses)
+    if picture.shades:
+        _shade(axes, right, class_rows(picture.bands, picture.shades, picture.grid.height))
+    image = pixels(picture.grid.counts())
+    axes.imshow(image, extent=(0, right, 0, 1), origin="lower", aspect="auto", interpolation="nearest", zorder=3)
+    axes.set_xlim(0, right)
+    axes.set_ylim(0, 1)
+    axes.set_title(picture.title)
+    axes.set_xlabel("time (s)" if by_time else "accesses so far (4 KiB blocks)")
+    if not by_time:
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.set_ylabel("block number in its file (4 KiB blocks)")
+    _block_ticks(axes, picture.bands)
+    _right_edge(axes, picture)
+    _legend(axes, picture)
+
+
+def pixels(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Returns `counts` (ops x height x width) as colours (height x width x 4, 0..1); empty cells are transparent.
+
+    A cell takes the colour of the op it has most of; the more runs, the more opaque.
+    """
+    total = counts.sum(axis=0)
+    colours = np.array([to_rgb(OP_COLOURS[op]) for op in OPS])
+    image = np.zeros((*total.shape, 4))
+    image[..., :3] = colours[counts.argmax(axis=0)]
+    fullest = np.log1p(max(int(total.max()), 2))
+    strength = FAINTEST + (1 - FAINTEST) * np.log1p(total) / fullest
+    image[..., 3] = np.where(total > 0, strength, 0)
+    return image
+
+
+def class_rows(bands: Sequence[Band], shades: Sequence[Shade], height: int) -> NDArray[np.int64]:
+    """Returns the class of each of `height` rows of cells, from the bottom (index in `CLASSES`, -1: none).
+
+    Every shade gets a row at least; a class that is later in `CLASSES` goes before the others.
+    """
+    rows = np.full(height, -1, np.int64)
+    placed = {band.file: band for band in bands}
+    for shade in shades:
+        band = placed.get(shade.file)
+        if band is None or shade.end <= band.first or shade.first >= band.end:
+            continue
+        top = int(np.ceil(band.top * height))
+        low = min(int(band.height(max(shade.first, band.first)) * height), top - 1)
+        high = min(int(np.ceil(band.height(min(shade.end, band.end)) * height - 1e-6)), top)
+        covered = slice(low, max(high, low + 1))
+        rows[covered] = np.maximum(rows[covered], CLASSES.index(shade.kind))
+    return rows
+
+
+def _shade(axes: Axes, right: float, rows: NDArray[np.int64]) -> None:
+    """Tint the rows by class, and draw a strip of classes at the right edge.
+
+    In the strip a class also has its own width, so that it is read without colours: SEQ is narrow, HOT is wide.
+    """
+    colours = np.array([(*to_rgb(CLASS_COLOURS[kind]), 1.0) for kind in CLASSES] + [(0.0, 0.0, 0.0, 0.0)])
+    tints = colours[rows][:, np.newaxis]
+    strip = np.repeat(tints, len(CLASSES), axis=1)
+    strip[np.arange(len(CLASSES)) > rows[:, np.newaxis]] = 0
+    tints = tints * (1, 1, 1, TINT)
+    axes.imshow(tints, extent=(0, right, 0, 1), origin="lower", aspect="auto", interpolation="nearest", zorder=1)
+    begin, width = STRIP
+    edge = (right * begin, right * (begin + width), 0, 1)
+    image = axes.imshow(strip, extent=edge, origin="lower", aspect="auto", interpolation="nearest", zorder=2)
+    image.set_clip_on(False)
+
+
+def _block_ticks(axes: Axes, bands: Sequence[Band]) -> None:
+    """Label block numbers: as many per band as fit, and a line between bands."""
+    places: list[float] = []
+    labels: list[str] = []
+    for band in bands:
+        for block in _round_blocks(band):
+            at = band.height(block)
+            if not places or at - places[-1] >= LEAST_LABEL_GAP:
+                places.append(at)
+                labels.append(f"{block:,}")
+        if band.bottom > 0:
+            axes.axhline(band.bottom, color=INK, linewidth=0.8, zorder=4)
+    axes.set_yticks(places, labels)
+    axes.grid(axis="y", visible=False)
+
+
+def _round_blocks(band: Band) -> list[int]:
+    """Returns the first block of `band` and round numbers above it."""
+    room = max(1, int((band.top - band.bottom) / 0.11))
+    rough = max(1.0, (band.end - band.first) / room)
+    power = 10 ** int(np.floor(np.log10(rough)))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    above = range((band.first // step + 1) * step, band.end, step)
+    return [band.first, *above] if room > 1 else [band.first]
+
+
+def _right_edge(axes: Axes, picture: AccessPicture) -> None:
+    """Name files, or the landmarks in them, at the right; names that would overlap are left out, files go first.
+
+    A file with landmarks has its own name inside, at the top of its band.
+    """
+    known = {mark.file for mark in picture.landmarks}
+    of_files: list[tuple[float, str]] = []
+    taken: list[tuple[float, str]] = []
+    for band in picture.bands:
+        if band.file in known:
+            _name_inside(axes, band, picture.names[band.file])
+        else:
+            of_files.append(((band.bottom + band.top) / 2, picture.names[band.file]))
+    for at, name in of_files + _by_room(picture):
+        if all(abs(at - other) >= LEAST_LABEL_GAP for other, _ in taken):
+            taken.append((at, name))
+    taken.sort()
+    names = axes.secondary_yaxis("right")
+    names.set_yticks([at for at, _ in taken], [shortened(name, MOST_LETTERS) for _, name in taken])
+    names.tick_params(length=0, pad=14, labelcolor=INK, labelsize=8)
+    names.spines["right"].set_color(FAINT)
+
+
+def _by_room(picture: AccessPicture) -> list[tuple[float, str]]:
+    """Returns height and name of the landmarks in the picture: those tall enough for a name before the others."""
+    found: list[tuple[bool, float, str]] = []
+    for band in picture.bands:
+        for mark in picture.landmarks:
+            first, end = max(mark.first, band.first), min(mark.end, band.end)
+            if mark.file == band.file and first < end:
+                low, high = band.height(first), band.height(end)
+                found.append((high - low < LEAST_LABEL_GAP, (low + high) / 2, mark.name))
+    return [(at, name) for _, at, name in sorted(found)]
+
+
+def _name_inside(axes: Axes, band: Band, name: str) -> None:
+    axes.annotate(
+        name,
+        (0, band.top),
+        xytext=(5, -4),
+        textcoords="offset points",
+        va="top",
+        fontsize=7.5,
+        bbox={"boxstyle": "round,pad=0.2", "facecolor": PAPER, "alpha": 0.85, "linewidth": 0},
+        zorder=5,
+    )
+
+
+def _legend(axes: Axes, picture: AccessPicture) -> None:
+    present = picture.grid.counts().sum(axis=(1, 2)) > 0
+    handles = [Patch(color=OP_COLOURS[op], label=op) for op, there in zip(OPS, present, strict=True) if there]
+    kinds = {shade.kind for shade in picture.shades}
+    handles += [
+        Patch(color=colour, alpha=0.55, label=f"{CLASS_NAMES[kind]} ({kind})")
+        for kind, colour in CLASS_COLOURS.items()
+        if kind in kinds
+    ]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(handles))
+
+
+STRIP_TEXT = "tinted, and at the right edge: narrow for SEQ, medium for LOOP, wide for HOT"
+
+
+def chosen_files(files: Sequence[TraceFile], pattern: str | None) -> frozenset[int] | None:
+    """Returns the ids of the files whose path or name matches the glob `pattern` (None: all); UsageError if none does."""
+    if pattern is None:
+        return None
+    found = frozenset(
+        file.id for file in files if fnmatchcase(file.path, pattern) or fnmatchcase(file.path.rsplit("/", 1)[-1], pattern)
+    )
+    if not found:
+        known = ", ".join(file.path for file in files[:5]) + (", …" if len(files) > 5 else "")
+        raise UsageError(f"--files: no file of the trace matches '{pattern}'", f"the trace has: {known}")
+    return found
+
+
+def picture_of(
+    source: Trace | TraceReader,
+    title: str,
+    only: frozenset[int] | None = None,
+    by_time: bool = True,
+    shades: Sequence[Shade] = (),
+    landmarks: Sequence[Landmark] = (),
+) -> AccessPicture:
+    """Returns the picture of `source`, which is read twice, in batches. DataError if it has no rows of the files `only`.
+
+    Where `only` is None, files without a share that is `worth_a_band` are left out.
+
+    A trace without times of its own is drawn by accesses.
+    """
+    found = survey(source.batches(BATCH_ROWS), only)
+    places = bands(worth_a_band(found.spans) if only is None else found.spans)
+    grid = AccessGrid(found, places, by_time and _timed(found, source))
+    for batch in source.batches(BATCH_ROWS):
+        grid.add(batch, only)
+    names = {file.id: printable(file.path) for file in source.files}
+    shown = {band.file for band in places}
+    shades = [shade for shade in shades if shade.file in shown]
+    return AccessPicture(printable(title), found, places, grid, names, shades, landmarks)
+
+
+def _timed(found: Survey, source: Trace | TraceReader) -> bool:
+    """Returns whether rows have times that say something; importers give rows without a time the clock "none: …"."""
+    return found.timed and not source.provenance.clock.startswith("none")
+
+
+def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tuple[str, str]]:
+    """Returns under which conditions the trace was recorded and drawn, as names and values."""
+    found, provenance = picture.survey, source.provenance
+    facts = [
+        ("source", provenance.tier),
+        ("rows", f"{found.rows:,}"),
+        ("accesses", f"{found.accesses:,} blocks of 4 KiB ({format_size(found.accesses * BLOCK_BYTES)})"),
+        ("files", f"{len(found.spans):,}"),
+        ("duration", format_duration(found.t1_ns - found.t0_ns) if _timed(found, source) else "the trace has no times"),
+        ("clock", provenance.clock),
+        ("kernel", provenance.kernel),
+        ("lost events", f"{provenance.lost_events:,}" if provenance.lost_events else ""),
+        ("command", provenance.command),
+        ("note", provenance.note),
+        ("one cell", f"{_cell(picture)}; the op that is most frequent in it colours it"),
+        ("classes", STRIP_TEXT if picture.shades else ""),
+        ("not shown", _left_out(picture)),
+    ]
+    return [(name, printable(value)) for name, value in facts if value]
+
+
+def caption(picture: AccessPicture, source: Trace | TraceReader) -> str:
+    """Returns in a few lines what is seen, and what to know before believing it; all else is in `conditions`."""
+    facts = dict(conditions(picture, source))
+    told = f"Source: {facts['source']}; {facts['accesses']}"
+    told += f" in {facts['duration']}" if picture.grid.by_time else ""
+    told += f"; {facts['lost events']} events lost" if "lost events" in facts else ""
+    told += f". A cell: {printable(_cell(picture))}."
+    return told + (f" Not shown: {facts['not shown']}." if "not shown" in facts else "")
+
+
+def alt_text(picture: AccessPicture) -> str:
+    """Returns in words what the picture shows, for readers who do not see it."""
+    parts = []
+    for band in picture.bands:
+        span = next(span for span in picture.survey.spans if span.file == band.file)
+        kinds = sorted({shade.kind for shade in picture.shades if shade.file == band.file})
+        classes = f", {'/'.join(kinds)}" if kinds else ""
+        blocks = f"blocks {span.first:,} to {span.end - 1:,}, {span.accesses:,} accesses"
+        parts.append(f"{picture.names[band.file]}: {blocks}{classes}")
+    return f"{picture.title}: block numbers over {'time' if picture.grid.by_time else 'accesses'}. " + "; ".join(parts) + "."
+
+
+def _cell(picture: AccessPicture) -> str:
+    """Returns what one cell of the picture stands for."""
+    found, grid = picture.survey, picture.grid
+    if grid.by_time:
+        across = format_duration((found.t1_ns - found.t0_ns) / grid.width)
+    else:
+        across = f"{max(1, found.accesses // grid.width):,} accesses"
+    tallest = max(picture.bands, key=lambda band: band.end - band.first)
+    blocks = (tallest.end - tallest.first) / max(1.0, (tallest.top - tallest.bottom) * grid.height)
+    name = picture.names[tallest.file].rsplit("/", 1)[-1] or picture.names[tallest.file]
+    return f"{across} by {max(1, round(blocks)):,} blocks of {name}"
+
+
+def _left_out(picture: AccessPicture) -> str:
+    """Returns which part of the accesses lies in files without a band; "" if none does."""
+    shown = {band.file for band in picture.bands}
+    rest = [span for span in picture.survey.spans if span.file not in shown]
+    if not rest:
+        return ""
+    share = sum(span.accesses for span in rest) / picture.survey.accesses
+    files = f"{len(rest)} further files with {share:.1%} of the accesses"
+    if len(shown) == MOST_BANDS:
+        return f"{files}; --files GLOB chooses"
+    return f"{files}, each below {WORTH_A_BAND:.0%} of accesses and blocks; --files '*' shows {MOST_BANDS} files"
+
+
+MOST_ROWS = 100
+COLUMNS = ["class", "op", "file", "size (MB)", "blocks", "places", "times", "period (s)", "share (%)"]
+
+
+def shades_of(rows: Sequence[Classification]) -> list[Shade]:
+    """Returns the blocks of every class whose places are known."""
+    return [Shade(row.file, first, last + 1, row.kind) for row in rows for first, last in row.pieces]
+
+
+def landmarks_of(files: Sequence[TraceFile], names: NamesOf) -> list[Landmark]:
+    """Returns which blocks each layer (or tensor outside of the layers) has, in the files that `names` knows."""
+    marks: list[Landmark] = []
+    for file in files:
+        for layer, group in groupby(names(file), key=lambda tensor: tensor.layer):
+            tensors = list(group)
+            end = tensors[-1].offset + tensors[-1].size_bytes
+            marks.append(Landmark(file.id, tensors[0].offset // BLOCK_BYTES, -(-end // BLOCK_BYTES), layer))
+    return marks
+
+
+def classes_table(rows: Sequence[Classification], files: Container[int]) -> Table:
+    """Returns the classes of `files` as a table of at most `MOST_ROWS` rows, whose caption says what is left out."""
+    shown = [row for row in rows if row.file in files][:MOST_ROWS]
+    rest = [row for row in rows if row not in shown]
+    names = [names_line(row) for row in shown]
+    caption = "Classes, largest share of all accesses first (see: llmcache classify)"
+    if rest:
+        caption += f"; {len(rest):,} more with {sum(row.share for row in rest):.1%} of the accesses are left out"
+    columns = COLUMNS + (["tensors"] if any(names) else [])
+    cells = [_cells(row) + ([name] if any(names) else []) for row, name in zip(shown, names, strict=True)]
+    return Table(caption, columns, cells, digits=2)
+
+
+def _cells(row: Classification) -> list[Cell]:
+    return [
+        row.kind,
+        row.op,
+        row.path,
+        row.size_bytes / 1e6,
+        f"{row.first_block:,} to {row.last_block:,}" if row.pieces else "",
+        len(row.pieces),
+        row.passes,
+        row.period_ns / 1e9 if row.period_ns else "",
+        row.share * 100,
+    ]
+
+
+LEAD = "Which blocks were accessed when, counted from the recorded accesses."
+
+
+def plot(
+    trace: str,
+    output: str,
+    names: Callable[[Sequence[TraceFile]], ModelNames],
+    progress: Progress,
+    *,
+    files: str | None = None,
+    classes: bool = True,
+    force: bool = False,
+) -> Written:
+    """Draw the trace in the file `trace` as `output`, and return the file.
+
+    `names` gives what is known of models for a file table, `progress` is told how far the classes are. `files`: a glob of
+    those that are drawn, None for all; `classes`: whether to shade them.
 
     UsageError for an ending that is no form, or an output that exists; DataError for the trace.
     """
-    form = form_of(wanted.output)
-    check_target(OPTION, wanted.output, wanted.force)
-    with open_trace(wanted.trace) as reader:
-        data = _drawn(wanted, form, reader, names(reader.files), progress)
-    return write_target(OPTION, wanted.output, data, wanted.force)
+    form = form_of("-o", output)
+    check_target("-o", output, force)
+    with open_trace(trace) as reader:
+        data = _drawn(trace, form, reader, files, names(reader.files), progress if classes else None)
+    return write_target("-o", output, data, force)
 
 
-def form_of(output: str, option: str = OPTION) -> str:
-    """Returns "png", "svg" or "html" by the ending of `output`; UsageError, naming `option`, for another."""
-    form = Path(output).suffix.lower().removeprefix(".")
-    if form not in FORMS:
-        raise UsageError(f"{option}: '{output}' must end in .png, .svg or .html", "the ending says what is written")
-    return form
-
-
-def _drawn(wanted: Wanted, form: str, reader: TraceReader, names: ModelNames, progress: Progress) -> bytes:
-    only = chosen_files(reader.files, wanted.files)
+def _drawn(
+    trace: str, form: str, reader: TraceReader, pattern: str | None, names: ModelNames, progress: Progress | None
+) -> bytes:
+    only = chosen_files(reader.files, pattern)
     files = [file for file in reader.files if only is None or file.id in only]
     found: Sequence[Classification] = ()
     mixtures: Sequence[MixtureUses] = ()
-    if wanted.classes:
-        classes = classify(_told(reader, wanted.trace, progress), names, names.experts)
+    if progress is not None:
+        classes = classify(_told(reader, trace, progress), names, names.experts)
         found = [row for row in classes.rows if only is None or row.file in only]
         mixtures = [each for each in classes.mixtures if only is None or only & {*each.files}]
-    title = f"{Path(wanted.trace).name} ({reader.provenance.tier})"
+    title = f"{Path(trace).name} ({reader.provenance.tier})"
     picture = picture_of(reader, title, only, shades=shades_of(found), landmarks=landmarks_of(files, names))
     with style():
         figure = access_figure(picture)
-        if form == "html":
-            drawn = embedded(figure, alt_text(picture), caption(picture, reader))
-            return _page(picture, reader, drawn, found, mixtures).encode()
-        _write_caption(figure, caption(picture, reader))
-        return figure_bytes(figure, form)
+    if form == "html":
+        drawn = embedded(figure, alt_text(picture), caption(picture, reader))
+        return _page(picture, reader, drawn, found, mixtures).encode()
+    return captioned(figure, caption(picture, reader), form)
 
 
 def _told(reader: TraceReader, trace: str, progress: Progress) -> Iterator[Trace]:
@@ -104,8 +490,3 @@ def _page(
     if mixtures:
         sections.append(Section("Experts", [block for mixture in mixtures for block in expert_blocks(mixture)]))
     return html_page(picture.title, LEAD, sections)
-
-
-def _write_caption(figure: Figure, text: str) -> None:
-    lines = textwrap.wrap(text, int(figure.get_figwidth() * LETTERS_PER_INCH))
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7, color=MUTED)

@@ -8,6 +8,7 @@ pages: these colours would be lost there.
 from __future__ import annotations
 
 import io
+import textwrap
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -29,6 +30,7 @@ MUTED = "#5c636d"
 """Captions and notes inside pictures."""
 
 PAGE_DOTS_PER_INCH = 150
+LETTERS_PER_INCH = 17  # of a caption inside a picture
 LEGEND_INCHES = 1.35  # what an entry of a legend takes
 
 Dash = str | tuple[int, tuple[float, ...]]
@@ -179,3 +181,11 @@ def embedded(figure: Figure, alt: str, caption: str) -> Picture:
     """Returns `figure` for a page: lines as SVG, which stays sharp, figures with images in them as PNG."""
     form = "png" if any(axes.images for axes in figure.axes) else "svg"
     return Picture(figure_bytes(figure, form, PAGE_DOTS_PER_INCH), form, alt, caption)
+
+
+def captioned(figure: Figure, caption: str, form: str) -> bytes:
+    """Returns `figure` with its caption below, as a file of the format `form` ("png" or "svg")."""
+    lines = textwrap.wrap(caption, int(figure.get_figwidth() * LETTERS_PER_INCH))
+    with style():
+        figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7, color=MUTED)
+    return figure_bytes(figure, form)

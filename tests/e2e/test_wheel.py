@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from llmcache.cli import app
-from llmcache.edram.refresh import EdramRun
-from llmcache.edram.refresh.lives import Flow
+from llmcache.edram.refresh import EdramRun, Flow
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client import mountpoint
 from llmcache.kv.prefix.store import WHOLE, Block, BlockStore, Key
@@ -44,6 +43,7 @@ ALONE = (
         "llmcache simulate $SHARE/traces/read-loop.parquet --policy lru --cache 50%",
         "llmcache trace -o true.parquet -- true",
         "llmcache reproduce kelle -o paper",
+        "llmcache reproduce icecache --json",
         "llmcache edram model",
         "llmcache edram sweep --json > sweep.json",
         "llmcache edram plot sweep.json -o sweep.svg",

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from llmcache.cache.classes import TraceClasses
 from llmcache.cache.classify import classify_file
 from llmcache.fs.layout.modelfile import TensorNames
-from llmcache.report import classification
+from llmcache.report import classify
 from llmcache.trace.formats import open_trace
 from llmcache.trace.formats.recording import FILES as NEW_FILES
 from llmcache.trace.formats.recording import LOST, RecordingWriter
@@ -116,7 +116,7 @@ def check_printed(path: Path, classes: TraceClasses) -> None:
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")):
         for as_json in (True, False):
             show(path, as_json)
-            classification.show(classes, str(path), 0, as_json)
+            classify.show(classes, str(path), 0, as_json)
 
 
 def check_recording(data: bytes) -> None:

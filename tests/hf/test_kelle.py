@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers
 
-from llmcache.edram.accuracy import Decoder, Variant, accuracy, evaluate
+from llmcache.edram.accuracy import CacheVariant, accuracy, evaluate
 from llmcache.edram.aerp import AerpSettings
 from llmcache.edram.constants import KELLE_INTERVALS, PAPER
+from llmcache.edram.decoder import Decoder
 from llmcache.edram.flips import CellSettings
+from llmcache.edram.kelle import KelleRecorder
 from llmcache.edram.refresh import account
-from llmcache.edram.refresh.kelle import KelleRecorder
 from llmcache.kv.bench.subject import answer
 from llmcache.kv.policies.kelle import Kelle
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
@@ -49,7 +50,7 @@ def test_the_decoder_in_numpy_is_the_model() -> None:
 @pytest.mark.parametrize("budget", [256, 512])
 def test_it_answers_as_well_as_the_layers_of_aerp(budget: int) -> None:
     # As many tokens, split alike: 16 sinks, a window of 32; the store's pages make the window up to 15 tokens longer.
-    layers = Variant("aerp", AerpSettings(budget, 16, 40), CellSettings("exact"))
+    layers = CacheVariant("aerp", AerpSettings(budget, 16, 40), CellSettings("exact"))
     wanted = accuracy(evaluate(Decoder.load(RECALL_MODEL), questions(), [layers])["aerp"])
     assert abs(share(budget) - wanted.mean) < 0.08
 

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, attend, column_sums
+from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, attend
 from llmcache.edram.flips import CellSettings
 from tests.conftest import examples
 from tests.property.plain_aerp import PlainAerp
-from tests.unit.edram_parts import Stream
+from tests.unit.edram_parts import Stream, column_sums
 
 EXACT = CellSettings("exact")
 DIM = 4
@@ -94,21 +94,3 @@ def test_a_budget_for_all_is_dense_attention_bit_for_bit(
         by_head = [np.ascontiguousarray(rows[: t + 1].swapaxes(0, 1)) for rows in (keys, values)]
         dense, _, _ = attend(stream.queries[t], by_head[0], by_head[1], t + 1)
         assert (layer.step(stream.queries[t], keys[t], values[t]).view(np.uint32) == dense.view(np.uint32)).all()
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(shapes, policies, st.integers(1, 30), st.integers(1, 40), st.integers(0, 2**32 - 1))
-def test_budget_sinks_and_window_hold_at_every_step(
-    shape: LayerShape, policy: AerpSettings, prompt: int, steps: int, seed: int
-) -> None:
-    stream = Stream.of(shape, prompt + steps, seed)
-    keys, values = stream.kv()
-    layer = AerpLayer(policy, shape, stream.project, CellSettings("int16"))
-    layer.prefill(keys[:prompt], values[:prompt], column_sums(stream.queries[:prompt], keys[:prompt]), stream.x[:prompt])
-    for t in range(prompt, prompt + steps):
-        layer.step(stream.queries[t], keys[t], values[t], stream.x[t])
-        window = min(policy.window, policy.budget - policy.sinks)
-        always = {p for p in range(t + 1) if p < policy.sinks or p > t - window}
-        for row in layer.slots.positions:
-            held = set(row[row >= 0])
-            assert len(held) == min(t + 1, policy.budget) == layer.slots.count and always <= held <= set(range(t + 1))

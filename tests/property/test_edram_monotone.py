@@ -10,12 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcache.edram.accelerator import Outcomes, evaluate
-from llmcache.edram.columns import Configuration
 from llmcache.edram.constants import GB, KELLE_INTERVALS, MIB, PROFILES
 from llmcache.edram.energy import REFRESH
-from llmcache.edram.models import MODELS
-from llmcache.edram.systems import RECOMPUTE_MODES, SYSTEMS, System
-from llmcache.edram.workloads import Workload
+from llmcache.edram.systems import MODELS, RECOMPUTE_MODES, SYSTEMS, Configuration, System, Workload
 from tests.conftest import examples
 
 RISING = [1.0, 1.5, 2.0, 3.0, 5.0, 9.0]

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from llmcache.edram.aerp import AerpSettings, Slots
 from llmcache.edram.constants import KELLE_INTERVALS, PAPER
+from llmcache.edram.kelle import KelleRecorder
 from llmcache.edram.refresh import account, read_run
-from llmcache.edram.refresh.kelle import KelleRecorder
 from llmcache.errors import UsageError
 from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.policies.kelle import Kelle, KelleSettings

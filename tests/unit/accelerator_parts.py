@@ -8,11 +8,8 @@ from typing import Any
 import numpy as np
 
 from llmcache.edram.accelerator import Outcome, evaluate
-from llmcache.edram.columns import Configuration
 from llmcache.edram.constants import PAPER, Profile
-from llmcache.edram.models import MODELS
-from llmcache.edram.systems import SYSTEMS, System
-from llmcache.edram.workloads import WORKLOADS
+from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS, Configuration, System
 
 AVERAGED = ("llama2-7b", "llama2-13b", "llama3.2-3b")
 TASKS = tuple(WORKLOADS)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.edram.accuracy.decoder import Decoder
-from llmcache.edram.accuracy.weights import Config
-from llmcache.edram.aerp import LayerShape, Projections, Rope
+from llmcache.edram.aerp import LayerShape, Projections, Rope, attend_prompt
+from llmcache.edram.decoder import Config, Decoder
 
 Floats = NDArray[np.float32]
 
@@ -36,6 +36,12 @@ class Stream:
         # A token at a time, as decoding does: a product of many rows rounds differently.
         rows = [self.project(self.x[t : t + 1], np.array([t])) for t in range(len(self.x))]
         return np.concatenate([keys for keys, _ in rows]), np.concatenate([values for _, values in rows])
+
+
+def column_sums(queries: Floats, keys: Floats, score: Literal["softmax", "logit"] = "softmax") -> NDArray[np.float64]:
+    """What each token of a prompt gathers from all queries of its group of heads, itself included [kv_heads, n]."""
+    _, weights, products = attend_prompt(queries, keys, keys[:, :, :0])
+    return weights if score == "softmax" else products
 
 
 def random_decoder(*, heads: int = 4, kv_heads: int = 4, dim: int = 8, layers: int = 2, seed: int = 0) -> Decoder:

@@ -21,9 +21,7 @@ from llmcache.cache.classes import Classification
 from llmcache.cache.layers import Layer
 from llmcache.cache.routing import ExpertCache, ExpertLayer, MixtureUses
 from llmcache.fs.layout.experts import Experts
-from llmcache.report.classification import names_line, table
-from llmcache.report.experts import MOST_ROWS, expert_tables
-from llmcache.report.layers import layer_tables
+from llmcache.report.classify import MOST_EXPERT_LAYERS, expert_tables, layer_tables, names_line, table
 from llmcache.trace.record import Provenance, Trace, TraceFile
 from tests.unit.gguf_bytes import Gguf
 from tests.unit.test_make_model import made
@@ -366,15 +364,15 @@ def mixture(layers: int) -> MixtureUses:
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_many_layers_of_experts_are_their_spread(width: int) -> None:
-    _, layers, _, caches, sizes, lost = expert_tables([mixture(MOST_ROWS + 1)], width)
+    _, layers, _, caches, sizes, lost = expert_tables([mixture(MOST_EXPERT_LAYERS + 1)], width)
     assert isinstance(layers, Table) and isinstance(caches, Table)
     head, *rows = drawn(layers, width)
     assert [row.split()[0] for row in rows] == ["least", "median", "most"] and "again" in head
     assert max(map(len, [head, *rows, *drawn(caches, width)])) <= width and all(row.endswith("50.0%") for row in rows)
     assert [row.split()[3] if width == 80 else "" for row in rows] == (["4"] * 3 if width == 80 else [""] * 3)
     assert "approximate" in str(sizes) and str(lost).endswith("3 are lost")
-    _, few, *_ = expert_tables([mixture(MOST_ROWS)], width)
-    assert isinstance(few, Table) and len(drawn(few, width)) == 1 + MOST_ROWS
+    _, few, *_ = expert_tables([mixture(MOST_EXPERT_LAYERS)], width)
+    assert isinstance(few, Table) and len(drawn(few, width)) == 1 + MOST_EXPERT_LAYERS
 
 
 def test_experts_are_named_beside_tensors() -> None:

@@ -1,4 +1,4 @@
-"""What eviction and lost bits do to answers: the decoder against itself, directions on the recall model, bad model files."""
+"""What eviction and lost bits do to answers: directions on the recall model, bad model files, and the command."""
 
 from __future__ import annotations
 
@@ -11,13 +11,23 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmcache.edram.accuracy import EXPERIMENTS, Accuracies, Decoder, Setup, Variant, custom, evaluate, harm, run
-from llmcache.edram.accuracy.weights import Config, parse_tensors, read_model
+from llmcache import cli
+from llmcache.edram.accuracy import (
+    EXPERIMENTS,
+    Accuracies,
+    AccuracySetup,
+    CacheVariant,
+    budgets,
+    custom,
+    evaluate,
+    harm,
+    run,
+)
 from llmcache.edram.aerp import AerpSettings
-from llmcache.edram.constants import KELLE_INTERVALS, PAPER
+from llmcache.edram.constants import KELLE_INTERVALS
+from llmcache.edram.decoder import Config, Decoder, parse_tensors, read_model
 from llmcache.edram.flips import CellSettings, FlipRates, iso_failure
-from llmcache.edram.refresh import account
-from llmcache.edram.refresh.watching import recorder_for, watch
+from llmcache.edram.refresh import read_run
 from llmcache.errors import DataError, LlmcacheError, UsageError
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
 from tests.unit.edram_parts import random_decoder
@@ -42,22 +52,10 @@ def test_a_cache_that_keeps_all_gives_the_logits_of_dense_attention(kv_heads: in
     assert 1e-6 < np.abs(stored - dense).max() < 0.05
 
 
-def test_recomputing_changes_logits_by_rounding_only() -> None:
-    decoder, ids = random_decoder(), np.random.default_rng(1).integers(0, 50, 90)
-    prompt, _ = decoder.prompt(ids[:60])
-    assert (decoder.cache(prompt, AerpSettings(24, 4, 8, recompute="prefill"), EXACT)[0].x_index >= 0).any()
-    none, *others = (
-        decoded(decoder, ids, 60, AerpSettings(24, 4, 8, recompute=how), CellSettings("fp16"))
-        for how in ("none", "prefill", "decode")
-    )
-    for other in others:
-        assert 0 < np.abs(other - none).max() < 0.1
-
-
 @pytest.fixture(scope="module")
 def accuracies() -> Accuracies:
     decoder, questions = Decoder.load(RECALL_MODEL), recall(np.random.default_rng(5), 5, 400, pairs=48, questions=14)
-    setup = Setup(400 + 28)
+    setup = AccuracySetup(400 + 28)
     variants = {"intervals": EXPERIMENTS["intervals"](setup)[3:6]}
     variants["budgets"] = EXPERIMENTS["budgets"](setup)[2:6]
     variants["uniform"] = custom(setup, ["uniform=1e-4", "uniform=1e-2", "uniform=5e-2"])
@@ -71,7 +69,7 @@ def test_the_model_answers_over_a_cache_that_keeps_all(accuracies: Accuracies) -
 
 def test_the_order_of_harm_is_that_of_2drp() -> None:
     """At equal rates, paired by text: high bits over low bits, high scores over low scores, uniform over 2DRP."""
-    setup, slow = Setup(400 + 28), KELLE_INTERVALS.scaled(8)
+    setup, slow = AccuracySetup(400 + 28), KELLE_INTERVALS.scaled(8)
     asked = recall(np.random.default_rng(6), 10, 400, pairs=48, questions=14)
     variants = [
         *EXPERIMENTS["sided"](setup),
@@ -103,48 +101,11 @@ def test_equal_power_loses_fewer_bits_than_equal_failure(accuracies: Accuracies)
     assert power.lost_bits < both.lost_bits / 3
 
 
-def test_it_is_plain_data_with_labels(accuracies: Accuracies) -> None:
-    data = json.loads(json.dumps(accuracies.to_json()))
-    assert data["schema"] == "llmcache.edram-accuracy/1" and (data["accuracy"], data["losses"]) == ("measured", "modelled")
-    assert set(data["rows"][0]) == {"experiment", "variant", "accuracy", "harm_nats", "rates", "stored_bytes", "lost_bits"}
-    with pytest.raises(KeyError):
-        accuracies.row("nothing")
-
-
-def test_variants_share_their_draws_and_seeds_differ_by_sequence() -> None:
-    decoder, questions = random_decoder(), Questions(*(np.random.default_rng(2).integers(0, 50, (2, n)) for n in (20, 3, 3)))
-    cells = CellSettings(rates=FlipRates.uniform(0.05))
-    found = evaluate(decoder, questions, [Variant(name, AerpSettings(40, 2, 4), cells) for name in ("a", "b")])
-    assert (found["a"].loss == found["b"].loss).all() and harm(found["a"], found["b"]).mean == 0
-    assert found["a"].lost_bits[0] != found["a"].lost_bits[1]
-
-
 def test_halves_that_are_no_number_cost_a_guess() -> None:
     decoder, questions = random_decoder(), Questions(*(np.random.default_rng(2).integers(0, 50, (1, n)) for n in (20, 3, 3)))
     cells = CellSettings("fp16", FlipRates.uniform(0.2), nonfinite="keep")
-    found = evaluate(decoder, questions, [Variant("nan", AerpSettings(40, 2, 4), cells)])["nan"]
+    found = evaluate(decoder, questions, [CacheVariant("nan", AerpSettings(40, 2, 4), cells)])["nan"]
     assert found.loss == pytest.approx(np.log(50)) and found.stored_bytes.tolist() == [2 * 2 * 2 * 4 * 8 * 26]
-
-
-def test_a_live_run_is_recorded_and_accounted_for() -> None:
-    decoder, ids = random_decoder(), np.random.default_rng(3).integers(0, 50, 80)
-    prompt, _ = decoder.prompt(ids[:40])
-    cache = decoder.cache(prompt, AerpSettings(24, 4, 8, recompute="prefill"), CellSettings())
-    recorder = recorder_for(cache[0])
-    for token in ids[40:]:
-        watch(recorder, cache)
-        recorder.end_step(2e6)
-        decoder.step(int(token), cache)
-    found = recorder.finish("live", "modelled: 2 ms a step")
-    pairs, x_rows = (found.column(kind, "high") + found.column(kind, "low") for kind in ("kv", "x"))
-    assert (pairs > 0).all() and x_rows[0] > 0 and (np.diff(x_rows) <= 0).all()
-    assert (2 * (2 * 8 * pairs + 32 * x_rows))[0] == sum(
-        layer.stored_bytes for layer in decoder.cache(prompt, AerpSettings(24, 4, 8, recompute="prefill"), CellSettings())
-    )
-    for rule in ("ticks", "floor"):
-        energies = account(found, KELLE_INTERVALS, PAPER.refresh_j_per_byte, rule=rule)
-        assert energies.joules == pytest.approx(sum(group.joules for group in energies.groups), rel=1e-9)
-        assert energies.joules > 0
 
 
 def tensors(**entries: Any) -> bytes:
@@ -199,7 +160,81 @@ def test_directories_without_a_model(tmp_path: Path) -> None:
 
 
 def test_budgets_below_the_sinks_are_refused() -> None:
-    from llmcache.edram.accuracy.experiments import budgets
-
     with pytest.raises(UsageError, match=r"^budgets: "):
-        budgets(Setup(100), [4])
+        budgets(AccuracySetup(100), [4])
+
+
+SMALL = ["--sequences", "2", "--context", "100", "--pairs", "8", "--questions", "4"]
+
+
+def called(*arguments: str, command: str = "edram accuracy") -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.run(cli.app, "llmcache", [*command.split(), *arguments])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_json_has_what_was_asked_for_and_says_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--flips", "uniform=1e-3", "--flips", "2drp", "--experiment", "sided", "--json", *SMALL]
+    assert called("--model", str(RECALL_MODEL), *options) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["accuracy"], found["losses"]) == ("llmcache.edram-accuracy/1", "measured", "modelled")
+    names = [(row["experiment"], row["variant"]) for row in found["rows"]]
+    assert names[:1] == [("sided", "msb 0.03")] and names[-2:] == [("flips", "uniform=1e-3"), ("flips", "2drp")]
+    assert found["sequences"] == 2 and found["questions"] == 4 and found["baseline"]["mean"] > 0.8
+
+
+def test_a_run_is_recorded_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.json"
+    options = ["--flips", "none", "--record", str(path), "--budget", "40", "--step", "20ms", *SMALL]
+    assert called("--model", str(RECALL_MODEL), *options) == 0
+    table = capsys.readouterr().out
+    assert "measured" in table and "modelled" in table and "none" in table
+    run = read_run(path)
+    assert run.steps == 8 and run.clock == "modelled: 20.0 ms a step" and run.settings["budget"] == 40
+    assert (run.column("kv", "high") + run.column("kv", "low") == 2 * 2 * 2 * 40).all()
+    assert called("--model", str(RECALL_MODEL), *options) == 2
+    assert called(str(path), command="edram report") == 0
+    assert "HST MSB" in capsys.readouterr().out
+
+
+def test_kv_bench_asks_the_same_of_flips(capsys: pytest.CaptureFixture[str]) -> None:
+    assert called("--flips", "none", "--flips", "uniform=0.3", "--json", command="kv bench") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert rows[0]["harm_nats"]["mean"] == 0 and rows[1]["harm_nats"]["mean"] > 1
+    assert rows[1]["accuracy"]["mean"] < rows[0]["accuracy"]["mean"]
+
+
+def test_kv_bench_records_what_kelle_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "run.json")
+    options = ["--context", "1k", "--layers", "1", "--steps", "3", "--budget", "128", "--path", str(tmp_path)]
+    assert called("--policy", "kelle", "--edram-run", path, *options, command="kv bench") == 0
+    assert f"written: {path}" in capsys.readouterr().err
+    run = read_run(path)
+    assert run.steps == 3 and run.durations_ns is None and run.settings["policy"] == "kelle"
+    assert called(path, command="edram report") == 5
+    assert called(path, "--step", "20ms", command="edram report") == 0
+    assert called("--policy", "kelle", "--edram-run", path, *options, command="kv bench") == 2
+    assert called("--policy", "kelle", "--edram-run", path, *options, "--force", command="kv bench") == 0
+    assert called("--flips", "2drp", "--edram-run", path + "2", command="kv bench") == 2
+    assert called("--policy", "h2o", "--edram-run", path + "2", *options, command="kv bench") == 2
+    assert "only Kelle's runs" in capsys.readouterr().err and [file.name for file in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--model", "/nowhere"], "model"),
+        (["--model", str(RECALL_MODEL), "--experiment", "sided,all"], "--experiment"),
+        (["--model", str(RECALL_MODEL), "--flips", "1e-3"], "flips"),
+        (["--model", str(RECALL_MODEL), "--curve", "45us"], "points"),
+        (["--model", str(RECALL_MODEL), "--record", "x.json", "--budget", "4"], "--budget"),
+        (["--model", str(RECALL_MODEL), "--record", "x.json", "--step", "fast"], "--step"),
+        (["--model", str(RECALL_MODEL), "--record", "x.json", "--step", "0ms"], "--step: '0ms'"),
+        (["--model", str(RECALL_MODEL), "--context", "100", "--pairs", "64"], "--context: 100 tokens"),
+    ],
+)
+def test_options_that_cannot_be_are_named(options: list[str], names: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert called(*options) == 2
+    shown = capsys.readouterr().err
+    assert f"error: {names}" in shown

@@ -1,16 +1,33 @@
-"""AERP: its settings, the storage rule, recomputation, and what the paper's formulas say of small cases."""
+"""AERP and the cells it lies in: settings, storage rule, recomputation, lost bits, retention curves."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, Slots, column_sums
-from llmcache.edram.flips import NO_FLIPS, CellSettings, FlipRates
-from tests.unit.edram_parts import Stream
+from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, Slots
+from llmcache.edram.constants import KELLE_INTERVALS, TABLE4_INTERVALS, Intervals
+from llmcache.edram.flips import (
+    LARGEST_HALF,
+    NO_FLIPS,
+    Cells,
+    CellSettings,
+    FlipRates,
+    decode,
+    draw,
+    encode,
+    iso_failure,
+    iso_power,
+    name_rows,
+    parse_flips,
+)
+from llmcache.edram.retention import LogNormal, Points, paper_curve, parse_curve, parse_intervals
+from llmcache.errors import UsageError
+from tests.unit.edram_parts import Stream, column_sums
 
 
 @pytest.mark.parametrize(
@@ -192,20 +209,6 @@ def test_lost_bits_are_those_of_the_seed() -> None:
     assert 0 < np.abs(low - intact).mean() < 0.01 * np.abs(first - intact).mean()
 
 
-def test_what_is_recomputed_comes_from_what_is_left_of_x() -> None:
-    layer, _ = lossy(1, FlipRates.uniform(0.02))
-    assert layer.inputs is not None and layer.inputs.lost_bits > 0 and layer.lost_bits > layer.inputs.lost_bits
-    layer._settle()
-    inputs, heads_slots = layer.inputs, np.nonzero(layer.slots.used & ~layer.in_kv)
-    assert len(heads_slots[0])
-    rows = inputs._cells.readings[inputs.used]
-    keys, _ = Stream.of(layer.shape, 1, seed=5).project(rows, inputs.positions[inputs.used])
-    by_position = dict(zip(inputs.positions[inputs.used].tolist(), keys, strict=True))
-    for head, slot in zip(*heads_slots, strict=True):
-        wanted = by_position[int(layer.slots.positions[head, slot])][head]
-        np.testing.assert_allclose(layer.keys.readings[head, slot], wanted, rtol=1e-4, atol=1e-4)
-
-
 def test_high_scores_are_protected_tokens_and_those_from_the_median_up() -> None:
     layer, _ = lossy(1, FlipRates.uniform(0.02))
     slots, high = layer.slots, layer.high_scores()
@@ -225,3 +228,218 @@ def test_by_score_alone_a_new_token_has_a_low_one() -> None:
     layer.cells = CellSettings(protect=False)
     newest = layer.slots.positions == layer.slots.newest
     assert newest.any(axis=1).all() and not layer.high_scores()[newest].any()
+
+
+Floats = NDArray[np.float32]
+ROWS, DIM = 4000, 32
+
+
+def cells(rates: FlipRates, rows: Floats, **settings: Any) -> Cells:
+    made = Cells((len(rows),), rows.shape[1], CellSettings(rates=rates, **settings))
+    made.write((np.arange(len(rows)),), rows, name_rows(settings.get("seed", 0), np.arange(len(rows))))
+    return made
+
+
+def normal(rows: int = ROWS, dim: int = DIM) -> Floats:
+    return np.random.default_rng(7).standard_normal((rows, dim), np.float32)
+
+
+def settled(made: Cells, hst: bool) -> Floats:
+    used = np.ones(made.places, np.bool_)
+    made.settle(used & hst, used)
+    return np.array(made.readings)
+
+
+def test_every_bit_is_lost_at_the_rate_of_its_group() -> None:
+    rates = FlipRates(2e-3, 3e-2, 8e-3, 0.2)
+    for lost, (msb, lsb) in zip(draw(name_rows(0, np.arange(ROWS)), DIM, rates), ((2e-3, 3e-2), (8e-3, 0.2)), strict=True):
+        for bit in range(16):
+            rate, found = (msb if bit >= 8 else lsb), (lost >> bit & 1).mean()
+            assert abs(found - rate) < 4.5 * np.sqrt(rate * (1 - rate) / lost.size), bit
+
+
+def test_bits_are_lost_independently_of_each_other() -> None:
+    lost, _ = draw(name_rows(0, np.arange(ROWS)), DIM, FlipRates.uniform(0.1))
+    planes = np.stack([lost >> bit & 1 for bit in range(16)]).reshape(16, -1).astype(np.float64)
+    off = np.corrcoef(planes) - np.eye(16)
+    assert np.abs(off).max() < 5 / np.sqrt(lost.size)
+    along = np.corrcoef(lost[:, :-1].reshape(-1) & 1, lost[:, 1:].reshape(-1) & 1)[0, 1]
+    assert abs(along) < 5 / np.sqrt(lost.size)
+
+
+def test_what_is_lost_early_is_lost_at_every_longer_interval() -> None:
+    names, curve = name_rows(3, np.arange(ROWS)), paper_curve()
+    before: NDArray[np.uint16] = np.zeros((ROWS, DIM), np.uint16)
+    for factor in (0.1, 0.5, 1.0, 2.0, 10.0, 1000.0):
+        lost, as_lst = draw(names, DIM, FlipRates.of_intervals(KELLE_INTERVALS.scaled(factor), curve))
+        assert not (before & ~lost).any() and not (lost & ~as_lst).any()
+        before = lost
+    assert before.any()
+
+
+def test_a_seed_decides_all_and_order_nothing() -> None:
+    rates = FlipRates.uniform(0.05)
+    names = name_rows(1, np.arange(3)[:, None], np.arange(5))
+    whole = draw(names, 8, rates)[0]
+    assert (draw(names[::-1, ::-1], 8, rates)[0] == whole[::-1, ::-1]).all()
+    assert (draw(name_rows(1, 2, np.arange(5)), 8, rates)[0] == whole[2]).all()
+    assert (draw(name_rows(2, np.arange(3)[:, None], np.arange(5)), 8, rates)[0] != whole).any()
+
+
+def test_integers_round_by_half_a_step_of_the_largest_number() -> None:
+    rows = normal()
+    read = decode(encode(rows, "int16"), "int16")
+    assert (np.abs(read - rows) <= np.abs(rows).max(1, keepdims=True) / 32767 * 0.51).all()
+    assert (decode(encode(np.zeros((1, 4), np.float32), "int16"), "int16") == 0).all()
+    assert (decode(encode(rows, "fp16"), "fp16") == rows.astype(np.float16).astype(np.float32)).all()
+    assert (decode(encode(rows, "exact"), "exact").view(np.uint32) == rows.view(np.uint32)).all()
+
+
+def test_a_lost_low_byte_of_an_integer_is_small_and_a_lost_exponent_of_a_half_is_not() -> None:
+    rows = normal()
+    largest = np.abs(rows).max(1, keepdims=True)
+    low = settled(cells(FlipRates(hst_lsb=1.0), rows), True)
+    assert (np.abs(low - rows) <= 256 / 32767 * largest).all()
+    halves = settled(cells(FlipRates(hst_msb=0.01), rows, format="fp16"), True)
+    integers = settled(cells(FlipRates(hst_msb=0.01), rows), True)
+    assert np.abs(halves - rows).max() > 1000 * np.abs(integers - rows).max()
+
+
+def test_halves_that_are_no_number_read_as_said() -> None:
+    ones = np.full((200, 16), 1.0, np.float32)  # 0x3c00: losing bit 14 gives infinity or NaN
+    rates = FlipRates.uniform(0.3)
+    clamped, kept = (settled(cells(rates, ones, format="fp16", nonfinite=how), True) for how in ("clamp", "keep"))
+    assert np.isfinite(clamped).all() and np.abs(clamped).max() <= LARGEST_HALF
+    assert np.isnan(kept).any()
+    assert (clamped[np.isnan(kept)] == 0).all() and (clamped[np.isfinite(kept)] == kept[np.isfinite(kept)]).all()
+    huge = np.array([[1e6, -1e6]], np.float32)
+    assert decode(encode(huge, "fp16"), "fp16").tolist() == [[LARGEST_HALF, -LARGEST_HALF]]
+
+
+def test_a_bit_lost_as_a_low_score_token_stays_lost_unless_told_otherwise() -> None:
+    rates, rows = FlipRates(0.01, 0.01, 0.2, 0.2), normal(200)
+    for sticky in (True, False):
+        made = cells(rates, rows, sticky=sticky)
+        high, low, back = (settled(made, hst) for hst in (True, False, True))
+        assert (low != high).any()
+        assert (back == (low if sticky else high)).all()
+
+
+def test_a_group_without_losses_heals_nothing_and_loses_nothing() -> None:
+    made = cells(FlipRates(hst_msb=0.1), normal(200))
+    assert (settled(made, False) == settled(cells(NO_FLIPS, normal(200)), False)).all()
+    lost = settled(made, True)
+    assert (settled(made, False) == lost).all()
+
+
+def test_a_rewrite_heals_and_lost_bits_are_counted() -> None:
+    rows, used = normal(100), np.ones(100, np.bool_)
+    made = cells(FlipRates.uniform(0.1), rows)
+    assert made.lost_bits(used) == 0
+    settled(made, True)
+    assert made.lost_bits(used) == pytest.approx(0.1 * 16 * rows.size, rel=0.1)
+    made.write((np.arange(100),), rows, name_rows(9, np.arange(100)))
+    assert made.lost_bits(used) == 0 and np.abs(made.readings - rows).max() < 1e-3
+
+
+def test_readings_change_only_where_told() -> None:
+    made = cells(FlipRates.uniform(0.1), normal(100))
+    used = np.arange(100) < 40
+    (changed,) = made.settle(used, used)
+    assert (changed == np.arange(40)).all()
+    assert len(made.settle(used, used)[0]) == 0
+    made.grow(5)
+    assert made.readings.shape == (105, DIM) and (made.readings[100:] == 0).all()
+
+
+def test_equal_power_and_equal_failure_are_two_comparisons() -> None:
+    rates = FlipRates.of_intervals(KELLE_INTERVALS)
+    assert iso_failure(KELLE_INTERVALS).mean == pytest.approx(rates.mean) == pytest.approx(2e-3)
+    assert iso_power(KELLE_INTERVALS).mean < rates.mean / 3
+
+
+def test_texts_of_rates() -> None:
+    assert parse_flips("none") == NO_FLIPS and not NO_FLIPS.any
+    assert parse_flips("uniform=1e-3") == FlipRates.uniform(1e-3)
+    assert parse_flips("msb=0.1") == FlipRates(0.1, 0, 0.1, 0) and parse_flips("lst=0.1") == FlipRates(0, 0, 0.1, 0.1)
+    assert parse_flips("2drp") == FlipRates.of_intervals(KELLE_INTERVALS) == parse_flips("2drp=1050us")
+    assert parse_flips("interval=45us").in_order() == pytest.approx([1e-6] * 4)
+    for text in ("", "none=1", "uniform", "uniform=2", "uniform=x", "msb", "2drp=1s", "interval", "interval=1ms,2ms"):
+        with pytest.raises(UsageError, match=r"^flips: ") as caught:
+            parse_flips(text)
+        assert caught.value.hint
+
+
+def test_settings_that_cannot_be_are_named() -> None:
+    for name, values in (("format", {"format": "fp8"}), ("nonfinite", {"nonfinite": "?"})):
+        with pytest.raises(ValueError, match=rf"^{name}: "):
+            CellSettings(**values)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^rates: "):
+        CellSettings("exact", FlipRates.uniform(0.1))
+    with pytest.raises(ValueError, match=r"^lst_lsb: "):
+        FlipRates(0, 0, 0, 1.5)
+
+
+def test_the_papers_anchors_give_a_width_of_2_38() -> None:
+    curve = paper_curve()
+    assert curve.sigma == pytest.approx(2.379, rel=0.02)
+    assert curve.failure(45e3) == pytest.approx(1e-6, rel=1e-6)
+    found = [curve.failure(interval) for interval in KELLE_INTERVALS.in_order()]
+    assert found == pytest.approx([5.2e-5, 3.1e-3, 4.9e-4, 4.4e-3], rel=0.02)
+    assert sum(found) / 4 == pytest.approx(2e-3, rel=1e-9)
+    assert curve.failure(1.05e6) == pytest.approx(3.0e-4, rel=0.02)
+
+
+@pytest.mark.parametrize(("printed_ns", "intervals"), TABLE4_INTERVALS.items())
+def test_2drp_loses_more_bits_than_the_uniform_interval_beside_it(printed_ns: int, intervals: Intervals) -> None:
+    """Table 4 compares at equal refresh power, not "the same average failure rate" (section 7.2)."""
+    assert intervals.mean_ns == pytest.approx(printed_ns, rel=0.005)
+    curve = paper_curve()
+    mean = sum(curve.failure(interval) for interval in intervals.in_order()) / 4
+    assert mean > 3 * curve.failure(printed_ns)
+
+
+@pytest.mark.parametrize("curve", [paper_curve(), LogNormal(1e6, 0.5), Points(((1e3, 1e-7), (1e5, 1e-3), (1e6, 0.2)))])
+def test_a_curve_rises(curve: LogNormal | Points) -> None:
+    intervals = [10**power for power in range(3, 10)]
+    found = [curve.failure(interval) for interval in intervals]
+    assert found == sorted(found) and found[0] >= 0 and found[-1] <= 1
+
+
+def test_points_are_met_and_between_two_of_a_log_normal_lies_the_log_normal() -> None:
+    curve = paper_curve()
+    points = tuple((interval, curve.failure(interval)) for interval in (45e3, 1e6, 7e6))
+    through = Points(points)
+    for interval in (1e3, 45e3, 3e5, 1e6, 7e6, 1e9):
+        assert through.failure(interval) == pytest.approx(curve.failure(interval), rel=1e-5)
+
+
+def test_small_tails_keep_their_digits() -> None:
+    assert LogNormal.through(45e3, 1e-15, 1.0).failure(45e3) == pytest.approx(1e-15, rel=1e-6)
+
+
+@pytest.mark.parametrize("text", ["", "45us", "45us=x", "45us=1e-6", "1ms=1e-3,45us=1e-2", "45us=1e-3,1ms=1e-3", "1s=0"])
+def test_what_is_no_curve_is_named(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_curve(text)
+    assert caught.value.hint
+
+
+def test_texts_of_curves_and_intervals() -> None:
+    assert parse_curve("paper") is paper_curve()
+    assert parse_curve("45us=1e-6, 1.05ms=3e-4").failure(1_050_000) == pytest.approx(3e-4)
+    assert parse_intervals("1050us") == Intervals.uniform(1_050_000)
+    assert parse_intervals("360us,5.4ms,1.44ms,7.2ms") == KELLE_INTERVALS
+    for text in ("", "0s", "1ms,2ms", "1ms,2ms,3ms,0s"):
+        with pytest.raises(UsageError):
+            parse_intervals(text)
+
+
+def test_curves_that_cannot_be() -> None:
+    for median, sigma in ((0, 1), (-1, 1), (math.inf, 1), (1, 0), (1, math.nan)):
+        with pytest.raises(ValueError, match=r"^(median_ns|sigma): "):
+            LogNormal(median, sigma)
+    with pytest.raises(ValueError, match=r"^failure: "):
+        LogNormal.through(45e3, 1.0, 1.0)
+    with pytest.raises(ValueError, match=r"^mean_failure: "):
+        LogNormal.fitted(45e3, 1e-6, KELLE_INTERVALS, 0.9)

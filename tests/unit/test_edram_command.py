@@ -1,4 +1,4 @@
-"""`llmcache edram`: what model, sweep, plot and report print and write, and what they refuse by name."""
+"""`llmcache edram`: what its commands print and write, the user's constants, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ import pytest
 
 from llmcache import cli
 from llmcache.edram.accelerator import LATENCIES
-from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, PROFILES
+from llmcache.edram.catalogue import named, read_constants
+from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, PAPER, PROFILES
 from llmcache.edram.energy import COMPONENTS
-from llmcache.edram.models import MODELS
-from llmcache.edram.systems import SYSTEMS
-from llmcache.report.edram_figures import (
+from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS
+from llmcache.errors import DataError, UsageError
+from llmcache.report.edram_model import WIDTH, percent
+from llmcache.report.edram_plot import (
     KIND_LOOKS,
     MOST_GROUPS,
     MOST_LINES,
     SYSTEM_LOOKS,
+    SavedResult,
     lines_left_out,
+    saved,
     varied_most,
 )
-from llmcache.report.edram_saved import Row, saved
-from llmcache.report.edram_text import WIDTH, percent
 from tests.unit.accelerator_parts import outcome
 from tests.unit.test_edram_refresh import changing
 
@@ -171,7 +173,7 @@ def test_a_picture_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.Captur
 def test_a_sweep_is_drawn_along_what_it_varies(capsys: pytest.CaptureFixture[str]) -> None:
     """Systems imply refresh intervals and capacities; those are no axes."""
 
-    def rows(*args: str) -> Sequence[Row]:
+    def rows(*args: str) -> Sequence[SavedResult]:
         return saved(printed(capsys, "sweep", *args)).rows
 
     assert varied_most(rows("--system", "all", "--model", "all")) is None
@@ -265,3 +267,86 @@ def test_what_cannot_be_accounted_is_named(
     assert run("report", str(file), *args) == 2
     told = capsys.readouterr()
     assert told.out == "" and named in told.err
+
+
+MINE = """
+[profile.mine]
+refresh_pass_j = 3.65e-6
+[profile.silicon]
+sfu_w = 1
+[model.tiny]
+base = "llama3-8b"
+layers = 8
+[workload.chat]
+base = "TQ"
+batch = 1
+[system.half]
+kv_bytes_per_s = 128e9
+hst_msb_ns = 180_000
+evict = false
+[system."Original+SRAM"]
+array_rows = 32
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    return file
+
+
+def test_everything_can_be_added_and_changed(tmp_path: Path) -> None:
+    found = read_constants(written(tmp_path, MINE))
+    mine = found.profiles["mine"]
+    assert (mine.refresh_pass_j, mine.dram_j_per_byte) == (3.65e-6, PAPER.dram_j_per_byte)
+    assert mine.name == "mine" and "of the user" in mine.title
+    assert found.profiles["silicon"].sfu_w == 1.0
+    assert found.profiles["silicon"].refresh_pass_j == pytest.approx(3.65e-6, rel=1e-3)
+    assert (found.models["tiny"].layers, found.models["tiny"].kv_heads) == (8, MODELS["llama3-8b"].kv_heads)
+    assert (found.workloads["chat"].batch, found.workloads["chat"].budget) == (1, WORKLOADS["TQ"].budget)
+    half = found.systems["half"]
+    assert half.hardware.kv_bytes_per_s == 128e9 and half.hardware.overlap and not half.policy.evict
+    assert half.policy.intervals.in_order() == (180_000, *KELLE_INTERVALS.in_order()[1:])
+    assert found.baseline.hardware.array_rows == 32
+    assert list(found.systems) == [*SYSTEMS, "half"] and named("profile", found.profiles, "PAPER") == PAPER
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[profile.mine]\nrefresh_j = 1", "profile.mine: there is no constant 'refresh_j'"),
+        ("[profiles.mine]\nsfu_w = 1", "there is no constant 'profiles'"),
+        ("[model.x]\nlayer = 3", "model.x: there is no constant 'layer'"),
+        ("[model.x]\nlayers = 1.5", "model.x.layers: '1.5' is not a whole number"),
+        ("[model.x]\nlayers = true", "model.x.layers: 'True' is not a whole number"),
+        ("[model.x]\ngated = 1", "model.x.gated: '1' is not true or false"),
+        ("[model.x]\nkv_heads = 5", "model.x.kv_heads: 5 do not divide"),
+        ("[model.x]\nname = 'y'", "model.x: there is no constant 'name'"),
+        ("[workload.x]\nbudget = 3", "workload.x.budget: 3"),
+        ("[workload.x]\nbase = 'nothing'", "workload.x.base: there is no workload 'nothing'"),
+        ("[workload.x]\nbase = 3", "workload.x.base: '3' is not a name"),
+        ("[system.x]\nintervals = 3", "system.x: there is no constant 'intervals'"),
+        ("[system.x]\nhst_msb_ns = 0", "system.x.hst_msb_ns: 0"),
+        ("[system.x]\nrecompute = 'often'", "system.x.recompute: 'often'"),
+        ("[system.x]\nrecompute = 1", "system.x.recompute: '1' is not a text"),
+        ("[profile.x]\nsfu_w = nan", "profile.x.sfu_w: 'nan' is not a number"),
+        ("[profile.x]\nsfu_w = 1" + "0" * 400, "profile.x.sfu_w: '10"),
+        ("[model.x]\nlayers = 1" + "0" * 400, "model.x.layers: '10"),
+        ("[profile.x]\nsfu_w = -1", "profile.x.sfu_w: -1"),
+        ("profile = 3", "profile: a table is needed"),
+        ("[profile]\nmine = 3", "profile.mine: a table is needed"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, named: str, tmp_path: Path) -> None:
+    file = written(tmp_path, text)
+    with pytest.raises(UsageError) as caught:
+        read_constants(file)
+    assert named in caught.value.message and str(file) in caught.value.message
+
+
+def test_what_is_no_toml_is_bad_data(tmp_path: Path) -> None:
+    for text in ("[profile", "a = = 1"):
+        with pytest.raises(DataError, match="not TOML"):
+            read_constants(written(tmp_path, text))
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_constants(tmp_path / "none.toml")

@@ -20,8 +20,8 @@ from llmcache.fs.layout.modelfile import TensorNames
 from llmcache.kv.index.dci import saved
 from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.kv.tiers.restore import Tables
-from llmcache.report.plot import Wanted, plot
-from llmcache.report.simulation import write_report
+from llmcache.report.plot import plot
+from llmcache.report.simulate_page import write_report
 from llmcache.trace.formats import convert
 from llmcache.trace.formats.recording import RecordingWriter
 from llmcache.trace.record import Provenance, TraceWriter
@@ -44,8 +44,8 @@ def converted(path: Path) -> None:
 
 
 def picture(path: Path) -> None:
-    wanted = Wanted(str(ROOT / "traces" / "read-loop.parquet"), str(path.with_suffix(".html")))
-    plot(wanted, lambda files: TensorNames((), files), lambda trace, done, in_all: None)
+    drawn, page = ROOT / "traces" / "read-loop.parquet", path.with_suffix(".html")
+    plot(str(drawn), str(page), lambda files: TensorNames((), files), lambda trace, done, in_all: None)
 
 
 def report(path: Path) -> None:

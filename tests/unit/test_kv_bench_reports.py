@@ -17,7 +17,7 @@ from llmcache.errors import DataError, UsageError
 from llmcache.kv.bench import Bench, Marks, Observed, Row, read_bench
 from llmcache.kv.bench.variants import Variant, variants_of
 from llmcache.kv.pipeline import Span, Timeline
-from llmcache.report import kv_bench, kv_beta, kv_plot, kv_timeline
+from llmcache.report import kv_bench
 
 MS = 1_000_000
 
@@ -118,7 +118,7 @@ def test_no_figure_is_cut_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_gantt_chart_has_a_bar_for_every_span() -> None:
-    figure = kv_timeline.timeline_figure(MEASURED, "run.json")
+    figure = kv_bench.timeline_figure(MEASURED, "run.json")
     assert len(figure.axes) == 2
     for panel, wanted in zip(figure.axes, MEASURED.rows, strict=True):
         bars = [path for found in panel.collections for path in found.get_paths()]
@@ -127,22 +127,21 @@ def test_the_gantt_chart_has_a_bar_for_every_span() -> None:
         assert edges == [4, 9, 14, 19, 24, 29], "ms"
         assert panel.get_title(loc="left").startswith(f"{wanted.title}: {wanted.idle_share:.0%}")
         assert next(label.get_text() for label in panel.get_yticklabels()) == "compute (emulated)"
-    assert set(kv_timeline.STAGE_COLOURS) == {"evaluate", "fetch", "compute", "update"}
+    assert set(kv_bench.STAGE_COLOURS) == {"evaluate", "fetch", "compute", "update"}
     with pytest.raises(DataError, match="rows: modelled ones have no timeline"):
-        kv_timeline.timeline_figure(SWEEP, "run.json")
+        kv_bench.timeline_figure(SWEEP, "run.json")
 
 
 def test_the_sweep_marks_the_rule_and_where_memory_ends() -> None:
-    figure = kv_beta.beta_figure(SWEEP, "run.json")
+    figure = kv_bench.beta_figure(SWEEP, "run.json")
     (panel,) = figure.axes
     betas, times = (np.asarray(found).tolist() for found in panel.lines[0].get_data())
     assert betas == [0.5, 1.0, 2.0, 4.0] and times == [50, 30, 24, 27]
     marks = {line.get_label(): np.asarray(line.get_xdata())[0] for line in panel.lines[2:]}
     assert marks == {"f_c / f_s = 2": 2.0, "M0 = 3": 3.0}
-    assert kv_beta.best(SWEEP).beta == 2.0
-    assert "modelled" in panel.get_ylabel() and "expects the least at 2" in kv_beta.alt_text(SWEEP)
+    assert "modelled" in panel.get_ylabel() and b"expects the least at 2" in kv_bench.drawn(SWEEP, "run.json", "html")
     with pytest.raises(DataError, match="marks"):
-        kv_beta.beta_figure(MEASURED, "run.json")
+        kv_bench.beta_figure(MEASURED, "run.json")
 
 
 @pytest.mark.parametrize("bench", [MEASURED, SWEEP], ids=["timelines", "sweep"])
@@ -150,14 +149,14 @@ def test_the_sweep_marks_the_rule_and_where_memory_ends() -> None:
 def test_every_form_is_drawn_from_the_saved_file_alone(bench: Bench, form: str, tmp_path: Path) -> None:
     run, output = tmp_path / "run.json", tmp_path / f"picture.{form}"
     run.write_text(json.dumps(bench.document()))
-    kv_plot.plot(str(run), str(output), force=False)
+    kv_bench.plot(str(run), str(output), force=False)
     data = output.read_bytes()
     assert data.startswith({"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!DOCTYPE"}[form])
     if form == "svg":
         assert (b"Measured, with an emulated accelerator." if bench is MEASURED else b"Modelled.") in data
     with pytest.raises(UsageError, match=r"exists|there"):
-        kv_plot.plot(str(run), str(output), force=False)
-    kv_plot.plot(str(run), str(output), force=True)
+        kv_bench.plot(str(run), str(output), force=False)
+    kv_bench.plot(str(run), str(output), force=True)
     assert output.read_bytes() == data, "the same data, the same bytes"
 
 
@@ -169,7 +168,7 @@ def test_captions_say_what_of_it_was_emulated_by_the_rows() -> None:
     rows[1] = row("hillinfer", 30, seen=replace(observed(), timeline=both))
     told = "measured, with an emulated accelerator and computational SSD"
     assert kv_bench.kind_of(replace(MEASURED, rows=tuple(rows))) == told
-    page = kv_plot.drawn(replace(MEASURED, rows=tuple(rows)), "run.json", "html").decode()
+    page = kv_bench.drawn(replace(MEASURED, rows=tuple(rows)), "run.json", "html").decode()
     assert f"figures are {told}." in page and f"M{told[1:]}." in page and "every figure" not in page
     assert kv_bench.kind_of(SWEEP) == "modelled"
 
@@ -177,11 +176,11 @@ def test_captions_say_what_of_it_was_emulated_by_the_rows() -> None:
 def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(DataError, match="not JSON"):
-        kv_plot.plot(str(tmp_path / "run.json"), str(tmp_path / "a.png"), False)
+        kv_bench.plot(str(tmp_path / "run.json"), str(tmp_path / "a.png"), False)
     with pytest.raises(UsageError, match="cannot read"):
-        kv_plot.plot(str(tmp_path / "none.json"), str(tmp_path / "a.png"), False)
+        kv_bench.plot(str(tmp_path / "none.json"), str(tmp_path / "a.png"), False)
     with pytest.raises(UsageError, match="must end in"):
-        kv_plot.plot(str(tmp_path / "run.json"), str(tmp_path / "a.jpg"), False)
+        kv_bench.plot(str(tmp_path / "run.json"), str(tmp_path / "a.jpg"), False)
 
 
 def test_variants_are_named_by_what_they_lack() -> None:

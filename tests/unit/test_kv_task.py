@@ -21,7 +21,7 @@ from llmcache.kv.bench.task_results import STOCK, Answers, read_task
 from llmcache.kv.tasks.probes import DEPTHS, symbols
 from llmcache.kv.tasks.recall import FIRST_NOISE
 from llmcache.kv.tasks.texts import RECALLED, texts
-from llmcache.report import kv_task, kv_task_figures
+from llmcache.report import kv_task
 from tests.unit.task_parts import answers, bench, of_policies
 
 PLAIN: dict[str, Any] = {
@@ -202,19 +202,19 @@ def test_the_table_says_what_was_measured(capsys: pytest.CaptureFixture[str]) ->
 
 def test_panels_follow_from_the_data() -> None:
     one, two = of_policies(), bench({(STOCK, None): [9], ("quest", 64): [5]}, (1024, 4096))
-    assert [part.name for part in kv_task_figures.parts_of(two)][-1] == "scaling"
-    assert "scaling" not in [part.name for part in kv_task_figures.parts_of(one)]
-    assert [axes.get_title("left") for axes in kv_task_figures.figure_of(two).axes][-1] == "Time per token by context"
+    assert [part.name for part in kv_task.parts_of(two)][-1] == "scaling"
+    assert "scaling" not in [part.name for part in kv_task.parts_of(one)]
+    assert [axes.get_title("left") for axes in kv_task.figure_of(two).axes][-1] == "Time per token by context"
 
 
 def test_depths_are_drawn_as_they_were_found() -> None:
     found = bench({(STOCK, None): [10, 10, 10], ("quest", 64): [0, 5, 10]}, (1024, 2048))
-    figure = kv_task_figures.depth_figure(found)
+    figure = kv_task.depth_figure(found)
     assert figure is not None
     (image,) = figure.axes[0].images
     assert np.asarray(image.get_array()).tolist() == [[0.0, 0.5, 1.0]] * 2
     without = replace(found, rows=tuple(replace(row, answers=answers([5])) for row in found.rows))
-    assert kv_task_figures.depth_figure(without) is None
+    assert kv_task.depth_figure(without) is None
 
 
 def test_plot_draws_a_saved_task(tmp_path: Path) -> None:

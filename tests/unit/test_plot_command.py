@@ -13,7 +13,7 @@ import pytest
 
 from llmcache import cli
 from llmcache.fs.layout.modelfile import TensorNames
-from llmcache.report.plot import Wanted, plot
+from llmcache.report.plot import plot
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
 from tests.unit.gguf_bytes import Gguf
 from tests.unit.report_parts import COPY, MODEL, TOKENIZER, Page, check_alone, recorded
@@ -161,8 +161,7 @@ def test_an_output_that_cannot_be_written(trace: str, capsys: pytest.CaptureFixt
 
 def test_progress_is_told(trace: str, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
-    wanted = Wanted(trace, str(tmp_path / "out.png"))
-    plot(wanted, lambda files: TensorNames((), files), lambda *now: told.append(now))
+    plot(trace, str(tmp_path / "out.png"), lambda files: TensorNames((), files), lambda *now: told.append(now))
     assert told[-1] == (trace, len(recorded()), len(recorded()))
 
 
@@ -201,7 +200,7 @@ from llmcache.report import plot
 from llmcache.trace.record import TraceReader
 from tools.bench.simulate_traces import peak_bytes
 before = peak_bytes()
-plot.plot(plot.Wanted(sys.argv[1], sys.argv[2], classes=False), lambda files: lambda file: (), lambda *told: None)
+plot.plot(sys.argv[1], sys.argv[2], lambda files: lambda file: (), lambda *told: None, classes=False)
 print(peak_bytes() - before)
 """
     grown = []

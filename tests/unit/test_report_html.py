@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from llmcache.cache.classes import Classification
-from llmcache.report.classes import COLUMNS, MOST_ROWS, classes_table, shades_of
 from llmcache.report.html import Badge, Block, Facts, Fold, Picture, Section, Table, Text, html_page, printable
+from llmcache.report.plot import COLUMNS, MOST_ROWS, classes_table, shades_of
 from tests.unit.report_parts import Page, check_alone
 
 EVIL = "<script>alert('1')</script> & \"two\"\n\x1b"

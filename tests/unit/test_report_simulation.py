@@ -18,7 +18,7 @@ from llmcache.cache.simulate import simulate_all
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.report.html import Picture
 from llmcache.report.lines import Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
-from llmcache.report.simulation import check_report, report_page, write_report
+from llmcache.report.simulate_page import check_report, report_page, write_report
 from llmcache.report.theme import (
     BANDWIDTH_LOOKS,
     CLASS_COLOURS,
@@ -61,7 +61,7 @@ def figures_of(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> list[
         found.append(figure)
         return embedded(figure, alt, caption)
 
-    monkeypatch.setattr("llmcache.report.simulation.embedded", kept)
+    monkeypatch.setattr("llmcache.report.simulate_page.embedded", kept)
     report_page(simulation)
     return found
 

@@ -1,178 +1,632 @@
-"""The claims about latency, patterns, loops, overhead and hardware: verdicts from the numbers, whichever way they point."""
+"""Claims of papers: each verdict follows from made-up numbers by the rule in the paper's file, whichever way they point."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
 
 from llmcache.cache.classify import classify
 from llmcache.cache.constants import PHONE, WATCH
 from llmcache.cache.latency import FetchModel
-from llmcache.report.claims import Verdict, claims_table, judge
-from llmcache.report.reproduce.io_caching import figure5, hardware, loops, overhead, patterns
-from llmcache.report.reproduce.io_caching.evidence import ON_DEVICE, Evidence, writes_fetch_too
+from llmcache.kv.bench.results import Bench, Marks, Observed, Row
+from llmcache.kv.bench.task_results import STOCK, TaskBench
+from llmcache.kv.planning import MODELS, SYSTEMS
+from llmcache.report import REPRODUCTIONS
+from llmcache.report import paper_hillinfer_measures as hill
+from llmcache.report import paper_icecache as ice
+from llmcache.report import paper_io_caching as io
+from llmcache.report.judge import Measure, Rule, Verdict, holds, judge, number, read_paper
 from llmcache.trace.shapes import SHAPES
-from tests.unit.reproduce_parts import BANDWIDTHS, app, latencies, verdict
 from tests.unit.simulation_parts import loop, trace_of
+from tests.unit.task_parts import bench, of_policies
 
 YES, PARTLY, NO = Verdict.CONFIRMED, Verdict.PARTLY, Verdict.NOT_CONFIRMED
+PAPERS = {name: read_paper(name) for name in REPRODUCTIONS}
+
+
+def verdict(paper: str, name: str, measure: Measure) -> Verdict:
+    """What the rule of a claim says of a measure."""
+    return next(claim for claim in PAPERS[paper].claims if claim.name == name).rule.verdict(measure.values)
+
+
+# The judge
+
+
+@pytest.mark.parametrize(
+    ("condition", "true"),
+    [
+        ("a <= 1", True),
+        ("a < 1", False),
+        ("a >= 1 and b > 2", True),
+        ("a > 1 and b > 2", False),
+        ("a > 1 or b > 2", True),
+        ("b > a", True),
+        ("b > -1e-3 and a > 5 or a < 2", True),
+    ],
+)
+def test_conditions_mean_what_they_say(condition: str, true: bool) -> None:
+    assert holds(condition, {"a": 1.0, "b": 3.0}) is true
+
+
+@pytest.mark.parametrize("condition", ["a", "a = 1", "a <= 1 && b", "", "c > 1", "a > c"])
+def test_conditions_that_are_none_are_refused(condition: str) -> None:
+    with pytest.raises((ValueError, KeyError)):
+        holds(condition, {"a": 1.0})
+
+
+@pytest.mark.parametrize("name", REPRODUCTIONS)
+def test_every_claim_is_whole(name: str) -> None:
+    paper = PAPERS[name]
+    keys = [(claim.about, claim.name) for claim in paper.claims]
+    assert len(set(keys)) == len(keys) and {claim.about for claim in paper.claims} <= set(paper.kinds)
+    shown = {about for section in paper.sections for about in section.get("about", ())}
+    assert shown == set(paper.kinds)
+    for claim in paper.claims:
+        assert claim.quote and claim.section and claim.rule.words and claim.rule.confirmed
+
+
+@pytest.mark.parametrize(
+    ("rule", "paper", "ours", "expected"),
+    [
+        ("close", 2.0, 2.1, YES),
+        ("close", 2.0, 1.51, PARTLY),
+        ("close", 2.0, 2.51, NO),
+        ("as printed", 1.05, 1.0537, YES),
+        ("equal", 4.0, 4.0, YES),
+        ("equal", 4.0, 4.01, PARTLY),
+        ("gain", 1.32, 1.34, YES),
+        ("gain", 1.19, 1.0, NO),  # within 25 %, but no gain at all
+        ("gain", 1.29, 1.48, PARTLY),
+        ("gain", 0.61, 0.75, PARTLY),
+        ("gain", 0.61, 1.18, NO),
+        ("gain", 3.94, 2.08, NO),
+        ("at most", 2.67, 2.67, YES),
+        ("at most", 2.67, 23.8, NO),
+        ("at least", 2.0, 2.28, YES),
+        ("at least", 2.0, 1.9, NO),
+        ("share", 1.0, 1.0, YES),
+        ("share", 1.0, 0.67, PARTLY),
+        ("share", 1.0, 0.5, NO),
+        ("bound of aep-bound", 3.16, 2.42, NO),
+        ("bound of aep-bound", 2.39, 2.63, YES),
+    ],
+)
+def test_rules_for_numbers_judge_as_they_say(rule: str, paper: float, ours: float, expected: Verdict) -> None:
+    kelle = PAPERS["kelle"]
+    claim = replace(kelle.claims[0], rule=kelle.rules[rule], paper=paper, why="")
+    (judged,) = judge(replace(kelle, claims=[claim]), {claim.about: {claim.name: {"ours": ours}}})[claim.about]
+    assert judged.findings["ours"].verdict is expected
+    assert number(ours) in judged.findings["ours"].words and number(paper) in judged.findings["ours"].words
+
+
+def test_a_claim_of_something_measured_needs_a_measure_and_what_is_not_measured_is_left_out() -> None:
+    paper = PAPERS["icecache"]
+    assert judge(paper, {}) == {}
+    with pytest.raises(KeyError):
+        judge(paper, {"figure 6": {}})
+    with pytest.raises(KeyError, match="share"):
+        Rule("", "share >= 1").verdict({"hits": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(19_456, "19,456"), (0.0302, "0.0302"), (5.2e-5, "5.20e-05"), (2.08, "2.08"), (1054.2, "1,054"), (118.4, "118.4")],
+)
+def test_numbers_have_three_digits_or_all_before_the_point(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+# io-caching: hit ratios and latencies
+
+Ratios = Sequence[float]
+LINE = [0.2, 0.4, 0.6, 0.8, 0.9]
+STEP = [0.0, 0.0, 0.0, 0.0, 0.9]  # what LRU makes of a single long loop
+BENT = [0.2, 0.4, 0.3, 0.8, 0.9]
+EVEN = {"llmcache": LINE, "lecar": LINE}
 # Rows: 100, 200, 500, 1000 MB/s; columns: small to large cache.
 BY_BANDWIDTH: list[list[float]] = [[10, 9.5, 9], [8, 7.6, 7.2], [6, 5.7, 5.4], [5.8, 5.5, 5.2]]
 BY_SIZE: list[list[float]] = [[10, 5, 1], [9, 4.5, 0.9], [8, 4, 0.8], [7.8, 3.9, 0.78]]
-STILL = [[10.0] * 3] * 4
+LATE: list[list[float]] = [[10, 9.9, 1], [8, 7.9, 0.8], [6, 5.9, 0.6], [5.8, 5.7, 0.58]]  # once all fits
+RISING: list[list[float]] = [[10, 9, 11], *BY_BANDWIDTH[1:]]
 
 
-def test_latency_falls() -> None:
-    rising = [[10.0, 9.0, 11.0], *BY_BANDWIDTH[1:]]
-    assert verdict(figure5.CLAIMS, "latency-falls", latencies(BY_BANDWIDTH)) is YES
-    assert verdict(figure5.CLAIMS, "latency-falls", latencies(BY_BANDWIDTH, ai_notes=rising)) is PARTLY
-    assert verdict(figure5.CLAIMS, "latency-falls", latencies(BY_BANDWIDTH[::-1])) is NO
+def app(name: str, hits: Mapping[str, Ratios], latency: Sequence[Ratios] = ()) -> io.App:
+    """An application of 1000 accesses whose caches are 1, 2, … MB; `latency`: rows by bandwidth, for every policy."""
+    sizes = np.arange(1, 1 + len(next(iter([*hits.values(), *latency])))).astype(np.float64) * 1e6
+    latencies = {policy: np.array(latency, float) for policy in ("algorithm1", "llmcache")}
+    ratios = {policy: np.array(values, float) for policy, values in hits.items()}
+    return io.App(name, name.title(), False, int(sizes[-1]), 1000, sizes, ratios, latencies)
 
 
-def test_knee_of_bandwidth() -> None:
-    halving = [[8.0], [4.0], [2.0], [1.0]]  # no set-up latency: every doubling counts
-    slight = [[10.0], [9.5], [9.0], [8.9]]
-    assert verdict(figure5.CLAIMS, "knee-of-bandwidth", latencies(BY_BANDWIDTH)) is YES
-    assert verdict(figure5.CLAIMS, "knee-of-bandwidth", latencies(BY_BANDWIDTH, text_embedder=slight)) is PARTLY
-    assert verdict(figure5.CLAIMS, "knee-of-bandwidth", latencies(halving)) is NO
+def by_hits(name: str, hits: Mapping[str, Ratios], aware: str = "llmcache", **other: Mapping[str, Ratios]) -> Verdict:
+    """The verdict of a claim of figure 4 if every application has `hits`, but those named in `other`."""
+    apps = {key: app(key, other.get(key, hits)) for key in io.ON_DEVICE}
+    return verdict("io-caching", name, io.FIGURE4[name](apps, aware))
 
 
-def test_size_counts_less_than_bandwidth() -> None:
-    late: list[list[float]] = [
-        [10, 9.9, 1],
-        [8, 7.9, 0.8],
-        [6, 5.9, 0.6],
-        [5.8, 5.7, 0.58],
-    ]  # once all fits
-    assert verdict(figure5.CLAIMS, "size-counts-less", latencies(BY_BANDWIDTH)) is YES
-    assert verdict(figure5.CLAIMS, "size-counts-less", latencies(late)) is PARTLY
-    assert verdict(figure5.CLAIMS, "size-counts-less", latencies(BY_SIZE)) is NO
+def by_latency(name: str, rows: Sequence[Ratios], **other: Sequence[Ratios]) -> Verdict:
+    """The same for a claim of figure 5 and latencies."""
+    apps = {key: app(key, {}, other.get(key, rows)) for key in io.ON_DEVICE}
+    return verdict("io-caching", name, io.FIGURE5[name](apps, "llmcache"))
 
 
-def test_ai_translate_is_the_most_sensitive_to_size() -> None:
-    name = "translate-sensitive"
-    assert verdict(figure5.CLAIMS, name, latencies(BY_BANDWIDTH, ai_translate=BY_SIZE)) is YES
-    assert verdict(figure5.CLAIMS, name, latencies(BY_SIZE, ai_translate=BY_BANDWIDTH)) is PARTLY  # steeper where slow
-    assert verdict(figure5.CLAIMS, name, latencies(BY_SIZE, ai_translate=STILL)) is NO
+def shifted(values: list[float], by: float) -> list[float]:
+    return [value + by for value in values]
+
+
+def against(lecar: list[float]) -> dict[str, list[float]]:
+    return {"llmcache": LINE, "lecar": lecar}
+
+
+@pytest.mark.parametrize(
+    ("name", "hits", "other", "expected"),
+    [
+        ("higher-than-lru", {"llmcache": LINE, "lru": STEP}, {}, YES),
+        ("higher-than-lru", {"llmcache": LINE, "lru": LINE}, {}, YES),
+        ("higher-than-lru", {"llmcache": [*LINE[:4], 0.7], "lru": STEP}, {}, PARTLY),  # below at one size of five
+        ("higher-than-lru", {"llmcache": STEP, "lru": LINE}, {}, NO),
+        ("lru-stands-still", {"llmcache": LINE, "lru": STEP}, {}, YES),
+        ("lru-stands-still", {"llmcache": LINE, "lru": STEP}, {"ai_notes": {"llmcache": LINE, "lru": LINE}}, PARTLY),
+        ("lru-stands-still", {"llmcache": LINE, "lru": LINE}, {}, NO),
+        ("lru-stands-still", {"llmcache": STEP, "lru": STEP}, {}, NO),
+        ("lru-near-baseline", {"llmcache": LINE, "lru": STEP}, {}, YES),
+        ("lru-near-baseline", {"llmcache": LINE, "lru": STEP}, {"text_embedder": {"llmcache": LINE, "lru": LINE}}, PARTLY),
+        ("lru-near-baseline", {"llmcache": LINE, "lru": LINE}, {}, NO),
+        ("lru-near-baseline", {"llmcache": STEP, "lru": STEP}, {}, NO),
+        ("lru-near-baseline", {"llmcache": LINE, "lru": [0.1] * 5}, {}, YES),  # it never gains anything
+        ("lecar-sometimes-ai_notes", EVEN, {"ai_notes": against([0.22, *LINE[1:]])}, YES),
+        ("lecar-sometimes-ai_notes", EVEN, {"ai_notes": against([0.5, *LINE[1:]])}, PARTLY),  # by more than slightly
+        ("lecar-sometimes-ai_notes", EVEN, {"ai_notes": against(shifted(LINE, 0.02))}, PARTLY),  # everywhere
+        ("lecar-sometimes-ai_notes", EVEN, {}, NO),
+        ("lecar-sometimes-text_classification", EVEN, {"text_classification": against([0.22, *LINE[1:]])}, YES),
+        ("outperforms-lecar", EVEN, {"ai_translate": against(shifted(LINE, -0.1))}, YES),
+        ("outperforms-lecar", EVEN, {"ai_translate": against(shifted(LINE, -0.02))}, PARTLY),
+        ("outperforms-lecar", EVEN, {"ai_translate": against([0.5, 0.0, 0.0, 0.9, 0.9])}, PARTLY),  # below at two sizes
+        ("outperforms-lecar", EVEN, {"ai_translate": against(shifted(LINE, 0.05))}, NO),
+        ("higher-overall", against(shifted(LINE, -0.1)), {"ai_notes": against(shifted(LINE, 0.1))}, YES),
+        ("higher-overall", against(shifted(LINE, -0.1)), {"text_embedder": against(shifted(LINE, 0.1))}, PARTLY),
+        ("higher-overall", against(shifted(LINE, 0.1)), {"ai_notes": against(shifted(LINE, -0.1))}, NO),
+        ("lecar-fluctuates", against(BENT), {}, YES),
+        ("lecar-fluctuates", {"llmcache": [0.2, 0.4, 0.37, 0.8, 0.9], "lecar": BENT}, {}, PARTLY),
+        ("lecar-fluctuates", EVEN, {}, NO),
+        ("lecar-fluctuates", {"llmcache": BENT, "lecar": LINE}, {}, NO),
+    ],
+)
+def test_hit_ratios(name: str, hits: Any, other: Any, expected: Verdict) -> None:
+    assert by_hits(name, hits, **other) is expected
+
+
+def test_both_readings_of_the_policy_are_judged_apart() -> None:
+    hits = {"llmcache": LINE, "algorithm1": STEP, "lru": LINE}
+    assert [by_hits("higher-than-lru", hits, aware) for aware in ("llmcache", "algorithm1")] == [YES, NO]
+
+
+def test_flat_regions_end_where_a_policy_has_all_it_can_get() -> None:
+    shares = [io.flat_share(app("a", {"lru": [0.1, *rest, 0.9]}), "lru") for rest in ([0.9, 0.9], [0.1, 0.1], [0.2, 0.2])]
+    assert shares == pytest.approx([0, 0.5, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "other", "expected"),
+    [
+        ("latency-falls", BY_BANDWIDTH, {}, YES),
+        ("latency-falls", BY_BANDWIDTH, {"ai_notes": RISING}, PARTLY),
+        ("latency-falls", BY_BANDWIDTH[::-1], {}, NO),
+        ("knee-of-bandwidth", BY_BANDWIDTH, {}, YES),
+        ("knee-of-bandwidth", BY_BANDWIDTH, {"text_embedder": [[10.0], [9.5], [9.0], [8.9]]}, PARTLY),
+        ("knee-of-bandwidth", [[8.0], [4.0], [2.0], [1.0]], {}, NO),  # no set-up latency: every doubling counts
+        ("size-counts-less", BY_BANDWIDTH, {}, YES),
+        ("size-counts-less", LATE, {}, PARTLY),
+        ("size-counts-less", BY_SIZE, {}, NO),
+        ("translate-sensitive", BY_BANDWIDTH, {"ai_translate": BY_SIZE}, YES),
+        ("translate-sensitive", BY_SIZE, {"ai_translate": BY_BANDWIDTH}, PARTLY),  # steeper where slow
+        ("translate-sensitive", BY_SIZE, {"ai_translate": [[10.0] * 3] * 4}, NO),
+    ],
+)
+def test_latencies(name: str, rows: Any, other: Any, expected: Verdict) -> None:
+    assert by_latency(name, rows, **other) is expected
 
 
 def test_writes_that_fetch_count_every_access() -> None:
-    read_only = Evidence({"a": app("a", {"llmcache": [0.0, 0.5, 1.0]})}, BANDWIDTHS)
-    latency = writes_fetch_too(read_only).apps["a"].latency_s["llmcache"]
+    latency = io.writes_fetch_too({"a": app("a", {"llmcache": [0.0, 0.5, 1.0]})})["a"].latency_s["llmcache"]
     assert latency.shape == (4, 3)
     assert latency[0, 1] == pytest.approx(FetchModel().latency_s(1000, 500, 100_000_000))
     assert latency[3, 2] == pytest.approx(FetchModel().gpu_s(1000))
 
 
-def found_in(*, loops_in: tuple[str, ...], remote: str = "gemini") -> patterns.Patterns:
-    """Patterns in which the applications of `loops_in` are what they are, all others a scan."""
-    scan = classify([trace_of(loop(200, 1, 16))])
-    classes = {name: classify([SHAPES[name]()]) if name in loops_in else scan for name in ON_DEVICE}
-    return patterns.Patterns(classes | {"remote": classify([SHAPES[remote]()])}, ("remote",))
+# io-caching: patterns, loops, overhead, hardware
 
 
 def test_patterns_are_judged_by_what_the_detector_finds() -> None:
-    everything = found_in(loops_in=ON_DEVICE)
-    some = found_in(loops_in=("ai_notes",), remote="ai_notes")
-    none = found_in(loops_in=())
+    scan = classify([trace_of(loop(200, 1, 16))])
+    made = {name: classify([SHAPES[name]()]) for name in (*io.ON_DEVICE, "gemini")}
+
+    def found(loops_in: tuple[str, ...], remote: str = "gemini") -> dict[str, Verdict]:
+        classes = {name: made[name] if name in loops_in else scan for name in io.ON_DEVICE} | {"remote": made[remote]}
+        return {name: verdict("io-caching", name, one) for name, one in io.patterns(classes, ("remote",)).items()}
+
+    everything, some, none = found(io.ON_DEVICE), found(("ai_notes",), "ai_notes"), found(())
     for name in ("loops-detected", "three-traits"):
-        assert [verdict(patterns.CLAIMS, name, data) for data in (everything, some, none)] == [YES, PARTLY, NO]
-    assert verdict(patterns.CLAIMS, "remote-has-no-loops", everything) is YES
-    assert verdict(patterns.CLAIMS, "remote-has-no-loops", some) is NO
-    remote = everything.classes["remote"]
-    hot = replace(remote, rows=tuple(row for row in remote.rows if row.kind == "HOT"))
-    assert verdict(patterns.CLAIMS, "remote-has-no-loops", patterns.Patterns({"remote": hot}, ("remote",))) is PARTLY
+        assert [one[name] for one in (everything, some, none)] == [YES, PARTLY, NO]
+    assert [one["remote-has-no-loops"] for one in (everything, some)] == [YES, NO]
 
 
 def test_loops_are_judged_by_the_hits_of_a_pass() -> None:
-    def judged(hits: float) -> Verdict:
-        return verdict(loops.CLAIMS, "pinned-loop", loops.Loops(1000, {"llmcache": {100: hits}}))
+    def judged(name: str, hits: dict[int, float]) -> Verdict:
+        return verdict("io-caching", name, io.loop_hits(hits))
 
-    def under_lru(**hits: float) -> Verdict:
-        sizes = {int(size[1:]): value for size, value in hits.items()}
-        return verdict(loops.LRU_CLAIMS, "lru-evicts-loops", loops.Loops(1000, {"lru": sizes}), "lru")
-
-    assert [judged(100), judged(99), judged(98)] == [YES, PARTLY, NO]
-    assert [under_lru(s1=0, s2=0), under_lru(s1=0, s2=7), under_lru(s1=3, s2=7)] == [YES, PARTLY, NO]
+    assert [judged("pinned-loop", {100: hits}) for hits in (100, 99, 98)] == [YES, PARTLY, NO]
+    under_lru = ({1: 0.0, 2: 0.0}, {1: 0.0, 2: 7.0}, {1: 3.0, 2: 7.0})
+    assert [judged("lru-evicts-loops", hits) for hits in under_lru] == [YES, PARTLY, NO]
 
 
 def test_a_replayed_loop_hits_no_more_than_the_cache_holds() -> None:
-    found = loops.replayed()
-    assert all(size - 1 < hits <= size for size, hits in found.hits["belady"].items())
-    assert all(0 <= hits <= size for held in found.hits.values() for size, hits in held.items())
+    found = io.hits_of_loops()
+    assert all(size - 1 < hits <= size for size, hits in found["belady"].items())
+    assert all(0 <= hits <= size for held in found.values() for size, hits in held.items())
 
 
 def test_overhead_is_judged_by_the_ratio_of_times() -> None:
-    def judged(lecar: float) -> Verdict:
-        return verdict(overhead.CLAIMS, "lecar-overhead", overhead.Overhead("a", {"lecar": lecar, "llmcache": 100.0}))
-
-    assert [judged(250), judged(150), judged(105), judged(50)] == [YES, PARTLY, NO, NO]
+    found = [io.lecar_costs_more({"lecar": lecar, "llmcache": 100.0}, "llmcache") for lecar in (250, 150, 105, 50)]
+    assert [verdict("io-caching", "lecar-overhead", one) for one in found] == [YES, PARTLY, NO, NO]
 
 
-def test_every_policy_is_timed() -> None:
-    took = overhead.measured(trace_of(loop(200, 5, 16)), "loop")
-    assert set(took.ns_per_block) == {"lru", "lecar", "algorithm1", "llmcache"}
-    assert all(time > 0 for time in took.ns_per_block.values())
-
-
-PAPER = hardware.Hardware()
 MB = 10**6
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "expected"),
+    ("name", "changes", "expected"),
     [
-        ("watch-loop", PAPER, YES),
-        ("watch-loop", hardware.Hardware(watch=replace(WATCH, bandwidth=120 * MB)), PARTLY),
-        ("watch-loop", hardware.Hardware(watch=replace(WATCH, cache_bytes=32 * MB)), NO),
-        ("phone-loops", PAPER, YES),
-        ("phone-loops", hardware.Hardware(phone=replace(PHONE, cache_bytes=600 * MB)), PARTLY),
-        ("phone-loops", hardware.Hardware(phone=replace(PHONE, bandwidth=500 * MB)), NO),
-        ("apps-fit", PAPER, YES),
-        ("apps-fit", hardware.Hardware(watch=replace(WATCH, cache_bytes=32 * MB)), PARTLY),
-        ("apps-fit", hardware.Hardware(watch=replace(WATCH, cache_bytes=2 * MB)), NO),
-        ("large-does-not-fit", PAPER, YES),
-        ("large-does-not-fit", hardware.Hardware(watch=replace(WATCH, cache_bytes=600 * MB)), NO),
-        ("parameters", hardware.Hardware(phone=replace(PHONE, cache_bytes=1000 * MB)), YES),
-        ("parameters", PAPER, PARTLY),
-        ("parameters", hardware.Hardware(phone=replace(PHONE, cache_bytes=100 * MB)), NO),
-        ("insensitive-to-t", hardware.Hardware(WATCH, replace(PHONE, bandwidth=100 * MB)), YES),
-        ("insensitive-to-t", PAPER, PARTLY),
-        ("insensitive-to-t", hardware.Hardware(replace(WATCH, bandwidth=10**9), replace(PHONE, bandwidth=4 * 10**9)), NO),
+        ("watch-loop", {}, YES),
+        ("watch-loop", {"watch": replace(WATCH, bandwidth=120 * MB)}, PARTLY),
+        ("watch-loop", {"watch": replace(WATCH, cache_bytes=32 * MB)}, NO),
+        ("phone-loops", {}, YES),
+        ("phone-loops", {"phone": replace(PHONE, cache_bytes=600 * MB)}, PARTLY),
+        ("phone-loops", {"phone": replace(PHONE, bandwidth=500 * MB)}, NO),
+        ("apps-fit", {}, YES),
+        ("apps-fit", {"watch": replace(WATCH, cache_bytes=32 * MB)}, PARTLY),
+        ("apps-fit", {"watch": replace(WATCH, bandwidth=MB, cache_bytes=5 * MB)}, NO),
+        ("notes-loop-size", {"notes_blocks": (10_000, 25_000)}, YES),
+        ("notes-loop-size", {"notes_blocks": (0, 30_000)}, PARTLY),
+        ("notes-loop-size", {"notes_blocks": (0, 20_000)}, NO),
+        ("large-does-not-fit", {}, YES),
+        ("large-does-not-fit", {"watch": replace(WATCH, cache_bytes=600 * MB)}, NO),
+        ("parameters", {"phone": replace(PHONE, cache_bytes=1000 * MB)}, YES),
+        ("parameters", {}, PARTLY),
+        ("parameters", {"phone": replace(PHONE, cache_bytes=100 * MB)}, NO),
+        ("insensitive-to-t", {"phone": replace(PHONE, bandwidth=100 * MB)}, YES),
+        ("insensitive-to-t", {}, PARTLY),
+        (
+            "insensitive-to-t",
+            {"watch": replace(WATCH, bandwidth=10**9), "phone": replace(PHONE, bandwidth=4 * 10**9)},
+            NO,
+        ),
+        # Were BW x T one block per loop, the product would be right.
+        ("sign-of-formula", {"watch": replace(WATCH, bandwidth=40_960, cache_bytes=74 * MB)}, YES),
+        ("sign-of-formula", {}, NO),
+        ("floor-of-formula", {"example": (10, Fraction(2))}, YES),
+        ("floor-of-formula", {}, NO),
     ],
 )
-def test_hardware(name: str, data: hardware.Hardware, expected: Verdict) -> None:
-    assert verdict(hardware.CLAIMS, name, data, hardware.MODEL) is expected
+def test_hardware(name: str, changes: Any, expected: Verdict) -> None:
+    assert verdict("io-caching", name, io.hardware(**changes)[name]) is expected
 
 
 def test_the_printed_formula_contradicts_the_example_of_the_paper() -> None:
-    judged = {claim.name: claim.findings[hardware.MODEL] for claim in judge(hardware.CLAIMS, PAPER)}
-    sign, floor = judged["sign-of-formula"], judged["floor-of-formula"]
-    assert (sign.verdict, floor.verdict) == (NO, NO)
-    assert sign.values["difference_bytes"] == 60 * MB
-    assert sign.values["product_bytes"] == pytest.approx(70e6 / 4096 * 100e6 / 4096 * 0.1 * 4096)
-    assert floor.values == {"floor": 7, "needed": 8}
-    # Were BW x T one block per loop, the product would be right.
-    tiny = hardware.Hardware(watch=replace(WATCH, bandwidth=40_960, cache_bytes=74 * MB))
-    assert verdict(hardware.CLAIMS, "sign-of-formula", tiny, hardware.MODEL) is YES
+    found = io.hardware()
+    assert found["sign-of-formula"].values["difference_bytes"] == 60 * MB
+    product = found["sign-of-formula"].values["product_bytes"]
+    assert product == pytest.approx(70e6 / 4096 * 100e6 / 4096 * 0.1 * 4096)
+    assert found["floor-of-formula"].values == {"floor": 7, "needed": 8, "late": 0.5}
 
 
-def test_a_floor_is_enough_for_whole_blocks_only() -> None:
-    whole = hardware.Hardware(example=(10, Fraction(2)))
-    assert verdict(hardware.CLAIMS, "floor-of-formula", whole, hardware.MODEL) is YES
+# hillinfer: what the models give
 
 
-@pytest.mark.parametrize(("blocks", "expected"), [((10_000, 25_000), YES), ((0, 30_000), PARTLY), ((0, 20_000), NO)])
-def test_the_loop_of_ai_notes_against_its_blocks(blocks: tuple[int, int], expected: Verdict) -> None:
-    data = hardware.Hardware(notes_blocks=blocks)
-    assert verdict(hardware.CLAIMS, "notes-loop-size", data, hardware.MODEL) is expected
+def hillinfer(name: str, measure: Measure) -> Verdict:
+    return verdict("hillinfer", name, measure)
 
 
-def test_a_table_of_claims_keeps_paper_and_ours_in_columns_of_their_own() -> None:
-    found = loops.Loops(1000, {name: {100: 99.0} for name in ("algorithm1", "llmcache")})
-    table = claims_table("claims", judge(loops.CLAIMS, found), {"algorithm1": "A", "llmcache": "B"}, "modelled here")
-    assert table.columns == ["paper", "section", "A: verdict", "A (modelled here)", "B: verdict", "B (modelled here)"]
-    assert all(len(row) == len(table.columns) for row in table.rows)
-    assert "◐" in table.html() and "each cycle yields S cache hits" in table.html()
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, YES), (1.05, PARTLY), (1.2, NO), (0.8, NO)])
+def test_memory_is_that_of_the_sizes(factor: float, expected: Verdict) -> None:
+    memory = hill.MemoryTable.computed()
+    if factor == 1.0:
+        assert {hillinfer(name, one) for name, one in hill.memory_measures(memory).items()} == {YES}
+    use = memory.at("Qwen-7B")
+    changed = replace(use, weights=use.weights + (factor - 1) * use.total)
+    rows = {**memory.by_context, "Qwen-7B": {**memory.by_context["Qwen-7B"], 4096: changed}}
+    found = hill.memory_measures(hill.MemoryTable(rows, memory.by_batch))
+    assert hillinfer("qwen-30-gb", found["qwen-30-gb"]) is expected
+
+
+def test_modelled_transfers_are_bytes_by_speed() -> None:
+    found = hill.Transfers.modelled(hill.READINGS["share-20"])
+    bytes_8k = 0.2 * MODELS["Qwen-7B"].kv_bytes(8192, 8)
+    assert found.seconds[0.2][8192] == pytest.approx(bytes_8k / hill.READINGS["share-20"].machine.ssd_bytes_per_s)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "growth", "share"),
+    [
+        ((1, 2, 4), (2, 3, 6), YES, YES),
+        ((1, 0.95, 4), (2, 3, 6), PARTLY, YES),
+        ((1, 0.5, 4), (2, 0.4, 6), NO, PARTLY),
+        ((2, 3, 4), (1, 2, 3), YES, NO),
+    ],
+)
+def test_transfers_are_judged_by_their_times(low: Ratios, high: Ratios, growth: Verdict, share: Verdict) -> None:
+    contexts = (1024, 2048, 4096)
+    rows = [
+        {"share": part, "context": context, "seconds": seconds}
+        for part, row in ((0.2, low), (0.3, high))
+        for context, seconds in zip(contexts, row, strict=True)
+    ]
+    data = hill.Transfers.read({"layers": 1, "rows": rows})
+    assert data is not None and hill.Transfers.read(None) is None
+    found = data.measures()
+    assert hillinfer("grows-with-context", found["grows-with-context"]) is growth
+    assert hillinfer("grows-with-share", found["grows-with-share"]) is share
+
+
+@pytest.mark.parametrize(("transfer", "idle", "expected"), [(0.6, 0.5, YES), (0.6, 0.1, PARTLY), (0.4, 0.1, NO)])
+def test_what_dominates_a_step(transfer: float, idle: float, expected: Verdict) -> None:
+    assert hillinfer("dominates", Measure("", {"transfer_share": transfer, "idle_share": idle})) is expected
+
+
+class MadeUp(hill.ModelledCase):
+    """A point whose speed-ups are given."""
+
+    def speedup(self, baseline: str, output_tokens: int = 0) -> float:
+        given: Any = self.latencies
+        return float(given[baseline])
+
+
+def made_up(rows: Sequence[Ratios]) -> list[hill.ModelledCase]:
+    """Points of one model whose speed-ups over the four baselines are `rows`; modelled times for their order."""
+    return [
+        MadeUp("Qwen-7B", 1024 << place, dict(zip(hill.BASELINES, row, strict=True)))  # type: ignore[arg-type]
+        for place, row in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "in_range", "up_to", "longer"),
+    [
+        (((8, 7, 6, 5), (8.5, 7.5, 6.5, 5.5)), YES, YES, YES),
+        (((8, 7, 6, 1), (8.5, 6, 6.5, 1.5)), PARTLY, YES, PARTLY),
+        (((20, 2, 2, 1), (10, 2, 2, 1)), NO, PARTLY, NO),
+        (((2, 2, 2, 1), (1, 1, 1, 1)), NO, NO, NO),
+    ],
+)
+def test_speed_ups_are_judged_by_the_papers_range(
+    rows: Sequence[Ratios], in_range: Verdict, up_to: Verdict, longer: Verdict
+) -> None:
+    found = hill.speedup_measures(made_up(rows))
+    names = ("speed-up-range", "up-to-8.56", "longer-gains-more")
+    assert [hillinfer(name, found[name]) for name in names] == [in_range, up_to, longer]
+
+
+def test_the_order_is_that_of_the_modelled_times() -> None:
+    point, names = hill.points(hill.READINGS["sizes"])[0], list(SYSTEMS)
+    slow = {
+        name: replace(point.latencies["full"], token_ns=1e9 * (len(names) - place), prefill_ns=0)
+        for place, name in enumerate(names)
+    }
+    swapped = {**slow, "full": slow["hillinfer"], "hillinfer": slow["full"]}
+    ordered, other = replace(point, latencies=slow), replace(point, latencies=swapped)
+    for of, expected in (([ordered], YES), ([ordered, other], PARTLY), ([other], NO)):
+        assert hillinfer("order", hill.systems_in_order(of)) is expected
+
+
+def test_readings_differ_in_machine_and_workload_which_all_systems_share() -> None:
+    for reading in hill.READINGS.values():
+        found = hill.points(reading)
+        assert len(found) == 11 and all(point.context <= MODELS[point.model].context_limit for point in found)
+        assert {one.machine for point in found for one in point.latencies.values()} == {reading.machine.name}
+        if reading.ssd_share is not None:
+            shares = {one.places.ssd_share for point in found for one in point.latencies.values()}
+            assert all(share == pytest.approx(reading.ssd_share) for share in shares)
+
+
+def test_needed_speeds_give_the_ends_of_the_range() -> None:
+    reading = hill.READINGS["share-20"]
+    base = reading.machine.ssd_bytes_per_s
+    for one in hill.needed(reading):
+        for rate, expected in ((one.slowest, hill.MOST), (one.fastest, hill.LEAST)):
+            machine = reading.machine.faster(ssd_bytes_per_s=rate / base, ssd_requests_per_s=rate / base)
+            changed, names = replace(reading, machine=machine), (one.baseline, "hillinfer")
+            point = hill.ModelledCase("", 4096, {name: changed.latency(name, MODELS["Qwen-7B"], 4096) for name in names})
+            assert point.speedup(one.baseline) == pytest.approx(expected, rel=1e-6)
+    assert all(math.isnan(one.slowest) for one in hill.needed(hill.READINGS["sizes"]))
+
+
+def test_parts_and_the_ratio_of_the_pools() -> None:
+    reading = hill.READINGS["share-20"]
+    one = hill.ablation()["share-20"]
+    for times, expected in (((3, 2, 1), YES), ((1, 2, 1), PARTLY), ((1, 2, 3), NO)):
+        pairs = zip(one.items(), times, strict=True)
+        timed = {name: replace(of, token_ns=time * 1e9) for (name, of), time in pairs}
+        assert hillinfer("each-part-counts", hill.part_measures(timed, reading)["each-part-counts"]) is expected
+    curves = (
+        ((6, 5, 1, 2, 3, 4), YES),
+        ((6, 5, 2, 1, 3, 4), YES),
+        ((6, 5, 1.01, 2, 3, 1), PARTLY),
+        ((1, 2, 3, 4, 5, 6), NO),
+    )
+    for curve, expected in curves:
+        data = hill.BetaSweep(30.0, {hill.BEST: [value * 1e9 for value in curve]})
+        assert hillinfer("beta-rule", data.measure(hill.BEST)) is expected
+
+
+# hillinfer: what is measured
+
+FAST = {"full": 80.0, "h2o": 70.0, "prefetch": 60.0, "leoam": 50.0, "hillinfer-no-app": 20.0, "hillinfer": 10.0}
+
+
+def row(name: str, token_ms: float, scored: float = 0.0, beta: float | None = 4.0) -> Row:
+    stages = {"evaluate": 1e6, "fetch": 1e6, "compute": 1e6, "update": 0.0}
+    moved = {"ssd to cpu, score": scored, "ssd to cpu, fetch": 1e6}
+    return Row(name, name.title(), token_ms * 1e6, stages, 0.0, 0.5, moved, beta)
+
+
+def runs(times: Mapping[str, float], device: float = 1e4) -> Bench:
+    scored = {"prefetch": 1e6, "hillinfer": device}
+    rows = tuple(row(name, time, scored.get(name, 0.0)) for name, time in times.items())
+    return Bench("measured", {"context": 2048}, rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "expected"),
+    [
+        ("speed-up-here", runs(FAST), YES),
+        ("speed-up-here", runs({**FAST, "hillinfer": 14.0}), PARTLY),
+        ("speed-up-here", runs({**FAST, "hillinfer": 100.0}), NO),
+        ("parts-here", runs(FAST), YES),
+        ("parts-here", runs({**FAST, "hillinfer": 19.9}), PARTLY),
+        ("link-bytes-here", runs(FAST, 1e4), YES),
+        ("link-bytes-here", runs(FAST, 5e4), PARTLY),
+        ("link-bytes-here", runs(FAST, 5e5), NO),
+    ],
+)
+def test_runs_are_judged_by_the_same_numbers(name: str, found: Bench, expected: Verdict) -> None:
+    assert hillinfer(name, hill.run_measures(found)[name]) is expected
+
+
+def test_hits_that_were_measured_change_what_is_modelled() -> None:
+    plain = runs(FAST)
+    assert hill.with_hits(plain, 0.2) is None
+    seen = Observed((1,), 1, 100, 1.0, 0, 0, 0, 0.0, None, {})
+    hits = {"prefetch": 0.7, "hillinfer": 1.0}
+    rows = tuple(replace(one, observed=replace(seen, hit_ratio=hits.get(one.policy, 0.8))) for one in plain.rows)
+    found = hill.with_hits(replace(plain, rows=rows), 0.2)
+    assert found is not None and set(found) == {"share-20", "flexgen-20"}
+    worst = hill.over(hill.points(hill.READINGS["share-20"]), "prefetch")
+    assert all(better > plainly for better, plainly in zip(hill.over(found["share-20"], "prefetch"), worst, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [((9, 8, 1, 8, 9), YES), ((9, 8, 2, 1, 9), YES), ((9, 8, 1.01, 9, 1), PARTLY), ((1, 2, 3, 4, 5), NO)],
+)
+def test_the_measured_sweep(times: Ratios, expected: Verdict) -> None:
+    rows = tuple(row("hillinfer", time, beta=2.0**place) for place, time in enumerate(times))
+    found = hill.beta_measure(Bench("measured", {}, rows, Marks(4e9, 1e9, None)))
+    assert hillinfer("beta-here", found) is expected
+
+
+@pytest.mark.parametrize(
+    ("at_02", "at_005", "comparable", "trade"),
+    [(0.95, 0.5, YES, YES), (0.92, 0.5, PARTLY, PARTLY), (0.5, 0.5, NO, PARTLY), (0.95, 0.95, YES, PARTLY)],
+)
+def test_accuracy_is_judged_against_the_full_cache(at_02: float, at_005: float, comparable: Verdict, trade: Verdict) -> None:
+    by_alpha = {"0.05": at_005, "0.2": at_02, "0.4": 0.95}
+    data = {"tokens": 4096, "answers": 256, "full": 0.95, "by_system": {"hillinfer": by_alpha}}
+    found = hill.accuracy_measures(data, "hillinfer")
+    assert hillinfer("comparable-accuracy", found["comparable-accuracy"]) is comparable
+    assert hillinfer("alpha-trade-off", found["alpha-trade-off"]) is trade
+
+
+# icecache
+
+ICE, TREE, PAGES = ice.OURS
+
+
+def asked(name: str, measure: Callable[[TaskBench, str], Measure], data: TaskBench, policy: str = ICE) -> Verdict:
+    return verdict("icecache", name, measure(data, policy))
+
+
+@pytest.mark.parametrize(("found", "expected"), [([10] * 20, YES), ([10] * 19 + [5], PARTLY), ([9] * 20, NO)])
+def test_every_passkey_means_every_one(found: Sequence[int], expected: Verdict) -> None:
+    data = bench({(STOCK, None): [10] * 20, (ICE, 64): found, (ICE, 256): [10] * 20})
+    if expected is NO:
+        data = bench({(STOCK, None): [10] * 20, (ICE, 64): found})
+    assert asked("every-passkey", ice.every_passkey, data) is expected
+
+
+@pytest.mark.parametrize(("own", "expected"), [([100, 99], YES), ([98, 94], PARTLY), ([94, 94], NO)])
+def test_99_percent_are_of_what_the_full_cache_answers(own: Sequence[int], expected: Verdict) -> None:
+    data = bench({(STOCK, None): [100, 100], (ICE, 64): [0, 0], (ICE, 256): own})
+    assert asked("keeps-99", ice.kept, data) is expected
+    half = bench({(STOCK, None): [50, 50], (ICE, 256): [50, 50]})
+    assert asked("keeps-99", ice.kept, half) is YES, "it cannot know more than the model"
+
+
+def test_the_worst_context_counts() -> None:
+    near = bench({(STOCK, None): [10] * 4, (ICE, 256): [10] * 4}, (1024,))
+    far = bench({(STOCK, None): [10] * 4, (ICE, 256): [7] * 4}, (4096,))
+    assert asked("needles", ice.kept, near) is YES
+    assert asked("needles", ice.kept, replace(near, rows=(*near.rows, *far.rows))) is NO
+
+
+@pytest.mark.parametrize(("own", "rival", "quarter", "outperforms"), [(9, 5, YES, YES), (5, 5, YES, NO), (4, 5, NO, NO)])
+def test_rivals_are_beaten_or_not(own: int, rival: int, quarter: Verdict, outperforms: Verdict) -> None:
+    data = of_policies(own, rival, ice.OURS)
+    assert asked("quarter-of-the-budget", ice.quarter, data, TREE) is quarter
+    assert asked("outperforms", ice.outperforms, data, TREE) is outperforms
+    # One rival that is as good makes it partly.
+    best = data.rows[1].answers
+    rows = tuple(replace(one, answers=best) if one.policy == "quest" else one for one in data.rows)
+    if outperforms is YES:
+        assert asked("outperforms", ice.outperforms, replace(data, rows=rows), TREE) is PARTLY
+
+
+def test_trees_are_compared_with_the_exact_scan() -> None:
+    data, fewer = of_policies(10, 5, ice.OURS), of_policies(5, 5, ice.OURS).rows[1].answers
+    assert asked("near-top-k", ice.near_exact, data, PAGES) is YES
+    rows = tuple(replace(one, answers=fewer) if one.policy == PAGES else one for one in data.rows)
+    assert asked("near-top-k", ice.near_exact, replace(data, rows=rows), PAGES) is NO
+
+
+def length(tokens: int, policy: str, ms: float, full_ms: float, loading: float = 0.1, query: float = 0.2) -> dict[str, Any]:
+    parts = {"loading": loading * ms, "query": query * ms, "update": 0.0, "decoding": (1 - loading - query) * ms}
+    speed = {"tpot_ns": ms * 1e6, "parts_ns": {part: one * 1e6 for part, one in parts.items()}}
+    return {"tokens": tokens, "policy": policy, "title": policy, "speed": speed, "times_stock": ms / full_ms}
+
+
+def by_length(*own: float, kv: float = 0.04, whole: float = 0.54, **parts: float) -> list[dict[str, Any]]:
+    """Lengths at which the full cache takes 10, 20, 40 .. ms and IceCache as said, and what it has in memory."""
+    rows = [length(1024 << place, STOCK, 10 << place, 10 << place, 0, 0) for place in range(len(own))]
+    rows += [length(1024 << place, ICE, ms, 10 << place, **parts) for place, ms in enumerate(own)]
+    return [{**one, "kv_share": kv, "share_with_index": whole} for one in rows]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (by_length(15, 19, 20, whole=0.05), YES),
+        (by_length(15, 19, 20, whole=0.06), PARTLY),
+        (by_length(15, 19, 20), PARTLY),
+        (by_length(15, 19, 50, whole=0.05), PARTLY),
+        (by_length(15, 19, 50), PARTLY),
+        (by_length(15, 19, 20, kv=0.5), PARTLY),
+        (by_length(15, 19, 50, kv=0.5), NO),
+    ],
+)
+def test_memory_and_time_count_together(rows: list[dict[str, Any]], expected: Verdict) -> None:
+    found = ice.memory_and_time(rows)
+    assert verdict("icecache", "memory-and-time", found) is expected
+    assert "with index" in found.words and ("faster from 2,048 tokens on" in found.words) == (found.values["times"] <= 1)
+
+
+@pytest.mark.parametrize(("own", "expected"), [((5, 10, 15), YES), ((5, 10, 30), PARTLY), ((5, 10, 60), NO)])
+def test_growth_is_compared_with_the_full_cache(own: tuple[float, ...], expected: Verdict) -> None:
+    assert verdict("icecache", "slower-growth", ice.growth(by_length(*own))) is expected
+
+
+@pytest.mark.parametrize(
+    ("loading", "query", "expected"), [(0.1, 0.2, YES), (0.2, 0.1, PARTLY), (0.5, 0.3, PARTLY), (0.6, 0.1, NO)]
+)
+def test_parts_are_ranked(loading: float, query: float, expected: Verdict) -> None:
+    assert verdict("icecache", "breakdown", ice.breakdown(by_length(9, 9, loading=loading, query=query))) is expected
+
+
+@pytest.mark.parametrize(("reuse", "expected"), [(8.0, YES), (9.8, PARTLY), (11.0, NO)])
+def test_reuse_is_compared_with_itself(reuse: float, expected: Verdict) -> None:
+    rows = [*by_length(10.0), length(1024, ice.REUSE, reuse, 10)]
+    assert verdict("icecache", "reuse-is-faster", ice.reuse_faster(rows)) is expected

@@ -11,7 +11,7 @@ from llmcache.cache.classes import LockedLoop, TraceClasses
 from llmcache.cache.classify import classify
 from llmcache.errors import DataError, MountProblem
 from llmcache.fs.client import control, mountpoint
-from llmcache.report.classification import summary
+from llmcache.report.classify import summary
 from llmcache.trace.capture.files import LockedBytes
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
 from llmcache.trace.record.meta import LOCKED, locked_bytes, locked_extra

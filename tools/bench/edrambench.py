@@ -14,12 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.edram.accelerator import evaluate
-from llmcache.edram.models import MODELS
-from llmcache.edram.sweep import Axes
-from llmcache.edram.systems import SYSTEMS
-from llmcache.edram.workloads import WORKLOADS
-from llmcache.report.edram_sweep import swept
+from llmcache.edram.accelerator import Axes, evaluate
+from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS
+from llmcache.report.edram_model import swept
 from llmcache.report.reproduce import reproduce
 
 from . import machine, results

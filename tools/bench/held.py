@@ -108,8 +108,8 @@ HELD = (
         5,
         "where the paper's speed-ups are not reached, the page says by how much not, and what would have to be so",
         (
-            "tests/unit/test_reproduce_hillinfer.py::test_speed_ups_are_judged_by_the_papers_range",
-            "tests/unit/test_reproduce_hillinfer.py::test_needed_speeds_give_the_ends_of_the_range",
+            "tests/unit/test_reproduce_claims.py::test_speed_ups_are_judged_by_the_papers_range",
+            "tests/unit/test_reproduce_claims.py::test_needed_speeds_give_the_ends_of_the_range",
         ),
     ),
     Held(
@@ -129,7 +129,7 @@ HELD = (
     ),
     Held(6, "what transformers' own tests of caches ask", ("tests/hf/test_as_transformers.py",)),
     Held(6, "the paper's comparison on a GPU", by_hand="not held: no GPU was at hand"),
-    Held(7, "rows of the validation targets, within their tolerances", ("tests/unit/test_edram_targets.py",)),
+    Held(7, "rows of the validation targets, within their tolerances", ("tests/unit/test_edram_model.py",)),
     Held(7, "monotonic over random configurations", ("tests/property/test_edram_monotone.py",)),
     Held(
         7,

@@ -58,7 +58,7 @@ class Kelle(H2O):
     4.1.2): a store gets keys and values of a model, never the x that they are computed from; `edram.aerp` has it. Nor are
     lost bits: `edram.accuracy` has them. With pages of one token it drops what `edram.aerp.Slots` drops.
 
-    `record` shows what is kept to whoever accounts for it: `edram.refresh.kelle`, for `llmcache edram report`.
+    `record` shows what is kept to whoever accounts for it: `edram.kelle`, for `llmcache edram report`.
     """
 
     name = "kelle"

@@ -1,0 +1,211 @@
+"""A decoder in numpy whose attention layers run under AERP: Llama, Mistral and Qwen2 of a size that fits a test.
+
+Configuration and weights are those of a model's directory: config.json, and one model.safetensors of float32, without
+scaled rotations. The prompt is computed densely, once, and handed to as many variants of the cache as are compared; the
+tokens after it are computed one by one over each. Needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, Projections, Rope, attend_prompt
+from llmcache.edram.flips import CellSettings
+from llmcache.errors import DataError, UsageError
+
+Floats = NDArray[np.float32]
+MODEL_TYPES = ("llama", "mistral", "qwen2")
+_HINT = "a directory with config.json and model.safetensors (float32) of a Llama, Mistral or Qwen2 model is needed"
+_LONGEST_HEADER = 1 << 26
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a decoder, as its config.json names them."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocabulary: int
+    theta: float
+    eps: float
+
+    @classmethod
+    def parse(cls, data: Any) -> Config:
+        """Returns the sizes in the plain data of a config.json; DataError naming what is missing or not supported."""
+        if not isinstance(data, dict) or data.get("model_type") not in MODEL_TYPES:
+            found = data.get("model_type") if isinstance(data, dict) else None
+            raise DataError(f"model_type: {found!r}, known are {', '.join(MODEL_TYPES)}", _HINT)
+        rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+        if rope.get("rope_type", "default") != "default" or data.get("use_sliding_window", False):
+            raise DataError(f"rope_parameters: {rope}, only default rotations over all tokens are supported", _HINT)
+        heads, hidden = _whole(data, "num_attention_heads"), _whole(data, "hidden_size")
+        return cls(
+            layers=_whole(data, "num_hidden_layers"),
+            heads=heads,
+            kv_heads=_whole(data, "num_key_value_heads", heads),
+            head_dim=_whole(data, "head_dim", hidden // heads),
+            hidden=hidden,
+            vocabulary=_whole(data, "vocab_size"),
+            theta=float(rope.get("rope_theta") or data.get("rope_theta") or 10_000.0),
+            eps=float(data.get("rms_norm_eps", 1e-6)),
+        )
+
+
+def read_model(directory: str | Path) -> tuple[Config, dict[str, Floats]]:
+    """Returns configuration and tensors by name of the model in `directory`; UsageError if it is not there, DataError."""
+    root = Path(directory)
+    try:
+        config = json.loads((root / "config.json").read_bytes())
+        raw = (root / "model.safetensors").read_bytes()
+    except OSError as error:
+        raise UsageError(f"model: '{root}' cannot be read: {error.strerror}", _HINT) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"config.json: no JSON: {error}", _HINT) from error
+    return Config.parse(config), parse_tensors(raw)
+
+
+def parse_tensors(raw: bytes) -> dict[str, Floats]:
+    """Returns the tensors of a safetensors file of float32; DataError naming the one that does not fit."""
+    length = int.from_bytes(raw[:8], "little")
+    if len(raw) < 8 or not 0 < length <= min(_LONGEST_HEADER, len(raw) - 8):
+        raise DataError(f"model.safetensors: a header of {length} bytes in a file of {len(raw)}", _HINT)
+    try:
+        header = json.loads(raw[8 : 8 + length])
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"model.safetensors: its header is no JSON: {error}", _HINT) from error
+    body = raw[8 + length :]
+    return {name: _tensor(name, entry, body) for name, entry in header.items() if name != "__metadata__"}
+
+
+def _tensor(name: str, entry: Any, body: bytes) -> Floats:
+    try:
+        shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+        if entry["dtype"] != "F32":
+            raise DataError(f"{name}: {entry['dtype']}, F32 is needed", _HINT)
+        return np.frombuffer(body[begin:end], np.float32).reshape(shape)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{name}: {error}", _HINT) from error
+
+
+def _whole(data: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = data.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise DataError(f"{name}: {value!r}, a whole number of at least 1 is needed", _HINT)
+    return value
+
+
+Ids = NDArray[np.int64]
+Scores = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LayerPrompt:
+    """What one layer computed of a prompt of n tokens: x [n, hidden], keys and values [n, kv_heads, dim], column sums.
+
+    `sums` [kv_heads, n] by kind of score: "softmax", "logit".
+    """
+
+    x: Floats
+    keys: Floats
+    values: Floats
+    sums: dict[str, Scores]
+
+
+Prompt = tuple[LayerPrompt, ...]
+"""A prompt after its dense pass: of every layer what a cache needs."""
+
+
+class Decoder:
+    """The weights of a model, by name as safetensors has them, and how tokens go through them."""
+
+    def __init__(self, config: Config, tensors: dict[str, Floats]) -> None:
+        self.config, self._tensors = config, tensors
+        self.shape = LayerShape(config.heads, config.kv_heads, config.head_dim, config.hidden)
+        self.rope = Rope(config.theta)
+        self.projections = tuple(self._projections(f"model.layers.{layer}.self_attn") for layer in range(config.layers))
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Decoder:
+        """Returns the model in `directory`; errors as `read_model`."""
+        return cls(*read_model(directory))
+
+    def _projections(self, prefix: str) -> Projections:
+        key, value = self._linear(f"{prefix}.k_proj"), self._linear(f"{prefix}.v_proj")
+        return Projections(key[0], value[0], self.config.kv_heads, self.rope, key[1], value[1])
+
+    def _linear(self, name: str) -> tuple[Floats, Floats | None]:
+        return self._tensor(f"{name}.weight").T, self._tensors.get(f"{name}.bias")
+
+    def _tensor(self, name: str) -> Floats:
+        if name not in self._tensors:
+            raise DataError(f"{name}: missing in the model")
+        return self._tensors[name]
+
+    def _apply(self, name: str, rows: Floats) -> Floats:
+        weight, bias = self._linear(name)
+        return rows @ weight if bias is None else rows @ weight + bias
+
+    def _norm(self, name: str, rows: Floats) -> Floats:
+        scale = 1 / np.sqrt((rows * rows).mean(axis=-1, keepdims=True) + np.float32(self.config.eps))
+        normed: Floats = rows * scale * self._tensor(f"{name}.weight")
+        return normed
+
+    def _queries(self, layer: int, x: Floats, positions: Ids) -> Floats:
+        rows = self._apply(f"model.layers.{layer}.self_attn.q_proj", x)
+        return self.rope.turn(rows.reshape(len(x), self.config.heads, -1), positions)
+
+    def _mlp(self, layer: int, hidden: Floats) -> Floats:
+        name = f"model.layers.{layer}"
+        x = self._norm(f"{name}.post_attention_layernorm", hidden)
+        gate = self._apply(f"{name}.mlp.gate_proj", x)
+        return self._apply(f"{name}.mlp.down_proj", gate / (1 + np.exp(-gate)) * self._apply(f"{name}.mlp.up_proj", x))
+
+    def _logits(self, hidden: Floats) -> Floats:
+        head = "lm_head.weight" if "lm_head.weight" in self._tensors else "model.embed_tokens.weight"
+        logits: Floats = self._norm("model.norm", hidden) @ self._tensor(head).T
+        return logits
+
+    def prompt(self, ids: Ids) -> tuple[Prompt, Floats]:
+        """Returns the prompt `ids` [n] for caches to take, and the logits [n, vocabulary] of dense attention."""
+        positions, layers = np.arange(len(ids)), []
+        hidden = self._tensor("model.embed_tokens.weight")[ids]
+        for layer, project in enumerate(self.projections):
+            x = self._norm(f"model.layers.{layer}.input_layernorm", hidden)
+            keys, values = project(x, positions)
+            mixed, weights, products = attend_prompt(self._queries(layer, x, positions), keys, values)
+            layers.append(LayerPrompt(x, keys, values, {"softmax": weights, "logit": products}))
+            hidden = hidden + self._apply(f"model.layers.{layer}.self_attn.o_proj", mixed.reshape(len(ids), -1))
+            hidden = hidden + self._mlp(layer, hidden)
+        return tuple(layers), self._logits(hidden)
+
+    def cache(self, prompt: Prompt, settings: AerpSettings, cells: CellSettings) -> list[AerpLayer]:
+        """Returns the layers of a cache that has taken `prompt`."""
+        layers = []
+        for number, one in enumerate(prompt):
+            layer = AerpLayer(settings, self.shape, self.projections[number], cells, number)
+            layer.prefill(one.keys, one.values, one.sums[settings.score], one.x)
+            layers.append(layer)
+        return layers
+
+    def step(self, token: int, cache: list[AerpLayer]) -> Floats:
+        """Returns the logits [vocabulary] after `token`, the next of the text in `cache`."""
+        position = np.array([cache[0].slots.newest + 1])
+        hidden = self._tensor("model.embed_tokens.weight")[[token]]
+        for number, layer in enumerate(cache):
+            x = self._norm(f"model.layers.{number}.input_layernorm", hidden)
+            keys, values = self.projections[number](x, position)
+            mixed = layer.step(self._queries(number, x, position)[0], keys[0], values[0], x[0])
+            hidden = hidden + self._apply(f"model.layers.{number}.self_attn.o_proj", mixed.reshape(1, -1))
+            hidden = hidden + self._mlp(number, hidden)
+        logits: Floats = self._logits(hidden)[0]
+        return logits

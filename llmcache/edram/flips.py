@@ -1,0 +1,344 @@
+"""Bit flips of 2DRP: what is read from eDRAM whose four groups are refreshed at their intervals, decided by a seed.
+
+Format: 16-bit cells hold integers with one scale per vector, or halves. Differs from the paper: it says "16 bits" and never
+which. The choice decides the result: a lost exponent bit of a half wrecks the model at rates that integers hardly notice,
+so integers are the default.
+
+Draws: one uniform number per stored bit, a hash of where it lies, so no order of drawing matters. A bit is lost in a group
+if its number is below the group's rate. The same bit has the same number at every rate, so what is lost at a short
+interval is lost at every longer one (nested), and two runs with one seed differ by the rates alone.
+
+A loss is decided once, at the write, and stays until the next write: retention failures are weak cells, and refreshing a
+wrong bit keeps it wrong. By default a bit that was lost while its token had a low score stays lost when the token is
+promoted (`sticky`). Differs from the paper: section 4.2 does not say when bits are drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, TABLE4_INTERVALS, Intervals
+from llmcache.edram.retention import RetentionCurve, paper_curve, parse_intervals
+from llmcache.errors import UsageError
+
+Floats = NDArray[np.float32]
+Bits = NDArray[np.uint16]
+Format = Literal["int16", "fp16", "exact"]
+FORMATS: tuple[Format, ...] = ("int16", "fp16", "exact")
+LARGEST_HALF = 65504.0
+
+
+@dataclass
+class Stored:
+    """Vectors as stored: `bits` [..., dim] and, for int16, `scales` [..., 1], which lie where nothing is lost.
+
+    `exact` holds float32 [..., dim] instead of bits: nothing is rounded, and nothing can be lost.
+    """
+
+    bits: Bits
+    scales: Floats | None = None
+    exact: Floats | None = None
+
+
+def encode(rows: Floats, how: Format) -> Stored:
+    """Returns `rows` [..., dim] as stored. int16: the largest number of a vector becomes 32767."""
+    if how == "exact":
+        return Stored(np.empty((*rows.shape[:-1], 0), np.uint16), exact=rows.astype(np.float32))
+    if how == "fp16":
+        limited = np.clip(rows, -LARGEST_HALF, LARGEST_HALF)
+        return Stored(limited.astype(np.float16).view(np.uint16))
+    largest = np.abs(rows).max(axis=-1, keepdims=True)
+    scales = np.where(largest > 0, largest / np.float32(32767), np.float32(1)).astype(np.float32)
+    return Stored(np.rint(rows / scales).astype(np.int16).view(np.uint16), scales)
+
+
+def decode(stored: Stored, how: Format, lost: Bits | None = None, nonfinite: str = "clamp") -> Floats:
+    """Returns what is read, float32 [..., dim], if the bits `lost` [..., dim] are flipped.
+
+    `nonfinite`, for halves whose flipped bits are no number: "clamp" reads NaN as 0 and infinities as the largest half,
+    "keep" hands them on.
+    """
+    if stored.exact is not None:
+        return stored.exact
+    bits = stored.bits if lost is None else stored.bits ^ lost
+    if how == "int16":
+        assert stored.scales is not None
+        return bits.view(np.int16).astype(np.float32) * stored.scales
+    numbers = bits.view(np.float16).astype(np.float32)
+    if nonfinite == "clamp":
+        np.nan_to_num(numbers, copy=False, nan=0.0, posinf=LARGEST_HALF, neginf=-LARGEST_HALF)
+    return numbers
+
+
+@dataclass(frozen=True)
+class FlipRates:
+    """P(a stored bit is lost) of the four groups: high- and low-score tokens, bits 15 to 8 and 7 to 0."""
+
+    hst_msb: float = 0.0
+    hst_lsb: float = 0.0
+    lst_msb: float = 0.0
+    lst_lsb: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, rate in zip(GROUPS, self.in_order(), strict=True):
+            if not 0 <= rate <= 1:
+                raise ValueError(f"{name}: {rate}, 0 to 1 is needed")
+
+    @classmethod
+    def uniform(cls, rate: float) -> FlipRates:
+        """Returns one rate for all groups (figure 8a)."""
+        return cls(rate, rate, rate, rate)
+
+    @classmethod
+    def of_intervals(cls, intervals: Intervals, curve: RetentionCurve | None = None) -> FlipRates:
+        """Returns what groups refreshed at `intervals` lose, by `curve` (None: the paper's)."""
+        curve = curve or paper_curve()
+        return cls(*map(curve.failure, intervals.in_order()))
+
+    def in_order(self) -> tuple[float, float, float, float]:
+        """Returns the rates in the order of `GROUPS`."""
+        return self.hst_msb, self.hst_lsb, self.lst_msb, self.lst_lsb
+
+    @property
+    def mean(self) -> float:
+        """Mean over the groups: what is lost if they are of one size."""
+        return sum(self.in_order()) / len(GROUPS)
+
+    @property
+    def any(self) -> bool:
+        """Whether anything can be lost."""
+        return any(self.in_order())
+
+
+NO_FLIPS = FlipRates()
+
+
+def iso_power(intervals: Intervals, curve: RetentionCurve | None = None) -> FlipRates:
+    """Returns the rates of the uniform interval that costs as many refreshes as `intervals`: their harmonic mean.
+
+    Source: kelle.txt, table 4, whose uniform intervals are this mean. Differs from the paper: section 7.2 says they have
+    "the same average failure rate"; by the curve here 2DRP then fails several times more bits. `iso_failure` has it.
+    """
+    return FlipRates.of_intervals(Intervals.uniform(intervals.mean_ns), curve)
+
+
+def iso_failure(intervals: Intervals, curve: RetentionCurve | None = None) -> FlipRates:
+    """Returns the uniform rate that loses as many bits in the mean of the groups as `intervals`: section 7.2, literally."""
+    return FlipRates.uniform(FlipRates.of_intervals(intervals, curve).mean)
+
+
+_HINT = (
+    "write a rate by group: uniform=1e-3, msb=1e-2, lsb=1e-2, hst=1e-2 or lst=1e-2; intervals: 2drp, 2drp=540us, "
+    "interval=1050us or interval=360us,5.4ms,1.44ms,7.2ms; or none"
+)
+_ONE_SIDED = {
+    "uniform": GROUPS,
+    "msb": ("hst_msb", "lst_msb"),
+    "lsb": ("hst_lsb", "lst_lsb"),
+    "hst": ("hst_msb", "hst_lsb"),
+    "lst": ("lst_msb", "lst_lsb"),
+}
+
+
+def one_sided(side: str, rate: float) -> FlipRates:
+    """Returns `rate` for the groups of one `side` ("uniform", "msb", "lsb", "hst", "lst"), 0 for the others (figure 8)."""
+    return FlipRates(**dict.fromkeys(_ONE_SIDED[side], rate))
+
+
+def parse_flips(text: str, curve: RetentionCurve | None = None) -> FlipRates:
+    """Returns the rates meant by `text`; UsageError names what cannot be understood.
+
+    "none"; "uniform=1e-3", likewise msb, lsb, hst, lst; "2drp" (section 7.1), "2drp=540us" (a column of table 4);
+    "interval=1050us" or the four intervals in the order of `GROUPS`.
+    """
+    kind, _, value = text.strip().partition("=")
+    if kind == "none" and not value:
+        return NO_FLIPS
+    if kind in _ONE_SIDED:
+        return one_sided(kind, _rate(value, text))
+    if kind == "interval" and value:
+        return FlipRates.of_intervals(_intervals(value, text), curve)
+    if kind == "2drp":
+        return FlipRates.of_intervals(_column(value, text) if value else KELLE_INTERVALS, curve)
+    raise UsageError(f"flips: '{text}' is not understood", _HINT)
+
+
+def _rate(value: str, text: str) -> float:
+    try:
+        rate = float(value)
+    except ValueError:
+        rate = -1
+    if not 0 <= rate <= 1:
+        raise UsageError(f"flips: '{text}' gives no rate from 0 to 1", _HINT)
+    return rate
+
+
+def _intervals(value: str, text: str) -> Intervals:
+    try:
+        return parse_intervals(value)
+    except UsageError as error:
+        raise UsageError(f"flips: '{text}': {error.message}", _HINT) from error
+
+
+def _column(value: str, text: str) -> Intervals:
+    wanted = _intervals(value, text).mean_ns
+    for printed, intervals in TABLE4_INTERVALS.items():
+        if abs(wanted - printed) < 1:
+            return intervals
+    known = ", ".join(f"{printed // 1000}us" for printed in TABLE4_INTERVALS)
+    raise UsageError(f"flips: table 4 has no column '{value}'", f"its columns are {known}")
+
+
+Names = NDArray[np.uint64]
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def name_rows(*parts: int | NDArray[np.int64]) -> Names:
+    """Returns one 64-bit name per row from numbers that tell it apart (seed, layer, head, position...), broadcast."""
+    with np.errstate(over="ignore"):
+        name = np.zeros((), np.uint64)
+        for part in parts:
+            name = _mixed(name + _STEP + np.asarray(part).astype(np.uint64))
+    return name
+
+
+def _mixed(z: Names) -> Names:
+    """Splitmix64's finaliser: every bit of the result depends on every bit of `z`."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Names = z ^ (z >> np.uint64(31))
+    return mixed
+
+
+def draw(names: Names, dim: int, rates: FlipRates) -> tuple[Bits, Bits]:
+    """Returns the bits that rows of `dim` numbers lose as HST and as LST, uint16 [*names.shape, dim] each."""
+    shape = (*names.shape, dim)
+    hst, lst = np.empty(shape, np.uint16), np.empty(shape, np.uint16)
+    limits = np.array([round(rate * 2**32) for rate in rates.in_order()], np.uint64)
+    _draw(names.reshape(-1), limits, hst.reshape(-1, dim), lst.reshape(-1, dim))
+    return hst, lst
+
+
+@njit(cache=True, nogil=True)
+def _draw(names, limits, hst, lst):  # type: ignore[no-untyped-def]
+    """Eight hashes a number: each is the draws of two bits, 32 binary digits fine."""
+    for row in range(names.size):
+        z = names[row]
+        for column in range(hst.shape[1]):
+            as_hst = as_lst = 0
+            for pair in range(8):
+                z += np.uint64(0x9E3779B97F4A7C15)
+                m = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+                m = (m ^ (m >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+                m ^= m >> np.uint64(31)
+                low = 0 if pair >= 4 else 1  # bits 15 to 8 are the MSB group
+                for half in range(2):
+                    number = m >> np.uint64(32) if half else m & np.uint64(0xFFFFFFFF)
+                    bit = 1 << (2 * pair + half)
+                    if number < limits[low]:
+                        as_hst |= bit
+                    if number < limits[2 + low]:
+                        as_lst |= bit
+            hst[row, column] = as_hst
+            lst[row, column] = as_lst
+
+
+Where = tuple[NDArray[np.intp], ...]
+HST, LST = 1, 2
+
+
+@dataclass(frozen=True)
+class CellSettings:
+    """How vectors are stored and lost.
+
+    `sticky`: see the module.
+    `nonfinite`: what a half reads as that is no number any more ("clamp", "keep"). `protect`: sinks and the recent window
+    count as high-score tokens whatever their score; by score alone every new token would be a low one.
+    """
+
+    format: Format = "int16"
+    rates: FlipRates = NO_FLIPS
+    seed: int = 0
+    sticky: bool = True
+    nonfinite: Literal["clamp", "keep"] = "clamp"
+    protect: bool = True
+
+    def __post_init__(self) -> None:
+        known = {"format": FORMATS, "nonfinite": ("clamp", "keep")}
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name}: '{getattr(self, name)}', known are {', '.join(values)}")
+        if self.format == "exact" and self.rates.any:
+            raise ValueError("rates: format 'exact' has no bits to lose")
+
+
+@dataclass
+class Cells:
+    """Rows [*places, dim] with their `readings`, float32, kept up to date by `write` and `settle`."""
+
+    places: tuple[int, ...]
+    dim: int
+    settings: CellSettings
+    readings: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = (*self.places, self.dim)
+        self.readings = np.zeros(shape, np.float32)
+        self._groups = np.zeros(self.places, np.uint8)  # HST, LST or both since the write; 0: not settled yet
+        if self.settings.rates.any:
+            self._bits, self._hst, self._lst = (np.zeros(shape, np.uint16) for _ in range(3))
+            self._scales = np.zeros((*self.places, 1), np.float32)
+
+    def write(self, at: Where, rows: Floats, names: Names) -> None:
+        """Stores `rows` [n, dim] at the places `at` (one index array per axis); `names` [n] seeds what they will lose."""
+        how = self.settings.format
+        stored = encode(rows, how)
+        self._groups[at] = 0
+        self.readings[at] = decode(stored, how)
+        if not self.settings.rates.any:
+            return
+        self._bits[at] = stored.bits
+        if stored.scales is not None:
+            self._scales[at] = stored.scales
+        lost = draw(names, self.dim, self.settings.rates)
+        for mask, into in zip(lost, (self._hst, self._lst), strict=True):
+            into[at] = mask
+
+    def grow(self, more: int) -> None:
+        """Adds `more` places along the first axis."""
+        for name, array in vars(self).items():
+            if isinstance(array, np.ndarray):
+                setattr(self, name, np.concatenate([array, np.zeros((more, *array.shape[1:]), array.dtype)]))
+        self.places = (self.places[0] + more, *self.places[1:])
+
+    def settle(self, hst: NDArray[np.bool_], used: NDArray[np.bool_]) -> Where:
+        """Puts the `used` rows in their groups for a step (`hst`) and returns which readings may differ.
+
+        Both [*places], or fewer from the first place of each axis on: the rest is not in use.
+        """
+        if not self.settings.rates.any:
+            return np.nonzero(np.zeros(hst.shape, np.bool_))
+        before = self._groups[tuple(map(slice, hst.shape))]
+        now = np.where(hst, np.uint8(HST), np.uint8(LST))
+        groups = before | now if self.settings.sticky else now
+        changed = np.nonzero(used & (groups != before))
+        self._groups[changed] = groups[changed]
+        both = self._groups[changed][:, None]
+        lost = np.where(both & HST, self._hst[changed], 0) | np.where(both & LST, self._lst[changed], 0)
+        stored = Stored(self._bits[changed], self._scales[changed])
+        self.readings[changed] = decode(stored, self.settings.format, lost.astype(np.uint16), self.settings.nonfinite)
+        return changed
+
+    def lost_bits(self, used: NDArray[np.bool_]) -> int:
+        """Returns how many bits of the `used` rows read wrongly, in the groups they have been in."""
+        if not self.settings.rates.any:
+            return 0
+        at = np.nonzero(used)
+        groups = self._groups[at][:, None]
+        lost = np.where(groups & HST, self._hst[at], 0) | np.where(groups & LST, self._lst[at], 0)
+        return int(np.unpackbits(lost.astype(np.uint16).view(np.uint8)).sum())

@@ -1,0 +1,61 @@
+"""Records what the KV manager's Kelle keeps, for `llmcache edram report`: of any store, or of a synthetic stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from llmcache.edram.refresh import EdramRun, RunRecorder
+from llmcache.errors import UsageError
+from llmcache.kv.bench.measured import check_space, workplace
+from llmcache.kv.bench.question import DEFAULT_POLICIES, Options, setup_of
+from llmcache.kv.bench.session import Session
+from llmcache.kv.bench.variants import variants_of
+from llmcache.kv.policies.kelle import Kelle
+from llmcache.units import format_duration
+
+
+class KelleRecorder(RunRecorder):
+    """Notes what `policy` keeps from now on, all vectors of 16 bits whatever type its store has; `run` gives the run.
+
+    `step_ns`: how long a step takes on the *modelled* accelerator (None: whoever reads the run says). `lives`: as
+    `RunRecorder`.
+    """
+
+    def __init__(self, policy: Kelle, *, step_ns: float | None = None, lives: bool = True) -> None:
+        shape = policy.store.shape
+        super().__init__(shape.head_dim + shape.value_dim, lives=lives)  # one half
+        self._policy, self._step_ns = policy, step_ns
+        policy.record(self, step_ns)
+
+    def run(self, title: str = "", **settings: Any) -> EdramRun:
+        """Returns the run, which ends here. ValueError if nothing was recorded."""
+        policy = self._policy
+        policy.end_record()
+        clock = "not said" if self._step_ns is None else f"modelled: {format_duration(self._step_ns)} a step"
+        given = {"policy": policy.name, "evicted": policy.evicted, "token_budget": policy.settings.token_budget}
+        return self.finish(title or f"{policy.title}, {policy.store.shape.model}", clock, given | settings)
+
+
+def record_stream(options: Options, progress: Callable[[str], None] = lambda _: None) -> EdramRun:
+    """Returns what Kelle keeps in each step of the benchmark that is asked for; UsageError unless it is Kelle alone.
+
+    The run has no clock: how long a step takes on an accelerator with eDRAM, nothing here can measure.
+    """
+    setup = setup_of(options)
+    variants = variants_of(DEFAULT_POLICIES if options.policy is None else options.policy)
+    if [variant.policy for variant in variants] != [Kelle.name]:
+        raise UsageError("--edram-run: only Kelle's runs can be recorded", "--policy kelle")
+    check_space(setup, 1)
+    with workplace(setup.directory) as directory, Session(replace(setup, directory=directory), variants[0]) as session:
+        policy = session.policy
+        assert isinstance(policy, Kelle)
+        progress("storing the prompt")
+        session.prefill()
+        recorder = KelleRecorder(policy)
+        for step in range(setup.steps):
+            progress(f"decode step {step + 1} of {setup.steps}")
+            session.decode(step)
+        conditions = {name: value for name, value in setup.conditions().items() if name != "directory"}
+        return recorder.run(f"Kelle, synthetic stream of {setup.spec.context:,} tokens", **conditions)

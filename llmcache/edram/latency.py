@@ -1,0 +1,285 @@
+"""Prefill and decode step, modelled: the bytes that move, the work of the array, how long each resource is busy.
+
+The array is weight-stationary with loading hidden: a tile of weights stays for as many cycles as the rows that pass
+through it, or as it takes to load the next, whichever is longer. Memories run at their printed bandwidth.
+
+As many cached tokens are stored as inputs and recomputed as the array can hide under DRAM traffic. Differs from the paper:
+it states that recomputing a KV vector takes 3.2 us and loading one 1.1 us (section 8.3.2), from which every fourth would be
+recomputed. Its own array takes 32.8 us for K and V of a token in a layer of LLaMA2-7B, and its DRAM 0.26 us for the 16 KiB
+that they have. Both are offered: `first-principles` and `declared`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmcache.edram.chip import CHAIN_CYCLES
+from llmcache.edram.columns import Array, Columns, Steps
+from llmcache.edram.constants import CHIP
+
+PASSES_16_BY_8 = 2
+"""8-bit MACs of a product of an activation and a weight (16 x 8 bit; section 5: a PE performs 8-bit MACs)."""
+PASSES_16_BY_16 = 4
+"""8-bit MACs of a product of two activations, as in attention."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of `array_rows` x `array_rows` weights, [n, 1]: in all K and V matrices, in all others, in the head.
+
+    `load_cycles`: to bring one from SRAM; `row_cycles`: per row that passes through one; `fill_cycles`: of filling and
+    draining it, where that is not hidden.
+    """
+
+    kv: Array
+    other: Array
+    head: Array
+    load_cycles: Array
+    row_cycles: Array
+    fill_cycles: Array
+
+
+def tiles_of(c: Columns) -> Tiles:
+    """Returns the tiles of the weight matrices."""
+    channels, hidden, query, key = (
+        np.ceil(width / c.array_rows) for width in (c.channels, c.hidden, c.heads * c.head_dim, c.kv_heads * c.head_dim)
+    )
+    feed_forward = np.where(c.gated, 3, 2) * channels * hidden
+    return Tiles(
+        kv=c.layers * 2 * channels * key,
+        other=c.layers * (2 * channels * query + feed_forward),
+        head=channels * np.ceil(c.vocabulary / c.array_rows),
+        load_cycles=c.array_rows**2 * CHIP.weight_bytes * c.clock_hz / c.sram_bytes_per_s,
+        row_cycles=PASSES_16_BY_8 / c.macs_per_pe,
+        fill_cycles=np.where(c.exposed_fill, 3 * c.array_rows - 2, 0),  # as SCALE-Sim v3 counts them
+    )
+
+
+def linear_s(c: Columns, tiles: Tiles, rows: Array, head_rows: Array, extra_kv_rows: Array) -> Array:
+    """Returns the time (s) of all products with weights, for `rows` rows, of which `head_rows` need the head.
+
+    `extra_kv_rows` pass through K and V only: tokens that are recomputed.
+    """
+
+    def cycles(amount: Array) -> Array:
+        return np.maximum(amount * tiles.row_cycles, tiles.load_cycles) + tiles.fill_cycles
+
+    worked = tiles.other * cycles(rows) + tiles.kv * cycles(rows + extra_kv_rows) + tiles.head * cycles(head_rows)
+    return np.asarray(worked / c.clock_hz)
+
+
+def attention_s(c: Columns, steps: Steps) -> Array:
+    """Returns the time (s) of the products with keys and values in one step, [n, groups]."""
+    per_head = 2 * np.ceil(c.head_dim / c.array_rows) * steps.row_tiles
+    rows = c.heads / c.kv_heads * PASSES_16_BY_16 / c.macs_per_pe
+    load = c.array_rows**2 * CHIP.value_bytes * c.clock_hz / c.kv_bytes_per_s
+    return np.asarray(c.batch * c.layers * c.kv_heads * per_head * np.maximum(rows, load) / c.clock_hz)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decode step: bytes and tokens, then the seconds that each resource is busy; [n, groups], or [n, 1] if constant.
+
+    `recomputed`: tokens per layer, over the batch; `stored_bytes`: of the KV cache, of which `off_chip_bytes` are read
+    from DRAM and the rest lies in the KV memory; `new_bytes`: written to DRAM.
+    """
+
+    recomputed: Array
+    stored_bytes: Array
+    off_chip_bytes: Array
+    new_bytes: Array
+    dram_weights_s: Array
+    dram_kv_s: Array
+    linear_s: Array
+    attention_s: Array
+    sram_s: Array
+    kv_memory_s: Array
+    eviction_s: Array
+
+
+def step_of(c: Columns, steps: Steps, share: Array) -> Step:
+    """Returns what a step takes if `share` of the cached tokens (0..1, [n, groups]) is stored as inputs.
+
+    With the declared costs of section 8.3.2 such tokens move no bytes and take no time, as in the paper's own example.
+    """
+    tokens = c.batch * steps.cached
+    kv_bytes = tokens * c.layers * c.kv_layer_bytes
+    x_bytes = np.where(c.declared, 0, tokens * c.layers * c.x_layer_bytes)
+    stored = (1 - share) * kv_bytes + share * x_bytes
+    off_chip = np.maximum(stored - c.kv_capacity_bytes, 0)
+    new = c.batch * c.layers * c.kv_layer_bytes
+    recomputed = np.where(c.declared, 0, share * tokens)
+    return Step(
+        recomputed=recomputed,
+        stored_bytes=stored,
+        off_chip_bytes=off_chip,
+        new_bytes=new,
+        dram_weights_s=c.read_weights * CHIP.weight_bytes / c.dram_bytes_per_s,
+        dram_kv_s=(off_chip + new) / c.dram_bytes_per_s,
+        linear_s=linear_s(c, tiles_of(c), c.batch, c.batch, recomputed),
+        attention_s=attention_s(c, steps),
+        sram_s=c.read_weights * CHIP.weight_bytes / c.sram_bytes_per_s,
+        kv_memory_s=kv_bytes / c.kv_bytes_per_s,
+        eviction_s=_eviction_s(c, steps),
+    )
+
+
+def _eviction_s(c: Columns, steps: Steps) -> Array:
+    """Returns how long (s) finding the tokens to evict stalls a step whose cache is full; see `evictor.EvictorCost`."""
+    cycles = np.where(c.systolic_evictor, CHAIN_CYCLES, steps.cached)
+    searches = c.kv_heads * c.layers * c.batch
+    return np.where(c.evict & (steps.cached >= c.budget), searches * cycles / c.clock_hz, 0)
+
+
+RESOURCES = ("dram_weights", "dram_kv", "array", "sram", "kv_memory", "eviction")
+"""What a step can wait for."""
+
+
+def waits(c: Columns, step: Step) -> dict[str, Array]:
+    """Returns how long (s) a step waits for each of `RESOURCES`, [n, groups]: it takes their sum.
+
+    Without overlap weights and KV are two phases, each as long as its slowest resource; the Kelle scheduler makes them
+    one (section 6), in which DRAM and array each serve both.
+    """
+    weights = _slowest(step.dram_weights_s, step.linear_s, step.sram_s)
+    kv = _slowest(step.dram_kv_s, step.attention_s, step.kv_memory_s)
+    dram, array = step.dram_weights_s + step.dram_kv_s, step.linear_s + step.attention_s
+    both = _slowest(dram, array, step.sram_s, step.kv_memory_s)
+    of_weights = step.dram_weights_s / dram
+    apart = (weights[0], kv[0], weights[1] + kv[1], weights[2], kv[2], step.eviction_s)
+    together = (both[0] * of_weights, both[0] * (1 - of_weights), both[1], both[2], both[3], step.eviction_s)
+    return {name: np.where(c.overlap, one, two) for name, one, two in zip(RESOURCES, together, apart, strict=True)}
+
+
+def _slowest(*times_s: Array) -> list[Array]:
+    """Returns each of `times_s` where it is the longest (the first of equals), 0 elsewhere."""
+    shape = np.broadcast_shapes(*(time_s.shape for time_s in times_s))
+    stacked = np.stack([np.broadcast_to(time_s, shape) for time_s in times_s])
+    longest = stacked.argmax(axis=0)
+    return [np.where(longest == place, time_s, 0) for place, time_s in enumerate(stacked)]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What the prefill takes, [n, 1] each: bytes over DRAM, MACs of the array, seconds (array and DRAM overlap)."""
+
+    weight_bytes: Array
+    activation_bytes: Array
+    kv_bytes: Array
+    linear_macs: Array
+    attention_macs: Array
+    array_s: Array
+    dram_s: Array
+
+    @property
+    def latency_s(self) -> Array:
+        """The longer of both."""
+        return np.maximum(self.array_s, self.dram_s)
+
+    @property
+    def dram_bytes(self) -> Array:
+        """All bytes over DRAM."""
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes
+
+
+def prefill_of(c: Columns) -> Prefill:
+    """Returns the prefill of `c`. Only the last token of a sequence needs the head.
+
+    The inputs of a matrix are read once for each piece of it that the weight memory holds, its outputs written once.
+    """
+    rows = c.batch * c.context
+    weight_bytes = c.read_weights * CHIP.weight_bytes
+    activation_bytes = c.layers * rows * CHIP.value_bytes * _values_per_row(c)
+    kept = np.where(c.evict, np.minimum(c.context, c.budget), c.context)
+    kv_bytes = c.batch * c.layers * c.kv_layer_bytes * kept
+    attention_macs = c.batch * c.layers * c.heads * c.context**2 * c.head_dim  # causal: half of it, for QK and for AV
+    linear = linear_s(c, tiles_of(c), rows, c.batch, np.zeros_like(rows))
+    attention = attention_macs * PASSES_16_BY_16 / c.macs_per_pe / (c.array_rows**2 * c.clock_hz)
+    return Prefill(
+        weight_bytes=weight_bytes,
+        activation_bytes=activation_bytes,
+        kv_bytes=kv_bytes,
+        linear_macs=rows * c.layers * c.layer_weights + c.batch * c.channels * c.vocabulary,
+        attention_macs=attention_macs,
+        array_s=linear + attention,
+        dram_s=(weight_bytes + activation_bytes + kv_bytes) / c.dram_bytes_per_s,
+    )
+
+
+def matrices(c: Columns) -> list[tuple[Array, Array, Array]]:
+    """Returns the kinds of matrices of a layer: (inputs, outputs, how many), [n, 1] each."""
+    query, key, one = c.heads * c.head_dim, c.kv_heads * c.head_dim, np.ones_like(c.layers)
+    return [
+        (c.channels, query, one),
+        (c.channels, key, 2 * one),
+        (query, c.channels, one),
+        (c.channels, c.hidden, np.where(c.gated, 2.0, 1.0)),
+        (c.hidden, c.channels, one),
+    ]
+
+
+def _values_per_row(c: Columns) -> Array:
+    total = np.zeros_like(c.layers)
+    for inputs, outputs, many in matrices(c):
+        pieces = np.ceil(inputs * outputs * CHIP.weight_bytes / c.weight_capacity_bytes)
+        total = total + many * (inputs * pieces + outputs)
+    return total
+
+
+def activation_accesses(c: Columns, rows: Array) -> Array:
+    """Returns the bytes of activations that all layers read and write on the chip for `rows` rows, the head's not.
+
+    Inputs are read once for each column of tiles.
+    """
+    total = np.zeros_like(c.layers)
+    for inputs, outputs, many in matrices(c):
+        total = total + many * (inputs * np.ceil(outputs / c.array_rows) + outputs)
+    return c.layers * rows * CHIP.value_bytes * total
+
+
+DECLARED_SHARE = CHIP.load_vector_ns / (CHIP.load_vector_ns + CHIP.recompute_vector_ns)
+"""Of the tokens (0..1): loading the others then takes as long as recomputing these; 25.6 %, the claimed saving of 25 %."""
+
+
+def recompute_share(c: Columns, steps: Steps) -> Array:
+    """Returns which share of the cached tokens is recomputed, 0..1, [n, groups]."""
+    modelled = np.where(c.declared, DECLARED_SHARE, _hidden_share(c, steps))
+    share = np.where(c.recompute_share >= 0, c.recompute_share, modelled)
+    return np.where(c.recomputes, share, 0) + np.zeros_like(steps.cached)
+
+
+def _hidden_share(c: Columns, steps: Steps) -> Array:
+    """Returns the share with which a step is shortest, from the costs of array and DRAM.
+
+    Tokens are recomputed until the array is as busy as DRAM, or DRAM no longer the slowest, or there are none left: sinks
+    and window are stored as KV (their scores are not known yet), and what lies on the chip needs no DRAM.
+    """
+    tokens = c.batch * steps.cached
+    saved_bytes = c.layers * (c.kv_layer_bytes - c.x_layer_bytes)  # per token, all layers; at most 0 under GQA
+    plain = step_of(c, steps, np.zeros_like(steps.cached))
+    tiles, none = tiles_of(c), np.zeros_like(c.batch)
+    per_row_s = tiles.kv * tiles.row_cycles / c.clock_hz
+    # The time of everything but K and V, which with a row of their own would take max(load, rows) a tile.
+    fixed_s = (
+        linear_s(c, tiles, c.batch, c.batch, none)
+        - tiles.kv * np.maximum(c.batch * tiles.row_cycles, tiles.load_cycles) / c.clock_hz
+    )
+    saved_s = np.maximum(saved_bytes, 1) / c.dram_bytes_per_s
+    dram_s, array_s = plain.dram_weights_s + plain.dram_kv_s, fixed_s + plain.attention_s
+    slack = np.where(
+        c.overlap,
+        (dram_s - array_s - c.batch * per_row_s) / (per_row_s + saved_s),
+        (np.maximum(plain.dram_weights_s, plain.sram_s) - fixed_s) / per_row_s - c.batch,
+    )
+    free = tiles.load_cycles / tiles.row_cycles - c.batch  # rows that pass while the next tile loads anyway
+    useful_s = np.where(
+        c.overlap,
+        dram_s - np.maximum(plain.sram_s, plain.kv_memory_s),
+        plain.dram_kv_s - np.maximum(plain.attention_s, plain.kv_memory_s),
+    )
+    eligible = c.batch * np.maximum(steps.cached - c.sinks - c.window, 0)
+    most = np.minimum(np.minimum(useful_s / saved_s, plain.off_chip_bytes / np.maximum(saved_bytes, 1)), eligible)
+    rows = np.clip(np.maximum(slack, free), 0, np.maximum(most, 0))
+    return np.where(saved_bytes > 0, rows / tokens, 0)

@@ -1,0 +1,553 @@
+"""Refresh accounting: which rows a run keeps in eDRAM, and what refreshing them costs by group. All of it is modelled.
+
+A recorded run, `llmcache.edram-run/1`, says which rows lay in eDRAM during each step of a decode, on a modelled clock:
+
+    {"schema": "llmcache.edram-run/1", "title": text, "clock": text (what is behind the durations; never wall time),
+     "pair_bytes": n (one half, MSB or LSB, of a key and a value of one head), "x_bytes": n (one half of an x row; 0: none),
+     "settings": {any}, "steps": {column: [a number per step]}, "lives": null or [{kind, begin, path, count}]}
+
+Columns of steps: duration_ns (null instead of the list: the reader of the file says how long a step takes) and, for kv
+(pairs of a key and a value of a head) and x: high_kv, low_kv, appended_kv, evicted_kv, promoted_kv, high_x and so on. A
+path is [[true for high, step at which that ends], ...]. Rows written by the prompt are there from step 0 on.
+
+A row of the account is one half (bits 15 to 8, or 7 to 0) of one key, value or x vector; its energy is its share of a pass
+over the array. Rules of counting (`RULES`):
+- ticks: one counter per group, as section 5.1 describes the controller; at every tick all living rows of the group are
+  refreshed. Source: kelle.txt, section 5.1.
+- expected: the same with the counters' phases unknown: living time over interval.
+- floor: every row has its own timer, started by its write; exact for a controller that knows when rows were written.
+- ceil: an upper bound of it, which charges every stretch in a group at least once.
+A row that is promoted to the high-score group is refreshed at once, as its age may exceed the shorter interval; a demoted
+one keeps its timer. Reading restores nothing: 3T cells are read without loss. Differs from the paper: it says none of this.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import ceil, floor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.edram.constants import GROUPS, Intervals
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.files import replacing
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+NONE = -1
+KINDS = ("kv", "x")
+
+
+@dataclass(frozen=True)
+class Life:
+    """`count` equal rows of a `kind` ("kv": a pair of key and value of one head; "x") that live from step `begin` on.
+
+    `path`: (high score?, the step at which that ends) of each stretch; the last one ends with the row.
+    """
+
+    kind: str
+    begin: int
+    path: tuple[tuple[bool, int], ...]
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Rows of one kind in one step: living with a high and a low score, new, gone, and raised from low to high."""
+
+    high: int = 0
+    low: int = 0
+    appended: int = 0
+    evicted: int = 0
+    promoted: int = 0
+
+    def __add__(self, other: Flow) -> Flow:
+        mine, theirs = vars(self), vars(other)
+        return Flow(**{name: mine[name] + theirs[name] for name in mine})
+
+
+@dataclass
+class Tracker:
+    """Follows the rows of one array of places (a layer's slots, or its x rows) from step to step."""
+
+    kind: str
+    lives: Counter[Life] | None = None
+    _ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    _high: Flags = field(default_factory=lambda: np.empty(0, np.bool_))
+    _begins: dict[int, tuple[int, list[tuple[bool, int]]]] = field(default_factory=dict)
+
+    def observe(self, step: int, ids: Ints, high: Flags) -> Flow:
+        """Returns what `step` changed: `ids` tell the rows in the places apart (-1: free), `high` has their groups."""
+        ids, high = ids.reshape(-1).copy(), high.reshape(-1).copy()
+        grown = len(ids) - len(self._ids)
+        if grown < 0:
+            raise ValueError(f"ids: {len(ids)} places, there were {len(self._ids)}: free ones are -1")
+        before = np.pad(self._ids, (0, grown), constant_values=NONE)
+        was_high = np.pad(self._high, (0, grown))
+        new, gone = (ids != before) & (ids != NONE), (ids != before) & (before != NONE)
+        moved = (ids == before) & (ids != NONE) & (high != was_high)
+        if self.lives is not None:
+            self._note(step, gone, new, moved, was_high)
+        self._ids, self._high = ids, high
+        living = ids != NONE
+        counts = (living & high, living & ~high, new, gone, moved & high)
+        return Flow(*(int(flags.sum()) for flags in counts))
+
+    def _note(self, step: int, gone: Flags, new: Flags, moved: Flags, was_high: Flags) -> None:
+        for place in np.nonzero(gone)[0].tolist():
+            self._end(place, step, bool(was_high[place]))
+        for place in np.nonzero(new)[0].tolist():
+            self._begins[place] = (step, [])
+        for place in np.nonzero(moved)[0].tolist():
+            self._begins[place][1].append((bool(was_high[place]), step))
+
+    def _end(self, place: int, step: int, high: bool) -> None:
+        assert self.lives is not None
+        begin, path = self._begins.pop(place)
+        self.lives[Life(self.kind, begin, (*path, (high, step)))] += 1
+
+    def close(self, step: int) -> None:
+        """Ends all lives: the run ends before `step`."""
+        if self.lives is not None:
+            for place in list(self._begins):
+                self._end(place, step, bool(self._high[place]))
+
+
+SCHEMA = "llmcache.edram-run/1"
+FLOWS = tuple(name.name for name in fields(Flow))
+COLUMNS = tuple(f"{flow}_{kind}" for kind in KINDS for flow in FLOWS)
+_HINT = f"a file of {SCHEMA} is needed, as `llmcache kv bench --policy kelle --edram-run FILE` records it"
+_LARGEST = 1 << 53
+
+
+@dataclass(frozen=True)
+class EdramRun:
+    """What a run kept in eDRAM. `flows` [steps] by kind; `durations_ns` [steps] modelled, None if not said.
+
+    `pair_bytes`, `x_bytes`: of one half of the bits. `lives`: None if rows were not followed one by one.
+    """
+
+    pair_bytes: int
+    x_bytes: int
+    flows: dict[str, tuple[Flow, ...]]
+    durations_ns: tuple[float, ...] | None = None
+    lives: tuple[Life, ...] | None = None
+    title: str = ""
+    clock: str = "modelled"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were recorded."""
+        return len(self.flows["kv"])
+
+    def half_bytes(self, kind: str) -> int:
+        """Returns the bytes of one half (MSB or LSB) of a row of `kind`."""
+        return self.pair_bytes if kind == "kv" else self.x_bytes
+
+    def column(self, kind: str, flow: str) -> NDArray[np.float64]:
+        """Returns one number of every step."""
+        return np.array([getattr(step, flow) for step in self.flows[kind]], np.float64)
+
+    def with_step(self, step_ns: float, clock: str) -> EdramRun:
+        """Returns the run with every step taking `step_ns`, as `clock` explains."""
+        if not 0 < step_ns < _LARGEST:
+            raise UsageError(f"step: {step_ns:g} ns, more than 0 is needed")
+        return replace(self, durations_ns=(step_ns,) * self.steps, clock=clock)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data of `SCHEMA`."""
+        steps: dict[str, Any] = {"duration_ns": None if self.durations_ns is None else list(self.durations_ns)}
+        for kind in KINDS:
+            steps |= {f"{flow}_{kind}": [getattr(step, flow) for step in self.flows[kind]] for flow in FLOWS}
+        lives = None if self.lives is None else [{**vars(life), "path": list(map(list, life.path))} for life in self.lives]
+        named = {name: getattr(self, name) for name in ("title", "clock", "pair_bytes", "x_bytes", "settings")}
+        return {"schema": SCHEMA, **named, "steps": steps, "lives": lives}
+
+    def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
+        """Writes it to `path` as a whole; UsageError if that exists (and not `force`), EnvironmentProblem if it cannot."""
+        target = Path(path)
+        if target.exists() and not force:
+            raise UsageError(f"run: '{target}' exists", "choose another name, or --force")
+        try:
+            with replacing(target, 0o666) as stream:
+                stream.write(json.dumps(self.to_json(), separators=(",", ":")).encode())
+        except OSError as error:
+            raise EnvironmentProblem(f"run: '{target}' cannot be written: {error.strerror}") from error
+
+
+def read_run(path: str | os.PathLike[str]) -> EdramRun:
+    """Returns the recorded run in the file `path`; UsageError if it cannot be read, DataError naming what is wrong in it."""
+    try:
+        data = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise UsageError(f"run: '{os.fspath(path)}' cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"run: '{os.fspath(path)}' is no JSON: {error}", _HINT) from error
+    return parse_run(data)
+
+
+def parse_run(data: Any) -> EdramRun:
+    """Returns the run in plain `data` of `SCHEMA`; DataError naming the field that is missing or cannot be."""
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise DataError(f"schema: {found!r}, '{SCHEMA}' is needed", _HINT)
+    steps = _field(data, "steps", dict)
+    columns = {name: _counts(steps, name) for name in COLUMNS}
+    count = len(columns[COLUMNS[0]])
+    for name, column in columns.items():
+        if len(column) != count:
+            raise DataError(f"steps.{name}: {len(column)} steps, {COLUMNS[0]} has {count}", _HINT)
+    flows = {kind: tuple(Flow(*row) for row in zip(*(columns[f"{f}_{kind}"] for f in FLOWS), strict=True)) for kind in KINDS}
+    run = EdramRun(
+        pair_bytes=_whole(_field(data, "pair_bytes", int), "pair_bytes", 1),
+        x_bytes=_whole(_field(data, "x_bytes", int), "x_bytes", 0),
+        flows=flows,
+        durations_ns=_durations(steps, count),
+        lives=_lives(data.get("lives"), count),
+        title=_field(data, "title", str),
+        clock=_field(data, "clock", str),
+        settings=_field(data, "settings", dict),
+    )
+    _check(run)
+    return run
+
+
+def _check(run: EdramRun) -> None:
+    """DataError unless the rows of each step are those of the step before it, plus the new, less the gone."""
+    for kind in KINDS:
+        before = 0
+        for step, flow in enumerate(run.flows[kind]):
+            living = flow.high + flow.low
+            if living != before + flow.appended - flow.evicted or flow.promoted > flow.high:
+                raise DataError(f"steps.high_{kind}: step {step} has {living} rows, which its flows do not explain", _HINT)
+            before = living
+        if any(flow.high + flow.low for flow in run.flows[kind]) and not run.half_bytes(kind):
+            raise DataError(f"{kind}_bytes: 0, but there are rows", _HINT)
+        if run.lives is not None:
+            _check_lives(run, kind, run.lives)
+
+
+def _check_lives(run: EdramRun, kind: str, lives: Sequence[Life]) -> None:
+    """DataError unless as many rows live in each group of each step as its columns say."""
+    changes = np.zeros((2, run.steps + 1), np.int64)
+    for life in lives:
+        begin = life.begin
+        for high, end in life.path if life.kind == kind else ():
+            changes[int(high), begin] += life.count
+            changes[int(high), end] -= life.count
+            begin = end
+    for group, rows in zip(("low", "high"), np.cumsum(changes, axis=1)[:, :-1], strict=True):
+        unlike = np.nonzero(rows != run.column(kind, group))[0]
+        if len(unlike):
+            raise DataError(f"lives: {rows[unlike[0]]} of {kind} in step {unlike[0]}, steps.{group}_{kind} differs", _HINT)
+
+
+def _field(data: dict[str, Any], name: str, kind: type) -> Any:
+    value = data.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        found = "missing" if name not in data else repr(value)[:40]
+        raise DataError(f"{name}: {found}, {kind.__name__} is needed", _HINT)
+    return value
+
+
+def _whole(value: Any, name: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _LARGEST:
+        raise DataError(f"{name}: {value!r}, a whole number of at least {least} is needed", _HINT)
+    return value
+
+
+def _counts(steps: dict[str, Any], name: str) -> list[int]:
+    values = _field(steps, name, list)
+    return [_whole(value, f"steps.{name}", 0) for value in values]
+
+
+def _durations(steps: dict[str, Any], count: int) -> tuple[float, ...] | None:
+    if steps.get("duration_ns", 0) is None:
+        return None
+    values = _field(steps, "duration_ns", list)
+    if len(values) != count:
+        raise DataError(f"steps.duration_ns: {len(values)} steps, {COLUMNS[0]} has {count}", _HINT)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LARGEST:
+            raise DataError(f"steps.duration_ns: {value!r}, more than 0 is needed", _HINT)
+    return tuple(map(float, values))
+
+
+def _lives(data: Any, steps: int) -> tuple[Life, ...] | None:
+    if data is None:
+        return None
+    if not isinstance(data, list):
+        raise DataError(f"lives: {type(data).__name__}, a list or null is needed", _HINT)
+    return tuple(_life(entry, steps) for entry in data)
+
+
+def _life(entry: Any, steps: int) -> Life:
+    if not isinstance(entry, dict) or entry.get("kind") not in KINDS:
+        raise DataError(f"lives: {repr(entry)[:60]}, its kind must be one of {', '.join(KINDS)}", _HINT)
+    begin, count = _whole(entry.get("begin"), "lives.begin", 0), _whole(entry.get("count"), "lives.count", 1)
+    path = entry.get("path")
+    if not isinstance(path, list) or not path or not all(isinstance(part, list) and len(part) == 2 for part in path):
+        raise DataError(f"lives.path: {repr(path)[:60]}, pairs of a group and a step are needed", _HINT)
+    ends = [begin, *(_whole(end, "lives.path", 0) for _, end in path)]
+    if not all(isinstance(high, bool) for high, _ in path) or not _ascending(ends) or ends[-1] > steps:
+        raise DataError(f"lives.path: {repr(path)[:60]}, true or false and ascending steps up to {steps} are needed", _HINT)
+    return Life(entry["kind"], begin, tuple((high, end) for high, end in path), count)
+
+
+def _ascending(steps: Sequence[int]) -> bool:
+    return all(early < late for early, late in itertools.pairwise(steps))
+
+
+class RunRecorder:
+    """Collects an `EdramRun`. `pair_bytes`, `x_bytes`: one half (MSB or LSB) of a key and value of a head, of an x row.
+
+    `lives`: follow rows one by one, which per-row accounting needs; about 100 bytes for each row that is ever written.
+    """
+
+    def __init__(self, pair_bytes: int, x_bytes: int = 0, *, lives: bool = True) -> None:
+        if pair_bytes < 1 or x_bytes < 0:
+            raise ValueError(f"pair_bytes: {pair_bytes} and {x_bytes}, at least 1 and 0 are needed")
+        self.pair_bytes, self.x_bytes = pair_bytes, x_bytes
+        self._lives: Counter[Life] | None = Counter() if lives else None
+        self._trackers: dict[tuple[Hashable, str], Tracker] = {}
+        self._now = dict.fromkeys(KINDS, Flow())
+        self._flows: dict[str, list[Flow]] = {kind: [] for kind in KINDS}
+        self._durations: list[float] = []
+
+    def observe(self, layer: Hashable, kind: str, ids: Ints, high: Flags) -> None:
+        """Takes the rows of one array of places (a layer of a sequence) during the step that is under way, once a step.
+
+        `ids`: what tells the rows in the places apart (their positions; -1: free), `high`: which are high-score tokens.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind: '{kind}', known are {', '.join(KINDS)}")
+        tracker = self._trackers.setdefault((layer, kind), Tracker(kind, self._lives))
+        self._now[kind] += tracker.observe(len(self._flows[kind]), ids, high)
+
+    def end_step(self, duration_ns: float | None = None) -> None:
+        """The step that was observed is over; it takes `duration_ns` on the modelled clock (None in all steps: not said)."""
+        timed = len(self._durations) if duration_ns is None else len(self._flows["kv"]) - len(self._durations)
+        if timed:
+            raise ValueError("duration_ns: it must be given for all steps or for none")
+        if duration_ns is not None:
+            if not duration_ns > 0:
+                raise ValueError(f"duration_ns: {duration_ns}, more than 0 is needed")
+            self._durations.append(float(duration_ns))
+        for kind in KINDS:
+            self._flows[kind].append(self._now[kind])
+        self._now = dict.fromkeys(KINDS, Flow())
+
+    def finish(self, title: str, clock: str, settings: dict[str, Any] | None = None) -> EdramRun:
+        """Returns the run. Nothing can be observed afterwards."""
+        for tracker in self._trackers.values():
+            tracker.close(len(self._flows["kv"]))
+        lives = None
+        if self._lives is not None:
+            lives = tuple(Life(life.kind, life.begin, life.path, count) for life, count in self._lives.items())
+        return EdramRun(
+            self.pair_bytes,
+            self.x_bytes,
+            {kind: tuple(flows) for kind, flows in self._flows.items()},
+            tuple(self._durations) or None,
+            lives,
+            title,
+            clock,
+            settings or {},
+        )
+
+
+RULES = ("ticks", "expected", "floor", "ceil")
+_VECTORS = {"kv": 2, "x": 1}
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class GroupAccount:
+    """One group: its mean living rows, its refreshes of rows (of them `promotions` on the spot), bytes and joules, modelled.
+
+    `row_seconds`: living time of its rows, added up.
+    """
+
+    group: str
+    interval_ns: float
+    mean_rows: float
+    row_seconds: float
+    refreshes: float
+    promotions: float
+    refreshed_bytes: float
+    joules: float
+
+
+@dataclass(frozen=True)
+class RefreshAccount:
+    """Refreshes of a run by group (in the order of `GROUPS`), modelled. `joules` is summed step by step, not over groups."""
+
+    rule: str
+    clock: str
+    seconds: float
+    groups: tuple[GroupAccount, ...]
+    joules: float
+    pinned_share: float
+
+    @property
+    def watts(self) -> float:
+        """Mean power of refreshing."""
+        return self.joules / self.seconds
+
+    @property
+    def mean_interval_ns(self) -> float:
+        """Living time of all rows over their refreshes; tends to the harmonic mean of the intervals for equal groups."""
+        refreshes = sum(group.refreshes for group in self.groups)
+        return 1e9 * sum(group.row_seconds for group in self.groups) / refreshes if refreshes else float("inf")
+
+
+@dataclass(frozen=True)
+class _Loads:
+    """Rows and bytes of each group in each step [4, steps], and those promoted into it on the spot."""
+
+    rows: Numbers
+    bytes: Numbers
+    promoted_rows: Numbers
+    promoted_bytes: Numbers
+
+
+def account(
+    run: EdramRun,
+    intervals: Intervals,
+    joules_per_byte: float,
+    *,
+    rule: str = "ticks",
+    capacity_bytes: float | None = None,
+    phase_ns: float = 0.0,
+) -> RefreshAccount:
+    """Returns what refreshing `run` costs at `intervals`, by one of `RULES`.
+
+    `joules_per_byte`: of refreshing a byte once (`Profile.refresh_j_per_byte`). `capacity_bytes`: what the eDRAM holds; of
+    more, a share as large is pinned and the rest streams through, too briefly to be refreshed (None: all is pinned).
+    `phase_ns`: when the counters of "ticks" begin. DataError if the run has no durations, or no lives where the rule needs
+    them; UsageError for a rule that does not go with a capacity.
+    """
+    if rule not in RULES:
+        raise UsageError(f"rule: '{rule}'", f"known are {', '.join(RULES)}")
+    if run.durations_ns is None or not run.steps:
+        raise DataError("steps.duration_ns: the run does not say how long its steps took", "say it: --step 20ms")
+    loads = _loads(run)
+    if rule in ("floor", "ceil"):
+        if capacity_bytes is not None:
+            raise UsageError(f"rule: '{rule}' follows single rows and cannot pin a share of them", "use ticks or expected")
+        return _by_row(run, intervals, joules_per_byte, rule, loads)
+    share = _pinned(loads, capacity_bytes)
+    counts = _ticks(run.durations_ns, intervals, rule, phase_ns)
+    rows = share * (counts * loads.rows + loads.promoted_rows)
+    refreshed = share * (counts * loads.bytes + loads.promoted_bytes)
+    counted = np.stack([rows, share * loads.promoted_rows, refreshed]).sum(axis=2)
+    joules = float((refreshed.sum(axis=0) * joules_per_byte).sum())
+    totals = _Totals(rule, counted, share, joules, joules_per_byte)
+    return _account(run, intervals, loads, totals)
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """What a rule counted: refreshes, promotions and refreshed bytes [3, groups]; the pinned share of each step."""
+
+    rule: str
+    counted: Numbers
+    share: Numbers
+    joules: float
+    joules_per_byte: float
+
+
+def _account(run: EdramRun, intervals: Intervals, loads: _Loads, totals: _Totals) -> RefreshAccount:
+    durations = np.array(run.durations_ns)
+    seconds = float(durations.sum()) / 1e9
+    row_seconds = (totals.share * loads.rows * durations).sum(axis=1) / 1e9
+    groups = []
+    for place, (group, interval) in enumerate(zip(GROUPS, intervals.in_order(), strict=True)):
+        time, (refreshes, promotions, size) = float(row_seconds[place]), totals.counted[:, place].tolist()
+        joules = size * totals.joules_per_byte
+        groups.append(GroupAccount(group, interval, time / seconds, time, refreshes, promotions, size, joules))
+    living = float((loads.bytes * durations).sum())
+    pinned = float((totals.share * loads.bytes * durations).sum()) / living if living else 1.0
+    return RefreshAccount(totals.rule, run.clock, seconds, tuple(groups), totals.joules, pinned)
+
+
+def _loads(run: EdramRun) -> _Loads:
+    """Adds pairs (a key and a value) and x rows up; both halves of a vector are in groups of the same score."""
+    shape = (len(GROUPS), run.steps)
+    rows, size, promoted, promoted_size = (np.zeros(shape) for _ in range(4))
+    for kind in KINDS:
+        vectors, half = _VECTORS[kind], run.half_bytes(kind)
+        for place, flow in enumerate(("high", "high", "low", "low")):
+            column = run.column(kind, flow)
+            rows[place] += vectors * column
+            size[place] += half * column
+        for place in (0, 1):
+            column = run.column(kind, "promoted")
+            promoted[place] += vectors * column
+            promoted_size[place] += half * column
+    return _Loads(rows, size, promoted, promoted_size)
+
+
+def _pinned(loads: _Loads, capacity_bytes: float | None) -> Numbers:
+    """Returns the share of the living bytes that is pinned in each step."""
+    living = loads.bytes.sum(axis=0)
+    if capacity_bytes is None:
+        return np.ones(len(living))
+    if capacity_bytes <= 0:
+        raise UsageError(f"capacity: {capacity_bytes:g} bytes, more than 0 is needed")
+    share: Numbers = np.minimum(1.0, capacity_bytes / np.maximum(living, 1))
+    return share
+
+
+def _ticks(durations: tuple[float, ...], intervals: Intervals, rule: str, phase_ns: float) -> Numbers:
+    """Returns how often each group's counter ticks in each step [4, steps]."""
+    times = np.concatenate([[0.0], np.cumsum(durations)])
+    ticks = (times[None] - phase_ns) / np.array(intervals.in_order())[:, None]
+    return np.diff(np.floor(ticks) if rule == "ticks" else ticks, axis=1)
+
+
+def _by_row(run: EdramRun, intervals: Intervals, joules_per_byte: float, rule: str, loads: _Loads) -> RefreshAccount:
+    if run.lives is None:
+        raise DataError("lives: the run did not follow its rows one by one", "use the rule ticks or expected")
+    times = np.concatenate([[0.0], np.cumsum(np.array(run.durations_ns))]).tolist()
+    rows, spot, size = np.zeros(4), np.zeros(4), np.zeros(4)
+    joules = 0.0
+    for life in run.lives:
+        counts, promotions = _refreshes(life, times, intervals.in_order(), rule)
+        rows += life.count * _VECTORS[life.kind] * counts
+        spot += life.count * _VECTORS[life.kind] * promotions
+        size += life.count * run.half_bytes(life.kind) * counts
+        joules += life.count * run.half_bytes(life.kind) * float(counts.sum()) * joules_per_byte
+    totals = _Totals(rule, np.stack([rows, spot, size]), np.ones(run.steps), joules, joules_per_byte)
+    return _account(run, intervals, loads, totals)
+
+
+def _refreshes(life: Life, times: list[float], intervals: tuple[float, ...], rule: str) -> tuple[Numbers, Numbers]:
+    """Returns the refreshes of one row of `life` in each group [4], and those of them that are promotions."""
+    counts, promotions = np.zeros(4), np.zeros(4)
+    for half in (0, 1):
+        last = begin = times[life.begin]
+        was_high = True
+        for high, end in life.path:
+            place = half if high else 2 + half
+            if high and not was_high:
+                counts[place] += 1
+                promotions[place] += 1
+                last = begin
+            if rule == "floor":
+                ticks = max(0, floor((times[end] - last) / intervals[place]))
+                last += ticks * intervals[place]
+            else:
+                ticks = ceil((times[end] - begin) / intervals[place])
+            counts[place] += ticks
+            begin, was_high = times[end], high
+    return counts, promotions

@@ -1,0 +1,314 @@
+"""What `llmcache classify` prints: classes, layers and experts of a trace as tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.cache.classes import Classification, TraceClasses
+from llmcache.cache.constants import BLOCK_BYTES
+from llmcache.cache.layers import Layer
+from llmcache.cache.routing import ExpertLayer, MixtureUses
+from llmcache.errors import printable
+from llmcache.report.html import Block, Cell, Text
+from llmcache.report.html import Table as PageTable
+from llmcache.report.output import fit, plain_table
+from llmcache.units import format_duration, format_size, shortened
+
+SHOWN_NAMES = 3  # groups of tensors in a row of the table
+LEAST_FILE = 28  # letters of a file that other columns make room for
+FIRST_TO_GO = ("blocks", "times", "op", "period")  # from a table that is too wide
+_UNBOUND = 400
+_LAYER = re.compile(r"(.*?(?:blk|layers?|h|blocks?))\.([0-9]+)\..*")
+
+
+def show(found: TraceClasses, trace: str, min_bytes: int, as_json: bool) -> None:
+    """Prints the classes of `trace` on stdout; rows below `min_bytes` are summed up in one line."""
+    if as_json:
+        print(json.dumps(found.document(trace, min_bytes), indent=1))
+        return
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _UNBOUND  # whatever reads it wants the names whole
+    lost = f", {found.lost_events} accesses lost" if found.lost_events else ""
+    duration = format_duration(found.end_ns - found.begin_ns)
+    console.print(f"{trace}: {found.accesses} blocks accessed in {duration}; {printable(found.tier)}{lost}", soft_wrap=True)
+    rows = [row for row in found.rows if row.size_bytes >= min_bytes]
+    if rows:
+        console.print(table(rows, console.width))
+    smaller = [row for row in found.rows if row.size_bytes < min_bytes]
+    if smaller:
+        size, share = sum(row.size_bytes for row in smaller), sum(row.share for row in smaller)
+        less = f"and {len(smaller)} smaller than {format_size(min_bytes)}"
+        console.print(f"{less}: {format_size(size)}, {share:.1%} of the accesses (--min-bytes 0 shows them)", soft_wrap=True)
+    for part in chain(layer_tables(found.layers, console.width), expert_tables(found.mixtures, console.width)):
+        console.print(part, soft_wrap=isinstance(part, str))
+    for line in summary(found):
+        console.print(line, soft_wrap=True)
+
+
+def table(rows: Sequence[Classification], width: int) -> Table:
+    """The classes, largest share of the accesses first, in at most `width` columns (60 at least).
+
+    Where that is too narrow, columns go, tensors stand below their file, and a path loses its middle.
+    """
+    columns: dict[str, list[str]] = {
+        "class": [row.kind for row in rows],
+        "op": [row.op for row in rows],
+        "size": [format_size(row.size_bytes) for row in rows],
+        "blocks": [_blocks(row) for row in rows],
+        "times": [str(row.passes) for row in rows],
+        "period": [_period(row) for row in rows],
+        "share": [f"{row.share:.1%}" for row in rows],
+    }
+    room = fit(columns, width, LEAST_FILE, FIRST_TO_GO)
+    tensors = [names_line(row) for row in rows]
+    files = [f"{row.path}{_notes(row)}" for row in rows]
+    beside = any(tensors) and max(map(len, files)) + 2 + max(map(len, tensors)) <= room
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        made.add_column(name, justify="left" if name in ("class", "op") else "right", no_wrap=True)
+    made.add_column("file", overflow="fold")
+    if beside:
+        columns |= {"file": files, "tensors": tensors}
+        made.add_column("tensors")
+    else:
+        columns["file"] = [_in_lines(row, names, room) for row, names in zip(rows, tensors, strict=True)]
+    for cells in zip(*columns.values(), strict=True):
+        made.add_row(*cells)
+    return made
+
+
+def _in_lines(row: Classification, tensors: str, room: int) -> str:
+    """The file of `row`, with what is to be said of it on the same line if there is room, and its tensors below."""
+    notes = _notes(row)
+    lines = [shortened(row.path, room - len(notes)) + notes]
+    if len(row.path) + len(notes) > room and room - len(notes) < LEAST_FILE:
+        lines = [shortened(row.path, room), shortened(notes.strip(), room)]
+    if tensors:
+        lines.append(tensors if len(tensors) <= room else f"{tensors[: room - 1]}…")
+    return "\n".join(lines)
+
+
+def _blocks(row: Classification) -> str:
+    if not row.pieces:
+        return "-"
+    return f"{row.first_block}-{row.last_block}"
+
+
+def _period(row: Classification) -> str:
+    if row.period_ns is None:
+        return "-"
+    return format_duration(row.period_ns) if row.period_ns else f"{row.period_blocks} blocks"
+
+
+def _notes(row: Classification) -> str:
+    notes = []
+    if row.stride_blocks:
+        notes.append(f"every {row.stride_blocks} blocks")
+    elif len(row.pieces) > 1:
+        notes.append(f"{len(row.pieces)} places")
+    if row.order not in (None, "ascending"):
+        notes.append("downwards" if row.order == "descending" else "in another order")
+    if row.active is False:
+        notes.append("over before the end")
+    return f" ({', '.join(notes)})" if notes else ""
+
+
+def names_line(row: Classification) -> str:
+    """Returns in short what is known to be in a row: its tensors, and which experts' slices."""
+    return "; ".join(part for part in (_tensors(row.tensors), _experts(row.experts or {})) if part)
+
+
+def _experts(experts: Mapping[str, tuple[int, ...]]) -> str:
+    """Returns numbers of experts as ranges; how many they are where the layers are more than a few."""
+    if len(experts) > SHOWN_NAMES:
+        return f"{sum(map(len, experts.values()))} experts of {len(experts)} layers"
+    return ", ".join(f"experts {_ranges(numbers)} of {layer}" for layer, numbers in experts.items())
+
+
+def _tensors(names: Sequence[str]) -> str:
+    """Returns tensor names: layers as a range, the others one by one; the first few."""
+    layers: dict[str, list[int]] = {}
+    others: list[str] = []
+    for name in names:
+        match = _LAYER.fullmatch(name)
+        if match:
+            layers.setdefault(match[1], []).append(int(match[2]))
+        else:
+            others.append(name)
+    shown = [f"{stem}.{_ranges(sorted(set(numbers)))} ({len(numbers)})" for stem, numbers in layers.items()]
+    shown += others
+    more = len(shown) - SHOWN_NAMES
+    return ", ".join(shown[:SHOWN_NAMES]) + (f", {more} more" if more > 0 else "")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """ "0-3,7" for 0, 1, 2, 3, 7."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def summary(found: TraceClasses) -> list[str]:
+    """What the classes come to, as section 3.3 of io_caching sums up a workload, and what to ask `llmcache size`."""
+    totals = found.totals
+    reads = (
+        f"loops {format_size(totals.loop_bytes)}, hot {format_size(totals.hot_bytes)}, once {format_size(totals.once_bytes)}"
+    )
+    shares = f"{totals.loop_share:.1%} loops, {totals.hot_share:.1%} hot, {totals.once_share:.1%} once"
+    lines = [f"read: {reads}; of all accesses {shares}"]
+    lines += [
+        f"also in the loop: {format_size(each.size_bytes)} of {each.path} that its mount keeps locked, read without faults"
+        for each in found.locked
+    ]
+    if totals.write_loop_bytes or totals.write_once_bytes:
+        writes = f"loops {format_size(totals.write_loop_bytes)}, once {format_size(totals.write_once_bytes)}"
+        lines.append(f"written: {writes}")
+    if found.size_command is not None:
+        lines.append(f"how large a cache that needs: {found.size_command} --bw RATE")
+    else:
+        lines.append("no read loops: a cache saves what is hot, and nothing else")
+    return lines
+
+
+MOST_LAYERS = 100
+LEAST_LAYER = 20  # letters of a layer that other columns make room for
+LAYERS_FIRST_TO_GO = ("blocks missed", "place", "read", "missed")
+
+
+def layer_tables(layers: Sequence[Layer], width: int) -> Iterator[str | Table]:
+    """Yields, for each file, a heading, a table, and a line about the layers that had no place in it."""
+    for path, group in groupby(layers, lambda layer: layer.path):
+        of_file = list(group)
+        ordered = any(layer.place is not None for layer in of_file)
+        yield f"layers of {path}, in the order {'of a pass' if ordered else 'of the file: none came round twice'}:"
+        yield layer_table(of_file[:MOST_LAYERS], width)
+        if len(of_file) > MOST_LAYERS:
+            yield f"and {len(of_file) - MOST_LAYERS} more, which --json lists"
+
+
+def layer_table(layers: Sequence[Layer], width: int) -> Table:
+    """The layers as they come, in at most `width` columns; `missed` is of the accesses of which the trace tells it."""
+    missed = [_missed(layer) for layer in layers]
+    columns = {
+        "place": ["-" if layer.place is None else str(layer.place) for layer in layers],
+        "size": [format_size(layer.size_bytes) for layer in layers],
+        "read": [format_size(layer.accesses * BLOCK_BYTES) for layer in layers],
+        "blocks missed": [blocks for blocks, _, _ in missed],
+        "missed": [size for _, size, _ in missed],
+        "misses": [ratio for _, _, ratio in missed],
+    }
+    room = fit(columns, width, LEAST_LAYER, LAYERS_FIRST_TO_GO)
+    made = plain_table("layer", *columns)
+    for cells in zip([shortened(layer.name, room) for layer in layers], *columns.values(), strict=True):
+        made.add_row(*cells)
+    return made
+
+
+def _missed(layer: Layer) -> tuple[str, str, str]:
+    if layer.miss_ratio is None:
+        return "-", "-", "-"
+    return str(layer.missed), format_size(layer.missed * BLOCK_BYTES), f"{layer.miss_ratio:.1%}"
+
+
+MOST_EXPERT_LAYERS = 8  # layers that the terminal has a line each for
+LEAST_NAME = 12  # letters of a layer or a policy that other columns make room for
+EXPERTS_FIRST_TO_GO = ("visits", "experts")
+CACHES_TO_GO = ("12%", "5%", "30%")
+COUNTS = ("experts", "used", "visits", "uses")
+EXPERT_COLUMNS = (*COUNTS, "top tenth", "top quarter", "again")
+
+
+def expert_tables(mixtures: Sequence[MixtureUses], width: int) -> Iterator[str | Table]:
+    """Yields, for each mixture, a heading, a table of its layers or of their spread, one of caches, and remarks."""
+    for mixture in mixtures:
+        yield f"experts of {mixture.model}:"
+        yield _layers(mixture.layers, width)
+        yield f"hits of a cache of whole experts, by its part of their {format_size(mixture.size_bytes)}:"
+        yield _caches(mixture, width)
+        yield from _remarks(mixture)
+
+
+def expert_blocks(mixture: MixtureUses) -> Iterator[Block]:
+    """Yields the same for a page, with all layers."""
+    caption = f"Experts of {mixture.model}: shares of the uses (%) that the most used tenth and quarter of a layer's have"
+    caption += ", and of the experts of a visit (%) that the next one uses again"
+    rows: list[list[Cell]] = [
+        [layer.name, layer.experts, layer.used, layer.visits, layer.uses, *map(_percent, _figures(layer)[len(COUNTS) :])]
+        for layer in mixture.layers
+    ]
+    yield PageTable(caption, ["layer", *EXPERT_COLUMNS], rows, digits=1)
+    caches: list[list[Cell]] = [
+        [cache.share * 100, cache.size_bytes / 1e6, cache.experts, cache.lru * 100, cache.belady * 100]
+        for cache in mixture.caches
+    ]
+    columns = ["part of their bytes (%)", "size (MB)", "experts", "hits of LRU (%)", "hits at best, Belady (%)"]
+    yield PageTable("Hits of a cache of whole experts, counted in uses", columns, caches, digits=1)
+    yield from (Text(remark, note=True) for remark in _remarks(mixture))
+
+
+def _layers(layers: Sequence[ExpertLayer], width: int) -> Table:
+    figures = list(zip(*(_figures(layer) for layer in layers), strict=True))
+    names = [layer.name for layer in layers]
+    if len(layers) > MOST_EXPERT_LAYERS:
+        names = [f"{place} of {len(layers)}" for place in ("least", "median", "most")]
+        figures = [_spread(column) for column in figures]
+    columns = {
+        heading: [f"{cell:.0f}" if heading in COUNTS else _share(cell) for cell in column]
+        for heading, column in zip(EXPERT_COLUMNS, figures, strict=True)
+    }
+    room = fit(columns, width, LEAST_NAME, EXPERTS_FIRST_TO_GO)
+    made = plain_table("layer", *columns)
+    for cells in zip([shortened(name, room) for name in names], *columns.values(), strict=True):
+        made.add_row(*cells)
+    return made
+
+
+def _figures(layer: ExpertLayer) -> tuple[float | None, ...]:
+    """As `EXPERT_COLUMNS` has them."""
+    return (layer.experts, layer.used, layer.visits, layer.uses, layer.top(10), layer.top(4), layer.again)
+
+
+def _spread(figures: Sequence[float | None]) -> tuple[float | None, ...]:
+    """The least, the median and the most of those that are known."""
+    known = [figure for figure in figures if figure is not None]
+    return (min(known), median(known), max(known)) if known else (None, None, None)
+
+
+def _caches(mixture: MixtureUses, width: int) -> Table:
+    columns = {
+        f"{cache.share:.0%}": [format_size(cache.size_bytes), _share(cache.lru), _share(cache.belady)]
+        for cache in mixture.caches
+    }
+    fit(columns, width, LEAST_NAME, CACHES_TO_GO)
+    made = plain_table("", *columns)
+    for cells in zip(("size", "LRU", "Belady"), *columns.values(), strict=True):
+        made.add_row(*cells)
+    return made
+
+
+def _remarks(mixture: MixtureUses) -> Iterator[str]:
+    if not mixture.equal:
+        yield "experts differ in size: that of the caches is of the mean, their hits approximate"
+    if mixture.incomplete is not None:
+        yield f"not all uses may be in the trace: {mixture.incomplete}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _percent(value: float | None) -> Cell:
+    return "" if value is None else value * 100

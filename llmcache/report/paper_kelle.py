@@ -1,0 +1,757 @@
+"""Kelle: Co-design KV Caching and eDRAM for Efficient LLM Serving in Edge Computing, recomputed.
+
+T. Xia and S. Q. Zhang, MICRO 2025, doi:10.1145/3725843.3756071. Its accelerator exists as RTL and simulators that are not
+public: every number here is modelled, from the constants that the paper prints and from named public ones. Where a number
+does not follow from those, its claim says so. Figures 13 to 16 are images without numbers: only what the text says is
+judged. What the paper prints is in `llmcache/papers/kelle.toml`; here is what follows from its constants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from llmcache.edram.accelerator import Outcome, evaluate
+from llmcache.edram.chip import Access, access_of, area_of, baseline, kelle
+from llmcache.edram.constants import (
+    CHIP,
+    EDRAM_4MB,
+    FAILURE_RATE,
+    GB,
+    GIB,
+    KELLE_INTERVALS,
+    MIB,
+    ORG_INTERVALS,
+    PAPER,
+    PROFILES,
+    RETENTION_NS,
+    SRAM_4MB,
+    TABLE4_INTERVALS,
+    UNI_INTERVALS,
+    Intervals,
+    Profile,
+)
+from llmcache.edram.latency import DECLARED_SHARE, PASSES_16_BY_8
+from llmcache.edram.retention import Points, paper_curve
+from llmcache.edram.systems import (
+    BASELINE,
+    EDRAM_HARDWARE,
+    KELLE_HARDWARE,
+    MODELS,
+    ORIGINAL,
+    SRAM_HARDWARE,
+    SYSTEMS,
+    WORKLOADS,
+    Configuration,
+    Hardware,
+    System,
+    Workload,
+)
+from llmcache.report.edram_model import compare, document, joules
+from llmcache.report.edram_plot import energy_figure, refresh_figure, roofline_figure, saved
+from llmcache.report.html import Block, Cell, Facts, Table, Text
+from llmcache.report.judge import OURS, Claim, Judged, Measures, Paper, judge, number, read_paper
+from llmcache.report.reproduce import Reproduction, Tell
+from llmcache.report.theme import INK, MUTED, Look, embedded, grid_of, legend_below, style
+
+Numbers = Mapping[str, float]
+Change = Callable[[System], System]
+LLAMA, PG19 = MODELS["llama2-7b"], WORKLOADS["PG19"]
+OURSELF = SYSTEMS["Kelle+eDRAM"]
+AVERAGED = ("llama2-7b", "llama2-13b", "llama3.2-3b")
+"""Models that the averages of section 8.1 are taken over here: those of tables 7 to 9. The paper's are in figure 13."""
+TASKS = tuple(WORKLOADS)
+WEIGHTS_8_4 = 6.5 * GIB  # "assuming 8-bit weights occupy 6.5 GB out of 16 GB DRAM"
+CELL_UM2 = 0.525  # a 6T cell at 65 nm
+MODES = {"first principles": "first-principles", "declared recomputation": "declared"}
+BOTH = "paper, declared recomputation"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Latency (s) and energy (J) of something, or ratios of them."""
+
+    latency: float
+    energy: float
+
+    def over(self, other: Cost) -> Cost:
+        """Returns how many times less `other` needs."""
+        return Cost(self.latency / other.latency, self.energy / other.energy)
+
+
+def same(system: System) -> System:
+    """Returns `system` as it is."""
+    return system
+
+
+def with_hardware(system: System, **changes: Any) -> System:
+    """Returns `system` on changed hardware."""
+    return replace(system, hardware=replace(system.hardware, **changes))
+
+
+@dataclass
+class Experiments:
+    """Runs the model for the paper's experiments and remembers what it ran; deterministic, nothing is fitted."""
+
+    known: dict[Configuration, Outcome] = field(default_factory=dict)
+
+    def outcomes(self, configurations: Sequence[Configuration]) -> list[Outcome]:
+        """Returns the modelled costs of `configurations`, evaluating those that are new at once."""
+        new = list(dict.fromkeys(one for one in configurations if one not in self.known))
+        if new:
+            self.known.update(zip(new, evaluate(new), strict=True))
+        return [self.known[one] for one in configurations]
+
+    def costs(
+        self,
+        model: str,
+        workload: Workload,
+        profile: Profile = PAPER,
+        recompute: str = "first-principles",
+        change: Change = same,
+    ) -> dict[str, Cost]:
+        """Returns the cost of each of the five systems; `change` is made to all but the baseline."""
+        systems = {name: system.with_recompute(recompute) for name, system in SYSTEMS.items()}
+        systems = {name: system if name == BASELINE else change(system) for name, system in systems.items()}
+        found = self.outcomes([Configuration(MODELS[model], workload, system, profile) for system in systems.values()])
+        return {name: Cost(one.latency_s, one.energy_j) for name, one in zip(systems, found, strict=True)}
+
+    def gains(
+        self,
+        model: str,
+        workload: Workload,
+        profile: Profile = PAPER,
+        recompute: str = "first-principles",
+        change: Change = same,
+    ) -> dict[str, Cost]:
+        """Returns speed-up and efficiency of each system against Original+SRAM; arguments as of `costs`."""
+        found = self.costs(model, workload, profile, recompute, change)
+        return {name: found[BASELINE].over(cost) for name, cost in found.items()}
+
+    def averages(self, profile: Profile, recompute: str = "first-principles", change: Change = same) -> Mapping[str, Cost]:
+        """Returns the mean gains over `AVERAGED` and `TASKS`, and those of AERP over AEP and of Kelle over AERP."""
+        gathered: dict[str, list[Cost]] = {}
+        for model in AVERAGED:
+            for task in TASKS:
+                found = self.costs(model, WORKLOADS[task], profile, recompute, change)
+                for name in ("Original+eDRAM", "AEP+SRAM", "AERP+SRAM", "Kelle+eDRAM"):
+                    gathered.setdefault(name, []).append(found[BASELINE].over(found[name]))
+                gathered.setdefault("AERP/AEP", []).append(found["AEP+SRAM"].over(found["AERP+SRAM"]))
+                gathered.setdefault("Kelle/AERP", []).append(found["AERP+SRAM"].over(found["Kelle+eDRAM"]))
+        return {
+            name: Cost(mean(cost.latency for cost in costs), mean(cost.energy for cost in costs))
+            for name, costs in gathered.items()
+        }
+
+    def of_all(self, system: System, profile: Profile) -> list[Outcome]:
+        """Returns what `system` costs with each model and task of the averages."""
+        asked = [Configuration(MODELS[model], WORKLOADS[task], system, profile) for model in AVERAGED for task in TASKS]
+        return self.outcomes(asked)
+
+
+def mean(values: Any) -> float:
+    """Returns the mean of some numbers."""
+    return float(np.mean(list(values)))
+
+
+def by_profile(measure: Callable[[Profile], float]) -> dict[str, float]:
+    """Returns a measure for each profile of energies."""
+    return {name: measure(profile) for name, profile in PROFILES.items()}
+
+
+# What follows from printed numbers alone
+
+
+def chip() -> dict[str, float | Numbers]:
+    """Returns what is claimed of memories and chip: table 1, areas and powers of section 8, what they imply together."""
+    ours, sram = area_of(OURSELF), area_of(SYSTEMS[BASELINE])
+    platform = platform_mm2()
+    edram_8mb = (platform - SRAM_4MB.area_mm2 + 2 * EDRAM_4MB.area_mm2) / (platform + SRAM_4MB.area_mm2)
+    return {
+        "density": SRAM_4MB.area_mm2 / EDRAM_4MB.area_mm2,
+        "leakage": SRAM_4MB.leakage_w / EDRAM_4MB.leakage_w,
+        "access-energy": SRAM_4MB.access_j / EDRAM_4MB.access_j,
+        "cell-area": CELL_UM2 * 8 * SRAM_4MB.capacity_bytes / 1e6,
+        "access-power": SRAM_4MB.access_j * CHIP.sram_bytes_per_s,
+        "refresh-pass": by_profile(lambda profile: profile.refresh_w(4 * MIB, KELLE_INTERVALS.mean_ns)),
+        "area": ours.chip_mm2,
+        "edram-area": ours.edram_mm2,
+        "sram-area": ours.sram_mm2,
+        "area-matched": sram.chip_mm2,
+        "8mb-area": edram_8mb,
+        "sram-8mb-area": SRAM_4MB.area_mm2 / platform,
+        "evictor-area": CHIP.evictor_mm2 / CHIP.area_mm2,
+        "evictor-power": CHIP.evictor_w / CHIP.power_w,
+        "int8-tops": EDRAM_HARDWARE.int8_ops_per_s / 1e12,
+        "dram-power": {"public (LPDDR4, 8 pJ/bit)": 1e12 * PROFILES["public"].dram_j_per_byte},
+    }
+
+
+def platform_mm2() -> float:
+    """Returns the chip of section 3.1 with 4 MB of SRAM: array and SFU of section 8, the memory of table 1."""
+    return CHIP.area_shares[0] * CHIP.area_mm2 + CHIP.area_shares[3] * CHIP.area_mm2 + SRAM_4MB.area_mm2
+
+
+def algorithm() -> dict[str, float | Numbers]:
+    """Returns what is claimed of intervals, lifetimes, recomputation and capacities."""
+    curve = paper_curve()
+    other = Points(((RETENTION_NS, curve.failure(RETENTION_NS)), (KELLE_INTERVALS.mean_ns, FAILURE_RATE)))
+    unit = Access(weight_bytes=1, kv_bytes=1, sram_bytes_per_s=1e9, edram_bytes_per_s=1e9)
+    last = access_of(Configuration(LLAMA, PG19, OURSELF))
+    free = 16 * GIB - WEIGHTS_8_4
+    load_us, recompute_us = 1e6 * LLAMA.kv_layer_bytes / KELLE_HARDWARE.dram_bytes_per_s, 1e6 * recompute_s()
+    shrink = {name: shape.x_layer_bytes / shape.kv_layer_bytes for name, shape in MODELS.items()}
+    return {
+        **{f"interval-{printed // 1000}": intervals.mean_ns / 1000 for printed, intervals in TABLE4_INTERVALS.items()},
+        "average-interval": KELLE_INTERVALS.mean_ns / 1e6,
+        "failure-rate": {
+            "at 1.05 ms, if it is the groups' mean": curve.failure(KELLE_INTERVALS.mean_ns),
+            "the groups' mean, if it is at 1.05 ms": sum(map(other.failure, KELLE_INTERVALS.in_order())) / 4,
+        },
+        "same-failure-rate": curve.failure(KELLE_INTERVALS.mean_ns),
+        # Equations 7 and 8 at T_SRAM = T_eDRAM = 1 ns, and what they come to for a decode step.
+        "lifetime-baseline": baseline(unit).total_ns,
+        "lifetime-kelle": kelle(unit).total_ns,
+        "lifetime-ratio": {"LLaMA2-7B, PG19, batch 16": kelle(last).total_ns / baseline(last).total_ns},
+        "recompute-time": {"K and V of a token, one layer": recompute_us, "one of both": recompute_us / 2},
+        "load-time": {"K and V of a token, one layer": load_us, "one of both": load_us / 2},
+        "recompute-example": {
+            "declared times": max(3 * CHIP.load_vector_ns, CHIP.recompute_vector_ns) / 1000,
+            "first principles": max(3 * load_us, recompute_us),
+        },
+        "recompute-share": {"1.1 / (1.1 + 3.2)": DECLARED_SHARE},
+        "popularity": {name: shrink[name] for name in ("llama2-7b", "llama3-8b", "llama3.2-3b", "qwen2-7b")},
+        "balance": 2.41 * 1.27 * 1.45,
+        "balance-latency": 2.39 * 1.19 * 1.29,
+        "kv-8192": 8192 * LLAMA.kv_bytes / GIB,
+        "weights": {"GB": LLAMA.stored_weights / 1e9, "GiB": LLAMA.stored_weights / GIB},
+        "longest-context": free // LLAMA.kv_bytes,
+        "aerp-context": (free - 31 * PG19.budget * LLAMA.kv_layer_bytes) / LLAMA.kv_layer_bytes,
+        "4-bit-context": 16 / 4,
+        "largest-budget": PG19.context + PG19.decode,
+        "resident-layers": {
+            f"{task}, batch {batch}": CHIP.kv_edram_bytes / (batch * WORKLOADS[task].budget * LLAMA.kv_layer_bytes)
+            for task, batch in (("LA", 1), ("PG19", 1), ("LA", 16), ("PG19", 16))
+        },
+        "activation-edram": {"X, Q, K and V, batch 16": 4 * 16 * LLAMA.channels * CHIP.value_bytes / 1024},
+    }
+
+
+def recompute_s() -> float:
+    """Returns how long the array takes for K and V of a token in one layer of LLaMA2-7B (s)."""
+    macs = 2 * LLAMA.channels * LLAMA.kv_heads * LLAMA.head_dim
+    return macs / (EDRAM_HARDWARE.array_rows**2 * EDRAM_HARDWARE.clock_hz * EDRAM_HARDWARE.macs_per_pe / PASSES_16_BY_8)
+
+
+# What the accelerator model gives
+
+
+def averages(run: Experiments) -> dict[str, float | Numbers]:
+    """Returns what is claimed of the gains of each part, averaged over models and tasks, and of their bounds."""
+    energy = {name: run.averages(profile) for name, profile in PROFILES.items()}
+    energy[BOTH] = run.averages(PAPER, "declared")
+    latency = {name: run.averages(PAPER, mode) for name, mode in MODES.items()}
+
+    def speedup(name: str, modes: bool) -> float | Numbers:
+        found = {variant: gains[name].latency for variant, gains in latency.items()}
+        return found if modes else found["first principles"]
+
+    def efficiency(name: str, modes: bool) -> Numbers:
+        return {variant: gains[name].energy for variant, gains in energy.items() if modes or variant in PROFILES}
+
+    parts = {
+        "kelle": ("Kelle+eDRAM", True),
+        "edram": ("Original+eDRAM", False),
+        "aep": ("AEP+SRAM", False),
+        "aerp": ("AERP/AEP", True),
+        "kelle-over-aerp": ("Kelle/AERP", False),
+    }
+    found: dict[str, float | Numbers] = {}
+    for part, (name, modes) in parts.items():
+        found |= {f"{part}-speedup": speedup(name, modes), f"{part}-efficiency": efficiency(name, modes)}
+    arrays = {"24 x 24 PEs in all": CHIP.baseline_rows, "32 x 32 in all but the baseline": CHIP.array_rows}
+    found["edram-speedup-equal-arrays"] = {
+        title: run.averages(PAPER, change=partial(with_hardware, array_rows=rows))["Original+eDRAM"].latency
+        for title, rows in arrays.items()
+    }
+    return found | {
+        "aep-bound": mean(WORKLOADS[task].eviction_bound for task in TASKS),
+        "aep-bound-pg19": PG19.eviction_bound,
+        "longer-is-better": _longer(run),
+        **{f"fits-{name.partition('+')[0].lower()}": _peak_gib(SYSTEMS[name]) for name in (BASELINE, "Kelle+eDRAM")},
+        "abstract-speedup": 3.94,
+        "abstract-energy": 4.46,
+    }
+
+
+def _longer(run: Experiments) -> Numbers:
+    """Returns in which share of the cases the gain grows with the decoded length: from task to task, and of PG19 alone."""
+    by_length = [WORKLOADS[task] for task in sorted(TASKS, key=lambda task: WORKLOADS[task].decode)]
+    one_task = [replace(PG19, decode=workload.decode) for workload in by_length]
+
+    def share(system: str, workloads: list[Workload]) -> float:
+        gains = [run.gains("llama2-7b", workload)[system].latency for workload in workloads]
+        return sum(later >= earlier for earlier, later in pairwise(gains)) / (len(gains) - 1)
+
+    return {
+        "LA, TQ, QP, PG19": share("Kelle+eDRAM", by_length),
+        "PG19 with their lengths": share("Kelle+eDRAM", one_task),
+        "PG19 with their lengths, eviction alone": share("AEP+SRAM", one_task),
+    }
+
+
+def _peak_gib(system: System) -> Numbers:
+    """Returns what weights and KV cache need after the last token at batch 16, without recomputation (GiB)."""
+    found = {}
+    for model in AVERAGED:
+        for workload in WORKLOADS.values():
+            tokens = workload.context + workload.decode
+            tokens = min(tokens, workload.budget) if system.policy.evict else tokens
+            size = MODELS[model].stored_weights + workload.batch * tokens * MODELS[model].kv_bytes
+            found[f"{model}, {workload.name}"] = size / GIB
+    return found
+
+
+def tables(run: Experiments, paper: Paper) -> tuple[list[Claim], dict[str, dict[str, float | Numbers]]]:
+    """Returns the claims of tables 7, 8 and 9 with what the model gives: every value, then each relative to the first."""
+    claims: list[Claim] = []
+    found: dict[str, dict[str, float | Numbers]] = {f"table {place}": {} for place in (7, 8, 9)}
+    rules, why = paper.rules, paper.data["why"]
+
+    def add(about: str, name: str, quote: str, printed: float, ours: float | Numbers, **more: Any) -> None:
+        section, rule = more.pop("section", about), more.pop("rule", rules["gain"])
+        claims.append(Claim(about, name, section, quote, rule, printed, **more))
+        found[about][name] = ours
+
+    def budget(model: str, tokens: int, profile: Profile) -> float:
+        return run.gains(model, replace(PG19, budget=tokens), profile)["Kelle+eDRAM"].energy
+
+    def interval(task: str, us: int, profile: Profile) -> float:
+        change = partial(_scaled, factor=1000 * us / KELLE_INTERVALS.mean_ns)
+        return run.gains("llama3.2-3b", WORKLOADS[task], profile, change=change)["Kelle+eDRAM"].energy
+
+    for about, measure, first, unit, shape in (
+        ("table 7", budget, 2048, "N' in PG19 {}", "N' {}, relative to {}× at 2048"),
+        ("table 8", interval, 1050, "interval {} µs", "{} µs, relative to {}× at 1050"),
+    ):
+        short, told = about.replace("table ", "t"), why[f"{about}, relative"]
+        rule = paper.data["shape"][about]
+        for key, row in paper.data[about.replace(" ", "")].items():
+            for at, printed in row.items():
+                ours = by_profile(partial(measure, key, int(at)))
+                quote = f"{printed:.2f}× [{key}, {unit.format(at)}]"
+                add(about, f"{short}-{key}-{at}", quote, printed, ours, unit="×", why=why[about])
+            for at, printed in list(row.items())[1:]:
+                ours = by_profile(lambda p, k=key, a=at, m=measure, f=first: m(k, int(a), p) / m(k, f, p))  # type: ignore[misc]
+                quote = f"{printed:.2f}× [{key}, {shape.format(at, f'{row[str(first)]:.2f}')}]"
+                ratio = printed / row[str(first)]
+                add(about, f"{short}-relative-{key}-{at}", quote, ratio, ours, rule=rules[rule], why=told)
+            if about == "table 8":
+                # Of refresh energy that is linear in 1/interval, from the first two rows alone.
+                share = row["1050"] / row["525"] - 1
+                ours = {f"{us} µs": 1 + share * (1050 / us - 1) for us in (131, 262)}
+                quote = f"{row['131']:.2f}× [{key}, 131 µs; as energy relative to 1050 µs]"
+                more = {"section": "table 8, 8.3.4", "rule": rules[paper.data["shape"]["linear"]], "why": why["linear"]}
+                add(about, f"t8-linear-{key}", quote, row["1050"] / row["131"], ours, **more)
+    for batch, row in paper.data["table9"].items():
+        workload = replace(PG19, batch=int(batch))
+        for system, printed in row.items():
+            ours = by_profile(lambda p, w=workload, s=system: run.gains("llama2-7b", w, p)[s].energy)  # type: ignore[misc]
+            quote = f"{printed:.2f}× [batch size {batch}, {system}]"
+            add("table 9", f"t9-{batch}-{system}", quote, printed, ours, unit="×", why=why["table 9"])
+    found["table 7"]["no-eviction"] = {
+        f"{model}, {name}": budget(model, 8750, profile)
+        for model in paper.data["table7"]
+        for name, profile in PROFILES.items()
+    }
+    alone = run.costs("llama2-7b", replace(PG19, batch=1))
+    for system in ("Original+SRAM", "AEP+SRAM", "AERP+SRAM"):
+        found["table 9"][f"batch1-{system}"] = {
+            "of table 9 (energy)": 1.71 / paper.data["table9"]["1"].get(system, 1.0),
+            "speed-up, modelled": alone[system].over(alone["Kelle+eDRAM"]).latency,
+        }
+    return claims, found
+
+
+def _scaled(system: System, factor: float) -> System:
+    return replace(system, policy=replace(system.policy, intervals=system.policy.intervals.scaled(factor)))
+
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "rsa": ("array_",),
+    "edram": ("kv_memory", "activation_memory", "edram_leakage", "refresh_"),
+    "sram": ("weight_memory", "sram_leakage"),
+    "sfu": ("sfu", "evictor"),
+}
+"""Components of the chip's power by part, as section 8 has them."""
+
+
+def experiments(run: Experiments) -> dict[str, float | Numbers]:
+    """Returns what is claimed in sections 3 and 8.3, of single experiments, and of the chip's powers at work."""
+    chains = {name: run.of_all(OURSELF, profile) for name, profile in PROFILES.items()}
+    return {
+        **_motivation(run),
+        "chip-power": {name: mean(map(chip_w, of)) for name, of in chains.items()},
+        "dram-mean-power": {name: mean(part_w(one, ("dram_",)) for one in of) for name, of in chains.items()},
+        **{
+            f"power-{part}": {name: mean(part_w(one, names) / chip_w(one) for one in of) for name, of in chains.items()}
+            for part, names in PARTS.items()
+        },
+        **_evictor(run),
+        "recompute-efficiency": _recomputation(run),
+        "refresh-strategies": _strategies_hold(run),
+        **_long_inputs(run),
+        **_half_bandwidth(run),
+    }
+
+
+def part_w(outcome: Outcome, prefixes: tuple[str, ...]) -> float:
+    """Returns the mean power (W) of the components whose names begin so."""
+    return sum(value for name, value in outcome.energies_j.items() if name.startswith(prefixes)) / outcome.latency_s
+
+
+def chip_w(outcome: Outcome) -> float:
+    """Returns the mean power (W) on the chip, without DRAM."""
+    return sum(value for name, value in outcome.energies_j.items() if not name.startswith("dram_")) / outcome.latency_s
+
+
+def _motivation(run: Experiments) -> dict[str, float | Numbers]:
+    """Section 3: twice the SRAM, and eDRAM that is refreshed as often as its cells need it."""
+    lengths = (512, 2048, 8192)  # figure 3 names its decoding lengths in the image only
+    works = [Workload("figure 3", 512, decode, 512 + decode, batch=batch) for batch in (1, 16) for decode in lengths]
+    small = replace(SRAM_HARDWARE, array_rows=CHIP.array_rows)
+    large = replace(small, kv_capacity_bytes=4 * MIB, weight_capacity_bytes=4 * MIB)
+    edram = replace(EDRAM_HARDWARE, kv_capacity_bytes=8 * MIB)
+
+    def asked(hardware: Hardware, profile: Profile = PAPER) -> list[Outcome]:
+        system = System("figure 3", hardware, ORIGINAL)
+        return run.outcomes([Configuration(LLAMA, work, system, profile) for work in works])
+
+    def more_power(p: Profile) -> float:
+        return mean(chip_w(two) / chip_w(one) - 1 for one, two in zip(asked(small, p), asked(large, p), strict=True))
+
+    shares = {name: [one.refresh_j / one.energy_j for one in asked(edram, profile)] for name, profile in PROFILES.items()}
+    pairs = zip(asked(small), asked(large), strict=True)
+    return {
+        "sram-8mb-speedup": mean(one.latency_s / two.latency_s for one, two in pairs),
+        "sram-8mb-power": by_profile(more_power),
+        "refresh-share": {name: max(of) for name, of in shares.items()},
+        "refresh-overhead": {name: mean(1 / (1 - share) for share in of) for name, of in shares.items()},
+    }
+
+
+def _evictor(run: Experiments) -> dict[str, float | Numbers]:
+    """8.1.4, against one comparator that scans the scores after they are known."""
+    without = with_hardware(OURSELF, systolic_evictor=False)
+    pairs = list(zip(run.of_all(OURSELF, PAPER), run.of_all(without, PAPER), strict=True))
+    saved_time = [1 - one.latency_s / two.latency_s for one, two in pairs]
+
+    def saved_energy(p: Profile) -> float:
+        both = zip(run.of_all(OURSELF, p), run.of_all(without, p), strict=True)
+        return mean(two.energy_j / one.energy_j - 1 for one, two in both)
+
+    return {
+        "evictor-latency": {"mean": mean(saved_time), "largest": max(saved_time), "smallest": min(saved_time)},
+        "evictor-efficiency": by_profile(saved_energy),
+    }
+
+
+def _recomputation(run: Experiments) -> Numbers:
+    def gained(mode: str, profile: Profile) -> float:
+        without, with_it = (run.of_all(OURSELF.with_recompute(how), profile) for how in ("none", mode))
+        return mean(one.energy_j / two.energy_j - 1 for one, two in zip(without, with_it, strict=True))
+
+    found = {f"{name}, first principles": gained("first-principles", profile) for name, profile in PROFILES.items()}
+    return found | {BOTH: gained("declared", PAPER)}
+
+
+STRATEGIES: dict[str, tuple[Intervals, bool]] = {
+    "Org": (ORG_INTERVALS, False),
+    "Uni": (UNI_INTERVALS, False),
+    "2D": (KELLE_INTERVALS, False),
+    "2K": (KELLE_INTERVALS, True),
+}
+"""8.3.3: refresh intervals, and whether the Kelle scheduler is used."""
+
+
+def strategy_j(run: Experiments, profile: Profile, recompute: str = "first-principles") -> Mapping[str, float]:
+    """Returns the energy (J) of LLaMA2-7B on PG19 by refresh strategy (figure 15b)."""
+    asked = []
+    for name, (intervals, scheduler) in STRATEGIES.items():
+        interval_ns = RETENTION_NS if name == "Org" else intervals.hst_msb_ns
+        policy = replace(OURSELF.policy, intervals=intervals, activation_interval_ns=interval_ns)
+        system = System(name, replace(KELLE_HARDWARE, overlap=scheduler), policy).with_recompute(recompute)
+        asked.append(Configuration(LLAMA, PG19, system, profile))
+    return {name: one.energy_j for name, one in zip(STRATEGIES, run.outcomes(asked), strict=True)}
+
+
+def _strategies_hold(run: Experiments) -> Numbers:
+    """Returns in which share of the steps energy falls from Org to Uni, to 2D, to 2K."""
+
+    def share(profile: Profile, recompute: str = "first-principles") -> float:
+        energies = strategy_j(run, profile, recompute).values()
+        return mean(later < earlier for earlier, later in pairwise(energies))
+
+    return {**by_profile(share), "paper, nothing recomputed": share(PAPER, "none")}
+
+
+def _long_inputs(run: Experiments) -> dict[str, float | Numbers]:
+    short = replace(PG19, name="16K-128", context=16_384, decode=128)
+    long = replace(short, name="16K-8K", decode=8_192)
+    cases = {
+        "long-input": (short, BASELINE),
+        "long-output": (long, BASELINE),
+        "long-output-aerp": (long, "AERP+SRAM"),
+    }
+    found: dict[str, float | Numbers] = {}
+    for name, (work, against) in cases.items():
+        costs = {one: run.costs("llama2-7b", work, profile) for one, profile in PROFILES.items()}
+        found[name] = {f"{work.name}, {one}": of[against].over(of["Kelle+eDRAM"]).energy for one, of in costs.items()}
+    return found
+
+
+def _half_bandwidth(run: Experiments) -> dict[str, float | Numbers]:
+    """8.3.7: eDRAM of half the bandwidth."""
+
+    def halved(system: System) -> System:
+        return with_hardware(system, kv_bytes_per_s=128 * GB) if system.hardware.edram else system
+
+    found: dict[str, float | Numbers] = {}
+    for task in ("PG19", "TQ"):
+        costs = {name: run.costs("llama2-7b", WORKLOADS[task], p, change=halved) for name, p in PROFILES.items()}
+        for against in ("AERP+SRAM", BASELINE):
+            ours = {name: of[against].over(of["Kelle+eDRAM"]).energy for name, of in costs.items()}
+            found[f"half-{task}-{against}"] = ours
+    full, half = (run.gains("llama2-7b", PG19, change=change)["Kelle+eDRAM"].energy for change in (same, halved))
+    return found | {"half-loss": half / full}
+
+
+def facts() -> dict[str, Any]:
+    """Returns the numbers that reasons name."""
+    last = access_of(Configuration(LLAMA, PG19, OURSELF))
+    macs = 2 * LLAMA.channels * LLAMA.kv_heads * LLAMA.head_dim
+    platform = platform_mm2()
+    return {
+        "word_w": SRAM_4MB.access_j * CHIP.sram_bytes_per_s / 8,
+        "edram_45us_w": PAPER.refresh_w(4 * MIB, RETENTION_NS),
+        "platform_mm2": platform,
+        "with_dram": SRAM_4MB.area_mm2 / (platform + CHIP.dram_area_mm2),
+        "one_mac_tops": EDRAM_HARDWARE.int8_ops_per_s / 1e12 / EDRAM_HARDWARE.macs_per_pe,
+        "sigma": paper_curve().sigma,
+        "kelle_ms": kelle(last).total_ns / 1e6,
+        "baseline_ms": baseline(last).total_ns / 1e6,
+        "longest_each": (16 * GIB - WEIGHTS_8_4) // LLAMA.kv_bytes / 16,
+        "recomputed": joules(PASSES_16_BY_8 * macs / KELLE_HARDWARE.macs_per_pe * PAPER.pe_cycle_j),
+        "loaded": joules(PAPER.dram_j_per_byte * (LLAMA.kv_layer_bytes - LLAMA.x_layer_bytes)),
+    }
+
+
+# The reproduction
+
+
+def reproduce(quick: bool, tell: Tell) -> Reproduction:
+    """Returns the paper recomputed. `quick` changes nothing: it takes a second."""
+    tell("modelling the accelerator")
+    run, paper = Experiments(), read_paper("kelle")
+    claims, found = tables(run, paper)
+    paper = replace(paper, claims=[*claims, *paper.claims])
+    ours = {"chip": chip(), "algorithm": algorithm(), "averages": averages(run), **found, "experiments": experiments(run)}
+    measures: Measures = {
+        about: {name: one if isinstance(one, Mapping) else {OURS: one} for name, one in of.items()}
+        for about, of in ours.items()
+    }
+    judged = judge(paper, measures, facts())
+    told = {
+        "kind": "modelled",
+        "averaged_over": {"models": list(AVERAGED), "tasks": list(TASKS)},
+        "profiles": {name: dataclasses.asdict(profile) for name, profile in PROFILES.items()},
+        "systems": {name: dataclasses.asdict(system) for name, system in SYSTEMS.items()},
+        "not_recomputed": [{"where": a, "what": b, "why": c} for a, b, c in paper.data["not_recomputed"]],
+    }
+    return Reproduction("kelle", paper, judged, told, lambda: _blocks(judged, paper, run))
+
+
+def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper, run: Experiments) -> dict[str, list[Block]]:
+    """Returns what the page shows beside the claims, by section."""
+    titles = {about: section["title"] for section in paper.sections for about in section.get("about", ())}
+    named = {one.claim.name: one for of in judged.values() for one in of}
+    averaged = f"{', '.join(AVERAGED)} x {', '.join(TASKS)}"
+    shown: dict[str, tuple[Callable[[Mapping[str, Judged]], Figure], str]] = {
+        "averages": (_averages_figure, f"mean over {averaged}, batch 16; the paper's models are in figure 13 only."),
+        "table 7": (partial(_curves, paper, "t7", "N' (tokens)"), "PG19, batch 16, Kelle+eDRAM."),
+        "table 8": (
+            partial(_curves, paper, "t8", "mean refresh interval (µs)"),
+            "llama3.2-3b, batch 16, Kelle+eDRAM, all four intervals scaled.",
+        ),
+        "table 9": (partial(_curves, paper, "t9", "batch (sequences)"), "llama2-7b, PG19."),
+    }
+    blocks: dict[str, list[Block]] = {"Verdicts": [_summary(named)]}
+    for about, (draw, caption) in shown.items():
+        blocks[titles[about]] = [_drawn(partial(draw, named), _alt(judged[about]), f"Modelled: {caption}")]
+    example = "LLaMA2-7B on PG19, by component (like figures 13, 15b and 16a)"
+    blocks |= {example: list(_example(run))}
+    columns = ["where", "what", "why not"]
+    blocks["Not recomputed"] = [Table("What else the paper prints", columns, paper.data["not_recomputed"])]
+    facts = paper.facts
+    conditions = [
+        ("paper", f"{facts['authors']}: {facts['title']}. {facts['published']}, doi:{facts['doi']}"),
+        ("kind", "modelled: a roofline of bytes and cycles; nothing is measured"),
+        ("assumed", "DRAM gives its whole bandwidth; loads overlap with computing"),
+        ("SRAM baseline", "2 MB for weights and 2 MB for KV: the paper does not say how its 4 MB are divided"),
+        ("refresh energy", "1.14 mJ is read as the energy of one pass over 4 MB"),
+        ("retention curve", "log-normal through 2e-3 (section 7.1) and 1e-6 at 45 µs, which the paper does not print"),
+    ]
+    return blocks | {"Conditions": [Facts(conditions), *_constants()]}
+
+
+def _summary(named: Mapping[str, Judged]) -> Block:
+    """Returns the averages of section 8.1 in words, with what they turn on."""
+
+    def ours(name: str, variant: str) -> float:
+        return named[name].findings[variant].values["ours"]
+
+    def told(name: str, variant: str) -> str:
+        claim = named[name].claim
+        return f"{number(ours(name, variant))}{claim.unit} ({number(claim.paper or 0)}{claim.unit} is printed)"
+
+    ratio = PROFILES["paper"].refresh_pass_j / PROFILES["silicon"].refresh_pass_j
+    equal = ours("edram-speedup-equal-arrays", "24 x 24 PEs in all")
+    return Text(
+        f"On average Kelle+eDRAM is modelled as {told('kelle-speedup', 'first principles')} as fast as Original+SRAM, and "
+        f"{told('kelle-efficiency', 'paper')} as efficient with energies as printed, "
+        f"{told('kelle-efficiency', 'silicon')} with silicon's refresh. Eviction alone gives {told('aep-speedup', OURS)}, "
+        f"eDRAM alone {told('edram-speedup', OURS)}, of which {number(equal)}× remains with arrays of one size. "
+        f"Refreshing takes {ratio:,.0f} times the energy by table 1 that it takes on the chip that the paper cites."
+    )
+
+
+def _drawn(draw: Callable[[], Figure], alt: str, caption: str) -> Block:
+    with style():
+        return embedded(draw(), alt, caption)
+
+
+def _alt(judged: Sequence[Judged]) -> str:
+    parts = []
+    for one in judged:
+        ours = ", ".join(f"{name} {number(found.values['ours'])}" for name, found in one.findings.items())
+        parts.append(f"{one.claim.name} printed {number(one.claim.paper or 0)}, {ours}")
+    return "; ".join(parts) + "."
+
+
+PRINTED = Look(INK, "-", "s", 1.8, 6)
+LOOKS: dict[str, tuple[str, Look]] = {  # by variant: what the legend calls it
+    "paper": ("energies as printed", Look("#0072b2", "-", "o", 2.0)),
+    "public": ("public energies", Look("#d55e00", (0, (5, 1.5)), "^")),
+    "silicon": ("silicon's refresh", Look("#009e73", (0, (3, 1, 1, 1)), "D")),
+    OURS: ("modelled", Look("#0072b2", "-", "o", 2.0)),
+    "first principles": ("modelled", Look("#0072b2", "-", "o", 2.0)),
+    "declared recomputation": ("recomputing as declared", Look("#56b4e9", (0, (3, 1)), "v")),
+    BOTH: ("recomputing as declared", Look("#56b4e9", (0, (3, 1)), "v")),
+}
+BARS = {
+    "kelle": "Kelle+eDRAM",
+    "edram": "Original\n+eDRAM",
+    "aep": "AEP+SRAM",
+    "aerp": "AERP\n/ AEP",
+    "kelle-over-aerp": "Kelle\n/ AERP",
+}
+
+
+def _averages_figure(named: Mapping[str, Judged]) -> Figure:
+    """Returns the averages of section 8.1, printed and modelled: speed-ups, then efficiencies."""
+    figure, axes = grid_of(2)
+    for panel, (title, what) in zip(axes, {"speed-up": "speedup", "energy efficiency": "efficiency"}.items(), strict=True):
+        _bars(panel, [named[f"{part}-{what}"] for part in BARS])
+        panel.set_title(title)
+    legend_below(figure, axes)
+    return figure
+
+
+def _bars(panel: Axes, judged: Sequence[Judged]) -> None:
+    """Draw a group of bars for each claim: the printed number, then ours by variant."""
+    labelled: set[str] = set()
+    for place, one in enumerate(judged):
+        bars = [("printed", PRINTED.colour, one.claim.paper or 0.0)]
+        bars += [(LOOKS[name][0], LOOKS[name][1].colour, found.values["ours"]) for name, found in one.findings.items()]
+        width = min(0.85 / len(bars), 0.22)
+        for number_, (label, colour, value) in enumerate(bars):
+            at = place + (number_ - (len(bars) - 1) / 2) * width
+            # A label only once: the legend takes the first of each, and this one is asked for its bars.
+            panel.bar([at], [value], width=0.92 * width, color=colour, label=label if label not in labelled else None)
+            labelled.add(label)
+    panel.set_xticks(range(len(judged)), list(BARS.values()), fontsize=7.5)
+    panel.grid(axis="x", visible=False)
+    panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
+    panel.set_ylabel("times as good")
+
+
+def _curves(paper: Paper, table: str, label: str, named: Mapping[str, Judged]) -> Figure:
+    """Returns printed and modelled efficiencies of a table over its numbers, a panel for each of its rows or systems."""
+    data: dict[str, dict[str, float]] = paper.data[table.replace("t", "table")]
+    if table == "t9":
+        panels = {system: {batch: f"t9-{batch}-{system}" for batch in data} for system in next(iter(data.values()))}
+    else:
+        panels = {key: {at: f"{table}-{key}-{at}" for at in row} for key, row in data.items()}
+    figure, axes = grid_of(len(panels))
+    for panel, (title, names) in zip(axes, panels.items(), strict=True):
+        along, judged = list(map(float, names)), [named[name] for name in names.values()]
+        panel.plot(along, [one.claim.paper or 0.0 for one in judged], label="printed", **PRINTED.line())
+        for profile in PROFILES:
+            told, look = LOOKS[profile]
+            panel.plot(along, [one.findings[profile].values["ours"] for one in judged], label=told, **look.line())
+        panel.set_title(title)
+        panel.set_xlabel(label)
+        panel.set_ylabel("efficiency, × Original+SRAM")
+        panel.set_ylim(bottom=0)
+    legend_below(figure, axes)
+    return figure
+
+
+def _example(run: Experiments) -> Iterator[Block]:
+    found = saved(json.loads(json.dumps(document(compare()))))
+    caption = "Modelled: llama2-7b, PG19 (context 512, decode 8192), batch 16, N' = 2048."
+    told = "; ".join(f"{row.system}, {row.profile}: {joules(row['energy_j'])}" for row in found.rows)
+    shares = "; ".join(f"{row.system}, {row.profile}: {row['refresh_share']:.1%}" for row in found.rows)
+    rates = ((roof.system, name, rate) for roof in found.roofs for name, _, rate in roof.points)
+    points = "; ".join(f"{system}: {name} {rate / 1e9:.0f} G/s" for system, name, rate in rates)
+    yield _drawn(lambda: energy_figure(found.rows), told, caption)
+    yield _drawn(lambda: refresh_figure(found.rows), shares, caption)
+    rows: list[list[Cell]] = [[name, *map(joules, strategy_j(run, p).values())] for name, p in PROFILES.items()]
+    yield Table("Energy by refresh strategy (section 8.3.3), modelled", ["profile", *STRATEGIES], rows)
+    more = "The last step. Section 8.3.2 has recomputation raise the throughput until the array is the bound: from first "
+    more += "principles there is next to nothing to gain before it is."
+    yield _drawn(lambda: roofline_figure(found.roofs), points, f"{caption} {more}")
+
+
+def _constants() -> Iterator[Block]:
+    profiles: list[list[Cell]] = [
+        [name, one.title, 1e12 * one.dram_j_per_byte, 1e12 * one.sram_j_per_byte, 1e12 * one.edram_j_per_byte,
+         1e6 * one.refresh_pass_j, 1e12 * one.pe_cycle_j]
+        for name, one in PROFILES.items()
+    ]  # fmt: skip
+    columns = ["profile", "from", "DRAM pJ/B", "SRAM pJ/B", "eDRAM pJ/B", "refresh of 4 MB µJ", "PE pJ/cycle"]
+    yield Table("Profiles of energies", columns, profiles, digits=1)
+    systems: list[list[Cell]] = []
+    for name, system in SYSTEMS.items():
+        hardware, policy = system.hardware, system.policy
+        memory = ("eDRAM" if hardware.edram else "SRAM", hardware.kv_capacity_bytes / 2**20, hardware.kv_bytes_per_s / 1e9)
+        interval: Cell = policy.intervals.mean_ns / 1e3 if hardware.edram else "no refresh"
+        array = f"{hardware.array_rows} x {hardware.array_rows}"
+        systems.append([name, array, *memory, "yes" if policy.evict else "no", policy.recompute, interval])
+    heads = ["system", "PEs", "KV memory", "MiB", "GB/s", "evicts", "recomputes", "mean interval µs"]
+    yield Table("Systems", heads, systems, digits=1)
+    shapes: list[list[Cell]] = [
+        [name, one.layers, one.channels, one.heads, one.kv_heads, one.read_weights / 1e9, one.kv_bytes / 1024]
+        for name, one in MODELS.items()
+    ]
+    widths = ["model", "layers", "channels", "heads", "KV heads", "weights read (10⁹)", "KV KiB a token"]
+    yield Table("Models", widths, shapes, digits=2)

@@ -1,0 +1,134 @@
+"""What `llmcache simulate` prints: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.cache.constants import BLOCK_BYTES
+from llmcache.cache.latency import FetchModel, Stalls
+from llmcache.cache.results import Result, Simulation, Summary, TraceCurve
+from llmcache.errors import printable
+from llmcache.report.output import plain_table
+from llmcache.units import format_duration, format_rate, format_size
+
+_UNBOUND = 400
+_NOTE = "hit ratio of all blocks, and of the bytes read; latency: modelled, to fetch all that is read,"
+
+
+def show(simulation: Simulation, as_json: bool) -> None:
+    """Prints `simulation` on stdout."""
+    if as_json:
+        print(json.dumps(simulation.document(), indent=1))
+        return
+    # A table is as wide as its columns: on a narrow terminal its lines wrap, but no figure is cut.
+    console = Console(highlight=False, markup=False, width=_UNBOUND)
+    for number, summary in enumerate(simulation.traces):
+        if number:
+            console.print()
+        _show_trace(console, simulation, summary)
+
+
+def _show_trace(console: Console, simulation: Simulation, summary: Summary) -> None:
+    rows = [row for row in simulation.results if row.trace == summary.trace]
+    console.print(headline(summary), soft_wrap=True)
+    console.print(f"{_NOTE}\n{latency_note(simulation.model)}", soft_wrap=True)
+    console.print(table(rows))
+    if simulation.period_ns is not None:
+        console.print(_stall_note(simulation.period_ns), soft_wrap=True)
+        console.print(stall_table(summary, rows))
+    for item in simulation.curves:
+        if item.trace == summary.trace:
+            console.print(curve_line(item), soft_wrap=True)
+
+
+def latency_note(model: FetchModel) -> str:
+    """What a modelled latency is made of."""
+    setup = format_duration(model.setup_ns) if model.setup_ns else "nothing"
+    gpu = f" and {format_duration(model.gpu_setup_ns)} for {model.request_bytes} bytes" if model.gpu_setup_ns else ""
+    return (
+        f"misses at the bandwidth of storage and {setup} for each block (--setup), "
+        f"then to the GPU at {_rate(model.gpu_bandwidth)}{gpu}"
+    )
+
+
+def _stall_note(period_ns: int) -> str:
+    return (
+        f"Stalls (modelled): slices of {format_duration(period_ns)} of the trace's time in which more is missed than "
+        "storage delivers in one, and the time they wait in all"
+    )
+
+
+def headline(summary: Summary) -> str:
+    """One line on a trace: what it holds and where it comes from."""
+    lost = f", {summary.lost_events} accesses lost" if summary.lost_events else ""
+    return (
+        f"{summary.trace}: {summary.accesses} blocks referenced ({summary.reads} read, {summary.writes} written) of "
+        f"{summary.footprint_blocks} distinct ones, {format_size(summary.footprint_bytes)}; {printable(summary.tier)}{lost}"
+    )
+
+
+def table(rows: list[Result]) -> Table:
+    """The rows of one trace."""
+    made = plain_table(
+        "policy", "cache", "hits", "reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies), gap=1
+    )
+    for number, row in enumerate(rows):
+        first = number == 0 or rows[number - 1].policy != row.policy
+        made.add_row(row.title if first else "", *_cells(row))
+    return made
+
+
+def _rate(bytes_per_s: int) -> str:
+    number, _, unit = format_rate(bytes_per_s).partition(" ")
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+
+
+def _cells(row: Result) -> Iterator[str]:
+    yield format_size(row.cache_bytes)
+    yield f"{row.hit_ratio:.4f}"
+    yield "-" if row.byte_hit_ratio is None else f"{row.byte_hit_ratio:.4f}"
+    yield format_size(row.storage_read_bytes)
+    for latency in row.latencies:
+        yield _seconds(latency.latency_s)
+
+
+def _seconds(seconds: float) -> str:
+    """Like `format_duration`, but in seconds where that has minutes, so that columns stay narrow and comparable."""
+    return format_duration(seconds * 1e9) if seconds < 59 else f"{seconds:.0f} s"
+
+
+def stall_table(summary: Summary, rows: list[Result]) -> Table:
+    """In how many slices of T storage falls behind, and by how much in all, for the rows of one trace."""
+    made = plain_table("policy", "cache", "worst slice", *(_rate(each.bw) for each in rows[0].stalls), gap=1)
+    made.add_row("(no cache avoids)", "", *_stall_cells(summary.cold_stalls))
+    for number, row in enumerate(rows):
+        first = number == 0 or rows[number - 1].policy != row.policy
+        made.add_row(row.title if first else "", format_size(row.cache_bytes), *_stall_cells(row.stalls))
+    return made
+
+
+def _stall_cells(stalls: tuple[Stalls, ...]) -> Iterator[str]:
+    yield format_size(stalls[0].worst_bytes)
+    for each in stalls:
+        if each.stalled_slices == 0:
+            yield "none"
+        else:
+            yield f"{each.stalled_slices}/{each.slices}, {_seconds(each.stall_s)}"
+
+
+def curve_line(item: TraceCurve) -> str:
+    """What the curve of all sizes says in one line: its end, and from which sizes on shares of it are reached."""
+    curve = item.curve
+    best = int(curve.hits[-1])
+    if best == 0:
+        return f"{curve.policy.upper()} at all sizes: no hits, no block is referenced twice"
+    shares = []
+    for percent in (50, 90, 100):
+        blocks = int(curve.sizes[np.searchsorted(curve.hits, best * percent / 100)])
+        shares.append(f"{percent} % of them from {format_size(blocks * BLOCK_BYTES)} on")
+    return f"{curve.policy.upper()} at all sizes: hit ratio up to {best / curve.accesses:.4f}; {', '.join(shares)}"

@@ -1,0 +1,263 @@
+"""The picture of a trace: what is counted in its cells, which files have a band, how it is drawn, what its caption says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from llmcache.errors import DataError, UsageError
+from llmcache.report.grid import EDGE, LEAST_SHARE, AccessGrid, Band, FileSpan, bands, survey
+from llmcache.report.plot import (
+    CLASSES,
+    Landmark,
+    Shade,
+    access_figure,
+    alt_text,
+    caption,
+    chosen_files,
+    class_rows,
+    conditions,
+    picture_of,
+    pixels,
+)
+from llmcache.report.theme import CLASS_COLOURS, OP_COLOURS, embedded, figure_bytes, style
+from llmcache.trace.record import Provenance, Trace
+from tests.unit.report_parts import COPY, MODEL, TOKENIZER, recorded
+from tests.unit.simulation_parts import Row, loop, rows, trace_of
+
+
+def filled(trace: Trace, by_time: bool, width: int, height: int, batch: int) -> tuple[AccessGrid, tuple[Band, ...]]:
+    found = survey(trace.batches(batch))
+    places = bands(found.spans)
+    grid = AccessGrid(found, places, by_time, width, height)
+    for part in trace.batches(batch):
+        grid.add(part)
+    return grid, places
+
+
+def test_the_survey_tells_what_each_file_has() -> None:
+    trace = recorded()
+    for batch in (7, 10**6):
+        found = survey(trace.batches(batch))
+        assert (found.rows, found.accesses, found.timed) == (len(trace), trace.accesses, True)
+        assert found.spans == (FileSpan(0, 0, 1000, 5000), FileSpan(1, 0, 20, 200), FileSpan(2, 0, 400, 1200))
+    assert [span.file for span in survey(trace.batches(), frozenset({2})).spans] == [2]
+    with pytest.raises(DataError, match="rows"):
+        survey(trace.batches(), frozenset({9}))
+
+
+def test_bands_fill_the_height_and_a_small_file_is_seen() -> None:
+    made = bands([FileSpan(4, 0, 10**6, 5), FileSpan(2, 100, 110, 7)])
+    assert [(band.file, band.first, band.end) for band in made] == [(2, 100, 110), (4, 0, 10**6)]
+    assert made[0].bottom == 0 and made[0].top == made[1].bottom and made[1].top == pytest.approx(1)
+    assert made[0].top > 0.9 * LEAST_SHARE
+    assert made[1].height(0) == made[1].bottom and made[1].height(10**6) == pytest.approx(1)
+    assert [band.file for band in bands([FileSpan(number, 0, 9, number) for number in range(5)], most=2)] == [3, 4]
+
+
+@given(rows(), st.booleans(), st.integers(1, 40))
+def test_every_block_is_counted_in_its_cell(accesses: list[Row], by_time: bool, batch: int) -> None:
+    trace = trace_of(accesses)
+    by_time = by_time and len(trace) > 1
+    grid, places = filled(trace, by_time, 16, 24, batch)
+    expected = np.zeros((3, 24, 16), np.int64)
+    before, last_ns = 0, int(trace.t_ns[-1])
+    for number, (file, first, count, op) in enumerate(accesses):
+        passed = int(trace.t_ns[number]) / last_ns if by_time else before / trace.accesses
+        before += count
+        band = next(band for band in places if band.file == file)
+        last = int(np.ceil(band.top * 24)) - 1
+        cells: set[int] = set()
+        for block in range(first, first + count):
+            low = int(band.height(block) * 24 + EDGE)
+            high = int(np.ceil(band.height(block + 1) * 24 - EDGE)) - 1
+            cells |= {min(cell, last) for cell in range(low, max(low, high) + 1)}
+        for cell in cells:
+            expected[op, cell, min(int(passed * 16), 15)] += 1
+    assert np.array_equal(grid.counts(), expected)
+
+
+def test_cells_of_a_plain_loop_are_exact() -> None:
+    trace = trace_of([(0, first, 10, 0) for _ in range(4) for first in range(0, 40, 10)])
+    grid, _ = filled(trace, False, 16, 4, 5)
+    assert np.array_equal(grid.counts()[0], np.tile(np.eye(4, dtype=np.int64), 4))
+    assert not grid.counts()[1:].any()
+
+
+def test_batches_do_not_change_the_picture() -> None:
+    for by_time in (True, False):
+        whole, _ = filled(recorded(), by_time, 50, 60, 10**6)
+        parts, _ = filled(recorded(), by_time, 50, 60, 3)
+        assert np.array_equal(whole.counts(), parts.counts())
+
+
+def test_files_without_a_band_are_left_out() -> None:
+    trace = recorded()
+    found = survey(trace.batches())
+    grid = AccessGrid(found, bands(found.spans, most=1), True, 10, 10)
+    grid.add(trace)
+    assert grid.counts()[2].any() and not grid.counts()[:2].any()
+
+
+SHADES = [Shade(0, 0, 1000, "LOOP"), Shade(1, 0, 20, "HOT"), Shade(2, 0, 400, "SEQ"), Shade(2, 0, 200, "LOOP")]
+LAYERS = [Landmark(0, 0, 1, "header"), *(Landmark(0, 1 + 333 * n, 334 + 333 * n, f"blk.{n}") for n in range(3))]
+
+
+def drawn(trace: Trace, **options: object) -> Figure:
+    with style():
+        figure = access_figure(picture_of(trace, "some trace", **options))  # type: ignore[arg-type]
+        figure.draw_without_rendering()
+    return figure
+
+
+def right_labels(figure: Figure) -> list[str]:
+    return [label.get_text() for label in figure.axes[0].child_axes[0].get_yticklabels()]
+
+
+def test_axes_have_units_and_files_have_names() -> None:
+    figure = drawn(recorded())
+    axes = figure.axes[0]
+    assert (axes.get_xlabel(), axes.get_title(loc="left")) == ("time (s)", "some trace")
+    assert axes.get_ylabel() == "block number in its file (4 KiB blocks)"
+    assert axes.get_xlim() == pytest.approx((0, 3.23))
+    labels = right_labels(figure)
+    assert MODEL in labels and COPY in labels and TOKENIZER in labels
+    ticks = [label.get_text() for label in axes.get_yticklabels()]
+    assert ticks[0] == "0" and "200" in ticks
+
+
+def test_the_legend_has_what_is_there_and_nothing_else() -> None:
+    legend = drawn(recorded(), shades=SHADES).axes[0].get_legend()
+    assert legend is not None
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert texts == ["read", "write", "map", "sequential (SEQ)", "loop (LOOP)", "hot (HOT)"]
+    only_reads = drawn(trace_of(loop(50, 3, 5))).axes[0].get_legend()
+    assert only_reads is not None and [text.get_text() for text in only_reads.get_texts()] == ["read"]
+
+
+def test_a_trace_without_times_is_drawn_over_accesses() -> None:
+    axes = drawn(trace_of(loop(50, 4, 5), step_ns=0)).axes[0]
+    assert axes.get_xlabel() == "accesses so far (4 KiB blocks)" and axes.get_xlim() == (0, 200)
+    assert drawn(recorded(), by_time=False).axes[0].get_xlim() == (0, 6400)
+
+
+def test_pixels_take_the_colour_of_the_most_frequent_op() -> None:
+    counts = np.zeros((3, 2, 2), np.int64)
+    counts[:, 0, 0], counts[0, 0, 1], counts[2, 1, 1] = (1, 5, 2), 1, 100
+    image = pixels(counts)
+    assert np.allclose(image[0, 0, :3], to_rgb(OP_COLOURS["write"]))
+    assert np.allclose(image[0, 1, :3], to_rgb(OP_COLOURS["read"]))
+    assert np.allclose(image[1, 1, :3], to_rgb(OP_COLOURS["map"]))
+    assert image[1, 0, 3] == 0
+    assert 0.5 < image[0, 1, 3] < image[0, 0, 3] < image[1, 1, 3] == 1
+
+
+def test_classes_cover_their_rows_and_the_later_kind_wins() -> None:
+    places = [Band(0, 0, 100, 0, 0.5), Band(1, 0, 1000, 0.5, 1)]
+    shades = [Shade(0, 0, 100, "SEQ"), Shade(0, 50, 60, "LOOP"), Shade(1, 999, 1000, "HOT"), Shade(7, 0, 9, "HOT")]
+    rows = class_rows(places, shades, 20)
+    seq, looped, hot = range(len(CLASSES))
+    assert rows.tolist() == [seq] * 5 + [looped] + [seq] * 4 + [-1] * 9 + [hot]
+    assert class_rows(places, [Shade(0, 100, 200, "HOT")], 20).max() == -1  # beyond what was accessed
+
+
+def test_classes_are_tinted_behind_and_shown_in_a_strip() -> None:
+    tints, strip, _ = drawn(recorded(), shades=SHADES).axes[0].images
+    colours = np.asarray(strip.get_array())
+    assert colours.shape[1] == len(CLASSES) and np.asarray(tints.get_array()).shape[1] == 1
+    widths = {
+        kind: int((colours[np.isclose(colours[:, 0, :3], to_rgb(CLASS_COLOURS[kind])).all(axis=1)][0, :, 3] > 0).sum())
+        for kind in CLASSES
+    }
+    assert widths == {"SEQ": 1, "LOOP": 2, "HOT": 3}
+    assert len(drawn(recorded()).axes[0].images) == 1
+
+
+def test_layers_are_named_instead_of_their_file() -> None:
+    figure = drawn(recorded(), landmarks=LAYERS)
+    labels = right_labels(figure)
+    assert [label for label in labels if label.startswith("blk")] == ["blk.0", "blk.1", "blk.2"]
+    assert MODEL not in labels and COPY in labels
+    assert MODEL in [text.get_text() for text in figure.axes[0].texts]
+
+
+def test_names_do_not_overlap() -> None:
+    many = [Landmark(0, 5 * n, 5 * n + 5, f"blk.{n}") for n in range(200)]
+    figure = drawn(recorded(), landmarks=many)
+    places = figure.axes[0].child_axes[0].get_yticks()
+    assert 15 < len(places) <= 32 and np.diff(places).min() >= 0.032
+    long = drawn(trace_of(loop(9, 3, 3)), landmarks=[Landmark(0, 0, 9, "x" * 99)])
+    assert len(right_labels(long)[0]) <= 31
+
+
+def test_captions_tell_the_conditions() -> None:
+    trace = recorded(lost=7)
+    picture = picture_of(trace, "t", shades=SHADES)
+    facts = dict(conditions(picture, trace))
+    assert facts["source"] == "synthetic" and facts["lost events"] == "7" and facts["files"] == "3"
+    assert facts["accesses"].startswith("6,400 blocks of 4 KiB") and facts["duration"] == "3.23 s"
+    assert "note" not in facts and "not shown" not in facts and "LOOP" in facts["classes"]
+    told = caption(picture, trace)
+    assert told.startswith("Source: synthetic; 6,400 blocks of 4 KiB (26.2 MB) in 3.23 s; 7 events lost. A cell: ")
+    assert "m.gguf" in told and len(told) < 150
+    told = alt_text(picture)
+    assert f"{MODEL}: blocks 0 to 999, 5,000 accesses, LOOP" in told and f"{COPY}: blocks 0 to 399" in told
+    timeless = trace_of(loop(9, 2, 3), step_ns=0, provenance=Provenance("csv", note="Ends with a point."))
+    assert " in " not in caption(picture_of(timeless, "t"), timeless).split(". A cell")[0]
+    assert ("note", "Ends with a point.") in conditions(picture_of(timeless, "t"), timeless)
+
+
+def test_files_are_chosen_by_path_or_name() -> None:
+    files = recorded().files
+    assert chosen_files(files, None) is None
+    assert chosen_files(files, "*.gguf") == frozenset({0}) and chosen_files(files, "copy.bin") == frozenset({2})
+    assert chosen_files(files, "/models/*") == frozenset({0, 1})
+    with pytest.raises(UsageError, match=r"--files: no file of the trace matches '\*\.safetensors'") as caught:
+        chosen_files(files, "*.safetensors")
+    assert MODEL in str(caught.value.hint)
+
+
+def test_what_was_left_out_is_told() -> None:
+    rows = [(file % 20, 0, 10, 0) for file in range(200)]
+    file, first, count, op = zip(*rows, strict=True)
+    known = [type(recorded().files[0])(number, f"/f{number}\n", 0, 0, 0, 0) for number in range(20)]
+    trace = Trace.build(list(range(200)), file, first, count, op, files=known, provenance=Provenance("test"))
+    picture = picture_of(trace, "t")
+    assert len(picture.bands) == 16 and picture.names[0] == "/f0?"
+    assert "Not shown: 4 further files with 20.0% of the accesses; --files GLOB" in caption(picture, trace)
+
+
+def test_files_that_hardly_count_are_left_out_until_they_are_asked_for() -> None:
+    rows = [(0, 0, 1000, 2)] * 9 + [(1, 0, 5, 0)] * 20 + [(2, 0, 12, 0)] + [(number, 0, 5, 0) for number in range(3, 9)]
+    known = [type(recorded().files[0])(number, f"/f{number}", 0, 0, 0, 0) for number in range(9)]
+    trace = Trace.build(list(range(len(rows))), *zip(*rows, strict=True), files=known, provenance=Provenance("test"))
+    shades = [Shade(number, 0, 5, "LOOP" if number == 0 else "SEQ") for number in range(9)]
+    picture = picture_of(trace, "t", shades=shades)
+    assert [band.file for band in picture.bands] == [0, 1, 2]  # most accesses; 1.1 % of them; 1.1 % of the blocks
+    told = caption(picture, trace)
+    assert "Not shown: 6 further files with 0.3% of the accesses, each below 1% of" in told and "--files '*'" in told
+    assert {shade.file for shade in picture.shades} == {0, 1, 2}
+    everything = picture_of(trace, "t", only=chosen_files(known, "*"))
+    assert len(everything.bands) == 9 and "not shown" not in dict(conditions(everything, trace))
+
+
+def test_names_of_many_files_have_room() -> None:
+    rows = [(0, 0, 5000, 2)] + [(number, 0, 2, 0) for number in range(1, 40)]
+    known = [type(recorded().files[0])(number, f"/lib/{number}", 0, 0, 0, 0) for number in range(40)]
+    trace = Trace.build(list(range(len(rows))), *zip(*rows, strict=True), files=known, provenance=Provenance("test"))
+    with style():
+        figure = access_figure(picture_of(trace, "t", only=chosen_files(known, "*")))
+    places = figure.axes[0].child_axes[0].get_yticks()
+    assert len(places) == 16 and np.diff(places).min() >= 0.032
+
+
+def test_pictures_with_images_are_png_on_pages_and_files_are_the_same_each_time() -> None:
+    figure = drawn(recorded(), shades=SHADES)
+    assert embedded(figure, "alt", "caption").form == "png"
+    assert figure_bytes(figure, "png").startswith(b"\x89PNG")
+    once, again = (figure_bytes(drawn(recorded(), shades=SHADES), "svg") for _ in range(2))
+    assert once == again
