@@ -36,11 +36,11 @@ def command(
       llmcache plot run.parquet -o loops.png --files '*.gguf'
       llmcache plot run.parquet -o run.svg --model ~/models/llama-8b-q8_0.gguf
     """
-    from llmcache.fs.layout.modelfile import TensorNames
+    from llmcache.fs.layout.modelfile import ModelHeaders
     from llmcache.report.plot import Wanted, plot
     from llmcache.report.progress import progress
 
     with progress() as tell:
-        written = plot(Wanted(trace, output, files, classes, force), lambda table: TensorNames(models, table), tell)
+        written = plot(Wanted(trace, output, files, classes, force), lambda table: ModelHeaders(models, table), tell)
     if as_json:
         written.show("llmcache.plot/1")

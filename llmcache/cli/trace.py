@@ -92,9 +92,9 @@ def command(
     captured = session.record(target, options, locked_bytes)
     session.show(captured, as_json)
     if report is not None and captured.rows:
-        from llmcache.fs.layout.modelfile import TensorNames
+        from llmcache.fs.layout.modelfile import ModelHeaders
         from llmcache.report.plot import Wanted, plot
         from llmcache.report.progress import progress
 
         with progress() as tell:
-            plot(Wanted(options.output, report, files=glob, force=force), lambda table: TensorNames((), table), tell)
+            plot(Wanted(options.output, report, files=glob, force=force), lambda table: ModelHeaders((), table), tell)

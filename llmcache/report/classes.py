@@ -7,7 +7,7 @@ from itertools import groupby
 
 from llmcache.cache.classes import Classification
 from llmcache.cache.constants import BLOCK_BYTES
-from llmcache.cache.layers import NamesOf
+from llmcache.cache.models import Models
 from llmcache.report.access import Landmark, Shade
 from llmcache.report.classification import names_line
 from llmcache.report.html import Cell, Table
@@ -22,7 +22,7 @@ def shades_of(rows: Sequence[Classification]) -> list[Shade]:
     return [Shade(row.file, first, last + 1, row.kind) for row in rows for first, last in row.pieces]
 
 
-def landmarks_of(files: Sequence[TraceFile], names: NamesOf) -> list[Landmark]:
+def landmarks_of(files: Sequence[TraceFile], names: Models) -> list[Landmark]:
     """Returns which blocks each layer (or tensor outside of the layers) has, in the files that `names` knows."""
     marks: list[Landmark] = []
     for file in files:

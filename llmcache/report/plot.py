@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 
 from llmcache.cache.classes import Classification
 from llmcache.cache.classify import classify
+from llmcache.cache.models import Models
 from llmcache.cache.plan import Progress
-from llmcache.cache.routing import MixtureUses, ModelNames
+from llmcache.cache.routing import MixtureUses
 from llmcache.errors import UsageError
 from llmcache.report.access import AccessPicture, access_figure
 from llmcache.report.classes import classes_table, landmarks_of, shades_of
@@ -40,7 +41,7 @@ class Wanted:
     force: bool = False
 
 
-def plot(wanted: Wanted, names: Callable[[Sequence[TraceFile]], ModelNames], progress: Progress) -> Written:
+def plot(wanted: Wanted, names: Callable[[Sequence[TraceFile]], Models], progress: Progress) -> Written:
     """Draw what is `wanted`, and return the file.
 
     `names` gives what is known of models for a file table, `progress` is told how far the classes are.
@@ -62,13 +63,13 @@ def form_of(output: str, option: str = OPTION) -> str:
     return form
 
 
-def _drawn(wanted: Wanted, form: str, reader: TraceReader, names: ModelNames, progress: Progress) -> bytes:
+def _drawn(wanted: Wanted, form: str, reader: TraceReader, names: Models, progress: Progress) -> bytes:
     only = chosen_files(reader.files, wanted.files)
     files = [file for file in reader.files if only is None or file.id in only]
     found: Sequence[Classification] = ()
     mixtures: Sequence[MixtureUses] = ()
     if wanted.classes:
-        classes = classify(_told(reader, wanted.trace, progress), names, names.experts)
+        classes = classify(_told(reader, wanted.trace, progress), names)
         found = [row for row in classes.rows if only is None or row.file in only]
         mixtures = [each for each in classes.mixtures if only is None or only & {*each.files}]
     title = f"{Path(wanted.trace).name} ({reader.provenance.tier})"
