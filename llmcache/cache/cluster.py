@@ -22,7 +22,7 @@ from typing import Any
 from llmcache import __version__
 from llmcache.cache.plan import Plan, Progress
 from llmcache.cache.results import Simulation, TraceCurve, merged
-from llmcache.cache.simulate import ModelsOf, simulate_all
+from llmcache.cache.simulate import ModelsOf, no_models, simulate_all
 from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
 
 SENT_BYTES = 256 << 20
@@ -65,7 +65,7 @@ def _digest(path: str) -> str:
 
 
 def simulate_on(
-    address: str, traces: Sequence[str], plan: Plan, *, progress: Progress | None = None, models: ModelsOf
+    address: str, traces: Sequence[str], plan: Plan, *, progress: Progress | None = None, models: ModelsOf = no_models
 ) -> Simulation:
     """Returns the rows of `plan` for all `traces`, computed by the workers of the scheduler at `address`.
 

@@ -38,6 +38,11 @@ MEMORY_SHARE = 0.25  # of the machine's memory, for the states of all cells that
 SIGNALS_S = 0.5  # one that comes just before the main thread waits is only handled after that
 
 
+def no_models(_files: Sequence[TraceFile]) -> Models:
+    """Nothing is known of models."""
+    return UNKNOWN
+
+
 def simulate(
     source: Source,
     policies: Sequence[str],
@@ -74,7 +79,7 @@ def simulate_all(
     *,
     jobs: int | None = None,
     progress: Progress | None = None,
-    models: ModelsOf = lambda _: UNKNOWN,
+    models: ModelsOf = no_models,
 ) -> Simulation:
     """Returns the plan's rows for all traces, which share `jobs` threads (default: one per core).
 
