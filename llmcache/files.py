@@ -1,5 +1,8 @@
 """Files of our own: private ones, and those that take a name, or another's place, whole and on the disk.
 
+All that the product writes under a name goes through here: `Output` is what a user asked for (traces, pictures, pages:
+never overwritten unasked, closed to others, for they tell which files were accessed), `Replacement` our own state.
+
 A name is on the disk once its directory is: after a rename or an unlink without that, a machine that loses power may come
 back with the name as it was, or with none.
 """
@@ -12,7 +15,10 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import BinaryIO
+
+from llmcache.errors import EnvironmentProblem, UsageError
 
 PRIVATE = 0o600
 """Traces name files, saved keys and values tell a conversation: closed to others."""
@@ -35,24 +41,87 @@ def create(path: str | os.PathLike[str], mode: int = PRIVATE) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
-@contextlib.contextmanager
-def replacing(path: str | os.PathLike[str], mode: int = PRIVATE) -> Iterator[BinaryIO]:
-    """Yields a new file that takes the place of `path` when the block ends: whole, and on the disk with its name.
+class Replacement:
+    """A new file that takes the place of `path` when the with block ends: whole, and on the disk with its name.
 
-    Until then it has a temporary name beside `path`, which ends like that (--spill globs). Nothing of it is left, and
+    Until then it has the name `temporary` beside `path`, which ends like that (--spill globs). Nothing of it is left, and
     `path` is as it was, where an error ends the block. OSError.
     """
-    target = Path(path)
-    temporary = target.with_name(f"new-{os.getpid()}-{target.name}")
+
+    def __init__(self, path: str | os.PathLike[str], mode: int = PRIVATE) -> None:
+        self.path = Path(path)
+        self.temporary = self.path.with_name(f"new-{os.getpid()}-{self.path.name}")
+        self._mode = mode
+
+    def __enter__(self) -> Path:
+        """Returns the temporary name to write to, of a file that is there and empty."""
+        return self.begin()
+
+    def begin(self) -> Path:
+        """Makes the temporary file, empty, and returns its name: for those who cannot write within a block."""
+        os.close(create(self.temporary, self._mode))
+        return self.temporary
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.keep()
+        else:
+            self.discard()
+
+    def keep(self) -> None:
+        """Gives the file its name, on the disk with all that is in it."""
+        try:
+            with self.temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            rename(self.temporary, self.path)
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Removes what has been written."""
+        self.temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], mode: int = PRIVATE) -> Iterator[BinaryIO]:
+    """Yields the `Replacement` of `path`, open for writing. OSError."""
+    with Replacement(path, mode) as temporary, temporary.open("wb") as stream:
+        yield stream
+
+
+class Output(Replacement):
+    """What a user asked for: its errors are for people, and it replaces nothing unasked."""
+
+    def __init__(self, path: str | os.PathLike[str], force: bool, option: str = "OUT") -> None:
+        """UsageError, naming `option`, if `path` exists and `force` is not set, or cannot be a file."""
+        super().__init__(path)
+        if self.path.is_dir():
+            raise UsageError(f"{option}: '{self.path}' is a directory", "name a file")
+        if self.path.exists() and not force:
+            raise UsageError(f"{option}: '{self.path}' exists", "--force replaces it")
+        if not self.path.parent.is_dir():
+            raise UsageError(f"{option}: '{self.path.parent}' is not a directory", "make it first")
+
+    def begin(self) -> Path:
+        """As `Replacement`; EnvironmentProblem if that is not possible."""
+        with writing(self.path):
+            return super().begin()
+
+    def keep(self) -> None:
+        """As `Replacement`; EnvironmentProblem if there is no room."""
+        with writing(self.path):
+            super().keep()
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """A with block that writes `path`: its OSErrors become EnvironmentProblem."""
     try:
-        with open(create(temporary, mode), "wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        rename(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        yield
+    except OSError as error:
+        hint = "name a place that is writable and has room"
+        raise EnvironmentProblem(f"cannot write '{path}': {error.strerror or error}", hint) from error
 
 
 def rename(old: str | os.PathLike[str], new: str | os.PathLike[str], *, replace: bool = True) -> None:

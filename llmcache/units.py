@@ -1,15 +1,20 @@
-"""Sizes, rates and durations: text to base units (bytes, bytes/s, nanoseconds) and back.
+"""Sizes, rates and durations: text to base units (bytes, bytes/s, nanoseconds) and back; blocks and pages.
 
 `70M` is 70e6 and `70Mi` is 70 * 2**20; a trailing `B` changes nothing. Parsers raise `UsageError` naming the value.
 """
 
 from __future__ import annotations
 
+import mmap
 import re
 from decimal import Decimal
 
 from llmcache.errors import UsageError
 
+BLOCK_BYTES = 4096
+"""A block: what traces, caches and mounts count in, whatever the pages of a machine are."""
+PAGE_BYTES = mmap.PAGESIZE
+"""A page of this machine: 4096, with some kernels of arm64 16384 or 65536."""
 _PREFIXES = "KMGTPE"
 _FACTORS = {"": 1}
 _FACTORS |= {letter.lower(): 1000 ** (power + 1) for power, letter in enumerate(_PREFIXES)}

@@ -19,11 +19,10 @@ from pathlib import Path
 # Run as a script, Python looks for modules in tools/ and not in the repository above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llmcache.cache.space import BlockSpace
 from llmcache.errors import UsageError, run_cli
-from llmcache.trace.record import BLOCK_BYTES, Trace
+from llmcache.trace.record import BlockSpace, Trace
 from llmcache.trace.shapes import GROUPS, SHAPES
-from llmcache.units import format_duration, format_size
+from llmcache.units import BLOCK_BYTES, format_duration, format_size
 
 TRACES = Path(__file__).resolve().parent.parent / "traces"
 # Rows without order do not compress: these are cut, to keep the tree small.

@@ -10,10 +10,10 @@ import struct
 from collections.abc import Sequence
 
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure
+from llmcache.units import PAGE_BYTES
 
 OBJECT = OBJECTS / "pagewalk.bpf.o"
 TABLES, PROBES = 512, 8192  # at a time
-PAGE = 4096
 TABLE_BYTES = 2 << 20  # addresses that one page table maps
 PRESENT, ACCESSED, HUGE = 1, 1 << 5, 1 << 7
 _PAGE_NUMBER = 0x000F_FFFF_FFFF_F000
@@ -51,7 +51,7 @@ class PageTables:
             self._object.load(["find_memory", "copy_tables", "probe"])
         except LoadFailure as failure:
             raise Unreadable(f"the kernel refuses to read page tables: {os.strerror(failure.number)}") from failure
-        self.tables = self._mapped("tables", TABLES * PAGE, mmap.PROT_READ)
+        self.tables = self._mapped("tables", TABLES * PAGE_BYTES, mmap.PROT_READ)
         self.entries = self._mapped("entries", TABLES * 8, mmap.PROT_READ)
         self._probes = self._mapped("probes", PROBES * 8, mmap.PROT_READ | mmap.PROT_WRITE)
         self._memory = 0
@@ -66,15 +66,15 @@ class PageTables:
 
     def _find_memory(self) -> None:
         """Finds where the kernel maps all memory, then looks up a page of this process: tells five levels of tables."""
-        page = mmap.mmap(-1, PAGE)
+        page = mmap.mmap(-1, PAGE_BYTES)
         mark = int.from_bytes(os.urandom(8), "little")
         _ENTRY.pack_into(page, 0, mark)
-        _ENTRY.pack_into(page, PAGE - 8, mark ^ (1 << 64) - 1)
+        _ENTRY.pack_into(page, PAGE_BYTES - 8, mark ^ (1 << 64) - 1)
         buffer = ctypes.c_char.from_buffer(page)
         address = ctypes.addressof(buffer)
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            (word,) = _ENTRY.unpack(os.pread(pagemap.fileno(), 8, address // PAGE * 8))
-        frame = (word & (1 << 55) - 1) * PAGE
+            (word,) = _ENTRY.unpack(os.pread(pagemap.fileno(), 8, address // PAGE_BYTES * 8))
+        frame = (word & (1 << 55) - 1) * PAGE_BYTES
         place = _Place(address, 0, frame, mark, os.getpid(), 0)
         if self._object.run("find_memory", place):
             raise Unreadable("where the kernel maps memory cannot be found")
@@ -82,7 +82,7 @@ class PageTables:
         base = address // TABLE_BYTES * TABLE_BYTES
         self.copy(os.getpid(), base, 1)
         is_there = _ENTRY.unpack_from(self.entries)[0] & PRESENT
-        entry = _ENTRY.unpack_from(self.tables, (address - base) // PAGE * 8)[0] if is_there else 0
+        entry = _ENTRY.unpack_from(self.tables, (address - base) // PAGE_BYTES * 8)[0] if is_there else 0
         if entry & _PAGE_NUMBER != frame:
             raise Unreadable("page tables have an unknown form (five levels or encrypted memory)")
         del buffer

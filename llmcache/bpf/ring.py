@@ -12,6 +12,8 @@ import mmap
 import os
 import platform
 
+from llmcache.units import PAGE_BYTES
+
 BUSY, DISCARDED = 1 << 31, 1 << 30
 """Marks in the length of a record (u32, before it; another u32 is between): still being written; to be passed over."""
 FRAME_BYTES = 8
@@ -42,16 +44,15 @@ class Ring:
     """The ring buffer map `fd`, `size` bytes (a power of two), that holds only records of `record_bytes` (times 8)."""
 
     def __init__(self, fd: int, size: int, record_bytes: int) -> None:
-        page = mmap.PAGESIZE
         self.frame_bytes = FRAME_BYTES + record_bytes
         self.fence = Fence()
         self._size = size
         # The data is mapped twice in a row, so that a stretch over the end is in one piece.
-        self._own = mmap.mmap(fd, page, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        self._kernels = mmap.mmap(fd, page + 2 * size, mmap.MAP_SHARED, mmap.PROT_READ, offset=page)
+        self._own = mmap.mmap(fd, PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._kernels = mmap.mmap(fd, PAGE_BYTES + 2 * size, mmap.MAP_SHARED, mmap.PROT_READ, offset=PAGE_BYTES)
         self._read_to = memoryview(self._own).cast("Q")
         self._written_to = memoryview(self._kernels)[:8].cast("Q")
-        self._data = memoryview(self._kernels)[page:]
+        self._data = memoryview(self._kernels)[PAGE_BYTES:]
 
     def stretch(self) -> memoryview:
         """All frames there are, in the order in which they were begun; only those before the first busy one are complete."""

@@ -103,7 +103,7 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
 
 def classify_file(path: str, models: Callable[[Sequence[TraceFile]], Models]) -> TraceClasses:
     """Returns the classes of the trace at `path`, in any format; `models` looks at those of a file table."""
-    from llmcache.trace.record import open_trace
+    from llmcache.trace.formats import open_trace
 
     with open_trace(path) as reader:
         return classify(reader.batches(), models(reader.files))

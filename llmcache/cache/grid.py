@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from llmcache.cache.curves import StackDistances
 from llmcache.cache.latency import StallMeter
 from llmcache.cache.policies.base import Ids, Policy
-from llmcache.cache.space import BlockSpace
+from llmcache.trace.record import BlockSpace
 
 if TYPE_CHECKING:
     from llmcache.trace.record import Trace

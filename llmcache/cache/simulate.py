@@ -29,7 +29,8 @@ from llmcache.cache.plan import Plan, Progress
 from llmcache.cache.policies import policy_class
 from llmcache.cache.results import Result, Simulation, merged
 from llmcache.cache.tracerun import TraceRun
-from llmcache.trace.record import Trace, TraceFile, TraceReader, open_trace
+from llmcache.trace.formats import open_trace
+from llmcache.trace.record import Trace, TraceFile, TraceReader
 
 ModelsOf = Callable[[Sequence[TraceFile]], Models]
 Source = str | Path | Trace | TraceReader

@@ -24,8 +24,8 @@ from llmcache.cache.latency import check_times
 from llmcache.cache.plan import Plan, Progress
 from llmcache.cache.policies import policy_class
 from llmcache.cache.results import Result, Simulation, Summary, TraceCurve
-from llmcache.cache.space import BlockSpace
 from llmcache.errors import DataError
+from llmcache.trace.record import BlockSpace
 
 if TYPE_CHECKING:
     from llmcache.cache.models import Models

@@ -16,8 +16,7 @@ from typing import NoReturn
 import click
 
 from llmcache import __version__
-from llmcache.cli import completing
-from llmcache.cli.base import HELP_OPTIONS, LazyGroup
+from llmcache.cli.base import HELP_OPTIONS, LazyGroup, completion_variable
 from llmcache.errors import EXIT_OK, UsageError, run_cli
 
 # name: (module:attribute, the line `llmcache --help` shows); help must not import the commands, so it is kept here.
@@ -82,8 +81,10 @@ def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) 
 
     Not `command.main`, which makes exit code 1 of a reader that has gone away (`llmcache stats … | head`).
     """
-    if completing.is_asked(prog_name):
-        completing.answer(command, prog_name)
+    if completion_variable(prog_name) in os.environ:
+        from llmcache.cli.completion import answer
+
+        answer(command, prog_name)
         return EXIT_OK
     color = False if os.environ.get("NO_COLOR") else None
     try:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
-from llmcache.cli import kinds
+from llmcache.cli import types
 from llmcache.errors import EXIT_CODES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
@@ -91,13 +95,18 @@ def command(name: str, **settings: Any) -> Callable[[Callable[..., Any]], click.
     return click.command(name, **{"cls": Command, "context_settings": HELP_OPTIONS, **settings})
 
 
+def completion_variable(program: str) -> str:
+    """Name of the variable in the environment by which a shell asks `program` for words, rather than to run."""
+    return f"_{program.upper()}_COMPLETE"
+
+
 def json_option(schema: str, more: str = "") -> Callable[[Function], Function]:
     """The option `--json` (parameter `as_json`); `schema` is the name in the document that it prints."""
     return click.option("--json", "as_json", is_flag=True, help=f"Print JSON in base units (schema {schema}){more}.")
 
 
 def output_option(
-    what: str, kind: click.ParamType[Any] = kinds.FILE, required: bool = False
+    what: str, kind: click.ParamType[Any] = types.FILE, required: bool = False
 ) -> Callable[[Function], Function]:
     """The option `-o`, `--output` (parameter `output`)."""
     return click.option("-o", "--output", type=kind, required=required, help=what)
@@ -106,3 +115,24 @@ def output_option(
 def force_option(what: str = "Replace files that exist.") -> Callable[[Function], Function]:
     """The option `--force`."""
     return click.option("--force", is_flag=True, help=what)
+
+
+@contextlib.contextmanager
+def orderly_end() -> Iterator[None]:
+    """While it lasts, a signal that would kill the process ends it by SystemExit instead, with 128 + its number.
+
+    So what is temporary, gigabytes of spill files, is removed as on Ctrl-C. Signals that are ignored (`nohup`) or handled
+    already stay so. In the main thread only.
+    """
+    changed = [number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)

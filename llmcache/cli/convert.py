@@ -6,7 +6,7 @@ import json
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 EPILOG = """\b
 Formats, by the ending of the name:
@@ -22,13 +22,13 @@ Examples:
 
 
 @base.command("convert", epilog=EPILOG)
-@click.argument("source", metavar="IN", type=kinds.FILE)
-@click.argument("target", metavar="OUT", type=kinds.FILE)
+@click.argument("source", metavar="IN", type=types.FILE)
+@click.argument("target", metavar="OUT", type=types.FILE)
 @base.force_option()
 @base.json_option("llmcache.convert/1")
 def command(source: str, target: str, force: bool, as_json: bool) -> None:
     """Convert the trace IN to OUT; the endings of the names tell the formats."""
-    from llmcache.trace.convert import convert
+    from llmcache.trace.formats import convert
     from llmcache.units import format_size
 
     done = convert(source, target, force)

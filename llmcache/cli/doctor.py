@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("doctor")
-@click.argument("directory", metavar="[DIR]", required=False, type=kinds.DIRECTORY)
+@click.argument("directory", metavar="[DIR]", required=False, type=types.DIRECTORY)
 @base.json_option("llmcache.doctor/1")
 def command(directory: str | None, as_json: bool) -> int:
     """Say what this machine offers to llmcache, and what to do about what it lacks; DIR's storage is measured.
@@ -27,9 +27,9 @@ def command(directory: str | None, as_json: bool) -> int:
 
     Exit code 3 if something that a mount needs has failed, 2 if DIR is no directory.
     """
-    from llmcache.doctor.examine import examine
-    from llmcache.doctor.text import show
+    from llmcache.doctor import examine
+    from llmcache.doctor.report import show
 
-    report = examine(directory)
-    show(report, as_json)
-    return report.exit_code
+    diagnosis = examine(directory)
+    show(diagnosis, as_json)
+    return diagnosis.exit_code

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("evict")
-@click.argument("mount", type=kinds.MOUNT)
+@click.argument("mount", type=types.MOUNT)
 @click.argument("globs", metavar="[GLOB…]", nargs=-1)
 @base.json_option("llmcache.evict/1")
 def command(mount: str, globs: tuple[str, ...], as_json: bool) -> None:

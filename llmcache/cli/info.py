@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("info")
-@click.argument("file", type=kinds.FILE)
+@click.argument("file", type=types.FILE)
 @base.json_option("llmcache.info/1")
 def command(file: str, as_json: bool) -> None:
     """Show what the trace in FILE (.parquet, .csv, .strace, .oracleGeneral) holds and where it comes from.

@@ -7,13 +7,13 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _SETTINGS = (
-    click.argument("source", required=False, type=kinds.DIRECTORY),
-    click.argument("mount", required=False, type=kinds.DIRECTORY),
+    click.argument("source", required=False, type=types.DIRECTORY),
+    click.argument("mount", required=False, type=types.DIRECTORY),
     click.option("--cache", metavar="SIZE", help="Memory it may hold, e.g. 6G or 800Mi [default: fitting]."),
     click.option(
         "--mode",
@@ -27,16 +27,16 @@ _SETTINGS = (
     click.option("--read-ahead", metavar="SIZE", help="In place, what the kernel reads ahead on SOURCE's storage: 128Ki."),
     click.option(
         "--access-log",
-        type=kinds.FILE,
+        type=types.FILE,
         metavar="FILE.parquet",
         help="Record every reference to an extent: a trace to replay.",
     ),
     click.option("--metrics", metavar="127.0.0.1:PORT", help="Serve /metrics (OpenMetrics) there; port 0 for any."),
     click.option("--metrics-files", is_flag=True, default=None, help="Name files in them: any local user can read that."),
-    click.option("--log", type=kinds.FILE, metavar="journal|FILE", help="Where the log goes; SIGHUP rotates a FILE."),
+    click.option("--log", type=types.FILE, metavar="journal|FILE", help="Where the log goes; SIGHUP rotates a FILE."),
     click.option(
         "--config",
-        type=kinds.FILE,
+        type=types.FILE,
         metavar="FILE.toml",
         help="Settings in the table [mount]; flags and LLMCACHE_* come first.",
     ),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("plot")
-@click.argument("trace", type=kinds.FILE)
+@click.argument("trace", type=types.FILE)
 @base.output_option("What to write: .png, .svg or .html, by its ending.", required=True)
 @click.option(
     "--files",
@@ -16,7 +16,7 @@ from llmcache.cli import base, kinds
     help="Draw the files whose path or name matches: '*.gguf', '*' [default: those with 1 % of accesses or blocks].",
 )
 @click.option("--classes/--no-classes", default=True, show_default=True, help="Shade what is SEQ, LOOP and HOT.")
-@click.option("--model", "models", type=kinds.FILE, multiple=True, help="Name layers from this GGUF or safetensors file.")
+@click.option("--model", "models", type=types.FILE, multiple=True, help="Name layers from this GGUF or safetensors file.")
 @base.force_option()
 @base.json_option("llmcache.plot/1")
 def command(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds, names
+from llmcache.cli import base, types
 
 
 @base.command("reproduce")
-@click.argument("name", metavar="NAME", type=kinds.Names(names.papers, several=False))
-@base.output_option("Write NAME.html and NAME.json here [default: the current directory; --json: nowhere].", kinds.DIRECTORY)
+@click.argument(
+    "name", metavar="NAME", type=types.NameType("all", table="llmcache.report.reproduce:REPRODUCTIONS", several=False)
+)
+@base.output_option("Write NAME.html and NAME.json here [default: the current directory; --json: nowhere].", types.DIRECTORY)
 @click.option("--quick", is_flag=True, help="Coarser and smaller: 10 cache sizes, short runs (all but kelle).")
 @base.json_option("llmcache.reproduce.NAME/1")
 @base.force_option()
@@ -37,10 +39,9 @@ def command(name: str, output: str | None, quick: bool, as_json: bool, force: bo
     the paper says, what is modelled and what is measured here stay apart. The paper's traces are not public: synthetic
     ones stand in.
     """
-    from llmcache.cli import ending
     from llmcache.report.reproduce.everything import run
     from llmcache.report.reproduce.output import Wanted
 
     where = output if output is not None or as_json else "."
-    with ending.in_order():
+    with base.orderly_end():
         return run(Wanted(name, where, quick, as_json, force))

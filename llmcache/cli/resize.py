@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("resize")
-@click.argument("mount", type=kinds.MOUNT)
-@click.argument("size", type=kinds.SIZE)
+@click.argument("mount", type=types.MOUNT)
+@click.argument("size", type=types.SIZE)
 @base.json_option("llmcache.resize/1")
 def command(mount: str, size: int, as_json: bool) -> None:
     """Give the mount on MOUNT a budget of SIZE while it serves.

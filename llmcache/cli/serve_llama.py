@@ -6,11 +6,11 @@ import sys
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("serve-llama", context_settings={**base.HELP_OPTIONS, "ignore_unknown_options": True})
-@click.argument("directory", metavar="DIR", type=kinds.DIRECTORY)
+@click.argument("directory", metavar="DIR", type=types.DIRECTORY)
 @click.option("--limit", metavar="SIZE", default="20G", show_default=True, help="Bytes that DIR may hold.")
 @click.option("--ttl", metavar="TIME", help="Remove what was not used for so long: 30d.")
 @click.option("--floor", metavar="SIZE", default="1G", show_default=True, help="Space of the file system that is left free.")

@@ -6,14 +6,14 @@ from functools import partial
 
 import click
 
-from llmcache.cli import base, kinds, names
+from llmcache.cli import base, types
 
 
 @base.command("simulate")
-@click.argument("traces", metavar="TRACE…", nargs=-1, required=True, type=kinds.FILE)
+@click.argument("traces", metavar="TRACE…", nargs=-1, required=True, type=types.FILE)
 @click.option(
     "--policy",
-    type=kinds.Names(names.policies),
+    type=types.NameType(table="llmcache.cache.policies:POLICIES"),
     default="lru,llmcache",
     show_default=True,
     help="Policies to compare.",
@@ -36,7 +36,7 @@ from llmcache.cli import base, kinds, names
 @click.option("--t", metavar="TIME", help="Say where more is missed within T than storage delivers in it: stalls.")
 @click.option("--mrc", is_flag=True, help="Add the hits of LRU at every cache size.")
 @base.json_option("llmcache.simulate/1")
-@click.option("--report", type=kinds.FILE, help="Write an HTML page with pictures of the rows and curves.")
+@click.option("--report", type=types.FILE, help="Write an HTML page with pictures of the rows and curves.")
 @base.force_option()
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Threads [default: one per core].")
 @click.option("--scheduler", metavar="ADDRESS", help="Run on a Dask cluster instead: tcp://host:8786 ([cluster] extra).")

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("size")
 @click.option("--bw", metavar="RATE", help="Bandwidth of storage: 100 (MB/s), 100MB/s, 1GB/s.")
 @click.option("--loop", metavar="SIZE", help="Bytes that a token reads of the weights: 70M.")
-@click.option("--model", type=kinds.FILE, help="Take loop and hot set from a GGUF or safetensors file, or a shard.")
+@click.option("--model", type=types.FILE, help="Take loop and hot set from a GGUF or safetensors file, or a shard.")
 @click.option("--cache", metavar="SIZE", help="A cache to judge, hot set included: 64M.")
 @click.option("--ram", metavar="SIZE", help="Memory to judge: 16G [default, without --cache: this machine's].")
 @click.option("--t", metavar="TIME", help="Computing time per token [default: 0.1 s].")
 @click.option("--tokens-per-second", metavar="N", help="In place of --t: the wanted rate, T = 1/N.")
 @click.option("--hot", metavar="SIZE", help="Hot set, kept whole [default: the model's, else 4M].")
 @click.option("--device", type=click.Choice(["watch", "phone"]), help="Bandwidth, cache and hot set of a device class.")
-@click.option("--measure", type=kinds.DIRECTORY, help="Measure the bandwidth of DIR's storage, in place of --bw.")
+@click.option("--measure", type=types.DIRECTORY, help="Measure the bandwidth of DIR's storage, in place of --bw.")
 @base.json_option("llmcache.size/1")
 def command(as_json: bool, **options: str | None) -> None:
     """How large a cache a model needs to run without stalls, what memory gives it, or how large a loop a cache serves.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("stats")
-@click.argument("mount", required=False, type=kinds.MOUNT)
-@click.argument("interval", required=False, type=kinds.TIME)
+@click.argument("mount", required=False, type=types.MOUNT)
+@click.argument("interval", required=False, type=types.TIME)
 @click.argument("count", required=False, type=click.IntRange(min=1))
 @base.json_option("llmcache.stats/1", "; one line for each sample; of a list llmcache.mounts/1")
 @click.option("--openmetrics", is_flag=True, help="Print OpenMetrics text 1.0, once, with the names of looping files.")
-def command(mount: str | None, interval: int | None, count: int | None, as_json: bool, openmetrics: bool) -> None:
+def command(mount: str | None, interval: float | None, count: int | None, as_json: bool, openmetrics: bool) -> None:
     """Show what the mount on MOUNT keeps and reads; every INTERVAL (e.g. 1s), COUNT times or until Ctrl-C.
 
     Without MOUNT it lists your mounts (root: all), also dead ones.
@@ -39,4 +39,4 @@ def command(mount: str | None, interval: int | None, count: int | None, as_json:
     if mount is None:
         statistics.show_mounts(as_json)
         return
-    statistics.show(mount, pause_s=None if interval is None else interval / 1e9, count=count, as_json=as_json)
+    statistics.show(mount, pause_s=interval, count=count, as_json=as_json)

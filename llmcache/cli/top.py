@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("top")
-@click.argument("mount", type=kinds.MOUNT)
-@click.argument("interval", type=kinds.TIME, default="1s")
+@click.argument("mount", type=types.MOUNT)
+@click.argument("interval", type=types.TIME, default="1s")
 @click.argument("count", required=False, type=click.IntRange(min=1))
 @click.option("--once", is_flag=True, help="Print one view as text, with the rates of one INTERVAL.")
 @base.json_option("llmcache.top/1", "; one line for each sample")
-def command(mount: str, interval: int, count: int | None, once: bool, as_json: bool) -> None:
+def command(mount: str, interval: float, count: int | None, once: bool, as_json: bool) -> None:
     """Watch the mount on MOUNT live: who has the memory, loops and their readers, rates, waits, heat of each layer.
 
     \b
@@ -26,8 +26,7 @@ def command(mount: str, interval: int, count: int | None, once: bool, as_json: b
     A new look every INTERVAL [default: 1s], COUNT of them or until q or Ctrl-C. Where stdout is no terminal, one view (or
     COUNT) is printed as text.
     """
-    from llmcache.cli.ending import in_order
     from llmcache.fs.client import top
 
-    with in_order():
-        top.show(mount, pause_s=interval / 1e9, count=count, once=once, as_json=as_json)
+    with base.orderly_end():
+        top.show(mount, pause_s=interval, count=count, once=once, as_json=as_json)

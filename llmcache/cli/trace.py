@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from llmcache.cli import base, kinds, names
+from llmcache.cli import base, types
 
 
-class _Command(base.Command):
+class _TraceCommand(base.Command):
     """Keeps the `--` among its words: it tells a command from the name of a process."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -16,40 +18,30 @@ class _Command(base.Command):
         return super().parse_args(ctx, [*args[:at], *args[at : at + 1], *args[at:]])
 
 
-@base.command("trace", cls=_Command)
-@click.argument("words", metavar="[PID | NAME | -- CMD…]", nargs=-1, type=kinds.FILE)
+@base.command("trace", cls=_TraceCommand)
+@click.argument("words", metavar="[PID | NAME | -- CMD…]", nargs=-1, type=types.FILE)
 @base.output_option("The trace, .parquet [default: PROGRAM-PID.parquet].")
-@click.option("-d", "--duration", type=kinds.TIME, help="How long: 30, 90s, 5m [default: until the process ends].")
+@click.option(
+    "-d", "--duration", "seconds", type=types.TIME, help="How long: 30, 90s, 5m [default: until the process ends]."
+)
 @click.option("--follow/--no-follow", default=True, show_default=True, help="Record processes that it starts as well.")
 @click.option("--path", "glob", metavar="GLOB", help="Only these files: '*.gguf', '/models/*'.")
 @click.option("--writes/--no-writes", default=True, show_default=True, help="Record writes as well as reads.")
 @click.option("--block", is_flag=True, help="Write requests to block devices, with latency, to FILE.block.parquet.")
-@click.option("--mmap-rerefs", "rerefs", type=kinds.TIME, help="Sample mapped pages at this interval (x86-64).")
+@click.option("--mmap-rerefs", "rerefs_s", type=types.TIME, help="Sample mapped pages at this interval (x86-64).")
 @click.option(
     "--tier",
-    type=kinds.Names(names.tiers, several=False),
+    type=types.NameType("auto", table="llmcache.trace.sources:SOURCES", several=False),
     default="auto",
     show_default=True,
-    help="filemap, fexit, perf, syscalls or faults.",
+    help="filemap, fexit, syscalls or faults.",
 )
 @click.option("--coalesce/--no-coalesce", default=True, show_default=True, help="Join accesses to adjacent blocks.")
-@click.option("--report", type=kinds.FILE, help="Also classify and draw what was recorded, as an HTML page.")
+@click.option("--report", type=types.FILE, help="Also classify and draw what was recorded, as an HTML page.")
 @base.force_option()
 @base.json_option("llmcache.capture/1")
 def command(
-    words: tuple[str, ...],
-    output: str | None,
-    duration: int | None,
-    follow: bool,
-    glob: str | None,
-    writes: bool,
-    block: bool,
-    rerefs: int | None,
-    tier: str,
-    coalesce: bool,
-    report: str | None,
-    force: bool,
-    as_json: bool,
+    words: tuple[str, ...], output: str | None, report: str | None, force: bool, as_json: bool, **options: Any
 ) -> None:
     """Record which file blocks a process accesses: PID, the only one called NAME, or a command after --.
 
@@ -63,38 +55,28 @@ def command(
     Ctrl-C ends the recording normally: the file is complete. A command that still runs then, or after -d, is ended
     (SIGTERM); a PID goes on. What a killed recorder leaves, FILE.recording, is read by info, classify and convert.
 
-    Tiers, best first: filemap, fexit, syscalls (BPF: root and libbpf), perf (root), faults (page faults, and reads where
-    strace is installed; no root for your own processes). The best that works is taken; what it cannot see is printed.
+    Tiers, best first: filemap, fexit, syscalls (BPF: root and libbpf), faults (page faults, and reads where strace is
+    installed; no root for your own processes). The best that works is taken; what it cannot see is printed.
     """
     from llmcache.fs.client.mountpoint import locked_bytes
     from llmcache.trace.capture import session
-    from llmcache.trace.capture.options import Options, default_output
     from llmcache.trace.capture.target import target_of
 
-    seconds, rerefs_s = (None if span_ns is None else span_ns / 1e9 for span_ns in (duration, rerefs))
     if report is not None:
         from llmcache.report.files import check_target
 
         check_target("--report", report, force)
     target = target_of(words)
-    options = Options(
-        output=default_output(target.pid, target.command) if output is None else output,
-        seconds=seconds,
-        follow=follow,
-        writes=writes,
-        block=block,
-        rerefs_s=rerefs_s,
-        coalesce=coalesce,
-        glob=glob,
-        tier=tier,
-        force=force,
-    )
-    captured = session.record(target, options, locked_bytes)
+    if output is None:
+        output = session.default_output(target.pid, target.command)
+    settings = session.CaptureSettings(output, force=force, **options)
+    captured = session.record(target, settings, locked_bytes)
     session.show(captured, as_json)
     if report is not None and captured.rows:
         from llmcache.fs.layout.modelfile import ModelHeaders
         from llmcache.report.plot import Wanted, plot
         from llmcache.report.progress import progress
 
+        wanted = Wanted(settings.output, report, files=settings.glob, force=force)
         with progress() as tell:
-            plot(Wanted(options.output, report, files=glob, force=force), lambda table: ModelHeaders((), table), tell)
+            plot(wanted, lambda table: ModelHeaders((), table), tell)

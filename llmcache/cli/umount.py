@@ -6,13 +6,13 @@ import json
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("umount")
-@click.argument("mount", required=False, type=kinds.MOUNT)
+@click.argument("mount", required=False, type=types.MOUNT)
 @base.force_option("Also a busy mount (its users get errors), and a dead one.")
-@click.option("--config", type=kinds.FILE, metavar="FILE.toml", help="Take MOUNT from the settings in FILE.toml.")
+@click.option("--config", type=types.FILE, metavar="FILE.toml", help="Take MOUNT from the settings in FILE.toml.")
 @base.json_option("llmcache.umount/1")
 def command(mount: str | None, force: bool, config: str | None, as_json: bool) -> None:
     """End the mount on MOUNT: unpin, unmount, wait for its daemon.

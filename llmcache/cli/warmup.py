@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from llmcache.cli import base, kinds
+from llmcache.cli import base, types
 
 
 @base.command("warmup")
-@click.argument("mount", type=kinds.MOUNT)
+@click.argument("mount", type=types.MOUNT)
 @click.argument("globs", metavar="[GLOB…]", nargs=-1)
 @click.option("--check", is_flag=True, help="Bring nothing in: say how much is there, exit code 4 if some is not.")
 @base.json_option("llmcache.warmup/1")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llmcache.doctor.finding import LIMITED, OK, SKIPPED, Finding
+from llmcache.doctor.report import LIMITED, OK, SKIPPED, Check
 from llmcache.errors import LlmcacheError
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB, read_ahead_file
 from llmcache.fs.client.bandwidth import measure
@@ -21,33 +21,33 @@ STEER_STREAMS = 1_300_000_000
 """Bytes per second that mode steer streams on two processors, *measured* (README); mode inplace is bound by storage."""
 
 
-def examine(directory: str | None, root: Path = Path("/")) -> list[Finding]:
+def examine(directory: str | None, root: Path = Path("/")) -> list[Check]:
     """Findings on kernel, processors, the storage of `directory` (None: not measured) and GPUs."""
     return [_system(), _storage(directory), *_read_ahead(directory, root), _gpu(root)]
 
 
-def _system() -> Finding:
+def _system() -> Check:
     said = f"Linux {platform.release()}, {platform.machine()}, {os.cpu_count()} processors"
     facts = {"kernel": platform.release(), "machine": platform.machine(), "processors": os.cpu_count()}
-    return Finding(AREA, "system", OK, said, facts=facts)
+    return Check(AREA, "system", OK, said, facts=facts)
 
 
-def _storage(directory: str | None) -> Finding:
+def _storage(directory: str | None) -> Check:
     if directory is None:
-        return Finding(AREA, "storage", SKIPPED, "no directory was named", "llmcache doctor DIR measures it, in 10 seconds")
+        return Check(AREA, "storage", SKIPPED, "no directory was named", "llmcache doctor DIR measures it, in 10 seconds")
     try:
         found = measure(directory)
     except LlmcacheError as error:
         remedy = "name a directory on a disk where you may write, or one with a file of 64 MiB or more"
-        return Finding(AREA, "storage", LIMITED, error.message.removeprefix("--measure: "), remedy, {"directory": directory})
+        return Check(AREA, "storage", LIMITED, error.message.removeprefix("--measure: "), remedy, {"directory": directory})
     facts = {"directory": directory, "bandwidth": found.bandwidth, "bytes_read": found.bytes_read, "source": "measured"}
     said = f"{directory}: reads {format_rate(found.bandwidth)} (measured, O_DIRECT)"
     if found.bandwidth > STEER_STREAMS:
         said += f", more than the {format_rate(STEER_STREAMS)} that mode steer streams: inplace does"
-    return Finding(AREA, "storage", OK, said, facts=facts)
+    return Check(AREA, "storage", OK, said, facts=facts)
 
 
-def _read_ahead(directory: str | None, root: Path) -> list[Finding]:
+def _read_ahead(directory: str | None, root: Path) -> list[Check]:
     """How far the plain page cache reads ahead on the storage of `directory`: what a mount is compared with."""
     if directory is None:
         return []
@@ -58,22 +58,22 @@ def _read_ahead(directory: str | None, root: Path) -> list[Finding]:
     said = f"{directory}: the plain page cache reads {kib} KiB ahead (read_ahead_kb)"
     if kib > SMALL_READ_AHEAD_KB:
         said += f"; for mixtures of experts mount with --read-ahead {SMALL_READ_AHEAD_KB}Ki"
-    return [Finding(AREA, "read-ahead", OK, said, facts={"directory": directory, "read_ahead_bytes": kib << 10})]
+    return [Check(AREA, "read-ahead", OK, said, facts={"directory": directory, "read_ahead_bytes": kib << 10})]
 
 
-def _gpu(root: Path) -> Finding:
+def _gpu(root: Path) -> Check:
     cards = _nvidia(root)
     if not cards and (root / "dev/kfd").exists():
         cards = ["an AMD GPU (/dev/kfd)"]
     if not cards:
         remedy = "only the gpu tier of llmcache.kv.transformers needs one"
-        return Finding(AREA, "GPU", LIMITED, "none: keys and values are attended to on the processor", remedy, {"cards": []})
+        return Check(AREA, "GPU", LIMITED, "none: keys and values are attended to on the processor", remedy, {"cards": []})
     usable = _torch_sees_it()
     said, facts = ", ".join(cards), {"cards": cards, "torch": usable}
     if usable:
-        return Finding(AREA, "GPU", OK, f"{said}; torch can use it", facts=facts)
+        return Check(AREA, "GPU", OK, f"{said}; torch can use it", facts=facts)
     remedy = "install a torch for this GPU: https://pytorch.org/get-started"
-    return Finding(AREA, "GPU", LIMITED, f"{said}; torch is not there or cannot use it", remedy, facts)
+    return Check(AREA, "GPU", LIMITED, f"{said}; torch is not there or cannot use it", remedy, facts)
 
 
 def _nvidia(root: Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmcache.doctor.finding import FAILED, LIMITED, OK, Finding
+from llmcache.doctor.report import FAILED, LIMITED, OK, Check
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.engine import budget
 from llmcache.units import format_size
@@ -12,49 +12,49 @@ from llmcache.units import format_size
 AREA = "memory"
 
 
-def examine(root: Path = Path("/")) -> list[Finding]:
+def examine(root: Path = Path("/")) -> list[Check]:
     """Findings on memory, RLIMIT_MEMLOCK, cgroups and PSI. `root` is there for tests on made-up trees."""
     return [_free(root), _lockable(root), _cgroup(root), _stalls(root)]
 
 
-def _free(root: Path) -> Finding:
+def _free(root: Path) -> Check:
     machine, least = budget.machine_memory(root), budget.tightest(root)
     said = f"{format_size(machine.available_bytes)} of {format_size(machine.total_bytes)} available"
     facts = {"total_bytes": machine.total_bytes, "available_bytes": machine.available_bytes}
     try:
         size = budget.settle_budget(None, root)
     except EnvironmentProblem as problem:
-        return Finding(AREA, "free memory", FAILED, problem.message, problem.hint, facts)
+        return Check(AREA, "free memory", FAILED, problem.message, problem.hint, facts)
     where = "" if least.name == machine.name else f" ({least.name})"
     said += f"; a mount would take {format_size(size)}{where} without --cache"
-    return Finding(AREA, "free memory", OK, said, facts=facts | {"budget_bytes": size})
+    return Check(AREA, "free memory", OK, said, facts=facts | {"budget_bytes": size})
 
 
-def _lockable(root: Path) -> Finding:
+def _lockable(root: Path) -> Check:
     size = budget.lockable_bytes(root)
     if size >= budget.UNLIMITED:
         said = "memory may be locked without limit: mode steer"
-        return Finding(AREA, "RLIMIT_MEMLOCK", OK, said, facts={"unlimited": True})
+        return Check(AREA, "RLIMIT_MEMLOCK", OK, said, facts={"unlimited": True})
     said = f"{format_size(size)} may be locked: budgets beyond that take mode arena"
     remedy = "for mode steer: run as root, or '* - memlock unlimited' in /etc/security/limits.conf and log in again"
-    return Finding(AREA, "RLIMIT_MEMLOCK", LIMITED, said, remedy, {"unlimited": False, "limit_bytes": size})
+    return Check(AREA, "RLIMIT_MEMLOCK", LIMITED, said, remedy, {"unlimited": False, "limit_bytes": size})
 
 
-def _cgroup(root: Path) -> Finding:
+def _cgroup(root: Path) -> Check:
     version = budget.cgroup_version(root)
     limits = budget.cgroup_memory(root)
     if version is None:
         remedy = "mount cgroup2 on /sys/fs/cgroup to have memory limits of groups respected and measured"
-        return Finding(AREA, "cgroup", LIMITED, "no memory controller", remedy)
+        return Check(AREA, "cgroup", LIMITED, "no memory controller", remedy)
     said = f"version {version}, " + (f"{len(limits)} memory limits above this process" if limits else "no memory limit here")
     least = min((limit.total_bytes for limit in limits), default=None)
     if least is not None:
         said += f", the smallest {format_size(least)}"
-    return Finding(AREA, "cgroup", OK, said, facts={"version": version, "limit_bytes": least})
+    return Check(AREA, "cgroup", OK, said, facts={"version": version, "limit_bytes": least})
 
 
-def _stalls(root: Path) -> Finding:
+def _stalls(root: Path) -> Check:
     if budget.stalled_us(root) is not None:
-        return Finding(AREA, "PSI", OK, "memory stalls can be seen")
+        return Check(AREA, "PSI", OK, "memory stalls can be seen")
     remedy = "boot with psi=1 (kernels with CONFIG_PSI); the margin of free memory is watched without it, too"
-    return Finding(AREA, "PSI", LIMITED, "no /proc/pressure/memory: a mount notices pressure later", remedy)
+    return Check(AREA, "PSI", LIMITED, "no /proc/pressure/memory: a mount notices pressure later", remedy)

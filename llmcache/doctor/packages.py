@@ -3,82 +3,56 @@
 from __future__ import annotations
 
 import platform
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from importlib import metadata
 
+from packaging.requirements import Requirement
+from packaging.version import Version
+
 from llmcache import __version__
-from llmcache.doctor.finding import FAILED, LIMITED, OK, Finding
+from llmcache.doctor.report import FAILED, LIMITED, OK, Check
 
 AREA = "packages"
 DISTRIBUTION = "llmcache-toolkit"
-_UNSHOWN = {"dev"}  # for those who change llmcache: tools/test installs it
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
-_LOWEST = re.compile(r">=\s*([0-9.]+)")
-_BOUND = re.compile(r"<\s*([0-9.]+)")
-_EXTRA = re.compile(r"""extra\s*==\s*["'](\w+)["']""")
+_UNSHOWN = "dev"  # the extra for those who change llmcache: tools/test installs it
 
 
-@dataclass(frozen=True)
-class Requirement:
-    """A declared dependency: its least version, the first one too new, and its extra (None: always needed)."""
-
-    name: str
-    lowest: str
-    extra: str | None = None
-    bound: str | None = None
-
-    @property
-    def status_without(self) -> str:
-        """How bad it is that it is not there."""
-        return FAILED if self.extra is None else LIMITED
-
-
-def examine() -> list[Finding]:
-    """Findings on Python, llmcache, and each dependency."""
-    python = Finding(AREA, "python", OK, platform.python_version(), facts={"version": platform.python_version()})
-    own = Finding(AREA, "llmcache", OK, __version__, facts={"version": __version__})
+def examine() -> list[Check]:
+    """Checks of Python, llmcache, and each dependency."""
+    python = Check(AREA, "python", OK, platform.python_version(), facts={"version": platform.python_version()})
+    own = Check(AREA, "llmcache", OK, __version__, facts={"version": __version__})
     try:
         declared = metadata.requires(DISTRIBUTION) or []
+        extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
         remedy = "pip install . in the source directory"
-        return [python, Finding(AREA, "llmcache", LIMITED, f"{__version__}, not installed: no bounds to check", remedy)]
-    return [python, own, *map(_check, requirements(declared))]
+        return [python, Check(AREA, "llmcache", LIMITED, f"{__version__}, not installed: no bounds to check", remedy)]
+    return [python, own, *(check for line in declared for check in _checks(Requirement(line), extras))]
 
 
-def requirements(declared: Sequence[str]) -> list[Requirement]:
-    """What the lines of a package's metadata ask for; without extras for development and without other Pythons' needs."""
-    found = []
-    for line in declared:
-        asked, _, marker = line.partition(";")
-        extra = _EXTRA.search(marker)
-        if (extra and extra[1] in _UNSHOWN) or "python_version" in marker:
-            continue
-        name, lowest, bound = _NAME.match(asked.strip()), _LOWEST.search(asked), _BOUND.search(asked)
-        if name and lowest:
-            found.append(Requirement(name[0], lowest[1], extra[1] if extra else None, bound[1] if bound else None))
-    return found
+def _checks(wanted: Requirement, extras: Iterable[str]) -> list[Check]:
+    """The check of a dependency; none if it is for another Python, or of an extra that is not shown."""
+    if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+        return [_check(wanted, None)]
+    shown = (extra for extra in extras if extra != _UNSHOWN)
+    return [_check(wanted, extra) for extra in shown if wanted.marker.evaluate({"extra": extra})]
 
 
-def _check(wanted: Requirement) -> Finding:
-    package = "." if wanted.extra is None else f"'.[{wanted.extra}]'"
+def _check(wanted: Requirement, extra: str | None) -> Check:
+    """`extra`: None for what is always needed."""
+    bounds = {each.operator: each.version for each in wanted.specifier}
+    status = FAILED if extra is None else LIMITED
+    package = "." if extra is None else f"'.[{extra}]'"
     remedy = f"pip install {package} in the source directory"  # pip keeps to both bounds
-    facts = {"lowest": wanted.lowest, "below": wanted.bound, "extra": wanted.extra}
+    facts = {"lowest": bounds[">="], "below": bounds.get("<"), "extra": extra}
     try:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
-        why = "missing" if wanted.extra is None else f"not installed (extra [{wanted.extra}])"
-        return Finding(AREA, wanted.name, wanted.status_without, why, remedy, facts | {"version": None})
+        why = "missing" if extra is None else f"not installed (extra [{extra}])"
+        return Check(AREA, wanted.name, status, why, remedy, facts | {"version": None})
     facts |= {"version": version}
-    if numbers(version) < numbers(wanted.lowest):
-        return Finding(AREA, wanted.name, wanted.status_without, f"{version} is older than {wanted.lowest}", remedy, facts)
-    if wanted.bound is not None and numbers(version) >= numbers(wanted.bound):
-        return Finding(AREA, wanted.name, LIMITED, f"{version} is newer than what is known to work", remedy, facts)
-    return Finding(AREA, wanted.name, OK, version, facts=facts)
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """The release of a version, for comparing: (2, 13, 0) for "2.13.0+cpu"."""
-    release = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, release[0].split("."))) if release else ()
+    if Version(version) < Version(bounds[">="]):
+        return Check(AREA, wanted.name, status, f"{version} is older than {bounds['>=']}", remedy, facts)
+    if not wanted.specifier.contains(version, prereleases=True):
+        return Check(AREA, wanted.name, LIMITED, f"{version} is newer than what is known to work", remedy, facts)
+    return Check(AREA, wanted.name, OK, version, facts=facts)

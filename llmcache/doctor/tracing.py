@@ -3,51 +3,49 @@
 from __future__ import annotations
 
 from llmcache.bpf import libbpf
-from llmcache.doctor.finding import LIMITED, OK, Finding
+from llmcache.doctor.report import LIMITED, OK, Check
 from llmcache.errors import EnvironmentProblem
-from llmcache.trace.sources import SOURCES, kernel, source_class
-from llmcache.trace.sources.perf import REQUIRED
-from llmcache.trace.sources.tracefs import tracepoints
+from llmcache.trace.sources import SOURCES, source_class
+from llmcache.trace.sources.bpf import TRACEPOINTS, supported
 
 AREA = "trace"
 _BEST = next(iter(SOURCES))
 
 
-def examine() -> list[Finding]:
+def examine() -> list[Check]:
     """Findings on BTF, libbpf, tracepoints, and every tier until one works."""
     return [_btf(), _libbpf(), _tracepoints(), _tier()]
 
 
-def _btf() -> Finding:
-    reason = kernel.supported()
+def _btf() -> Check:
+    reason = supported()
     if reason is None:
-        return Finding(AREA, "BTF", OK, "the kernel describes its types")
+        return Check(AREA, "BTF", OK, "the kernel describes its types")
     remedy = "a kernel with CONFIG_DEBUG_INFO_BTF=y (those of Debian 11+, Ubuntu 20.10+)"
-    return Finding(AREA, "BTF", LIMITED, reason, remedy)
+    return Check(AREA, "BTF", LIMITED, reason, remedy)
 
 
-def _libbpf() -> Finding:
+def _libbpf() -> Check:
     try:
         libbpf.library()
     except EnvironmentProblem as problem:
-        return Finding(AREA, "libbpf", LIMITED, problem.message, problem.hint)
-    return Finding(AREA, "libbpf", OK, "version 1 can be loaded")
+        return Check(AREA, "libbpf", LIMITED, problem.message, problem.hint)
+    return Check(AREA, "libbpf", OK, "version 1 can be loaded")
 
 
-def _tracepoints() -> Finding:
+def _tracepoints() -> Check:
     remedy = "Linux 6.12 or later has them"
     try:
-        found = tracepoints(list(REQUIRED))
-    except OSError as error:
-        return Finding(AREA, "tracepoints", LIMITED, f"tracefs cannot be read: {error.strerror}", "run as root")
-    missing = [name for name in REQUIRED if name not in found]
+        missing = [name for name in TRACEPOINTS if not libbpf.has_tracepoint(name)]
+    except EnvironmentProblem as problem:
+        return Check(AREA, "tracepoints", LIMITED, f"not known: {problem.message}", problem.hint)
     facts = {"missing": missing}
     if missing:
-        return Finding(AREA, "tracepoints", LIMITED, f"the kernel lacks {', '.join(missing)}", remedy, facts)
-    return Finding(AREA, "tracepoints", OK, "those of the page cache are there", facts=facts)
+        return Check(AREA, "tracepoints", LIMITED, f"the kernel lacks {', '.join(missing)}", remedy, facts)
+    return Check(AREA, "tracepoints", OK, "those of the page cache are there", facts=facts)
 
 
-def _tier() -> Finding:
+def _tier() -> Check:
     reasons: dict[str, str] = {}
     for name in SOURCES:
         reason = source_class(name).probe()
@@ -55,12 +53,12 @@ def _tier() -> Finding:
             return _chosen(name, reasons)
         reasons[name] = reason
     said = "none works: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    return Finding(AREA, "tier", LIMITED, said, "run as root", {"tier": None, "passed_over": reasons})
+    return Check(AREA, "tier", LIMITED, said, "run as root", {"tier": None, "passed_over": reasons})
 
 
-def _chosen(name: str, reasons: dict[str, str]) -> Finding:
+def _chosen(name: str, reasons: dict[str, str]) -> Check:
     facts = {"tier": name, "passed_over": reasons}
     if name == _BEST:
-        return Finding(AREA, "tier", OK, f"{name}, the best", facts=facts)
+        return Check(AREA, "tier", OK, f"{name}, the best", facts=facts)
     said = f"{name}, because " + "; ".join(f"{better}: {reason}" for better, reason in reasons.items())
-    return Finding(AREA, "tier", LIMITED, said, f"for {_BEST}: root, Linux 6.12 with BTF, and libbpf 1", facts)
+    return Check(AREA, "tier", LIMITED, said, f"for {_BEST}: root, Linux 6.12 with BTF, and libbpf 1", facts)

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmcache.trace.record.output import Output, problem
+from llmcache.files import Output, writing
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,6 @@ def write_target(option: str, path: str | os.PathLike[str], data: bytes, force: 
     Errors as `check_target`, and EnvironmentProblem if there is no room.
     """
     output = Output(path, force, option)
-    with output as temporary:
-        try:
-            temporary.write_bytes(data)
-        except OSError as error:
-            raise problem(output.path, error) from error
+    with output as temporary, writing(output.path):
+        temporary.write_bytes(data)
     return Written(output.path, len(data))

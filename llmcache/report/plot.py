@@ -22,7 +22,8 @@ from llmcache.report.files import Written, check_target, write_target
 from llmcache.report.html import Block, Facts, Fold, Section, html_page
 from llmcache.report.picture import alt_text, caption, chosen_files, conditions, picture_of
 from llmcache.report.theme import MUTED, embedded, figure_bytes, style
-from llmcache.trace.record import Trace, TraceFile, TraceReader, open_trace
+from llmcache.trace.formats import open_trace
+from llmcache.trace.record import Trace, TraceFile, TraceReader
 
 OPTION = "-o"
 FORMS = ("png", "svg", "html")

@@ -11,11 +11,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.cache.space import BlockSpace
 from llmcache.errors import printable
-from llmcache.trace.record import BLOCK_BYTES, Provenance, Trace, TraceFile, TraceReader, open_trace
+from llmcache.trace.formats import open_trace
+from llmcache.trace.record import BlockSpace, Provenance, Trace, TraceFile, TraceReader
 from llmcache.trace.record.columns import MISS_NAMES, OP_NAMES
-from llmcache.units import format_duration, format_size
+from llmcache.units import BLOCK_BYTES, format_duration, format_size
 
 SCHEMA = "llmcache.info/1"
 _WIDTH = 79
@@ -59,7 +59,7 @@ class TraceInfo:
         return self.end_ns - self.start_ns
 
 
-class _Tally:
+class _Counts:
     """Counts while batches go by."""
 
     def __init__(self) -> None:
@@ -93,12 +93,12 @@ def describe(path: str | os.PathLike[str]) -> TraceInfo:
 
 
 def _described(path: str, reader: TraceReader) -> TraceInfo:
-    tally = _Tally()
-    space = BlockSpace.of(tally.note(batch) for batch in reader.batches() if len(batch))
+    counts = _Counts()
+    space = BlockSpace.of(counts.note(batch) for batch in reader.batches() if len(batch))
     touched = space.footprint_by_file()
-    files = [_file(file, tally, touched[file.id]) for file in reader.files if file.id in touched]
-    start_ns, end_ns = tally.span_ns or (0, 0)
-    accesses = int(tally.ops.sum())
+    files = [_file(file, counts, touched[file.id]) for file in reader.files if file.id in touched]
+    start_ns, end_ns = counts.span_ns or (0, 0)
+    accesses = int(counts.ops.sum())
     return TraceInfo(
         trace=path,
         rows=reader.rows,
@@ -107,18 +107,18 @@ def _described(path: str, reader: TraceReader) -> TraceInfo:
         touched_bytes=space.footprint * BLOCK_BYTES,
         start_ns=start_ns,
         end_ns=end_ns,
-        ops=dict(zip(OP_NAMES, tally.ops.tolist(), strict=True)),
-        misses=dict(zip(MISS_NAMES, tally.misses.tolist(), strict=True)),
-        pids=sorted(tally.pids),
+        ops=dict(zip(OP_NAMES, counts.ops.tolist(), strict=True)),
+        misses=dict(zip(MISS_NAMES, counts.misses.tolist(), strict=True)),
+        pids=sorted(counts.pids),
         files=sorted(files, key=lambda file: -file.accesses),
         untouched_files=len(reader.files) - len(files),
         provenance=reader.provenance,
     )
 
 
-def _file(file: TraceFile, tally: _Tally, touched_blocks: int) -> FileInfo:
+def _file(file: TraceFile, counts: _Counts, touched_blocks: int) -> FileInfo:
     touched_bytes = touched_blocks * BLOCK_BYTES
-    return FileInfo(file.path, file.size_bytes, tally.rows[file.id], tally.accesses[file.id], touched_bytes)
+    return FileInfo(file.path, file.size_bytes, counts.rows[file.id], counts.accesses[file.id], touched_bytes)
 
 
 def show(path: str | os.PathLike[str], as_json: bool = False) -> None:

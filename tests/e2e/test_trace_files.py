@@ -18,7 +18,8 @@ import pytest
 
 from llmcache.cache.classify import classify
 from llmcache.cache.detector import LOOP, SEQ
-from llmcache.trace.record import BLOCK_BYTES, MISS, Trace
+from llmcache.trace.record import MISS, Trace
+from llmcache.units import BLOCK_BYTES
 from tests.trace.conftest import PATIENCE_S, drop
 
 pytestmark = pytest.mark.bpf

@@ -18,12 +18,14 @@ from llmcache.cache.classes import TraceClasses
 from llmcache.cache.classify import classify_file
 from llmcache.fs.layout.modelfile import ModelHeaders
 from llmcache.report import classification
-from llmcache.trace.capture.journal import FILES as NEW_FILES
-from llmcache.trace.capture.journal import LOST, Journal
+from llmcache.trace.formats import open_trace
+from llmcache.trace.formats.recording import FILES as NEW_FILES
+from llmcache.trace.formats.recording import LOST, RecordingWriter
 from llmcache.trace.info import describe, show
-from llmcache.trace.record import Trace, TraceReader, open_trace
-from llmcache.trace.record.columns import BLOCK_BYTES, COLUMNS, SCHEMA
+from llmcache.trace.record import Trace, TraceReader
+from llmcache.trace.record.columns import COLUMNS, SCHEMA
 from llmcache.trace.record.meta import KEY, encode
+from llmcache.units import BLOCK_BYTES
 from tests.fuzz.mutations import documents, mutated, nested, written
 from tests.fuzz.target import Target, bounded, is_printable, refusal, scratch
 from tests.unit.trace_parts import FILES, PROVENANCE, trace
@@ -52,18 +54,20 @@ def recording(facts: dict[bytes, bytes] | None = None, ended: bool = False, empt
     """A recording of two batches; `facts` replaces what the second says, of whose first row `empty` takes the values."""
     with scratch() as directory:
         path = Path(directory) / "a.recording"
-        journal = Journal(path, PROVENANCE, force=False)
-        journal.append(trace().columns, FILES, 1)
-        if facts is None:
-            journal.append(trace(t_ns=(9, 9, 10, 11)).columns, (), 2)
-        else:
+        if facts is not None:
             arrays = [pa.array(column, mask=np.arange(len(column)) < empty) for column in trace().columns]
-            batch = pa.record_batch(arrays, schema=SCHEMA)
-            journal._stream.write_batch(batch, custom_metadata=facts)
+            first = {NEW_FILES: json.dumps(METADATA["files"]).encode(), LOST: b"1"}
+            with pa.ipc.new_stream(str(path), SCHEMA.with_metadata({KEY: encode((), PROVENANCE)})) as stream:
+                stream.write_batch(pa.record_batch(list(trace().columns), schema=SCHEMA), custom_metadata=first)
+                stream.write_batch(pa.record_batch(arrays, schema=SCHEMA), custom_metadata=facts)
+            return path.read_bytes()
+        writer = RecordingWriter(path, PROVENANCE, force=False)
+        writer.append(trace().columns, FILES, 1)
+        writer.append(trace(t_ns=(9, 9, 10, 11)).columns, (), 2)
         if ended:
-            journal.close()
+            writer.close()
         data = path.read_bytes()
-        journal.discard()
+        writer.discard()
         return data
 
 

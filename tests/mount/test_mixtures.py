@@ -84,8 +84,9 @@ def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path
         (file,) = mount.stats()["files"]
     assert len(done.steps) == TOKENS
     assert 0.2 * model.experts.count < file["experts"]["kept"] < 0.7 * model.experts.count
-    # In arena what is dense passes through a window for each token, and loaders have that to do as well.
-    allowed = 1.6 if mode == "arena" else 1.3
+    # In arena what is dense passes through a window for each token, and loaders have that to do as well. Over FUSE the
+    # kernel reads around faults the further the later it is answered: 1.1 on a quiet machine, 1.3 beside others' work.
+    allowed = {"inplace": 1.3, "steer": 1.5, "arena": 1.6}[mode]
     assert sum(step.storage_bytes for step in done.steps[WARM:]) < allowed * expected
 
 

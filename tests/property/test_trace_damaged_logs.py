@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcache.errors import DataError
-from llmcache.trace.record import open_trace
+from llmcache.trace.formats import open_trace
 from tests.conftest import examples
 from tests.unit.test_trace_strace import CASES
 

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.trace.convert import convert
-from llmcache.trace.importers.oracle_general import RECORD
+from llmcache.trace.formats import convert, open_trace
+from llmcache.trace.formats.oracle_general import RECORD
 from llmcache.trace.info import describe
-from llmcache.trace.record import Trace, TraceReader, TraceWriter, concatenate, open_trace
-from llmcache.trace.record import writer as record_writer
+from llmcache.trace.record import Trace, TraceReader, TraceWriter, concatenate
+from llmcache.trace.record import trace as record_trace
 from tests.unit.trace_parts import blocks, traces
 
 
@@ -29,7 +29,7 @@ def test_parquet_keeps_everything(made: Trace) -> None:
 @given(traces(), st.integers(1, 70), st.integers(1, 70))
 def test_streamed_is_whole(made: Trace, written_rows: int, read_rows: int) -> None:
     """Appended in parts of any size and read in batches of any size: the same rows, in row groups of bounded size."""
-    group_rows, record_writer.GROUP_ROWS = record_writer.GROUP_ROWS, 8
+    group_rows, record_trace.GROUP_ROWS = record_trace.GROUP_ROWS, 8
     try:
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "t.parquet"
@@ -45,7 +45,7 @@ def test_streamed_is_whole(made: Trace, written_rows: int, read_rows: int) -> No
             joined = concatenate(parts)
             assert all(np.array_equal(a, b) for a, b in zip(joined.columns, made.columns, strict=True))
     finally:
-        record_writer.GROUP_ROWS = group_rows
+        record_trace.GROUP_ROWS = group_rows
 
 
 @given(traces(), st.integers(0, 60), st.integers(0, 60))

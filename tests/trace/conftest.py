@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmcache.trace.record import BLOCK_BYTES
-from llmcache.trace.sources.base import ACCESS, FILL, POLL_S, Records, Source, Wish
+from llmcache.arrays import Records
+from llmcache.trace.sources.base import ACCESS, FILL, POLL_S, Scope, Source
 from llmcache.trace.sources.bpf import FilemapSource
+from llmcache.units import BLOCK_BYTES
 from tests.mount.live import resident_bytes, wait_for
 
 HERE = Path(__file__).parent
@@ -165,13 +166,13 @@ def record(paths: Path, file: Path) -> Callable[..., Recording]:
     """Returns a function that records paths.c doing something to the file in one way."""
 
     def go(
-        way: str, kind: type[Source] = FilemapSource, lazy: bool = False, pause: float = POLL_S, **wish: Any
+        way: str, kind: type[Source] = FilemapSource, lazy: bool = False, pause: float = POLL_S, **scope: Any
     ) -> Recording:
         command = [str(paths), str(file), way]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             source = kind()
             try:
-                source.start(Wish([process.pid], **wish))
+                source.start(Scope([process.pid], **scope))
                 assert process.stdin is not None
                 process.stdin.write("\n")
                 process.stdin.close()

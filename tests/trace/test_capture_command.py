@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmcache.errors import DataError
-from llmcache.trace.record import MISS, Trace, open_trace
+from llmcache.trace.formats import open_trace
+from llmcache.trace.record import MISS, Trace
 from tests.mount.live import wait_for
 from tests.trace.conftest import BLOCKS, PATIENCE_S, drop
 
@@ -292,14 +293,16 @@ def in_kernel(program: int) -> bool:
 
 
 def test_the_command_waits_until_the_recorder_is_ready_and_dies_with_it(file: Path, tmp_path: Path) -> None:
-    from llmcache.trace.capture.target import Spawned
-
     marker = tmp_path / "ran"
-    target = Spawned(["touch", str(marker)])
-    time.sleep(0.1)
-    assert not marker.exists()
-    os.close(target._gate)
-    assert os.waitstatus_to_exitcode(os.waitpid(target.pid, 0)[1]) == 1
+    code = "import sys, time; from llmcache.trace.capture.target import Spawned\n"
+    code += "print(Spawned(['touch', sys.argv[1]]).pid, flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code, str(marker)], stdout=subprocess.PIPE, text=True) as recorder:
+        assert recorder.stdout is not None
+        target = Path(f"/proc/{int(recorder.stdout.readline())}")
+        time.sleep(0.1)
+        assert not marker.exists() and target.exists()
+        recorder.kill()
+    wait_for(lambda: not target.exists(), "the command that waited is gone")
     assert not marker.exists()
 
 

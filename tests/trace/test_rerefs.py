@@ -14,12 +14,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from llmcache.arrays import Records
 from llmcache.bpf.pagetables import Unreadable
-from llmcache.trace.record import BLOCK_BYTES, MAP, UNKNOWN
+from llmcache.trace.processes import descendants, mappings
+from llmcache.trace.record import MAP, UNKNOWN
 from llmcache.trace.sources import rerefs
-from llmcache.trace.sources.base import SAMPLED, Records, Wish
+from llmcache.trace.sources.base import SAMPLED, Scope
 from llmcache.trace.sources.bpf import FilemapSource, SyscallSource
-from llmcache.trace.sources.rerefs import Sampler, descendants, file_mappings
+from llmcache.trace.sources.rerefs import Sampler
+from llmcache.units import BLOCK_BYTES
 from tests.mount.live import wait_for
 from tests.trace.conftest import BLOCKS, TOUCHED, warm
 
@@ -94,7 +97,7 @@ def test_samples_come_at_their_interval(file: Path, monkeypatch: pytest.MonkeyPa
 def test_a_source_brings_samples_among_its_records(file: Path) -> None:
     with mapped(file) as touch:
         source = FilemapSource()
-        source.start(Wish([os.getpid()], rerefs_s=0.001))
+        source.start(Scope([os.getpid()], rerefs_s=0.001))
         found = []
 
         def sampled() -> bool:
@@ -117,7 +120,7 @@ def test_only_sources_that_offer_samples_bring_them() -> None:
 def test_a_process_that_ended_gives_nothing() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
-    assert list(file_mappings(process.pid)) == []
+    assert list(mappings(process.pid)) == []
     sampler = Sampler([process.pid], 0.0)
     assert not len(sampler.sample())
     sampler.close()

@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmcache.arrays import Records
 from llmcache.trace.record import HIT, MISS, READ, UNKNOWN, WRITE
-from llmcache.trace.sources.base import ACCESS, BLOCK, DIRECT, EVICT, FILL, Records, TimeOrder, no_records
+from llmcache.trace.sources.base import ACCESS, BLOCK, DIRECT, EVICT, FILL, TimeOrder, no_records
 from llmcache.trace.sources.residency import Residency, unknown
 
 

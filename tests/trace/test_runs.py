@@ -14,7 +14,7 @@ import pytest
 
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.record import HIT, MISS
-from llmcache.trace.sources.base import EVICT, FILL, Wish
+from llmcache.trace.sources.base import EVICT, FILL, Scope
 from llmcache.trace.sources.bpf import FilemapSource
 from tests.trace.conftest import BLOCKS, PATIENCE_S, TOUCHED, Recording, drained, drop, lock, warm, warm_but
 
@@ -102,7 +102,7 @@ def test_a_file_read_to_its_end_gives_exactly_its_blocks(file: Path) -> None:
     command = [sys.executable, "-c", script, str(file)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         source = FilemapSource()
-        source.start(Wish([process.pid]))
+        source.start(Scope([process.pid]))
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write("\n")
@@ -135,17 +135,17 @@ def test_a_process_that_is_not_there_is_an_error() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
     with pytest.raises(EnvironmentProblem, match=rf"process {process.pid} is not there"):
-        FilemapSource().start(Wish([process.pid]))
+        FilemapSource().start(Scope([process.pid]))
 
 
 def test_processes_have_the_recorders_numbers_in_a_pid_namespace(paths: Path, file: Path) -> None:
     script = (
         "import json,subprocess,sys\n"
         "from tests.trace.conftest import drained\n"
-        "from llmcache.trace.sources.base import Wish\n"
+        "from llmcache.trace.sources.base import Scope\n"
         "from llmcache.trace.sources.bpf import FilemapSource\n"
         "p=subprocess.Popen(sys.argv[1:],stdin=subprocess.PIPE,text=True,stdout=subprocess.DEVNULL)\n"
-        "s=FilemapSource(); s.start(Wish([p.pid])); p.stdin.write('x\\n'); p.stdin.close()\n"
+        "s=FilemapSource(); s.start(Scope([p.pid])); p.stdin.write('x\\n'); p.stdin.close()\n"
         "r=drained(s,p); r=r[r['kind']==0]\n"
         "print(json.dumps([p.pid,sorted(set(r['pid'].tolist())),int(r['aux'].sum())]))\n"
     )
@@ -165,7 +165,7 @@ def test_short_processes_leave_nothing_out(file: Path) -> None:
     script = f"read line; for i in $(seq 100); do dd if={file} of=/dev/null bs=4096 count=1 skip=$i status=none; done"
     with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, text=True) as process:
         source = FilemapSource()
-        source.start(Wish([process.pid]))
+        source.start(Scope([process.pid]))
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.close()

@@ -1,4 +1,4 @@
-"""The parts of a recording that need no privilege: journal, mounts, address spaces, events of perf, options, lines."""
+"""The parts of a recording that need no privilege: journal, mounts, address spaces, options, lines."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
-from llmcache.trace.capture import inodes
-from llmcache.trace.capture.journal import Journal, journal_of
-from llmcache.trace.capture.names import Names
-from llmcache.trace.capture.options import Options, default_output
+from llmcache.mountinfo import Mount, mounts
+from llmcache.trace.capture import files
+from llmcache.trace.capture.files import FileTable
+from llmcache.trace.capture.session import CaptureSettings, default_output
 from llmcache.trace.capture.tally import HEADING, Tally, line
 from llmcache.trace.capture.target import target_of
-from llmcache.trace.mounts import Mount, mounts
-from llmcache.trace.record import MAP, READ, Columns, Provenance, TraceFile, open_trace
+from llmcache.trace.formats import open_trace
+from llmcache.trace.formats.recording import RecordingWriter, recording_of
+from llmcache.trace.processes import FileMapping
+from llmcache.trace.record import Columns, Provenance, TraceFile
 from llmcache.trace.record.columns import columns_from
-from llmcache.trace.sources.base import ACCESS, AROUND, FILL, Records
-from llmcache.trace.sources.mappings import FORK, MMAP, Mapping, Space, Spaces
-from llmcache.trace.sources.perf_runs import AROUNDS, EVENT, FAULTS, FILLS, HOLD_NS, READS, Events, Runs
+from llmcache.trace.sources.faults import FORK, MMAP, AddressSpace, AddressSpaces
 
 PROVENANCE = Provenance("filemap", note="Sees all.")
 
@@ -35,7 +35,7 @@ def batch(start_ns: int, file: int) -> Columns:
 
 def written(path: Path, batches: int = 3) -> Path:
     """A journal of three batches, as a recorder that was killed leaves it; each batch brings a file."""
-    journal = Journal(journal_of(path), PROVENANCE, force=False)
+    journal = RecordingWriter(recording_of(path), PROVENANCE, force=False)
     for number in range(batches):
         journal.append(batch(10 * number, number), [TraceFile(number, f"/data/{number}", 1, number, 0, 0)], number)
     return journal.path
@@ -58,7 +58,7 @@ def test_a_journal_is_readable_however_it_ends(tmp_path: Path) -> None:
 
 
 def test_a_journal_that_was_closed_was_not_cut_short(tmp_path: Path) -> None:
-    journal = Journal(journal_of(tmp_path / "run.parquet"), PROVENANCE, force=False)
+    journal = RecordingWriter(recording_of(tmp_path / "run.parquet"), PROVENANCE, force=False)
     journal.append(batch(0, 0), [TraceFile(0, "/data/0", 1, 0, 0, 0)], 0)
     journal.close()
     with open_trace(journal.path) as found:
@@ -76,7 +76,7 @@ def test_what_is_no_journal_is_refused(contents: bytes, tmp_path: Path) -> None:
 def test_a_journal_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     written(tmp_path / "run.parquet")
     with pytest.raises(UsageError, match="exists"):
-        Journal(journal_of(tmp_path / "run.parquet"), PROVENANCE, force=False)
+        RecordingWriter(recording_of(tmp_path / "run.parquet"), PROVENANCE, force=False)
 
 
 def test_layers_of_an_overlay() -> None:
@@ -89,7 +89,7 @@ def test_layers_of_an_overlay() -> None:
 def test_mounts_of_this_process_name_their_devices() -> None:
     found = mounts("self")
     root = [mount for mount in found.values() if mount.point == "/"]
-    assert root and root[-1].kind
+    assert root and root[-1].fstype
 
 
 def test_names_of_open_deleted_and_unknown_files(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_names_of_open_deleted_and_unknown_files(tmp_path: Path) -> None:
     with kept.open("rb") as first, gone.open("rb") as second:
         stats = [os.fstat(first.fileno()), os.fstat(second.fileno())]
         gone.unlink()
-        names = Names([os.getpid()])
+        names = FileTable([os.getpid()])
         dev = np.array([stats[0].st_dev, stats[1].st_dev, stats[0].st_dev, 12345], np.uint64)
         inode = np.array([stats[0].st_ino, stats[1].st_ino, stats[0].st_ino, 77], np.uint64)
         ids = names.numbers(dev, inode, np.full(4, os.getpid(), np.uint32))
@@ -114,12 +114,12 @@ def test_names_of_open_deleted_and_unknown_files(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_closed_is_named_when_it_is_seen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inodes, "path_of", lambda *_: None)  # as on FUSE, which cannot open files by inode
+    monkeypatch.setattr(files, "path_of", lambda *_: None)  # as on FUSE, which cannot open files by inode
     path = tmp_path / "model.gguf"
     path.write_bytes(bytes(9000))
     stat = path.stat()
     row = np.array([stat.st_dev], np.uint64), np.array([stat.st_ino], np.uint64), np.array([os.getpid()], np.uint32)
-    names = Names([os.getpid()])
+    names = FileTable([os.getpid()])
     first = names.numbers(*row)
     assert names.files[0].path.startswith("[") and names.changes == 0
     with path.open("rb"):
@@ -132,8 +132,8 @@ def test_a_file_that_was_closed_is_named_when_it_is_seen_again(tmp_path: Path, m
 
 
 def test_a_new_mapping_replaces_what_it_covers() -> None:
-    space = Space([Mapping(0x1000, 0x9000, 1, 10, 0)])
-    space.put(Mapping(0x3000, 0x5000, 1, 20, 7))
+    space = AddressSpace([FileMapping(0x1000, 0x9000, 1, 10, 0)])
+    space.put(FileMapping(0x3000, 0x5000, 1, 20, 7))
     address = np.array([0x1000, 0x2FFF, 0x3000, 0x4FFF, 0x5000, 0x8FFF, 0x9000, 0x0], np.uint64)
     _, inode, block = space.files(address)
     assert inode.tolist() == [10, 10, 20, 20, 10, 10, 0, 0]
@@ -141,7 +141,7 @@ def test_a_new_mapping_replaces_what_it_covers() -> None:
 
 
 def test_faults_belong_to_the_mapping_of_their_time() -> None:
-    spaces = Spaces()
+    spaces = AddressSpaces()
     time = struct.Struct("<IIQ")
 
     def mapped(pid: int, inode: int, t_ns: int) -> bytes:
@@ -158,78 +158,17 @@ def test_faults_belong_to_the_mapping_of_their_time() -> None:
     assert spaces.paths[os.makedev(8, 1), 6] == "/data/file"
 
 
-def events(*rows: tuple[int, int, int, int], tid: int = 1) -> Events:
-    """Events of one thread and file: (time, kind, first, end)."""
-    made = np.zeros(len(rows), EVENT)
-    for at, (t_ns, kind, first, end) in enumerate(rows):
-        made[at] = (t_ns, 1, 2, first, end, 1, tid, kind)
-    return made
-
-
-def runs(*rows: tuple[int, int, int, int]) -> Records:
-    records, _ = Runs(coalesce=True).put(events(*rows), None)
-    return records
-
-
-def accesses(records: Records) -> list[tuple[int, int]]:
-    rows = records[records["kind"] == ACCESS]
-    return list(zip(rows["first"].tolist(), rows["count"].tolist(), strict=True))
-
-
-def test_a_request_that_is_told_in_parts_counts_once() -> None:
-    found = runs((1, READS, 0, 32), (2, READS, 16, 32), (3, READS, 0, 32))
-    assert int(found["count"].sum()) == 64
-    assert set(found["op"]) == {READ}
-
-
-def test_a_fault_that_is_told_again_counts_once_at_its_time() -> None:
-    found = runs((1, FAULTS, 5, 6), (2, FILLS, 0, 16), (9_000_000, FAULTS, 5, 6), (9_000_001, AROUNDS, 0, 16))
-    assert accesses(found) == [(0, 16)]
-    assert found[found["kind"] == FILL]["t_ns"].tolist() == [1]
-    assert set(found[found["kind"] == ACCESS]["op"]) == {MAP}
-    assert set(found[found["kind"] == ACCESS]["flags"]) == {AROUND}
-
-
-def test_adjacent_requests_are_joined_unless_a_fill_parts_them() -> None:
-    assert accesses(runs((1, READS, 0, 1), (2, READS, 1, 2), (3, FILLS, 2, 9), (4, READS, 2, 3))) == [(0, 2), (2, 1)]
-    records, _ = Runs(coalesce=False).put(events((1, READS, 0, 1), (2, READS, 1, 2)), None)
-    assert accesses(records) == [(0, 1), (1, 1)]
-
-
-def test_the_last_access_of_a_thread_waits_for_what_belongs_to_it() -> None:
-    waiting = Runs(coalesce=True)
-    records, horizon = waiting.put(events((1, READS, 0, 1), (2, FAULTS, 9, 10)), 1000)
-    assert accesses(records) == [(0, 1)] and horizon == 1
-    records, horizon = waiting.put(events((1500, FILLS, 9, 10)), 2000)
-    assert not len(records) and horizon == 1
-    records, _ = waiting.put(events(), 3000 + HOLD_NS)
-    assert accesses(records) == [(9, 1)] and int((records["kind"] == FILL).sum()) == 1
-
-
-@pytest.mark.parametrize("horizon", range(8))
-def test_whenever_it_is_asked_the_same_is_recorded(horizon: int) -> None:
-    """A request in three parts and a fault told three times: also where the asking comes in the middle of them."""
-    rows = [(1, READS, 0, 64), (2, READS, 31, 64), (3, READS, 62, 64)]
-    rows += [(4, FAULTS, 99, 100), (5, FILLS, 96, 112), (6, FAULTS, 99, 100), (7, AROUNDS, 96, 112)]
-    for told in (horizon, len(rows)):  # what comes after the horizon may be told at once, or later
-        waiting = Runs(coalesce=False)
-        first, _ = waiting.put(events(*rows[:told]), horizon)
-        last, _ = waiting.put(events(*rows[told:]), None)
-        assert accesses(first) + accesses(last) == [(0, 31), (31, 31), (62, 2), (96, 16)]
-        assert [int(row["t_ns"]) for part in (first, last) for row in part[part["kind"] == FILL]] == [4]
-
-
 def test_options_that_cannot_be() -> None:
     for wrong, named in (({"output": "x.csv"}, "-o"), ({"seconds": 0.0}, "-d"), ({"rerefs_s": 0.0}, "--mmap-rerefs")):
         with pytest.raises(UsageError, match=named):
-            Options(**{"output": "x.parquet", **wrong})  # type: ignore[arg-type]
+            CaptureSettings(**{"output": "x.parquet", **wrong})  # type: ignore[arg-type]
 
 
 def test_globs_with_a_slash_are_for_the_path() -> None:
-    by_name, by_path = Options("x.parquet", glob="*.gguf").matches, Options("x.parquet", glob="/a/*").matches
+    by_name, by_path = CaptureSettings("x.parquet", glob="*.gguf").matches, CaptureSettings("x.parquet", glob="/a/*").matches
     assert by_name is not None and by_path is not None
     assert by_name("/a/b.gguf") and not by_name("/a.gguf/b") and by_path("/a/b") and not by_path("/b/a")
-    assert Options("x.parquet").matches is None
+    assert CaptureSettings("x.parquet").matches is None
     assert default_output(7, "/usr/bin/llama-cli -m x") == "llama-cli-7.parquet"
 
 

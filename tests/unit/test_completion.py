@@ -12,8 +12,10 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
-from llmcache.cli import app, names
+from llmcache.cli import app
 from llmcache.cli.mount import command as mount_command
+from llmcache.cli.types import NameType
+from tools.manual.pages import walk
 
 HEAVY = {"numpy", "numba", "pyarrow", "rich", "matplotlib", "torch", "transformers", "mfusepy", "psutil"}
 # what is typed, with the word to complete last: words that are offered, and whether there are no others
@@ -169,9 +171,16 @@ def test_another_shell_gets_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert end.value.code == 0 and capsys.readouterr().out == ""
 
 
+def known(command: str, option: str) -> set[str]:
+    """Names that are offered for an option."""
+    (found,) = (one for one in dict(walk(app, "llmcache"))[f"llmcache {command}"].params if one.name == option)
+    assert isinstance(found.type, NameType)
+    return set(found.type.known())
+
+
 def test_names_are_those_of_the_tables() -> None:
     from llmcache.kv.tasks.probes import TASKS
-    from llmcache.trace.capture.tiers import AUTO
+    from llmcache.trace.sources import AUTO, SOURCES
 
-    assert set(names.kv_tasks()) == set(TASKS)
-    assert next(iter(names.tiers())) == AUTO
+    assert known("kv bench", "task") == set(TASKS)
+    assert known("trace", "tier") == {AUTO, *SOURCES}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.cli import ending
+from llmcache.cli import base
 
 LIMIT_S = 120
 
@@ -40,11 +40,11 @@ def test_what_is_temporary_goes_when_a_command_is_told_to_end(
 
 
 def test_what_is_ignored_stays_so_and_all_is_as_before_in_the_end() -> None:
-    before = {number: signal.getsignal(number) for number in ending.SIGNALS}
+    before = {number: signal.getsignal(number) for number in base.ENDING_SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with ending.in_order():
+        with base.orderly_end():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             with pytest.raises(SystemExit, match="143"):
                 signal.raise_signal(signal.SIGTERM)

@@ -22,8 +22,8 @@ from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.kv.tiers.restore import Tables
 from llmcache.report.plot import Wanted, plot
 from llmcache.report.simulation import write_report
-from llmcache.trace.capture.journal import Journal
-from llmcache.trace.convert import convert
+from llmcache.trace.formats import convert
+from llmcache.trace.formats.recording import RecordingWriter
 from llmcache.trace.record import Provenance, TraceWriter
 from tests.unit.report_parts import recorded
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def journal(path: Path) -> None:
-    Journal(path, Provenance(tier="faults"), force=False).close()
+    RecordingWriter(path, Provenance(tier="faults"), force=False).close()
 
 
 def trace(path: Path) -> None:
@@ -81,7 +81,7 @@ def test_what_lies_at_the_temporary_name_is_not_written_through(tmp_path: Path, 
     directory = tmp_path / "shared"
     directory.mkdir()
     pid = os.getpid()
-    for name in (f".file.kv.{pid}.tmp", f"new-{pid}-file.kv", f"new-{pid}-tables-file.kv"):
+    for name in (f"new-{pid}-file.kv", f"new-{pid}-tables-file.kv"):
         (directory / name).symlink_to(target)
     write(directory / "file.kv")
     assert target.read_text() == "untouched"

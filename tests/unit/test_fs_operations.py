@@ -6,13 +6,15 @@ import errno
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from llmcache.fs.vfs.backing import Backing
-from llmcache.fs.vfs.caller import NOBODY_ELSE
+from llmcache.fs.vfs.caller import NOBODY_ELSE, Caller
 from llmcache.fs.vfs.operations import LlmcacheOperations
 from llmcache.fs.vfs.source import SourceTree, WritePolicy
 from tests.property.kernel import wait_until
@@ -138,3 +140,29 @@ def test_what_cannot_be_written_does_not_replace_what_is_being_written(
         operations.release(number)
     finally:
         unmount(tmp_path / "a.kv")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to have a file that another user may not write")
+def test_what_takes_the_place_of_a_file_is_not_cut_in_its_stead(
+    operations: LlmcacheOperations, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root opens another file of that name between a user's right to the first one and the cut."""
+    tmp_path.chmod(0o755)
+    os.chown(tmp_path / "a.kv", 65534, 65534)
+    (tmp_path / "private").write_bytes(b"secret" * 10)
+    (tmp_path / "private").chmod(0o600)
+    change = Backing.own_change
+
+    with ThreadPoolExecutor(1) as root:
+        root.submit(os.getpid).result()  # it has its rights before the user's are taken on
+
+        def late(backing: Backing) -> AbstractContextManager[None]:
+            root.submit((tmp_path / "private").replace, tmp_path / "a.kv").result()
+            with pytest.raises(OSError, match=os.strerror(errno.EBUSY)):
+                root.submit(operations.open, "/a.kv", os.O_RDONLY, NOBODY_ELSE).result()
+            return change(backing)
+
+        monkeypatch.setattr(Backing, "own_change", late)
+        operations.truncate("/a.kv", None, 3, Caller(65534, 65534, os.getpid(), known_groups=()))
+    assert (tmp_path / "a.kv").read_bytes() == b"secret" * 10
+    assert (tmp_path / "b.kv").stat().st_size == 3

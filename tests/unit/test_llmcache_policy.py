@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,10 @@ from llmcache.cache.models import UNKNOWN
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.base import Policy
 from llmcache.cache.policies.llmcache import SCHEME
-from llmcache.cache.space import BlockSpace
 from llmcache.errors import DataError
 from llmcache.fs.layout.experts import Experts
 from llmcache.fs.layout.tensors import ModelLayout, Tensor
-from llmcache.trace.record import HIT, Provenance, Trace, TraceFile
+from llmcache.trace.record import HIT, BlockSpace, Provenance, Trace, TraceFile
 from tests.unit.trace_parts import KnownModels
 
 MIB = 1 << 20
@@ -138,7 +138,7 @@ def mixture() -> ModelLayout:
     return ModelLayout("gguf", 4096, tuple(tensors), experts_used=2)
 
 
-def tokens(layout: ModelLayout, routing: list[list[tuple[int, ...]]]) -> list[Run]:
+def tokens(layout: ModelLayout, routing: Sequence[Sequence[tuple[int, ...]]]) -> list[Run]:
     """What is read of the model for each token: dense tensors whole, of the others the slices of the chosen experts."""
     runs: list[Run] = []
     for token in routing:
@@ -154,7 +154,7 @@ def tokens(layout: ModelLayout, routing: list[list[tuple[int, ...]]]) -> list[Ru
     return runs
 
 
-def mixture_hits(routing: list[list[tuple[int, ...]]], capacity_mib: float) -> tuple[float, Policy]:
+def mixture_hits(routing: Sequence[Sequence[tuple[int, ...]]], capacity_mib: float) -> tuple[float, Policy]:
     """Share of the experts' blocks that hit in the last half of the tokens, and the policy."""
     layout = mixture()
     runs = tokens(layout, routing)

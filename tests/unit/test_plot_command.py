@@ -53,7 +53,7 @@ def test_png(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert data.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", data[16:24])
     assert width > 1000 and height > 500
-    assert not list(tmp_path.glob(".*.tmp"))
+    assert not list(tmp_path.glob("new-*"))
 
 
 def test_svg_has_its_caption_as_text(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +151,7 @@ def test_bad_input_is_named_and_leaves_nothing(trace: str, tmp_path: Path, capsy
         found, out, err = run(args, capsys)
         assert (found, out) == (code, ""), err
         assert named in err and "Traceback" not in err
-    assert not png.exists() and not list(tmp_path.glob(".*.tmp"))
+    assert not png.exists() and not list(tmp_path.glob("new-*"))
 
 
 def test_an_output_that_cannot_be_written(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,8 @@ from llmcache.cache.classify import classify
 from llmcache.cache.detector import LOOP, SEQ
 from llmcache.cache.layers import Layers
 from llmcache.fs.layout.tensors import Tensor
-from llmcache.trace.record import BLOCK_BYTES, HIT, MAP, MISS, READ, UNKNOWN, Trace
+from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, Trace
+from llmcache.units import BLOCK_BYTES
 from tests.unit.trace_parts import KnownModels
 from tools.record_traces import SUBJECTS
 

@@ -13,7 +13,8 @@ import pytest
 
 from llmcache import cli
 from llmcache.errors import DataError
-from llmcache.trace.record import Trace, TraceReader, open_trace
+from llmcache.trace.formats import open_trace
+from llmcache.trace.record import Trace, TraceReader
 from llmcache.trace.record.meta import encode
 from tests.unit.trace_parts import FILES, PROVENANCE, trace, write_parquet
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from llmcache import cli
-from llmcache.trace.record import Provenance, Trace, TraceFile, open_trace
+from llmcache.trace.formats import open_trace
+from llmcache.trace.record import Provenance, Trace, TraceFile
 from tests.unit.trace_parts import FILES, PROVENANCE, blocks, trace
 
 
@@ -173,12 +174,12 @@ def test_a_place_without_room_is_an_environment_problem(
 ) -> None:
     """/dev/full stands for a full disk: everything can be opened and nothing written."""
 
-    def full(path: Path) -> int:
+    def full(path: Path, mode: int) -> int:
         path.symlink_to("/dev/full")
         return os.open(path, os.O_WRONLY)
 
     target = source.with_name(name)
-    monkeypatch.setattr("llmcache.trace.record.output.create", full)
+    monkeypatch.setattr("llmcache.files.create", full)
     assert run("convert", source, target) == 3
     assert "cannot write" in capsys.readouterr().err
     assert [entry.name for entry in source.parent.iterdir()] == ["in.parquet"]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import DataError
-from llmcache.trace.convert import convert
-from llmcache.trace.record import MAP, READ, WRITE, Trace, open_trace
+from llmcache.trace.formats import convert, open_trace
+from llmcache.trace.record import MAP, READ, WRITE, Trace
 from tests.unit.trace_parts import blocks, trace
 
 

@@ -12,7 +12,7 @@ from llmcache.cache.classify import classify
 from llmcache.errors import DataError, MountProblem
 from llmcache.fs.client import control, mountpoint
 from llmcache.report.classification import summary
-from llmcache.trace.capture.locked import Locked
+from llmcache.trace.capture.files import LockedBytes
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
 from llmcache.trace.record.meta import LOCKED, locked_bytes, locked_extra
 
@@ -57,7 +57,7 @@ def test_damage_is_named(text: str) -> None:
 
 def test_the_smaller_of_two_answers_was_locked_all_the_time() -> None:
     answers = {FILE.path: [500, 300], OTHER.path: [0]}
-    asked = Locked(lambda file: answers[file.path].pop(0))
+    asked = LockedBytes(lambda file: answers[file.path].pop(0))
     asked.begin([FILE, OTHER])
     asked.begin([FILE])
     asked.finish([FILE, OTHER])
@@ -68,7 +68,7 @@ def test_a_daemon_that_does_not_answer_is_told_of() -> None:
     def silent(_file: TraceFile) -> int:
         raise MountProblem("the daemon does not answer")
 
-    asked = Locked(silent)
+    asked = LockedBytes(silent)
     asked.begin([FILE])
     asked.finish([FILE])
     assert asked.by_file == {} and asked.remarks == [f"{FILE.path}: how much of it its mount keeps locked is not known: " + (

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError, UsageError
+from llmcache.trace.formats import open_trace
 from llmcache.trace.record import (
     COLUMNS,
     MAP,
@@ -22,7 +23,6 @@ from llmcache.trace.record import (
     TraceReader,
     TraceWriter,
     concatenate,
-    open_trace,
 )
 from tests.unit.trace_parts import FILES, PROVENANCE, blocks, trace
 
@@ -92,14 +92,6 @@ def test_a_path_that_no_bytes_are_is_refused() -> None:
     assert TraceFile(0, "\udcff", 0, 0, 0, 0).path == "\udcff"  # as os.fsdecode gives it
 
 
-def test_slices_by_row_and_by_time() -> None:
-    made = trace()
-    assert blocks(made.slice(1, 3)) == blocks(made)[3:6]
-    assert made.between(2, 9).t_ns.tolist() == [2, 2]
-    assert made.between(0, 10**15).equals(made)
-    assert len(made.between(3, 3)) == len(made.between(9, 2)) == 0
-
-
 def test_concatenate_merges_files_and_moves_what_begins_too_early() -> None:
     second = trace(t_ns=(100, 101, 102, 110), files=(FILES[1], TraceFile(0, "/models/a.gguf", 1, 11, 0, 900 * 4096)))
     third = trace(t_ns=(5, 6, 7, 8), files=(TraceFile(0, "/new", 1, 11, 0, 0), FILES[1]))
@@ -111,9 +103,7 @@ def test_concatenate_merges_files_and_moves_what_begins_too_early() -> None:
     assert joined.provenance.lost_events == 6
 
 
-def test_concatenated_slices_are_the_whole() -> None:
-    made = trace(op=(0, 1, 2, 0))
-    assert blocks(concatenate(list(made.batches(3)))) == blocks(made)
+def test_nothing_cannot_be_concatenated() -> None:
     with pytest.raises(ValueError, match="at least one"):
         concatenate([])
 

@@ -11,8 +11,9 @@ import pytest
 
 from llmcache.cache.policies.belady import why_not_exact
 from llmcache.errors import DataError
-from llmcache.trace.importers.strace.lines import LONGEST_LINE
-from llmcache.trace.record import MAP, READ, WRITE, Trace, open_trace
+from llmcache.trace.formats import open_trace
+from llmcache.trace.formats.strace_log import LONGEST_LINE
+from llmcache.trace.record import MAP, READ, WRITE, Trace
 
 Rows = list[tuple[str, int, int, int]]
 

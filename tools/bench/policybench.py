@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -61,7 +61,7 @@ def bars(ratios: Ratios) -> list[Bar]:
         found.append(_bar(f"{group}.belady", f"{_words(group)} traces: hit ratio, of Belady's", value, share))
     least = min(ratios, key=lambda name: ratios[name][OURS] - ratios[name]["lru"])
     value = ratios[least][OURS] - ratios[least]["lru"]
-    found.append(_bar("lru", f"the trace that gains least ({_words(least)}): hit ratio, more than LRU's", value, -LRU_MARGIN))
+    found.append(_bar("lru", f"the trace that gains least: {_words(least)}, more than LRU", value, -LRU_MARGIN))
     return found
 
 

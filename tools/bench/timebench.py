@@ -58,12 +58,12 @@ def timed(command: Sequence[str]) -> Run:
 
 
 @contextlib.contextmanager
-def load(processors: int) -> Iterator[None]:
-    """Keep so many processors busy meanwhile."""
+def load(processors: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Keep so many processors busy meanwhile, by the processes that are yielded."""
     command = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(command) for _ in range(processors)]
     try:
-        yield
+        yield busy
     finally:
         for process in busy:
             process.kill()

@@ -79,7 +79,6 @@ def tracers() -> list[Tracer]:
         llmcache("llmcache"),
         llmcache("llmcache --no-writes", "--no-writes"),
         llmcache("llmcache --no-coalesce", "--no-coalesce"),
-        llmcache("llmcache --tier perf", "--tier", "perf"),
     ]
     if shutil.which("strace"):
         command = ["strace", "-f", "-q", "-ttt", "-e", "trace=desc", "-o", "OUT.strace", "-p", "PID"]

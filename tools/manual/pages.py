@@ -22,7 +22,7 @@ def all_pages() -> list[Page]:
     first = page_of(app, "llmcache", app.help or "", TEXTS / "llmcache.txt", None)
     first.sections["COMMANDS"] = _commands(app, "llmcache")
     second = page_of(mount_command, "llmcachefs", app.table["mount"][1], TEXTS / "mount.txt", "llmcache")
-    return [first, second, *_below(app, "llmcache", TEXTS), _helper()]
+    return [first, second, *_below(app, "llmcache"), _helper()]
 
 
 def walk(group: LazyGroup, words: str) -> Iterator[tuple[str, click.Command]]:
@@ -35,18 +35,19 @@ def walk(group: LazyGroup, words: str) -> Iterator[tuple[str, click.Command]]:
             yield from walk(command, f"{words} {name}")
 
 
-def _below(group: LazyGroup, words: str, directory: Path) -> Iterator[Page]:
+def _below(group: LazyGroup, words: str) -> Iterator[Page]:
     for name, (_, summary) in group.table.items():
         command = group.get_command(click.Context(group), name)
         assert command is not None
         called = f"{words} {name}"
+        text = TEXTS / f"{called.removeprefix('llmcache ').replace(' ', '-')}.txt"
         if isinstance(command, LazyGroup):
-            page = page_of(command, called, summary, directory / name / f"{name}.txt", words)
+            page = page_of(command, called, summary, text, words)
             page.sections["COMMANDS"] = _commands(command, called)
             yield page
-            yield from _below(command, called, directory / name)
+            yield from _below(command, called)
         else:
-            yield page_of(command, called, summary, directory / f"{name}.txt", words.replace(" ", "-"))
+            yield page_of(command, called, summary, text, words.replace(" ", "-"))
 
 
 def _commands(group: LazyGroup, words: str) -> str:

@@ -21,8 +21,7 @@ from llmcache.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     from llmcache.cache.models import Models
-    from llmcache.cache.space import BlockSpace
-    from llmcache.trace.record import Provenance, TraceFile
+    from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 
 Ids = NDArray[np.int64]
 F = TypeVar("F", bound=Callable[..., Any])

@@ -36,8 +36,7 @@ from llmcache.errors import DataError
 
 if TYPE_CHECKING:
     from llmcache.cache.models import Experts, Models
-    from llmcache.cache.space import BlockSpace
-    from llmcache.trace.record import Provenance, TraceFile
+    from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 
 SCHEME = "llmcache.mount/1"  # extra["mount"] of what llmcache.fs.daemon.logwriter writes
 _MOST_EXTENTS = 1 << 22  # of all spaces of a log at a time: eight times what a mount has
@@ -81,7 +80,7 @@ class LLMCache(Policy):
 
 
 class Places(Protocol):
-    """What this needs of `llmcache.cache.space.BlockSpace`."""
+    """What this needs of `llmcache.trace.record.BlockSpace`."""
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
         """Returns (file, block) of each id."""

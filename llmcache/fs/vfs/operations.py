@@ -229,15 +229,16 @@ class LlmcacheOperations(TreeOperations):
             return
         assert path is not None
         self._policy.check(path)
-        with self._tree.parent(path, caller) as (dir_fd, name):
-            opened = self._table.open(path, dir_fd, name, os.O_WRONLY, caller=caller, may_replace=self._may_replace)
-        try:
-            self._resize(opened.backing, length, caller)
-            self._engine.settle(opened.backing, owes_reply=True)
-            if opened.drop is not None:
-                self._drop_later(opened.backing, opened.drop)
-        finally:
-            self._give_back(opened.backing)
+        with self._opening(path, os.O_WRONLY, caller.remembered()):  # nothing else takes its place before it is cut
+            with self._tree.parent(path, caller) as (dir_fd, name):
+                opened = self._table.open(path, dir_fd, name, os.O_WRONLY, caller=caller, may_replace=self._may_replace)
+            try:
+                self._resize(opened.backing, length, caller)
+                self._engine.settle(opened.backing, owes_reply=True)
+                if opened.drop is not None:
+                    self._drop_later(opened.backing, opened.drop)
+            finally:
+                self._give_back(opened.backing)
 
     def _resize(self, backing: Backing, length: int, caller: Caller) -> None:
         with caller.rights(), backing.own_change():

@@ -1,12 +1,13 @@
 """One recording: from the choice of the source to the finished trace.
 
 A loop of drain, name, write, in one thread. Signals only set a flag, so that whatever ends the recording, the rest is
-drained and the file completed; what even that cannot save is in the journal.
+drained and the file completed; what even that cannot save is in OUT.recording.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import json
 import os
 import platform
@@ -15,27 +16,30 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import numpy as np
 
-from llmcache.errors import EnvironmentProblem, printable
-from llmcache.trace.capture.beside import BlockRequests, Sampled, beside
-from llmcache.trace.capture.journal import Full, Journal, journal_of, kept, no_rows
-from llmcache.trace.capture.locked import Ask, Locked, nothing_locked
-from llmcache.trace.capture.names import Names
-from llmcache.trace.capture.options import Options
+from llmcache.arrays import Records, Uint32s
+from llmcache.errors import EnvironmentProblem, UsageError, printable
+from llmcache.files import Output
+from llmcache.trace.capture.files import AskLocked, FileTable, LockedBytes, nothing_locked
+from llmcache.trace.capture.sidecars import BlockRequests, SampledTouches, sidecar
 from llmcache.trace.capture.tally import HEADING, Captured, Tally, line, ranking
 from llmcache.trace.capture.target import Target
-from llmcache.trace.capture.tiers import Choice, begin
-from llmcache.trace.importers import recording
+from llmcache.trace.formats import PARQUET
+from llmcache.trace.formats.recording import RecordingFull, RecordingWriter, kept_hint, no_rows, recording_of
+from llmcache.trace.formats.recording import read as read_recording
 from llmcache.trace.record import Columns, Provenance, TraceWriter
 from llmcache.trace.record.columns import concatenated
 from llmcache.trace.record.meta import LOCKED, locked_extra
-from llmcache.trace.record.output import Output
-from llmcache.trace.sources.base import ACCESS, BLOCK, POLL_S, SAMPLED, Records, Wish
+from llmcache.trace.sources import AUTO
+from llmcache.trace.sources.base import ACCESS, BLOCK, POLL_S, SAMPLED, Scope
+from llmcache.trace.sources.selection import ChosenSource, start_source
 
 FLUSH_S = 1.0
 _LINES_PER_HEADING = 20
@@ -44,31 +48,73 @@ _LARGE_BYTES = 64 << 20  # from which on the last step takes a while
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def record(target: Target, options: Options, locked: Ask = nothing_locked) -> Captured:
-    """Record `target` until it ends, `options.seconds` are over or a signal comes; returns what was written.
+@dataclass(frozen=True)
+class CaptureSettings:
+    """The options of `llmcache trace`. `seconds`: None until the target ends; `glob`: None for all files."""
+
+    output: str
+    seconds: float | None = None
+    follow: bool = True
+    writes: bool = True
+    block: bool = False
+    rerefs_s: float | None = None
+    coalesce: bool = True
+    glob: str | None = None
+    tier: str = AUTO
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        """UsageError, naming the option, for what cannot be."""
+        if Path(self.output).suffix.lower() != PARQUET:
+            raise UsageError(f"-o: '{self.output}' must end in {PARQUET}", "llmcache convert makes other formats of it")
+        if self.seconds is not None and self.seconds <= 0:
+            raise UsageError("-d: the duration must be more than 0", "leave it out to record until the process ends")
+        if self.rerefs_s is not None and self.rerefs_s <= 0:
+            raise UsageError("--mmap-rerefs: the interval must be more than 0", "for example: --mmap-rerefs 1s")
+
+    def scope(self, pid: int) -> Scope:
+        """Returns what a source is to record of process `pid`."""
+        return Scope((pid,), self.follow, self.writes, self.block, self.rerefs_s or 0.0, self.coalesce)
+
+    @property
+    def matches(self) -> Callable[[str], bool] | None:
+        """Says whether a path is wanted; None if all are. A glob without a slash is for the file name alone."""
+        glob = self.glob
+        if glob is None:
+            return None
+        return lambda path: fnmatch.fnmatchcase(path if "/" in glob else os.path.basename(path), glob)
+
+
+def default_output(pid: int, command: str) -> str:
+    """Returns the name of the trace if none is given: after the program and its process."""
+    program = os.path.basename(command.split(" ", 1)[0]) or "process"
+    return f"{program}-{pid}{PARQUET}"
+
+
+def record(target: Target, settings: CaptureSettings, locked: AskLocked = nothing_locked) -> Captured:
+    """Record `target` until it ends, `settings.seconds` are over or a signal comes; returns what was written.
 
     `locked` tells how many bytes of a file its mount keeps locked. EnvironmentProblem if nothing can record here, the
     target is gone or the output cannot be written; UsageError if the output exists. On a full disk the rows until then
-    stay in the journal, and the error names it.
+    stay in OUT.recording, and the error names it.
     """
     with ExitStack() as stack:
         stack.callback(target.end)
-        Output(options.output, options.force)  # refuses what exists, before anything is recorded
-        wish = Wish((target.pid,), options.follow, options.writes, options.block, options.rerefs_s or 0.0, options.coalesce)
-        with _Stop() as stop:
-            choice = begin(options.tier, wish)
+        Output(settings.output, settings.force)  # refuses what exists, before anything is recorded
+        with _StopSignal() as stop:
+            choice = start_source(settings.tier, settings.scope(target.pid))
             stack.callback(choice.source.stop)
-            with _Recording(target, options, choice, Locked(locked)) as session:
+            with _Capture(target, settings, choice, LockedBytes(locked)) as session:
                 return session.run(stop)
 
 
-class _Stop:
+class _StopSignal:
     """Whether a signal has asked for the end; the handlers before come back when the with block ends."""
 
     def __init__(self) -> None:
         self.by: str | None = None
 
-    def __enter__(self) -> _Stop:
+    def __enter__(self) -> _StopSignal:
         self._before = {number: signal.signal(number, self._take) for number in _SIGNALS}
         return self
 
@@ -80,38 +126,38 @@ class _Stop:
         self.by = signal.Signals(number).name
 
 
-class _Recording:
+class _Capture:
     """The state of a recording, whose source has been started; the with block ends its files."""
 
-    def __init__(self, target: Target, options: Options, choice: Choice, locked: Locked) -> None:
-        self._target, self._options, self._choice, self._locked = target, options, choice, locked
+    def __init__(self, target: Target, settings: CaptureSettings, choice: ChosenSource, locked: LockedBytes) -> None:
+        self._target, self._settings, self._choice, self._locked = target, settings, choice, locked
         self._source = choice.source
         self._tally, self._shown = Tally(), Tally()
         self._waiting: list[Columns] = []
         self._files_written = 0
         self._wanted: list[bool] = []
         self._changes_known = 0
-        self._beside: dict[int, BlockRequests | Sampled] = {}
+        self._sidecars: dict[int, BlockRequests | SampledTouches] = {}
 
-    def __enter__(self) -> _Recording:
+    def __enter__(self) -> _Capture:
         self._started_s = time.monotonic()
-        self._journal = Journal(journal_of(self._options.output), self._provenance(), self._options.force)
+        self._recording = RecordingWriter(recording_of(self._settings.output), self._provenance(), self._settings.force)
         try:
-            self._open_beside()
-            self._names = Names((self._target.pid,), lambda: self._source.paths)
+            self._open_sidecars()
+            self._table = FileTable((self._target.pid,), lambda: self._source.paths)
         except BaseException:
-            self._journal.discard()
-            self._discard_beside()
+            self._recording.discard()
+            self._discard_sidecars()
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is not None:
-            with suppress(OSError):
-                self._journal.close()
-            self._discard_beside()
+            with suppress(OSError, EnvironmentProblem):
+                self._recording.close()
+            self._discard_sidecars()
 
-    def run(self, stop: _Stop) -> Captured:
+    def run(self, stop: _StopSignal) -> Captured:
         """Returns what was written when the recording has ended."""
         self._say_begin()
         self._target.release()
@@ -120,17 +166,17 @@ class _Recording:
         self._source.stop()
         duration_s = time.monotonic() - self._started_s
         self._take(self._source.drain())
-        self._names.finish()
+        self._table.finish()
         ending = self._target.ending or ending
         self._flush(whole_table=True)
-        self._locked.finish(self._names.files)
-        self._journal.close()
+        self._locked.finish(self._table.files)
+        self._recording.close()
         self._finish()
         return self._captured(duration_s, ending)
 
-    def _loop(self, stop: _Stop) -> str:
+    def _loop(self, stop: _StopSignal) -> str:
         """Drains until the end; returns why it has come."""
-        end_s = self._started_s + self._options.seconds if self._options.seconds else None
+        end_s = self._started_s + self._settings.seconds if self._settings.seconds else None
         flush_s = shown_s = self._started_s
         shown_lines = 0
         with _woken_by(self._target.pid) as sleep:
@@ -142,7 +188,7 @@ class _Recording:
                 if now_s - flush_s >= FLUSH_S:
                     self._flush()
                     flush_s = now_s
-                if self._options.live and now_s - shown_s >= 1:
+                if now_s - shown_s >= 1:
                     self._say_line(now_s - shown_s, heading=shown_lines % _LINES_PER_HEADING == 0)
                     shown_s, shown_lines = now_s, shown_lines + 1
                 if stop.by:
@@ -158,10 +204,10 @@ class _Recording:
         if not len(records):
             return
         self._tally.note_cache(records)
-        for kind, writer in self._beside.items():
-            writer.append(records[records["kind"] == kind], self._names)
+        for kind, writer in self._sidecars.items():
+            writer.append(records[records["kind"] == kind], self._table)
         accesses = records[records["kind"] == ACCESS]
-        file = self._names.numbers(accesses["dev"], accesses["inode"], accesses["pid"])
+        file = self._table.numbers(accesses["dev"], accesses["inode"], accesses["pid"])
         accesses, file = self._chosen(accesses, file)
         if not len(accesses):
             return
@@ -169,58 +215,56 @@ class _Recording:
         columns = {name: np.ascontiguousarray(accesses[name]) for name in ("t_ns", "first", "count", "op", "miss", "pid")}
         self._waiting.append(Columns(file=file, **columns))
 
-    def _chosen(
-        self, accesses: Records, file: np.ndarray[tuple[int], np.dtype[np.uint32]]
-    ) -> tuple[Records, np.ndarray[tuple[int], np.dtype[np.uint32]]]:
+    def _chosen(self, accesses: Records, file: Uint32s) -> tuple[Records, Uint32s]:
         """Returns the rows of files that --path wants."""
-        matches = self._options.matches
+        matches = self._settings.matches
         if matches is None:
             return accesses, file
-        if self._names.changes != self._changes_known:
-            self._changes_known, self._wanted = self._names.changes, []
-        self._wanted += [matches(entry.path) for entry in self._names.files[len(self._wanted) :]]
+        if self._table.changes != self._changes_known:
+            self._changes_known, self._wanted = self._table.changes, []
+        self._wanted += [matches(entry.path) for entry in self._table.files[len(self._wanted) :]]
         chosen = np.array(self._wanted, bool)[file]
         self._tally.left_out += int((~chosen).sum())
         return accesses[chosen], file[chosen]
 
     def _flush(self, whole_table: bool = False) -> None:
-        """Write what waits to the journal, with the files that are new; with `whole_table` all, at their last names."""
-        files = self._names.files[0 if whole_table else self._files_written :]
+        """Write what waits to the recording, with the files that are new; with `whole_table` all, at their last names."""
+        files = self._table.files[0 if whole_table else self._files_written :]
         if not self._waiting and not whole_table:
             return
         self._locked.begin(files)
         waiting, self._waiting = self._waiting, []
         rows = concatenated(waiting) if waiting else no_rows()
         try:
-            self._journal.append(rows, files, self._source.lost)
-        except Full:
+            self._recording.append(rows, files, self._source.lost)
+        except RecordingFull:
             self._source.stop()
             raise
-        self._files_written = len(self._names.files)
+        self._files_written = len(self._table.files)
 
     def _finish(self) -> None:
-        """Make the trace of the journal, and name the files beside it."""
+        """Make the trace of the recording, and name the files beside it."""
         provenance = self._provenance()
-        if self._journal.size_bytes >= _LARGE_BYTES:
-            say(f"writing {self._options.output}")
+        if self._recording.size_bytes >= _LARGE_BYTES:
+            say(f"writing {self._settings.output}")
         try:
-            with TraceWriter(self._options.output, force=self._options.force) as writer:
-                recording.read(self._journal.path, writer)
+            with TraceWriter(self._settings.output, force=self._settings.force) as writer:
+                read_recording(self._recording.path, writer)
                 writer.provenance = provenance
         except EnvironmentProblem as error:
-            raise EnvironmentProblem(error.message, kept(self._journal.path)) from error
-        self._journal.discard()
-        for written in self._beside.values():
-            written.close(self._names.files, provenance)
+            raise EnvironmentProblem(error.message, kept_hint(self._recording.path)) from error
+        self._recording.discard()
+        for written in self._sidecars.values():
+            written.close(self._table.files, provenance)
 
-    def _open_beside(self) -> None:
-        if self._options.block:
-            self._beside[BLOCK] = BlockRequests(beside(self._options.output, "block"), self._options.force)
-        if self._options.rerefs_s:
-            self._beside[SAMPLED] = Sampled(beside(self._options.output, "sampled"), self._options.force)
+    def _open_sidecars(self) -> None:
+        if self._settings.block:
+            self._sidecars[BLOCK] = BlockRequests(sidecar(self._settings.output, "block"), self._settings.force)
+        if self._settings.rerefs_s:
+            self._sidecars[SAMPLED] = SampledTouches(sidecar(self._settings.output, "sampled"), self._settings.force)
 
-    def _discard_beside(self) -> None:
-        for written in self._beside.values():
+    def _discard_sidecars(self) -> None:
+        for written in self._sidecars.values():
             written.discard()
 
     def _provenance(self) -> Provenance:
@@ -228,7 +272,7 @@ class _Recording:
         extra = {
             "recorded_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "machine": platform.machine(),
-            "path": self._options.glob or "",
+            "path": self._settings.glob or "",
             "better_tiers": self._choice.reason,
             "filled_blocks": str(tally.filled or ""),
             "evicted_blocks": str(tally.evicted or ""),
@@ -248,7 +292,7 @@ class _Recording:
     def _captured(self, duration_s: float, ending: str) -> Captured:
         tally = self._tally
         return Captured(
-            trace=self._options.output,
+            trace=self._settings.output,
             tier=self._source.name,
             rows=tally.rows,
             blocks=tally.blocks,
@@ -257,12 +301,12 @@ class _Recording:
             filled_blocks=tally.filled,
             evicted_blocks=tally.evicted,
             left_out_rows=tally.left_out,
-            unnamed_files=self._names.unnamed,
+            unnamed_files=self._table.unnamed,
             lost_events=self._source.lost,
             duration_s=duration_s,
-            files=ranking(tally, self._names.files),
+            files=ranking(tally, self._table.files),
             ending=ending,
-            beside=[f"{written.path}: {written.summary}" for written in self._beside.values()],
+            beside=[f"{written.path}: {written.summary}" for written in self._sidecars.values()],
             remarks=[*self._source.remarks, *self._locked.remarks],
         )
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.trace.record import BLOCK_BYTES, MISS, UNKNOWN, WRITE, TraceFile
-from llmcache.trace.sources.base import EVICT, FILL, Records
-from llmcache.units import format_duration, format_size
+from llmcache.arrays import Records, Uint32s
+from llmcache.trace.record import MISS, UNKNOWN, WRITE, TraceFile
+from llmcache.trace.sources.base import EVICT, FILL
+from llmcache.units import BLOCK_BYTES, format_duration, format_size
 
 SCHEMA = "llmcache.capture/1"
 HEADING = "    time     rows/s   blocks/s      MB/s    miss   files      lost"
@@ -30,7 +31,7 @@ class Tally:
     left_out: int = 0
     by_file: dict[int, int] = field(default_factory=dict)
 
-    def note(self, accesses: Records, file: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
+    def note(self, accesses: Records, file: Uint32s) -> None:
         """Count rows that go into the trace; `file`: the id of each row's file."""
         if not len(accesses):
             return

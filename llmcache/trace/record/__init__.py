@@ -1,18 +1,15 @@
 """The trace format: one row for each run of 4 KiB blocks of a file, in Parquet; everything else reads and writes this.
 
-`Trace` is rows in memory, `TraceReader` and `TraceWriter` stream files larger than memory, `open_trace` reads any
-supported format.
+`Trace` is rows in memory, `TraceReader` and `TraceWriter` stream files larger than memory, `BlockSpace` numbers the blocks
+of all files. `llmcache.trace.formats` reads and writes other formats.
 """
 
-from llmcache.trace.record.columns import BLOCK_BYTES, COLUMNS, HIT, MAP, MISS, READ, UNKNOWN, WRITE, Columns
+from llmcache.trace.record.columns import COLUMNS, HIT, MAP, MISS, READ, UNKNOWN, WRITE, Columns
 from llmcache.trace.record.meta import Provenance, TraceFile
-from llmcache.trace.record.opening import open_trace
-from llmcache.trace.record.reader import TraceReader
-from llmcache.trace.record.trace import Trace, concatenate
-from llmcache.trace.record.writer import TraceWriter
+from llmcache.trace.record.space import BlockSpace
+from llmcache.trace.record.trace import Trace, TraceReader, TraceWriter, concatenate
 
 __all__ = [
-    "BLOCK_BYTES",
     "COLUMNS",
     "HIT",
     "MAP",
@@ -20,6 +17,7 @@ __all__ = [
     "READ",
     "UNKNOWN",
     "WRITE",
+    "BlockSpace",
     "Columns",
     "Provenance",
     "Trace",
@@ -27,5 +25,4 @@ __all__ = [
     "TraceReader",
     "TraceWriter",
     "concatenate",
-    "open_trace",
 ]

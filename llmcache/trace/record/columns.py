@@ -10,10 +10,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
+from llmcache.arrays import Flags, Uint32s, Uint64s
 from llmcache.errors import DataError
 from llmcache.trace.record.meta import TraceFile
+from llmcache.units import BLOCK_BYTES
 
-BLOCK_BYTES = 4096
 READ, WRITE, MAP = 0, 1, 2
 HIT, MISS, UNKNOWN = 0, 1, 2
 OP_NAMES = ("read", "write", "map")
@@ -42,13 +43,13 @@ _HINT = "the trace is damaged, or what wrote it has a fault"
 class Columns:
     """The columns of some rows: arrays of one length with the dtypes of `COLUMNS`."""
 
-    t_ns: NDArray[np.uint64]
-    file: NDArray[np.uint32]
-    first: NDArray[np.uint64]
-    count: NDArray[np.uint32]
+    t_ns: Uint64s
+    file: Uint32s
+    first: Uint64s
+    count: Uint32s
     op: NDArray[np.uint8]
     miss: NDArray[np.uint8]
-    pid: NDArray[np.uint32]
+    pid: Uint32s
 
     def __len__(self) -> int:
         return len(self.t_ns)
@@ -121,7 +122,7 @@ def check_rows(columns: Columns, row: int = 0, after_ns: int = 0) -> None:
     _no(np.concatenate(([False], columns.t_ns[1:] < columns.t_ns[:-1])), "t_ns", columns.t_ns, "times must ascend", row)
 
 
-def _no(wrong: NDArray[np.bool_], name: str, column: NDArray[Any], what: str, row: int) -> None:
+def _no(wrong: Flags, name: str, column: NDArray[Any], what: str, row: int) -> None:
     if wrong.any():
         at = int(wrong.argmax())
         raise DataError(f"{name}: row {row + at} has {column[at]}: {what}", _HINT)
@@ -172,7 +173,7 @@ def check_files(columns: Columns, files: Sequence[TraceFile]) -> None:
     reach.check(reach.note(columns), {file.id: file for file in files})
 
 
-def _furthest(file: NDArray[np.uint32], ends: NDArray[np.uint64]) -> list[tuple[int, int]]:
+def _furthest(file: Uint32s, ends: Uint64s) -> list[tuple[int, int]]:
     if not len(file):
         return []
     if (file == file[0]).all():

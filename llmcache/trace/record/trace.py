@@ -1,19 +1,42 @@
-"""Rows of a trace in memory."""
+"""A trace in memory (`Trace`), read from Parquet (`TraceReader`) and written to it (`TraceWriter`), checked both ways.
+
+Reader and writer stream: files larger than memory pass in batches, in row groups that can be read in constant memory.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import ArrayLike
 
-from llmcache.errors import DataError
-from llmcache.trace.record.columns import Columns, check_files, check_rows, columns_from, concatenated
-from llmcache.trace.record.meta import Provenance, TraceFile, file_table
+from llmcache.arrays import Uint32s, Uint64s
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.files import Output, writing
+from llmcache.trace.record.columns import (
+    COLUMNS,
+    SCHEMA,
+    Columns,
+    Reach,
+    check_files,
+    check_rows,
+    columns_from,
+    concatenated,
+)
+from llmcache.trace.record.meta import KEY, Provenance, TraceFile, decode, encode, file_table
+from llmcache.units import BLOCK_BYTES
 
 BATCH_ROWS = 1 << 16
+GROUP_ROWS = 1 << 17  # what a reader holds in memory at once: 4 MiB of columns
+_FOREIGN = "not a trace of llmcache; its formats are listed by: llmcache convert --help"
 
 
 class Trace:
@@ -55,15 +78,11 @@ class Trace:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
         """Returns the whole trace in the Parquet file `path`; DataError if it is not one."""
-        from llmcache.trace.record.reader import TraceReader
-
         with TraceReader(path) as reader:
             return reader.read()
 
     def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
         """Write Parquet; UsageError if `path` exists and `force` is not set."""
-        from llmcache.trace.record.writer import TraceWriter
-
         with TraceWriter(path, files=self.files, provenance=self.provenance, force=force) as writer:
             writer.append(self)
 
@@ -79,7 +98,7 @@ class Trace:
         return int(self.count.sum(dtype=np.uint64))
 
     @property
-    def end(self) -> NDArray[np.uint64]:
+    def end(self) -> Uint64s:
         """The block past the last of each run (u64)."""
         return self.first + self.count
 
@@ -103,6 +122,181 @@ class Trace:
         return same and self.files == other.files and self.provenance == other.provenance
 
 
+class TraceReader:
+    """A Parquet trace on disk: `files`, `provenance`, `rows`, and `batches`, which need the memory of one batch only."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """DataError, naming what is wrong, if the file is no trace; UsageError if there is no such file."""
+        self.path = Path(path)
+        with readable(self.path), _decoding(self.path):
+            self._parquet = pq.ParquetFile(self.path, page_checksum_verification=True)
+        try:
+            with _decoding(self.path):
+                _check_schema(self.path, self._parquet.schema_arrow)
+            metadata = self._parquet.metadata.metadata or {}
+            if KEY not in metadata:
+                raise DataError(f"metadata: '{self.path}' is Parquet without '{KEY.decode()}' in it", _FOREIGN)
+            self.files, self.provenance = decode(metadata[KEY])
+        except BaseException:
+            self.close()
+            raise
+        self.rows: int = self._parquet.metadata.num_rows
+
+    def batches(self, rows: int = BATCH_ROWS) -> Iterator[Trace]:
+        """Yields the rows in order, at most `rows` at a time, in constant memory; DataError at the first wrong row."""
+        if rows < 1:
+            raise ValueError(f"rows: {rows}, at least 1 is needed")
+        row, after_ns, reach, files = 0, 0, Reach(), {file.id: file for file in self.files}
+        source = self._parquet.iter_batches(batch_size=rows, columns=list(COLUMNS))
+        while True:
+            with _decoding(self.path):
+                batch = next(source, None)
+            if batch is None:
+                return
+            columns = columns_of(batch)
+            check_rows(columns, row, after_ns)
+            reach.check(reach.note(columns), files)
+            row, after_ns = row + len(columns), int(columns.t_ns[-1]) if len(columns) else after_ns
+            yield Trace(columns, self.files, self.provenance)
+
+    def read(self) -> Trace:
+        """Returns the whole trace."""
+        with _decoding(self.path):
+            table = self._parquet.read(columns=list(COLUMNS))
+        columns = columns_of(table)
+        check_rows(columns)
+        check_files(columns, self.files)
+        return Trace(columns, self.files, self.provenance)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._parquet.close()
+
+    def __enter__(self) -> TraceReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class TraceWriter:
+    """Writes a trace under a temporary name; `close` (or the end of a with block) gives it its own.
+
+    Files may be added, and `provenance` be replaced, until it is closed; a size that is known grows with the writes.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        files: Iterable[TraceFile] = (),
+        provenance: Provenance | None = None,
+        force: bool = False,
+    ) -> None:
+        """UsageError if `path` exists and `force` is not set."""
+        self.provenance = provenance or Provenance(tier="unknown")
+        self.rows = 0
+        self._files = {file.id: file for file in file_table(files)}
+        self._known: tuple[TraceFile, ...] = ()  # of the last `Trace` appended: batches of one share it
+        self._output = Output(path, force)
+        self._reach = Reach()
+        self._after_ns = 0
+        self._waiting: list[Columns] = []
+        self._waiting_rows = 0
+        # Times and blocks mostly ascend: deltas are shorter than dictionaries. Checksums find a damaged page.
+        deltas = ("t_ns", "first")
+        others = [name for name in SCHEMA.names if name not in deltas]
+        try:
+            with writing(path):
+                self._parquet = pq.ParquetWriter(
+                    self._output.begin(),
+                    SCHEMA,
+                    compression="zstd",
+                    use_dictionary=others,
+                    column_encoding=dict.fromkeys(deltas, "DELTA_BINARY_PACKED"),
+                    write_page_checksum=True,
+                )
+        except BaseException:
+            self._output.discard()
+            raise
+
+    def add_file(self, file: TraceFile) -> None:
+        """Take a file into the table; one with the same id is replaced."""
+        self._files[file.id] = file
+
+    def append(self, rows: Trace | Columns | Mapping[str, ArrayLike]) -> None:
+        """Write rows, which may not be earlier than those before; DataError names a wrong column.
+
+        The files of a `Trace` are added to the table.
+        """
+        if isinstance(rows, Trace):
+            if rows.files is not self._known:
+                self._known = rows.files
+                self._files |= {file.id: file for file in rows.files}
+            columns = rows.columns
+        else:
+            columns = rows if isinstance(rows, Columns) else columns_from(rows)
+        if not len(columns):
+            return
+        check_rows(columns, self.rows, self._after_ns)
+        self._reach.note(columns)
+        self._after_ns = int(columns.t_ns[-1])
+        self.rows += len(columns)
+        self._waiting.append(columns)
+        self._waiting_rows += len(columns)
+        if self._waiting_rows >= GROUP_ROWS:
+            self._write_groups()
+
+    def close(self) -> None:
+        """Write what waits and the file table, and give the file its name; DataError if a file is not in the table."""
+        try:
+            table = file_table(self._grown(file) for file in self._files.values())
+            self._reach.check(self._reach.ids, {file.id: file for file in table})
+            self._write_groups(all_rows=True)
+            with writing(self._output.path):
+                self._parquet.add_key_value_metadata({KEY: encode(table, self.provenance)})
+                self._parquet.close()
+        except BaseException:
+            self.discard()
+            raise
+        self._output.keep()
+
+    def discard(self) -> None:
+        """Give up: nothing is left of the file."""
+        self._parquet.is_open = False  # a footer would only be thrown away
+        if self._parquet.file_handle is not None:
+            self._parquet.file_handle.close()
+        self._output.discard()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def _grown(self, file: TraceFile) -> TraceFile:
+        written = self._reach.written_bytes(file.id)
+        # A size that is unknown stays so: what was written is only a part. Writes are known to the block.
+        if not file.size_bytes or written - file.size_bytes < BLOCK_BYTES:
+            return file
+        return dataclasses.replace(file, size_bytes=written)
+
+    def _write_groups(self, all_rows: bool = False) -> None:
+        if not self._waiting:
+            return
+        columns, start = concatenated(self._waiting), 0
+        rows = len(columns)
+        while start < rows and (all_rows or rows - start >= GROUP_ROWS):
+            part = columns.rows(start, start + GROUP_ROWS)
+            with writing(self._output.path):
+                self._parquet.write_batch(pa.record_batch(list(part), schema=SCHEMA), row_group_size=GROUP_ROWS)
+            start += GROUP_ROWS
+        self._waiting = [columns.rows(start, rows)] if start < rows else []
+        self._waiting_rows = max(0, rows - start)
+
+
 def concatenate(traces: Sequence[Trace]) -> Trace:
     """Returns all rows of `traces` in this order. Files with the same dev, inode, generation and path become one.
 
@@ -124,7 +318,7 @@ def concatenate(traces: Sequence[Trace]) -> Trace:
     return Trace(concatenated(parts), file_table(table.values()), provenance)
 
 
-def _merge(table: dict[tuple[int, int, int, str], TraceFile], files: Sequence[TraceFile]) -> NDArray[np.uint32]:
+def _merge(table: dict[tuple[int, int, int, str], TraceFile], files: Sequence[TraceFile]) -> Uint32s:
     """Returns the new id of each of `files`, which are added to `table`."""
     ids = np.zeros(len(files), np.uint32)
     for index, file in enumerate(files):
@@ -135,15 +329,67 @@ def _merge(table: dict[tuple[int, int, int, str], TraceFile], files: Sequence[Tr
     return ids
 
 
-def _renumbered(trace: Trace, ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
+def _renumbered(trace: Trace, ids: Uint32s) -> Uint32s:
     old = np.array([file.id for file in trace.files], np.uint32)
     return ids[np.searchsorted(old, trace.file)] if len(trace) else trace.file
 
 
-def _moved(t_ns: NDArray[np.uint64], end_ns: int) -> NDArray[np.uint64]:
+def _moved(t_ns: Uint64s, end_ns: int) -> Uint64s:
     if not len(t_ns) or int(t_ns[0]) >= end_ns:
         return t_ns
     if int(t_ns[-1]) - int(t_ns[0]) + end_ns >= 1 << 64:
         raise DataError("t_ns: the traces together last longer than 64 bits of nanoseconds", "concatenate fewer")
-    moved: NDArray[np.uint64] = t_ns - t_ns[0] + np.uint64(end_ns)
+    moved: Uint64s = t_ns - t_ns[0] + np.uint64(end_ns)
     return moved
+
+
+@contextlib.contextmanager
+def readable(path: str | os.PathLike[str]) -> Iterator[None]:
+    """A with block that reads `path`: its OSErrors become UsageError (no such file) or EnvironmentProblem."""
+    if os.path.isdir(path):
+        raise UsageError(f"'{path}' is a directory", "name a file")
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UsageError(f"'{path}' does not exist", "check the path") from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise EnvironmentProblem(f"cannot read '{path}': {reason}", "check its permissions") from error
+
+
+@contextlib.contextmanager
+def _decoding(path: Path) -> Iterator[None]:
+    """A with block in which pyarrow's complaints mean that the file is damaged."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns
+        # An OSError with an errno comes from the system; pyarrow raises those without for what it cannot decode.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = str(error).splitlines()[0]
+        hint = "truncated, damaged or not Parquet: record or convert it again"
+        raise DataError(f"'{path}' cannot be read as Parquet: {reason}", hint) from error
+
+
+def _check_schema(path: Path, schema: Any) -> None:
+    for name in SCHEMA.names:
+        if name not in schema.names:
+            raise DataError(f"{name}: '{path}' has no such column", _FOREIGN)
+        if schema.names.count(name) > 1:
+            raise DataError(f"{name}: '{path}' has this column twice", _FOREIGN)
+        if schema.field(name).type != SCHEMA.field(name).type:
+            found, wanted = schema.field(name).type, SCHEMA.field(name).type
+            raise DataError(f"{name}: '{path}' has {found}, must be {wanted}", _FOREIGN)
+    if extra := [name for name in schema.names if name not in COLUMNS]:
+        raise DataError(f"{extra[0]}: '{path}' has a column that a trace does not have", _FOREIGN)
+
+
+def columns_of(data: Any) -> Columns:
+    """Returns the columns of a pyarrow table or batch as arrays; DataError where a row has no value."""
+    arrays = []
+    for name in COLUMNS:
+        column = data.column(name)
+        if column.null_count:
+            raise DataError(f"{name}: {column.null_count} rows have no value", _FOREIGN)
+        arrays.append(np.asarray(column.to_numpy()))
+    return Columns(*arrays)

@@ -8,26 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from llmcache.trace.record import Trace
-from llmcache.trace.shapes import hard, models, on_device, remote
+from llmcache.trace.shapes import hard, paper
 
 SHAPES: Mapping[str, Callable[..., Trace]] = {
-    "ai_notes": on_device.ai_notes,
-    "ai_translate": on_device.ai_translate,
-    "text_embedder": on_device.text_embedder,
-    "text_classification": on_device.text_classification,
-    "copilot": remote.copilot,
-    "perplexity": remote.perplexity,
-    "claude": remote.claude,
-    "gemini": remote.gemini,
+    "ai_notes": paper.ai_notes,
+    "ai_translate": paper.ai_translate,
+    "text_embedder": paper.text_embedder,
+    "text_classification": paper.text_classification,
+    "copilot": paper.copilot,
+    "perplexity": paper.perplexity,
+    "claude": paper.claude,
+    "gemini": paper.gemini,
     "interleave": hard.interleave,
     "noisy": hard.noisy,
     "kilobytes": hard.kilobytes,
-    "model_switch": models.model_switch,
-    "prefill_decode": models.prefill_decode,
-    "moe_routing": models.moe_routing,
+    "model_switch": hard.model_switch,
+    "prefill_decode": hard.prefill_decode,
+    "moe_routing": hard.moe_routing,
     "page_order": hard.page_order,
     "random": hard.random,
-    "multi_loop": models.multi_loop,
+    "multi_loop": hard.multi_loop,
     "write_loops": hard.write_loops,
 }
 _NAMES = tuple(SHAPES)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llmcache.trace.sources.base import Source
 
+AUTO = "auto"
 # Each is loaded only when it is asked for: some need libraries that a machine may lack.
 SOURCES = {
     "filemap": "llmcache.trace.sources.bpf:FilemapSource",
     "fexit": "llmcache.trace.sources.bpf:FexitSource",
-    "perf": "llmcache.trace.sources.perf:PerfSource",
     "syscalls": "llmcache.trace.sources.bpf:SyscallSource",
     "faults": "llmcache.trace.sources.faults:FaultSource",
 }

@@ -1,4 +1,4 @@
-"""What every source of live records offers: `Source`, what to record (`Wish`), and one record (`RECORD`).
+"""What every source of live records offers: `Source`, what to record (`Scope`), and one record (`RECORD`).
 
 A source records file blocks touched by some processes. Whoever uses it calls probe(), start(), drain() about every
 `POLL_S` seconds, stop(), and drain() once more for the rest. All from one thread.
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Records
 from llmcache.errors import EnvironmentProblem
 
 POLL_S = 0.02  # how often drain() is called: often enough for the buffers, seldom enough to cost nothing
@@ -43,11 +43,9 @@ RECORD = np.dtype(
     ]
 )
 
-Records = NDArray[np.void]
-
 
 @dataclass(frozen=True)
-class Wish:
+class Scope:
     """What to record: `targets` are process ids; all their threads, and with `follow` all children to come as well.
 
     `rerefs_s` > 0 asks for SAMPLED records at that interval; `coalesce` merges adjacent blocks into runs.
@@ -70,7 +68,7 @@ class Source(ABC):
     """A way to see block accesses of running processes.
 
     `name` is its key in SOURCES; `sees` and `cannot_see` are sentences for the terminal and for the trace's note.
-    `offers` names the fields of `Wish` that it can grant.
+    `offers` names the fields of `Scope` that it can grant.
     """
 
     name: ClassVar[str]
@@ -84,7 +82,7 @@ class Source(ABC):
         """Why this source cannot work here and now ("needs root", …), or None if it can. Leaves nothing behind."""
 
     @abstractmethod
-    def start(self, wish: Wish) -> None:
+    def start(self, scope: Scope) -> None:
         """Begin to record; when it returns, accesses are being seen. EnvironmentProblem if that is impossible."""
 
     @abstractmethod
@@ -110,7 +108,7 @@ class Source(ABC):
 
     @property
     def remarks(self) -> Sequence[str]:
-        """What a reader of this recording must know beyond `cannot_see`: parts of the wish that could not be granted."""
+        """What a reader of this recording must know beyond `cannot_see`: parts of the scope that could not be granted."""
         return ()
 
     @abstractmethod
@@ -127,7 +125,7 @@ class TimeOrder:
     """Brings records of several buffers into the order of time: holds them back until nothing older can come."""
 
     def __init__(self) -> None:
-        self._held = no_records()
+        self._waiting = no_records()
         self._horizon = np.uint64(0)
 
     def put(self, records: Records, horizon_ns: int | None) -> Records:
@@ -136,15 +134,15 @@ class TimeOrder:
         At the same time fills come first: they preceded the access. A record older than the horizon before, which a
         machine that stood still can cause, gets the time of that horizon.
         """
-        held = np.concatenate((self._held, records)) if len(records) else self._held
-        if not len(held):
-            return held
-        np.maximum(held["t_ns"], self._horizon, out=held["t_ns"])
-        order = np.lexsort((held["kind"] != FILL, held["t_ns"]))
-        held = held[order]
-        split = len(held)
+        rows = np.concatenate((self._waiting, records)) if len(records) else self._waiting
+        if not len(rows):
+            return rows
+        np.maximum(rows["t_ns"], self._horizon, out=rows["t_ns"])
+        order = np.lexsort((rows["kind"] != FILL, rows["t_ns"]))
+        rows = rows[order]
+        split = len(rows)
         if horizon_ns is not None:
             self._horizon = max(self._horizon, np.uint64(max(horizon_ns, 0)))
-            split = int(np.searchsorted(held["t_ns"], self._horizon, "right"))
-        self._held = held[split:]
-        return held[:split]
+            split = int(np.searchsorted(rows["t_ns"], self._horizon, "right"))
+        self._waiting = rows[split:]
+        return rows[:split]

@@ -1,35 +1,223 @@
-"""The three sources that run BPF programs: on page-cache tracepoints, on the functions behind them, on system calls."""
+"""The sources that run BPF programs: on page-cache tracepoints, on the functions behind them, on system calls.
+
+`KernelPrograms` is the compiled object in the kernel: which of its programs run here, and what was configured in it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+import sys
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from llmcache.bpf.libbpf import LoadFailure, has_tracepoint
+from llmcache.arrays import Records
+from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint
 from llmcache.bpf.pagetables import Unreadable
+from llmcache.bpf.ring import BUSY, DISCARDED, Ring
 from llmcache.errors import EnvironmentProblem
-from llmcache.trace.sources.base import Records, Source, TimeOrder, Wish, no_records, not_there
-from llmcache.trace.sources.kernel import LEFT_NS, KernelPart, Part, explained, supported
+from llmcache.trace.sources.base import RECORD, Scope, Source, TimeOrder, no_records, not_there
 from llmcache.trace.sources.rerefs import Sampler
 from llmcache.trace.sources.residency import Residency, unknown
+from llmcache.units import BLOCK_BYTES, PAGE_BYTES
 
-_WRITES = (
-    Part([["wrote"]], "writes by system call"),
-    Part([["uring_wrote"], ["uring_wrote_older"]], "writes through io_uring"),
+OBJECT = OBJECTS / "iotrace.bpf.o"
+RING_BYTES = 16 << 20
+MAX_AGE_NS = 1_000_000
+LEFT_NS = 5 * MAX_AGE_NS  # a run that `flush` leaves alone began at most so long ago (bpf/flush.h)
+_BUSY_TRIES, _BUSY_S = 1000, 0.001  # at the end, for programs that stand still with the processor they run on
+MAX_BLOCKS = 1024
+LOSSES = ("ring full", "too many threads", "too many files", "too many block requests", "huge mapping of an unknown file")
+
+# struct config of bpf/record.h.
+CONFIG = np.dtype(
+    [
+        ("max_age_ns", "<u8"),
+        ("max_blocks", "<u4"),
+        ("follow", "<u4"),
+        ("page_blocks_log2", "<u4"),
+        ("total_store_order", "<u4"),
+        ("write_calls", "<i4", 6),
+        ("read_calls", "<i4", 6),
+    ]
 )
-_STORES = Part([["stored"]], "writes through mappings")
-_MADE = Part([["dirtied"]], "which fills were pages made by writes")
-_FILLS = Part([["filled", "evicted"]], "fills and evictions: hits and misses are unknown")
-_DIRECT = Part([["read_direct"]], "O_DIRECT reads")
-_HUGE = Part([["touched", "touched_in_call"]], "mappings by huge pages")
-_BLOCK = Part([["submitted", "completed", "request_completed"]], "block requests")
+# Numbers of write, pwrite64, writev, pwritev, pwritev2, sendfile and of read, pread64, readv, preadv, preadv2.
+_CALLS = {
+    "x86_64": ((1, 18, 20, 296, 328, 40), (0, 17, 19, 295, 327, -1)),
+    "aarch64": ((64, 68, 66, 70, 287, 71), (63, 67, 65, 69, 286, -1)),
+}
+_ALWAYS = ("seed", "flush", "started", "ended", "replaced")
+_RUN_BY_US = ("seed", "flush")
+TRACEPOINTS = ("mm_filemap_get_pages", "mm_filemap_fault", "mm_filemap_map_pages")
+"""What tier filemap cannot do without, since Linux 6.12."""
 # An event is timed before its slot is locked: this much later it is in the slot, and later still it is sent.
 _SETTLED_NS = 2_000_000 + LEFT_NS
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something to be seen, by the first of `programs` (each a group that belongs together) that the kernel takes.
+
+    Without any, `missing` is what the recording lacks; None if there is no recording without it.
+    """
+
+    programs: Sequence[Sequence[str]]
+    missing: str | None = None
+
+
+def supported() -> str | None:
+    """Why BPF programs of any tier cannot work on this machine, or None."""
+    if platform.machine() not in _CALLS:
+        return f"the processor is {platform.machine()}; x86-64 or arm64 is needed"
+    if not Path("/sys/kernel/btf/vmlinux").exists():
+        return "the kernel has no BTF (/sys/kernel/btf/vmlinux): CONFIG_DEBUG_INFO_BTF"
+    return None
+
+
+class _FlushResult(ctypes.Structure):
+    _fields_ = (("live", ctypes.c_uint32), ("busy", ctypes.c_uint32), ("all", ctypes.c_uint32))
+
+
+class RecordRing(Ring):
+    """A ring that holds only `record`s, read with numpy."""
+
+    def __init__(self, fd: int, size: int, record: np.dtype[np.void]) -> None:
+        super().__init__(fd, size, record.itemsize)
+        self._framed = np.dtype([("length", "<u4"), ("page", "<u4"), ("record", record)])
+
+    def read(self) -> Records:
+        """All records that are complete, in the order in which they were written; gives their place back."""
+        frames = np.frombuffer(self.stretch(), self._framed)
+        busy = np.flatnonzero(frames["length"] & np.uint32(BUSY))
+        if len(busy):
+            frames = frames[: busy[0]]
+        self.fence()
+        records: Records = frames["record"][(frames["length"] & np.uint32(DISCARDED)) == 0]
+        self.free(len(frames))
+        return records
+
+
+class KernelPrograms:
+    """The object loaded for `features`; what could not be had is in `missing`. `attach` begins, `close` ends it."""
+
+    def __init__(self, features: Iterable[Feature], follow: bool, coalesce: bool) -> None:
+        self.missing: list[str] = []
+        self._config = _config(follow, coalesce).tobytes()
+        self._object, self._programs = self._load(list(features))
+        self._ring = RecordRing(self._object.map_fd("ring"), RING_BYTES, RECORD)
+
+    def _load(self, features: list[Feature]) -> tuple[BpfObject, list[str]]:
+        """Loads what the kernel takes: a program that it refuses is replaced by the next choice, or left out."""
+        choice = [0] * len(features)
+        while True:
+            chosen = [
+                feature.programs[at] for feature, at in zip(features, choice, strict=True) if at < len(feature.programs)
+            ]
+            programs = [*_ALWAYS, *(name for group in chosen for name in group)]
+            loaded = BpfObject(OBJECT)
+            try:
+                loaded.configure(".rodata", self._config)
+                loaded.load(programs)
+                return loaded, programs
+            except LoadFailure as failure:
+                loaded.close()
+                self._give_up(failure, features, choice)
+
+    def _give_up(self, failure: LoadFailure, features: list[Feature], choice: list[int]) -> None:
+        for position, feature in enumerate(features):
+            untried = feature.programs[choice[position] :]
+            if untried and failure.program in untried[0]:
+                choice[position] += 1
+                if len(untried) > 1:
+                    return
+                if feature.missing is not None:
+                    self.missing.append(feature.missing)
+                    return
+        raise failure
+
+    def attach(self, pids: Iterable[int]) -> int:
+        """Begins to record the processes `pids`; returns the number of their threads."""
+        for pid in pids:
+            self._object.put("targets", pid.to_bytes(4, sys.byteorder), (1).to_bytes(4, sys.byteorder))
+        for name in ("started", "ended", "replaced"):
+            self._object.attach(name)
+        # What a thread starts before it is found itself is found in the next round.
+        found = 0
+        while added := len(self._object.iterate("seed")):
+            found += added
+        for name in self._programs:
+            if name not in _ALWAYS:
+                self._object.attach(name)
+        return found
+
+    def flush(self, at_end: bool = False) -> tuple[int, bool]:
+        """Sends runs that stopped growing to the ring, `at_end` all; returns the number of live threads and whether none
+        was busy."""
+        result = _FlushResult(all=at_end)
+        for _ in range(_BUSY_TRIES if at_end else 4):
+            self._object.run("flush", result)
+            if not result.busy:
+                break
+            if at_end:
+                time.sleep(_BUSY_S)
+        return int(result.live), not result.busy
+
+    def read(self) -> Records:
+        """What is in the ring."""
+        return self._ring.read()
+
+    def losses(self) -> dict[str, int]:
+        """Events lost so far, by reason; only reasons that occurred."""
+        counts = {reason: self._loss(number) for number, reason in enumerate(LOSSES)}
+        attached = [name for name in self._programs if name not in _RUN_BY_US]
+        counts["program busy"] = sum(self._object.misses(name) for name in attached)
+        return {reason: count for reason, count in counts.items() if count}
+
+    def _loss(self, number: int) -> int:
+        return int.from_bytes(self._object.read("losses", number.to_bytes(4, sys.byteorder), 8), sys.byteorder)
+
+    def detach(self) -> None:
+        """Ends the recording; what is in the maps can still be flushed and read."""
+        self._object.detach()
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self._object.close()
+
+
+def _config(follow: bool, coalesce: bool) -> Records:
+    config = np.zeros(1, CONFIG)
+    config["max_age_ns"] = MAX_AGE_NS
+    config["max_blocks"] = MAX_BLOCKS if coalesce else 0
+    config["follow"] = follow
+    config["page_blocks_log2"] = (PAGE_BYTES // BLOCK_BYTES).bit_length() - 1
+    config["total_store_order"] = platform.machine() == "x86_64"
+    config["write_calls"], config["read_calls"] = _CALLS[platform.machine()]
+    return config
+
+
+def explained(failure: LoadFailure, what: str) -> EnvironmentProblem:
+    """The error for a person when the kernel refuses `what`."""
+    return EnvironmentProblem(f"the kernel refuses {what}: {failure}", "choose another with --tier")
+
+
+_WRITES = (
+    Feature([["wrote"]], "writes by system call"),
+    Feature([["uring_wrote"], ["uring_wrote_older"]], "writes through io_uring"),
+)
+_STORES = Feature([["stored"]], "writes through mappings")
+_MADE = Feature([["dirtied"]], "which fills were pages made by writes")
+_FILLS = Feature([["filled", "evicted"]], "fills and evictions: hits and misses are unknown")
+_DIRECT = Feature([["read_direct"]], "O_DIRECT reads")
+_HUGE = Feature([["touched", "touched_in_call"]], "mappings by huge pages")
+_BLOCK = Feature([["submitted", "completed", "request_completed"]], "block requests")
 
 
 class BpfSource(Source):
@@ -39,7 +227,7 @@ class BpfSource(Source):
     fills: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._kernel: KernelPart | None = None
+        self._kernel: KernelPrograms | None = None
         self._order = TimeOrder()
         self._residency = Residency()
         self._live = 0
@@ -50,8 +238,8 @@ class BpfSource(Source):
 
     @classmethod
     @abstractmethod
-    def parts(cls, wish: Wish) -> Sequence[Part]:
-        """What is to be loaded for `wish`."""
+    def features(cls, scope: Scope) -> Sequence[Feature]:
+        """What is to be loaded for `scope`."""
 
     @classmethod
     def probe(cls) -> str | None:
@@ -61,31 +249,31 @@ class BpfSource(Source):
         if os.geteuid() != 0 and not _has_capabilities():
             return "needs root (or CAP_BPF and CAP_PERFMON)"
         try:
-            KernelPart(cls.parts(Wish(())), follow=True, coalesce=True).close()
+            KernelPrograms(cls.features(Scope(())), follow=True, coalesce=True).close()
         except LoadFailure as failure:
             return f"the kernel refuses {failure.program or 'the programs'}: {os.strerror(failure.number)}"
         except EnvironmentProblem as problem:
             return problem.message
         return None
 
-    def start(self, wish: Wish) -> None:
+    def start(self, scope: Scope) -> None:
         """Loads and attaches; EnvironmentProblem if the kernel refuses, or none of the targets is there."""
         try:
-            self._kernel = KernelPart(self.parts(wish), wish.follow, wish.coalesce)
-            self._live = self._kernel.attach(wish.targets)
+            self._kernel = KernelPrograms(self.features(scope), scope.follow, scope.coalesce)
+            self._live = self._kernel.attach(scope.targets)
         except LoadFailure as failure:
             self.stop()
             raise explained(failure, f"tier '{self.name}'") from failure
         self._remarks += [f"not recorded: {what} (the kernel refuses the program)" for what in self._kernel.missing]
         if not self._live:
             self.stop()
-            raise not_there(wish.targets)
-        if wish.rerefs_s > 0 and "rerefs_s" in self.offers:
-            self._start_sampler(wish)
+            raise not_there(scope.targets)
+        if scope.rerefs_s > 0 and "rerefs_s" in self.offers:
+            self._start_sampler(scope)
 
-    def _start_sampler(self, wish: Wish) -> None:
+    def _start_sampler(self, scope: Scope) -> None:
         try:
-            self._sampler = Sampler(wish.targets, wish.rerefs_s, wish.follow)
+            self._sampler = Sampler(scope.targets, scope.rerefs_s, scope.follow)
         except Unreadable as reason:
             self._remarks.append(f"not recorded: touches of mapped pages ({reason})")
 
@@ -155,16 +343,16 @@ class FilemapSource(BpfSource):
     )
 
     @classmethod
-    def parts(cls, wish: Wish) -> Sequence[Part]:
+    def features(cls, scope: Scope) -> Sequence[Feature]:
         """See BpfSource."""
-        needed = Part([["read_pages", "fault_page", "mapped", "map_around"]])
-        return (needed, *_common(wish))
+        needed = Feature([["read_pages", "fault_page", "mapped", "map_around"]])
+        return (needed, *_common(scope))
 
     @classmethod
     def probe(cls) -> str | None:
         """See BpfSource."""
         reason = supported()
-        if reason is None and not _tracepoints("mm_filemap_get_pages", "mm_filemap_fault", "mm_filemap_map_pages"):
+        if reason is None and not _described():
             return "the kernel has no page-cache access tracepoints (Linux 6.12 and later have)"
         return reason or super().probe()
 
@@ -181,10 +369,10 @@ class FexitSource(BpfSource):
     )
 
     @classmethod
-    def parts(cls, wish: Wish) -> Sequence[Part]:
+    def features(cls, scope: Scope) -> Sequence[Feature]:
         """See BpfSource."""
-        needed = Part([["read_returned", "fault_returned", "mapped", "map_returned"]])
-        return (needed, *_common(wish))
+        needed = Feature([["read_returned", "fault_returned", "mapped", "map_returned"]])
+        return (needed, *_common(scope))
 
 
 class SyscallSource(BpfSource):
@@ -196,19 +384,19 @@ class SyscallSource(BpfSource):
     fills = False
 
     @classmethod
-    def parts(cls, wish: Wish) -> Sequence[Part]:
+    def features(cls, scope: Scope) -> Sequence[Feature]:
         """See BpfSource."""
-        return (Part([["read_call_returned"]]), *(_WRITES if wish.writes else ()), *((_BLOCK,) if wish.block else ()))
+        return (Feature([["read_call_returned"]]), *(_WRITES if scope.writes else ()), *((_BLOCK,) if scope.block else ()))
 
 
-def _common(wish: Wish) -> Sequence[Part]:
-    writes = (_STORES, *_WRITES) if wish.writes else (_MADE,)
-    return (_FILLS, _DIRECT, _HUGE, *writes, *((_BLOCK,) if wish.block else ()))
+def _common(scope: Scope) -> Sequence[Feature]:
+    writes = (_STORES, *_WRITES) if scope.writes else (_MADE,)
+    return (_FILLS, _DIRECT, _HUGE, *writes, *((_BLOCK,) if scope.block else ()))
 
 
-def _tracepoints(*names: str) -> bool:
+def _described() -> bool:
     try:
-        return all(has_tracepoint(name) for name in names)
+        return all(map(has_tracepoint, TRACEPOINTS))
     except EnvironmentProblem:
         return True  # no libbpf: the general probe says so
 

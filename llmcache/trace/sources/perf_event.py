@@ -1,4 +1,4 @@
-"""perf_event_open and its ring buffers: the kernel's own event interface, without BPF."""
+"""Page faults by perf_event_open and its ring buffers: the kernel's own event interface, without BPF or privilege."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import ctypes
 import mmap
 import os
 import platform
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-SOFTWARE, TRACEPOINT = 1, 2
-PAGE_FAULTS = 2  # of SOFTWARE
-TID, TIME, ADDR, RAW = 1 << 1, 1 << 2, 1 << 3, 1 << 10
+from llmcache.arrays import Bytes, Uint64s
+from llmcache.units import PAGE_BYTES
+
+_SOFTWARE, _PAGE_FAULTS = 1, 2
+_TID, _TIME, _ADDR = 1 << 1, 1 << 2, 1 << 3
 _LOST, _SAMPLE = 2, 9
 _INHERIT, _EXCLUDE_KERNEL, _EXCLUDE_HYPERVISOR, _WATERMARK = 1 << 1, 1 << 5, 1 << 6, 1 << 14
 _USE_CLOCK, _INHERIT_THREADS_ONLY = 1 << 25, 1 << 35
@@ -25,8 +25,6 @@ _NUMBERS = {"x86_64": 298, "aarch64": 241}
 _HEAD, _TAIL = 128, 129  # words of the control page
 _HEADER = 8
 _libc = ctypes.CDLL(None, use_errno=True)
-
-Bytes = NDArray[np.uint8]
 
 
 class _Attributes(ctypes.Structure):
@@ -47,39 +45,24 @@ class _Attributes(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class Event:
-    """What is to be counted: every event of `kind` and `config`.
-
-    `user_only`: what the program does, not the kernel. `mappings`: tell new mappings and forks as well.
-    """
-
-    kind: int
-    config: int
-    sample: int
-    user_only: bool = False
-    mappings: bool = False
-
-
 def supported() -> str | None:
     """Why there are no perf events on this machine, or None."""
     return None if platform.machine() in _NUMBERS else f"the processor is {platform.machine()}; x86-64 or arm64 is needed"
 
 
-def open_event(event: Event, tid: int, cpu: int, follow: bool) -> int:
-    """Returns a descriptor of `event` in thread `tid` on `cpu` and all threads (`follow`: processes) it starts; OSError."""
-    flags = _INHERIT | _WATERMARK | _USE_CLOCK | (0 if follow else _INHERIT_THREADS_ONLY)
-    if event.user_only:
-        flags |= _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR
-    if event.mappings:
-        flags |= _TELL_MAPPINGS
+def open_faults(tid: int, cpu: int, follow: bool) -> int:
+    """Returns a descriptor of the page faults of thread `tid` on `cpu` and of all threads (`follow`: processes) it starts.
+
+    Only those of the program, not those in the kernel's own code; new mappings and forks are told as well. OSError.
+    """
+    flags = _INHERIT | _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR | _WATERMARK | _USE_CLOCK | _TELL_MAPPINGS
     attributes = _Attributes(
-        type=event.kind,
+        type=_SOFTWARE,
         size=ctypes.sizeof(_Attributes),
-        config=event.config,
+        config=_PAGE_FAULTS,
         sample_period=1,
-        sample_type=event.sample,
-        flags=flags,
+        sample_type=_TID | _TIME | _ADDR,
+        flags=flags if follow else flags | _INHERIT_THREADS_ONLY,
         wakeup_watermark=1 << 30,  # nobody waits for it: it is read at intervals
         clockid=1,  # CLOCK_MONOTONIC
     )
@@ -99,9 +82,9 @@ class EventRing:
         self.others: list[tuple[int, bytes]] = []  # kind and contents of records that are no samples
         self._fds = [fd]
         self._size = size_bytes
-        self._map = mmap.mmap(fd, mmap.PAGESIZE + size_bytes)
-        self._control = np.frombuffer(self._map, np.uint64, mmap.PAGESIZE // 8)
-        self._data = np.frombuffer(self._map, np.uint8, size_bytes, mmap.PAGESIZE)
+        self._map = mmap.mmap(fd, PAGE_BYTES + size_bytes)
+        self._control = np.frombuffer(self._map, np.uint64, PAGE_BYTES // 8)
+        self._data = np.frombuffer(self._map, np.uint8, size_bytes, PAGE_BYTES)
         self._seen = 0
 
     def add(self, fd: int) -> None:
@@ -161,7 +144,7 @@ class EventRing:
         self._map.close()
 
 
-def field(rows: Bytes, offset: int, size: int) -> NDArray[np.uint64]:
+def field(rows: Bytes, offset: int, size: int) -> Uint64s:
     """Returns a field of each sample, `size` bytes (1, 2, 4 or 8) at `offset`."""
     column = np.ascontiguousarray(rows[:, offset : offset + size])
     return column.view(np.dtype(f"<u{size}"))[:, 0].astype(np.uint64)

@@ -8,19 +8,17 @@ and every block that was read and used counts once, whichever thread, io_uring w
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Int64s, Records
 from llmcache.trace.record import HIT, MISS, UNKNOWN, WRITE
-from llmcache.trace.sources.base import ACCESS, DIRECT, EVICT, FILL, Records
-
-Blocks = NDArray[np.int64]
+from llmcache.trace.sources.base import ACCESS, DIRECT, EVICT, FILL
 
 
 class Residency:
     """Remembers, by file, the blocks that were filled and not accessed since."""
 
     def __init__(self) -> None:
-        self._fresh: dict[tuple[int, int], Blocks] = {}
+        self._fresh: dict[tuple[int, int], Int64s] = {}
 
     def mark(self, records: Records) -> Records:
         """Sets `miss` of the accesses among `records`, which are in order; splits those that are partly a miss."""
@@ -35,7 +33,7 @@ class Residency:
         split = [piece for piece in pieces if piece is not None]
         return _spliced(records, split) if split else records
 
-    def _mark_file(self, key: tuple[int, int], records: Records, rows: Blocks) -> tuple[Blocks, Records] | None:
+    def _mark_file(self, key: tuple[int, int], records: Records, rows: Int64s) -> tuple[Int64s, Records] | None:
         fresh = self._fresh.get(key)
         kinds = records["kind"][rows]
         if fresh is None and not (kinds == FILL).any():
@@ -52,7 +50,7 @@ class Residency:
 class _Events:
     """The rows of one file, block by block, sorted by block and within it by time."""
 
-    def __init__(self, records: Records, rows: Blocks, fresh: Blocks) -> None:
+    def __init__(self, records: Records, rows: Int64s, fresh: Int64s) -> None:
         self._records, self._rows = records, rows
         counts = records["count"][rows].astype(np.int64)
         first = records["first"][rows].astype(np.int64)
@@ -70,13 +68,13 @@ class _Events:
         missed[order] = after_fill & (self._sorted_kind == ACCESS)
         self._missed = missed[len(fresh) :]
 
-    def fresh_after(self) -> Blocks:
+    def fresh_after(self) -> Int64s:
         """The blocks whose last event is a fill."""
         last = np.concatenate((self._sorted_blocks[1:] != self._sorted_blocks[:-1], [True]))
-        remaining: Blocks = self._sorted_blocks[last & (self._sorted_kind == FILL)]
+        remaining: Int64s = self._sorted_blocks[last & (self._sorted_kind == FILL)]
         return remaining
 
-    def split_rows(self) -> tuple[Blocks, Records] | None:
+    def split_rows(self) -> tuple[Int64s, Records] | None:
         """Indices of rows with misses, ascending and repeated, and the records that stand for them."""
         is_read = (self._records["kind"][self._rows] == ACCESS) & (self._records["op"][self._rows] != WRITE)
         touched = np.zeros(len(self._rows), bool)
@@ -95,7 +93,7 @@ class _Events:
         return self._rows[row[at]], parts
 
 
-def _by_file(records: Records, rows: Blocks) -> list[tuple[tuple[int, int], Blocks]]:
+def _by_file(records: Records, rows: Int64s) -> list[tuple[tuple[int, int], Int64s]]:
     if not len(rows):
         return []
     dev, inode = records["dev"][rows], records["inode"][rows]
@@ -107,7 +105,7 @@ def _by_file(records: Records, rows: Blocks) -> list[tuple[tuple[int, int], Bloc
     return [((int(records["dev"][group[0]]), int(records["inode"][group[0]])), np.sort(group)) for group in groups]
 
 
-def _spliced(records: Records, split: list[tuple[Blocks, Records]]) -> Records:
+def _spliced(records: Records, split: list[tuple[Int64s, Records]]) -> Records:
     """`records` with some rows replaced by parts, in the same order."""
     replaced = np.concatenate([rows for rows, _ in split])
     keep = np.ones(len(records), bool)

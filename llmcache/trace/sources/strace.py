@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
+from llmcache.arrays import Records
 from llmcache.errors import EnvironmentProblem
-from llmcache.trace.importers.strace.calls import Calls
-from llmcache.trace.importers.strace.descriptors import File
-from llmcache.trace.importers.strace.lines import Log
-from llmcache.trace.record import BLOCK_BYTES, MAP, UNKNOWN, WRITE
-from llmcache.trace.sources.base import ACCESS, RECORD, Records
+from llmcache.trace.formats.strace import Calls, LoggedFile
+from llmcache.trace.formats.strace_log import StraceLog
+from llmcache.trace.record import MAP, UNKNOWN, WRITE
+from llmcache.trace.sources.base import ACCESS, RECORD
+from llmcache.units import BLOCK_BYTES
 
 ATTACH_S = 60.0  # of one that neither attaches nor says why not: only a machine that stands still
 _PIPE_BYTES = 1 << 20
@@ -41,7 +42,7 @@ class Strace:
         self._keys: dict[int, tuple[int, int]] = {}
         self.paths: dict[tuple[int, int], str] = {}
         self._rest = b""
-        self._log, self._calls = Log(), Calls(self._note)
+        self._log, self._calls = StraceLog(), Calls(self._note)
         self._offset_ns = time.time_ns() - time.monotonic_ns()
         with tempfile.TemporaryDirectory(prefix="llmcache-") as directory:
             fifo = Path(directory) / "log"
@@ -102,7 +103,7 @@ class Strace:
             *lines, self._rest = (self._rest + data).split(b"\n")
             yield from (os.fsdecode(line) for line in lines)
 
-    def _note(self, t_ns: int, file: File, offset: int, length: int, op: int, pid: int) -> None:
+    def _note(self, t_ns: int, file: LoggedFile, offset: int, length: int, op: int, pid: int) -> None:
         # What was touched of a mapping is told by page faults.
         if op == MAP or (op == WRITE and not self._writes) or (self._only is not None and pid not in self._only):
             return
@@ -114,7 +115,7 @@ class Strace:
         count = (offset + length - 1) // BLOCK_BYTES - first + 1
         self._rows.append((max(0, t_ns - self._offset_ns), first, count, pid, op, dev, inode))
 
-    def _key(self, file: File) -> tuple[int, int]:
+    def _key(self, file: LoggedFile) -> tuple[int, int]:
         """Device and inode of a file that strace knows by its path; `_GONE` if there is none by that name any more."""
         if file.number not in self._keys:
             try:

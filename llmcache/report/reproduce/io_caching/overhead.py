@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llmcache.cache.policies import policy_class
-from llmcache.cache.space import BlockSpace
 from llmcache.report.claims import Claim, Finding, graded
 from llmcache.report.reproduce.io_caching.evidence import AWARE, BASELINES
+from llmcache.trace.record import BlockSpace
 
 if TYPE_CHECKING:
     from llmcache.trace.record import Trace

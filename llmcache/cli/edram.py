@@ -1,0 +1,283 @@
+"""`llmcache edram`: the commands for the modelled eDRAM accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from llmcache.cli import base, types
+from llmcache.cli.base import HELP_OPTIONS, LazyGroup
+
+# name: (module:attribute, the line `llmcache edram --help` shows)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "model": ("llmcache.cli.edram:model_command", "Latency and energy of a model on each system, by component."),
+    "sweep": ("llmcache.cli.edram:sweep_command", "The same for every combination of what is varied."),
+    "report": ("llmcache.cli.edram:report_command", "What refreshing a recorded run would cost, by group."),
+    "plot": ("llmcache.cli.edram:plot_command", "Draw a saved model or sweep: HTML, PNG or SVG."),
+    "accuracy": ("llmcache.cli.edram:accuracy_command", "What eviction and lost bits do to a model's answers."),
+}
+
+EPILOG = """\b
+Examples:
+  llmcache edram model llama2-7b --workload PG19
+  llmcache edram sweep --budget 512,1024 --model all --json > sweep.json
+  llmcache edram plot sweep.json -o sweep.png"""
+
+
+@click.command(
+    "edram",
+    cls=LazyGroup,
+    table=COMMANDS,
+    epilog=EPILOG,
+    invoke_without_command=True,
+    context_settings=HELP_OPTIONS,
+)
+@click.pass_context
+def command(context: click.Context) -> None:
+    """What KV caching would cost on an edge accelerator with eDRAM, after the Kelle paper. Everything here is modelled.
+
+    'llmcache edram COMMAND --help' tells more of each command, with examples.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def _profile_option(
+    default: str = "paper,silicon", about: str = "Energies; also: public."
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The option `--profile`: names of profiles, commas between them."""
+    return click.option(
+        "--profile",
+        type=types.NameType("all", table="llmcache.edram.constants:PROFILES"),
+        default=default,
+        show_default=True,
+        help=about,
+    )
+
+
+@base.command("model")
+@click.argument(
+    "model",
+    metavar="MODEL",
+    type=types.NameType("all", table="llmcache.edram.models:MODELS", several=False),
+    default="llama2-7b",
+)
+@click.option(
+    "--workload",
+    type=types.NameType("all", table="llmcache.edram.workloads:WORKLOADS", several=False),
+    default="PG19",
+    show_default=True,
+    help="LA, TQ, QP or PG19.",
+)
+@click.option("--context", metavar="N", help="Tokens of the prompt, in place of the workload's.")
+@click.option("--decode", metavar="N", help="Tokens to decode, in place of the workload's.")
+@click.option("--batch", metavar="N", help="Sequences at once [default: 16].")
+@click.option("--budget", metavar="N", help="N': tokens that eviction keeps.")
+@click.option("--window", metavar="N", help="Recent tokens that are never evicted.")
+@click.option(
+    "--system",
+    type=types.NameType("all", table="llmcache.edram.systems:SYSTEMS"),
+    default="all",
+    show_default=True,
+    help="Systems to compare.",
+)
+@_profile_option()
+@click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
+@click.option("--constants", type=types.FILE, help="Your profiles, models, workloads and systems: TOML.")
+@base.json_option("llmcache.edram-model/1")
+def model_command(as_json: bool, **options: str | None) -> None:
+    """Latency and energy, by component, of serving MODEL on each of the five systems of the Kelle paper; all modelled.
+
+    MODEL: llama2-7b, llama2-13b, llama3-8b, llama3.2-3b, mistral-7b, qwen2-7b, opt-6.7b, or one of --constants.
+
+    \b
+    Examples:
+      llmcache edram model llama2-7b --workload PG19
+      llmcache edram model llama3-8b --context 16000 --decode 128 --batch 1
+      llmcache edram model --constants my.toml --profile mine --json > run.json
+      llmcache edram plot run.json -o run.html
+
+    \b
+    [profile.mine]            # mine.toml; also [model.X], [workload.X], …
+    base = "paper"            # what it begins with
+    refresh_pass_j = 3.65e-6  # any constant of it: a wrong name lists all
+    """
+    from llmcache.edram.question import Options, ask_model
+    from llmcache.report import edram_model
+
+    edram_model.show(edram_model.answer(ask_model(Options.given(options))), as_json)
+
+
+@base.command("sweep")
+@click.option(
+    "--model",
+    type=types.NameType("all", table="llmcache.edram.models:MODELS"),
+    default="llama2-7b",
+    show_default=True,
+    help="Models, or all.",
+)
+@click.option(
+    "--workload",
+    type=types.NameType("all", table="llmcache.edram.workloads:WORKLOADS"),
+    default="PG19",
+    show_default=True,
+    help="LA, TQ, QP, PG19, or all.",
+)
+@click.option(
+    "--system",
+    type=types.NameType("all", table="llmcache.edram.systems:SYSTEMS"),
+    default="Kelle+eDRAM",
+    show_default=True,
+    help="Systems, or all.",
+)
+@_profile_option("paper", "paper, public, silicon, or all.")
+@click.option("--context", metavar="N,…", help="Tokens of the prompt.")
+@click.option("--decode", metavar="N,…", help="Tokens to decode.")
+@click.option("--batch", metavar="N,…", help="Sequences at once.")
+@click.option("--budget", metavar="N,…", help="N': tokens that eviction keeps.")
+@click.option("--interval-scale", metavar="X,…", help="Factors of all refresh intervals: 0.125,0.5,1.")
+@click.option("--dram-bw", metavar="RATE,…", help="Bandwidths of DRAM: 15GB/s,64GB/s.")
+@click.option("--kv-memory", metavar="SIZE,…", help="Capacities of the KV memory: 4Mi,8Mi.")
+@click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
+@click.option("--constants", type=types.FILE, help="Your profiles, models, workloads and systems: TOML.")
+@base.json_option("llmcache.edram-sweep/1")
+def sweep_command(as_json: bool, **options: str | None) -> None:
+    """Latency and energy of every combination of what is varied, against Original+SRAM; all modelled.
+
+    \b
+    Examples:
+      llmcache edram sweep --model all --workload all --system all
+      llmcache edram sweep --budget 2048,3500,5250 --model llama3.2-3b
+      llmcache edram sweep --interval-scale 0.5,1 --profile all --json > x.json
+    """
+    from llmcache.edram.question import Options, ask_sweep
+    from llmcache.report import edram_sweep
+
+    edram_sweep.show(edram_sweep.swept(*ask_sweep(Options.given(options))), as_json)
+
+
+@base.command("report")
+@click.argument("run", metavar="RUN.json", type=types.FILE)
+@_profile_option()
+@click.option(
+    "--intervals",
+    metavar="WHICH",
+    default="kelle",
+    show_default=True,
+    help="kelle, uni (0.36 ms), org (45 µs), one duration, or four: HST MSB, HST LSB, LST MSB, LST LSB.",
+)
+@click.option("--rule", metavar="NAME", default="ticks", show_default=True, help="ticks, expected, floor or ceil.")
+@click.option("--step", metavar="TIME", help="How long a step takes, in place of what the run says: 20ms.")
+@click.option("--capacity", metavar="SIZE", help="What the eDRAM holds: 4Mi; of more, the rest streams unrefreshed.")
+@click.option("--constants", type=types.FILE, help="Your profiles: TOML.")
+@base.json_option("llmcache.edram-report/1")
+def report_command(
+    run: str,
+    profile: str,
+    intervals: str,
+    rule: str,
+    step: str | None,
+    capacity: str | None,
+    constants: str | None,
+    as_json: bool,
+) -> None:
+    """What refreshing a recorded run would cost in eDRAM: rows, refreshes and joules by group; all modelled.
+
+    A run is recorded by a policy of the KV manager; its clock is that of a modelled accelerator, never of this machine.
+
+    \b
+    Examples:
+      llmcache edram report run.json
+      llmcache edram report run.json --intervals 180us,3.6ms,720us,5.4ms
+    """
+    from llmcache.report import edram_account
+
+    options = edram_account.Options(run, profile, intervals, rule, step, capacity, constants)
+    edram_account.show(edram_account.answer(options), as_json)
+
+
+_PICTURES = types.NameType("energy", "speedup", "refresh", "roofline", "sweep", several=False)
+
+
+@base.command("plot")
+@click.argument("source", metavar="RESULT.json", type=types.FILE)
+@base.output_option("What to write: .png, .svg or .html, by its ending.", required=True)
+@click.option("--what", type=_PICTURES, help="For .png and .svg: energy, speedup, refresh, roofline; sweep of a sweep.")
+@base.force_option()
+@base.json_option("llmcache.edram-plot/1")
+def plot_command(source: str, output: str, what: str | None, force: bool, as_json: bool) -> None:
+    """Draw a saved document of 'llmcache edram model --json' or 'llmcache edram sweep --json'; all of it is modelled.
+
+    \b
+    Examples:
+      llmcache edram model llama2-7b --json > run.json
+      llmcache edram plot run.json -o run.html
+      llmcache edram plot run.json -o roofline.png --what roofline
+    """
+    from llmcache.report.edram_plot import Wanted, plot
+
+    written = plot(Wanted(source, output, what, force))
+    if as_json:
+        written.show("llmcache.edram-plot/1")
+
+
+@base.command("accuracy")
+@click.option(
+    "--model",
+    type=types.DIRECTORY,
+    help="config.json and model.safetensors of one that was trained to recall [default: ours].",
+)
+@click.option(
+    "--experiment",
+    metavar="NAME,…",
+    help="budgets (table 3), uniform (figure 8a), sided (8b, 8c), intervals (table 4) [default: all, or none with --flips].",
+)
+@click.option(
+    "--flips",
+    metavar="RATES",
+    multiple=True,
+    help="A variant of your own, may be repeated: uniform=1e-3, msb=1e-2, hst=1e-2, 2drp, interval=1050us, …",
+)
+@click.option("--curve", metavar="POINTS", default="paper", show_default=True, help="Retention: 45us=1e-6,1.05ms=3e-4,…")
+@click.option("--format", type=click.Choice(["int16", "fp16"]), default="int16", show_default=True, help="Of vectors.")
+@click.option(
+    "--sequences", type=click.IntRange(min=2), metavar="N", default=8, show_default=True, help="Texts; errors are over them."
+)
+@click.option(
+    "--context", type=click.IntRange(min=64), metavar="N", default=1024, show_default=True, help="Tokens of each text."
+)
+@click.option(
+    "--pairs", type=click.IntRange(1, 512), metavar="N", default=64, show_default=True, help="Pairs of key and value in it."
+)
+@click.option("--questions", type=click.IntRange(min=1), metavar="N", default=32, show_default=True, help="Pairs asked for.")
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Of the texts.")
+@click.option(
+    "--record",
+    type=types.FILE,
+    metavar="RUN.json",
+    help="Also record what AERP keeps at --budget, for 'llmcache edram report'.",
+)
+@click.option(
+    "--budget", type=click.IntRange(min=1), metavar="N", default=256, show_default=True, help="N' of the recorded run."
+)
+@click.option("--step", metavar="TIME", help="Length of a step on the modelled accelerator, in the recorded run: 20ms.")
+@base.force_option()
+@base.json_option("llmcache.edram-accuracy/1")
+def accuracy_command(as_json: bool, **options: Any) -> None:
+    """What eviction and lost bits do to a model's answers. Answers are measured here, losses of bits are modelled.
+
+    The model finds values of keys in noise. All variants answer the same questions with the same draws of bits; "harm" is
+    how much the loss of the right answers rises over keeping everything intact, paired by text.
+
+    \b
+    Examples:
+      llmcache edram accuracy
+      llmcache edram accuracy --flips uniform=1e-3 --flips 2drp
+      llmcache edram accuracy --model DIR --record run.json --step 20ms
+    """
+    from llmcache.report import edram_accuracy
+    from llmcache.report.progress import tell
+
+    edram_accuracy.show(edram_accuracy.answer(edram_accuracy.Options(**options), tell), as_json)

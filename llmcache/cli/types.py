@@ -1,0 +1,97 @@
+"""Types of arguments: how their text is read, and what a shell offers for them. Nothing here loads a large module."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from llmcache.errors import UsageError
+from llmcache.units import parse_duration, parse_size
+
+
+class _TextType(click.ParamType):  # type: ignore[type-arg]  # is generic from click 8.2 on
+    """Text, handed on as `parse` reads it; its errors name the argument or option. Help shows `name`."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any] = str) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """What `value` means; UsageError, naming `param`, if it means nothing."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except UsageError as error:
+            raise UsageError(f"{_named(param)}: {error.message}", error.hint) from error
+
+
+class _PathType(_TextType):
+    """A path, unread: the shell offers files, or directories."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """A note to the shell to offer its own."""
+        return [CompletionItem(incomplete, type="dir" if self.name == "dir" else "file")]
+
+
+class _MountType(_TextType):
+    """A mount point, unread: the shell offers those of running mounts, or directories where there is none."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Mount points that begin with `incomplete`.
+
+        Shells take them as they are: one that a shell would not read as one word, made by whomever, is not offered.
+        """
+        from llmcache.fs.client.mountpoint import ours
+
+        points = [point for point in ours() if point.startswith(incomplete) and shlex.quote(point) == point]
+        found = [CompletionItem(point) for point in points]
+        return found or [CompletionItem(incomplete, type="dir")]
+
+
+class NameType(_TextType):
+    """One or several of known names, unread.
+
+    `known`, and the keys of `table` (module:attribute), which is loaded only when a shell wants to offer them.
+    """
+
+    def __init__(self, *known: str, table: str = "", several: bool = True) -> None:
+        super().__init__("name,…" if several else "name")
+        self._known = known
+        self._table = table
+        self._several = several
+
+    def known(self) -> tuple[str, ...]:
+        """All of them, loading the table."""
+        module, _, attribute = self._table.partition(":")
+        return (*self._known, *(getattr(importlib.import_module(module), attribute) if module else ()))
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Names that go on with what is there; of a list joined by commas, with its last word."""
+        before, comma, word = incomplete.rpartition(",") if self._several else ("", "", incomplete)
+        taken = set(before.split(","))
+        return [
+            CompletionItem(before + comma + name) for name in self.known() if name.startswith(word) and name not in taken
+        ]
+
+
+def _named(param: click.Parameter | None) -> str:
+    """How a user knows `param`: the long name of an option, the word that the usage has for an argument."""
+    if param is None:
+        return "value"
+    if isinstance(param, click.Option):
+        return max(param.opts, key=len)
+    return (param.metavar or str(param.name)).upper()
+
+
+FILE = _PathType("file")
+DIRECTORY = _PathType("dir")
+MOUNT = _MountType("mount")
+SIZE = _TextType("size", parse_size)
+TIME = _TextType("time", lambda text: parse_duration(text) / 1e9)
+"""In seconds."""

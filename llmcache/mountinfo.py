@@ -1,0 +1,64 @@
+"""The mounts that a process sees: which device the kernel knows a mount by, and the layers of an overlay."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A line of mountinfo. `dev` as in st_dev; `root`: which directory of the file system lies on `point`."""
+
+    id: int
+    dev: int
+    root: str
+    point: str
+    fstype: str
+    options: str
+
+    def layers(self, path: str) -> Iterator[str]:
+        """Where the file `path` of this overlay can lie in reality, topmost first; nothing if it is no overlay.
+
+        The page cache belongs to the file of a layer, which has another device and inode than the overlay shows.
+        """
+        if self.fstype != "overlay":
+            return
+        relative = os.path.relpath(path, self.point)
+        if self.root != "/":
+            relative = os.path.join(self.root.lstrip("/"), relative)
+        for directory in self._directories():
+            yield os.path.normpath(os.path.join(directory, relative))
+
+    def _directories(self) -> Iterator[str]:
+        # A colon in a directory's name is escaped by a backslash.
+        parts = re.split(r"(?<!\\),", self.options)
+        values = [part.partition("=")[::2] for part in parts]
+        yield from (value for key, value in values if key == "upperdir")
+        for key, value in values:
+            if key in ("lowerdir", "lowerdir+", "datadir+"):
+                yield from (name.replace("\\:", ":") for name in re.split(r"(?<!\\):+", value) if name)
+
+
+def mounts(pid: int | str) -> dict[int, Mount]:
+    """Returns the mounts that process `pid` ("self": this one) sees by their number; OSError if it is gone."""
+    with open(f"/proc/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+        found = (_mount(line) for line in lines)
+        return {mount.id: mount for mount in found}
+
+
+def _mount(line: str) -> Mount:
+    fields, _, rest = line.rstrip("\n").partition(" - ")
+    number, _, device, root, point = fields.split(" ")[:5]
+    fstype, _, options = rest.split(" ", 2)
+    major, _, minor = device.partition(":")
+    dev = os.makedev(int(major), int(minor))
+    return Mount(int(number), dev, _plain(root), _plain(point), fstype, _plain(options))
+
+
+def _plain(text: str) -> str:
+    return _OCTAL.sub(lambda found: chr(int(found[1], 8)), text)

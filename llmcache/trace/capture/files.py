@@ -1,0 +1,241 @@
+"""The files of a recording: their names by device and inode, which is all that the kernel tells of an access.
+
+A name is looked up when its inode is first seen, in what the process has open and mapped, while it most likely still
+is; else the file system is asked; else (it was closed already, on a file system that cannot be asked) each time it is
+seen again. It is the name at that time: a file that is renamed later keeps it unless the name is
+gone at the end and a process still shows the new one; one that is deleted keeps the last it had.
+
+A mount of mode steer locks what it keeps of a loop: after the first touch no tier sees those pages again, and a recording
+has only what the mount streams. How much that is, `LockedBytes` asks when a file is first seen and again at the end; the
+smaller number was locked all the time, and goes into the trace with its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.arrays import Uint32s, Uint64s
+from llmcache.errors import LlmcacheError
+from llmcache.mountinfo import mounts
+from llmcache.trace.processes import Key, OpenFile, open_files
+from llmcache.trace.record import TraceFile
+from llmcache.units import format_size
+
+AskLocked = Callable[[TraceFile], int]
+# Handles of these file systems are inode number and generation, and a generation of 0 stands for any.
+_BY_INODE = ("ext2", "ext3", "ext4", "f2fs")
+_INO32_GEN = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class FileTable:
+    """The file table of a recording: numbers given in the order of appearance."""
+
+    def __init__(self, pids: Iterable[int], told: Callable[[], Mapping[Key, str]] = dict) -> None:
+        """Looks at what `pids` have open now. `told` gives the paths that the source of the records knows."""
+        self._told = told
+        self.files: list[TraceFile] = []
+        self.unnamed = 0
+        self.changes = 0  # how often a file that was in `files` already got its name
+        self._ids: dict[Key, int] = {}
+        self._known: dict[Key, OpenFile] = {}
+        self._nameless: set[Key] = set()
+        self._pids = set(pids)
+        self._look(self._pids)
+
+    def numbers(self, dev: Uint64s, inode: Uint64s, pid: Uint32s) -> Uint32s:
+        """Returns the id of each row's file; files without a name are looked up, new ones added to `files`."""
+        if not len(dev):
+            return np.zeros(0, np.uint32)
+        first, index = _distinct(dev, inode)
+        keys = [(int(dev[row]), int(inode[row])) for row in first]
+        new = [(key, row) for key, row in zip(keys, first, strict=True) if key not in self._ids or key in self._nameless]
+        if new:
+            strange = {key for key, _ in new if key not in self._known}
+            self._pids.update(np.unique(pid).tolist())
+            if strange:
+                # Another process may have passed the file on: all are looked at, those that touched it first.
+                self._look(_first({int(pid[row]) for _, row in new}, self._pids), strange)
+            for key, _ in new:
+                if key in self._ids:
+                    self._name(key)
+                else:
+                    self._add(key)
+        found: Uint32s = np.array([self._ids[key] for key in keys], np.uint32)[index]
+        return found
+
+    def finish(self) -> None:
+        """Look again: at sizes, at names that have changed, and for those that were not found."""
+        self._look(self._pids)
+        for number, file in enumerate(self.files):
+            key = (file.dev, file.inode)
+            named = self._known.get(key)
+            path = file.path
+            if named and (_is_unnamed(file) or not _is(path, key)):
+                path = named.path
+            sizes = (file.size_bytes, named.size_bytes if named else 0, _size(path, key))
+            self.files[number] = dataclasses.replace(file, path=path, size_bytes=max(sizes))
+        self.unnamed = sum(map(_is_unnamed, self.files))
+
+    def _add(self, key: Key) -> None:
+        named = self._known.get(key) or _by_path(self._told().get(key), key) or _by_inode(key)
+        path = named.path if named else unnamed(key)
+        if named is None:
+            self._nameless.add(key)
+        self._ids[key] = len(self.files)
+        self.files.append(TraceFile(len(self.files), path, *key, 0, named.size_bytes if named else 0))
+
+    def _name(self, key: Key) -> None:
+        """Give a file that had none its name, if a process shows it by now."""
+        if named := self._known.get(key):
+            number = self._ids[key]
+            self.files[number] = dataclasses.replace(self.files[number], path=named.path, size_bytes=named.size_bytes)
+            self._nameless.discard(key)
+            self.changes += 1
+
+    def _look(self, pids: Iterable[int], wanted: set[Key] | None = None) -> None:
+        """Look at `pids`, one after the other, until all that is `wanted` is known."""
+        for pid in list(pids):
+            if wanted is not None and wanted <= self._known.keys():
+                return
+            try:
+                self._known.update(open_files(pid))
+            except OSError:
+                self._pids.discard(pid)  # it is gone
+
+
+def unnamed(key: Key) -> str:
+    """Returns what stands for the path of a file that was closed and gone before it could be looked up."""
+    dev, inode = key
+    return f"[{os.major(dev)}:{os.minor(dev)} inode {inode}]"
+
+
+def _is_unnamed(file: TraceFile) -> bool:
+    return file.path == unnamed((file.dev, file.inode))
+
+
+def _by_path(path: str | None, key: Key) -> OpenFile | None:
+    return OpenFile(path, _size(path, key)) if path else None
+
+
+def _by_inode(key: Key) -> OpenFile | None:
+    path = path_of(*key)
+    return OpenFile(path, _size(path, key)) if path else None
+
+
+def _is(path: str, key: Key) -> bool:
+    try:
+        stat = os.stat(path)
+    except (OSError, ValueError):
+        return False
+    return stat.st_ino == key[1]  # the device of a subvolume or an overlay is another
+
+
+def _size(path: str, key: Key) -> int:
+    return os.stat(path).st_size if _is(path, key) else 0
+
+
+def _first(some: set[int], everything: set[int]) -> Sequence[int]:
+    return [*sorted(some), *sorted(everything - some)]
+
+
+def _distinct(dev: Uint64s, inode: Uint64s) -> tuple[list[int], NDArray[np.intp]]:
+    """Returns a row of each distinct (dev, inode), and for all rows which of those it is."""
+    if (inode == inode[0]).all() and (dev == dev[0]).all():
+        return [0], np.zeros(len(dev), np.intp)
+    order = np.lexsort((inode, dev))
+    changes = (dev[order][1:] != dev[order][:-1]) | (inode[order][1:] != inode[order][:-1])
+    group = np.concatenate(([0], np.cumsum(changes)))
+    index = np.empty(len(dev), np.intp)
+    index[order] = group
+    first = order[np.concatenate(([0], np.flatnonzero(changes) + 1))]
+    return first.tolist(), index
+
+
+def nothing_locked(_file: TraceFile) -> int:
+    """Returns 0: where nobody is asked."""
+    return 0
+
+
+class LockedBytes:
+    """What `ask` says of the files of a recording: bytes that are locked. `by_file` holds the result, by id."""
+
+    def __init__(self, ask: AskLocked = nothing_locked) -> None:
+        self.by_file: dict[int, int] = {}
+        self.remarks: list[str] = []
+        self._ask = ask
+        self._before: dict[int, int] = {}
+
+    def begin(self, files: Iterable[TraceFile]) -> None:
+        """Ask about files that are new."""
+        for file in files:
+            if file.id not in self._before:
+                self._before[file.id] = self._bytes(file)
+
+    def finish(self, files: Iterable[TraceFile]) -> None:
+        """Ask again about those of which something was locked, and make the remarks for people."""
+        for file in files:
+            if before := self._before.get(file.id, 0):
+                self._note(file, min(before, self._bytes(file)))
+
+    def _note(self, file: TraceFile, size_bytes: int) -> None:
+        if size_bytes:
+            self.by_file[file.id] = size_bytes
+            self.remarks.append(
+                f"{file.path}: its mount (llmcachefs, mode steer) keeps {format_size(size_bytes)} of the loop locked, read "
+                "without faults: mapped, they are not in the trace; llmcache classify adds them to the loop"
+            )
+
+    def _bytes(self, file: TraceFile) -> int:
+        try:
+            return self._ask(file)
+        except LlmcacheError as error:
+            self.remarks.append(f"{file.path}: how much of it its mount keeps locked is not known: {error.message}")
+            return 0
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (
+        ("bytes", ctypes.c_uint),
+        ("kind", ctypes.c_int),
+        ("inode", ctypes.c_uint32),
+        ("generation", ctypes.c_uint32),
+    )
+
+
+def path_of(dev: int, inode: int) -> str | None:
+    """Returns a path by which this process reaches the inode; None if there is none, or the file system does not tell."""
+    if inode >= 1 << 32:
+        return None
+    for mount in mounts("self").values():
+        if mount.dev != dev or mount.fstype not in _BY_INODE:
+            continue
+        with contextlib.suppress(OSError):
+            path = _opened(mount.point, inode)
+            if (stat := os.stat(path)) and (stat.st_dev, stat.st_ino) == (dev, inode):
+                return path
+    return None
+
+
+def _opened(point: str, inode: int) -> str:
+    """Returns the path that the kernel knows for `inode` of the file system on `point`; OSError if none."""
+    handle = _Handle(8, _INO32_GEN, inode, 0)
+    base = os.open(point, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = _libc.open_by_handle_at(base, ctypes.byref(handle), os.O_PATH | os.O_CLOEXEC)
+    finally:
+        os.close(base)
+    if fd < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)

@@ -1,0 +1,133 @@
+"""Traces in other formats: opened by the ending of the name, and converted to one another in constant memory.
+
+A format is a module of this package with `read(path, writer)`, which appends rows and files to a TraceWriter, and, where
+it can be written, `write(reader, path)`, which fills a file that is there and empty.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from llmcache.errors import DataError, UsageError
+from llmcache.files import Output, writing
+from llmcache.trace.record import TraceReader, TraceWriter
+
+SCHEMA = "llmcache.convert/1"
+PARQUET = ".parquet"
+# Ending (in lower case): module, loaded when such a file is met: some load parts of pyarrow that take a while.
+FORMATS = {".strace": "strace", ".csv": "csv", ".oraclegeneral": "oracle_general", ".recording": "recording"}
+
+
+class _Reads(Protocol):
+    """Appends the rows and files in `path` to `writer`; DataError names what is wrong in it."""
+
+    def __call__(self, path: Path, writer: TraceWriter) -> None: ...
+
+
+class _Writes(Protocol):
+    """Writes what `reader` holds to `path`, a new file."""
+
+    def __call__(self, reader: TraceReader, path: Path) -> None: ...
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion wrote."""
+
+    path: Path
+    rows: int
+    size_bytes: int
+
+    def document(self) -> dict[str, Any]:
+        """Returns the JSON-ready document of `llmcache convert --json`."""
+        return {"schema": SCHEMA, "path": str(self.path), "rows": self.rows, "size_bytes": self.size_bytes}
+
+
+def open_trace(path: str | os.PathLike[str]) -> TraceReader:
+    """Returns a reader of a trace in any format; other formats than Parquet are converted to a temporary file first.
+
+    UsageError for an ending that is unknown; DataError for contents that are wrong, or no rows.
+    """
+    path = Path(path)
+    reader = TraceReader(path) if _ending(path) == PARQUET else _imported(path)
+    if not reader.rows:
+        reader.close()
+        raise DataError(f"rows: '{path}' has no accesses", "record it again")
+    return reader
+
+
+def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], force: bool = False) -> Converted:
+    """Write the trace in `source` to `target`, and return what was written.
+
+    UsageError for an ending that is unknown or cannot be written, or if `target` exists and `force` is not set;
+    DataError for contents that are wrong, or a trace without rows. Nothing is left of a conversion that fails.
+    """
+    source, target = Path(source), Path(target)
+    if _ending(target) == PARQUET:
+        rows = _to_parquet(source, target, force)
+    else:
+        write = _writes(target)
+        output = Output(target, force)
+        with open_trace(source) as reader, output as temporary:
+            with writing(target):
+                write(reader, temporary)
+            rows = reader.rows
+    return Converted(target, rows, target.stat().st_size)
+
+
+def _imported(path: Path) -> TraceReader:
+    with tempfile.TemporaryDirectory(prefix="llmcache-") as directory:
+        converted = Path(directory) / "trace.parquet"
+        with TraceWriter(converted) as writer:
+            _reads(path)(path, writer)
+        # The open file outlives its name.
+        return TraceReader(converted)
+
+
+def _ending(path: Path) -> str:
+    """Returns the ending of `path` in lower case; UsageError for one that no format has."""
+    found = path.suffix.lower()
+    if found != PARQUET and found not in FORMATS:
+        known = ", ".join([PARQUET, *FORMATS]).replace("general", "General")
+        raise UsageError(f"'{path}': the ending '{path.suffix}' is of no known trace format", f"known are: {known}")
+    return found
+
+
+def _module(path: Path) -> Any:
+    return importlib.import_module(f"{__name__}.{FORMATS[_ending(path)]}")
+
+
+def _reads(path: Path) -> _Reads:
+    found: _Reads = _module(path).read
+    return found
+
+
+def _writes(path: Path) -> _Writes:
+    found: _Writes | None = getattr(_module(path), "write", None)
+    if found is None:
+        raise UsageError(f"OUT: {_ending(path)} cannot be written", "write .parquet, .csv or .oracleGeneral")
+    return found
+
+
+def _to_parquet(source: Path, target: Path, force: bool) -> int:
+    """Returns the rows written; other formats are read straight into the target, without a temporary Parquet file."""
+    read = _copy if _ending(source) == PARQUET else _reads(source)
+    with TraceWriter(target, force=force) as writer:
+        read(source, writer)
+        if not writer.rows:
+            raise DataError(f"rows: '{source}' has no accesses", "record it again")
+    return writer.rows
+
+
+def _copy(path: Path, writer: TraceWriter) -> None:
+    with TraceReader(path) as reader:
+        writer.provenance = reader.provenance
+        for file in reader.files:
+            writer.add_file(file)
+        for batch in reader.batches():
+            writer.append(batch)

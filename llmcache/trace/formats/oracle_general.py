@@ -1,0 +1,183 @@
+"""libCacheSim's oracleGeneral: records of 24 bytes, u32 time (s), u64 object, u32 size (bytes), i64 next access.
+
+An object is a run of blocks, as long as the largest size it was ever accessed with, rounded up. All lie in one file, in
+the order of their ids: objects with consecutive ids are adjacent, and gaps between ids stay, up to `GAP` blocks. So a
+trace whose objects are blocks keeps its runs. Written is one record for each block touched, with the number of the
+block's next request.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from llmcache.arrays import Int64s, Records, Uint32s, Uint64s
+from llmcache.errors import DataError
+from llmcache.trace.record import BlockSpace, Provenance, Trace, TraceFile, TraceReader, TraceWriter
+from llmcache.trace.record.columns import LAST_BLOCK
+from llmcache.trace.record.trace import readable
+from llmcache.units import BLOCK_BYTES
+
+RECORD = np.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
+GAP = 16
+NEVER = -1
+_BATCH_ROWS = 1 << 18
+_SECOND_NS = 10**9
+_HINT = "not an uncompressed oracleGeneral trace: records of 24 bytes, u32 time, u64 object, u32 size, i64 next access"
+
+
+def read(path: Path, writer: TraceWriter) -> None:
+    """Append the accesses in `path`; DataError names a wrong field. Memory: 40 bytes for each distinct object."""
+    objects, after_s = _Objects(), 0
+    for row, records in _batches(path):
+        _check(records, row, after_s)
+        after_s = int(records["time"][-1])
+        objects.note(records["object"], _in_blocks(records["size"]))
+    objects.place()
+    for _, records in _batches(path):
+        writer.append(
+            {
+                "t_ns": records["time"].astype(np.uint64) * np.uint64(_SECOND_NS),
+                "file": 0,
+                "first": objects.find(records["object"]),
+                "count": _in_blocks(records["size"]),
+            }
+        )
+    writer.add_file(TraceFile(0, path.name, 0, 0, 0, objects.blocks * BLOCK_BYTES))
+    note = f"From {path.name}: objects are runs of blocks of one file; it does not tell reads from writes."
+    writer.provenance = Provenance(tier="oracleGeneral", clock="seconds", note=note)
+
+
+class _Objects:
+    """Where each object lies: ids, their largest size, and the block where each begins."""
+
+    def __init__(self) -> None:
+        self._ids: Uint64s = np.empty(0, np.uint64)
+        self._sizes: Uint64s = np.empty(0, np.uint64)
+        self._starts: Uint64s = np.empty(0, np.uint64)
+        self._waiting: list[tuple[Uint64s, Uint64s]] = []
+        self._waiting_rows = 0
+        self.blocks = 0
+
+    def note(self, ids: Uint64s, sizes: Uint64s) -> None:
+        """Take some objects with their sizes in blocks into account."""
+        self._waiting.append(_largest(ids, sizes))
+        self._waiting_rows += len(self._waiting[-1][0])
+        # Merging costs what is known already: only when as much has come.
+        if self._waiting_rows > max(_BATCH_ROWS, len(self._ids)):
+            self._merge()
+
+    def _merge(self) -> None:
+        parts = [(self._ids, self._sizes), *self._waiting]
+        self._ids, self._sizes = _largest(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        self._waiting, self._waiting_rows = [], 0
+
+    def place(self) -> None:
+        """Lay all objects out; DataError if they are too large for a file."""
+        self._merge()
+        if not len(self._ids):
+            return
+        gaps = np.minimum(np.diff(self._ids) - np.uint64(1), np.uint64(GAP))
+        self._starts = np.concatenate(([np.uint64(0)], np.cumsum(self._sizes[:-1] + gaps)))
+        self.blocks = int(self._starts[-1] + self._sizes[-1])
+        if self.blocks >= LAST_BLOCK:
+            raise DataError(f"size: all objects together have {self.blocks} blocks, too many for a file", _HINT)
+
+    def find(self, ids: Uint64s) -> Uint64s:
+        """Returns the first block of each object."""
+        return self._starts[np.searchsorted(self._ids, ids)]
+
+
+def _largest(ids: Uint64s, sizes: Uint64s) -> tuple[Uint64s, Uint64s]:
+    """Returns each id once, ascending, and the largest of its sizes."""
+    distinct, index = np.unique(ids, return_inverse=True)
+    largest = np.zeros(len(distinct), np.uint64)
+    np.maximum.at(largest, index, sizes)
+    return distinct, largest
+
+
+def _in_blocks(sizes: Uint32s) -> Uint64s:
+    """Returns sizes in blocks, rounded up; an object without a size is counted as one block."""
+    blocks: Uint64s = np.maximum(
+        (sizes.astype(np.uint64) + np.uint64(BLOCK_BYTES - 1)) // np.uint64(BLOCK_BYTES), np.uint64(1)
+    )
+    return blocks
+
+
+def _batches(path: Path) -> Iterator[tuple[int, Records]]:
+    """Yields (number of the first, records)."""
+    with readable(path):
+        size_bytes = path.stat().st_size
+        if size_bytes % RECORD.itemsize:
+            raise DataError(f"size: '{path}' has {size_bytes} bytes, not a multiple of 24: truncated or foreign", _HINT)
+        row = 0
+        with open(path, "rb") as file:
+            while len(records := np.fromfile(file, RECORD, _BATCH_ROWS)):
+                yield row, records
+                row += len(records)
+
+
+def _check(records: Records, row: int, after_s: int) -> None:
+    time, following = records["time"], records["next"]
+    back = np.diff(time.astype(np.int64), prepend=after_s) < 0
+    if back.any():
+        at = int(back.argmax())
+        raise DataError(f"time: record {row + at} has {time[at]}, less than the one before it; must ascend", _HINT)
+    # -1 stands for never, -2 for unknown; some writers put the largest number for never.
+    if (following < -2).any():
+        at = int((following < -2).argmax())
+        raise DataError(f"next: record {row + at} has {following[at]}, must be -1 or the number of a request", _HINT)
+
+
+def write(reader: TraceReader, path: Path) -> None:
+    """Write all accesses to `path`, reads and writes alike; memory: 8 bytes for each distinct block.
+
+    Requests are numbered from 1; the object of a block is its id in the space of the trace, plus 1.
+    """
+    space = BlockSpace.of(reader.batches())
+    records = _reserved(path, sum(batch.accesses for batch in reader.batches()))
+    latest = np.full(space.blocks, -1, np.int64)  # where each block was touched last
+    done = 0
+    for batch in reader.batches():
+        for ids, seconds in _touched(batch, space.place(batch)):
+            part = records[done : done + len(ids)]
+            part["time"], part["object"], part["size"], part["next"] = seconds, ids + 1, BLOCK_BYTES, NEVER
+            _link(records, ids, latest, done)
+            done += len(ids)
+    records.flush()
+
+
+def _reserved(path: Path, rows: int) -> np.memmap[tuple[int], np.dtype[np.void]]:
+    """Returns a new file of `rows` records, mapped. Its room is reserved: a full disk is an error here, not a SIGBUS."""
+    with open(path, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, rows * RECORD.itemsize)
+    return np.memmap(path, RECORD, "r+", shape=(rows,))
+
+
+def _touched(batch: Trace, starts: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
+    """Yields the id of each block touched and its time in seconds, at most `_BATCH_ROWS` at once."""
+    seconds = (batch.t_ns // np.uint64(_SECOND_NS)).astype(np.int64)
+    if len(seconds) and int(seconds[-1]) >> 32:
+        raise DataError(f"t_ns: {batch.t_ns[-1]} ns is beyond 32 bits of seconds", "oracleGeneral cannot hold such a time")
+    count = batch.count.astype(np.int64)
+    ends = np.cumsum(count)
+    for begin in range(0, int(ends[-1]) if len(ends) else 0, _BATCH_ROWS):
+        at = np.arange(begin, min(begin + _BATCH_ROWS, int(ends[-1])))
+        row = np.searchsorted(ends, at, side="right")
+        yield starts[row] + at - (ends - count)[row], seconds[row]
+
+
+def _link(records: np.memmap[tuple[int], np.dtype[np.void]], ids: Int64s, latest: Int64s, done: int) -> None:
+    """Write the numbers of the requests that follow, for requests done .. done + len(ids) - 1 and those before them."""
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    again = ordered[1:] == ordered[:-1]
+    records["next"][done + order[:-1][again]] = done + order[1:][again] + 1
+    first = order[np.concatenate(([True], ~again))]
+    before = latest[ids[first]]
+    records["next"][before[before >= 0]] = done + first[before >= 0] + 1
+    last = order[np.concatenate((~again, [True]))]
+    latest[ids[last]] = done + last

@@ -1,0 +1,547 @@
+"""Logs of strace, the tool of the paper: `strace -f -ttt -y -e trace=desc,process -o app.strace APP`.
+
+Read are system calls, so what is touched through mmap is not seen: a mapping gives one row for what it maps. Offsets
+belong to open file descriptions, which dup and fork share; `-y` (paths beside descriptors) makes up for files that were
+opened before tracing began. Any of the options -t -tt -ttt -r, or none; with or without -f.
+Source: io_caching, section 3: "trace capturing was performed using the Linux strace utility together with a custom parser".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmcache.errors import DataError
+from llmcache.trace.formats.strace_log import LONGEST_LINE, StraceLog, SystemCall, TaskExit, UnfinishedCall, split, unquoted
+from llmcache.trace.record import COLUMNS, MAP, READ, UNKNOWN, WRITE, Provenance, TraceFile, TraceWriter
+from llmcache.trace.record.trace import readable
+from llmcache.units import BLOCK_BYTES
+
+_BATCH_ROWS = 1 << 15
+_NOTE = "System calls only: a map row tells what was mapped, not what was touched; io_uring is not seen."
+# Not files that are cached by blocks; /dev/shm is memory, but has files.
+_NOT_FILES = ("/dev/", "/proc/", "/sys/")
+_FD = re.compile(r"(-?\d+)(?:<((?:[^<>\\]|\\.)*)>)?")
+_SIZE = re.compile(r"\bst(?:x)?_size=(\d+)")
+_LAST_FD = (1 << 32) - 1
+_CLONES = ("clone", "clone3", "fork", "vfork")
+# Calls that return a descriptor of something that is no file: it may take a number that a file had.
+_NO_FILES = (
+    *("socket", "accept", "accept4", "epoll_create", "epoll_create1", "eventfd", "eventfd2", "timerfd_create"),
+    *("signalfd", "signalfd4", "inotify_init", "inotify_init1", "fanotify_init", "memfd_create", "userfaultfd"),
+    *("perf_event_open", "io_uring_setup", "pidfd_open"),
+)
+
+
+def read(path: Path, writer: TraceWriter) -> None:
+    """Append the accesses in the log `path`; DataError if it is none. Constant memory, but for names and descriptors."""
+    rows, log = _RowBatch(writer), StraceLog()
+    calls = Calls(rows.note)
+    with readable(path), open(path, encoding="utf-8", errors="surrogateescape") as lines:
+        for event in log.events(iter(lambda: lines.readline(LONGEST_LINE + 1), "")):
+            calls.take(event)
+    if not log.calls:
+        raise DataError(f"rows: no system call found in '{path}'", "not a log of strace, or one of another format (-c, -X)")
+    rows.flush()
+    for file in calls.files.table(rows.files):
+        writer.add_file(file)
+    counts = {
+        "calls": log.calls,
+        "calls_not_understood": calls.not_understood,
+        "other_lines": log.other_lines,
+        "accesses_of_unknown_files": calls.unknown,
+        "guessed_offsets": calls.guessed,
+        "mapped_ranges": calls.mapped,
+        "threads_of_unknown_origin": calls.tasks.adopted,
+        "clock_steps_back": log.clock.steps_back,
+    }
+    writer.provenance = Provenance(
+        tier="strace",
+        clock=log.clock.kind,
+        command=calls.command,
+        note=_NOTE,
+        extra={name: str(count) for name, count in counts.items() if count},
+    )
+
+
+class _RowBatch:
+    """Collects accesses into batches of blocks."""
+
+    def __init__(self, writer: TraceWriter) -> None:
+        self.files: set[int] = set()
+        self._writer = writer
+        self._rows: list[tuple[int, ...]] = []
+
+    def note(self, t_ns: int, file: LoggedFile, offset: int, length: int, op: int, pid: int) -> None:
+        """Take one access."""
+        first = offset // BLOCK_BYTES
+        count = (offset + length - 1) // BLOCK_BYTES - first + 1
+        self.files.add(file.number)
+        self._rows.append((t_ns, file.number, first, count, op, UNKNOWN, pid))
+        if len(self._rows) >= _BATCH_ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Append what has been collected."""
+        if self._rows:
+            self._writer.append(dict(zip(COLUMNS, map(list, zip(*self._rows, strict=True)), strict=True)))
+            self._rows = []
+
+
+@dataclass(eq=False)
+class LoggedFile:
+    """A file. `size` is the size now, as far as known (`is_size_known`: told by stat or lseek); `largest` its maximum."""
+
+    number: int
+    path: str
+    generation: int
+    name: str
+    size: int = 0
+    largest: int = 0
+    is_size_known: bool = False
+
+    def resize(self, size: int, is_known: bool = True) -> None:
+        """Note the size."""
+        self.size, self.is_size_known = size, self.is_size_known or is_known
+        self.largest = max(self.largest, size)
+
+    def reach(self, end: int) -> None:
+        """Note that the file has at least `end` bytes."""
+        if end > self.size:
+            self.resize(end, is_known=False)
+
+
+class FileNames:
+    """All files of a log, by the names they have at the moment."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, LoggedFile] = {}
+        self._all: list[LoggedFile] = []
+        self._generations: dict[str, int] = {}
+
+    def named(self, path: str) -> LoggedFile | None:
+        """Returns the file called `path`; None if that is a device or the like."""
+        if path.startswith(_NOT_FILES) and not path.startswith("/dev/shm/"):
+            return None
+        if path not in self._names:
+            generation = self._generations.get(path, -1) + 1
+            self._generations[path] = generation
+            self._names[path] = LoggedFile(len(self._all), path, generation, path)
+            self._all.append(self._names[path])
+        return self._names[path]
+
+    def remove(self, path: str) -> None:
+        """The name `path` is gone: what is called so next is another file."""
+        self._names.pop(path, None)
+
+    def rename(self, old: str, new: str) -> None:
+        """The file called `old` is called `new`."""
+        file = self._names.pop(old, None)
+        self.remove(new)
+        if file is not None:
+            self._names[new], file.name = file, new
+
+    def table(self, numbers: set[int]) -> list[TraceFile]:
+        """Returns the files `numbers` for the trace."""
+        chosen = (file for file in self._all if file.number in numbers)
+        return [TraceFile(file.number, file.path, 0, 0, file.generation, file.largest) for file in chosen]
+
+
+@dataclass(eq=False)
+class Description:
+    """An open file description: what dup and fork share. `is_guessed`: its offset was not told, and taken to be 0."""
+
+    file: LoggedFile | None
+    offset: int = 0
+    append: bool = False
+    is_guessed: bool = False
+
+
+class DescriptorTable:
+    """Descriptors of a process: number to (description, close on exec)."""
+
+    def __init__(self, entries: dict[int, tuple[Description, bool]] | None = None) -> None:
+        self.entries = entries or {}
+
+    def copied(self) -> DescriptorTable:
+        """Returns the table of a forked child: the same descriptions, closed on their own."""
+        return DescriptorTable(dict(self.entries))
+
+    def after_exec(self) -> DescriptorTable:
+        """Returns the table that is left when a program is executed."""
+        return DescriptorTable({fd: entry for fd, entry in self.entries.items() if not entry[1]})
+
+
+@dataclass(eq=False)
+class Directory:
+    """A working directory; threads share it. Empty: not known."""
+
+    path: str = ""
+
+    def joined(self, path: str) -> str:
+        """Returns `path` from here, without "." and ".."; symbolic links are not followed."""
+        return os.path.normpath(os.path.join(self.path, path))
+
+
+@dataclass(eq=False)
+class Task:
+    """A process or thread."""
+
+    pid: int
+    table: DescriptorTable = field(default_factory=DescriptorTable)
+    directory: Directory = field(default_factory=Directory)
+
+    def child(self, tid: int, flags: str) -> Task:
+        """Returns the process or thread `tid`, made by clone with `flags` (empty for fork and vfork)."""
+        return Task(
+            self.pid if "CLONE_THREAD" in flags else tid,
+            self.table if "CLONE_FILES" in flags else self.table.copied(),
+            self.directory if "CLONE_FS" in flags else Directory(self.directory.path),
+        )
+
+
+class Tasks:
+    """All processes and threads of a log by their number, 0 where the log has none."""
+
+    def __init__(self) -> None:
+        self.adopted = 0
+        self._known: dict[int, Task] = {}
+        self._first: Task | None = None
+        self._cloning: dict[int, str] = {}
+        self._early: dict[int, int] = {}
+
+    def get(self, tid: int) -> Task:
+        """Returns `tid`. One not seen before is the child of a clone that has not returned; else it is taken for a thread.
+
+        Logs of `-e trace=` without the process calls show threads, but not where they come from.
+        """
+        if tid not in self._known:
+            if self._cloning:
+                parent, flags = self._cloning.popitem()
+                self._known[tid] = self._known[parent].child(tid, flags)
+                self._early[tid] = parent
+            elif self._first is not None:
+                self._known[tid] = Task(self._first.pid or tid, self._first.table, self._first.directory)
+                self.adopted += 1
+            else:
+                self._known[tid] = Task(tid)
+            self._first = self._first or self._known[tid]
+        return self._known[tid]
+
+    def begin_clone(self, tid: int, flags: str) -> None:
+        """`tid` makes a child, whose lines may come before the call returns."""
+        self.get(tid)
+        self._cloning[tid] = flags
+
+    def cloned(self, tid: int, child: int, flags: str) -> None:
+        """The clone of `tid` has returned `child`."""
+        parent = self.get(tid)
+        self._cloning.pop(tid, None)
+        if self._early.pop(child, None) != tid:
+            self._known[child] = parent.child(child, flags)
+
+    def end(self, tid: int) -> None:
+        """`tid` is gone; its number may come again."""
+        if tid:
+            self._known.pop(tid, None)
+            self._cloning.pop(tid, None)
+            self._early.pop(tid, None)
+
+
+# (t_ns, file, offset, length, op, pid): bytes offset .. offset + length - 1 were accessed.
+Sink = Callable[[int, LoggedFile, int, int, int, int], None]
+
+
+class Calls:
+    """Follows the calls of a log.
+
+    `unknown` counts accesses whose file is not known, `guessed` those whose offset is not, `mapped` mapped ranges.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self.files, self.tasks = FileNames(), Tasks()
+        self.unknown = self.guessed = self.mapped = self.not_understood = 0
+        self.command = ""
+        self._sink = sink
+
+    def take(self, event: SystemCall | UnfinishedCall | TaskExit) -> None:
+        """Follow one event."""
+        if isinstance(event, TaskExit):
+            self.tasks.end(event.tid)
+        elif isinstance(event, UnfinishedCall):
+            if event.name in _CLONES:
+                self.tasks.begin_clone(event.tid, event.args)
+        elif event.result != -1 and event.name in _HANDLERS:
+            try:
+                _HANDLERS[event.name](self, event, self.tasks.get(event.tid))
+            except (IndexError, ValueError):
+                self.not_understood += 1  # arguments in another form, or a line that was cut
+
+    def _description(self, text: str, task: Task) -> Description | None:
+        """Returns what the descriptor written as `text` stands for; None if it is no file or not known.
+
+        What -y tells is trusted more than what was followed: a descriptor may have been replaced unseen.
+        """
+        found = _FD.match(text)
+        if found is None:
+            return None
+        entry = task.table.entries.get(int(found[1]))
+        described = entry[0] if entry else None
+        if found[2] is None:
+            return described
+        path = unquoted(found[2])
+        if described and described.file and described.file.name == path:
+            return described
+        file = self.files.named(path) if path.startswith("/") else None
+        described = Description(file, is_guessed=True)
+        task.table.entries[int(found[1])] = described, False
+        return described
+
+    def _access(self, call: SystemCall, task: Task, fd: str, op: int, length: int, offset: int | None = None) -> None:
+        """An access of `length` bytes, at `offset`, or where the description is: that one then moves on."""
+        described = self._description(fd, task)
+        if length <= 0:
+            return
+        if described is None:
+            self.unknown += 1
+            return
+        if described.file is None:
+            return
+        file = described.file
+        if op == WRITE and described.append:
+            start = file.size
+            self.guessed += not file.is_size_known
+        elif offset is None:
+            start = described.offset
+            self.guessed += described.is_guessed
+        else:
+            start = offset
+        if offset is None:
+            described.offset = start + length
+        file.reach(start + length)
+        self._sink(call.t_ns, file, start, length, op, task.pid)
+
+    def _path(self, args: list[str], task: Task) -> str:
+        """Returns the path that a directory descriptor and a path mean together."""
+        path = unquoted(args[1])
+        found = re.match(r"\w+<((?:[^<>\\]|\\.)*)>", args[0])
+        if found:
+            return task.directory.joined(unquoted(found[1]) + "/" + path) if not path.startswith("/") else path
+        base = self._description(args[0], task)
+        if base and base.file and not path.startswith("/"):
+            path = base.file.name + "/" + path
+        return task.directory.joined(path)
+
+    def _opened(self, call: SystemCall, task: Task, path: str, flags: str) -> None:
+        file = self.files.named(unquoted(call.result_path) if call.result_path else path)
+        if file and "O_TRUNC" in flags:
+            file.resize(0)
+        task.table.entries[call.result] = Description(file, append="O_APPEND" in flags), "O_CLOEXEC" in flags
+
+    # Handlers, one for each kind of call.
+
+    def _open(self, call: SystemCall, task: Task) -> None:
+        args = split(call.args)
+        if not call.name.startswith("openat"):
+            args = ["AT_FDCWD", *args]
+        flags = "O_WRONLY|O_CREAT|O_TRUNC" if call.name == "creat" else args[2]
+        self._opened(call, task, self._path(args, task), flags)
+
+    def _close(self, call: SystemCall, task: Task) -> None:
+        task.table.entries.pop(_number(call.args), None)
+
+    def _close_range(self, call: SystemCall, task: Task) -> None:
+        args = split(call.args)
+        last = int(args[1]) if args[1].isdigit() else _LAST_FD
+        for fd in [fd for fd in task.table.entries if _number(args[0]) <= fd <= last]:
+            if "CLOEXEC" in args[2]:
+                task.table.entries[fd] = task.table.entries[fd][0], True
+            else:
+                del task.table.entries[fd]
+
+    def _dup(self, call: SystemCall, task: Task) -> None:
+        args = split(call.args)
+        self._duplicated(args[0], call.result, task, len(args) > 2 and "O_CLOEXEC" in args[2])
+
+    def _duplicated(self, fd: str, new: int, task: Task, cloexec: bool) -> None:
+        described = self._description(fd, task)
+        if new == _number(fd):
+            return
+        task.table.entries.pop(new, None)
+        if described:
+            task.table.entries[new] = described, cloexec
+
+    def _fcntl(self, call: SystemCall, task: Task) -> None:
+        args = split(call.args)
+        if args[1].startswith("F_DUPFD"):
+            self._duplicated(args[0], call.result, task, args[1] == "F_DUPFD_CLOEXEC")
+        elif args[1] == "F_SETFD":
+            self._set_cloexec(args[0], task, "FD_CLOEXEC" in args[2])
+        elif args[1] == "F_SETFL" and (described := self._description(args[0], task)):
+            described.append = "O_APPEND" in args[2]
+
+    def _ioctl(self, call: SystemCall, task: Task) -> None:
+        args = split(call.args)
+        if args[1] in ("FIOCLEX", "FIONCLEX"):
+            self._set_cloexec(args[0], task, args[1] == "FIOCLEX")
+
+    def _set_cloexec(self, fd: str, task: Task, cloexec: bool) -> None:
+        if described := self._description(fd, task):
+            task.table.entries[_number(fd)] = described, cloexec
+
+    def _no_file(self, call: SystemCall, task: Task) -> None:
+        task.table.entries[call.result] = Description(None), False
+
+    def _pair(self, call: SystemCall, task: Task) -> None:
+        """A pipe or a pair of sockets: two descriptors in brackets."""
+        bracket = next((arg for arg in split(call.args) if arg.startswith("[")), "[]")
+        for fd in split(bracket.strip("[]")):
+            if found := _FD.match(fd):
+                task.table.entries[int(found[1])] = Description(None), False
+
+    def _stream(self, call: SystemCall, task: Task) -> None:
+        """A read or write where the description is (read, write, readv, writev)."""
+        # The descriptor stands first: the data after it, long and full of commas, need not be taken apart.
+        self._access(call, task, call.args, _op(call.name), call.result)
+
+    def _at(self, call: SystemCall, task: Task) -> None:
+        """A read or write at an offset; -1 means where the description is (preadv2, pwritev2)."""
+        has_flags = call.name in ("preadv2", "pwritev2")
+        last = call.args.rsplit(", ", 2 if has_flags else 1)[1:]
+        offset = int(last[0], 0)
+        if has_flags and "RWF_APPEND" in last[1] and (described := self._description(call.args, task)) and described.file:
+            offset = described.file.size
+        at = None if offset in (-1, (1 << 64) - 1) else offset
+        self._access(call, task, call.args, _op(call.name), call.result, at)
+
+    def _seek(self, call: SystemCall, task: Task) -> None:
+        args = split(call.args)
+        described = self._description(args[0], task)
+        if described is None:
+            return
+        bracketed = args[2].startswith("[")
+        described.offset = int(args[2].strip("[]"), 0) if bracketed and call.name == "_llseek" else call.result
+        described.is_guessed = False
+        if args[-1] == "SEEK_END" and described.file and call.name == "lseek":
+            described.file.resize(described.offset - int(args[1], 0))
+
+    def _sendfile(self, call: SystemCall, task: Task) -> None:
+        target, source, place = split(call.args)[:3]
+        self._access(call, task, source, READ, call.result, _told(place))
+        self._access(call, task, target, WRITE, call.result)
+
+    def _copy(self, call: SystemCall, task: Task) -> None:
+        """A copy between descriptors (copy_file_range, splice)."""
+        source, at, target, to = split(call.args)[:4]
+        self._access(call, task, source, READ, call.result, _told(at))
+        self._access(call, task, target, WRITE, call.result, _told(to))
+
+    def _mmap(self, call: SystemCall, task: Task) -> None:
+        """A mapping of a file: its range, up to the end of the file if that is known."""
+        args = split(call.args)
+        described = self._description(args[4], task)
+        if "MAP_ANON" in args[3] or described is None or described.file is None:
+            return
+        offset, length, file = int(args[5], 0), int(args[1], 0), described.file
+        if file.is_size_known:
+            length = min(length, file.size - offset)
+        if length > 0:
+            self.mapped += 1
+            self._sink(call.t_ns, file, offset, length, MAP, task.pid)
+
+    def _stat(self, call: SystemCall, task: Task) -> None:
+        """A size that stat tells of an open file (fstat, newfstatat and statx of a descriptor)."""
+        size = _SIZE.search(call.args)
+        args = split(call.args)
+        if not size or not (call.name.startswith("fstat") or args[1] == '""'):
+            return
+        described = self._description(args[0], task)
+        if described and described.file:
+            described.file.resize(int(size[1]))
+
+    def _truncate(self, call: SystemCall, task: Task) -> None:
+        args = split(call.args)
+        if call.name.startswith("ftruncate"):
+            described = self._description(args[0], task)
+            file = described.file if described else None
+        else:
+            file = self.files.named(task.directory.joined(unquoted(args[0])))
+        if file:
+            file.resize(int(args[1], 0))
+
+    def _unlink(self, call: SystemCall, task: Task) -> None:
+        args = split(call.args)
+        self.files.remove(self._path(args if call.name == "unlinkat" else ["AT_FDCWD", *args], task))
+
+    def _rename(self, call: SystemCall, task: Task) -> None:
+        args = split(call.args)
+        if call.name == "rename":
+            args = ["AT_FDCWD", args[0], "AT_FDCWD", args[1]]
+        self.files.rename(self._path(args[:2], task), self._path(args[2:4], task))
+
+    def _chdir(self, call: SystemCall, task: Task) -> None:
+        task.directory.path = task.directory.joined(unquoted(split(call.args)[0]))
+
+    def _getcwd(self, call: SystemCall, task: Task) -> None:
+        task.directory.path = unquoted(split(call.args)[0])
+
+    def _fchdir(self, call: SystemCall, task: Task) -> None:
+        described = self._description(call.args, task)
+        if described and described.file:
+            task.directory.path = described.file.name
+
+    def _clone(self, call: SystemCall, task: Task) -> None:
+        self.tasks.cloned(call.tid, call.result, call.args)
+
+    def _exec(self, call: SystemCall, task: Task) -> None:
+        task.table = task.table.after_exec()
+        if not self.command:
+            path, arguments = split(call.args)[:2]
+            # The path is shown whole; arguments may be cut off (-s).
+            self.command = " ".join(unquoted(word) for word in [path, *split(arguments.strip("[]"))[1:]])
+
+
+def _op(name: str) -> int:
+    return WRITE if "write" in name else READ
+
+
+def _number(fd: str) -> int:
+    """Returns the number of a descriptor, with or without what -y adds; -1 if there is none."""
+    found = _FD.match(fd)
+    return int(found[1]) if found else -1
+
+
+def _told(place: str) -> int | None:
+    """Returns the offset in "[4096]" or "[0] => [4096]" (the first), None for NULL."""
+    found = re.match(r"\[(\d+)\]", place)
+    return int(found[1]) if found else None
+
+
+_HANDLERS: dict[str, Callable[[Calls, SystemCall, Task], None]] = {
+    **dict.fromkeys(("open", "openat", "openat2", "creat"), Calls._open),
+    **dict.fromkeys(("read", "write", "readv", "writev"), Calls._stream),
+    **dict.fromkeys(("pread64", "pwrite64", "preadv", "pwritev", "preadv2", "pwritev2", "pread", "pwrite"), Calls._at),
+    **dict.fromkeys(("dup", "dup2", "dup3"), Calls._dup),
+    **dict.fromkeys(("fcntl", "fcntl64"), Calls._fcntl),
+    **dict.fromkeys(("lseek", "_llseek"), Calls._seek),
+    **dict.fromkeys(("sendfile", "sendfile64"), Calls._sendfile),
+    **dict.fromkeys(("copy_file_range", "splice"), Calls._copy),
+    **dict.fromkeys(("mmap", "mmap2"), Calls._mmap),
+    **dict.fromkeys(("fstat", "fstat64", "newfstatat", "fstatat64", "statx"), Calls._stat),
+    **dict.fromkeys(("truncate", "truncate64", "ftruncate", "ftruncate64"), Calls._truncate),
+    **dict.fromkeys(("unlink", "unlinkat"), Calls._unlink),
+    **dict.fromkeys(("rename", "renameat", "renameat2"), Calls._rename),
+    **dict.fromkeys(_CLONES, Calls._clone),
+    **dict.fromkeys(("execve", "execveat"), Calls._exec),
+    **dict.fromkeys(("pipe", "pipe2", "socketpair"), Calls._pair),
+    **dict.fromkeys(_NO_FILES, Calls._no_file),
+    "close": Calls._close,
+    "close_range": Calls._close_range,
+    "ioctl": Calls._ioctl,
+    "chdir": Calls._chdir,
+    "fchdir": Calls._fchdir,
+    "getcwd": Calls._getcwd,
+}
