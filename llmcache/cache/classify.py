@@ -1,6 +1,6 @@
 """Classes of a whole trace: what of which file was read once, in a loop, or again and again; in one pass over it.
 
-    found = classify_file(path, names=lambda files: TensorNames((), files))
+    found = classify_file(path, lambda files: ModelHeaders((), files))
     found.rows, found.totals, found.size_command
 
 Source: io_caching, section 3.3 and figure 1.
@@ -19,8 +19,9 @@ from llmcache.cache.assembling import Found, classes_of
 from llmcache.cache.classes import READ_OP, WRITE_OP, Classification, LockedLoop, TraceClasses
 from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.detector import LOOP, SEQ, Detector, Trail
-from llmcache.cache.layers import Layers, Named, NamesOf
-from llmcache.cache.routing import ExpertsOf, Mixtures, ModelNames, Slice
+from llmcache.cache.layers import Layers
+from llmcache.cache.models import UNKNOWN, Models, Named
+from llmcache.cache.routing import Mixtures, Slice
 from llmcache.cache.streams import WINDOW
 from llmcache.errors import DataError
 
@@ -53,7 +54,7 @@ class _Seen:
             self.end_ns = int(batch.t_ns[-1])
 
 
-def classify(batches: Iterable[Trace], names: NamesOf | None = None, experts: ExpertsOf = lambda file: None) -> TraceClasses:
+def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses:
     """Returns the classes of everything that `batches` access, in the order of time; DataError for an empty trace."""
     seen = _Seen()
     everything: dict[tuple[int, bool, str], Found] = {}
@@ -66,13 +67,11 @@ def classify(batches: Iterable[Trace], names: NamesOf | None = None, experts: Ex
             everything[key] = _folded(everything[key], found) if key in everything else found
 
     detector = Detector(forget)
-    layers = None if names is None else Layers(names)
-    mixtures = Mixtures(experts)
+    layers, mixtures = Layers(models), Mixtures(models)
     for batch in batches:
         seen.note(batch)
         mixtures.note(batch)
-        if layers is not None:
-            layers.note(batch)
+        layers.note(batch)
         for run in runs(batch):
             detector.note_many(*run)
     if seen.begin_ns is None or seen.provenance is None:
@@ -85,7 +84,7 @@ def classify(batches: Iterable[Trace], names: NamesOf | None = None, experts: Ex
         by_file.setdefault((file, write), []).append(found)
     rows: list[Classification] = []
     for (file, write), classes in by_file.items():
-        named, slices = () if names is None else names(seen.files[file]), mixtures.slices(file)
+        named, slices = models(seen.files[file]), mixtures.slices(file)
         for found in _fitting(classes, seen.files[file]):
             rows.append(_row(seen.files[file], write, found, seen.accesses, named, slices))
     rows.sort(key=lambda row: (-row.accesses, row.path, row.op, row.kind, row.pieces))
@@ -96,19 +95,18 @@ def classify(batches: Iterable[Trace], names: NamesOf | None = None, experts: Ex
         end_ns=seen.end_ns,
         tier=seen.tier,
         lost_events=seen.lost_events,
-        layers=() if layers is None else layers.found(),
+        layers=layers.found(),
         locked=tuple(_locked(rows, seen)),
         mixtures=mixtures.found(seen.provenance),
     )
 
 
-def classify_file(path: str, names: Callable[[Sequence[TraceFile]], ModelNames]) -> TraceClasses:
-    """Returns the classes of the trace at `path`, in any format; `names` gives the names for a file table."""
+def classify_file(path: str, models: Callable[[Sequence[TraceFile]], Models]) -> TraceClasses:
+    """Returns the classes of the trace at `path`, in any format; `models` looks at those of a file table."""
     from llmcache.trace.formats import open_trace
 
     with open_trace(path) as reader:
-        known = names(reader.files)
-        return classify(reader.batches(), known, known.experts)
+        return classify(reader.batches(), models(reader.files))
 
 
 def _locked(rows: Sequence[Classification], seen: _Seen) -> Iterator[LockedLoop]:

@@ -22,7 +22,7 @@ from typing import Any
 from llmcache import __version__
 from llmcache.cache.plan import Plan, Progress
 from llmcache.cache.results import Simulation, TraceCurve, merged
-from llmcache.cache.simulate import simulate_all
+from llmcache.cache.simulate import ModelsOf, no_models, simulate_all
 from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
 
 SENT_BYTES = 256 << 20
@@ -64,14 +64,19 @@ def _digest(path: str) -> str:
         return hashlib.sha256(ends + file.read()).hexdigest()
 
 
-def simulate_on(address: str, traces: Sequence[str], plan: Plan, *, progress: Progress | None = None) -> Simulation:
-    """Returns the rows of `plan` for all `traces`, computed by the workers of the scheduler at `address`."""
+def simulate_on(
+    address: str, traces: Sequence[str], plan: Plan, *, progress: Progress | None = None, models: ModelsOf = no_models
+) -> Simulation:
+    """Returns the rows of `plan` for all `traces`, computed by the workers of the scheduler at `address`.
+
+    Models are looked at where a worker sees them; see `simulate_all`.
+    """
     with _client(address) as client:
         threads = _checked_threads(client)
         remotes = [Remote.of(name) for name in dict.fromkeys(traces)]
         tasks = [(remote, part) for remote in remotes for part in parts_of(plan, threads // len(remotes))]
         contents = {remote: client.scatter(Path(remote.path).read_bytes()) for remote in remotes if remote.is_sent}
-        futures = [client.submit(_task, remote, part, contents.get(remote), pure=False) for remote, part in tasks]
+        futures = [client.submit(_task, remote, part, contents.get(remote), models, pure=False) for remote, part in tasks]
         try:
             done = _gathered(client, futures, [remote.name for remote, _ in tasks], progress)
         finally:
@@ -162,7 +167,7 @@ def _gathered(client: Any, futures: list[Any], names: list[str], progress: Progr
     return [done[task] for task in range(len(futures))]
 
 
-def _task(remote: Remote, plan: Plan, content: bytes | None) -> Simulation:
+def _task(remote: Remote, plan: Plan, content: bytes | None, models: ModelsOf) -> Simulation:
     """Returns the rows of `plan`, computed by the worker that calls this, in one thread of its own."""
     with tempfile.TemporaryDirectory(prefix="llmcache-") as directory:
         path = remote.path
@@ -171,7 +176,7 @@ def _task(remote: Remote, plan: Plan, content: bytes | None) -> Simulation:
             Path(path).write_bytes(content)
         else:
             _require_same(remote)
-        done = simulate_all([path], plan, jobs=1)
+        done = simulate_all([path], plan, jobs=1, models=models)
     return Simulation(
         done.model,
         done.period_ns,

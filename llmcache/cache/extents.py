@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from llmcache.cache.arbitration import Settled, Share
-from llmcache.cache.learning import LoopLearner
+from llmcache.cache.loops import LoopLearner
 
 BLOCK_BYTES = 4096
 LARGE_EXTENT = 1 << 20
 SMALL_EXTENT = 128 << 10
-LARGE_FILE_BYTES = 32 << 20  # from here on extents are large; smaller files that are no models are hot (tokenizers)
-LEAST_MODEL_BYTES = 4 << 20  # smaller files are hot, model or not
+LARGE_FILE_BYTES = 32 << 20  # from here on extents are large
+LEAST_LOOP_BYTES = 4 << 20  # smaller files are hot (tokenizers), model or not; larger ones may be found to loop
 EXTENTS_MAX = 1 << 18  # of one space: state and plans cost by the extent. Beyond 256 GiB extents become larger
 LARGEST_EXTENT = 4 << 20  # that is fetched whole, so that a space of more than 1 TiB is read page by page
 
@@ -38,6 +39,50 @@ class Part:
     size_bytes: int
     base: int
     count: int
+
+
+class Region(Protocol):
+    """A part of a model file, and how a decoder reads it: see `llmcache.fs.layout.tensors`."""
+
+    @property
+    def first_byte(self) -> int:
+        """Where it begins."""
+
+    @property
+    def end(self) -> int:
+        """The byte behind its last."""
+
+    @property
+    def role(self) -> str:
+        """ "loop", "hot" or "rows"."""
+
+    @property
+    def sparse(self) -> bool:
+        """True of tensors of which a token needs only a part: experts."""
+
+
+class Guess(NamedTuple):
+    """What a header says of a file's extents: those that are read page by page, the `hot` of these, and the order of all."""
+
+    single: list[int]
+    hot: list[int]
+    order: list[int]
+
+
+def first_guess(regions: Iterable[Region], header_bytes: int, extent_bytes: int, count: int, mixture: bool) -> Guess:
+    """The guess for a model file of `count` extents with these `regions`, in the order of computation.
+
+    What lies in extents that are wholly hot, rows or (of a mixture, whose experts come in by themselves) sparse is single.
+    """
+    single = bytearray(count)
+    order: dict[int, None] = {}
+    for region in regions:
+        order.update(dict.fromkeys(range(region.first_byte // extent_bytes, -(-region.end // extent_bytes))))
+        if region.role != "loop" or (region.sparse and mixture):
+            for extent in range(-(-region.first_byte // extent_bytes), region.end // extent_bytes):
+                single[extent] = 1
+    singles = [extent for extent in range(count) if single[extent]]
+    return Guess(singles, [extent for extent in singles if extent < -(-header_bytes // extent_bytes)], list(order))
 
 
 class Space:

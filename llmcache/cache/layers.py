@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.cache.constants import BLOCK_BYTES
-from llmcache.cache.order import Pass, PassRecorder
+from llmcache.cache.loops import Pass, PassRecorder
 
 if TYPE_CHECKING:
+    from llmcache.cache.models import Models, Named
     from llmcache.trace.record import Trace, TraceFile
 
 _WRITE = 1  # trace.record.WRITE, which brings pyarrow along
@@ -23,30 +24,6 @@ _NUMBER = re.compile(r".*\.([0-9]+)")
 _MOST_PASSES = 1000
 
 Blocks = NDArray[np.int64]
-
-
-class Named(Protocol):
-    """A range of bytes of a file that has a name: a tensor."""
-
-    @property
-    def name(self) -> str:
-        """What it is called."""
-
-    @property
-    def layer(self) -> str:
-        """The layer that it is part of; its own name if it is in none."""
-
-    @property
-    def offset(self) -> int:
-        """Its first byte in the file."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Its length."""
-
-
-NamesOf = Callable[["TraceFile"], Sequence[Named]]
-"""Gives the tensors of a file in the order of their bytes; nothing where it is no model, or is not there."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +107,8 @@ def cut(edges: Blocks, first: Blocks, end: Blocks) -> tuple[Blocks, Blocks, Bloc
 class Layers:
     """Counts while the batches of a trace go by, in order."""
 
-    def __init__(self, names: NamesOf) -> None:
-        self._names = names
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self._tallies: dict[int, _Tally | None] = {}
 
     def note(self, batch: Trace) -> None:
@@ -140,7 +117,7 @@ class Layers:
         files = {file.id: file for file in batch.files}
         for number in np.unique(batch.file[is_read]).tolist():
             if number not in self._tallies:
-                named = self._names(files[number])
+                named = self._models(files[number])
                 self._tallies[number] = _Tally(files[number], named) if named else None
             tally = self._tallies[number]
             if tally is not None:

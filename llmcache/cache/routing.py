@@ -7,15 +7,16 @@ is computed at once is one visit, a token is another. Only what is in the trace 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmcache.cache.layers import Blocks, Named, Turns, cut, layer_number, nearest_blocks
+from llmcache.cache.layers import Blocks, Turns, cut, layer_number, nearest_blocks
 
 if TYPE_CHECKING:
+    from llmcache.cache.models import Experts, Models
     from llmcache.trace.record import Provenance, Trace, TraceFile
 
 CACHE_PERCENTS = (5, 10, 12, 20, 30, 50, 80)  # of the bytes of all experts
@@ -26,42 +27,9 @@ _NUMBER_BITS = 17  # of an expert's code, which begins with its layer; numbers h
 _CODE_BITS = 34
 
 
-class ExpertSlices(Protocol):
-    """Experts of a file, numbered layer by layer, and the ranges of bytes that are theirs, in the order of the file."""
-
-    layers: list[tuple[str, int, int]]
-    """Name, first expert, how many."""
-
-    @property
-    def starts(self) -> Sequence[int]:
-        """First byte of each slice."""
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Bytes of each slice."""
-
-    @property
-    def expert_of(self) -> Sequence[int]:
-        """The expert of each slice."""
-
-
-ExpertsOf = Callable[["TraceFile"], tuple[str, ExpertSlices] | None]
-"""Gives the model that a file is, or is a part of, and its experts; None where it has none, or is not there."""
-
-
-class ModelNames(Protocol):
-    """Gives what is known of the model files of a trace: tensors when it is called, and experts."""
-
-    def __call__(self, file: TraceFile) -> Sequence[Named]:
-        """See `layers.NamesOf`."""
-
-    def experts(self, file: TraceFile) -> tuple[str, ExpertSlices] | None:
-        """See `ExpertsOf`."""
-
-
 @dataclass(frozen=True)
 class Slice:
-    """One expert's part of one tensor, as `layers.Named`."""
+    """One expert's part of one tensor, as `models.Named`."""
 
     layer: str
     number: int
@@ -181,8 +149,8 @@ class MixtureUses:
 class Mixtures:
     """Collects the uses of experts while the batches of a trace go by, in order, in 8 bytes for each use."""
 
-    def __init__(self, experts: ExpertsOf) -> None:
-        self._experts = experts
+    def __init__(self, models: Models) -> None:
+        self._known = models
         self._models: dict[str, _Model] = {}
         self._files: dict[int, _Model | None] = {}
 
@@ -199,7 +167,7 @@ class Mixtures:
 
     def _model_of(self, file: TraceFile) -> _Model | None:
         if file.id not in self._files:
-            found = self._experts(file)
+            found = self._known.experts(file)
             self._files[file.id] = None if found is None else self._models.setdefault(found[0], _Model(found[0]))
             if found is not None:
                 self._models[found[0]].add(file.id, found[1])
@@ -220,7 +188,7 @@ class Mixtures:
 class _Map:
     """Which blocks of a file tell what: stretches that begin at `edges` show that the experts with these codes are used."""
 
-    slices: ExpertSlices
+    slices: Experts
     edges: Blocks
     codes: Blocks
 
@@ -239,7 +207,7 @@ class _Model:
         self._uses: list[Blocks] = []  # visit and code in one number
         self._mapped = False
 
-    def add(self, file: int, slices: ExpertSlices) -> None:
+    def add(self, file: int, slices: Experts) -> None:
         """Takes `slices` to be those of this file."""
         experts = []
         for name, _, count in slices.layers:

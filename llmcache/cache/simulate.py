@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,17 +24,24 @@ from llmcache.cache.cachesizes import CacheSize
 from llmcache.cache.curves import Curve
 from llmcache.cache.grid import Interrupted, Stop
 from llmcache.cache.latency import FetchModel
+from llmcache.cache.models import UNKNOWN, Models
 from llmcache.cache.plan import Plan, Progress
 from llmcache.cache.policies import policy_class
 from llmcache.cache.results import Result, Simulation, merged
 from llmcache.cache.tracerun import TraceRun
 from llmcache.trace.formats import open_trace
-from llmcache.trace.record import Trace, TraceReader
+from llmcache.trace.record import Trace, TraceFile, TraceReader
 
+ModelsOf = Callable[[Sequence[TraceFile]], Models]
 Source = str | Path | Trace | TraceReader
 
 MEMORY_SHARE = 0.25  # of the machine's memory, for the states of all cells that run at the same time
 SIGNALS_S = 0.5  # one that comes just before the main thread waits is only handled after that
+
+
+def no_models(_files: Sequence[TraceFile]) -> Models:
+    """Nothing is known of models."""
+    return UNKNOWN
 
 
 def simulate(
@@ -68,9 +75,17 @@ def lru_curve(source: Source) -> Curve:
 
 
 def simulate_all(
-    sources: Sequence[Source], plan: Plan, *, jobs: int | None = None, progress: Progress | None = None
+    sources: Sequence[Source],
+    plan: Plan,
+    *,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    models: ModelsOf = no_models,
 ) -> Simulation:
-    """Returns the plan's rows for all traces, which share `jobs` threads (default: one per core)."""
+    """Returns the plan's rows for all traces, which share `jobs` threads (default: one per core).
+
+    `models` looks at those of a file table.
+    """
     for name in plan.policies:
         policy_class(name)  # an unknown name is refused before anything is read
     sources = list(dict.fromkeys(sources))
@@ -92,6 +107,7 @@ def simulate_all(
                     plan,
                     name,
                     trace,
+                    models(trace.files),
                     pool=pool,
                     stop=stop,
                     progress=progress,

@@ -28,6 +28,7 @@ from llmcache.errors import DataError
 from llmcache.trace.record import BlockSpace
 
 if TYPE_CHECKING:
+    from llmcache.cache.models import Models
     from llmcache.trace.record import Trace, TraceReader
 
 
@@ -39,6 +40,7 @@ class TraceRun:
         plan: Plan,
         name: str,
         source: Trace | TraceReader,
+        models: Models,
         *,
         pool: Executor,
         stop: Stop,
@@ -48,6 +50,7 @@ class TraceRun:
         self._plan = plan
         self._name = name
         self._source = source
+        self._models = models
         self._pool = pool
         self._stop = stop
         self._progress = progress
@@ -116,7 +119,7 @@ class TraceRun:
         while todo and (not cells or used_bytes < self._memory_bytes):
             policy, size = todo.pop(0)
             cell = PolicyCell(policy_class(policy)(size // BLOCK_BYTES, space.blocks), self._plan.meter())
-            cell.policy.describe(space, self._source.files, self._source.provenance)
+            cell.policy.describe(space, self._source.files, self._source.provenance, self._models)
             cells.append((size, cell))
             used_bytes += cell.state_bytes()
         return cells

@@ -26,8 +26,8 @@ def command(trace: str, as_json: bool, min_bytes: int, models: tuple[str, ...]) 
       llmcache classify run.parquet --json | jq .totals
     """
     from llmcache.cache.classify import classify_file
-    from llmcache.fs.layout.modelfile import TensorNames
+    from llmcache.fs.layout.modelfile import ModelHeaders
     from llmcache.report import classify
 
-    found = classify_file(trace, lambda files: TensorNames(models, files))
+    found = classify_file(trace, lambda files: ModelHeaders(models, files))
     classify.show(found, trace, min_bytes, as_json)

@@ -36,13 +36,13 @@ def command(
       llmcache plot run.parquet -o loops.png --files '*.gguf'
       llmcache plot run.parquet -o run.svg --model ~/models/llama-8b-q8_0.gguf
     """
-    from llmcache.fs.layout.modelfile import TensorNames
+    from llmcache.fs.layout.modelfile import ModelHeaders
     from llmcache.report.output import progress
     from llmcache.report.plot import plot
 
     with progress() as tell:
         written = plot(
-            trace, output, lambda table: TensorNames(models, table), tell, files=files, classes=classes, force=force
+            trace, output, lambda table: ModelHeaders(models, table), tell, files=files, classes=classes, force=force
         )
     if as_json:
         written.show("llmcache.plot/1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 from llmcache.cli import base, types
@@ -73,11 +75,13 @@ def command(
     """
     from llmcache.cache.plan import plan_of
     from llmcache.cache.policies.base import told_compiling
+    from llmcache.fs.layout.modelfile import ModelHeaders
     from llmcache.report import simulate as tables
     from llmcache.report.output import progress
 
     if scheduler is not None and jobs is not None:
         raise click.UsageError("--jobs and --scheduler contradict each other: workers have their own threads")
+    models = partial(ModelHeaders, ())
     plan = plan_of(policy, cache, bw, t, mrc, setup, drawn=report is not None)
     if report is not None:
         from llmcache.report import simulate_page
@@ -87,11 +91,11 @@ def command(
         if scheduler is not None:
             from llmcache.cache.cluster import simulate_on
 
-            done = simulate_on(scheduler, traces, plan, progress=shown)
+            done = simulate_on(scheduler, traces, plan, progress=shown, models=models)
         else:
             from llmcache.cache.simulate import simulate_all
 
-            done = simulate_all(traces, plan, jobs=jobs, progress=shown)
+            done = simulate_all(traces, plan, jobs=jobs, progress=shown, models=models)
     tables.show(done, as_json)
     if report is not None:
         simulate_page.write_report(report, done, force)

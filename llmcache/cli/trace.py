@@ -73,9 +73,9 @@ def command(
     captured = session.record(target, settings, locked_bytes)
     session.show(captured, as_json)
     if report is not None and captured.rows:
-        from llmcache.fs.layout.modelfile import TensorNames
+        from llmcache.fs.layout.modelfile import ModelHeaders
         from llmcache.report.output import progress
         from llmcache.report.plot import plot
 
         with progress() as tell:
-            plot(settings.output, report, lambda table: TensorNames((), table), tell, files=settings.glob, force=force)
+            plot(settings.output, report, lambda table: ModelHeaders((), table), tell, files=settings.glob, force=force)

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from llmcache.cache.classes import Classification
 from llmcache.cache.classify import classify
 from llmcache.cache.constants import BLOCK_BYTES
-from llmcache.cache.layers import NamesOf
+from llmcache.cache.models import Models
 from llmcache.cache.plan import Progress
-from llmcache.cache.routing import MixtureUses, ModelNames
+from llmcache.cache.routing import MixtureUses
 from llmcache.errors import UsageError
 from llmcache.report.classify import expert_blocks, names_line
 from llmcache.report.grid import (
@@ -383,7 +383,7 @@ def shades_of(rows: Sequence[Classification]) -> list[Shade]:
     return [Shade(row.file, first, last + 1, row.kind) for row in rows for first, last in row.pieces]
 
 
-def landmarks_of(files: Sequence[TraceFile], names: NamesOf) -> list[Landmark]:
+def landmarks_of(files: Sequence[TraceFile], names: Models) -> list[Landmark]:
     """Returns which blocks each layer (or tensor outside of the layers) has, in the files that `names` knows."""
     marks: list[Landmark] = []
     for file in files:
@@ -427,7 +427,7 @@ LEAD = "Which blocks were accessed when, counted from the recorded accesses."
 def plot(
     trace: str,
     output: str,
-    names: Callable[[Sequence[TraceFile]], ModelNames],
+    names: Callable[[Sequence[TraceFile]], Models],
     progress: Progress,
     *,
     files: str | None = None,
@@ -449,14 +449,14 @@ def plot(
 
 
 def _drawn(
-    trace: str, form: str, reader: TraceReader, pattern: str | None, names: ModelNames, progress: Progress | None
+    trace: str, form: str, reader: TraceReader, pattern: str | None, names: Models, progress: Progress | None
 ) -> bytes:
     only = chosen_files(reader.files, pattern)
     files = [file for file in reader.files if only is None or file.id in only]
     found: Sequence[Classification] = ()
     mixtures: Sequence[MixtureUses] = ()
     if progress is not None:
-        classes = classify(_told(reader, trace, progress), names, names.experts)
+        classes = classify(_told(reader, trace, progress), names)
         found = [row for row in classes.rows if only is None or row.file in only]
         mixtures = [each for each in classes.mixtures if only is None or only & {*each.files}]
     title = f"{Path(trace).name} ({reader.provenance.tier})"

@@ -66,7 +66,6 @@ POLICY_LOOKS: dict[str, Look] = {
     "belady": Look("#8b9099", (0, (1, 1.2)), "", 2.2, 3),
     "algorithm1": Look("#56b4e9", (0, (7, 1.5, 1.5, 1.5)), "D", 2.0, 6),
     "llmcache": Look("#0072b2", "-", "o", 2.4, 7),
-    "llmcachefs": Look("#332288", (0, (3, 1)), "X", 2.0, 6),
 }
 
 KV_LOOKS: dict[str, Look] = {

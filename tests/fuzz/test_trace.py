@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llmcache.cache.classes import TraceClasses
 from llmcache.cache.classify import classify_file
-from llmcache.fs.layout.modelfile import TensorNames
+from llmcache.fs.layout.modelfile import ModelHeaders
 from llmcache.report import classify
 from llmcache.trace.formats import open_trace
 from llmcache.trace.formats.recording import FILES as NEW_FILES
@@ -79,7 +79,7 @@ def check(data: bytes, name: str = "a.parquet") -> None:
         with bounded(), refusal(), open_trace(path) as reader:
             check_reader(reader)
             check_description(path, reader)
-            classes = classify_file(str(path), lambda files: TensorNames((), files))
+            classes = classify_file(str(path), lambda files: ModelHeaders((), files))
             assert all(row.size_bytes >= 0 for row in classes.rows)
             check_printed(path, classes)
         assert path.read_bytes() == data and len(list(path.parent.iterdir())) == 1

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from llmcache.cache.models import UNKNOWN
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.belady import why_not_exact
 from llmcache.cache.simulate import simulate
@@ -163,8 +164,8 @@ def settled(mount: Live) -> dict[str, Any]:
 def held_by_file(trace: Trace) -> dict[str, int]:
     """Bytes of each file that the replayed mount holds at the end."""
     space = BlockSpace.of([trace])
-    policy = policy_class("llmcachefs")(int(trace.provenance.extra["budget_bytes"]) // BLOCK_BYTES, space.blocks)
-    policy.describe(space, trace.files, trace.provenance)
+    policy = policy_class("llmcache")(int(trace.provenance.extra["budget_bytes"]) // BLOCK_BYTES, space.blocks)
+    policy.describe(space, trace.files, trace.provenance, UNKNOWN)
     hits = policy.replay(space.place(trace), trace.count.astype(np.int64))
     assert np.array_equal(hits > 0, trace.miss == HIT), "row for row, the verdict of the mount"
     files, _ = space.locate(policy.resident())
@@ -182,7 +183,7 @@ def test_a_replayed_log_is_the_mount(source: Path, tmp_path: Path, work: Work) -
     trace = Trace.load(path)
     assert (trace.provenance.tier, trace.provenance.lost_events) == ("mount", 0)
     assert len(trace) == stats["access_log"]["rows"] > 0
-    (result,) = simulate(str(path), ["llmcachefs"], [stats["budget_bytes"]])
+    (result,) = simulate(str(path), ["llmcache"], [stats["budget_bytes"]])
     arena = stats["arena"]
     assert (result.hits, result.accesses - result.hits) == (arena["hit_blocks"], arena["miss_blocks"])
     assert result.evictions == arena["evicted_blocks"]

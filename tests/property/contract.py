@@ -182,7 +182,7 @@ ONLINE: tuple[Clause, ...] = (hits_what_is_resident, does_not_see_where_calls_en
 _EXTENTS = "a wanted block comes with its whole extent"
 _BYPASS = "a block that the plan does not want is not inserted, and windows beside the capacity hold what is being read"
 DIFFERENT: Mapping[str, Mapping[str, str]] = {
-    "llmcachefs": {
+    "llmcache": {
         "holds_only_what_was_referenced": _EXTENTS,
         "counts_evictions": _BYPASS,
         "sees_blocks_and_not_runs": "a run is a request, which is served as a whole",

@@ -109,9 +109,10 @@ def test_the_same_sequence_gives_the_same_verdicts(limit: int, sizes: list[int],
 
 @settings(deadline=None, max_examples=examples(30))
 @given(st.integers(33, 200), st.integers(1, 250))
-def test_a_loop_hits_its_share_from_the_third_pass_on(extents: int, limit: int) -> None:
+def test_a_loop_hits_its_share_from_the_fourth_pass_on(extents: int, limit: int) -> None:
     core = new_core(limit, extents * LARGE_EXTENT)
     assert [one_pass(core, "0"), one_pass(core, "0")] == [0, 0]
+    one_pass(core, "0")  # what came in the second before that had proved the loop is not kept until now
     window = max(8, -(-6 * extents // 100))  # at most; 12 MiB of it stand beside the budget
     for _ in range(4):
         hits = one_pass(core, "0")

@@ -16,6 +16,7 @@ from llmcache.fs.layout.experts import Experts
 from llmcache.fs.layout.tensors import ModelLayout, Tensor
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
 from llmcache.trace.shapes import GROUPS, SHAPES
+from tests.unit.trace_parts import KnownModels
 
 LEAST = 128 << 10
 
@@ -240,14 +241,14 @@ def test_tensors_are_named_where_they_lie() -> None:
     parts = [Part("header", 0, 100), Part("blk.0.attn.weight", 4096, size - 4096), Part("blk.1.attn.weight", size, size)]
     parts.append(Part("token_embd.weight", 2 * size, size))
     accesses = [*[(0, 200)] * 6, (200, 100)]
-    found = classify(one_file(accesses).batches(), names=lambda file: parts if file.id == 0 else [])
+    found = classify(one_file(accesses).batches(), KnownModels(parts, only=frozenset({0})))
     assert row(found, "m.gguf", LOOP).tensors == ("header", "blk.0.attn.weight", "blk.1.attn.weight")
     assert row(found, "m.gguf", SEQ).tensors == ("token_embd.weight",)
 
 
 def test_a_piece_of_a_tensor_has_its_name() -> None:
     parts = [Part("token_embd.weight", 0, 10_000 * BLOCK_BYTES), Part("next", 10_000 * BLOCK_BYTES, 4096)]
-    found = classify(one_file([(5000, 2), (90_000, 200), (5000, 2), (70_000, 200)] * 9).batches(), names=lambda file: parts)
+    found = classify(one_file([(5000, 2), (90_000, 200), (5000, 2), (70_000, 200)] * 9).batches(), KnownModels(parts))
     assert "token_embd.weight" in row(found, "m.gguf", HOT).tensors
     assert "next" not in row(found, "m.gguf", HOT).tensors
 
@@ -293,7 +294,7 @@ def test_what_is_mapped_around_a_fault_is_no_use_of_an_expert(layers: int, batch
                     begin, end = start // BLOCK_BYTES // 16, (start + size - 1) // BLOCK_BYTES // 16
                     accesses += [(16 * window, 16) for window in range(begin, end + 1)]
     batches = one_file(accesses, MAP).batches(batch_rows)
-    (found,) = classify(batches, experts=lambda file: (file.path, experts)).mixtures
+    (found,) = classify(batches, KnownModels(mixture=experts)).mixtures
     for number, layer in enumerate(found.layers):
         assert layer.visits == len(tokens)
         assert list(layer.popularity) == [sum(expert in token[number] for token in tokens) for expert in range(6)]
@@ -304,9 +305,9 @@ def test_lost_events_make_the_uses_of_experts_incomplete() -> None:
     experts = mixture(2, 6)
     start, size = experts.ranges(0)[0]
     read = one_file([(start // BLOCK_BYTES, size // BLOCK_BYTES)])
-    (found,) = classify([read], experts=lambda file: ("m", experts)).mixtures
+    (found,) = classify([read], KnownModels(mixture=experts)).mixtures
     assert found.incomplete is not None and "lost_events is 3" in found.incomplete
     first, second = found.layers
     assert (first.popularity, first.again, first.top(4)) == ((1, 0, 0, 0, 0, 0), None, 1)
     assert (second.popularity, second.visits, second.top(4)) == ((0,) * 6, 0, None)
-    assert classify([one_file([(0, 50)])], experts=lambda file: ("m", experts)).mixtures == ()
+    assert classify([one_file([(0, 50)])], KnownModels(mixture=experts)).mixtures == ()

@@ -13,6 +13,7 @@ from llmcache.cache.layers import Layer, Layers
 from llmcache.fs.layout.tensors import Tensor, layer_name
 from llmcache.report.classify import layer_tables
 from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, WRITE, Provenance, Trace, TraceFile
+from tests.unit.trace_parts import KnownModels
 
 # Blocks: header 0-9, embedding 10-109, then layers of 100 blocks, each in two tensors.
 HEADER, EMBEDDING = Tensor("header", 0, 10 * BLOCK_BYTES, ""), Tensor("token_embd.weight", 40_960, 100 * BLOCK_BYTES, "")
@@ -40,7 +41,7 @@ def trace(rows: Sequence[Row]) -> Trace:
 
 
 def found(rows: Sequence[Row], tensors: Sequence[Tensor], batch_rows: int = 1 << 16) -> dict[str, Layer]:
-    layers = Layers(lambda file: tensors)
+    layers = Layers(KnownModels(tensors))
     for batch in trace(rows).batches(batch_rows):
         layers.note(batch)
     return {layer.name: layer for layer in layers.found()}
@@ -147,11 +148,11 @@ def test_what_stays_cached_in_some_passes_keeps_its_place() -> None:
 
 def test_document_and_table_have_them() -> None:
     rows = [row for _ in range(5) for place in range(LAYERS) for row in read_layer(place)]
-    classes = classify(trace(rows).batches(), names=lambda file: model())
+    classes = classify(trace(rows).batches(), KnownModels(model()))
     layers = {layer["layer"]: layer for layer in classes.document("t.parquet")["layers"]}
     assert layers["blk.2"]["missed_blocks"] == layers["blk.2"]["accesses"] == 500
     assert (layers["blk.2"]["place"], layers["blk.2"]["path"]) == (2, "/models/m.gguf")
     heading, *_ = layer_tables(classes.layers, 80)
     assert heading == "layers of /models/m.gguf, in the order of a pass:"
     assert classify(trace(rows).batches()).document("t.parquet")["layers"] == []
-    assert classify(trace(rows).batches(), names=lambda file: ()).layers == ()
+    assert classify(trace(rows).batches(), KnownModels()).layers == ()

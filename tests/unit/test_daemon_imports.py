@@ -23,7 +23,7 @@ MODULES = [
     "llmcache.fs.daemon.logs",
     "llmcache.fs.daemon.accesslog",
     "llmcache.cache.steering",
-    "llmcache.cache.learning",
+    "llmcache.cache.loops",
 ]
 
 

@@ -16,7 +16,7 @@ from llmcache.cache.plan import Plan
 from llmcache.cache.simulate import simulate_all
 from llmcache.files import create
 from llmcache.fs.client import control
-from llmcache.fs.layout.modelfile import TensorNames
+from llmcache.fs.layout.modelfile import ModelHeaders
 from llmcache.kv.index.dci import saved
 from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.kv.tiers.restore import Tables
@@ -45,7 +45,7 @@ def converted(path: Path) -> None:
 
 def picture(path: Path) -> None:
     drawn, page = ROOT / "traces" / "read-loop.parquet", path.with_suffix(".html")
-    plot(str(drawn), str(page), lambda files: TensorNames((), files), lambda trace, done, in_all: None)
+    plot(str(drawn), str(page), lambda files: ModelHeaders((), files), lambda trace, done, in_all: None)
 
 
 def report(path: Path) -> None:

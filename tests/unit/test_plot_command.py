@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmcache import cli
-from llmcache.fs.layout.modelfile import TensorNames
+from llmcache.fs.layout.modelfile import ModelHeaders
 from llmcache.report.plot import plot
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
 from tests.unit.gguf_bytes import Gguf
@@ -161,7 +161,7 @@ def test_an_output_that_cannot_be_written(trace: str, capsys: pytest.CaptureFixt
 
 def test_progress_is_told(trace: str, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
-    plot(trace, str(tmp_path / "out.png"), lambda files: TensorNames((), files), lambda *now: told.append(now))
+    plot(trace, str(tmp_path / "out.png"), lambda files: ModelHeaders((), files), lambda *now: told.append(now))
     assert told[-1] == (trace, len(recorded()), len(recorded()))
 
 

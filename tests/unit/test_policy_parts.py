@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba.core.dispatcher import Dispatcher
 
-from llmcache.cache.policies import heaps, lists, reuse, segments, streams, timeset
+from llmcache.cache.policies import heaps, lists, timeset
 from llmcache.cache.policies.base import kernel, told_compiling
 from llmcache.cache.policies.heaps import ITEM, grow, new_heap, push, take_out
 from llmcache.cache.policies.sketch import MOST, SAMPLE, estimate, new_sketch, note
@@ -79,7 +79,7 @@ def test_a_full_sample_halves_the_counts_and_empties_the_doorkeeper() -> None:
     assert (estimate(counters, door, 1), estimate(counters, door, 2)) == (4, 7)
 
 
-@pytest.mark.parametrize("module", [heaps, lists, reuse, segments, streams, timeset], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [heaps, lists, timeset], ids=lambda module: module.__name__)
 def test_parts_are_compiled_only_within_the_policies_that_call_them(module: ModuleType) -> None:
     assert [name for name, value in vars(module).items() if isinstance(value, Dispatcher)] == []
 

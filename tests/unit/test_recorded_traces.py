@@ -14,6 +14,7 @@ from llmcache.cache.layers import Layers
 from llmcache.fs.layout.tensors import Tensor
 from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, Trace
 from llmcache.units import BLOCK_BYTES
+from tests.unit.trace_parts import KnownModels
 from tools.record_traces import SUBJECTS
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"
@@ -88,7 +89,7 @@ def test_layers_of_the_safetensors_model_come_in_their_order(traces: dict[str, T
     step = (size - edge) // 8
     tensors = [Tensor("embed_tokens.weight", 0, edge, "")]
     tensors += [Tensor(f"layers.{number}.x", edge + number * step, step, "") for number in range(8)]
-    layers = Layers(lambda file: tensors)
+    layers = Layers(KnownModels(tensors))
     layers.note(trace)
     found = {layer.name: layer for layer in layers.found()}
     assert [found[f"layers.{number}"].place for number in range(8)] == list(range(8))

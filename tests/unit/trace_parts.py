@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
+from llmcache.cache.models import Experts, Header, Named
 from llmcache.trace.record import Provenance, Trace, TraceFile
 from llmcache.trace.record.columns import SCHEMA
 from llmcache.trace.record.meta import KEY, encode
@@ -72,3 +74,22 @@ def write_parquet(path: Path, columns: dict[str, Any], metadata: bytes | None = 
     schema = pa.schema(fields, metadata={KEY: text} if text else None)
     pq.write_table(pa.table(list(arrays.values()), schema=schema), path)
     return path
+
+
+@dataclass(frozen=True)
+class KnownModels:
+    """`llmcache.cache.models.Models` that knows this of every file, or of those in `only`."""
+
+    tensors: Sequence[Named] = ()
+    mixture: Experts | None = None
+    layout: Header | None = None
+    only: frozenset[int] | None = None
+
+    def __call__(self, file: TraceFile) -> Sequence[Named]:
+        return self.tensors if self.only is None or file.id in self.only else ()
+
+    def header(self, file: TraceFile) -> Header | None:
+        return self.layout
+
+    def experts(self, file: TraceFile) -> tuple[str, Experts] | None:
+        return None if self.mixture is None else (file.path, self.mixture)

@@ -65,7 +65,7 @@ def mount_row(result: Document, sides: Sequence[str]) -> list[str]:
 def policy_table(document: Document) -> str:
     """The mean hit ratios of `tools/bench/policies`, by group of traces."""
     groups = document["groups"]
-    policies = [name for name in groups["on_device"] if name != "llmcachefs"]  # that one works on extents, not on blocks
+    policies = list(groups["on_device"])
     rows = []
     for group, means in groups.items():
         best = max(means[name] for name in policies if name != "belady")

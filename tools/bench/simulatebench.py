@@ -102,10 +102,10 @@ def speeds() -> list[Speed]:
     """Return what is measured; caches hold half of the blocks."""
     return [
         Speed("loop in runs", "lru", LOOP_BLOCKS // 2, 100e6),
-        Speed("loop in runs", "llmcache", LOOP_BLOCKS // 2, 100e6),
+        Speed("loop in runs", "llmcache", LOOP_BLOCKS // 2, 10e6),  # by the mount's own code, which is plain Python
         Speed("loop in runs", None, 1, 0),
         Speed("random blocks", "lru", RANDOM_BLOCKS // 2, 10e6),
-        Speed("random blocks", "llmcache", RANDOM_BLOCKS // 2, 1e6),
+        Speed("random blocks", "llmcache", RANDOM_BLOCKS // 2, 0.2e6),
         Speed("random blocks", None, 1, 5e6),
         Replay("random blocks", "lru", RANDOM_BLOCKS // 2, 0),
         Replay("random blocks", "llmcache", RANDOM_BLOCKS // 2, 0),

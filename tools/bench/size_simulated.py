@@ -55,7 +55,7 @@ CASES = (
 class Begin:
     """Where stalls begin with one policy, in blocks; all of it is modelled.
 
-    `expected_blocks` is the formula's S; for llmcachefs, which pays a window from the same budget, what `llmcache size`
+    `expected_blocks` is the formula's S; for llmcache, which pays a window from the same budget, what `llmcache size`
     advises for it.
     """
 
@@ -66,7 +66,7 @@ class Begin:
     @property
     def expected_blocks(self) -> int:
         """Return where stalls should begin."""
-        if self.policy != "llmcachefs":
+        if self.policy != "llmcache":
             return self.case.formula_blocks
         pinned_bytes = need(self.case.loop_bytes, self.case.setting()).loop_cache_bytes
         return mount_cache_bytes(self.case.loop_bytes, pinned_bytes, 0) // BLOCK_BYTES

@@ -25,7 +25,7 @@ from .size_simulated import Begin, simulated
 SCHEMA = "llmcache-bench-size/2"
 COMMAND = "tools/bench/size"
 AGREE = 0.05
-POLICIES = ("belady", "llmcache", "llmcachefs")
+POLICIES = ("belady", "llmcache")
 MIB = 1 << 20
 
 
@@ -116,7 +116,7 @@ def simulated_table(begins: Sequence[Begin]) -> Table:
     """Return formula against simulator, a row per case and policy."""
     made = Table(
         title="where stalls begin: formula (1) and simulator (modelled), blocks of 4 KiB",
-        caption="expected: the formula's S; for llmcachefs the --cache that `llmcache size` advises, window included",
+        caption="expected: the formula's S; for llmcache the --cache that `llmcache size` advises, window included",
     )
     for name in ("case", "policy", "loop N", "formula S", "expected", "simulator", "difference", ""):
         made.add_column(name, justify="left" if name in ("case", "policy", "") else "right")

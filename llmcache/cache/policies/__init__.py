@@ -25,7 +25,6 @@ POLICIES: dict[str, str] = {
     "belady": "belady:Belady",
     "algorithm1": "algorithm1:Algorithm1",
     "llmcache": "llmcache:LLMCache",
-    "llmcachefs": "llmcachefs:LLMCacheFS",
 }
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from llmcache.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
+    from llmcache.cache.models import Models
     from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 
 Ids = NDArray[np.int64]
@@ -117,8 +118,11 @@ class Policy(ABC):
         self.blocks = blocks
         self.evictions = 0
 
-    def describe(self, space: BlockSpace, files: Sequence[TraceFile], provenance: Provenance) -> None:
-        """Takes what is known of the trace beside its runs, before the first `replay`. Most policies need nothing."""
+    def describe(self, space: BlockSpace, files: Sequence[TraceFile], provenance: Provenance, models: Models) -> None:
+        """Takes what is known of the trace beside its runs, before the first `replay`. Most policies need nothing.
+
+        `models`: the headers of its files, where these are still there.
+        """
         return
 
     @abstractmethod

@@ -1,59 +1,57 @@
-"""llmcache's policy: keep what comes back soonest, judged by measured reuse, and never do much worse than LRU."""
+"""What a mount keeps, decided by the very code that decides in it: `steering` for loops, `hotset` for experts.
+
+`Recorded` replays the access log of an arena mount: every row is one reference, facts and budget changes come from the
+provenance, and verdicts are those of the mount. `Cut` is what a mount would make of any other trace. Both map runs of dense
+block ids to files through a `Places`; per reference they are plain Python.
+"""
 
 from __future__ import annotations
 
+import json
+import reprlib
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
 import numpy as np
 
-from llmcache.cache.policies.base import Ids, Policy, lean_kernel, subroutine
-from llmcache.cache.policies.reuse import (
-    GONE,
-    HOT,
-    IRREGULAR,
-    LEFT,
-    PER_KIND,
-    REGULAR,
-    ROUND,
-    Plan,
-    choose,
-    forget,
-    make_plan,
-    put,
-    take,
-    weigh_once,
+from llmcache.cache.arbitration import MIN_WINDOW_BYTES
+from llmcache.cache.extents import (
+    BLOCK_BYTES,
+    LARGE_EXTENT,
+    LARGEST_EXTENT,
+    LEAST_LOOP_BYTES,
+    SMALL_EXTENT,
+    Space,
+    extent_bytes_for,
+    first_guess,
 )
-from llmcache.cache.policies.segments import end_piece, find, highest_bit, leave, next_start
-from llmcache.cache.policies.streams import follow
+from llmcache.cache.hotset import HotSet
+from llmcache.cache.models import UNKNOWN
+from llmcache.cache.policies.base import Ids, Policy
+from llmcache.cache.steering import HIT, Steering
+from llmcache.errors import DataError
 
-STREAM_BLOCKS = 4  # a stream is sequential from its fourth block on: three in a row also happen by chance
-TOLERANCE_SHIFT = 3  # two intervals agree within an eighth: two groups an octave cannot tell them apart anyway
-SLACK = 8  # and within 8 steps: short intervals are disturbed by single references
-FADE_ROUNDS = 16  # after so many the statistics count half
+if TYPE_CHECKING:
+    from llmcache.cache.models import Experts, Models
+    from llmcache.trace.record import BlockSpace, Provenance, TraceFile
+
+SCHEME = "llmcache.mount/1"  # extra["mount"] of what llmcache.fs.daemon.logwriter writes
+_MOST_EXTENTS = 1 << 22  # of all spaces of a log at a time: eight times what a mount has
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what events of any types come to
+WINDOW_SHARE = 8  # of the capacity, inverted: what is read of an extent within the last so many blocks is one visit
 
 
 class LLMCache(Policy):
-    """Reuse-time classes over runs, with LRU as a fallback that is measured and not assumed.
+    """What llmcachefs keeps: loops by their periods, experts by popularity and recency, the rest as the page cache does.
 
-    *Step* counts references; an immediate repeat of a block is none. Each block has the step of its last reference and
-    an interval. A reuse after `v` steps is REGULAR when `v` agrees with the block's interval, or, the first time, with
-    the interval of the block before it in its sequential stream; IRREGULAR in a stream otherwise; HOT outside streams
-    (intervals of both are smoothed). Blocks of a kind and similar interval form a group in order of reference. A block
-    seen once belongs to the run of its stream.
-
-    A victim is what is needed last: of a loop group the block referenced latest (its next use is one interval away), of
-    HOT the one referenced longest ago, and of any group a block that is overdue, which is worth 1 / age: loops of a
-    model that is no more used drain by themselves. Runs go before all that, the oldest run first and its highest block
-    first, unless the measured rate at which blocks seen once come back says that they are worth their room.
-
-    This plan is kept as if it ruled. A shadow LRU of the same size is kept beside it (its content follows from the
-    recency list), and the cache gives up what the better one of the two does not hold. The lead changes when the other
-    has had half a cache of hits more: what a change costs is refetching what differs.
-
-    Sequential first out, loops by period, hot set by LRU: Source: io_caching section 4.1, Algorithm 1.
-    Differs from the paper: loops are not pinned from the lowest block, the classes are intervals, nothing is for ever.
-    Choosing between two policies by shadow: Subramanian, Smaragdakis, Loh, "Adaptive Caches", MICRO 2006.
-
-    Cost per run of a known loop is constant, whatever its length; memory about 64 bytes per segment (nine capacities
-    of blocks at most) and 4 bytes per id at places where segments start.
+    On the access log of an arena mount, with its budget as the capacity: the mount's own hits, misses and evictions.
+    Differs from the other policies: a block of a loop that the plan does not want is not inserted, one that it wants comes
+    with its whole extent (1 MiB; 128 KiB of files below 32 MiB), an expert with all its slices, and windows beside the
+    budget hold what is being read. Without `describe` all ids are one file.
+    Source: io_caching section 4.1 (classes, loops by period); `hotset` for experts.
     """
 
     name = "llmcache"
@@ -61,207 +59,376 @@ class LLMCache(Policy):
 
     def __init__(self, capacity: int, blocks: int) -> None:
         super().__init__(capacity, blocks)
-        self._plan = make_plan(capacity, blocks)
+        self._source: Recorded | Cut = Cut(OneFile(blocks), (), capacity, UNKNOWN)
+
+    def describe(self, space: BlockSpace, files: Sequence[TraceFile], provenance: Provenance, models: Models) -> None:
+        """Takes the facts on files from a mount's log, or from the file table. DataError for a damaged log."""
+        if Recorded.fits(provenance):
+            self._source = Recorded(space, provenance, self.capacity)
+        else:
+            self._source = Cut(space, files, self.capacity, models)
 
     def replay(self, first: Ids, count: Ids) -> Ids:
-        """Returns the hit blocks of each run."""
-        hits = np.zeros(len(first), np.int64)
-        _replay(self._plan, first, count, hits)
-        self.evictions = int(self._plan.v["evictions"][0])
+        """See `Policy.replay`; a few microseconds for each extent, or page of what does not loop."""
+        hits = self._source.replay(first, count)
+        self.evictions = self._source.evictions
         return hits
 
     def resident(self) -> Ids:
-        """Returns the ids that the cache holds now, ascending."""
-        blocks = np.empty(int(self._plan.v["held"][0]), np.int64)
-        _held_blocks(self._plan, blocks)
-        return np.sort(blocks)
+        """Returns the ids of held blocks."""
+        return self._source.resident()
 
 
-@lean_kernel
-def _replay(p: Plan, first: Ids, count: Ids, hits: Ids) -> None:
-    for run in range(first.size):
-        hits[run] = _refer(p, first[run], count[run])
+class Places(Protocol):
+    """What this needs of `llmcache.trace.record.BlockSpace`."""
+
+    def locate(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Returns (file, block) of each id."""
+
+    def within(self, file: int, first: int, end: int) -> Ids:
+        """Returns the ids of the blocks first .. end - 1 of a file that the trace touches."""
+
+    def end_of(self, file: int) -> int:
+        """Returns the block past the last that the trace touches of a file."""
 
 
-@subroutine
-def _refer(p: Plan, block: int, n: int) -> int:
-    """Returns the hits of one run."""
-    v = p.v[0]
-    hits, end = 0, block + n
-    if block == v.previous and n > 0:
-        segment = find(p.s, block)
-        if p.s.seg[segment].held:
-            hits, block = 1, block + 1
-    if block >= end:
+class OneFile:
+    """Places of ids about which nothing is known: they are the blocks of one file."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+
+    def locate(self, ids: Ids) -> tuple[Ids, Ids]:
+        """File 0, the id itself."""
+        return np.zeros_like(ids), ids
+
+    def within(self, file: int, first: int, end: int) -> Ids:
+        """The range itself."""
+        return np.arange(first, min(end, self._blocks), dtype=np.int64)
+
+    def end_of(self, file: int) -> int:
+        """The number of blocks."""
+        return self._blocks
+
+
+class Recorded:
+    """The rows of an arena mount's access log, one after the other, from the first.
+
+    With another capacity than the mount's budget, its budget changes are taken in proportion.
+    """
+
+    def __init__(self, places: Places, provenance: Provenance, capacity: int) -> None:
+        self._places = places
+        self.core = Steering(capacity * BLOCK_BYTES)
+        try:
+            self._budget = int(provenance.extra["budget_bytes"])
+            self._rows = int(provenance.extra["rows"])
+            events = json.loads(provenance.extra["events"])
+            self._events = [(int(row), list(event)) for row, event in events]
+        except (*_DAMAGE, RecursionError) as error:
+            raise _damaged(f"events: {error}") from error
+        self._capacity = capacity * BLOCK_BYTES
+        self._row = self._next = 0
+        self._files: dict[int, tuple[str, int, int]] = {}  # id -> space, first extent, bytes of an extent
+
+    @staticmethod
+    def fits(provenance: Provenance) -> bool:
+        """True for the log of a mount whose references are all in it: mode arena, and no row lost."""
+        extra = provenance.extra
+        return extra.get("mount") == SCHEME and extra.get("mode") == "arena" and not provenance.lost_events
+
+    def replay(self, first: Ids, count: Ids) -> Ids:
+        """Returns the hit blocks of each row; DataError if rows and provenance do not belong together."""
+        files, blocks = self._places.locate(first)
+        hits = np.zeros(len(first), np.int64)
+        for index, (file, block, length) in enumerate(zip(files.tolist(), blocks.tolist(), count.tolist(), strict=True)):
+            self._catch_up()
+            hits[index] = self._reference(file, block, length)
+            self._row += 1
+        if self._row == self._rows:
+            self._catch_up()
         return hits
-    v.previous = end - 1
-    stream, fresh = follow(p.t, block, end - block)
-    if fresh:
-        run = p.t.row[stream].run
-        if run >= 0:
-            p.s.queue[run].stream = -1
-        p.t.row[stream].run = -1
-    while block < end:
-        done, held = _refer_piece(p, stream, block, end - block)
-        block += done
-        hits += held
-        if v.step & (ROUND - 1) == 0:
-            _look(p)
-    return hits
 
+    def _reference(self, file: int, block: int, length: int) -> int:
+        if file not in self._files:
+            raise _damaged(f"row {self._row}: file {file} is in no event")
+        key, base, extent_bytes = self._files[file]
+        extent = base + block * BLOCK_BYTES // extent_bytes
+        try:
+            if self.core.is_single(key, extent):
+                self.core.page(key, extent, length)
+                return 0
+            return length if self.core.reference(key, extent) == HIT else 0
+        except _DAMAGE as error:
+            raise _damaged(f"row {self._row}: no extent {extent} in space {reprlib.repr(key)}") from error
 
-@subroutine
-def _refer_piece(p: Plan, stream: int, block: int, n: int) -> tuple[int, int]:
-    """References as many of the `n` blocks from `block` as share all they have; returns how many, and the hits."""
-    s, v = p.s, p.v[0]
-    row = p.t.row[stream]
-    step = v.step
-    n = min(n, ROUND - (step & (ROUND - 1)))
-    segment = find(s, block)
-    if segment < 0:
-        n = min(n, next_start(s, block) - block)
-        n = _refer_new(p, stream, block, n)
-        row.length += n
-        return n, 0
-    record = s.seg[segment]
-    n = min(n, record.lo + record.n - block)
-    last = record.last + block - record.lo
-    elapsed = max(1, step - last)
-    in_loop = row.length + 1 >= STREAM_BLOCKS and row.interval >= 0 and _agree(elapsed, row.interval)
-    if not in_loop:
-        n = 1  # the next block of the stream has this one's interval to agree with
-    planned = record.queue != LEFT and record.queue != GONE
-    in_lru = last >= s.state[0].edge_step
-    if not in_lru:
-        n = min(n, s.state[0].edge_step - last)
-    if not record.held:
-        n = min(n, p.stale)
-    if not planned and v.planned >= p.capacity:
-        if v.chosen_until <= step:
-            choose(p)
-        n = min(n, v.chosen_until - step)
-    interval, kind = record.interval, HOT
-    if interval < 0:
-        interval = elapsed
-        kind = REGULAR if in_loop else HOT
-        p.reuses[highest_bit(elapsed) + 1] += n
-    elif _agree(elapsed, interval):
-        interval = elapsed
-        kind = REGULAR
-    else:
-        interval = (interval + elapsed) >> 1
-        kind = IRREGULAR if in_loop else HOT
-    row.interval = elapsed
-    row.length += n
-    held = record.held != 0
-    take(p, segment, block, n, in_lru)
-    change = n * (np.int64(in_lru) - np.int64(planned))
-    v.lead = max(-p.bound, min(p.bound, v.lead + change))
-    put(p, _group(kind, interval), -1, block, n, interval, planned)
-    _settle(p, n, held)
-    return n, n if held else 0
+    def _catch_up(self) -> None:
+        """Applies the events that happened before the next row."""
+        while self._next < len(self._events) and self._events[self._next][0] <= self._row:
+            event = self._events[self._next][1]
+            self._next += 1
+            try:
+                self._apply(event)
+            except _DAMAGE as error:
+                raise _damaged(f"event {reprlib.repr(event)}: {reprlib.repr(error)}") from error
 
-
-@subroutine
-def _refer_new(p: Plan, stream: int, block: int, n: int) -> int:
-    """References blocks that are not remembered; returns how many."""
-    v = p.v[0]
-    n = min(n, max(p.stale, p.capacity - max(v.planned, v.held)))
-    if v.planned >= p.capacity:
-        if v.chosen_until <= v.step:
-            choose(p)
-        n = min(n, v.chosen_until - v.step)
-    v.once += n
-    put(p, p.t.row[stream].run, stream, block, n, -1, False)
-    _settle(p, n, False)
-    return n
-
-
-@subroutine
-def _agree(elapsed: int, interval: int) -> bool:
-    return abs(elapsed - interval) <= (interval >> TOLERANCE_SHIFT) + SLACK
-
-
-@subroutine
-def _group(kind: int, interval: int) -> int:
-    octave = highest_bit(interval)
-    return kind * PER_KIND + 2 * octave + ((2 * (interval - (1 << octave))) >> octave)
-
-
-# What the cache holds
-
-
-@subroutine
-def _settle(p: Plan, n: int, held: bool) -> None:
-    """After a reference of `n` blocks: moves the shadow LRU on, and evicts if the cache has grown."""
-    s, v = p.s, p.v[0]
-    v.recent += n
-    state = s.state[0]
-    while v.recent > p.capacity:
-        record = s.seg[state.edge]
-        since = max(state.edge_step, record.last)
-        beyond = record.last + record.n - since
-        if beyond <= 0:
-            state.edge = record.newer
-            continue
-        step = min(beyond, v.recent - p.capacity)
-        state.edge_step = since + step
-        v.recent -= step
-    if not held:
-        v.held += n
-        if v.held > p.capacity:
-            _evict(p, v.held - p.capacity)
-
-
-@subroutine
-def _evict(p: Plan, n: int) -> None:
-    """Evicts `n` blocks that the leader does not hold."""
-    s, v = p.s, p.v[0]
-    v.evictions += n
-    v.held -= n
-    while n > 0:
-        if v.led_by_lru:
-            while not s.seg[s.state[0].hand].held:
-                s.state[0].hand = s.seg[s.state[0].hand].newer
-            segment = s.state[0].hand
-            down = False
+    def _apply(self, event: list[Any]) -> None:
+        if event[0] == "file":
+            _, file, key, part = event
+            space = self.core.spaces[key]
+            self._files[file] = (key, space.parts[part].base, space.extent_bytes)
+        elif event[0] == "space" and sum(self._counts(event[3])) > _MOST_EXTENTS:
+            raise ValueError(f"more than {_MOST_EXTENTS} extents")
+        elif event[0] == "limit":
+            self.core.limit(event[1] * self._capacity // self._budget)
         else:
-            segment = s.queue[LEFT].head
-            down = s.seg[segment].down != 0
-        part = min(n, s.seg[segment].n)
-        segment = end_piece(s, segment, down, part)
-        s.seg[segment].held = 0
-        if s.seg[segment].queue == LEFT:
-            leave(s, segment)
-            s.state[0].emptied = -1
-            forget(p, segment, down)
-        n -= part
+            self.core.apply(event)
+
+    def _counts(self, parts: list[Any]) -> Iterator[int]:
+        """Yields the extents of all spaces there are, and of `parts` that come."""
+        yield from (space.count for space in self.core.spaces.values())
+        yield from (max(0, int(count)) for _, _, count in parts)
+
+    @property
+    def evictions(self) -> int:
+        """Blocks that have left."""
+        return self.core.evicted_blocks
+
+    def resident(self) -> Ids:
+        """Returns the ids of the blocks that are held, ascending."""
+        files = {(key, base): file for file, (key, base, _) in self._files.items()}
+        return _sorted(_ids_held(self.core, self._places, files))
 
 
-@subroutine
-def _look(p: Plan) -> None:
-    """Once a round: who leads, and what a block that was seen once is worth."""
-    v = p.v[0]
-    if v.lead >= p.bound:
-        v.led_by_lru = 1
-    elif v.lead <= -p.bound:
-        v.led_by_lru = 0
-    weigh_once(p)
-    if v.step & (FADE_ROUNDS * ROUND - 1) == 0:
-        for octave in range(p.reuses.size):
-            p.reuses[octave] >>= 1
-        v.once >>= 1
+@dataclass
+class _Use:
+    """The latest use of an expert: whether it was there, and how far its slices have been read since, by their number."""
+
+    hit: bool
+    ends: dict[int, int] = field(default_factory=dict)
 
 
-@lean_kernel
-def _held_blocks(p: Plan, blocks: Ids) -> None:
-    """Fills `blocks`, least recently referenced first."""
-    found = 0
-    segment = p.s.state[0].oldest
-    while segment >= 0:
-        record = p.s.seg[segment]
-        if record.held:
-            for offset in range(record.n):
-                blocks[found] = record.lo + offset
-                found += 1
-        segment = record.newer
+@dataclass
+class _Mixture:
+    """The experts of one file; expert n has the key `first` + n."""
+
+    file: int
+    experts: Experts
+    first: int
+    uses: dict[int, _Use] = field(default_factory=dict)
+
+
+class Cut:
+    """Runs of any trace, cut as a mount would.
+
+    The first run that touches an extent is the reference; runs that follow soon belong to the same visit: a mount then
+    has the extent in its window. New blocks of a visit share its verdict, blocks of it that come again are hits. An expert
+    comes in whole where its first block is missed: what is read of it for the same use came from storage too.
+
+    All else is kept as the page cache keeps it, in what loops and experts leave free, least recently used first out: small
+    files, single rows of tables, files that do not loop.
+    """
+
+    def __init__(self, places: Places, files: Sequence[TraceFile], capacity: int, models: Models) -> None:
+        self._places = places
+        self._capacity = capacity
+        self._known = {file.id: file for file in files}
+        self._models = models
+        self.core = Steering(capacity * BLOCK_BYTES, on_plan=self._planned)
+        self._spaces: dict[int, Space] = {}
+        self._visits: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # -> first, end, hit
+        self._visited = 0  # blocks
+        self._window = min(MIN_WINDOW_BYTES // BLOCK_BYTES, capacity // WINDOW_SHARE)
+        self._rest: OrderedDict[int, None] = OrderedDict()
+        self._mixtures: dict[int, _Mixture] = {}
+        self._hot = HotSet()
+        self._expert_blocks, self._expert_room = 0, capacity
+        self._evictions = 0  # of experts, and of the rest
+
+    def replay(self, first: Ids, count: Ids) -> Ids:
+        """Returns the hit blocks of each run."""
+        files, blocks = self._places.locate(first)
+        hits = np.zeros(len(first), np.int64)
+        runs = zip(first.tolist(), files.tolist(), blocks.tolist(), count.tolist(), strict=True)
+        for index, (start, file, block, length) in enumerate(runs):
+            space = self._spaces.get(file)
+            hits[index] = self._run(space or self._begin(file), file, start, block, block + length)
+        return hits
+
+    def _begin(self, file: int) -> Space:
+        """Takes a file in."""
+        known = self._known.get(file)
+        size = max(known.size_bytes if known else 0, self._places.end_of(file) * BLOCK_BYTES)
+        header = None if known is None else self._models.header(known)
+        experts = None if known is None else self._models.experts(known)
+        extent_bytes = extent_bytes_for(size, large=SMALL_EXTENT if experts else LARGE_EXTENT)
+        kind = "loop" if known is None or size > LEAST_LOOP_BYTES else "hot"
+        kind = "paged" if extent_bytes > LARGEST_EXTENT else kind
+        count = -(-size // extent_bytes)
+        self.core.space(str(file), extent_bytes, [(size, 0, count)], kind)
+        space = self._spaces[file] = self.core.spaces[str(file)]
+        if kind != "loop" or known is None:
+            return space
+        if header is not None:
+            guess = first_guess(header.regions(), header.header_bytes, extent_bytes, count, experts is not None)
+            self.core.guess(str(file), *([(extent, extent + 1) for extent in part] for part in guess))
+        if experts is not None:
+            first = max((mixture.first + mixture.experts.count for mixture in self._mixtures.values()), default=0)
+            self._mixtures[file] = _Mixture(file, experts[1], first)
+        return space
+
+    def _run(self, space: Space, file: int, start: int, block: int, end: int) -> int:
+        """The hits of one run, whose first block has the id `start`."""
+        hits, size = 0, space.extent_bytes // BLOCK_BYTES
+        while block < end:
+            extent = block // size
+            until = min(end, (extent + 1) * size)
+            if not space.single[extent]:
+                hits += self._visit(space, extent, start, block, until)
+            elif file in self._mixtures:
+                until, found = self._slice(self._mixtures[file], space, extent, start, block, until)
+                hits += found
+            else:
+                hits += self._page(space, extent, start, until - block)
+            start += until - block
+            block = until
+        return hits
+
+    def _visit(self, space: Space, extent: int, start: int, first: int, end: int) -> int:
+        """The hits among the blocks first .. end - 1, all of one extent of what loops, or may be found to loop."""
+        key = id(space), extent
+        visit = self._visits.get(key)
+        if visit is None:
+            visit = self._visits[key] = [first, end, self.core.reference(space.key, extent) == HIT]
+            self._visited += end - first
+            self._shrink()
+            again = 0
+        else:
+            self._visits.move_to_end(key)
+            again = max(0, min(end, visit[1]) - max(first, visit[0]))
+            before = visit[1] - visit[0]
+            visit[0], visit[1] = min(first, visit[0]), max(end, visit[1])
+            self._visited += visit[1] - visit[0] - before
+        if visit[2]:
+            return end - first
+        if not space.learner.looping:
+            return self._keep(start, end - first)
+        if self._rest:  # read before it was known to loop
+            for page in range(start, start + end - first):
+                again += self._rest.pop(page, page) is None
+        return min(again, end - first)
+
+    def _shrink(self) -> None:
+        while self._visited > self._window and len(self._visits) > 1:
+            _, (first, end, _) = self._visits.popitem(last=False)
+            self._visited -= end - first
+
+    def _page(self, space: Space, extent: int, start: int, length: int) -> int:
+        hits = self._keep(start, length)
+        if hits < length:
+            self.core.page(space.key, extent, length - hits)
+        return hits
+
+    def _keep(self, start: int, length: int) -> int:
+        """The hits among pages that nobody steers; they are kept as those used last."""
+        rest, hits = self._rest, 0
+        for page in range(start, start + length):
+            if page in rest:
+                hits += 1
+                rest.move_to_end(page)
+            else:
+                rest[page] = None
+        if hits < length:
+            self._trim()
+        return hits
+
+    def _trim(self) -> None:
+        room = max(0, self._capacity - self.core.held_blocks - self._expert_blocks)
+        while len(self._rest) > room:
+            self._rest.popitem(last=False)
+            self._evictions += 1
+
+    # Experts
+
+    def _slice(self, mixture: _Mixture, space: Space, extent: int, start: int, block: int, until: int) -> tuple[int, int]:
+        """Where the part of a slice, or of what is none, that begins at `block` ends, at most at `until`; and its hits."""
+        experts, offset = mixture.experts, block * BLOCK_BYTES
+        number = bisect_right(experts.starts, offset) - 1
+        if number < 0 or offset >= experts.starts[number] + experts.sizes[number]:
+            if number + 1 < len(experts.starts):
+                until = min(until, max(block + 1, experts.starts[number + 1] // BLOCK_BYTES))
+            return until, self._page(space, extent, start, until - block)
+        until = min(until, max(block + 1, (experts.starts[number] + experts.sizes[number]) // BLOCK_BYTES))
+        expert = experts.expert_of[number]
+        use = mixture.uses.get(expert)
+        if use is None or block < use.ends.get(number, 0):
+            use = mixture.uses[expert] = _Use(self._used(mixture, expert))
+        use.ends[number] = until
+        return until, (until - block) * use.hit
+
+    def _used(self, mixture: _Mixture, expert: int) -> bool:
+        """Whether an expert that is used is there; it is from then on."""
+        key = mixture.first + expert
+        hit = key in self._hot
+        self._hot.use(key)
+        if not hit:
+            self._hot.keep(key)
+            self._expert_blocks += _blocks(mixture, expert)
+            self._trim_experts()
+        return hit
+
+    def _trim_experts(self) -> None:
+        while self._expert_blocks > self._expert_room and (key := self._hot.least()) is not None:
+            mixture = next(one for one in self._mixtures.values() if one.first <= key < one.first + one.experts.count)
+            self._hot.drop(key)
+            self._expert_blocks -= _blocks(mixture, key - mixture.first)
+            self._evictions += _blocks(mixture, key - mixture.first)
+        self._trim()
+
+    def _planned(self) -> None:
+        """Experts have what loops leave."""
+        shares = [space.share for space in self.core.spaces.values()]
+        taken = sum(share.pinned_bytes + share.window_bytes for share in shares) // BLOCK_BYTES
+        self._expert_room = max(0, self._capacity - taken)
+        self._trim_experts()
+
+    @property
+    def evictions(self) -> int:
+        """Blocks that have left."""
+        return self.core.evicted_blocks + self._evictions
+
+    def resident(self) -> Ids:
+        """Returns the ids of the blocks that are held, ascending."""
+        self._trim()
+        held = _ids_held(self.core, self._places, {(str(file), 0): file for file in self._spaces})
+        for mixture in self._mixtures.values():
+            for expert in range(mixture.experts.count):
+                if mixture.first + expert in self._hot:
+                    for offset, size in mixture.experts.ranges(expert):
+                        ends = offset // BLOCK_BYTES, -(-(offset + size) // BLOCK_BYTES)
+                        held.append(self._places.within(mixture.file, *ends))
+        return _sorted([*held, np.fromiter(self._rest, np.int64)])
+
+
+def _blocks(mixture: _Mixture, expert: int) -> int:
+    return -(-mixture.experts.bytes_of(expert) // BLOCK_BYTES)
+
+
+def _ids_held(core: Steering, places: Places, files: dict[tuple[str, int], int]) -> list[Ids]:
+    found = []
+    for space in core.spaces.values():
+        for extent in space.held:
+            part = space.part_of(extent)
+            first = (extent - part.base) * space.extent_bytes // BLOCK_BYTES
+            found.append(places.within(files[space.key, part.base], first, first + space.blocks(extent)))
+    return found
+
+
+def _sorted(parts: list[Ids]) -> Ids:
+    """The ids in all `parts`, ascending, each once: a block may lie in two experts."""
+    return np.unique(np.concatenate([np.empty(0, np.int64), *parts]))
+
+
+def _damaged(what: str) -> DataError:
+    hint = "a log is replayed whole, from its first row: no slice, no concatenation; else it is damaged"
+    return DataError(f"provenance: not the access log of an arena mount: {what}", hint)

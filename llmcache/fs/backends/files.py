@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmcache.cache.extents import HUGE_BYTES, LEAST_MODEL_BYTES
+from llmcache.cache.extents import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.touches import PLACES, RUNS, Touches
@@ -362,7 +362,7 @@ class Files:
                 with contextlib.suppress(OSError):
                     status = os.stat(name, dir_fd=fd, follow_symlinks=False)
                     key = status.st_dev, status.st_ino
-                    large = status.st_size >= LEAST_MODEL_BYTES or key in self.by_key
+                    large = status.st_size >= LEAST_LOOP_BYTES or key in self.by_key
                     if stat.S_ISREG(status.st_mode) and large and status.st_dev == self._dev:
                         found[key] = (os.path.normpath(f"/{directory}/{name}"), status)
         for key in [key for key in self.by_key if key not in found]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
 from llmcache.cache.cursors import CURSOR_LIFE_NS
 from llmcache.cache.extents import SMALL_EXTENT
-from llmcache.cache.order import Pass
+from llmcache.cache.loops import Pass
 from llmcache.fs.backends.base import Backend, BufferPool, Holder, KernelNotifier
 from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.backends.holders import ArenaHolder, PinService, SteerHolder

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmcache.cache.cursors import CursorTable
-from llmcache.cache.learning import LoopLearner
-from llmcache.cache.order import LoopOrder, Pass
+from llmcache.cache.loops import LoopLearner, LoopOrder, Pass
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Region

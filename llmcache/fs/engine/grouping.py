@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llmcache.cache.extents import (
     EXTENTS_MAX,
-    LARGE_FILE_BYTES,
     LARGEST_EXTENT,
-    LEAST_MODEL_BYTES,
+    LEAST_LOOP_BYTES,
     SMALL_EXTENT,
     extent_bytes_for,
+    first_guess,
 )
 from llmcache.errors import DataError
 from llmcache.fs.backends.base import Region
@@ -85,7 +85,7 @@ class Grouping:
         again = self._again(backing)
         if again is not None:
             return again
-        if backing.writable or backing.size <= LEAST_MODEL_BYTES:
+        if backing.writable or backing.size <= LEAST_LOOP_BYTES:
             return self._adopted(backing, None)
         with self._parsing:
             return self._again(backing) or self._adopted(backing, self._header_of(backing))
@@ -164,7 +164,7 @@ class Grouping:
         group = Group(next(self._keys), members, extent_bytes, None)
         group.written, group.paged = written, paged
         group.first = not written and not paged and any(matches(name, self.pinned) for name, _ in files)
-        if written or paged or (header is None and total < LARGE_FILE_BYTES and not group.first):
+        if written or paged or (header is None and total <= LEAST_LOOP_BYTES and not group.first):
             group.status = bytearray([SINGLE]) * group.count
             if not written and not paged:
                 group.hot = set(range(group.count))
@@ -228,26 +228,17 @@ class Grouping:
 
     def _guess(self, group: Group, member: Member, header: Header) -> None:
         """Takes over what the header says: hot and row extents are single, the rest loops; all of it if it is pinned."""
-        single = bytearray(member.count)
-        for region in header.regions:
-            if group.first or (region.role == "loop" and not (region.sparse and header.experts is not None)):
-                continue
-            first = -(-region.first_byte // group.extent_bytes)
-            for extent in range(first, region.end // group.extent_bytes):
-                single[extent] = 1
-        header_end = 0 if group.first else -(-header.size_bytes // group.extent_bytes)
-        singles = [member.base + index for index in range(member.count) if single[index]]
-        hot = [extent for extent in singles if extent < member.base + header_end]
-        for extent in singles:
+        guess = first_guess(header.regions, header.size_bytes, group.extent_bytes, member.count, header.experts is not None)
+        single, hot, order = ([member.base + extent for extent in part] for part in guess)
+        if group.first:
+            single, hot = [], []
+        for extent in single:
             group.set_state(extent, SINGLE)
         group.hot.update(hot)
         if header.experts is not None and not group.first:
             self.state.mixtures.begin(group, member, header.experts)
-        size = group.extent_bytes
-        computed = [range(part.first_byte // size, -(-part.end // size)) for part in header.regions]
-        order = list(dict.fromkeys(member.base + index for extents in computed for index in extents))
         group.believe(order)
-        self.state.references.guessed(group, singles, hot, order)
+        self.state.references.guessed(group, single, hot, order)
 
     def dissolve(self, group: Group) -> None:
         """Forgets a group and leaves what the kernel may hold of it to the evictor. Lock held."""

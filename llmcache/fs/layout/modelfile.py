@@ -172,8 +172,8 @@ def _companion_bytes(path: str) -> int:
     return sum(file.stat().st_size for file in found)
 
 
-class TensorNames:
-    """Gives the tensors of a file of a trace, called with it: header first, then in the order of their bytes.
+class ModelHeaders:
+    """What is known of the models among the files of a trace: see `llmcache.cache.models.Models`.
 
     A file of the trace is looked at if it is where it was, with the size (and the inode, if the trace has it) that it
     had. `models` are taken for the files of the trace with their name, or else their size, wherever they are now.
@@ -194,17 +194,18 @@ class TensorNames:
         self._read: dict[int, ModelLayout | None] = {}
 
     def __call__(self, file: TraceFile) -> tuple[Tensor, ...]:
-        """Returns the tensors of `file`; nothing if it is no model, or not on this disk as it was."""
-        layout = self._layout(file)
+        """Returns the tensors of `file`, its header first; nothing if it is no model, or not on this disk as it was."""
+        layout = self.header(file)
         return () if layout is None else (Tensor("header", 0, layout.header_bytes, ""), *layout.tensors)
 
     def experts(self, file: TraceFile) -> tuple[str, Experts] | None:
         """Returns the path of the model, with a * for the number of the shard that `file` is, and the experts in `file`."""
-        layout = self._layout(file)
+        layout = self.header(file)
         experts = None if layout is None else Experts(layout)
         return (_all_shards(file.path), experts) if experts is not None and experts.count else None
 
-    def _layout(self, file: TraceFile) -> ModelLayout | None:
+    def header(self, file: TraceFile) -> ModelLayout | None:
+        """Returns what the header of `file` says."""
         if file.id in self._given:
             return self._given[file.id]
         if file.id not in self._read:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.order import LoopOrder, Pass, PassRecorder
+from llmcache.cache.loops import LoopOrder, Pass, PassRecorder
 
 
 @st.composite
