@@ -240,7 +240,6 @@ class BlockStore:
         """Keeps what the fingerprint `model` stands for, for those who list the directory. OSError."""
         path = self.directory / model / "model.json"
         if not path.exists():
-            path.parent.mkdir(mode=0o700, exist_ok=True)
             with self._written(path.parent, [json.dumps(told, indent=1).encode()]) as temporary:
                 os.replace(temporary, path)
 
@@ -255,7 +254,6 @@ class BlockStore:
             raise EnvironmentProblem(f"{key.file}: {format_size(size)} do not fit the limit")
         directory = self.directory / key.model
         try:
-            directory.mkdir(mode=0o700, exist_ok=True)
             self._make_room(size)
             with self._written(directory, parts) as temporary, self._locked() as account:
                 if account.used_bytes + size > self.limit_bytes:
@@ -275,7 +273,8 @@ class BlockStore:
     def _written(self, directory: Path, parts: Iterable[Bytes | bytes]) -> Iterator[Path]:
         """A new file in `directory` that holds `parts`, on the disk and locked; gone afterwards unless renamed."""
         temporary, at = directory / f"new-{secrets.token_hex(8)}.tmp", 0
-        with self._locked():  # who sweeps sees it locked, or not at all
+        with self._locked():  # who sweeps, or forgets a model without blocks, sees it locked, or not at all
+            directory.mkdir(mode=0o700, exist_ok=True)
             raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 raw.lock()
