@@ -28,7 +28,7 @@ def kv_policies() -> Iterable[str]:
 
 def kv_tasks() -> Iterable[str]:
     """Tasks of `kv bench`; a test compares them with the table, which loads numpy."""
-    return ("passkey", "recall", "needle", "chain")
+    return ("passkey", "recall", "needle", "variables", "common", "frequent", "loss", "chain")
 
 
 def edram_models() -> Iterable[str]:
