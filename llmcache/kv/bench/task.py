@@ -105,8 +105,8 @@ class Candidate:
 
 
 @dataclass
-class _Seen:
-    """Answers of one candidate so far."""
+class Told:
+    """Answers of one candidate so far; `losses` and `divergences` as in a `TaskRow`."""
 
     right: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
@@ -116,6 +116,7 @@ class _Seen:
     divergences: list[float] = field(default_factory=list)
 
     def add(self, right: Right, full: Right, depths: Sequence[float] | None) -> None:
+        """Adds which answers [contexts, n] are right, of this candidate and with the full cache."""
         self.right += right.sum(1).tolist()
         self.asked += [right.shape[1]] * len(right)
         self.kept += (right & full).sum(1).tolist()
@@ -128,6 +129,7 @@ class _Seen:
         self.divergences.append(float((np.exp(full) * (full - said)).sum(1, dtype=np.float64).mean()))
 
     def answers(self) -> Answers:
+        """Returns them together."""
         return Answers(tuple(self.right), tuple(self.asked), tuple(self.depths) or None, tuple(self.kept))
 
 
@@ -167,60 +169,71 @@ def _rows(
     setup: TaskSetup, subject: Subject, context: int, directory: Path, texts: list[str], progress: Progress
 ) -> Iterator[TaskRow]:
     everyone = candidates(setup)
-    seen, attention, ids = _asked(setup, subject, context, directory, everyone, texts, progress)
+    told = answered(setup, subject, context, directory, everyone, texts, progress)
+    first = next(_probes(setup, subject, context))
+    attention = _attention(setup, subject, first, directory, everyone)
     progress(f"{context} tokens: generating")
-    timed = _timed(setup, subject, ids, directory, everyone)
+    timed = _timed(setup, subject, first.ids[:1], directory, everyone)
     for one, (speed, memory, moved, spilled_bytes) in zip(everyone, timed, strict=True):
         yield TaskRow(
-            one.policy, one.title, context, one.budget, seen[one].answers(), speed, memory,
+            one.policy, one.title, context, one.budget, told[one].answers(), speed, memory,
             {
                 f"{source} to {target}, {why}": size / speed.steps
                 for (source, target, why), size in sorted(moved.moved_bytes.items())
             },
             spilled_bytes=spilled_bytes, hit_ratio=moved.hit_ratio, attention=attention.get(one),
-            losses=tuple(seen[one].losses) or None, divergences=tuple(seen[one].divergences) or None,
+            losses=tuple(told[one].losses) or None, divergences=tuple(told[one].divergences) or None,
         )  # fmt: skip
 
 
-def _asked(
+def answered(
     setup: TaskSetup, subject: Subject, context: int, directory: Path, everyone: Sequence[Candidate], texts: list[str],
-    progress: Progress,
-) -> tuple[dict[Candidate, _Seen], dict[Candidate, Attention], Any]:  # fmt: skip
-    """Answers and attention of every candidate, and the first context [1, tokens]; adds where texts are from to `texts`."""
-    from llmcache.kv.bench.subject import Prompt, ask, follow, watch
+    progress: Progress = lambda _: None,
+) -> dict[Candidate, Told]:  # fmt: skip
+    """Returns what every candidate answers, transformers' own cache being the first; adds to `texts` where they are from."""
+    from llmcache.kv.bench.subject import Prompt, ask, follow
 
     model = subject.model
-    seen = {one: _Seen() for one in everyone}
-    attention: dict[Candidate, Attention] = {}
-    first: Any = None
+    told = {one: Told() for one in everyone}
     for number, asked in enumerate(_probes(setup, subject, context)):
         read = Prompt(model, asked.ids)
-        first = asked.ids[:1] if first is None else first
         texts += [asked.source] if isinstance(asked, Text) else []
         full: Any = None
-        for one in everyone:  # transformers' own first
+        for one in everyone:
             progress(f"{context} tokens, part {number + 1}: {one.title} {one.budget or ''}")
             with one.cache(model, setup, directory) as cache:
                 read.give(cache)
                 said: Any = follow(model, cache, asked) if isinstance(asked, Text) else ask(model, cache, asked)
             full = said if full is None else full
             if isinstance(asked, Text):
-                seen[one].add_text(said, full, asked.following[0, 1:])
+                told[one].add_text(said, full, asked.following[0, 1:])
             else:
-                seen[one].add(said, full, asked.depths if isinstance(asked, Probe) else None)
-        if number == 0:
-            few = _few(asked)
-            again = Prompt(model, few.ids)
-            for one in everyone:
-                if one.policy == STOCK:
-                    continue
-                with one.cache(model, setup, directory) as cache:
-                    again.give(cache)
-                    watched = watch(cache)
-                    follow(model, cache, few) if isinstance(few, Text) else ask(model, cache, few)
-                if watched.recalls:
-                    attention[one] = Attention(float(np.mean(watched.recalls)), float(np.mean(watched.masses)))
-    return seen, attention, first
+                told[one].add(said, full, asked.depths if isinstance(asked, Probe) else None)
+    return told
+
+
+def _attention(
+    setup: TaskSetup, subject: Subject, asked: Asked, directory: Path, everyone: Sequence[Candidate]
+) -> dict[Candidate, Attention]:
+    """What of the attention each candidate that chooses has chosen, for a few of the contexts."""
+    from llmcache.kv.bench.subject import Prompt, ask, follow, watch
+
+    few = _few(asked)
+    read = Prompt(subject.model, few.ids)
+    found: dict[Candidate, Attention] = {}
+    for one in everyone:
+        if one.policy == STOCK:
+            continue
+        with one.cache(subject.model, setup, directory) as cache:
+            read.give(cache)
+            watched = watch(cache)
+            if isinstance(few, Text):
+                follow(subject.model, cache, few)
+            else:
+                ask(subject.model, cache, few)
+        if watched.recalls:
+            found[one] = Attention(float(np.mean(watched.recalls)), float(np.mean(watched.masses)))
+    return found
 
 
 def _few(asked: Asked) -> Asked:
