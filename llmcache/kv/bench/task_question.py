@@ -15,7 +15,7 @@ from llmcache.kv.bench.task_results import TaskBench
 from llmcache.kv.planning.plan import parse_context
 from llmcache.kv.tasks import RECALL_MODEL
 
-POLICIES = "icecache,quest,h2o,window"
+POLICIES = "mass,icecache,quest,h2o,window"
 BUDGETS = "64,128,256"
 CONTEXTS = "4k"
 MODELS = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3": "gemma-3-270m-q4_k_m.gguf"}
