@@ -122,7 +122,7 @@ def command(
       llmcache kv bench --flips 2drp
       llmcache kv bench --task passkey --policy icecache,quest --plot run.html
       llmcache kv bench --task needle --model ~/Llama-3.1-8B --context 32k
-      llmcache kv bench --task loss --model smollm2 --cases 8 --policy mass,oracle,icecache
+      llmcache kv bench --task loss --model smollm2 --policy mass,oracle
     """
     from llmcache.kv.bench.question import Options
     from llmcache.report import files, kv_plot
