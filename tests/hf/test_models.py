@@ -48,7 +48,7 @@ def said(name: str, cache: Any, ids: Any, steps: int) -> tuple[list[int], torch.
 @pytest.mark.parametrize("name", MODELS)
 def test_a_budget_of_the_context_changes_no_bit(name: str, tmp_path: Path) -> None:
     expected = said(name, stock(model(name)), prompt(name), 6)
-    with SpillCache(model(name).config, token_budget=2 * TOKENS, path=tmp_path, cpu_pages=8, threads=1) as cache:
+    with SpillCache(model(name).config, "mass", token_budget=2 * TOKENS, path=tmp_path, cpu_pages=8, threads=1) as cache:
         got = said(name, cache, prompt(name), 6)
     assert got[0] == expected[0] and torch.equal(got[1], expected[1])
 
@@ -57,14 +57,14 @@ def test_a_budget_of_the_context_changes_no_bit(name: str, tmp_path: Path) -> No
 def test_a_conversation_that_was_saved_goes_on_after_a_kill(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"token_budget": 96, "threads": 1}
     path = tmp_path / "talk.kv"
-    cache = SpillCache(model(name).config, path=path, **options)
+    cache = SpillCache(model(name).config, "mass", path=path, **options)
     tokens, _ = said(name, cache, prompt(name), 5)
     cache.save()
     crash(cache.store)
-    with SpillCache.restore(model(name), path, **options) as again:
+    with SpillCache.restore(model(name), path, "mass", **options) as again:
         assert again.get_seq_length() == TOKENS + 4
         rest, _ = said(name, again, np.array([tokens[-1:]]), 5)
-    with SpillCache(model(name).config, **options) as cache:
+    with SpillCache(model(name).config, "mass", **options) as cache:
         assert said(name, cache, prompt(name), 10)[0] == [*tokens, *rest]
 
 
