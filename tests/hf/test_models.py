@@ -69,7 +69,7 @@ def test_a_conversation_that_was_saved_goes_on_after_a_kill(name: str, tmp_path:
 
 
 def test_a_text_is_read_with_each_cache(tmp_path: Path) -> None:
-    words = ["--model", "smollm2", "--task", "loss", "--context", "300", "--policy", "mass,window", "--budget", "48"]
+    words = ["--model", "smollm2", "--task", "loss", "--context", "200", "--policy", "mass,window", "--budget", "48"]
     few = ["--cases", "1", "--steps", "1", "--threads", "1", "--path", str(tmp_path), "--json"]
     result = CliRunner().invoke(cli.app, ["kv", "bench", *words, *few], catch_exceptions=False)
     assert result.exit_code == 0

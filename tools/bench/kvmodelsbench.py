@@ -110,7 +110,8 @@ def kept(told: Sequence[Mapping[Candidate, Told]], budget: int) -> float:
 
 def _row(one: Candidate, told: Told, full: Told) -> dict[str, Any]:
     answers = told.answers()
-    row = {"policy": one.policy, "budget": one.budget, "right": answers.right, "asked": answers.asked, "kept": answers.kept}
+    row: dict[str, Any] = {"policy": one.policy, "budget": one.budget, "right": answers.right, "asked": answers.asked}
+    row["kept"] = answers.kept
     if told.losses:
         row |= {"losses": told.losses, "divergences": told.divergences, "divergence": mean_of(told.divergences)}
         row["above"] = mean_of([one - other for one, other in zip(told.losses, full.losses, strict=True)])

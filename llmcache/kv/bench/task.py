@@ -124,7 +124,7 @@ class Told:
 
     def add_text(self, said: Floats, full: Floats, true: Ids) -> None:
         """Adds log p [n, vocabulary] of the tokens `true` [n] of a text; `full`: those of the full cache."""
-        self.add(*(side.argmax(1)[None] == true for side in (said, full)), None)
+        self.add(said.argmax(1)[None] == true, full.argmax(1)[None] == true, None)
         self.losses.append(-float(said[np.arange(len(true)), true].mean(dtype=np.float64)))
         self.divergences.append(float((np.exp(full) * (full - said)).sum(1, dtype=np.float64).mean()))
 
