@@ -1,7 +1,7 @@
 """Test tiers: a test that this machine cannot run is skipped with the reason, or fails where its tier is required.
 
-Tiers are markers: mount, llama, server, redis, transformers, cgroup, bpf, and the names of models (smollm2, gemma) and
-programs (clang, zsh) that a test runs. What brings a tier that is missing is said in one line at the end.
+Tiers are markers: mount, llama, server, redis, transformers, models, cgroup, bpf, and the names of models (smollm2, gemma)
+and programs (clang, zsh) that a test runs. What brings a tier that is missing is said in one line at the end.
 LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
 """
 
@@ -87,6 +87,13 @@ def _transformers_problem() -> str | None:
     return f"not installed: {', '.join(missing)}" if missing else None
 
 
+def _models_problem() -> str | None:
+    missing = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
+    absent = [str(path) for path in (SMOLLM2, GEMMA) if not path.exists()]
+    told = [f"not installed: {', '.join(missing)}"] if missing else [f"{path} is not there" for path in absent]
+    return _transformers_problem() or ("; ".join(told) or None)
+
+
 def _cgroup_problem() -> str | None:
     if os.geteuid() != 0:
         return "cgroups can be made by root only"
@@ -123,6 +130,7 @@ PROBLEMS: dict[str, Callable[[], str | None]] = {
     "redis": functools.cache(_redis_problem),
     "smollm2": _without(SMOLLM2),
     "gemma": _without(GEMMA),
+    "models": _models_problem,
     "transformers": functools.cache(_transformers_problem),
     "cgroup": functools.cache(_cgroup_problem),
     "bpf": functools.cache(_bpf_problem),
@@ -136,6 +144,7 @@ CURES = {
     "redis": "apt-get install redis-tools",
     "smollm2": "tools/test fetches it",
     "gemma": "tools/test fetches it",
+    "models": "tools/test fetches them, and installs what reads them",
     "transformers": "tools/test installs it",
     "cgroup": "run as root, where /sys/fs/cgroup can be written",
     "bpf": "apt-get install libbpf1, and run as root on Linux 6.12 or later",

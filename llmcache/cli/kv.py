@@ -51,13 +51,15 @@ def command(context: click.Context) -> None:
 @click.option(
     "--policy",
     type=types.NameType(table="llmcache.kv.policies:POLICIES"),
-    help="Policies [default: full,h2o,prefetch,leoam,hillinfer; with --task: icecache,quest,h2o,window].",
+    help="Policies [default: full,h2o,prefetch,leoam,hillinfer; with --task: mass,icecache,quest,h2o,window].",
 )
 @click.option(
     "--task",
-    type=types.NameType("passkey", "recall", "needle", "chain", several=False),
+    type=types.NameType(
+        "passkey", "recall", "needle", "variables", "common", "frequent", "loss", "chain", several=False
+    ),
     metavar="TASK",
-    help="Instead: answers of a real model: passkey, recall, needle or chain.",
+    help="Instead: answers of a real model: passkey, recall, needle, variables, common, frequent or chain; or its loss.",
 )
 @click.option(
     "--profile",
@@ -69,7 +71,7 @@ def command(context: click.Context) -> None:
 @click.option(
     "--model",
     type=types.FILE,
-    help="A config.json, or Qwen-7B …; measured are keys and values of its shape. With --task, --flips: a directory.",
+    help="A config.json, or Qwen-7B …, a shape. With --task: smollm2, gemma3, a directory or .gguf; --flips: a directory.",
 )
 @click.option("--context", metavar="TOKENS", help="Tokens of each sequence [default: 32k; with --task: 4k, also 1k,4k].")
 @click.option(
@@ -160,6 +162,7 @@ def bench_command(
       llmcache kv bench --flips 2drp
       llmcache kv bench --task passkey --policy icecache,quest --plot run.html
       llmcache kv bench --task needle --model ~/Llama-3.1-8B --context 32k
+      llmcache kv bench --task loss --model smollm2 --policy mass,oracle
     """
     from llmcache.kv.bench.question import Options
     from llmcache.report import kv_bench

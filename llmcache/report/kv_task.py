@@ -19,7 +19,7 @@ from rich.table import Table
 
 from llmcache import __version__
 from llmcache.kv.bench import task_question
-from llmcache.kv.bench.task_results import DECODING, LOADING, PARTS, QUERY, UPDATE, TaskBench, TaskRow
+from llmcache.kv.bench.task_results import DECODING, LOADING, PARTS, QUERY, UPDATE, TaskBench, TaskRow, mean_of
 from llmcache.report import theme
 from llmcache.report.html import Block, Cell, Facts, Section, html_page
 from llmcache.report.html import Table as PageTable
@@ -271,17 +271,22 @@ def facts(bench: TaskBench) -> list[tuple[str, str]]:
 
 def answers_table(bench: TaskBench, context: int) -> Table:
     """Answers, attention and memory at a context."""
+    losses = ["loss above full", "divergence"] if bench.stock(context).losses else []
     made = plain_table(
-        "cache", "right", "questions", "top-k found", "attention", "KV in memory", "of full", "index", "spilled"
-    )
+        "cache", *losses, "right", "of full's", "questions", "top-k found", "attention", "KV in memory", "of full", "index",
+        "spilled",
+    )  # fmt: skip
     full = bench.stock(context).memory.kv_bytes
     for row in bench.at(context):
-        made.add_row(row.name, *_answers(row, full))
+        nats = (bench.above(row), row.divergences and mean_of(row.divergences))
+        told = [f"{one[0]:.4f} ± {one[1]:.4f}" for one in nats if one]
+        made.add_row(row.name, *told, *_answers(row, bench.kept(row), full))
     return made
 
 
-def _answers(row: TaskRow, full_bytes: int) -> Iterator[str]:
+def _answers(row: TaskRow, kept: float | None, full_bytes: int) -> Iterator[str]:
     yield f"{row.answers.share:.1%} ± {row.answers.error:.1%}"
+    yield "-" if kept is None else f"{kept:.1%}"
     yield f"{row.answers.questions}"
     yield "-" if row.attention is None else f"{row.attention.recall:.1%}"
     yield "-" if row.attention is None else f"{row.attention.mass:.1%}"

@@ -75,6 +75,8 @@ KV_LOOKS: dict[str, Look] = {
     "prefetch": Look("#cc79a7", (0, (3, 1, 1, 1)), "v", 1.8),
     "leoam": Look("#009e73", (0, (1, 1)), "D", 1.8),
     "hillinfer": Look("#0072b2", "-", "o", 2.4, 5),
+    "mass": Look("#117733", "-", "*", 2.4, 7),
+    "oracle": Look("#5c636d", (0, (1, 3)), "h", 1.8),
     "icecache": Look("#56b4e9", "-", "P", 2.4, 6),
     "quest": Look("#e69f00", (0, (4, 1)), "p", 1.8),
     "window": Look("#882255", (0, (2, 1)), "<", 1.8),

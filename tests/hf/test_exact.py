@@ -21,7 +21,7 @@ def test_a_batch_with_padding(family: str, policy: str) -> None:
     check_same(*both(tiny(family), whole(policy), lambda model, cache: generate(model, cache, prompt())))
 
 
-@pytest.mark.parametrize("policy", ["window", "h2o", "prefetch", "leoam", "quest", "icecache"])
+@pytest.mark.parametrize("policy", ["window", "h2o", "prefetch", "leoam", "quest", "icecache", "mass", "oracle"])
 def test_other_policies(policy: str) -> None:
     check_same(*both(tiny("qwen2"), whole(policy), lambda model, cache: generate(model, cache, prompt())))
 
@@ -118,7 +118,7 @@ def test_a_small_budget_is_no_exact_attention() -> None:
     assert float((expected.logits[1] - got.logits[1]).abs().max()) > 0.01
 
 
-@pytest.mark.parametrize("policy", ["hillinfer", "h2o", "leoam"])
+@pytest.mark.parametrize("policy", ["hillinfer", "h2o", "leoam", "mass", "oracle"])
 def test_padding_never_takes_the_place_of_a_token(policy: str) -> None:
     """All tokens that are none fit the budget, so all are chosen; in which order they are added up differs by rounding."""
 

@@ -20,7 +20,7 @@ from llmcache.errors import UsageError
 from llmcache.kv.transformers import SpillCache, disable, enable
 from tests.hf.tiny_models import VOCABULARY, both, check_same, generate, prompt, single, stock, tiny, whole
 
-POLICIES = ["hillinfer", "h2o", "quest", "leoam", "icecache"]
+POLICIES = ["hillinfer", "h2o", "quest", "leoam", "icecache", "mass"]
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from llmcache.kv.policies import POLICIES, PolicySettings, policy_class
 from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.policies.hillinfer import HillInferSettings
 from llmcache.kv.policies.leoam import LeoAMSettings
+from llmcache.kv.policies.mass import MassSettings
+from llmcache.kv.policies.oracle import RULES, OracleSettings
 from llmcache.kv.policies.prefetch import PrefetchSettings, largest_channels
 from llmcache.kv.tiers import KvStore, Selection
 from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, PAGE, Array, Case, Run, running, variants
@@ -409,3 +411,36 @@ def test_a_dead_device_is_told_of_and_a_new_one_goes_on(hie: bool, tmp_path: Pat
             run.policy.select(0, run.queries(0))
         run.store.restart_device()
         np.testing.assert_array_equal(run.policy.select(0, run.queries(0)).positions, wanted)
+
+
+@pytest.mark.parametrize("first", [0, 2 * PAGE])
+@pytest.mark.parametrize("case", variants(CASE), ids=lambda case: f"batch{case.batch}-heads{case.heads}")
+def test_mass_is_the_weight_of_softmax_over_everything(case: Case, first: int, tmp_path: Path) -> None:
+    """From an index and from what is attended in any case, it is what the oracle finds by a look at all keys."""
+    exact = MassSettings(alpha=0.5, scorer="exact")
+    made = {"mass": exact, "oracle": OracleSettings(alpha=0.5), "rounded": MassSettings(alpha=0.5)}
+    found = {}
+    for name, settings in made.items():
+        (tmp_path / name).mkdir()
+        with running(name.replace("rounded", "mass"), settings, case, tmp_path / name, first) as run:
+            found[name] = [selection.positions for _ in range(6) for selection, _ in run.step()]
+    for mass, oracle, rounded in zip(found["mass"], found["oracle"], found["rounded"], strict=True):
+        np.testing.assert_array_equal(mass, oracle)
+        rows = (side.reshape(-1, mass.shape[2]) for side in (mass, rounded))
+        assert np.mean([len(np.intersect1d(*pair)) for pair in zip(*rows, strict=True)]) > 0.95 * mass.shape[2]
+
+
+@pytest.mark.parametrize("by", RULES)
+def test_the_oracle_finds_what_a_sort_would(by: str, tmp_path: Path) -> None:
+    with running("oracle", OracleSettings(alpha=0.5, by=by), CASE, tmp_path) as run:
+        queries, middle = run.queries(0).reshape(1, KV_HEADS, -1, 16), run.store.middle
+        found = run.policy.select(0, run.queries(0)).positions
+        logits = np.einsum("bhgd,bhtd->bhgt", queries, run.keys[0]) / 4
+        weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        scores = (weights.sum(2) if by == "mass" else logits.max(2))[..., middle.start * PAGE : middle.stop * PAGE]
+        best = np.sort(np.argsort(-scores, -1)[..., : found.shape[2]], -1) + middle.start * PAGE
+        np.testing.assert_array_equal(found, best)
+    with pytest.raises(UsageError, match="by: 'luck'"):
+        OracleSettings(by="luck")
+    with pytest.raises(UsageError, match="scorer: 'dci'"):
+        MassSettings(scorer="dci")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 import numpy as np
@@ -13,14 +17,15 @@ import pytest
 from click.testing import CliRunner
 
 from llmcache import cli
-from llmcache.errors import DataError, LlmcacheError, UsageError
+from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.kv.bench.question import Options
 from llmcache.kv.bench.task import Candidate, TaskSetup, candidates
 from llmcache.kv.bench.task_question import TaskOptions, setup_of
 from llmcache.kv.bench.task_results import STOCK, Answers, read_task
+from llmcache.kv.tasks.documents import documents
 from llmcache.kv.tasks.probes import DEPTHS, symbols
 from llmcache.kv.tasks.recall import FIRST_NOISE
-from llmcache.kv.tasks.texts import RECALLED, texts
+from llmcache.kv.tasks.texts import ASSIGNED, RECALLED, texts
 from llmcache.report import kv_task
 from tests.unit.task_parts import answers, bench, of_policies
 
@@ -90,8 +95,52 @@ def test_contexts_that_are_too_short_say_so() -> None:
         list(texts("recall", random(), 100, 1, letters, []))
     with pytest.raises(UsageError, match="not a task in English"):
         list(texts("chain", random(), 100, 1, letters, []))
-    with pytest.raises(UsageError, match="there is no 'sorting'"):
+    with pytest.raises(UsageError, match="--context: 50 tokens"):
+        list(texts("common", random(), 50, 1, letters, []))
+    with pytest.raises(UsageError, match="the recall model has no 'sorting'"):
         symbols("sorting", random(), 100, 1)
+
+
+def test_variables_are_asked_for_along_their_chain() -> None:
+    (probe,) = texts("variables", random(), 3000, 1, letters, [])
+    told, lead, *commas = ("".join(map(chr, side[0])) for side in (probe.ids, *probe.asked))
+    names = ["".join(map(chr, answer[0])).strip() for answer in probe.answers]
+    assert len(names) == ASSIGNED and commas == [","] * (ASSIGNED - 1) and probe.ids.shape == (1, 3000)
+    of = re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\. ", told)
+    assert len(of) == 2 * ASSIGNED
+    chain = [next(found for found in lead.split() if found.strip(".").isdecimal()).strip("."), *names]
+    assert all((name, before) in of for before, name in itertools.pairwise(chain))
+
+
+@pytest.mark.parametrize("task", ["common", "frequent"])
+def test_the_word_that_is_asked_for_comes_most(task: str) -> None:
+    for probe in texts(task, random(), 4000, 3, letters, [0]):
+        words = "".join(map(chr, probe.ids[0])).split("\n")[1].split()[:-1]  # the last may be cut
+        assert probe.ids.shape == (1, 4000) and "".join(map(chr, probe.answers[0][0])).strip() == mode(words)
+
+
+def test_texts_of_the_machine_are_from_different_packages_and_say_where_they_are_from(tmp_path: Path) -> None:
+    body = "".join(f"{number:07} " for number in range(400))
+    for number in range(3):
+        package = tmp_path / "doc" / f"package{number}"
+        package.mkdir(parents=True)
+        (package / "README").write_text(body)
+        (package / "NEWS.gz").write_bytes(gzip.compress(body.encode()))
+    (tmp_path / "man" / "man1").mkdir(parents=True)
+    (tmp_path / "man" / "man1" / "short.1.gz").write_bytes(gzip.compress(b"short"))
+    (tmp_path / "doc" / "README").write_bytes(b"\xff" * 4000)
+    found = list(documents(random(), 100, 3, letters, [0], tmp_path))
+    assert len({one.source.split("/")[-2] for one in found}) == 3
+    for one in found:
+        path, _, letter = one.source.partition(" from letter ")
+        read = gzip.decompress(Path(path).read_bytes()).decode() if path.endswith(".gz") else Path(path).read_text()
+        told = "".join(map(chr, [*one.ids[0, 1:], *one.following[0]]))
+        assert one.ids.shape == (1, 100) and one.following.shape == (1, 65) and one.ids[0, 0] == 0
+        assert read[int(letter) :].startswith(told)
+    again = list(documents(random(), 100, 3, letters, [0], tmp_path))
+    assert [one.source for one in again] == [one.source for one in found]
+    with pytest.raises(EnvironmentProblem, match="3 texts of 165 tokens, 4 are needed"):
+        list(documents(random(), 100, 4, letters, [], tmp_path))
 
 
 # Options

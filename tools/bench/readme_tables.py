@@ -164,6 +164,7 @@ TABLES: dict[str, Callable[[Document], str]] = {
     "demotime": bars_table,
     "edram": edram_table,
     "kv": bars_table,
+    "kvmodels": lambda document: bars_table(document, "measured, real models"),
     "kvanswers": lambda document: bars_table(document, "measured, recall model"),
     "kvindex": index_table,
     "kvpipeline": pipeline_table,

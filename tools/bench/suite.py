@@ -72,6 +72,7 @@ BENCHMARKS = (
         ("--repeat", "1"),
         quick=("--quick", "--repeat", "1", "--modes", "steer"),
     ),
+    Benchmark("kvmodels", "contexts on real models: loss, answers, time, memory", asked=True),
     Benchmark("testtime", "tools/test, ten times", quick=None, asked=True),
 )
 NAMES = tuple(one.name for one in BENCHMARKS)

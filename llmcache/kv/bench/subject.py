@@ -1,12 +1,14 @@
 """A model under measurement: what it answers, how long it takes, what is chosen, with any cache and all else the same.
 
 Answers: hillinfer.txt, section 4.3, figure 8 asks the same of its models on OpenBookQA, RTE, PIQA and COPA. Differs from
-the paper: one small model and generated tasks (`llmcache.kv.tasks`), since neither models nor data are downloaded. Needs
-torch and transformers.
+the paper: small models, generated tasks and texts that are on the machine (`llmcache.kv.tasks`). Needs torch and
+transformers.
 """
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -22,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from llmcache.errors import DataError, UsageError
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.bench.session import since, snapshot
 from llmcache.kv.bench.task_results import DECODING, LOADING, QUERY, UPDATE, Memory, Speed
 from llmcache.kv.pipeline import Timeline
@@ -31,7 +33,7 @@ from llmcache.kv.pipeline.timeline import EVALUATE, FETCH
 from llmcache.kv.pipeline.timeline import UPDATE as UPDATING
 from llmcache.kv.policies.base import Floats, KvPolicy
 from llmcache.kv.tasks import Chain, Questions
-from llmcache.kv.tasks.probes import Probe, probe_of
+from llmcache.kv.tasks.probes import Probe, Text, probe_of
 from llmcache.kv.tasks.recall import VOCABULARY
 from llmcache.kv.tiers import Selection, Traffic
 from llmcache.kv.transformers.attention import enable
@@ -41,28 +43,46 @@ from llmcache.kv.transformers.conversation import Call, Conversation, Output
 _STAGES = {QUERY: EVALUATE, LOADING: FETCH, UPDATE: UPDATING}
 
 
-def load_model(directory: str | Path) -> Any:
-    """Returns the model in `directory`, ready for a SpillCache; DataError if there is none."""
+def load_model(path: str | Path) -> Any:
+    """Returns the model in a directory, or in a GGUF file widened to float32, ready for a SpillCache.
+
+    DataError: there is none. EnvironmentProblem: what reads GGUF files is missing.
+    """
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype="auto")
+        model = AutoModelForCausalLM.from_pretrained(**_place(path), dtype=torch.float32 if _is_gguf(path) else "auto")
     except (OSError, ValueError) as error:
-        raise DataError(f"{directory}: not a model: {error}", "give a directory with config.json and weights") from error
+        raise DataError(f"{path}: not a model: {error}", "give a GGUF file, or a directory with config.json") from error
     return enable(model.eval())
 
 
-class Subject:
-    """An enabled model from a directory, on the gpu if torch sees one, and its tokenizer.
+def _is_gguf(path: str | Path) -> bool:
+    return Path(path).suffix == ".gguf"
 
-    `tokenizer`: None for the recall model, which has a language of its own. UsageError: there is no such directory.
-    DataError: there is no model in it, or no tokenizer.
+
+def _place(path: str | Path) -> dict[str, Any]:
+    """What tells transformers where a model is."""
+    if not _is_gguf(path):
+        return {"pretrained_model_name_or_path": path, "local_files_only": True}
+    if missing := [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]:
+        raise EnvironmentProblem(f"{path}: not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    parent, name = Path(path).parent, Path(path).name
+    return {"pretrained_model_name_or_path": parent, "gguf_file": name, "local_files_only": True}
+
+
+class Subject:
+    """An enabled model from a directory or a GGUF file, on the gpu if torch sees one, and its tokenizer.
+
+    `tokenizer`: None for the recall model, which has a language of its own. UsageError: there is no such directory or file.
+    DataError: there is no model in it, or no tokenizer. EnvironmentProblem: what reads GGUF files is missing.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        if not Path(directory).is_dir():
-            raise UsageError(f"--model: {directory} is not a directory", "give one with config.json and weights")
-        self.model: Any = load_model(directory).to("cuda" if torch.cuda.is_available() else "cpu")
-        self.tokenizer = None if self.model.config.vocab_size == VOCABULARY else _tokenizer(directory)
+    def __init__(self, path: str | Path) -> None:
+        if not (Path(path).is_file() if _is_gguf(path) else Path(path).is_dir()):
+            hint = "give a GGUF file, or a directory with config.json and weights"
+            raise UsageError(f"--model: {path} is not a directory, nor a GGUF file", hint)
+        self.model: Any = load_model(path).to("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizer = None if self.model.config.vocab_size == VOCABULARY else _tokenizer(path)
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of `text`, without a beginning or an end of text."""
@@ -85,12 +105,12 @@ class Subject:
         }
 
 
-def _tokenizer(directory: str | Path) -> Any:
+def _tokenizer(path: str | Path) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return AutoTokenizer.from_pretrained(**_place(path))
     except (OSError, ValueError) as error:
         hint = "give a directory with tokenizer.json beside the weights"
-        raise DataError(f"{directory}: no tokenizer: {error}", hint) from error
+        raise DataError(f"{path}: no tokenizer: {error}", hint) from error
 
 
 def random_model(shape: Mapping[str, int]) -> Any:
@@ -117,11 +137,26 @@ def stock(model: Any) -> Any:
 
 def feed(model: Any, cache: Any, ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """Gives the model the tokens `ids` [batch, tokens]; returns the likeliest next ones [batch]."""
+    likeliest: NDArray[np.int64] = logits(model, cache, ids).argmax(-1).cpu().numpy()
+    return likeliest
+
+
+def logits(model: Any, cache: Any, ids: NDArray[np.int64]) -> torch.Tensor:
+    """Gives the model the tokens `ids` [batch, tokens]; returns the logits [batch, vocabulary] of the next ones."""
     tokens = torch.from_numpy(np.ascontiguousarray(ids)).to(model.device)
     with torch.no_grad():
-        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-    likeliest: NDArray[np.int64] = logits.argmax(-1).cpu().numpy()
-    return likeliest
+        found: torch.Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    return found
+
+
+def follow(model: Any, cache: Any, text: Text) -> Floats:
+    """Returns log p [n - 1, vocabulary], in nats, of what follows each of the n tokens but the last that `text` has next.
+
+    Each after all the true tokens before it, one decode step a token, with a cache that has read the text.
+    """
+    found = [logits(model, cache, text.following[:, at : at + 1]) for at in range(text.following.shape[1] - 1)]
+    told: Floats = torch.cat(found).float().log_softmax(-1).cpu().numpy()
+    return told
 
 
 def answer(model: Any, cache: Any, task: Questions | Probe | Chain) -> NDArray[np.bool_]:
@@ -195,7 +230,11 @@ class Prompt:
     """
 
     def __init__(self, model: Any, ids: NDArray[np.int64]) -> None:
-        self._model, self._ids, self._calls = model, ids, self._recorded(model, ids)
+        self._model, self._ids = model, ids
+        recorder = _Recorder()
+        self._layers = spilled_layers(model.config, lambda count, alone: recorder)
+        feed(model, Cache(layers=self._layers), ids)
+        self._calls = recorder.calls
 
     @classmethod
     def by_chance(cls, model: Any, tokens: int) -> Prompt:
@@ -209,32 +248,24 @@ class Prompt:
         random = torch.Generator().manual_seed(0)
         none = torch.zeros((1, 1, 1, 1), dtype=model.dtype, device=model.device).expand(1, heads, tokens, dim)
         made._model, made._ids, made._calls = model, np.zeros((1, tokens), np.int64), []
+        made._layers = spilled_layers(model.config, lambda count, alone: _Recorder())
         for _ in range(text.num_hidden_layers):
             drawn = (torch.randn((1, kv_heads, tokens, dim), generator=random) for _ in range(2))
             keys, values = (side.to(model.device, model.dtype) for side in drawn)
             made._calls.append(Call(None, none, keys, values, None, {"scaling": dim**-0.5}, _no_attention))
         return made
 
-    @staticmethod
-    def _recorded(model: Any, ids: NDArray[np.int64]) -> list[Call] | None:
-        """The calls; None where layers with a sliding window keep keys of their own."""
-        recorder = _Recorder()
-        layers = spilled_layers(model.config, lambda count, alone: recorder)
-        if not all(isinstance(layer, SpillLayer) for layer in layers):
-            return None
-        feed(model, Cache(layers=layers), ids)
-        return recorder.calls
-
     def give(self, cache: Any) -> None:
         """Fills an empty cache: a SpillCache, or one of transformers' own."""
-        if self._calls is None:
-            feed(self._model, cache, self._ids)
-            return
-        for layer, call in enumerate(self._calls):
-            if isinstance(cache, SpillCache):
-                cache.conversation.attend(layer, replace(call, stock=_no_attention))
+        calls = iter(self._calls)
+        for index, layer in enumerate(self._layers):
+            if not isinstance(layer, SpillLayer):
+                cache.layers[index] = copy.deepcopy(layer)
+            elif isinstance(cache, SpillCache):
+                cache.conversation.attend(layer.number, replace(next(calls), stock=_no_attention))
             else:
-                cache.update(call.key, call.value, layer)
+                call = next(calls)
+                cache.update(call.key, call.value, index)
 
 
 def _no_attention(*arguments: Any, **options: Any) -> Output:

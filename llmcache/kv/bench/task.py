@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmcache.errors import UsageError
 from llmcache.kv.bench.measured import workplace
 from llmcache.kv.bench.task_results import STOCK, Answers, Attention, Memory, Speed, TaskBench, TaskRow
 from llmcache.kv.pipeline import Timeline
 from llmcache.kv.policies import POLICIES, policy_class
+from llmcache.kv.policies.base import Floats
 from llmcache.kv.tasks import Chain, chain
-from llmcache.kv.tasks.probes import TASKS, Probe, symbols
+from llmcache.kv.tasks.documents import documents
+from llmcache.kv.tasks.probes import TASKS, Probe, Text, symbols
+from llmcache.kv.tasks.recall import Ids
 from llmcache.kv.tasks.texts import texts
 from llmcache.kv.tiers import Traffic
 
@@ -29,14 +33,19 @@ if TYPE_CHECKING:
     from llmcache.kv.bench.subject import Run, Subject
 
 Progress = Callable[[str], None]
+Right = NDArray[np.bool_]
+
+Asked = Probe | Chain | Text
 
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "oracle-product": ("oracle", "Oracle, largest product", {"by": "product"}),
     "icecache-dci": ("icecache", "IceCache, always the tree", {"scorer": "dci"}),
     "icecache-exact": ("icecache", "IceCache, always exact", {"scorer": "exact"}),
     "icecache-pages": ("icecache", "IceCache, whole pages", {"scorer": "dci", "whole_pages": True}),
     "icecache-reuse": ("icecache", "IceCache (reuse)", {"full_layers": 2, "anchor_every": 3}),
 }
-"""Policies with other settings than their own: policy, title, settings. Reuse: icecache.txt, appendix B."""
+"""Policies with other settings than their own: policy, title, settings. Reuse: icecache.txt, appendix B; the oracle by the
+largest product of a group of heads: the papers' rule."""
 STOCK_TITLE = "DynamicCache"
 WARM_UP = 3
 AT_ONCE_TOKENS = 1 << 16
@@ -96,20 +105,32 @@ class Candidate:
 
 
 @dataclass
-class _Seen:
-    """Answers of one candidate so far."""
+class Told:
+    """Answers of one candidate so far; `losses` and `divergences` as in a `TaskRow`."""
 
     right: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
     depths: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    divergences: list[float] = field(default_factory=list)
 
-    def add(self, right: np.ndarray[Any, np.dtype[np.bool_]], depths: Sequence[float] | None) -> None:
+    def add(self, right: Right, full: Right, depths: Sequence[float] | None) -> None:
+        """Adds which answers [contexts, n] are right, of this candidate and with the full cache."""
         self.right += right.sum(1).tolist()
         self.asked += [right.shape[1]] * len(right)
+        self.kept += (right & full).sum(1).tolist()
         self.depths += [] if depths is None else list(depths)
 
+    def add_text(self, said: Floats, full: Floats, true: Ids) -> None:
+        """Adds log p [n, vocabulary] of the tokens `true` [n] of a text; `full`: those of the full cache."""
+        self.add(said.argmax(1)[None] == true, full.argmax(1)[None] == true, None)
+        self.losses.append(-float(said[np.arange(len(true)), true].mean(dtype=np.float64)))
+        self.divergences.append(float((np.exp(full) * (full - said)).sum(1, dtype=np.float64).mean()))
+
     def answers(self) -> Answers:
-        return Answers(tuple(self.right), tuple(self.asked), tuple(self.depths) or None)
+        """Returns them together."""
+        return Answers(tuple(self.right), tuple(self.asked), tuple(self.depths) or None, tuple(self.kept))
 
 
 def candidates(setup: TaskSetup) -> list[Candidate]:
@@ -131,9 +152,11 @@ def run(setup: TaskSetup, progress: Progress = lambda _: None) -> TaskBench:
     subject = Subject(setup.model)
     # Products of the recall model are so small that sharing them out takes longer than doing them.
     threads = 1 if setup.threads is None and subject.tokenizer is None else setup.threads
+    texts: list[str] = []
     with torch_threads(threads), workplace(setup.directory) as directory:
-        rows = [row for context in setup.contexts for row in _rows(setup, subject, context, directory, progress)]
-    return TaskBench(setup.task, {**conditions(setup), **subject.describe()}, tuple(rows))
+        rows = [row for context in setup.contexts for row in _rows(setup, subject, context, directory, texts, progress)]
+    told = {**conditions(setup), **subject.describe(), **({"texts": texts} if texts else {})}
+    return TaskBench(setup.task, told, tuple(rows))
 
 
 def conditions(setup: TaskSetup) -> dict[str, Any]:
@@ -142,65 +165,92 @@ def conditions(setup: TaskSetup) -> dict[str, Any]:
     return told | {"cases": setup.cases, "steps": setup.steps, "seed": setup.seed, "spill files": str(setup.directory)}
 
 
-def _rows(setup: TaskSetup, subject: Subject, context: int, directory: Path, progress: Progress) -> Iterator[TaskRow]:
+def _rows(
+    setup: TaskSetup, subject: Subject, context: int, directory: Path, texts: list[str], progress: Progress
+) -> Iterator[TaskRow]:
     everyone = candidates(setup)
-    seen, attention, ids = _asked(setup, subject, context, directory, everyone, progress)
+    told = answered(setup, subject, context, directory, everyone, texts, progress)
+    first = next(_probes(setup, subject, context))
+    attention = _attention(setup, subject, first, directory, everyone)
     progress(f"{context} tokens: generating")
-    timed = _timed(setup, subject, ids, directory, everyone)
+    timed = _timed(setup, subject, first.ids[:1], directory, everyone)
     for one, (speed, memory, moved, spilled_bytes) in zip(everyone, timed, strict=True):
         yield TaskRow(
-            one.policy, one.title, context, one.budget, seen[one].answers(), speed, memory,
+            one.policy, one.title, context, one.budget, told[one].answers(), speed, memory,
             {
                 f"{source} to {target}, {why}": size / speed.steps
                 for (source, target, why), size in sorted(moved.moved_bytes.items())
             },
             spilled_bytes=spilled_bytes, hit_ratio=moved.hit_ratio, attention=attention.get(one),
+            losses=tuple(told[one].losses) or None, divergences=tuple(told[one].divergences) or None,
         )  # fmt: skip
 
 
-def _asked(
-    setup: TaskSetup, subject: Subject, context: int, directory: Path, everyone: Sequence[Candidate], progress: Progress
-) -> tuple[dict[Candidate, _Seen], dict[Candidate, Attention], Any]:
-    """Answers and attention of every candidate, and the first context [1, tokens]."""
-    from llmcache.kv.bench.subject import Prompt, ask, watch
+def answered(
+    setup: TaskSetup, subject: Subject, context: int, directory: Path, everyone: Sequence[Candidate], texts: list[str],
+    progress: Progress = lambda _: None,
+) -> dict[Candidate, Told]:  # fmt: skip
+    """Returns what every candidate answers, transformers' own cache being the first; adds to `texts` where they are from."""
+    from llmcache.kv.bench.subject import Prompt, ask, follow
 
     model = subject.model
-    seen = {one: _Seen() for one in everyone}
-    attention: dict[Candidate, Attention] = {}
-    first: Any = None
+    told = {one: Told() for one in everyone}
     for number, asked in enumerate(_probes(setup, subject, context)):
         read = Prompt(model, asked.ids)
-        first = asked.ids[:1] if first is None else first
+        texts += [asked.source] if isinstance(asked, Text) else []
+        full: Any = None
         for one in everyone:
             progress(f"{context} tokens, part {number + 1}: {one.title} {one.budget or ''}")
             with one.cache(model, setup, directory) as cache:
                 read.give(cache)
-                seen[one].add(ask(model, cache, asked), asked.depths if isinstance(asked, Probe) else None)
-        if number == 0:
-            few = _few(asked)
-            again = Prompt(model, few.ids)
-            for one in everyone:
-                if one.policy == STOCK:
-                    continue
-                with one.cache(model, setup, directory) as cache:
-                    again.give(cache)
-                    watched = watch(cache)
-                    ask(model, cache, few)
-                if watched.recalls:
-                    attention[one] = Attention(float(np.mean(watched.recalls)), float(np.mean(watched.masses)))
-    return seen, attention, first
+                said: Any = follow(model, cache, asked) if isinstance(asked, Text) else ask(model, cache, asked)
+            full = said if full is None else full
+            if isinstance(asked, Text):
+                told[one].add_text(said, full, asked.following[0, 1:])
+            else:
+                told[one].add(said, full, asked.depths if isinstance(asked, Probe) else None)
+    return told
 
 
-def _few(asked: Probe | Chain) -> Probe | Chain:
+def _attention(
+    setup: TaskSetup, subject: Subject, asked: Asked, directory: Path, everyone: Sequence[Candidate]
+) -> dict[Candidate, Attention]:
+    """What of the attention each candidate that chooses has chosen, for a few of the contexts."""
+    from llmcache.kv.bench.subject import Prompt, ask, follow, watch
+
+    few = _few(asked)
+    read = Prompt(subject.model, few.ids)
+    found: dict[Candidate, Attention] = {}
+    for one in everyone:
+        if one.policy == STOCK:
+            continue
+        with one.cache(subject.model, setup, directory) as cache:
+            read.give(cache)
+            watched = watch(cache)
+            if isinstance(few, Text):
+                follow(subject.model, cache, few)
+            else:
+                ask(subject.model, cache, few)
+        if watched.recalls:
+            found[one] = Attention(float(np.mean(watched.recalls)), float(np.mean(watched.masses)))
+    return found
+
+
+def _few(asked: Asked) -> Asked:
     """Some of the contexts, from all over the batch."""
+    if isinstance(asked, Text):
+        return asked
     if isinstance(asked, Chain):
         return Chain(asked.ids[:WATCHED], asked.first[:WATCHED], asked.following[:WATCHED], asked.answers[:WATCHED])
     return asked.part(slice(None, None, max(1, len(asked.ids) // WATCHED)))
 
 
-def _probes(setup: TaskSetup, subject: Subject, context: int) -> Iterator[Probe | Chain]:
+def _probes(setup: TaskSetup, subject: Subject, context: int) -> Iterator[Asked]:
     """All that is asked at a context, in parts that fit in memory."""
     random = np.random.default_rng([setup.seed, context])
+    if setup.task == "loss" and subject.tokenizer is not None:
+        yield from documents(random, context, setup.cases, subject.encode, subject.first)
+        return
     if subject.tokenizer is not None:
         yield from texts(setup.task, random, context, setup.cases, subject.encode, subject.first)
         return

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmcache.errors import UsageError
+from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.bench import task
 from llmcache.kv.bench.question import Options, directory_of, parse_budgets
 from llmcache.kv.bench.task import TaskSetup
@@ -14,9 +15,11 @@ from llmcache.kv.bench.task_results import TaskBench
 from llmcache.kv.planning.plan import parse_context
 from llmcache.kv.tasks import RECALL_MODEL
 
-POLICIES = "icecache,quest,h2o,window"
+POLICIES = "mass,icecache,quest,h2o,window"
 BUDGETS = "64,128,256"
 CONTEXTS = "4k"
+MODELS = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3": "gemma-3-270m-q4_k_m.gguf"}
+"""Models that `tools/test` fetches, by name; Gemma's use is subject to Google's Gemma Terms of Use."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def setup_of(options: TaskOptions) -> TaskSetup:
         raise UsageError(f"--policy: '{others.policy}' names none, or one twice", f"for instance: --policy {POLICIES}")
     return TaskSetup(
         options.task,
-        RECALL_MODEL if others.model is None else Path(others.model),
+        model_of(others.model),
         [parse_context(part.strip()) for part in (others.context or CONTEXTS).split(",")],
         policies,
         parse_budgets(others.budget or BUDGETS),
@@ -55,6 +58,18 @@ def setup_of(options: TaskOptions) -> TaskSetup:
         seed=others.seed,
         threads=others.threads,
     )
+
+
+def model_of(name: str | None) -> Path:
+    """Returns where the model called `name` is: one of `MODELS`, a path, or without a name the recall model."""
+    if name is None:
+        return RECALL_MODEL
+    if name not in MODELS:
+        return Path(name)
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmcache" / "models" / MODELS[name]
+    if not path.exists():
+        raise EnvironmentProblem(f"--model: {path} is not there", "tools/test fetches it, or give a model's path")
+    return path
 
 
 def run(options: TaskOptions, progress: Callable[[str], None]) -> TaskBench:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,16 +16,22 @@ STOCK = "stock"
 LOADING, QUERY, UPDATE, DECODING = PARTS = ("loading", "query", "update", "decoding")
 """Of the time of a token: fetching what is chosen, choosing it, tables and index, and the rest (the model, and putting
 rows side by side). Source: icecache.txt, figure 7c, which has loading, query, decoding and others."""
+MOST = 0.5
+"""Share of right answers from which on the full cache counts as one that answers."""
 _HINT = "write it with 'llmcache kv bench --task … --json'"
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers: `right` and `asked` of each context, in their order; `depths`: where in it the answer lies, 0..1."""
+    """Answers: `right` and `asked` of each context, in their order; `depths`: where in it the answer lies, 0..1.
+
+    `kept`: of `right`, those that transformers' own cache has right too.
+    """
 
     right: tuple[int, ...]
     asked: tuple[int, ...]
     depths: tuple[float, ...] | None = None
+    kept: tuple[int, ...] | None = None
 
     @property
     def questions(self) -> int:
@@ -88,7 +95,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class TaskRow:
-    """One cache at one context. `budget`: None where everything is attended to. `moved_bytes`: of a step, by link."""
+    """One cache at one context. `budget`: None where everything is attended to. `moved_bytes`: of a step, by link.
+
+    `losses`: of each text, the mean of -log p over its next tokens; `divergences`: that of the Kullback-Leibler divergence
+    from what the full cache gives, which is less than a difference of losses a matter of chance; both in nats, and None
+    unless the task is `loss`.
+    """
 
     policy: str
     title: str
@@ -101,6 +113,8 @@ class TaskRow:
     spilled_bytes: int = 0
     hit_ratio: float = 1.0
     attention: Attention | None = None
+    losses: tuple[float, ...] | None = None
+    divergences: tuple[float, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -125,6 +139,21 @@ class TaskBench:
         """Returns the row of transformers' own cache at a context."""
         return next(row for row in self.rows if row.policy == STOCK and row.context == context)
 
+    def kept(self, row: TaskRow) -> float | None:
+        """Returns the share of the full cache's right answers that `row` has; None unless the full cache answers most."""
+        full = self.stock(row.context).answers
+        return None if row.answers.kept is None or full.share < MOST else sum(row.answers.kept) / sum(full.right)
+
+    def above(self, row: TaskRow) -> tuple[float, float] | None:
+        """Returns by how much the loss of `row` is above the full cache's, in nats a token, and its standard error.
+
+        None unless the task is `loss`; the error of one text is NaN.
+        """
+        full = self.stock(row.context).losses
+        if row.losses is None or full is None:
+            return None
+        return mean_of([one - other for one, other in zip(row.losses, full, strict=True)])
+
     def at(self, context: int) -> list[TaskRow]:
         """Returns the rows of a context."""
         return [row for row in self.rows if row.context == context]
@@ -135,9 +164,16 @@ class TaskBench:
         for row in self.rows:
             told = asdict(row)
             told["answers"] |= {"questions": row.answers.questions, "share": row.answers.share, "error": row.answers.error}
+            told |= {"kept": self.kept(row), "above": self.above(row)}
             rows.append(told)
         about = {"schema": SCHEMA, "kind": "measured", "task": self.task, "conditions": dict(self.conditions)}
         return {**about, "rows": rows}
+
+
+def mean_of(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean and its standard error; NaN of a single value."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.fmean(values), error
 
 
 def read_task(told: Mapping[str, Any], source: str) -> TaskBench:
@@ -158,10 +194,12 @@ def read_task(told: Mapping[str, Any], source: str) -> TaskBench:
 
 def _row(told: Mapping[str, Any]) -> TaskRow:
     answers, speed, attention = told["answers"], dict(told["speed"]), told["attention"]
-    depths = answers["depths"]
+    optional = {"depths": answers["depths"], "kept": answers.get("kept")}
+    optional |= {name: told.get(name) for name in ("losses", "divergences")}
+    given = {name: None if side is None else tuple(_numbers(name, side)) for name, side in optional.items()}
     right, asked = _numbers("right", answers["right"]), _numbers("asked", answers["asked"])
-    if len(right) != len(asked) or not sum(asked) or (depths is not None and len(depths) != len(right)):
-        raise ValueError("answers: right, asked and depths are not of the same contexts")
+    if not sum(asked) or {len(right)} != {len(side) for side in (asked, given["depths"], given["kept"]) if side is not None}:
+        raise ValueError("answers: right, asked, depths and kept are not of the same contexts")
     _numbers("speed", [speed[name] for name in ("tt2t_ns", "tpot_ns", "prefill_ns")])
     _numbers("parts_ns", [speed["parts_ns"][part] for part in PARTS])
     _numbers("memory", list(told["memory"].values()))
@@ -170,13 +208,15 @@ def _row(told: Mapping[str, Any]) -> TaskRow:
         title=str(told["title"]),
         context=int(told["context"]),
         budget=None if told["budget"] is None else int(told["budget"]),
-        answers=Answers(tuple(right), tuple(asked), None if depths is None else tuple(_numbers("depths", depths))),
+        answers=Answers(tuple(right), tuple(asked), given["depths"], given["kept"]),
         speed=Speed(**speed),
         memory=Memory(**told["memory"]),
         moved_bytes=dict(told["moved_bytes"]),
         spilled_bytes=int(told["spilled_bytes"]),
         hit_ratio=float(told["hit_ratio"]),
         attention=None if attention is None else Attention(**attention),
+        losses=given["losses"],
+        divergences=given["divergences"],
     )
 
 

@@ -23,6 +23,8 @@ POLICIES: dict[str, str] = {
     "hillinfer": "hillinfer:HillInfer",
     "quest": "quest:Quest",
     "icecache": "icecache:IceCache",
+    "mass": "mass:Mass",
+    "oracle": "oracle:Oracle",
     "kelle": "kelle:Kelle",
 }
 _LAZY = {"KvPolicy": "base", "PolicySettings": "settings"}

@@ -56,6 +56,10 @@ class KvPolicy(ABC):
     """True if it is meant to run with look-ahead, one layer before the one that computes."""
     whole_pages: ClassVar[bool] = False
     """True if it chooses pages rather than tokens."""
+    sink_tokens: ClassVar[int] = 16
+    """First tokens that a cache keeps attended for it unless it is told otherwise."""
+    window_tokens: ClassVar[int] = 32
+    """Last tokens likewise."""
     settings_class: ClassVar[type[PolicySettings]] = PolicySettings
 
     def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:

@@ -130,10 +130,16 @@ class IndexedPolicy(KvPolicy):
         has = 0 if scorer is None else len(scorer)
         forced = forced[:tokens]
         rest = min(has, tokens - len(forced))
-        best = np.empty((self.kv_heads, 0), np.int64) if scorer is None or not rest else scorer.top(queries, rest)
+        best = np.empty((self.kv_heads, 0), np.int64)
+        if scorer is not None and rest:
+            best = self.best(scorer, sequence, queries, rest)
         padding = np.arange(lead, (int(forced[0]) if len(forced) else start))[::-1][: tokens - len(forced) - rest][::-1]
         sides = [np.broadcast_to(side, (self.kv_heads, len(side))) for side in (padding, forced)]
         return np.concatenate([*sides, best], axis=1)
+
+    def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> NDArray[np.int64]:
+        """Returns `count` tokens [kv_heads, count] that `scorer` knows of a sequence, ascending."""
+        return scorer.top(queries, count)
 
 
 class _Forgets:

@@ -18,6 +18,10 @@ TASKS = {
     "passkey": "one passkey in noise, at every depth (figure 6)",
     "recall": "many pairs of key and value, half of which are asked for",
     "needle": "one of many pairs is asked for",
+    "variables": "of variables that were assigned one from the other, all with a value are asked for (in English)",
+    "common": "the word that a list names most often is asked for (in English)",
+    "frequent": "the made-up word that a text has most often is asked for (in English)",
+    "loss": "how a text goes on, from the documentation on this machine: loss above the full cache's",
     "chain": "a long generation, in which every answer decides the next question",
 }
 DEPTHS = tuple(round(0.05 * step, 2) for step in range(20))
@@ -41,6 +45,15 @@ class Probe:
         return Probe(self.ids[rows], [one[rows] for one in self.asked], [one[rows] for one in self.answers], depths)
 
 
+@dataclass(frozen=True)
+class Text:
+    """A text `ids` [1, tokens], how it goes on, `following` [1, n], and where it is from, `source`."""
+
+    ids: Ids
+    following: Ids
+    source: str
+
+
 def symbols(task: str, rng: np.random.Generator, tokens: int, cases: int) -> Probe:
     """Returns a probe in the language of the recall model: `cases` contexts, passkeys: for each depth.
 
@@ -56,7 +69,7 @@ def symbols(task: str, rng: np.random.Generator, tokens: int, cases: int) -> Pro
         found = recall(rng, cases, tokens, questions=1)
         places = (found.ids == found.asked[:, :1]).argmax(1)
         return probe_of(found, [int(BINS * place / tokens) / BINS for place in places])
-    raise UsageError(f"--task: there is no '{task}'", f"one of: {', '.join(TASKS)}")
+    raise UsageError(f"--task: the recall model has no '{task}'", "give --model one that has a tokenizer")
 
 
 def probe_of(found: Questions, depths: Sequence[float] | None = None) -> Probe:

@@ -1,7 +1,9 @@
-"""The same tasks in English, for models that have a tokenizer: a passkey, magic numbers, one of them among others.
+"""Tasks in English, for models that have a tokenizer: those of the recall model, and more of RULER's kinds.
 
-Source: the words of passkey retrieval are those of Mohtashami and Jaggi (2023), those of the needles follow RULER (Hsieh
-et al. 2024); icecache.txt, sections 5.2 and 5.5, asks both. Differs from both: contexts have an exact number of tokens.
+Source: the words of passkey retrieval are those of Mohtashami and Jaggi (2023); the needles, tracking of variables, common
+and frequent words follow RULER (Hsieh et al. 2024, section 3); icecache.txt, sections 5.2 and 5.5, asks needles. Differs
+from all: contexts have an exact number of tokens; of the common and the frequent words only the first is asked for, and
+the variables in their order, so that an answer is right or wrong word for word.
 """
 
 from __future__ import annotations
@@ -27,6 +29,13 @@ KINDS = [
 ]  # fmt: skip
 RECALLED = 16
 """Numbers in a context of the task recall, all of which are asked for; of the task needle, one."""
+ASSIGNED = 5
+"""Variables that have the value that is asked for. Source: RULER, section 3.2: a chain of 4 hops."""
+OFTEN, SELDOM = 30, 3
+"""How often the common word comes for each time that each of the others does. Source: RULER, section 3.3."""
+ZIPF = 2.0
+"""The made-up word of rank k comes k^-ZIPF as often as the first. Source: RULER, section 3.3."""
+LETTERS = list("abcdefghijklmnopqrstuvwxyz")
 
 
 def texts(
@@ -46,9 +55,14 @@ def texts(
     elif task in ("recall", "needle"):
         for _ in range(cases):
             yield _numbers(rng, tokens, encode, first, task == "needle")
+    elif task == "variables":
+        for _ in range(cases):
+            yield _variables(rng, tokens, encode, first)
+    elif task in ("common", "frequent"):
+        for _ in range(cases):
+            yield _words(rng, tokens, encode, first, made_up=task == "frequent")
     else:
-        hint = "passkey, recall and needle are; leave --model out for the model that recalls"
-        raise UsageError(f"--task: '{task}' is not a task in English", hint)
+        raise UsageError(f"--task: '{task}' is not a task in English", "leave --model out for the model that recalls")
 
 
 def _numbers(rng: np.random.Generator, tokens: int, encode: Encode, first: Sequence[int], single: bool) -> Probe:
@@ -63,6 +77,38 @@ def _numbers(rng: np.random.Generator, tokens: int, encode: Encode, first: Seque
     asked = [(f"\nThe special magic number for {kinds[one]} is:", numbers[one]) for one in wanted]
     depth = int(BINS * depths[wanted[0]]) / BINS if single else None
     return _probe(rng, tokens, encode, first, needles, asked, depth)
+
+
+def _variables(rng: np.random.Generator, tokens: int, encode: Encode, first: Sequence[int]) -> Probe:
+    """Two chains of assignments, of which one is asked for, variable by variable."""
+    names = ["".join(rng.choice(LETTERS, 5)).upper() for _ in range(2 * ASSIGNED)]
+    values = rng.choice(np.arange(10000, 100000), 2, replace=False)
+    needles = []
+    for chain, value in zip((names[:ASSIGNED], names[ASSIGNED:]), values, strict=True):
+        told = [str(value), *(f"VAR {name}" for name in chain[:-1])]
+        depths = np.sort(rng.random(ASSIGNED))
+        needles += [(f"VAR {name} = {of}. ", float(at)) for name, of, at in zip(chain, told, depths, strict=True)]
+    needles.sort(key=lambda needle: needle[1])
+    lead = f"\nQuestion: Find all variables that are assigned the value {values[0]}.\nAnswer: They are:"
+    asked = [(lead if number == 0 else ",", name) for number, name in enumerate(names[:ASSIGNED])]
+    return _probe(rng, tokens, encode, first, needles, asked, None)
+
+
+def _words(rng: np.random.Generator, tokens: int, encode: Encode, first: Sequence[int], made_up: bool) -> Probe:
+    """A list of words by chance, one of which comes most."""
+    if made_up:
+        known = ["".join(rng.choice(LETTERS, 6)) for _ in KINDS]
+        weights = np.arange(1, len(known) + 1) ** -ZIPF
+    else:
+        known = [str(kind) for kind in rng.permutation(KINDS)]
+        weights = np.array([OFTEN] + [SELDOM] * (len(known) - 1), float)
+    head = [*first, *encode("Read the following list of words and memorize those that appear most often.\n")]
+    if len(head) + OFTEN > tokens:
+        raise UsageError(f"--context: {tokens} tokens, the words need {len(head) + OFTEN}", "give more")
+    words = rng.choice(known, tokens, p=weights / weights.sum())  # of a token at least
+    ids = [*head, *encode(" ".join(words))][:tokens]
+    asked = _row(encode("\nThe word that appears most often in the list is:"))
+    return Probe(_row(ids), [asked], [_row(encode(f" {known[0]}"))])
 
 
 def _probe(

@@ -46,7 +46,8 @@ class SpillCache(Cache):
             model.generate(**inputs, past_key_values=cache)
 
     `policy`, by name, chooses what a new token attends to: `token_budget` tokens, or the share `alpha` of the context (0.2
-    if neither is given), sink and window included. Prompts are attended to exactly. `path`: the spill file, kept on
+    if neither is given), sink and window included: the first and last tokens, which are attended in any case (None: as many
+    as suit the policy). Prompts are attended to exactly. `path`: the spill file, kept on
     `close`; a directory: a file in it that is removed then; None: all stays in memory. `ssd`: "file", or "csd" for the
     *emulated* computational SSD with `profile`. `cpu_pages` of 16 tokens per layer and sequence stay in memory (default:
     the token budget, or 4096 tokens); `gpu_pages` that were used lately stay in the memory of the device that the model
@@ -64,8 +65,8 @@ class SpillCache(Cache):
         token_budget: int | None = None,
         path: str | Path | None = None,
         ssd: str = "file",
-        sink_tokens: int = 16,
-        window_tokens: int = 32,
+        sink_tokens: int | None = None,
+        window_tokens: int | None = None,
         cpu_pages: int | None = None,
         gpu_pages: int | None = None,
         profile: CsdProfile = PROFILES["none"],

@@ -51,8 +51,8 @@ class SpillSettings:
     chosen: PolicySettings
     path: Path | None = None
     ssd: str = "file"
-    sink_tokens: int = 16
-    window_tokens: int = 32
+    sink_tokens: int | None = None
+    window_tokens: int | None = None
     cpu_pages: int | None = None
     gpu_pages: int | None = None
     profile: CsdProfile = field(default_factory=lambda: PROFILES["none"])
@@ -74,12 +74,19 @@ class SpillSettings:
         if self.ssd not in ("file", "csd"):
             raise UsageError(f"ssd: there is no kind {self.ssd!r}", "one of: file, csd")
         pages = self._pool(shape) if path is not None else self.cpu_pages
-        sizes = (self.sink_tokens, self.window_tokens, pages)
-        return StoreConfig(shape, batch, *sizes, path, self.ssd, self.profile, threads=self.threads)
+        return StoreConfig(shape, batch, *self._pinned, pages, path, self.ssd, self.profile, threads=self.threads)
+
+    @property
+    def _pinned(self) -> tuple[int, int]:
+        """Tokens of sink and window: as given, else as the policy would have them."""
+        sink, window = self.sink_tokens, self.window_tokens
+        return (
+            self.policy.sink_tokens if sink is None else sink, self.policy.window_tokens if window is None else window
+        )  # fmt: skip
 
     def _pool(self, shape: KvShape) -> int:
         """Pages of the cpu pool beside a spill file: as given, else as many as the token budget has, else POOL_TOKENS."""
-        pinned = shape.pages_of(self.sink_tokens) + shape.pages_of(self.window_tokens)
+        pinned = sum(map(shape.pages_of, self._pinned))
         if self.cpu_pages is not None:
             return self.cpu_pages
         return max(pinned, shape.pages_of(self.chosen.token_budget or POOL_TOKENS))

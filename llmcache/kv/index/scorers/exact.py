@@ -46,6 +46,13 @@ class Exact(Scorer):
         found: Positions = top(score_pages(queries, self._keys.rows, scales, combine=asked, threads=threads), k, threads)
         return found + self.first
 
+    def products(self, queries: Floats) -> Floats:
+        """Returns the products [kv_heads, heads of each, tokens] of `queries` [heads, dim] float32 and all keys."""
+        grouped = queries.reshape(self.shape.kv_heads, -1, self.shape.head_dim)
+        scales = None if self._scales is None else self._scales.rows
+        rows, threads = self._keys.rows, self.settings.threads
+        return np.stack([score_pages(grouped[:, of], rows, scales, threads=threads) for of in range(grouped.shape[1])], 1)
+
     def singles(self, first: int, end: int) -> Floats:
         """Returns the keys [kv_heads, tokens, dim] of whole pages of tokens as float32."""
         size = self.shape.page_tokens

@@ -1,0 +1,82 @@
+"""Mass: the tokens on which the most attention falls, over the query heads of a key head together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.kv.index.scorers import scorer_class
+from llmcache.kv.index.scorers.base import Scorer, ScorerSettings
+from llmcache.kv.index.scorers.exact import Exact
+from llmcache.kv.kernels import top
+from llmcache.kv.pipeline.attention import widened
+from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
+from llmcache.kv.policies.base import Floats
+from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
+from llmcache.kv.policies.settings import PolicySettings, check
+from llmcache.kv.tiers import KvStore, Selection
+
+SCORERS = ("rounded", "exact")
+
+
+@dataclass(frozen=True)
+class MassSettings(IndexedSettings):
+    """`scorer`: which keys are looked at: "rounded" to a byte a number, or "exact"."""
+
+    scorer: str = "rounded"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.scorer in SCORERS, "scorer", self.scorer, f"one of: {', '.join(SCORERS)}")
+
+
+class Mass(IndexedPolicy):
+    """Attention mass: the tokens with the largest weights of softmax, added up over the query heads of a key head.
+
+        select:   products of each query head with all keys of the index, and with those that are attended in any case
+                  softmax over both; the sums by key head; the best tokens of the middle
+        attended: the page that leaves the window is indexed
+
+    A head that looks at few tokens gets them, as its weights are large there, and one that looks at everything alike
+    gives way: by the largest product (IceCache, HillInfer) the head with the longest queries chooses for all. Neither
+    sink nor window is kept for its own sake: what matters of them is chosen (see `sink_tokens`, `window_tokens`).
+
+    Source: Yuan et al., Native Sparse Attention, 2025, section 3.3.2, equation 10: importance by the sum of weights over
+    a group. Differs from it: single tokens are chosen, by their own keys, not blocks by compressed ones. Softmax is without
+    the newest token, which no choice is about, and without a cap on logits, where a model has one.
+    """
+
+    name = "mass"
+    title = "Attention mass"
+    sink_tokens = 0
+    window_tokens = 0
+    settings_class = MassSettings
+
+    def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:
+        super().__init__(store, settings, timeline)
+        asked = self.settings
+        assert isinstance(asked, MassSettings)
+        knobs, made = ScorerSettings(threads=store.config.threads), scorer_class(asked.scorer)
+        self._use(lambda first: made(store.shape, first, knobs))
+        self._pinned: Floats = np.empty((0, 0, 0, 0), np.float32)
+
+    def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
+        """Returns the tokens with the largest mass, or what was chosen before where that serves again."""
+        pinned = self.store.gather(layer, Selection.none(self.store.batch, self.kv_heads))
+        grouped = queries.reshape(self.store.batch, self.kv_heads, -1, queries.shape[2])
+        self._pinned = np.matmul(grouped, widened(pinned.keys).swapaxes(2, 3))
+        padding = pinned.positions[:, :, None] < self.first[:, None, None, None]
+        np.copyto(self._pinned, -np.inf, where=padding)
+        pinned.release()
+        return super().choose(layer, queries, tokens)
+
+    def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> NDArray[np.int64]:
+        """Returns `count` tokens [kv_heads, count] of `scorer`, ascending."""
+        assert isinstance(scorer, Exact)
+        around, inside = self._pinned[sequence], scorer.products(queries)
+        most = np.maximum(inside.max(axis=2), around.max(axis=2, initial=-np.inf))[..., None]
+        weights, others = (np.exp((side - most) * np.float32(self.scale)) for side in (inside, around))
+        weights /= weights.sum(axis=2, keepdims=True) + others.sum(axis=2, keepdims=True)
+        return top(weights.sum(axis=1), count, self.store.config.threads) + scorer.first

@@ -1,0 +1,82 @@
+"""Real models: with room for everything nothing changes, a conversation outlives its process, and they are measured."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from llmcache import cli
+from llmcache.kv.bench.subject import load_model, logits, stock
+from llmcache.kv.bench.task_question import MODELS, model_of
+from llmcache.kv.transformers import SpillCache
+from tests.unit.store_parts import crash
+
+pytestmark = pytest.mark.models
+TOKENS = 600
+
+
+@functools.cache
+def model(name: str) -> Any:
+    torch.set_num_threads(1)
+    return load_model(model_of(name))
+
+
+def prompt(name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return words that come again, so that there is something to attend to."""
+    rng = np.random.default_rng(5)
+    words = rng.integers(1000, 20000, 60)
+    return words[rng.integers(0, len(words), (1, TOKENS))]
+
+
+def said(name: str, cache: Any, ids: Any, steps: int) -> tuple[list[int], torch.Tensor]:
+    """Return the next tokens after `ids`, and the logits of each."""
+    tokens, found = [], []
+    for _ in range(steps):
+        found.append(logits(model(name), cache, ids))
+        tokens.append(int(found[-1].argmax()))
+        ids = np.array([tokens[-1:]])
+    return tokens, torch.cat(found)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_budget_of_the_context_changes_no_bit(name: str, tmp_path: Path) -> None:
+    expected = said(name, stock(model(name)), prompt(name), 6)
+    with SpillCache(model(name).config, "mass", token_budget=2 * TOKENS, path=tmp_path, cpu_pages=8, threads=1) as cache:
+        got = said(name, cache, prompt(name), 6)
+    assert got[0] == expected[0] and torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_conversation_that_was_saved_goes_on_after_a_kill(name: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"token_budget": 96, "threads": 1}
+    path = tmp_path / "talk.kv"
+    cache = SpillCache(model(name).config, "mass", path=path, **options)
+    tokens, _ = said(name, cache, prompt(name), 5)
+    cache.save()
+    crash(cache.store)
+    with SpillCache.restore(model(name), path, "mass", **options) as again:
+        assert again.get_seq_length() == TOKENS + 4
+        rest, _ = said(name, again, np.array([tokens[-1:]]), 5)
+    with SpillCache(model(name).config, "mass", **options) as cache:
+        assert said(name, cache, prompt(name), 10)[0] == [*tokens, *rest]
+
+
+def test_a_text_is_read_with_each_cache(tmp_path: Path) -> None:
+    words = ["--model", "smollm2", "--task", "loss", "--context", "200", "--policy", "mass,window", "--budget", "48"]
+    few = ["--cases", "1", "--steps", "1", "--threads", "1", "--path", str(tmp_path), "--json"]
+    result = CliRunner().invoke(cli.app, ["kv", "bench", *words, *few], catch_exceptions=False)
+    assert result.exit_code == 0
+    told = json.loads(result.stdout)
+    stock_row, mass, window = told["rows"]
+    assert [row["policy"] for row in told["rows"]] == ["stock", "mass", "window"]
+    assert stock_row["divergences"] == [0] and stock_row["answers"]["asked"] == [64]
+    assert 0 < mass["divergences"][0] < window["divergences"][0]
+    (text,) = told["conditions"]["texts"]
+    assert Path(text.split(" from letter ")[0]).is_file() and told["conditions"]["family"] == "llama"
