@@ -71,7 +71,7 @@ class Replacement:
     def keep(self) -> None:
         """Gives the file its name, on the disk with all that is in it."""
         try:
-            with self.temporary.open("rb") as file:
+            with self.temporary.open("r+b") as file:
                 os.fsync(file.fileno())
             rename(self.temporary, self.path)
         except BaseException:
@@ -85,9 +85,20 @@ class Replacement:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], mode: int = PRIVATE) -> Iterator[BinaryIO]:
-    """Yields the `Replacement` of `path`, open for writing. OSError."""
-    with Replacement(path, mode) as temporary, temporary.open("wb") as stream:
-        yield stream
+    """Yields the `Replacement` of `path`, open for writing. OSError.
+
+    What failed to be written back is told to who has it open since before: it is this descriptor that is synced.
+    """
+    made = Replacement(path, mode)
+    try:
+        with open(create(made.temporary, mode), "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        rename(made.temporary, made.path)
+    except BaseException:
+        made.discard()
+        raise
 
 
 class Output(Replacement):

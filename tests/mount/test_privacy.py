@@ -33,7 +33,7 @@ def open_umask() -> Iterator[None]:
 def test_files_of_a_mount_are_closed_to_others(mount: Mounter, open_umask: None, tmp_path: Path) -> None:
     mounted = mount("--access-log", str(tmp_path / "log.parquet"))
     made = [mounted.files.socket, mounted.files.info, mounted.files.lock, mounted.files.log]
-    made += map(str, tmp_path.glob(".log.parquet*"))
+    made += map(str, tmp_path.glob("new-*-log.parquet*"))
     assert len(made) == 5
     for path in made:
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600, path
