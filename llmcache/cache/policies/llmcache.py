@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -200,6 +200,16 @@ class Recorded:
         return _sorted(_ids_held(self.core, self._places, files))
 
 
+class _Latest(NamedTuple):
+    """The latest visit: of the extent with the blocks first .. end - 1 of a file."""
+
+    space: Space
+    file: int
+    first: int
+    end: int
+    visit: list[int]
+
+
 @dataclass
 class _Use:
     """The latest use of an expert: whether it was there, and how far its slices have been read since, by their number."""
@@ -238,6 +248,7 @@ class Cut:
         self._spaces: dict[int, Space] = {}
         self._visits: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # -> first, end, hit
         self._visited = 0  # blocks
+        self._latest = _Latest(Space("", BLOCK_BYTES, (), single=False), -1, 0, 0, [0, 0, 0])
         self._window = min(MIN_WINDOW_BYTES // BLOCK_BYTES, capacity // WINDOW_SHARE)
         self._rest: OrderedDict[int, None] = OrderedDict()
         self._mixtures: dict[int, _Mixture] = {}
@@ -248,12 +259,24 @@ class Cut:
     def replay(self, first: Ids, count: Ids) -> Ids:
         """Returns the hit blocks of each run."""
         files, blocks = self._places.locate(first)
-        hits = np.zeros(len(first), np.int64)
-        runs = zip(first.tolist(), files.tolist(), blocks.tolist(), count.tolist(), strict=True)
-        for index, (start, file, block, length) in enumerate(runs):
-            space = self._spaces.get(file)
-            hits[index] = self._run(space or self._begin(file), file, start, block, block + length)
-        return hits
+        hits: list[int] = []
+        space, latest, low, high, visit = self._latest
+        for start, file, block, length in zip(first.tolist(), files.tolist(), blocks.tolist(), count.tolist(), strict=True):
+            end = block + length
+            # Most runs go on in the extent of the one before, which either was there or comes from storage.
+            if file == latest and low <= block and end <= high:
+                known = visit[2]
+                if known or (block >= visit[1] and space.learner.looping and not self._rest):
+                    hits.append(length if known else 0)
+                    if end > visit[1]:
+                        self._visited += end - visit[1]
+                        visit[1] = end
+                        if self._visited > self._window:
+                            self._shrink()
+                    continue
+            hits.append(self._run(self._spaces.get(file) or self._begin(file), file, start, block, end))
+            space, latest, low, high, visit = self._latest
+        return np.array(hits, np.int64)
 
     def _begin(self, file: int) -> Space:
         """Takes a file in."""
@@ -298,6 +321,7 @@ class Cut:
         """The hits among the blocks first .. end - 1, all of one extent of what loops, or may be found to loop."""
         key = id(space), extent
         visit = self._visits.get(key)
+        size = space.extent_bytes // BLOCK_BYTES
         if visit is None:
             visit = self._visits[key] = [first, end, self.core.reference(space.key, extent) == HIT]
             self._visited += end - first
@@ -309,6 +333,7 @@ class Cut:
             before = visit[1] - visit[0]
             visit[0], visit[1] = min(first, visit[0]), max(end, visit[1])
             self._visited += visit[1] - visit[0] - before
+        self._latest = _Latest(space, int(space.key), extent * size, (extent + 1) * size, visit)
         if visit[2]:
             return end - first
         if not space.learner.looping:
