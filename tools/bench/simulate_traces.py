@@ -72,8 +72,8 @@ def write(path: Path, runs: Iterator[Runs]) -> None:
 
 
 def simulate_large(path: Path) -> int:
-    """Simulate LRU and llmcache at half the footprint, with stalls and the curve of all sizes; returns the accesses."""
-    plan = Plan(("lru", "llmcache"), (LARGE_BLOCKS // 2 * BLOCK_BYTES,), period_ns=10**8, curves=True)
+    """Simulate LRU at half the footprint, with stalls and the curve of all sizes; returns the accesses."""
+    plan = Plan(("lru",), (LARGE_BLOCKS // 2 * BLOCK_BYTES,), period_ns=10**8, curves=True)
     return simulate_all([str(path)], plan).traces[0].accesses
 
 
