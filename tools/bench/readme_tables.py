@@ -78,7 +78,7 @@ def speed_table(document: Document) -> str:
     """The speeds and the memory of `tools/bench/simulate`."""
     rows = []
     for one in document["speeds"]:
-        bar = f"{one['bar'] / 1e6:.0f}" if one["bar"] else ""
+        bar = f"{one['bar'] / 1e6:g}" if one["bar"] else ""
         rows.append([one["trace"], one["policy"], f"{one['blocks_per_s'] / 1e6:.1f}", bar])
     for one in document["memory"]:
         what = f"{one['step']} {one['blocks'] / 1e9:.2g} G blocks: {one['peak_bytes'] / 2**20:.0f} MiB at most"
