@@ -12,7 +12,7 @@ from decimal import Decimal
 from llmcache.errors import UsageError
 
 BLOCK_BYTES = 4096
-"""A block: what traces, caches and mounts count in, whatever the pages of a machine are."""
+"""A block: what traces, caches, storage transfers and mounts count in (io_caching, 3 and 4.1), whatever the pages."""
 PAGE_BYTES = mmap.PAGESIZE
 """A page of this machine: 4096, with some kernels of arm64 16384 or 65536."""
 _PREFIXES = "KMGTPE"

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
-from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.question import parse_size_with_unit
 from llmcache.errors import UsageError
-from llmcache.units import format_size
+from llmcache.units import BLOCK_BYTES, format_size
 
 AUTO_PERCENT = (2, 5, 10, 20, 30, 40, 50, 60, 80, 100)
 """The ten sizes of `auto`, in percent of the footprint."""

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.detector import HOT, LOOP, SEQ, Class
 from llmcache.cache.layers import Layer
 from llmcache.cache.routing import MixtureUses
+from llmcache.units import BLOCK_BYTES
 
 SCHEMA = "llmcache.classify/1"
 READ_OP, WRITE_OP = "read", "write"

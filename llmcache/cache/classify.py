@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from llmcache.cache.assembling import Found, classes_of
 from llmcache.cache.classes import READ_OP, WRITE_OP, Classification, LockedLoop, TraceClasses
-from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.detector import LOOP, SEQ, Detector, Trail
 from llmcache.cache.layers import Layers
 from llmcache.cache.models import UNKNOWN, Models, Named
 from llmcache.cache.routing import Mixtures, Slice
 from llmcache.cache.streams import WINDOW
 from llmcache.errors import DataError
+from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from llmcache.trace.record import Provenance, Trace, TraceFile

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BLOCK_BYTES = 4096
-"""Bytes of a block: the unit of the cache, of traces and of storage transfers (sections 3 and 4.1)."""
+from llmcache.units import BLOCK_BYTES
 
 _MB = 10**6
 _GB = 10**9

@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 from llmcache.cache.arbitration import Settled, Share
 from llmcache.cache.loops import LoopLearner
+from llmcache.units import BLOCK_BYTES
 
-BLOCK_BYTES = 4096
 LARGE_EXTENT = 1 << 20
 SMALL_EXTENT = 128 << 10
 LARGE_FILE_BYTES = 32 << 20  # from here on extents are large

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.loops import Pass, PassRecorder
+from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from llmcache.cache.models import Models, Named

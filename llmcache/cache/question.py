@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
-from llmcache.cache.constants import BLOCK_BYTES, DEVICES, PAPER, DeviceClass
+from llmcache.cache.constants import DEVICES, PAPER, DeviceClass
 from llmcache.errors import UsageError
-from llmcache.units import format_size, parse_duration, parse_rate, parse_size
+from llmcache.units import BLOCK_BYTES, format_size, parse_duration, parse_rate, parse_size
 
 _MB = 10**6
 _MOST_TOKENS_PER_S = 10**9  # T has at least a nanosecond

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.curves import Curve
 from llmcache.cache.latency import FetchModel, Stalls
+from llmcache.units import BLOCK_BYTES
 
 SCHEMA = "llmcache.simulate/1"
 CURVE_POINTS = 513  # of a curve in JSON and pictures; each is exact

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from llmcache.cache.constants import BLOCK_BYTES, PAPER, DeviceClass
+from llmcache.cache.constants import PAPER, DeviceClass
 from llmcache.cache.mixture import MixtureBytes
+from llmcache.units import BLOCK_BYTES
 
 SECOND_NS = 10**9
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES, Loop, Share, cap_pins, reserve_bytes, settle, share_budget
-from llmcache.cache.extents import BLOCK_BYTES, Part, Space
+from llmcache.cache.extents import Part, Space
+from llmcache.units import BLOCK_BYTES
 
 HIT, KEPT, MISS = range(3)
 """Verdicts: held already; read from storage and held from now on; read from storage and not held."""

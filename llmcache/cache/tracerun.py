@@ -7,7 +7,6 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 from llmcache.cache.cachesizes import resolved
-from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.grid import (
     BATCH_ROWS,
     Cell,
@@ -26,6 +25,7 @@ from llmcache.cache.policies import policy_class
 from llmcache.cache.results import Result, Simulation, Summary, TraceCurve
 from llmcache.errors import DataError
 from llmcache.trace.record import BlockSpace
+from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from llmcache.cache.models import Models

@@ -13,14 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache.cache.classes import Classification, TraceClasses
-from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.layers import Layer
 from llmcache.cache.routing import ExpertLayer, MixtureUses
 from llmcache.errors import printable
 from llmcache.report.html import Block, Cell, Text
 from llmcache.report.html import Table as PageTable
 from llmcache.report.output import fit, plain_table
-from llmcache.units import format_duration, format_size, shortened
+from llmcache.units import BLOCK_BYTES, format_duration, format_size, shortened
 
 SHOWN_NAMES = 3  # groups of tensors in a row of the table
 LEAST_FILE = 28  # letters of a file that other columns make room for

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from llmcache.cache.cachesizes import Share
 from llmcache.cache.classes import READ_OP, WRITE_OP, TraceClasses
 from llmcache.cache.classify import classify
-from llmcache.cache.constants import BLOCK_BYTES, PAPER, PHONE, WATCH, DeviceClass
+from llmcache.cache.constants import PAPER, PHONE, WATCH, DeviceClass
 from llmcache.cache.detector import HOT, LOOP, SEQ
 from llmcache.cache.latency import FetchModel
 from llmcache.cache.policies import policy_class
@@ -38,7 +38,7 @@ from llmcache.report.reproduce import Reproduction, Tell, machine_words, measure
 from llmcache.report.theme import embedded, style
 from llmcache.trace.record import Trace
 from llmcache.trace.shapes import GROUPS, SHAPES
-from llmcache.units import format_size
+from llmcache.units import BLOCK_BYTES, format_size
 
 Values = NDArray[np.float64]
 MB = 10**6

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from llmcache.cache.classes import Classification
 from llmcache.cache.classify import classify
-from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.models import Models
 from llmcache.cache.plan import Progress
 from llmcache.cache.routing import MixtureUses
@@ -46,7 +45,7 @@ from llmcache.report.output import Written, check_target, form_of, write_target
 from llmcache.report.theme import CLASS_COLOURS, FAINT, INK, OP_COLOURS, PAPER, captioned, embedded, style
 from llmcache.trace.formats import open_trace
 from llmcache.trace.record import Trace, TraceFile, TraceReader
-from llmcache.units import format_duration, format_size, shortened
+from llmcache.units import BLOCK_BYTES, format_duration, format_size, shortened
 
 if TYPE_CHECKING:
     from llmcache.trace.record import Trace, TraceFile, TraceReader

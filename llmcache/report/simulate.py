@@ -9,12 +9,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.latency import FetchModel, Stalls
 from llmcache.cache.results import Result, Simulation, Summary, TraceCurve
 from llmcache.errors import printable
 from llmcache.report.output import plain_table
-from llmcache.units import format_duration, format_rate, format_size
+from llmcache.units import BLOCK_BYTES, format_duration, format_rate, format_size
 
 _UNBOUND = 400
 _NOTE = "hit ratio of all blocks, and of the bytes read; latency: modelled, to fetch all that is read,"

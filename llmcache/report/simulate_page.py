@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.curves import Curve
 from llmcache.cache.latency import FetchModel
 from llmcache.cache.policies import policy_class
@@ -16,7 +15,7 @@ from llmcache.report.lines import Line, Panel, bandwidth_lines, latency_figure, 
 from llmcache.report.output import check_target, write_target
 from llmcache.report.simulate import latency_note
 from llmcache.report.theme import embedded, style
-from llmcache.units import format_rate, format_size
+from llmcache.units import BLOCK_BYTES, format_rate, format_size
 
 OPTION = "--report"
 MODELLED = "modelled from the misses"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.constants import BLOCK_BYTES
+from llmcache.units import BLOCK_BYTES
 from tools.bench.errors import BenchError
 from tools.bench.knee import find_knee
 from tools.bench.size_simulated import Begin, Case, stalls_begin

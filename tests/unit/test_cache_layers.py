@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from llmcache.cache.classify import classify
-from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.layers import Layer, Layers
 from llmcache.fs.layout.tensors import Tensor, layer_name
 from llmcache.report.classify import layer_tables
 from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, WRITE, Provenance, Trace, TraceFile
+from llmcache.units import BLOCK_BYTES
 from tests.unit.trace_parts import KnownModels
 
 # Blocks: header 0-9, embedding 10-109, then layers of 100 blocks, each in two tensors.

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.constants import BLOCK_BYTES, DEVICES, PAPER, PHONE, WATCH
+from llmcache.cache.constants import DEVICES, PAPER, PHONE, WATCH
 from llmcache.cache.mixture import MixtureBytes, lru_curve
 from llmcache.cache.sizing import Setting, Storage, answer, blocks_needed, largest_loop, need, passes
+from llmcache.units import BLOCK_BYTES
 from tools.bench.routing import generate, lru_bytes
 
 MB = 10**6

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmcache.cache.extents import BLOCK_BYTES, LARGE_EXTENT, SMALL_EXTENT
+from llmcache.cache.extents import LARGE_EXTENT, SMALL_EXTENT
 from llmcache.cache.models import UNKNOWN
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.base import Policy
@@ -21,6 +21,7 @@ from llmcache.errors import DataError
 from llmcache.fs.layout.experts import Experts
 from llmcache.fs.layout.tensors import ModelLayout, Tensor
 from llmcache.trace.record import HIT, BlockSpace, Provenance, Trace, TraceFile
+from llmcache.units import BLOCK_BYTES
 from tests.unit.trace_parts import KnownModels
 
 MIB = 1 << 20

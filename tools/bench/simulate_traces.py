@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from llmcache.cache.plan import Plan
 from llmcache.cache.simulate import simulate_all
 from llmcache.trace.record import Provenance, TraceFile, TraceWriter
+from llmcache.units import BLOCK_BYTES
 
-BLOCK_BYTES = 4096
 LOOP_BLOCKS = 1 << 20  # 4 GiB of weights
 LOOP_RUN = 256  # 1 MiB reads
 RANDOM_BLOCKS = 1_000_000

@@ -25,12 +25,13 @@ from llmcache.cache.plan import Plan
 from llmcache.cache.policies import policy_class
 from llmcache.cache.simulate import simulate_all
 from llmcache.trace.record import BlockSpace, TraceReader
+from llmcache.units import BLOCK_BYTES
 
 from . import machine, results
 from .bars import Bar, exit_code, of_document, with_bars
 from .bars import table as bar_table
 from .signals import one_interrupt
-from .simulate_traces import BLOCK_BYTES, LOOP_BLOCKS, RANDOM_BLOCKS, loop, single, write
+from .simulate_traces import LOOP_BLOCKS, RANDOM_BLOCKS, loop, single, write
 
 SCHEMA = "llmcache-bench-simulate/2"
 COMMAND = "tools/bench/simulate"

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.cache.constants import BLOCK_BYTES
 from llmcache.cache.policies import policy_class
 from llmcache.cache.sizing import Setting, blocks_needed, need
 from llmcache.fs.client.advice import mount_cache_bytes
+from llmcache.units import BLOCK_BYTES
 
 PASSES = 12
 WARMUP = 6  # a policy that learns has seen the loop often enough by then

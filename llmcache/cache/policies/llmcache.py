@@ -19,7 +19,6 @@ import numpy as np
 
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES
 from llmcache.cache.extents import (
-    BLOCK_BYTES,
     LARGE_EXTENT,
     LARGEST_EXTENT,
     LEAST_LOOP_BYTES,
@@ -33,6 +32,7 @@ from llmcache.cache.models import UNKNOWN
 from llmcache.cache.policies.base import Ids, Policy
 from llmcache.cache.steering import HIT, Steering
 from llmcache.errors import DataError
+from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from llmcache.cache.models import Experts, Models
@@ -307,7 +307,7 @@ class Cut:
             extent = block // size
             until = min(end, (extent + 1) * size)
             if not space.single[extent]:
-                hits += self._visit(space, extent, start, block, until)
+                hits += self._visit(file, space, extent, start, block, until)
             elif file in self._mixtures:
                 until, found = self._slice(self._mixtures[file], space, extent, start, block, until)
                 hits += found
@@ -317,11 +317,10 @@ class Cut:
             block = until
         return hits
 
-    def _visit(self, space: Space, extent: int, start: int, first: int, end: int) -> int:
+    def _visit(self, file: int, space: Space, extent: int, start: int, first: int, end: int) -> int:
         """The hits among the blocks first .. end - 1, all of one extent of what loops, or may be found to loop."""
-        key = id(space), extent
+        key, size = (file, extent), space.extent_bytes // BLOCK_BYTES
         visit = self._visits.get(key)
-        size = space.extent_bytes // BLOCK_BYTES
         if visit is None:
             visit = self._visits[key] = [first, end, self.core.reference(space.key, extent) == HIT]
             self._visited += end - first
@@ -333,7 +332,7 @@ class Cut:
             before = visit[1] - visit[0]
             visit[0], visit[1] = min(first, visit[0]), max(end, visit[1])
             self._visited += visit[1] - visit[0] - before
-        self._latest = _Latest(space, int(space.key), extent * size, (extent + 1) * size, visit)
+        self._latest = _Latest(space, file, extent * size, (extent + 1) * size, visit)
         if visit[2]:
             return end - first
         if not space.learner.looping:

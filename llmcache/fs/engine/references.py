@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from llmcache.cache.extents import BLOCK_BYTES
 from llmcache.cache.steering import HIT, MISS, Steering
+from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from llmcache.fs.daemon.accesslog import AccessLog

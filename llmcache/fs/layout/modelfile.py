@@ -192,6 +192,7 @@ class ModelHeaders:
                 )
             self._given.update((file.id, layout) for file in matches)
         self._read: dict[int, ModelLayout | None] = {}
+        self._experts: dict[int, Experts | None] = {}  # cut from the header once: each cell of a simulation asks
 
     def __call__(self, file: TraceFile) -> tuple[Tensor, ...]:
         """Returns the tensors of `file`, its header first; nothing if it is no model, or not on this disk as it was."""
@@ -200,8 +201,10 @@ class ModelHeaders:
 
     def experts(self, file: TraceFile) -> tuple[str, Experts] | None:
         """Returns the path of the model, with a * for the number of the shard that `file` is, and the experts in `file`."""
-        layout = self.header(file)
-        experts = None if layout is None else Experts(layout)
+        if file.id not in self._experts:
+            layout = self.header(file)
+            self._experts[file.id] = None if layout is None else Experts(layout)
+        experts = self._experts[file.id]
         return (_all_shards(file.path), experts) if experts is not None and experts.count else None
 
     def header(self, file: TraceFile) -> ModelLayout | None:
