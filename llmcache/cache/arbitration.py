@@ -15,7 +15,8 @@ MAX_WINDOW_BYTES = 128 << 20
 DELAY_S = 0.01  # from a touch to the read that it asks for, where all processors are busy: storage is to have work meanwhile
 LEAST_WINDOW_MAX_BYTES = 96 << 20
 CONVOY_FACTOR = 4  # several readers need more behind the first one, or the others fall out of its window
-WINDOW_ALLOWANCE_BYTES = 12 << 20  # what windows may hold beside the budget: part of the 64 MiB a mount takes beyond it
+# What windows may hold beside the budget: part of the 64 MiB that a mount takes beyond it. In place no daemon has buffers.
+WINDOW_ALLOWANCE_BYTES, INPLACE_ALLOWANCE_BYTES = 12 << 20, 24 << 20
 HOT_SHARE = 16  # hot pages may keep a sixteenth of the budget
 ROWS_RESERVE_BYTES = 2 << 20  # single rows of tables, read at random
 WINDOW_SHARE = 0.06  # of the streamed bytes: bytes per pass are N - pins, so the window is what S loses

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 HALF_LIVES = (0.1, 1.0, 3.0, 10.0)
 _FORGOTTEN = 64.0  # half-lives: what is left after so many is nothing
@@ -68,14 +68,21 @@ class Lrfu:
         """`key` is not kept any more."""
         self._kept.discard(key)
 
-    def least(self) -> int | None:
-        """The key that should leave first; None if nothing is kept."""
-        while self._queue:
+    def least(self, spared: Callable[[int], bool] | None = None) -> int | None:
+        """The key that should leave first, of those that are not `spared` if there are any; None if nothing is kept."""
+        aside: list[tuple[float, int]] = []
+        found: int | None = None
+        while self._queue and found is None:
             value, key = self._queue[0]
             if key in self._kept and self._value[key] == value:
-                return key
+                if spared is None or not spared(key):
+                    found = key
+                    continue
+                aside.append((value, key))
             heapq.heappop(self._queue)
-        return None
+        for entry in aside:
+            heapq.heappush(self._queue, entry)
+        return found if found is not None or not aside else aside[0][1]
 
     def coldest(self, count: int) -> list[int]:
         """The `count` keys that should leave first."""

@@ -83,6 +83,19 @@ def test_the_half_life_is_the_one_that_misses_least(habits: routing.Habits, shar
     assert sum(mine) <= most * sum(lru)
 
 
+@given(USES, st.sets(st.integers(0, 12)))
+def test_who_is_spared_leaves_after_all_others(uses: list[int], spared: set[int]) -> None:
+    hot = Lrfu(1.0)
+    run(hot, uses, 13)
+    order = []
+    while (victim := hot.least(spared.__contains__)) is not None:
+        order.append(victim)
+        hot.drop(victim)
+    coldest = sorted(set(uses), key=hot.value)
+    values = [hot.value(key) for key in order]
+    assert values == [hot.value(key) for key in sorted(coldest, key=spared.__contains__)] and set(order) == set(uses)
+
+
 def test_what_is_forgotten_stands_for_nothing() -> None:
     hot = HotSet()
     for key in range(20):

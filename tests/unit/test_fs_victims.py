@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
+
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
 from llmcache.fs.backends.base import BufferPool
 from llmcache.fs.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
 from llmcache.fs.backends.holders import SteerHolder
 from llmcache.fs.engine.engine import Engine
+from llmcache.fs.engine.experts import Mixture
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, TOUCHED, Group
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
 from llmcache.fs.engine.state import CacheState
@@ -242,3 +245,67 @@ def test_a_prompt_is_brought_in_ahead_and_leaves_before_what_tokens_use() -> Non
         coldest = cache.hot.coldest(64 - 4 - 12)
     assert not {3, 9, 20, 21, 64, 70, 71, 99} & set(coldest)
     assert set(coldest) <= set(brought)
+
+
+def mixture_of(state: CacheState, layers: int = 2, experts: int = 8) -> Mixture:
+    """A file of `layers` tensors whose `experts` have 4 MiB each."""
+    group = new_group(state, "mixture", 4 * layers * experts)
+    group.status = bytearray([SINGLE]) * group.count
+    member = group.members[0]
+    member.backing = cast(Backing, object())
+    size = 4 * experts * MIB
+    tensors = tuple(Tensor(f"blk.{n}.ffn_up_exps.weight", n * size, size, "F32", experts=experts) for n in range(layers))
+    state.mixtures.begin(group, member, Experts(ModelLayout("gguf", 0, tensors, experts_used=2)))
+    assert member.mixture is not None
+    return member.mixture
+
+
+def test_experts_of_the_layer_that_is_computed_stay() -> None:
+    """A program that is in the middle of one would miss the rest of it at once."""
+    state = new_state(64 * MIB)
+    mixture, cache = mixture_of(state), state.mixtures
+    for expert in (0, 1, 2, 8, 9, 8, 9):  # those of the second layer are used more, and later
+        if mixture.states[expert] == ABSENT:
+            cache.missed(mixture, expert)
+            cache.arrived(mixture, expert, True)
+        else:
+            cache.used(mixture, expert)
+    cache.missed(mixture, 3)
+    cache.arrived(mixture, 3, True)  # the first layer again
+    cache.room_bytes = 0
+    squeeze(state, 4 * MIB)  # and HEADROOM_BYTES
+    assert [debt[1] // (4 * MIB) for debt in cache.victims()] == [8, 9]
+    assert [debt[1] // (4 * MIB) for debt in cache.victims()] == [0], "there are no others"
+
+
+def test_a_use_that_was_missed_counts_once() -> None:
+    """The sample that follows sees it as well."""
+    state = new_state(64 * MIB)
+    mixture, cache = mixture_of(state), state.mixtures
+    for expert in (0, 1):
+        cache.missed(mixture, expert)
+        cache.arrived(mixture, expert, True)
+        mixture.fresh.add(expert)
+        cache.used(mixture, expert)
+    assert cache.hot.value(1) - cache.hot.value(0) == pytest.approx(1 / 8), "one use each, one after the other"
+    cache.used(mixture, 0)
+    assert cache.hot.least() == 1
+    assert state.counters.hit_bytes == 4 * MIB == state.counters.miss_bytes // 2
+
+
+def test_what_the_kernel_reads_around_a_fault_is_dropped_unless_it_is_kept() -> None:
+    state = new_state(64 * MIB)
+    mixture, cache = mixture_of(state), state.mixtures
+    for expert in (4, 6, 8, 9, 10):
+        cache.missed(mixture, expert)
+        cache.arrived(mixture, expert, True)
+    reach = 64 << 10
+    cache.faulted(mixture, 5, reach, 0)
+    cache.faulted(mixture, 3, reach, 0)
+    assert cache.victims() == [], "memory that nobody wants keeps it"
+    squeeze(state, 0)
+    cache.room_bytes = cache.used_bytes
+    *around, victim = cache.victims()
+    assert [(offset, length, charged) for _, offset, length, charged in around] == [(12 * MIB - reach, reach, 0)]
+    assert victim[3] == 4 * MIB
+    assert [debt[3] for debt in cache.victims()] == [], "it is dropped once"

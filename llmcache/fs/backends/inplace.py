@@ -34,7 +34,7 @@ from llmcache.cache.arbitration import LEAST_WINDOW_MAX_BYTES, least_window
 from llmcache.cache.extents import HUGE_BYTES
 from llmcache.errors import MountProblem
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import CHECK_S, File, Files, MappedFile, ReadAhead, read_ahead
+from llmcache.fs.backends.files import CHECK_S, File, Files, MappedFile, ReadAhead, read_ahead, read_ahead_file
 from llmcache.fs.backends.fuse import FAILED
 from llmcache.fs.backends.touches import MISS, Touch, Touches
 from llmcache.fs.client.mountpoint import entries
@@ -54,6 +54,7 @@ AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
 SLACK_S = 0.05
 SAMPLE_S, SAMPLE_REST = 0.02, 100  # experts are looked at so often, and for so small a part of the time
 SOON_S, ACTIVE_S = 0.003, 0.1  # so soon again it looks for touches, for so long after the last
+REACH_MAX_BYTES = 1 << 20
 MEASURED_BYTES, WIDER = 128 << 20, 1.5
 FAST_BPS = 700e6  # what no SATA disk delivers
 _LOOK_S = 0.5
@@ -128,6 +129,7 @@ class InPlaceBackend:
         self._observing = threading.Thread(target=self._observe, name="touches", daemon=True)
         self._tending = threading.Thread(target=self.files.run, name="files", daemon=True)
         self._sampling = threading.Thread(target=self._sample, name="sample", daemon=True)
+        self._reach = 0  # bytes that the kernel reads before and behind a fault
         self._closed = False
         self._busy = 0  # reads under way
         self._busy_ns = 0  # since when there are some
@@ -137,6 +139,8 @@ class InPlaceBackend:
 
     def start(self, _notifier: KernelNotifier | None, _mountpoint: str) -> None:
         """The files of SOURCE are steered from now on."""
+        setting = read_ahead_file(f"/proc/self/fd/{self.engine.tree.fd}")
+        self._reach = min(REACH_MAX_BYTES, int(setting.read_text()) << 9) if setting is not None else 0
         if not self._observing.is_alive():
             self._observing.start()
             self._tending.start()
@@ -347,13 +351,25 @@ class InPlaceBackend:
         """A program reads a slice, of which a page was missed, or is mapped now. Lock held."""
         expert = mixture.layout.expert_of[number]
         state = mixture.states[expert]
-        if state == LOADING or (state == TOUCHED and not touch.flags & MISS):
+        if state == ABSENT or (state == LOADING and touch.flags & MISS):
+            self.state.mixtures.faulted(mixture, number, self._reach, touch.t_ns)
+        if state == LOADING or (state == TOUCHED and not (touch.flags & MISS and self._lacks(mixture, number))):
             return  # counted when it came, or with the next sample
-        for each in self.state.mixtures.missed(mixture, expert):
+        found = self.state.mixtures.missed(mixture, expert)
+        mixture.fresh.update(found[:1])
+        for each in found:
             self.state.references.slices(mixture.group, mixture.member, mixture.ranges(each), touch.pid)
             mixture.member.loads += 1
             self.state.jobs.append(functools.partial(self._bring_expert, mixture, each))
             self.state.work.notify()
+
+    def _lacks(self, mixture: Mixture, number: int) -> bool:
+        """True if the kernel has reclaimed pages of a slice: one that is on its way is missed too. Lock held."""
+        file = self.files.of_node(mixture.member.node)
+        if file is None or file.mapping is None:
+            return False
+        offset, length = mixture.pages_of(number)
+        return syscalls.cached_pages(file.mapping.backing.fd, offset, length) < length // PAGE
 
     def _note(self, group: Group, member: Member, file: File, extent: int, touch: Touch) -> None:
         """Lock held."""

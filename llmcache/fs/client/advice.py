@@ -8,9 +8,10 @@ Of a mixture a mount pins the dense tensors, and what that leaves holds experts.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from llmcache.cache.arbitration import (
+    INPLACE_ALLOWANCE_BYTES,
     MIN_WINDOW_BYTES,
     WINDOW_ALLOWANCE_BYTES,
     Loop,
@@ -49,6 +50,26 @@ _STEP_BYTES = 10**6
 _LEAST_STEPS = -(-MIN_BUDGET_BYTES // _STEP_BYTES)
 
 
+@dataclass(frozen=True)
+class Means:
+    """How modes hold a loop: the least window, the bytes of an extent of a large file, and what they may hold beside the
+    budget.
+    """
+
+    modes: str
+    least_window: int
+    large_extent: int
+    allowance: int
+
+
+FUSE = Means("steer, arena", MIN_WINDOW_BYTES, LARGE_EXTENT, WINDOW_ALLOWANCE_BYTES)
+
+
+def in_place(bandwidth: int) -> Means:
+    """What keeps storage of `bandwidth` (bytes/s) at work is streamed through."""
+    return Means("inplace", least_window(bandwidth), HUGE_BYTES, INPLACE_ALLOWANCE_BYTES)
+
+
 def advise(question: Question) -> Answer:
     """The answer to `question`. UsageError: a cache smaller than the hot set; DataError: a damaged model;
 
@@ -75,16 +96,13 @@ def advise(question: Question) -> Answer:
 
 
 def _modes(loop: Weights, setting: Setting) -> tuple[ModeNeed, ...]:
-    """What each mode needs to have no stalls. In place, what keeps storage at work is streamed through."""
+    """What each mode needs to have no stalls."""
     found = []
     needed = need(loop, setting).loop_cache_bytes
-    for names, least, large in (
-        ("inplace", least_window(setting.bandwidth), HUGE_BYTES),
-        ("steer, arena", MIN_WINDOW_BYTES, LARGE_EXTENT),
-    ):
-        cache_bytes = mount_cache_bytes(loop, needed, setting.hot_bytes, least, large)
-        share = _share(_dense_bytes(loop), cache_bytes, setting.hot_bytes, least)
-        found.append(ModeNeed(names, cache_bytes, share.window_bytes))
+    for means in (in_place(setting.bandwidth), FUSE):
+        cache_bytes = mount_cache_bytes(loop, needed, setting.hot_bytes, means)
+        share = _share(_dense_bytes(loop), cache_bytes, setting.hot_bytes, means)
+        found.append(ModeNeed(means.modes, cache_bytes, share.window_bytes))
     return tuple(found)
 
 
@@ -94,7 +112,7 @@ def _ram(ram_bytes: int | None, loop: Weights, modes: tuple[ModeNeed, ...], sett
     cache_bytes = budget_of(ram)
     plain_bytes = cache_bytes + DAEMON_BYTES - setting.hot_bytes  # the same memory, without a daemon
     if isinstance(loop, MixtureBytes):
-        kept = mount_keeps_bytes(loop, cache_bytes, setting.hot_bytes, least_window(setting.bandwidth), HUGE_BYTES)
+        kept = mount_keeps_bytes(loop, cache_bytes, setting.hot_bytes, in_place(setting.bandwidth))
         plain, needed_cache_bytes = loop.page_cache_kept_bytes(plain_bytes), modes[0].cache_bytes
     else:
         kept = mount_keeps_bytes(loop, cache_bytes, setting.hot_bytes)
@@ -126,37 +144,34 @@ def _storage(question: Question) -> Storage:
     return Storage(question.bandwidth, "device", {"class": question.device.name, "storage": question.device.storage})
 
 
-def mount_cache_bytes(
-    loop: Weights, kept_bytes: int, hot_bytes: int, least: int = MIN_WINDOW_BYTES, large: int = LARGE_EXTENT
-) -> int:
+def mount_cache_bytes(loop: Weights, kept_bytes: int, hot_bytes: int, means: Means = FUSE) -> int:
     """The smallest --cache (whole MB) with which llmcachefs keeps `kept_bytes` of a lone loop that is being read.
 
-    `least`: bytes of its window at least; `large`: of an extent of a large file.
     *Modelled* by the mount's own arbitration; never less than the least budget that a mount accepts.
     """
     low, high = _LEAST_STEPS, _LEAST_STEPS + 2 * (size_of(loop) + hot_bytes) // _STEP_BYTES + 64
     while low < high:  # a larger budget never keeps less
         middle = (low + high) // 2
-        if mount_keeps_bytes(loop, middle * _STEP_BYTES, hot_bytes, least, large) >= kept_bytes:
+        if mount_keeps_bytes(loop, middle * _STEP_BYTES, hot_bytes, means) >= kept_bytes:
             high = middle
         else:
             low = middle + 1
     return low * _STEP_BYTES
 
 
-def mount_keeps_bytes(
-    loop: Weights, cache_bytes: int, hot_bytes: int, least: int = MIN_WINDOW_BYTES, large: int = LARGE_EXTENT
-) -> int:
+def mount_keeps_bytes(loop: Weights, cache_bytes: int, hot_bytes: int, means: Means = FUSE) -> int:
     """What llmcachefs keeps of a lone `loop` with `--cache` `cache_bytes`: pins, in whole extents, and a mixture's experts.
 
     Hot pages and rows are taken at the most that their reserves allow.
     """
     dense_bytes = _dense_bytes(loop)
-    pinned_bytes = _share(dense_bytes, cache_bytes, hot_bytes, least).pinned_bytes
-    extent_bytes = extent_bytes_for(dense_bytes, EXTENTS_MAX, SMALL_EXTENT if isinstance(loop, MixtureBytes) else large)
+    pinned_bytes = _share(dense_bytes, cache_bytes, hot_bytes, means).pinned_bytes
+    large = SMALL_EXTENT if isinstance(loop, MixtureBytes) else means.large_extent
     if pinned_bytes < dense_bytes:
+        extent_bytes = extent_bytes_for(dense_bytes, EXTENTS_MAX, large)
         return pinned_bytes // extent_bytes * extent_bytes
-    return min(size_of(loop), dense_bytes + max(0, _loops_bytes(cache_bytes, hot_bytes) - dense_bytes - HEADROOM_BYTES))
+    left = _loops_bytes(cache_bytes, hot_bytes, means) - dense_bytes - HEADROOM_BYTES
+    return min(size_of(loop), dense_bytes + max(0, left))
 
 
 def _dense_bytes(loop: Weights) -> int:
@@ -164,12 +179,12 @@ def _dense_bytes(loop: Weights) -> int:
     return loop.dense_bytes if isinstance(loop, MixtureBytes) else loop
 
 
-def _share(loop_bytes: int, cache_bytes: int, hot_bytes: int, least: int) -> Share:
-    loop = Loop("loop", loop_bytes, None, active=True, least_window=least)
-    return cap_pins(share_budget(_loops_bytes(cache_bytes, hot_bytes), [loop]), cache_bytes)["loop"]
+def _share(loop_bytes: int, cache_bytes: int, hot_bytes: int, means: Means) -> Share:
+    loop = Loop("loop", loop_bytes, None, active=True, least_window=means.least_window)
+    return cap_pins(share_budget(_loops_bytes(cache_bytes, hot_bytes, means), [loop]), cache_bytes)["loop"]
 
 
-def _loops_bytes(cache_bytes: int, hot_bytes: int) -> int:
+def _loops_bytes(cache_bytes: int, hot_bytes: int, means: Means) -> int:
     """What the reserves leave of the budget."""
-    budget = cache_bytes + WINDOW_ALLOWANCE_BYTES
+    budget = cache_bytes + means.allowance
     return max(0, budget - reserve_bytes(budget, hot_bytes, has_rows=hot_bytes > 0))

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
+from llmcache.cache.arbitration import INPLACE_ALLOWANCE_BYTES, WINDOW_ALLOWANCE_BYTES
 from llmcache.cache.cursors import CURSOR_LIFE_NS
 from llmcache.cache.extents import SMALL_EXTENT
 from llmcache.cache.loops import Pass
@@ -54,7 +54,8 @@ class Engine:
     """Cache of one mount; see `make_engine`."""
 
     def __init__(self, cache_bytes: int, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> None:
-        self.state = CacheState(cache_bytes, BufferPool(POOL_BUFFERS, POOL_RESERVE))
+        allowance = INPLACE_ALLOWANCE_BYTES if mode == "inplace" else WINDOW_ALLOWANCE_BYTES
+        self.state = CacheState(cache_bytes, BufferPool(POOL_BUFFERS, POOL_RESERVE), allowance)
         self.pins = PinService(self._attached, self._lock_failed, self._helper_lost)
         self.holder: Holder
         self.planner: Planner
@@ -251,7 +252,7 @@ class Engine:
         facts: dict[str, Any] = {
             "mode": self.mode,
             "budget_bytes": self.budget_bytes,
-            "window_allowance_bytes": WINDOW_ALLOWANCE_BYTES,
+            "window_allowance_bytes": self.state.allowance_bytes,
         }
         facts |= {"large_extent_bytes": self.backend.large_extent, "small_extent_bytes": SMALL_EXTENT}
         if self.mode != "arena":

@@ -13,8 +13,11 @@ Every method of `MixtureCache` expects the engine's lock.
 from __future__ import annotations
 
 import itertools
+import time
 from array import array
 from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +35,8 @@ LEAST_ROOM_BYTES = 16 << 20  # so many experts are in use at a time
 SWEEP = 3  # times as many experts as a token uses, missed in one visit of a layer: a prompt, that uses nearly all of them
 UNTOLD_SHARE, UNTOLD_LEAST = 4, 8  # where the header does not say how many that are: a quarter of all is a prompt
 AHEAD = 4  # experts that are brought ahead of a prompt
+STRAY_NS = 5_000_000  # what the kernel reads around a fault is there by then
+STRAYS_MAX = 1024
 
 
 @dataclass(eq=False)
@@ -46,8 +51,8 @@ class ExpertLoad:
 class Mixture:
     """The experts of one file that is read: each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n.
 
-    Over FUSE: `loads` of experts that are LOADING, and `trips`: experts of which a page was taken out, so that their next
-    use is seen.
+    `fresh`: came for a use that is counted, and will be seen once more by a sample. Over FUSE: `loads` of experts that are
+    LOADING, and `trips`: experts of which a page was taken out, so that their next use is seen.
     """
 
     def __init__(self, group: Group, member: Member, layout: Experts, first: int) -> None:
@@ -61,7 +66,9 @@ class Mixture:
             self.sizes.append(sum(length for _, length in ranges))
         self.layer = (0, 0)  # the experts of the layer that is computed: first, and behind the last
         self.visit, self.last = 0, 0  # of which so many were missed, in the order of their numbers until that one
+        self.sweeping = False  # a prompt is computed
         self.loads: dict[int, ExpertLoad] = {}
+        self.fresh: set[int] = set()
         self.trips: set[int] = set()
         self.refaults: dict[int, int] = {}
 
@@ -78,7 +85,12 @@ class Mixture:
             self.layer, self.visit = (first, end), 0
         self.visit, self.last = self.visit + 1, expert
         most = SWEEP * self.layout.used if self.layout.used else max(UNTOLD_LEAST, count // UNTOLD_SHARE)
-        return self.visit > min(most, end - first - 1)
+        self.sweeping = self.visit > min(most, end - first - 1)
+        return self.sweeping
+
+    def computes(self, expert: int) -> bool:
+        """True for experts of the layer that is computed: of a prompt, those that it has not left behind."""
+        return (self.last if self.sweeping else self.layer[0]) <= expert < self.layer[1]
 
     def ranges(self, expert: int) -> list[tuple[int, int]]:
         """(offset, bytes) of the slices of an expert in whole pages, without what is in the loop."""
@@ -109,11 +121,26 @@ class Mixture:
             return None
         return number if self.group.state(self.member.base + offset // self.group.extent_bytes) == SINGLE else None
 
-    def end_of(self, number: int) -> int:
-        """Where the pages of a slice end, or what belongs to the loop begins."""
+    def beside(self, number: int, reach: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of what lies up to `reach` bytes before and behind a slice, of experts that are not there."""
+        layout = self.layout
+        start, end = layout.starts[number], layout.starts[number] + layout.sizes[number]
+        found: list[tuple[int, int]] = []
+        for first, last in ((start - reach, start), (end, end + 4 * reach)):
+            at = max(0, bisect_right(layout.starts, max(0, first)) - 1)
+            while at < len(layout.starts) and layout.starts[at] < last:
+                if self.states[layout.expert_of[at]] == ABSENT:
+                    low = -(-max(first, layout.starts[at]) // PAGE) * PAGE
+                    high = min(last, layout.starts[at] + layout.sizes[at]) // PAGE * PAGE
+                    offset, length = self._pages(low, high) if low < high else (low, 0)
+                    found += [(offset, length)] if length else []
+                at += 1
+        return found
+
+    def pages_of(self, number: int) -> tuple[int, int]:
+        """(offset, bytes) of a slice in whole pages, without what is in the loop."""
         start = self.layout.starts[number]
-        offset, length = self._pages(start, start + self.layout.sizes[number])
-        return offset + length
+        return self._pages(start, start + self.layout.sizes[number])
 
     def facts(self) -> dict[str, Any]:
         """What is kept, as `llmcache stats --json` tells it."""
@@ -137,6 +164,7 @@ class MixtureCache:
         self.left = 0  # experts that were given up for others
         self.mixtures: list[Mixture] = []  # by their keys
         self._next = 0
+        self._strays: deque[tuple[int, Mixture, int, int]] = deque(maxlen=STRAYS_MAX)  # when, of which slice, how far around
 
     def begin(self, group: Group, member: Member, layout: Experts) -> None:
         """A file with experts is read from now on."""
@@ -163,6 +191,9 @@ class MixtureCache:
 
     def used(self, mixture: Mixture, expert: int) -> None:
         """A sample says that an expert that is there was used."""
+        if expert in mixture.fresh:
+            mixture.fresh.discard(expert)
+            return
         self.hot.use(mixture.first + expert)
         self.state.counters.hit_bytes += mixture.bytes_of(expert)
 
@@ -210,11 +241,24 @@ class MixtureCache:
         together = self.state.used_bytes + HEADROOM_BYTES - self.state.room_bytes
         return min(together, self.used_bytes + HEADROOM_BYTES - max(self.room_bytes, LEAST_ROOM_BYTES))
 
+    def faulted(self, mixture: Mixture, number: int, reach: int, now_ns: int) -> None:
+        """A program has faulted on a slice that was not there: the kernel reads `reach` bytes before and behind it too."""
+        self._strays.append((now_ns, mixture, number, reach))
+
+    def _read_around(self) -> Iterator[tuple[int, int, int, int]]:
+        """What the kernel has read around faults, of experts that are not there."""
+        now_ns = time.monotonic_ns()
+        while self._strays and now_ns - self._strays[0][0] > STRAY_NS:
+            _, mixture, number, reach = self._strays.popleft()
+            if (node := mixture.member.node) is not None and mixture.member.mixture is mixture:
+                yield from ((node, offset, length, 0) for offset, length in mixture.beside(number, reach))
+
     def victims(self) -> list[tuple[int, int, int, int]]:
         """Gives up experts, the least used first, until there is room: (node, offset, bytes, charged) to drop."""
-        debts: list[tuple[int, int, int, int]] = []
         excess = self.excess_bytes
-        while excess > 0 and (key := self.hot.least()) is not None:
+        debts = list(self._read_around()) if excess > 0 else []
+        # Of the layer that is computed nobody leaves: the rest of what a program has begun to use it would miss as well.
+        while excess > 0 and (key := self.hot.least(self._is_computed)) is not None:
             mixture, expert = self.of(key)
             size = mixture.bytes_of(expert)
             self._give_up(mixture, expert)
@@ -226,6 +270,10 @@ class MixtureCache:
                 self.state.resident_bytes += sum(length for _, length in mixture.own(expert))  # until it is dropped
         return debts
 
+    def _is_computed(self, key: int) -> bool:
+        mixture, expert = self.of(key)
+        return mixture.computes(expert)
+
     def of(self, key: int) -> tuple[Mixture, int]:
         """The mixture and the expert that `key` means."""
         mixture = self.mixtures[bisect_right(self.mixtures, key, key=lambda one: one.first) - 1]
@@ -235,5 +283,6 @@ class MixtureCache:
         self.hot.drop(mixture.first + expert)
         mixture.states[expert] = ABSENT
         mixture.trips.discard(expert)
+        mixture.fresh.discard(expert)
         mixture.refaults.pop(expert, None)
         self.used_bytes -= mixture.bytes_of(expert)

@@ -95,6 +95,7 @@ class CacheState:
 
     budget_bytes: int
     pool: BufferPool
+    allowance_bytes: int = WINDOW_ALLOWANCE_BYTES
     lock: threading.Lock = field(default_factory=threading.Lock)
     counters: Counters = field(default_factory=Counters)
     late_waits: Waits = field(default_factory=Waits)  # for extents that were being fetched ahead of the reader
@@ -122,9 +123,9 @@ class CacheState:
         self.ended = threading.Condition(self.lock)
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Takes what pressure leaves of the budget: pins stay within it, all together may have the window's allowance."""
+        """Takes what pressure leaves of the budget: pins stay within it, all together may have the allowance."""
         self.pin_limit_bytes = limit_bytes
-        self.limit_bytes = limit_bytes + WINDOW_ALLOWANCE_BYTES
+        self.limit_bytes = limit_bytes + self.allowance_bytes
         self.references.limited(limit_bytes)
 
     @property
