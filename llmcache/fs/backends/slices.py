@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llmcache.fs.engine.state import CacheState
 
 PIECE_BYTES = BUFFER_BYTES
-TRIPS = 2  # pages taken out for each expert that leaves
+TRIPS = 4  # pages taken out for each expert that leaves
 LOOK_S, IDLE_S, UNUSED_S = 0.005, 0.01, 1.0
 REFAULTS_MAX = 2
 
@@ -194,7 +194,9 @@ class SliceReader:
         self._due = min(self._due, len(mixtures.hot) - out)
         found: list[tuple[int, int, int]] = []
         for mixture, expert in map(mixtures.of, mixtures.hot.coldest(out + self._due) if self._due else ()):
-            if expert not in mixture.trips and mixture.member.node is not None:
+            if expert in mixture.trips or mixture.computes(expert):  # what is in use now has been counted
+                continue
+            if mixture.member.node is not None:
                 mixture.trips.add(expert)
                 found.append((mixture.member.node, mixture.probes[expert], PAGE))
         self._due -= len(found)
