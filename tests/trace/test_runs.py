@@ -31,7 +31,7 @@ def test_large_requests_are_counted_once(cached: bool, record: Record, file: Pat
     assert found.blocks() == list(range(BLOCKS)), found
     assert found.requests == 16
     assert set(found.accesses["miss"]) == {HIT if cached else MISS}, found
-    assert len(found.accesses) < 16
+    assert not cached or len(found.accesses) < 16, "fills end runs: how many, storage decides"
     fills = found.blocks(FILL)
     assert list(dict.fromkeys(fills)) == ([] if cached else list(range(BLOCKS)))
     assert len(fills) == len(set(fills)) or found.blocks(EVICT), "none is filled twice, unless the kernel took it back"
