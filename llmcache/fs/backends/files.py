@@ -70,12 +70,13 @@ class Program:
         """Lets go of the process."""
         os.close(self._fd)
 
-    def address_of(self, dev: int, ino: int, offset: int) -> int | None:
-        """Where a byte of a file is mapped; None where it is not."""
+    def addresses_of(self, dev: int, ino: int, offsets: Sequence[int]) -> list[int]:
+        """Where bytes of a file are mapped; 0 where they are not."""
+        found = [0] * len(offsets)
         for at, address, size in self._parts.get((dev, ino), ()):
-            if at <= offset < at + size:
-                return address + offset - at
-        return None
+            shift, end = address - at, at + size
+            found = [offset + shift if at <= offset < end else old for offset, old in zip(offsets, found, strict=True)]
+        return found
 
     def cool(self, addresses: Sequence[int]) -> None:
         """Clears the accessed bits of the pages at `addresses`, unless others map them too."""

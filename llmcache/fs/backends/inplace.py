@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import logging
 import os
 import threading
@@ -447,12 +448,10 @@ class InPlaceBackend:
         seen: set[int] = set()
         with self.files.lock:
             for program in [program for program in file.programs.values() if program is not None]:
-                places = ((expert, program.address_of(*file.key, mixture.probes[expert])) for expert in kept)
-                mapped = [(expert, address) for expert, address in places if address is not None]
-                accessed = pages.accessed(program.pid, [address for _, address in mapped])
-                used = [place for place, touched in zip(mapped, accessed, strict=True) if touched]
-                program.cool([address for _, address in used])
-                seen.update(expert for expert, _ in used)
+                addresses = program.addresses_of(*file.key, [mixture.probes[expert] for expert in kept])
+                accessed = pages.accessed(program.pid, addresses)
+                program.cool(list(itertools.compress(addresses, accessed)))
+                seen.update(itertools.compress(kept, accessed))
         with self.state.lock:
             if mixture.member.mixture is mixture:
                 for expert in seen:
