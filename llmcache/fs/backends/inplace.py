@@ -425,16 +425,18 @@ class InPlaceBackend:
         pause = CHECK_S
         while not self._closed:
             time.sleep(pause)
+            pause = CHECK_S
+            if not self.state.mixtures.mixtures:
+                continue
+            try:
+                pages = pages or PageTables()
+            except Unreadable as reason:
+                log.warning("which experts are used cannot be seen: %s", reason)
+                return
             began = time.thread_time()
             with self.state.lock:
                 found = [(mixture, mixture.kept) for mixture in self.state.mixtures.mixtures]
-            pause = CHECK_S
             if any(kept for _, kept in found):
-                try:
-                    pages = pages or PageTables()
-                except Unreadable as reason:
-                    log.warning("which experts are used cannot be seen: %s", reason)
-                    return
                 for mixture, kept in found:
                     self._sample_mixture(pages, mixture, kept)
                 pause = max(SAMPLE_S, SAMPLE_REST * (time.thread_time() - began))
