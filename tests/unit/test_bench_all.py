@@ -175,13 +175,11 @@ def test_every_benchmark_has_its_module_and_its_table() -> None:
     assert [one.name for one in BENCHMARKS if one.asked] == ["kvmodels", "testtime"]
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"), [([], 0, "kvpipeline"), (["nothing"], 2, "hint: "), (["edram", "--help"], 0, "--repeat N")]
-)
+@pytest.mark.parametrize(("words", "code", "said"), [([], 0, "kvpipeline"), (["nothing"], 2, "hint: ")])
 def test_the_launcher_lists_and_runs_them(words: list[str], code: int, said: str) -> None:
     command = [sys.executable, "tools/bench", *words]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == code and said.replace(" N", "") in result.stdout + result.stderr
+    assert result.returncode == code and said in result.stdout + result.stderr
 
 
 def test_machines_that_differ_are_all_shown() -> None:

@@ -114,7 +114,7 @@ def run(benchmark: Entry, directory: Path, quick: bool, model: Path | None) -> D
     """
     words = [str(model) if word == MODEL else word for word in (benchmark.quick or () if quick else benchmark.words)]
     new = directory / f".{benchmark.name}.json.new"
-    command = [sys.executable, "-m", "tools.bench", benchmark.name, *words, "--json", str(new)]
+    command = [sys.executable, str(ROOT / "tools" / "bench"), benchmark.name, *words, "--json", str(new)]
     about: dict[str, Any] = {"command": benchmark.command(quick), "quick": quick, "started": now()}
     about["busy_share"] = busy_share()
     load, begin = os.getloadavg()[0], time.monotonic()
