@@ -19,6 +19,7 @@ from llmcache.kv.bench.task_results import STOCK, Memory
 from llmcache.kv.workload import StreamSpec
 from tests.unit.task_parts import of_policies, speed
 from tools.bench import kv, kvanswers, kvindex, kvmodels, kvpipeline, kvstore, kvtransformers, results
+from tools.bench.clients.spill_file import SHAPE
 from tools.bench.harness import run
 from tools.bench.results import Bar
 
@@ -67,7 +68,7 @@ def test_a_quick_run_of_kernels_and_spill_file(tmp_path: Path, capsys: pytest.Ca
 def test_a_quick_run_of_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = quick_run(kvstore, tmp_path / "store.json", "--rounds", "2", "--dir", str(tmp_path))
     assert told["tokens"] == kvstore.TOKENS // 16
-    assert told["prefill"]["kv_bytes"] == told["tokens"] * kvstore.SHAPE.token_bytes
+    assert told["prefill"]["kv_bytes"] == told["tokens"] * SHAPE.token_bytes
     fetch, memory = told["fetch"], told["memory"]
     assert len(fetch["seconds"]) == len(fetch["plain_seconds"]) == 2 and fetch["bytes"] == 2 * 1024 * fetch["request_bytes"]
     assert [bar["value"] for bar in told["bars"]] == [fetch["figure"], memory["peak_bytes"] / 2**20]

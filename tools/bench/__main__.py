@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
         print(f"tools/bench: error: there is no benchmark {name!r}\nhint: there are {', '.join(known)}", file=sys.stderr)
         return 2
     module = import_module(f"tools.bench.{name}")
-    return int(module.main(words[1:]) if name in OTHERS else run(module, words[1:]))  # type: ignore[arg-type]
+    return int(module.main(words[1:]) if name in OTHERS else run(module, words[1:]))
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ class Hierarchy:
 
 def find(controller: str) -> Hierarchy:
     """Return the hierarchy that has `controller` ("memory" or "io"); EnvironmentProblem if none has."""
-    where = {}  # the path of this process per controller; the key of v2 is the empty string
+    where: dict[str, str] = {}  # the path of this process per controller; the key of v2 is the empty string
     for line in (machine.PROC / "self" / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
         where |= dict.fromkeys(names.split(","), path.lstrip("/"))

@@ -15,7 +15,7 @@ import socket
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -209,12 +209,13 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     parts: dict[str, Any] = {}
     with workplace(args.dir) as scratch:
         ask = Asking(args.model, args.threads, scratch, parse_rate(args.rate) if args.rate != "0" else 0)
-        for name, part in (
-            ("restored", lambda: restored(ask, tokens, repeat)),
-            ("conversations", lambda: conversations(ask, tokens // 2, 10 if args.quick else 50)),
-            ("generating", lambda: generating(ask, tokens, 32 if args.quick else 256, repeat)),
-            ("shared", lambda: shared(ask, tokens, repeat)),
-        ):
+        measured: dict[str, Callable[[], dict[str, Any]]] = {
+            "restored": lambda: restored(ask, tokens, repeat),
+            "conversations": lambda: conversations(ask, tokens // 2, 10 if args.quick else 50),
+            "generating": lambda: generating(ask, tokens, 32 if args.quick else 256, repeat),
+            "shared": lambda: shared(ask, tokens, repeat),
+        }
+        for name, part in measured.items():
             begin = time.monotonic()
             parts |= part()
             console.print(f"{name}: {time.monotonic() - begin:.0f} s", soft_wrap=True)
