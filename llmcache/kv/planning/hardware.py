@@ -120,7 +120,7 @@ class Efficiency:
     gpu_memory: float = 0.80  # streaming kernels reach 75-90 % of GDDR6X peaks
     gpu_compute: float = 0.50  # large half-precision products outside benchmarks
     host_memory: float = 0.75  # all cores, of the channels' peak; STREAM reaches 75-85 %
-    scoring: float = 0.85  # of what reading memory gives: measured for the kernels here (tools/bench kv: 0.86)
+    scoring: float = 0.85  # of what reading memory gives: measured for the kernels here (tools/bench kvbench: 0.86)
 
 
 EFFICIENCY = Efficiency()
