@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tools.bench.runner import Recorded, cap_bytes, client, loop_bytes, record
+from tools.bench.runner import Recording, cap_bytes, client, loop_bytes, record
 
 pytestmark = [pytest.mark.bpf, pytest.mark.llama, pytest.mark.cgroup]
 
@@ -28,7 +28,7 @@ PAUSE_S = 0.5  # between tokens: other load on the disk then does not move the t
 class Run:
     """A recording, its classes, and what the client said."""
 
-    made: Recorded
+    made: Recording
     classes: dict[str, Any]
     loop_bytes: int
 

@@ -14,7 +14,7 @@ import pytest
 
 from tools.bench import all as suite
 from tools.bench import results
-from tools.bench.all import BENCHMARKS, NAMES, Entry
+from tools.bench.all import BENCHMARKS, NAMES, SuiteEntry
 from tools.bench.readme import TABLES
 from tools.bench.results import with_bars
 
@@ -42,8 +42,8 @@ def rooted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "tools" / "bench" / "__main__.py"
     program.parent.mkdir(parents=True)
     program.write_text(PROGRAM.format(machine=MACHINE))
-    benchmarks = [Entry(name, f"about {name}", ("--long",)) for name in ("good", "broken", "slow")]
-    benchmarks.append(Entry("asked", "long", quick=None, asked=True))
+    benchmarks = [SuiteEntry(name, f"about {name}", ("--long",)) for name in ("good", "broken", "slow")]
+    benchmarks.append(SuiteEntry("asked", "long", quick=None, asked=True))
     monkeypatch.setattr(suite, "BENCHMARKS", tuple(benchmarks))
     monkeypatch.setattr(suite, "NAMES", tuple(one.name for one in benchmarks))
     monkeypatch.setattr(suite, "ROOT", tmp_path)
@@ -139,7 +139,7 @@ def test_an_interrupt_waits_until_the_benchmark_has_cleaned_up(rooted: Path, tmp
     )
     code = f"from tools.bench import all as suite; from pathlib import Path; suite.ROOT = Path({str(tmp_path)!r})\n"
     code += "from tools.bench.harness import one_interrupt\n"
-    code += f"with one_interrupt(): suite.run(suite.Entry('slow', ''), Path({str(tmp_path)!r}), False, None)"
+    code += f"with one_interrupt(): suite.run(suite.SuiteEntry('slow', ''), Path({str(tmp_path)!r}), False, None)"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 120
         while not (tmp_path / "began").exists() and time.monotonic() < deadline:

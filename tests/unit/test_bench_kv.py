@@ -37,9 +37,9 @@ def quick_run(bench: Any, path: Path, *words: str) -> Any:
 
 def test_figures_are_ratios_of_medians() -> None:
     cases = [
-        kv.Case("read float16", lambda: None, 8_000, None, [2.0, 1.0, 9.0]),
-        kv.Case("score float16, 1 a head", lambda: None, 8_000, 0.5, [3.0, 4.0, 5.0]),
-        kv.Case("top 256", lambda: None, 8_000, 0.2, [0.5, 0.6, 0.4]),
+        kv.Timing("read float16", lambda: None, 8_000, None, [2.0, 1.0, 9.0]),
+        kv.Timing("score float16, 1 a head", lambda: None, 8_000, 0.5, [3.0, 4.0, 5.0]),
+        kv.Timing("top 256", lambda: None, 8_000, 0.2, [0.5, 0.6, 0.4]),
     ]
     spill = {"tokens": 64, "fetch": {"request_bytes": 1, "figure": 0.79}, "memory": {"peak_bytes": 1 << 30}}
     spill["device"] = {"figure": 0.02}

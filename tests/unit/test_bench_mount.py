@@ -12,10 +12,10 @@ import pytest
 from tools.bench import mount, sides
 from tools.bench.cgroup import Usage
 from tools.bench.demo import same_answers
-from tools.bench.experiment import Experiment, Outcome, Run
+from tools.bench.experiment import Comparison, Experiment, SideRun
 from tools.bench.machine import Disk
 from tools.bench.results import Bar
-from tools.bench.runner import ClientRun, Step
+from tools.bench.runner import ClientRun, ClientStep
 
 
 def result(case: str, times: dict[str, float], cost: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
@@ -134,11 +134,11 @@ def test_costs_are_of_a_warm_mount() -> None:
         return {**told, "beyond_bytes": beyond, "daemon_bytes": 1, "schema": "x"}
 
     usage = Usage()
-    cost = Run("mount", 0, [], usage, [told(5.0, 10**9, 50, 0), told(6.0, 3 * 10**9, 60, 20)]).mount()
+    cost = SideRun("mount", 0, [], usage, [told(5.0, 10**9, 50, 0), told(6.0, 3 * 10**9, 60, 20)]).mount()
     memory = {"resident_bytes": 50, "beyond_bytes": 0, "daemon_bytes": 1}
     assert cost == {"mode": "steer", "cpu_s_per_gb": 0.5, **memory}
-    assert (Run("mount", 0, [], usage, [told(5.0, 1, 0, 0)]).mount() or {})["cpu_s_per_gb"] is None
-    assert Run("kernel", 0, [], usage).mount() is None
+    assert (SideRun("mount", 0, [], usage, [told(5.0, 1, 0, 0)]).mount() or {})["cpu_s_per_gb"] is None
+    assert SideRun("kernel", 0, [], usage).mount() is None
 
 
 def test_the_table_has_every_side() -> None:
@@ -176,7 +176,7 @@ def test_the_page_cache_is_measured_at_its_best(
 
 def test_without_a_limit_many_parts_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(mount, "loop_file", lambda path, _size: path)
-    made = list(mount.unlimited(mount.Plan(tmp_path, tmp_path, None, 1, 0.75, True)))
+    made = list(mount.unlimited(mount.CasePlan(tmp_path, tmp_path, None, 1, 0.75, True)))
     assert [one.name for one in made if one.name.startswith("read")] == [f"read loop {each} N" for each in mount.FRACTIONS]
     assert all(one.capped and one.read_bps is None and one.loop_bytes - one.cache_bytes > 64 << 20 for one in made)
 
@@ -207,6 +207,6 @@ def test_nothing_is_better_than_what_was_not_measured(case: str, mode: str, comp
     ("crcs", "same"), [([[1, 2, 3], [1, 2, 3]], True), ([[1, 2], [1, 2, 3]], True), ([[1, 2, 3], [1, 3]], False)]
 )
 def test_a_run_that_was_cut_off_has_no_wrong_bytes(crcs: list[list[int]], same: bool) -> None:
-    runs = [Run("mount", 0, [ClientRun(steps=[Step(1.0, 0, crc) for crc in own])], Usage()) for own in crcs]
+    runs = [SideRun("mount", 0, [ClientRun(steps=[ClientStep(1.0, 0, crc) for crc in own])], Usage()) for own in crcs]
     shape = Experiment("a", "x", Path("x"), 1, 1, lambda _side, _path: [], 3, 1)
-    assert same_answers(Outcome(shape, 1.0, None, runs)) == same
+    assert same_answers(Comparison(shape, 1.0, None, runs)) == same

@@ -17,7 +17,7 @@ from tools.bench import demotime, edram, papers, size, startup, testtime, trace
 from tools.bench.clients import simulator
 from tools.bench.harness import ROOT
 from tools.bench.results import Bar
-from tools.bench.size import Begin, Case, find_knee, stalls_begin
+from tools.bench.size import Begin, LoopCase, find_knee, stalls_begin
 
 # simulate, edram
 
@@ -71,7 +71,7 @@ def test_a_bar_of_tracing_that_is_missed_is_told() -> None:
 # size
 
 BUDGETS = [70.0, 80.0, 88.0, 94.0, 100.0, 106.0, 112.0, 125.0]
-SMALL = Case("small", 2000 * BLOCK_BYTES, 500 * BLOCK_BYTES * 10, 10**8)  # 500 blocks come in time: S = 1500
+SMALL = LoopCase("small", 2000 * BLOCK_BYTES, 500 * BLOCK_BYTES * 10, 10**8)  # 500 blocks come in time: S = 1500
 
 
 def passes(knee: float, plateau_s: float, slope: float) -> list[tuple[float, float]]:
@@ -111,7 +111,7 @@ def test_the_simulator_agrees_with_the_formula() -> None:
 
 
 def test_the_mounts_policy_pays_its_window() -> None:
-    case = Case("window", 500 * 10**6, 10**9, 4 * 10**8)
+    case = LoopCase("window", 500 * 10**6, 10**9, 4 * 10**8)
     found = stalls_begin("llmcache", case)
     assert found.expected_blocks > 1.05 * case.formula_blocks
     assert abs(found.difference) <= 0.01

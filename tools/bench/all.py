@@ -39,7 +39,7 @@ BUSY_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Entry:
+class SuiteEntry:
     """One benchmark: the words after its name, for a whole run and for a quick look.
 
     `quick` None: there is no quick look. `asked`: it is run only if it is named, because it takes so long.
@@ -57,39 +57,39 @@ class Entry:
 
 
 BENCHMARKS = (
-    Entry(
+    SuiteEntry(
         "mount",
         "llmcachefs and the kernel's page cache: same memory, same storage",
         ("--model", MODEL, "--repeat", "2", "--mode", "inplace", "--mode", "steer"),
         ("--model", MODEL, "--quick", "--repeat", "1", "--mode", "inplace", "--mode", "steer"),
     ),
-    Entry("demotime", "a second tools/demo", quick=None),
-    Entry("startup", "start of every command"),
-    Entry(
+    SuiteEntry("demotime", "a second tools/demo", quick=None),
+    SuiteEntry("startup", "start of every command"),
+    SuiteEntry(
         "trace",
         "what tracing costs, and what it loses",
         ("--rounds", "3", "--pairs", "15", "--seconds", "1"),
         ("--rounds", "1", "--pairs", "3", "--seconds", "0.3"),
     ),
-    Entry("simulate", "speed and memory of the simulator", ("--repeat", "3")),
-    Entry("policies", "hit ratios on generated traces (not timed)", quick=("--policy", "lru,belady,llmcache")),
-    Entry("kv", "kernels and spill file of the KV manager"),
-    Entry("kvstore", "a million tokens in the KV store"),
-    Entry("kvpipeline", "looking ahead, pools and near-data scoring"),
-    Entry("papers", "what is measured for the papers, and claims with a bar", ("--measure",), quick=()),
-    Entry("kvindex", "trees of keys and the scan of all", ("--rounds", "2")),
-    Entry("kvtransformers", "SpillCache and DynamicCache: memory and time"),
-    Entry("prefix", "prompts of llama.cpp restored from disk"),
-    Entry("kvanswers", "what budgets do to a model's answers (not timed)"),
-    Entry("edram", "speed of the accelerator model", ("--repeat", "5"), quick=("--repeat", "1")),
-    Entry(
+    SuiteEntry("simulate", "speed and memory of the simulator", ("--repeat", "3")),
+    SuiteEntry("policies", "hit ratios on generated traces (not timed)", quick=("--policy", "lru,belady,llmcache")),
+    SuiteEntry("kv", "kernels and spill file of the KV manager"),
+    SuiteEntry("kvstore", "a million tokens in the KV store"),
+    SuiteEntry("kvpipeline", "looking ahead, pools and near-data scoring"),
+    SuiteEntry("papers", "what is measured for the papers, and claims with a bar", ("--measure",), quick=()),
+    SuiteEntry("kvindex", "trees of keys and the scan of all", ("--rounds", "2")),
+    SuiteEntry("kvtransformers", "SpillCache and DynamicCache: memory and time"),
+    SuiteEntry("prefix", "prompts of llama.cpp restored from disk"),
+    SuiteEntry("kvanswers", "what budgets do to a model's answers (not timed)"),
+    SuiteEntry("edram", "speed of the accelerator model", ("--repeat", "5"), quick=("--repeat", "1")),
+    SuiteEntry(
         "size",
         "formula (1), simulator and mount: where stalls begin",
         ("--repeat", "1"),
         quick=("--quick", "--repeat", "1", "--modes", "steer"),
     ),
-    Entry("kvmodels", "contexts on real models: loss, answers, time, memory", asked=True),
-    Entry("testtime", "tools/test, ten times", quick=None, asked=True),
+    SuiteEntry("kvmodels", "contexts on real models: loss, answers, time, memory", asked=True),
+    SuiteEntry("testtime", "tools/test, ten times", quick=None, asked=True),
 )
 NAMES = tuple(one.name for one in BENCHMARKS)
 
@@ -107,7 +107,7 @@ def busy_share(seconds: float = 3.0) -> float:
     return psutil.cpu_percent(seconds) / 100
 
 
-def run(benchmark: Entry, directory: Path, quick: bool, model: Path | None) -> Document:
+def run(benchmark: SuiteEntry, directory: Path, quick: bool, model: Path | None) -> Document:
     """Run one benchmark and write its JSON into `directory`; returns the JSON; LlmcacheError if it leaves none.
 
     The file gets `run`: command, time and load. What the benchmark prints goes to stderr.
@@ -145,7 +145,7 @@ def _ended(command: Sequence[str]) -> int:
         raise
 
 
-def chosen(only: Sequence[str], skip: Sequence[str], quick: bool) -> list[Entry]:
+def chosen(only: Sequence[str], skip: Sequence[str], quick: bool) -> list[SuiteEntry]:
     """Return the benchmarks to run; without `only`, all but those that have to be asked for. UsageError: unknown names."""
     for name in (*only, *skip):
         if name not in NAMES:
@@ -171,7 +171,7 @@ class Suite:
         return [(name, bar) for name, document in self.documents.items() for bar in bars_of(document)]
 
     @property
-    def missing(self) -> list[Entry]:
+    def missing(self) -> list[SuiteEntry]:
         """Return the benchmarks without results."""
         return [one for one in BENCHMARKS if one.name not in self.documents]
 
@@ -209,7 +209,7 @@ def machines(documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _run(one: Entry, suite: Suite) -> dict[str, Any]:
+def _run(one: SuiteEntry, suite: Suite) -> dict[str, Any]:
     document = suite.documents.get(one.name)
     told: dict[str, Any] = {"benchmark": one.name, "command": one.command(), "error": suite.errors.get(one.name)}
     if document is None:
@@ -339,7 +339,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def model_for(benchmarks: Sequence[Entry], say: Console) -> Path | None:
+def model_for(benchmarks: Sequence[SuiteEntry], say: Console) -> Path | None:
     """Return the demo's model if a benchmark needs it; it is generated once and then kept."""
     if not any(MODEL in one.words for one in benchmarks):
         return None

@@ -28,7 +28,7 @@ from llmcache.fs.backends.touches import why_not
 from llmcache.units import format_rate, format_size, parse_rate
 
 from . import machine, mount, routing
-from .experiment import Bench, Experiment, Outcome, Routed
+from .experiment import Comparison, Experiment, Rig, Routed
 from .harness import ROOT, one_interrupt, report
 from .results import table_of
 from .runner import ROOM_BYTES, client, loop_bytes, record
@@ -90,7 +90,7 @@ def experiment(args: argparse.Namespace, model: Path) -> Experiment:
     )
 
 
-def result_table(outcome: Outcome, told: mount.Result) -> Table:
+def result_table(outcome: Comparison, told: mount.Result) -> Table:
     """Return the comparison as a table; modelled and measured figures stand in different rows."""
     each = outcome.experiment
     asked = each.loop_bytes if each.routed is None else int(each.routed.token_bytes)
@@ -114,14 +114,14 @@ def result_table(outcome: Outcome, told: mount.Result) -> Table:
     return made
 
 
-def same_answers(outcome: Outcome) -> bool:
+def same_answers(outcome: Comparison) -> bool:
     """Return whether every run computed the same logits, token for token, as far as it came."""
     runs = [[step.crc for step in one.steps] for run in outcome.runs for one in run.clients]
     longest = max(runs, key=len)
     return all(run == longest[: len(run)] for run in runs)
 
 
-def show(outcome: Outcome, console: Console) -> bool:
+def show(outcome: Comparison, console: Console) -> bool:
     """Print table and summary; returns whether nothing went wrong."""
     told = outcome.to_json()
     console.print(result_table(outcome, told))
@@ -161,7 +161,7 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
         plain = kernels(model.parent)
         if args.mode == "inplace" or (args.mode == "auto" and why_not(str(model.parent)) is None):
             options += ("--read-ahead", f"{SMALL_READ_AHEAD_KB}Ki")
-    bench = Bench(model.parent, scratch, (*plain, Mounted(options=options)), args.repeat, console.print)
+    bench = Rig(model.parent, scratch, (*plain, Mounted(options=options)), args.repeat, console.print)
     outcome = bench.measure(plan)
     console.print("4. unmounted, cgroups removed\n")
     good = show(outcome, console)
@@ -170,7 +170,7 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
     return 0 if good else 1
 
 
-def show_tools(outcome: Outcome, threads: int, token_bytes: int, trace: Path, console: Console) -> bool:
+def show_tools(outcome: Comparison, threads: int, token_bytes: int, trace: Path, console: Console) -> bool:
     """What trace, classify and size say of the same program, of whose model a token reads `token_bytes`.
 
     Returns whether nothing went wrong. Where tracing cannot work, says why and goes on.
@@ -203,7 +203,7 @@ def show_tools(outcome: Outcome, threads: int, token_bytes: int, trace: Path, co
     return _size(outcome, suggested[1].split() if suggested else header, console)
 
 
-def _size(outcome: Outcome, loop: list[str], console: Console) -> bool:
+def _size(outcome: Comparison, loop: list[str], console: Console) -> bool:
     console.print("7. llmcache size: how large a cache serves that loop without stalls, at the storage limit of this demo")
     rate, period = f"{(outcome.experiment.read_bps or 0) / 1e6:.10g}MB/s", f"{outcome.compute_s * 1e3:.0f}ms"
     output = _run(["size", *loop, "--bw", rate, "--t", period], console)

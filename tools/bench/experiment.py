@@ -57,7 +57,7 @@ class Experiment:
 
 
 @dataclass
-class Run:
+class SideRun:
     """One run of one side; `stats` of a mount, with the `storage_bytes` of its group, when it was warm and at the end."""
 
     side: str
@@ -108,7 +108,7 @@ class Run:
 
 
 @dataclass
-class Outcome:
+class Comparison:
     """Every run of an experiment, and what the bound needs: the compute time of a step and the cap that was set.
 
     `anon_bytes`: the clients' own memory.
@@ -117,7 +117,7 @@ class Outcome:
     experiment: Experiment
     compute_s: float
     cap_bytes: int | None
-    runs: list[Run] = field(default_factory=list)
+    runs: list[SideRun] = field(default_factory=list)
     anon_bytes: int = 0
 
     @property
@@ -160,7 +160,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Rig:
     """Where and how experiments are run."""
 
     source: Path
@@ -169,13 +169,13 @@ class Bench:
     repeat: int
     say: Callable[[str], None]
 
-    def measure(self, experiment: Experiment) -> Outcome:
+    def measure(self, experiment: Experiment) -> Comparison:
         """Run an experiment: first the client alone with everything in memory, then the sides in turns."""
         calibration = self._calibrate(experiment)
         anon = calibration.anon_bytes * experiment.clients
         whole = -(-(anon + experiment.cache_bytes + MOUNT_OVERHEAD_BYTES) // MIB) * MIB
         cap = whole if experiment.capped else None
-        outcome = Outcome(experiment, calibration.undisturbed_s(), cap, anon_bytes=anon)
+        outcome = Comparison(experiment, calibration.undisturbed_s(), cap, anon_bytes=anon)
         sides = (Plain("direct"), *self.sides) if experiment.direct else self.sides
         for repeat in range(self.repeat * experiment.times):
             # the order turns round every time, so that no side always runs on a freshly throttled disk
@@ -189,7 +189,7 @@ class Bench:
         with Group("compute", directory=experiment.file) as group:
             return run_clients(group, [command], experiment.timeout_s())[0]
 
-    def _run(self, experiment: Experiment, side: Plain | Mounted, repeat: int, cap: int | None) -> Run:
+    def _run(self, experiment: Experiment, side: Plain | Mounted, repeat: int, cap: int | None) -> SideRun:
         with (
             Group(side.name, directory=experiment.file, memory_bytes=cap, read_bps=experiment.read_bps) as group,
             side.open(group, self.source, experiment.cache_bytes, self.scratch) as opened,
@@ -210,10 +210,10 @@ class Bench:
                 group, commands, experiment.timeout_s(), lambda done: look() if done == experiment.warmup else None
             )
             look()
-            return Run(side.name, repeat, clients, group.usage(), stats)
+            return SideRun(side.name, repeat, clients, group.usage(), stats)
 
 
-def _progress(outcome: Outcome) -> str:
+def _progress(outcome: Comparison) -> str:
     run, warmup = outcome.runs[-1], outcome.experiment.warmup
     times = " ".join(f"{step.seconds:.3f}" for one in run.clients for step in one.steps[:12])
     read = run.storage_bytes_per_step(warmup) / 1e6 if times else math.nan

@@ -45,7 +45,7 @@ def _sum(words):  # type: ignore[no-untyped-def]
 
 
 @dataclass
-class Case:
+class Timing:
     """One measured loop over all heads; `bar`: what its figure must reach, if anything."""
 
     name: str
@@ -98,23 +98,23 @@ def _choosing(keys: list[Keys], k: int) -> Callable[[], object]:
     return lambda: [top(one, k, threads=1) for one in scores]
 
 
-def cases(tokens: int) -> list[Case]:
+def cases(tokens: int) -> list[Timing]:
     """Return what is measured."""
     found = []
     for dtype in ("float16", "bfloat16", "int8", "float32"):
         keys = heads(dtype, tokens)
         size = sum(head.nbytes for head in keys)
-        found.append(Case(f"read {dtype}", _reading(keys), size))
+        found.append(Timing(f"read {dtype}", _reading(keys), size))
         for queries in (1, 4):
             bar = SCORING_BAR if dtype == "float16" and queries == 1 else None
-            found.append(Case(f"score {dtype}, {queries} a head", _scoring(keys, queries), size, bar))
+            found.append(Timing(f"score {dtype}, {queries} a head", _scoring(keys, queries), size, bar))
         if dtype == "float16":
-            found.append(Case("top 256", _choosing(keys, 256), size, TOP_BAR))
-            found.append(Case(f"top {ALPHA:.0%}", _choosing(keys, int(ALPHA * tokens)), size, TOP_BAR))
+            found.append(Timing("top 256", _choosing(keys, 256), size, TOP_BAR))
+            found.append(Timing(f"top {ALPHA:.0%}", _choosing(keys, int(ALPHA * tokens)), size, TOP_BAR))
     return found
 
 
-def document(found: list[Case], tokens: int) -> Document:
+def document(found: list[Timing], tokens: int) -> Document:
     """Return everything as JSON-ready values: each case beside reading the same bytes, the choices beside scoring."""
     times = {case.name: case.median_s for case in found}
     rows = []

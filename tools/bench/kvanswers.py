@@ -32,7 +32,7 @@ BARS = {"passkey": (">=", 1.0), "recall": (">=", 0.99), "rivals": (">", 0.0)}
 
 
 @dataclass(frozen=True)
-class Asked:
+class Exam:
     """A task and who is asked it: how many cases at each context."""
 
     task: str
@@ -48,16 +48,16 @@ class Asked:
         return [replace(whole, contexts=(context,)) for context in self.contexts]
 
 
-def asked(quick: bool) -> list[Asked]:
+def asked(quick: bool) -> list[Exam]:
     """Return what is asked."""
     contexts = CONTEXTS[:1] if quick else CONTEXTS
     return [
-        Asked("passkey", ("icecache",), contexts, 1 if quick else 5),
-        Asked("recall", ("icecache", *RIVALS), contexts, 2 if quick else 16),
+        Exam("passkey", ("icecache",), contexts, 1 if quick else 5),
+        Exam("recall", ("icecache", *RIVALS), contexts, 2 if quick else 16),
     ]
 
 
-def ask(tasks: Sequence[Asked], directory: Path, workers: int) -> dict[str, TaskBench]:
+def ask(tasks: Sequence[Exam], directory: Path, workers: int) -> dict[str, TaskBench]:
     """Return the answers by task; the longest contexts begin first."""
     # spawned: torch's threads do not survive a fork
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
@@ -71,7 +71,7 @@ def ask(tasks: Sequence[Asked], directory: Path, workers: int) -> dict[str, Task
             raise
 
 
-def _together(one: Asked, parts: Sequence[Future[TaskBench]]) -> TaskBench:
+def _together(one: Exam, parts: Sequence[Future[TaskBench]]) -> TaskBench:
     benches = [part.result() for part in reversed(parts)]
     conditions = {**benches[0].conditions, "contexts": list(one.contexts)}
     return TaskBench(one.task, conditions, tuple(row for bench in benches for row in bench.rows))

@@ -25,7 +25,7 @@ from llmcache.fs.layout.experts import Experts
 from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
 
 from . import routing
-from .experiment import Bench, Command, Experiment, Routed
+from .experiment import Command, Experiment, Rig, Routed
 from .harness import workplace
 from .results import Bar, Document, figure, table_of
 from .runner import MIB, client, crc_file, loop_bytes, loop_file
@@ -93,8 +93,8 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         if args.model is not None:
             model = source / args.model.name
             os.link(args.model.resolve(), model)
-        bench = Bench(source, scratch, sides(args, source), args.repeat, console.print)
-        plan = Plan(source, scratch, model, args.threads, args.fraction, args.quick)
+        bench = Rig(source, scratch, sides(args, source), args.repeat, console.print)
+        plan = CasePlan(source, scratch, model, args.threads, args.fraction, args.quick)
         measured: list[Result] = []
         for experiment in (one for letter, make in CASES.items() if letter in args.only for one in make(plan)):
             if args.match in experiment.name:
@@ -108,7 +108,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CasePlan:
     """Sizes and counts of a whole benchmark."""
 
     source: Path
@@ -150,7 +150,7 @@ def passes(how: str, steps: int, check: Path | None = None) -> Command:
     return lambda _side, path: client("loop_reader", path, "--how", how, "--passes", steps, *checked)
 
 
-def larger(plan: Plan) -> Iterator[Experiment]:
+def larger(plan: CasePlan) -> Iterator[Experiment]:
     """(a) A loop of which `fraction` fits, storage limited: llama.cpp, and one reader by mmap and by read."""
     for rate in RATES:
         steps, warmup = plan.counts
@@ -163,7 +163,7 @@ def larger(plan: Plan) -> Iterator[Experiment]:
             yield Experiment("a", f"{how} loop {label}", file, size, cache, passes(how, steps), steps, warmup, rate)
 
 
-def fits(plan: Plan) -> Iterator[Experiment]:
+def fits(plan: CasePlan) -> Iterator[Experiment]:
     """(b) Everything fits, no limit: tokens, and warm 1 MiB reads."""
     steps, size = 20 if plan.quick else 60, plan.loop_size
     limits: dict[str, Any] = {"capped": False, "times": SHORT_TIMES}
@@ -174,7 +174,7 @@ def fits(plan: Plan) -> Iterator[Experiment]:
         yield Experiment("b", f"warm {how} 1 MiB", file, size, cache, passes(how, steps), steps, 5, **limits)
 
 
-def cold(plan: Plan) -> Iterator[Experiment]:
+def cold(plan: CasePlan) -> Iterator[Experiment]:
     """(c) One cold sequential pass, no limit, against O_DIRECT and the kernel; a budget that fits, and a small one."""
     file, size = loop_file(plan.source / "loop.bin", plan.loop_size), plan.loop_size
 
@@ -185,7 +185,7 @@ def cold(plan: Plan) -> Iterator[Experiment]:
         yield Experiment("c", name, file, size, cache, command, 1, 0, capped=False, times=SHORT_TIMES, direct=True)
 
 
-def readers(plan: Plan) -> Iterator[Experiment]:
+def readers(plan: CasePlan) -> Iterator[Experiment]:
     """(d) 1, 2, 4, 8 processes over one file of which `fraction` fits; every byte checked."""
     (steps, warmup), size = plan.counts, plan.loop_size
     file, cache = loop_file(plan.source / "readers.bin", size), int(plan.fraction * size)
@@ -194,7 +194,7 @@ def readers(plan: Plan) -> Iterator[Experiment]:
         yield Experiment("d", f"{count} readers", file, size, cache, command, steps, warmup, RATES[0], clients=count)
 
 
-def sizes(plan: Plan) -> Iterator[Experiment]:
+def sizes(plan: CasePlan) -> Iterator[Experiment]:
     """(e) Loops of 0.6 to 3 budgets, storage limited; every byte checked."""
     (steps, warmup), budget = plan.counts, (128 if plan.quick else 256) * MIB
     for factor in SIZES:
@@ -204,7 +204,7 @@ def sizes(plan: Plan) -> Iterator[Experiment]:
         yield Experiment("e", f"{factor} x budget", file, size, budget, command, steps, warmup, RATES[0])
 
 
-def unlimited(plan: Plan) -> Iterator[Experiment]:
+def unlimited(plan: CasePlan) -> Iterator[Experiment]:
     """(f) A loop of which parts fit, no limit on storage: llama.cpp, and one reader by mmap and by read."""
     steps, warmup = plan.counts
     size = 2 * plan.loop_size  # the tenth that does not fit must be over what the kernel's side has more, see there
@@ -216,7 +216,7 @@ def unlimited(plan: Plan) -> Iterator[Experiment]:
             yield Experiment("f", name, file, size, int(share * size), command, steps, warmup)
 
 
-def mixtures(plan: Plan) -> Iterator[Experiment]:
+def mixtures(plan: CasePlan) -> Iterator[Experiment]:
     """(g) Mixtures of experts read by generated routings, and one by llama.cpp, routed as its random weights have it."""
     for number, (experts, used, slice_bytes) in enumerate(MIXTURES[:1] if plan.quick else MIXTURES):
         shape = choose_shape(MIXTURE_BYTES, BYTES_PER_VALUE["gguf"], None, False, MixtureShape(experts, used, slice_bytes))
@@ -289,7 +289,7 @@ def storage_bytes(result: Result, side: str) -> float:
 
 
 def costs(result: Result, side: str) -> list[dict[str, Any]]:
-    """Return what the mount took in each run of one side: see `Run.mount`; nothing where that was not recorded."""
+    """Return what the mount took in each run of one side: see `SideRun.mount`; nothing where that was not recorded."""
     return [run["mount"] or {} for run in result["runs"] if run["side"] == side and "mount" in run]
 
 

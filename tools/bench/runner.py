@@ -74,7 +74,7 @@ def loop_bytes(model: Path) -> int:
 
 
 @dataclass
-class Step:
+class ClientStep:
     """One token or one pass: time of the client, and what the whole group read from the disk meanwhile."""
 
     seconds: float
@@ -87,7 +87,7 @@ class ClientRun:
     """Everything one client said."""
 
     load_s: float = 0.0
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ClientStep] = field(default_factory=list)
     anon_bytes: int = 0
     wrong: int = 0
     hung: bool = False
@@ -99,7 +99,7 @@ class ClientRun:
         """Return whether it ended by itself, without an error and without a wrong byte."""
         return not self.hung and self.exit_code == 0 and self.wrong == 0
 
-    def measured(self, warmup: int) -> list[Step]:
+    def measured(self, warmup: int) -> list[ClientStep]:
         """Return the steps after the warm-up; all of them if there are no more than that."""
         return self.steps[warmup:] or self.steps
 
@@ -175,7 +175,7 @@ class _Client:
         if event["event"] == "load":
             self.run.load_s = event["seconds"]
         elif event["event"] == "step":
-            self.run.steps.append(Step(event["seconds"], storage_bytes, event.get("crc")))
+            self.run.steps.append(ClientStep(event["seconds"], storage_bytes, event.get("crc")))
             if self.stepped is not None:
                 self.stepped(len(self.run.steps))
         else:
@@ -209,7 +209,7 @@ class _Client:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recording:
     """A trace, what the client measured of itself, and what the recorder said.
 
     `seconds`: how long each step took; `starts`: when it began, if the client tells.
@@ -238,7 +238,7 @@ def cap_bytes(file: Path, command: Sequence[str], kept_bytes: int) -> int:
 
 def record(
     file: Path, command: Sequence[str], out: Path, memory_bytes: int | None, read_bps: int | None = None, tier: str = "auto"
-) -> Recorded:
+) -> Recording:
     """Record what `command` reads of `file`, which starts out of the page cache; EnvironmentProblem if that fails."""
     forget(file)
     with Group("trace", directory=file, memory_bytes=memory_bytes, read_bps=read_bps) as group:
@@ -256,4 +256,4 @@ def record(
     if not seconds:
         raise EnvironmentProblem(f"{Path(command[1]).name} failed: {result.stderr.strip()[-600:]}")
     starts = tuple(step["start"] for step in steps if "start" in step)
-    return Recorded(out, seconds, starts, memory_bytes, result.stderr)
+    return Recording(out, seconds, starts, memory_bytes, result.stderr)

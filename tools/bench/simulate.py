@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 @dataclass
-class Speed:
+class Throughput:
     """One measured speed: `policy` None stands for the curve of all sizes; a bar of 0 is none (blocks/s).
 
     `alone`: the policy without the file, its runs in memory with their ids.
@@ -80,17 +80,17 @@ class Speed:
         return {**values, "seconds": self.seconds, "blocks_per_s": rate, "bar": self.bar or None}
 
 
-def speeds() -> list[Speed]:
+def speeds() -> list[Throughput]:
     """Return what is measured; caches hold half of the blocks."""
     return [
-        Speed("loop in runs", "lru", LOOP_BLOCKS // 2, 100e6),
-        Speed("loop in runs", "llmcache", LOOP_BLOCKS // 2, 10e6),  # by the mount's own code, which is plain Python
-        Speed("loop in runs", None, 1),
-        Speed("random blocks", "lru", RANDOM_BLOCKS // 2, 10e6),
-        Speed("random blocks", "llmcache", RANDOM_BLOCKS // 2, 0.2e6),
-        Speed("random blocks", None, 1, 5e6),
-        Speed("random blocks", "lru", RANDOM_BLOCKS // 2, alone=True),
-        Speed("random blocks", "llmcache", RANDOM_BLOCKS // 2, alone=True),
+        Throughput("loop in runs", "lru", LOOP_BLOCKS // 2, 100e6),
+        Throughput("loop in runs", "llmcache", LOOP_BLOCKS // 2, 10e6),  # by the mount's own code, which is plain Python
+        Throughput("loop in runs", None, 1),
+        Throughput("random blocks", "lru", RANDOM_BLOCKS // 2, 10e6),
+        Throughput("random blocks", "llmcache", RANDOM_BLOCKS // 2, 0.2e6),
+        Throughput("random blocks", None, 1, 5e6),
+        Throughput("random blocks", "lru", RANDOM_BLOCKS // 2, alone=True),
+        Throughput("random blocks", "llmcache", RANDOM_BLOCKS // 2, alone=True),
     ]
 
 

@@ -126,7 +126,7 @@ def _difference(one: Document) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class Case:
+class LoopCase:
     """A loop (bytes) on storage (bytes/s) with a time per pass (ns)."""
 
     name: str
@@ -151,10 +151,10 @@ class Case:
 
 
 CASES = (
-    Case("watch, section 4.2", 70 * 10**6, 100 * 10**6, 10**8),
-    Case("phone, section 4.2", 612 * 10**6, 10**9, 10**8),
-    Case("8 tokens/s at 500 MB/s", 300 * 10**6, 500 * 10**6, 125 * 10**6),
-    Case("most of it streamed", 500 * 10**6, 10**9, 4 * 10**8),
+    LoopCase("watch, section 4.2", 70 * 10**6, 100 * 10**6, 10**8),
+    LoopCase("phone, section 4.2", 612 * 10**6, 10**9, 10**8),
+    LoopCase("8 tokens/s at 500 MB/s", 300 * 10**6, 500 * 10**6, 125 * 10**6),
+    LoopCase("most of it streamed", 500 * 10**6, 10**9, 4 * 10**8),
 )
 
 
@@ -166,7 +166,7 @@ class Begin:
     advises for it.
     """
 
-    case: Case
+    case: LoopCase
     policy: str
     simulated_blocks: int
 
@@ -202,7 +202,7 @@ def missed_blocks(policy: str, capacity: int, loop_blocks: int) -> float:
     return float(loop_blocks - hits[WARMUP:].mean())
 
 
-def stalls_begin(policy: str, case: Case) -> Begin:
+def stalls_begin(policy: str, case: LoopCase) -> Begin:
     """Return the smallest cache with which what a pass misses is read within T: more cache never misses more."""
     low, high = 1, case.loop_blocks
     while low < high:
