@@ -12,11 +12,11 @@ import sys
 import time
 from collections.abc import Iterator
 
-import click
 from rich.console import Console
 from rich.table import Table
 
 from llmcache.cli import app
+from tools.make_man import walk
 
 from .harness import ROOT
 from .results import Bar, Document, table_of
@@ -26,15 +26,9 @@ START_BAR_S = 0.3
 SIZE = ("size", "--bw", "100", "--loop", "70M")
 
 
-def commands(group: click.Command = app, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the words after `llmcache` of every command and group, the program itself (none) first."""
-    yield path
-    if isinstance(group, click.Group):
-        context = click.Context(group)
-        for name in group.list_commands(context):
-            found = group.get_command(context, name)
-            if found is not None and not found.hidden:
-                yield from commands(found, (*path, name))
+def commands() -> list[tuple[str, ...]]:
+    """Return the words after `llmcache` of every command and group, the program itself (none) first."""
+    return [(), *(tuple(words.split()[1:]) for words, _ in walk(app, "llmcache"))]
 
 
 def run(words: tuple[str, ...]) -> float:
