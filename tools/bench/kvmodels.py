@@ -30,7 +30,7 @@ from llmcache.kv.tasks.probes import Text
 
 from .cgroup import Group
 from .harness import workplace
-from .results import Bar, Document
+from .results import Bar
 
 SCHEMA = "llmcache-bench-kvmodels/1"
 OWN, ORACLES, RIVALS = "mass", ("oracle", "oracle-product"), ("icecache", "hillinfer", "quest", "window")
@@ -348,7 +348,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="one model, short contexts: for a look, not for the bars")
 
 
-def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
+def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, Any]]:
     """Yield the figures of all parts."""
     import torch
 
@@ -361,11 +361,11 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
     yield {"quick": args.quick, "threads": args.threads, "torch": torch.__version__, "parts": parts}
 
 
-def bars(told: Document) -> list[Bar]:
+def bars(told: dict[str, Any]) -> list[Bar]:
     """Return the bars of what was measured."""
     return [Bar(name, one["what"], one["figure"], *BARS[name]) for name, one in told["parts"].items()]
 
 
-def tables(_told: Document) -> tuple[()]:
+def tables(_told: dict[str, Any]) -> tuple[()]:
     """Return nothing beside the bars."""
     return ()
