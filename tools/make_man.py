@@ -1,27 +1,317 @@
 #!/usr/bin/env python3
 """Writes the manual pages below tools/man from the commands; --check says what differs instead (exit code 1).
 
-They are installed with the package; `man -M tools/man llmcache-trace` shows them as they lie here.
+A page has NAME, SYNOPSIS, DESCRIPTION, OPTIONS and EXAMPLES from the help of its command, the exit codes from
+`llmcache.errors`, and the rest from the text `NAME.txt` beside the command's file. They are installed with the package;
+`man -M tools/man llmcache-trace` shows them as they lie here.
+
+Texts are blocks with empty lines between them, each by its shape one of
+
+    ## heading            a subsection
+    term                  a definition: a line, then its meaning indented by four columns; several may follow each other
+        meaning
+        indented lines    kept as they are (examples, tables)
+    anything else         a paragraph
+
+`words` between backquotes are bold, names of pages as `llmcache(1)` are bold up to the bracket.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
+import re
 import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import click
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-os.environ.pop("COLUMNS", None)
 
-from tools.manual.pages import all_pages  # noqa: E402 - found through the line above
+from llmcache import __version__  # noqa: E402 - found through the line above
+from llmcache.cli import app  # noqa: E402
+from llmcache.cli.base import HELP_OPTIONS, LazyGroup  # noqa: E402
+from llmcache.cli.mount import command as mount_command  # noqa: E402
+from llmcache.errors import EXIT_CODES  # noqa: E402
 
 TARGET = ROOT / "tools" / "man"
+TEXTS = ROOT / "llmcache" / "cli"
+HELPER = ROOT / "tools" / "mount.llmcachefs.txt"
+DATE = "2026-11-21"  # of the last edition of the texts: mandoc wants one, and pages must not change by themselves
+ORDER = (
+    "NAME", "SYNOPSIS", "DESCRIPTION", "COMMANDS", "OPTIONS", "EXAMPLES", "FIELDS", "OVERHEAD", "EXIT STATUS", "ENVIRONMENT",
+    "FILES", "NOTES", "SEE ALSO",
+)  # fmt: skip
+INDENT = "    "
+_WIDTH = 78  # of the lines of the source
+_PAGE = re.compile(r"\b([a-z][a-z0-9.-]*)\((\d)\)")
+_CODE = re.compile(r"`([^`]+)`")
+_CHARACTERS = {"…": "...", "“": '"', "”": '"', "’": "'", "–": "-", "−": "-", "×": "x", "≥": ">=", "µ": "u"}
+
+
+# All pages
+
+
+def all_pages() -> list[Page]:
+    """Returns all pages."""
+    first = page_of(app, "llmcache", app.help or "", TEXTS / "llmcache.txt", None)
+    first.sections["COMMANDS"] = _commands(app, "llmcache")
+    second = page_of(mount_command, "llmcachefs", app.table["mount"][1], TEXTS / "mount.txt", "llmcache")
+    return [first, second, *_below(app, "llmcache"), _helper()]
+
+
+def walk(group: LazyGroup, words: str) -> Iterator[tuple[str, click.Command]]:
+    """Every command and group below `group`, with the words that call it."""
+    for name in group.table:
+        command = group.get_command(click.Context(group), name)
+        assert command is not None
+        yield f"{words} {name}", command
+        if isinstance(command, LazyGroup):
+            yield from walk(command, f"{words} {name}")
+
+
+def _below(group: LazyGroup, words: str) -> Iterator[Page]:
+    for name, (_, summary) in group.table.items():
+        command = group.get_command(click.Context(group), name)
+        assert command is not None
+        called = f"{words} {name}"
+        text = TEXTS / f"{called.removeprefix('llmcache ').replace(' ', '-')}.txt"
+        if isinstance(command, LazyGroup):
+            page = page_of(command, called, summary, text, words)
+            page.sections["COMMANDS"] = _commands(command, called)
+            yield page
+            yield from _below(command, called)
+        else:
+            yield page_of(command, called, summary, text, words.replace(" ", "-"))
+
+
+def _commands(group: LazyGroup, words: str) -> str:
+    dashed = words.replace(" ", "-")
+    return "\n".join(f"{name}\n    {summary} {dashed}-{name}(1)" for name, (_, summary) in group.table.items())
+
+
+def _helper() -> Page:
+    sections = read_sections(HELPER)
+    return Page("mount.llmcachefs", 8, "mount a model directory from /etc/fstab", sections)
+
+
+# One page
+
+
+@dataclass
+class Page:
+    """A manual page. `sections`: marked text by title; `raw`: what is man(7) already, put before it."""
+
+    name: str
+    number: int
+    summary: str
+    sections: dict[str, str] = field(default_factory=dict)
+    raw: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def file(self) -> str:
+        """Name of its file."""
+        return f"{self.name}.{self.number}"
+
+    def text(self) -> str:
+        """Returns the page as man(7) source."""
+        made = [
+            '.\\" made by tools/make_man.py from the help of the command and the text beside it: edit those',
+            f'.TH {self.name.upper()} {self.number} {DATE} "llmcache {__version__}" "llmcache"',
+            ".SH NAME",
+            f"{escaped(self.name)} \\-",
+            inline(self.summary),
+        ]
+        unknown = ({*self.sections, *self.raw}) - set(ORDER)
+        if unknown:
+            raise ValueError(f"{self.file}: sections {sorted(unknown)} are not known: {', '.join(ORDER)}")
+        for title in ORDER:
+            if title in self.sections or title in self.raw:
+                head, *body = section(title, self.sections.get(title, "")).split("\n")
+                made += [head, *filter(None, [self.raw.get(title)]), *([".PP"] if title in self.raw and body else []), *body]
+        return "\n".join(made) + "\n"
+
+
+def read_sections(path: Path) -> dict[str, str]:
+    """Returns the sections in a text (`# TITLE` begins one); empty if there is no such file."""
+    if not path.exists():
+        return {}
+    parts = re.split(r"^# (.*)$", path.read_text(), flags=re.MULTILINE)
+    if parts[0].strip():
+        raise ValueError(f"{path}: begins before its first section")
+    return {title.strip(): text.strip("\n") for title, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def page_of(command: click.Command, words: str, summary: str, text: Path, parent: str | None) -> Page:
+    """Returns the page of `command`, which users call as `words`; `text` is the file beside it."""
+    context = click.Context(command, info_name=words, help_option_names=HELP_OPTIONS["help_option_names"])
+    sections = read_sections(text)
+    for title, block in _help_sections(command).items():
+        own = sections.get(title)
+        sections[title] = f"{block}\n\n{own}" if own else block
+    page = Page(words.replace(" ", "-"), 1, _lowered(summary), sections)
+    page.raw["SYNOPSIS"] = " ".join([bold(words), *map(_piece, command.collect_usage_pieces(context))])
+    page.raw["OPTIONS"] = "\n".join(_option(option, context) for option in command.get_params(context) if _is_told(option))
+    page.raw["EXIT STATUS"] = _exit_codes()
+    see = sections.get("SEE ALSO", "")
+    sections["SEE ALSO"] = ", ".join(filter(None, (f"{parent}(1)" if parent else "", see)))
+    if not sections["SEE ALSO"]:
+        del sections["SEE ALSO"]
+    return page
+
+
+def _lowered(summary: str) -> str:
+    """The line of a table of commands as NAME wants it."""
+    text = summary.rstrip(".")
+    return text if text[:2].isupper() else text[0].lower() + text[1:]
+
+
+def _help_sections(command: click.Command) -> dict[str, str]:
+    """What help and epilog say, as marked text: DESCRIPTION, and what blocks headed Examples:, Fields: or Overhead: say."""
+    found: dict[str, list[str]] = {"DESCRIPTION": []}
+    for text in (command.help, command.epilog):
+        for block in blocks(inspect.cleandoc(text or "")):
+            kept = block[0] == "\b"
+            lines = block[1:] if kept else block
+            title = {"Examples:": "EXAMPLES", "Fields:": "FIELDS", "Overhead:": "OVERHEAD"}.get(lines[0] if lines else "")
+            if title is None:
+                found["DESCRIPTION"].append(_listed(lines) if kept else "\n".join(lines))
+            elif title == "OVERHEAD":
+                found[title] = ["\n".join(line.strip() for line in lines[1:])]
+            else:
+                found[title] = [_listed(lines[1:])]
+    return {title: "\n\n".join(texts) for title, texts in found.items() if texts}
+
+
+def _listed(lines: list[str]) -> str:
+    """Lines that help keeps as they are, as marked text: two columns (name, two spaces, meaning) become definitions."""
+    if lines[0].endswith(":") and len(lines) > 1 and all(line.startswith(" ") for line in lines[1:]):
+        return f"{lines[0]}\n\n{_listed(lines[1:])}"
+    least = min(len(line) - len(line.lstrip()) for line in lines)
+    made: list[str] = []
+    for line in (line[least:] for line in lines):
+        name, gap, meaning = re.match(r"(\S+(?: \S+)*)(\s{2,}|$)(.*)|", line).groups(default="")  # type: ignore[union-attr]
+        if line.startswith(" ") and made:
+            made.append(INDENT + line.strip())
+        elif gap and meaning and not meaning.startswith("#"):
+            made += [name, INDENT + meaning]
+        else:
+            return "\n".join(INDENT + line for line in lines)
+    return "\n".join(made)
+
+
+def _piece(piece: str) -> str:
+    return f"\\fI{escaped(piece)}\\fP"
+
+
+def _is_told(parameter: click.Parameter) -> bool:
+    return isinstance(parameter, click.Option) and not parameter.hidden
+
+
+def _option(option: click.Parameter, context: click.Context) -> str:
+    record = option.get_help_record(context)
+    assert record is not None, option.name
+    names, text = record
+    return f".TP\n{re.sub(r'(--?[a-z][a-z-]*)', lambda name: bold(name[1]), _metavars(names))}\n{inline(text)}"
+
+
+def _metavars(names: str) -> str:
+    """The names of an option with what stands for values in italics."""
+    return re.sub(r"(?<= )([A-Z\[][^ ]*)$", lambda value: _piece(value[1]), names)
+
+
+def _exit_codes() -> str:
+    return "\n".join(f".TP\n{bold(str(code))}\n{inline(long)}" for code, (_, long) in EXIT_CODES.items())
+
+
+# Marked text to man(7) macros
+
+
+def escaped(text: str) -> str:
+    """Returns `text` so that man(7) shows it as it is, in ASCII: backslashes, dashes, and a point or quote at the start."""
+    for letter, plain in _CHARACTERS.items():
+        text = text.replace(letter, plain)
+    if not text.isascii():
+        raise ValueError(f"not ASCII: {''.join(letter for letter in text if not letter.isascii())!r} in {text[:60]!r}")
+    text = text.replace("\\", "\\e").replace("-", "\\-").replace("`", "\\`").replace("^", "\\(ha").replace("~", "\\(ti")
+    return "\\&" + text if text.startswith((".", "'")) else text
+
+
+def bold(text: str) -> str:
+    """Returns `text`, escaped, in bold."""
+    return f"\\fB{escaped(text).removeprefix(chr(92) + '&')}\\fP"
+
+
+def inline(text: str) -> str:
+    """Returns a paragraph's text with its marks as fonts."""
+    made = "".join(bold(part) if place % 2 else _with_pages(part) for place, part in enumerate(_CODE.split(text)))
+    lines = textwrap.wrap(made, _WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n".join("\\&" + line if line.startswith((".", "'")) else line for line in lines)
+
+
+def _with_pages(text: str) -> str:
+    parts = _PAGE.split(text)
+    made = [escaped(parts[0]).removeprefix("\\&") if parts[0] else ""]
+    for name, number, rest in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        made += ["\\%" + bold(name), f"({number})", escaped(rest).removeprefix("\\&") if rest else ""]
+    return "".join(made)
+
+
+def blocks(text: str) -> Iterator[list[str]]:
+    """The lines of each block of `text`."""
+    for block in filter(str.strip, re.split(r"\n\s*\n", text.strip("\n"))):
+        yield [line.rstrip() for line in block.split("\n")]
+
+
+def section(title: str, text: str) -> str:
+    """Returns a whole section."""
+    lines = [f'.SH "{title}"' if " " in title else f".SH {title}"]
+    first = True
+    for block in blocks(text):
+        lines += _block(block, first)
+        first = block[0].startswith("## ")
+    return "\n".join(lines)
+
+
+def _block(lines: list[str], first: bool) -> list[str]:
+    if lines[0].startswith("## "):
+        return [f'.SS "{lines[0][3:]}"', *([] if len(lines) == 1 else _block(lines[1:], True))]
+    if lines[0].startswith(INDENT):
+        return verbatim(lines, first)
+    if len(lines) > 1 and lines[1].startswith(INDENT):
+        return list(_definitions(lines))
+    return [*([] if first else [".PP"]), inline(" ".join(line.strip() for line in lines))]
+
+
+def _definitions(lines: list[str]) -> Iterator[str]:
+    """Terms with their meanings; lines of a meaning are filled."""
+    meaning: list[str] = []
+    for line in lines:
+        if line.startswith(INDENT):
+            meaning.append(line.strip())
+            continue
+        if meaning:
+            yield inline(" ".join(meaning))
+            meaning = []
+        yield ".TP"
+        yield ", ".join(bold(word.strip("` ")) for word in line.split(", "))
+    yield inline(" ".join(meaning))
+
+
+def verbatim(lines: list[str], first: bool) -> list[str]:
+    """Returns lines that are shown as they are; `first`: of their section."""
+    least = min(len(line) - len(line.lstrip()) for line in lines)
+    return [*([] if first else [".PP"]), ".nf", *(escaped(line[least:]) for line in lines), ".fi"]
 
 
 def made() -> dict[str, str]:
     """Returns every page's source by its path below tools/man."""
+    os.environ.pop("COLUMNS", None)
     return {f"man{page.number}/{page.file}": page.text() for page in all_pages()}
 
 

@@ -14,43 +14,396 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
+import struct
 import sys
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
+
+import numpy as np
 
 # Run as a script, Python looks for modules in tools/ and not in the repository above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llmcache.errors import EnvironmentProblem, UsageError, run_cli
 from llmcache.units import format_size, parse_size
-from tools.modelgen import gguf_file, safetensors_file
-from tools.modelgen.shape import MixtureShape, Shape, choose_shape
 
 # Raise it when the bytes that the same parameters give change.
 _GENERATOR_VERSION = 1
+BYTES_PER_VALUE = {"gguf": 34 / 32, "safetensors": 2.0}
+"""By format: Q8_0, and bfloat16."""
+HEAD_SIZE = 64
+_Q8_0_VALUES, _Q8_0_BYTES = 32, 34  # of a block, of which a row is made
+_PIECE_BYTES = 8 * 2**20  # is made at a time: a model larger than memory can be generated
+
+# Uniform int8 has a standard deviation of 73; weights should have 0.02, so that activations stay finite.
+_SCALE = np.frombuffer(np.float16(0.02 / 73).tobytes(), np.uint8)
+# bfloat16 with random sign, mantissa and two low exponent bits: magnitudes from 2**-7 to 2**-3.
+_BF16_RANDOM, _BF16_BASE, _BF16_ONE = 0x81FF, 0x3C00, 0x3F80
+
+_ALIGNMENT = 32
+_F32, _Q8_0 = 0, 8
+_U16, _U32, _I32, _FLOAT, _STRING, _ARRAY = 2, 4, 5, 6, 8, 9
+_CONTEXT_LENGTH = 2048
+_MOSTLY_Q8_0 = 7
+_NAMES = {
+    "embedding": ("token_embd", "model.embed_tokens"),
+    "output_norm": ("output_norm", "model.norm"),
+    "output": ("output", "lm_head"),
+    "attention_norm": ("attn_norm", "input_layernorm"),
+    "query": ("attn_q", "self_attn.q_proj"),
+    "key": ("attn_k", "self_attn.k_proj"),
+    "value": ("attn_v", "self_attn.v_proj"),
+    "attention_output": ("attn_output", "self_attn.o_proj"),
+    "feed_forward_norm": ("ffn_norm", "post_attention_layernorm"),
+    "gate": ("ffn_gate", "mlp.gate_proj"),
+    "up": ("ffn_up", "mlp.up_proj"),
+    "down": ("ffn_down", "mlp.down_proj"),
+    "router": ("ffn_gate_inp", "mlp.gate"),
+}
+"""The names of roles: in GGUF, and in safetensors."""
+
+# (smallest number of parameters, width, feed-forward width, vocabulary); the middle ones are TinyLlama and Llama 8B.
+_PRESETS = (
+    (0, 256, 704, 2000),
+    (30_000_000, 1024, 2816, 8000),
+    (280_000_000, 2048, 5632, 32000),
+    (5_500_000_000, 4096, 14336, 32000),
+)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, metavar="OUT", help="file to write; shards are named after it")
-    parser.add_argument("--size", default="700M", help="about how large the model gets (default: %(default)s)")
-    parser.add_argument("--layers", type=int, help="number of layers, whatever size that gives")
-    parser.add_argument("--format", choices=("gguf", "safetensors"), default="gguf", help="Q8_0 GGUF or BF16")
-    parser.add_argument("--experts", type=int, default=0, metavar="N", help="a mixture of N experts in each layer")
-    parser.add_argument("--used", type=int, default=4, metavar="K", help="of which a token uses K (default: %(default)s)")
-    parser.add_argument("--slice", default="500K", metavar="SIZE", help="of one expert in one tensor (default: %(default)s)")
-    parser.add_argument("--fused", action="store_true", help="safetensors: one tensor for all experts of a layer")
-    parser.add_argument("--tied", action="store_true", help="no output tensor: the embedding serves as one")
-    parser.add_argument("--split", type=int, default=1, metavar="N", help="write N shards")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+@dataclass(frozen=True)
+class Weight:
+    """One tensor to generate: `role` is its name without a format's spelling, `rows` None for a vector of ones.
+
+    `experts`: as many matrices behind one another; `expert`: it is the matrix of that one.
+    """
+
+    role: str
+    layer: int | None
+    columns: int
+    rows: int | None
+    experts: int | None = None
+    expert: int | None = None
+
+    @property
+    def values(self) -> int:
+        """Number of values in the tensor."""
+        return self.columns * (self.rows or 1) * (self.experts or 1)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama decoder with grouped-query attention: 8 query heads share one key and value head.
+
+    With `experts` its feed-forward part is a mixture (Mixtral's) of so many networks of `feed_forward` units each, of which
+    a router has a token use `used`.
+    """
+
+    width: int
+    feed_forward: int
+    vocabulary: int
+    layers: int
+    tied: bool
+    experts: int = 0
+    used: int = 0
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.width // HEAD_SIZE
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return max(1, self.heads // 8)
+
+    def weights(self) -> Iterator[Weight]:
+        """All tensors in the order of the file."""
+        yield Weight("embedding", None, self.width, self.vocabulary)
+        for layer in range(self.layers):
+            yield from self.layer_weights(layer)
+        yield Weight("output_norm", None, self.width, None)
+        if not self.tied:
+            yield Weight("output", None, self.width, self.vocabulary)
+
+    def layer_weights(self, layer: int) -> Iterator[Weight]:
+        """The tensors of one layer."""
+        kv_width = self.kv_heads * HEAD_SIZE
+        yield Weight("attention_norm", layer, self.width, None)
+        yield Weight("query", layer, self.width, self.width)
+        yield Weight("key", layer, self.width, kv_width)
+        yield Weight("value", layer, self.width, kv_width)
+        yield Weight("attention_output", layer, self.width, self.width)
+        yield Weight("feed_forward_norm", layer, self.width, None)
+        if self.experts:
+            yield Weight("router", layer, self.width, self.experts)
+        yield Weight("gate", layer, self.width, self.feed_forward, self.experts or None)
+        yield Weight("up", layer, self.width, self.feed_forward, self.experts or None)
+        yield Weight("down", layer, self.feed_forward, self.width, self.experts or None)
+
+
+@dataclass(frozen=True)
+class MixtureShape:
+    """A mixture to be: `slice_bytes` has one expert in one tensor, about."""
+
+    experts: int
+    used: int
+    slice_bytes: int
+
+
+def choose_shape(
+    size_bytes: int, bytes_per_value: float, layers: int | None, tied: bool, mixture: MixtureShape | None = None
+) -> Shape:
+    """The shape whose file comes nearest to `size_bytes`; a given number of `layers` is kept instead of the size."""
+    values = size_bytes / bytes_per_value
+    if mixture is None:
+        _, width, feed_forward, vocabulary = max(preset for preset in _PRESETS if preset[0] <= values)
+        shape = Shape(width, feed_forward, vocabulary, 1, tied)
+    else:
+        _, width, _, vocabulary = _PRESETS[1 if mixture.slice_bytes < 2 << 20 else 2]
+        units = max(1, round(mixture.slice_bytes / bytes_per_value / width / _Q8_0_VALUES)) * _Q8_0_VALUES
+        shape = Shape(width, units, vocabulary, 1, tied, mixture.experts, mixture.used)
+    fixed = shape.width * shape.vocabulary * (1 if tied else 2)
+    per_layer = sum(weight.values for weight in shape.layer_weights(0))
+    return replace(shape, layers=layers or max(1, math.floor((values - fixed) / per_layer + 0.5)))
+
+
+def split_by_size(sizes: list[int], parts: int) -> list[list[int]]:
+    """The indices of `sizes` in `parts` consecutive groups of about the same sum, none empty."""
+    groups: list[list[int]] = [[] for _ in range(parts)]
+    total, before = sum(sizes), 0
+    for index, size in enumerate(sizes):
+        group = min(parts - 1, (before + size // 2) * parts // total)
+        # Never skip a group, and leave an item for each group that is still to come.
+        first_free = next((g for g, members in enumerate(groups) if not members), parts - 1)
+        remaining = len(sizes) - index
+        group = max(min(group, first_free), parts - remaining)
+        groups[group].append(index)
+        before += size
+    return groups
+
+
+# Random values, a generator for each tensor: the same whatever was generated before it
+
+
+def _generator(seed: int, index: int) -> np.random.Generator:
+    return np.random.Generator(np.random.SFC64([seed, index]))
+
+
+def _q8_0(seed: int, index: int, values: int) -> Iterator[bytes]:
+    """Q8_0 blocks (a float16 scale, 32 int8) of `values` random values; quantised from nothing, hence fast."""
+    random = _generator(seed, index)
+    blocks = values // _Q8_0_VALUES
+    step = _PIECE_BYTES // _Q8_0_BYTES
+    for start in range(0, blocks, step):
+        count = min(step, blocks - start)
+        piece = np.frombuffer(bytearray(random.bytes(count * _Q8_0_BYTES)), np.int8)
+        np.maximum(piece, -127, out=piece)  # quantisers never write -128
+        piece.view(np.uint8).reshape(count, _Q8_0_BYTES)[:, :2] = _SCALE
+        yield piece.tobytes()
+
+
+def _bf16(seed: int, index: int, values: int) -> Iterator[bytes]:
+    """`values` random bfloat16 numbers."""
+    random = _generator(seed, index)
+    step = _PIECE_BYTES // 2
+    for start in range(0, values, step):
+        piece = np.frombuffer(random.bytes(2 * min(step, values - start)), np.uint16)
+        yield ((piece & _BF16_RANDOM) | _BF16_BASE).tobytes()
+
+
+# The two formats
+
+
+def write_gguf(files: list[BinaryIO], shape: Shape, seed: int) -> None:
+    """Write the model as GGUF in Q8_0 into `files`, one for each shard, as llama.cpp loads them together."""
+    weights = list(shape.weights())
+    groups = split_by_size([_size(weight) for weight in weights], len(files))
+    for number, (file, group) in enumerate(zip(files, groups, strict=True)):
+        keys = _model_keys(shape) if number == 0 else []
+        if len(files) > 1:
+            keys += _split_keys(number, len(files), len(weights))
+        _write_header(file, keys, [weights[index] for index in group])
+        for index in group:
+            _write_padded(file, _content(weights[index], seed, index))
+
+
+def _is_plain(weight: Weight) -> bool:
+    """Whether it is written as float32."""
+    return weight.rows is None or weight.role == "router"
+
+
+def _size(weight: Weight) -> int:
+    if _is_plain(weight):
+        return 4 * weight.values
+    return weight.values // _Q8_0_VALUES * _Q8_0_BYTES
+
+
+def _content(weight: Weight, seed: int, index: int) -> Iterator[bytes]:
+    if weight.rows is None:
+        return iter([np.ones(weight.columns, "<f4").tobytes()])
+    if _is_plain(weight):  # as large as those of trained routers
+        return iter([(0.02 * _generator(seed, index).standard_normal(weight.values)).astype("<f4").tobytes()])
+    return _q8_0(seed, index, weight.values)
+
+
+def _write_header(file: BinaryIO, keys: list[bytes], weights: list[Weight]) -> None:
+    header = [b"GGUF", struct.pack("<IQQ", 3, len(weights), len(keys)), *keys]
+    offset = 0
+    for weight in weights:
+        shape = [size for size in (weight.columns, weight.rows, weight.experts) if size is not None]
+        header.append(_text(_gguf_name(weight)) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
+        header.append(struct.pack("<IQ", _F32 if _is_plain(weight) else _Q8_0, offset))
+        offset += -(-_size(weight) // _ALIGNMENT) * _ALIGNMENT
+    _write_padded(file, iter(header))
+
+
+def _write_padded(file: BinaryIO, pieces: Iterator[bytes]) -> None:
+    written = sum(file.write(piece) for piece in pieces)
+    file.write(bytes(-written % _ALIGNMENT))
+
+
+def _gguf_name(weight: Weight) -> str:
+    prefix = "" if weight.layer is None else f"blk.{weight.layer}."
+    return f"{prefix}{_NAMES[weight.role][0]}{'_exps' if weight.experts else ''}.weight"
+
+
+def _model_keys(shape: Shape) -> list[bytes]:
+    """Hyper-parameters, and a SentencePiece vocabulary of made-up words."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += [f"\u2581w{number}" for number in range(shape.vocabulary - len(tokens))]
+    normal, unknown, control, byte = 1, 2, 3, 6
+    counts = {"llama.expert_count": shape.experts, "llama.expert_used_count": shape.used} if shape.experts else {}
+    types = [unknown, control, control, *[byte] * 256, *[normal] * (shape.vocabulary - 259)]
+    numbers = {
+        "general.alignment": _ALIGNMENT,
+        "general.file_type": _MOSTLY_Q8_0,
+        "llama.context_length": _CONTEXT_LENGTH,
+        "llama.embedding_length": shape.width,
+        "llama.block_count": shape.layers,
+        "llama.feed_forward_length": shape.feed_forward,
+        "llama.attention.head_count": shape.heads,
+        "llama.attention.head_count_kv": shape.kv_heads,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.dimension_count": HEAD_SIZE,
+        "llama.vocab_size": shape.vocabulary,
+        **counts,
+    }
+    return [
+        _key("general.architecture", _STRING, _text("llama")),
+        _key("general.name", _STRING, _text("random weights")),
+        *(_number(name, value) for name, value in numbers.items()),
+        _key("tokenizer.ggml.model", _STRING, _text("llama")),
+        _array("tokenizer.ggml.tokens", _STRING, len(tokens), b"".join(_text(token) for token in tokens)),
+        _array("tokenizer.ggml.scores", _FLOAT, len(tokens), bytes(4 * len(tokens))),
+        _array("tokenizer.ggml.token_type", _I32, len(types), struct.pack(f"<{len(types)}i", *types)),
+        _number("tokenizer.ggml.bos_token_id", 1),
+        _number("tokenizer.ggml.eos_token_id", 2),
+    ]
+
+
+def _number(name: str, value: float) -> bytes:
+    kind, code = (_U32, "<I") if isinstance(value, int) else (_FLOAT, "<f")
+    return _key(name, kind, struct.pack(code, value))
+
+
+def _split_keys(number: int, count: int, tensor_count: int) -> list[bytes]:
+    return [
+        _key("split.no", _U16, struct.pack("<H", number)),
+        _key("split.count", _U16, struct.pack("<H", count)),
+        _key("split.tensors.count", _I32, struct.pack("<i", tensor_count)),
+    ]
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _key(name: str, kind: int, value: bytes) -> bytes:
+    return _text(name) + struct.pack("<I", kind) + value
+
+
+def _array(name: str, kind: int, count: int, items: bytes) -> bytes:
+    return _key(name, _ARRAY, struct.pack("<IQ", kind, count) + items)
+
+
+def tensors(shape: Shape, fused: bool) -> list[Weight]:
+    """All tensors in the order of the file: of a mixture one for each expert, or (`fused`) one for all of a layer."""
+    found: list[Weight] = []
+    for weight in shape.weights():
+        apart = range(0 if fused else weight.experts or 0)
+        found += [replace(weight, experts=None, expert=expert) for expert in apart] or [weight]
+    if not fused and shape.experts:  # gate, up and down of an expert lie side by side
+        found.sort(key=lambda weight: _place(weight, shape))
+    return found
+
+
+def _place(weight: Weight, shape: Shape) -> tuple[int, int, int]:
+    layer = weight.layer if weight.layer is not None else -1 if weight.role == "embedding" else shape.layers
+    return layer, weight.expert is not None, weight.expert or 0
+
+
+def write_safetensors(files: list[BinaryIO], names: list[str], shape: Shape, seed: int, fused: bool = False) -> None:
+    """Write the model in bfloat16 into `files`: one for each shard, and the index last if several."""
+    weights = tensors(shape, fused)
+    shards = max(1, len(files) - 1)
+    groups = split_by_size([2 * weight.values for weight in weights], shards)
+    for file, group in zip(files, groups, strict=False):
+        _write_shard(file, [(index, weights[index]) for index in group], seed)
+    if len(files) > 1:
+        weight_map = {_safetensors_name(weights[i]): names[shard] for shard, group in enumerate(groups) for i in group}
+        total = sum(2 * weight.values for weight in weights)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        files[-1].write(json.dumps(index, indent=1).encode())
+
+
+def _write_shard(file: BinaryIO, weights: list[tuple[int, Weight]], seed: int) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for _, weight in weights:
+        shape = [size for size in (weight.experts, weight.rows, weight.columns) if size is not None]
+        end = offset + 2 * weight.values
+        header[_safetensors_name(weight)] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for index, weight in weights:
+        if weight.rows is None:
+            file.write(np.full(weight.columns, _BF16_ONE, np.uint16).tobytes())
+            continue
+        for piece in _bf16(seed, index, weight.values):
+            file.write(piece)
+
+
+def _safetensors_name(weight: Weight) -> str:
+    prefix = "" if weight.layer is None else f"model.layers.{weight.layer}."
+    name = _NAMES[weight.role][1]
+    if weight.experts:
+        return prefix + name.replace("mlp.", "mlp.experts.")
+    if weight.expert is not None:
+        name = name.replace("mlp.", f"mlp.experts.{weight.expert}.")
+    return f"{prefix}{name}.weight"
+
+
+# Whole models
+
+
+def shard_paths(out: Path, shards: int) -> list[Path]:
+    """The files of the tensors: `out` itself, or its shards with the names that llama.cpp and transformers know."""
+    numbers = range(1, shards + 1)
+    return [out] if shards == 1 else [out.with_name(f"{out.stem}-{one:05}-of-{shards:05}{out.suffix}") for one in numbers]
 
 
 def make_model(out: Path, shape: Shape, model_format: str, shards: int, seed: int, fused: bool = False) -> list[Path]:
     """The files of the model described by the arguments: those that exist where they are right, else new ones."""
-    paths = (gguf_file.shard_paths if model_format == "gguf" else safetensors_file.shard_paths)(out, shards)
+    paths = shard_paths(out, shards)
+    paths += [out.with_name(f"{out.name}.index.json")] if shards > 1 and model_format == "safetensors" else []
     parameters = {"version": _GENERATOR_VERSION, "format": model_format, "shards": shards, "seed": seed}
     parameters |= asdict(shape) | {"fused": fused}
     sidecar = out.with_name(out.name + ".json")
@@ -85,11 +438,13 @@ def _write(paths: list[Path], shape: Shape, model_format: str, seed: int, fused:
         with contextlib.ExitStack() as stack:
             files: list[BinaryIO] = [stack.enter_context(open(path, "wb")) for path in temporary]
             if model_format == "gguf":
-                gguf_file.write(files, shape, seed)
+                write_gguf(files, shape, seed)
             else:
-                safetensors_file.write(files, [path.name for path in paths], shape, seed, fused)
-            for file in files:
-                _settle(file)
+                write_safetensors(files, [path.name for path in paths], shape, seed, fused)
+            for file in files:  # on the disk, and out of the page cache: what reads it next starts cold, nothing is dirty
+                file.flush()
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for source, target in zip(temporary, paths, strict=True):
             source.replace(target)
     finally:
@@ -97,11 +452,20 @@ def _write(paths: list[Path], shape: Shape, model_format: str, seed: int, fused:
             path.unlink(missing_ok=True)
 
 
-def _settle(file: BinaryIO) -> None:
-    """Bring the file to the disk and out of the page cache: what reads it next starts cold, and nothing is dirty."""
-    file.flush()
-    os.fsync(file.fileno())
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT", help="file to write; shards are named after it")
+    parser.add_argument("--size", default="700M", help="about how large the model gets (default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="number of layers, whatever size that gives")
+    parser.add_argument("--format", choices=("gguf", "safetensors"), default="gguf", help="Q8_0 GGUF or BF16")
+    parser.add_argument("--experts", type=int, default=0, metavar="N", help="a mixture of N experts in each layer")
+    parser.add_argument("--used", type=int, default=4, metavar="K", help="of which a token uses K (default: %(default)s)")
+    parser.add_argument("--slice", default="500K", metavar="SIZE", help="of one expert in one tensor (default: %(default)s)")
+    parser.add_argument("--fused", action="store_true", help="safetensors: one tensor for all experts of a layer")
+    parser.add_argument("--tied", action="store_true", help="no output tensor: the embedding serves as one")
+    parser.add_argument("--split", type=int, default=1, metavar="N", help="write N shards")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
 
 
 def main() -> int:
@@ -109,7 +473,7 @@ def main() -> int:
     arguments = _arguments()
     if arguments.layers is not None and arguments.layers < 1:
         raise UsageError("--layers must be at least 1")
-    value_bytes = gguf_file.BYTES_PER_VALUE if arguments.format == "gguf" else safetensors_file.BYTES_PER_VALUE
+    value_bytes = BYTES_PER_VALUE[arguments.format]
     if arguments.experts and not 1 <= arguments.used <= arguments.experts:
         raise UsageError(f"--used must be between 1 and the number of experts, {arguments.experts}")
     mixture = MixtureShape(arguments.experts, arguments.used, parse_size(arguments.slice)) if arguments.experts else None

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Records the real traces of traces/ that `llmcache trace` makes, again, on this machine.
+"""Records the real traces of traces/ again, on this machine.
 
     tools/record_traces.py                     # traces/, all of them (as root)
     tools/record_traces.py OUT llama-mmap      # one of them, elsewhere
 
-The models are generated (tools/make_model.py), the accesses are real: programs over the plain page cache of a disk, in a
+The models are generated (tools/make_model.py), the accesses are real. llama-arena is the access log of an arena mount that
+llama.cpp reads through; `llmcache trace` makes the others, of programs over the plain page cache of a disk, in a
 memory cgroup that keeps about a third of the loop where the trace is of a loop. What the client measured of itself is in
 the provenance: `step_s`, the median time from one token or pass to the next, and `loop_bytes`, what one reads. Each
 recording differs in timing.
@@ -30,14 +31,14 @@ sys.path.insert(0, str(ROOT))
 from llmcache.errors import EnvironmentProblem, UsageError, run_cli  # noqa: E402 - found through the line above
 from llmcache.fs.layout.modelfile import model_bytes  # noqa: E402
 from llmcache.trace.record import Trace  # noqa: E402
-from tools.bench import tracing  # noqa: E402
-from tools.bench.errors import BenchError  # noqa: E402
-from tools.bench.files import MIB, loop_file  # noqa: E402
 from tools.bench.machine import describe  # noqa: E402
-from tools.bench.runner import client  # noqa: E402
+from tools.bench.runner import MIB, cap_bytes, client, loop_file  # noqa: E402
+from tools.bench.runner import record as trace_of  # noqa: E402
+from tools.bench.sides import environment  # noqa: E402
 
 KEPT = 0.3  # of the loop: what stays mapped is not seen by page faults, so little is kept
-THREADS = 2
+THREADS = 2  # llama.cpp's threads spin while they wait: with one on each core a mount would starve
+ARENA, ARENA_CACHE, ARENA_TOKENS = "llama-arena", "80Mi", 24
 
 
 @dataclass(frozen=True)
@@ -104,17 +105,15 @@ SUBJECTS = {
 }
 
 
-def record(name: str, out: Path, base: Path, force: bool) -> Path:
-    """Record the subject `name` into the directory `out`; returns the trace."""
-    subject, target = SUBJECTS[name], out / f"{name}.parquet"
-    if target.exists() and not force:
-        raise UsageError(f"OUT: {target} exists", "--force replaces it")
+def record(target: Path, base: Path, force: bool) -> Path:
+    """Record the subject that `target` is called after; returns the trace."""
+    subject = SUBJECTS[target.stem]
     with tempfile.TemporaryDirectory(prefix="llmcache-", dir=base) as directory:
         file = Path(directory) / subject.file
         subject.make(file)
         loop, command = subject.loop_bytes(file), subject.command(file)
-        cap = tracing.cap_bytes(file, command, int(KEPT * loop)) if loop else None
-        made = tracing.record(file, command, Path(directory) / "trace.parquet", cap, tier=subject.tier)
+        cap = cap_bytes(file, command, int(KEPT * loop)) if loop else None
+        made = trace_of(file, command, Path(directory) / "trace.parquet", cap, tier=subject.tier)
         trace = Trace.load(made.trace)
         machine = describe(file)
     facts = {"loop_bytes": str(loop), "step_s": f"{made.step_s:.6f}", "machine": json.dumps(machine)}
@@ -130,24 +129,51 @@ def record(name: str, out: Path, base: Path, force: bool) -> Path:
     return target
 
 
+def record_arena(target: Path, base: Path, force: bool) -> Path:
+    """Record llama.cpp over an arena mount with --access-log: a prompt of 4 tokens, then single ones."""
+    llmcache = [sys.executable, "-m", "llmcache"]
+    with tempfile.TemporaryDirectory(prefix="llmcache-", dir=base) as scratch:
+        model, point, log = (Path(scratch) / name for name in ("models/model.gguf", "mnt", "log.parquet"))
+        point.mkdir()
+        _model("--size", "160M")(model)
+        options = ["--cache", ARENA_CACHE, "--mode", "arena", "--access-log", str(log)]
+        subprocess.run([*llmcache, "mount", str(model.parent), str(point), *options], check=True, env=environment())
+        try:
+            decode = client("llama_tokens", point / model.name, ARENA_TOKENS, "--threads", THREADS)
+            subprocess.run(decode, check=True, stdout=subprocess.DEVNULL)
+        finally:
+            subprocess.run([*llmcache, "umount", str(point)], check=True, env=environment())
+        trace, machine = Trace.load(log), describe(model.parent)
+    provenance = dataclasses.replace(
+        trace.provenance,
+        command=f"record_traces.py {ARENA}: 160M, --cache {ARENA_CACHE}, {ARENA_TOKENS} tokens",
+        note="real accesses of llama.cpp to a generated model; one row for each extent that the mount fetched",
+        extra={**trace.provenance.extra, "machine": json.dumps(machine)},
+    )
+    Trace(trace.columns, trace.files, provenance).save(target, force=force)
+    return target
+
+
 def main() -> int:
     """Record what the command line asks for, and print the paths."""
+    names = [*SUBJECTS, ARENA]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", default=ROOT / "traces", metavar="OUT", help="default: traces/")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(SUBJECTS)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(names)}")
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where models are made: a real disk")
     parser.add_argument("--force", action="store_true", help="replace traces that exist")
     args = parser.parse_args()
-    if unknown := set(args.names) - set(SUBJECTS):
-        raise UsageError(f"NAME: there is no {min(unknown)!r}", f"one of: {', '.join(SUBJECTS)}")
+    if unknown := set(args.names) - set(names):
+        raise UsageError(f"NAME: there is no {min(unknown)!r}", f"one of: {', '.join(names)}")
     if os.geteuid() != 0:
         raise EnvironmentProblem("recording and capping memory take root", "sudo tools/record_traces.py …")
     args.out.mkdir(parents=True, exist_ok=True)
-    try:
-        for name in args.names or SUBJECTS:
-            print(record(name, args.out, args.dir, args.force), flush=True)
-    except BenchError as error:
-        raise EnvironmentProblem(error.message, error.hint) from error
+    for name in args.names or names:
+        target = args.out / f"{name}.parquet"
+        if target.exists() and not args.force:
+            raise UsageError(f"OUT: {target} exists", "--force replaces it")
+        make = record_arena if name == ARENA else record
+        print(make(target, args.dir, args.force), flush=True)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 Anonymous ACL submission. Its figures print curves and bars whose numbers are not in the text: its words are quoted and
 judged (`llmcache/papers/hillinfer.toml`). It measures a machine that is not here: what it says, what the latency model
-gives for that machine, and what `tools/bench/papers` has measured, small, with an emulated device, stay apart.
+gives for that machine, and what `tools/bench papers` has measured, small, with an emulated device, stay apart.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """IceCache (ICLR 2026) recomputed: what its tables and figures claim, asked of a small model that recalls.
 
 The paper's models and data sets are not downloaded: their tables stand on the page as the paper prints them, and ours not
-among them (`llmcache/papers/icecache.toml`). `tools/bench/papers` has measured the answers of the recall model, and times
+among them (`llmcache/papers/icecache.toml`). `tools/bench papers` has measured the answers of the recall model, and times
 of a model with random weights; `llmcache kv bench --task … --model DIR` asks a model of the user's the same.
 """
 

@@ -1,7 +1,7 @@
 """`llmcache reproduce`: papers recomputed, each as one page and one JSON document; for `all`, an index of their verdicts.
 
 Each paper is a module that has `reproduce(quick, tell)`: it gets its numbers from models, replays and measurements that
-`tools/bench/papers --measure` has saved in `llmcache/papers/NAME.json`, and lets the judge set them beside the paper's
+`tools/bench papers --measure` has saved in `llmcache/papers/NAME.json`, and lets the judge set them beside the paper's
 claims. Nothing is measured here. Each is imported only when it is asked for.
 """
 
@@ -105,14 +105,14 @@ def reproduce(name: str, quick: bool, told: Tell) -> Reproduction:
 
 
 def measurements(name: str) -> dict[str, Any]:
-    """Returns what `tools/bench/papers` has measured for a paper, with its machine; DataError if it has not."""
+    """Returns what `tools/bench papers` has measured for a paper, with its machine; DataError if it has not."""
     path = PAPERS / f"{name}.json"
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: no measurements: {error}", f"measure with: tools/bench/papers --measure {name}") from error
+        raise DataError(f"{path}: no measurements: {error}", f"measure with: tools/bench papers --measure {name}") from error
     if found.get("schema") != f"llmcache.papers.{name}/1":
-        raise DataError(f"{path}: schema: '{found.get('schema')}'", f"measure with: tools/bench/papers --measure {name}")
+        raise DataError(f"{path}: schema: '{found.get('schema')}'", f"measure with: tools/bench papers --measure {name}")
     return found
 
 
@@ -123,7 +123,7 @@ def machine_words(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
     told = f"{machine['cpu']}, {machine['cpus']} processors, Linux {machine['kernel']}, Python {machine['python']}"
     return [
         ("measured on", told),
-        ("measured", f"{measured['date']}, {size}, by tools/bench/papers"),
+        ("measured", f"{measured['date']}, {size}, by tools/bench papers"),
         ("not measured", ", ".join(missing) or "nothing is missing of what can be measured"),
     ]
 

@@ -21,8 +21,7 @@ import pytest
 
 from tests.e2e.story_parts import Decoding, decoding, first_served, llmcache, said
 from tools.bench.cgroup import Group
-from tools.bench.files import forget
-from tools.bench.runner import client
+from tools.bench.runner import client, forget
 from tools.bench.sides import Mounted
 
 pytestmark = [pytest.mark.mount, pytest.mark.llama, pytest.mark.cgroup, pytest.mark.bpf, pytest.mark.timeout(1800)]

@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 
-from tools.bench import tracing
-from tools.bench.files import loop_bytes
-from tools.bench.runner import client
+from tools.bench.runner import Recording, cap_bytes, client, loop_bytes, record
 
 pytestmark = [pytest.mark.bpf, pytest.mark.llama, pytest.mark.cgroup]
 
@@ -30,7 +28,7 @@ PAUSE_S = 0.5  # between tokens: other load on the disk then does not move the t
 class Run:
     """A recording, its classes, and what the client said."""
 
-    made: tracing.Recorded
+    made: Recording
     classes: dict[str, Any]
     loop_bytes: int
 
@@ -48,8 +46,8 @@ def run() -> Iterator[Run]:
         subprocess.run(make, check=True, capture_output=True)
         loop = loop_bytes(model)
         command = client("llama_tokens", model, TOKENS, "--threads", 2, "--pause", PAUSE_S)
-        cap = tracing.cap_bytes(model, command, int(KEPT * loop))
-        made = tracing.record(model, command, Path(directory) / "trace.parquet", cap)
+        cap = cap_bytes(model, command, int(KEPT * loop))
+        made = record(model, command, Path(directory) / "trace.parquet", cap)
         yield Run(made, classified(made.trace), loop)
 
 

@@ -23,7 +23,7 @@ from llmcache.fs.client import mountpoint
 from llmcache.kv.prefix.store import WHOLE, Block, BlockStore, Key
 from llmcache.kv.tasks import RECALL_MODEL
 from tests.conftest import PROBLEMS
-from tools.manual.pages import walk
+from tools.make_man import walk
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("llmcache", "tools", "traces", "pyproject.toml", "README.md", "LICENSE")

@@ -25,6 +25,7 @@ import numpy as np
 import psutil
 import pytest
 
+from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client import control, mountpoint
 from tests.mount.fault_client import READS, Client, locked
 from tests.mount.fault_model import Bytes, Model, overwritten, random_bytes, resized
@@ -32,7 +33,6 @@ from tests.mount.faulty import Rule, write_rules
 from tests.mount.live import MIB, wait_for
 from tests.unit.kv_parts import unmount
 from tools.bench.cgroup import Group
-from tools.bench.errors import BenchError
 from tools.bench.sides import environment, is_mounted, wait_mounted
 
 DISK_MIB = 224
@@ -162,7 +162,7 @@ class Rig:
         self._stack.close()
 
     def _enter_group(self, stack: contextlib.ExitStack) -> None:
-        with contextlib.suppress(BenchError):
+        with contextlib.suppress(EnvironmentProblem):
             self.group = stack.enter_context(Group("faults", directory=self.directory))
 
     # The files behind the mount

@@ -34,7 +34,7 @@ from tests.mount.conftest import llmcache
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, random_file, resident_bytes, wait_for
 from tools.bench.cgroup import Group
 from tools.bench.clients.loop_reader import crcs
-from tools.bench.files import forget
+from tools.bench.runner import forget
 
 pytestmark = [pytest.mark.mount, pytest.mark.bpf]
 

@@ -18,13 +18,10 @@ from llmcache.fs.backends.touches import why_not
 from llmcache.fs.layout.experts import Experts
 from tests.mount.live import OVERHEAD_BYTES, live, wait_for
 from tools.bench import routing
-from tools.bench.blockdev import disk_of, read_ahead
 from tools.bench.cgroup import Group
-from tools.bench.files import forget
-from tools.bench.runner import client, run_client
-from tools.make_model import make_model
-from tools.modelgen import gguf_file
-from tools.modelgen.shape import MixtureShape, choose_shape
+from tools.bench.machine import disk_of
+from tools.bench.runner import client, forget, run_client
+from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
 
 pytestmark = [pytest.mark.mount, pytest.mark.bpf]
 
@@ -51,7 +48,7 @@ class Model:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     directory = tmp_path_factory.mktemp("mixture")
-    shape = choose_shape(256 * 10**6, gguf_file.BYTES_PER_VALUE, None, False, MixtureShape(EXPERTS, USED, 200_000))
+    shape = choose_shape(256 * 10**6, BYTES_PER_VALUE["gguf"], None, False, MixtureShape(EXPERTS, USED, 200_000))
     (path,) = make_model(directory / "mixture.gguf", shape, "gguf", 1, 0)
     os.utime(path, (0, 0))
     layout = routing.layout_of(path)
@@ -75,7 +72,7 @@ def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path
     expected = sum(routing.lru_bytes(routed, model.expert_bytes, model.budget - model.dense_bytes)[WARM:])
     source = model.path.parent
     with (
-        read_ahead(disk_of(source), SMALL_READ_AHEAD_KB),
+        disk_of(source).read_ahead(SMALL_READ_AHEAD_KB),
         Group(f"{mode}-mixture", directory=source, memory_bytes=model.budget + OVERHEAD_BYTES) as group,
         live(source, tmp_path / "mnt", str(model.budget), "--mode", mode, wrap=group.wrap) as mount,
     ):

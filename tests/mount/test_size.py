@@ -10,8 +10,7 @@ from llmcache.cache.sizing import Setting, need, passes
 from llmcache.fs.client.advice import mount_cache_bytes, mount_keeps_bytes
 from tests.mount.live import MIB, random_file
 from tools.bench.cgroup import Group
-from tools.bench.files import forget
-from tools.bench.runner import ClientRun, client, run_client
+from tools.bench.runner import ClientRun, client, forget, run_client
 from tools.bench.sides import Mounted
 
 LOOP = 64 * MIB

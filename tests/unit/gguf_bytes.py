@@ -1,4 +1,4 @@
-"""Builds small GGUF headers, right and wrong, byte by byte: independent of the writer in tools/modelgen."""
+"""Builds small GGUF headers, right and wrong, byte by byte: independent of the writer in tools/make_model.py."""
 
 from __future__ import annotations
 

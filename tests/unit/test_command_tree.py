@@ -20,7 +20,7 @@ from llmcache.cli.base import HELP_OPTIONS, LazyGroup
 from llmcache.cli.mount import command as mount_command
 from llmcache.errors import EXIT_CODES, EnvironmentProblem, UsageError
 from tests.unit.document_parts import keys
-from tools.manual.pages import walk
+from tools.make_man import walk
 
 ROOT = Path(__file__).parents[2]
 TRACE = ROOT / "traces/ai_notes.parquet"
@@ -120,7 +120,7 @@ def test_the_same_option_is_the_same_everywhere() -> None:
 
 def test_help_of_all_loads_nothing_large() -> None:
     code = (
-        "import sys, click; from tools.manual.pages import walk; from llmcache.cli import app\n"
+        "import sys, click; from tools.make_man import walk; from llmcache.cli import app\n"
         "for words, command in walk(app, 'llmcache'): command.get_help(click.Context(command, info_name=words))\n"
         "print(*{name.split('.')[0] for name in sys.modules})"
     )

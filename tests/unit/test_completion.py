@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from llmcache.cli import app
 from llmcache.cli.mount import command as mount_command
 from llmcache.cli.types import NameType
-from tools.manual.pages import walk
+from tools.make_man import walk
 
 HEAVY = {"numpy", "numba", "pyarrow", "rich", "matplotlib", "torch", "transformers", "mfusepy", "psutil"}
 # what is typed, with the word to complete last: words that are offered, and whether there are no others

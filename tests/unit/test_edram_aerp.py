@@ -96,14 +96,6 @@ def test_without_a_window_a_token_of_the_lowest_score_is_not_kept_at_all() -> No
     assert slots.positions.tolist() == [[0, 1]]
 
 
-def test_a_window_of_the_whole_budget_keeps_sinks_and_the_last() -> None:
-    slots = Slots(AerpSettings(6, sinks=2, window=64), 3)
-    slots.fill(np.random.default_rng(0).random((3, 4)))
-    for _ in range(20):
-        slots.add(np.random.default_rng(1).random((3, slots.count + 1)))
-    assert (np.sort(slots.positions, axis=1) == [0, 1, 20, 21, 22, 23]).all()
-
-
 def test_a_second_prompt_is_refused() -> None:
     slots = Slots(AerpSettings(6, sinks=2), 1)
     slots.fill(np.ones((1, 3)))

@@ -16,7 +16,7 @@ from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, PAPER, PROFILES
 from llmcache.edram.energy import COMPONENTS
 from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS
 from llmcache.errors import DataError, UsageError
-from llmcache.report.edram_model import WIDTH, percent
+from llmcache.report.edram_model import WIDTH
 from llmcache.report.edram_plot import (
     KIND_LOOKS,
     MOST_GROUPS,
@@ -182,10 +182,6 @@ def test_a_sweep_is_drawn_along_what_it_varies(capsys: pytest.CaptureFixture[str
     assert lines_left_out(rows("--batch", "1,2,4", "--budget", "64,128", "--system", "all")) == 10 - MOST_LINES
     assert lines_left_out(rows("--model", "all", "--workload", "all")) == 28 - MOST_GROUPS
     assert lines_left_out(rows("--model", "all")) == 0
-
-
-def test_small_shares_keep_their_digits() -> None:
-    assert [percent(share) for share in (0.4917, 0.0357, 0.000398, 0.0)] == ["49.2%", "3.57%", "0.0398%", "0%"]
 
 
 def test_every_component_and_system_has_a_look() -> None:

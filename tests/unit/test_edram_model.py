@@ -17,9 +17,7 @@ from llmcache.edram.chip import Access, baseline, evictor_cost, kelle, lifetimes
 from llmcache.edram.columns import Array, columns_of, steps_of
 from llmcache.edram.constants import (
     CHIP,
-    GROUPS,
     KELLE_INTERVALS,
-    MIB,
     PAPER,
     PROFILES,
     PUBLIC,
@@ -60,15 +58,6 @@ def test_components_sum_to_the_total() -> None:
     for one in (found[0], found[-1]):
         assert sum(one.by_kind().values()) == pytest.approx(one.energy_j, rel=1e-9)
     assert sorted(name for names in KINDS.values() for name in names) == sorted(COMPONENTS)
-
-
-def test_refresh_is_the_sum_over_groups_by_their_intervals() -> None:
-    one = outcome(profile=PAPER)
-    by_group = np.array([one.energies_j[f"refresh_{group}"] for group in GROUPS])
-    np.testing.assert_allclose(by_group * KELLE_INTERVALS.in_order(), (by_group * KELLE_INTERVALS.in_order())[0], rtol=1e-9)
-    watts = by_group.sum() / one.latency_s
-    assert watts == pytest.approx(PAPER.refresh_w(4 * MIB, KELLE_INTERVALS.mean_ns), rel=1e-9)
-    assert outcome(system="AEP+SRAM").refresh_j == 0
 
 
 def test_groups_of_steps_agree_with_every_step() -> None:
@@ -294,11 +283,6 @@ def test_totals_are_those_of_equations_7_and_8(weight: float, kv: float) -> None
     assert baseline(access).total_ns == pytest.approx(6 * sram + 4 * edram)
     assert kelle(access).total_ns == pytest.approx(4 * sram + edram)
     assert 0.25 < kelle(access).total_ns / baseline(access).total_ns < 2 / 3
-
-
-def test_times_are_bytes_over_bandwidth() -> None:
-    assert pytest.approx(4096**2 / 128e9 * 1e9) == LLAMA2.sram_ns
-    assert pytest.approx(2048 * 8192 / 256e9 * 1e9) == LLAMA2.edram_ns
 
 
 def test_weights_that_stream_come_no_faster_than_dram_delivers_them() -> None:

@@ -11,9 +11,8 @@ import pytest
 
 from llmcache.cli import app
 from llmcache.errors import EXIT_CODES
-from tools.make_man import TARGET, made
-from tools.manual import roff
-from tools.manual.pages import walk
+from tools import make_man
+from tools.make_man import TARGET, made, walk
 
 PAGES = made()
 COMMANDS = {words: command for words, command in walk(app, "llmcache") if not isinstance(command, click.Group)}
@@ -45,7 +44,7 @@ def test_a_page_says_all_of_its_command(words: str) -> None:
     assert [title for title in wanted if title not in titles] == (["FIELDS"] if words in WITHOUT_FIELDS else [])
     command = COMMANDS.get(words, COMMANDS["llmcache mount"])
     options = [name for parameter in command.params if isinstance(parameter, click.Option) for name in parameter.opts]
-    assert [name for name in options if roff.bold(name) not in text] == []
+    assert [name for name in options if make_man.bold(name) not in text] == []
     assert all(f".TP\n\\fB{code}\\fP\n" in text for code in EXIT_CODES)
 
 
@@ -82,7 +81,7 @@ def test_groff_warns_of_nothing_and_keeps_to_the_width() -> None:
 
 def test_marks_become_macros() -> None:
     text = "first `a-b` of llmcache-x(1)\n\nterm, other\n    meaning\n    goes on\n\n    kept  as is\n\n## More\n.last"
-    assert roff.section("TITLE", text).splitlines() == [
+    assert make_man.section("TITLE", text).splitlines() == [
         ".SH TITLE",
         "first \\fBa\\-b\\fP of \\%\\fBllmcache\\-x\\fP(1)",
         ".TP",
@@ -96,4 +95,4 @@ def test_marks_become_macros() -> None:
 
 def test_letters_that_a_terminal_may_not_have_are_refused() -> None:
     with pytest.raises(ValueError, match="not ASCII"):
-        roff.escaped("日本")
+        make_man.escaped("日本")

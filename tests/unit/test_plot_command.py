@@ -198,7 +198,7 @@ def test_a_large_trace_takes_seconds_and_little_memory(tmp_path: Path) -> None:
 import sys
 from llmcache.report import plot
 from llmcache.trace.record import TraceReader
-from tools.bench.simulate_traces import peak_bytes
+from tools.bench.machine import peak_bytes
 before = peak_bytes()
 plot.plot(sys.argv[1], sys.argv[2], lambda files: lambda file: (), lambda *told: None, classes=False)
 print(peak_bytes() - before)

@@ -19,7 +19,7 @@ from llmcache.report.judge import Finding, Judged, Verdict, claims_table
 from llmcache.report.reproduce import Reproduction, Tell
 from tests.unit.accelerator_parts import mean_gain
 from tests.unit.simulation_parts import loop, trace_of
-from tools.bench import papermeasures
+from tools.bench import papers as papers_bench
 
 NAMES = list(REPRODUCTIONS)
 VERDICTS = {verdict.value for verdict in Verdict}
@@ -139,7 +139,7 @@ def test_io_caching_has_every_app_policy_size_and_bandwidth(written: Path) -> No
     assert "synthetic" in found["traces"] and found["overhead"]["kind"].startswith("measured")
 
 
-@pytest.mark.parametrize("name", papermeasures.MEASURES)
+@pytest.mark.parametrize("name", papers_bench.MEASURES)
 def test_what_is_measured_names_its_machine(name: str, written: Path) -> None:
     machine = reproduce.measurements(name)["machine"]
     assert machine["cpu"] in (written / f"{name}.html").read_text()
@@ -184,22 +184,22 @@ def test_measurements_that_cannot_be_read_are_refused_with_a_hint(saved: Path) -
         (saved / "hillinfer.json").write_text(text)
         with pytest.raises(DataError) as caught:
             reproduce.reproduce("hillinfer", True, lambda _: None)
-        assert "tools/bench/papers --measure hillinfer" in str(caught.value.hint)
+        assert "tools/bench papers --measure hillinfer" in str(caught.value.hint)
 
 
 def test_measuring_writes_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    rows = papermeasures.transfers(quick=True)["rows"]
+    rows = papers_bench.transfers(quick=True)["rows"]
     assert {row["share"] for row in rows} == {0.2, 0.3} and all(row["seconds"] > 0 for row in rows)
     assert not list(tmp_path.iterdir())
-    took = papermeasures.overhead(trace_of(loop(200, 5, 16)), "loop")["ns_per_block"]
+    took = papers_bench.overhead(trace_of(loop(200, 5, 16)), "loop")["ns_per_block"]
     assert set(took) == {"lru", "lecar", "algorithm1", "llmcache"} and min(took.values()) > 0
 
     def fails(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
         return {"overhead": {"repeats": 1, "trace": "loop", "ns_per_block": took}}, {"all": "no torch"}
 
-    monkeypatch.setitem(papermeasures.MEASURES, "io-caching", fails)
-    told = papermeasures.save("io-caching", True, lambda _: None, tmp_path)
+    monkeypatch.setitem(papers_bench.MEASURES, "io-caching", fails)
+    told = papers_bench.save("io-caching", True, lambda _: None, tmp_path)
     monkeypatch.setattr(reproduce, "PAPERS", tmp_path)
     assert reproduce.measurements("io-caching") == told and told["quick"] and told["missing"] == {"all": "no torch"}
 

@@ -16,8 +16,7 @@ from llmcache.cache.sizing import SECOND_NS, Setting, need, passes
 from llmcache.fs.client.advice import mount_cache_bytes, mount_keeps_bytes
 from llmcache.fs.engine.budget import MIN_BUDGET_BYTES, total_bytes
 from tests.unit.test_fs_modelfile import EMBEDDING, LAYER, OUTPUT, gguf
-from tools.make_model import make_model
-from tools.modelgen.shape import Shape
+from tools.make_model import Shape, make_model
 
 MB, GB = 10**6, 10**9
 HEAVY = {"numpy", "numba", "pyarrow", "matplotlib", "mfusepy", "llmcache.fs.engine.engine", "llmcache.fs.daemon.daemon"}

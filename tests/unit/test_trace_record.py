@@ -197,7 +197,7 @@ def test_a_trace_is_streamed_in_constant_memory(tmp_path: Path) -> None:
 import sys
 import numpy as np
 from llmcache.trace.record import *
-from tools.bench.simulate_traces import peak_bytes
+from tools.bench.machine import peak_bytes
 path, before, rows = sys.argv[1], peak_bytes(), 1_000_000
 with TraceWriter(path, [TraceFile(0, "/f", 0, 0, 0, 0)]) as writer:
     for part in range(30):

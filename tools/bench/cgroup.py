@@ -9,118 +9,279 @@ so that not a byte is charged elsewhere and no Python runs between fork and exec
 by which leftovers (daemons that detached) are known as ours when the group is removed.
 
 v1 charges a read to the group of the task that submits it, so for a FUSE mount it is the daemon that must be in the
-throttled group; buffered reads count as well as direct ones.
+throttled group; buffered reads count as well as direct ones. It has one directory for each controller, v2 one for all, and
+there a group other than the real root may hold processes or hand controllers down, not both: a parent with processes of
+its own (a container's root, a delegated scope) first has them moved to a leaf beside the new group, and back at the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import final
 
-from . import cgroup_v1, cgroup_v2, hierarchy
-from .blockdev import Disk, disk_of
-from .errors import BenchError
+from llmcache.errors import EnvironmentProblem
+
+from . import machine
 
 MARK = "LLMCACHE_CGROUP"
+UNLIMITED_BPS = 1 << 50  # v1 counts a group's bytes only for disks that have a limit in it
+V1_NAMES = {"memory": "memory", "io": "blkio"}
 _JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
 _ROOT_HINT = "run it as root (sudo), or inside `systemd-run --user --scope -p Delegate=yes`"
+_REMOVAL_S = 60.0
 
 
 @dataclass(frozen=True)
 class Usage:
     """A snapshot of a group: memory in bytes now and at its peak, limit hits, OOM kills, bytes to and from the disk."""
 
-    current_bytes: int
-    peak_bytes: int
-    anon_bytes: int
-    file_bytes: int
-    limit_hits: int
-    oom_kills: int
-    read_bytes: int
-    write_bytes: int
+    current_bytes: int = 0
+    peak_bytes: int = 0
+    anon_bytes: int = 0
+    file_bytes: int = 0
+    limit_hits: int = 0
+    oom_kills: int = 0
+    read_bytes: int = 0
+    write_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class V1:
+    """The directory of one controller of cgroup v1; limits apply to the whole subtree."""
+
+    path: Path
+
+    def set_memory(self, size_bytes: int | None) -> None:
+        """Cap memory (page cache included) at `size_bytes`; None removes the cap."""
+        (self.path / "memory.limit_in_bytes").write_text(str(-1 if size_bytes is None else size_bytes))
+
+    def set_read_bps(self, disk: str, bps: int | None) -> None:
+        """Limit reads from `disk`; None leaves only the counter running."""
+        (self.path / "blkio.throttle.read_bps_device").write_text(f"{disk} {UNLIMITED_BPS if bps is None else bps}")
+
+    def reclaim(self, _size_bytes: int) -> None:
+        """Drop as much of the group's page cache as can go."""
+        (self.path / "memory.force_empty").write_text("0")
+
+    def memory(self) -> dict[str, int]:
+        """Return what `Usage` tells of memory."""
+        stat = _pairs(self.path / "memory.stat")
+        return {
+            "current_bytes": int((self.path / "memory.usage_in_bytes").read_text()),
+            "peak_bytes": int((self.path / "memory.max_usage_in_bytes").read_text()),
+            "anon_bytes": stat.get("total_rss", 0),
+            "file_bytes": stat.get("total_cache", 0),
+            "limit_hits": int((self.path / "memory.failcnt").read_text()),
+            "oom_kills": _pairs(self.path / "memory.oom_control").get("oom_kill", 0),
+        }
+
+    def io_bytes(self, disk: str) -> tuple[int, int]:
+        """Return (read, written) bytes of the group on `disk`."""
+        rows = [line.split() for line in (self.path / "blkio.throttle.io_service_bytes").read_text().splitlines()]
+        counts = {row[1]: int(row[2]) for row in rows if len(row) == 3 and row[0] == disk}
+        return counts.get("Read", 0), counts.get("Write", 0)
+
+
+@dataclass(frozen=True)
+class V2:
+    """The directory of a group of cgroup v2."""
+
+    path: Path
+
+    def set_memory(self, size_bytes: int | None) -> None:
+        """Cap memory (page cache included) at `size_bytes`; None removes the cap."""
+        (self.path / "memory.max").write_text("max" if size_bytes is None else str(size_bytes))
+
+    def set_read_bps(self, disk: str, bps: int | None) -> None:
+        """Limit reads from `disk`; None removes the limit."""
+        (self.path / "io.max").write_text(f"{disk} rbps={'max' if bps is None else bps}")
+
+    def reclaim(self, size_bytes: int) -> None:
+        """Drop up to `size_bytes` of the group's memory; less than that is the kernel's EAGAIN, no error."""
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):  # the file is from Linux 5.19
+            (self.path / "memory.reclaim").write_text(str(size_bytes))
+
+    def memory(self) -> dict[str, int]:
+        """Return what `Usage` tells of memory."""
+        stat, events = _pairs(self.path / "memory.stat"), _pairs(self.path / "memory.events")
+        current = int((self.path / "memory.current").read_text())
+        peak = self.path / "memory.peak"  # from Linux 5.19
+        return {
+            "current_bytes": current,
+            "peak_bytes": int(peak.read_text()) if peak.exists() else current,
+            "anon_bytes": stat.get("anon", 0),
+            "file_bytes": stat.get("file", 0),
+            "limit_hits": events.get("max", 0),
+            "oom_kills": events.get("oom_kill", 0),
+        }
+
+    def io_bytes(self, disk: str) -> tuple[int, int]:
+        """Return (read, written) bytes of the group on `disk`."""
+        for line in (self.path / "io.stat").read_text().splitlines():
+            number, *words = line.split()
+            if number == disk:
+                row = dict(word.split("=", 1) for word in words)
+                return int(row.get("rbytes", 0)), int(row.get("wbytes", 0))
+        return 0, 0
+
+
+def _pairs(file: Path) -> dict[str, int]:
+    """Return the numbers of a "key value" file."""
+    rows = (line.split() for line in file.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) == 2}
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """A mounted hierarchy that has a wanted controller, and where this process stands in it."""
+
+    version: int
+    root: Path
+    own: Path
+
+    @property
+    def parents(self) -> list[Path]:
+        """Return the groups below which a new one may be made, best first, without repeats."""
+        return list(dict.fromkeys((self.root, self.own)))
+
+
+def find(controller: str) -> Hierarchy:
+    """Return the hierarchy that has `controller` ("memory" or "io"); EnvironmentProblem if none has."""
+    where: dict[str, str] = {}  # the path of this process per controller; the key of v2 is the empty string
+    for line in (machine.PROC / "self" / "cgroup").read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        where |= dict.fromkeys(names.split(","), path.lstrip("/"))
+
+    def standing(version: int, root: Path, path: str) -> Hierarchy:
+        # a path from outside of a cgroup namespace does not exist below the mount
+        return Hierarchy(version, root, root / path if (root / path).is_dir() else root)
+
+    v1, mounts = V1_NAMES[controller], list(machine.mount_lines())
+    for mount in mounts:
+        if mount.kind == "cgroup" and v1 in mount.options.split(","):
+            return standing(1, mount.point, where.get(v1, ""))
+    for mount in mounts:
+        controllers = mount.point / "cgroup.controllers"
+        if mount.kind == "cgroup2" and controllers.exists() and controller in controllers.read_text().split():
+            return standing(2, mount.point, where.get("", ""))
+    raise EnvironmentProblem(
+        f"no cgroup hierarchy here has the {controller} controller",
+        "a container needs --privileged (or a delegated cgroup); a kernel may need cgroup_enable=memory at boot",
+    )
+
+
+@dataclass
+class Delegation:
+    """The controllers that the children of `parent` were given (v2), and the leaf to which its processes had to move."""
+
+    parent: Path
+    enabled: list[str] = field(default_factory=list)
+    leaf: Path | None = None
+
+    def hand_down(self, controllers: Sequence[str]) -> None:
+        """Enable `controllers` for the children; OSError, with all as it was, if the kernel refuses."""
+        control = self.parent / "cgroup.subtree_control"
+        have = control.read_text().split()
+        try:
+            for name in (one for one in controllers if one not in have):
+                try:
+                    control.write_text(f"+{name}")
+                except OSError as error:
+                    # EBUSY: the parent has processes of its own
+                    if self.leaf is not None or error.errno != errno.EBUSY:
+                        raise
+                    self.leaf = self.parent / f"llmcache-rest-{os.getpid()}"
+                    self.leaf.mkdir()
+                    _move_all(self.parent, self.leaf)
+                    control.write_text(f"+{name}")
+                self.enabled.append(name)
+        except OSError:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Give everything back, in the reverse order; the real root's setting is everybody's and harmless: it stays."""
+        if self.leaf is None:
+            return
+        for name in self.enabled:
+            (self.parent / "cgroup.subtree_control").write_text(f"-{name}")
+        _move_all(self.leaf, self.parent)
+        self.leaf.rmdir()
+
+
+def _move_all(source: Path, target: Path) -> None:
+    """Move every process; one that ends meanwhile is no error."""
+    for pid in (source / "cgroup.procs").read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            (target / "cgroup.procs").write_text(pid)
 
 
 @final
 class Group:
     """One cgroup over memory and I/O; on v1 two directories, on v2 one."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        directory: Path,
-        memory_bytes: int | None = None,
-        read_bps: int | None = None,
-        system: hierarchy.System | None = None,
-        disk: Disk | None = None,
-    ) -> None:
+    def __init__(self, name: str, *, directory: Path, memory_bytes: int | None = None, read_bps: int | None = None) -> None:
         """Nothing is made until `with`; `directory` decides which disk is throttled and counted."""
         self.name = f"llmcache-{name}-{os.getpid()}"
-        self.system = system or hierarchy.System()
-        self.disk = disk or disk_of(directory, self.system.sysfs, self.system.mountinfo)
+        self.disk = machine.disk_of(directory)
         self._memory_bytes, self._read_bps = memory_bytes, read_bps
-        self._paths: dict[str, Path] = {}
-        self._api: dict[str, ModuleType] = {}
-        self._delegations: list[cgroup_v2.Delegation] = []
+        self._controllers: dict[str, V1 | V2] = {}
+        self._delegations: list[Delegation] = []
 
     def __enter__(self) -> Group:
         """Make the group with its limits; what was made before a failure is removed again."""
-        if self._paths:
+        if self._controllers:
             raise ValueError(f"cgroup {self.name} exists already")
         try:
-            self._make()
+            memory, io = find("memory"), find("io")
+            if memory == io:
+                self._make(memory, ["memory", "io"])
+            else:
+                self._make(memory, ["memory"])
+                self._make(io, ["io"])
             self.set_memory(self._memory_bytes)
             self.set_read_bps(self._read_bps)
         except OSError as error:
             self.close()
-            raise BenchError(f"cannot set up cgroup {self.name}: {error}", _ROOT_HINT) from error
+            raise EnvironmentProblem(f"cannot set up cgroup {self.name}: {error}", _ROOT_HINT) from error
         except BaseException:
             self.close()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Remove the group."""
         self.close()
 
-    def _make(self) -> None:
-        found = {name: hierarchy.find(name, self.system) for name in ("memory", "io")}
-        if found["memory"] == found["io"]:
-            self._make_in(found["memory"], ["memory", "io"])
-        else:
-            for name, tree in found.items():
-                self._make_in(tree, [name])
-
-    def _make_in(self, tree: hierarchy.Hierarchy, controllers: list[str]) -> None:
+    def _make(self, tree: Hierarchy, controllers: list[str]) -> None:
         refused: OSError | None = None
-        for parent in tree.parents():
+        for parent in tree.parents:
             path = parent / self.name
             try:
                 if tree.version == 2:
-                    self._delegations.append(cgroup_v2.delegate(parent, controllers))
+                    delegation = Delegation(parent)
+                    delegation.hand_down(controllers)
+                    self._delegations.append(delegation)
                 path.mkdir()
             except OSError as error:
                 refused = error
                 continue
-            for name in controllers:
-                self._paths[name] = path
-                self._api[name] = cgroup_v1 if tree.version == 1 else cgroup_v2
+            self._controllers |= dict.fromkeys(controllers, V1(path) if tree.version == 1 else V2(path))
             return
-        raise BenchError(f"cannot make a cgroup below {tree.root}: {refused}", _ROOT_HINT)
+        raise EnvironmentProblem(f"cannot make a cgroup below {tree.root}: {refused}", _ROOT_HINT)
 
     @property
     def paths(self) -> list[Path]:
         """Return the group's directories (two on v1, one on v2)."""
-        return list(dict.fromkeys(self._paths.values()))
+        return list(dict.fromkeys(one.path for one in self._controllers.values()))
 
     def wrap(self, command: Sequence[str | os.PathLike[str]]) -> list[str]:
         """Return the command line that enters the group and then becomes `command`."""
@@ -135,89 +296,69 @@ class Group:
 
     def set_memory(self, size_bytes: int | None) -> None:
         """Change the cap; the kernel reclaims at once, or raises OSError (EBUSY) where it cannot."""
-        self._api["memory"].set_memory(self._paths["memory"], size_bytes)
+        self._controllers["memory"].set_memory(size_bytes)
 
     def set_read_bps(self, bps: int | None) -> None:
         """Change the throttle; None means none."""
-        self._api["io"].set_read_bps(self._paths["io"], self.disk.number, bps)
+        self._controllers["io"].set_read_bps(self.disk.number, bps)
 
     def reclaim(self) -> None:
         """Drop the group's page cache as far as it goes (mlocked and dirty pages stay)."""
         size = self.usage().file_bytes
         if size:
             try:
-                self._api["memory"].reclaim(self._paths["memory"], size)
+                self._controllers["memory"].reclaim(size)
             except OSError as error:
                 if error.errno not in (errno.EBUSY, errno.EINTR, errno.EAGAIN):
                     raise
 
     def usage(self) -> Usage:
         """Return what the group uses now."""
-        memory = self._api["memory"].memory_stat(self._paths["memory"])
-        read, written = self._api["io"].io_bytes(self._paths["io"], self.disk.number)
-        return Usage(
-            current_bytes=memory["current"],
-            peak_bytes=memory["peak"],
-            anon_bytes=memory["anon"],
-            file_bytes=memory["file"],
-            limit_hits=memory["limit_hits"],
-            oom_kills=memory["oom_kills"],
-            read_bytes=read,
-            write_bytes=written,
-        )
+        read, written = self._controllers["io"].io_bytes(self.disk.number)
+        return Usage(**self._controllers["memory"].memory(), read_bytes=read, write_bytes=written)
 
     def read_bytes(self) -> int:
         """Return the bytes that the group has read from the disk."""
-        read, _ = self._api["io"].io_bytes(self._paths["io"], self.disk.number)
-        return int(read)
+        return self._controllers["io"].io_bytes(self.disk.number)[0]
 
     def processes(self) -> list[int]:
         """Return the pids in the group."""
-        pids: set[int] = set()
-        for path in self.paths:
-            pids.update(int(word) for word in (path / "cgroup.procs").read_text().split())
-        return sorted(pids)
+        return sorted({int(word) for path in self.paths for word in (path / "cgroup.procs").read_text().split()})
 
     def close(self) -> None:
         """Remove the group: our leftovers are killed, others moved to the parent; safe to call twice."""
-        paths = [path for path in self.paths if path.is_dir()]
-        for path in paths:
-            _remove(path, self.name, self.system.proc)
-        self._paths.clear()
+        for path in self.paths:
+            if path.is_dir():
+                self._remove(path)
+        self._controllers.clear()
         while self._delegations:
             self._delegations.pop().undo()
 
-
-def _remove(path: Path, name: str, proc: Path, patience_s: float = 60.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while True:
-        _empty(path, name, proc)
-        try:
-            path.rmdir()
-            return
-        except OSError as error:
-            # a process that is being killed holds its group for a moment
-            if error.errno != errno.EBUSY or time.monotonic() > deadline:
-                raise BenchError(f"cannot remove cgroup {path}: {error}", f"rmdir {path} when it is empty") from error
-        time.sleep(0.05)
-
-
-def _empty(path: Path, name: str, proc: Path) -> None:
-    for word in (path / "cgroup.procs").read_text().split():
-        pid = int(word)
-        try:
-            if is_ours(pid, name, proc):
-                os.kill(pid, signal.SIGKILL)
-            else:
-                (path.parent / "cgroup.procs").write_text(word)
-        except ProcessLookupError:
-            continue
+    def _remove(self, path: Path) -> None:
+        deadline = time.monotonic() + _REMOVAL_S
+        while True:
+            for word in (path / "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    if is_ours(int(word), self.name):
+                        os.kill(int(word), signal.SIGKILL)
+                    else:
+                        (path.parent / "cgroup.procs").write_text(word)
+            try:
+                path.rmdir()
+                return
+            except OSError as error:
+                # a process that is being killed holds its group for a moment
+                if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                    raise EnvironmentProblem(
+                        f"cannot remove cgroup {path}: {error}", f"rmdir {path} when it is empty"
+                    ) from error
+            time.sleep(0.05)
 
 
-def is_ours(pid: int, name: str, proc: Path = Path("/proc")) -> bool:
+def is_ours(pid: int, name: str) -> bool:
     """Return whether process `pid` was started through `Group.wrap` of the group `name`."""
     try:
-        environment = (proc / str(pid) / "environ").read_bytes()
+        environment = (machine.PROC / str(pid) / "environ").read_bytes()
     except OSError:
         return False
     return f"{MARK}={name}".encode() in environment.split(b"\0")

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The demo: llama.cpp over plain storage and over llmcachefs, same memory cap, same storage limit, in turns.
 
 Then what `llmcache trace`, `classify` and `size` say of the same program.
@@ -11,35 +10,36 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from rich.console import Console
+from rich.table import Table
 
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+from llmcache.errors import EnvironmentProblem, LlmcacheError
+from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
+from llmcache.fs.backends.touches import why_not
+from llmcache.units import format_rate, format_size, parse_rate
 
-from llmcache.errors import LlmcacheError  # noqa: E402
-from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB  # noqa: E402
-from llmcache.fs.backends.touches import why_not  # noqa: E402
-from llmcache.units import format_rate, format_size, parse_rate  # noqa: E402
-from tools.bench import machine  # noqa: E402
-from tools.bench.blockdev import disk_of  # noqa: E402
-from tools.bench.cases import TOKEN_WARMUP, tokens  # noqa: E402
-from tools.bench.demo_tools import Demonstration, show_tools  # noqa: E402
-from tools.bench.errors import BenchError  # noqa: E402
-from tools.bench.experiment import Bench, Experiment, Outcome, Routed  # noqa: E402
-from tools.bench.files import loop_bytes  # noqa: E402
-from tools.bench.routing import dense_bytes, layout_of  # noqa: E402
-from tools.bench.sides import Mounted, Plain, kernels  # noqa: E402
-from tools.bench.signals import one_interrupt  # noqa: E402
+from . import machine, mount, routing
+from .experiment import Comparison, Experiment, Rig, Routed
+from .harness import ROOT, one_interrupt, report
+from .results import table_of
+from .runner import ROOM_BYTES, client, loop_bytes, record
+from .sides import Mounted, Plain, environment, kernels
+
+KEPT = 0.2  # of the loop: pages that stay mapped are read without a fault, and no trace of faults shows them
+TOKENS = 5
+_SUGGESTED = re.compile(r"llmcache size (--loop \S+ --hot \S+)")
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed command line."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmcache" / "models"
     parser = argparse.ArgumentParser(prog="tools/demo", description=__doc__)
@@ -49,11 +49,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fraction", type=float, default=0.75, help="share of the loop that the cache may hold")
     parser.add_argument("--experts", type=int, default=0, help="a mixture of so many experts in each layer")
     parser.add_argument("--used", type=int, default=4, help="of which a token uses so many")
-    parser.add_argument("--tokens", type=int, help=f"tokens per run [8, {TOKEN_WARMUP} for warm-up; of a mixture 40, 15]")
+    per_run = f"tokens per run [8, {mount.TOKEN_WARMUP} for warm-up; of a mixture 40, 15]"
+    parser.add_argument("--tokens", type=int, help=per_run)
     parser.add_argument("--repeat", type=int, default=2, help="runs of each side, in turns")
     parser.add_argument("--threads", type=int, default=min(4, os.cpu_count() or 1))
     parser.add_argument("--mode", choices=("auto", "inplace", "steer", "arena"), default="auto")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def make_model(directory: Path, size: str, experts: int = 0, used: int = 0) -> Path:
@@ -64,7 +65,7 @@ def make_model(directory: Path, size: str, experts: int = 0, used: int = 0) -> P
     command += ["--experts", str(experts), "--used", str(used)] if experts else []
     result = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if result.returncode != 0:
-        raise BenchError(f"cannot make the model: {result.stderr.strip()[-600:]}")
+        raise EnvironmentProblem(f"cannot make the model: {result.stderr.strip()[-600:]}")
     return model
 
 
@@ -72,7 +73,7 @@ def experiment(args: argparse.Namespace, model: Path) -> Experiment:
     """Return what is compared."""
     loop, routed = loop_bytes(model), None
     if args.experts:
-        dense = dense_bytes(layout_of(model))
+        dense = routing.dense_bytes(routing.layout_of(model))
         routed = Routed(dense + (loop - dense) * args.used / args.experts, None)
     steps = args.tokens or (8 if routed is None else 40)
     return Experiment(
@@ -81,55 +82,54 @@ def experiment(args: argparse.Namespace, model: Path) -> Experiment:
         file=model,
         loop_bytes=loop,
         cache_bytes=int(args.fraction * loop),
-        command=tokens(args.threads, steps),
+        command=mount.tokens(args.threads, steps),
         steps=steps,
-        warmup=TOKEN_WARMUP if routed is None else min(15, steps // 2),
+        warmup=mount.TOKEN_WARMUP if routed is None else min(15, steps // 2),
         read_bps=parse_rate(args.rate),
         routed=routed,
     )
 
 
-def result_table(outcome: Outcome, rate: int) -> Table:
+def result_table(outcome: Comparison, told: mount.Result) -> Table:
     """Return the comparison as a table; modelled and measured figures stand in different rows."""
     each = outcome.experiment
     asked = each.loop_bytes if each.routed is None else int(each.routed.token_bytes)
     title = (
         f"{format_size(asked)} of {format_size(each.loop_bytes)} read per token, cache {format_size(each.cache_bytes)}, "
-        f"storage {format_rate(rate)}, total memory {format_size(outcome.cap_bytes or 0)}"
+        f"storage {format_rate(each.read_bps or 0)}, total memory {format_size(outcome.cap_bytes or 0)}"
     )
-    made = Table(title=title, title_justify="left")
-    for name in ("", "", "s/token", "min..max", "MB read/token", "tokens/s"):
-        made.add_column(name, justify="right" if name else "left")
-    modes = {str((run.mount() or {}).get("mode")) for run in outcome.of("mount")}
-    labels = {"kernel": "plain storage, page cache", "mount": f"llmcachefs, {', '.join(modes)}"}
+    rows = []
+    labels = {"kernel": "plain storage, page cache", "mount": f"llmcachefs, {mount.mode_of(told, 'mount')}"}
     for side in outcome.sides:
         label = labels.get(side, f"the same, read_ahead_kb {SMALL_READ_AHEAD_KB}")
-        times, median = outcome.seconds(side), outcome.median_s(side)
-        spread, read = f"{min(times):.3f}..{max(times):.3f}", f"{outcome.storage_bytes(side) / 1e6:.0f}"
-        made.add_row(label, "measured", f"{median:.3f}", spread, read, f"{1 / median:.2f}")
+        times, median = mount.steps(told, side), mount.seconds(told, side)
+        spread, read = f"{min(times):.3f}..{max(times):.3f}", f"{mount.storage_bytes(told, side) / 1e6:.0f}"
+        rows.append((label, "measured", f"{median:.3f}", spread, read, f"{1 / median:.2f}"))
     bound, missing = outcome.bound_s(), max(0, each.loop_bytes - each.cache_bytes)
-    rows = [("bound max(compute, (N-S)/BW)", "modelled", bound, missing)] if each.routed is None else []
-    rows.append(("all in memory", "measured", outcome.compute_s, 0))
-    for label, kind, seconds, read_bytes in rows:
-        made.add_row(label, kind, f"{seconds:.3f}", "", f"{read_bytes / 1e6:.0f}", f"{1 / seconds:.2f}")
+    others = [("bound max(compute, (N-S)/BW)", "modelled", bound, missing)] if each.routed is None else []
+    for label, kind, seconds, read_bytes in (*others, ("all in memory", "measured", outcome.compute_s, 0)):
+        rows.append((label, kind, f"{seconds:.3f}", "", f"{read_bytes / 1e6:.0f}", f"{1 / seconds:.2f}"))
+    made = table_of(title, "<|<|s/token|min..max|MB read/token|tokens/s", rows)
+    made.title_justify = "left"
     return made
 
 
-def same_answers(outcome: Outcome) -> bool:
+def same_answers(outcome: Comparison) -> bool:
     """Return whether every run computed the same logits, token for token, as far as it came."""
     runs = [[step.crc for step in one.steps] for run in outcome.runs for one in run.clients]
     longest = max(runs, key=len)
     return all(run == longest[: len(run)] for run in runs)
 
 
-def show(outcome: Outcome, rate: int, console: Console) -> bool:
+def show(outcome: Comparison, console: Console) -> bool:
     """Print table and summary; returns whether nothing went wrong."""
-    console.print(result_table(outcome, rate))
-    mount, kernel = outcome.median_s("mount"), min(map(outcome.median_s, set(outcome.sides) - {"mount"}))
+    told = outcome.to_json()
+    console.print(result_table(outcome, told))
+    median, kernel = mount.seconds(told, "mount"), mount.seconds(told, mount.kernel(told))
     same = same_answers(outcome)
-    bound = "" if outcome.experiment.routed else f", {mount / outcome.bound_s():.2f} x the bound"
+    bound = "" if outcome.experiment.routed else f", {median / outcome.bound_s():.2f} x the bound"
     console.print(
-        f"llmcachefs: {kernel / mount:.1f} x as fast as the page cache{bound}; "
+        f"llmcachefs: {kernel / median:.1f} x as fast as the page cache{bound}; "
         f"logits {'identical in all runs' if same else 'DIFFER: a wrong byte was read'}"
     )
     problems = [f"{side}: {text}" for side in outcome.sides for text in outcome.problems(side)]
@@ -149,7 +149,7 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
     if plan.routed is not None:
         asked, what = int(plan.routed.token_bytes), f"{args.used} of {args.experts} experts in each layer"
     console.print(f"   {model.name}: each token reads {format_size(asked)} of it, {what}")
-    console.print(f"   {host['cpu']}, kernel {host['kernel']}, disk {disk_of(model).name}, {args.threads} threads")
+    console.print(f"   {host['cpu']}, kernel {host['kernel']}, disk {host['device']['name']}, {args.threads} threads")
     console.print("2. the client alone, with all memory: how long a token takes to compute")
     console.print(
         f"3. {args.repeat} x {plan.steps} tokens each way, in a cgroup that holds client, daemon and page cache, "
@@ -161,35 +161,80 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
         plain = kernels(model.parent)
         if args.mode == "inplace" or (args.mode == "auto" and why_not(str(model.parent)) is None):
             options += ("--read-ahead", f"{SMALL_READ_AHEAD_KB}Ki")
-    bench = Bench(model.parent, scratch, (*plain, Mounted(options=options)), args.repeat, console.print)
+    bench = Rig(model.parent, scratch, (*plain, Mounted(options=options)), args.repeat, console.print)
     outcome = bench.measure(plan)
     console.print("4. unmounted, cgroups removed\n")
-    good = show(outcome, plan.read_bps or 0, console)
-    each = Demonstration(
-        model, plan.loop_bytes, asked, args.threads, plan.read_bps or 0, outcome.compute_s, outcome.anon_bytes
-    )
-    good = show_tools(each, scratch / "llama.parquet", console) and good
+    good = show(outcome, console)
+    good = show_tools(outcome, args.threads, asked, scratch / "llama.parquet", console) and good
     console.print(f"done in {time.monotonic() - began:.0f} s")
     return 0 if good else 1
 
 
-def main() -> int:
+def show_tools(outcome: Comparison, threads: int, token_bytes: int, trace: Path, console: Console) -> bool:
+    """What trace, classify and size say of the same program, of whose model a token reads `token_bytes`.
+
+    Returns whether nothing went wrong. Where tracing cannot work, says why and goes on.
+    """
+    model, loop_size = outcome.experiment.file, outcome.experiment.loop_bytes
+    header = ["--model", str(model)]
+    console.print(f"\n5. llmcache trace: {TOKENS} tokens over the page cache, which holds little of the loop")
+    try:
+        command = client("llama_tokens", model, TOKENS, "--threads", threads)
+        cap = outcome.anon_bytes + ROOM_BYTES + int(KEPT * loop_size)
+        made = record(model, command, trace, cap)
+    except LlmcacheError as error:
+        console.print(f"   cannot record here: {error.message}" + (f"\n   hint: {error.hint}" if error.hint else ""))
+        console.print("   steps 6 and 7 go on with the model file alone")
+        console.print("6. llmcache classify: left out, there is no trace")
+        return _size(outcome, header, console)
+    for line in made.said.splitlines():
+        console.print(f"   {line}", soft_wrap=True)
+    console.print("6. llmcache classify: what was read in loops, once, or again and again, by tensor and layer")
+    output = _run(["classify", str(trace), "--min-bytes", "1M"], console)
+    if output is None:
+        return False
+    console.print(output, soft_wrap=True)
+    console.print(f"   the model's header says {format_size(token_bytes)} per token; one took {made.step_s:.2f} s")
+    if token_bytes < loop_size:  # what was read once, or now and then, are experts
+        return _size(outcome, header, console)
+    suggested = _SUGGESTED.search(output)
+    if suggested is None:
+        console.print("   no loop was found: the tier named above does not see what mapped files are read")
+    return _size(outcome, suggested[1].split() if suggested else header, console)
+
+
+def _size(outcome: Comparison, loop: list[str], console: Console) -> bool:
+    console.print("7. llmcache size: how large a cache serves that loop without stalls, at the storage limit of this demo")
+    rate, period = f"{(outcome.experiment.read_bps or 0) / 1e6:.10g}MB/s", f"{outcome.compute_s * 1e3:.0f}ms"
+    output = _run(["size", *loop, "--bw", rate, "--t", period], console)
+    console.print(output or "", soft_wrap=True)
+    return output is not None
+
+
+def _run(words: list[str], console: Console) -> str | None:
+    """What an llmcache command prints; None, with its error shown, if it fails."""
+    console.print(f"   $ llmcache {shlex.join(words)}", soft_wrap=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "llmcache", *words],
+        capture_output=True, text=True, timeout=120, check=False, env={**environment(), "COLUMNS": "110"},
+    )  # fmt: skip
+    if result.returncode == 0:
+        return result.stdout.rstrip()
+    console.print(f"   {result.stderr.strip()}", soft_wrap=True)
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 if all went well (or on Ctrl-C), 1 on wrong results, 3 if the machine cannot run it."""
-    args = arguments()
+    args = arguments(argv)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         with one_interrupt(), tempfile.TemporaryDirectory(prefix="llmcache-demo-") as scratch:
             return demo(args, console, Path(scratch))
-    except (BenchError, LlmcacheError) as error:
-        print(f"tools/demo: error: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
+    except LlmcacheError as error:
+        report("tools/demo", error)
         return 3
     except KeyboardInterrupt:
         with contextlib.suppress(BrokenPipeError):
             print("interrupted: unmounted, cgroups removed", file=sys.stderr)
         return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

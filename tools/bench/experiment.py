@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .cgroup import Group, Usage
-from .files import forget
-from .runner import ClientRun, run_clients
+from .runner import MIB, ClientRun, forget, run_clients
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain
 
-MIB = 1 << 20
+Command = Callable[[str, Path], list[str]]
+"""The command line of a client, for a side and a file."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is run, and under which limits; `command` gives the client's command line for a side and a file.
+    """What is run, and under which limits.
 
     `times`: how many times as often as others it is repeated; runs that are short scatter more than they last.
     `direct`: O_DIRECT is a side as well. `routed`: of a mixture, whose steps differ: means count, and the warm-up is told.
@@ -39,7 +40,7 @@ class Experiment:
     file: Path
     loop_bytes: int
     cache_bytes: int
-    command: Callable[[str, Path], list[str]]
+    command: Command
     steps: int
     warmup: int
     read_bps: int | None = None
@@ -56,7 +57,7 @@ class Experiment:
 
 
 @dataclass
-class Run:
+class SideRun:
     """One run of one side; `stats` of a mount, with the `storage_bytes` of its group, when it was warm and at the end."""
 
     side: str
@@ -107,7 +108,7 @@ class Run:
 
 
 @dataclass
-class Outcome:
+class Comparison:
     """Every run of an experiment, and what the bound needs: the compute time of a step and the cap that was set.
 
     `anon_bytes`: the clients' own memory.
@@ -116,7 +117,7 @@ class Outcome:
     experiment: Experiment
     compute_s: float
     cap_bytes: int | None
-    runs: list[Run] = field(default_factory=list)
+    runs: list[SideRun] = field(default_factory=list)
     anon_bytes: int = 0
 
     @property
@@ -124,35 +125,16 @@ class Outcome:
         """Return the names of the sides, in their order."""
         return tuple(dict.fromkeys(run.side for run in self.runs))
 
-    def of(self, side: str) -> list[Run]:
-        """Return the runs of one side."""
-        return [run for run in self.runs if run.side == side]
-
-    def seconds(self, side: str) -> list[float]:
-        """Return the measured steps of one side, over all repeats."""
-        warmup = self.experiment.warmup
-        return [s.seconds for run in self.of(side) for one in run.clients for s in one.measured(warmup)]
-
-    def median_s(self, side: str) -> float:
-        """Return the median of all measured steps of one side."""
-        return statistics.median(self.seconds(side) or [float("inf")])
-
     def bound_s(self) -> float:
         """Return max(compute, (N-S)/BW) per client; several clients share the bandwidth but also what is read."""
         each = self.experiment
         missing = max(0, each.loop_bytes - each.cache_bytes)
         return max(self.compute_s, missing / each.read_bps if each.read_bps else 0.0)
 
-    def storage_bytes(self, side: str) -> float:
-        """Return the median over the repeats of the bytes read per step."""
-        warmup = self.experiment.warmup
-        routed = self.experiment.routed is not None
-        return statistics.median([run.storage_bytes_per_step(warmup, routed) for run in self.of(side)] or [float("nan")])
-
     def problems(self, side: str) -> list[str]:
         """Return what went wrong in the runs of one side: hangs, wrong bytes, failures, OOM kills."""
         found = []
-        for run in self.of(side):
+        for run in (run for run in self.runs if run.side == side):
             for one in run.clients:
                 found += ["hung"] if one.hung else []
                 found += [f"{one.wrong} MiB wrong"] if one.wrong else []
@@ -178,7 +160,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Rig:
     """Where and how experiments are run."""
 
     source: Path
@@ -187,18 +169,19 @@ class Bench:
     repeat: int
     say: Callable[[str], None]
 
-    def measure(self, experiment: Experiment) -> Outcome:
+    def measure(self, experiment: Experiment) -> Comparison:
         """Run an experiment: first the client alone with everything in memory, then the sides in turns."""
         calibration = self._calibrate(experiment)
         anon = calibration.anon_bytes * experiment.clients
-        cap = _round_up(anon + experiment.cache_bytes + MOUNT_OVERHEAD_BYTES) if experiment.capped else None
-        outcome = Outcome(experiment, calibration.undisturbed_s(), cap, anon_bytes=anon)
+        whole = -(-(anon + experiment.cache_bytes + MOUNT_OVERHEAD_BYTES) // MIB) * MIB
+        cap = whole if experiment.capped else None
+        outcome = Comparison(experiment, calibration.undisturbed_s(), cap, anon_bytes=anon)
         sides = (Plain("direct"), *self.sides) if experiment.direct else self.sides
         for repeat in range(self.repeat * experiment.times):
             # the order turns round every time, so that no side always runs on a freshly throttled disk
             for side in sides if repeat % 2 == 0 else sides[::-1]:
                 outcome.runs.append(self._run(experiment, side, repeat, cap))
-                self.say(_progress(outcome, side.name))
+                self.say(_progress(outcome))
         return outcome
 
     def _calibrate(self, experiment: Experiment) -> ClientRun:
@@ -206,7 +189,7 @@ class Bench:
         with Group("compute", directory=experiment.file) as group:
             return run_clients(group, [command], experiment.timeout_s())[0]
 
-    def _run(self, experiment: Experiment, side: Plain | Mounted, repeat: int, cap: int | None) -> Run:
+    def _run(self, experiment: Experiment, side: Plain | Mounted, repeat: int, cap: int | None) -> SideRun:
         with (
             Group(side.name, directory=experiment.file, memory_bytes=cap, read_bps=experiment.read_bps) as group,
             side.open(group, self.source, experiment.cache_bytes, self.scratch) as opened,
@@ -227,17 +210,11 @@ class Bench:
                 group, commands, experiment.timeout_s(), lambda done: look() if done == experiment.warmup else None
             )
             look()
-            return Run(side.name, repeat, clients, group.usage(), stats)
+            return SideRun(side.name, repeat, clients, group.usage(), stats)
 
 
-def _round_up(size: int) -> int:
-    return -(-size // MIB) * MIB
-
-
-def _progress(outcome: Outcome, side: str) -> str:
-    run = outcome.of(side)[-1]
-    warmup = outcome.experiment.warmup
-    steps: Sequence[float] = [s.seconds for one in run.clients for s in one.steps]
-    times = " ".join(f"{s:.3f}" for s in steps[:12])
-    read = run.storage_bytes_per_step(warmup) / 1e6 if steps else float("nan")
-    return f"  {side:10s} {run.median_s(warmup):.4f} s/step, {read:.0f} MB from storage each | {times}"
+def _progress(outcome: Comparison) -> str:
+    run, warmup = outcome.runs[-1], outcome.experiment.warmup
+    times = " ".join(f"{step.seconds:.3f}" for one in run.clients for step in one.steps[:12])
+    read = run.storage_bytes_per_step(warmup) / 1e6 if times else math.nan
+    return f"  {run.side:10s} {run.median_s(warmup):.4f} s/step, {read:.0f} MB from storage each | {times}"

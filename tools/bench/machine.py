@@ -1,49 +1,127 @@
-"""What a figure was measured on: goes into every JSON file."""
+"""The machine that figures are of: its disks, as cgroups throttle and count them, and what every JSON file tells of it."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .blockdev import disk_of
+from llmcache.errors import EnvironmentProblem
 
-PACKAGES = ("llama-cpp-python", "gguf", "mfusepy", "numpy", "llmcache-toolkit")
+PROC, SYSFS = Path("/proc"), Path("/sys")
+PACKAGES = ("llama-cpp-python", "gguf", "mfusepy", "numpy", "numba", "pyarrow", "llmcache-toolkit")
+
+
+class MountLine(NamedTuple):
+    """A line of mountinfo: `device` as major:minor, `options` those of the file system."""
+
+    device: str
+    point: Path
+    kind: str
+    source: str
+    options: str
+
+
+def mount_lines() -> Iterator[MountLine]:
+    """Yield the mounts that this process sees."""
+    for line in (PROC / "self" / "mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        _, _, device, _, point, *_ = before.split()
+        kind, source, options = [*after.split(), "", ""][:3]
+        for code, char in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+            point = point.replace(code, char)
+        yield MountLine(device, Path(point), kind, source, options)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A whole disk: `major:minor` as cgroup files want it, and its kernel name."""
+
+    number: str
+    name: str
+
+    @property
+    def read_ahead_file(self) -> Path:
+        """Return where the KiB stand that the kernel reads ahead."""
+        return SYSFS / "dev" / "block" / self.number / "queue" / "read_ahead_kb"
+
+    @contextmanager
+    def read_ahead(self, kb: int) -> Iterator[None]:
+        """Have the kernel read ahead `kb` KiB in files that are opened meanwhile; what was set before is put back."""
+        before = self.read_ahead_file.read_text()
+        try:
+            self.read_ahead_file.write_text(f"{kb}\n")
+            yield
+        finally:
+            self.read_ahead_file.write_text(before)
+
+
+def disk_of(path: Path) -> Disk:
+    """Return the whole disk that holds `path`; a partition is resolved to its disk. EnvironmentProblem if there is none."""
+    device = os.stat(path).st_dev
+    return disk_from_number(f"{os.major(device)}:{os.minor(device)}", path)
+
+
+def disk_from_number(number: str, path: Path) -> Disk:
+    """Return the whole disk of device `number`; btrfs and others with anonymous numbers go through the mount table."""
+    entry = SYSFS / "dev" / "block" / number
+    if not entry.exists():
+        mount = next((one for one in mount_lines() if one.device == number), None)
+        if mount is None:
+            raise EnvironmentProblem(
+                f"device {number} of {path} is not in {SYSFS}/dev/block", "use a directory on a local disk"
+            )
+        entry = SYSFS / "class" / "block" / Path(mount.source).name
+        if not (mount.source.startswith("/dev/") and entry.exists()):
+            raise EnvironmentProblem(
+                f"{path} is on {mount.kind} ({mount.source}), which has no block device to throttle",
+                "use a directory on a disk file system (ext4, xfs, btrfs), for example --dir /var/tmp/llmcache",
+            )
+    real = entry.resolve()
+    if (real / "partition").exists():
+        real = real.parent
+    return Disk(number=(real / "dev").read_text().strip(), name=real.name)
 
 
 def describe(directory: Path) -> dict[str, Any]:
-    """Return machine, kernel, device and versions."""
+    """Return machine, kernel, the device of `directory`, and versions."""
     disk = disk_of(directory)
-    queue = Path("/sys/block") / disk.name / "queue"
+    scheduler = SYSFS / "block" / disk.name / "queue" / "scheduler"
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
     return {
-        "cpu": _first("/proc/cpuinfo", "model name"),
+        "cpu": _first("cpuinfo", "model name"),
         "cpus": os.cpu_count(),
-        "memory_bytes": int(_first("/proc/meminfo", "MemTotal").split()[0]) * 1024,
+        "memory_bytes": int(_first("meminfo", "MemTotal").split()[0]) * 1024,
         "kernel": platform.release(),
         "device": {
             "name": disk.name,
             "number": disk.number,
-            "read_ahead_kb": _number(queue / "read_ahead_kb"),
-            "scheduler": (queue / "scheduler").read_text().strip() if (queue / "scheduler").exists() else "",
+            "read_ahead_kb": int(disk.read_ahead_file.read_text()) if disk.read_ahead_file.exists() else None,
+            "scheduler": scheduler.read_text().strip() if scheduler.exists() else "",
         },
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
-        "commit": _commit(),
+        "commit": commit.stdout.strip() or None,
     }
 
 
+def peak_bytes() -> int:
+    """Most memory that this process has held (VmHWM: unlike ru_maxrss it begins anew with the program)."""
+    return 1024 * int(_first("self/status", "VmHWM").split()[0])
+
+
 def _first(file: str, key: str) -> str:
-    for line in Path(file).read_text().splitlines():
-        if line.startswith(key):
-            return line.split(":", 1)[1].strip()
-    return "0"
-
-
-def _number(file: Path) -> int | None:
-    return int(file.read_text()) if file.exists() else None
+    """Return the value of `key` in a file of /proc with a line each; "0" where it has none."""
+    lines = (line.partition(":") for line in (PROC / file).read_text().splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() == key), "0")
 
 
 def _version(package: str) -> str | None:
@@ -51,11 +129,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _commit() -> str | None:
-    here = Path(__file__).resolve().parent
-    result = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=False
-    )
-    return result.stdout.strip() or None

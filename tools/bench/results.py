@@ -1,17 +1,131 @@
-"""The JSON that benchmarks write: the same document for whoever reads it, small, and never half of a file."""
+"""What benchmarks write: figures, each beside the bar it has to reach, in one JSON document of each benchmark.
+
+The document is the same for whoever reads it, small, and never half of a file. `DIRECTORY` has the recorded ones.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import operator
 import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
+from llmcache.files import replacing
+
 DIRECTORY = Path(__file__).resolve().parent / "results"
-"""What the README is made from."""
+KINDS = ("measured", "modelled", "emulated")
+"""On this machine; computed from a model; measured here with an emulated device taking part."""
+SENSES: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le,
+    "<": operator.lt,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
 DIGITS = 6
 _NUMBER = r"(?:-?\d[\d.eE+-]*|null|true|false)"
 _NUMBERS = re.compile(rf"\[\s*\n\s*({_NUMBER}(?:,\s*{_NUMBER})*)\s*\n\s*\]")
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a benchmark promises of a figure: its limit, and which side of it is good.
+
+    `name` is its key among those of its benchmark, `what` is for people and says what is divided by what; `unit` is empty
+    for shares and ratios; `command` makes the figure alone, where the whole benchmark is not needed for that. A value that
+    is no number (nothing was measured) reaches no bar.
+    """
+
+    name: str
+    what: str
+    value: float
+    sense: str
+    limit: float
+    kind: str = "measured"
+    unit: str = ""
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.sense not in SENSES:
+            raise ValueError(f"kind or sense: {self.kind!r}, {self.sense!r}")
+
+    @property
+    def passed(self) -> bool:
+        """Return whether the bar is reached."""
+        return math.isfinite(self.value) and SENSES[self.sense](self.value, self.limit)
+
+    @property
+    def shown(self) -> str:
+        """Return the value for people, with its unit."""
+        return f"{figure(self.value)} {self.unit}".rstrip()
+
+    @property
+    def wanted(self) -> str:
+        """Return sense and limit for people."""
+        return f"{self.sense} {figure(self.limit)} {self.unit}".rstrip()
+
+    def to_json(self) -> Document:
+        """Return it as plain data; a value that is no number is null."""
+        return {**asdict(self), "value": self.value if math.isfinite(self.value) else None, "passed": self.passed}
+
+
+def figure(value: float) -> str:
+    """Return a number for people: three digits, whole from a hundred on, "-" for none."""
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
+
+
+def of_json(told: Document) -> Bar:
+    """Return the bar that `to_json` told; what else stands beside it is left out."""
+    values = {key: told[key] for key in Bar.__dataclass_fields__ if key in told}
+    return Bar(**{**values, "value": math.nan if told["value"] is None else told["value"]})
+
+
+def bars_of(document: Document) -> list[Bar]:
+    """Return the bars of a benchmark's JSON."""
+    return [of_json(one) for one in document["bars"]]
+
+
+def with_bars(document: Document, bars: Iterable[Bar]) -> Document:
+    """Return the document with its bars; ValueError if two have one name."""
+    told = [bar.to_json() for bar in bars]
+    if len({one["name"] for one in told}) != len(told):
+        raise ValueError("bars: names that come twice")
+    return {**document, "bars": told}
+
+
+def exit_code(bars: Iterable[Bar]) -> int:
+    """Return 0 if every bar is reached, 1 if not."""
+    return 0 if all(bar.passed for bar in bars) else 1
+
+
+def table_of(title: str, head: str, rows: Iterable[Sequence[object]], caption: str | None = None) -> Table:
+    """Return a table for terminals; columns of `head` (between |) stand right, those that end with a < stand left."""
+    made = Table(title=title, caption=caption)
+    for name in head.split("|"):
+        made.add_column(name.rstrip("<"), justify="left" if name.endswith("<") else "right")
+    for row in rows:
+        made.add_row(*map(str, row))
+    return made
+
+
+def bar_table(bars: Iterable[Bar]) -> Table:
+    """Return every bar with pass or FAIL."""
+    rows = [(bar.what, bar.shown, bar.wanted, bar.kind, verdict(bar.passed)) for bar in bars]
+    return table_of("bars", "bar<|value|limit|kind<|<", rows)
+
+
+def verdict(passed: bool) -> str:
+    """Return pass or FAIL, for rich."""
+    return "[green]pass[/green]" if passed else "[red]FAIL[/red]"
 
 
 def rounded(value: Any) -> Any:
@@ -32,12 +146,16 @@ def text(document: Any) -> str:
 
 def write(path: Path, document: Any) -> None:
     """Write `document`; replaces the file as a whole."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text(document))
-    part.replace(path)
+    write_text(path, text(document))
 
 
-def read(path: Path) -> dict[str, Any]:
+def write_text(path: Path, content: str) -> None:
+    """Write `content`; replaces the file as a whole."""
+    with replacing(path, 0o666) as stream:
+        stream.write(content.encode())
+
+
+def read(path: Path) -> Document:
     """Return what a benchmark wrote."""
-    document: dict[str, Any] = json.loads(path.read_text())
+    document: Document = json.loads(path.read_text())
     return document

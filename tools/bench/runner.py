@@ -1,4 +1,6 @@
-"""Runs a client process inside a cgroup and collects its events with the storage bytes of each step."""
+"""The programs that are measured (`clients/`), and the files they read: started in a cgroup, their events collected with the
+storage bytes of each step; or recorded by `llmcache trace`.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,68 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from llmcache.cache.intervals import RECENT
+from llmcache.errors import EnvironmentProblem
+
 from .cgroup import Group
-from .errors import BenchError
+from .clients.loop_reader import crcs
+from .sides import environment
 
 CLIENTS = Path(__file__).resolve().parent / "clients"
+MIB = 1 << 20
+# What a client needs beside its own memory and the share of the loop: pages of programs and libraries, page tables.
+ROOM_BYTES = 16 << 20
+
+
+def forget(path: Path) -> None:
+    """Drop the pages of one file from the page cache, or those of every file in a directory."""
+    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.fdatasync(fd)  # dirty pages would stay
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def loop_file(path: Path, size_bytes: int) -> Path:
+    """Make (or keep, if it has the size already) a file of random bytes."""
+    if path.exists() and path.stat().st_size == size_bytes:
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for offset in range(0, size_bytes, MIB):
+            file.write(os.urandom(min(MIB, size_bytes - offset)))
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
+def crc_file(path: Path, scratch: Path) -> Path:
+    """Write the CRCs of `path` as the JSON list that the loop reader's --check wants."""
+    target = scratch / f"{path.name}.crc.json"
+    target.write_text(json.dumps(crcs(path)))
+    return target
+
+
+def loop_bytes(model: Path) -> int:
+    """Return what one token reads of a GGUF model: all tensors but the embedding, of which it needs one row."""
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise EnvironmentProblem("the gguf package is missing", "pip install 'llmcache-toolkit[llama]'") from error
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(model).tensors}
+    # a model with tied embeddings has no output matrix: the embedding is then read whole
+    skipped = "token_embd.weight" if "output.weight" in sizes else None
+    return sum(size for name, size in sizes.items() if name != skipped)
 
 
 @dataclass
-class Step:
+class ClientStep:
     """One token or one pass: time of the client, and what the whole group read from the disk meanwhile."""
 
     seconds: float
@@ -34,7 +87,7 @@ class ClientRun:
     """Everything one client said."""
 
     load_s: float = 0.0
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ClientStep] = field(default_factory=list)
     anon_bytes: int = 0
     wrong: int = 0
     hung: bool = False
@@ -46,7 +99,7 @@ class ClientRun:
         """Return whether it ended by itself, without an error and without a wrong byte."""
         return not self.hung and self.exit_code == 0 and self.wrong == 0
 
-    def measured(self, warmup: int) -> list[Step]:
+    def measured(self, warmup: int) -> list[ClientStep]:
         """Return the steps after the warm-up; all of them if there are no more than that."""
         return self.steps[warmup:] or self.steps
 
@@ -85,10 +138,10 @@ def run_clients(
 
 
 def run_client(group: Group, command: Sequence[str], timeout_s: float) -> ClientRun:
-    """Run one client in `group`; raises BenchError if it fails for another reason than a hang or wrong bytes."""
+    """Run one client in `group`; raises EnvironmentProblem if it fails for another reason than a hang or wrong bytes."""
     run = run_clients(group, [command], timeout_s)[0]
     if not run.steps and not run.hung:
-        raise BenchError(f"{Path(command[1]).name} failed ({run.exit_code}): {run.error[-600:]}")
+        raise EnvironmentProblem(f"{Path(command[1]).name} failed ({run.exit_code}): {run.error[-600:]}")
     return run
 
 
@@ -122,7 +175,7 @@ class _Client:
         if event["event"] == "load":
             self.run.load_s = event["seconds"]
         elif event["event"] == "step":
-            self.run.steps.append(Step(event["seconds"], storage_bytes, event.get("crc")))
+            self.run.steps.append(ClientStep(event["seconds"], storage_bytes, event.get("crc")))
             if self.stepped is not None:
                 self.stepped(len(self.run.steps))
         else:
@@ -153,3 +206,54 @@ class _Client:
         for thread in self.threads:
             thread.join(10)
         return self.run
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A trace, what the client measured of itself, and what the recorder said.
+
+    `seconds`: how long each step took; `starts`: when it began, if the client tells.
+    """
+
+    trace: Path
+    seconds: tuple[float, ...]
+    starts: tuple[float, ...]
+    cap_bytes: int | None
+    said: str
+
+    @property
+    def step_s(self) -> float:
+        """The median time from a step (token, pass) to the next, of the last as many as `classify` takes a period from."""
+        if len(self.starts) > 1:
+            return statistics.median([after - before for before, after in pairwise(self.starts[-RECENT - 1 :])])
+        return statistics.median(self.seconds[-RECENT:])
+
+
+def cap_bytes(file: Path, command: Sequence[str], kept_bytes: int) -> int:
+    """Runs the client once, uncapped, and returns the memory in which it can keep `kept_bytes` of `file` cached."""
+    with Group("uncapped", directory=file) as group:
+        run = run_client(group, command, timeout_s=120)
+    return run.anon_bytes + ROOM_BYTES + kept_bytes
+
+
+def record(
+    file: Path, command: Sequence[str], out: Path, memory_bytes: int | None, read_bps: int | None = None, tier: str = "auto"
+) -> Recording:
+    """Record what `command` reads of `file`, which starts out of the page cache; EnvironmentProblem if that fails."""
+    forget(file)
+    with Group("trace", directory=file, memory_bytes=memory_bytes, read_bps=read_bps) as group:
+        words = ["trace", "-o", str(out), "--force", "--no-writes", "--path", file.name, "--tier", tier, "--"]
+        result = subprocess.run(
+            [sys.executable, "-m", "llmcache", *words, *group.wrap(command)],
+            capture_output=True, text=True, timeout=300, check=False, env=environment(),
+        )  # fmt: skip
+    if result.returncode != 0:
+        error, _, hint = result.stderr.strip().rpartition("llmcache: error: ")[2].partition("\nhint: ")
+        raise EnvironmentProblem(f"llmcache trace: {error or result.returncode}", hint or None)
+    events = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    steps = [event for event in events if event["event"] == "step"]
+    seconds = tuple(step["seconds"] for step in steps)
+    if not seconds:
+        raise EnvironmentProblem(f"{Path(command[1]).name} failed: {result.stderr.strip()[-600:]}")
+    starts = tuple(step["start"] for step in steps if "start" in step)
+    return Recording(out, seconds, starts, memory_bytes, result.stderr)

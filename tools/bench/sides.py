@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmcache.errors import LlmcacheError
+from llmcache.errors import EnvironmentProblem, LlmcacheError
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
 from llmcache.fs.client.statistics import fetch
 
-from .blockdev import disk_of, read_ahead, read_ahead_file
 from .cgroup import Group
-from .errors import BenchError
+from .machine import disk_of, mount_lines
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # what a mount may use beside its budget: the promise of `--cache`
@@ -59,13 +58,13 @@ class Plain:
     @contextmanager
     def open(self, _group: Group, source: Path, _cache_bytes: int, _scratch: Path) -> Iterator[Opened]:
         """Yield the source itself."""
-        with nullcontext() if self.read_ahead_kb is None else read_ahead(disk_of(source), self.read_ahead_kb):
+        with nullcontext() if self.read_ahead_kb is None else disk_of(source).read_ahead(self.read_ahead_kb):
             yield Opened(source)
 
 
 def kernels(source: Path) -> tuple[Plain, ...]:
     """Return the page cache with the machine's own read-ahead and, where that is another and can be set, with 128 KiB."""
-    file = read_ahead_file(disk_of(source))
+    file = disk_of(source).read_ahead_file
     if int(file.read_text()) == SMALL_READ_AHEAD_KB or not os.access(file, os.W_OK):
         return (Plain(),)
     return Plain(), Plain(f"kernel-{SMALL_READ_AHEAD_KB}", SMALL_READ_AHEAD_KB)
@@ -106,12 +105,12 @@ def environment() -> dict[str, str]:
 
 
 def wait_mounted(mountpoint: Path, daemon: subprocess.Popen[bytes], log: Path, timeout_s: float = 120.0) -> None:
-    """Return when the mount answers; raises BenchError with the end of the log if the daemon gives up."""
+    """Return when the mount answers; raises EnvironmentProblem with the end of the log if the daemon gives up."""
     deadline = time.monotonic() + timeout_s
     while not is_mounted(mountpoint):
         if daemon.poll() is not None or time.monotonic() > deadline:
             what = f"ended with {daemon.returncode}" if daemon.poll() is not None else "does not serve"
-            raise BenchError(f"llmcachefs {what}: {log.read_text()[-2000:].strip()}")
+            raise EnvironmentProblem(f"llmcachefs {what}: {log.read_text()[-2000:].strip()}")
         time.sleep(0.02)
     # It is in the mount table before it serves, and before its control socket is there: the first request waits for that.
     os.stat(mountpoint)
@@ -119,9 +118,7 @@ def wait_mounted(mountpoint: Path, daemon: subprocess.Popen[bytes], log: Path, t
 
 def is_mounted(path: Path) -> bool:
     """Return whether a file system is mounted on exactly this directory (asks the mount table, never the mount)."""
-    wanted = str(path).replace(" ", "\\040")
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    return any(line.split()[4] == wanted for line in lines)
+    return any(mount.point == path for mount in mount_lines())
 
 
 def end_mount(mountpoint: Path, daemon: subprocess.Popen[bytes], patience_s: float = 60.0) -> None:

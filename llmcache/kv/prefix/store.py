@@ -20,7 +20,7 @@ never while a block is read or written. A file being written is locked by its wr
 and removed.
 
 Blocks are not compressed: of F16 keys and values zstd (level 1) takes 7 % away at 0.5 GB/s, lz4 nothing (measured on SmolLM2
-with tools/bench/prefix, which goes on measuring it), and storage is as fast.
+with tools/bench prefix, which goes on measuring it), and storage is as fast.
 
 When a block was used last is the time of its file, given by the store: later than any before it, whatever the clock says.
 Of the blocks of one use the last goes first, as it is of no use without those before it. Where the clock was set back,

@@ -1,0 +1,241 @@
+"""The benchmarks of the KV manager: their bars follow from what was measured, and a quick run leaves its JSON alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmcache.errors import DataError
+from llmcache.kv.bench import Row
+from llmcache.kv.bench.accelerator import fixed
+from llmcache.kv.bench.lengths import LengthRow
+from llmcache.kv.bench.session import Setup
+from llmcache.kv.bench.task import Candidate, Told
+from llmcache.kv.bench.task_results import STOCK, Memory
+from llmcache.kv.workload import StreamSpec
+from tests.unit.task_parts import of_policies, speed
+from tools.bench import kv, kvanswers, kvindex, kvmodels, kvpipeline, kvstore, kvtransformers, results
+from tools.bench.clients.spill_file import SHAPE
+from tools.bench.harness import run
+from tools.bench.results import Bar
+
+
+def quick_run(bench: Any, path: Path, *words: str) -> Any:
+    code = run(bench, ["--quick", *words, "--json", str(path)])
+    told = json.loads(path.read_text())
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name], "the scratch directory is gone"
+    assert code == (0 if all(bar["passed"] for bar in told["bars"]) else 1) and told["schema"] == bench.SCHEMA
+    return told
+
+
+# kv, kvstore
+
+
+def test_figures_are_ratios_of_medians() -> None:
+    cases = [
+        kv.Timing("read float16", lambda: None, 8_000, None, [2.0, 1.0, 9.0]),
+        kv.Timing("score float16, 1 a head", lambda: None, 8_000, 0.5, [3.0, 4.0, 5.0]),
+        kv.Timing("top 256", lambda: None, 8_000, 0.2, [0.5, 0.6, 0.4]),
+    ]
+    spill = {"tokens": 64, "fetch": {"request_bytes": 1, "figure": 0.79}, "memory": {"peak_bytes": 1 << 30}}
+    spill["device"] = {"figure": 0.02}
+
+    def passed() -> dict[str, bool]:
+        return {bar.name: bar.passed for bar in kv.bars({**kv.document(cases, 64), "spill": spill})}
+
+    read, scoring, choosing = kv.document(cases, 64)["cases"]
+    assert (read["figure"], read["bytes_per_s"]) == (1.0, 4_000.0)
+    assert scoring["figure"] == 0.5 and choosing["figure"] == 0.125 and choosing["bytes_per_s"] is None
+    of_spill = {"fetch": False, "memory": True, "link": True}
+    assert passed() == {"score float16, 1 a head": True, "top 256": True, **of_spill}
+    cases[1].seconds, cases[2].seconds = [4.1], [0.9]
+    assert passed() == {"score float16, 1 a head": False, "top 256": False, **of_spill}
+
+
+def test_a_quick_run_of_kernels_and_spill_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = quick_run(kv, tmp_path / "kv.json", "--repeat", "2", "--dir", str(tmp_path))
+    assert told["tokens"] == 4096 and all(len(row["seconds"]) == 2 for row in told["cases"])
+    assert told["spill"]["device"]["emulated"]
+    assert told["spill"]["device"]["scored_keys"] == 8 * told["spill"]["tokens"] == 8 << 16
+    passed = {bar["name"]: bar["passed"] for bar in told["bars"]}
+    assert len(passed) == 6 and passed["memory"] and passed["link"] and "top 20%" in capsys.readouterr().out
+
+
+def test_a_quick_run_of_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = quick_run(kvstore, tmp_path / "store.json", "--rounds", "2", "--dir", str(tmp_path))
+    assert told["tokens"] == kvstore.TOKENS // 16
+    assert told["prefill"]["kv_bytes"] == told["tokens"] * SHAPE.token_bytes
+    fetch, memory = told["fetch"], told["memory"]
+    assert len(fetch["seconds"]) == len(fetch["plain_seconds"]) == 2 and fetch["bytes"] == 2 * 1024 * fetch["request_bytes"]
+    assert [bar["value"] for bar in told["bars"]] == [fetch["figure"], memory["peak_bytes"] / 2**20]
+    assert "GB/s" in capsys.readouterr().out
+
+
+# kvindex
+
+
+def index_row(kind: str, keys: int, **changes: Any) -> dict[str, Any]:
+    seconds = {"scan": [8.0, 9.0, 99.0], "tree": [1.0, 2.0, 0.1], "exact": [9.0] * 2, "dci": [2.0] * 2, "auto": [2.2] * 2}
+    times = {name: kvindex.spread(each) for name, each in seconds.items()}
+    recall = {"tree": 0.95, "exact": 1.0, "dci": 0.95, "auto": 0.95}
+    found = {"kind": kind, "keys": keys, "times": times, "recall": recall, "touched": 0.04}
+    insert = kvindex.spread([1e-4, 5e-4, 9.0])
+    return {**found, "build_cpu_s": [keys / 1e5, keys / 2e5, 1e9], "insert": insert, **changes}
+
+
+def index_bars(one: dict[str, Any]) -> dict[str, Bar]:
+    return {bar.name.rpartition(".")[2]: bar for bar in kvindex.bars({"rows": [one]})}
+
+
+def test_bars_of_indexes_are_of_medians_and_in_turns() -> None:
+    values = {name: (round(bar.value, 6), bar.passed) for name, bar in index_bars(index_row("clustered", 65536)).items()}
+    assert values == {
+        "auto": (1.1, True),
+        "recall": (0.95, True),
+        "touched": (0.04, True),
+        "build": (200000.0, True),
+        "faster": (9.0, True),
+    }
+    largest = index_bars(index_row("clustered", 262144))
+    assert not largest["faster"].passed and largest["insert"].value == 0.5
+
+
+def test_auto_is_compared_with_those_that_find_enough() -> None:
+    poor = index_row("gaussian", 65536, recall={"tree": 0.1, "exact": 1.0, "dci": 0.1, "auto": 1.0})
+    (only,) = index_bars(poor).values()
+    assert only.value == pytest.approx(2.2 / 9.0) and only.passed
+    (slow,) = index_bars({**poor, "times": {**poor["times"], "auto": kvindex.spread([11.0] * 2)}}).values()
+    assert not slow.passed
+
+
+def test_keys_are_what_they_are_called() -> None:
+    found = kvindex.clustered(4096, 32, 16, 1)
+    assert [one.shape for one in found] == [(4096, kvindex.DIM), (32, kvindex.DIM), (16, kvindex.DIM)]
+    noise = [kvindex.gaussian(4096, 0, 0, seed).keys for seed in (1, 2)]
+    near = np.sort(((found.keys[:64, None] - found.keys[None]) ** 2).sum(-1), axis=1)[:, 1]
+    apart = np.sort(((noise[0][:64, None] - noise[1][None]) ** 2).sum(-1), axis=1)
+    assert np.median(near) < 0.5 * np.median(apart[:, 0])
+
+
+def test_a_quick_run_of_indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvindex, "SIZES", (8192, 65536))
+    monkeypatch.setattr(kvindex, "QUERIES", 32)
+    monkeypatch.setattr(kvindex, "PAGES", 4)
+    told = quick_run(kvindex, tmp_path / "kvindex.json", "--rounds", "1")
+    assert [(one["kind"], one["keys"]) for one in told["rows"]] == [
+        ("clustered", 1024), ("clustered", 8192), ("gaussian", 1024), ("gaussian", 8192)
+    ]  # fmt: skip
+    for one in told["rows"]:
+        assert {times["runs"] for times in one["times"].values()} == {32} and one["insert"]["runs"] == 4
+        assert {one["recall"][name] for name in ("exact", "scan", "scan side by side")} == {1.0}
+        assert sum(one["levels"]) == one["keys"]
+        assert one["auto"]["why"].startswith(one["auto"]["uses"])
+    assert 0 < told["grown"]["recall_grown"] <= 1
+
+
+# kvpipeline
+
+SETUP = Setup(StreamSpec(layers=4, kv_heads=1, heads=1, head_dim=16, context=64), fixed(1), Path("/"))
+
+
+def stages(evaluate: float, fetch: float, compute: float) -> Row:
+    taken = {"evaluate": evaluate, "fetch": fetch, "update": 0.0, "compute": compute}
+    return Row("hillinfer", "HillInfer", sum(taken.values()), taken, 0, 0, {}, None)
+
+
+def test_the_model_of_the_pipeline_lets_only_the_first_layer_wait_where_computing_takes_longer() -> None:
+    hidden = stages(40, 20, 80)  # by layer: 15 to hide, 20 to compute
+    assert kvpipeline.to_hide_ns(hidden, SETUP) == 15
+    assert kvpipeline.modelled_idle(hidden, SETUP) == pytest.approx(1 - 80 / (15 + 80))
+    longer = stages(100, 60, 80)  # 40 to hide
+    assert kvpipeline.modelled_idle(longer, SETUP) == pytest.approx(1 - 80 / (40 + 20 + 3 * 40))
+
+
+def test_what_slows_one_step_of_all_runs_does_not_count() -> None:
+    quiet = kvpipeline.relative_times([[10, 10, 10], [20, 20, 20]])
+    assert quiet == pytest.approx([2 / 3, 4 / 3]) == kvpipeline.relative_times([[10, 90, 10], [20, 180, 20]])
+
+
+def test_an_idle_share_that_cannot_be_hidden_reaches_no_bar() -> None:
+    told = results.read(results.DIRECTORY / "kvpipeline.json")
+    (bar,) = kvpipeline.bars({"parts": {"idle": {**told["parts"]["idle"], "applies": False}}})
+    assert not bar.passed and bar.to_json()["value"] is None
+
+
+# kvanswers, kvtransformers
+
+
+@pytest.mark.parametrize(("rival", "lead"), [(5, 0.5), (10, 0.0)])
+def test_the_lead_is_over_the_best_rival(rival: int, lead: float) -> None:
+    found = kvanswers.rivals(of_policies(10, rival).document()["rows"])
+    (bar,) = kvanswers.bars({"parts": {"rivals": found}})
+    assert found["figure"] == lead and bar.passed == (lead > 0)
+
+
+def test_answers_are_asked_by_context() -> None:
+    (passkey, recall) = kvanswers.asked(quick=False)
+    setups = recall.setups(Path("/x"))
+    assert [setup.contexts for setup in setups] == [(1024,), (2048,), (4096,)]
+    assert {(setup.cases, setup.budgets, setup.threads) for setup in setups} == {(16, kvanswers.BUDGETS, 1)}
+    assert set(kvanswers.RIVALS) < set(recall.policies) and passkey.policies == ("icecache",)
+
+
+@pytest.mark.parametrize(
+    ("own_ms", "kv_bytes", "passed"), [(9, 50, "mtf"), (14, 50, "mt"), (16, 50, "m"), (9, 51, "tf"), (16, 51, "")]
+)
+def test_memory_and_time_have_bars_of_their_own(own_ms: float, kv_bytes: int, passed: str) -> None:
+    rows = [
+        LengthRow(tokens, policy, policy, speed(10 if policy == STOCK else own_ms), memory, {})
+        for tokens in (16384, 32768)
+        for policy, memory in [
+            (STOCK, Memory(1000, 0)),
+            *((name, Memory(kv_bytes, 100)) for name in kvtransformers.TIMED),
+        ]
+    ]
+    parts = kvtransformers.against_stock(rows)
+    assert "".join(bar.name[0] for bar in kvtransformers.bars({"parts": parts}) if bar.passed) == passed
+    assert "icecache 15.0%" in parts["memory_with_index"]["what"] or kv_bytes != 50
+    assert parts["faster"]["by_policy"]["quest"] == (16384 if own_ms < 10 else None)
+
+
+# kvmodels
+
+
+def losses(own: list[float], mass: list[float], product: list[float]) -> dict[Candidate, Told]:
+    """Losses above those of the full cache, which has 3 for every text."""
+    given = {kvmodels.OWN: own, "oracle": mass, "oracle-product": product}
+    told = {Candidate(policy, 64): Told(losses=[3 + one for one in above]) for policy, above in given.items()}
+    return told | {Candidate(STOCK, None): Told(losses=[3.0] * len(own))}
+
+
+def test_the_loss_is_compared_with_the_better_oracle_beyond_its_error() -> None:
+    assert kvmodels.excess(losses([0.11] * 3, [0.1] * 3, [0.2] * 3), 64) == pytest.approx(0)
+    assert kvmodels.excess(losses([0.21] * 3, [0.4] * 3, [0.1] * 3), 64) == pytest.approx(0.1)
+    noisy = kvmodels.excess(losses([0.0, 0.4], [0.1, 0.1], [0.2] * 2), 64)
+    assert noisy == pytest.approx(0.2 - 0.11 - 0.2), "a mean of .2 with an error of .2"
+    assert kvmodels.excess(losses([0.21], [0.1], [0.1]), 64) == pytest.approx(0.1), "of one text no error is known"
+
+
+def answers(own: list[bool], full: list[bool]) -> dict[Candidate, Told]:
+    told = {Candidate(kvmodels.OWN, 64): Told(), Candidate(STOCK, None): Told()}
+    for one, seen in told.items():
+        seen.add(np.array([own if one.budget else full]), np.array([full]), None)
+    return told
+
+
+def test_answers_count_where_the_full_cache_has_most_of_them() -> None:
+    hard = answers([True, False, False, False], [True, False, False, False])
+    easy = answers([True, True, False, True], [True, True, True, False])
+    assert kvmodels.kept([hard, easy], 64) == pytest.approx(2 / 3)
+    with pytest.raises(DataError, match="answers most of none"):
+        kvmodels.kept([hard], 64)
+
+
+def test_every_bar_of_real_models_is_of_a_part() -> None:
+    assert {name.split(".")[0] for name in kvmodels.BARS} - {"bytes"} == set(kvmodels.PARTS)
+    told = {"parts": {name: {"what": name, "figure": limit} for name, (_, limit) in kvmodels.BARS.items()}}
+    assert [bar.name for bar in kvmodels.bars(told) if not bar.passed] == ["time.long"], "it has to be faster, not as fast"

@@ -1,0 +1,39 @@
+"""Runs a benchmark, all of them, or the demo: `tools/bench NAME [options]`; without NAME it lists them."""
+
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+if not __package__:  # run as a directory: its modules must not be taken for others of their names
+    sys.path[0] = ROOT
+    venv = os.environ.get("LLMCACHE_VENV", os.path.join(ROOT, ".venv"))
+    python = os.path.join(venv, "bin", "python")
+    if os.path.exists(python) and os.path.realpath(sys.prefix) != os.path.realpath(venv):
+        os.execv(python, [python, *sys.argv])  # the Python that tools/demo and tools/test set up
+
+from importlib import import_module  # noqa: E402 - found through the lines above
+
+from tools.bench import all as suite  # noqa: E402
+from tools.bench.harness import run  # noqa: E402
+
+OTHERS = {"all": "every benchmark, one after the other, and a page of all bars", "demo": "what tools/demo runs"}
+
+
+def main(words: list[str]) -> int:
+    """Return the exit code of what is named, 2 if nothing of that name is there."""
+    known = {**{one.name: one.about for one in suite.BENCHMARKS}, **OTHERS}
+    name = words[0] if words else "--help"
+    if name in ("-h", "--help"):
+        print("usage: tools/bench NAME [options]; tools/bench NAME --help\n")
+        print("\n".join(f"  {name:16s}{about}" for name, about in known.items()))
+        return 0
+    if name not in known:
+        print(f"tools/bench: error: there is no benchmark {name!r}\nhint: there are {', '.join(known)}", file=sys.stderr)
+        return 2
+    module = import_module(f"tools.bench.{name}")
+    return int(module.main(words[1:]) if name in OTHERS else run(module, words[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

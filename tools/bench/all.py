@@ -1,0 +1,431 @@
+"""Runs every benchmark, one after the other, and puts the bars of all into all.json and all.html.
+
+A benchmark that fails stops no other. Exit code: 0 if every bar is reached, 1 if one is not, 2 usage, 3 if a benchmark
+failed or has no results. All that is printed goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from llmcache.errors import LlmcacheError, UsageError
+from llmcache.report.html import Badge, Block, Cell, Facts, Section, Table, Text, html_page
+
+from . import results
+from .demo import make_model
+from .harness import ROOT, one_interrupt, report
+from .results import Bar, Document, bar_table, bars_of, exit_code
+
+SCHEMA = "llmcache-bench-all/2"
+MODELS = Path.home() / ".cache" / "llmcache" / "models"
+MODEL_SIZE = "700M"
+FAILED = 3
+MODEL = "MODEL"
+"""Stands for the path of the demo's model among the words of a command."""
+BUSY_SHARE = 0.1
+"""Of the processors' time, by others, from which on a machine counts as busy."""
+
+
+@dataclass(frozen=True)
+class SuiteEntry:
+    """One benchmark: the words after its name, for a whole run and for a quick look.
+
+    `quick` None: there is no quick look. `asked`: it is run only if it is named, because it takes so long.
+    """
+
+    name: str
+    about: str
+    words: tuple[str, ...] = ()
+    quick: tuple[str, ...] | None = ("--quick",)
+    asked: bool = False
+
+    def command(self, quick: bool = False) -> str:
+        """Return the command of a whole run or of a quick look, for people."""
+        return " ".join((f"tools/bench {self.name}", *((self.quick or ()) if quick else self.words)))
+
+
+BENCHMARKS = (
+    SuiteEntry(
+        "mount",
+        "llmcachefs and the kernel's page cache: same memory, same storage",
+        ("--model", MODEL, "--repeat", "2", "--mode", "inplace", "--mode", "steer"),
+        ("--model", MODEL, "--quick", "--repeat", "1", "--mode", "inplace", "--mode", "steer"),
+    ),
+    SuiteEntry("demotime", "a second tools/demo", quick=None),
+    SuiteEntry("startup", "start of every command"),
+    SuiteEntry(
+        "trace",
+        "what tracing costs, and what it loses",
+        ("--rounds", "3", "--pairs", "15", "--seconds", "1"),
+        ("--rounds", "1", "--pairs", "3", "--seconds", "0.3"),
+    ),
+    SuiteEntry("simulate", "speed and memory of the simulator", ("--repeat", "3")),
+    SuiteEntry("policies", "hit ratios on generated traces (not timed)", quick=("--policy", "lru,belady,llmcache")),
+    SuiteEntry("kv", "kernels and spill file of the KV manager"),
+    SuiteEntry("kvstore", "a million tokens in the KV store"),
+    SuiteEntry("kvpipeline", "looking ahead, pools and near-data scoring"),
+    SuiteEntry("papers", "what is measured for the papers, and claims with a bar", ("--measure",), quick=()),
+    SuiteEntry("kvindex", "trees of keys and the scan of all", ("--rounds", "2")),
+    SuiteEntry("kvtransformers", "SpillCache and DynamicCache: memory and time"),
+    SuiteEntry("prefix", "prompts of llama.cpp restored from disk"),
+    SuiteEntry("kvanswers", "what budgets do to a model's answers (not timed)"),
+    SuiteEntry("edram", "speed of the accelerator model", ("--repeat", "5"), quick=("--repeat", "1")),
+    SuiteEntry(
+        "size",
+        "formula (1), simulator and mount: where stalls begin",
+        ("--repeat", "1"),
+        quick=("--quick", "--repeat", "1", "--modes", "steer"),
+    ),
+    SuiteEntry("kvmodels", "contexts on real models: loss, answers, time, memory", asked=True),
+    SuiteEntry("testtime", "tools/test, ten times", quick=None, asked=True),
+)
+NAMES = tuple(one.name for one in BENCHMARKS)
+
+
+# One benchmark, in a process of its own, with the load of the machine beside its results
+
+
+def now() -> str:
+    """Return the time of the day, UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def busy_share(seconds: float = 3.0) -> float:
+    """Return the share (0..1) of all processors' time that is used within the next `seconds`."""
+    return psutil.cpu_percent(seconds) / 100
+
+
+def run(benchmark: SuiteEntry, directory: Path, quick: bool, model: Path | None) -> Document:
+    """Run one benchmark and write its JSON into `directory`; returns the JSON; LlmcacheError if it leaves none.
+
+    The file gets `run`: command, time and load. What the benchmark prints goes to stderr.
+    """
+    words = [str(model) if word == MODEL else word for word in (benchmark.quick or () if quick else benchmark.words)]
+    new = directory / f".{benchmark.name}.json.new"
+    command = [sys.executable, str(ROOT / "tools" / "bench"), benchmark.name, *words, "--json", str(new)]
+    about: dict[str, Any] = {"command": benchmark.command(quick), "quick": quick, "started": now()}
+    about["busy_share"] = busy_share()
+    load, begin = os.getloadavg()[0], time.monotonic()
+    try:
+        code = _ended(command)
+        if not new.exists():
+            raise LlmcacheError(f"{benchmark.name} ended with exit code {code} and without results")
+        document = results.read(new)
+        if code not in (0, 1) or not document.get("complete", True):
+            partial = new.replace(directory / f"{benchmark.name}.partial.json")
+            raise LlmcacheError(f"{benchmark.name} ended with exit code {code} before its end: {partial} has what it got")
+    finally:
+        new.unlink(missing_ok=True)
+    about |= {"seconds": round(time.monotonic() - begin, 1), "load": [load, os.getloadavg()[0]]}
+    document = {**document, "run": about}
+    results.write(directory / f"{benchmark.name}.json", document)
+    return document
+
+
+def _ended(command: Sequence[str]) -> int:
+    """Run a command to its end and return its exit code; an interrupt waits until it has unmounted what it mounts."""
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+
+
+def chosen(only: Sequence[str], skip: Sequence[str], quick: bool) -> list[SuiteEntry]:
+    """Return the benchmarks to run; without `only`, all but those that have to be asked for. UsageError: unknown names."""
+    for name in (*only, *skip):
+        if name not in NAMES:
+            raise UsageError(f"there is no benchmark {name!r}", f"there are {', '.join(NAMES)}")
+    wanted = [one for one in BENCHMARKS if (one.name in only if only else not one.asked) and one.name not in skip]
+    return [one for one in wanted if one.quick is not None or not quick]
+
+
+# What they have written, and the page of it
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The JSON of each benchmark that has one, by name; why those failed that did; when all of it began (UTC)."""
+
+    documents: Mapping[str, Document]
+    errors: Mapping[str, str] = field(default_factory=dict)
+    started: str = ""
+
+    @property
+    def bars(self) -> list[tuple[str, Bar]]:
+        """Return every bar with the name of its benchmark."""
+        return [(name, bar) for name, document in self.documents.items() for bar in bars_of(document)]
+
+    @property
+    def missing(self) -> list[SuiteEntry]:
+        """Return the benchmarks without results."""
+        return [one for one in BENCHMARKS if one.name not in self.documents]
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON-ready values."""
+        return {
+            "schema": SCHEMA,
+            "started": self.started,
+            "machines": machines(self.documents.values()),
+            "runs": [_run(one, self) for one in BENCHMARKS],
+            "bars": [{"benchmark": name, **bar.to_json()} for name, bar in self.bars],
+        }
+
+
+def read(directory: Path, errors: Mapping[str, str] | None = None, started: str = "") -> Suite:
+    """Return what the benchmarks have written into `directory`."""
+    paths = {one.name: directory / f"{one.name}.json" for one in BENCHMARKS}
+    documents = {name: results.read(path) for name, path in paths.items() if path.exists()}
+    return Suite(documents, errors or {}, started)
+
+
+def write(suite: Suite, directory: Path) -> None:
+    """Write all.json and all.html."""
+    results.write(directory / "all.json", suite.document())
+    results.write_text(directory / "all.html", page(suite))
+
+
+def machines(documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the machines that the figures are of, without commits: one, unless they are from several."""
+    found: list[dict[str, Any]] = []
+    for document in documents:
+        machine = {key: value for key, value in document["machine"].items() if key not in ("commit", "versions")}
+        if machine not in found:
+            found.append(machine)
+    return found
+
+
+def _run(one: SuiteEntry, suite: Suite) -> dict[str, Any]:
+    document = suite.documents.get(one.name)
+    told: dict[str, Any] = {"benchmark": one.name, "command": one.command(), "error": suite.errors.get(one.name)}
+    if document is None:
+        return {**told, "recorded": False}
+    machine = document["machine"]
+    about = {"commit": machine["commit"], "versions": machine["versions"]}
+    return {**told, "recorded": True, **about, **document.get("run", {})}
+
+
+def page(suite: Suite) -> str:
+    """Return the page."""
+    bars = [bar for _, bar in suite.bars]
+    reached = sum(bar.passed for bar in bars)
+    lead = (
+        "A bar is a limit that the project has set for a figure. "
+        f"{reached} of {len(bars)} bars of benchmarks are reached, {len(bars) - reached} are not."
+    )
+    if suite.missing:
+        lead += f" Without results: {', '.join(one.name for one in suite.missing)}."
+    return html_page("llmcache: what its benchmarks reach", lead, [_overview(suite), _every(suite), _runs(suite)])
+
+
+def _badge(passed: bool) -> Badge:
+    return Badge("reached", "good") if passed else Badge("NOT reached", "bad")
+
+
+def _overview(suite: Suite) -> Section:
+    rows: list[list[Cell]] = []
+    for one in BENCHMARKS:
+        bars = [bar for name, bar in suite.bars if name == one.name]
+        missed = sum(not bar.passed for bar in bars)
+        verdict = Badge("all reached", "good") if bars and not missed else Badge(f"{missed} not reached", "fair")
+        rows.append([one.about, len(bars) - missed, missed, verdict if bars else Badge("no results", "bad")])
+    blocks: list[Block] = [Table("Bars by benchmark", ["what", "reached", "not reached", ""], rows)]
+    missing = [(name, bar) for name, bar in suite.bars if not bar.passed]
+    if missing:
+        blocks.append(_bars_table("Not reached", missing))
+    blocks += [
+        Text("Measured: on the machine below. Emulated: also, with an emulated accelerator or SSD taking part.", True),
+        Text("Modelled: computed. A time over a bound is a measured time over a modelled one.", True),
+    ]
+    return Section("Summary", blocks)
+
+
+def _every(suite: Suite) -> Section:
+    blocks: list[Block] = []
+    for one in BENCHMARKS:
+        bars = [(name, bar) for name, bar in suite.bars if name == one.name]
+        if bars:
+            blocks.append(_bars_table(f"{one.about} (tools/bench {one.name})", bars))
+    return Section("Bars", blocks)
+
+
+def _bars_table(caption: str, bars: Iterable[tuple[str, Bar]]) -> Table:
+    def limit(bar: Bar) -> str:  # without a space, where lines would break
+        sense, _, number = bar.wanted.partition(" ")
+        return {"<=": "≤", ">=": "≥"}.get(sense, sense) + number
+
+    rows: list[list[Cell]] = [
+        [bar.what, bar.shown, limit(bar), _badge(bar.passed), bar.kind, bar.command or f"tools/bench {name}"]
+        for name, bar in bars
+    ]
+    return Table(caption, ["bar", "value", "limit", "", "kind", "command"], rows)
+
+
+def _runs(suite: Suite) -> Section:
+    blocks: list[Block] = [Facts(_facts(machine)) for machine in machines(suite.documents.values())]
+    rows: list[list[Cell]] = [_run_row(_run(one, suite)) for one in BENCHMARKS]
+    columns = ["benchmark", "", "started, UTC", "s", "load before, after", "busy before", "commit"]
+    note = (
+        "Load: processes that ran or waited, mean of a minute; the one before is partly of the benchmark before. Busy: "
+        f"share of the processors' time used in the three seconds before; from {BUSY_SHARE:.0%} on others worked too."
+    )
+    return Section("Conditions", [*blocks, Table("Runs", columns, rows, digits=0), Text(note, True), *_versions(suite)])
+
+
+def _run_row(run: dict[str, Any]) -> list[Cell]:
+    if not run["recorded"]:
+        return [run["command"], Badge(run["error"] or "not run", "bad"), "", "", "", "", ""]
+    state = Badge(run["error"], "bad") if run["error"] else Badge("quick look", "fair") if run.get("quick") else _busy(run)
+    load = " ".join(f"{one:.1f}" for one in run.get("load", []))
+    busy = f"{run['busy_share']:.0%}" if "busy_share" in run else ""
+    started = run.get("started", "")[:16].replace("T", " ")
+    return [run["command"], state, started, run.get("seconds", ""), load, busy, run["commit"] or ""]
+
+
+def _busy(run: dict[str, Any]) -> Badge:
+    if "busy_share" not in run:
+        return Badge("load not recorded", "fair")
+    return Badge("machine was busy", "fair") if run["busy_share"] > BUSY_SHARE else Badge("quiet", "good")
+
+
+def _facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
+    device = machine["device"]
+    return [
+        ("processors", f"{machine['cpus']} of {machine['cpu']}"),
+        ("memory", f"{machine['memory_bytes'] / 1e9:.1f} GB"),
+        ("kernel", f"Linux {machine['kernel']}"),
+        ("device", f"{device['name']}, read-ahead {device['read_ahead_kb']} KiB, scheduler {device['scheduler']}"),
+        ("Python", machine["python"]),
+    ]
+
+
+def _versions(suite: Suite) -> list[Block]:
+    found: dict[str, set[str]] = {}
+    for document in suite.documents.values():
+        for name, version in document["machine"]["versions"].items():
+            found.setdefault(name, set()).add(str(version))
+    return [Facts([(name, ", ".join(sorted(versions))) for name, versions in sorted(found.items())])]
+
+
+# The command
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the parsed command line."""
+    parser = argparse.ArgumentParser(prog="tools/bench all", description=__doc__)
+    every = f"run these: {', '.join(NAMES)} (testtime only if named here)"
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,…", help=every)
+    parser.add_argument("--skip", type=lambda text: text.split(","), default=[], metavar="NAME,…", help="run all but these")
+    parser.add_argument("--quick", action="store_true", help="small and short: for a look, not for the bars")
+    parser.add_argument("-o", dest="out", type=Path, help="where the JSON and the page go [build/bench; with --from, there]")
+    parser.add_argument("--force", action="store_true", help="replace results that are there")
+    parser.add_argument("--resume", action="store_true", help="go on with a run that was cut off: keep what it has done")
+    again = "run nothing: make the page from the JSON in DIR"
+    parser.add_argument("--from", dest="source", type=Path, metavar="DIR", help=again)
+    return parser.parse_args(argv)
+
+
+def model_for(benchmarks: Sequence[SuiteEntry], say: Console) -> Path | None:
+    """Return the demo's model if a benchmark needs it; it is generated once and then kept."""
+    if not any(MODEL in one.words for one in benchmarks):
+        return None
+    say.print(f"model: {MODELS}", soft_wrap=True)
+    return make_model(MODELS, MODEL_SIZE)
+
+
+def done_since(directory: Path, started: str) -> list[str]:
+    """Return the benchmarks with whole results that were begun after `started`."""
+    documents = read(directory).documents
+    about = {name: document.get("run", {}) for name, document in documents.items()}
+    return [name for name, told in about.items() if told.get("started", "") >= started and not told.get("quick")]
+
+
+def run_all(args: argparse.Namespace, out: Path, say: Console) -> tuple[Suite, bool]:
+    """Run what was asked for; all.json and all.html are written after each. Returns all results, and if any failed."""
+    benchmarks = chosen(args.only, args.skip, args.quick)
+    started = now()
+    if args.resume:
+        if not (out / "all.json").exists():
+            raise UsageError(f"--resume: there is no run to go on with in {out}", "leave --resume out")
+        started = str(results.read(out / "all.json")["started"])
+        benchmarks = [one for one in benchmarks if one.name not in done_since(out, started)]
+    there = [one.name for one in benchmarks if (out / f"{one.name}.json").exists()]
+    if there and not (args.force or args.resume):
+        raise UsageError(f"{out} has results of {', '.join(there)}", "--force replaces them, -o DIR writes elsewhere")
+    out.mkdir(parents=True, exist_ok=True)
+    errors: dict[str, str] = {}
+    model = model_for(benchmarks, say)
+    write(read(out, errors, started), out)
+    for number, one in enumerate(benchmarks, 1):
+        say.rule(f"{number} of {len(benchmarks)}: {one.name}", align="left")
+        try:
+            told = run(one, out, args.quick, model)["run"]
+        except (LlmcacheError, OSError, ValueError) as error:
+            errors[one.name] = str(error)
+            say.print(f"{one.name} FAILED: {error}", soft_wrap=True)
+        else:
+            busy = ", on a machine that was BUSY before" if told["busy_share"] > BUSY_SHARE else ""
+            before, after = told["load"]
+            say.print(f"{one.name}: {told['seconds']:.0f} s, load {before:.1f} to {after:.1f}{busy}", soft_wrap=True)
+        write(read(out, errors, started), out)
+    return read(out, errors, started), bool(errors)
+
+
+def recorded(args: argparse.Namespace) -> tuple[Suite, bool]:
+    """Return the results in a directory, and if a benchmark that is run without being asked for has none."""
+    before = args.source / "all.json"
+    suite = read(args.source, started=results.read(before)["started"] if before.exists() else "")
+    if not suite.documents:
+        raise UsageError(f"--from: {args.source} holds no results", f"files are named {NAMES[0]}.json and so on")
+    return suite, any(not one.asked for one in suite.missing)
+
+
+def check(args: argparse.Namespace) -> Path:
+    """Return where to write; UsageError for what does not go together."""
+    if args.source and (args.only or args.skip or args.resume or args.quick):
+        raise UsageError("--from runs nothing", "leave --only, --skip, --quick and --resume out")
+    if args.only and args.skip:
+        raise UsageError("--only and --skip exclude each other", "name with --only what is to run")
+    if args.resume and args.quick:
+        raise UsageError("--quick and --resume exclude each other", "a quick look is run again")
+    out: Path = args.out or args.source or ROOT / "build" / "bench"
+    if args.quick and out.resolve() == results.DIRECTORY:
+        raise UsageError("-o: a quick look is nothing to record", "leave --quick out")
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0, 1, 2 or 3: see above."""
+    args = arguments(argv)
+    say = Console(highlight=False, stderr=True, width=None if sys.stderr.isatty() else 120)
+    try:
+        with one_interrupt():
+            out = check(args)
+            suite, failed = recorded(args) if args.source else run_all(args, out, say)
+    except LlmcacheError as error:
+        report("tools/bench all", error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("tools/bench all: interrupted; --resume goes on", file=sys.stderr)
+        return FAILED
+    out.mkdir(parents=True, exist_ok=True)
+    write(suite, out)
+    missed = [bar for _, bar in suite.bars if not bar.passed]
+    if missed:
+        say.print(bar_table(missed))
+    say.print(f"{len(suite.bars) - len(missed)} of {len(suite.bars)} bars reached: {out / 'all.html'}", soft_wrap=True)
+    return FAILED if failed else exit_code(missed)

@@ -1,0 +1,63 @@
+"""How long a second tools/demo takes, set up by the first one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from .harness import ROOT
+from .results import Bar, Document
+
+SCHEMA = "llmcache-bench-demotime/1"
+DEMO_BAR_S = 120.0
+
+Run = dict[str, Any]
+
+
+def timed(command: Sequence[str]) -> Run:
+    """Run a command; returns its seconds and exit code, and what it said last. What it prints goes to stderr."""
+    begin = time.perf_counter()
+    # a group of its own: an interrupt has to reach what the script has started, and only that
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        said = ""
+        try:
+            for line in process.stdout:
+                said = line.strip() or said
+                print(line, end="", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            os.killpg(process.pid, signal.SIGTERM)
+            raise
+    return {"seconds": time.perf_counter() - begin, "exit_code": process.returncode, "said": said}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--fresh", action="store_true", help="run it once before, where it has not run yet")
+
+
+def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
+    """Yield every run."""
+    yield {"runs": [timed(["tools/demo"]) for _ in range(2 if args.fresh else 1)]}
+
+
+def bars(told: Document) -> list[Bar]:
+    """Return the bars: the time of the last demo, and that it ended well."""
+    last = told["runs"][-1]
+    return [
+        Bar("demo", "a second tools/demo", last["seconds"], "<", DEMO_BAR_S, unit="s"),
+        Bar("exit", "exit code of tools/demo", last["exit_code"], "<=", 0),
+    ]
+
+
+def tables(_told: Document) -> tuple[()]:
+    """Return nothing beside the bars."""
+    return ()

@@ -1,0 +1,100 @@
+"""How long the accelerator model takes on this machine. What it computes is modelled."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.edram.accelerator import Axes, evaluate
+from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS
+from llmcache.report.edram_model import swept
+from llmcache.report.reproduce import reproduce
+
+from .harness import ROOT
+from .results import Bar, Document, table_of
+
+SCHEMA = "llmcache-bench-edram/2"
+CONFIGURATIONS = 10_000
+SWEEP_BAR_S = 5.0
+
+
+def axes() -> Axes:
+    """Return a sweep of 10,000 configurations: two models, the paper's workloads and systems, other numbers varied."""
+    return Axes(
+        [MODELS["llama2-7b"], MODELS["llama3-8b"]],
+        list(WORKLOADS.values()),
+        list(SYSTEMS.values()),
+        batches=(1, 2, 4, 8, 16),
+        budgets=(128, 256, 512, 1024, 2048),
+        interval_factors=(0.1, 0.25, 0.5, 1.0, 2.0),
+        dram_rates=(32e9, 64e9),
+    )
+
+
+def cases() -> dict[str, Callable[[], object]]:
+    """Return what is measured, by name; "sweep" has the bar."""
+    made = axes()
+    configurations = made.configurations()
+    return {
+        "sweep": lambda: swept(made, SYSTEMS["Original+SRAM"]),
+        "evaluate": lambda: evaluate(configurations),
+        "every step by itself": lambda: evaluate(configurations[:: len(configurations) // 100], groups=None),
+        "command": _command,
+        "reproduce kelle": lambda: reproduce("kelle", False, lambda _: None).page(),
+    }
+
+
+def _command() -> None:
+    """Run a sweep as large from the command line, imports and JSON included."""
+    numbers = ["--batch", "1,2,4,8,16", "--budget", "128,256,512,1024,2048", "--interval-scale", "0.1,0.25,0.5,1,2"]
+    names = ["--model", "llama2-7b,llama3-8b", "--workload", "all", "--system", "all", "--dram-bw", "32GB/s,64GB/s"]
+    command = [sys.executable, "-m", "llmcache", "edram", "sweep", *names, *numbers, "--json"]
+    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--repeat", type=int, default=7, help="runs of each case, in turns")
+
+
+def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
+    """Yield the seconds of every run of every case, run in turns."""
+    made = cases()
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    for number in range(args.repeat):
+        for name, run in made.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+        console.print(f"run {number + 1} of {args.repeat}", soft_wrap=True)
+    yield document(seconds)
+
+
+def document(seconds: dict[str, list[float]]) -> Document:
+    """Return every run with the medians."""
+    rows = [{"case": name, "seconds": runs, "median_s": statistics.median(runs)} for name, runs in seconds.items()]
+    return {"configurations": CONFIGURATIONS, "cases": rows}
+
+
+def bars(told: Document) -> list[Bar]:
+    """Return the bar: the median of the sweep."""
+    (median,) = (one["median_s"] for one in told["cases"] if one["case"] == "sweep")
+    what = f"a sweep of the accelerator model over {told['configurations']:,} configurations"
+    return [Bar("sweep", what, median, "<", SWEEP_BAR_S, unit="s")]
+
+
+def tables(told: Document) -> Iterator[Table]:
+    """Yield the times."""
+    rows = []
+    for row in told["cases"]:
+        spread = f"{min(row['seconds']):.2f}..{max(row['seconds']):.2f}"
+        rows.append((row["case"], f"{row['median_s']:.2f}", spread))
+    title = f"accelerator model: {told['configurations']:,} configurations (times measured)"
+    yield table_of(title, "case<|s|min..max", rows)

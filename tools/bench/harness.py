@@ -1,0 +1,126 @@
+"""How a benchmark is run: a module of this package that measures, and is judged and shown by what it has written.
+
+Each is called after the file of its results, `tools/bench NAME`. An interrupt has it clean up; what it has written until
+then stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from rich.console import Console, RenderableType
+
+from llmcache.errors import LlmcacheError
+
+from . import machine
+from .results import Bar, Document, bar_table, exit_code, rounded, with_bars, write
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Benchmark(Protocol):
+    """A module of a benchmark; its docstring is its help."""
+
+    __name__: str
+    SCHEMA: str
+
+    def options(self, parser: argparse.ArgumentParser) -> None:
+        """Add its options; --json is there already, `--dir` also names the disk that is told."""
+
+    def measure(self, args: argparse.Namespace, console: Console) -> Iterator[Document]:
+        """Yield all that was measured, JSON-ready; before that what there is so far, with "complete": False."""
+
+    def bars(self, told: Document) -> list[Bar]:
+        """Return the bars, from what was written."""
+
+    def tables(self, told: Document) -> Iterable[RenderableType]:
+        """Return what people see of it, beside the bars."""
+
+
+def run(bench: Benchmark, argv: Sequence[str] | None = None) -> int:
+    """Return 0 if every bar is reached, 1 if not, 2 usage, 3 if the machine cannot run it."""
+    name = f"tools/bench {bench.__name__.rpartition('.')[2]}"
+    parser = argparse.ArgumentParser(prog=name, description=bench.__doc__)
+    bench.options(parser)
+    parser.add_argument("--json", type=Path, help="write every run here")
+    args = parser.parse_args(argv)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    told: Document | None = None
+    try:
+        with one_interrupt():
+            for measured in bench.measure(args, console):
+                told = document(bench, getattr(args, "dir", ROOT), measured)
+                if args.json:
+                    write(args.json, told)
+    except LlmcacheError as error:
+        report(name, error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        console.print("interrupted" + (": nothing is written" if told is None else ""))
+        if told is None:
+            return 1
+    assert told is not None
+    judged = bench.bars(told)
+    console.print(*bench.tables(told), bar_table(judged))
+    return exit_code(judged) if told.get("complete", True) else 1
+
+
+def document(bench: Benchmark, directory: Path, measured: Document) -> Document:
+    """Return what a benchmark writes: what it measured on this machine, with its bars."""
+    told = rounded({"schema": bench.SCHEMA, "machine": machine.describe(directory), **measured})
+    return with_bars(told, bench.bars(told))
+
+
+def report(name: str, error: LlmcacheError) -> None:
+    """Print on stderr what went wrong with the command `name`."""
+    print(f"{name}: error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
+
+
+def measured_apart(client: str, *words: object) -> Document:
+    """Return what a program of `clients/` prints as JSON: a process of its own, whose memory is measured."""
+    command = [sys.executable, "-m", f"tools.bench.clients.{client}", *map(str, words)]
+    told: Document = json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    return told
+
+
+@contextmanager
+def workplace(directory: Path) -> Iterator[Path]:
+    """Yield a fresh directory below `directory`, removed at the end."""
+    scratch = directory / f".llmcache-bench-{os.getpid()}"
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch)
+
+
+@contextmanager
+def one_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt for the first SIGINT, SIGTERM or SIGHUP; later ones only say that cleaning up goes on."""
+    seen = False
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        nonlocal seen
+        if seen:
+            print("still unmounting and removing cgroups ...", file=sys.stderr, flush=True)
+            return
+        seen = True
+        raise KeyboardInterrupt
+
+    old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, action in old.items():
+            signal.signal(number, action)

@@ -1,0 +1,138 @@
+"""What budgets do to a model's answers: passkeys and recall of the recall model, asked by `llmcache.kv.bench.task`.
+
+Answers are the same however long they take, so contexts are asked at the same time, in processes of their own, and no
+time is kept. *Measured*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from llmcache.kv.bench.task import TaskSetup, run
+from llmcache.kv.bench.task_results import TaskBench
+from llmcache.kv.tasks import RECALL_MODEL
+
+from .harness import ROOT, workplace
+from .results import Bar, Document
+
+SCHEMA = "llmcache-bench-kvanswers/1"
+BUDGETS = (64, 128, 256)
+CONTEXTS = (1024, 2048, 4096)
+RIVALS = ("quest", "h2o", "window")
+BARS = {"passkey": (">=", 1.0), "recall": (">=", 0.99), "rivals": (">", 0.0)}
+
+
+@dataclass(frozen=True)
+class Exam:
+    """A task and who is asked it: how many cases at each context."""
+
+    task: str
+    policies: tuple[str, ...]
+    contexts: tuple[int, ...]
+    cases: int
+
+    def setups(self, directory: Path) -> list[TaskSetup]:
+        """Return one set-up for each context. One thread: products of so small a model take longer to share than to do."""
+        whole = TaskSetup(
+            self.task, RECALL_MODEL, self.contexts, self.policies, BUDGETS, directory, cases=self.cases, steps=4, threads=1
+        )
+        return [replace(whole, contexts=(context,)) for context in self.contexts]
+
+
+def asked(quick: bool) -> list[Exam]:
+    """Return what is asked."""
+    contexts = CONTEXTS[:1] if quick else CONTEXTS
+    return [
+        Exam("passkey", ("icecache",), contexts, 1 if quick else 5),
+        Exam("recall", ("icecache", *RIVALS), contexts, 2 if quick else 16),
+    ]
+
+
+def ask(tasks: Sequence[Exam], directory: Path, workers: int) -> dict[str, TaskBench]:
+    """Return the answers by task; the longest contexts begin first."""
+    # spawned: torch's threads do not survive a fork
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        setups = [setup for one in reversed(tasks) for setup in reversed(one.setups(directory))]
+        waiting = [(setup.task, pool.submit(run, setup)) for setup in setups]
+        try:
+            return {one.task: _together(one, [future for task, future in waiting if task == one.task]) for one in tasks}
+        except BaseException:
+            for child in multiprocessing.active_children():  # else leaving the block would wait for their answers
+                child.terminate()
+            raise
+
+
+def _together(one: Exam, parts: Sequence[Future[TaskBench]]) -> TaskBench:
+    benches = [part.result() for part in reversed(parts)]
+    conditions = {**benches[0].conditions, "contexts": list(one.contexts)}
+    return TaskBench(one.task, conditions, tuple(row for bench in benches for row in bench.rows))
+
+
+def document(bench: TaskBench) -> dict[str, Any]:
+    """Return it without times, and without where things lay on this machine."""
+    told = bench.document()
+    kept = {key: value for key, value in told["conditions"].items() if key != "spill files"}
+    wanted = ("policy", "context", "budget", "answers", "attention")
+    rows = [{key: row[key] for key in wanted} for row in told["rows"]]
+    return {**told, "conditions": {**kept, "model": str(RECALL_MODEL.relative_to(ROOT))}, "rows": rows}
+
+
+def passkey(bench: TaskBench) -> dict[str, Any]:
+    """The least share of passkeys that IceCache finds, over all budgets, contexts and depths."""
+    rows = [row for row in bench.rows if row.policy == "icecache"]
+    least = min(share for row in rows for share in row.answers.by_depth().values())
+    questions = sum(row.answers.questions for row in rows)
+    what = f"least share of passkeys found at any depth, budget and context ({questions} questions)"
+    return {"what": what, "figure": least, "run": document(bench)}
+
+
+def recall(bench: TaskBench) -> dict[str, Any]:
+    """IceCache's answers at the largest budget beside the full cache's."""
+    own = [row for row in bench.rows if row.policy == "icecache" and row.budget == BUDGETS[-1]]
+    least = min(row.answers.share / bench.stock(row.context).answers.share for row in own)
+    what = "right answers at a budget of 256, of those with the full cache; least of all contexts"
+    return {"what": what, "figure": least, "run": document(bench)}
+
+
+def rivals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """By how much IceCache is better than the best of its rivals, least of all budgets and contexts."""
+    shares: dict[tuple[int, int], dict[str, float]] = {}
+    for row in rows:
+        shares.setdefault((row["context"], row["budget"]), {})[row["policy"]] = row["answers"]["share"]
+    leads = [one["icecache"] - max(one[rival] for rival in RIVALS) for one in shares.values() if "icecache" in one]
+    what = f"right answers more than the best of {', '.join(RIVALS)}, least of all budgets and contexts"
+    return {"what": what, "figure": min(leads)}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill files go")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="contexts that are asked at the same time")
+    parser.add_argument("--quick", action="store_true", help="one context, few questions: for a look, not for the bars")
+
+
+def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
+    """Yield all answers."""
+    with workplace(args.dir) as scratch:
+        found = ask(asked(args.quick), scratch, args.workers)
+    parts = {"passkey": passkey(found["passkey"]), "recall": recall(found["recall"])}
+    yield {"quick": args.quick, "parts": {**parts, "rivals": rivals(parts["recall"]["run"]["rows"])}}
+
+
+def bars(told: Document) -> list[Bar]:
+    """Return the bars of all parts."""
+    return [Bar(name, one["what"], one["figure"], *BARS[name]) for name, one in told["parts"].items()]
+
+
+def tables(_told: Document) -> tuple[()]:
+    """Return nothing beside the bars."""
+    return ()

@@ -1,0 +1,249 @@
+"""Trees of keys and the scan of all: the key heads of one layer, one core, asked in turns.
+
+Keys lie in clusters, which are what a tree is for, or are noise, where it must lose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.kv.index.dci import DciIndex, DciSettings
+from llmcache.kv.index.dci.heads import asked as find
+from llmcache.kv.index.scorers.auto import Auto, recall_of
+from llmcache.kv.index.scorers.base import ScorerSettings, as_pages
+from llmcache.kv.index.scorers.dci import Dci
+from llmcache.kv.index.scorers.exact import Exact
+from llmcache.kv.index.scorers.quest import Quest
+from llmcache.kv.kernels import score, score_pages, top
+from llmcache.kv.spill.shape import KvShape
+
+from .results import Bar, Document, table_of
+
+SCHEMA = "llmcache-bench-kvindex/2"
+K, PAGE = 64, 16
+HEADS, QUERIES, PAGES = 4, 48, 128
+SIZES = (16384, 65536, 262144)
+RECALL, TOUCHED = 0.9, 0.05
+FASTER = {65536: 4.0, 262144: 20.0}
+INSERT_MS, BUILD_PER_S, AUTO = 1.0, 100_000.0, 1.2
+DIM = 128
+CLUSTERS, SPREAD, ASTRAY = 256, 0.35, 1.0
+Floats = NDArray[np.float32]
+Ask = Callable[[Floats], NDArray[np.int64]]
+
+
+class Keys(NamedTuple):
+    """`keys` [n, DIM] float32, `more` keys of the same kind that come later, `queries` [q, DIM]."""
+
+    keys: Floats
+    more: Floats
+    queries: Floats
+
+
+def clustered(count: int, more: int, queries: int, seed: int = 0) -> Keys:
+    """Return keys around `CLUSTERS` centres of very different popularity, and queries near some, by their popularity."""
+    random = np.random.default_rng(seed)
+    centres = random.standard_normal((CLUSTERS, DIM), dtype=np.float32)
+    popularity = random.dirichlet(np.ones(CLUSTERS) / 2)
+
+    def around(size: int, spread: float) -> Floats:
+        noise = random.standard_normal((size, DIM), dtype=np.float32)
+        found: Floats = centres[random.choice(CLUSTERS, size, p=popularity)] + np.float32(spread) * noise
+        return found
+
+    return Keys(around(count, SPREAD), around(more, SPREAD), around(queries, ASTRAY))
+
+
+def gaussian(count: int, more: int, queries: int, seed: int = 0) -> Keys:
+    """Return keys and queries without any structure."""
+    random = np.random.default_rng(seed)
+    sizes = (count, more, queries)
+    return Keys(*(random.standard_normal((size, DIM), dtype=np.float32) for size in sizes))
+
+
+KINDS = {"clustered": clustered, "gaussian": gaussian}
+
+
+def in_turns(
+    asked: dict[str, Ask], queries: Floats, truth: NDArray[np.int64], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Return the seconds of each way for all sets of queries, and the mean recall of each.
+
+    The ways take turns in an order drawn anew each time: what follows a scan finds the caches empty.
+    """
+    random = np.random.default_rng(0)
+    seconds: dict[str, list[float]] = {name: [] for name in asked}
+    hits: dict[str, list[float]] = {name: [] for name in asked}
+    for ask in asked.values():  # the first time compiles, and `auto` holds its trial
+        for query in queries[:32]:
+            ask(query)
+    for _ in range(rounds):
+        for query, best in zip(queries, truth, strict=True):
+            for name in map(str, random.permutation(list(asked))):
+                begin = time.perf_counter()
+                found = asked[name](query)
+                seconds[name].append(time.perf_counter() - begin)
+                hits[name].append(recall_of(found, best))
+    return seconds, {name: statistics.mean(shares) for name, shares in hits.items()}
+
+
+def scorers(halves: NDArray[np.float16]) -> dict[str, Any]:
+    """Return every scorer with all keys."""
+    shape = KvShape("bench", 1, HEADS, DIM, "float16", PAGE)
+    made = {kind.name: kind(shape, 0, ScorerSettings(threads=1)) for kind in (Exact, Auto, Dci, Quest)}
+    for scorer in made.values():
+        scorer.add(halves)
+    return made
+
+
+def built(keys: Floats) -> tuple[list[DciIndex], list[float]]:
+    """Return an index for each head and the processor seconds of building it; other load stretches them, but less."""
+    indexes = [DciIndex(DIM, DciSettings(seed=head)) for head in range(len(keys))]
+    seconds = []
+    for index, own in zip(indexes, keys, strict=True):
+        begin = time.thread_time()
+        index.insert(own, np.arange(len(own)))
+        seconds.append(time.thread_time() - begin)
+    return indexes, seconds
+
+
+def insertion(index: DciIndex, more: Floats) -> list[float]:
+    """Return the seconds that each page of 16 tokens takes to be inserted."""
+    seconds = []
+    for first in range(0, len(more), PAGE):
+        at = len(index)
+        begin = time.perf_counter()
+        index.insert(more[first : first + PAGE], np.arange(at, at + PAGE))
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def best_of(keys: Floats, queries: Floats) -> NDArray[np.int64]:
+    """Return the best tokens [queries, heads, K] of keys [heads, n, DIM] for queries [queries, heads, DIM]."""
+    found = [top(queries[:, head] @ own.T, K) for head, own in enumerate(keys)]
+    return np.stack(found, axis=1)
+
+
+def figures(kind: str, count: int, rounds: int) -> dict[str, Any]:
+    """Return all figures of one kind and number of keys.
+
+    `scan`, which the bars are about, is over pages as the store and its file have them, all heads in each; `scan side by
+    side` is over the keys of each head in one piece, as nothing in llmcache has them: the fastest that a scan could be.
+    """
+    made = [KINDS[kind](count, PAGE * PAGES, QUERIES, head) for head in range(HEADS)]
+    keys, queries = np.stack([one.keys for one in made]), np.stack([one.queries for one in made], axis=1)
+    halves = keys.astype(np.float16)
+    indexes, build_s = built(keys)
+    pages, singles = (np.ascontiguousarray(as_pages(rows, PAGE)) for rows in (halves, keys))
+    used = scorers(halves)
+    asked: dict[str, Ask] = {
+        "scan": lambda query: top(score_pages(query, pages, threads=1), K, threads=1),
+        "tree": lambda query: np.stack([find(one, query[at : at + 1], K)[0].tokens for at, one in enumerate(indexes)]),
+        "scan side by side": lambda query: top(score(query[None], halves[None], threads=1)[0], K, threads=1),
+        "scan float32": lambda query: top(score_pages(query, singles, threads=1), K, threads=1),
+    }
+    asked |= {name: partial(scorer.top, k=K) for name, scorer in used.items()}
+    seconds, recall = in_turns(asked, queries, best_of(halves.astype(np.float32), queries), rounds)
+    touched = [find(one, query[at : at + 1], K)[0].touched for query in queries for at, one in enumerate(indexes)]
+    levels = [int(points) for points in indexes[0].tree.population[1:] if points]
+    size = indexes[0].size_bytes
+    return {
+        "kind": kind, "keys": count, "levels": levels, "touched": statistics.mean(touched) / count,
+        "bytes_per_key": size / count, "build_cpu_s": build_s, "insert": spread(insertion(indexes[0], made[0].more)),
+        "times": {name: spread(times) for name, times in seconds.items()}, "recall": recall,
+        "auto": {"uses": used["auto"].used.name, "why": used["auto"].why},
+    }  # fmt: skip
+
+
+def grown(count: int) -> dict[str, Any]:
+    """Return recall of a tree built of half of its keys, the rest inserted page by page, beside one built of all."""
+    keys = KINDS["clustered"](count, 0, QUERIES)
+    truth = best_of(keys.keys[None], keys.queries[:, None])[:, 0]
+    half, whole = (built(keys.keys[None, :size])[0][0] for size in (count // 2, count))
+    insertion(half, keys.keys[count // 2 :])
+
+    def recall(index: DciIndex) -> float:
+        found = [find(index, query[None], K)[0].tokens for query in keys.queries]
+        return statistics.mean(recall_of(one[None], best[None]) for one, best in zip(found, truth, strict=True))
+
+    return {"keys": count, "recall_grown": recall(half), "recall_built": recall(whole)}
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """Return what is kept of many short runs: median, quartiles, how many."""
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return {"median_s": middle, "low_quartile_s": low, "high_quartile_s": high, "runs": len(seconds)}
+
+
+def faster(row: dict[str, Any], than: str = "scan") -> float:
+    """Return how many times faster the tree is, by medians."""
+    return float(row["times"][than]["median_s"] / row["times"]["tree"]["median_s"])
+
+
+def bars(told: Document) -> list[Bar]:
+    """Return the bars of all rows."""
+    return [bar for row in told["rows"] for bar in _of_row(row)]
+
+
+def _of_row(row: dict[str, Any]) -> Iterator[Bar]:
+    """Yield the bars of one row; on keys without clusters only that `auto` sees it."""
+    times = {name: spread["median_s"] for name, spread in row["times"].items()}
+    enough = [times[name] for name in ("exact", "dci") if row["recall"][name] >= RECALL]
+    yield _bar(row, "auto", "time of auto over that of the better of exact and dci", times["auto"] / min(enough), "<=", AUTO)
+    if row["kind"] != "clustered":
+        return
+    yield _bar(row, "recall", "recall@64", row["recall"]["tree"], ">=", RECALL)
+    yield _bar(row, "touched", "share of keys touched", row["touched"], "<=", TOUCHED)
+    built = row["keys"] / min(row["build_cpu_s"])
+    yield _bar(row, "build", "build, best of heads", built, ">=", BUILD_PER_S, "keys/s")
+    if row["keys"] in FASTER:
+        yield _bar(row, "faster", "times faster than the scan", faster(row), ">=", FASTER[row["keys"]])
+    if row["keys"] == SIZES[-1]:
+        yield _bar(row, "insert", "insertion of a page of 16", 1e3 * row["insert"]["median_s"], "<=", INSERT_MS, "ms")
+
+
+def _bar(row: dict[str, Any], name: str, what: str, value: float, sense: str, limit: float, unit: str = "") -> Bar:
+    key, keys = f"{row['kind']}.{row['keys']}.{name}", f"{row['keys']:,} {row['kind']} keys"
+    return Bar(key, f"{keys}: {what}", value, sense, limit, unit=unit)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--rounds", type=int, default=3, help="how often all queries are asked")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the keys: for a look, not for the bars")
+
+
+def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
+    """Yield the figures of all kinds and numbers of keys."""
+    rows, sizes = [], [size // 8 if args.quick else size for size in SIZES]
+    for kind in KINDS:
+        for size in sizes:
+            console.print(f"{kind}: {size:,} keys", soft_wrap=True)
+            rows.append(figures(kind, size, args.rounds))
+    about = {"dim": DIM, "heads": HEADS, "k": K, "threads": 1, "settings": DciSettings().to_json()}
+    yield {**about, "rows": rows, "grown": grown(sizes[1])}
+
+
+def tables(told: Document) -> Iterator[Table | str]:
+    """Yield the figures of all rows, and what growing costs."""
+    rows = []
+    for row in told["rows"]:
+        us = {name: f"{1e6 / HEADS * times['median_s']:.0f}" for name, times in row["times"].items()}
+        found = [f"{row['recall']['tree']:.3f}", f"{row['touched']:.1%}", us["tree"], us["scan"]]
+        times = [f"{faster(row, than):.1f}x" for than in ("scan", "scan side by side", "scan float32")]
+        others = [f"{us['quest']} ({row['recall']['quest']:.2f})", f"{us['auto']} {row['auto']['uses']}"]
+        rows.append([row["kind"], f"{row['keys']:,}", *found, *times, *others, f"{row['bytes_per_key']:.0f}"])
+    title = f"{K} best of n keys of {DIM} halves, {HEADS} heads, one core (measured; medians by head, in turns)"
+    yield table_of(title, "keys<|n|recall|touched|tree us|scan us|faster|side by side|f32|quest|auto<|B/key", rows)
+    later = told["grown"]
+    yield f"grown page by page from half: recall {later['recall_grown']:.3f}, built: {later['recall_built']:.3f}"

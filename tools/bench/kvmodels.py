@@ -1,0 +1,371 @@
+"""Contexts on real models: what a budget costs in loss and answers, and a token in time, bytes and memory. *Measured*.
+
+SmolLM2-135M-Instruct and Gemma 3 270M in float32, through transformers, on texts of the machine's documentation and tasks
+like RULER's. kvpress is not compared with: 0.5.5 asks for transformers before 5.3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from llmcache.errors import DataError
+from llmcache.kv.bench.task import Candidate, TaskSetup, Told, answered, take_turns
+from llmcache.kv.bench.task_question import MODELS, model_of
+from llmcache.kv.bench.task_results import MOST, STOCK, mean_of
+from llmcache.kv.tasks.documents import documents
+from llmcache.kv.tasks.probes import Text
+
+from .cgroup import Group
+from .harness import workplace
+from .results import Bar
+
+SCHEMA = "llmcache-bench-kvmodels/1"
+OWN, ORACLES, RIVALS = "mass", ("oracle", "oracle-product"), ("icecache", "hillinfer", "quest", "window")
+BUDGETS = (64, 128, 256)
+CONTEXTS = (1024, 2048, 4096, 8000)
+"""SmolLM2 has positions for 8,192 tokens, of which a text's next ones take some."""
+LONG = CONTEXTS[2:]
+CASES = {"passkey": 1, "needle": 13, "recall": 1, "variables": 3, "common": 13, "frequent": 13}
+"""Contexts of each task at each length (of a passkey: a depth): 50 questions or more over all lengths."""
+DOCUMENTS = 8
+WORST = 1.1
+"""How much larger than the best oracle's the loss above the full cache's may be."""
+POOL_PAGES, POOL_BUDGET = 8, 128
+"""Pages in memory where they are limited to the budget."""
+DISK_BPS = 500_000_000
+FAR = 32768
+SAID, AFTER = 8, 16
+"""Tokens before a kill and after it."""
+BARS = {
+    **{f"loss.{budget}": ("<=", 0.0) for budget in BUDGETS},
+    **{f"tasks.{budget}": (">=", share) for budget, share in zip(BUDGETS, (0.97, 0.98, 0.99), strict=True)},
+    "time": ("<=", 1.05), "time.long": ("<", 1.0), "file": ("<=", 1.5), "bytes": ("<=", 1.5), "memory.small": ("<=", 0.05),
+    "memory": ("<=", 1.0), "exact": (">=", 1.0), "restored": (">=", 1.0),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how much is measured."""
+
+    directory: Path
+    threads: int
+    quick: bool
+
+    @property
+    def models(self) -> list[str]:
+        """The models."""
+        return list(MODELS)[:1] if self.quick else list(MODELS)
+
+    def lengths(self, contexts: Sequence[int]) -> Sequence[int]:
+        """Return `contexts`, or a short one in their place."""
+        return (512,) if self.quick else contexts
+
+    def setup(self, task: str, model: str, context: int, cases: int) -> TaskSetup:
+        """Return the set-up of a task."""
+        cases = 1 if self.quick else cases
+        return TaskSetup(task, model_of(model), (context,), (), BUDGETS, self.directory, cases=cases, threads=self.threads)
+
+
+# Loss and answers
+
+
+def excess(told: Mapping[Candidate, Told], budget: int) -> float:
+    """Return by how much the loss above the full cache's is over 1.1 of the best oracle's, less its standard error."""
+    full = told[Candidate(STOCK, None)].losses
+
+    def above(policy: str) -> list[float]:
+        return [one - other for one, other in zip(told[Candidate(policy, budget)].losses, full, strict=True)]
+
+    best = min((above(policy) for policy in ORACLES), key=statistics.fmean)
+    mean, error = mean_of([own - WORST * other for own, other in zip(above(OWN), best, strict=True)])
+    return mean - (error if len(best) > 1 else 0.0)
+
+
+def kept(told: Sequence[Mapping[Candidate, Told]], budget: int) -> float:
+    """Return the share of the full cache's right answers that are kept, over all tasks that it answers most of."""
+    pairs = [(one[Candidate(OWN, budget)], one[Candidate(STOCK, None)].answers()) for one in told]
+    answered_most = [(own, full) for own, full in pairs if full.share >= MOST]
+    if not answered_most:
+        raise DataError("tasks: the full cache answers most of none", "ask longer ones of another model")
+    return sum(sum(own.kept) for own, _ in answered_most) / sum(sum(full.right) for _, full in answered_most)
+
+
+def _row(one: Candidate, told: Told, full: Told) -> dict[str, Any]:
+    answers = told.answers()
+    row: dict[str, Any] = {"policy": one.policy, "budget": one.budget, "right": answers.right, "asked": answers.asked}
+    row["kept"] = answers.kept
+    if told.losses:
+        row |= {"losses": told.losses, "divergences": told.divergences, "divergence": mean_of(told.divergences)}
+        row["above"] = mean_of([one - other for one, other in zip(told.losses, full.losses, strict=True)])
+    return row
+
+
+def _asked(place: Place, tasks: Mapping[str, int], contexts: Sequence[int], policies: Sequence[str]) -> Iterator[Any]:
+    """What is told of each model, task and context: by candidate, and as plain data."""
+    from llmcache.kv.bench.subject import Subject
+
+    everyone = [Candidate(STOCK, None), *(Candidate(policy, budget) for policy in policies for budget in BUDGETS)]
+    for model in place.models:
+        subject = Subject(model_of(model))
+        for task, cases in tasks.items():
+            for context in place.lengths(contexts):
+                texts: list[str] = []
+                told = answered(
+                    place.setup(task, model, context, cases), subject, context, place.directory, everyone, texts, _tell
+                )
+                full = told[everyone[0]]
+                rows = [_row(one, of, full) for one, of in told.items()]
+                yield told, {"model": model, "task": task, "context": context, "texts": texts, "rows": rows}
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def loss(place: Place) -> dict[str, dict[str, Any]]:
+    """The loss of each policy above the full cache's, and the oracles'."""
+    found = list(_asked(place, {"loss": DOCUMENTS}, LONG, (OWN, *ORACLES, *RIVALS)))
+    what = f"loss above full of {OWN} over {WORST} of the best oracle's, less its standard error, most of all"
+    parts = {
+        f"loss.{budget}": {"what": f"{what}, budget {budget}", "figure": max(excess(told, budget) for told, _ in found)}
+        for budget in BUDGETS
+    }
+    parts[f"loss.{BUDGETS[0]}"]["runs"] = [run for _, run in found]
+    return parts
+
+
+def tasks(place: Place) -> dict[str, dict[str, Any]]:
+    """Answers to tasks like RULER's."""
+    found = list(_asked(place, CASES, CONTEXTS, (OWN, *RIVALS)))
+    what = "right answers of the full cache that are kept, over tasks of which it answers most"
+    told = [told for told, _ in found]
+    parts = {f"tasks.{budget}": {"what": f"{what}, budget {budget}", "figure": kept(told, budget)} for budget in BUDGETS}
+    parts[f"tasks.{BUDGETS[0]}"]["runs"] = [run for _, run in found]
+    return parts
+
+
+# Time, bytes, memory
+
+
+def _text(subject: Any, tokens: int) -> Text:
+    """A text of the machine."""
+    return next(documents(np.random.default_rng(0), tokens, 1, subject.encode, subject.first))
+
+
+def _times(place: Place, contexts: Sequence[int], **options: Any) -> list[dict[str, Any]]:
+    """Time of a token by context, of DynamicCache's; bytes from the file for each of the rows that were chosen."""
+    from llmcache.kv.bench.subject import Prompt, Run, Subject, stock
+    from llmcache.kv.pipeline import Timeline
+    from llmcache.kv.transformers import SpillCache
+
+    subject, found = Subject(model_of("smollm2")), []
+    for context in place.lengths(contexts):
+        given = Prompt(subject.model, _text(subject, context).ids)
+        timeline = Timeline()
+        with SpillCache(subject.model.config, OWN, threads=place.threads, timeline=timeline, **options) as cache:
+            runs = [Run(subject.model, stock(subject.model)), Run(subject.model, cache, timeline)]
+            for run in runs:
+                run.take(given)
+            take_turns(runs, 4 if place.quick else 32)
+            full, own = (run.speed() for run in runs)
+            shape = cache.store.shape
+            row = shape.layers * shape.kv_heads * (shape.head_dim + (shape.value_dim or 0)) * shape.numpy_dtype.itemsize
+            read = runs[1].moved().bytes_between("ssd", "cpu") / runs[1].steps
+            found.append(
+                {"context": context, "full_ns": full.tpot_ns, "own_ns": own.tpot_ns, "parts_ns": dict(own.parts_ns)}
+                | {"read_bytes": read, "row_bytes": row, "times": own.tpot_ns / full.tpot_ns}
+            )
+    return found
+
+
+def time(place: Place) -> dict[str, dict[str, Any]]:
+    """A token with the settings that a cache has when nothing is said."""
+    rows = _times(place, CONTEXTS)
+    long = [row["times"] for row in rows if row["context"] >= LONG[0]] or [row["times"] for row in rows]
+    what = "time of a token, of DynamicCache's, default settings, most of"
+    return {
+        "time": {"what": f"{what} {CONTEXTS[0]:,} to {CONTEXTS[-1]:,} tokens", "figure": _most(rows), "rows": rows},
+        "time.long": {"what": f"{what} {LONG[0]:,} tokens and more", "figure": max(long)},
+    }
+
+
+def file(place: Place) -> dict[str, dict[str, Any]]:
+    """A token with pages limited to the budget; `main` has put this process where the disk reads no more than DISK_BPS."""
+    rows = _times(place, LONG, token_budget=POOL_BUDGET, cpu_pages=POOL_PAGES, path=place.directory)
+    most = max(row["read_bytes"] / (POOL_BUDGET * row["row_bytes"]) for row in rows)
+    what = "time of a token, of DynamicCache's, with pages limited to the budget and a disk of 500 MB/s"
+    bytes_what = f"bytes from the file a token, of those of the rows chosen, budget {POOL_BUDGET}, most of the contexts"
+    return {
+        "file": {"what": what, "figure": _most(rows), "rows": rows},
+        "bytes": {"what": bytes_what, "figure": most},
+    }
+
+
+def _most(rows: Sequence[Mapping[str, Any]]) -> float:
+    return max(float(row["times"]) for row in rows)
+
+
+def memory(place: Place) -> dict[str, dict[str, Any]]:
+    """Pages and index of a long context whose keys are drawn by chance."""
+    from llmcache.kv.bench.subject import Prompt, Run, load_model, stock
+    from llmcache.kv.transformers import SpillCache
+
+    model, tokens = load_model(model_of("smollm2")), 1024 if place.quick else FAR
+    given = Prompt.by_chance(model, tokens)
+    full = Run(model, stock(model))
+    full.take(given)
+    shares = {}
+    small: dict[str, Any] = {"token_budget": POOL_BUDGET, "cpu_pages": POOL_PAGES, "path": place.directory}
+    for name, options in (("memory.small", small), ("memory", {})):
+        with SpillCache(model.config, OWN, threads=place.threads, **options) as cache:
+            run = Run(model, cache)
+            run.take(given)
+            run.step()
+            taken = run.memory()
+        shares[name] = (taken.kv_bytes + taken.index_bytes) / full.memory().kv_bytes
+    what = f"pages and index in memory, of DynamicCache's, at {tokens:,} tokens drawn by chance"
+    return {
+        "memory.small": {"what": f"{what}, {POOL_PAGES} pages in memory", "figure": shares["memory.small"]},
+        "memory": {"what": f"{what}, default settings", "figure": shares["memory"]},
+    }
+
+
+# The same, whatever happens
+
+
+def exact(place: Place) -> dict[str, dict[str, Any]]:
+    """Logits with a budget that holds everything."""
+    from llmcache.kv.bench.subject import Subject, logits, stock
+    from llmcache.kv.transformers import SpillCache
+
+    same: list[bool] = []
+    for name in place.models:
+        subject = Subject(model_of(name))
+        text, model = _text(subject, place.lengths(LONG)[0]), subject.model
+        full = stock(model)
+        with SpillCache(model.config, OWN, token_budget=2 * text.ids.shape[1], path=place.directory) as cache:
+            for ids in (text.ids, *(text.following[:, at : at + 1] for at in range(SAID))):
+                same.append(bool((logits(model, full, ids) == logits(model, cache, ids)).all()))
+    what = "steps whose logits are DynamicCache's bit for bit, with a budget of the context"
+    return {"exact": {"what": what, "figure": statistics.fmean(same)}}
+
+
+def _generated(model: Any, cache: Any, ids: Any, count: int) -> list[int]:
+    from llmcache.kv.bench.subject import feed
+
+    said: list[int] = []
+    for _ in range(count):
+        ids = feed(model, cache, ids)[:, None]
+        said.append(int(ids[0, 0]))
+    return said
+
+
+def _talk(place: Place, name: str, path: Path, say: Connection) -> None:
+    """Reads a text, goes on with it, saves that, and waits to be killed; in a process of its own."""
+    from llmcache.kv.bench.subject import Subject
+    from llmcache.kv.transformers import SpillCache
+
+    subject = Subject(model_of(name))
+    text = _text(subject, place.lengths(LONG)[0])
+    with SpillCache(subject.model.config, OWN, token_budget=POOL_BUDGET, path=path) as cache:
+        said = _generated(subject.model, cache, text.ids, SAID)
+        cache.save()
+        say.send(said)
+        say.recv()
+
+
+def restored(place: Place) -> dict[str, dict[str, Any]]:
+    """Conversations that are saved, killed and restored, beside those that nothing happened to."""
+    from llmcache.kv.bench.subject import Subject
+    from llmcache.kv.transformers import SpillCache
+
+    same: list[bool] = []
+    spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    for name in place.models:
+        path = place.directory / f"{name}.kv"
+        say, hear = spawn.Pipe()
+        talk = spawn.Process(target=_talk, args=(place, name, path, say), daemon=True)
+        talk.start()
+        say.close()
+        try:
+            said = hear.recv()
+        except EOFError as error:
+            raise DataError(f"{name}: the conversation ended by itself", "see what it said above") from error
+        finally:
+            talk.kill()
+            talk.join()
+        subject = Subject(model_of(name))
+        model, text = subject.model, _text(subject, place.lengths(LONG)[0])
+        with SpillCache.restore(model, path, OWN, token_budget=POOL_BUDGET) as cache:
+            rest = _generated(model, cache, np.array([said[-1:]]), AFTER)
+        with SpillCache(model.config, OWN, token_budget=POOL_BUDGET) as cache:
+            expected = _generated(model, cache, text.ids, SAID + AFTER)
+        same += [one == other for one, other in zip([*said, *rest], expected, strict=True)]
+    what = "tokens that are the same after a save, a kill and a restore"
+    return {"restored": {"what": what, "figure": statistics.fmean(same)}}
+
+
+PARTS: dict[str, Callable[[Place], dict[str, dict[str, Any]]]] = {
+    "loss": loss, "tasks": tasks, "time": time, "file": file, "memory": memory, "exact": exact, "restored": restored,
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def _throttled(part: str, directory: Path) -> Iterator[None]:
+    """This process in a cgroup whose disk reads no more than DISK_BPS, for the part that is about a file."""
+    if part != "file":
+        yield
+        return
+    with Group("kvmodels", directory=directory, read_bps=DISK_BPS) as group:
+        before = {path: path.parent for path in group.paths}
+        group.add(os.getpid())
+        try:
+            yield
+        finally:
+            for parent in before.values():
+                (parent / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--only", choices=PARTS, action="append", help="this case alone; may be given several times")
+    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill files go (2 GB)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch and of each kernel")
+    parser.add_argument("--quick", action="store_true", help="one model, short contexts: for a look, not for the bars")
+
+
+def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, Any]]:
+    """Yield the figures of all parts."""
+    import torch
+
+    torch.set_num_threads(args.threads)
+    parts: dict[str, Any] = {}
+    with workplace(args.dir) as scratch:
+        for part in args.only or PARTS:
+            with _throttled(part, args.dir):
+                parts |= PARTS[part](Place(scratch, args.threads, args.quick))
+    yield {"quick": args.quick, "threads": args.threads, "torch": torch.__version__, "parts": parts}
+
+
+def bars(told: dict[str, Any]) -> list[Bar]:
+    """Return the bars of what was measured."""
+    return [Bar(name, one["what"], one["figure"], *BARS[name]) for name, one in told["parts"].items()]
+
+
+def tables(_told: dict[str, Any]) -> tuple[()]:
+    """Return nothing beside the bars."""
+    return ()

@@ -1,0 +1,193 @@
+"""The KV pipeline: four parts, each with a bar, all of them runs of `llmcache.kv.bench`.
+
+Measured on this machine; keys, values and queries are synthetic, the accelerator and the computational SSD are emulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.kv.bench.accelerator import fixed
+from llmcache.kv.bench.measured import compare, marks_of, sweep
+from llmcache.kv.bench.results import Bench, Row
+from llmcache.kv.bench.session import Setup
+from llmcache.kv.bench.variants import Variant
+from llmcache.kv.csd import CsdProfile
+from llmcache.kv.tiers.config import PING_PONG_STEPS
+from llmcache.kv.workload import StreamSpec
+
+from .harness import workplace
+from .results import Bar, Document, table_of
+
+SCHEMA = "llmcache-bench-kvpipeline/2"
+IDLE_BAR = 0.10  # of the time of decode steps in which the accelerator waits
+PING_PONG_BAR = 0.01  # of the pages that come up
+LINK_BAR = 1 / 50  # of the bytes that scoring on the host moves
+BETA_BAR = 1  # steps of the sweep between its minimum and the rule
+SLACK = 2.0  # computing takes so many times as long as what it is to hide
+WARM_UP = 4
+FACTORS = (1 / 4, 1 / 2, 1, 2, 4, 8)
+"""Betas of the sweep, as multiples of the rule's."""
+MS = 1e6
+
+
+def setup_of(directory: Path, context: int, layers: int, steps: int, seed: int) -> Setup:
+    """Return what the parts have in common: 8 key heads of 128 halves, 4 query heads each, half of the pages in memory."""
+    spec = StreamSpec(layers=layers, kv_heads=8, heads=32, head_dim=128, context=context, seed=seed)
+    return Setup(spec, fixed(int(MS)), directory, steps=steps, warm_up=WARM_UP, alpha=0.2, block_tokens=1024, threads=2)
+
+
+def idle(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
+    """Idle share with and without looking ahead, where computing takes `SLACK` times as long as what it is to hide."""
+    setup = setup_of(directory, 2048 if quick else 4096, 4 if quick else 16, 4 if quick else 8, seed)
+    plain = Variant("hillinfer", app=False)
+    timed = replace(setup, accelerator=fixed(int(SLACK * to_hide_ns(compare(setup, [plain]).rows[0], setup))))
+    bench = compare(timed, [Variant("hillinfer"), plain])
+    ahead, without = bench.rows
+    modelled = modelled_idle(without, setup)
+    return {
+        "what": "share of decode steps in which the emulated accelerator waits, where it need not by the model",
+        "to_hide_ns": to_hide_ns(without, setup), "compute_ns": without.stages_ns["compute"] / setup.spec.layers,
+        "modelled": modelled, "figure": ahead.idle_share, "without": without.idle_share,
+        "speedup": ahead.speedup_over(without), "applies": modelled <= IDLE_BAR, "run": _without_timelines(bench),
+    }  # fmt: skip
+
+
+def to_hide_ns(row: Row, setup: Setup) -> float:
+    """Return what a layer needs beside its computing, as measured one after the other."""
+    return sum(row.stages_ns[stage] for stage in ("evaluate", "fetch", "update")) / setup.spec.layers
+
+
+def modelled_idle(row: Row, setup: Setup) -> float:
+    """Return the idle share by the model of a pipeline: the first layer waits, each other one for what is not hidden."""
+    layers, hide = setup.spec.layers, to_hide_ns(row, setup)
+    compute = row.stages_ns["compute"] / layers
+    return 1 - layers * compute / (hide + compute + (layers - 1) * max(hide, compute))
+
+
+def ping_pong(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
+    """Pages that go down and come up again within 16 steps, of those that come up, with and without BKP."""
+    setup = setup_of(directory, 2048 if quick else 16384, 2, 8 if quick else 64, seed)
+    setup = replace(setup, warm_up=2 if quick else PING_PONG_STEPS + 1)  # what the prefill moved down is no ping-pong
+    bench = compare(setup, [Variant("hillinfer"), Variant("hillinfer", bkp=False)])
+    shares = [_seen(row).ping_pong_share for row in bench.rows]
+    return {
+        "what": "pages that went down and came up again within 16 steps, of those that came up",
+        "figure": shares[0], "without": shares[1], "pages_up": [_seen(row).pages_up for row in bench.rows],
+        "run": _without_timelines(bench),
+    }  # fmt: skip
+
+
+def link(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
+    """Bytes that scoring moves between host and SSD, by the emulated device and on the host."""
+    setup = setup_of(directory, 2048 if quick else 16384, 2, 4 if quick else 8, seed)
+    variant = [Variant("hillinfer")]
+    device, host = (compare(replace(setup, device=kind), variant).rows[0] for kind in ("csd", "file"))
+    moved = [_scoring_bytes(row) for row in (device, host)]
+    return {
+        "what": "bytes that scoring moves between host and SSD, emulated device to host scoring",
+        "device_bytes": moved[0], "host_bytes": moved[1],
+        "figure": moved[0] / moved[1],
+    }  # fmt: skip
+
+
+def _scoring_bytes(row: Row) -> float:
+    links = {"ssd to cpu, score", "cpu to ssd, score"}
+    return sum(size for name, size in row.moved_bytes.items() if name in links)
+
+
+def beta(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
+    """Where latency is least, in steps of the sweep from f_c / f_s.
+
+    The emulated device is throttled to a third of the processor's speed, measured before: then it hardly takes part in
+    using the processor, and both sides of the rule can be told apart (with a beta of 20, all that is right of it is
+    within 5 %). So few tokens are attended that evaluation, which the rule is about, is nearly all of the time.
+    """
+    spec = StreamSpec(layers=1, kv_heads=1, heads=64, head_dim=128, context=(1 << 13) if quick else (1 << 17), seed=seed)
+    setup = Setup(spec, fixed(1000), directory, steps=4 if quick else 24, warm_up=WARM_UP, alpha=0.001, threads=1)
+    setup, variant = replace(setup, block_tokens=4096), Variant("hillinfer", app=False)
+    speed = marks_of(setup, variant).f_c / 3
+    device = CsdProfile("a third as fast as the processor", speed, math.inf, math.inf, 60_000, throttle=True)
+    bench = sweep(replace(setup, csd=device), variant, factors=FACTORS)
+    assert bench.marks is not None
+    relative = relative_times([_seen(row).steps_ns for row in bench.rows])
+    best = min(range(len(FACTORS)), key=lambda place: relative[place])
+    return {
+        "what": "steps of the sweep, each twice the last, between the least latency and the rule's beta",
+        "betas": [row.beta for row in bench.rows], "token_ns": [row.token_ns for row in bench.rows],
+        "relative": relative, "rule": bench.marks.rule, "figure": abs(best - FACTORS.index(1)),
+        "run": _without_timelines(bench),
+    }  # fmt: skip
+
+
+def relative_times(steps: Sequence[Sequence[int]]) -> list[float]:
+    """Return for each run the median of its steps' times, each beside what all runs took for that step in the mean.
+
+    The runs take turns, so what slows the machine for a while slows a step of all of them.
+    """
+    means = [statistics.mean(times) for times in zip(*steps, strict=True)]
+    return [statistics.median(own / mean for own, mean in zip(times, means, strict=True)) for times in steps]
+
+
+PARTS = {"idle": idle, "ping_pong": ping_pong, "link": link, "beta": beta}
+LIMITS = {"idle": IDLE_BAR, "ping_pong": PING_PONG_BAR, "link": LINK_BAR, "beta": BETA_BAR}
+
+
+def bars(told: Document) -> list[Bar]:
+    """Return the bars; an idle share that the model says cannot be hidden is none."""
+    found = []
+    for name, one in told["parts"].items():
+        value = one["figure"] if one.get("applies", True) else math.nan
+        found.append(Bar(name, one["what"], value, "<=", LIMITS[name], "emulated"))
+    return found
+
+
+def _seen(row: Row) -> Any:
+    assert row.observed is not None
+    return row.observed
+
+
+def _without_timelines(bench: Bench) -> dict[str, Any]:
+    """Return it without the spans: they are many, and `llmcache kv plot` draws them from runs of its own."""
+    told = bench.document()
+    for row in told["rows"]:
+        row["observed"]["timeline"] = {"emulated": row["observed"]["timeline"]["emulated"], "spans": []}
+    return told
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill files go (3 GB)")
+    parser.add_argument("--seed", type=int, default=0, help="of the synthetic stream")
+    parser.add_argument("--quick", action="store_true", help="short contexts: for a look, not for the bars")
+
+
+def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
+    """Yield the figures of all parts."""
+    parts = {}
+    with workplace(args.dir) as scratch:
+        for name, part in PARTS.items():
+            begin = time.monotonic()
+            parts[name] = part(scratch, args.quick, args.seed)
+            console.print(f"{name}: {time.monotonic() - begin:.0f} s", soft_wrap=True)
+    yield {"quick": args.quick, "seed": args.seed, "parts": parts}
+
+
+def tables(told: Document) -> Iterator[Table]:
+    """Yield the figures, with and without the means that is measured."""
+    rows = [
+        (name, f"{one['figure']:.4g}", f"{one['without']:.3f}" if "without" in one else "", one["what"])
+        for name, one in told["parts"].items()
+    ]
+    title = "KV pipeline (measured; stream synthetic, accelerator and computational SSD emulated)"
+    yield table_of(title, "part<|figure|without|what<", rows)

@@ -1,0 +1,466 @@
+"""Compares llmcachefs with the kernel's page cache: same total memory, same storage limit, in turns.
+
+Cases: (a) a loop larger than memory, (b) one that fits, (c) one cold pass, (d) several readers, (e) loops of several sizes,
+(f) no limit on storage, (g) mixtures of experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import shlex
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
+from llmcache.fs.layout.experts import Experts
+from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
+
+from . import routing
+from .experiment import Command, Experiment, Rig, Routed
+from .harness import workplace
+from .results import Bar, Document, figure, table_of
+from .runner import MIB, client, crc_file, loop_bytes, loop_file
+from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain, kernels
+
+SCHEMA = "llmcache-bench-mount/2"
+RATES = (500_000_000, 200_000_000)
+TOKEN_WARMUP = 3  # the kernel's and the mount's first tokens fill the cache and learn the order
+SHORT_TIMES = 3  # runs that last a second or two are repeated so many times as often
+SIZES = (0.6, 0.9, 1.1, 1.5, 3.0)
+FRACTIONS = (0.4, 0.6, 0.75, 0.9)
+MIXTURES = ((64, 4, 500_000), (64, 4, 1_500_000), (128, 8, 500_000), (128, 8, 1_500_000))
+"""Experts of a layer, how many of them a token uses, bytes of a slice."""
+MIXTURE_BYTES = 1_000_000_000
+MIXTURE_SHARES = (0.12, 0.2, 0.3, 0.5, 0.8)  # of the model that fit
+MIXTURE_TOKENS, MIXTURE_WARMUP = 60, 20
+
+COLD_LIMIT_BPS = 2e9
+"""A faster disk than this is not asked for."""
+NEVER_SLOWER = 1.05
+"""What two medians of the same scatter."""
+MISSES = 0.1
+"""Of what a token reads: where the page cache reads less of it from storage, there is nothing to win."""
+CPU_S_PER_GB = {"inplace": 0.25, "steer": 0.8}
+"""What the daemon may take, by mode."""
+
+Result = dict[str, Any]
+Judged = tuple[str, str, float, str, float]
+"""Key, what it is, value, sense, limit."""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--model", type=Path, help="a Q8_0 GGUF (tools/make_model.py); without it no llama.cpp cases")
+    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where loop files go (with --model: beside it)")
+    parser.add_argument("--only", default="".join(CASES), help="cases to run, for example ac [%(default)s]")
+    parser.add_argument("--match", default="", help="only experiments with this text in their name")
+    parser.add_argument("--quick", action="store_true", help="smaller files, fewer steps")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each side, in turns")
+    parser.add_argument("--fraction", type=float, default=0.75, help="S/N of the cases larger than memory")
+    parser.add_argument("--threads", type=int, default=min(4, os.cpu_count() or 1), help="threads of llama.cpp")
+    modes = "--mode of llmcachefs; given several times, each is a side of its own"
+    parser.add_argument("--mode", choices=("auto", "inplace", "steer", "arena"), action="append", default=[], help=modes)
+    parser.add_argument("--program", type=shlex.split, help="another program in place of llmcachefs, same arguments")
+
+
+def sides(args: argparse.Namespace, source: Path) -> tuple[Plain | Mounted, ...]:
+    """Return the page cache, and llmcachefs in each mode that was asked for."""
+    command = tuple(args.program) if args.program else Mounted().command
+    ahead = ("--read-ahead", f"{SMALL_READ_AHEAD_KB}Ki")  # as most machines have it: there it changes nothing
+    words = {mode: ("--mode", mode, *(ahead if mode == "inplace" else ())) for mode in args.mode}
+    modes = [Mounted(command, each, mode) for mode, each in words.items()]
+    return (*kernels(source), *(modes or [Mounted(command)]))
+
+
+def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
+    """Yield what was measured after each experiment."""
+    if args.model is not None:
+        args.dir = args.model.resolve().parent
+    with workplace(args.dir) as place:
+        source, scratch = place / "source", place / "scratch"
+        source.mkdir()
+        scratch.mkdir()
+        model = None
+        if args.model is not None:
+            model = source / args.model.name
+            os.link(args.model.resolve(), model)
+        bench = Rig(source, scratch, sides(args, source), args.repeat, console.print)
+        plan = CasePlan(source, scratch, model, args.threads, args.fraction, args.quick)
+        measured: list[Result] = []
+        for experiment in (one for letter, make in CASES.items() if letter in args.only for one in make(plan)):
+            if args.match in experiment.name:
+                console.print(f"({experiment.case}) {experiment.name}")
+                measured.append(bench.measure(experiment).to_json())
+                yield {"complete": False, "results": measured}
+        yield {"complete": True, "results": measured}
+
+
+# The cases
+
+
+@dataclass(frozen=True)
+class CasePlan:
+    """Sizes and counts of a whole benchmark."""
+
+    source: Path
+    scratch: Path
+    model: Path | None
+    threads: int
+    fraction: float
+    quick: bool
+
+    @property
+    def loop_size(self) -> int:
+        """Return the bytes of the file that loop readers read.
+
+        What does not fit must be well over the 64 MiB that the kernel's side has more of page cache.
+        """
+        return (512 if self.quick else 768) * MIB
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Return (steps, warm-up steps among them)."""
+        return (6, 2) if self.quick else (9, TOKEN_WARMUP)
+
+    def llama(self, case: str, label: str, share: float, steps: int, warmup: int, **limits: Any) -> Iterator[Experiment]:
+        """Yield what has llama.cpp decode over `share` of its loop, if there is a model."""
+        if self.model is not None:
+            loop = loop_bytes(self.model)
+            command, name = tokens(self.threads, steps), f"llama.cpp {label}"
+            yield Experiment(case, name, self.model, loop, int(share * loop), command, steps, warmup, **limits)
+
+
+def tokens(threads: int, steps: int) -> Command:
+    """Return the command of the llama.cpp client."""
+    return lambda _side, path: client("llama_tokens", path, steps, "--threads", threads, "--json")
+
+
+def passes(how: str, steps: int, check: Path | None = None) -> Command:
+    """Return the command of a loop reader."""
+    checked = ["--check", check] if check else []
+    return lambda _side, path: client("loop_reader", path, "--how", how, "--passes", steps, *checked)
+
+
+def larger(plan: CasePlan) -> Iterator[Experiment]:
+    """(a) A loop of which `fraction` fits, storage limited: llama.cpp, and one reader by mmap and by read."""
+    for rate in RATES:
+        steps, warmup = plan.counts
+        if rate == min(RATES) and not plan.quick:
+            steps -= 2  # what lasts seconds scatters little
+        label, size = f"{rate // 10**6} MB/s", plan.loop_size
+        yield from plan.llama("a", label, plan.fraction, steps, warmup, read_bps=rate)
+        file, cache = loop_file(plan.source / "loop.bin", size), int(plan.fraction * size)
+        for how in ("mmap", "read"):
+            yield Experiment("a", f"{how} loop {label}", file, size, cache, passes(how, steps), steps, warmup, rate)
+
+
+def fits(plan: CasePlan) -> Iterator[Experiment]:
+    """(b) Everything fits, no limit: tokens, and warm 1 MiB reads."""
+    steps, size = 20 if plan.quick else 60, plan.loop_size
+    limits: dict[str, Any] = {"capped": False, "times": SHORT_TIMES}
+    share = 1.2 * plan.model.stat().st_size / loop_bytes(plan.model) if plan.model else 0.0
+    yield from plan.llama("b", "fits", share, steps, 5, **limits)
+    file, cache = loop_file(plan.source / "loop.bin", size), int(1.2 * size)
+    for how in ("read", "mmap"):
+        yield Experiment("b", f"warm {how} 1 MiB", file, size, cache, passes(how, steps), steps, 5, **limits)
+
+
+def cold(plan: CasePlan) -> Iterator[Experiment]:
+    """(c) One cold sequential pass, no limit, against O_DIRECT and the kernel; a budget that fits, and a small one."""
+    file, size = loop_file(plan.source / "loop.bin", plan.loop_size), plan.loop_size
+
+    def command(side: str, path: Path) -> list[str]:
+        return client("loop_reader", path, "--how", "direct" if side == "direct" else "read")
+
+    for name, cache in (("cold, fits", int(1.2 * size)), ("cold, budget 1/4", size // 4)):
+        yield Experiment("c", name, file, size, cache, command, 1, 0, capped=False, times=SHORT_TIMES, direct=True)
+
+
+def readers(plan: CasePlan) -> Iterator[Experiment]:
+    """(d) 1, 2, 4, 8 processes over one file of which `fraction` fits; every byte checked."""
+    (steps, warmup), size = plan.counts, plan.loop_size
+    file, cache = loop_file(plan.source / "readers.bin", size), int(plan.fraction * size)
+    command = passes("read", steps, crc_file(file, plan.scratch))
+    for count in (1, 2, 4, 8):
+        yield Experiment("d", f"{count} readers", file, size, cache, command, steps, warmup, RATES[0], clients=count)
+
+
+def sizes(plan: CasePlan) -> Iterator[Experiment]:
+    """(e) Loops of 0.6 to 3 budgets, storage limited; every byte checked."""
+    (steps, warmup), budget = plan.counts, (128 if plan.quick else 256) * MIB
+    for factor in SIZES:
+        size = int(factor * budget) // MIB * MIB
+        file = loop_file(plan.source / f"size-{factor}.bin", size)
+        command = passes("read", steps, crc_file(file, plan.scratch))
+        yield Experiment("e", f"{factor} x budget", file, size, budget, command, steps, warmup, RATES[0])
+
+
+def unlimited(plan: CasePlan) -> Iterator[Experiment]:
+    """(f) A loop of which parts fit, no limit on storage: llama.cpp, and one reader by mmap and by read."""
+    steps, warmup = plan.counts
+    size = 2 * plan.loop_size  # the tenth that does not fit must be over what the kernel's side has more, see there
+    for share in FRACTIONS:
+        yield from plan.llama("f", f"{share} N", share, steps, warmup)
+        file = loop_file(plan.source / "unlimited.bin", size)
+        for how in ("mmap", "read"):
+            name, command = f"{how} loop {share} N", passes(how, steps)
+            yield Experiment("f", name, file, size, int(share * size), command, steps, warmup)
+
+
+def mixtures(plan: CasePlan) -> Iterator[Experiment]:
+    """(g) Mixtures of experts read by generated routings, and one by llama.cpp, routed as its random weights have it."""
+    for number, (experts, used, slice_bytes) in enumerate(MIXTURES[:1] if plan.quick else MIXTURES):
+        shape = choose_shape(MIXTURE_BYTES, BYTES_PER_VALUE["gguf"], None, False, MixtureShape(experts, used, slice_bytes))
+        name = f"{experts} experts {slice_bytes / 1e6} MB"
+        (file,) = make_model(plan.source / f"{name.replace(' ', '-')}.gguf", shape, "gguf", 1, 0)
+        size, layout = file.stat().st_size, routing.layout_of(file)
+        dense, slices = routing.dense_bytes(layout), Experts(layout)
+        chosen = routing.generate(MIXTURE_TOKENS, shape.layers, experts, used)
+        ranges = plan.scratch / f"{file.stem}.plan"
+        ranges.write_bytes(routing.plan(layout, chosen).tobytes())
+
+        def reader(_side: str, path: Path, ranges: Path = ranges) -> list[str]:
+            return client("routed_reader", path, ranges)
+
+        counts = MIXTURE_TOKENS, MIXTURE_WARMUP
+        for share in MIXTURE_SHARES[1:4:2] if plan.quick else MIXTURE_SHARES:
+            cache, each = int(share * size), slices.bytes_of(0)
+            lru = statistics.fmean(routing.lru_bytes(chosen, each, cache - dense)[MIXTURE_WARMUP:])
+            asked = Routed(dense + shape.layers * used * each, lru)
+            for rate in (RATES[0], None):
+                label = f"{name} {share:.0%} {'no limit' if rate is None else f'{rate // 10**6} MB/s'}"
+                yield Experiment("g", label, file, size, cache, reader, *counts, rate, routed=asked)
+                if plan.model is not None and number == 0 and share in (0.2, 0.5):
+                    decoded = Routed(dense + sum(slices.sizes) * used / experts, None)
+                    decode = tokens(plan.threads, MIXTURE_TOKENS)
+                    yield Experiment("g", f"llama.cpp {label}", file, size, cache, decode, *counts, rate, routed=decoded)
+        file.unlink()
+
+
+CASES = {"a": larger, "b": fits, "c": cold, "d": readers, "e": sizes, "f": unlimited, "g": mixtures}
+
+
+# The figures of a result, and its bars
+
+
+def steps(result: Result, side: str) -> list[float]:
+    """Return the measured steps of one side (s), of all repeats and clients."""
+    runs = [run for run in result["runs"] if run["side"] == side]
+    return [step for run in runs for client in run["seconds"] for step in client]
+
+
+def seconds(result: Result, side: str) -> float:
+    """Return the median of the measured steps of one side (s); no number without any."""
+    return statistics.median(steps(result, side) or [math.nan])
+
+
+def mean(result: Result, side: str) -> float:
+    """Return the mean of the measured steps of one side (s); no number without any."""
+    return statistics.fmean(steps(result, side) or [math.nan])
+
+
+def fastest(result: Result, sides: Iterable[str]) -> str:
+    """Return the side with the least median, or one without any: nothing is better than what was not measured."""
+    return min(sides, key=lambda side: (not math.isnan(seconds(result, side)), seconds(result, side)))
+
+
+def kernel(result: Result) -> str:
+    """Return the side of the page cache at its best: with the machine's own read-ahead or the small one."""
+    return fastest(result, (side for side in result["sides"] if side.startswith("kernel")))
+
+
+def mounts(result: Result) -> list[str]:
+    """Return the sides that are llmcachefs."""
+    return [side for side in result["sides"] if side != "direct" and not side.startswith("kernel")]
+
+
+def storage_bytes(result: Result, side: str) -> float:
+    """Return the median over the repeats of what one step of one client read from storage."""
+    return _median(run["storage_bytes_per_step"] for run in result["runs"] if run["side"] == side)
+
+
+def costs(result: Result, side: str) -> list[dict[str, Any]]:
+    """Return what the mount took in each run of one side: see `SideRun.mount`; nothing where that was not recorded."""
+    return [run["mount"] or {} for run in result["runs"] if run["side"] == side and "mount" in run]
+
+
+def mode_of(result: Result, side: str) -> str:
+    """Return the mode that served, as the daemon told; else the name of the side."""
+    return next((cost["mode"] for cost in costs(result, side) if "mode" in cost), side)
+
+
+def cpu_s_per_gb(result: Result, side: str) -> float:
+    """Return the median over the repeats of the daemon's processor time per GB from storage."""
+    return _median(cost.get("cpu_s_per_gb") for cost in costs(result, side))
+
+
+def memory(result: Result, side: str) -> dict[str, float]:
+    """Return resident, beyond and daemon bytes of the run with the most in all; no numbers where a run has none."""
+    keys = ("resident_bytes", "beyond_bytes", "daemon_bytes")
+    each = [{key: float(cost.get(key, math.nan)) for key in keys} for cost in costs(result, side)]
+    return max(each, key=lambda one: (math.isnan(_kept(one)), _kept(one)), default=dict.fromkeys(keys, math.nan))
+
+
+def _kept(memory: dict[str, float]) -> float:
+    return memory["resident_bytes"] - memory["beyond_bytes"] + memory["daemon_bytes"]
+
+
+def _median(values: Iterable[float | None]) -> float:
+    return statistics.median([one for one in values if one is not None] or [math.nan])
+
+
+def bars(told: Document) -> list[Bar]:
+    """Return the bars of all results; the first is that nothing went wrong over the mount."""
+    results: list[Result] = told["results"]
+    wrong = sum(len(result["problems"][side]) for result in results for side in mounts(result))
+    what = f"hangs, wrong bytes, failures over the mount, in {len(results)} cases"
+    nothing = Bar("problems", what, wrong, "<=", 0, command="tools/bench mount --model MODEL")
+    return [nothing, *(bar for result in results for side in mounts(result) for bar in judge(result, side))]
+
+
+def judge(result: Result, side: str) -> Iterator[Bar]:
+    """Yield the bars of one mount of one result."""
+    slug = re.sub(r"[^a-z0-9.]+", "-", result["name"].lower()).strip("-")
+    name = result["name"]
+    command = f"tools/bench mount --model MODEL --only {result['case']} --match '{name}'"
+    if side != "mount":
+        slug, name, command = f"{slug}.{side}", f"{name}, {side}", f"{command} --mode {side}"
+    mode = mode_of(result, side)
+    for key, what, value, sense, limit in (*JUDGES[result["case"]](result, side, mode), *_costs(result, side, mode)):
+        yield Bar(f"{slug}.{key}", f"{name}: {what}", value, sense, limit, command=command)
+
+
+def _over_kernel(result: Result, side: str) -> float:
+    return seconds(result, side) / seconds(result, kernel(result))
+
+
+def _larger(result: Result, side: str, mode: str) -> Iterator[Judged]:
+    bound, limit = (1.05, 0.4) if mode == "inplace" else (1.15, 0.5)
+    yield "bound", "time over the modelled bound", seconds(result, side) / result["bound_s"], "<=", bound
+    yield "kernel", "time over the page cache's", _over_kernel(result, side), "<=", limit
+
+
+def _fits(result: Result, side: str, mode: str) -> Iterator[Judged]:
+    limit = 0.95 if result["name"].startswith("llama") else 0.9
+    limit = 0.98 if mode == "inplace" else limit
+    yield "plain", "speed, of the plain file's", seconds(result, kernel(result)) / seconds(result, side), ">=", limit
+
+
+def _cold(result: Result, side: str, mode: str) -> Iterator[Judged]:
+    size = result["loop_bytes"]
+    if mode == "inplace":
+        best_s = seconds(result, fastest(result, ("direct", kernel(result))))
+        yield "best", "bandwidth, of O_DIRECT's or the page cache's", best_s / seconds(result, side), ">=", 0.95
+        return
+    measured = size / seconds(result, "direct")
+    direct = COLD_LIMIT_BPS if measured > COLD_LIMIT_BPS else measured  # min() would take a limit for what is no number
+    yield "direct", "bandwidth, of O_DIRECT's", size / seconds(result, side) / direct, ">=", 0.8
+
+
+def _readers(result: Result, side: str, _mode: str) -> Iterator[Judged]:
+    # readers at different places of the loop share the pins but not what is streamed
+    bound = max(result["compute_s"], result["bound_s"] * result["clients"])
+    yield "bound", "time over the modelled bound of readers apart", seconds(result, side) / bound, "<=", 1.15
+    yield "kernel", "time over the page cache's", _over_kernel(result, side), "<=", NEVER_SLOWER
+
+
+def _sizes(result: Result, side: str, mode: str) -> Iterator[Judged]:
+    # no cliff: near the bound, with an allowance of a tenth of a full read for loops that nearly fit
+    allowed = result["bound_s"] + 0.1 * result["loop_bytes"] / (result["read_bps"] or 1e9)
+    yield "bound", "time over (modelled bound + 10 % of a full read)", seconds(result, side) / allowed, "<=", 1.15
+    if mode == "inplace":
+        yield "kernel", "time over the page cache's", _over_kernel(result, side), "<=", NEVER_SLOWER
+
+
+def _unlimited(result: Result, side: str, mode: str) -> Iterator[Judged]:
+    if mode != "inplace":  # through FUSE nothing is promised where storage is as fast as memory
+        return
+    limit = 0.67 if round(result["cache_bytes"] / result["loop_bytes"], 2) == 0.75 else NEVER_SLOWER
+    yield "kernel", "time over the page cache's", _over_kernel(result, side), "<=", limit
+
+
+def _mixtures(result: Result, side: str, mode: str) -> Iterator[Judged]:
+    plain = [one for one in result["sides"] if one.startswith("kernel")]
+    best, limited = min(plain, key=lambda one: mean(result, one)), result["read_bps"] is not None
+    times, ratio = steps(result, side), mean(result, side) / mean(result, best)
+    read, asked = storage_bytes(result, best), result["routed"]["token_bytes"]
+    misses = read > MISSES * asked
+    if mode == "inplace":
+        limit = (0.65 if limited else 0.5) if misses else NEVER_SLOWER
+        yield "kernel", "mean time over the page cache's", ratio, "<=", limit
+    elif limited:
+        yield "kernel", "mean time over the page cache's", ratio, "<=", 0.8 if misses else NEVER_SLOWER
+    if misses:
+        yield "bytes", "bytes from storage over the page cache's", storage_bytes(result, side) / read, "<=", 0.65
+    if result["routed"]["lru_bytes"]:
+        share = storage_bytes(result, side) / result["routed"]["lru_bytes"]
+        yield "lru", "bytes from storage over exact LRU's, of whole experts", share, "<=", 1
+    if times:
+        late = sorted(times)[math.ceil(0.99 * len(times)) - 1] / statistics.median(times)
+        yield "p99", "the 99th of a hundred tokens over the median", late, "<=", 3
+
+
+def _costs(result: Result, side: str, mode: str) -> Iterator[Judged]:
+    if not costs(result, side):
+        return
+    room = result["cache_bytes"] + MOUNT_OVERHEAD_BYTES
+    yield "memory", "memory of mount and daemon, of budget + 64 MiB", _kept(memory(result, side)) / room, "<=", 1
+    if result["case"] in "af" and not result["name"].startswith("llama") and mode in CPU_S_PER_GB:
+        yield "cpu", "daemon's processor seconds per GB from storage", cpu_s_per_gb(result, side), "<=", CPU_S_PER_GB[mode]
+
+
+JUDGES: dict[str, Callable[[Result, str, str], Iterator[Judged]]] = {
+    "a": _larger,
+    "b": _fits,
+    "c": _cold,
+    "d": _readers,
+    "e": _sizes,
+    "f": _unlimited,
+    "g": _mixtures,
+}
+
+
+def tables(told: Document) -> Iterator[Table | str]:
+    """Yield the comparison, a row per experiment and side, and what went wrong."""
+    results: list[Result] = told["results"]
+    made = table_of(
+        "kernel page cache and llmcachefs: same total memory, same storage limit",
+        "case<|side<|s/step|min..max|MB/step|bound s|/bound|/kernel|CPU s/GB|memory MB",
+        (),
+        "s/step, min..max and MB read are measured (medians over all runs); "
+        "bound is modelled: max(compute, (N-S)/BW); kernel is the better of the page cache's sides; "
+        "memory is resident + daemon, and of resident what lies beyond the budget",
+    )
+    for result in results:
+        for side in result["sides"]:
+            made.add_row(f"({result['case']}) {result['name']}" if side == result["sides"][0] else "", *_row(result, side))
+        made.add_section()
+    yield made
+    for one in results:
+        for side in mounts(one):
+            yield from (f"problem over the mount: {one['name']}, {side}: {problem}" for problem in one["problems"][side])
+
+
+def _row(result: Result, side: str) -> list[str]:
+    times, median = steps(result, side), seconds(result, side)
+    spread = f"{min(times):.4f}..{max(times):.4f}" if times else "-"
+    bound = result["bound_s"]
+    # nothing is kept or computed in one cold pass, and what storage without a limit gives is not known: no bound
+    bounds = ["-", "-"] if result["case"] in "cfg" else [f"{bound:.4f}", f"{median / bound:.2f}"]
+    against = f"{median / seconds(result, kernel(result)):.2f}"
+    mode = mode_of(result, side)
+    label = side if mode == side else f"{side}: {mode}"
+    row = [label, f"{median:.4f}", spread, f"{storage_bytes(result, side) / 1e6:.1f}", *bounds, against]
+    if side not in mounts(result):
+        return [*row, "", ""]
+    resident, beyond, daemon = (figure(each / 1e6) for each in memory(result, side).values())
+    return [*row, figure(cpu_s_per_gb(result, side)), f"{resident}+{daemon}, {beyond}"]

@@ -1,0 +1,273 @@
+"""What is measured for the papers, and what is asked of their claims: the figures of `llmcache reproduce` that have a bar.
+
+With --measure, what the report says is measured is measured anew first, on this disk and processor, small, with an emulated
+accelerator and device, and saved with machine and day in `llmcache/papers/NAME.json`: the report reads only that. Whatever
+cannot be measured (no torch, no room on the disk) is missing there with its reason.
+
+The speed-ups are *modelled*, those of the paper's own machine and reading; the page of `llmcache reproduce hillinfer` has
+the other readings, and says by how much each is missed and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from llmcache.cache.policies import policy_class
+from llmcache.errors import EnvironmentProblem, LlmcacheError
+from llmcache.files import replacing
+from llmcache.kv.bench import lengths, measured, task
+from llmcache.kv.bench.accelerator import fixed
+from llmcache.kv.bench.lengths import LengthRow, stock_at
+from llmcache.kv.bench.session import Setup
+from llmcache.kv.bench.task import Candidate, TaskSetup
+from llmcache.kv.bench.task_results import STOCK
+from llmcache.kv.bench.variants import variants_of
+from llmcache.kv.planning import MODELS
+from llmcache.kv.spill import KvShape, Room, SpillFile
+from llmcache.kv.tasks import RECALL_MODEL, recall
+from llmcache.kv.workload import StreamSpec
+from llmcache.report.judge import PAPERS
+from llmcache.trace.record import BlockSpace, Trace
+from llmcache.trace.shapes import SHAPES
+
+from . import machine
+from .harness import ROOT
+from .results import Bar, Document
+
+SCHEMA = "llmcache-bench-papers/1"
+COMMAND = "llmcache reproduce hillinfer"
+READING = "sizes"
+CLAIMS = {"speed-up-range": READING, "order": READING, "comparable-accuracy": "hillinfer"}
+"""Claim and the finding of it that is judged."""
+ALPHA_LOSS = 0.01
+Tell = Callable[[str], None]
+MODEL, BATCH, ALPHA, SSD_SHARE = "Qwen-7B", 8, 0.2, 0.2
+POLICIES = "full,h2o,prefetch,leoam,hillinfer,hillinfer-no-app"
+ALPHAS = (0.05, 0.1, 0.2, 0.4)
+PART = 4096  # tokens at a time: memory stays small
+REPEATS = 5  # of a replay; each replay's cache is half of the footprint
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument("--measure", nargs="*", choices=list(MEASURES), help="measure first: these papers, or all")
+    parser.add_argument("--quick", action="store_true", help="measure less")
+
+
+def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
+    """Yields the claims with a bar as `llmcache reproduce` tells them: verdict, words and values of each finding."""
+    for name in [] if args.measure is None else args.measure or MEASURES:
+        save(name, args.quick, lambda what: print(what, file=sys.stderr))
+    command = [sys.executable, "-m", *COMMAND.split(), "--json"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    findings = {claim["name"]: claim["findings"] for claim in json.loads(done.stdout)["claims"]}
+    yield {"claims": {name: findings[name] for name in CLAIMS}}
+
+
+def bars(told: Document) -> list[Bar]:
+    """Returns the bars: speed-ups and order (modelled), answers with a fifth of the tokens (measured)."""
+    found = {name: told["claims"][name][finding]["values"] for name, finding in CLAIMS.items()}
+    ranged = "speed-ups over four baselines from 4.21 to 8.56, on the paper's machine: share of the points"
+    order = "baselines in the paper's order, on the paper's machine: share of the points"
+    lost = found["comparable-accuracy"]["full"] - found["comparable-accuracy"]["at_0.2"]
+    return [
+        Bar("range", ranged, found["speed-up-range"]["share_in_range"], ">=", 1, "modelled", command=COMMAND),
+        Bar("order", order, found["order"]["share"], ">=", 1, "modelled", command=COMMAND),
+        Bar("alpha", "right answers lost at alpha 0.2, recall model", lost, "<=", ALPHA_LOSS, command=COMMAND),
+    ]
+
+
+def tables(_told: Document) -> tuple[()]:
+    """Returns nothing beside the bars."""
+    return ()
+
+
+def save(name: str, quick: bool, tell: Tell, directory: Path = PAPERS) -> dict[str, Any]:
+    """Measure what is said of a paper, write it whole, and return it. `quick`: smaller."""
+    found, missing = MEASURES[name](quick, tell)
+    host = {key: value for key, value in machine.describe(ROOT).items() if key not in ("device", "commit")}
+    head = {"schema": f"llmcache.papers.{name}/1", "machine": host, "date": date.today().isoformat(), "quick": quick}
+    told = {**head, **found, "missing": missing}
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in told.items())
+    with replacing(directory / f"{name}.json", 0o666) as stream:
+        stream.write(f"{{\n{lines}\n}}\n".encode())
+    return told
+
+
+def _tried(runs: dict[str, Callable[[], Any]], tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns what each run gave, None where it could not; and why not."""
+    found: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    for name, run in runs.items():
+        tell(f"{name}: beginning")
+        try:
+            found[name] = run()
+        except LlmcacheError as error:
+            found[name] = None
+            missing[name] = f"{error.message}" + (f" ({error.hint})" if error.hint else "")
+    return found, missing
+
+
+def hillinfer(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns figures 3a, 8, 9 to 11a and 11b in small."""
+
+    def setup(beta: float) -> Setup:
+        # The shape of a model of 8 billion parameters, fewer layers, one sequence.
+        context, layers, steps = (2048, 2, 3) if quick else (16384, 4, 8)
+        return Setup(
+            spec=StreamSpec(layers, 8, 32, 128, context),
+            accelerator=fixed(2_000_000),
+            directory=Path(tempfile.gettempdir()),
+            steps=steps,
+            warm_up=1 if quick else 3,
+            alpha=ALPHA,
+            beta=beta,
+        )
+
+    factors = (0.5, 1.0, 2.0) if quick else (0.25, 0.5, 1.0, 2.0, 4.0)
+    runs: dict[str, Callable[[], Any]] = {
+        "transfers": lambda: transfers(quick),
+        "systems": lambda: measured.compare(setup((1 - SSD_SHARE) / SSD_SHARE), variants_of(POLICIES), tell).document(),
+        "beta": lambda: measured.sweep(setup(1.0), variants_of("hillinfer")[0], tell, factors).document(),
+        "accuracy": lambda: accuracy(quick),
+    }
+    return _tried(runs, tell)
+
+
+def transfers(quick: bool) -> dict[str, Any]:
+    """Returns figure 3a for one layer of Qwen-7B at a batch of 8, read from a spill file in the temporary directory."""
+    contexts, shares = (512, 1024) if quick else (1024, 2048, 4096, 8192), (0.2, 0.3)
+    shape = KvShape("tools/bench papers", 1, MODELS[MODEL].kv_heads, MODELS[MODEL].head_dim)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="llmcache-papers-") as made:
+        try:
+            with SpillFile.create(Path(made) / "layer.kv", shape) as file:
+                _fill(file, round(max(shares) * max(contexts)) * BATCH)
+                file.flush()
+                for share in shares:
+                    for context in contexts:
+                        seconds = _read_s(file, round(share * context) * BATCH)
+                        rows.append({"share": share, "context": context, "seconds": seconds})
+        except OSError as error:
+            raise EnvironmentProblem(f"{made}: {error.strerror}", "set TMPDIR to a directory with room") from error
+    return {"layers": 1, "rows": rows}
+
+
+def _fill(file: SpillFile, tokens: int) -> None:
+    shape, generator = file.shape, np.random.default_rng(0)
+    for first in range(0, tokens, PART):
+        count = min(PART, tokens - first)
+        bits = np.frombuffer(generator.bytes(2 * shape.kv_heads * count * shape.head_dim), np.uint16) & np.uint16(0xBBFF)
+        rows = bits.view(np.float16).reshape(shape.kv_heads, count, shape.head_dim)
+        file.append(0, 0, rows, rows)
+
+
+def _read_s(file: SpillFile, tokens: int) -> float:
+    """Seconds to read `tokens` of the layer, page after page into the same room; the median of several times."""
+    pages = file.shape.pages_of(tokens)
+    step = PART // file.shape.page_tokens
+    room = Room(file.shape, step)
+    taken = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        for first in range(0, pages, step):
+            file.read(0, 0, list(range(first, min(pages, first + step))), room)
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
+
+
+def accuracy(quick: bool) -> dict[str, Any]:
+    """Returns figure 8 with the recall model, shares of right answers. EnvironmentProblem: torch or transformers miss."""
+    from llmcache.kv.transformers import check_versions
+
+    check_versions()
+    from llmcache.kv.bench.subject import accuracy as answered
+    from llmcache.kv.bench.subject import load_model
+
+    contexts, tokens, asked = (4, 1024, 8) if quick else (8, 4096, 32)
+    questions = recall(np.random.default_rng(8), contexts, tokens, questions=asked)
+    model: Any = load_model(RECALL_MODEL)
+    # Fewer tokens than sink and window, which every policy keeps, are no choice.
+    alphas = [alpha for alpha in ALPHAS if alpha * tokens >= 64]
+    systems = ("h2o", "prefetch", "hillinfer")
+    by_system = {name: {str(alpha): answered(model, questions, name, alpha=alpha) for alpha in alphas} for name in systems}
+    full = answered(model, questions)
+    return {"tokens": tokens, "answers": contexts * asked, "full": full, "by_system": by_system}
+
+
+def icecache(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the recall model's answers to four tasks, and times of a model with random weights."""
+    budgets, ours, rivals = (64, 128, 256), ("icecache", "icecache-dci", "icecache-pages"), ("quest", "h2o", "window")
+    context, tries, contexts = (1024, 2, (1024,)) if quick else (4096, 4, (1024, 4096))
+    directory = Path(tempfile.gettempdir())
+
+    def asked(name: str, at: Sequence[int], policies: Sequence[str], sizes: Sequence[int], cases: int) -> dict[str, Any]:
+        setup = TaskSetup(name, RECALL_MODEL, at, policies, sizes, directory, cases=cases, steps=4, threads=1)
+        told = task.run(setup, tell).document()
+        return {**told, "conditions": {**told["conditions"], "model": "the recall model"}}
+
+    everyone = (*ours, *rivals)
+    tasks, missing = _tried(
+        {
+            "passkey": lambda: asked("passkey", contexts, ours, budgets, 1),
+            "recall": lambda: asked("recall", (context,), everyone, budgets, tries),
+            "chain": lambda: asked("chain", (context,), everyone, (round(0.1 * context),), tries),
+            "needle": lambda: asked("needle", contexts, ours, budgets[-1:], 8 * tries),
+        },
+        tell,
+    )
+    rows, slow = _tried({"lengths": lambda: _lengths(quick, tell)}, tell)
+    times = {"shape": lengths.SMALL, "synthetic_prompt": True, "rows": rows["lengths"] or []}
+    return {"tasks": {name: one for name, one in tasks.items() if one is not None}, "lengths": times}, missing | slow
+
+
+def _lengths(quick: bool, tell: Tell) -> list[dict[str, Any]]:
+    """Figures 1, 7b, 7c and 8 in small; the largest length is the paper's 36 k."""
+    names = ("icecache", "icecache-reuse", "quest", "h2o", "window")
+    everyone = [Candidate(STOCK, None), *(Candidate(name, 256) for name in names)]
+    at, steps = ((1024, 2048), 4) if quick else ((4096, 9216, 18432, 36864), 12)
+    rows: list[LengthRow] = lengths.measure(lengths.SMALL, at, everyone, Path(tempfile.gettempdir()), steps, 2, tell)
+    return [row.document(stock_at(rows, row.tokens)) for row in rows]
+
+
+def io_caching(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns how long each policy takes to replay AI Notes, ns per block."""
+    tell("timing the policies")
+    return {"overhead": overhead(SHAPES["ai_notes"](), "AI Notes")}, {}
+
+
+def overhead(trace: Trace, name: str) -> dict[str, Any]:
+    """Returns medians of `REPEATS` replays of `trace`, called `name`: one thread, in turns, after one that compiles."""
+    space = BlockSpace.of([trace])
+    first, count = space.place(trace), trace.count.astype(np.int64)
+    taken: dict[str, list[float]] = {policy: [] for policy in ("lru", "lecar", "algorithm1", "llmcache")}
+    for turn in range(REPEATS + 1):
+        for policy, times in taken.items():
+            cache = policy_class(policy)(max(1, space.footprint // 2), space.blocks)
+            begin = time.perf_counter_ns()
+            cache.replay(first, count)
+            if turn > 0:
+                times.append((time.perf_counter_ns() - begin) / trace.accesses)
+    medians = {policy: statistics.median(times) for policy, times in taken.items()}
+    return {"repeats": REPEATS, "trace": name, "ns_per_block": medians}
+
+
+MEASURES: dict[str, Callable[[bool, Tell], tuple[dict[str, Any], dict[str, str]]]] = {
+    "io-caching": io_caching,
+    "hillinfer": hillinfer,
+    "icecache": icecache,
+}
+"""What is measured for each paper; nothing is for kelle."""

@@ -1,0 +1,237 @@
+"""The benchmark of stored prompts: time to the first token from disk and evaluated, bytes, and what storing costs.
+
+Every answer comes from a process of its own with llama.cpp, as after a restart; what it reads of the stored prompts is not
+in memory before, and its storage is limited (--rate, needs root; 0: not limited). Tokens are random: times do not depend on
+them. The disk cache is llama-cpp-python's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shutil
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+from rich.console import Console
+
+from llmcache.errors import EnvironmentProblem
+from llmcache.kv.prefix.store import BlockStore
+from llmcache.units import parse_rate
+
+from .cgroup import Group
+from .harness import workplace
+from .results import Bar, Document
+from .runner import client, forget
+from .sides import environment
+
+SCHEMA = "llmcache-bench-prefix/1"
+SERVERS = ("valkey-server", "redis-server", "redis-check-rdb")  # the last as Debian's redis-tools has it
+SMOLLM2 = Path.home() / ".cache" / "llmcache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+# name: sense and limit; what stands in `parts` under these names has its figure.
+BARS = {
+    "restored": ("<=", 0.03),
+    "question": ("<=", 0.06),
+    "conversations": ("<=", 0.2),
+    "generating": ("<=", 0.03),
+    "disk_time": ("<", 1.0),
+    "disk_bytes": ("<", 1.0),
+    "shared": ("<=", 0.2),
+}
+
+
+class Asking:
+    """Runs the client: `model`, threads, and the group that limits its storage."""
+
+    def __init__(self, model: Path, threads: int, scratch: Path, rate_bps: int) -> None:
+        self.model, self.threads, self.scratch = model, threads, scratch
+        self._rate_bps = rate_bps
+
+    def __call__(self, **options: Any) -> dict[str, Any]:
+        """Return what the client said: `answers` and `cache`."""
+        words = [str(word) for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+        command = client("prefix_prompts", self.model, "--threads", self.threads, *words)
+        limited = Group("prefix", directory=self.scratch, read_bps=self._rate_bps) if self._rate_bps else nullcontext()
+        with limited as group:
+            wrapped = group.wrap(command) if group else command
+            result = subprocess.run(wrapped, capture_output=True, text=True, check=False, env=environment())
+        if result.returncode:
+            raise EnvironmentProblem(f"the client failed: {result.stderr[-1000:]}", "run it by itself: tools/bench/clients")
+        said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+        found: dict[str, Any] = {"answers": [one for one in said if one["event"] == "answer"]}
+        return found | {one["event"]: one for one in said if one["event"] in ("load", "cache")}
+
+
+def first_s(told: dict[str, Any]) -> float:
+    """Return the time to the first token of the first answer."""
+    return float(told["answers"][0]["first_s"])
+
+
+def size_of(directory: Path) -> int:
+    """Return the bytes of all files below `directory`."""
+    return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def restored(ask: Asking, tokens: int, repeat: int) -> dict[str, Any]:
+    """A stored prompt, the same with another question, and both in llama-cpp-python's own cache, of evaluating it."""
+    ours, theirs, question = ask.scratch / "ours", ask.scratch / "theirs", {"own": tokens, "question": 50}
+    evaluated = [first_s(ask(**question)) for _ in range(repeat)]
+    ask(**question, cache=ours)
+    ask(**question, cache=f"disk:{theirs}")
+    runs: dict[str, list[float]] = {"same": [], "other": [], "theirs": []}
+    sizes = {"ours": size_of(ours), "theirs": size_of(theirs)}
+    for turn in range(repeat):
+        for name, kept, kind, later in (
+            ("same", ours, "", 0),
+            ("other", ours, "", 1 + turn),
+            ("theirs", theirs, "disk:", 0),
+        ):
+            copy = ask.scratch / "copy"
+            shutil.copytree(kept, copy, symlinks=True)
+            forget(copy)
+            runs[name].append(first_s(ask(**question, turn=later, cache=f"{kind}{copy}")))
+            shutil.rmtree(copy)
+    base = statistics.median(evaluated)
+    times = {name: statistics.median(one) for name, one in runs.items()}
+    each = f"{tokens:,} tokens, evaluated in {base:.1f} s"
+    return {
+        "restored": {"what": f"first token of a stored prompt, of evaluating it: {each}", "figure": times["same"] / base},
+        "question": {"what": "the same with other 50 tokens at its end", "figure": times["other"] / base},
+        "disk_time": {
+            "what": f"first token, of llama-cpp-python's disk cache ({times['theirs']:.2f} s)",
+            "figure": times["same"] / times["theirs"],
+        },
+        "disk_bytes": {
+            "what": f"bytes on disk, of llama-cpp-python's disk cache ({sizes['theirs'] / 1e6:.0f} MB)",
+            "figure": sizes["ours"] / sizes["theirs"],
+        },
+        "runs": {"evaluated": evaluated, **runs, "bytes": sizes},
+    }
+
+
+def conversations(ask: Asking, shared: int, count: int) -> dict[str, Any]:
+    """Bytes of `count` conversations over one prompt of `shared` tokens, of their whole states."""
+    kept = ask.scratch / "conversations"
+    told = ask(shared=shared, own=200, count=count, cache=kept, tokens=16)
+    whole = sum(answer["prompt_tokens"] + 16 for answer in told["answers"]) * told["load"]["token_bytes"]
+    what = f"{count} conversations over {shared:,} tokens: bytes on disk, of whole states ({whole / 1e6:,.0f} MB)"
+    return {"conversations": {"what": what, "figure": size_of(kept) / whole}}
+
+
+def generating(ask: Asking, tokens: int, length: int, repeat: int) -> dict[str, Any]:
+    """What storing behind costs of the tokens a second, the prompt and answer that are stored included."""
+    lost, runs = [], []
+    for turn in range(repeat):
+        kept = ask.scratch / f"generating-{turn}"
+        # The first answer's blocks are written while the second is generated.
+        pair = [ask(own=tokens, tokens=length, count=2, turn=turn, **one) for one in ({}, {"cache": kept})]
+        times = [sum(one["whole_s"] - one["first_s"] for one in told["answers"]) for told in pair]
+        lost.append(1 - times[0] / times[1])
+        runs.append(times)
+        shutil.rmtree(kept)
+    what = f"tokens a second lost while prompts of {tokens:,} tokens are stored behind"
+    return {"generating": {"what": what, "figure": statistics.median(lost), "runs": runs}}
+
+
+def shared(ask: Asking, tokens: int, repeat: int) -> dict[str, Any]:
+    """The first prompt of a process with an empty directory, from a server on loopback, of evaluating it."""
+    program = next((found for name in SERVERS if (found := shutil.which(name))), None)
+    if program is None or importlib.util.find_spec("redis") is None:
+        return {}  # its bar is then not among the bars
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    words = ["redis-server", "--port", port, "--bind", "127.0.0.1", "--save", "", "--dir", str(ask.scratch)]
+    server = subprocess.Popen(words, executable=program, stdout=subprocess.DEVNULL)
+    try:
+        address = f"redis://127.0.0.1:{port}/0"
+        evaluated = first_s(ask(own=tokens, cache=ask.scratch / "pushed", shared_tier=address))
+        runs = []
+        for turn in range(repeat):
+            runs.append(first_s(ask(own=tokens, cache=ask.scratch / f"fetched-{turn}", shared_tier=address)))
+    finally:
+        server.kill()
+        server.wait()
+    what = f"first token of another process's prompt over loopback, of evaluating it: {tokens:,} tokens"
+    return {
+        "shared": {
+            "what": what,
+            "figure": statistics.median(runs) / evaluated,
+            "runs": {"evaluated": evaluated, "own": runs},
+        }
+    }
+
+
+def compression(directory: Path) -> list[dict[str, Any]]:
+    """Speed and ratio of codecs on the blocks below `directory`: against storage, they must make up for their time."""
+    store, rows = BlockStore(directory, None), []
+    read = (store.read(entry.key) for entry in store.entries()[:4])
+    data = b"".join(block.payload.tobytes() for block in read if block)
+
+    for name, level in (("zstd", 1), ("lz4", None)):
+        codec = pyarrow.Codec(name, compression_level=level)
+        begin = time.perf_counter()
+        packed = codec.compress(data)
+        between = time.perf_counter()
+        codec.decompress(packed, len(data))
+        speeds = {
+            "packing_bytes_per_s": len(data) / (between - begin),
+            "unpacking_bytes_per_s": len(data) / (time.perf_counter() - between),
+        }
+        rows.append({"codec": name, "level": level, "ratio": len(data) / len(packed), **speeds})
+    return rows
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--model", type=Path, default=SMOLLM2, help="a GGUF file [SmolLM2, which tools/test fetches]")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the long prompt")
+    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where prompts are stored (a real disk)")
+    parser.add_argument("--rate", default="500M", help="storage limit in bytes per second; 0: none")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="small and short: for a look, not for the bars")
+
+
+def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
+    """Yield the figures of all parts."""
+    if not args.model.exists():
+        raise EnvironmentProblem(f"{args.model} is not there", "tools/test fetches it, or name another with --model")
+    tokens, repeat = (1024, 1) if args.quick else (args.tokens, args.repeat)
+    parts: dict[str, Any] = {}
+    with workplace(args.dir) as scratch:
+        ask = Asking(args.model, args.threads, scratch, parse_rate(args.rate) if args.rate != "0" else 0)
+        measured: dict[str, Callable[[], dict[str, Any]]] = {
+            "restored": lambda: restored(ask, tokens, repeat),
+            "conversations": lambda: conversations(ask, tokens // 2, 10 if args.quick else 50),
+            "generating": lambda: generating(ask, tokens, 32 if args.quick else 256, repeat),
+            "shared": lambda: shared(ask, tokens, repeat),
+        }
+        for name, part in measured.items():
+            begin = time.monotonic()
+            parts |= part()
+            console.print(f"{name}: {time.monotonic() - begin:.0f} s", soft_wrap=True)
+        parts["compression"] = {"rows": compression(scratch / "ours")}
+    about = {"quick": args.quick, "model": args.model.name, "tokens": tokens, "threads": args.threads}
+    yield {**about, "rate_bps": args.rate, "repeat": repeat, "parts": parts}
+
+
+def bars(told: Document) -> list[Bar]:
+    """Return the bars of all parts that were measured."""
+    parts = told["parts"]
+    return [Bar(name, parts[name]["what"], parts[name]["figure"], *BARS[name]) for name in BARS if name in parts]
+
+
+def tables(told: Document) -> Iterator[str]:
+    """Yield what codecs would do to the stored blocks."""
+    for row in told["parts"]["compression"]["rows"]:
+        speeds = f"{row['packing_bytes_per_s'] / 1e6:,.0f} MB/s in, {row['unpacking_bytes_per_s'] / 1e6:,.0f} MB/s out"
+        yield f"{row['codec']}: to 1/{row['ratio']:.2f}, {speeds}"

@@ -1,0 +1,148 @@
+"""Speed and memory of the simulator: speeds from interleaved runs, memory in processes of their own."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.cache.grid import parts_of
+from llmcache.cache.plan import Plan
+from llmcache.cache.policies import policy_class
+from llmcache.cache.simulate import simulate_all
+from llmcache.trace.record import BlockSpace, TraceReader
+from llmcache.units import BLOCK_BYTES
+
+from .clients.simulator import LOOP_BLOCKS, RANDOM_BLOCKS, loop, single, write
+from .harness import measured_apart, workplace
+from .results import Bar, Document, table_of
+
+SCHEMA = "llmcache-bench-simulate/2"
+LARGE = 1_000_000_000
+MEMORY_BAR = 1 << 30
+MIB = 1 << 20
+
+
+@dataclass
+class Throughput:
+    """One measured speed: `policy` None stands for the curve of all sizes; a bar of 0 is none (blocks/s).
+
+    `alone`: the policy without the file, its runs in memory with their ids.
+    """
+
+    trace: str
+    policy: str | None
+    cache_blocks: int
+    bar: float = 0
+    alone: bool = False
+    seconds: list[float] = field(default_factory=list)
+    blocks: int = 0
+
+    @property
+    def name(self) -> str:
+        """Return what the results call the policy."""
+        return "lru, all sizes" if self.policy is None else f"{self.policy}, replay alone" if self.alone else self.policy
+
+    def run(self, path: Path) -> None:
+        """Simulate once, with one thread for the policy: from the Parquet file to the row, or the policy alone."""
+        if self.alone:
+            self._replay(path)
+            return
+        policies = () if self.policy is None else (self.policy,)
+        plan = Plan(policies, (self.cache_blocks * BLOCK_BYTES,), curves=self.policy is None)
+        start = time.perf_counter()
+        done = simulate_all([str(path)], plan, jobs=1)
+        self.seconds.append(time.perf_counter() - start)
+        self.blocks = done.traces[0].accesses
+
+    def _replay(self, path: Path) -> None:
+        assert self.policy is not None
+        with TraceReader(path) as reader:
+            space = BlockSpace.of(reader.batches())
+            parts = list(parts_of(reader.batches(), space))
+        policy = policy_class(self.policy)(self.cache_blocks, space.blocks)
+        start = time.perf_counter()
+        for part in parts:
+            policy.replay(part.first, part.count)
+        self.seconds.append(time.perf_counter() - start)
+        self.blocks = sum(int(part.count.sum()) for part in parts)
+
+    def to_json(self) -> Document:
+        """Return it as plain data; the rate is that of the median."""
+        values = {"trace": self.trace, "policy": self.name, "cache_blocks": self.cache_blocks, "blocks": self.blocks}
+        rate = self.blocks / statistics.median(self.seconds)
+        return {**values, "seconds": self.seconds, "blocks_per_s": rate, "bar": self.bar or None}
+
+
+def speeds() -> list[Throughput]:
+    """Return what is measured; caches hold half of the blocks."""
+    return [
+        Throughput("loop in runs", "lru", LOOP_BLOCKS // 2, 100e6),
+        Throughput("loop in runs", "llmcache", LOOP_BLOCKS // 2, 10e6),  # by the mount's own code, which is plain Python
+        Throughput("loop in runs", None, 1),
+        Throughput("random blocks", "lru", RANDOM_BLOCKS // 2, 10e6),
+        Throughput("random blocks", "llmcache", RANDOM_BLOCKS // 2, 0.2e6),
+        Throughput("random blocks", None, 1, 5e6),
+        Throughput("random blocks", "lru", RANDOM_BLOCKS // 2, alone=True),
+        Throughput("random blocks", "llmcache", RANDOM_BLOCKS // 2, alone=True),
+    ]
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the traces go (1 GB at most)")
+    parser.add_argument("--quick", action="store_true", help="short traces: for a look, not for the bars")
+    parser.add_argument("--repeat", type=int, default=5, help="runs of each speed, in turns")
+
+
+def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
+    """Yield all speeds, run in turns `repeat` times after one that compiles; then memory and time of a large trace."""
+    with workplace(args.dir) as scratch:
+        passes, references, blocks = (20, 500_000, LARGE // 50) if args.quick else (400, 10_000_000, LARGE)
+        paths = {name: scratch / f"{name.replace(' ', '-')}.parquet" for name in ("loop in runs", "random blocks")}
+        write(paths["loop in runs"], loop(passes))
+        write(paths["random blocks"], single(references))
+        found = speeds()
+        for number in range(args.repeat + 1):
+            for one in found:
+                one.run(paths[one.trace])
+                if number == 0:
+                    one.seconds.clear()
+            console.print(f"speeds: {'warm' if number == 0 else f'run {number} of {args.repeat}'}", soft_wrap=True)
+        memory = []
+        for step in ("write", "simulate"):
+            told = measured_apart("simulator", step, scratch / "large.parquet", blocks)
+            memory.append({"step": step, "blocks": blocks, **told, "bar": MEMORY_BAR})
+            console.print(f"{step} {blocks:,} blocks: {told['seconds']:.1f} s, {told['peak_bytes'] / 1e6:.0f} MB at most")
+    yield {"speeds": [one.to_json() for one in found], "memory": memory}
+
+
+def bars(told: Document) -> list[Bar]:
+    """Return the bars of speeds that have one, and of memory."""
+    found = []
+    for one in told["speeds"]:
+        if one["bar"]:
+            name, values = f"{one['trace']}, {one['policy']}", (one["blocks_per_s"] / 1e6, ">=", one["bar"] / 1e6)
+            found.append(Bar(name, f"{name}: simulated from a file", *values, unit="M blocks/s"))
+    for one in told["memory"]:
+        what = f"{one['step']} a trace of {one['blocks'] / 1e9:.2g} G blocks: memory"
+        peak, most = one["peak_bytes"] / MIB, one["bar"] / MIB
+        found.append(Bar(f"memory, {one['step']}", what, peak, "<", most, unit="MiB"))
+    return found
+
+
+def tables(told: Document) -> Iterator[Table]:
+    """Yield the speeds."""
+    rows = []
+    for one in told["speeds"]:
+        rates = [one["blocks"] / seconds / 1e6 for seconds in one["seconds"]]
+        spread = f"{min(rates):.1f}..{max(rates):.1f}"
+        rows.append((one["trace"], one["policy"], f"{one['blocks_per_s'] / 1e6:.1f}", spread))
+    title = "simulator: from a Parquet file to the row, one thread for the policy (measured)"
+    yield table_of(title, "trace<|policy<|M blocks/s|min..max", rows)

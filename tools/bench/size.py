@@ -1,0 +1,443 @@
+"""Where do stalls begin: formula (1) beside the simulator and a real mount.
+
+On the mount: a reader with a fixed time of computing per pass, over throttled storage. Everything the formula needs is
+measured in the same way: the bandwidth by `llmcache size --measure` under the throttle, T by the same reader without a
+throttle. T has two values. With all of the loop kept it is pure computing and copying; with the formula's S kept the rest
+passes through the mount's daemon, which costs time however fast storage is. Stalls are what throttled storage adds to the
+second one, so that is the formula's T here; the first one is recorded too.
+
+The paper's smartwatch (a loop of 70 MB, 60 MB kept, 10 MB streamed) cannot be swept: the mount's window allowance of
+12 MiB holds all that would be streamed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.cache.policies import policy_class
+from llmcache.cache.sizing import Setting, blocks_needed, need, passes
+from llmcache.errors import EnvironmentProblem
+from llmcache.fs.client.advice import mount_cache_bytes
+from llmcache.units import BLOCK_BYTES
+
+from .cgroup import Group
+from .harness import workplace
+from .results import Bar, Document, table_of, verdict
+from .runner import MIB, client, forget, loop_file, run_client
+from .sides import Mounted, environment
+
+SCHEMA = "llmcache-bench-size/2"
+AGREE = 0.05
+POLICIES = ("belady", "llmcache")
+PASSES = 12
+WARMUP = 6  # a policy that learns has seen the loop often enough by then
+FACTORS = (0.70, 0.80, 0.88, 0.94, 1.0, 1.06, 1.12, 1.25)
+"""Shares of the formula's S that are tried on the mount."""
+
+Points = Sequence[tuple[float, float]]
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where loop files and mount points go")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="policies of the simulator, or '' for none")
+    parser.add_argument("--modes", default="steer,arena", help="modes of the mount, or '' for none")
+    parser.add_argument("--quick", action="store_true", help="a smaller loop, fewer passes")
+    parser.add_argument("--repeat", type=int, default=2, help="runs of each budget, in turns")
+
+
+def sweeps_of(args: argparse.Namespace) -> Iterator[Sweep]:
+    """Yield the sweeps of each mode: about two thirds of the loop must be kept."""
+    for mode in filter(None, args.modes.split(",")):
+        if args.quick:
+            yield Sweep("quick", 96 * MIB, 100 * 10**6, 0.25, mode, 6, 3, 1, (0.7, 0.8, 0.9, 1.15, 1.3))
+            continue
+        yield Sweep("100 MB/s", 256 * MIB, 100 * 10**6, 0.9, mode, steps=8, warmup=3, repeat=args.repeat)
+        yield Sweep("200 MB/s", 256 * MIB, 200 * 10**6, 0.45, mode, steps=9, warmup=3, repeat=args.repeat)
+
+
+def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
+    """Yield where stalls begin by the simulator, and on the mount, after each sweep."""
+    begins = [stalls_begin(policy, case).to_json() for case in CASES for policy in filter(None, args.policies.split(","))]
+    swept: list[Document] = []
+    with workplace(args.dir) as place:
+        source, scratch = place / "source", place / "scratch"
+        source.mkdir()
+        scratch.mkdir()
+        for sweep in sweeps_of(args):
+            swept.append(Sweeper(source, scratch, lambda line: console.print(line, soft_wrap=True)).run(sweep).to_json())
+            yield {"complete": False, "simulator": begins, "mount": swept}
+    yield {"complete": True, "simulator": begins, "mount": swept}
+
+
+def bars(told: Document) -> list[Bar]:
+    """Return the bars: how far simulator and mount are from formula (1), as a share of its S, whichever side."""
+    what = "where stalls begin, off formula (1) by"
+    found = []
+    for one in told["simulator"]:
+        name = f"{one['case']['name']}, {one['policy']}"
+        found.append(Bar(name, f"{name}: {what}", abs(one["difference"]), "<=", AGREE, "modelled"))
+    for one in told["mount"]:
+        name = f"{one['sweep']['mode']}, {one['sweep']['name']}"
+        found.append(Bar(name, f"mount, {name}: {what}", abs(one["difference"]), "<=", AGREE))
+    return found
+
+
+def tables(told: Document) -> Iterator[Table]:
+    """Yield formula against simulator, a row per case and policy, and against the mount, a row per mode."""
+    if told["simulator"]:
+        keys = ("policy", "loop_blocks", "formula_blocks", "expected_blocks", "simulated_blocks")
+        rows = [(one["case"]["name"], *(one[key] for key in keys), *_difference(one)) for one in told["simulator"]]
+        title = "where stalls begin: formula (1) and simulator (modelled), blocks of 4 KiB"
+        caption = "expected: the formula's S; for llmcache the --cache that `llmcache size` advises, window included"
+        yield table_of(title, "case<|policy<|loop N|formula S|expected|simulator|difference|<", rows, caption)
+    mounted = []
+    for one in told["mount"]:
+        sweep, seen, model = one["sweep"], one["measured"], one["modelled"]
+        sizes = (model["stalls_begin_bytes"], model["llmcachefs_cache_bytes"], seen["stalls_begin_bytes"])
+        speeds = (f"{seen['bandwidth_bytes_per_s'] / 1e6:.1f}", f"{seen['period_s']:.4f}")
+        first = (sweep["name"], sweep["mode"], f"{sweep['loop_bytes'] / 1e6:.1f}", *speeds)
+        mounted.append((*first, *(f"{size / 1e6:.1f}" for size in sizes), *_difference(one)))
+    if mounted:
+        title = "where stalls begin: formula (1) (modelled) and a real mount (measured)"
+        caption = "BW and T are measured, T without a throttle; the mount's S is where passes stop getting shorter"
+        head = "loop<|mode<|loop MB|BW MB/s|T s|formula S MB|advised --cache MB|mount S MB|difference|<"
+        yield table_of(title, head, mounted, caption)
+
+
+def _difference(one: Document) -> tuple[str, str]:
+    return f"{one['difference']:+.2%}", verdict(abs(one["difference"]) <= AGREE)
+
+
+# By the simulator: a loop replayed through a policy, at the smallest cache that keeps up
+
+
+@dataclass(frozen=True)
+class LoopCase:
+    """A loop (bytes) on storage (bytes/s) with a time per pass (ns)."""
+
+    name: str
+    loop_bytes: int
+    bandwidth: int
+    period_ns: int
+
+    @property
+    def loop_blocks(self) -> int:
+        """Return N in blocks."""
+        return -(-self.loop_bytes // BLOCK_BYTES)
+
+    @property
+    def formula_blocks(self) -> int:
+        """Return S of formula (1)."""
+        staged = Fraction(self.bandwidth * self.period_ns, 10**9 * BLOCK_BYTES)
+        return blocks_needed(self.loop_blocks, staged)
+
+    def setting(self) -> Setting:
+        """Return it as the calculator takes it, without a hot set."""
+        return Setting(self.bandwidth, self.period_ns, 0)
+
+
+CASES = (
+    LoopCase("watch, section 4.2", 70 * 10**6, 100 * 10**6, 10**8),
+    LoopCase("phone, section 4.2", 612 * 10**6, 10**9, 10**8),
+    LoopCase("8 tokens/s at 500 MB/s", 300 * 10**6, 500 * 10**6, 125 * 10**6),
+    LoopCase("most of it streamed", 500 * 10**6, 10**9, 4 * 10**8),
+)
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Where stalls begin with one policy, in blocks; all of it is modelled.
+
+    `expected_blocks` is the formula's S; for llmcache, which pays a window from the same budget, what `llmcache size`
+    advises for it.
+    """
+
+    case: LoopCase
+    policy: str
+    simulated_blocks: int
+
+    @property
+    def expected_blocks(self) -> int:
+        """Return where stalls should begin."""
+        if self.policy != "llmcache":
+            return self.case.formula_blocks
+        pinned_bytes = need(self.case.loop_bytes, self.case.setting()).loop_cache_bytes
+        return mount_cache_bytes(self.case.loop_bytes, pinned_bytes, 0) // BLOCK_BYTES
+
+    @property
+    def difference(self) -> float:
+        """Return how far the simulator is from what is expected, as a share of it."""
+        return self.simulated_blocks / self.expected_blocks - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "kind": "modelled",
+            **asdict(self),
+            "loop_blocks": self.case.loop_blocks,
+            "formula_blocks": self.case.formula_blocks,
+            "expected_blocks": self.expected_blocks,
+            "difference": self.difference,
+        }
+
+
+def missed_blocks(policy: str, capacity: int, loop_blocks: int) -> float:
+    """Return the blocks that a pass over the loop misses, once the policy has settled."""
+    first, count = np.zeros(PASSES, np.int64), np.full(PASSES, loop_blocks, np.int64)
+    hits = policy_class(policy)(capacity, loop_blocks).replay(first, count)
+    return float(loop_blocks - hits[WARMUP:].mean())
+
+
+def stalls_begin(policy: str, case: LoopCase) -> Begin:
+    """Return the smallest cache with which what a pass misses is read within T: more cache never misses more."""
+    low, high = 1, case.loop_blocks
+    while low < high:
+        middle = (low + high) // 2
+        if missed_blocks(policy, middle, case.loop_blocks) * BLOCK_BYTES * 10**9 <= case.bandwidth * case.period_ns:
+            high = middle
+        else:
+            low = middle + 1
+    return Begin(case, policy, low)
+
+
+# On the mount
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A loop, the throttle of its storage, the computing per pass, and which shares of the formula's S are tried."""
+
+    name: str
+    loop_bytes: int
+    read_bps: int
+    compute_s: float
+    mode: str
+    steps: int
+    warmup: int
+    repeat: int
+    factors: tuple[float, ...] = FACTORS
+
+
+@dataclass
+class Point:
+    """All measured passes of one budget, a list per repeat: seconds, and bytes from storage."""
+
+    cache_bytes: int
+    seconds: list[list[float]] = field(default_factory=list)
+    storage_bytes: list[list[int]] = field(default_factory=list)
+
+    @property
+    def median_s(self) -> float:
+        """Return the median pass of the quietest repeat: other work on the machine only ever adds time."""
+        return min(statistics.median(times) for times in self.seconds)
+
+    @property
+    def median_storage_bytes(self) -> float:
+        """Return the median of what a pass read from storage, over all repeats."""
+        return statistics.median(size for sizes in self.storage_bytes for size in sizes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**asdict(self), "median_s": self.median_s}
+
+
+@dataclass
+class Swept:
+    """A sweep's results: measured bandwidth and passes, throttled ones by budget; the formula's (modelled) S for them.
+
+    `kept` and `passing` are measured without a throttle: with all of the loop kept, and with about S kept.
+    """
+
+    sweep: Sweep
+    bandwidth: int
+    kept: Point
+    passing: Point = field(default_factory=lambda: Point(0))
+    points: list[Point] = field(default_factory=list)
+
+    @property
+    def period_s(self) -> float:
+        """Return T as the formula takes it: see above."""
+        return self.passing.median_s
+
+    @property
+    def setting(self) -> Setting:
+        """Return what the formula is given; a loop file that is no model has no hot set."""
+        return Setting(self.bandwidth, round(self.period_s * 1e9), 0)
+
+    @property
+    def formula_bytes(self) -> int:
+        """Return S of formula (1) (modelled)."""
+        return need(self.sweep.loop_bytes, self.setting).loop_cache_bytes
+
+    @property
+    def kept_formula_bytes(self) -> int:
+        """Return S of formula (1) with the T of a loop that is kept whole (modelled)."""
+        setting = Setting(self.bandwidth, round(self.kept.median_s * 1e9), 0)
+        return need(self.sweep.loop_bytes, setting).loop_cache_bytes
+
+    @property
+    def advised_bytes(self) -> int:
+        """Return the --cache that `llmcache size` advises for llmcachefs (modelled)."""
+        return mount_cache_bytes(self.sweep.loop_bytes, self.formula_bytes, 0)
+
+    @property
+    def knee(self) -> Knee:
+        """Return where stalls begin (measured): the budget below which passes get longer."""
+        return find_knee([(point.cache_bytes, point.median_s) for point in self.points])
+
+    @property
+    def difference(self) -> float:
+        """Return how far the mount is from the formula, as a share of the formula's S."""
+        return self.knee.cache_bytes / self.formula_bytes - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data, measured and modelled values apart."""
+        rows = []
+        for point in self.points:
+            model = passes(self.sweep.loop_bytes, point.cache_bytes, self.setting)
+            modelled = {"pass_s": model.pass_ns / 1e9, "missing_bytes": model.missing_bytes}
+            rows.append({"measured": point.to_json(), "modelled": modelled})
+        return {
+            "sweep": asdict(self.sweep),
+            "measured": {
+                "bandwidth_bytes_per_s": self.bandwidth,
+                "period_s": self.period_s,
+                "period_all_kept_s": self.kept.median_s,
+                "passing": self.passing.to_json(),
+                "kept": self.kept.to_json(),
+                "stalls_begin_bytes": self.knee.cache_bytes,
+                "plateau_s": self.knee.plateau_s,
+                "stalled_bytes_per_s": -1 / self.knee.slope,
+            },
+            "modelled": {
+                "stalls_begin_bytes": self.formula_bytes,
+                "stalls_begin_all_kept_bytes": self.kept_formula_bytes,
+                "llmcachefs_cache_bytes": self.advised_bytes,
+            },
+            "difference": self.difference,
+            "points": rows,
+        }
+
+
+@dataclass(frozen=True)
+class Sweeper:
+    """Where sweeps are run: files in `source`, mount points in `scratch`, progress to `say`."""
+
+    source: Path
+    scratch: Path
+    say: Callable[[str], None]
+
+    def run(self, sweep: Sweep) -> Swept:
+        """Measure bandwidth and T, then every budget in turns."""
+        file = loop_file(self.source / f"loop-{sweep.loop_bytes}.bin", sweep.loop_bytes)
+        found = Swept(sweep, self._bandwidth(sweep), Point(round(1.3 * sweep.loop_bytes)))
+        self._measure(sweep, file, found.kept, None)
+        near = found.kept_formula_bytes
+        if not 0 < near < sweep.loop_bytes:
+            raise EnvironmentProblem(
+                "the whole loop can be streamed: nothing to sweep", "take a longer loop, or compute less"
+            )
+        found.passing.cache_bytes = near
+        found.points.extend(Point(round(factor * near)) for factor in sweep.factors)
+        for repeat in range(sweep.repeat):
+            self._measure(sweep, file, found.passing, None)
+            for point in found.points if repeat % 2 == 0 else found.points[::-1]:
+                self._measure(sweep, file, point, sweep.read_bps)
+            self._measure(sweep, file, found.kept, None)
+            self._measure(sweep, file, found.passing, None)
+        self._tell(found)
+        file.unlink()
+        return found
+
+    def _tell(self, found: Swept) -> None:
+        sweep = found.sweep
+        self.say(f"{sweep.name}, {sweep.mode}: {found.bandwidth / 1e6:.1f} MB/s (measured)")
+        self.say(f"  T {found.period_s:.4f} s, {found.kept.median_s:.4f} s with all kept (measured, no throttle)")
+        for point in found.points:
+            passed = f"{point.median_storage_bytes / 1e6:6.1f} MB in {point.median_s:.4f} s per pass"
+            self.say(f"  --cache {point.cache_bytes / 1e6:6.1f} MB: {passed}")
+
+    def _bandwidth(self, sweep: Sweep) -> int:
+        """Return what `llmcache size --measure` says in the throttled group."""
+        command = [sys.executable, "-m", "llmcache", "size", "--measure", str(self.source), "--loop", "1M", "--json"]
+        with Group("bandwidth", directory=self.source, read_bps=sweep.read_bps) as group:
+            result = subprocess.run(
+                group.wrap(command), capture_output=True, text=True, timeout=120, env=environment(), check=False
+            )
+        if result.returncode != 0:
+            raise EnvironmentProblem(f"llmcache size --measure failed: {result.stderr.strip()}")
+        return int(json.loads(result.stdout)["bandwidth_bytes_per_s"])
+
+    def _measure(self, sweep: Sweep, file: Path, point: Point, read_bps: int | None) -> None:
+        """Add the passes of one mount with the point's budget."""
+        forget(file)
+        mounted = Mounted(options=("--mode", sweep.mode))
+        with (
+            Group("size", directory=self.source, read_bps=read_bps) as group,
+            mounted.open(group, self.source, point.cache_bytes, self.scratch) as opened,
+        ):
+            path = opened.root / file.name
+            command = client("loop_reader", path, "--compute", sweep.compute_s, "--passes", sweep.steps)
+            done = run_client(group, command, timeout_s=120 + 8 * sweep.steps * sweep.loop_bytes / sweep.read_bps)
+            if not done.ok:
+                raise EnvironmentProblem(f"the reader failed over the mount: {done.error[-400:]}")
+            steps = done.measured(sweep.warmup)
+            point.seconds.append([step.seconds for step in steps])
+            point.storage_bytes.append([step.storage_bytes for step in steps])
+
+
+# Where a falling line turns into a plateau: passes get shorter with the cache until storage keeps up
+
+
+@dataclass(frozen=True)
+class Knee:
+    """A line (seconds = `at_zero_s` + `slope` * cache bytes) that ends at a plateau of `plateau_s`, at `cache_bytes`."""
+
+    cache_bytes: float
+    plateau_s: float
+    at_zero_s: float
+    slope: float
+
+    def seconds(self, cache_bytes: float) -> float:
+        """Return the fitted pass at a cache of `cache_bytes`."""
+        return max(self.plateau_s, self.at_zero_s + self.slope * cache_bytes)
+
+
+def find_knee(points: Points) -> Knee:
+    """Return the knee that fits `points` (cache bytes, seconds) with the least absolute error.
+
+    At least two points are taken for the line and two for the plateau; the line is that of Theil and Sen (median of all
+    slopes), the plateau a median, so that one disturbed point moves neither. EnvironmentProblem where nothing falls.
+    """
+    ordered = sorted(points)
+    fits = [_fit(ordered[:split], ordered[split:]) for split in range(2, len(ordered) - 1)]
+    falling = [fit for fit in fits if fit is not None]
+    if not falling:
+        raise EnvironmentProblem(
+            "passes do not get shorter with a larger cache", "the machine is too busy, or all budgets are on one side"
+        )
+    return min(falling, key=lambda knee: sum(abs(seconds - knee.seconds(size)) for size, seconds in ordered))
+
+
+def _fit(line: Points, plateau: Points) -> Knee | None:
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(line) for b in line[i + 1 :] if a[0] != b[0]]
+    slope = statistics.median(slopes) if slopes else 0.0
+    if slope >= 0:
+        return None
+    at_zero_s = statistics.median(seconds - slope * size for size, seconds in line)
+    level_s = statistics.median(seconds for _, seconds in plateau)
+    return Knee((level_s - at_zero_s) / slope, level_s, at_zero_s, slope)

@@ -1,0 +1,79 @@
+"""How long every command takes to show its help, and `llmcache size` to answer.
+
+Each run is a process of its own, files in the page cache; commands take turns, so that other load falls on all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.cli import app
+from tools.make_man import walk
+
+from .harness import ROOT
+from .results import Bar, Document, table_of
+
+SCHEMA = "llmcache-bench-startup/1"
+START_BAR_S = 0.3
+SIZE = ("size", "--bw", "100", "--loop", "70M")
+
+
+def commands() -> list[tuple[str, ...]]:
+    """Return the words after `llmcache` of every command and group, the program itself (none) first."""
+    return [(), *(tuple(words.split()[1:]) for words, _ in walk(app, "llmcache"))]
+
+
+def run(words: tuple[str, ...]) -> float:
+    """Return the seconds of one run; subprocess.CalledProcessError if it fails."""
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "llmcache", *words], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+    return time.perf_counter() - begin
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--repeat", type=int, default=5, help="runs of each command, in turns")
+    parser.add_argument("--quick", action="store_true", help="one run of each: for a look, not for the bars")
+
+
+def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
+    """Yield every run of every command, after one that fills the page cache."""
+    asked, repeat = [*((*path, "--help") for path in commands()), SIZE], 1 if args.quick else args.repeat
+    seconds: dict[tuple[str, ...], list[float]] = {words: [] for words in asked}
+    for number in range(repeat + 1):
+        for words, runs in seconds.items():
+            runs.append(run(words))
+            if number == 0:
+                runs.clear()
+        console.print(f"{len(asked)} commands: {'warm' if number == 0 else f'run {number} of {repeat}'}", soft_wrap=True)
+    yield {"commands": [{"command": " ".join(("llmcache", *words)), "seconds": runs} for words, runs in seconds.items()]}
+
+
+def bars(told: Document) -> list[Bar]:
+    """Return the bars: the slowest help of all commands, and `llmcache size`, by medians."""
+    medians = {row["command"]: statistics.median(row["seconds"]) for row in told["commands"]}
+    size = medians.pop(" ".join(("llmcache", *SIZE)))
+    slowest = max(medians, key=lambda command: medians[command])
+    what = f"start of the slowest of {len(medians)} commands: {slowest}"
+    answer = f"llmcache {' '.join(SIZE)}"
+    return [
+        Bar("help", what, medians[slowest], "<", START_BAR_S, unit="s"),
+        Bar("size", answer, size, "<", START_BAR_S, unit="s"),
+    ]
+
+
+def tables(told: Document) -> Iterator[Table]:
+    """Yield the times, slowest first."""
+    rows = []
+    for row in sorted(told["commands"], key=lambda row: -statistics.median(row["seconds"])):
+        runs = [1e3 * one for one in row["seconds"]]
+        rows.append((row["command"], f"{statistics.median(runs):.0f}", f"{min(runs):.0f}..{max(runs):.0f}"))
+    yield table_of("start of every command (measured)", "command<|ms|min..max", rows)

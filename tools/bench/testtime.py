@@ -1,0 +1,90 @@
+"""How long tools/test takes, and how often it fails: as many runs as tell a test that fails now and then.
+
+`--loaded` of them are beside a load of two busy processors. `--log FILE…` takes the times of runs that were made before from
+what pytest printed at their end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from llmcache.errors import DataError
+
+from .demotime import Run, timed
+from .results import Bar, Document
+
+SCHEMA = "llmcache-bench-testtime/1"
+TEST_BAR_MIN = 10.0
+TEST_RUNS, LOADED_RUNS = 10, 5
+BUSY = 2  # processors, beside a run under load
+_SUMMARY = re.compile(r"^=* ?(?:.*, )?(\d+) passed.* in ([\d.]+)s", re.MULTILINE)
+_FAILED = re.compile(r"\b(\d+) (?:failed|errors?)\b")
+
+
+@contextlib.contextmanager
+def load(processors: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Keep so many processors busy meanwhile, by the processes that are yielded."""
+    command = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(command) for _ in range(processors)]
+    try:
+        yield busy
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def suite_run(busy: int) -> Run:
+    """Run the tests beside a load of `busy` processors."""
+    with load(busy):
+        return {**timed(["tools/test"]), "busy": busy}
+
+
+def of_log(path: Path) -> Run:
+    """Return the run whose output a file holds; DataError without pytest's last line."""
+    found = list(_SUMMARY.finditer(path.read_text(errors="replace")))
+    if not found:
+        raise DataError(f"--log: {path} does not hold the end of a run of pytest", "name what tools/test printed")
+    last = found[-1]
+    failed = _FAILED.search(last[0])
+    return {"seconds": float(last[2]), "exit_code": 1 if failed else 0, "said": last[0].strip("= "), "log": path.name}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--runs", type=int, default=TEST_RUNS, help="how often to run it")
+    parser.add_argument("--loaded", type=int, default=LOADED_RUNS, help="how many of them beside two busy processors")
+    parser.add_argument("--log", type=Path, nargs="+", help="take the times of finished runs from their output")
+
+
+def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
+    """Yield every run; DataError if a log is of no use."""
+    loads = [BUSY if number >= args.runs - args.loaded else 0 for number in range(args.runs)]
+    yield {"runs": [of_log(path) for path in args.log] if args.log else [suite_run(busy) for busy in loads]}
+
+
+def bars(told: Document) -> list[Bar]:
+    """Return the bars: the longest run without load, and how many ended without a failure."""
+    runs = told["runs"]
+    free = [run["seconds"] for run in runs if not run.get("busy")]
+    longest = max(free, default=math.nan) / 60
+    good = sum(run["exit_code"] == 0 for run in runs)
+    wanted = max(TEST_RUNS, len(runs))
+    return [
+        Bar("suite", f"longest of {len(free)} runs without load", longest, "<", TEST_BAR_MIN, unit="min"),
+        Bar("flakes", f"runs of tools/test without a failure, of {len(runs)}", good, ">=", wanted),
+    ]
+
+
+def tables(_told: Document) -> tuple[()]:
+    """Return nothing beside the bars."""
+    return ()

@@ -1,0 +1,288 @@
+"""What tracers cost a process that reads cached blocks, and how much is lost.
+
+Rounds are interleaved, so that what else the machine does falls on all tracers alike; a ratio is the median of those of
+the rounds, each to the run without a tracer that came just before or after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from llmcache.errors import EnvironmentProblem
+from llmcache.trace.record import Trace
+
+from .harness import workplace
+from .results import Bar, Document, table_of
+from .runner import CLIENTS
+from .sides import environment
+
+SCHEMA = "llmcache-bench-trace/2"
+FILE_BYTES = 64 << 20
+SIZES = (4096, 1 << 20)
+MOST_OVERHEAD = 1.35
+LEAST_CHEAPER = 20.0
+CHANCE = 0.05  # nothing measurable: were there no difference, as many of the pairs or more would be slower so often
+PAIR_S = 0.5
+LEAST_RATE = 500_000
+MOST_START_S = 0.5
+ATTACH_S = 20.0
+Attached = Callable[[int], bool]
+"""Whether a process is being traced now, by the looks of it."""
+
+
+@dataclass(frozen=True)
+class Tracer:
+    """`command` with PID and OUT in place of the process and of where the output goes; empty: none."""
+
+    name: str
+    command: Sequence[str] = ()
+    said: str = ""  # what it says on stderr when it has begun
+    attached: Attached | None = None
+
+    @contextmanager
+    def on(self, pid: int, out: Path) -> Iterator[None]:
+        """Trace `pid` during the with block; the tracer is asked to end after it."""
+        if not self.command:
+            yield
+            return
+        words = [word.replace("PID", str(pid)).replace("OUT", str(out)) for word in self.command]
+        log = out.with_suffix(".log")
+        with log.open("w") as stderr:
+            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment())
+        try:
+            self._wait(process, pid, log)
+            yield
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+            try:
+                process.communicate(timeout=120)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+
+    def _wait(self, process: subprocess.Popen[str], pid: int, log: Path) -> None:
+        deadline = time.monotonic() + ATTACH_S
+        while not (self.said in log.read_text() if self.attached is None else self.attached(pid)):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise EnvironmentProblem(f"{self.name} does not attach: {log.read_text().strip()[-300:]}")
+            time.sleep(0.01)
+
+
+def llmcache(name: str, *options: str) -> Tracer:
+    """Returns the recorder of this project with some options."""
+    command = [sys.executable, "-m", "llmcache", "trace", "PID", "-o", "OUT.parquet", "--force", *options]
+    return Tracer(name, command, said="recording")
+
+
+def ptraced(pid: int) -> bool:
+    """Whether a debugger has the process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in lines)
+
+
+def tracers() -> list[Tracer]:
+    """Returns what can be compared on this machine, the process without a tracer first."""
+    found = [
+        Tracer("none"),
+        llmcache("llmcache"),
+        llmcache("llmcache --no-writes", "--no-writes"),
+        llmcache("llmcache --no-coalesce", "--no-coalesce"),
+    ]
+    if shutil.which("strace"):
+        command = ["strace", "-f", "-q", "-ttt", "-e", "trace=desc", "-o", "OUT.strace", "-p", "PID"]
+        found.append(Tracer("strace", command, attached=ptraced))
+    if shutil.which("perf"):
+        found.append(
+            Tracer("perf trace", ["perf", "trace", "-e", "pread64", "-o", "OUT.perf", "-p", "PID"], attached=_slept())
+        )
+    if shutil.which("bpftrace"):
+        program = 'tracepoint:syscalls:sys_enter_pread64 /pid == PID/ { printf("%d %d\\n", args->pos, args->count); }'
+        found.append(Tracer("bpftrace", ["bpftrace", "-o", "OUT.bpftrace", "-e", program], said="Attaching"))
+    return found
+
+
+def _slept() -> Attached:
+    """perf says nothing: it is given two seconds."""
+    begun: dict[int, float] = {}
+
+    def attached(pid: int) -> bool:
+        return time.monotonic() - begun.setdefault(pid, time.monotonic()) > 2
+
+    return attached
+
+
+def run_client(client: Path, file: Path, seconds: float, size: int, tracer: Tracer, out: Path, rate: int = 0) -> float:
+    """Returns nanoseconds per read of `size` bytes (at most `rate` per second) while `tracer` is attached."""
+    command = [str(client), str(file), str(seconds), str(size), str(rate)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        try:
+            with tracer.on(process.pid, out):
+                process.stdin.write("\n")
+                process.stdin.close()
+                told = json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+    return float(told["seconds"]) / int(told["ops"]) * 1e9
+
+
+def overheads(client: Path, scratch: Path, seconds: float, rounds: int, console: Console) -> list[dict[str, Any]]:
+    """Returns a row for each tracer and size of reads, with every run; a tracer that does not work here is left out."""
+    file, chosen = scratch / "data", tracers()
+    found: dict[tuple[str, int], list[float]] = {}
+    for number in range(rounds):
+        for size in SIZES:
+            for tracer in list(chosen):
+                try:
+                    took = run_client(client, file, seconds, size, tracer, scratch / "out")
+                except EnvironmentProblem as error:
+                    console.print(f"left out: {error.message}", soft_wrap=True)
+                    chosen.remove(tracer)
+                    continue
+                found.setdefault((tracer.name, size), []).append(took)
+                _clear(scratch)
+        console.print(f"overhead: round {number + 1} of {rounds}")
+    names = [tracer.name for tracer in chosen]
+    rows: list[dict[str, Any]] = [
+        {"tracer": name, "read_bytes": size, "ns_per_read": found[name, size]} for size in SIZES for name in names
+    ]
+    for row in rows:
+        row["ratio"] = ratio(row["ns_per_read"], found["none", int(row["read_bytes"])])
+    return rows
+
+
+def paired(client: Path, scratch: Path, size: int, pairs: int) -> dict[str, Any]:
+    """Returns short runs with and without the recorder in turns, the order changing: for differences less than the noise."""
+    without, recorded = Tracer("none"), llmcache("llmcache")
+    found: dict[str, list[float]] = {"none": [], "llmcache": []}
+    for number in range(pairs):
+        for tracer in (without, recorded) if number % 2 else (recorded, without):
+            found[tracer.name].append(run_client(client, scratch / "data", PAIR_S, size, tracer, scratch / "out"))
+            _clear(scratch)
+    return {"read_bytes": size, **found, "ratio": ratio(found["llmcache"], found["none"])}
+
+
+def ratio(some: Sequence[float], others: Sequence[float]) -> float:
+    """Returns the median of the ratios of runs in the same round."""
+    return statistics.median(one / other for one, other in zip(some, others, strict=True))
+
+
+def chance(some: Sequence[float], others: Sequence[float]) -> float:
+    """Returns how probable as many pairs as these, or more, are slower by chance alone (the sign test, one-sided)."""
+    pairs = len(some)
+    slower = sum(one > other for one, other in zip(some, others, strict=True))
+    return sum(math.comb(pairs, number) for number in range(slower, pairs + 1)) / (1 << pairs)
+
+
+def rate(client: Path, scratch: Path, seconds: float, limit: int) -> dict[str, Any]:
+    """Returns how many single events per second are recorded of a process that reads so often (0: as it can), and lost."""
+    tracer = llmcache("rate", "--no-coalesce", "--no-writes")
+    run_client(client, scratch / "data", seconds, 4096, tracer, scratch / "out", limit)
+    found = Trace.load(scratch / "out.parquet")
+    span_s = (int(found.t_ns[-1]) - int(found.t_ns[0])) / 1e9
+    _clear(scratch)
+    return {
+        "seconds": span_s,
+        "events": len(found),
+        "events_per_s": len(found) / span_s,
+        "lost": found.provenance.lost_events,
+    }
+
+
+def start(client: Path, scratch: Path, rounds: int) -> list[float]:
+    """Returns seconds from the start of the recorder to the first access in the trace, of a process that always reads."""
+    found = []
+    command = [str(client), str(scratch / "data"), "60", "4096"]
+    for _ in range(rounds):
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.close()
+            began = time.monotonic_ns()
+            try:
+                with llmcache("start").on(process.pid, scratch / "out"):
+                    time.sleep(0.1)
+            finally:
+                process.kill()
+        found.append((int(Trace.load(scratch / "out.parquet").t_ns[0]) - began) / 1e9)
+        _clear(scratch)
+    return found
+
+
+def bars(told: Document) -> list[Bar]:
+    """Returns what was wanted, what was measured, and whether it suffices; without strace nothing is compared with it."""
+    by_key = {(row["tracer"], row["read_bytes"]): row["ns_per_read"] for row in told["overheads"]}
+    small, large = told["pairs"]
+    events, seconds = told["rate"][0], statistics.median(told["start_s"])
+    unseen = f"cached 1 MiB preads: chance that as many pairs are slower without a cause (ratio {large['ratio']:.2f})"
+    found = [
+        Bar("small", "cached 4 KiB preads while traced: times as long", small["ratio"], "<=", MOST_OVERHEAD),
+        Bar("large", unseen, chance(large["llmcache"], large["none"]), ">=", CHANCE),
+        Bar("rate", "single events recorded", events["events_per_s"], ">=", LEAST_RATE, unit="events/s"),
+        Bar("lost", "events lost at that rate", events["lost"], "<=", 0),
+        Bar("start", "from the start of the recorder to the first access recorded", seconds, "<", MOST_START_S, unit="s"),
+    ]
+    if ("strace", SIZES[0]) in by_key:
+        cheaper = ratio(by_key["strace", SIZES[0]], by_key["llmcache", SIZES[0]])
+        found.append(Bar("strace", "times as long under strace as under llmcache trace", cheaper, ">=", LEAST_CHEAPER))
+    return found
+
+
+def tables(told: Document) -> Iterator[Table | str]:
+    """Yields the overheads, and what is recorded as fast as it can be read."""
+    rows = []
+    for row in told["overheads"]:
+        runs, size = row["ns_per_read"], "4 KiB" if row["read_bytes"] == SIZES[0] else "1 MiB"
+        spread = f"{min(runs):.0f}..{max(runs):.0f}"
+        rows.append((row["tracer"], size, f"{statistics.median(runs):.0f}", spread, f"{row['ratio']:.2f}x"))
+    title = "what tracing costs a process that reads cached blocks (measured)"
+    yield table_of(title, "tracer<|read|ns per read|min..max|ratio", rows)
+    fastest = told["rate"][1]
+    yield f"as fast as it can: {fastest['events_per_s']:,.0f} events/s, lost {fastest['lost']:,}"
+
+
+def _clear(scratch: Path) -> None:
+    for left in scratch.glob("out*"):
+        left.unlink()
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the file and the traces go")
+    parser.add_argument("--rounds", type=int, default=7, help="runs of each tracer, in turns")
+    parser.add_argument("--pairs", type=int, default=21, help="short runs without and with llmcache, for the bars")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each run")
+
+
+def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
+    """Yields every run, of a client that is compiled first."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise EnvironmentProblem("there is no C compiler", "install gcc or clang")
+    with workplace(args.dir) as scratch:
+        client = scratch / "preads"
+        subprocess.run([compiler, "-O2", "-o", str(client), str(CLIENTS / "preads.c")], check=True)
+        (scratch / "data").write_bytes(os.urandom(FILE_BYTES))
+        rows = overheads(client, scratch, args.seconds, args.rounds, console)
+        pairs = [paired(client, scratch, size, args.pairs) for size in SIZES]
+        rates = [rate(client, scratch, max(10.0, args.seconds), limit) for limit in (LEAST_RATE * 11 // 10, 0)]
+        yield {"overheads": rows, "pairs": pairs, "rate": rates, "start_s": start(client, scratch, args.rounds)}

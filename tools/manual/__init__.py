@@ -1,1 +1,0 @@
-"""Manual pages made of the commands' own help and the texts beside them."""
