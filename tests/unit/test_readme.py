@@ -1,4 +1,4 @@
-"""The README's tables and figures are those of the JSON in the tree."""
+"""Tables, figures and the picture of README.md and docs/ are those of the JSON in the tree."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import pytest
 
 from tools.bench import readme
 from tools.bench.bars import Bar, with_bars
-from tools.bench.readme import FIGURES, README, UnknownFigure, fill
+from tools.bench.readme import FIGURES, PICTURE, UnknownFigure, fill, pages
+from tools.bench.readme_picture import caption, dense, drawn, mixture
 from tools.bench.readme_tables import TABLES, Document, missed_table
+
+TEXT = "".join(page.read_text() for page in pages())
 
 
 def document(_name: str = "kvstore") -> Document:
@@ -18,18 +21,35 @@ def document(_name: str = "kvstore") -> Document:
     return with_bars({}, [Bar(*gather), Bar(*memory)])
 
 
-def test_tables_and_figures_are_the_recorded_ones() -> None:
-    assert fill(README.read_text()) == README.read_text(), "python -m tools.bench.readme --write"
+def test_tables_figures_and_the_picture_are_the_recorded_ones() -> None:
+    assert readme.main([]) == 0, "python -m tools.bench.readme --write"
 
 
-def test_every_recorded_benchmark_has_its_table() -> None:
-    shown = set(re.findall(r"<!-- results:(\w+) -->", README.read_text()))
-    assert {"mount", "policies", "simulate", "size", "trace", "kv", "kvpipeline", "kvstore", "kvindex"} <= shown
-    assert {"kvtransformers", "edram", "all"} <= shown <= set(TABLES)
+def test_every_recorded_benchmark_has_its_table_once() -> None:
+    shown = re.findall(r"<!-- results:(\w+) -->", TEXT)
+    assert {"mount", "policies", "simulate", "size", "trace", "kv", "kvpipeline", "kvstore", "kvindex"} <= set(shown)
+    assert {"kvanswers", "kvtransformers", "edram", "all"} <= set(shown) <= set(TABLES)
+    assert len(shown) == len(set(shown))
 
 
 def test_no_line_begins_with_the_marker_of_a_figure() -> None:
-    assert not re.findall(r"^\s*<!-- figure:", README.read_text(), re.MULTILINE), "Markdown would take the line for HTML"
+    assert not re.findall(r"^\s*<!-- figure:", TEXT, re.MULTILINE), "Markdown would take the line for HTML"
+
+
+def test_the_picture_draws_the_mixture_as_soon_as_it_is_recorded() -> None:
+    mount = readme.recorded("mount")
+    without = {**mount, "results": [one for one in mount["results"] if one["case"] != "g"]}
+    run = {"side": "kernel", "seconds": [[0.1, 0.3]]}
+    shape = {"case": "g", "name": "8 experts", "file": "m.gguf", "read_bps": None, "loop_bytes": 100, "cache_bytes": 20}
+    mixed = {**shape, "sides": ["kernel", "steer"], "runs": [run, {"side": "steer", "seconds": [[0.1]]}]}
+    with_one = {**without, "results": [*without["results"], mixed]}
+    assert [(line.side, line.shares, line.tokens_per_s) for line in mixture(with_one)] == [
+        ("page cache", [0.2], [5.0]),
+        ("steer", [0.2], [10.0]),
+    ]
+    assert dense(with_one) == dense(without) and dense(without)
+    assert "not recorded" in caption(without) and "not recorded" not in caption(with_one)
+    assert "Mixture" in drawn(with_one) and "Mixture" not in drawn(without)
 
 
 @pytest.mark.parametrize("name", sorted({name.partition(".")[0] for name in FIGURES}))
@@ -68,10 +88,12 @@ def test_unknown_markers_are_named(text: str) -> None:
         fill(text, document)
 
 
-def test_the_command_writes_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "README.md"
-    path.write_text("a <!-- figure:kvstore.gather -->1<!-- /figure -->\n")
-    monkeypatch.setattr(readme, "README", path)
-    assert readme.main([]) == 1 and "-->1<" in path.read_text()
-    assert readme.main(["--write"]) == 0 == readme.main([])
-    assert [entry.name for entry in tmp_path.iterdir()] == ["README.md"] and "-->1<" not in path.read_text()
+def test_the_command_writes_and_checks(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    written = [tmp_path / name for name in ("README.md", "docs/page.md", PICTURE)]
+    for page in written[:2]:
+        page.write_text("a <!-- figure:kvstore.gather -->1<!-- /figure -->\n")
+    assert readme.main([], tmp_path) == 1 and "-->1<" in written[0].read_text()
+    assert readme.main(["--write"], tmp_path) == 0 == readme.main([], tmp_path)
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == set(written)
+    assert all("-->1<" not in page.read_text() for page in written[:2])

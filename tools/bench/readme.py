@@ -1,4 +1,4 @@
-"""The README's result tables and figures, from the JSON of the benchmarks: `python -m tools.bench.readme [--write]`.
+"""What README.md and docs/ show of the recorded benchmarks: `python -m tools.bench.readme [--write]`.
 
 What stands between these comments is made here; everything else is left as it is:
 
@@ -6,6 +6,8 @@ What stands between these comments is made here; everything else is left as it i
     <!-- /results -->
 
     <!-- figure:NAME.BAR -->0.70<!-- /figure -->      the value of one of its bars, or one of `FIGURES`
+
+docs/tokens.svg is drawn anew from the same results.
 """
 
 from __future__ import annotations
@@ -21,11 +23,18 @@ from typing import Any
 from . import results
 from .bars import of_document
 from .mountbars import kernel, mounts, seconds
-from .readme_tables import TABLES, Document
+from .readme_picture import caption, drawn
+from .readme_tables import TABLES, Document, reached
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+PICTURE = "docs/tokens.svg"
 _TABLE = re.compile(r"(<!-- results:(\w+) -->\n)(.*?)(<!-- /results -->)", re.DOTALL)
 _FIGURE = re.compile(r"(<!-- figure:(\w+)\.([^>]*?) -->)([^<]*)(<!-- /figure -->)")
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """Returns README.md and the pages of docs/."""
+    return [root / "README.md", *sorted((root / "docs").glob("**/*.md"))]
 
 
 def _largest_difference(mode: str) -> Callable[[Document], str]:
@@ -39,15 +48,23 @@ def _largest_difference(mode: str) -> Callable[[Document], str]:
     return found
 
 
+def _mean_hit_ratio(policy: str) -> Callable[[Document], str]:
+    """The mean hit ratio of a policy on the traces of applications on a device."""
+    return lambda document: f"{document['groups']['on_device'][policy]:.3f}"
+
+
 def _first_case(document: Document) -> tuple[float, float]:
     first = document["results"][0]
     return seconds(first, kernel(first)), seconds(first, mounts(first)[0])
 
 
 FIGURES: dict[str, Callable[[Document], str]] = {
-    "mount.kernel_s": lambda document: f"{_first_case(document)[0]:.2f}",
-    "mount.mount_s": lambda document: f"{_first_case(document)[1]:.2f}",
+    "all.reached": lambda document: "{} of {}".format(*reached(document)),
+    "mount.caption": caption,
     "mount.times": lambda document: f"{truediv(*_first_case(document)):.1f}",
+    "policies.of-llmcache": _mean_hit_ratio("llmcache"),
+    "policies.of-lru": _mean_hit_ratio("lru"),
+    "policies.of-belady": _mean_hit_ratio("belady"),
     "size.steer": _largest_difference("steer"),
     "size.arena": _largest_difference("arena"),
     "edram.sweep_s": lambda document: f"{document['cases'][0]['median_s']:.1f} s",
@@ -96,21 +113,26 @@ def recorded(name: str) -> dict[str, Any]:
     return results.read(results.DIRECTORY / f"{name}.json")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns 0 if the README has the recorded figures (with --write: has them now), 1 if not."""
+def made(root: Path = ROOT) -> dict[Path, str]:
+    """Returns the text that each page, and the picture, should have."""
+    texts = {page: fill(page.read_text()) for page in pages(root)}
+    return texts | {root / PICTURE: drawn(recorded("mount"))}
+
+
+def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
+    """Returns 0 if pages and picture show the recorded figures (with --write: show them now), 1 if not."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.readme", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put the recorded tables and figures into the README")
+    parser.add_argument("--write", action="store_true", help="put the recorded tables and figures into the pages")
     args = parser.parse_args(argv)
-    before = README.read_text()
-    after = fill(before)
-    if args.write and after != before:
-        part = README.with_name(README.name + ".part")
-        part.write_text(after)
-        part.replace(README)
-    if args.write or after == before:
-        return 0
-    print("README.md: tables or figures are not those recorded: python -m tools.bench.readme --write", file=sys.stderr)
-    return 1
+    differing = {path: text for path, text in made(root).items() if not path.exists() or path.read_text() != text}
+    for path, text in differing.items():
+        if args.write:
+            part = path.with_name(path.name + ".part")
+            part.write_text(text)
+            part.replace(path)
+        else:
+            print(f"{path.relative_to(root)}: not as recorded: python -m tools.bench.readme --write", file=sys.stderr)
+    return 0 if args.write or not differing else 1
 
 
 if __name__ == "__main__":
