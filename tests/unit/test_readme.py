@@ -48,7 +48,7 @@ def test_the_picture_draws_the_mixture_as_soon_as_it_is_recorded() -> None:
         ("steer", [0.2], [10.0]),
     ]
     assert dense(with_one) == dense(without) and dense(without)
-    assert "not recorded" in caption(without) and "not recorded" not in caption(with_one)
+    assert "recorded yet" in caption(without) and "recorded yet" not in caption(with_one)
     assert "Mixture" in drawn(with_one) and "Mixture" not in drawn(without)
 
 

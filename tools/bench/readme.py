@@ -67,7 +67,6 @@ FIGURES: dict[str, Callable[[Document], str]] = {
     "policies.of-belady": _mean_hit_ratio("belady"),
     "size.steer": _largest_difference("steer"),
     "size.arena": _largest_difference("arena"),
-    "edram.sweep_s": lambda document: f"{document['cases'][0]['median_s']:.1f} s",
 }
 """Figures that are no bar's value. `mount.*`: the first case of the mount benchmark."""
 

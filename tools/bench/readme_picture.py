@@ -69,10 +69,11 @@ def _share(result: Result) -> float:
 def caption(document: Document) -> str:
     """What the picture shows, and what it cannot show yet."""
     first = next(one for one in document["results"] if one["case"] == "f")
-    limited = f"storage without a limit and (open markers) limited to {LIMIT_BPS / 1e6:.0f} MB/s"
+    limited = f"storage at full speed, or limited to {LIMIT_BPS / 1e6:.0f} MB/s (open markers)"
     model = f"llama.cpp with {first['loop_bytes'] / 1e6:.0f} MB of weights"
-    shown = f"{model}, {limited}; memory and storage are the same on all sides"
-    return shown if mixture(document) else f"{shown}. Mixtures of experts are not recorded yet: their panel comes with them"
+    shown = f"{model}; {limited}; all sides have the same memory and storage"
+    missing = "No mixture of experts is recorded yet; its panel will stand beside this one"
+    return shown if mixture(document) else f"{shown}. {missing}"
 
 
 def drawn(document: Document) -> str:
