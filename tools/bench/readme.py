@@ -6,6 +6,7 @@ What stands between these comments is made here; everything else is left as it i
     <!-- /results -->
 
     <!-- figure:NAME.BAR -->0.70<!-- /figure -->      the value of one of its bars, or one of `FIGURES`
+    <!-- limit:NAME.BAR -->>= 0.6<!-- /limit -->     the limit of that bar, and whether it is missed
 
 docs/tokens.svg is drawn anew from the same results.
 """
@@ -21,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from . import results
-from .bars import of_document
+from .bars import Bar, of_document
 from .mountbars import kernel, mounts, seconds
 from .readme_picture import caption, drawn
-from .readme_tables import TABLES, Document, reached
+from .readme_tables import TABLES, Document, reached, wanted
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = "docs/tokens.svg"
 _TABLE = re.compile(r"(<!-- results:(\w+) -->\n)(.*?)(<!-- /results -->)", re.DOTALL)
-_FIGURE = re.compile(r"(<!-- figure:(\w+)\.([^>]*?) -->)([^<]*)(<!-- /figure -->)")
+_FIGURE = re.compile(r"(<!-- (?:figure|limit):(\w+)\.([^>]*?) -->)(.*?)(<!-- /(?:figure|limit) -->)")
 
 
 def pages(root: Path = ROOT) -> list[Path]:
@@ -88,7 +89,8 @@ def fill(text: str, read: Callable[[str], Document] | None = None) -> str:
         return found[1] + TABLES[found[2]](document(found[2])) + found[4]
 
     def single(found: re.Match[str]) -> str:
-        return found[1] + figure_of(found[2], found[3], document(found[2])) + found[5]
+        one = limit_of if found[1].startswith("<!-- limit:") else figure_of
+        return found[1] + one(found[2], found[3], document(found[2])) + found[5]
 
     # a marker of a table that is unknown must not pass for one of the tables
     for name in re.findall(r"<!-- results:(\w+) -->", text):
@@ -99,12 +101,19 @@ def fill(text: str, read: Callable[[str], Document] | None = None) -> str:
 def figure_of(name: str, key: str, document: Document) -> str:
     """Returns a figure of `FIGURES`, or the value of the bar `key` of the benchmark `name`."""
     special = FIGURES.get(f"{name}.{key}")
-    if special is not None:
-        return special(document)
-    for bar in of_document(document):
-        if bar.name == key:
-            return bar.shown
-    raise UnknownFigure(f"figure:{name}.{key}: there are {', '.join(bar.name for bar in of_document(document))}")
+    return _bar(name, key, document).shown if special is None else special(document)
+
+
+def limit_of(name: str, key: str, document: Document) -> str:
+    """Returns the limit of the bar `key` of the benchmark `name`."""
+    return wanted(_bar(name, key, document))
+
+
+def _bar(name: str, key: str, document: Document) -> Bar:
+    bars = {bar.name: bar for bar in of_document(document)}
+    if key not in bars:
+        raise UnknownFigure(f"{name}.{key}: there are {', '.join(bars)}")
+    return bars[key]
 
 
 def recorded(name: str) -> dict[str, Any]:

@@ -119,14 +119,18 @@ def edram_table(document: Document) -> str:
     return markdown(head, [[one["case"], f"{one['median_s']:.2f}"] for one in document["cases"]])
 
 
+def wanted(bar: Bar) -> str:
+    """The limit of a bar, and whether it is missed."""
+    return bar.wanted if bar.passed else f"{bar.wanted}: **not reached**"
+
+
 def bars_table(document: Document, what: str = "what", without: Callable[[Bar], str] | None = None) -> str:
     """The bars of a benchmark as they are; `what` heads them (their kinds, if it names one), `without` fills a column."""
     more = [] if without is None else ["without"]
     rows = []
     for bar in of_document(document):
         kind = "" if bar.kind in ("measured", *what.split()) else f"*{bar.kind}*: "
-        wanted = bar.wanted if bar.passed else f"{bar.wanted}: **not reached**"
-        rows.append([f"{kind}{bar.what}", bar.shown, wanted, *([] if without is None else [without(bar)])])
+        rows.append([f"{kind}{bar.what}", bar.shown, wanted(bar), *([] if without is None else [without(bar)])])
     return markdown([what, "figure", "bar", *more], rows)
 
 
