@@ -20,7 +20,7 @@ from tools.bench.cgroup import Usage
 from tools.bench.demo import same_answers
 from tools.bench.errors import BenchError
 from tools.bench.experiment import Experiment, Outcome, Run
-from tools.bench.readme_tables import TABLES
+from tools.bench.readme import TABLES
 from tools.bench.runner import ClientRun, Step
 from tools.bench.suite import BENCHMARKS, NAMES, Benchmark
 

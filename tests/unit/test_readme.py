@@ -9,9 +9,8 @@ import pytest
 
 from tools.bench import readme, results
 from tools.bench.bars import Bar, with_bars
-from tools.bench.readme import FIGURES, PICTURE, UnknownFigure, fill, pages
-from tools.bench.readme_picture import caption, dense, drawn, mixture
-from tools.bench.readme_tables import TABLES, Document, missed_table
+from tools.bench.readme import FIGURES, PICTURE, TABLES, UnknownFigure, fill, missed_table, pages
+from tools.bench.readme_picture import Document, caption, dense, drawn, mixture
 
 TEXT = "".join(page.read_text() for page in pages())
 

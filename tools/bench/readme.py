@@ -16,21 +16,29 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from operator import truediv
 from pathlib import Path
 from typing import Any
 
 from . import results
-from .bars import Bar, of_document
-from .mountbars import kernel, mounts, seconds
-from .readme_picture import caption, drawn
-from .readme_tables import TABLES, Document, reached, wanted
+from .bars import Bar, figure, of_document, of_json
+from .mountbars import kernel, mounts, seconds, storage_bytes
+from .readme_picture import Document, caption, drawn
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = "docs/tokens.svg"
 _TABLE = re.compile(r"(<!-- results:(\w+) -->\n)(.*?)(<!-- /results -->)", re.DOTALL)
 _FIGURE = re.compile(r"(<!-- (?:figure|limit):(\w+)\.([^>]*?) -->)(.*?)(<!-- /(?:figure|limit) -->)")
+LABELS = {
+    "a": "larger than memory",
+    "b": "everything fits",
+    "c": "one cold pass",
+    "d": "readers",
+    "e": "loop size",
+    "f": "no limit",
+    "g": "mixtures of experts",
+}
 
 
 def pages(root: Path = ROOT) -> list[Path]:
@@ -70,6 +78,183 @@ FIGURES: dict[str, Callable[[Document], str]] = {
     "size.arena": _largest_difference("arena"),
 }
 """Figures that are no bar's value. `mount.*`: the first case of the mount benchmark."""
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[int] = (0,)) -> str:
+    """Returns a table; the columns in `texts` stand left, all others are numbers and stand right."""
+    rule = "".join("---|" if place in texts else "---:|" for place in range(len(head)))
+    lines = ["| " + " | ".join(head) + " |", "|" + rule, *("| " + " | ".join(row) + " |" for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def mount_table(document: Document) -> str:
+    """The results of `tools/bench/mount`, with the machine they were measured on."""
+    machine = document["machine"]
+    versions = ", ".join(f"{name} {one}" for name, one in machine["versions"].items() if name != "llmcache-toolkit")
+    about = (
+        f"Machine: {machine['cpu']}, {machine['cpus']} processors, {machine['memory_bytes'] / 1e9:.0f} GB, "
+        f"Linux {machine['kernel']}, device {machine['device']['name']}; {versions}.\n\n"
+    )
+    results = document["results"]
+    sides = list(dict.fromkeys(side for result in results for side in mounts(result)))
+    named = ["page cache", *("llmcachefs" if side == "mount" else side for side in sides)]
+    head = [
+        "case",
+        "loop / cache MB",
+        *(f"{name} s" for name in named),
+        *(f"{name} MB" for name in named),
+        "bound s",
+        "times",
+    ]
+    return about + markdown(head, [mount_row(result, sides) for result in results])
+
+
+def mount_row(result: Document, sides: Sequence[str]) -> list[str]:
+    """One line of the mount's table: the page cache at its best and `sides`, and how many times faster the first is."""
+    all_sides = [kernel(result), *sides]
+    times = [seconds(result, side) for side in all_sides]
+    return [
+        f"{LABELS[result['case']]}: {result['name']}",
+        f"{result['loop_bytes'] / 1e6:.0f} / {result['cache_bytes'] / 1e6:.0f}",
+        *(f"{one:.3f}" for one in times),
+        *(f"{storage_bytes(result, side) / 1e6:.0f}" for side in all_sides),
+        f"{result['bound_s']:.3f}" if result["case"] in "ade" else "",
+        f"{times[0] / times[1]:.2f}",
+    ]
+
+
+def policy_table(document: Document) -> str:
+    """The mean hit ratios of `tools/bench/policies`, by group of traces."""
+    groups = document["groups"]
+    policies = list(groups["on_device"])
+    rows = []
+    for group, means in groups.items():
+        best = max(means[name] for name in policies if name != "belady")
+        cells = [f"**{means[name]:.3f}**" if means[name] == best else f"{means[name]:.3f}" for name in policies]
+        rows.append([group.replace("_", "-"), *cells])
+    return markdown(["traces", *policies], rows)
+
+
+def speed_table(document: Document) -> str:
+    """The speeds and the memory of `tools/bench/simulate`."""
+    rows = []
+    for one in document["speeds"]:
+        bar = f"{one['bar'] / 1e6:g}" if one["bar"] else ""
+        rows.append([one["trace"], one["policy"], f"{one['blocks_per_s'] / 1e6:.1f}", bar])
+    for one in document["memory"]:
+        what = f"{one['step']} {one['blocks'] / 1e9:.2g} G blocks: {one['peak_bytes'] / 2**20:.0f} MiB at most"
+        rows.append([what, "", f"{one['blocks'] / one['seconds'] / 1e6:.1f}", ""])
+    return markdown(["trace", "policy", "M blocks/s", "bar"], rows, texts=(0, 1))
+
+
+def size_table(document: Document) -> str:
+    """Where stalls begin on a throttled mount, from `tools/bench/size`."""
+    head = ["mount", "storage MB/s", "T s", "S by formula (1) MB", "S on the mount MB", "difference"]
+    rows = [
+        [
+            one["sweep"]["mode"],
+            f"{one['sweep']['read_bps'] / 1e6:.0f}",
+            f"{one['measured']['period_s']:.3f}",
+            f"{one['modelled']['stalls_begin_bytes'] / 1e6:.1f}",
+            f"{one['measured']['stalls_begin_bytes'] / 1e6:.1f}",
+            f"{one['difference']:+.1%}",
+        ]
+        for one in document["mount"]
+    ]
+    return markdown(head, rows)
+
+
+def trace_table(document: Document) -> str:
+    """What tracers cost, from `tools/bench/trace`: times as long as without one."""
+    sizes = sorted({one["read_bytes"] for one in document["overheads"]})
+    tracers = dict.fromkeys(one["tracer"] for one in document["overheads"] if one["tracer"] != "none")
+    ratios = {(one["tracer"], one["read_bytes"]): one["ratio"] for one in document["overheads"]}
+    head = ["tracer", *(f"preads of {size // 1024} KiB" for size in sizes)]
+    return markdown(head, [[tracer, *(f"{ratios[tracer, size]:.2f}" for size in sizes)] for tracer in tracers])
+
+
+def edram_table(document: Document) -> str:
+    """How long the accelerator model takes, from `tools/bench/edram`."""
+    head = [f"accelerator model, {document['configurations']:,} configurations", "s"]
+    return markdown(head, [[one["case"], f"{one['median_s']:.2f}"] for one in document["cases"]])
+
+
+def wanted(bar: Bar) -> str:
+    """The limit of a bar, and whether it is missed."""
+    return bar.wanted if bar.passed else f"{bar.wanted}: **not reached**"
+
+
+def bars_table(document: Document, what: str = "what", without: Callable[[Bar], str] | None = None) -> str:
+    """The bars of a benchmark as they are; `what` heads them (their kinds, if it names one), `without` fills a column."""
+    more = [] if without is None else ["without"]
+    rows = []
+    for bar in of_document(document):
+        kind = "" if bar.kind in ("measured", *what.split()) else f"*{bar.kind}*: "
+        rows.append([f"{kind}{bar.what}", bar.shown, wanted(bar), *([] if without is None else [without(bar)])])
+    return markdown([what, "figure", "bar", *more], rows)
+
+
+def _all_bars(document: Document) -> list[Bar]:
+    return [of_json({key: value for key, value in one.items() if key != "benchmark"}) for one in document["bars"]]
+
+
+def reached(document: Document) -> tuple[int, int]:
+    """How many bars of all benchmarks are reached, and how many there are, from `tools/bench/all`."""
+    bars = _all_bars(document)
+    return sum(bar.passed for bar in bars), len(bars)
+
+
+def missed_table(document: Document) -> str:
+    """How many bars of all benchmarks are reached, and those that are not, from `tools/bench/all`."""
+    missed = [bar for bar in _all_bars(document) if not bar.passed]
+    rows = [[bar.what, bar.kind, bar.shown, bar.wanted] for bar in missed]
+    about = "Reached: {} of {} bars.".format(*reached(document))
+    return about + ("\n\n" + markdown(["not reached", "kind", "figure", "bar"], rows, texts=(0, 1)) if missed else "\n")
+
+
+def pipeline_table(document: Document) -> str:
+    """What looking ahead, the pools and near-data scoring of the KV manager do, from `tools/bench/kvpipeline`."""
+    parts = document["parts"]
+
+    def without(bar: Bar) -> str:
+        return figure(parts[bar.name]["without"]) if "without" in parts[bar.name] else ""
+
+    return bars_table(document, "measured; stream synthetic, accelerator and computational SSD emulated", without)
+
+
+def index_table(document: Document) -> str:
+    """Trees of keys against a scan of all, one thread each, from `tools/bench/kvindex`."""
+    head = ["keys", "recall@64", "keys touched", "scan us", "tree us", "times", "auto takes"]
+    rows = []
+    for one in document["rows"]:
+        scan, tree = (1e6 * one["times"][side]["median_s"] for side in ("scan", "tree"))
+        found = [f"{one['recall']['tree']:.3f}", f"{one['touched']:.1%}", f"{scan:.0f}", f"{tree:.0f}", f"{scan / tree:.1f}"]
+        rows.append([f"{one['kind']}, {one['keys'] // 1024} Ki", *found, one["auto"]["uses"]])
+    return markdown(head, rows, texts=(0, 6))
+
+
+TABLES: dict[str, Callable[[Document], str]] = {
+    "all": missed_table,
+    "demotime": bars_table,
+    "edram": edram_table,
+    "kv": bars_table,
+    "kvmodels": lambda document: bars_table(document, "measured, real models"),
+    "kvanswers": lambda document: bars_table(document, "measured, recall model"),
+    "kvindex": index_table,
+    "kvpipeline": pipeline_table,
+    "kvstore": bars_table,
+    "prefix": lambda document: bars_table(document, "measured, llama.cpp"),
+    "kvtransformers": lambda document: bars_table(document, "measured, in transformers"),
+    "mount": mount_table,
+    "papers": bars_table,
+    "policies": policy_table,
+    "simulate": speed_table,
+    "size": size_table,
+    "startup": bars_table,
+    "testtime": bars_table,
+    "trace": trace_table,
+}
+"""By the name of the benchmark."""
 
 
 class UnknownFigure(ValueError):

@@ -7,7 +7,7 @@ of mixtures is of case (g), and there only if that is recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
@@ -15,8 +15,8 @@ from matplotlib.ticker import PercentFormatter
 from llmcache.report.theme import INK, MUTED, Look, figure_bytes, grid_of, legend_below, style
 
 from .mountbars import Result, mean, mounts, seconds
-from .readme_tables import Document
 
+Document = dict[str, Any]
 KERNEL = "page cache"
 LIMIT_BPS = 500_000_000  # of the rates that are measured, the one that is drawn
 LOOKS = {

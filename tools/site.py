@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 BESIDE = ("CHANGELOG.md", "SECURITY.md")
 """Pages of the source tree's root that the site has as well."""
 _LINK = re.compile(r"\]\(\.\./(?:tools/man/man\d/)?([\w.-]+)")
