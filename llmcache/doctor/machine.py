@@ -18,7 +18,7 @@ AREA = "machine"
 _ASK_TORCH = "import torch; print(torch.cuda.is_available())"
 _TORCH_S = 120.0
 STEER_STREAMS = 1_300_000_000
-"""Bytes per second that mode steer streams on two processors, *measured* (README); mode inplace is bound by storage."""
+"""Bytes per second that mode steer streams on two processors, *measured*; mode inplace is bound by storage."""
 
 
 def examine(directory: str | None, root: Path = Path("/")) -> list[Check]:

@@ -1,4 +1,4 @@
-"""The wheel as a user has it: installed alone, without the source tree, every command runs to a real result."""
+"""The wheel as a user has it: installed as pipx does, without the source tree, every command runs to a real result."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +27,18 @@ from tests.conftest import PROBLEMS
 from tools.make_man import walk
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("llmcache", "tools", "traces", "pyproject.toml", "README.md", "LICENSE")
+FILES = (
+    "LICENSE",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "MANIFEST.in",
+    "mkdocs.yml",
+    "pyproject.toml",
+)
+PARTS = ("bpf", "docs", "llmcache", "requirements", "tools", "traces", *FILES)
+IN_SOURCES = {"bpf/iotrace.bpf.c", "docs/index.md", "docs/tokens.svg", "tools/test", "tools/_setup.sh", *FILES}
 PATIENCE_S = 300
 # What a user types, in chains: each goes on where the one before it has left files.
 ALONE = (
@@ -78,16 +90,39 @@ BY_MODEL = ("llmcache kv bench --task recall --policy window --context 256 --bud
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the wheel in it and the packages of this one, and an empty directory with a home."""
+    """An environment with the wheel in it and the packages of this one, and an empty directory with a home.
+
+    Only the home's .local/bin, with links to the wheel's programs, is in PATH: so pipx shows a package to its user.
+    `sources`: names of what the source distribution has.
+    """
 
     prefix: Path
     place: Path
+    sources: frozenset[str]
+
+    @property
+    def home(self) -> Path:
+        """The home of the user."""
+        return self.place / "home"
+
+    def expose(self) -> None:
+        """Link what the wheel brings for users, programs and manual pages, into .local of their home, as pipx does."""
+        (record,) = self.prefix.glob("lib/python*/site-packages/llmcache_toolkit-*.dist-info/RECORD")
+        for line in record.read_text().splitlines():
+            path = Path(os.path.normpath(record.parent.parent / line.partition(",")[0]))
+            for kind in (self.prefix / "bin", self.prefix / "share" / "man"):
+                if kind in path.parents:
+                    link = self.home / ".local" / path.relative_to(self.prefix)
+                    link.parent.mkdir(parents=True, exist_ok=True)
+                    link.symlink_to(path)
 
     def run(self, line: str) -> str:
         """What a shell says of `line` if it fails; nothing if it does as it should."""
         known = {name: text for name, text in os.environ.items() if not name.startswith(("PYTHON", "XDG_", "LLMCACHE"))}
-        own = {"BIN": f"{self.prefix}/bin", "SHARE": f"{self.prefix}/share/llmcache", "HOME": str(self.place / "home")}
-        path = f"{self.prefix}/bin:{os.environ['PATH']}"
+        local = f"{self.home}/.local/bin"
+        own = {"BIN": local, "SHARE": f"{self.prefix}/share/llmcache", "HOME": str(self.home)}
+        others = [one for one in os.environ["PATH"].split(":") if not (Path(one) / "llmcache").exists()]
+        path = ":".join((local, *others))
         done = subprocess.run(
             ["sh", "-c", line], cwd=self.place, env={**known, **own, "PATH": path, "PYTHONNOUSERSITE": "1"},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
@@ -102,7 +137,7 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    """The wheel of a copy of this tree (setuptools leaves files of its own in what it builds), installed."""
+    """The wheel, made of the source distribution of a copy of this tree, which setuptools leaves files in; installed."""
     base = tmp_path_factory.mktemp("wheel")
     tree, prefix, place = (base / name for name in ("tree", "environment", "place"))
     for name in PARTS:
@@ -111,8 +146,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
         else:
             shutil.copy(ROOT / name, tree / name)
+    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, base], check=True, cwd=tree, stdout=subprocess.DEVNULL)
+    (archive,) = base.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        sources = frozenset(name.partition("/")[2] for name in opened.getnames())
     pip, alone = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"], ["--no-deps", "--no-index"]
-    subprocess.run([*pip, "wheel", *alone, "--no-build-isolation", "-w", base, tree], check=True, cwd=base)
+    subprocess.run([*pip, "wheel", *alone, "--no-build-isolation", "-w", base, archive], check=True, cwd=base)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", prefix], check=True)
     (wheel,) = base.glob("*.whl")
     to = ["--python", str(prefix / "bin" / "python"), "install", *alone, "--no-compile"]
@@ -130,9 +170,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     prompts = BlockStore(place / "prompts", 10**6)
     prompts.describe("0" * 32, {"file": "m.gguf", "architecture": "llama", "name": "m"})
     prompts.write(Key("0" * 32, "0" * 40, 0, WHOLE), Block(np.zeros(64, np.uint8), (1,)))
-    yield Installed(prefix, place)
+    environment = Installed(prefix, place, sources)
+    environment.expose()
+    yield environment
     if mountpoint.find(str(place / "mnt")) is not None:
-        Installed(prefix, place).run("llmcache umount --force mnt")
+        environment.run("llmcache umount --force mnt")
 
 
 def lend_compiled(site: Path) -> None:
@@ -152,14 +194,22 @@ def test_every_command_is_run_here() -> None:
 
 def test_the_wheel_does_without_the_source_tree(installed: Installed) -> None:
     """One test: the wheel is made once, whichever worker of the run has it."""
-    asked = f"python -c 'import llmcache; assert llmcache.__file__.startswith(\"{installed.prefix}\"), llmcache.__file__'"
-    assert installed.run(asked) == ""
+    asked = "import llmcache; print(llmcache.__path__[0])"
+    told = subprocess.check_output([installed.prefix / "bin" / "python", "-I", "-c", asked], text=True, cwd=installed.place)
+    package = Path(told.strip())
+    assert installed.prefix in package.parents
+    built = {path.name for path in (ROOT / "llmcache" / "bpf" / "objects").glob("*.bpf.o")}
+    assert {path.name for path in (package / "bpf" / "objects").iterdir()} == built != set()
+    assert installed.sources >= IN_SOURCES and not any("/results/" in name for name in installed.sources)
+    local = installed.home / ".local"
+    assert {path.name for path in (local / "bin").iterdir()} == {"llmcache", "llmcachefs", "mount.llmcachefs"}
+    pages = {path.name for path in (ROOT / "tools" / "man").glob("man?/*")}
+    assert {path.name for path in (local / "share" / "man").glob("man?/*")} == pages
     share = installed.prefix / "share"
     unit = ROOT / "tools" / "systemd" / "llmcachefs@.service"
     assert (share / "llmcache" / unit.name).read_text() == unit.read_text()
     traces = {path.name for path in (ROOT / "traces").iterdir()}
     assert {path.name for path in (share / "llmcache" / "traces").iterdir()} == traces
-    assert (share / "man" / "man8" / "mount.llmcachefs.8").is_file()
 
     of_tiers = {"mount": ON_A_MOUNT, "transformers": BY_MODEL}
     chains = [*ALONE, *(chain for tier, chain in of_tiers.items() if PROBLEMS[tier]() is None)]

@@ -61,6 +61,7 @@ def test_every_dependency_has_a_lower_bound_and_a_pin() -> None:
     groups = {"lock.txt": PROJECT["dependencies"] + extras["cluster"] + extras["redis"] + extras["dev"]}
     groups["llama.txt"] = extras["llama"]
     groups["transformers.txt"] = extras["transformers"]
+    groups["docs.txt"] = extras["docs"]
     for file, requirements in groups.items():
         pinned = pins(file)
         for requirement in requirements:
@@ -95,11 +96,15 @@ def test_entry_points_exist() -> None:
 def test_the_version_is_one() -> None:
     assert "version" in PROJECT["dynamic"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", llmcache.__version__)
+    released = re.findall(r"^## (\d\S+) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == llmcache.__version__
+    wheel = f"llmcache_toolkit-{llmcache.__version__}-py3-none-any.whl"
+    assert all(wheel in (ROOT / page).read_text() for page in ("README.md", "docs/index.md"))
 
 
 def test_scripts_can_be_executed() -> None:
-    tools = ["test", "demo", "fuzz", "make_man.py", "make_model.py", "make_traces.py", "train_recall.py", "long_context.py"]
-    tools += ["mount.llmcachefs"]
+    tools = ["test", "demo", "docs", "fuzz", "make_man.py", "make_model.py", "make_traces.py", "train_recall.py"]
+    tools += ["long_context.py", "mount.llmcachefs"]
     for script in (*(f"tools/{tool}" for tool in tools), ".ci/run"):
         assert (ROOT / script).stat().st_mode & 0o111, f"{script} is not executable"
 

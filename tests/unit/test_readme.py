@@ -1,4 +1,4 @@
-"""The README's tables and figures are those of the JSON in the tree."""
+"""Tables, figures and the picture of README.md and docs/ are those of the JSON in the tree."""
 
 from __future__ import annotations
 
@@ -7,27 +7,53 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import readme
-from tools.bench.readme import FIGURES, README, TABLES, UnknownFigure, fill, missed_table
+from tools.bench import readme, results
+from tools.bench.readme import FIGURES, PICTURE, TABLES, UnknownFigure, fill, missed_table, pages
+from tools.bench.readme_picture import caption, dense, drawn, mixture
 from tools.bench.results import Bar, Document, with_bars
+
+TEXT = "".join(page.read_text() for page in pages())
 
 
 def document(_name: str = "kvstore") -> Document:
     return with_bars({}, [Bar("gather", "bandwidth", 0.7, ">=", 0.8), Bar("m", "memory", 3, "<", 4, "emulated")])
 
 
-def test_tables_and_figures_are_the_recorded_ones() -> None:
-    assert fill(README.read_text()) == README.read_text(), "python -m tools.bench.readme --write"
+def test_tables_figures_and_the_picture_are_the_recorded_ones() -> None:
+    assert readme.main([]) == 0, "python -m tools.bench.readme --write"
 
 
-def test_every_recorded_benchmark_has_its_table() -> None:
-    shown = set(re.findall(r"<!-- results:(\w+) -->", README.read_text()))
-    assert {"mount", "policies", "simulate", "size", "trace", "kv", "kvpipeline", "kvstore", "kvindex"} <= shown
-    assert {"kvtransformers", "edram", "all"} <= shown <= set(TABLES)
+def test_every_recorded_benchmark_has_its_table_once() -> None:
+    shown = re.findall(r"<!-- results:(\w+) -->", TEXT)
+    beside = {"demotime", "startup", "papers", "testtime"}  # of us, not of what users do
+    assert sorted(shown) == sorted({path.stem for path in results.DIRECTORY.glob("*.json")} - beside)
+    assert set(shown) <= set(TABLES)
+
+
+def test_what_is_said_not_to_be_recorded_is_not() -> None:
+    recorded = bool(mixture(readme.recorded("mount")))
+    for said in ("No figures are recorded yet", "no run of it is recorded yet"):
+        assert (said in TEXT) is not recorded, "mixtures: README's limits, docs/figures.md, docs/failures.md"
 
 
 def test_no_line_begins_with_the_marker_of_a_figure() -> None:
-    assert not re.findall(r"^\s*<!-- figure:", README.read_text(), re.MULTILINE), "Markdown would take the line for HTML"
+    assert not re.findall(r"^\s*<!-- figure:", TEXT, re.MULTILINE), "Markdown would take the line for HTML"
+
+
+def test_the_picture_draws_the_mixture_as_soon_as_it_is_recorded() -> None:
+    mount = readme.recorded("mount")
+    without = {**mount, "results": [one for one in mount["results"] if one["case"] != "g"]}
+    run = {"side": "kernel", "seconds": [[0.1, 0.3]]}
+    shape = {"case": "g", "name": "8 experts", "file": "m.gguf", "read_bps": None, "loop_bytes": 100, "cache_bytes": 20}
+    mixed = {**shape, "sides": ["kernel", "steer"], "runs": [run, {"side": "steer", "seconds": [[0.1]]}]}
+    with_one = {**without, "results": [*without["results"], mixed]}
+    assert [(line.side, line.shares, line.tokens_per_s) for line in mixture(with_one)] == [
+        ("page cache", [0.2], [5.0]),
+        ("steer", [0.2], [10.0]),
+    ]
+    assert dense(with_one) == dense(without) and dense(without)
+    assert "recorded yet" in caption(without) and "recorded yet" not in caption(with_one)
+    assert "Mixture" in drawn(with_one) and "Mixture" not in drawn(without)
 
 
 @pytest.mark.parametrize("name", sorted({name.partition(".")[0] for name in FIGURES}))
@@ -38,10 +64,12 @@ def test_figures_are_of_recorded_benchmarks(name: str) -> None:
 
 def test_what_is_marked_is_replaced_and_nothing_else() -> None:
     text = "a\n<!-- results:kvstore -->\nold\n<!-- /results -->\nb <!-- figure:kvstore.gather -->9<!-- /figure --> c\n"
+    text += "<!-- limit:kvstore.m -->8<!-- /limit -->, <!-- limit:kvstore.gather -->7<!-- /limit -->\n"
     table = "| what | figure | bar |\n|---|---:|---:|\n| bandwidth | 0.7 | >= 0.8: **not reached** |\n"
     table += "| *emulated*: memory | 3 | < 4 |\n"
     filled = fill(text, document)
-    assert filled == text.replace("old\n", table).replace("9", "0.7")
+    limits = text.replace("8", "< 4").replace("7", ">= 0.8: **not reached**")
+    assert filled == limits.replace("old\n", table).replace("9", "0.7")
     assert fill(filled, document) == filled
 
 
@@ -59,6 +87,7 @@ def test_bars_that_are_not_reached_are_told() -> None:
         "<!-- results:nothing -->\n<!-- /results -->",
         "a <!-- figure:nothing.gather -->1<!-- /figure -->",
         "a <!-- figure:kvstore.nothing -->1<!-- /figure -->",
+        "a <!-- limit:kvstore.nothing -->1<!-- /limit -->",
     ],
 )
 def test_unknown_markers_are_named(text: str) -> None:
@@ -66,10 +95,12 @@ def test_unknown_markers_are_named(text: str) -> None:
         fill(text, document)
 
 
-def test_the_command_writes_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "README.md"
-    path.write_text("a <!-- figure:kvstore.gather -->1<!-- /figure -->\n")
-    monkeypatch.setattr(readme, "README", path)
-    assert readme.main([]) == 1 and "-->1<" in path.read_text()
-    assert readme.main(["--write"]) == 0 == readme.main([])
-    assert [entry.name for entry in tmp_path.iterdir()] == ["README.md"] and "-->1<" not in path.read_text()
+def test_the_command_writes_and_checks(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    written = [tmp_path / name for name in ("README.md", "docs/page.md", PICTURE)]
+    for page in written[:2]:
+        page.write_text("a <!-- figure:kvstore.gather -->1<!-- /figure -->\n")
+    assert readme.main([], tmp_path) == 1 and "-->1<" in written[0].read_text()
+    assert readme.main(["--write"], tmp_path) == 0 == readme.main([], tmp_path)
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == set(written)
+    assert all("-->1<" not in page.read_text() for page in written[:2])

@@ -1,4 +1,4 @@
-"""The README's result tables and figures, from the JSON of the benchmarks: `python -m tools.bench.readme [--write]`.
+"""What README.md and docs/ show of the recorded benchmarks: `python -m tools.bench.readme [--write]`.
 
 What stands between these comments is made here; everything else is left as it is:
 
@@ -6,6 +6,9 @@ What stands between these comments is made here; everything else is left as it i
     <!-- /results -->
 
     <!-- figure:NAME.BAR -->0.70<!-- /figure -->      the value of one of its bars, or one of `FIGURES`
+    <!-- limit:NAME.BAR -->>= 0.6<!-- /limit -->     the limit of that bar, and whether it is missed
+
+docs/tokens.svg is drawn anew from the same results.
 """
 
 from __future__ import annotations
@@ -15,15 +18,18 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from operator import truediv
+from pathlib import Path
+from typing import Any
 
 from . import results
-from .harness import ROOT
 from .mount import kernel, mounts, seconds, storage_bytes
+from .readme_picture import caption, drawn
 from .results import Bar, Document, bars_of, figure
 
-README = ROOT / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+PICTURE = "docs/tokens.svg"
 _TABLE = re.compile(r"(<!-- results:(\w+) -->\n)(.*?)(<!-- /results -->)", re.DOTALL)
-_FIGURE = re.compile(r"(<!-- figure:(\w+)\.([^>]*?) -->)([^<]*)(<!-- /figure -->)")
+_FIGURE = re.compile(r"(<!-- (?:figure|limit):(\w+)\.([^>]*?) -->)(.*?)(<!-- /(?:figure|limit) -->)")
 LABELS = {
     "a": "larger than memory",
     "b": "everything fits",
@@ -31,7 +37,13 @@ LABELS = {
     "d": "readers",
     "e": "loop size",
     "f": "no limit",
+    "g": "mixtures of experts",
 }
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """Returns README.md and the pages of docs/."""
+    return [root / "README.md", *sorted((root / "docs").glob("**/*.md"))]
 
 
 def _largest_difference(mode: str) -> Callable[[Document], str]:
@@ -45,18 +57,25 @@ def _largest_difference(mode: str) -> Callable[[Document], str]:
     return found
 
 
+def _mean_hit_ratio(policy: str) -> Callable[[Document], str]:
+    """The mean hit ratio of a policy on the traces of applications on a device."""
+    return lambda document: f"{document['groups']['on_device'][policy]:.3f}"
+
+
 def _first_case(document: Document) -> tuple[float, float]:
     first = document["results"][0]
     return seconds(first, kernel(first)), seconds(first, mounts(first)[0])
 
 
 FIGURES: dict[str, Callable[[Document], str]] = {
-    "mount.kernel_s": lambda document: f"{_first_case(document)[0]:.2f}",
-    "mount.mount_s": lambda document: f"{_first_case(document)[1]:.2f}",
+    "all.reached": lambda document: "{} of {}".format(*reached(document)),
+    "mount.caption": caption,
     "mount.times": lambda document: f"{truediv(*_first_case(document)):.1f}",
+    "policies.of-llmcache": _mean_hit_ratio("llmcache"),
+    "policies.of-lru": _mean_hit_ratio("lru"),
+    "policies.of-belady": _mean_hit_ratio("belady"),
     "size.steer": _largest_difference("steer"),
     "size.arena": _largest_difference("arena"),
-    "edram.sweep_s": lambda document: f"{document['cases'][0]['median_s']:.1f} s",
 }
 """Figures that are no bar's value. `mount.*`: the first case of the mount benchmark."""
 
@@ -160,23 +179,36 @@ def edram_table(document: Document) -> str:
     return markdown(head, [[one["case"], f"{one['median_s']:.2f}"] for one in document["cases"]])
 
 
+def wanted(bar: Bar) -> str:
+    """The limit of a bar, and whether it is missed."""
+    return bar.wanted if bar.passed else f"{bar.wanted}: **not reached**"
+
+
 def bars_table(document: Document, what: str = "what", without: Callable[[Bar], str] | None = None) -> str:
     """The bars of a benchmark as they are; `what` heads them (their kinds, if it names one), `without` fills a column."""
     more = [] if without is None else ["without"]
     rows = []
     for bar in bars_of(document):
         kind = "" if bar.kind in ("measured", *what.split()) else f"*{bar.kind}*: "
-        wanted = bar.wanted if bar.passed else f"{bar.wanted}: **not reached**"
-        rows.append([f"{kind}{bar.what}", bar.shown, wanted, *([] if without is None else [without(bar)])])
+        rows.append([f"{kind}{bar.what}", bar.shown, wanted(bar), *([] if without is None else [without(bar)])])
     return markdown([what, "figure", "bar", *more], rows)
+
+
+def _all_bars(document: Document) -> list[Bar]:
+    return bars_of(document)
+
+
+def reached(document: Document) -> tuple[int, int]:
+    """How many bars of all benchmarks are reached, and how many there are, from `tools/bench all`."""
+    bars = _all_bars(document)
+    return sum(bar.passed for bar in bars), len(bars)
 
 
 def missed_table(document: Document) -> str:
     """How many bars of all benchmarks are reached, and those that are not, from `tools/bench all`."""
-    bars = bars_of(document)
-    missed = [bar for bar in bars if not bar.passed]
+    missed = [bar for bar in _all_bars(document) if not bar.passed]
     rows = [[bar.what, bar.kind, bar.shown, bar.wanted] for bar in missed]
-    about = f"Reached: {len(bars) - len(missed)} of {len(bars)} bars."
+    about = "Reached: {} of {} bars.".format(*reached(document))
     return about + ("\n\n" + markdown(["not reached", "kind", "figure", "bar"], rows, texts=(0, 1)) if missed else "\n")
 
 
@@ -242,7 +274,8 @@ def fill(text: str, read: Callable[[str], Document] | None = None) -> str:
         return found[1] + TABLES[found[2]](document(found[2])) + found[4]
 
     def single(found: re.Match[str]) -> str:
-        return found[1] + figure_of(found[2], found[3], document(found[2])) + found[5]
+        one = limit_of if found[1].startswith("<!-- limit:") else figure_of
+        return found[1] + one(found[2], found[3], document(found[2])) + found[5]
 
     # a marker of a table that is unknown must not pass for one of the tables
     for name in re.findall(r"<!-- results:(\w+) -->", text):
@@ -253,32 +286,46 @@ def fill(text: str, read: Callable[[str], Document] | None = None) -> str:
 def figure_of(name: str, key: str, document: Document) -> str:
     """Returns a figure of `FIGURES`, or the value of the bar `key` of the benchmark `name`."""
     special = FIGURES.get(f"{name}.{key}")
-    if special is not None:
-        return special(document)
-    for bar in bars_of(document):
-        if bar.name == key:
-            return bar.shown
-    raise UnknownFigure(f"figure:{name}.{key}: there are {', '.join(bar.name for bar in bars_of(document))}")
+    return _bar(name, key, document).shown if special is None else special(document)
 
 
-def recorded(name: str) -> Document:
+def limit_of(name: str, key: str, document: Document) -> str:
+    """Returns the limit of the bar `key` of the benchmark `name`."""
+    return wanted(_bar(name, key, document))
+
+
+def _bar(name: str, key: str, document: Document) -> Bar:
+    bars = {bar.name: bar for bar in bars_of(document)}
+    if key not in bars:
+        raise UnknownFigure(f"{name}.{key}: there are {', '.join(bars)}")
+    return bars[key]
+
+
+def recorded(name: str) -> dict[str, Any]:
     """Returns the recorded JSON of a benchmark."""
     return results.read(results.DIRECTORY / f"{name}.json")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns 0 if the README has the recorded figures (with --write: has them now), 1 if not."""
+def made(root: Path = ROOT) -> dict[Path, str]:
+    """Returns the text that each page, and the picture, should have."""
+    texts = {page: fill(page.read_text()) for page in pages(root)}
+    return texts | {root / PICTURE: drawn(recorded("mount"))}
+
+
+def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
+    """Returns 0 if pages and picture show the recorded figures (with --write: show them now), 1 if not."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.readme", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put the recorded tables and figures into the README")
+    parser.add_argument("--write", action="store_true", help="put the recorded tables and figures into the pages")
     args = parser.parse_args(argv)
-    before = README.read_text()
-    after = fill(before)
-    if args.write and after != before:
-        results.write_text(README, after)
-    if args.write or after == before:
-        return 0
-    print("README.md: tables or figures are not those recorded: python -m tools.bench.readme --write", file=sys.stderr)
-    return 1
+    differing = {path: text for path, text in made(root).items() if not path.exists() or path.read_text() != text}
+    for path, text in differing.items():
+        if args.write:
+            part = path.with_name(path.name + ".part")
+            part.write_text(text)
+            part.replace(path)
+        else:
+            print(f"{path.relative_to(root)}: not as recorded: python -m tools.bench.readme --write", file=sys.stderr)
+    return 0 if args.write or not differing else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,266 @@
+"""README, docs/ and the pages beside them: what they link to, show and name is there, and examples do what they say."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import pkgutil
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from llmcache.cache.policies import POLICIES
+from llmcache.cli import app
+from llmcache.cli.types import NameType
+from llmcache.errors import UsageError
+from llmcache.fs.client.settings import NAMES
+from tests.property.contract import clauses, long_case
+from tools.bench.readme import TABLES
+from tools.site import BESIDE, linked, manual
+
+tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")), *DOCS]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^    (tools/\S+.*|apt-get .*|pipx .*)$", re.MULTILINE)
+QUICK = re.compile(r"llmcache (size(?!.*(--model|--measure))|(classify|info) traces/read-loop|completion|edram model)")
+"""Commands that take a second at most and leave nothing behind."""
+OTHERS = {"apt-get", "pipx", "curl", "kill", "ln", "cp", "systemctl", "python", "python3", ".venv/bin/pip", "llama-cli"}
+STATIONS_MAX = 8
+
+
+def text_of(page: Path) -> str:
+    return page.read_text()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for found, code in FENCE.findall(text_of(page)) if found == language]
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in pages]
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """What headings are called in links; the site and GitHub must agree on that."""
+    found = re.findall(r"^#+ (.*)$", FENCE.sub("", text_of(page)), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower().replace("`", "")) for heading in found]
+    on_site = [re.sub(r"[-\s]+", "-", heading.strip()) for heading in plain]
+    assert on_site == [heading.replace(" ", "-") for heading in plain], f"{page.name}: a heading with two names"
+    assert len(set(on_site)) == len(on_site), f"{page.name}: two headings of one name"
+    return set(on_site)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = FENCE.sub("", text_of(page))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.is_file(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(path), f"{page.name}: {target}"
+        on_site = path in DOCS or path.parent.parent == ROOT / "tools" / "man" or path.name in BESIDE
+        assert page not in DOCS or on_site or path.suffix == ".svg", f"{page.name}: {target} is not on the site"
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    site = text_of(ROOT / "mkdocs.yml")
+    assert sorted(re.findall(r"^ +- [^:]+: (\S+)$", site.partition("\nnav:\n")[2], re.MULTILINE)) == sorted(
+        [*(page.name for page in DOCS), *BESIDE]
+    )
+    assert all((ROOT / hook).is_file() for hook in re.findall(r"hooks: \[(.*)\]", site))
+
+
+def test_readme_is_short() -> None:
+    assert len(text_of(ROOT / "README.md").splitlines()) <= 200
+
+
+def test_the_manual_is_listed_and_on_the_site() -> None:
+    row = re.compile(r"^\| \[\S+\]\(\.\./tools/man/man\d/(\S+)\) \| (.*) \|$", re.MULTILINE)
+    listed = dict(row.findall(text_of(ROOT / "docs" / "manual.md")))
+    on_site = manual()
+    said = {name: re.findall(r"^<p>\S+ - (.*)</p>$", page, re.MULTILINE)[0] for name, page in on_site.items()}
+    assert listed == said
+    page = on_site["llmcache-size.1"]
+    assert page.startswith("# llmcache-size(1)\n") and "\n## Overhead\n" in page
+    assert '<a href="llmcachefs.1.html">llmcachefs(1)</a>' in page and "<dl><dt><b>--bw</b>" in page
+    assert not re.search(r"\\[f(e&%-]", "".join(on_site.values())), "an escape of troff is left"
+    assert linked("[a](../tools/man/man1/llmcache.1) [b](../SECURITY.md)") == "[a](man/llmcache.1.md) [b](SECURITY.md)"
+
+
+# Commands
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Commands that a page shows, one after the other, without comments and prompts."""
+    for language in ("sh", "console"):
+        for code in blocks(page, language):
+            lines = code.replace("\\\n", " ").splitlines()
+            typed = [line[2:] for line in lines if line.startswith("$ ")] if language == "console" else lines
+            for line in typed:
+                yield from _single(line)
+    for line in INDENTED.findall(text_of(page)):
+        yield from _single(line)
+
+
+def _single(line: str) -> Iterator[str]:
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split, lexer.commenters = True, "#"
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if word in (";", "&&", "|", "&"):
+            if words:
+                yield shlex.join(words)
+            words = []
+        else:
+            words.append(word)
+
+
+SHOWN = sorted({(page.relative_to(ROOT).as_posix(), command) for page in PAGES for command in commands(page)})
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command, without what is in front of it and where its output goes."""
+    words = shlex.split(command)
+    while words and (words[0] == "sudo" or re.fullmatch(r"[A-Z_]+=.*", words[0])):
+        words.pop(0)
+    return words[: words.index(">")] if ">" in words else words
+
+
+def test_commands_are_found() -> None:
+    assert len(SHOWN) > 60
+    assert list(_single("a 'b c' > d && e # f")) == ["a 'b c' '>' d", "e"]
+
+
+@pytest.mark.parametrize(("page", "command"), SHOWN, ids=lambda value: str(value)[:60])
+def test_commands_exist(page: str, command: str) -> None:
+    words = words_of(command)
+    if words[0] in ("llmcache", "llmcachefs"):
+        parse(["mount", *words[1:]] if words[0] == "llmcachefs" else words[1:])
+    elif words[0].endswith("python") and words[1] == "-m":
+        assert words[2] == "venv" or importlib.util.find_spec(words[2]) is not None
+    elif words[0].endswith("python") and words[1] == "tools/bench":
+        assert words[2] in TABLES
+    elif words[0].startswith("tools/"):
+        assert (ROOT / words[0]).stat().st_mode & 0o111
+        assert all((ROOT / word).exists() for word in words[1:] if word.startswith("tests/"))
+    else:
+        assert words[0] in OTHERS
+
+
+def parse(words: list[str]) -> None:
+    """Raises a usage error for words that the command line does not know. Nothing is run, no file is looked at."""
+    command: click.Command = app
+    context = click.Context(app, info_name="llmcache")
+    while isinstance(command, click.Group):
+        found = command.get_command(context, words.pop(0))
+        assert found is not None
+        command, context = found, click.Context(found, parent=context, info_name=found.name)
+    values, _, _ = command.make_parser(context).parse_args(list(words))
+    for parameter in command.params:
+        given = values.get(parameter.name or "")
+        for value in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(value, str):
+                parameter.type.convert(value, parameter, context)
+                if isinstance(parameter.type, NameType) and not set(value.split(",")) <= set(parameter.type.known()):
+                    raise click.UsageError(f"{parameter.name}: {value}")
+
+
+@pytest.mark.parametrize("command", sorted({command for _, command in SHOWN if QUICK.match(command)}))
+def test_quick_commands_run(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, words_of(command)[1:])
+    assert done.exit_code == 0, done.output
+
+
+def test_parsing_refuses_what_is_not_there() -> None:
+    for words in (["size", "--nothing"], ["resize", "mnt", "70Q"], ["trace", "--tier", "perf"], ["kv", "plan", "--gpu"]):
+        with pytest.raises((click.UsageError, UsageError)):
+            parse(words)
+
+
+@pytest.mark.parametrize("name", re.findall(r"`tools/bench (\w+)`", "".join(map(text_of, PAGES))))
+def test_benchmarks_exist(name: str) -> None:
+    assert name in TABLES
+
+
+# Settings, Python, paths, stations
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_settings_are_known(page: Path) -> None:
+    for code in blocks(page, "toml"):
+        assert set(tomllib.loads(code)["mount"]) <= set(NAMES)
+
+
+PYTHON = [(page.name, code) for page in PAGES for code in blocks(page, "python")]
+
+
+@pytest.mark.parametrize(("page", "code"), PYTHON, ids=[page for page, _ in PYTHON])
+def test_python_imports_what_there_is(page: str, code: str) -> None:
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llmcache"):
+            module = importlib.import_module(node.module or "")
+            known = getattr(module, "__all__", dir(module))  # what needs an extra is not loaded
+            assert all(alias.name in known for alias in node.names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_paths_exist(page: Path) -> None:
+    for path in re.findall(r"`((?:llmcache|tools|tests|bpf|traces|requirements|docs)/[\w./-]+)`", text_of(page)):
+        if "NAME" not in path and not path.endswith("/fifo.py"):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def walks() -> dict[str, list[str]]:
+    """The stations of each walk in architecture.md, by its heading."""
+    sections = re.split(r"^## ", text_of(ROOT / "docs" / "architecture.md"), flags=re.MULTILINE)
+    each = {part.partition("\n")[0]: re.findall(r"^\d\. `([^`]+)`", part, re.MULTILINE) for part in sections}
+    return {heading: stations for heading, stations in each.items() if stations}
+
+
+def test_the_walks_are_short() -> None:
+    assert len(walks()) == 5
+    assert all(2 < len(stations) <= STATIONS_MAX for stations in walks().values())
+
+
+STATIONS = [
+    pytest.param(station, marks=[pytest.mark.transformers] if ".transformers." in station else [])
+    for stations in walks().values()
+    for station in dict.fromkeys(stations)
+]
+
+
+@pytest.mark.parametrize("station", STATIONS)
+def test_stations_exist(station: str) -> None:
+    if station.startswith("bpf/"):
+        file, _, function = station.partition(": ")
+        assert re.search(rf"\b{function}\(|\({function}[,)]", (ROOT / file).read_text())
+    else:
+        assert callable(pkgutil.resolve_name(station))
+
+
+def test_the_example_of_a_policy_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = (code for code in blocks(ROOT / "docs" / "contributing.md", "python") if "class FIFO(Policy)" in code)
+    (tmp_path / "fifo.py").write_text(code)
+    name = "llmcache.cache.policies.fifo"
+    spec = importlib.util.spec_from_file_location(name, tmp_path / "fifo.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(POLICIES, "fifo", "fifo:FIFO")
+    spec.loader.exec_module(module)
+    for clause in clauses("fifo"):
+        clause("fifo", long_case(20, seed=20))

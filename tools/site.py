@@ -1,0 +1,106 @@
+"""What mkdocs asks for while it builds the site of docs/: the manual pages as pages of the site, and links to them.
+
+Pages of docs/ link to the manual pages where they lie (`../tools/man/man1/llmcache-size.1`), so that the links also work in
+the source tree; on the site the same links lead to these pages. Needs nothing of llmcache itself.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BESIDE = ("CHANGELOG.md", "SECURITY.md")
+"""Pages of the source tree's root that the site has as well."""
+_LINK = re.compile(r"\]\(\.\./(?:tools/man/man\d/)?([\w.-]+)")
+_TOKEN = re.compile(r"(?:\\%)?\\fB([a-z.\\-]+)\\fP\((\d)\)|(\\f[BIP])|\\(\((?:ha|ti)|[-%e`])")
+_LETTERS = {"-": "-", "%": "", "e": "\\", "`": "`", "(ha": "^", "(ti": "~"}
+
+
+def manual(root: Path = ROOT) -> dict[str, str]:
+    """Returns the manual pages in Markdown, by the names of their files ("llmcache-size.1")."""
+    sources = {path.name: path.read_text() for path in sorted(root.glob("tools/man/man?/*"))}
+    return {name: markdown(name, text, set(sources)) for name, text in sources.items()}
+
+
+def markdown(name: str, text: str, known: set[str]) -> str:
+    """Returns a page of man(7), as tools/make_man.py writes them, in Markdown; `known`: pages that there are."""
+    title, _, number = name.rpartition(".")
+    return "\n\n".join((f"# {title}({number})", *_blocks(text.splitlines(), known))) + "\n"
+
+
+def _blocks(lines: list[str], known: set[str]) -> Iterator[str]:
+    """Headings in Markdown, everything else as a block of HTML."""
+    words: list[str] = []  # of the paragraph or the meaning that is being read
+    term, kept = "", False
+
+    def ended() -> Iterator[str]:
+        nonlocal term
+        text = "\n".join(words) if kept else " ".join(words)
+        if term:
+            yield f"<dl><dt>{term}</dt><dd>{text}</dd></dl>"
+        elif words:
+            yield f"<pre>{text}</pre>" if kept else f"<p>{text}</p>"
+        words.clear()
+        term = ""
+
+    heads = {".SH": "##", ".SS": "###"}
+    rest = iter(lines)
+    for line in rest:
+        macro, _, argument = line.partition(" ")
+        if line.startswith('.\\"') or macro == ".TH":
+            continue
+        if macro in (*heads, ".PP", ".TP", ".nf", ".fi"):
+            yield from ended()
+            kept = macro == ".nf"
+        if macro in heads:
+            heading = argument.strip('"')
+            yield f"{heads[macro]} {heading.capitalize() if macro == '.SH' else heading}"
+        elif macro == ".TP":
+            term = _inline(next(rest), known)
+        elif macro not in (".PP", ".nf", ".fi"):
+            words.append(_inline(line, known))
+    yield from ended()
+
+
+def _inline(line: str, known: set[str]) -> str:
+    """A line of man(7) as HTML: fonts, escaped characters, and links to the pages in `known`."""
+    closing = ""
+
+    def token(found: re.Match[str]) -> str:
+        nonlocal closing
+        page, number, font, letter = found.groups()
+        if page:
+            name = page.replace("\\", "")
+            link = f"{name}.{number}"
+            return f'<a href="{link}.html">{name}({number})</a>' if link in known else f"<b>{name}</b>({number})"
+        if font:
+            opening = {"B": "<b>", "I": "<i>"}.get(font[-1], closing)
+            closing = opening.replace("<", "</")
+            return opening
+        return _LETTERS[letter]
+
+    return _TOKEN.sub(token, html.escape(line.replace("\\&", ""), quote=False))
+
+
+def linked(text: str) -> str:
+    """Returns a page of docs/ with its links to manual pages, and to pages of the root, as the site has them."""
+    return _LINK.sub(lambda found: f"]({found[1]}" if found[1] in BESIDE else f"](man/{found[1]}.md", text)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the pages that do not lie in docs/."""
+    from mkdocs.structure.files import File  # only where mkdocs is
+
+    beside = {name: (ROOT / name).read_text().replace("](docs/", "](") for name in BESIDE}
+    for name, text in {**{f"man/{name}.md": text for name, text in manual().items()}, **beside}.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(text: str, **_: Any) -> str:
+    """Has links lead to what the site has."""
+    return linked(text)
