@@ -33,6 +33,7 @@ class Experiment:
 
     `times`: how many times as often as others it is repeated; runs that are short scatter more than they last.
     `direct`: O_DIRECT is a side as well. `routed`: of a mixture, whose steps differ: means count, and the warm-up is told.
+    `own_read_ahead`: the page cache with the machine's own is a side too, where that is not the small one.
     """
 
     case: str
@@ -49,6 +50,7 @@ class Experiment:
     times: int = 1
     direct: bool = False
     routed: Routed | None = None
+    own_read_ahead: bool = True
 
     def timeout_s(self) -> float:
         """Return after how long a client counts as hung: far more than reading everything in every step."""
@@ -146,7 +148,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Return every measured step as plain data, times in seconds."""
         each = self.experiment
-        shape = {key: value for key, value in asdict(each).items() if key not in ("command", "direct")}
+        shape = {key: value for key, value in asdict(each).items() if key not in ("command", "direct", "own_read_ahead")}
         return {
             **shape,
             "file": each.file.name,
@@ -177,6 +179,8 @@ class Rig:
         cap = whole if experiment.capped else None
         outcome = Comparison(experiment, calibration.undisturbed_s(), cap, anon_bytes=anon)
         sides = (Plain("direct"), *self.sides) if experiment.direct else self.sides
+        if not experiment.own_read_ahead and any(side.name.startswith("kernel-") for side in sides):
+            sides = tuple(side for side in sides if side != Plain())
         for repeat in range(self.repeat * experiment.times):
             # the order turns round every time, so that no side always runs on a freshly throttled disk
             for side in sides if repeat % 2 == 0 else sides[::-1]:
