@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.arrays import Int64s
 from llmcache.cache.curves import StackDistances
 from llmcache.cache.latency import StallMeter
-from llmcache.cache.policies.base import Ids, Policy
+from llmcache.cache.policies import policy_class
+from llmcache.cache.policies.base import Policy
 from llmcache.trace.record import BlockSpace
 
 if TYPE_CHECKING:
@@ -48,8 +50,8 @@ class Part:
     """
 
     t_ns: NDArray[np.uint64]
-    first: Ids
-    count: Ids
+    first: Int64s
+    count: Int64s
     reads: NDArray[np.bool_]
 
     def __len__(self) -> int:
@@ -61,9 +63,6 @@ class Cell(Protocol):
 
     def feed(self, part: Part) -> None:
         """Takes the next rows."""
-
-    def state_bytes(self) -> int:
-        """Returns the memory of its arrays."""
 
 
 class PolicyCell:
@@ -83,10 +82,6 @@ class PolicyCell:
         if self.meter is not None:
             self.meter.add(part.t_ns, np.where(part.reads, part.count - hits, 0))
 
-    def state_bytes(self) -> int:
-        """See `Cell.state_bytes`."""
-        return _array_bytes(self.policy)
-
 
 class CurveCell:
     """The LRU curve of all sizes."""
@@ -98,10 +93,6 @@ class CurveCell:
         """See `Cell.feed`."""
         self.distances.feed(part.first, part.count, part.reads)
 
-    def state_bytes(self) -> int:
-        """See `Cell.state_bytes`."""
-        return _array_bytes(self.distances)
-
 
 class TotalsCell:
     """Counts what the trace references, and meters the stalls of first references, which no cache avoids."""
@@ -110,7 +101,7 @@ class TotalsCell:
         self.meter = meter
         self.reads = 0
         self.writes = 0
-        self._everything = PolicyCell(_unbounded(blocks), meter) if meter is not None else None
+        self._everything = None if meter is None else PolicyCell(policy_class("lru")(blocks, blocks), meter)
 
     def feed(self, part: Part) -> None:
         """See `Cell.feed`."""
@@ -120,23 +111,13 @@ class TotalsCell:
         if self._everything is not None:
             self._everything.feed(part)
 
-    def state_bytes(self) -> int:
-        """See `Cell.state_bytes`."""
-        return self._everything.state_bytes() if self._everything is not None else 0
 
-
-def _unbounded(blocks: int) -> Policy:
-    from llmcache.cache.policies import policy_class
-
-    return policy_class("lru")(blocks, blocks)
-
-
-def _array_bytes(value: object, depth: int = 3) -> int:
-    """Bytes of the arrays in `value`, its attributes and its tuples."""
+def state_bytes(value: object, depth: int = 4) -> int:
+    """Bytes of the arrays of a cell, of what it has, and of their tuples."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     inside = value if isinstance(value, tuple | list) else getattr(value, "__dict__", {}).values()
-    return sum(_array_bytes(each, depth - 1) for each in inside) if depth else 0
+    return sum(state_bytes(each, depth - 1) for each in inside) if depth else 0
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
@@ -162,19 +143,6 @@ def joined(parts: Sequence[Part]) -> Part:
     return Part(*(np.concatenate(column) for column in columns))
 
 
-class _Timed:
-    """A cell and how long it took last: the slowest start first, so that no thread idles at the end of a batch."""
-
-    def __init__(self, cell: Cell) -> None:
-        self.cell = cell
-        self.seconds = 0.0
-
-    def feed(self, part: Part) -> None:
-        start = time.perf_counter()
-        self.cell.feed(part)
-        self.seconds = time.perf_counter() - start
-
-
 def replay(
     parts: Iterator[Part],
     online: Sequence[Cell],
@@ -188,19 +156,25 @@ def replay(
     Memory: three parts; with offline cells the whole trace, 25 bytes per row. `advance` is told the rows times cells done.
     `Interrupted` once `stop` is set, when the running batch is done.
     """
-    timed = [_Timed(cell) for cell in online]
+    seconds = dict.fromkeys(online, 0.0)  # each cell's last part: the slowest start first, lest a thread idle at the end
+
+    def feed(cell: Cell, part: Part) -> None:
+        start = time.perf_counter()
+        cell.feed(part)
+        seconds[cell] = time.perf_counter() - start
+
     kept: list[Part] = []
     waiting: list[Future[None]] = []
     rows = 0
     for part in parts:
         _finish(waiting, stop)
-        advance(rows * len(timed))
-        timed.sort(key=lambda one: -one.seconds)
-        waiting, rows = [pool.submit(one.feed, part) for one in timed], len(part)
+        advance(rows * len(online))
+        slowest_first = sorted(online, key=seconds.__getitem__, reverse=True)
+        waiting, rows = [pool.submit(feed, cell, part) for cell in slowest_first], len(part)
         if offline:
             kept.append(part)
     _finish(waiting, stop)
-    advance(rows * len(timed))
+    advance(rows * len(online))
     if offline and kept:
         whole = joined(kept)
         kept.clear()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.constants import PAPER
+from llmcache.cache.sizing import PAPER
 from llmcache.errors import DataError
 
 NS = 1e-9

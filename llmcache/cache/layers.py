@@ -109,7 +109,7 @@ class Layers:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._tallies: dict[int, _Tally | None] = {}
+        self._tallies: dict[int, _LayerCounts | None] = {}
 
     def note(self, batch: Trace) -> None:
         """Count the reads of `batch`."""
@@ -118,7 +118,7 @@ class Layers:
         for number in np.unique(batch.file[is_read]).tolist():
             if number not in self._tallies:
                 named = self._models(files[number])
-                self._tallies[number] = _Tally(files[number], named) if named else None
+                self._tallies[number] = _LayerCounts(files[number], named) if named else None
             tally = self._tallies[number]
             if tally is not None:
                 of_file = is_read & (batch.file == number)
@@ -132,7 +132,7 @@ class Layers:
         return tuple(layer for tally in tallies for layer in tally.layers())
 
 
-class _Tally:
+class _LayerCounts:
     """Counts of one file. A stretch is a run of tensors of one layer; `edges` are the first blocks of the stretches."""
 
     def __init__(self, file: TraceFile, named: Sequence[Named]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from llmcache.cache.layers import Blocks, Turns, cut, layer_number, nearest_blocks
 
 if TYPE_CHECKING:
-    from llmcache.cache.models import Experts, Models
+    from llmcache.cache.models import ExpertSlices, Models
     from llmcache.trace.record import Provenance, Trace, TraceFile
 
 CACHE_PERCENTS = (5, 10, 12, 20, 30, 50, 80)  # of the bytes of all experts
@@ -151,13 +151,13 @@ class Mixtures:
 
     def __init__(self, models: Models) -> None:
         self._known = models
-        self._models: dict[str, _Model] = {}
-        self._files: dict[int, _Model | None] = {}
+        self._models: dict[str, _ModelUses] = {}
+        self._files: dict[int, _ModelUses | None] = {}
 
     def note(self, batch: Trace) -> None:
         """Count the reads of `batch`."""
         files = {file.id: file for file in batch.files}
-        touched: dict[str, _Model] = {}
+        touched: dict[str, _ModelUses] = {}
         for number in np.unique(batch.file[batch.op != _WRITE]).tolist():
             model = self._model_of(files[number])
             if model is not None:
@@ -165,10 +165,10 @@ class Mixtures:
         for model in touched.values():
             model.note(batch)
 
-    def _model_of(self, file: TraceFile) -> _Model | None:
+    def _model_of(self, file: TraceFile) -> _ModelUses | None:
         if file.id not in self._files:
             found = self._known.experts(file)
-            self._files[file.id] = None if found is None else self._models.setdefault(found[0], _Model(found[0]))
+            self._files[file.id] = None if found is None else self._models.setdefault(found[0], _ModelUses(found[0]))
             if found is not None:
                 self._models[found[0]].add(file.id, found[1])
         return self._files[file.id]
@@ -188,12 +188,12 @@ class Mixtures:
 class _Map:
     """Which blocks of a file tell what: stretches that begin at `edges` show that the experts with these codes are used."""
 
-    slices: Experts
+    slices: ExpertSlices
     edges: Blocks
     codes: Blocks
 
 
-class _Model:
+class _ModelUses:
     """One model: the files that it consists of, and the uses of its experts."""
 
     def __init__(self, path: str) -> None:
@@ -207,7 +207,7 @@ class _Model:
         self._uses: list[Blocks] = []  # visit and code in one number
         self._mapped = False
 
-    def add(self, file: int, slices: Experts) -> None:
+    def add(self, file: int, slices: ExpertSlices) -> None:
         """Takes `slices` to be those of this file."""
         experts = []
         for name, _, count in slices.layers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from llmcache.cache.policies.sketch import estimate, new_sketch, note
+from llmcache.cache.policies.structures import estimate, new_sketch, note
 
 
 class PlainWTinyLFU:
@@ -15,7 +15,7 @@ class PlainWTinyLFU:
         self.capacity = capacity
         self.window_limit = max(1, capacity // 100)
         self.protected_limit = (capacity - self.window_limit) * 4 // 5
-        self.counters, self.door, self.sample = new_sketch(capacity)
+        self.sketch = new_sketch(capacity)
         self.window: OrderedDict[int, None] = OrderedDict()
         self.probation: OrderedDict[int, None] = OrderedDict()
         self.protected: OrderedDict[int, None] = OrderedDict()
@@ -26,7 +26,7 @@ class PlainWTinyLFU:
 
     def get(self, block: int) -> bool:
         """Returns whether `block` was resident."""
-        note(self.counters, self.door, self.sample, block)
+        note(self.sketch, block)
         for used in (self.window, self.protected):
             if block in used:
                 used.move_to_end(block)
@@ -54,4 +54,4 @@ class PlainWTinyLFU:
         self.probation[candidate] = None
 
     def _count(self, block: int) -> int:
-        return estimate(self.counters, self.door, block)
+        return estimate(self.sketch, block)

@@ -11,12 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcache.cache import detector as detecting
-from llmcache.cache.classes import Classification
-from llmcache.cache.classify import classify, runs
-from llmcache.cache.detector import MAX_STRIDES, Detector, Trail
-from llmcache.cache.spots import MAX_CELLS
-from llmcache.cache.streamtable import MAX_CURSORS
-from llmcache.cache.sweeps import MAX_REGIONS
+from llmcache.cache.classify import Classification, classify, runs
+from llmcache.cache.detector import MAX_CELLS, MAX_REGIONS, MAX_STRIDES, Detector, Trail
+from llmcache.cache.streams import MAX_CURSORS
 from llmcache.trace.record import Provenance, Trace, TraceFile
 from llmcache.trace.shapes import GROUPS, SHAPES
 

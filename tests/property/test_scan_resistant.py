@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmcache.arrays import Int64s
 from llmcache.cache.policies import policy_class
-from llmcache.cache.policies.base import Ids
 from tests.property import yardstick
 from tests.property.plain_lirs import PlainLirs
 from tests.property.plain_wtinylfu import PlainWTinyLFU
@@ -16,13 +16,13 @@ from tests.property.plain_wtinylfu import PlainWTinyLFU
 TRACES = yardstick.traces()
 
 
-def hits(policy: str, ids: Ids, capacity: int) -> int:
+def hits(policy: str, ids: Int64s, capacity: int) -> int:
     """Hits of one of our policies on single references."""
     cache = policy_class(policy)(capacity, int(ids.max()) + 1)
     return int(cache.replay(ids, np.ones_like(ids)).sum())
 
 
-def libcachesim_hits(policy: str, ids: Ids, capacity: int, folder: Path) -> int:
+def libcachesim_hits(policy: str, ids: Int64s, capacity: int, folder: Path) -> int:
     """Hits of libCacheSim's policy."""
     return len(ids) - yardstick.libcachesim_misses(policy, ids, capacity, folder)
 

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.cursors import MAX_CURSORS, CursorTable
+from llmcache.cache.loops import MAX_CURSORS, CursorTable
 
 COUNT, REACH = 300, 20
 

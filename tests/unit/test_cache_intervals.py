@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.intervals import OCTAVES, Intervals, Period
+from llmcache.cache.loops import OCTAVES, Intervals, Period
 
 
 def of(*blocks: int) -> Intervals:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.question import Options, ask, parse_bandwidth, parse_size_with_unit
+from llmcache.cache.question import ask, parse_bandwidth, parse_size_with_unit
 from llmcache.errors import UsageError
 
 MB = 10**6
@@ -31,17 +31,17 @@ def test_a_size_has_its_unit(text: str, size: int) -> None:
 
 
 def test_defaults_are_the_papers() -> None:
-    question = ask(Options(bw="100", loop="70M"))
+    question = ask(bw="100", loop="70M")
     assert (question.bandwidth, question.loop_bytes, question.caches) == (100 * MB, 70 * MB, ())
     assert (question.period_ns, question.hot_bytes, question.device) == (10**8, None, None)
 
 
 def test_a_device_class_gives_what_is_not_given() -> None:
-    watch = ask(Options(device="watch"))
+    watch = ask(device="watch")
     assert (watch.bandwidth, watch.caches, watch.hot_bytes, watch.from_device) == (100 * MB, (64 * MB,), 4 * MB, True)
-    phone = ask(Options(device="phone"))
+    phone = ask(device="phone")
     assert (phone.bandwidth, phone.caches, phone.hot_bytes) == (1000 * MB, (256 * MB, 512 * MB), 0)
-    changed = ask(Options(device="phone", bw="2GB/s", cache="1G", hot="8M"))
+    changed = ask(device="phone", bw="2GB/s", cache="1G", hot="8M")
     assert (changed.bandwidth, changed.caches, changed.hot_bytes, changed.from_device) == (
         2000 * MB,
         (1000 * MB,),
@@ -51,11 +51,11 @@ def test_a_device_class_gives_what_is_not_given() -> None:
 
 
 def test_a_models_own_hot_set_comes_before_the_classs() -> None:
-    assert ask(Options(device="watch", model="m.gguf")).hot_bytes is None
+    assert ask(device="watch", model="m.gguf").hot_bytes is None
 
 
 def test_a_measurement_takes_the_place_of_a_bandwidth() -> None:
-    question = ask(Options(measure="/data", loop="70M", device="watch"))
+    question = ask(measure="/data", loop="70M", device="watch")
     assert (question.bandwidth, question.measure, question.from_device) == (None, "/data", False)
 
 
@@ -63,7 +63,7 @@ def test_a_measurement_takes_the_place_of_a_bandwidth() -> None:
     ("options", "period_ns"), [({"t": "50ms"}, 50 * MB), ({"t": "0.1"}, 10**8), ({"tokens_per_second": "4"}, 250 * MB)]
 )
 def test_times(options: dict[str, str], period_ns: int) -> None:
-    assert ask(Options(bw="100", loop="70M", **options)).period_ns == period_ns
+    assert ask(bw="100", loop="70M", **options).period_ns == period_ns
 
 
 GOOD = {"bw": "100", "loop": "70M"}
@@ -107,15 +107,15 @@ WRONG: list[tuple[dict[str, str | None], str]] = [
 @pytest.mark.parametrize(("options", "named"), WRONG, ids=lambda value: str(value))
 def test_what_is_wrong_is_named(options: dict[str, str | None], named: str) -> None:
     with pytest.raises(UsageError) as caught:
-        ask(Options(**{**GOOD, **options}))
+        ask(**{**GOOD, **options})
     assert caught.value.message.startswith(named)
     assert caught.value.hint
 
 
-@given(st.dictionaries(st.sampled_from(list(Options.__dataclass_fields__)), st.text(max_size=12)))
+@given(st.dictionaries(st.sampled_from(list(ask.__kwdefaults__)), st.text(max_size=12)))
 def test_any_text_is_a_question_or_a_usage_error(options: dict[str, str]) -> None:
     try:
-        question = ask(Options(**options))
+        question = ask(**options)
     except UsageError as error:
         assert error.message.startswith("--")
         return

@@ -8,9 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.constants import DEVICES, PAPER, PHONE, WATCH
-from llmcache.cache.mixture import MixtureBytes, lru_curve
-from llmcache.cache.sizing import Setting, Storage, answer, blocks_needed, largest_loop, need, passes
+from llmcache.cache.mixture import MixtureBytes, expert_curve
+from llmcache.cache.sizing import (
+    DEVICES,
+    PAPER,
+    PHONE,
+    WATCH,
+    Setting,
+    Storage,
+    answer,
+    blocks_needed,
+    largest_loop,
+    need,
+    passes,
+)
 from llmcache.units import BLOCK_BYTES
 from tools.bench.routing import generate, lru_bytes
 
@@ -165,7 +176,7 @@ def test_the_page_cache_is_as_good_if_a_token_fits_and_else_keeps_nothing() -> N
 
 
 def test_all_experts_used_are_a_loop_that_lru_loses() -> None:
-    curve = lru_curve(8, 8)
+    curve = expert_curve(8, 8)
     assert (curve.missed(0.999), curve.missed(1)) == (1, 0)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from llmcache.cache.arbitration import Loop, share_budget
-from llmcache.cache.extents import LARGE_EXTENT
-from llmcache.cache.steering import HIT, MISS, Steering
+from llmcache.cache.steering import HIT, LARGE_EXTENT, MISS, Steering
 from llmcache.units import BLOCK_BYTES
 
 MIB = 1 << 20

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from llmcache.cache.intervals import RECENT
+from llmcache.cache.loops import RECENT
 
 from .cgroup import Group
 from .errors import BenchError
