@@ -16,8 +16,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Int64s
 from llmcache.cache.detector import HOT, LOOP, PLACES, SEQ, Class, Detector, Place, Trail, common
 from llmcache.cache.layers import Layer, Layers
 from llmcache.cache.loops import Period, is_about
@@ -304,7 +304,7 @@ def runs(batch: Trace) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
     repeats = (first[1:] == first[:-1]) & (end[1:] == end[:-1]) & (batch.count[1:] < WINDOW)
     starts = np.concatenate(([0], np.flatnonzero(~(same & (repeats | (first[1:] == end[:-1])))) + 1))
     lasts = np.concatenate((starts[1:], [len(batch)])) - 1
-    accesses: NDArray[np.int64] = np.add.reduceat(batch.count.astype(np.int64), starts)
+    accesses: Int64s = np.add.reduceat(batch.count.astype(np.int64), starts)
     columns = (
         batch.t_ns[starts],
         batch.t_ns[lasts],

@@ -590,7 +590,3 @@ class Detector:
         """Returns what became of the blocks of `file`; what its streams walk at the moment is not in it yet."""
         trail = self._trails.get((file, write))
         return [] if trail is None else list(trail.places())
-
-    def loops(self, file: Hashable, write: bool = False) -> list[Place]:
-        """Returns the loops of `file` that have not expired."""
-        return [place for place in self.places(file, write) if place.kind == LOOP and not place.expired(self.now)]

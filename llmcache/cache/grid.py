@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmcache.arrays import Int64s
+from llmcache.arrays import Flags, Int64s, Uint64s
 from llmcache.cache.curves import StackDistances
 from llmcache.cache.latency import StallMeter
 from llmcache.cache.policies import policy_class
@@ -49,10 +48,10 @@ class Part:
     `t_ns` uint64; `first` (dense id of the first block) and `count` (blocks) int64; `reads` bool, False for a write.
     """
 
-    t_ns: NDArray[np.uint64]
+    t_ns: Uint64s
     first: Int64s
     count: Int64s
-    reads: NDArray[np.bool_]
+    reads: Flags
 
     def __len__(self) -> int:
         return len(self.first)

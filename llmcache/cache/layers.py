@@ -10,8 +10,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Bytes, Int64s, Uint64s
 from llmcache.cache.loops import Pass, PassRecorder
 from llmcache.units import BLOCK_BYTES
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 _WRITE = 1  # trace.record.WRITE, which brings pyarrow along
 _NUMBER = re.compile(r".*\.([0-9]+)")
 _MOST_PASSES = 1000
-
-Blocks = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -86,12 +84,12 @@ class Turns:
         return is_new
 
 
-def nearest_blocks(offsets: Blocks) -> Blocks:
+def nearest_blocks(offsets: Int64s) -> Int64s:
     """Returns the first block of what begins at each of `offsets` (bytes): the first one whose middle is part of it."""
     return -(-(offsets - BLOCK_BYTES // 2) // BLOCK_BYTES)
 
 
-def cut(edges: Blocks, first: Blocks, end: Blocks) -> tuple[Blocks, Blocks, Blocks, Blocks]:
+def cut(edges: Int64s, first: Int64s, end: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
     """Returns (run, stretch, first block, end block) of the parts into which `edges` cut the runs first[i] .. end[i] - 1.
 
     `edges`: the first blocks of stretches, ascending from 0; the last stretch has no end.
@@ -153,12 +151,10 @@ class _LayerCounts:
 
     @property
     def accesses(self) -> int:
-        """Blocks read, repeats included."""
+        """Int64s read, repeats included."""
         return int(self._counts.sum())
 
-    def note(
-        self, first: NDArray[np.int64], end: NDArray[np.int64], miss: NDArray[np.uint8], t_ns: NDArray[np.uint64]
-    ) -> None:
+    def note(self, first: Int64s, end: Int64s, miss: Bytes, t_ns: Uint64s) -> None:
         """Count runs, part by part where they go over several stretches."""
         run, stretch, low, high = cut(self._edges, first, end)
         layer = self._layer_of[stretch]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmcache.cache.layers import Blocks, Turns, cut, layer_number, nearest_blocks
+from llmcache.arrays import Int64s
+from llmcache.cache.layers import Turns, cut, layer_number, nearest_blocks
 
 if TYPE_CHECKING:
     from llmcache.cache.models import ExpertSlices, Models
@@ -189,8 +190,8 @@ class _Map:
     """Which blocks of a file tell what: stretches that begin at `edges` show that the experts with these codes are used."""
 
     slices: ExpertSlices
-    edges: Blocks
-    codes: Blocks
+    edges: Int64s
+    codes: Int64s
 
 
 class _ModelUses:
@@ -204,7 +205,7 @@ class _ModelUses:
         self._turns = Turns()
         self._visit: dict[int, int] = {}  # the last one of each layer
         self._visits = 0
-        self._uses: list[Blocks] = []  # visit and code in one number
+        self._uses: list[Int64s] = []  # visit and code in one number
         self._mapped = False
 
     def add(self, file: int, slices: ExpertSlices) -> None:
@@ -257,7 +258,7 @@ class _ModelUses:
         self._mapped = self._mapped or bool(np.any(batch.op[row] == _MAP))
         self._uses.append(_first(uses))
 
-    def _visits_of(self, layer: Blocks) -> Blocks:
+    def _visits_of(self, layer: Int64s) -> Int64s:
         """Returns the visit that each access to these layers is part of; what is dense counts as a layer of its own."""
         turns = np.flatnonzero(np.diff(layer, prepend=_UNSURE))
         visits = []
@@ -298,13 +299,13 @@ class _ModelUses:
         return "; ".join(reason for reason in (why_not_exact(provenance), mapped) if reason) or None
 
 
-def _first(uses: Blocks) -> Blocks:
+def _first(uses: Int64s) -> Int64s:
     """Returns each of `uses` where it comes first."""
     _, places = np.unique(uses, return_index=True)
     return uses[np.sort(places)]
 
 
-def _layer(name: str, layer: int, codes: Blocks, visits: Blocks, used: Blocks) -> ExpertLayer:
+def _layer(name: str, layer: int, codes: Int64s, visits: Int64s, used: Int64s) -> ExpertLayer:
     inside = used >> _NUMBER_BITS == layer
     numbers = used[inside] & ((1 << _NUMBER_BITS) - 1)
     experts = codes[codes >> _NUMBER_BITS == layer] & ((1 << _NUMBER_BITS) - 1)
@@ -320,7 +321,7 @@ def _layer(name: str, layer: int, codes: Blocks, visits: Blocks, used: Blocks) -
     )
 
 
-def _caches(used: Blocks, experts: int, size_bytes: int) -> Iterator[ExpertCache]:
+def _caches(used: Int64s, experts: int, size_bytes: int) -> Iterator[ExpertCache]:
     """Yields the hit ratios of the uses `used` (0 .. experts - 1) at each size; both policies as `simulate` has them."""
     from llmcache.cache.curves import StackDistances
     from llmcache.cache.policies.belady import Belady

@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import numpy as np
 import psutil
 
-from llmcache.cache.curves import Curve
 from llmcache.cache.grid import (
     BATCH_ROWS,
     Cell,
@@ -175,19 +173,6 @@ def simulate(
     """
     plan = Plan(tuple(policies), tuple(cache_sizes_bytes), model or FetchModel(), period_ns)
     return list(simulate_all([source], plan, jobs=jobs).results)
-
-
-def miss_ratio_curve(source: Source, policy: str, sizes: Sequence[CacheSize], jobs: int | None = None) -> Curve:
-    """Returns the curve of any policy at `sizes`; `lru_curve` has all sizes at once, for LRU."""
-    rows = sorted(simulate(source, [policy], sizes, jobs=jobs), key=lambda row: row.cache_blocks)
-    columns = ([getattr(row, name) for row in rows] for name in ("cache_blocks", "hits", "read_hits"))
-    blocks, hits, read_hits = (np.array(column, np.int64) for column in columns)
-    return Curve(policy, blocks, hits, read_hits, rows[0].accesses, rows[0].reads)
-
-
-def lru_curve(source: Source) -> Curve:
-    """Returns the hits of LRU at every size, from one pass."""
-    return simulate_all([source], Plan((), (), curves=True)).curves[0].curve
 
 
 def simulate_all(
