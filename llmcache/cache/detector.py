@@ -166,9 +166,11 @@ class Sweeps:
     def add(self, walk: Walk, is_running: IsRunning) -> None:
         """Takes a sequential walk into account."""
         begin = bisect_right(self.regions, walk.first, key=lambda region: region.end)
-        if begin and _goes_on(self.regions[begin - 1], walk) and self._moves_border(begin, walk, is_running):
+        if begin and self._moves_border(begin, walk, is_running):
             return
-        new = _region_of(walk)
+        touched = walk.mask.bit_count() or walk.end - walk.first
+        times = (walk.stop, walk.start) if walk.descending else (walk.start, walk.stop)
+        new = SweepRegion(walk.first, walk.end, touched, 1, walk.start, *times, walk.accesses, walk.stream, Intervals())
         end = begin
         while end < len(self.regions) and self.regions[end].first < walk.end:
             end += 1
@@ -193,11 +195,13 @@ class Sweeps:
             self._compact()
 
     def _moves_border(self, index: int, walk: Walk, is_running: IsRunning) -> bool:
-        """Takes `walk`, which goes on in the region before `index`, if all that happens is that this region gets longer.
+        """Takes `walk` if it goes on in the region before `index`, and all that happens is that this region gets longer.
 
         That is what nearly all walks do; `add` does the same for them at several times the cost.
         """
         mine = self.regions[index - 1]
+        if mine.end != walk.first or mine.stream != walk.stream or walk.descending:
+            return False
         ahead = self.regions[index] if index < len(self.regions) else None
         touched = walk.mask.bit_count() or walk.end - walk.first
         accesses = walk.accesses
@@ -222,26 +226,19 @@ class Sweeps:
 
     def _compact(self) -> None:
         """Joins pairs of neighbours, those that lose least first, until a quarter of the room is free."""
-        losses = [(_loss(*pair), index) for index, pair in enumerate(pairwise(self.regions))]
+        # What joining two would hide: a difference in passes, and how many blocks get another history.
+        losses = [
+            (left.passes != right.passes, min(left.touched, right.touched) + right.first - left.end, index)
+            for index, (left, right) in enumerate(pairwise(self.regions))
+        ]
         gone: set[int] = set()
-        for _, index in sorted(losses):
+        for *_, index in sorted(losses):
             if len(self.regions) - len(gone) <= self.limit * 3 // 4:
                 break
             if index not in gone and index + 1 not in gone and index - 1 not in gone:
                 self.regions[index + 1] = _join(self.regions[index], self.regions[index + 1])
                 gone.add(index)
         self.regions = [region for index, region in enumerate(self.regions) if index not in gone]
-
-
-def _goes_on(region: SweepRegion, walk: Walk) -> bool:
-    return region.end == walk.first and region.stream == walk.stream and not walk.descending
-
-
-def _region_of(walk: Walk) -> SweepRegion:
-    length = walk.end - walk.first
-    touched = walk.mask.bit_count() or length
-    times = (walk.stop, walk.start) if walk.descending else (walk.start, walk.stop)
-    return SweepRegion(walk.first, walk.end, touched, 1, walk.start, *times, walk.accesses, walk.stream, Intervals())
 
 
 def _again(old: SweepRegion, new: SweepRegion, together: bool) -> SweepRegion:
@@ -300,11 +297,6 @@ def _join(left: SweepRegion, right: SweepRegion) -> SweepRegion:
         accesses=left.accesses + right.accesses,
         stream=right.stream,
     )
-
-
-def _loss(left: SweepRegion, right: SweepRegion) -> tuple[bool, int]:
-    """What joining two neighbours would hide: a difference in passes, and how many blocks get another history."""
-    return left.passes != right.passes, min(left.touched, right.touched) + right.first - left.end
 
 
 MAX_CELLS = 256  # of one file: 64 MiB of hot blocks, one by one

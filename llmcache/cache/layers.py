@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmcache.arrays import Bytes, Int64s, Uint64s
-from llmcache.cache.loops import Pass, PassRecorder
+from llmcache.cache.loops import PassRecorder
 from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -162,13 +162,10 @@ class _LayerCounts:
         turns = np.flatnonzero(np.diff(layer, prepend=-1))
         for number, now in zip(layer[turns].tolist(), t_ns[run[turns]].tolist(), strict=True):
             if self._turns.comes_anew(number):
-                self._end_pass(self._recorder.note(number, now))
-
-    def _end_pass(self, done: Pass | None) -> None:
-        """Keeps a pass, but not the first: how a file is loaded need not be how it is used."""
-        if done is not None and self._loaded:
-            self._passes.append(done.extents)
-        self._loaded = self._loaded or done is not None
+                done = self._recorder.note(number, now)
+                if done is not None and self._loaded:
+                    self._passes.append(done.extents)
+                self._loaded = self._loaded or done is not None  # how a file is loaded need not be how it is used
 
     def layers(self) -> list[Layer]:
         """Returns what was counted."""

@@ -48,17 +48,17 @@ def parse_cache_sizes(text: str) -> tuple[CacheSize, ...]:
     """The sizes meant by `text`: "16M,64Mi", "2%,10%" or "auto"; UsageError names --cache."""
     if text.strip().lower() == "auto":
         return AUTO
-    return tuple(_size(item.strip()) for item in text.split(","))
-
-
-def _size(text: str) -> CacheSize:
-    if text.endswith("%"):
-        return FootprintShare(_percent(text))
-    if not text:
-        raise UsageError("--cache: a size is missing beside a comma", "write sizes with commas between: 16M,64M")
-    size_bytes = parse_size_with_unit("--cache", text)
-    check_size(size_bytes)
-    return size_bytes
+    sizes: list[CacheSize] = []
+    for item in map(str.strip, text.split(",")):
+        if not item:
+            raise UsageError("--cache: a size is missing beside a comma", "write sizes with commas between: 16M,64M")
+        if item.endswith("%"):
+            sizes.append(FootprintShare(_percent(item)))
+        else:
+            size_bytes = parse_size_with_unit("--cache", item)
+            check_size(size_bytes)
+            sizes.append(size_bytes)
+    return tuple(sizes)
 
 
 def _percent(text: str) -> Decimal:

@@ -81,7 +81,12 @@ def ask(
         bandwidth = None if bw is None else parse_bandwidth("--bw", bw)
     loop_bytes = _size("--loop", loop, least=1)
     if tokens_per_second is not None:
-        period_ns = _period_ns(tokens_per_second)
+        rate = _decimal(tokens_per_second)
+        if rate is None or not 0 < rate <= 10**9:  # T has at least a nanosecond
+            raise UsageError(
+                f"--tokens-per-second: '{tokens_per_second}' is not a rate above 0", "write a number: 10 or 2.5"
+            )
+        period_ns = int(10**9 / rate)
     else:
         period_ns = PAPER.period_ns if t is None else parse_time("--t", t, least=1)
     return Question(
@@ -132,13 +137,6 @@ def _size(option: str, text: str | None, least: int) -> int | None:
         wanted = "must be above 0" if least == 1 else f"is less than one block ({format_size(least)})"
         raise UsageError(f"{option}: '{text}' {wanted}", "write a size with its unit: 70M, 512Mi")
     return size
-
-
-def _period_ns(tokens_per_second: str) -> int:
-    rate = _decimal(tokens_per_second)
-    if rate is None or not 0 < rate <= 10**9:  # T has at least a nanosecond
-        raise UsageError(f"--tokens-per-second: '{tokens_per_second}' is not a rate above 0", "write a number: 10 or 2.5")
-    return int(10**9 / rate)
 
 
 def _decimal(text: str) -> Decimal | None:

@@ -67,8 +67,15 @@ class TraceRun:
     def run(self) -> Simulation:
         """Returns the rows; `Interrupted` once `stop` is set, DataError where the trace does not serve the plan."""
         plan = self.plan
-        self._refuse_inexact()
-        space = self._space()
+        seers = [name for name in plan.policies if policy_class(name).offline]
+        if seers and (reason := why_not_exact(self.source.provenance)) is not None:
+            raise DataError(
+                f"provenance: {seers[0]} cannot be exact on '{self.name}': {reason}",
+                f"leave {seers[0]} out of --policy",
+            )
+        space = BlockSpace.of(self._seen(self.source.batches(BATCH_ROWS)))
+        if plan.period_ns is not None and self._rows > 1:
+            check_times(self._first_ns, self._last_ns)
         sizes = resolved(plan.sizes, space.footprint)
         self._in_all = self._rows * (1 + plan.curves + len(plan.policies) * len(sizes))
         totals = TotalsCell(space.blocks, plan.meter())
@@ -88,21 +95,6 @@ class TraceRun:
             firsts = []
         curves = () if curve is None else (TraceCurve(self.name, curve.distances.curve()),)
         return Simulation(plan.model, plan.period_ns, (summary,), tuple(results), curves)
-
-    def _refuse_inexact(self) -> None:
-        offline = [name for name in self.plan.policies if policy_class(name).offline]
-        if offline and (reason := why_not_exact(self.source.provenance)) is not None:
-            raise DataError(
-                f"provenance: {offline[0]} cannot be exact on '{self.name}': {reason}",
-                f"leave {offline[0]} out of --policy",
-            )
-
-    def _space(self) -> BlockSpace:
-        """Reads the trace once: its blocks, the number of its rows, and whether its times serve the plan."""
-        space = BlockSpace.of(self._seen(self.source.batches(BATCH_ROWS)))
-        if self.plan.period_ns is not None and self._rows > 1:
-            check_times(self._first_ns, self._last_ns)
-        return space
 
     def _seen(self, batches: Iterable[Trace]) -> Iterator[Trace]:
         for batch in ahead(iter(batches)):

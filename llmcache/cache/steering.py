@@ -173,7 +173,7 @@ class Steering:
         done = space.learner.note(extent, self.clock)
         if done is not None:
             lesson = space.learner.learn(done, space.visible)
-            self._due = self._due or lesson.changed or (lesson.counts and self._rank_changed())
+            self._due = self._due or lesson.changed or (lesson.counts and self._ranked != _ranking(self._loops()))
         if self._due:
             self._plan()
         blocks = space.blocks(extent)
@@ -237,11 +237,13 @@ class Steering:
 
     def open(self, key: str) -> None:
         """Somebody has a file of the space open (again)."""
-        self._set_open(key, True)
+        self.spaces[key].open, self.spaces[key].last = True, self.clock
+        self._due = True
 
     def close(self, key: str) -> None:
         """Nobody has a file of the space open any more: what it holds gives way to active loops."""
-        self._set_open(key, False)
+        self.spaces[key].open, self.spaces[key].last = False, self.clock
+        self._due = True
 
     def convoy(self, key: str, steps: int) -> None:
         """Readers of the space drift apart and need a window wider by `steps`; 0 when they keep together."""
@@ -284,11 +286,6 @@ class Steering:
             space.held.add(extent)
             self.held_blocks += space.blocks(extent)
 
-    def _set_open(self, key: str, is_open: bool) -> None:
-        space = self.spaces[key]
-        space.open, space.last = is_open, self.clock
-        self._due = True
-
     # The plan
 
     def _loops(self) -> list[Loop]:
@@ -311,16 +308,15 @@ class Steering:
                 longest = 0
         return active
 
-    def _rank_changed(self) -> bool:
-        return self._ranked != _ranking(self._loops())
-
     def _plan(self) -> None:
         """Shares the budget anew; held extents that are wanted no longer leave."""
         self._due = False
         loops = self._loops()
         self._ranked = _ranking(loops)
         budget = self.limit_bytes + WINDOW_ALLOWANCE_BYTES
-        shares = cap_pins(share_budget(max(0, budget - self._reserve(budget)), loops), self.limit_bytes)
+        hot = sum(sum(space.pages.values()) for space in self.spaces.values())
+        reserve = reserve_bytes(budget, hot, any(1 in space.single for space in self.spaces.values()))
+        shares = cap_pins(share_budget(max(0, budget - reserve), loops), self.limit_bytes)
         for space in self.spaces.values():
             if space.learner.looping:
                 self._settle(space, shares.get(space.key, Share(0, 0)))
@@ -333,10 +329,6 @@ class Steering:
         for extent in space.settled.unpinned:
             if extent in space.held:
                 self._evict(space, extent)
-
-    def _reserve(self, budget_bytes: int) -> int:
-        hot = sum(sum(space.pages.values()) for space in self.spaces.values())
-        return reserve_bytes(budget_bytes, hot, any(1 in space.single for space in self.spaces.values()))
 
     def _evict(self, space: Space, extent: int) -> None:
         space.held.remove(extent)
