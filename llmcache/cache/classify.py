@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -25,10 +25,10 @@ from llmcache.cache.models import UNKNOWN, Models, Named
 from llmcache.cache.routing import Mixtures, MixtureUses, Slice
 from llmcache.cache.streams import WINDOW, Moment
 from llmcache.errors import DataError
+from llmcache.trace.formats import open_trace
+from llmcache.trace.record import WRITE, Provenance, Trace, TraceFile
+from llmcache.trace.record.meta import locked_bytes
 from llmcache.units import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from llmcache.trace.record import Provenance, Trace, TraceFile
 
 SCHEMA = "llmcache.classify/1"
 READ_OP, WRITE_OP = "read", "write"
@@ -218,7 +218,6 @@ def _at_once(loops: Iterable[Classification]) -> int:
 
 
 N = TypeVar("N", bound=Named)
-_WRITE = 1  # trace.record.WRITE, which brings pyarrow along
 
 
 def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses:
@@ -273,16 +272,12 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
 
 def classify_file(path: str, models: Callable[[Sequence[TraceFile]], Models]) -> TraceClasses:
     """Returns the classes of the trace at `path`, in any format; `models` looks at those of a file table."""
-    from llmcache.trace.formats import open_trace
-
     with open_trace(path) as reader:
         return classify(reader.batches(), models(reader.files))
 
 
 def _locked(rows: Sequence[Classification], files: dict[int, TraceFile], provenance: Provenance) -> Iterator[LockedLoop]:
     """What a mount kept locked of files that are read in loops; where read() or another process showed it, less of it."""
-    from llmcache.trace.record.meta import locked_bytes
-
     for number, size_bytes in sorted(locked_bytes(provenance).items()):
         shown = sum(row.size_bytes for row in rows if (row.file, row.kind, row.op) == (number, LOOP, READ_OP))
         hidden = min(size_bytes, files[number].size_bytes - shown) if number in files else 0
@@ -298,7 +293,7 @@ def runs(batch: Trace) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
     if not len(batch):
         return
     first, end = batch.first.astype(np.int64), batch.end.astype(np.int64)
-    write = batch.op == _WRITE
+    write = batch.op == WRITE
     same = (batch.file[1:] == batch.file[:-1]) & (write[1:] == write[:-1])
     # A long run that comes again as it was is a pass of its own.
     repeats = (first[1:] == first[:-1]) & (end[1:] == end[:-1]) & (batch.count[1:] < WINDOW)

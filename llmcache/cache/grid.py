@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -20,13 +20,9 @@ from llmcache.cache.curves import StackDistances
 from llmcache.cache.latency import StallMeter
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.base import Policy
-from llmcache.trace.record import BlockSpace
-
-if TYPE_CHECKING:
-    from llmcache.trace.record import Trace
+from llmcache.trace.record import WRITE, BlockSpace, Trace
 
 BATCH_ROWS = 1 << 17
-WRITE = 1  # trace.record.WRITE, without pyarrow
 
 T = TypeVar("T")
 

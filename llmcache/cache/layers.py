@@ -7,19 +7,16 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from llmcache.arrays import Bytes, Int64s, Uint64s
 from llmcache.cache.loops import PassRecorder
+from llmcache.cache.models import Models, Named
+from llmcache.trace.record import WRITE, Trace, TraceFile
 from llmcache.units import BLOCK_BYTES
 
-if TYPE_CHECKING:
-    from llmcache.cache.models import Models, Named
-    from llmcache.trace.record import Trace, TraceFile
-
-_WRITE = 1  # trace.record.WRITE, which brings pyarrow along
 _NUMBER = re.compile(r".*\.([0-9]+)")
 _MOST_PASSES = 1000
 
@@ -111,7 +108,7 @@ class Layers:
 
     def note(self, batch: Trace) -> None:
         """Count the reads of `batch`."""
-        is_read = batch.op != _WRITE
+        is_read = batch.op != WRITE
         files = {file.id: file for file in batch.files}
         for number in np.unique(batch.file[is_read]).tolist():
             if number not in self._tallies:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmcache.cache.curves import Curve
@@ -161,5 +161,4 @@ def merged(parts: Iterable[Simulation]) -> Simulation:
     traces = {each.trace: each for piece in pieces for each in piece.traces}
     results = {(row.trace, row.policy, row.cache_bytes): row for piece in pieces for row in piece.results}
     curves = {each.trace: each for piece in pieces for each in piece.curves}
-    first = pieces[0]
-    return Simulation(first.model, first.period_ns, *(tuple(each.values()) for each in (traces, results, curves)))
+    return replace(pieces[0], traces=tuple(traces.values()), results=tuple(results.values()), curves=tuple(curves.values()))

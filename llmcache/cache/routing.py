@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from llmcache.arrays import Int64s
 from llmcache.cache.layers import Turns, cut, layer_number, nearest_blocks
-
-if TYPE_CHECKING:
-    from llmcache.cache.models import ExpertSlices, Models
-    from llmcache.trace.record import Provenance, Trace, TraceFile
+from llmcache.cache.models import ExpertSlices, Models
+from llmcache.trace.record import MAP, WRITE, Provenance, Trace, TraceFile
 
 CACHE_PERCENTS = (5, 10, 12, 20, 30, 50, 80)  # of the bytes of all experts
 MAPPED_AROUND = 16  # blocks that the kernel maps around a fault (64 KiB): they may reach into the slices beside
-_WRITE, _MAP = 1, 2  # trace.record.WRITE and MAP, which bring pyarrow along
 _DENSE, _UNSURE = -1, -2
 _NUMBER_BITS = 17  # of an expert's code, which begins with its layer; numbers have five digits
 _CODE_BITS = 34
@@ -159,7 +156,7 @@ class Mixtures:
         """Count the reads of `batch`."""
         files = {file.id: file for file in batch.files}
         touched: dict[str, _ModelUses] = {}
-        for number in np.unique(batch.file[batch.op != _WRITE]).tolist():
+        for number in np.unique(batch.file[batch.op != WRITE]).tolist():
             model = self._model_of(files[number])
             if model is not None:
                 touched[model.path] = model
@@ -244,7 +241,7 @@ class _ModelUses:
         """Takes the reads of the model's files."""
         rows, codes = [], []
         for file, blocks in self._files.items():
-            of_file = np.flatnonzero((batch.file == file) & (batch.op != _WRITE))
+            of_file = np.flatnonzero((batch.file == file) & (batch.op != WRITE))
             first, end = batch.first[of_file].astype(np.int64), batch.end[of_file].astype(np.int64)
             run, stretch, _, _ = cut(blocks.edges, first, end)
             rows.append(of_file[run])
@@ -255,7 +252,7 @@ class _ModelUses:
         row, code = row[code != _UNSURE], code[code != _UNSURE]
         visit = self._visits_of(code >> _NUMBER_BITS)
         row, uses = row[code != _DENSE], ((visit << _CODE_BITS) + code)[code != _DENSE]
-        self._mapped = self._mapped or bool(np.any(batch.op[row] == _MAP))
+        self._mapped = self._mapped or bool(np.any(batch.op[row] == MAP))
         self._uses.append(_first(uses))
 
     def _visits_of(self, layer: Int64s) -> Int64s:

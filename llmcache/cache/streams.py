@@ -2,7 +2,7 @@
 
 A run of blocks that begins within `WINDOW` blocks of where a stream goes on belongs to that stream: read-ahead and
 threads bring the blocks of a window in any order. Streams go up or down, and may have a stride. A table keeps at most
-`MAX_CURSORS` of them, each found in O(1) by where it is expected to go on.
+`MAX_STREAMS` of them, each found in O(1) by where it is expected to go on.
 
 A stream becomes *sequential* once it has walked `WINDOW` blocks in order; shorter ones are what read-ahead makes of
 single accesses. Each further window is tested again. What was tested is handed out as a `Walk`.
@@ -229,8 +229,8 @@ class Stream:
         )
 
 
-MAX_CURSORS = 64
-MAX_YOUNG = MAX_CURSORS // 2  # streams not yet sequential: random accesses cannot push the sequential ones out
+MAX_STREAMS = 64
+MAX_YOUNG = MAX_STREAMS // 2  # streams not yet sequential: random accesses cannot push the sequential ones out
 RECENT_STARTS = 4  # new streams that are looked at for a stride longer than a window
 _BUCKET = 2 * WINDOW  # blocks: what is within a window lies in one bucket or its neighbour
 
@@ -339,7 +339,7 @@ class StreamTable:
                 step = first - earlier.last[0]
                 if earlier.width == end - first and abs(step) > WINDOW:
                     self._strides[first + step] = (earlier, stream)
-            while len(self._strides) > MAX_CURSORS:
+            while len(self._strides) > MAX_STREAMS:
                 self._strides.popitem(last=False)
             self._starts.append(stream)
         return stream
@@ -347,7 +347,7 @@ class StreamTable:
     def _file(self, stream: Stream, walks: list[Walk]) -> None:
         """Puts the stream where it will be looked for, as the most recent one."""
         self._unfile(stream)
-        table, limit = (self._proved, MAX_CURSORS - MAX_YOUNG) if stream.sequential else (self._young, MAX_YOUNG)
+        table, limit = (self._proved, MAX_STREAMS - MAX_YOUNG) if stream.sequential else (self._young, MAX_YOUNG)
         table[stream.number] = stream
         places = tuple({block // _BUCKET for block in stream.places()})
         self._places[stream.number] = places
@@ -374,5 +374,5 @@ class StreamTable:
     def _note_end(self, stream: Stream) -> None:
         if stream.sequential:
             self._ended[stream.number] = stream.stop.blocks
-            if len(self._ended) > MAX_CURSORS:
+            if len(self._ended) > MAX_STREAMS:
                 self._ended.popitem(last=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from fractions import Fraction
 
 import pytest
@@ -130,7 +131,7 @@ def test_what_is_wrong_is_named(options: dict[str, str | None], named: str) -> N
     assert caught.value.hint
 
 
-@given(st.dictionaries(st.sampled_from(list(ask.__kwdefaults__)), st.text(max_size=12)))
+@given(st.dictionaries(st.sampled_from(list(inspect.signature(ask).parameters)), st.text(max_size=12)))
 def test_any_text_is_a_question_or_a_usage_error(options: dict[str, str]) -> None:
     try:
         question = ask(**options)

@@ -10,18 +10,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numba
 import numpy as np
 from numba.core.event import Event, Listener, install_listener
 
 from llmcache.arrays import Flags, Int64s
+from llmcache.cache.models import Models
 from llmcache.errors import EnvironmentProblem
-
-if TYPE_CHECKING:
-    from llmcache.cache.models import Models
-    from llmcache.trace.record import BlockSpace, Provenance, TraceFile
+from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -7,16 +7,12 @@ in runs takes memory by its runs and not by its blocks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from llmcache.arrays import Flags, Int64s
 from llmcache.cache.policies.base import Policy, kernel, lean_kernel, subroutine
 from llmcache.cache.policies.structures import TimeSet, add, contains, discard, latest, new_timeset
-
-if TYPE_CHECKING:
-    from llmcache.trace.record import Provenance
+from llmcache.trace.record import Provenance
 
 NEVER = -1
 """The next use of a block that is not used again."""

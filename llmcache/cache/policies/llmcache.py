@@ -13,14 +13,14 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from llmcache.arrays import Flags, Int64s
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES
 from llmcache.cache.hotset import HotSet
-from llmcache.cache.models import UNKNOWN, first_guess
+from llmcache.cache.models import UNKNOWN, ExpertSlices, Models, first_guess
 from llmcache.cache.policies.base import Policy
 from llmcache.cache.steering import (
     HIT,
@@ -33,12 +33,8 @@ from llmcache.cache.steering import (
     extent_bytes_for,
 )
 from llmcache.errors import DataError
-from llmcache.trace.record import BlockSpace
+from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 from llmcache.units import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from llmcache.cache.models import ExpertSlices, Models
-    from llmcache.trace.record import Provenance, TraceFile
 
 SCHEME = "llmcache.mount/1"  # extra["mount"] of what llmcache.fs.daemon.logwriter writes
 _MOST_EXTENTS = 1 << 22  # of all spaces of a log at a time: eight times what a mount has
