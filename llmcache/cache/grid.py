@@ -18,7 +18,6 @@ import numpy as np
 from llmcache.arrays import Flags, Int64s, Uint64s
 from llmcache.cache.curves import StackDistances
 from llmcache.cache.latency import StallMeter
-from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.base import Policy
 from llmcache.trace.record import WRITE, BlockSpace, Trace
 
@@ -87,24 +86,6 @@ class CurveCell:
     def feed(self, part: Part) -> None:
         """See `Cell.feed`."""
         self.distances.feed(part.first, part.count, part.reads)
-
-
-class TotalsCell:
-    """Counts what the trace references, and meters the stalls of first references, which no cache avoids."""
-
-    def __init__(self, blocks: int, meter: StallMeter | None = None) -> None:
-        self.meter = meter
-        self.reads = 0
-        self.writes = 0
-        self._everything = None if meter is None else PolicyCell(policy_class("lru")(blocks, blocks), meter)
-
-    def feed(self, part: Part) -> None:
-        """See `Cell.feed`."""
-        reads = int(part.count[part.reads].sum())
-        self.reads += reads
-        self.writes += int(part.count.sum()) - reads
-        if self._everything is not None:
-            self._everything.feed(part)
 
 
 def state_bytes(value: object, depth: int = 4) -> int:

@@ -196,7 +196,9 @@ class LoopOrder:
         for index, extent in enumerate(seen):
             places[extent] = index
         # A seen extent leads its group: the unseen ones that followed it keep their distance to it.
-        leaders = array("i", accumulate((places[extent] for extent in self.extent_at), _latest))
+        leaders = array(
+            "i", accumulate((places[extent] for extent in self.extent_at), lambda last, now: last if now < 0 else now)
+        )
         old_ranks = array("I", sorted(range(len(self)), key=leaders.__getitem__))
         old = self.extent_at[:]
         for rank, old_rank in enumerate(old_ranks):
@@ -216,10 +218,6 @@ def disagreement(first: Sequence[int], second: Sequence[int]) -> float:
     """
     place = {extent: index for index, extent in enumerate(first)}
     return _backward_share([place[extent] for extent in second if extent in place])
-
-
-def _latest(before: int, place: int) -> int:
-    return before if place < 0 else place
 
 
 def _backward_share(ranks: Sequence[int]) -> float:

@@ -28,7 +28,6 @@ from llmcache.cache.grid import (
     Interrupted,
     PolicyCell,
     Stop,
-    TotalsCell,
     ahead,
     parts_of,
     replay,
@@ -42,7 +41,7 @@ from llmcache.cache.policies.belady import why_not_exact
 from llmcache.cache.results import Result, Simulation, Summary, TraceCurve, merged
 from llmcache.errors import DataError
 from llmcache.trace.formats import open_trace
-from llmcache.trace.record import BlockSpace, Trace, TraceFile, TraceReader
+from llmcache.trace.record import WRITE, BlockSpace, Trace, TraceFile, TraceReader
 from llmcache.units import BLOCK_BYTES
 
 
@@ -59,6 +58,8 @@ class TraceRun:
     progress: Progress | None
     memory_bytes: int
     _rows: int = 0
+    _reads: int = 0
+    _writes: int = 0
     _first_ns: int = 0
     _last_ns: int = 0
     _done: int = 0
@@ -77,10 +78,11 @@ class TraceRun:
         if plan.period_ns is not None and self._rows > 1:
             check_times(self._first_ns, self._last_ns)
         sizes = resolved(plan.sizes, space.footprint)
-        self._in_all = self._rows * (1 + plan.curves + len(plan.policies) * len(sizes))
-        totals = TotalsCell(space.blocks, plan.meter())
+        # First references stall whatever the cache: LRU of everything misses nothing else.
+        cold = None if plan.period_ns is None else PolicyCell(policy_class("lru")(space.blocks, space.blocks), plan.meter())
         curve = CurveCell(space.blocks) if plan.curves else None
-        firsts: list[Cell] = [totals] if curve is None else [totals, curve]
+        firsts: list[Cell] = [cell for cell in (cold, curve) if cell is not None]
+        self._in_all = self._rows * (len(firsts) + len(plan.policies) * len(sizes))
         todo = [(policy, size) for policy in plan.policies for size in sizes]
         results: list[Result] = []
         summary = None
@@ -90,7 +92,7 @@ class TraceRun:
             offline = [cell for _, cell in cells if cell.policy.offline]
             parts = parts_of(self.source.batches(BATCH_ROWS), space)
             replay(parts, [*firsts, *online], offline, self.pool, self.stop, self._advance)
-            summary = summary or self._summary(space, totals)
+            summary = summary or self._summary(space, cold)
             results += [Result.of(summary, plan.model, cell, size) for size, cell in cells]
             firsts = []
         curves = () if curve is None else (TraceCurve(self.name, curve.distances.curve()),)
@@ -105,6 +107,9 @@ class TraceRun:
             if len(batch):
                 self._last_ns = int(batch.t_ns[-1])
             self._rows += len(batch)
+            writes = int(batch.count[batch.op == WRITE].sum())
+            self._writes += writes
+            self._reads += batch.accesses - writes
             yield batch
 
     def _next_cells(self, todo: list[tuple[str, int]], space: BlockSpace, used_bytes: int) -> list[tuple[int, PolicyCell]]:
@@ -123,18 +128,18 @@ class TraceRun:
         if self.progress is not None:
             self.progress(self.name, self._done, self._in_all)
 
-    def _summary(self, space: BlockSpace, totals: TotalsCell) -> Summary:
+    def _summary(self, space: BlockSpace, cold: PolicyCell | None) -> Summary:
         return Summary(
             trace=self.name,
             rows=self._rows,
-            accesses=totals.reads + totals.writes,
-            reads=totals.reads,
-            writes=totals.writes,
+            accesses=self._reads + self._writes,
+            reads=self._reads,
+            writes=self._writes,
             footprint_blocks=space.footprint,
             footprint_bytes=space.footprint * BLOCK_BYTES,
             tier=self.source.provenance.tier,
             lost_events=self.source.provenance.lost_events,
-            cold_stalls=tuple(totals.meter.stalls()) if totals.meter is not None else (),
+            cold_stalls=tuple(cold.meter.stalls()) if cold is not None and cold.meter is not None else (),
         )
 
 

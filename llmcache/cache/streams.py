@@ -10,6 +10,7 @@ single accesses. Each further window is tested again. What was tested is handed 
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -248,7 +249,7 @@ class StreamTable:
         self._ended: OrderedDict[int, int] = OrderedDict()  # where the clock was when the last few sequential streams ended
         self._accessed = 0  # blocks of this file
         self._latest: Stream | None = None
-        self._number = 0
+        self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._young) + len(self._proved)
@@ -267,7 +268,7 @@ class StreamTable:
             self._unfile(stream)
             if self._accessed - stream.left > STILL:  # it goes on after it stood still
                 self._note_end(stream)
-                walks += filter(None, [stream.resume(self._next_number(), run)])
+                walks += filter(None, [stream.resume(next(self._numbers), run)])
             stream.take(run, at_once=stream is self._latest)
         if stream.due and (walk := stream.test()) is not None:
             self._overtake(stream, walk, walks)
@@ -327,12 +328,8 @@ class StreamTable:
         older.take(Run(*newer.last, newer.accesses, newer.start, newer.stop), at_once=False)
         return older
 
-    def _next_number(self) -> int:
-        self._number += 1
-        return self._number
-
     def _start(self, run: Run) -> Stream:
-        stream = Stream(self._next_number(), run)
+        stream = Stream(next(self._numbers), run)
         first, end = run.first, run.end
         if end - first <= WINDOW:
             for earlier in self._starts:

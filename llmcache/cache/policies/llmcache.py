@@ -11,7 +11,7 @@ import json
 import reprlib
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -148,17 +148,13 @@ class Recorded:
             _, file, key, part = event
             space = self.core.spaces[key]
             self._files[file] = (key, space.parts[part].base, space.extent_bytes)
-        elif event[0] == "space" and sum(self._counts(event[3])) > _MOST_EXTENTS:
-            raise ValueError(f"more than {_MOST_EXTENTS} extents")
         elif event[0] == "limit":
             self.core.limit(event[1] * self._capacity // self._budget)
         else:
+            more = [max(0, int(count)) for _, _, count in event[3]] if event[0] == "space" else []
+            if more and sum(space.count for space in self.core.spaces.values()) + sum(more) > _MOST_EXTENTS:
+                raise ValueError(f"more than {_MOST_EXTENTS} extents")
             self.core.apply(event)
-
-    def _counts(self, parts: list[Any]) -> Iterator[int]:
-        """Yields the extents of all spaces there are, and of `parts` that come."""
-        yield from (space.count for space in self.core.spaces.values())
-        yield from (max(0, int(count)) for _, _, count in parts)
 
     @property
     def evictions(self) -> int:
