@@ -37,7 +37,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Part:
+class PlacedRuns:
     """Some rows of a trace as the cells take them: arrays of one length, one entry per run.
 
     `t_ns` uint64; `first` (dense id of the first block) and `count` (blocks) int64; `reads` bool, False for a write.
@@ -55,7 +55,7 @@ class Part:
 class Cell(Protocol):
     """Something that a trace is replayed through."""
 
-    def feed(self, part: Part) -> None:
+    def feed(self, part: PlacedRuns) -> None:
         """Takes the next rows."""
 
 
@@ -68,7 +68,7 @@ class PolicyCell:
         self.hits = 0
         self.read_hits = 0
 
-    def feed(self, part: Part) -> None:
+    def feed(self, part: PlacedRuns) -> None:
         """See `Cell.feed`."""
         hits = self.policy.replay(part.first, part.count)
         self.hits += int(hits.sum())
@@ -83,7 +83,7 @@ class CurveCell:
     def __init__(self, blocks: int) -> None:
         self.distances = StackDistances(blocks)
 
-    def feed(self, part: Part) -> None:
+    def feed(self, part: PlacedRuns) -> None:
         """See `Cell.feed`."""
         self.distances.feed(part.first, part.count, part.reads)
 
@@ -105,22 +105,22 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
             yield item
 
 
-def parts_of(batches: Iterable[Trace], space: BlockSpace) -> Iterator[Part]:
+def parts_of(batches: Iterable[Trace], space: BlockSpace) -> Iterator[PlacedRuns]:
     """Yields the batches as parts, their runs placed in `space`."""
     for batch in ahead(iter(batches)):
-        yield Part(batch.t_ns, space.place(batch), batch.count.astype(np.int64), batch.op != WRITE)
+        yield PlacedRuns(batch.t_ns, space.place(batch), batch.count.astype(np.int64), batch.op != WRITE)
 
 
-def joined(parts: Sequence[Part]) -> Part:
+def joined(parts: Sequence[PlacedRuns]) -> PlacedRuns:
     """Returns the rows of all parts in one, as an offline policy needs them."""
     if len(parts) == 1:
         return parts[0]
     columns = zip(*((part.t_ns, part.first, part.count, part.reads) for part in parts), strict=True)
-    return Part(*(np.concatenate(column) for column in columns))
+    return PlacedRuns(*(np.concatenate(column) for column in columns))
 
 
 def replay(
-    parts: Iterator[Part],
+    parts: Iterator[PlacedRuns],
     online: Sequence[Cell],
     offline: Sequence[Cell],
     pool: Executor,
@@ -134,12 +134,12 @@ def replay(
     """
     seconds = dict.fromkeys(online, 0.0)  # each cell's last part: the slowest start first, lest a thread idle at the end
 
-    def feed(cell: Cell, part: Part) -> None:
+    def feed(cell: Cell, part: PlacedRuns) -> None:
         start = time.perf_counter()
         cell.feed(part)
         seconds[cell] = time.perf_counter() - start
 
-    kept: list[Part] = []
+    kept: list[PlacedRuns] = []
     waiting: list[Future[None]] = []
     rows = 0
     for part in parts:

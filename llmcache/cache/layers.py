@@ -148,7 +148,7 @@ class _LayerCounts:
 
     @property
     def accesses(self) -> int:
-        """Int64s read, repeats included."""
+        """Blocks read, repeats included."""
         return int(self._counts.sum())
 
     def note(self, first: Int64s, end: Int64s, miss: Bytes, t_ns: Uint64s) -> None:

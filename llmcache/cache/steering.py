@@ -38,8 +38,6 @@ LARGE_FILE_BYTES = 32 << 20  # from here on extents are large
 LEAST_LOOP_BYTES = 4 << 20  # smaller files are hot (tokenizers), model or not; larger ones may be found to loop
 EXTENTS_MAX = 1 << 18  # of one space: state and plans cost by the extent. Beyond 256 GiB extents become larger
 LARGEST_EXTENT = 4 << 20  # that is fetched whole, so that a space of more than 1 TiB is read page by page
-
-
 HUGE_BYTES = 2 << 20  # of a huge page, and of an extent of a large file that is steered in place
 
 
@@ -52,7 +50,7 @@ def extent_bytes_for(size_bytes: int, most: int = EXTENTS_MAX, large: int = LARG
 
 
 @dataclass(frozen=True)
-class Part:
+class SpacePart:
     """One file of a loop space: its extents are `base` .. `base + count - 1`."""
 
     size_bytes: int
@@ -63,7 +61,7 @@ class Part:
 class Space:
     """Facts and state of one loop space. `single` extents are read page by page and never held; `hot` ones are of these."""
 
-    def __init__(self, key: str, extent_bytes: int, parts: Sequence[Part], single: bool) -> None:
+    def __init__(self, key: str, extent_bytes: int, parts: Sequence[SpacePart], single: bool) -> None:
         self.key = key
         self.extent_bytes = extent_bytes
         self.parts = tuple(parts)
@@ -100,7 +98,7 @@ class Space:
         size = min(self.extent_bytes, part.size_bytes - (extent - part.base) * self.extent_bytes)
         return max(0, -(-size // BLOCK_BYTES))
 
-    def part_of(self, extent: int) -> Part:
+    def part_of(self, extent: int) -> SpacePart:
         """Returns the file that `extent` is in; IndexError beyond the last."""
         for part in self.parts:
             if extent < part.base + part.count:
@@ -218,7 +216,7 @@ class Steering:
 
     def space(self, key: str, extent_bytes: int, parts: Ranges, kind: str) -> None:
         """A new space: `parts` are (size_bytes, base, count) of its files; `kind` is "loop", "hot", "written" or "paged"."""
-        space = Space(key, extent_bytes, [Part(*part) for part in parts], single=kind != "loop")
+        space = Space(key, extent_bytes, [SpacePart(*part) for part in parts], single=kind != "loop")
         space.last = self.clock
         if kind == "hot":
             space.hot.update(range(space.count))

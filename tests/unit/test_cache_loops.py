@@ -67,7 +67,7 @@ def test_bounded_and_within_what_was_added(added: list[tuple[int, int]]) -> None
     for ns, blocks in added:
         intervals.add(ns, blocks)
     assert len(intervals) == len(added)
-    assert len(intervals._octaves) <= OCTAVES
+    assert len(intervals.rhythms()) <= OCTAVES
     period = intervals.period()
     if added:
         assert period is not None

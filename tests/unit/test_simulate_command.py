@@ -191,7 +191,7 @@ def test_ctrl_c_while_the_work_is_handed_out_ends_it(monkeypatch: pytest.MonkeyP
     begun = threading.Event()
     feed = grid.PolicyCell.feed
 
-    def count(cell: grid.PolicyCell, part: grid.Part) -> None:
+    def count(cell: grid.PolicyCell, part: grid.PlacedRuns) -> None:
         nonlocal batches
         batches += 1
         begun.set()

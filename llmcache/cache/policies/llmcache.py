@@ -342,7 +342,7 @@ class Cut:
             self._rest.popitem(last=False)
             self._evictions += 1
 
-    # ExpertSlices
+    # Experts
 
     def _slice(
         self, mixture: _FileExperts, space: Space, extent: int, start: int, block: int, until: int
@@ -383,7 +383,7 @@ class Cut:
         self._trim()
 
     def _planned(self) -> None:
-        """ExpertSlices have what loops leave."""
+        """Experts have what loops leave."""
         shares = [space.share for space in self.core.spaces.values()]
         taken = sum(share.pinned_bytes + share.window_bytes for share in shares) // BLOCK_BYTES
         self._expert_room = max(0, self._capacity - taken)
