@@ -16,7 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -196,9 +196,10 @@ class LoopOrder:
         for index, extent in enumerate(seen):
             places[extent] = index
         # A seen extent leads its group: the unseen ones that followed it keep their distance to it.
-        leaders = array(
-            "i", accumulate((places[extent] for extent in self.extent_at), lambda last, now: last if now < 0 else now)
-        )
+        leader, leaders = -1, array("i")
+        for extent in self.extent_at:
+            leader = places[extent] if places[extent] >= 0 else leader
+            leaders.append(leader)
         old_ranks = array("I", sorted(range(len(self)), key=leaders.__getitem__))
         old = self.extent_at[:]
         for rank, old_rank in enumerate(old_ranks):

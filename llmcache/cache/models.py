@@ -13,26 +13,26 @@ class Named(Protocol):
     """A range of bytes of a file that has a name, a tensor, and the layer it is part of: its own name if it is in none."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str: ...
     @property
-    def layer(self) -> str: ...  # noqa: D102
+    def layer(self) -> str: ...
     @property
-    def offset(self) -> int: ...  # noqa: D102
+    def offset(self) -> int: ...
     @property
-    def size_bytes(self) -> int: ...  # noqa: D102
+    def size_bytes(self) -> int: ...
 
 
 class ModelRegion(Protocol):
     """A part of a model file, and how a decoder reads it: `role` is "loop", "hot" or "rows"; experts are `sparse`."""
 
     @property
-    def first_byte(self) -> int: ...  # noqa: D102
+    def first_byte(self) -> int: ...
     @property
-    def end(self) -> int: ...  # noqa: D102
+    def end(self) -> int: ...
     @property
-    def role(self) -> str: ...  # noqa: D102
+    def role(self) -> str: ...
     @property
-    def sparse(self) -> bool: ...  # noqa: D102
+    def sparse(self) -> bool: ...
 
 
 class ExpertSlices(Protocol):
@@ -45,11 +45,11 @@ class ExpertSlices(Protocol):
     count: int
 
     @property
-    def starts(self) -> Sequence[int]: ...  # noqa: D102
+    def starts(self) -> Sequence[int]: ...
     @property
-    def sizes(self) -> Sequence[int]: ...  # noqa: D102
+    def sizes(self) -> Sequence[int]: ...
     @property
-    def expert_of(self) -> Sequence[int]: ...  # noqa: D102
+    def expert_of(self) -> Sequence[int]: ...
 
     def ranges(self, expert: int) -> Sequence[tuple[int, int]]:
         """(offset, bytes) of the slices of an expert."""
@@ -62,7 +62,7 @@ class ModelHeader(Protocol):
     """What the header of a model, `header_bytes` long, says of its parts."""
 
     @property
-    def header_bytes(self) -> int: ...  # noqa: D102
+    def header_bytes(self) -> int: ...
 
     def regions(self) -> Sequence[ModelRegion]:
         """The parts in the order of computation."""
