@@ -157,7 +157,12 @@ class SweepRegion:
 
 
 class Sweeps:
-    """The regions of one file, in the order of their blocks; at most `limit` of them."""
+    """Where one file was walked over in sequence: regions in the order of their blocks, at most `limit` of them.
+
+    They are disjoint, each with one history. A pass over a region moves the border between what has been walked in this
+    pass and what has not: a loop is one region, or two while it is being walked. A pass counts only if the walk before it
+    was over: readers of one loop that follow each other make one pass together.
+    """
 
     def __init__(self, limit: int = MAX_REGIONS) -> None:
         self.regions: list[SweepRegion] = []
@@ -319,7 +324,11 @@ class SpotCell:
 
 
 class Spots:
-    """The cells of one file; at most `MAX_CELLS` of them."""
+    """The blocks of one file that were accessed in no order, and which of them came again.
+
+    Kept in at most `MAX_CELLS` cells of 64 places; a place is a block, or a power of two of blocks once all cells are full
+    of hot blocks. Cells in which nothing came again are given up first: what is hot comes often, and survives.
+    """
 
     def __init__(self) -> None:
         self.shift = 0  # log2 of the blocks of a place

@@ -46,7 +46,12 @@ class Period:
 
 
 class Intervals:
-    """Counts intervals; bounded by `OCTAVES` entries, whatever is added."""
+    """Times between the passes over one place, and the period that they show; at most `OCTAVES` entries.
+
+    Intervals are counted by octave, in blocks accessed meanwhile: that measure does not know whether the user paused or the
+    storage was slow. The most frequent octave gives the period, so that a pause between two prompts, or the first short
+    pass, does not move it. Time is the median of what was seen in that octave last.
+    """
 
     def __init__(self) -> None:
         self._octaves: dict[int, _Octave] = {}
@@ -310,7 +315,15 @@ class Cursor:
 
 
 class CursorTable:
-    """The live cursors of one file, newest touch last."""
+    """Where each reader is in a visiting order of `count` ranks: the live cursors of one file, newest touch last.
+
+    Readers that stay within `reach` ranks of each other (the threads of one model run, readers in convoy) share a cursor.
+    A touch within reach ahead moves the cursor, one within reach behind leaves it, anything else starts a new one.
+
+    A reader that falls out of what is kept behind a cursor shows by its misses. One late touch is no reader (threads finish
+    in any order), so a miss behind a cursor only makes a *suspect*; one that goes on step by step becomes a cursor of its
+    own. Cursors that come within `near` ranks of the one ahead (what is kept behind a reader) are one convoy again.
+    """
 
     def __init__(self, count: int, reach: int, loops: bool) -> None:
         self.count = count
