@@ -298,7 +298,7 @@ class LeCaR(Policy):
 
 
 class Learner(NamedTuple):
-    """LeCaR's state: the cache and the histories, past[block] (its frequency, the time of its eviction), LFU's heap, …"""
+    """LeCaR's state: the cache and its histories, past[block] (frequency, time of eviction), LFU's heap, the weights."""
 
     queues: Queues
     past: Int64s
