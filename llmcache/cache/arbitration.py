@@ -79,10 +79,10 @@ def share_budget(budget_bytes: int, loops: Iterable[Loop]) -> dict[Hashable, Sha
     endless = 1 << 62
     ranked = sorted(loops, key=lambda loop: (not loop.first, not loop.active, loop.period or endless, loop.size_bytes))
     shares: dict[Hashable, Share] = {}
-    left = budget_bytes
+    left, least = budget_bytes, min(MIN_WINDOW_BYTES, budget_bytes // 4)
     for index, loop in enumerate(ranked):
         # Everyone behind who is active and cannot be pinned whole still needs a window to stream through.
-        behind = sum(_least_window(other, budget_bytes) for other in ranked[index + 1 :] if other.active)
+        behind = sum(min(other.size_bytes, least) for other in ranked[index + 1 :] if other.active)
         mine = max(0, left - min(behind, left // 2))
         if loop.size_bytes <= mine:
             share = Share(loop.size_bytes, 0)
@@ -92,10 +92,6 @@ def share_budget(budget_bytes: int, loops: Iterable[Loop]) -> dict[Hashable, Sha
         shares[loop.key] = share
         left -= share.pinned_bytes + share.window_bytes
     return shares
-
-
-def _least_window(loop: Loop, budget_bytes: int) -> int:
-    return min(loop.size_bytes, MIN_WINDOW_BYTES, budget_bytes // 4)
 
 
 def cap_pins(shares: dict[Hashable, Share], most_bytes: int) -> dict[Hashable, Share]:

@@ -8,56 +8,221 @@ Source: io_caching, section 3.3 and figure 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar, cast
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmcache.cache.assembling import Found, classes_of
-from llmcache.cache.classes import READ_OP, WRITE_OP, Classification, LockedLoop, TraceClasses
-from llmcache.cache.detector import LOOP, SEQ, Detector, Trail
-from llmcache.cache.layers import Layers
+from llmcache.arrays import Int64s
+from llmcache.cache.detector import HOT, LOOP, PLACES, SEQ, Class, Detector, Place, Trail, common
+from llmcache.cache.layers import Layer, Layers
+from llmcache.cache.loops import Period, is_about
 from llmcache.cache.models import UNKNOWN, Models, Named
-from llmcache.cache.routing import Mixtures, Slice
-from llmcache.cache.streams import WINDOW
+from llmcache.cache.routing import Mixtures, MixtureUses, Slice
+from llmcache.cache.streams import WINDOW, Moment
 from llmcache.errors import DataError
+from llmcache.trace.formats import open_trace
+from llmcache.trace.record import WRITE, Provenance, Trace, TraceFile
+from llmcache.trace.record.meta import locked_bytes
 from llmcache.units import BLOCK_BYTES
 
-if TYPE_CHECKING:
-    from llmcache.trace.record import Provenance, Trace, TraceFile
+SCHEMA = "llmcache.classify/1"
+READ_OP, WRITE_OP = "read", "write"
+
+
+@dataclass(frozen=True)
+class Classification:
+    """One class of one file, its reads (mapped ones with them) or its writes.
+
+    `pieces`: (first block, last block), for a LOOP in the order in which a pass visits them. `size_bytes`: of the
+    blocks accessed there, without holes; those of a HOT piece do not count for the SEQ or LOOP around it.
+    `passes`: how often a LOOP or SEQ was walked over, or a HOT block accessed on average. `regularity`: part (0..1) of the
+    intervals of a LOOP that were about its period. `active`: a LOOP that had not missed two periods when the trace ended.
+    `stride_blocks`: distance of the runs, 0 where there are no holes. `experts`: their numbers by layer, of a mixture.
+    """
+
+    file: int
+    path: str
+    op: str
+    kind: Class
+    pieces: tuple[tuple[int, int], ...]
+    size_bytes: int
+    accesses: int
+    share: float
+    passes: int
+    since_ns: int
+    last_ns: int
+    period_ns: int | None = None
+    period_blocks: int | None = None
+    regularity: float | None = None
+    active: bool | None = None
+    order: str | None = None
+    stride_blocks: int = 0
+    tensors: tuple[str, ...] = ()
+    experts: Mapping[str, tuple[int, ...]] | None = None
+
+    @property
+    def first_block(self) -> int | None:
+        """The lowest block; None if nothing is known but how many there were."""
+        return min((first for first, _ in self.pieces), default=None)
+
+    @property
+    def last_block(self) -> int | None:
+        """The highest block."""
+        return max((last for _, last in self.pieces), default=None)
+
+    def row(self) -> dict[str, Any]:
+        """Returns it as JSON has it: bytes, seconds, blocks."""
+        return {
+            "file": self.file,
+            "path": self.path,
+            "op": self.op,
+            "class": self.kind,
+            "first_block": self.first_block,
+            "last_block": self.last_block,
+            "bytes": self.size_bytes,
+            "accesses": self.accesses,
+            "share": self.share,
+            "passes": self.passes,
+            "period_s": None if self.period_ns is None else self.period_ns / 1e9,
+            "period_blocks": self.period_blocks,
+            "regularity": self.regularity,
+            "active": self.active,
+            "order": self.order,
+            "stride_blocks": self.stride_blocks,
+            "since_s": self.since_ns / 1e9,
+            "last_s": self.last_ns / 1e9,
+            "pieces": [list(piece) for piece in self.pieces],
+            "tensors": list(self.tensors),
+            **({} if self.experts is None else {"experts": {layer: list(found) for layer, found in self.experts.items()}}),
+        }
+
+
+@dataclass(frozen=True)
+class ClassTotals:
+    """Bytes and shares (0..1) of all accesses by class, as section 3.3 of io_caching sums up a workload.
+
+    `loop_bytes` are read in loops, `once_bytes` once. `loop_at_once_bytes`: the most that loops in use at the same time
+    have together; with `locked_loop_bytes`, which a mount kept locked so that no fault showed them, the N of formula (1).
+    Write loops are apart: no cache saves what must be written.
+    """
+
+    loop_bytes: int
+    loop_at_once_bytes: int
+    locked_loop_bytes: int
+    hot_bytes: int
+    once_bytes: int
+    write_loop_bytes: int
+    write_once_bytes: int
+    loop_share: float
+    hot_share: float
+    once_share: float
+
+
+@dataclass(frozen=True)
+class LockedLoop:
+    """The part of a file's loop that its mount kept locked while it was traced: read without faults, so not in the rows."""
+
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class TraceClasses:
+    """The classes of one trace, largest share first, and how much of what it is. `begin_ns`: time of its first row.
+
+    `layers`: of the model files whose tensors are known; `locked`: of files that have a read loop in the rows; `mixtures`:
+    of the models of which experts were used.
+    """
+
+    rows: tuple[Classification, ...]
+    accesses: int
+    begin_ns: int
+    end_ns: int
+    tier: str
+    lost_events: int
+    layers: tuple[Layer, ...] = ()
+    locked: tuple[LockedLoop, ...] = ()
+    mixtures: tuple[MixtureUses, ...] = ()
+
+    @property
+    def totals(self) -> ClassTotals:
+        """Returns the sums over all rows."""
+        return ClassTotals(
+            loop_bytes=_bytes(self.rows, LOOP, READ_OP),
+            loop_at_once_bytes=_at_once(row for row in self.rows if (row.kind, row.op) == (LOOP, READ_OP)),
+            locked_loop_bytes=sum(each.size_bytes for each in self.locked),
+            hot_bytes=sum(row.size_bytes for row in self.rows if row.kind == HOT),
+            once_bytes=_bytes(self.rows, SEQ, READ_OP),
+            write_loop_bytes=_bytes(self.rows, LOOP, WRITE_OP),
+            write_once_bytes=_bytes(self.rows, SEQ, WRITE_OP),
+            loop_share=_share(self.rows, LOOP),
+            hot_share=_share(self.rows, HOT),
+            once_share=_share(self.rows, SEQ),
+        )
+
+    @property
+    def size_command(self) -> str | None:
+        """Returns the command that tells how large a cache these loops need; None without read loops."""
+        totals = self.totals
+        if not totals.loop_at_once_bytes:
+            return None
+        loop_bytes = totals.loop_at_once_bytes + totals.locked_loop_bytes
+        return f"llmcache size --loop {loop_bytes / 1e6:.10g}M --hot {totals.hot_bytes / 1e6:.10g}M"
+
+    def document(self, trace: str, min_bytes: int = 0) -> dict[str, Any]:
+        """Returns the JSON document; rows below `min_bytes` are summed up in `smaller`, and are part of the totals."""
+        smaller = [row for row in self.rows if row.size_bytes < min_bytes]
+        return {
+            "schema": SCHEMA,
+            "trace": trace,
+            "tier": self.tier,
+            "lost_events": self.lost_events,
+            "accesses": self.accesses,
+            "duration_s": (self.end_ns - self.begin_ns) / 1e9,
+            "block_bytes": BLOCK_BYTES,
+            "totals": dict(vars(self.totals)),
+            "size_command": self.size_command,
+            "rows": [row.row() for row in self.rows if row.size_bytes >= min_bytes],
+            "smaller": {
+                "rows": len(smaller),
+                "bytes": sum(row.size_bytes for row in smaller),
+                "share": sum(row.share for row in smaller),
+            },
+            "layers": [layer.row() for layer in self.layers],
+            "locked": [{"path": each.path, "bytes": each.size_bytes} for each in self.locked],
+            **({"mixtures": [each.document() for each in self.mixtures]} if self.mixtures else {}),
+        }
+
+
+def _bytes(rows: Sequence[Classification], kind: Class, op: str) -> int:
+    return sum(row.size_bytes for row in rows if row.kind == kind and row.op == op)
+
+
+def _share(rows: Sequence[Classification], kind: Class) -> float:
+    return sum(row.share for row in rows if row.kind == kind)
+
+
+def _at_once(loops: Iterable[Classification]) -> int:
+    """The largest sum of sizes of loops that are in use at one time."""
+    events = sorted(event for row in loops for event in ((row.since_ns, row.size_bytes), (row.last_ns, -row.size_bytes)))
+    most = level = 0
+    for _, change in events:
+        level += change
+        most = max(most, level)
+    return most
+
 
 N = TypeVar("N", bound=Named)
-_WRITE = 1  # trace.record.WRITE, which brings pyarrow along
-
-
-@dataclass
-class _Seen:
-    """What the batches say beside the classes."""
-
-    files: dict[int, TraceFile] = field(default_factory=dict)
-    accesses: int = 0
-    begin_ns: int | None = None
-    end_ns: int = 0
-    tier: str = ""
-    lost_events: int = 0
-    provenance: Provenance | None = None
-
-    def note(self, batch: Trace) -> None:
-        self.files.update((file.id, file) for file in batch.files)
-        self.tier, self.lost_events = batch.provenance.tier, batch.provenance.lost_events
-        self.provenance = batch.provenance
-        if len(batch):
-            self.accesses += batch.accesses
-            self.begin_ns = int(batch.t_ns[0]) if self.begin_ns is None else self.begin_ns
-            self.end_ns = int(batch.t_ns[-1])
 
 
 def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses:
     """Returns the classes of everything that `batches` access, in the order of time; DataError for an empty trace."""
-    seen = _Seen()
-    everything: dict[tuple[int, bool, str], Found] = {}
+    everything: dict[tuple[int, bool, str], FileClass] = {}
 
     def forget(file: Hashable, write: bool, trail: Trail) -> None:
         loops = 0
@@ -68,57 +233,56 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
 
     detector = Detector(forget)
     layers, mixtures = Layers(models), Mixtures(models)
+    files: dict[int, TraceFile] = {}
+    accesses, begin_ns, last = 0, -1, None
     for batch in batches:
-        seen.note(batch)
+        files.update((file.id, file) for file in batch.files)
+        if len(batch):
+            accesses, last = accesses + batch.accesses, batch
+            begin_ns = int(batch.t_ns[0]) if begin_ns < 0 else begin_ns
         mixtures.note(batch)
         layers.note(batch)
         for run in runs(batch):
             detector.note_many(*run)
-    if seen.begin_ns is None or seen.provenance is None:
+    if last is None:
         raise DataError("rows: the trace has none", "record it again, or look at it with: llmcache info FILE")
     detector.finish()
     for key, write, trail in detector.trails():
         forget(key, write, trail)
-    by_file: dict[tuple[int, bool], list[Found]] = {}
+    by_file: dict[tuple[int, bool], list[FileClass]] = {}
     for (file, write, _), found in everything.items():
         by_file.setdefault((file, write), []).append(found)
     rows: list[Classification] = []
-    for (file, write), classes in by_file.items():
-        named, slices = models(seen.files[file]), mixtures.slices(file)
-        for found in _fitting(classes, seen.files[file]):
-            rows.append(_row(seen.files[file], write, found, seen.accesses, named, slices))
+    for (number, write), classes in by_file.items():
+        named, slices = models(files[number]), mixtures.slices(number)
+        rows += [_row(files[number], write, each, accesses, named, slices) for each in _fitting(classes, files[number])]
     rows.sort(key=lambda row: (-row.accesses, row.path, row.op, row.kind, row.pieces))
     return TraceClasses(
         rows=tuple(rows),
-        accesses=seen.accesses,
-        begin_ns=seen.begin_ns,
-        end_ns=seen.end_ns,
-        tier=seen.tier,
-        lost_events=seen.lost_events,
+        accesses=accesses,
+        begin_ns=begin_ns,
+        end_ns=int(last.t_ns[-1]),
+        tier=last.provenance.tier,
+        lost_events=last.provenance.lost_events,
         layers=layers.found(),
-        locked=tuple(_locked(rows, seen)),
-        mixtures=mixtures.found(seen.provenance),
+        locked=tuple(_locked(rows, files, last.provenance)),
+        mixtures=mixtures.found(last.provenance),
     )
 
 
 def classify_file(path: str, models: Callable[[Sequence[TraceFile]], Models]) -> TraceClasses:
     """Returns the classes of the trace at `path`, in any format; `models` looks at those of a file table."""
-    from llmcache.trace.formats import open_trace
-
     with open_trace(path) as reader:
         return classify(reader.batches(), models(reader.files))
 
 
-def _locked(rows: Sequence[Classification], seen: _Seen) -> Iterator[LockedLoop]:
+def _locked(rows: Sequence[Classification], files: dict[int, TraceFile], provenance: Provenance) -> Iterator[LockedLoop]:
     """What a mount kept locked of files that are read in loops; where read() or another process showed it, less of it."""
-    from llmcache.trace.record.meta import locked_bytes
-
-    by_file = {} if seen.provenance is None else locked_bytes(seen.provenance)
-    for number, size_bytes in sorted(by_file.items()):
+    for number, size_bytes in sorted(locked_bytes(provenance).items()):
         shown = sum(row.size_bytes for row in rows if (row.file, row.kind, row.op) == (number, LOOP, READ_OP))
-        hidden = min(size_bytes, seen.files[number].size_bytes - shown) if number in seen.files else 0
+        hidden = min(size_bytes, files[number].size_bytes - shown) if number in files else 0
         if shown and hidden > 0:
-            yield LockedLoop(seen.files[number].path, hidden)
+            yield LockedLoop(files[number].path, hidden)
 
 
 def runs(batch: Trace) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
@@ -129,13 +293,13 @@ def runs(batch: Trace) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
     if not len(batch):
         return
     first, end = batch.first.astype(np.int64), batch.end.astype(np.int64)
-    write = batch.op == _WRITE
+    write = batch.op == WRITE
     same = (batch.file[1:] == batch.file[:-1]) & (write[1:] == write[:-1])
     # A long run that comes again as it was is a pass of its own.
     repeats = (first[1:] == first[:-1]) & (end[1:] == end[:-1]) & (batch.count[1:] < WINDOW)
     starts = np.concatenate(([0], np.flatnonzero(~(same & (repeats | (first[1:] == end[:-1])))) + 1))
     lasts = np.concatenate((starts[1:], [len(batch)])) - 1
-    accesses: NDArray[np.int64] = np.add.reduceat(batch.count.astype(np.int64), starts)
+    accesses: Int64s = np.add.reduceat(batch.count.astype(np.int64), starts)
     columns = (
         batch.t_ns[starts],
         batch.t_ns[lasts],
@@ -148,7 +312,7 @@ def runs(batch: Trace) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
     yield from zip(*(column.tolist() for column in columns), strict=True)
 
 
-def _folded(before: Found, found: Found) -> Found:
+def _folded(before: FileClass, found: FileClass) -> FileClass:
     """A file that was forgotten, as there were too many, and came again."""
     return replace(
         found,
@@ -159,7 +323,7 @@ def _folded(before: Found, found: Found) -> Found:
     )
 
 
-def _fitting(classes: list[Found], file: TraceFile) -> list[Found]:
+def _fitting(classes: list[FileClass], file: TraceFile) -> list[FileClass]:
     """What was forgotten counts anew each time it comes; a file has no more blocks than it has."""
     rest = [found for found in classes if found.kind != SEQ]
     left = -(-file.size_bytes // BLOCK_BYTES) - sum(found.blocks for found in rest)
@@ -173,17 +337,16 @@ def _fitting(classes: list[Found], file: TraceFile) -> list[Found]:
 
 
 def _row(
-    file: TraceFile, write: bool, found: Found, in_all: int, named: Sequence[Named], slices: Sequence[Slice] | None
+    file: TraceFile, write: bool, found: FileClass, in_all: int, named: Sequence[Named], slices: Sequence[Slice] | None
 ) -> Classification:
-    pieces = _pieces(found)
-    period = found.period
+    pieces, period = _pieces(found), found.period
     return Classification(
         file=file.id,
         path=file.path,
         op=WRITE_OP if write else READ_OP,
         kind=found.kind,
         pieces=pieces,
-        size_bytes=_clipped(found.blocks * BLOCK_BYTES, file),
+        size_bytes=min(found.blocks * BLOCK_BYTES, file.size_bytes or sys.maxsize),  # a last block is rarely full
         accesses=found.accesses,
         share=found.accesses / in_all,
         passes=found.passes,
@@ -208,7 +371,7 @@ def _experts(slices: Sequence[Slice], pieces: Sequence[tuple[int, int]]) -> dict
     return {layer: tuple(sorted(found)) for layer, found in numbers.items()}
 
 
-def _pieces(found: Found) -> tuple[tuple[int, int], ...]:
+def _pieces(found: FileClass) -> tuple[tuple[int, int], ...]:
     """First and last block of each place; those that follow each other without a gap are one."""
     pieces: list[tuple[int, int]] = []
     for place in found.places:
@@ -217,11 +380,6 @@ def _pieces(found: Found) -> tuple[tuple[int, int], ...]:
         else:
             pieces.append((place.first, place.end - 1))
     return tuple(pieces)
-
-
-def _clipped(size_bytes: int, file: TraceFile) -> int:
-    """The last block of a file is rarely full."""
-    return min(size_bytes, file.size_bytes) if file.size_bytes else size_bytes
 
 
 def _inside(named: Sequence[N], pieces: Sequence[tuple[int, int]]) -> list[N]:
@@ -243,3 +401,223 @@ def _inside(named: Sequence[N], pieces: Sequence[tuple[int, int]]) -> list[N]:
         if whole or 2 * inside >= tensor.size_bytes > 0:
             found.append(tensor)
     return found
+
+
+# From the places of one file to its classes: scraps join what they lie in, pieces of one loop become one.
+
+SAME_PASSES = 0.25  # pieces of one loop differ less in passes: the first or last pass may be in part
+MOST_LOOPS = 8  # of one file that are told apart; beyond that, those without a rhythm become one (experts of a mixture)
+REGULAR = 0.75  # of the intervals are about the period
+
+
+@dataclass(frozen=True)
+class FileClass:
+    """One class of one file: places in the order of a pass (LOOP) or of blocks, with what they have together."""
+
+    kind: Class
+    places: tuple[Place, ...]
+    blocks: int
+    accesses: int
+    passes: int
+    since: Moment
+    last: Moment
+    period: Period | None = None
+    regularity: float | None = None
+    active: bool | None = None
+    order: str | None = None
+    stride: int = 0
+
+
+def classes_of(trail: Trail, now: Moment) -> list[FileClass]:
+    """Returns the classes of what a file's reads, or writes, have shown until `now`."""
+    places = list(trail.places())
+    walked = _joined([place for place in places if not place.spot and not place.stride])
+    spots: list[Place] = []
+    strided: list[Place] = []
+    for place in places:
+        if place.spot and not _settle(place, walked):
+            spots.append(place)
+        elif place.stride and not _belongs(place, walked):
+            strided.append(place)
+    drained = sum(place.accesses for place in walked if place.blocks == 0)  # all of it came again, and is hot
+    walked = [place for place in walked if place.blocks > 0]
+    rest = [*walked, *strided, *spots]
+    found = [_loop_of(group, now) for group in _loops(place for place in rest if place.kind == LOOP)]
+    hot = [place for place in rest if place.kind == HOT]
+    once = [place for place in rest if place.kind == SEQ]
+    if hot:
+        plain = _plain(HOT, _merged(hot, PLACES))
+        found.append(replace(plain, accesses=plain.accesses + drained))
+    blocks, accesses = trail.forgotten
+    if once or blocks:
+        found.append(_once(_merged(once, WINDOW), blocks, accesses, now))
+    return found
+
+
+def _joined(regions: list[Place]) -> list[Place]:
+    """Returns regions in which none shorter than a window touches a longer one: that is a ragged edge of it."""
+    result: list[Place] = []
+    for place in regions:
+        before = result[-1] if result else None
+        if before is not None and before.end == place.first and min(_length(before), _length(place)) < WINDOW:
+            result[-1] = _together(max(before, place, key=_length), before, place)
+        else:
+            result.append(place)
+    return result
+
+
+def _together(main: Place, one: Place, other: Place) -> Place:
+    """Both as one place, with the history of `main`."""
+    return replace(
+        main,
+        first=one.first,
+        end=max(one.end, other.end),
+        blocks=one.blocks + other.blocks,
+        accesses=one.accesses + other.accesses,
+        since=min(one.since, other.since),
+        last=max(one.last, other.last),
+    )
+
+
+def _length(place: Place) -> int:
+    return place.end - place.first
+
+
+def _settle(spot: Place, regions: list[Place]) -> bool:
+    """Takes a spot into account in the regions that it lies in; returns whether it is part of one of them.
+
+    Blocks that come no more often than the loop around them are part of it, read out of turn. Blocks that come more
+    often are hot, and no part of what lies around them.
+    """
+    for index, region in enumerate(regions):
+        shared = common(spot, region)
+        edge = _is_edge(spot, region)
+        if not shared and not edge:
+            continue
+        inside = 2 * shared >= _length(spot) or edge
+        often = spot.passes if edge else spot.accesses
+        if inside and (spot.kind == SEQ or (region.kind == LOOP and often <= region.passes * spot.blocks)):
+            regions[index] = replace(region, accesses=region.accesses + spot.accesses)
+            return True
+        if spot.kind == HOT and shared:
+            hot = spot.blocks * shared // _length(spot)
+            regions[index] = replace(region, blocks=max(0, region.blocks - hot))
+    return False
+
+
+def _belongs(strided: Place, regions: list[Place]) -> bool:
+    """Takes runs in one distance, walked over once, into account where they were met in a walk without holes."""
+    if strided.kind != SEQ or not regions:
+        return False
+    ends = [region.end for region in regions]
+    blocks = range(strided.first, strided.end, strided.stride)
+    met = ((bisect_right(ends, block), block) for block in blocks)
+    inside = [index for index, block in met if index < len(regions) and regions[index].first <= block]
+    if 2 * len(inside) < len(blocks):
+        return False
+    index = inside[0]
+    regions[index] = replace(regions[index], accesses=regions[index].accesses + strided.accesses)
+    return True
+
+
+def _is_edge(spot: Place, region: Place) -> bool:
+    """Whether a spot is a few blocks beside a region, which threads have read out of turn."""
+    return _length(spot) < WINDOW and region.first - WINDOW <= spot.first and spot.end <= region.end + WINDOW
+
+
+def _loops(places: Iterable[Place]) -> list[list[Place]]:
+    """Returns the places of each loop together: those that come round with one period, equally often."""
+    groups: list[list[Place]] = []
+    for place in sorted(places, key=lambda place: -place.blocks):
+        group = next((group for group in groups if _is_one(group[0], place)), None)
+        if group is None:
+            groups.append([place])
+        else:
+            group.append(place)
+    if len(groups) <= MOST_LOOPS:
+        return groups
+    chance = [place for group in groups if group[0].regularity < REGULAR for place in group]
+    return [group for group in groups if group[0].regularity >= REGULAR] + ([chance] if chance else [])
+
+
+def _is_one(main: Place, place: Place) -> bool:
+    if main.stride != place.stride or main.period is None or place.period is None:
+        return False
+    if not is_about(main.period.blocks, place.period.blocks):
+        return False
+    return abs(main.passes - place.passes) <= max(1, SAME_PASSES * main.passes)
+
+
+def _loop_of(group: list[Place], now: Moment) -> FileClass:
+    blocks = sum(place.blocks for place in group)
+    main = group[0]
+    in_turn = sorted(group, key=lambda place: place.start.blocks)
+    order = _order(in_turn)
+    return replace(
+        _plain(LOOP, sorted(group, key=lambda place: place.first) if order == "ascending" else in_turn),
+        passes=round(sum(place.passes * place.blocks for place in group) / max(1, blocks)),
+        period=_period(main, blocks),
+        regularity=main.regularity,
+        active=any(not place.expired(now) for place in group),
+        order=order,
+        stride=main.stride,
+    )
+
+
+def _period(main: Place, blocks: int) -> Period | None:
+    """The period of a loop of `blocks`: no shorter than they take, as layers are that are read twice in a row."""
+    fitting = [rhythm for rhythm in main.rhythms if rhythm.blocks >= blocks or is_about(rhythm.blocks, blocks)]
+    if main.period is None or not fitting or main.period.blocks >= fitting[0].blocks:
+        return main.period
+    return fitting[0]
+
+
+def _order(in_turn: Sequence[Place]) -> str:
+    """Which way the last passes went; a pass that is under way begins somewhere in the middle."""
+    firsts = [place.first for place in in_turn]
+    if len(in_turn) == 1:
+        return "descending" if in_turn[0].descending else "ascending"
+    if _turns(firsts) <= 1 and not any(place.descending for place in in_turn):
+        return "ascending"
+    return "descending" if _turns(firsts[::-1]) <= 1 else "other"
+
+
+def _turns(firsts: Sequence[int]) -> int:
+    """How often the ring of `firsts` turns back: once, if it goes one way."""
+    return sum(later < earlier for earlier, later in pairwise([*firsts, firsts[0]]))
+
+
+def _merged(places: list[Place], gap: int) -> list[Place]:
+    """Returns places in the order of blocks, made one where no more than `gap` blocks lie between them."""
+    result: list[Place] = []
+    for place in sorted(places, key=lambda place: (place.first, place.end)):
+        if result and place.first - result[-1].end <= gap and place.stride == result[-1].stride == 0:
+            before = result[-1]
+            passes, start = max(before.passes, place.passes), min(before.start, place.start)
+            result[-1] = replace(_together(before, before, place), passes=passes, start=start)
+        else:
+            result.append(place)
+    return result
+
+
+def _plain(kind: Class, places: Sequence[Place]) -> FileClass:
+    blocks, accesses = sum(place.blocks for place in places), sum(place.accesses for place in places)
+    return FileClass(
+        kind=kind,
+        places=tuple(places),
+        blocks=blocks,
+        accesses=accesses,
+        passes=round(accesses / max(1, blocks)),
+        since=min(place.since for place in places),
+        last=max(place.last for place in places),
+        stride=places[0].stride if len({place.stride for place in places}) == 1 else 0,
+    )
+
+
+def _once(places: Sequence[Place], blocks: int, accesses: int, now: Moment) -> FileClass:
+    """What was read once; `blocks` more are not known by place any more."""
+    if not places:
+        return FileClass(SEQ, (), blocks, accesses, 1, now, now)
+    found = _plain(SEQ, places)
+    passes = max((place.passes for place in places if not place.spot), default=1)
+    return replace(found, blocks=found.blocks + blocks, accesses=found.accesses + accesses, passes=passes)

@@ -21,7 +21,7 @@ from typing import Any
 
 from llmcache import __version__
 from llmcache.cache.plan import Plan, Progress
-from llmcache.cache.results import Simulation, TraceCurve, merged
+from llmcache.cache.results import Simulation, merged
 from llmcache.cache.simulate import ModelsOf, no_models, simulate_all
 from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
 
@@ -148,23 +148,22 @@ def _gathered(client: Any, futures: list[Any], names: list[str], progress: Progr
     """Returns what the tasks gave, in their order; raises what the first failing one raised."""
     from distributed import as_completed
 
-    task_of = {future.key: index for index, future in enumerate(futures)}
-    done: dict[int, Simulation] = {}
+    name_of = {future.key: name for future, name in zip(futures, names, strict=True)}
+    done: dict[str, Simulation] = {}
     for future in as_completed(futures, loop=client.loop):  # type: ignore[no-untyped-call]
-        task = task_of[future.key]
+        name = name_of[future.key]
         try:
-            done[task] = future.result()
+            done[future.key] = future.result()
         except LlmcacheError:
             raise
         except Exception as error:
             raise EnvironmentProblem(
-                f"--scheduler: a worker failed on '{names[task]}': {type(error).__name__}: {error}",
+                f"--scheduler: a worker failed on '{name}': {type(error).__name__}: {error}",
                 "its log says more; a local run (without --scheduler) tells whether the trace is to blame",
             ) from error
         if progress is not None:
-            name = names[task]
-            progress(name, sum(names[other] == name for other in done), names.count(name))
-    return [done[task] for task in range(len(futures))]
+            progress(name, sum(name_of[key] == name for key in done), names.count(name))
+    return [done[future.key] for future in futures]
 
 
 def _task(remote: Remote, plan: Plan, content: bytes | None, models: ModelsOf) -> Simulation:
@@ -177,12 +176,11 @@ def _task(remote: Remote, plan: Plan, content: bytes | None, models: ModelsOf) -
         else:
             _require_same(remote)
         done = simulate_all([path], plan, jobs=1, models=models)
-    return Simulation(
-        done.model,
-        done.period_ns,
-        tuple(replace(summary, trace=remote.name) for summary in done.traces),
-        tuple(replace(result, trace=remote.name) for result in done.results),
-        tuple(TraceCurve(remote.name, item.curve) for item in done.curves),
+    return replace(
+        done,
+        traces=tuple(replace(each, trace=remote.name) for each in done.traces),
+        results=tuple(replace(each, trace=remote.name) for each in done.results),
+        curves=tuple(replace(each, trace=remote.name) for each in done.curves),
     )
 
 

@@ -15,13 +15,14 @@ block less behind it in the old run and one more in the new one. So a loop costs
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import F, Ids, lean_kernel, subroutine
+from llmcache.arrays import Doubles, Flags, Int64s, Uint64s
+from llmcache.cache.policies.base import F, lean_kernel, subroutine
 
 WORD = 64
 BUCKET_WORDS = 8
@@ -31,7 +32,6 @@ MOMENTS_PER_BLOCK = 4  # a bit each: more make renumbering rarer, fewer stay in 
 NOW, LIVE = 0, 1  # places in the kernel's state
 
 Moments = NDArray[np.signedinteger[Any]]
-Words = NDArray[np.uint64]
 
 
 def inlined(function: F) -> F:
@@ -45,22 +45,22 @@ class Curve:
     """Hits of one policy at many cache sizes; all arrays are int64 of one length, sizes ascending, in blocks."""
 
     policy: str
-    sizes: Ids
-    hits: Ids
+    sizes: Int64s
+    hits: Int64s
     """Blocks found in the cache, reads and writes."""
-    read_hits: Ids
+    read_hits: Int64s
     accesses: int
     reads: int
 
-    def hit_ratio(self) -> NDArray[np.float64]:
+    def hit_ratio(self) -> Doubles:
         """Returns hits / accesses of each size (float64, 0..1)."""
         return self.hits / self.accesses
 
-    def miss_ratio(self) -> NDArray[np.float64]:
+    def miss_ratio(self) -> Doubles:
         """Returns 1 - hit ratio of each size (float64, 0..1): the miss-ratio curve."""
         return 1 - self.hits / self.accesses
 
-    def at(self, sizes: Ids) -> Curve:
+    def at(self, sizes: Int64s) -> Curve:
         """Returns the curve at `sizes` only; KeyError for one that it has not been taken at."""
         places = np.searchsorted(self.sizes, sizes)
         if np.any(places == len(self.sizes)) or np.any(self.sizes[places] != sizes):
@@ -82,50 +82,47 @@ class StackDistances:
             raise ValueError(f"blocks: {blocks}, at least 1 is needed")
         buckets = -(-MOMENTS_PER_BLOCK * blocks // BUCKET) + 1
         moments = buckets * BUCKET
-        self._last = np.full(blocks, -1, np.int32 if moments < 2**31 else np.int64)
-        self._bits = np.zeros(buckets * BUCKET_WORDS, np.uint64)
-        self._tree = np.zeros(buckets + 1, np.int64)
-        self._ranks = np.zeros(buckets * BUCKET_WORDS, np.int64)
-        self._state = np.zeros(2, np.int64)
-        self._histogram = np.zeros((2, blocks + 1), np.int64)
+        self._stack = Stack(
+            last=np.full(blocks, -1, np.int32 if moments < 2**31 else np.int64),
+            bits=np.zeros(buckets * BUCKET_WORDS, np.uint64),
+            tree=np.zeros(buckets + 1, np.int64),
+            ranks=np.zeros(buckets * BUCKET_WORDS, np.int64),
+            state=np.zeros(2, np.int64),
+            histogram=np.zeros((2, blocks + 1), np.int64),
+        )
         self._totals = [0, 0]
 
-    def feed(self, first: Ids, count: Ids, reads: NDArray[np.bool_]) -> None:
+    def feed(self, first: Int64s, count: Int64s, reads: Flags) -> None:
         """Takes runs (ids first[i] .. first[i] + count[i] - 1, in this order) and which of them are reads."""
-        _feed(
-            np.ascontiguousarray(first),
-            np.ascontiguousarray(count),
-            reads,
-            self._last,
-            self._bits,
-            self._tree,
-            self._state,
-            self._histogram,
-            self._ranks,
-        )
+        _feed(self._stack, np.ascontiguousarray(first), np.ascontiguousarray(count), reads)
         self._totals[1] += int(count[reads].sum())
         self._totals[0] += int(count[~reads].sum())
 
     def curve(self) -> Curve:
         """Returns the LRU curve for every size from 0 to the number of distinct blocks seen."""
-        footprint = int(self._state[LIVE])
-        hits = np.cumsum(self._histogram[:, : footprint + 1], axis=1)
+        footprint = int(self._stack.state[LIVE])
+        hits = np.cumsum(self._stack.histogram[:, : footprint + 1], axis=1)
         sizes = np.arange(footprint + 1, dtype=np.int64)
         return Curve("lru", sizes, hits[0] + hits[1], hits[1], sum(self._totals), self._totals[1])
 
 
+class Stack(NamedTuple):
+    """The last moment of each block, -1 if it has none; a bit for each moment, counted in the tree by buckets; hits.
+
+    `histogram`: by kind (writes, reads) and distance; `state`: NOW and LIVE; `ranks`: room for renumbering.
+    """
+
+    last: Moments
+    bits: Uint64s
+    tree: Int64s
+    ranks: Int64s
+    state: Int64s
+    histogram: Int64s
+
+
 @lean_kernel
-def _feed(
-    first: Ids,
-    count: Ids,
-    reads: NDArray[np.bool_],
-    last: Moments,
-    bits: Words,
-    tree: Ids,
-    state: Ids,
-    histogram: Ids,
-    ranks: Ids,
-) -> None:
+def _feed(stack: Stack, first: Int64s, count: Int64s, reads: Flags) -> None:
+    last, bits, tree, ranks, state, histogram = stack
     moments = len(bits) * WORD
     now, live = state[NOW], state[LIVE]
     for run in range(len(first)):
@@ -178,7 +175,7 @@ def _before(moment: int) -> Any:
 
 
 @inlined
-def _below(moment: int, bits: Words, tree: Ids) -> Any:
+def _below(moment: int, bits: Uint64s, tree: Int64s) -> Any:
     """Number of bits set before `moment`."""
     word, node = moment >> 6, moment >> BUCKET_SHIFT
     total = _ones(bits[word] & _before(moment))
@@ -191,7 +188,7 @@ def _below(moment: int, bits: Words, tree: Ids) -> Any:
 
 
 @inlined
-def _add(bucket: int, change: int, tree: Ids) -> None:
+def _add(bucket: int, change: int, tree: Int64s) -> None:
     node = bucket + 1
     while node < len(tree):
         tree[node] += change
@@ -199,7 +196,7 @@ def _add(bucket: int, change: int, tree: Ids) -> None:
 
 
 @inlined
-def _forget(begin: int, end: int, opened: int, bits: Words, tree: Ids) -> None:
+def _forget(begin: int, end: int, opened: int, bits: Uint64s, tree: Int64s) -> None:
     """Clears the bits of moments `begin` .. `end` - 1, all of which are set."""
     moment = begin
     while moment < end:
@@ -216,7 +213,7 @@ def _forget(begin: int, end: int, opened: int, bits: Words, tree: Ids) -> None:
 
 
 @inlined
-def _remember(begin: int, end: int, bits: Words, tree: Ids) -> None:
+def _remember(begin: int, end: int, bits: Uint64s, tree: Int64s) -> None:
     """Sets the bits of moments `begin` .. `end` - 1, the newest; buckets enter the tree when they are full."""
     moment = begin
     while moment < end:
@@ -231,7 +228,7 @@ def _remember(begin: int, end: int, bits: Words, tree: Ids) -> None:
 
 
 @subroutine
-def _renumber(last: Moments, bits: Words, tree: Ids, ranks: Ids) -> None:
+def _renumber(last: Moments, bits: Uint64s, tree: Int64s, ranks: Int64s) -> None:
     """Gives the blocks that live the moments 0, 1, … in the order of the old ones; overwrites `ranks`."""
     live = np.int64(0)
     for word in range(len(bits)):

@@ -4,8 +4,8 @@
     detector.note(t_ns, file, first, count, write)      # each run of blocks, O(1)
     for place in detector.places(file): ...             # SEQ, LOOP or HOT, with passes and period
 
-Runs become streams (`streams`), streams become walks; walks in sequence become passes over regions (`sweeps`), others
-visits of spots (`spots`). A region walked `LOOP_PASSES` times is a loop; a spot with blocks that came again is hot; the
+Runs become streams (`streams`), streams become walks; walks in sequence become passes over regions (sweeps), others
+visits of spots. A region walked `LOOP_PASSES` times is a loop; a spot with blocks that came again is hot; the
 rest was read once. Reads and writes are apart, and so are the phases of a stride.
 
 What it keeps is bounded, whatever comes: files, and in each of them streams, regions and cells. The standard library is
@@ -22,13 +22,11 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
-from llmcache.cache.intervals import Period
-from llmcache.cache.spots import Spot, Spots
-from llmcache.cache.streams import Moment, Run, Walk
-from llmcache.cache.streamtable import StreamTable
-from llmcache.cache.sweeps import MAX_REGIONS, Region, Sweeps
+from llmcache.cache.loops import Intervals, Period, is_about
+from llmcache.cache.streams import Moment, Run, StreamTable, Walk
 
 SEQ: Literal["SEQ"] = "SEQ"
 LOOP: Literal["LOOP"] = "LOOP"
@@ -75,6 +73,373 @@ class Place:
         longest = self.rhythms[-1]
         overdue = now.blocks - self.last.blocks > MISSED_PERIODS * longest.blocks
         return overdue and now.ns - self.last.ns >= MISSED_PERIODS * longest.ns
+
+
+def common(one: Place | SweepRegion, other: Place | SweepRegion) -> int:
+    """Blocks that lie between the ends of both."""
+    return max(0, min(one.end, other.end) - max(one.first, other.first))
+
+
+MAX_REGIONS = 256  # of one file; beyond that neighbours become one
+ONE_SWEEP = 16  # neighbours belong to one sweep if the time between them is so small a part of what it takes
+
+IsRunning = Callable[[int, Moment], bool]
+"""Whether the stream with this number was still coming on after that moment."""
+
+
+@dataclass(slots=True)
+class SweepRegion:
+    """Blocks first .. end - 1, `touched` of them walked over `passes` times in sequence since `since`, the last time from
+    `at_first` to `at_end` (earlier, if it went down) by stream `stream`. `accesses`: blocks accessed in all passes.
+    """
+
+    first: int
+    end: int
+    touched: int
+    passes: int
+    since: Moment
+    at_first: Moment
+    at_end: Moment
+    accesses: int
+    stream: int
+    intervals: Intervals
+    gap: int = 0  # blocks accessed between the last two passes
+
+    @property
+    def last(self) -> Moment:
+        """When it was accessed last."""
+        return max(self.at_first, self.at_end, key=lambda moment: moment.blocks)
+
+    def at(self, block: float) -> Moment:
+        """When `block` was walked over last, taken to lie evenly between the two ends."""
+        part = (block - self.first) / (self.end - self.first)
+        return Moment(
+            round(self.at_first.ns + part * (self.at_end.ns - self.at_first.ns)),
+            round(self.at_first.blocks + part * (self.at_end.blocks - self.at_first.blocks)),
+        )
+
+    def share(self, value: int, first: int, end: int) -> int:
+        """Returns how much of `value`, which stands for all of the region, falls to blocks first .. end - 1."""
+        length = self.end - self.first
+        return value * (end - self.first) // length - value * (first - self.first) // length
+
+    def part(self, first: int, end: int) -> SweepRegion:
+        """Returns blocks first .. end - 1 of it, with a history of their own."""
+        return replace(
+            self,
+            first=first,
+            end=end,
+            touched=self.share(self.touched, first, end),
+            at_first=self.at(first),
+            at_end=self.at(end),
+            accesses=self.share(self.accesses, first, end),
+            intervals=self.intervals.copy(),
+        )
+
+    def place(self, ordered: bool = True) -> Place:
+        """What became of it; not `ordered`: it only looks like a walk."""
+        looping = self.passes >= LOOP_PASSES and ordered
+        return Place(
+            kind=LOOP if looping else SEQ,
+            first=self.first,
+            end=self.end,
+            blocks=self.touched,
+            passes=self.passes,
+            accesses=self.accesses,
+            since=self.since,
+            start=min(self.at_first, self.at_end, key=lambda moment: moment.blocks),
+            last=self.last,
+            descending=self.at_end.blocks < self.at_first.blocks,
+            period=self.intervals.period() if looping else None,
+            regularity=self.intervals.regularity() if looping else 0.0,
+            rhythms=self.intervals.rhythms() if looping else (),
+        )
+
+
+class Sweeps:
+    """Where one file was walked over in sequence: regions in the order of their blocks, at most `limit` of them.
+
+    They are disjoint, each with one history. A pass over a region moves the border between what has been walked in this
+    pass and what has not: a loop is one region, or two while it is being walked. A pass counts only if the walk before it
+    was over: readers of one loop that follow each other make one pass together.
+    """
+
+    def __init__(self, limit: int = MAX_REGIONS) -> None:
+        self.regions: list[SweepRegion] = []
+        self.limit = limit
+
+    def add(self, walk: Walk, is_running: IsRunning) -> None:
+        """Takes a sequential walk into account."""
+        begin = bisect_right(self.regions, walk.first, key=lambda region: region.end)
+        if begin and self._moves_border(begin, walk, is_running):
+            return
+        touched = walk.mask.bit_count() or walk.end - walk.first
+        times = (walk.stop, walk.start) if walk.descending else (walk.start, walk.stop)
+        new = SweepRegion(walk.first, walk.end, touched, 1, walk.start, *times, walk.accesses, walk.stream, Intervals())
+        end = begin
+        while end < len(self.regions) and self.regions[end].first < walk.end:
+            end += 1
+        pieces: list[SweepRegion] = []
+        at = walk.first
+        for old in self.regions[begin:end]:
+            first, last = max(old.first, walk.first), min(old.end, walk.end)
+            if old.first < first:
+                pieces.append(old.part(old.first, first))
+            if at < first:
+                pieces.append(new.part(at, first))
+            together = old.stream == walk.stream or is_running(old.stream, walk.born)
+            pieces.append(_again(old.part(first, last), new.part(first, last), together))
+            if last < old.end:
+                pieces.append(old.part(last, old.end))
+            at = last
+        if at < walk.end:
+            pieces.append(new.part(at, walk.end))
+        around = slice(max(0, begin - 1), end + 1)
+        self.regions[around] = _joined([*self.regions[around.start : begin], *pieces, *self.regions[end : around.stop]])
+        if len(self.regions) > self.limit:
+            self._compact()
+
+    def _moves_border(self, index: int, walk: Walk, is_running: IsRunning) -> bool:
+        """Takes `walk` if it goes on in the region before `index`, and all that happens is that this region gets longer.
+
+        That is what nearly all walks do; `add` does the same for them at several times the cost.
+        """
+        mine = self.regions[index - 1]
+        if mine.end != walk.first or mine.stream != walk.stream or walk.descending:
+            return False
+        ahead = self.regions[index] if index < len(self.regions) else None
+        touched = walk.mask.bit_count() or walk.end - walk.first
+        accesses = walk.accesses
+        if ahead is not None and ahead.first <= walk.end:
+            whole = ahead.first == walk.first and walk.end < ahead.end and ahead.passes + 1 == mine.passes
+            if not whole or not is_about(walk.start.blocks - ahead.at_first.blocks, mine.gap):
+                return False
+            if ahead.stream == walk.stream or is_running(ahead.stream, walk.born):
+                return False
+            shared = ahead.share(ahead.touched, walk.first, walk.end)
+            earlier = ahead.share(ahead.accesses, walk.first, walk.end)
+            ahead.at_first, ahead.first = ahead.at(walk.end), walk.end
+            ahead.touched -= shared
+            ahead.accesses -= earlier
+            touched, accesses = max(touched, shared), accesses + earlier
+        elif mine.passes > 1:
+            return False
+        mine.end, mine.at_end = walk.end, walk.stop
+        mine.touched += touched
+        mine.accesses += accesses
+        return True
+
+    def _compact(self) -> None:
+        """Joins pairs of neighbours, those that lose least first, until a quarter of the room is free."""
+        # What joining two would hide: a difference in passes, and how many blocks get another history.
+        losses = [
+            (left.passes != right.passes, min(left.touched, right.touched) + right.first - left.end, index)
+            for index, (left, right) in enumerate(pairwise(self.regions))
+        ]
+        gone: set[int] = set()
+        for *_, index in sorted(losses):
+            if len(self.regions) - len(gone) <= self.limit * 3 // 4:
+                break
+            if index not in gone and index + 1 not in gone and index - 1 not in gone:
+                self.regions[index + 1] = _join(self.regions[index], self.regions[index + 1])
+                gone.add(index)
+        self.regions = [region for index, region in enumerate(self.regions) if index not in gone]
+
+
+def _again(old: SweepRegion, new: SweepRegion, together: bool) -> SweepRegion:
+    """Returns the region `old` after the walk `new` over it; `together`: both are one pass."""
+    accesses, touched = old.accesses + new.accesses, max(old.touched, new.touched)
+    if together:
+        return replace(old, accesses=accesses, touched=touched)
+    # Where the walk came in: there its time is known best.
+    before, now = (old.at_end, new.at_end) if new.at_end < new.at_first else (old.at_first, new.at_first)
+    gap = now.blocks - before.blocks
+    old.intervals.add(now.ns - before.ns, gap)
+    return replace(
+        new,
+        passes=old.passes + 1,
+        since=min(old.since, new.since),
+        accesses=accesses,
+        touched=touched,
+        intervals=old.intervals,
+        gap=gap,
+    )
+
+
+def _joined(regions: list[SweepRegion]) -> list[SweepRegion]:
+    """Returns `regions` with neighbours made one where they have one history."""
+    result = regions[:1]
+    for region in regions[1:]:
+        if _is_one(result[-1], region):
+            result[-1] = _join(result[-1], region)
+        else:
+            result.append(region)
+    return result
+
+
+def _is_one(left: SweepRegion, right: SweepRegion) -> bool:
+    if left.end != right.first or left.passes != right.passes:
+        return False
+    if left.stream != right.stream:
+        between = abs(right.at_first.blocks - left.at_end.blocks)
+        if between * ONE_SWEEP > left.end - left.first + right.end - right.first:
+            return False
+    mine, theirs = left.intervals.period(), right.intervals.period()
+    return mine is theirs or (mine is not None and theirs is not None and is_about(mine.blocks, theirs.blocks))
+
+
+def _join(left: SweepRegion, right: SweepRegion) -> SweepRegion:
+    """Returns both as one region, with the history of the longer one."""
+    main = left if left.touched >= right.touched else right
+    return replace(
+        main,
+        first=left.first,
+        end=right.end,
+        touched=left.touched + right.touched,
+        since=min(left.since, right.since),
+        at_first=left.at_first,
+        at_end=right.at_end,
+        accesses=left.accesses + right.accesses,
+        stream=right.stream,
+    )
+
+
+MAX_CELLS = 256  # of one file: 64 MiB of hot blocks, one by one
+PLACES = 64
+_ALL = (1 << PLACES) - 1
+
+
+@dataclass(slots=True)
+class SpotCell:
+    """64 places: bit i of `seen` (accessed) and of `again` (in more than one visit). `visits` come and go between `since`
+    and `last`.
+    """
+
+    seen: int
+    again: int
+    visits: int
+    accesses: int
+    since: Moment
+    last: Moment
+
+
+class Spots:
+    """The blocks of one file that were accessed in no order, and which of them came again.
+
+    Kept in at most `MAX_CELLS` cells of 64 places; a place is a block, or a power of two of blocks once all cells are full
+    of hot blocks. Cells in which nothing came again are given up first: what is hot comes often, and survives.
+    """
+
+    def __init__(self) -> None:
+        self.shift = 0  # log2 of the blocks of a place
+        self.forgotten_blocks = 0  # accessed once, in cells given up
+        self.forgotten_accesses = 0
+        self._cells: OrderedDict[int, SpotCell] = OrderedDict()  # least recent first
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def add(self, first: int, mask: int, accesses: int, now: Moment) -> None:
+        """Takes one visit: the blocks first + i for the bits i of `mask`, `accesses` in all counting repeats."""
+        places = self._places(first, mask)
+        left, blocks = accesses, sum(bits.bit_count() for bits in places.values())
+        for index, bits in places.items():
+            share = left * bits.bit_count() // blocks
+            left, blocks = left - share, blocks - bits.bit_count()
+            cell = self._cells.pop(index, None)
+            if cell is None:
+                cell = SpotCell(bits, 0, 1, share, now, now)
+            else:
+                cell.again |= cell.seen & bits
+                cell.seen |= bits
+                cell.visits += 1
+                cell.accesses += share
+                cell.since, cell.last = min(cell.since, now), max(cell.last, now)  # streams end later than they stop
+            self._cells[index] = cell
+        if len(self._cells) > MAX_CELLS:
+            self._make_room()
+
+    def credit(self, block: int, accesses: int) -> None:
+        """Counts accesses that only repeat a visit of `block`, which was taken before."""
+        cell = self._cells.get((block >> self.shift) // PLACES)
+        if cell is None:
+            self.forgotten_accesses += accesses
+        else:
+            cell.accesses += accesses
+
+    def _places(self, first: int, mask: int) -> dict[int, int]:
+        """Returns the bits of each cell that a visit touches."""
+        result: dict[int, int] = {}
+        if self.shift == 0:
+            index, offset = divmod(first, PLACES)
+            mask <<= offset
+            while mask:
+                if mask & _ALL:
+                    result[index] = mask & _ALL
+                mask >>= PLACES
+                index += 1
+            return result
+        while mask:
+            low = (mask & -mask).bit_length() - 1
+            index, offset = divmod(first + low >> self.shift, PLACES)
+            result[index] = result.get(index, 0) | 1 << offset
+            mask &= mask - 1
+        return result
+
+    def _make_room(self) -> None:
+        """Gives up the least recent cells without anything hot; takes larger places where there are too few of those."""
+        cold = [index for index, cell in self._cells.items() if not cell.again]
+        for index in cold[: max(1, len(cold) // 2)] if cold else ():
+            cell = self._cells.pop(index)
+            self.forget(cell.seen.bit_count() << self.shift, cell.accesses)
+        while len(self._cells) > MAX_CELLS * 7 // 8 and len(cold) < MAX_CELLS // 8:
+            self._widen()
+
+    def forget(self, blocks: int, accesses: int) -> None:
+        """Counts blocks that were accessed once, and about which nothing else is kept."""
+        self.forgotten_blocks += blocks
+        self.forgotten_accesses += accesses
+
+    def _widen(self) -> None:
+        self.shift += 1
+        old, self._cells = self._cells, OrderedDict()
+        for index, cell in old.items():
+            half = (index % 2) * (PLACES // 2)
+            cell.seen, cell.again = _halved(cell.seen) << half, _halved(cell.again) << half
+            other = self._cells.pop(index // 2, None)
+            if other is not None:
+                cell.seen |= other.seen
+                cell.again |= other.again
+                cell.visits += other.visits
+                cell.accesses += other.accesses
+                cell.since = min(cell.since, other.since)
+                cell.last = max(cell.last, other.last)
+            self._cells[index // 2] = cell
+
+    def places(self) -> Iterator[Place]:
+        """Yields cells in the order of blocks; one that has both hot and other blocks is cut to the hot ones."""
+        for index, cell in sorted(self._cells.items()):
+            base = index * PLACES
+            shown = cell.again or cell.seen
+            low, high = (shown & -shown).bit_length() - 1, shown.bit_length()
+            yield Place(
+                kind=HOT if cell.again else SEQ,
+                first=base + low << self.shift,
+                end=base + high << self.shift,
+                blocks=shown.bit_count() << self.shift,
+                passes=cell.visits,
+                accesses=cell.accesses,
+                since=cell.since,
+                start=cell.since,
+                last=cell.last,
+                spot=True,
+            )
+
+
+def _halved(bits: int) -> int:
+    """Returns `bits` with each pair made one, set if either was."""
+    bits |= bits >> 1
+    return sum(((bits >> 2 * place) & 1) << place for place in range(PLACES // 2))
 
 
 class Trail:
@@ -145,58 +510,19 @@ class Trail:
 
     def places(self) -> Iterator[Place]:
         """Yields regions, then strided ones, then spots, each in the order of blocks; they may overlap."""
-        spots = list(self.spots.spots())
+        spots = list(self.spots.places())
         ends = [spot.end for spot in spots]
         for region in self.sweeps.regions:
             near = spots[bisect_right(ends, region.first) : bisect_left(ends, region.end) + 1]
-            visits = sum(spot.accesses * _common(spot, region) // (spot.end - spot.first) for spot in near)
+            visits = sum(spot.accesses * common(spot, region) // (spot.end - spot.first) for spot in near)
             # Of very many accesses without order some look like a walk.
-            yield _place_of(region, ordered=visits <= region.accesses)
+            yield region.place(ordered=visits <= region.accesses)
         for (stride, phase, width), sweeps in self.strides.items():
             for region in sweeps.regions:
-                yield _strided(_place_of(region), stride, phase, width)
-        for spot in spots:
-            yield Place(
-                kind=HOT if spot.hot else SEQ,
-                first=spot.first,
-                end=spot.end,
-                blocks=spot.hot or spot.once,
-                passes=spot.visits,
-                accesses=spot.accesses,
-                since=spot.since,
-                start=spot.since,
-                last=spot.last,
-                spot=True,
-            )
-
-
-def _common(spot: Spot, region: Region) -> int:
-    """Blocks that lie in both."""
-    return max(0, min(spot.end, region.end) - max(spot.first, region.first))
-
-
-def _strided(place: Place, stride: int, phase: int, width: int) -> Place:
-    first, end = place.first * stride + phase, (place.end - 1) * stride + phase + width
-    return replace(place, first=first, end=end, blocks=place.blocks * width, stride=stride, width=width)
-
-
-def _place_of(region: Region, ordered: bool = True) -> Place:
-    looping = region.passes >= LOOP_PASSES and ordered
-    return Place(
-        kind=LOOP if looping else SEQ,
-        first=region.first,
-        end=region.end,
-        blocks=region.touched,
-        passes=region.passes,
-        accesses=region.accesses,
-        since=region.since,
-        start=min(region.at_first, region.at_end, key=lambda moment: moment.blocks),
-        last=region.last,
-        descending=region.at_end.blocks < region.at_first.blocks,
-        period=region.intervals.period() if looping else None,
-        regularity=region.intervals.regularity() if looping else 0.0,
-        rhythms=region.intervals.rhythms() if looping else (),
-    )
+                place = region.place()
+                first, end = place.first * stride + phase, (place.end - 1) * stride + phase + width
+                yield replace(place, first=first, end=end, blocks=place.blocks * width, stride=stride, width=width)
+        yield from spots
 
 
 Forget = Callable[[Hashable, bool, Trail], None]
@@ -265,7 +591,3 @@ class Detector:
         """Returns what became of the blocks of `file`; what its streams walk at the moment is not in it yet."""
         trail = self._trails.get((file, write))
         return [] if trail is None else list(trail.places())
-
-    def loops(self, file: Hashable, write: bool = False) -> list[Place]:
-        """Returns the loops of `file` that have not expired."""
-        return [place for place in self.places(file, write) if place.kind == LOOP and not place.expired(self.now)]

@@ -11,21 +11,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Flags, Int64s, Uint64s
 from llmcache.cache.curves import StackDistances
 from llmcache.cache.latency import StallMeter
-from llmcache.cache.policies.base import Ids, Policy
-from llmcache.trace.record import BlockSpace
-
-if TYPE_CHECKING:
-    from llmcache.trace.record import Trace
+from llmcache.cache.policies.base import Policy
+from llmcache.trace.record import WRITE, BlockSpace, Trace
 
 BATCH_ROWS = 1 << 17
-WRITE = 1  # trace.record.WRITE, without pyarrow
 
 T = TypeVar("T")
 
@@ -41,16 +37,16 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Part:
+class PlacedRuns:
     """Some rows of a trace as the cells take them: arrays of one length, one entry per run.
 
     `t_ns` uint64; `first` (dense id of the first block) and `count` (blocks) int64; `reads` bool, False for a write.
     """
 
-    t_ns: NDArray[np.uint64]
-    first: Ids
-    count: Ids
-    reads: NDArray[np.bool_]
+    t_ns: Uint64s
+    first: Int64s
+    count: Int64s
+    reads: Flags
 
     def __len__(self) -> int:
         return len(self.first)
@@ -59,11 +55,8 @@ class Part:
 class Cell(Protocol):
     """Something that a trace is replayed through."""
 
-    def feed(self, part: Part) -> None:
+    def feed(self, part: PlacedRuns) -> None:
         """Takes the next rows."""
-
-    def state_bytes(self) -> int:
-        """Returns the memory of its arrays."""
 
 
 class PolicyCell:
@@ -75,17 +68,13 @@ class PolicyCell:
         self.hits = 0
         self.read_hits = 0
 
-    def feed(self, part: Part) -> None:
+    def feed(self, part: PlacedRuns) -> None:
         """See `Cell.feed`."""
         hits = self.policy.replay(part.first, part.count)
         self.hits += int(hits.sum())
         self.read_hits += int(hits[part.reads].sum())
         if self.meter is not None:
             self.meter.add(part.t_ns, np.where(part.reads, part.count - hits, 0))
-
-    def state_bytes(self) -> int:
-        """See `Cell.state_bytes`."""
-        return _array_bytes(self.policy)
 
 
 class CurveCell:
@@ -94,49 +83,17 @@ class CurveCell:
     def __init__(self, blocks: int) -> None:
         self.distances = StackDistances(blocks)
 
-    def feed(self, part: Part) -> None:
+    def feed(self, part: PlacedRuns) -> None:
         """See `Cell.feed`."""
         self.distances.feed(part.first, part.count, part.reads)
 
-    def state_bytes(self) -> int:
-        """See `Cell.state_bytes`."""
-        return _array_bytes(self.distances)
 
-
-class TotalsCell:
-    """Counts what the trace references, and meters the stalls of first references, which no cache avoids."""
-
-    def __init__(self, blocks: int, meter: StallMeter | None = None) -> None:
-        self.meter = meter
-        self.reads = 0
-        self.writes = 0
-        self._everything = PolicyCell(_unbounded(blocks), meter) if meter is not None else None
-
-    def feed(self, part: Part) -> None:
-        """See `Cell.feed`."""
-        reads = int(part.count[part.reads].sum())
-        self.reads += reads
-        self.writes += int(part.count.sum()) - reads
-        if self._everything is not None:
-            self._everything.feed(part)
-
-    def state_bytes(self) -> int:
-        """See `Cell.state_bytes`."""
-        return self._everything.state_bytes() if self._everything is not None else 0
-
-
-def _unbounded(blocks: int) -> Policy:
-    from llmcache.cache.policies import policy_class
-
-    return policy_class("lru")(blocks, blocks)
-
-
-def _array_bytes(value: object, depth: int = 3) -> int:
-    """Bytes of the arrays in `value`, its attributes and its tuples."""
+def state_bytes(value: object, depth: int = 4) -> int:
+    """Bytes of the arrays of a cell, of what it has, and of their tuples."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     inside = value if isinstance(value, tuple | list) else getattr(value, "__dict__", {}).values()
-    return sum(_array_bytes(each, depth - 1) for each in inside) if depth else 0
+    return sum(state_bytes(each, depth - 1) for each in inside) if depth else 0
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
@@ -148,35 +105,22 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
             yield item
 
 
-def parts_of(batches: Iterable[Trace], space: BlockSpace) -> Iterator[Part]:
+def parts_of(batches: Iterable[Trace], space: BlockSpace) -> Iterator[PlacedRuns]:
     """Yields the batches as parts, their runs placed in `space`."""
     for batch in ahead(iter(batches)):
-        yield Part(batch.t_ns, space.place(batch), batch.count.astype(np.int64), batch.op != WRITE)
+        yield PlacedRuns(batch.t_ns, space.place(batch), batch.count.astype(np.int64), batch.op != WRITE)
 
 
-def joined(parts: Sequence[Part]) -> Part:
+def joined(parts: Sequence[PlacedRuns]) -> PlacedRuns:
     """Returns the rows of all parts in one, as an offline policy needs them."""
     if len(parts) == 1:
         return parts[0]
     columns = zip(*((part.t_ns, part.first, part.count, part.reads) for part in parts), strict=True)
-    return Part(*(np.concatenate(column) for column in columns))
-
-
-class _Timed:
-    """A cell and how long it took last: the slowest start first, so that no thread idles at the end of a batch."""
-
-    def __init__(self, cell: Cell) -> None:
-        self.cell = cell
-        self.seconds = 0.0
-
-    def feed(self, part: Part) -> None:
-        start = time.perf_counter()
-        self.cell.feed(part)
-        self.seconds = time.perf_counter() - start
+    return PlacedRuns(*(np.concatenate(column) for column in columns))
 
 
 def replay(
-    parts: Iterator[Part],
+    parts: Iterator[PlacedRuns],
     online: Sequence[Cell],
     offline: Sequence[Cell],
     pool: Executor,
@@ -188,19 +132,25 @@ def replay(
     Memory: three parts; with offline cells the whole trace, 25 bytes per row. `advance` is told the rows times cells done.
     `Interrupted` once `stop` is set, when the running batch is done.
     """
-    timed = [_Timed(cell) for cell in online]
-    kept: list[Part] = []
+    seconds = dict.fromkeys(online, 0.0)  # each cell's last part: the slowest start first, lest a thread idle at the end
+
+    def feed(cell: Cell, part: PlacedRuns) -> None:
+        start = time.perf_counter()
+        cell.feed(part)
+        seconds[cell] = time.perf_counter() - start
+
+    kept: list[PlacedRuns] = []
     waiting: list[Future[None]] = []
     rows = 0
     for part in parts:
         _finish(waiting, stop)
-        advance(rows * len(timed))
-        timed.sort(key=lambda one: -one.seconds)
-        waiting, rows = [pool.submit(one.feed, part) for one in timed], len(part)
+        advance(rows * len(online))
+        slowest_first = sorted(online, key=seconds.__getitem__, reverse=True)
+        waiting, rows = [pool.submit(feed, cell, part) for cell in slowest_first], len(part)
         if offline:
             kept.append(part)
     _finish(waiting, stop)
-    advance(rows * len(timed))
+    advance(rows * len(online))
     if offline and kept:
         whole = joined(kept)
         kept.clear()

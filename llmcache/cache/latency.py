@@ -17,9 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmcache.cache.constants import PAPER
+from llmcache.arrays import Int64s, Uint64s
+from llmcache.cache.sizing import PAPER
 from llmcache.errors import DataError
 
 NS = 1e-9
@@ -96,7 +96,7 @@ class StallMeter:
         self._stalled = [0] * len(bandwidths)
         self._stall_s = [0.0] * len(bandwidths)
 
-    def add(self, t_ns: NDArray[np.uint64], missed: NDArray[np.int64]) -> None:
+    def add(self, t_ns: Uint64s, missed: Int64s) -> None:
         """Takes rows: when each began (ns, ascending) and how many blocks of it had to be read from storage."""
         if len(t_ns) == 0:
             return
@@ -113,7 +113,7 @@ class StallMeter:
         self._close(sums[:-1])
         self._current, self._blocks = int(numbers[-1]), int(sums[-1])
 
-    def _close(self, blocks: NDArray[np.int64]) -> None:
+    def _close(self, blocks: Int64s) -> None:
         """Counts slices that are complete, given the missed blocks of each."""
         if len(blocks) == 0:
             return
@@ -128,16 +128,9 @@ class StallMeter:
         """Returns the stalls at each bandwidth; nothing may be added later."""
         self._close(np.array([self._blocks], np.int64))
         self._blocks, self._current = 0, -1
-        return [
-            Stalls(
-                bandwidth,
-                self._slices,
-                self._stalled[index],
-                self._stall_s[index],
-                self._worst * PAPER.block_bytes,
-            )
-            for index, bandwidth in enumerate(self._bandwidths)
-        ]
+        worst_bytes = self._worst * PAPER.block_bytes
+        each = zip(self._bandwidths, self._stalled, self._stall_s, strict=True)
+        return [Stalls(bw, self._slices, stalled, stall_s, worst_bytes) for bw, stalled, stall_s in each]
 
 
 def check_times(first_ns: int, last_ns: int) -> None:

@@ -7,23 +7,18 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmcache.cache.loops import Pass, PassRecorder
+from llmcache.arrays import Bytes, Int64s, Uint64s
+from llmcache.cache.loops import PassRecorder
+from llmcache.cache.models import Models, Named
+from llmcache.trace.record import WRITE, Trace, TraceFile
 from llmcache.units import BLOCK_BYTES
 
-if TYPE_CHECKING:
-    from llmcache.cache.models import Models, Named
-    from llmcache.trace.record import Trace, TraceFile
-
-_WRITE = 1  # trace.record.WRITE, which brings pyarrow along
 _NUMBER = re.compile(r".*\.([0-9]+)")
 _MOST_PASSES = 1000
-
-Blocks = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -86,12 +81,12 @@ class Turns:
         return is_new
 
 
-def nearest_blocks(offsets: Blocks) -> Blocks:
+def nearest_blocks(offsets: Int64s) -> Int64s:
     """Returns the first block of what begins at each of `offsets` (bytes): the first one whose middle is part of it."""
     return -(-(offsets - BLOCK_BYTES // 2) // BLOCK_BYTES)
 
 
-def cut(edges: Blocks, first: Blocks, end: Blocks) -> tuple[Blocks, Blocks, Blocks, Blocks]:
+def cut(edges: Int64s, first: Int64s, end: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
     """Returns (run, stretch, first block, end block) of the parts into which `edges` cut the runs first[i] .. end[i] - 1.
 
     `edges`: the first blocks of stretches, ascending from 0; the last stretch has no end.
@@ -109,16 +104,16 @@ class Layers:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._tallies: dict[int, _Tally | None] = {}
+        self._tallies: dict[int, _LayerCounts | None] = {}
 
     def note(self, batch: Trace) -> None:
         """Count the reads of `batch`."""
-        is_read = batch.op != _WRITE
+        is_read = batch.op != WRITE
         files = {file.id: file for file in batch.files}
         for number in np.unique(batch.file[is_read]).tolist():
             if number not in self._tallies:
                 named = self._models(files[number])
-                self._tallies[number] = _Tally(files[number], named) if named else None
+                self._tallies[number] = _LayerCounts(files[number], named) if named else None
             tally = self._tallies[number]
             if tally is not None:
                 of_file = is_read & (batch.file == number)
@@ -132,7 +127,7 @@ class Layers:
         return tuple(layer for tally in tallies for layer in tally.layers())
 
 
-class _Tally:
+class _LayerCounts:
     """Counts of one file. A stretch is a run of tensors of one layer; `edges` are the first blocks of the stretches."""
 
     def __init__(self, file: TraceFile, named: Sequence[Named]) -> None:
@@ -156,9 +151,7 @@ class _Tally:
         """Blocks read, repeats included."""
         return int(self._counts.sum())
 
-    def note(
-        self, first: NDArray[np.int64], end: NDArray[np.int64], miss: NDArray[np.uint8], t_ns: NDArray[np.uint64]
-    ) -> None:
+    def note(self, first: Int64s, end: Int64s, miss: Bytes, t_ns: Uint64s) -> None:
         """Count runs, part by part where they go over several stretches."""
         run, stretch, low, high = cut(self._edges, first, end)
         layer = self._layer_of[stretch]
@@ -166,13 +159,10 @@ class _Tally:
         turns = np.flatnonzero(np.diff(layer, prepend=-1))
         for number, now in zip(layer[turns].tolist(), t_ns[run[turns]].tolist(), strict=True):
             if self._turns.comes_anew(number):
-                self._end_pass(self._recorder.note(number, now))
-
-    def _end_pass(self, done: Pass | None) -> None:
-        """Keeps a pass, but not the first: how a file is loaded need not be how it is used."""
-        if done is not None and self._loaded:
-            self._passes.append(done.extents)
-        self._loaded = self._loaded or done is not None
+                done = self._recorder.note(number, now)
+                if done is not None and self._loaded:
+                    self._passes.append(done.extents)
+                self._loaded = self._loaded or done is not None  # how a file is loaded need not be how it is used
 
     def layers(self) -> list[Layer]:
         """Returns what was counted."""

@@ -1,4 +1,4 @@
-"""What the passes over a loop space prove: that it loops, in which order, and with which period.
+"""What the passes over a loop space prove: that it loops, in which order, with which period, and where its readers are.
 
 A file is cut into extents; an order maps a *rank* (place in the loop) to an extent. It starts as file order or as a
 model header's guess. A `PassRecorder` writes down the extents in the order in which they are touched; when an extent
@@ -6,18 +6,113 @@ comes round again the pass is over, and `LoopOrder.adopt` turns it into the new 
 (pinned ones cause no request) stay behind the extent that preceded them before.
 
 One finder for all who watch extents being touched: the mount's groups (clock in nanoseconds, every touch of a reader) and
-the deterministic core in `steering` (clock in references). The classifier of traces (`detector`) has runs, and tells more.
+the deterministic core in `steering` (clock in references). The classifier of traces (`detector`) has runs, and tells more;
+the periods of both are those of `Intervals`.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 from typing import NamedTuple
 
-from llmcache.cache.intervals import Intervals
+OCTAVES = 64  # clocks are 64-bit
+TOLERANCE = 0.25  # half the spread of an octave (1 : 2) around its middle, 1.5
+RARE = 8  # an octave with less than this part of all intervals is an accident, not a rhythm
+RECENT = 9  # intervals of an octave whose time is remembered: an odd number has a middle
+
+
+@dataclass
+class _Octave:
+    count: int = 0
+    blocks: int = 0
+    times_ns: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    @property
+    def mean(self) -> float:
+        return self.blocks / self.count
+
+
+@dataclass(frozen=True)
+class Period:
+    """How often a loop comes round: time (ns) and blocks accessed from one pass to the next."""
+
+    ns: int
+    blocks: int
+
+
+class Intervals:
+    """Times between the passes over one place, and the period that they show; at most `OCTAVES` entries.
+
+    Intervals are counted by octave, in blocks accessed meanwhile: that measure does not know whether the user paused or the
+    storage was slow. The most frequent octave gives the period, so that a pause between two prompts, or the first short
+    pass, does not move it. Time is the median of what was seen in that octave last.
+    """
+
+    def __init__(self) -> None:
+        self._octaves: dict[int, _Octave] = {}
+
+    def __len__(self) -> int:
+        return sum(octave.count for octave in self._octaves.values())
+
+    def add(self, ns: int, blocks: int) -> None:
+        """Counts one interval of `ns` nanoseconds in which `blocks` blocks were accessed (at least 1)."""
+        blocks, ns = max(1, blocks), max(0, ns)
+        octave = self._octaves.setdefault(min(OCTAVES - 1, blocks.bit_length()), _Octave())
+        octave.count += 1
+        octave.blocks += blocks
+        octave.times_ns.append(ns)
+
+    def copy(self) -> Intervals:
+        """Returns an independent copy: a place was cut in two."""
+        twin = Intervals()
+        for key, octave in self._octaves.items():
+            twin._octaves[key] = _Octave(octave.count, octave.blocks, deque(octave.times_ns, RECENT))
+        return twin
+
+    def period(self) -> Period | None:
+        """Returns the most frequent interval, the longer one of two that are equally frequent; None without any."""
+        if not self._octaves:
+            return None
+        chosen = self._commonest()
+        times = [time for octave in chosen for time in octave.times_ns]
+        return Period(round(median(times)), sum(octave.blocks for octave in chosen) // _count(chosen))
+
+    def regularity(self) -> float:
+        """Returns which part (0..1) of the intervals was about the period; 0 without any."""
+        return _count(self._commonest()) / len(self) if self._octaves else 0.0
+
+    def _commonest(self) -> list[_Octave]:
+        return max((self._alike(key) for key in sorted(self._octaves, reverse=True)), key=_count)
+
+    def _alike(self, key: int) -> list[_Octave]:
+        """The octave `key`, with a neighbour whose mean is about the same: a period at the border falls into both."""
+        mine = self._octaves[key]
+        near = (self._octaves[other] for other in (key - 1, key + 1) if other in self._octaves)
+        return [mine, *(octave for octave in near if is_about(octave.mean, mine.mean))]
+
+    def rhythms(self) -> tuple[Period, ...]:
+        """Returns all intervals that keep coming, shortest first: a layer read twice a pass has two. Empty without any.
+
+        The longest is what to wait for before giving up.
+        """
+        least = max(1, len(self) // RARE)
+        shown = [octave for _, octave in sorted(self._octaves.items()) if octave.count >= least]
+        return tuple(Period(round(median(octave.times_ns)), octave.blocks // octave.count) for octave in shown)
+
+
+def is_about(value: float, other: float) -> bool:
+    """Whether two intervals can be the same period: they differ by less than TOLERANCE of the longer one."""
+    return abs(value - other) < TOLERANCE * max(value, other)
+
+
+def _count(octaves: list[_Octave]) -> int:
+    return sum(octave.count for octave in octaves)
+
 
 ORDER_TOLERANCE = 0.05  # share of backward steps above which a pass replaces the order
 CHANCE_DISORDER = 0.25  # that of references without order, of which many may miss each other by chance, is about a half
@@ -106,7 +201,10 @@ class LoopOrder:
         for index, extent in enumerate(seen):
             places[extent] = index
         # A seen extent leads its group: the unseen ones that followed it keep their distance to it.
-        leaders = array("i", accumulate((places[extent] for extent in self.extent_at), _latest))
+        leader, leaders = -1, array("i")
+        for extent in self.extent_at:
+            leader = places[extent] if places[extent] >= 0 else leader
+            leaders.append(leader)
         old_ranks = array("I", sorted(range(len(self)), key=leaders.__getitem__))
         old = self.extent_at[:]
         for rank, old_rank in enumerate(old_ranks):
@@ -126,10 +224,6 @@ def disagreement(first: Sequence[int], second: Sequence[int]) -> float:
     """
     place = {extent: index for index, extent in enumerate(first)}
     return _backward_share([place[extent] for extent in second if extent in place])
-
-
-def _latest(before: int, place: int) -> int:
-    return before if place < 0 else place
 
 
 def _backward_share(ranks: Sequence[int]) -> float:
@@ -203,3 +297,124 @@ class LoopLearner:
             # Loading reads a file from front to back; what comes after it is the order of computation.
             return Lesson(True, True, self.order.adopt(self.guess))
         return Lesson(True, changed)
+
+
+MAX_CURSORS = 64
+CURSOR_LIFE_NS = 5_000_000_000  # a reader that has not been seen for this long has gone
+MAX_SUSPECTS = 16
+PROOF_MOVES = 4  # steps that make a suspect a reader
+
+
+@dataclass
+class Cursor:
+    """One sequential position: furthest rank touched, number of forward moves, time of the last touch (ns)."""
+
+    head: int
+    moves: int
+    last_ns: int
+
+
+class CursorTable:
+    """Where each reader is in a visiting order of `count` ranks: the live cursors of one file, newest touch last.
+
+    Readers that stay within `reach` ranks of each other (the threads of one model run, readers in convoy) share a cursor.
+    A touch within reach ahead moves the cursor, one within reach behind leaves it, anything else starts a new one.
+
+    A reader that falls out of what is kept behind a cursor shows by its misses. One late touch is no reader (threads finish
+    in any order), so a miss behind a cursor only makes a *suspect*; one that goes on step by step becomes a cursor of its
+    own. Cursors that come within `near` ranks of the one ahead (what is kept behind a reader) are one convoy again.
+    """
+
+    def __init__(self, count: int, reach: int, loops: bool) -> None:
+        self.count = count
+        self.reach = max(1, min(reach, max(1, count // 3)))
+        self.near = self.reach
+        self.step = 4  # ranks that a reader advances at most from one miss to the next
+        self.loops = loops
+        self.live: list[Cursor] = []
+        self.suspects: list[Cursor] = []
+        self.strays = 0  # readers that fell out of a convoy, since `reset`
+
+    def distance(self, start: int, end: int) -> int:
+        """Ranks forward from `start` to `end`; on a file that does not loop a backward distance is `count`."""
+        if self.loops:
+            return (end - start) % self.count
+        return end - start if end >= start else self.count
+
+    def note(self, rank: int, now_ns: int, missed: bool = False) -> Cursor:
+        """Returns the cursor that the touch of `rank` belongs to, moved there; `missed`: the extent was absent."""
+        best = self._nearest(rank)
+        if best is not None and missed and self.distance(best.head, rank) > self.reach:
+            best = self._suspect(rank, now_ns) or best
+        if best is None:
+            best = Cursor(rank, 0, now_ns)
+            self.live.append(best)
+            if len(self.live) > MAX_CURSORS:
+                self.live.remove(min(self.live, key=lambda cursor: cursor.last_ns))
+        elif 0 < self.distance(best.head, rank) <= self.reach:
+            best.head = rank
+            best.moves += 1
+            self._merge(best)
+        best.last_ns = now_ns
+        return best
+
+    def _nearest(self, rank: int) -> Cursor | None:
+        best: Cursor | None = None
+        best_step = self.reach + 1
+        for cursor in self.live:
+            ahead = self.distance(cursor.head, rank)
+            step = ahead if ahead <= self.reach else self.distance(rank, cursor.head)
+            if step < best_step:
+                best, best_step = cursor, step
+        return best
+
+    def _suspect(self, rank: int, now_ns: int) -> Cursor | None:
+        """Notes a miss behind a cursor; returns the new cursor once it has proved to be a reader's."""
+        for suspect in self.suspects:
+            if 0 < self.distance(suspect.head, rank) <= self.step:
+                suspect.head, suspect.last_ns = rank, now_ns
+                suspect.moves += 1
+                if suspect.moves < PROOF_MOVES:
+                    return None
+                self.suspects.remove(suspect)
+                self.live.append(suspect)
+                self.strays += 1
+                return suspect
+        self.suspects.append(Cursor(rank, 0, now_ns))
+        del self.suspects[:-MAX_SUSPECTS]
+        return None
+
+    def reset(self) -> None:
+        """Forgets everything: the ranks have a new meaning."""
+        self.live.clear()
+        self.suspects.clear()
+        self.strays = 0
+
+    def _merge(self, moved: Cursor) -> None:
+        """Ends cursors close behind `moved`, and `moved` itself if it came close behind another."""
+        for other in [cursor for cursor in self.live if cursor is not moved]:
+            if self.distance(other.head, moved.head) <= self.near:
+                self.live.remove(other)
+            elif self.distance(moved.head, other.head) <= self.near:
+                moved.head = other.head
+                self.live.remove(other)
+
+    def trailing_first(self) -> list[Cursor]:
+        """The cursors from the last of the convoy to its leader, who has the longest way to the next one ahead.
+
+        Serving them in this order brings readers of one loop together: a convoy reads the loop once for all.
+        """
+        ring = sorted(self.live, key=lambda cursor: cursor.head)
+        if len(ring) < 2 or not self.loops:
+            return ring
+        gaps = [self.distance(cursor.head, ring[(index + 1) % len(ring)].head) for index, cursor in enumerate(ring)]
+        leader = gaps.index(max(gaps))
+        return ring[leader + 1 :] + ring[: leader + 1]
+
+    def moving(self, since_ns: int) -> int:
+        """Returns how many cursors were touched since then, short-lived ones left out."""
+        return sum(cursor.moves > PROOF_MOVES and cursor.last_ns >= since_ns for cursor in self.live)
+
+    def expire(self, before_ns: int) -> None:
+        """Forgets cursors that were last touched before `before_ns`."""
+        self.live = [cursor for cursor in self.live if cursor.last_ns >= before_ns]

@@ -44,7 +44,7 @@ EXPERTS_USED = ("num_experts_per_tok", "experts_per_token")
 
 
 @dataclass(frozen=True)
-class Curve:
+class ExpertCurve:
     """Of one layer: with the share `rooms[i]` of its experts in memory the share `misses[i]` of those used is missed.
 
     Chords between: the misses fall convexly, so that they lie above. Below rooms[0], what a token uses, all are missed.
@@ -77,7 +77,7 @@ def _between(xs: tuple[float, ...], ys: tuple[float, ...], x: float, behind: int
 
 
 @functools.cache
-def lru_curve(experts: int, used: int, popularity: Popularity = ASSUMED) -> Curve:
+def expert_curve(experts: int, used: int, popularity: Popularity = ASSUMED) -> ExpertCurve:
     """Returns what LRU of whole experts misses, of `experts` in a layer of which a token uses `used`."""
     chances = _chances(experts, used, popularity)
     rooms: list[float] = []
@@ -89,7 +89,7 @@ def lru_curve(experts: int, used: int, popularity: Popularity = ASSUMED) -> Curv
         misses.append(math.fsum(rest * drawn for rest, (drawn, _) in zip(unused, chances, strict=True)) / used)
         age *= _AGE_STEP
     some = sum(room < 1 for room in rooms)  # none where a token uses all
-    return Curve((*rooms[:some], 1.0), (*misses[:some], 0.0))
+    return ExpertCurve((*rooms[:some], 1.0), (*misses[:some], 0.0))
 
 
 def _chances(experts: int, used: int, popularity: Popularity) -> list[tuple[float, float]]:
@@ -147,7 +147,7 @@ class MixtureBytes:
         """Bytes of used experts that a token finds missing, expected, where experts have `room_bytes`."""
         if room_bytes >= self.expert_bytes:
             return 0
-        return math.ceil(self.used_bytes * lru_curve(self.experts, self.used).missed(room_bytes / self.expert_bytes))
+        return math.ceil(self.used_bytes * expert_curve(self.experts, self.used).missed(room_bytes / self.expert_bytes))
 
     def missing_bytes(self, kept_bytes: int) -> int:
         """Bytes that a token finds missing, expected, with `kept_bytes` in memory, the dense ones first."""
@@ -162,7 +162,7 @@ class MixtureBytes:
         """The least bytes in memory with which a token finds no more than `missing_bytes` missing, expected."""
         if missing_bytes >= self.used_bytes:
             return max(0, self.token_bytes - missing_bytes)
-        share = lru_curve(self.experts, self.used).room(missing_bytes / self.used_bytes)
+        share = expert_curve(self.experts, self.used).room(missing_bytes / self.used_bytes)
         room_bytes = math.floor(share * self.expert_bytes)
         while self.missed_expert_bytes(room_bytes) > missing_bytes:  # the last bits of floats
             room_bytes += 1 + room_bytes // 2**40

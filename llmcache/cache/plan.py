@@ -2,15 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
 
-from llmcache.cache.cachesizes import CacheSize, parse_cache_sizes
-from llmcache.cache.constants import PAPER
 from llmcache.cache.latency import FetchModel, StallMeter
-from llmcache.cache.question import parse_bandwidth
+from llmcache.cache.policies import POLICIES
+from llmcache.cache.question import parse_bandwidth, parse_size_with_unit, parse_time
+from llmcache.cache.sizing import PAPER
 from llmcache.errors import UsageError
-from llmcache.units import parse_duration
+from llmcache.units import BLOCK_BYTES, format_size
+
+
+@dataclass(frozen=True)
+class FootprintShare:
+    """A cache of `percent` of the distinct blocks that a trace touches, rounded down to blocks.
+
+    `at_least_one` makes it one block where it would be none, as `auto` needs on the smallest traces.
+    """
+
+    percent: Decimal
+    at_least_one: bool = False
+
+    def size_bytes(self, footprint_blocks: int) -> int:
+        """Returns the size for a trace of `footprint_blocks`; UsageError if it is less than a block."""
+        blocks = int(footprint_blocks * self.percent / 100)
+        if blocks < 1 and not self.at_least_one:
+            raise UsageError(
+                f"--cache: {self.percent}% of a footprint of {footprint_blocks} blocks is less than one block",
+                "give a larger share, or a size: 16M",
+            )
+        return max(1, blocks) * BLOCK_BYTES
+
+
+CacheSize = int | FootprintShare
+"""Bytes, or a share of the footprint."""
+
+AUTO: tuple[CacheSize, ...] = tuple(
+    FootprintShare(Decimal(percent), at_least_one=True) for percent in (2, 5, 10, 20, 30, 40, 50, 60, 80, 100)
+)
+"""Ten shares of the footprint."""
+
+
+def parse_cache_sizes(text: str) -> tuple[CacheSize, ...]:
+    """The sizes meant by `text`: "16M,64Mi", "2%,10%" or "auto"; UsageError names --cache."""
+    if text.strip().lower() == "auto":
+        return AUTO
+    sizes: list[CacheSize] = []
+    for item in map(str.strip, text.split(",")):
+        if not item:
+            raise UsageError("--cache: a size is missing beside a comma", "write sizes with commas between: 16M,64M")
+        if item.endswith("%"):
+            sizes.append(FootprintShare(_percent(item)))
+        else:
+            size_bytes = parse_size_with_unit("--cache", item)
+            check_size(size_bytes)
+            sizes.append(size_bytes)
+    return tuple(sizes)
+
+
+def _percent(text: str) -> Decimal:
+    try:
+        percent = Decimal(text[:-1].strip())
+    except InvalidOperation:
+        percent = Decimal(0)
+    if not percent.is_finite() or not 0 < percent <= 100:
+        raise UsageError(f"--cache: '{text}' is no share of the footprint", "write above 0% up to 100%: 2%,10%")
+    return percent
+
+
+def check_size(size_bytes: int) -> None:
+    """UsageError for a cache that does not hold one block."""
+    if size_bytes < BLOCK_BYTES:
+        raise UsageError(
+            f"--cache: {size_bytes} bytes are less than one block ({BLOCK_BYTES} bytes)",
+            f"give at least {format_size(BLOCK_BYTES)}, such as 16M or 4Ki",
+        )
+
+
+def resolved(sizes: Sequence[CacheSize], footprint_blocks: int) -> list[int]:
+    """Returns `sizes` in bytes for a trace of `footprint_blocks`, in their order, each once."""
+    given = [size if isinstance(size, int) else size.size_bytes(footprint_blocks) for size in sizes]
+    for size_bytes in given:
+        check_size(size_bytes)
+    return list(dict.fromkeys(given))
+
 
 Progress = Callable[[str, int, int], None]
 """Told the trace, the rows times cells done of it, and how many there are. Called from several threads."""
@@ -45,22 +121,15 @@ def plan_of(
     of its own. The paper's 50 us make 71 MB/s of 500; blocks that are missed in sequence are read together and ahead.
     The 2 us of each request of 1 KiB to the GPU are left out as well, they would make 500 MB/s of its 20 GB/s.
     """
-    policies = _policies(policy)
+    policies = tuple(dict.fromkeys(_items("--policy", policy)))
+    if unknown := [name for name in policies if name not in POLICIES]:
+        raise UsageError(f"--policy: there is no policy '{unknown[0]}'", f"one or more of: {','.join(POLICIES)}")
     bandwidths = PAPER.storage_bandwidths
     if bw is not None:
         bandwidths = tuple(dict.fromkeys(parse_bandwidth("--bw", item) for item in _items("--bw", bw)))
-    model = FetchModel(bandwidths, setup_ns=_duration_ns("--setup", setup), gpu_setup_ns=0)
-    period_ns = None if t is None else _duration_ns("--t", t, least=1)
+    model = FetchModel(bandwidths, setup_ns=parse_time("--setup", setup, least=0), gpu_setup_ns=0)
+    period_ns = None if t is None else parse_time("--t", t, least=1)
     return Plan(policies, parse_cache_sizes(cache), model, period_ns, mrc or (drawn and "lru" in policies))
-
-
-def _policies(text: str) -> tuple[str, ...]:
-    from llmcache.cache.policies import POLICIES
-
-    names = dict.fromkeys(_items("--policy", text))
-    if unknown := [name for name in names if name not in POLICIES]:
-        raise UsageError(f"--policy: there is no policy '{unknown[0]}'", f"one or more of: {','.join(POLICIES)}")
-    return tuple(names)
 
 
 def _items(option: str, text: str) -> list[str]:
@@ -68,13 +137,3 @@ def _items(option: str, text: str) -> list[str]:
     if not all(items):
         raise UsageError(f"{option}: nothing stands before or after a comma in '{text}'", "write: one,two,three")
     return items
-
-
-def _duration_ns(option: str, text: str, least: int = 0) -> int:
-    try:
-        duration_ns = parse_duration(text)
-    except UsageError as error:
-        raise UsageError(f"{option}: {error.message}", error.hint) from error
-    if duration_ns < least:
-        raise UsageError(f"{option}: '{text}' must be above 0", "write seconds: 0.1, or 100ms")
-    return duration_ns

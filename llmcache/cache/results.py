@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmcache.cache.curves import Curve
+from llmcache.cache.grid import PolicyCell
 from llmcache.cache.latency import FetchModel, Stalls
 from llmcache.units import BLOCK_BYTES
 
@@ -16,7 +17,7 @@ CURVE_POINTS = 513  # of a curve in JSON and pictures; each is exact
 
 
 @dataclass(frozen=True)
-class Latency:
+class FetchLatency:
     """Time to fetch all that a trace reads, with storage of `bw` bytes/s (modelled, see `FetchModel`)."""
 
     bw: int
@@ -75,31 +76,20 @@ class Result:
     bw: int
     """Bandwidth of storage (bytes/s) that `latency_s` is for: the first of `latencies`."""
     latency_s: float
-    latencies: tuple[Latency, ...]
+    latencies: tuple[FetchLatency, ...]
     stalls: tuple[Stalls, ...] = ()
     """One for each bandwidth, if T was given."""
 
     @classmethod
-    def of(
-        cls,
-        summary: Summary,
-        model: FetchModel,
-        *,
-        policy: str,
-        title: str,
-        cache_bytes: int,
-        hits: int,
-        read_hits: int,
-        evictions: int,
-        stalls: Iterable[Stalls] = (),
-    ) -> Result:
-        """Returns the row that follows from these counts of blocks."""
+    def of(cls, summary: Summary, model: FetchModel, cell: PolicyCell, cache_bytes: int) -> Result:
+        """Returns the row that follows from what `cell` has counted."""
+        hits, read_hits = cell.hits, cell.read_hits
         missed = summary.reads - read_hits
-        latencies = tuple(Latency(bw, model.latency_s(summary.reads, missed, bw)) for bw in model.storage_bandwidths)
+        latencies = tuple(FetchLatency(bw, model.latency_s(summary.reads, missed, bw)) for bw in model.storage_bandwidths)
         return cls(
             trace=summary.trace,
-            policy=policy,
-            title=title,
+            policy=cell.policy.name,
+            title=cell.policy.title,
             cache_bytes=cache_bytes,
             cache_blocks=cache_bytes // BLOCK_BYTES,
             accesses=summary.accesses,
@@ -113,11 +103,11 @@ class Result:
             read_bytes=summary.reads * BLOCK_BYTES,
             write_bytes=summary.writes * BLOCK_BYTES,
             storage_read_bytes=missed * BLOCK_BYTES,
-            evictions=evictions,
+            evictions=cell.policy.evictions,
             bw=latencies[0].bw,
             latency_s=latencies[0].latency_s,
             latencies=latencies,
-            stalls=tuple(stalls),
+            stalls=tuple(cell.meter.stalls()) if cell.meter is not None else (),
         )
 
 
@@ -137,7 +127,7 @@ class Simulation:
     period_ns: int | None
     traces: tuple[Summary, ...]
     results: tuple[Result, ...]
-    curves: tuple[TraceCurve, ...] = field(default=())
+    curves: tuple[TraceCurve, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """Returns everything as JSON-ready values."""
@@ -168,16 +158,7 @@ def _curve_values(item: TraceCurve) -> dict[str, Any]:
 def merged(parts: Iterable[Simulation]) -> Simulation:
     """Returns one simulation of all `parts`, which have one model; what several of them tell is kept once."""
     pieces = list(parts)
-    traces: dict[str, Summary] = {}
-    results: dict[tuple[str, str, int], Result] = {}
-    curves: dict[str, TraceCurve] = {}
-    for piece in pieces:
-        for summary in piece.traces:
-            traces.setdefault(summary.trace, summary)
-        for row in piece.results:
-            results.setdefault((row.trace, row.policy, row.cache_bytes), row)
-        for item in piece.curves:
-            curves.setdefault(item.trace, item)
-    return Simulation(
-        pieces[0].model, pieces[0].period_ns, tuple(traces.values()), tuple(results.values()), tuple(curves.values())
-    )
+    traces = {each.trace: each for piece in pieces for each in piece.traces}
+    results = {(row.trace, row.policy, row.cache_bytes): row for piece in pieces for row in piece.results}
+    curves = {each.trace: each for piece in pieces for each in piece.curves}
+    return replace(pieces[0], traces=tuple(traces.values()), results=tuple(results.values()), curves=tuple(curves.values()))

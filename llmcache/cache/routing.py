@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from llmcache.cache.layers import Blocks, Turns, cut, layer_number, nearest_blocks
-
-if TYPE_CHECKING:
-    from llmcache.cache.models import Experts, Models
-    from llmcache.trace.record import Provenance, Trace, TraceFile
+from llmcache.arrays import Int64s
+from llmcache.cache.layers import Turns, cut, layer_number, nearest_blocks
+from llmcache.cache.models import ExpertSlices, Models
+from llmcache.trace.record import MAP, WRITE, Provenance, Trace, TraceFile
 
 CACHE_PERCENTS = (5, 10, 12, 20, 30, 50, 80)  # of the bytes of all experts
 MAPPED_AROUND = 16  # blocks that the kernel maps around a fault (64 KiB): they may reach into the slices beside
-_WRITE, _MAP = 1, 2  # trace.record.WRITE and MAP, which bring pyarrow along
 _DENSE, _UNSURE = -1, -2
 _NUMBER_BITS = 17  # of an expert's code, which begins with its layer; numbers have five digits
 _CODE_BITS = 34
@@ -151,24 +149,24 @@ class Mixtures:
 
     def __init__(self, models: Models) -> None:
         self._known = models
-        self._models: dict[str, _Model] = {}
-        self._files: dict[int, _Model | None] = {}
+        self._models: dict[str, _ModelUses] = {}
+        self._files: dict[int, _ModelUses | None] = {}
 
     def note(self, batch: Trace) -> None:
         """Count the reads of `batch`."""
         files = {file.id: file for file in batch.files}
-        touched: dict[str, _Model] = {}
-        for number in np.unique(batch.file[batch.op != _WRITE]).tolist():
+        touched: dict[str, _ModelUses] = {}
+        for number in np.unique(batch.file[batch.op != WRITE]).tolist():
             model = self._model_of(files[number])
             if model is not None:
                 touched[model.path] = model
         for model in touched.values():
             model.note(batch)
 
-    def _model_of(self, file: TraceFile) -> _Model | None:
+    def _model_of(self, file: TraceFile) -> _ModelUses | None:
         if file.id not in self._files:
             found = self._known.experts(file)
-            self._files[file.id] = None if found is None else self._models.setdefault(found[0], _Model(found[0]))
+            self._files[file.id] = None if found is None else self._models.setdefault(found[0], _ModelUses(found[0]))
             if found is not None:
                 self._models[found[0]].add(file.id, found[1])
         return self._files[file.id]
@@ -188,12 +186,12 @@ class Mixtures:
 class _Map:
     """Which blocks of a file tell what: stretches that begin at `edges` show that the experts with these codes are used."""
 
-    slices: Experts
-    edges: Blocks
-    codes: Blocks
+    slices: ExpertSlices
+    edges: Int64s
+    codes: Int64s
 
 
-class _Model:
+class _ModelUses:
     """One model: the files that it consists of, and the uses of its experts."""
 
     def __init__(self, path: str) -> None:
@@ -204,10 +202,10 @@ class _Model:
         self._turns = Turns()
         self._visit: dict[int, int] = {}  # the last one of each layer
         self._visits = 0
-        self._uses: list[Blocks] = []  # visit and code in one number
+        self._uses: list[Int64s] = []  # visit and code in one number
         self._mapped = False
 
-    def add(self, file: int, slices: Experts) -> None:
+    def add(self, file: int, slices: ExpertSlices) -> None:
         """Takes `slices` to be those of this file."""
         experts = []
         for name, _, count in slices.layers:
@@ -243,7 +241,7 @@ class _Model:
         """Takes the reads of the model's files."""
         rows, codes = [], []
         for file, blocks in self._files.items():
-            of_file = np.flatnonzero((batch.file == file) & (batch.op != _WRITE))
+            of_file = np.flatnonzero((batch.file == file) & (batch.op != WRITE))
             first, end = batch.first[of_file].astype(np.int64), batch.end[of_file].astype(np.int64)
             run, stretch, _, _ = cut(blocks.edges, first, end)
             rows.append(of_file[run])
@@ -254,10 +252,10 @@ class _Model:
         row, code = row[code != _UNSURE], code[code != _UNSURE]
         visit = self._visits_of(code >> _NUMBER_BITS)
         row, uses = row[code != _DENSE], ((visit << _CODE_BITS) + code)[code != _DENSE]
-        self._mapped = self._mapped or bool(np.any(batch.op[row] == _MAP))
+        self._mapped = self._mapped or bool(np.any(batch.op[row] == MAP))
         self._uses.append(_first(uses))
 
-    def _visits_of(self, layer: Blocks) -> Blocks:
+    def _visits_of(self, layer: Int64s) -> Int64s:
         """Returns the visit that each access to these layers is part of; what is dense counts as a layer of its own."""
         turns = np.flatnonzero(np.diff(layer, prepend=_UNSURE))
         visits = []
@@ -298,13 +296,13 @@ class _Model:
         return "; ".join(reason for reason in (why_not_exact(provenance), mapped) if reason) or None
 
 
-def _first(uses: Blocks) -> Blocks:
+def _first(uses: Int64s) -> Int64s:
     """Returns each of `uses` where it comes first."""
     _, places = np.unique(uses, return_index=True)
     return uses[np.sort(places)]
 
 
-def _layer(name: str, layer: int, codes: Blocks, visits: Blocks, used: Blocks) -> ExpertLayer:
+def _layer(name: str, layer: int, codes: Int64s, visits: Int64s, used: Int64s) -> ExpertLayer:
     inside = used >> _NUMBER_BITS == layer
     numbers = used[inside] & ((1 << _NUMBER_BITS) - 1)
     experts = codes[codes >> _NUMBER_BITS == layer] & ((1 << _NUMBER_BITS) - 1)
@@ -320,7 +318,7 @@ def _layer(name: str, layer: int, codes: Blocks, visits: Blocks, used: Blocks) -
     )
 
 
-def _caches(used: Blocks, experts: int, size_bytes: int) -> Iterator[ExpertCache]:
+def _caches(used: Int64s, experts: int, size_bytes: int) -> Iterator[ExpertCache]:
     """Yields the hit ratios of the uses `used` (0 .. experts - 1) at each size; both policies as `simulate` has them."""
     from llmcache.cache.curves import StackDistances
     from llmcache.cache.policies.belady import Belady

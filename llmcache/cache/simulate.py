@@ -12,25 +12,136 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import numpy as np
+import psutil
 
-from llmcache.cache.cachesizes import CacheSize
-from llmcache.cache.curves import Curve
-from llmcache.cache.grid import Interrupted, Stop
-from llmcache.cache.latency import FetchModel
+from llmcache.cache.grid import (
+    BATCH_ROWS,
+    Cell,
+    CurveCell,
+    Interrupted,
+    PolicyCell,
+    Stop,
+    ahead,
+    parts_of,
+    replay,
+    state_bytes,
+)
+from llmcache.cache.latency import FetchModel, check_times
 from llmcache.cache.models import UNKNOWN, Models
-from llmcache.cache.plan import Plan, Progress
+from llmcache.cache.plan import CacheSize, Plan, Progress, resolved
 from llmcache.cache.policies import policy_class
-from llmcache.cache.results import Result, Simulation, merged
-from llmcache.cache.tracerun import TraceRun
+from llmcache.cache.policies.belady import why_not_exact
+from llmcache.cache.results import Result, Simulation, Summary, TraceCurve, merged
+from llmcache.errors import DataError
 from llmcache.trace.formats import open_trace
-from llmcache.trace.record import Trace, TraceFile, TraceReader
+from llmcache.trace.record import WRITE, BlockSpace, Trace, TraceFile, TraceReader
+from llmcache.units import BLOCK_BYTES
+
+
+@dataclass
+class TraceRun:
+    """Runs `plan` on one trace. Cells whose states together need more than `memory_bytes` take turns."""
+
+    plan: Plan
+    name: str
+    source: Trace | TraceReader
+    models: Models
+    pool: Executor
+    stop: Stop
+    progress: Progress | None
+    memory_bytes: int
+    _rows: int = 0
+    _reads: int = 0
+    _writes: int = 0
+    _first_ns: int = 0
+    _last_ns: int = 0
+    _done: int = 0
+    _in_all: int = 0
+
+    def run(self) -> Simulation:
+        """Returns the rows; `Interrupted` once `stop` is set, DataError where the trace does not serve the plan."""
+        plan = self.plan
+        seers = [name for name in plan.policies if policy_class(name).offline]
+        if seers and (reason := why_not_exact(self.source.provenance)) is not None:
+            raise DataError(
+                f"provenance: {seers[0]} cannot be exact on '{self.name}': {reason}",
+                f"leave {seers[0]} out of --policy",
+            )
+        space = BlockSpace.of(self._seen(self.source.batches(BATCH_ROWS)))
+        if plan.period_ns is not None and self._rows > 1:
+            check_times(self._first_ns, self._last_ns)
+        sizes = resolved(plan.sizes, space.footprint)
+        # First references stall whatever the cache: LRU of everything misses nothing else.
+        cold = None if plan.period_ns is None else PolicyCell(policy_class("lru")(space.blocks, space.blocks), plan.meter())
+        curve = CurveCell(space.blocks) if plan.curves else None
+        firsts: list[Cell] = [cell for cell in (cold, curve) if cell is not None]
+        self._in_all = self._rows * (len(firsts) + len(plan.policies) * len(sizes))
+        todo = [(policy, size) for policy in plan.policies for size in sizes]
+        results: list[Result] = []
+        summary = None
+        while summary is None or todo:
+            cells = self._next_cells(todo, space, sum(map(state_bytes, firsts)))
+            online = [cell for _, cell in cells if not cell.policy.offline]
+            offline = [cell for _, cell in cells if cell.policy.offline]
+            parts = parts_of(self.source.batches(BATCH_ROWS), space)
+            replay(parts, [*firsts, *online], offline, self.pool, self.stop, self._advance)
+            summary = summary or self._summary(space, cold)
+            results += [Result.of(summary, plan.model, cell, size) for size, cell in cells]
+            firsts = []
+        curves = () if curve is None else (TraceCurve(self.name, curve.distances.curve()),)
+        return Simulation(plan.model, plan.period_ns, (summary,), tuple(results), curves)
+
+    def _seen(self, batches: Iterable[Trace]) -> Iterator[Trace]:
+        for batch in ahead(iter(batches)):
+            if self.stop.is_set:
+                raise Interrupted
+            if self._rows == 0 and len(batch):
+                self._first_ns = int(batch.t_ns[0])
+            if len(batch):
+                self._last_ns = int(batch.t_ns[-1])
+            self._rows += len(batch)
+            writes = int(batch.count[batch.op == WRITE].sum())
+            self._writes += writes
+            self._reads += batch.accesses - writes
+            yield batch
+
+    def _next_cells(self, todo: list[tuple[str, int]], space: BlockSpace, used_bytes: int) -> list[tuple[int, PolicyCell]]:
+        """Takes from `todo` what fits in memory, one at least, and returns it as (size in bytes, cell)."""
+        cells: list[tuple[int, PolicyCell]] = []
+        while todo and (not cells or used_bytes < self.memory_bytes):
+            policy, size = todo.pop(0)
+            cell = PolicyCell(policy_class(policy)(size // BLOCK_BYTES, space.blocks), self.plan.meter())
+            cell.policy.describe(space, self.source.files, self.source.provenance, self.models)
+            cells.append((size, cell))
+            used_bytes += state_bytes(cell)
+        return cells
+
+    def _advance(self, work: int) -> None:
+        self._done += work
+        if self.progress is not None:
+            self.progress(self.name, self._done, self._in_all)
+
+    def _summary(self, space: BlockSpace, cold: PolicyCell | None) -> Summary:
+        return Summary(
+            trace=self.name,
+            rows=self._rows,
+            accesses=self._reads + self._writes,
+            reads=self._reads,
+            writes=self._writes,
+            footprint_blocks=space.footprint,
+            footprint_bytes=space.footprint * BLOCK_BYTES,
+            tier=self.source.provenance.tier,
+            lost_events=self.source.provenance.lost_events,
+            cold_stalls=tuple(cold.meter.stalls()) if cold is not None and cold.meter is not None else (),
+        )
+
 
 ModelsOf = Callable[[Sequence[TraceFile]], Models]
 Source = str | Path | Trace | TraceReader
@@ -59,19 +170,6 @@ def simulate(
     """
     plan = Plan(tuple(policies), tuple(cache_sizes_bytes), model or FetchModel(), period_ns)
     return list(simulate_all([source], plan, jobs=jobs).results)
-
-
-def miss_ratio_curve(source: Source, policy: str, sizes: Sequence[CacheSize], jobs: int | None = None) -> Curve:
-    """Returns the curve of any policy at `sizes`; `lru_curve` has all sizes at once, for LRU."""
-    rows = sorted(simulate(source, [policy], sizes, jobs=jobs), key=lambda row: row.cache_blocks)
-    columns = ([getattr(row, name) for row in rows] for name in ("cache_blocks", "hits", "read_hits"))
-    blocks, hits, read_hits = (np.array(column, np.int64) for column in columns)
-    return Curve(policy, blocks, hits, read_hits, rows[0].accesses, rows[0].reads)
-
-
-def lru_curve(source: Source) -> Curve:
-    """Returns the hits of LRU at every size, from one pass."""
-    return simulate_all([source], Plan((), (), curves=True)).curves[0].curve
 
 
 def simulate_all(
@@ -103,17 +201,8 @@ def simulate_all(
             if stop.is_set:
                 raise Interrupted
             with _opened(source) as (name, trace):
-                run = TraceRun(
-                    plan,
-                    name,
-                    trace,
-                    models(trace.files),
-                    pool=pool,
-                    stop=stop,
-                    progress=progress,
-                    memory_bytes=int(MEMORY_SHARE * _memory_bytes() / at_once),
-                )
-                return run.run()
+                memory_bytes = int(MEMORY_SHARE * psutil.virtual_memory().total / at_once)
+                return TraceRun(plan, name, trace, models(trace.files), pool, stop, progress, memory_bytes).run()
 
         futures = [drivers.submit(one, source) for source in sources]
         done, left = set[Future[Simulation]](), set(futures)
@@ -161,7 +250,3 @@ def _opened(source: Source) -> Iterator[tuple[str, Trace | TraceReader]]:
             yield str(source), reader
     else:
         yield str(source.path) if isinstance(source, TraceReader) else "trace", source
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -8,17 +8,122 @@ did. No I/O, no threads, no time; the caller brings the lock.
 Rules: a loop space that was passed over twice (or whose header says so) loops; its period is counted in references;
 `share_budget` serves active loops first, shorter periods before longer ones; what a loop may keep is spread over it.
 A wanted extent is held from its next reference on. Held extents leave when the plan gives their room to others.
+
+A loop space is a file, or the shards of one model in a row; its extents are numbered through all files.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES, Loop, Share, cap_pins, reserve_bytes, settle, share_budget
-from llmcache.cache.extents import Part, Space
+from llmcache.cache.arbitration import (
+    WINDOW_ALLOWANCE_BYTES,
+    Loop,
+    Settled,
+    Share,
+    cap_pins,
+    reserve_bytes,
+    settle,
+    share_budget,
+)
+from llmcache.cache.loops import LoopLearner
 from llmcache.units import BLOCK_BYTES
+
+LARGE_EXTENT = 1 << 20
+SMALL_EXTENT = 128 << 10
+LARGE_FILE_BYTES = 32 << 20  # from here on extents are large
+LEAST_LOOP_BYTES = 4 << 20  # smaller files are hot (tokenizers), model or not; larger ones may be found to loop
+EXTENTS_MAX = 1 << 18  # of one space: state and plans cost by the extent. Beyond 256 GiB extents become larger
+LARGEST_EXTENT = 4 << 20  # that is fetched whole, so that a space of more than 1 TiB is read page by page
+HUGE_BYTES = 2 << 20  # of a huge page, and of an extent of a large file that is steered in place
+
+
+def extent_bytes_for(size_bytes: int, most: int = EXTENTS_MAX, large: int = LARGE_EXTENT) -> int:
+    """Returns the size of the extents (bytes) into which a loop space of `size_bytes` is cut, at most `most` of them.
+
+    A large one has extents of `large`, or of a multiple."""
+    least = large if size_bytes >= LARGE_FILE_BYTES else SMALL_EXTENT
+    return least * max(1, -(-size_bytes // (least * most)))
+
+
+@dataclass(frozen=True)
+class SpacePart:
+    """One file of a loop space: its extents are `base` .. `base + count - 1`."""
+
+    size_bytes: int
+    base: int
+    count: int
+
+
+class Space:
+    """Facts and state of one loop space. `single` extents are read page by page and never held; `hot` ones are of these."""
+
+    def __init__(self, key: str, extent_bytes: int, parts: Sequence[SpacePart], single: bool) -> None:
+        self.key = key
+        self.extent_bytes = extent_bytes
+        self.parts = tuple(parts)
+        self.count = sum(part.count for part in parts)
+        self.size_bytes = BLOCK_BYTES * sum(-(-part.size_bytes // BLOCK_BYTES) for part in parts)
+        self.single = bytearray([single]) * self.count
+        self.hot: set[int] = set()
+        self.learner = LoopLearner(self.count)
+        self.wanted = bytearray(self.count)
+        self.held: set[int] = set()
+        self.pages: dict[int, int] = {}  # hot extent -> bytes of it that were read
+        self.open = True
+        self.convoy = 0
+        self.first = False  # as the user wants
+        self.last = 0  # clock of the last reference
+        self.share = Share(0, 0)
+        self.settled = Settled(0, 0, [])
+
+    @property
+    def loop_bytes(self) -> int:
+        """Bytes that take part in the loop; 0 when nothing loops."""
+        if not self.learner.looping:
+            return 0
+        return max(0, self.size_bytes - self.single.count(1) * self.extent_bytes)
+
+    @property
+    def visible(self) -> int:
+        """Extents that a whole pass references."""
+        return self.single.count(0)
+
+    def blocks(self, extent: int) -> int:
+        """Returns the 4 KiB blocks of `extent` (the last one of a file may be short)."""
+        part = self.part_of(extent)
+        size = min(self.extent_bytes, part.size_bytes - (extent - part.base) * self.extent_bytes)
+        return max(0, -(-size // BLOCK_BYTES))
+
+    def part_of(self, extent: int) -> SpacePart:
+        """Returns the file that `extent` is in; IndexError beyond the last."""
+        for part in self.parts:
+            if extent < part.base + part.count:
+                return part
+        raise IndexError(f"extent {extent} of {self.count}")
+
+    def loop_order(self) -> list[int]:
+        """Returns the extents that may be held, in visiting order."""
+        return [extent for extent in self.learner.order.extent_at if not self.single[extent]]
+
+    def read_page(self, extent: int, size_bytes: int) -> None:
+        """Notes that `size_bytes` of a single extent were read."""
+        if extent in self.hot:
+            self.pages[extent] = min(self.extent_bytes, self.pages.get(extent, 0) + size_bytes)
+
+    def set_single(self, extents: Iterable[int], hot: Iterable[int]) -> list[int]:
+        """Makes `extents` single, `hot` ones among them; returns those that were held until now."""
+        self.hot.update(hot)
+        dropped = []
+        for extent in extents:
+            self.single[extent], self.wanted[extent] = 1, 0
+            if extent in self.held:
+                dropped.append(extent)
+        return dropped
+
 
 HIT, KEPT, MISS = range(3)
 """Verdicts: held already; read from storage and held from now on; read from storage and not held."""
@@ -66,7 +171,7 @@ class Steering:
         done = space.learner.note(extent, self.clock)
         if done is not None:
             lesson = space.learner.learn(done, space.visible)
-            self._due = self._due or lesson.changed or (lesson.counts and self._rank_changed())
+            self._due = self._due or lesson.changed or (lesson.counts and self._ranked != _ranking(self._loops()))
         if self._due:
             self._plan()
         blocks = space.blocks(extent)
@@ -111,7 +216,7 @@ class Steering:
 
     def space(self, key: str, extent_bytes: int, parts: Ranges, kind: str) -> None:
         """A new space: `parts` are (size_bytes, base, count) of its files; `kind` is "loop", "hot", "written" or "paged"."""
-        space = Space(key, extent_bytes, [Part(*part) for part in parts], single=kind != "loop")
+        space = Space(key, extent_bytes, [SpacePart(*part) for part in parts], single=kind != "loop")
         space.last = self.clock
         if kind == "hot":
             space.hot.update(range(space.count))
@@ -130,11 +235,13 @@ class Steering:
 
     def open(self, key: str) -> None:
         """Somebody has a file of the space open (again)."""
-        self._set_open(key, True)
+        self.spaces[key].open, self.spaces[key].last = True, self.clock
+        self._due = True
 
     def close(self, key: str) -> None:
         """Nobody has a file of the space open any more: what it holds gives way to active loops."""
-        self._set_open(key, False)
+        self.spaces[key].open, self.spaces[key].last = False, self.clock
+        self._due = True
 
     def convoy(self, key: str, steps: int) -> None:
         """Readers of the space drift apart and need a window wider by `steps`; 0 when they keep together."""
@@ -177,11 +284,6 @@ class Steering:
             space.held.add(extent)
             self.held_blocks += space.blocks(extent)
 
-    def _set_open(self, key: str, is_open: bool) -> None:
-        space = self.spaces[key]
-        space.open, space.last = is_open, self.clock
-        self._due = True
-
     # The plan
 
     def _loops(self) -> list[Loop]:
@@ -204,16 +306,15 @@ class Steering:
                 longest = 0
         return active
 
-    def _rank_changed(self) -> bool:
-        return self._ranked != _ranking(self._loops())
-
     def _plan(self) -> None:
         """Shares the budget anew; held extents that are wanted no longer leave."""
         self._due = False
         loops = self._loops()
         self._ranked = _ranking(loops)
         budget = self.limit_bytes + WINDOW_ALLOWANCE_BYTES
-        shares = cap_pins(share_budget(max(0, budget - self._reserve(budget)), loops), self.limit_bytes)
+        hot = sum(sum(space.pages.values()) for space in self.spaces.values())
+        reserve = reserve_bytes(budget, hot, any(1 in space.single for space in self.spaces.values()))
+        shares = cap_pins(share_budget(max(0, budget - reserve), loops), self.limit_bytes)
         for space in self.spaces.values():
             if space.learner.looping:
                 self._settle(space, shares.get(space.key, Share(0, 0)))
@@ -226,10 +327,6 @@ class Steering:
         for extent in space.settled.unpinned:
             if extent in space.held:
                 self._evict(space, extent)
-
-    def _reserve(self, budget_bytes: int) -> int:
-        hot = sum(sum(space.pages.values()) for space in self.spaces.values())
-        return reserve_bytes(budget_bytes, hot, any(1 in space.single for space in self.spaces.values()))
 
     def _evict(self, space: Space, extent: int) -> None:
         space.held.remove(extent)

@@ -30,8 +30,8 @@ def command(as_json: bool, **options: str | None) -> None:
       llmcache size --bw 3GB/s --loop 22.6G --ram 16G
       llmcache size --measure ~/models --model m.gguf --tokens-per-second 10
     """
-    from llmcache.cache.question import Options, ask
+    from llmcache.cache.question import ask
     from llmcache.fs.client.advice import advise
     from llmcache.report import size
 
-    size.show(advise(ask(Options(**options))), as_json)
+    size.show(advise(ask(**options)), as_json)

@@ -12,7 +12,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.cache.classes import Classification, TraceClasses
+from llmcache.cache.classify import Classification, TraceClasses
 from llmcache.cache.layers import Layer
 from llmcache.cache.routing import ExpertLayer, MixtureUses
 from llmcache.errors import printable

@@ -20,16 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.cache.cachesizes import Share
-from llmcache.cache.classes import READ_OP, WRITE_OP, TraceClasses
-from llmcache.cache.classify import classify
-from llmcache.cache.constants import PAPER, PHONE, WATCH, DeviceClass
+from llmcache.cache.classify import READ_OP, WRITE_OP, TraceClasses, classify
 from llmcache.cache.detector import HOT, LOOP, SEQ
 from llmcache.cache.latency import FetchModel
+from llmcache.cache.plan import FootprintShare
 from llmcache.cache.policies import policy_class
 from llmcache.cache.results import Result
 from llmcache.cache.simulate import simulate
-from llmcache.cache.sizing import SECOND_NS, Setting, blocks_needed, largest_loop, need
+from llmcache.cache.sizing import PAPER, PHONE, SECOND_NS, WATCH, DeviceClass, Setting, blocks_needed, largest_loop, need
 from llmcache.report.html import Block, Cell, Facts, Fold, Table
 from llmcache.report.judge import Measure, Measures, judge, read_paper
 from llmcache.report.lines import Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
@@ -506,7 +504,7 @@ def reproduce(quick: bool, tell: Tell) -> Reproduction:
     for name, title in TITLES.items():
         tell(f"replaying {title}: {len(POLICIES)} policies at {steps} cache sizes")
         traces[name] = SHAPES[name]()
-        sizes = [Share(Decimal(100 * step) / steps) for step in range(1, steps + 1)]
+        sizes = [FootprintShare(Decimal(100 * step) / steps) for step in range(1, steps + 1)]
         apps[name] = app_of(name, title, simulate(traces[name], POLICIES, sizes))
     tell("looking for loops")
     classes = {name: classify([trace]) for name, trace in traces.items()}

@@ -21,8 +21,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from numpy.typing import NDArray
 
-from llmcache.cache.classes import Classification
-from llmcache.cache.classify import classify
+from llmcache.cache.classify import Classification, classify
 from llmcache.cache.models import Models
 from llmcache.cache.plan import Progress
 from llmcache.cache.routing import MixtureUses

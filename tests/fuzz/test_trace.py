@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llmcache.cache.classes import TraceClasses
-from llmcache.cache.classify import classify_file
+from llmcache.cache.classify import TraceClasses, classify_file
 from llmcache.fs.layout.modelfile import ModelHeaders
 from llmcache.report import classify
 from llmcache.trace.formats import open_trace

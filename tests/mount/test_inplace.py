@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.cache.extents import HUGE_BYTES
+from llmcache.cache.steering import HUGE_BYTES
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.files import MappedFile, read_ahead_file

@@ -11,12 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcache.cache import detector as detecting
-from llmcache.cache.classes import Classification
-from llmcache.cache.classify import classify, runs
-from llmcache.cache.detector import MAX_STRIDES, Detector, Trail
-from llmcache.cache.spots import MAX_CELLS
-from llmcache.cache.streamtable import MAX_CURSORS
-from llmcache.cache.sweeps import MAX_REGIONS
+from llmcache.cache.classify import Classification, classify, runs
+from llmcache.cache.detector import MAX_CELLS, MAX_REGIONS, MAX_STRIDES, Detector, Trail
+from llmcache.cache.streams import MAX_STREAMS
 from llmcache.trace.record import Provenance, Trace, TraceFile
 from llmcache.trace.shapes import GROUPS, SHAPES
 
@@ -95,9 +92,9 @@ def test_places_are_within_what_was_accessed(accesses: list[tuple[int, int, int,
 
 
 def bounded(trail: Trail) -> bool:
-    streams, cells = len(trail.streams) <= MAX_CURSORS, len(trail.spots) <= MAX_CELLS
+    streams, cells = len(trail.streams) <= MAX_STREAMS, len(trail.spots) <= MAX_CELLS
     regions = len(trail.sweeps.regions) <= MAX_REGIONS
-    return streams and cells and regions and len(trail) <= MAX_CURSORS + MAX_CELLS + 2 * MAX_REGIONS
+    return streams and cells and regions and len(trail) <= MAX_STREAMS + MAX_CELLS + 2 * MAX_REGIONS
 
 
 @pytest.mark.parametrize("kind", ["random", "short runs", "long runs", "strides", "columns", "hot everywhere"])

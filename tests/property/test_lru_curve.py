@@ -5,22 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from llmcache.cache.curves import BUCKET, MOMENTS_PER_BLOCK, StackDistances
+from llmcache.cache.curves import BUCKET, MOMENTS_PER_BLOCK, Curve, StackDistances
+from llmcache.cache.plan import Plan
 from llmcache.cache.policies import policy_class
-from llmcache.cache.simulate import lru_curve, miss_ratio_curve, simulate
-from llmcache.trace.record import WRITE
-from tests.conftest import examples
+from llmcache.cache.simulate import simulate_all
+from llmcache.trace.record import WRITE, Trace
 from tests.unit.simulation_parts import Row, loop, plain_lru, rows, trace_of
 
 ROWS = 30_000
 
 
+def curve_of(trace: Trace) -> Curve:
+    return simulate_all([trace], Plan((), (), curves=True)).curves[0].curve
+
+
 @settings(deadline=None)
 @given(rows())
 def test_every_size_has_the_hits_of_a_replay(made: list[Row]) -> None:
-    curve = lru_curve(trace_of(made))
+    curve = curve_of(trace_of(made))
     assert list(curve.sizes) == list(range(len(curve.sizes)))
     distinct = {(file, block) for file, first, count, _ in made for block in range(first, first + count)}
     assert curve.sizes[-1] == len(distinct)
@@ -52,23 +55,13 @@ def test_moments_are_renumbered_without_a_trace(blocks: int, longest: int) -> No
 
 
 def test_a_loop_hits_nothing_until_it_fits_whole() -> None:
-    curve = lru_curve(trace_of(loop(100, 5, 8)))
+    curve = curve_of(trace_of(loop(100, 5, 8)))
     assert list(curve.hits) == [0] * 100 + [400]
     assert curve.miss_ratio()[-1] == pytest.approx(0.2)
 
 
-@settings(deadline=None, max_examples=examples(20))
-@given(rows(), st.sampled_from(["lru", "sieve"]))
-def test_the_curve_of_any_policy_is_its_grid(made: list[Row], policy: str) -> None:
-    trace = trace_of(made)
-    curve = miss_ratio_curve(trace, policy, [9 * 4096, 2 * 4096, 30 * 4096])
-    assert list(curve.sizes) == [2, 9, 30]
-    by_size = {row.cache_blocks: row.hits for row in simulate(trace, [policy], [2 * 4096, 9 * 4096, 30 * 4096])}
-    assert list(curve.hits) == [by_size[2], by_size[9], by_size[30]]
-
-
 def test_a_thinned_curve_keeps_exact_points_and_both_ends() -> None:
-    curve = lru_curve(trace_of(loop(50, 3, 1) + loop(1000, 2, 10)))
+    curve = curve_of(trace_of(loop(50, 3, 1) + loop(1000, 2, 10)))
     thin = curve.thinned(20)
     assert len(thin.sizes) <= 20
     assert (thin.sizes[0], thin.sizes[-1]) == (0, 1000)

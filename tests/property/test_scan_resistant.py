@@ -2,27 +2,161 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from llmcache.arrays import Int64s
 from llmcache.cache.policies import policy_class
-from llmcache.cache.policies.base import Ids
+from llmcache.cache.policies.structures import estimate, new_sketch, note
 from tests.property import yardstick
-from tests.property.plain_lirs import PlainLirs
-from tests.property.plain_wtinylfu import PlainWTinyLFU
 
 TRACES = yardstick.traces()
 
 
-def hits(policy: str, ids: Ids, capacity: int) -> int:
+class PlainLirs:
+    """LIRS with S bounded by twice the capacity.
+
+    `as_libcachesim` adds what libCacheSim does besides: when a block is hit that is in Q but no longer in S, it also takes
+    one block out of the LIR set, which has not become too large. With room for one HIR block only, that pushes the hit
+    block itself out of Q, from where on it is counted nowhere; the next unknown block becomes LIR without proof.
+    """
+
+    def __init__(self, capacity: int, *, as_libcachesim: bool = False) -> None:
+        self.capacity = capacity
+        self.hir_limit = max(1, capacity // 100)
+        self.lir_limit = capacity - self.hir_limit
+        self.stack: OrderedDict[int, None] = OrderedDict()  # last: top
+        self.queue: OrderedDict[int, None] = OrderedDict()
+        self.gone: OrderedDict[int, None] = OrderedDict()
+        self.lir: set[int] = set()
+        self.as_libcachesim = as_libcachesim
+
+    def hits(self, ids: Iterable[int]) -> int:
+        """Returns how many of the references are hits."""
+        return sum(self.get(block) for block in ids)
+
+    def get(self, block: int) -> bool:
+        """Returns whether `block` was resident."""
+        known = block in self.stack
+        hit = block in self.lir or block in self.queue or (known and block not in self.gone)
+        if block in self.lir:
+            self.stack.move_to_end(block)
+        elif known:
+            self._prove(block, hit)
+        elif hit:
+            self._hit_in_queue(block)
+        else:
+            self._meet(block)
+        self._prune()
+        while len(self.stack) > 2 * self.capacity and self.gone:
+            del self.stack[self.gone.popitem(last=False)[0]]
+        return hit
+
+    def _prove(self, block: int, hit: bool) -> None:
+        """Handles a block that is in S but not LIR: it becomes LIR."""
+        self.stack.move_to_end(block)
+        self.queue.pop(block, None)
+        if not hit and len(self.lir) + len(self.queue) == self.capacity:
+            self._evict()
+        self.gone.pop(block, None)
+        self.lir.add(block)
+        if len(self.lir) > self.lir_limit:
+            self._demote()
+
+    def _hit_in_queue(self, block: int) -> None:
+        self.queue.move_to_end(block)
+        if self.as_libcachesim and len(self.lir) >= self.lir_limit:
+            self._demote()
+        self.stack[block] = None
+
+    def _meet(self, block: int) -> None:
+        if len(self.lir) < self.lir_limit:
+            self.lir.add(block)
+        else:
+            if len(self.queue) >= self.hir_limit:
+                self._evict()
+            self.queue[block] = None
+        self.stack[block] = None
+
+    def _demote(self) -> None:
+        bottom = next(iter(self.stack))
+        del self.stack[bottom]
+        self.lir.remove(bottom)
+        if len(self.queue) >= self.hir_limit:
+            self._evict()
+        self.queue[bottom] = None
+        self._prune()
+
+    def _evict(self) -> None:
+        block, _ = self.queue.popitem(last=False)
+        if block in self.stack:
+            self.gone[block] = None
+
+    def _prune(self) -> None:
+        while self.stack and next(iter(self.stack)) not in self.lir:
+            self.gone.pop(self.stack.popitem(last=False)[0], None)
+
+
+class PlainWTinyLFU:
+    """A window of 1 %, then probation and protected (80 % of the rest); last in each: used most recently."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.window_limit = max(1, capacity // 100)
+        self.protected_limit = (capacity - self.window_limit) * 4 // 5
+        self.sketch = new_sketch(capacity)
+        self.window: OrderedDict[int, None] = OrderedDict()
+        self.probation: OrderedDict[int, None] = OrderedDict()
+        self.protected: OrderedDict[int, None] = OrderedDict()
+
+    def hits(self, ids: Iterable[int]) -> int:
+        """Returns how many of the references are hits."""
+        return sum(self.get(block) for block in ids)
+
+    def get(self, block: int) -> bool:
+        """Returns whether `block` was resident."""
+        note(self.sketch, block)
+        for used in (self.window, self.protected):
+            if block in used:
+                used.move_to_end(block)
+                return True
+        if block in self.probation:
+            del self.probation[block]
+            self.protected[block] = None
+            if len(self.protected) > self.protected_limit:
+                self.probation[self.protected.popitem(last=False)[0]] = None
+            return True
+        self.window[block] = None
+        if len(self.window) > self.window_limit:
+            self._admit(self.window.popitem(last=False)[0])
+        return False
+
+    def _admit(self, candidate: int) -> None:
+        rest = self.capacity - self.window_limit
+        if len(self.probation) + len(self.protected) == rest:
+            if not self.probation:
+                return
+            victim = next(iter(self.probation))
+            if self._count(candidate) <= self._count(victim):
+                return
+            del self.probation[victim]
+        self.probation[candidate] = None
+
+    def _count(self, block: int) -> int:
+        return estimate(self.sketch, block)
+
+
+def hits(policy: str, ids: Int64s, capacity: int) -> int:
     """Hits of one of our policies on single references."""
     cache = policy_class(policy)(capacity, int(ids.max()) + 1)
     return int(cache.replay(ids, np.ones_like(ids)).sum())
 
 
-def libcachesim_hits(policy: str, ids: Ids, capacity: int, folder: Path) -> int:
+def libcachesim_hits(policy: str, ids: Int64s, capacity: int, folder: Path) -> int:
     """Hits of libCacheSim's policy."""
     return len(ids) - yardstick.libcachesim_misses(policy, ids, capacity, folder)
 

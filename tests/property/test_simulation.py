@@ -10,9 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmcache.cache import simulate as module
-from llmcache.cache import tracerun
-from llmcache.cache.cachesizes import AUTO
-from llmcache.cache.plan import Plan
+from llmcache.cache.plan import AUTO, Plan
 from llmcache.cache.simulate import simulate, simulate_all
 from llmcache.trace.record import WRITE, TraceReader
 from tests.conftest import examples
@@ -53,7 +51,7 @@ def test_batches_and_groups_of_cells_change_nothing(
     plan = Plan(("lru", "belady", "sieve"), AUTO, period_ns=7_000_000, curves=True)
     whole = simulate_all([trace], plan, jobs=1)
     with monkeypatch.context() as patched:
-        patched.setattr(tracerun, "BATCH_ROWS", batch)
+        patched.setattr(module, "BATCH_ROWS", batch)
         patched.setattr(module, "MEMORY_SHARE", 0.0)  # every cell has a reading of its own
         path = tmp_path / "t.parquet"
         trace.save(path, force=True)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.cache.extents import LARGE_EXTENT, extent_bytes_for
-from llmcache.cache.steering import HIT, KEPT, Steering
+from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, Steering, extent_bytes_for
 from llmcache.units import BLOCK_BYTES
 from tests.conftest import examples
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmcache.cache.policies.base import Ids
+from llmcache.arrays import Int64s
 
 RECORD = np.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next_use", "<i8")])
 """oracleGeneral, one object of one byte per block, so that libCacheSim's cache size is in blocks."""
@@ -27,18 +27,18 @@ def numbers(seed: int, length: int) -> NDArray[np.uint64]:
     return mixed
 
 
-def below(limit: int, seed: int, length: int) -> Ids:
+def below(limit: int, seed: int, length: int) -> Int64s:
     """Pseudo-random ids 0 .. limit - 1."""
-    ids: Ids = (numbers(seed, length) % np.uint64(limit)).astype(np.int64)
+    ids: Int64s = (numbers(seed, length) % np.uint64(limit)).astype(np.int64)
     return ids
 
 
-def shuffle(seed: int, blocks: int) -> Ids:
+def shuffle(seed: int, blocks: int) -> Int64s:
     """A pseudo-random order of the ids 0 .. blocks - 1."""
     return np.argsort(numbers(seed, blocks), kind="stable").astype(np.int64)
 
 
-def zipf(seed: int, blocks: int, length: int) -> Ids:
+def zipf(seed: int, blocks: int, length: int) -> Int64s:
     """References whose probability falls as 1 / rank (integer weights, so that no rounding differs between machines)."""
     bounds = np.cumsum(10_000_000 // np.arange(1, blocks + 1))
     ranks = np.searchsorted(bounds, below(int(bounds[-1]), seed, length), side="right")
@@ -46,7 +46,7 @@ def zipf(seed: int, blocks: int, length: int) -> Ids:
 
 
 @cache
-def traces() -> dict[str, Ids]:
+def traces() -> dict[str, Int64s]:
     """Traces of single references over ids below 1500: random, skewed, looping, scanning and mixed."""
     loop = np.arange(1000)
     scans = [np.concatenate([zipf(seed, 600, 700), np.arange(600, 1500)]) for seed in range(10, 22)]
@@ -64,13 +64,13 @@ def traces() -> dict[str, Ids]:
     }
 
 
-def sizes(ids: Ids) -> list[int]:
+def sizes(ids: Int64s) -> list[int]:
     """Cache sizes in blocks; not below 20, where libCacheSim's S3-FIFO admits nothing."""
     footprint = len(np.unique(ids))
     return [max(20, footprint * percent // 100) for percent in PERCENT]
 
 
-def next_uses(ids: Ids) -> Ids:
+def next_uses(ids: Int64s) -> Int64s:
     """Returns for each reference the index of the next one to the same block, or -1."""
     order = np.argsort(ids, kind="stable")
     same = ids[order[1:]] == ids[order[:-1]]
@@ -79,7 +79,7 @@ def next_uses(ids: Ids) -> Ids:
     return found
 
 
-def libcachesim_misses(policy: str, ids: Ids, capacity: int, folder: Path) -> int:
+def libcachesim_misses(policy: str, ids: Int64s, capacity: int, folder: Path) -> int:
     """Returns the misses of libCacheSim's `policy`; skips the test only where there is no wheel of it (dev extra)."""
     if platform.machine() != "x86_64":
         pytest.skip("libcachesim has wheels for x86-64 only")

@@ -35,6 +35,11 @@ def loops(detector: Detector, file: int = 0, write: bool = False) -> list[Place]
     return [place for place in detector.places(file, write) if place.kind == LOOP]
 
 
+def live_loops(detector: Detector, file: int) -> list[Place]:
+    """Returns the loops that have not expired."""
+    return [place for place in loops(detector, file) if not place.expired(detector.now)]
+
+
 def spans(detector: Detector, file: int = 0) -> list[tuple[int, int]]:
     """Returns first and last block + 1 of all loops."""
     return [(place.first, place.end) for place in loops(detector, file)]

@@ -7,27 +7,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmcache.arrays import Int64s
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.algorithm1 import Algorithm1
-from llmcache.cache.policies.base import Ids
 from tests.property import yardstick
 from tests.unit.plain_algorithm1 import PlainAlgorithm1
 
 RUNS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=1, max_size=60)
 
 
-def hits(policy: str, ids: Ids, capacity: int) -> int:
+def hits(policy: str, ids: Int64s, capacity: int) -> int:
     cache = policy_class(policy)(capacity, int(ids.max()) + 1)
     return int(cache.replay(ids, np.ones_like(ids)).sum())
 
 
-def compared(ids: Ids, capacity: int) -> tuple[float, float, float]:
+def compared(ids: Int64s, capacity: int) -> tuple[float, float, float]:
     """Hit ratios of Algorithm 1, LRU and Belady."""
     ours, lru, best = (hits(policy, ids, capacity) / len(ids) for policy in ("algorithm1", "lru", "belady"))
     return ours, lru, best
 
 
-def loop(first: int, blocks: int, passes: int = 1) -> Ids:
+def loop(first: int, blocks: int, passes: int = 1) -> Int64s:
     return np.tile(np.arange(first, first + blocks), passes)
 
 
@@ -74,7 +74,7 @@ def test_gap_one_previous_access_only_misses_interleaved_streams() -> None:
 
 
 @pytest.mark.parametrize("ids", [np.tile(np.arange(999, -1, -1), 20), np.tile(np.arange(0, 2000, 2), 20)])
-def test_gap_adjacency_is_one_block_upwards_only(ids: Ids) -> None:
+def test_gap_adjacency_is_one_block_upwards_only(ids: Int64s) -> None:
     """Descending and strided loops are no sequences."""
     assert compared(ids, 500) == pytest.approx((0, 0, 0.475), abs=1e-3)
 

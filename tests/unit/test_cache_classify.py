@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from llmcache.cache.classes import READ_OP, WRITE_OP, Classification, TraceClasses
-from llmcache.cache.classify import classify
+from llmcache.cache.classify import READ_OP, WRITE_OP, Classification, TraceClasses, classify
 from llmcache.cache.detector import HOT, LOOP, SEQ
 from llmcache.errors import DataError
 from llmcache.fs.layout.experts import Experts

@@ -13,7 +13,7 @@ import pytest
 
 from llmcache.cache.detector import LOOP_PASSES, SEQ, Detector
 from llmcache.cache.streams import WINDOW
-from tests.unit.access_lists import STEP_NS, detect, hot_blocks, loops, runs_of, spans
+from tests.unit.access_lists import STEP_NS, detect, hot_blocks, live_loops, loops, runs_of, spans
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
@@ -148,12 +148,12 @@ def test_layers_read_twice_are_one_loop_with_two_rhythms() -> None:
 def test_an_old_loop_expires_and_comes_back() -> None:
     first, second = [(0, 100), (100, 100), (200, 200)], [(5000, 500), (5500, 500)]
     detector = detect(first * 10)
-    assert len(detector.loops(0)) == 1
+    assert len(live_loops(detector, 0)) == 1
     detect(second * 10, file=1, detector=detector)
-    assert detector.loops(0) == []
-    assert len(detector.loops(1)) == 1
+    assert live_loops(detector, 0) == []
+    assert len(live_loops(detector, 1)) == 1
     detector.note(10**12, 0, 0, 400)
-    assert len(detector.loops(0)) == 1, "its period is still known"
+    assert len(live_loops(detector, 0)) == 1, "its period is still known"
 
 
 @pytest.mark.parametrize("wait_periods", [1.9, 2.1])
@@ -163,13 +163,13 @@ def test_a_loop_is_over_after_two_missed_periods(wait_periods: float) -> None:
         detector.note(turn * 10**9, 0, 0, 1000)
     waited = round(wait_periods * 1000)
     detector.note(9 * 10**9 + round(wait_periods * 10**9), 1, 0, waited)
-    assert len(detector.loops(0)) == (1 if wait_periods < 2 else 0)
+    assert len(live_loops(detector, 0)) == (1 if wait_periods < 2 else 0)
 
 
 def test_a_pause_of_the_user_does_not_end_a_loop() -> None:
     detector = detect([(0, 1000)] * 10)
     detector.note(10**15, 1, 0, 1)
-    assert len(detector.loops(0)) == 1
+    assert len(live_loops(detector, 0)) == 1
 
 
 def test_readers_that_follow_each_other_make_one_pass() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.constants import PAPER
 from llmcache.cache.latency import FetchModel, StallMeter, check_times
 from llmcache.cache.simulate import simulate
+from llmcache.cache.sizing import PAPER
 from llmcache.errors import DataError
 from tests.unit.simulation_parts import trace_of
 

@@ -1,13 +1,132 @@
-"""What users ask of the deterministic core: files first, plans ahead of references, and extents brought in by a warm-up."""
+"""What a mount keeps of its loops: shares of the budget, pins, and the machine that steers."""
 
 from __future__ import annotations
 
-from llmcache.cache.arbitration import Loop, share_budget
-from llmcache.cache.extents import LARGE_EXTENT
-from llmcache.cache.steering import HIT, MISS, Steering
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcache.cache.arbitration import MIN_WINDOW_BYTES, Loop, Share, repin, share_budget, spread, window_for
+from llmcache.cache.steering import HIT, LARGE_EXTENT, MISS, Steering
 from llmcache.units import BLOCK_BYTES
 
 MIB = 1 << 20
+
+budgets = st.integers(16 * MIB, 4096 * MIB)
+sizes = st.integers(1, 8192 * MIB)
+periods = st.none() | st.integers(1, 10**12)
+
+
+@st.composite
+def loop_lists(draw: st.DrawFn, active: bool | None = None) -> list[Loop]:
+    """Up to 8 loops; all active or all idle where `active` says so."""
+    states = st.booleans() if active is None else st.just(active)
+    return [Loop(key, draw(sizes), draw(periods), draw(states)) for key in range(draw(st.integers(1, 8)))]
+
+
+def taken(share: Share) -> int:
+    return share.pinned_bytes + share.window_bytes
+
+
+@given(budgets, loop_lists())
+def test_shares_fit_the_budget(budget: int, loops: list[Loop]) -> None:
+    shares = share_budget(budget, loops)
+    assert set(shares) == {loop.key for loop in loops}
+    assert sum(taken(share) for share in shares.values()) <= budget
+    for loop in loops:
+        assert 0 <= shares[loop.key].pinned_bytes <= loop.size_bytes
+        assert shares[loop.key].window_bytes >= 0
+
+
+@given(budgets, loop_lists())
+def test_active_loops_are_pinned_whole_or_have_a_window(budget: int, loops: list[Loop]) -> None:
+    shares = share_budget(budget, loops)
+    for loop in loops:
+        share = shares[loop.key]
+        whole = share.pinned_bytes == loop.size_bytes
+        assert (share.window_bytes > 0) == (loop.active and not whole)
+
+
+@given(budgets, loop_lists())
+def test_shorter_periods_are_served_first(budget: int, loops: list[Loop]) -> None:
+    shares = share_budget(budget, loops)
+    for one in loops:
+        for other in loops:
+            better = (one.active, -(one.period or 1 << 62)) > (other.active, -(other.period or 1 << 62))
+            if better and one.size_bytes <= other.size_bytes and shares[other.key].pinned_bytes == other.size_bytes:
+                assert shares[one.key].pinned_bytes == one.size_bytes
+
+
+@given(budgets, st.integers(0, 512 * MIB), loop_lists())
+def test_more_budget_never_pins_less(budget: int, more: int, loops: list[Loop]) -> None:
+    less, greater = share_budget(budget, loops), share_budget(budget + more, loops)
+    pinned = sum(share.pinned_bytes for share in less.values())
+    assert sum(share.pinned_bytes for share in greater.values()) >= pinned
+
+
+@given(budgets, st.integers(0, 512 * MIB), sizes, periods)
+def test_more_budget_never_takes_from_a_single_loop(budget: int, more: int, size: int, period: int | None) -> None:
+    loop = Loop("only", size, period, True)
+    assert share_budget(budget + more, [loop])["only"].pinned_bytes >= share_budget(budget, [loop])["only"].pinned_bytes
+
+
+def test_a_short_loop_is_pinned_whole_before_a_long_one_gets_pins() -> None:
+    short, long = Loop("short", 50 * MIB, 10**9, True), Loop("long", 500 * MIB, 10**10, True)
+    shares = share_budget(100 * MIB, [long, short])
+    assert shares["short"] == Share(50 * MIB, 0)
+    assert shares["long"].window_bytes >= MIN_WINDOW_BYTES
+    assert 0 < shares["long"].pinned_bytes < 50 * MIB
+
+
+def test_idle_loops_get_what_is_left() -> None:
+    active, idle = Loop("active", 80 * MIB, 10**10, True), Loop("idle", 80 * MIB, 10**9, False)
+    assert share_budget(100 * MIB, [idle, active]) == {"active": Share(80 * MIB, 0), "idle": Share(20 * MIB, 0)}
+
+
+@given(sizes, budgets)
+def test_a_window_leaves_half_for_pins(size: int, budget: int) -> None:
+    assert 0 < window_for(size, budget) <= budget // 2
+
+
+@given(st.integers(0, 300), st.integers(0, 320))
+def test_spread_is_even(total: int, count: int) -> None:
+    places = list(range(1000, 1000 + total))
+    chosen = spread(places, count)
+    assert len(chosen) == len(set(chosen)) == min(count, total)
+    assert set(chosen) <= set(places)
+    assert chosen == sorted(chosen)
+    if 0 < count <= total:
+        gaps = [later - earlier for earlier, later in zip(chosen, [*chosen[1:], chosen[0] + total], strict=True)]
+        assert max(gaps) - min(gaps) <= 1
+
+
+def _unevenness(places: list[int], pinned: set[int]) -> float:
+    """Furthest that the number of pins among the first n places is from n's share of them."""
+    share, so_far, worst = len(pinned) / len(places), 0, 0.0
+    for index, place in enumerate(places):
+        so_far += place in pinned
+        worst = max(worst, abs(so_far - share * (index + 1)))
+    return worst
+
+
+@given(st.permutations(range(64)), st.lists(st.integers(0, 64), min_size=1, max_size=12))
+def test_repin_reaches_the_count_with_the_difference_only(places: list[int], targets: list[int]) -> None:
+    pinned: set[int] = set()
+    for step, target in enumerate(targets):
+        pin, unpin = repin(places, pinned, target)
+        assert not set(pin) & pinned
+        assert set(unpin) <= pinned
+        assert len(pin) + len(unpin) == abs(target - len(pinned))
+        pinned = (pinned | set(pin)) - set(unpin)
+        assert len(pinned) == target
+        assert _unevenness(places, pinned) <= step + 2  # each change adds at most about one place
+
+
+def test_repin_leaves_other_groups_pins_alone() -> None:
+    assert repin([1, 2, 3, 4], {2, 99}, 0) == ([], [2])
+    pin, unpin = repin([1, 2, 3, 4], {2, 99}, 3)
+    assert (set(pin) <= {1, 3, 4}, len(pin), unpin) == (True, 2, [])
+
+
 BLOCKS = LARGE_EXTENT // BLOCK_BYTES
 
 

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.cache.classes import Classification
+from llmcache.cache.classify import Classification
 from llmcache.cache.layers import Layer
 from llmcache.cache.routing import ExpertCache, ExpertLayer, MixtureUses
 from llmcache.fs.layout.experts import Experts

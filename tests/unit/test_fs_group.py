@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.intervals import RECENT
-from llmcache.cache.loops import Pass
+from llmcache.cache.loops import RECENT, Pass
 from llmcache.fs.engine.group import ABSENT, LOADING, MISSES_MAX, PINNED, READY, SINGLE, SPARSE, TOUCHED, Group, Member
 from llmcache.fs.engine.state import CacheState
 from tests.unit.fs_parts import MIB, bring, new_group, new_state, stray

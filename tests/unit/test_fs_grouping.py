@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from llmcache.cache.extents import EXTENTS_MAX, LARGEST_EXTENT
+from llmcache.cache.steering import EXTENTS_MAX, LARGEST_EXTENT
 from llmcache.fs.backends.base import BUFFER_BYTES, BufferPool, Holder
 from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.engine.group import SINGLE, WRITTEN_EXTENTS_MAX, Group, Member

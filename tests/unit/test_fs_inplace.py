@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.extents import HUGE_BYTES
+from llmcache.cache.steering import HUGE_BYTES
 from llmcache.fs import syscalls
 from llmcache.fs.backends.files import MappedFile, Places, Program
 from llmcache.fs.vfs.backing import Backing

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmcache.cache.extents import LARGE_EXTENT, SMALL_EXTENT
 from llmcache.cache.models import UNKNOWN
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.base import Policy
 from llmcache.cache.policies.llmcache import SCHEME
+from llmcache.cache.steering import LARGE_EXTENT, SMALL_EXTENT
 from llmcache.errors import DataError
 from llmcache.fs.layout.experts import Experts
 from llmcache.fs.layout.tensors import ModelLayout, Tensor

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.cache.classes import READ_OP, TraceClasses
-from llmcache.cache.classify import classify
+from llmcache.cache.classify import READ_OP, TraceClasses, classify
 from llmcache.cache.detector import LOOP, SEQ
 from llmcache.cache.layers import Layers
 from llmcache.fs.layout.tensors import Tensor

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmcache.cache.classes import Classification
+from llmcache.cache.classify import Classification
 from llmcache.report.html import Badge, Block, Facts, Fold, Picture, Section, Table, Text, html_page, printable
 from llmcache.report.plot import COLUMNS, MOST_ROWS, classes_table, shades_of
 from tests.unit.report_parts import Page, check_alone

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from llmcache.cache.classify import classify
-from llmcache.cache.constants import PHONE, WATCH
 from llmcache.cache.latency import FetchModel
+from llmcache.cache.sizing import PHONE, WATCH
 from llmcache.kv.bench.results import Bench, Marks, Observed, Row
 from llmcache.kv.bench.task_results import STOCK, TaskBench
 from llmcache.kv.planning import MODELS, SYSTEMS

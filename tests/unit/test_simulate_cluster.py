@@ -15,8 +15,7 @@ import pytest
 
 from llmcache import cli
 from llmcache.cache import cluster
-from llmcache.cache.cachesizes import AUTO
-from llmcache.cache.plan import Plan
+from llmcache.cache.plan import AUTO, Plan
 from llmcache.cache.simulate import simulate_all
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.trace.record import Provenance

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from llmcache import cli
-from llmcache.cache import grid, simulate, tracerun
-from llmcache.cache.cachesizes import AUTO_PERCENT
+from llmcache.cache import grid, simulate
 from llmcache.cache.plan import Plan
 from llmcache.trace.record import Provenance
 from tests.unit.simulation_parts import loop, saved, trace_of
@@ -67,7 +66,9 @@ def test_sizes_may_be_shares_and_auto_has_ten(trace: str, capsys: pytest.Capture
     shares = document([trace, "--policy", "lru", "--cache", "2%,12.5%,100%"], capsys)["results"]
     assert [row["cache_bytes"] for row in shares] == [4 * 4096, 25 * 4096, 200 * 4096]
     auto = document([trace, "--policy", "lru"], capsys)["results"]
-    assert [row["cache_bytes"] for row in auto] == [2 * percent * 4096 for percent in AUTO_PERCENT]
+    assert [row["cache_bytes"] for row in auto] == [
+        2 * percent * 4096 for percent in (2, 5, 10, 20, 30, 40, 50, 60, 80, 100)
+    ]
     assert len(auto) == 10
     assert all(isinstance(row["latency_s"], float) for row in auto)
 
@@ -190,7 +191,7 @@ def test_ctrl_c_while_the_work_is_handed_out_ends_it(monkeypatch: pytest.MonkeyP
     begun = threading.Event()
     feed = grid.PolicyCell.feed
 
-    def count(cell: grid.PolicyCell, part: grid.Part) -> None:
+    def count(cell: grid.PolicyCell, part: grid.PlacedRuns) -> None:
         nonlocal batches
         batches += 1
         begun.set()
@@ -205,7 +206,7 @@ def test_ctrl_c_while_the_work_is_handed_out_ends_it(monkeypatch: pytest.MonkeyP
                 raise KeyboardInterrupt
             return future
 
-    monkeypatch.setattr(tracerun, "BATCH_ROWS", 100)
+    monkeypatch.setattr(simulate, "BATCH_ROWS", 100)
     monkeypatch.setattr(grid.PolicyCell, "feed", count)
     monkeypatch.setattr(simulate, "ThreadPoolExecutor", Interrupting)
     trace = trace_of([(0, block, 1, 0) for block in range(200_000)])
@@ -216,7 +217,7 @@ def test_ctrl_c_while_the_work_is_handed_out_ends_it(monkeypatch: pytest.MonkeyP
 
 def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
     path = saved(trace_of([(0, block % 50_000, 1, 0) for block in range(0, 7 * 400_000, 7)]), tmp_path)
-    code = "import sys; from llmcache.cache import tracerun; tracerun.BATCH_ROWS = 1000\n"
+    code = "import sys; from llmcache.cache import simulate; simulate.BATCH_ROWS = 1000\n"
     code += "import time; from llmcache.cache import grid\nold = grid.PolicyCell.feed\n"
     code += "def feed(self, part):\n    print('fed', flush=True); time.sleep(0.1); old(self, part)\n"  # half a minute in all
     code += "grid.PolicyCell.feed = feed\nfrom llmcache import cli; cli.main()"

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.cache.classes import LockedLoop, TraceClasses
-from llmcache.cache.classify import classify
+from llmcache.cache.classify import LockedLoop, TraceClasses, classify
 from llmcache.errors import DataError, MountProblem
 from llmcache.fs.client import control, mountpoint
 from llmcache.report.classify import summary

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
-from llmcache.cache.models import Experts, Header, Named
+from llmcache.cache.models import ExpertSlices, ModelHeader, Named
 from llmcache.trace.record import Provenance, Trace, TraceFile
 from llmcache.trace.record.columns import SCHEMA
 from llmcache.trace.record.meta import KEY, encode
@@ -81,15 +81,15 @@ class KnownModels:
     """`llmcache.cache.models.Models` that knows this of every file, or of those in `only`."""
 
     tensors: Sequence[Named] = ()
-    mixture: Experts | None = None
-    layout: Header | None = None
+    mixture: ExpertSlices | None = None
+    layout: ModelHeader | None = None
     only: frozenset[int] | None = None
 
     def __call__(self, file: TraceFile) -> Sequence[Named]:
         return self.tensors if self.only is None or file.id in self.only else ()
 
-    def header(self, file: TraceFile) -> Header | None:
+    def header(self, file: TraceFile) -> ModelHeader | None:
         return self.layout
 
-    def experts(self, file: TraceFile) -> tuple[str, Experts] | None:
+    def experts(self, file: TraceFile) -> tuple[str, ExpertSlices] | None:
         return None if self.mixture is None else (file.path, self.mixture)

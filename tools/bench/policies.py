@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.cache.cachesizes import AUTO
+from llmcache.cache.plan import AUTO
 from llmcache.cache.policies import POLICIES, policy_class
 from llmcache.cache.simulate import simulate
 from llmcache.trace.shapes import GROUPS, SHAPES

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from llmcache.cache.intervals import RECENT
+from llmcache.cache.loops import RECENT
 from llmcache.errors import EnvironmentProblem
 
 from .cgroup import Group

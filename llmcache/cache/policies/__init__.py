@@ -1,4 +1,4 @@
-"""All policies, one file each; the table below is what the command line, the simulator and the contract tests use."""
+"""All policies, a file for each family; the table is what the command line, the simulator and the contract tests use."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 # name: module:class, imported when it is asked for (compiled loops take a while to load).
 POLICIES: dict[str, str] = {
     "lru": "lru:LRU",
-    "clock": "clock:Clock",
+    "clock": "lru:Clock",
     "lfu": "lfu:LFU",
-    "2q": "twoq:TwoQ",
-    "arc": "arc:ARC",
-    "sieve": "sieve:Sieve",
-    "s3fifo": "s3fifo:S3FIFO",
-    "wtinylfu": "wtinylfu:WTinyLFU",
-    "lirs": "lirs:LIRS",
-    "lecar": "lecar:LeCaR",
+    "2q": "ghosts:TwoQ",
+    "arc": "ghosts:ARC",
+    "sieve": "lru:Sieve",
+    "s3fifo": "ghosts:S3FIFO",
+    "wtinylfu": "lfu:WTinyLFU",
+    "lirs": "ghosts:LIRS",
+    "lecar": "lfu:LeCaR",
     "belady": "belady:Belady",
     "algorithm1": "algorithm1:Algorithm1",
     "llmcache": "llmcache:LLMCache",

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from llmcache.cache.policies.base import Ids, Policy, lean_kernel, subroutine
-from llmcache.cache.policies.heaps import ITEM, Places, Rows, new_heap, push, take_out
-from llmcache.cache.policies.lists import (
+from llmcache.arrays import Flags, Int64s
+from llmcache.cache.policies.base import Policy, lean_kernel, subroutine
+from llmcache.cache.policies.structures import (
+    ITEM,
+    NEXT,
+    NONE,
+    Heap,
     Links,
     back,
     front,
     is_empty,
     is_linked,
-    linked,
     move_to_front,
+    new_heap,
     new_links,
+    push,
     push_back,
     push_front,
     remove,
+    take_out,
 )
 
 HOT_SHARE = 0.1
@@ -69,104 +75,99 @@ class Algorithm1(Policy):
     def __init__(self, capacity: int, blocks: int) -> None:
         super().__init__(capacity, blocks)
         # As many sequences as blocks suffice: each has a block, and a block is in one (G4).
-        rows, at = new_heap(capacity, blocks)
-        self._cells = np.zeros((blocks, 2), np.int64)
-        self._cells[:, OF] = NO_SEQUENCE
-        self._held = new_links(blocks, blocks)
-        self._order = new_links(blocks, 3)
-        self._known = np.zeros((blocks, 5), np.int64)
-        self._known[:, SPARE] = np.arange(blocks - 1, -1, -1)
-        self._heap = (rows, at)
-        self._numbers = np.array([blocks, 0, 0, 0, 0, 0, NO_BLOCK], np.int64)
-        self._hot_limit = max(1, int(capacity * HOT_SHARE))
+        self._state = Sequences(
+            cells=np.full((blocks, 2), NO_SEQUENCE, np.int64),
+            held=new_links(blocks, blocks),
+            order=new_links(blocks, 3),
+            known=np.zeros((blocks, 5), np.int64),
+            loops=new_heap(capacity, blocks),
+            numbers=np.array([blocks, 0, 0, 0, 0, NO_BLOCK], np.int64),
+        )
+        self._state.known[:, SPARE] = np.arange(blocks - 1, -1, -1)
 
-    def replay(self, first: Ids, count: Ids) -> Ids:
-        """See `Policy.replay`."""
-        hits = np.zeros(len(first), np.int64)
-        state = (self._cells, self._held, self._order, self._known, *self._heap, self._numbers)
-        self.evictions += _replay(*state, (self.capacity, self._hot_limit), first, count, hits)
-        return hits
+    def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
+        _algorithm1(self._state, self.capacity, max(1, int(self.capacity * HOT_SHARE)), first, count, hits)
 
-    def resident(self) -> Ids:
-        """See `Policy.resident`."""
-        return linked(self._held, self.blocks)
+    def _held(self) -> Flags:
+        return self._state.held[: self.blocks, NEXT] != NONE
 
     @property
     def metadata(self) -> int:
         """Blocks that belong to a sequence, resident or not: the entries that a program without dense ids must keep (G3)."""
-        return int(np.count_nonzero(self._cells[:, OF] != NO_SEQUENCE))
+        return int(np.count_nonzero(self._state.cells[:, OF] != NO_SEQUENCE))
 
     @property
     def sequences(self) -> int:
         """Block sequences that have a block, resident or not."""
-        return int(self.blocks - self._numbers[FREE])
+        return int(self.blocks - self._state.numbers[FREE])
 
 
-# The loop's state: cells, the sequence of each block and the time of its last reference; held, the resident blocks of
-# each sequence, ascending (head: `blocks` + its number); order, the sequences in SEQ, oldest first, and in HOT, latest
-# first (head: `blocks` + the class); known, what is known of each sequence; LOOP's heap, rows and at; numbers.
+class Sequences(NamedTuple):
+    """The state: cells, the sequence of each block and the time of its last reference; known, facts about each sequence.
+
+    `held`: the resident blocks of each sequence, ascending (head: `blocks` + its number). `order`: the sequences in SEQ,
+    oldest first, and in HOT, latest first (head: `blocks` + the class). `loops`: those in LOOP that have resident blocks.
+    """
+
+    cells: Int64s
+    held: Links
+    order: Links
+    known: Int64s
+    loops: Heap
+    numbers: Int64s
+
+
 OF, LAST = 0, 1
 # Columns of known. BORN counts the sequences made: numbers are used again, this is not. SPARE is a stack of the sequence
 # numbers that are free, which has nothing to do with the sequence of its row.
 CLASS, MEMBERS, PERIOD, BORN, SPARE = 0, 1, 2, 3, 4
-# Places in the numbers: the height of the free stack, references so far, resident blocks, those in HOT, the size of
-# LOOP's heap (sequences with resident blocks), sequences made so far, the block of the previous access.
-FREE, TIME, RESIDENT, HOT_RESIDENT, LOOPS, MADE, PREVIOUS = 0, 1, 2, 3, 4, 5, 6
+# Places in the numbers: the height of the free stack, references so far, resident blocks, those in HOT, sequences made so
+# far, the block of the previous access.
+FREE, TIME, RESIDENT, HOT_RESIDENT, MADE, PREVIOUS = 0, 1, 2, 3, 4, 5
 
 
 @lean_kernel
-def _replay(
-    cells: Any,
-    held: Links,
-    order: Links,
-    known: Any,
-    rows: Rows,
-    at: Places,
-    numbers: Any,
-    limits: tuple[int, int],
-    first: Ids,
-    count: Ids,
-    hits: Ids,
-) -> int:
-    capacity, hot_limit = limits
-    evicted = 0
+def _algorithm1(state: Sequences, capacity: int, hot_limit: int, first: Int64s, count: Int64s, hits: Int64s) -> None:
+    cells, held, order, known, _, numbers = state
     for run in range(len(first)):
-        found = 0
         for block in range(first[run], first[run] + count[run]):
             numbers[TIME] += 1
-            _classify(cells, held, order, known, rows, at, numbers, block)
+            _classify(state, block)
             cells[block, LAST] = numbers[TIME]
             numbers[PREVIOUS] = block
             if is_linked(held, block):
-                found += 1
+                hits[run] += 1
                 if known[cells[block, OF], CLASS] == HOT:
                     move_to_front(order, len(cells) + HOT, cells[block, OF])
                 continue
             if numbers[RESIDENT] == capacity:
-                _evict(cells, held, order, known, rows, at, numbers, hot_limit)
-                evicted += 1
-            _enter(cells, held, order, known, rows, at, numbers, block)
-        hits[run] = found
-    return evicted
+                _evict(state, hot_limit)
+            _enter(state, block)
 
 
 @subroutine
-def _classify(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Places, numbers: Any, block: int) -> None:
+def _classify(state: Sequences, block: int) -> None:
     """The printed procedure Access."""
+    cells, _, order, known, _, numbers = state
     if numbers[PREVIOUS] == block - 1:
         sequence = cells[block - 1, OF]
         if known[sequence, CLASS] == HOT:
-            _make_sequential(order, known, numbers, sequence)
-        _add(cells, held, order, known, rows, at, numbers, block, sequence)
+            # Its one block was the previous access, and so is resident.
+            remove(order, sequence)
+            numbers[HOT_RESIDENT] -= 1
+            known[sequence, CLASS] = SEQ
+            push_back(order, len(known) + SEQ, sequence)
+        _move(state, block, sequence)  # it is not in that one, since every run begins a sequence
     elif cells[block, OF] == NO_SEQUENCE:
-        _begin(cells, held, order, known, rows, at, numbers, block, HOT, 0)
+        _begin(state, block, HOT, 0)
     elif known[cells[block, OF], CLASS] != HOT:
-        _begin(cells, held, order, known, rows, at, numbers, block, LOOP, numbers[TIME] - cells[block, LAST])  # G2
+        _begin(state, block, LOOP, numbers[TIME] - cells[block, LAST])  # G2
 
 
 @subroutine
-def _evict(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Places, numbers: Any, hot_limit: int) -> None:
+def _evict(state: Sequences, hot_limit: int) -> None:
     """The printed procedure Evict."""
+    cells, held, order, _, loops, numbers = state
     blocks = len(cells)
     sequence = front(order, blocks + SEQ)
     # An empty SEQ sequence stays empty (a block of it that comes back begins a LOOP one), so it is dropped when met.
@@ -174,27 +175,17 @@ def _evict(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Pl
         remove(order, sequence)
         sequence = front(order, blocks + SEQ)
     if sequence == blocks + SEQ:
-        hot_goes = numbers[HOT_RESIDENT] >= hot_limit or numbers[LOOPS] == 0  # G1, G5
-        sequence = back(order, blocks + HOT) if hot_goes else rows[0, ITEM]
-    _exit(cells, held, order, known, rows, at, numbers, back(held, blocks + sequence))
+        hot_goes = numbers[HOT_RESIDENT] >= hot_limit or loops.size[0] == 0  # G1, G5
+        sequence = back(order, blocks + HOT) if hot_goes else loops.rows[0, ITEM]
+    _exit(state, back(held, blocks + sequence))
 
 
 @subroutine
-def _begin(
-    cells: Any,
-    held: Links,
-    order: Links,
-    known: Any,
-    rows: Rows,
-    at: Places,
-    numbers: Any,
-    block: int,
-    kind: int,
-    period: int,
-) -> None:
-    """Makes {block} a new sequence."""
+def _begin(state: Sequences, block: int, kind: int, period: int) -> None:
+    """Makes {block} a new sequence, which may have the number of the one that it leaves."""
+    _, held, _, known, _, numbers = state
     resident = is_linked(held, block)
-    _leave(cells, held, order, known, rows, at, numbers, block)
+    _leave(state, block)
     numbers[FREE] -= 1
     sequence = known[numbers[FREE], SPARE]
     numbers[MADE] += 1
@@ -202,46 +193,34 @@ def _begin(
     known[sequence, MEMBERS] = 0
     known[sequence, PERIOD] = period
     known[sequence, BORN] = numbers[MADE]
-    _join(cells, held, order, known, rows, at, numbers, block, sequence, resident)
+    _join(state, block, sequence, resident)
 
 
 @subroutine
-def _add(
-    cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Places, numbers: Any, block: int, sequence: int
-) -> None:
-    """Moves a block to the end of another sequence; it is not in that one, since every run begins a sequence."""
-    resident = is_linked(held, block)
-    _leave(cells, held, order, known, rows, at, numbers, block)
-    _join(cells, held, order, known, rows, at, numbers, block, sequence, resident)
+def _move(state: Sequences, block: int, sequence: int) -> None:
+    """Moves a block to the end of another sequence."""
+    resident = is_linked(state.held, block)
+    _leave(state, block)
+    _join(state, block, sequence, resident)
 
 
 @subroutine
-def _join(
-    cells: Any,
-    held: Links,
-    order: Links,
-    known: Any,
-    rows: Rows,
-    at: Places,
-    numbers: Any,
-    block: int,
-    sequence: int,
-    resident: bool,
-) -> None:
-    cells[block, OF] = sequence
-    known[sequence, MEMBERS] += 1
+def _join(state: Sequences, block: int, sequence: int, resident: bool) -> None:
+    state.cells[block, OF] = sequence
+    state.known[sequence, MEMBERS] += 1
     if resident:
-        _enter(cells, held, order, known, rows, at, numbers, block)
+        _enter(state, block)
 
 
 @subroutine
-def _leave(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Places, numbers: Any, block: int) -> None:
+def _leave(state: Sequences, block: int) -> None:
     """Takes a block out of its sequence, if it has one (G4), and frees a sequence that is left without blocks."""
+    cells, held, order, known, _, numbers = state
     sequence = cells[block, OF]
     if sequence == NO_SEQUENCE:
         return
     if is_linked(held, block):
-        _exit(cells, held, order, known, rows, at, numbers, block)
+        _exit(state, block)
     known[sequence, MEMBERS] -= 1
     if known[sequence, MEMBERS] == 0:
         if is_linked(order, sequence):
@@ -251,30 +230,23 @@ def _leave(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Pl
 
 
 @subroutine
-def _make_sequential(order: Links, known: Any, numbers: Any, sequence: int) -> None:
-    """Moves a sequence, whose one block was the previous access and so is resident, from HOT to SEQ."""
-    remove(order, sequence)
-    numbers[HOT_RESIDENT] -= 1
-    known[sequence, CLASS] = SEQ
-    push_back(order, len(known) + SEQ, sequence)
-
-
-@subroutine
-def _enter(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Places, numbers: Any, block: int) -> None:
+def _enter(state: Sequences, block: int) -> None:
     """Makes a block resident: from now on its sequence can give it up."""
+    cells, held, order, known, loops, numbers = state
     sequence = cells[block, OF]
     numbers[RESIDENT] += 1
     if known[sequence, CLASS] == HOT:
         push_front(order, len(cells) + HOT, sequence)
         numbers[HOT_RESIDENT] += 1
     elif known[sequence, CLASS] == LOOP and is_empty(held, len(cells) + sequence):
-        numbers[LOOPS] = push(rows, at, numbers[LOOPS], -known[sequence, PERIOD], known[sequence, BORN], sequence)  # G6
+        push(loops, -known[sequence, PERIOD], known[sequence, BORN], sequence)  # G6
     push_back(held, len(cells) + sequence, block)
 
 
 @subroutine
-def _exit(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Places, numbers: Any, block: int) -> None:
+def _exit(state: Sequences, block: int) -> None:
     """Makes a block not resident."""
+    cells, held, order, known, loops, numbers = state
     sequence = cells[block, OF]
     numbers[RESIDENT] -= 1
     remove(held, block)
@@ -282,4 +254,4 @@ def _exit(cells: Any, held: Links, order: Links, known: Any, rows: Rows, at: Pla
         remove(order, sequence)
         numbers[HOT_RESIDENT] -= 1
     elif known[sequence, CLASS] == LOOP and is_empty(held, len(cells) + sequence):
-        numbers[LOOPS] = take_out(rows, at, numbers[LOOPS], sequence)
+        take_out(loops, sequence)

@@ -10,20 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numba
 import numpy as np
 from numba.core.event import Event, Listener, install_listener
-from numpy.typing import NDArray
 
+from llmcache.arrays import Flags, Int64s
+from llmcache.cache.models import Models
 from llmcache.errors import EnvironmentProblem
+from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 
-if TYPE_CHECKING:
-    from llmcache.cache.models import Models
-    from llmcache.trace.record import BlockSpace, Provenance, TraceFile
-
-Ids = NDArray[np.int64]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -116,7 +113,7 @@ class Policy(ABC):
             raise ValueError(f"blocks: {blocks}, at least 1 is needed")
         self.capacity = capacity
         self.blocks = blocks
-        self.evictions = 0
+        self._missed = 0
 
     def describe(self, space: BlockSpace, files: Sequence[TraceFile], provenance: Provenance, models: Models) -> None:
         """Takes what is known of the trace beside its runs, before the first `replay`. Most policies need nothing.
@@ -125,10 +122,26 @@ class Policy(ABC):
         """
         return
 
-    @abstractmethod
-    def replay(self, first: Ids, count: Ids) -> Ids:
+    def replay(self, first: Int64s, count: Int64s) -> Int64s:
         """Returns the hit blocks of each run; run i references ids first[i] .. first[i] + count[i] - 1 in this order."""
+        hits = np.zeros(len(first), np.int64)
+        self._run(first, count, hits)
+        self._missed += int(count.sum() - hits.sum())
+        return hits
+
+    def resident(self) -> Int64s:
+        """Returns the ids that the cache holds now, ascending."""
+        return np.flatnonzero(self._held()).astype(np.int64, copy=False)
+
+    @property
+    def evictions(self) -> int:
+        """Blocks that have left: every missed one came in."""
+        return self._missed - len(self.resident())
 
     @abstractmethod
-    def resident(self) -> Ids:
-        """Returns the ids that the cache holds now, ascending."""
+    def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
+        """Replays the runs and sets their `hits`, which are 0."""
+
+    @abstractmethod
+    def _held(self) -> Flags:
+        """Returns of each id whether the cache holds it now."""

@@ -7,19 +7,15 @@ in runs takes memory by its runs and not by its blocks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from llmcache.cache.policies.base import Ids, Policy, kernel, lean_kernel, subroutine
-from llmcache.cache.policies.timeset import Words, add, contains, discard, latest, new_timeset
-
-if TYPE_CHECKING:
-    from llmcache.trace.record import Provenance
+from llmcache.arrays import Flags, Int64s
+from llmcache.cache.policies.base import Policy, kernel, lean_kernel, subroutine
+from llmcache.cache.policies.structures import TimeSet, add, contains, discard, latest, new_timeset
+from llmcache.trace.record import Provenance
 
 NEVER = -1
 """The next use of a block that is not used again."""
-
 
 UNSEEN = "unseen"
 """Key of `Provenance.extra`: what the source of the trace could not see, in words. Whoever writes such a trace sets it."""
@@ -67,29 +63,25 @@ class Belady(Policy):
     def __init__(self, capacity: int, blocks: int) -> None:
         super().__init__(capacity, blocks)
         self._replayed = False
-        self._left = np.zeros(0, np.int64)
+        self._last = np.zeros(blocks, np.bool_)
 
-    def replay(self, first: Ids, count: Ids) -> Ids:
-        """See `Policy.replay`; ValueError when called again, because what came before cannot have seen this future."""
+    def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
+        """ValueError when called again, because what came before cannot have seen this future."""
         if self._replayed:
             raise ValueError("replay: Belady takes the whole trace in one call, this is the second")
         self._replayed = True
-        hits = np.zeros(len(first), np.int64)
         times = int(count.sum())
         segments = _segments(first, count, self.blocks, times)
-        words, starts = new_timeset(times)
         dead = np.zeros(min(self.capacity, self.blocks), np.int64)
-        used, self.evictions = _replay(words, starts, dead, self.capacity, *segments, first, count, hits)
-        self._left = np.sort(dead[:used])
-        return hits
+        used = _belady(new_timeset(times), dead, self.capacity, *segments, first, count, hits)
+        self._last[dead[:used]] = True
 
-    def resident(self) -> Ids:
-        """See `Policy.resident`."""
-        return self._left
+    def _held(self) -> Flags:
+        return self._last
 
 
 @kernel
-def _segments(first: Ids, count: Ids, blocks: int, times: int) -> tuple[Ids, Ids]:
+def _segments(first: Int64s, count: Int64s, blocks: int, times: int) -> tuple[Int64s, Int64s]:
     """Returns next use and length of all segments, the last segment of the trace first.
 
     A segment is a stretch of a run whose blocks are next used at consecutive times, or never.
@@ -110,14 +102,14 @@ def _segments(first: Ids, count: Ids, blocks: int, times: int) -> tuple[Ids, Ids
 
 
 @kernel
-def _enlarged(array: Ids, size: int, room: int) -> Ids:
+def _enlarged(array: Int64s, size: int, room: int) -> Int64s:
     larger = np.empty(room, np.int64)
     larger[:size] = array[:size]
     return larger
 
 
 @subroutine
-def _split(next_use: Ids, uses: Ids, lengths: Ids, size: int, first: int, count: int, time: int) -> int:
+def _split(next_use: Int64s, uses: Int64s, lengths: Int64s, size: int, first: int, count: int, time: int) -> int:
     """Appends the segments of a run that starts at `time`, last one first; returns how many there are now."""
     expected = NEVER
     for offset in range(count - 1, -1, -1):
@@ -135,14 +127,14 @@ def _split(next_use: Ids, uses: Ids, lengths: Ids, size: int, first: int, count:
 
 
 @lean_kernel
-def _replay(
-    words: Words, starts: Ids, dead: Ids, capacity: int, uses: Ids, lengths: Ids, first: Ids, count: Ids, hits: Ids
-) -> tuple[int, int]:
-    """Returns how many blocks are cached at the end, all of them in `dead`, and how many were evicted."""
-    time = used = unwanted = evicted = 0
+def _belady(
+    cached: TimeSet, dead: Int64s, capacity: int, uses: Int64s, lengths: Int64s, first: Int64s, count: Int64s, hits: Int64s
+) -> int:
+    """Returns how many blocks are cached at the end, all of them in `dead`."""
+    time = used = unwanted = 0
     segment = len(uses)
     for run in range(len(first)):
-        found = left = 0
+        left = 0
         use = NEVER
         for block in range(first[run], first[run] + count[run]):
             if left == 0:
@@ -150,23 +142,20 @@ def _replay(
                 left = lengths[segment]
                 use = uses[segment]
             left -= 1
-            if contains(words, time):
-                discard(words, starts, time)
-                found += 1
+            if contains(cached, time):
+                discard(cached, time)
+                hits[run] += 1
             elif used < capacity:
                 used += 1
+            elif unwanted > 0:
+                unwanted -= 1
             else:
-                evicted += 1
-                if unwanted > 0:
-                    unwanted -= 1
-                else:
-                    discard(words, starts, latest(words, starts))
+                discard(cached, latest(cached))
             if use == NEVER:
                 dead[unwanted] = block
                 unwanted += 1
             else:
-                add(words, starts, use)
+                add(cached, use)
                 use += 1
             time += 1
-        hits[run] = found
-    return used, evicted
+    return used

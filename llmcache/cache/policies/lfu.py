@@ -1,23 +1,44 @@
-"""LFU: the block that was used least often since it came in goes."""
+"""Policies that go by frequency: LFU, W-TinyLFU, and LeCaR, which learns whether to go by it or by recency."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
-from llmcache.cache.policies.base import Ids, Policy, lean_kernel, subroutine
-from llmcache.cache.policies.lists import (
+from llmcache.arrays import Flags, Floats, Int64s
+from llmcache.cache.policies.base import Policy, lean_kernel, subroutine
+from llmcache.cache.policies.structures import (
+    ABSENT,
+    ITEM,
+    MAJOR,
+    NEXT,
+    NONE,
+    Heap,
     Links,
+    Queues,
+    Sketch,
     back,
+    enter,
+    estimate,
     front,
-    insert_after,
+    grow,
     is_empty,
     is_linked,
-    linked,
+    leave,
     move_to_front,
+    new_heap,
     new_links,
-    pop_back,
+    new_queues,
+    new_sketch,
+    note,
+    oldest,
+    pop,
+    push,
     push_front,
     remove,
+    shift,
+    take_out,
 )
 
 
@@ -40,95 +61,311 @@ class LFU(Policy):
     def __init__(self, capacity: int, blocks: int) -> None:
         super().__init__(capacity, blocks)
         levels = min(capacity, blocks)  # no more frequencies than blocks
-        self._links = new_links(blocks, levels)
-        self._level = np.zeros(blocks, self._links.dtype)
-        self._chain = new_links(levels, 1)
-        self._freq = np.zeros(levels, np.int64)
-        self._free = np.arange(levels, dtype=self._links.dtype)
-        self._used = 0
-        self._taken = 0
+        links = new_links(blocks, levels)
+        self._levels = Levels(
+            links=links,
+            level=np.zeros(blocks, links.dtype),
+            chain=new_links(levels, 1),
+            freq=np.zeros(levels, np.int64),
+            free=np.arange(levels, dtype=links.dtype),
+            numbers=np.zeros(2, np.int64),
+        )
 
-    def replay(self, first: Ids, count: Ids) -> Ids:
-        """See `Policy.replay`."""
-        hits = np.zeros(len(first), np.int64)
-        state = (self._links, self._level, self._chain, self._freq, self._free, self.capacity)
-        self._used, self._taken, evicted = _replay(*state, self._used, self._taken, first, count, hits)
-        self.evictions += evicted
-        return hits
+    def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
+        _lfu(self._levels, self.capacity, first, count, hits)
 
-    def resident(self) -> Ids:
-        """See `Policy.resident`."""
-        return linked(self._links, self.blocks)
+    def _held(self) -> Flags:
+        return self._levels.links[: self.blocks, NEXT] != NONE
+
+
+class Levels(NamedTuple):
+    """LFU's state: the blocks of each level, latest in front (head: `blocks` + the level), and the level of each block.
+
+    `chain` has the levels that are not empty, by their `freq`; free[numbers[TAKEN]:] are the others.
+    """
+
+    links: Links
+    level: Links
+    chain: Links
+    freq: Int64s
+    free: Links
+    numbers: Int64s
+
+
+USED, TAKEN = 0, 1
 
 
 @lean_kernel
-def _replay(
-    links: Links,
-    level: Ids,
-    chain: Links,
-    freq: Ids,
-    free: Ids,
-    capacity: int,
-    used: int,
-    taken: int,
-    first: Ids,
-    count: Ids,
-    hits: Ids,
-) -> tuple[int, int, int]:
-    evicted = 0
+def _lfu(levels: Levels, capacity: int, first: Int64s, count: Int64s, hits: Int64s) -> None:
+    links, level, chain, freq, _, numbers = levels
     for run in range(len(first)):
-        found = 0
         for block in range(first[run], first[run] + count[run]):
             if is_linked(links, block):
-                taken = _promote(links, level, chain, freq, free, taken, block)
-                found += 1
+                _promote(levels, block)
+                hits[run] += 1
                 continue
-            if used == capacity:
-                taken = _evict(links, level, chain, free, taken)
-                evicted += 1
+            if numbers[USED] == capacity:
+                lowest = front(chain, len(freq))
+                remove(links, back(links, len(level) + lowest))
+                if is_empty(links, len(level) + lowest):
+                    _give_back(levels, lowest)
             else:
-                used += 1
+                numbers[USED] += 1
             lowest = front(chain, len(freq))
             if lowest == len(freq) or freq[lowest] != 1:
-                lowest = int(free[taken])
-                taken += 1
-                freq[lowest] = 1
-                push_front(chain, len(freq), lowest)
+                lowest = _new_level(levels, len(freq), 1)
             push_front(links, len(level) + lowest, block)
             level[block] = lowest
-        hits[run] = found
-    return used, taken, evicted
 
 
 @subroutine
-def _promote(links: Links, level: Ids, chain: Links, freq: Ids, free: Ids, taken: int, block: int) -> int:
-    """Moves a block one frequency up; returns how many levels are in use now."""
+def _promote(levels: Levels, block: int) -> None:
+    """Moves a block one frequency up."""
+    links, level, chain, freq, _, _ = levels
     old = int(level[block])
     above = front(chain, old)
     alone = back(links, len(level) + old) == front(links, len(level) + old)
     if above == len(freq) or freq[above] != freq[old] + 1:
         if alone:
             freq[old] += 1
-            return taken
-        above = int(free[taken])
-        taken += 1
-        freq[above] = freq[old] + 1
-        insert_after(chain, old, above)
+            return
+        above = _new_level(levels, old, freq[old] + 1)
     move_to_front(links, len(level) + above, block)
     level[block] = above
-    return _give_back(chain, free, taken, old) if alone else taken
+    if alone:
+        _give_back(levels, old)
 
 
 @subroutine
-def _evict(links: Links, level: Ids, chain: Links, free: Ids, taken: int) -> int:
-    """Drops a block; returns how many levels are in use now."""
-    lowest = front(chain, len(free))
-    pop_back(links, len(level) + lowest)
-    return _give_back(chain, free, taken, lowest) if is_empty(links, len(level) + lowest) else taken
+def _new_level(levels: Levels, below: int, freq: int) -> int:
+    """Puts a free level into the chain behind `below`, and returns it."""
+    level = int(levels.free[levels.numbers[TAKEN]])
+    levels.numbers[TAKEN] += 1
+    levels.freq[level] = freq
+    push_front(levels.chain, below, level)
+    return level
 
 
 @subroutine
-def _give_back(chain: Links, free: Ids, taken: int, level: int) -> int:
-    remove(chain, level)
-    free[taken - 1] = level
-    return taken - 1
+def _give_back(levels: Levels, level: int) -> None:
+    remove(levels.chain, level)
+    levels.numbers[TAKEN] -= 1
+    levels.free[levels.numbers[TAKEN]] = level
+
+
+WINDOW, PROBATION, PROTECTED = 1, 2, 3
+WINDOW_SHARE = 0.01
+PROTECTED_SHARE = 0.8
+
+
+class WTinyLFU(Policy):
+    """Window TinyLFU: an LRU window of 1 % (at least one block) before an SLRU of 20 % probation and 80 % protected.
+
+        get(b): note b in the sketch
+                if b in window or protected: move b to the front of it; hit
+                if b in probation: move b to the front of protected; if that is one block too many, its back goes to
+                    the front of probation; hit
+                put b at the front of the window; if that is one block too many:
+                    candidate, victim = the backs of window and probation
+                    if the cache was full: if the sketch knows more references of the candidate: the victim goes
+                                           else: the candidate goes
+                    the candidate, if it stays, moves to the front of probation
+                miss
+
+    9 bytes per block; the sketch has 26 to 52 bytes per place.
+    Source: G. Einziger, R. Friedman, B. Manes, TinyLFU: a highly efficient cache admission policy, ACM Transactions on
+    Storage 13(4), 2017, section 4.
+    Differs from Caffeine: the window stays at 1 % (no hill climbing), a tie always goes to the victim (Caffeine lets a
+    few warm candidates in at random against hash flooding), and there is the paper's doorkeeper.
+    Differs from libCacheSim: there every counter of a Bloom filter is incremented without limit, also when the window
+    gives up a block but not when a block of the window is hit, no doorkeeper, ageing after 32 hits per place, and
+    blocks enter protected directly while it has room.
+    """
+
+    name = "wtinylfu"
+    title = "W-TinyLFU"
+
+    def __init__(self, capacity: int, blocks: int) -> None:
+        super().__init__(capacity, blocks)
+        self._queues = new_queues(blocks, 3)
+        self._sketch = new_sketch(capacity)
+        window = max(1, int(capacity * WINDOW_SHARE))
+        self._limits = (capacity, window, int((capacity - window) * PROTECTED_SHARE))
+
+    def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
+        _wtinylfu(self._queues, self._sketch, self._limits, first, count, hits)
+
+    def _held(self) -> Flags:
+        return self._queues.where != ABSENT
+
+
+@lean_kernel
+def _wtinylfu(
+    queues: Queues, sketch: Sketch, limits: tuple[int, int, int], first: Int64s, count: Int64s, hits: Int64s
+) -> None:
+    capacity, window, protected = limits
+    _, where, sizes = queues
+    for run in range(len(first)):
+        for block in range(first[run], first[run] + count[run]):
+            note(sketch, block)
+            place = where[block]
+            if place == ABSENT:
+                is_full = sizes[WINDOW] + sizes[PROBATION] + sizes[PROTECTED] == capacity
+                enter(queues, WINDOW, block)
+                if sizes[WINDOW] > window:
+                    _admit(queues, sketch, is_full)
+                continue
+            hits[run] += 1
+            if place == PROBATION:
+                shift(queues, PROTECTED, block)
+                if sizes[PROTECTED] > protected:
+                    shift(queues, PROBATION, oldest(queues, PROTECTED))
+            else:
+                move_to_front(queues.links, len(where) + place, block)
+
+
+@subroutine
+def _admit(queues: Queues, sketch: Sketch, is_full: bool) -> None:
+    """Moves the back of the window to probation; if the cache was full, it or the back of probation goes."""
+    candidate = pop(queues, WINDOW)
+    if is_full:
+        victim = oldest(queues, PROBATION)
+        if queues.sizes[PROBATION] == 0 or estimate(sketch, candidate) <= estimate(sketch, victim):
+            return
+        leave(queues, victim)
+    enter(queues, PROBATION, candidate)
+
+
+CACHED, LRU_HISTORY, LFU_HISTORY = 1, 2, 3
+LEARNING_RATE = 0.45
+DISCOUNT_BASE = 0.005
+LEAST_WEIGHT = 0.01
+SEED = 123
+
+
+class LeCaR(Policy):
+    """Learning cache replacement as its authors' program has it: LRU and LFU, weights by regret.
+
+        get(b): the clock advances
+                if b is cached: to the front of the LRU list, frequency + 1; hit
+                if b is in the history of LRU (of LFU): take it out; frequency + 1, else the frequency is 1;
+                    the weight of LRU (of LFU) is multiplied by exp(-0.45 * d ** (clock - time of its eviction)),
+                    d = 0.005 ** (1 / capacity); the weights are scaled to sum 1 and kept within 0.01 .. 0.99
+                if full: p, q = the back of the LRU list, the least (frequency, block number)
+                    draw LRU or LFU by weight; if p is q it goes and enters no history
+                    else LRU: p goes to the LRU history, LFU: q goes to the LFU history (its oldest entry is dropped
+                    when it has `capacity` entries); the frequency is kept there
+                put b at the front of the LRU list; miss
+
+    LFU's ties go by block number, lowest first: on a loop LFU so gives up the lowest numbers, which is what makes the
+    authors' results on loops. The draws are those of the authors' program (MT19937, seed 123), so the hits are the same,
+    block by block, up to the last bit of numpy's single-precision exp. The frequency heap is corrected only when its
+    top is wanted: O(log n) per eviction, O(1) per hit. 33 bytes per block and 24 per place.
+
+    Source: G. Vietri et al., Driving cache replacement with ML-based LeCaR, HotStorage 2018, algorithms 1 and 2, and
+    the authors' program, github.com/sylab/LeCaR. Their later program (github.com/sylab/cacheus) halves the histories.
+    Differs from libCacheSim, which breaks LFU's ties by age: it has no hit on a loop, and fewer on skewed references.
+    """
+
+    name = "lecar"
+    title = "LeCaR"
+
+    def __init__(self, capacity: int, blocks: int) -> None:
+        super().__init__(capacity, blocks)
+        self._state = Learner(
+            queues=new_queues(blocks, 3),
+            past=np.zeros((blocks, 2), np.int64),
+            heap=new_heap(capacity, blocks),
+            clock=np.zeros(1, np.int64),
+            weights=np.array([0.5, 0.5], np.float32),
+        )
+        source = np.random.MT19937()
+        # The authors' program calls numpy.random.seed: an older way of seeding than MT19937(seed).
+        seeded: Any = np.random.RandomState(SEED).get_state(legacy=False)
+        source.state = seeded
+        self._draws = np.random.Generator(source)
+
+    def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
+        _lecar(self._state, self._draws, self.capacity, DISCOUNT_BASE ** (1 / self.capacity), first, count, hits)
+
+    def _held(self) -> Flags:
+        return self._state.queues.where == CACHED
+
+    @property
+    def weights(self) -> Floats:
+        """The weights of LRU and LFU now (float32[2]); they sum to 1."""
+        return self._state.weights
+
+
+class Learner(NamedTuple):
+    """LeCaR's state: the cache and its histories, past[block] (frequency, time of eviction), LFU's heap, the weights."""
+
+    queues: Queues
+    past: Int64s
+    heap: Heap
+    clock: Int64s
+    weights: Floats
+
+
+FREQUENCY, GONE = 0, 1
+
+
+@lean_kernel
+def _lecar(state: Learner, draws: Any, capacity: int, discount: float, first: Int64s, count: Int64s, hits: Int64s) -> None:
+    queues, past, heap, clock, weights = state
+    _, where, sizes = queues
+    for run in range(len(first)):
+        for block in range(first[run], first[run] + count[run]):
+            clock[0] += 1
+            if where[block] == CACHED:
+                move_to_front(queues.links, len(where) + CACHED, block)
+                past[block, FREQUENCY] += 1
+                hits[run] += 1
+                continue
+            if where[block] == ABSENT:
+                past[block, FREQUENCY] = 1
+            else:
+                _regret(state, discount, block)
+            if sizes[CACHED] == capacity:
+                _lecar_evict(state, LRU_HISTORY if draws.random() < weights[0] else LFU_HISTORY, capacity)
+            enter(queues, CACHED, block)
+            push(heap, past[block, FREQUENCY], block, block)
+
+
+@subroutine
+def _regret(state: Learner, discount: float, block: int) -> None:
+    """Takes a missed block out of its history and makes the policy that gave it up less likely."""
+    queues, past, _, clock, weights = state
+    policy = queues.where[block] - LRU_HISTORY
+    leave(queues, block)
+    past[block, FREQUENCY] += 1
+    loss = np.float32(discount ** (clock[0] - past[block, GONE]))
+    # Single precision throughout, as in the authors' program: a weight decides draws only to the last bit of itself.
+    weights[policy] *= np.exp(np.float32(-LEARNING_RATE) * loss)
+    total = weights[0] + weights[1]
+    weights[0] /= total
+    weights[1] /= total
+    for policy in range(2):
+        if weights[policy] >= np.float32(1 - LEAST_WEIGHT):
+            weights[policy] = 1 - LEAST_WEIGHT
+            weights[1 - policy] = LEAST_WEIGHT
+            break
+
+
+@subroutine
+def _lecar_evict(state: Learner, history: int, capacity: int) -> None:
+    queues, past, heap, clock, _ = state
+    least_recent = oldest(queues, CACHED)
+    # The cached block of the least (frequency, number), after bringing the heap's top up to date.
+    rarest = heap.rows[0, ITEM]
+    while heap.rows[0, MAJOR] != past[rarest, FREQUENCY]:
+        grow(heap, rarest, past[rarest, FREQUENCY])
+        rarest = heap.rows[0, ITEM]
+    victim = least_recent if history == LRU_HISTORY else rarest
+    leave(queues, victim)
+    take_out(heap, victim)
+    if least_recent != rarest:
+        if queues.sizes[history] == capacity:
+            pop(queues, history)
+        enter(queues, history, victim)
+        past[victim, GONE] = clock[0]

@@ -2,7 +2,7 @@
 
 `Recorded` replays the access log of an arena mount: every row is one reference, facts and budget changes come from the
 provenance, and verdicts are those of the mount. `Cut` is what a mount would make of any other trace. Both map runs of dense
-block ids to files through a `Places`; per reference they are plain Python.
+block ids to files through a `BlockSpace`; per reference they are plain Python.
 """
 
 from __future__ import annotations
@@ -11,32 +11,30 @@ import json
 import reprlib
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmcache.arrays import Flags, Int64s
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES
-from llmcache.cache.extents import (
+from llmcache.cache.hotset import HotSet
+from llmcache.cache.models import UNKNOWN, ExpertSlices, Models, first_guess
+from llmcache.cache.policies.base import Policy
+from llmcache.cache.steering import (
+    HIT,
     LARGE_EXTENT,
     LARGEST_EXTENT,
     LEAST_LOOP_BYTES,
     SMALL_EXTENT,
     Space,
+    Steering,
     extent_bytes_for,
-    first_guess,
 )
-from llmcache.cache.hotset import HotSet
-from llmcache.cache.models import UNKNOWN
-from llmcache.cache.policies.base import Ids, Policy
-from llmcache.cache.steering import HIT, Steering
 from llmcache.errors import DataError
+from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 from llmcache.units import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from llmcache.cache.models import Experts, Models
-    from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 
 SCHEME = "llmcache.mount/1"  # extra["mount"] of what llmcache.fs.daemon.logwriter writes
 _MOST_EXTENTS = 1 << 22  # of all spaces of a log at a time: eight times what a mount has
@@ -59,7 +57,8 @@ class LLMCache(Policy):
 
     def __init__(self, capacity: int, blocks: int) -> None:
         super().__init__(capacity, blocks)
-        self._source: Recorded | Cut = Cut(OneFile(blocks), (), capacity, UNKNOWN)
+        everything = BlockSpace(np.array([0]), np.array([blocks]))  # one file
+        self._source: Recorded | Cut = Cut(everything, (), capacity, UNKNOWN)
 
     def describe(self, space: BlockSpace, files: Sequence[TraceFile], provenance: Provenance, models: Models) -> None:
         """Takes the facts on files from a mount's log, or from the file table. DataError for a damaged log."""
@@ -68,47 +67,19 @@ class LLMCache(Policy):
         else:
             self._source = Cut(space, files, self.capacity, models)
 
-    def replay(self, first: Ids, count: Ids) -> Ids:
-        """See `Policy.replay`; a few microseconds for each extent, or page of what does not loop."""
-        hits = self._source.replay(first, count)
-        self.evictions = self._source.evictions
-        return hits
+    def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
+        """A few microseconds for each extent, or page of what does not loop."""
+        hits[:] = self._source.replay(first, count)
 
-    def resident(self) -> Ids:
-        """Returns the ids of held blocks."""
-        return self._source.resident()
+    def _held(self) -> Flags:
+        held = np.zeros(self.blocks, np.bool_)
+        held[self._source.resident()] = True
+        return held
 
-
-class Places(Protocol):
-    """What this needs of `llmcache.trace.record.BlockSpace`."""
-
-    def locate(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Returns (file, block) of each id."""
-
-    def within(self, file: int, first: int, end: int) -> Ids:
-        """Returns the ids of the blocks first .. end - 1 of a file that the trace touches."""
-
-    def end_of(self, file: int) -> int:
-        """Returns the block past the last that the trace touches of a file."""
-
-
-class OneFile:
-    """Places of ids about which nothing is known: they are the blocks of one file."""
-
-    def __init__(self, blocks: int) -> None:
-        self._blocks = blocks
-
-    def locate(self, ids: Ids) -> tuple[Ids, Ids]:
-        """File 0, the id itself."""
-        return np.zeros_like(ids), ids
-
-    def within(self, file: int, first: int, end: int) -> Ids:
-        """The range itself."""
-        return np.arange(first, min(end, self._blocks), dtype=np.int64)
-
-    def end_of(self, file: int) -> int:
-        """The number of blocks."""
-        return self._blocks
+    @property
+    def evictions(self) -> int:
+        """Blocks that have left; what is not wanted never came in."""
+        return self._source.evictions
 
 
 class Recorded:
@@ -117,7 +88,7 @@ class Recorded:
     With another capacity than the mount's budget, its budget changes are taken in proportion.
     """
 
-    def __init__(self, places: Places, provenance: Provenance, capacity: int) -> None:
+    def __init__(self, places: BlockSpace, provenance: Provenance, capacity: int) -> None:
         self._places = places
         self.core = Steering(capacity * BLOCK_BYTES)
         try:
@@ -137,7 +108,7 @@ class Recorded:
         extra = provenance.extra
         return extra.get("mount") == SCHEME and extra.get("mode") == "arena" and not provenance.lost_events
 
-    def replay(self, first: Ids, count: Ids) -> Ids:
+    def replay(self, first: Int64s, count: Int64s) -> Int64s:
         """Returns the hit blocks of each row; DataError if rows and provenance do not belong together."""
         files, blocks = self._places.locate(first)
         hits = np.zeros(len(first), np.int64)
@@ -177,24 +148,20 @@ class Recorded:
             _, file, key, part = event
             space = self.core.spaces[key]
             self._files[file] = (key, space.parts[part].base, space.extent_bytes)
-        elif event[0] == "space" and sum(self._counts(event[3])) > _MOST_EXTENTS:
-            raise ValueError(f"more than {_MOST_EXTENTS} extents")
         elif event[0] == "limit":
             self.core.limit(event[1] * self._capacity // self._budget)
         else:
+            more = [max(0, int(count)) for _, _, count in event[3]] if event[0] == "space" else []
+            if more and sum(space.count for space in self.core.spaces.values()) + sum(more) > _MOST_EXTENTS:
+                raise ValueError(f"more than {_MOST_EXTENTS} extents")
             self.core.apply(event)
-
-    def _counts(self, parts: list[Any]) -> Iterator[int]:
-        """Yields the extents of all spaces there are, and of `parts` that come."""
-        yield from (space.count for space in self.core.spaces.values())
-        yield from (max(0, int(count)) for _, _, count in parts)
 
     @property
     def evictions(self) -> int:
         """Blocks that have left."""
         return self.core.evicted_blocks
 
-    def resident(self) -> Ids:
+    def resident(self) -> Int64s:
         """Returns the ids of the blocks that are held, ascending."""
         files = {(key, base): file for file, (key, base, _) in self._files.items()}
         return _sorted(_ids_held(self.core, self._places, files))
@@ -219,13 +186,16 @@ class _Use:
 
 
 @dataclass
-class _Mixture:
+class _FileExperts:
     """The experts of one file; expert n has the key `first` + n."""
 
     file: int
-    experts: Experts
+    experts: ExpertSlices
     first: int
     uses: dict[int, _Use] = field(default_factory=dict)
+
+    def blocks(self, expert: int) -> int:
+        return -(-self.experts.bytes_of(expert) // BLOCK_BYTES)
 
 
 class Cut:
@@ -239,7 +209,7 @@ class Cut:
     files, single rows of tables, files that do not loop.
     """
 
-    def __init__(self, places: Places, files: Sequence[TraceFile], capacity: int, models: Models) -> None:
+    def __init__(self, places: BlockSpace, files: Sequence[TraceFile], capacity: int, models: Models) -> None:
         self._places = places
         self._capacity = capacity
         self._known = {file.id: file for file in files}
@@ -251,12 +221,12 @@ class Cut:
         self._latest = _Latest(Space("", BLOCK_BYTES, (), single=False), -1, 0, 0, [0, 0, 0])
         self._window = min(MIN_WINDOW_BYTES // BLOCK_BYTES, capacity // WINDOW_SHARE)
         self._rest: OrderedDict[int, None] = OrderedDict()
-        self._mixtures: dict[int, _Mixture] = {}
+        self._mixtures: dict[int, _FileExperts] = {}
         self._hot = HotSet()
         self._expert_blocks, self._expert_room = 0, capacity
         self._evictions = 0  # of experts, and of the rest
 
-    def replay(self, first: Ids, count: Ids) -> Ids:
+    def replay(self, first: Int64s, count: Int64s) -> Int64s:
         """Returns the hit blocks of each run."""
         files, blocks = self._places.locate(first)
         hits: list[int] = []
@@ -297,7 +267,7 @@ class Cut:
             self.core.guess(str(file), *([(extent, extent + 1) for extent in part] for part in guess))
         if experts is not None:
             first = max((mixture.first + mixture.experts.count for mixture in self._mixtures.values()), default=0)
-            self._mixtures[file] = _Mixture(file, experts[1], first)
+            self._mixtures[file] = _FileExperts(file, experts[1], first)
         return space
 
     def _run(self, space: Space, file: int, start: int, block: int, end: int) -> int:
@@ -374,7 +344,9 @@ class Cut:
 
     # Experts
 
-    def _slice(self, mixture: _Mixture, space: Space, extent: int, start: int, block: int, until: int) -> tuple[int, int]:
+    def _slice(
+        self, mixture: _FileExperts, space: Space, extent: int, start: int, block: int, until: int
+    ) -> tuple[int, int]:
         """Where the part of a slice, or of what is none, that begins at `block` ends, at most at `until`; and its hits."""
         experts, offset = mixture.experts, block * BLOCK_BYTES
         number = bisect_right(experts.starts, offset) - 1
@@ -390,14 +362,14 @@ class Cut:
         use.ends[number] = until
         return until, (until - block) * use.hit
 
-    def _used(self, mixture: _Mixture, expert: int) -> bool:
+    def _used(self, mixture: _FileExperts, expert: int) -> bool:
         """Whether an expert that is used is there; it is from then on."""
         key = mixture.first + expert
         hit = key in self._hot
         self._hot.use(key)
         if not hit:
             self._hot.keep(key)
-            self._expert_blocks += _blocks(mixture, expert)
+            self._expert_blocks += mixture.blocks(expert)
             self._trim_experts()
         return hit
 
@@ -405,8 +377,9 @@ class Cut:
         while self._expert_blocks > self._expert_room and (key := self._hot.least()) is not None:
             mixture = next(one for one in self._mixtures.values() if one.first <= key < one.first + one.experts.count)
             self._hot.drop(key)
-            self._expert_blocks -= _blocks(mixture, key - mixture.first)
-            self._evictions += _blocks(mixture, key - mixture.first)
+            blocks = mixture.blocks(key - mixture.first)
+            self._expert_blocks -= blocks
+            self._evictions += blocks
         self._trim()
 
     def _planned(self) -> None:
@@ -421,7 +394,7 @@ class Cut:
         """Blocks that have left."""
         return self.core.evicted_blocks + self._evictions
 
-    def resident(self) -> Ids:
+    def resident(self) -> Int64s:
         """Returns the ids of the blocks that are held, ascending."""
         self._trim()
         held = _ids_held(self.core, self._places, {(str(file), 0): file for file in self._spaces})
@@ -434,11 +407,7 @@ class Cut:
         return _sorted([*held, np.fromiter(self._rest, np.int64)])
 
 
-def _blocks(mixture: _Mixture, expert: int) -> int:
-    return -(-mixture.experts.bytes_of(expert) // BLOCK_BYTES)
-
-
-def _ids_held(core: Steering, places: Places, files: dict[tuple[str, int], int]) -> list[Ids]:
+def _ids_held(core: Steering, places: BlockSpace, files: dict[tuple[str, int], int]) -> list[Int64s]:
     found = []
     for space in core.spaces.values():
         for extent in space.held:
@@ -448,7 +417,7 @@ def _ids_held(core: Steering, places: Places, files: dict[tuple[str, int], int])
     return found
 
 
-def _sorted(parts: list[Ids]) -> Ids:
+def _sorted(parts: list[Int64s]) -> Int64s:
     """The ids in all `parts`, ascending, each once: a block may lie in two experts."""
     return np.unique(np.concatenate([np.empty(0, np.int64), *parts]))
 

@@ -1,19 +1,21 @@
-"""LRU: the block that was used least recently goes."""
+"""Policies that go by recency: LRU, and CLOCK and SIEVE, which come near it with a bit in place of a move."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from llmcache.cache.policies.base import Ids, Policy, lean_kernel, subroutine
-from llmcache.cache.policies.lists import (
+from llmcache.arrays import Bytes, Flags, Int64s
+from llmcache.cache.policies.base import Policy, lean_kernel, subroutine
+from llmcache.cache.policies.structures import (
     NEXT,
     NONE,
     PREV,
     Links,
     is_linked,
-    linked,
     move_to_front,
     new_links,
+    push_front,
+    remove,
 )
 
 
@@ -35,27 +37,21 @@ class LRU(Policy):
     def __init__(self, capacity: int, blocks: int) -> None:
         super().__init__(capacity, blocks)
         self._links = new_links(blocks, 1)
-        self._used = 0
+        self._used = np.zeros(1, np.int64)
 
-    def replay(self, first: Ids, count: Ids) -> Ids:
-        """See `Policy.replay`."""
-        hits = np.zeros(len(first), np.int64)
-        self._used, evicted = _replay(self._links, self.blocks, self.capacity, self._used, first, count, hits)
-        self.evictions += evicted
-        return hits
+    def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
+        _lru(self._links, self._used, self.capacity, first, count, hits)
 
-    def resident(self) -> Ids:
-        """See `Policy.resident`."""
-        return linked(self._links, self.blocks)
+    def _held(self) -> Flags:
+        return self._links[:-1, NEXT] != NONE
 
 
 @lean_kernel
-def _replay(links: Links, head: int, capacity: int, used: int, first: Ids, count: Ids, hits: Ids) -> tuple[int, int]:
-    before = used
-    missed = 0
+def _lru(links: Links, numbers: Int64s, capacity: int, first: Int64s, count: Int64s, hits: Int64s) -> None:
+    head, used = len(links) - 1, numbers[0]
     for run in range(len(first)):
         block, end = first[run], first[run] + count[run]
-        missed_before = missed
+        missed = 0
         while block < end:
             if is_linked(links, block):
                 move_to_front(links, head, block)
@@ -65,8 +61,8 @@ def _replay(links: Links, head: int, capacity: int, used: int, first: Ids, count
                 used = min(capacity, used + stop - block)
                 missed += stop - block
                 block = stop
-        hits[run] = count[run] - (missed - missed_before)
-    return used, missed - (used - before)
+        hits[run] = count[run] - missed
+    numbers[0] = used
 
 
 @subroutine
@@ -97,3 +93,116 @@ def _bring_in(links: Links, head: int, capacity: int, used: int, block: int, end
     links[head, PREV] = oldest
     links[oldest, NEXT] = head
     return block
+
+
+FREE = -1
+"""The slot of a block that is not in the cache."""
+USED, HAND = 0, 1  # places in the numbers: blocks in the cache, where the hand is
+
+
+class Clock(Policy):
+    """CLOCK with one bit, which a block gets by its first reference after the one that brought it in.
+
+        get(b): if b in cache: used[b] = 1; hit
+                if cache is full: while used[block at hand]: used[block at hand] = 0, move the hand on
+                                  drop the block at the hand
+                put b at the hand with used[b] = 0, move the hand on; miss
+
+    5 bytes per id and 8 per block of capacity.
+
+    Source: F. J. Corbató, A paging experiment with the Multics system, MIT Project MAC, 1968.
+    Differs from the paper: the reference that brings a block in does not set its bit, as in FIFO with second chance; else
+    a scan would clear the bits of the whole cache before it drops its own blocks.
+    """
+
+    name = "clock"
+    title = "CLOCK"
+
+    def __init__(self, capacity: int, blocks: int) -> None:
+        super().__init__(capacity, blocks)
+        self._slot = np.full(blocks, FREE, np.int32 if capacity <= np.iinfo(np.int32).max else np.int64)
+        self._block = np.zeros(min(capacity, blocks), np.int64)
+        self._was_used = np.zeros(blocks, np.uint8)
+        self._numbers = np.zeros(2, np.int64)
+
+    def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
+        _clock(self._slot, self._block, self._was_used, self._numbers, first, count, hits)
+
+    def _held(self) -> Flags:
+        return self._slot != FREE
+
+
+@lean_kernel
+def _clock(
+    slot: Links, block_at: Int64s, was_used: Bytes, numbers: Int64s, first: Int64s, count: Int64s, hits: Int64s
+) -> None:
+    used, hand, slots = numbers[USED], numbers[HAND], len(block_at)
+    for run in range(len(first)):
+        for block in range(first[run], first[run] + count[run]):
+            if slot[block] != FREE:
+                was_used[block] = 1
+                hits[run] += 1
+                continue
+            if used == slots:
+                while was_used[block_at[hand]]:
+                    was_used[block_at[hand]] = 0
+                    hand = hand + 1 if hand + 1 < slots else 0
+                slot[block_at[hand]] = FREE
+            else:
+                used += 1
+            slot[block] = hand
+            block_at[hand] = block
+            hand = hand + 1 if hand + 1 < slots else 0
+    numbers[USED], numbers[HAND] = used, hand
+
+
+class Sieve(Policy):
+    """SIEVE: CLOCK that leaves surviving blocks where they are, so that new blocks go first; 9 bytes per id.
+
+        get(b): if b in queue: visited[b] = 1; hit
+                if queue is full: start at the hand, or at the oldest block when there is none
+                                  while visited[block at hand]: clear it, move to the next newer (past the newest: oldest)
+                                  drop the block at the hand; the hand stays on its newer neighbour
+                put b at the newest end with visited[b] = 0; miss
+
+    There are no parameters.
+
+    Source: Y. Zhang, J. Yang, Y. Yue, Y. Vigfusson, K. V. Rashmi, SIEVE is simpler than LRU, NSDI 2024, algorithm 1.
+    """
+
+    name = "sieve"
+    title = "SIEVE"
+
+    def __init__(self, capacity: int, blocks: int) -> None:
+        super().__init__(capacity, blocks)
+        self._links = new_links(blocks, 1)
+        self._visited = np.zeros(blocks, np.uint8)
+        self._numbers = np.array([0, blocks], np.int64)  # the hand at the head of the ring: none yet
+
+    def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
+        _sieve(self._links, self._visited, self._numbers, self.capacity, first, count, hits)
+
+    def _held(self) -> Flags:
+        return self._links[:-1, NEXT] != NONE
+
+
+@lean_kernel
+def _sieve(links: Links, visited: Bytes, numbers: Int64s, capacity: int, first: Int64s, count: Int64s, hits: Int64s) -> None:
+    used, hand, head = numbers[USED], numbers[HAND], len(visited)
+    for run in range(len(first)):
+        for block in range(first[run], first[run] + count[run]):
+            if is_linked(links, block):
+                visited[block] = 1
+                hits[run] += 1
+                continue
+            if used == capacity:
+                while hand == head or visited[hand]:
+                    if hand != head:
+                        visited[hand] = 0
+                    hand = np.int64(links[hand, PREV])
+                victim, hand = hand, np.int64(links[hand, PREV])
+                remove(links, victim)
+            else:
+                used += 1
+            push_front(links, head, block)
+    numbers[USED], numbers[HAND] = used, hand

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmcache.cache.extents import HUGE_BYTES, LEAST_LOOP_BYTES
+from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.touches import PLACES, RUNS, Touches

@@ -25,8 +25,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmcache.cache.extents import LARGE_EXTENT
-from llmcache.cache.steering import HIT, KEPT, MISS
+from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, MISS
 from llmcache.fs.backends.base import BOUNCE_BYTES, BufferFetch, Region
 from llmcache.fs.backends.slices import SliceReader
 from llmcache.fs.client.mountpoint import MountEntry, find

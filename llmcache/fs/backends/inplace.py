@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from llmcache.bpf.pagetables import PageTables, Unreadable
 from llmcache.cache.arbitration import LEAST_WINDOW_MAX_BYTES, least_window
-from llmcache.cache.extents import HUGE_BYTES
+from llmcache.cache.steering import HUGE_BYTES
 from llmcache.errors import MountProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.files import CHECK_S, File, Files, MappedFile, ReadAhead, read_ahead, read_ahead_file

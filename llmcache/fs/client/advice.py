@@ -21,11 +21,10 @@ from llmcache.cache.arbitration import (
     reserve_bytes,
     share_budget,
 )
-from llmcache.cache.constants import PAPER
-from llmcache.cache.extents import EXTENTS_MAX, HUGE_BYTES, LARGE_EXTENT, SMALL_EXTENT, extent_bytes_for
 from llmcache.cache.mixture import MixtureBytes
 from llmcache.cache.question import Question
 from llmcache.cache.sizing import (
+    PAPER,
     SECOND_NS,
     Answer,
     ModelBytes,
@@ -39,6 +38,7 @@ from llmcache.cache.sizing import (
     passes_keeping,
     size_of,
 )
+from llmcache.cache.steering import EXTENTS_MAX, HUGE_BYTES, LARGE_EXTENT, SMALL_EXTENT, extent_bytes_for
 from llmcache.errors import UsageError
 from llmcache.fs.client.bandwidth import measured_storage
 from llmcache.fs.engine.budget import DAEMON_BYTES, MIN_BUDGET_BYTES, budget_of, ram_for, total_bytes

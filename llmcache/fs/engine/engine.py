@@ -13,9 +13,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.arbitration import INPLACE_ALLOWANCE_BYTES, WINDOW_ALLOWANCE_BYTES
-from llmcache.cache.cursors import CURSOR_LIFE_NS
-from llmcache.cache.extents import SMALL_EXTENT
-from llmcache.cache.loops import Pass
+from llmcache.cache.loops import CURSOR_LIFE_NS, Pass
+from llmcache.cache.steering import SMALL_EXTENT
 from llmcache.fs.backends.base import Backend, BufferPool, Holder, KernelNotifier
 from llmcache.fs.backends.fuse import FuseBackend
 from llmcache.fs.backends.holders import ArenaHolder, PinService, SteerHolder

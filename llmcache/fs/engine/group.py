@@ -16,8 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmcache.cache.cursors import CursorTable
-from llmcache.cache.loops import LoopLearner, LoopOrder, Pass
+from llmcache.cache.loops import CursorTable, LoopLearner, LoopOrder, Pass
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Region

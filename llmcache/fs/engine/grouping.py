@@ -15,14 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmcache.cache.extents import (
-    EXTENTS_MAX,
-    LARGEST_EXTENT,
-    LEAST_LOOP_BYTES,
-    SMALL_EXTENT,
-    extent_bytes_for,
-    first_guess,
-)
+from llmcache.cache.models import first_guess
+from llmcache.cache.steering import EXTENTS_MAX, LARGEST_EXTENT, LEAST_LOOP_BYTES, SMALL_EXTENT, extent_bytes_for
 from llmcache.errors import DataError
 from llmcache.fs.backends.base import Region
 from llmcache.fs.engine.group import PAGE, SINGLE, WRITTEN_EXTENTS_MAX, Group, Member

@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from llmcache.cache.cursors import CURSOR_LIFE_NS
+from llmcache.cache.loops import CURSOR_LIFE_NS
 from llmcache.fs.engine.group import READY, Group
 from llmcache.fs.engine.planner import choose_victims
 
 if TYPE_CHECKING:
-    from llmcache.cache.cursors import Cursor
+    from llmcache.cache.loops import Cursor
     from llmcache.fs.backends.base import Backend
     from llmcache.fs.engine.state import CacheState, Job
 
