@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs.layout.experts import Experts
-from llmcache.fs.layout.tensors import ModelLayout, Tensor
+from llmcache.fs.layout.tensors import Experts, ModelLayout, Tensor
 from tests.unit.test_make_model import made
 from tools.bench.routing import layout_of
 

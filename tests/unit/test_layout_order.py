@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from llmcache.fs.layout import ModelLayout, Tensor, order_shards, shard_name
-from llmcache.fs.layout.tensors import is_embedding, is_expert, is_output
+from llmcache.fs.layout.tensors import ModelLayout, Tensor, is_embedding, is_expert, is_output, order_shards, shard_name
 
 GGUF_LAYER = ["attn_norm", "attn_q", "attn_v", "attn_k", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
 HF_LAYER = [

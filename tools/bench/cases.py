@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmcache.fs.layout.experts import Experts
+from llmcache.fs.layout.tensors import Experts
 from tools.make_model import make_model
 from tools.modelgen.gguf_file import BYTES_PER_VALUE
 from tools.modelgen.shape import MixtureShape, choose_shape

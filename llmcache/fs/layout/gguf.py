@@ -25,60 +25,19 @@ from llmcache.fs.layout.tensors import (
     quoted,
 )
 
-
-@dataclass(frozen=True)
-class GgmlType:
-    """A tensor type: `block_values` values are stored in `block_bytes` bytes."""
-
-    name: str
-    block_values: int
-    block_bytes: int
-
-
-GGML_TYPES: dict[int, GgmlType] = {
-    0: GgmlType("F32", 1, 4),
-    1: GgmlType("F16", 1, 2),
-    2: GgmlType("Q4_0", 32, 18),
-    3: GgmlType("Q4_1", 32, 20),
-    6: GgmlType("Q5_0", 32, 22),
-    7: GgmlType("Q5_1", 32, 24),
-    8: GgmlType("Q8_0", 32, 34),
-    9: GgmlType("Q8_1", 32, 36),
-    10: GgmlType("Q2_K", 256, 84),
-    11: GgmlType("Q3_K", 256, 110),
-    12: GgmlType("Q4_K", 256, 144),
-    13: GgmlType("Q5_K", 256, 176),
-    14: GgmlType("Q6_K", 256, 210),
-    15: GgmlType("Q8_K", 256, 292),
-    16: GgmlType("IQ2_XXS", 256, 66),
-    17: GgmlType("IQ2_XS", 256, 74),
-    18: GgmlType("IQ3_XXS", 256, 98),
-    19: GgmlType("IQ1_S", 256, 50),
-    20: GgmlType("IQ4_NL", 32, 18),
-    21: GgmlType("IQ3_S", 256, 110),
-    22: GgmlType("IQ2_S", 256, 82),
-    23: GgmlType("IQ4_XS", 256, 136),
-    24: GgmlType("I8", 1, 1),
-    25: GgmlType("I16", 1, 2),
-    26: GgmlType("I32", 1, 4),
-    27: GgmlType("I64", 1, 8),
-    28: GgmlType("F64", 1, 8),
-    29: GgmlType("IQ1_M", 256, 56),
-    30: GgmlType("BF16", 1, 2),
+# Tensor types by number: name, and how many values are stored in a block of how many bytes.
+GGML_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2),
+    26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
     # Repacked variants that files of 2024 carry; llama.cpp repacks at load time since.
-    31: GgmlType("Q4_0_4_4", 32, 18),
-    32: GgmlType("Q4_0_4_8", 32, 18),
-    33: GgmlType("Q4_0_8_8", 32, 18),
-    34: GgmlType("TQ1_0", 256, 54),
-    35: GgmlType("TQ2_0", 256, 66),
-    36: GgmlType("IQ4_NL_4_4", 32, 18),
-    37: GgmlType("IQ4_NL_4_8", 32, 18),
-    38: GgmlType("IQ4_NL_8_8", 32, 18),
-    39: GgmlType("MXFP4", 32, 17),
-    40: GgmlType("NVFP4", 64, 36),
-    41: GgmlType("Q1_0", 128, 18),
-}
-
+    31: ("Q4_0_4_4", 32, 18), 32: ("Q4_0_4_8", 32, 18), 33: ("Q4_0_8_8", 32, 18), 36: ("IQ4_NL_4_4", 32, 18),
+    37: ("IQ4_NL_4_8", 32, 18), 38: ("IQ4_NL_8_8", 32, 18),
+}  # fmt: skip
 
 ReadAt = Callable[[int, int], bytes]
 """`read(offset, size)` gives up to `size` bytes of the file at `offset`."""
@@ -283,16 +242,16 @@ def _read_tensor(cursor: Cursor, alignment: int) -> Tensor:
         raise DataError(f"tensor {quoted(name)} has {dimension_count} dimensions")
     shape = [cursor.u64() for _ in range(dimension_count)]
     type_number, offset = cursor.u32(), cursor.u64()
-    kind = GGML_TYPES.get(type_number)
-    if kind is None:
+    if type_number not in GGML_TYPES:
         raise DataError(f"tensor {quoted(name)} has the unknown type {type_number}")
-    if (shape[0] if shape else 1) % kind.block_values:
-        raise DataError(f"tensor {quoted(name)}: rows of {shape[:1]} values are no whole blocks of {kind.name}")
+    dtype, block_values, block_bytes = GGML_TYPES[type_number]
+    if (shape[0] if shape else 1) % block_values:
+        raise DataError(f"tensor {quoted(name)}: rows of {shape[:1]} values are no whole blocks of {dtype}")
     if offset % alignment:
         raise DataError(f"tensor {quoted(name)}: offset {offset} is not a multiple of the alignment {alignment}")
     experts = shape[-1] if len(shape) > 1 and is_expert(name) else 1  # the last dimension counts them
-    size_bytes = math.prod(shape) // kind.block_values * kind.block_bytes
-    return Tensor(name, offset, size_bytes, kind.name, experts if experts and size_bytes % experts == 0 else 1)
+    size_bytes = math.prod(shape) // block_values * block_bytes
+    return Tensor(name, offset, size_bytes, dtype, experts if experts and size_bytes % experts == 0 else 1)
 
 
 def _shard(wanted: dict[str, int]) -> tuple[int, int] | None:
