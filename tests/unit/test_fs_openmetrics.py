@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from llmcache.fs.daemon.openmetrics import Family, exposition, labels_of, number, render
-from tests.unit.top_parts import file, loop, stats, waits
+from tests.unit.top_parts import file, loop, stats
 
 PATHS = st.binary(min_size=1, max_size=30).map(lambda name: "/" + name.decode("utf-8", "surrogateescape"))
 
@@ -92,19 +92,3 @@ def test_different_paths_have_different_labels(paths: list[str]) -> None:
 def test_values_are_kept(amount: float) -> None:
     assert value(render([Family("x", "gauge", "An x.").add(amount)]), "x") == amount
     assert number(3) == "3" and number(0.1) == "0.1"
-
-
-def test_a_value_that_is_there_twice_and_wrong_names_are_refused() -> None:
-    family = Family("x_bytes", "counter", "An x.", "bytes").add(1, file="a")
-    with pytest.raises(ValueError, match="two values"):
-        family.add(2, file="a")
-    for name, unit in (("x", "bytes"), ("x_miles", "miles"), ("ä", ""), ("", "")):
-        with pytest.raises(ValueError, match=r"no metric|its unit"):
-            Family(name, "gauge", "An x.", unit)
-    assert not list(Family("x", "gauge", "No value.").lines())
-
-
-def test_a_histogram_counts_up() -> None:
-    family = Family("w_seconds", "histogram", "Waits.", "seconds").add_histogram(waits(1, 1, 10**10))
-    counts = [amount for (suffix, _), amount in family.samples.items() if suffix == "_bucket"]
-    assert counts == sorted(counts) and counts[0] == 2 and counts[-1] == 3

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.fs.client.sample import quantile_s, waits_between
+from llmcache.fs.client.top import quantile_s, waits_between
 from llmcache.fs.engine.state import BOUNDS_NS
 from tests.unit.top_parts import waits
 

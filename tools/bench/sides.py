@@ -19,7 +19,7 @@ from typing import Any
 
 from llmcache.errors import LlmcacheError
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
-from llmcache.fs.client.statistics import fetch
+from llmcache.fs.client.operation import fetch
 
 from .blockdev import disk_of, read_ahead, read_ahead_file
 from .cgroup import Group
