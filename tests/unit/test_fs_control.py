@@ -133,7 +133,7 @@ def test_a_users_files_name_no_process_of_somebody_else(places: dict[int, Path])
     found = control.files("/nowhere", OTHER)
     with acting_as(OTHER):
         lock = controlserver.take_lock(found, "/nowhere")
-        found.tell({"pid": os.getpid()})
+        found.write_info({"pid": os.getpid()})
     for path in (found.info, found.lock):
         os.chown(path, 0, 0)
         assert control.daemon_pid("/nowhere", OTHER) is None
@@ -171,7 +171,7 @@ def test_who_looks_at_the_lock_at_the_same_time_is_no_daemon(tmp_path: Path, mon
 def test_what_a_dead_daemon_said_of_itself_is_forgotten_with_the_lock(point: str) -> None:
     """Its number may be another process' by now: `umount --force` would end that."""
     found = control.files(point)
-    found.tell({"pid": os.getpid()})
+    found.write_info({"pid": os.getpid()})
     lock = controlserver.take_lock(found, point)
     assert control.is_locked(found) and control.daemon_pid(point) is None
     os.close(lock)
@@ -187,7 +187,7 @@ control.directory = lambda _uid: sys.argv[1]
 found, later = control.files("/nowhere"), []
 lock = controlserver.take_lock(found, "/nowhere")
 daemon = subprocess.Popen(["sleep", "600"])
-found.tell({"pid": daemon.pid})
+found.write_info({"pid": daemon.pid})
 def wait_until_gone(*_):
     if not later:
         daemon.kill()
@@ -212,19 +212,19 @@ def test_umount_ends_the_daemon_and_not_who_has_its_number_by_then(tmp_path: Pat
 def test_what_a_daemon_left_is_removed_but_not_from_one_that_begins(point: str) -> None:
     found = control.files(point)
     lock = controlserver.take_lock(found, point)
-    found.tell({"pid": os.getpid()})
+    found.write_info({"pid": os.getpid()})
     control.remove_left(found)
     assert control.daemon_pid(point) == os.getpid()  # it serves
     os.unlink(found.lock)
     newer = controlserver.take_lock(found, point)
     os.close(lock)
-    found.tell({"pid": os.getpid()})
+    found.write_info({"pid": os.getpid()})
     control.remove_left(found)
     assert control.daemon_pid(point) == os.getpid()
     os.close(newer)
     control.remove_left(found)
     assert not os.path.lexists(found.info) and not os.path.lexists(found.lock)
-    found.tell({})  # of one that has no lock yet
+    found.write_info({})  # of one that has no lock yet
     control.remove_left(found)
     assert os.path.lexists(found.info)
 
@@ -299,7 +299,7 @@ def test_what_a_user_plants_for_root_is_not_taken_for_a_daemon(places: dict[int,
 
     server = controlserver.ControlServer(own, answer)
     lock = controlserver.take_lock(own, "/nowhere")
-    own.tell({"pid": os.getpid()})
+    own.write_info({"pid": os.getpid()})
     base = os.path.dirname(own.base)
     held = {entry.inode(): entry.name for entry in os.scandir(base)}
     if name == "directory":
@@ -333,8 +333,8 @@ def test_a_daemon_writes_through_nothing_that_lies_at_its_names(places: dict[int
     with acting_as(OTHER):
         try:
             lock = controlserver.take_lock(found, "/nowhere")
-            with control.making(found.info):
-                found.tell({"pid": os.getpid()})
+            with control.file_errors(found.info):
+                found.write_info({"pid": os.getpid()})
             server = controlserver.ControlServer(found, lambda request, _tell: request)
         except EnvironmentProblem as error:
             refused = name == "lock" or kind == "a directory"

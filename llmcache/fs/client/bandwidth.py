@@ -75,13 +75,13 @@ def measure(directory: str) -> Measured:
     _refuse_memory(directory)
     name = _largest_file(directory)
     if name is not None:
-        with _explained(directory, "open"):
+        with _storage_errors(directory, "open"):
             fd = os.open(name, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     else:
-        with _explained(directory, "write"):
+        with _storage_errors(directory, "write"):
             fd = _temporary(directory)
     try:
-        with _explained(directory, "read"):
+        with _storage_errors(directory, "read"):
             return _read(directory, name or "temporary", fd, os.fstat(fd).st_size // REQUEST_BYTES)
     finally:
         os.close(fd)
@@ -185,7 +185,7 @@ def _sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:
 
 
 @contextmanager
-def _explained(directory: str, what: str) -> Iterator[None]:
+def _storage_errors(directory: str, what: str) -> Iterator[None]:
     """A with block that does `what` in `directory`: its OSErrors become EnvironmentProblem, with what to do about it."""
     try:
         yield

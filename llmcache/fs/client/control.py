@@ -69,8 +69,7 @@ class Files:
         """A descriptor of one of these files, with O_PATH of the socket; NotTheirs, or another OSError."""
         kind = stat.S_IFSOCK if flags & os.O_PATH else stat.S_IFREG
         with self._directory() as directory:
-            fd = os.open(os.path.basename(path), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-        self._check(fd, kind)
+            fd = self._open(os.path.basename(path), kind, directory)
         if flags & os.O_PATH:
             return fd
         try:
@@ -80,21 +79,22 @@ class Files:
 
     @contextlib.contextmanager
     def _directory(self) -> Iterator[int]:
-        fd = os.open(os.path.dirname(self.base), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        self._check(fd, stat.S_IFDIR)
+        fd = self._open(os.path.dirname(self.base), stat.S_IFDIR)
         try:
             yield fd
         finally:
             os.close(fd)
 
-    def _check(self, fd: int, kind: int) -> None:
-        """Close `fd`, with NotTheirs, if it is of something else than that kind, or not of their user alone."""
+    def _open(self, name: str, kind: int, directory: int | None = None) -> int:
+        """NotTheirs if it is of something else than that kind, or not of their user alone."""
+        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
         status = os.fstat(fd)
         if stat.S_IFMT(status.st_mode) != kind or status.st_uid != self.uid or status.st_mode & _OTHERS_WRITE:
             os.close(fd)
             raise NotTheirs(errno.EPERM, "it is not its user's alone")
+        return fd
 
-    def tell(self, facts: dict[str, Any]) -> None:
+    def write_info(self, facts: dict[str, Any]) -> None:
         """Write the info file, whole or not at all."""
         with replacing(self.info) as file:
             file.write(json.dumps(facts).encode())
@@ -152,7 +152,7 @@ def files(point: str, uid: int | None = None) -> Files:
     return Files(os.path.join(directory(uid), name), uid)
 
 
-def told_points() -> list[str]:
+def root_points() -> list[str]:
     """Mount points of which daemons of root tell in their files; none for those who may not read these."""
     found = []
     with contextlib.suppress(OSError):
@@ -245,7 +245,7 @@ def remove_left(found: Files) -> None:
 
 
 @contextlib.contextmanager
-def making(path: str) -> Iterator[None]:
+def file_errors(path: str) -> Iterator[None]:
     """A with block that makes a daemon's file: EnvironmentProblem where what is there cannot be replaced."""
     try:
         yield
@@ -354,7 +354,7 @@ def wait_until_gone(found: Files, timeout_s: float, process: Process | None = No
 
 
 @contextlib.contextmanager
-def understood(mount: str) -> Iterator[None]:
+def reply_errors(mount: str) -> Iterator[None]:
     """While a reply of the mount on a path is read: MountProblem if it is not what this version knows."""
     try:
         yield

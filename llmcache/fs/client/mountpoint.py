@@ -76,7 +76,7 @@ def find(point: str) -> Mount | None:
 
 def _all() -> list[Mount]:
     """All llmcachefs mounts: over FUSE, and those in place that root has made."""
-    in_place = [mount for point in control.told_points() if (mount := find(point)) and mount.fstype == IN_PLACE]
+    in_place = [mount for point in control.root_points() if (mount := find(point)) and mount.fstype == IN_PLACE]
     return [mount for mount in mounts().values() if mount.fstype == FSTYPE] + in_place
 
 

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from llmcache.errors import MountProblem, UsageError, printable
 from llmcache.fs.client import control, mountpoint
-from llmcache.fs.client.control import understood
+from llmcache.fs.client.control import reply_errors
 from llmcache.fs.client.mountpoint import ask
 from llmcache.mountinfo import Mount
 from llmcache.units import format_duration, format_size
@@ -48,7 +48,7 @@ def show_openmetrics(mount: str) -> None:
     from llmcache.fs.daemon.openmetrics import exposition
 
     stats = fetch(mount)
-    with understood(mount):
+    with reply_errors(mount):
         text = exposition(stats, mountpoint.resolve(mount), paths=True)
     sys.stdout.write(text)
 
@@ -65,7 +65,7 @@ def show_stats(mount: str, *, pause_s: float | None, count: int | None, as_json:
     try:
         while True:
             now = fetch(mount)
-            with understood(mount):
+            with reply_errors(mount):
                 if as_json:
                     print(json.dumps(now, indent=2 if pause_s is None else None), flush=True)
                 elif pause_s is None:
@@ -106,7 +106,7 @@ def _mount_row(mount: Mount) -> dict[str, Any]:
     measured = dict.fromkeys(("mode", "uptime_s", "budget_bytes", "pinned_bytes", "resident_bytes", "read_bytes"))
     try:
         stats = fetch(mount.point)
-        with understood(mount.point):
+        with reply_errors(mount.point):
             answered = {key: stats[key] for key in measured}
             return {**row, "problem": None, **answered, "hit_ratio": hit_ratio(stats)}
     except MountProblem as problem:
@@ -208,7 +208,7 @@ def resize(mount: str, size_bytes: int, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(reply))
         return
-    with understood(mount):
+    with reply_errors(mount):
         before, now, used = (format_size(reply[key]) for key in ("before_bytes", "budget_bytes", "resident_bytes"))
     print(f"{printable(mount)}: budget {before} -> {now}, {used} resident")
 
@@ -220,7 +220,7 @@ def warmup(mount: str, globs: tuple[str, ...], *, check: bool, as_json: bool) ->
     """
     with _progress("checking" if check else "warming") as show:
         reply = ask(mount, {"op": "warmup", "globs": list(globs), "check": check}, show)
-    with understood(mount):
+    with reply_errors(mount):
         if as_json:
             print(json.dumps(reply))
         else:
@@ -254,7 +254,7 @@ def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(reply))
         return
-    with understood(mount):
+    with reply_errors(mount):
         count = sum(len(group["paths"]) for group in reply["groups"])
         files = f"{count} {'file' if count == 1 else 'files'}"
         print(f"{printable(mount)}: {format_size(reply['evicted_bytes'])} of {files} evicted")

@@ -27,9 +27,9 @@ import time
 import tty
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
 from types import FrameType
 from typing import Any, TextIO
 
@@ -39,7 +39,7 @@ from rich.live import Live
 from rich.text import Span, Text
 
 from llmcache.errors import MountProblem, UsageError, printable
-from llmcache.fs.client.control import understood
+from llmcache.fs.client.control import reply_errors
 from llmcache.fs.client.mountpoint import ask
 from llmcache.units import format_duration, format_rate, format_size
 
@@ -452,7 +452,7 @@ class Watcher:
         asked_s = self._clock()
         try:
             stats = self._ask(self.mount, {"op": "stats"})
-            with understood(self.mount):
+            with reply_errors(self.mount):
                 self._notice_another(stats, asked_s)
                 return self._sample(stats)
         except MountProblem as error:
@@ -471,7 +471,7 @@ class Watcher:
         self._latest_begin_s = min(self._latest_begin_s, self._clock() - stats["uptime_s"])
 
     def _sample(self, stats: dict[str, Any]) -> Sample:
-        heat = self._warmth()
+        heat = self._heat_reply()
         base = self._base(stats)
         found = Sample(
             mount=self.mount,
@@ -489,7 +489,7 @@ class Watcher:
             self._past.popleft()
         return found
 
-    def _warmth(self) -> dict[str, Any]:
+    def _heat_reply(self) -> dict[str, Any]:
         """The heat, not asked for more often than it is cheap to tell."""
         began = self._clock()
         if began >= self._heat_due_s:
@@ -713,30 +713,22 @@ def show(mount: str, *, pause_s: float, count: int | None, once: bool, as_json: 
         raise UsageError(f"INTERVAL: {pause_s:g} s is less than {LEAST_PAUSE_S:g} s")
     watcher = Watcher(mount)
     count = 1 if once else count
-    try:
+    with suppress(KeyboardInterrupt):
         if as_json:
-            _print_json(watcher, pause_s, count)
+            for sample in _samples(watcher, pause_s, count):
+                print(json.dumps(sample.document()), flush=True)
         elif once or not sys.stdout.isatty() or Console().is_dumb_terminal:
             _print_text(watcher, pause_s, count or 1)
         else:
             Screen(watcher, pause_s, count).run()
-    except KeyboardInterrupt:
-        return
 
 
 def _samples(watcher: Watcher, pause_s: float, count: int | None) -> Iterator[Sample]:
     """Yields samples that have an interval before them."""
     watcher.sample()
-    taken = 0
-    while count is None or taken < count:
+    for _ in repeat(None) if count is None else range(count):
         time.sleep(pause_s)
         yield watcher.sample()
-        taken += 1
-
-
-def _print_json(watcher: Watcher, pause_s: float, count: int | None) -> None:
-    for sample in _samples(watcher, pause_s, count):
-        print(json.dumps(sample.document()), flush=True)
 
 
 def _print_text(watcher: Watcher, pause_s: float, count: int) -> None:
@@ -804,19 +796,13 @@ class Screen:
         """Until the next look is due or a signal came; True if `q` was pressed, or no key can come any more."""
         keys = [sys.stdin.fileno()] if sys.stdin.isatty() else []
         ready, _, _ = select.select([*keys, wake], [], [], max(0.0, due - time.monotonic()))
-        if wake in ready:
-            os.read(wake, 512)
-        if keys and keys[0] in ready:
-            typed = os.read(keys[0], 512)
-            return not typed or b"q" in typed or b"Q" in typed
-        return False
+        typed = {fd: os.read(fd, 512) for fd in ready}
+        return any(not typed[fd] or b"q" in typed[fd].lower() for fd in keys if fd in typed)
 
     @contextmanager
     def _signals(self) -> Iterator[int]:
         """Gives the descriptor that becomes readable when a signal has come."""
-        reading, writing = os.pipe()
-        os.set_blocking(reading, False)
-        os.set_blocking(writing, False)
+        reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         old_wake = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         handlers = {signal.SIGWINCH: self._noted, signal.SIGTSTP: self._noted}
         old = {number: signal.signal(number, handler) for number, handler in handlers.items()}

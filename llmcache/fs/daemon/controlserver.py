@@ -50,7 +50,7 @@ def take_lock(found: Files, point: str) -> int:
     """
     end = time.monotonic() + ENDING_S
     while True:
-        with control.making(found.lock):
+        with control.file_errors(found.lock):
             try:
                 fd = found.open(found.lock, os.O_RDWR)
             except FileNotFoundError:
@@ -69,7 +69,7 @@ def take_lock(found: Files, point: str) -> int:
             raise MountProblem(f"{point} is already served{by}", f"end it first: llmcache umount {point}") from None
         with contextlib.suppress(FileNotFoundError):
             if os.stat(found.lock).st_ino == os.fstat(fd).st_ino:
-                with control.making(found.info), contextlib.suppress(FileNotFoundError):
+                with control.file_errors(found.info), contextlib.suppress(FileNotFoundError):
                     os.unlink(found.info)
                 return fd
         os.close(fd)  # the last owner removed the file between our open and our lock
@@ -90,7 +90,7 @@ class ControlServer:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         old = os.umask(0o177)
         try:
-            with control.making(found.socket):
+            with control.file_errors(found.socket):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(found.socket)
                 self._socket.bind(found.socket)

@@ -217,8 +217,8 @@ class Daemon:
             facts["started"] = time.time()
             if isinstance(self._session, BindMount):
                 facts["inplace"] = self._session.mount_id or 0
-            with control.making(self._files.info):
-                self._files.tell(facts)
+            with control.file_errors(self._files.info):
+                self._files.write_info(facts)
             if self._metrics is not None:
                 names = self._request.metrics_files
                 self._metrics.start(lambda: openmetrics.exposition(self._engine.stats(), self._point, paths=names))
@@ -406,7 +406,7 @@ def _child(request: MountRequest, source: str, point: str, reporter: _Reporter, 
     except LlmcacheError as error:
         root.removeHandler(reporter)  # the error goes to the parent whole, not as a note
         logging.getLogger("llmcache").error("ends with exit code %d", error.exit_code)  # why is told to who made the mount
-        said = _said(log_path, begin) if isinstance(error, MountProblem) else ""
+        said = _libfuse_errors(log_path, begin) if isinstance(error, MountProblem) else ""
         reporter.send(error=f"{error.message}{said}", hint=error.hint, exit_code=error.exit_code)
         return error.exit_code
     except BaseException as error:  # noqa: BLE001 - the outermost frame of the daemon: shown whole, in its log
@@ -434,7 +434,7 @@ def _redirect(log_path: str, *, shorten: bool) -> int:
     return os.fstat(1).st_size
 
 
-def _said(log_path: str, begin: int) -> str:
+def _libfuse_errors(log_path: str, begin: int) -> str:
     """What libfuse and fusermount3 wrote about a failed mount."""
     with open(log_path, encoding="utf-8", errors="replace") as file:
         file.seek(begin)

@@ -51,19 +51,14 @@ _LARGEST_READ = 2**20
 class Cursor:
     """A position in a header, moved by what is read; DataError at the end of the file and at the header limit."""
 
-    def __init__(self, read: ReadAt, file_bytes: int, byte_order: str = "<") -> None:
+    def __init__(self, read: ReadAt, file_bytes: int) -> None:
         self._read = read
         self._limit = min(file_bytes, HEADER_LIMIT)
         self._file_bytes = file_bytes
         self._buffer = b""
         self._buffer_start = 0
         self.position = 0
-        self.set_byte_order(byte_order)
-
-    def set_byte_order(self, byte_order: str) -> None:
-        """Read numbers as little ("<") or big (">") endian from here on."""
-        self._u32 = struct.Struct(byte_order + "I")
-        self._u64 = struct.Struct(byte_order + "Q")
+        self.byte_order = "<"
 
     def take(self, size: int) -> bytes:
         """The next `size` bytes."""
@@ -71,13 +66,18 @@ class Cursor:
         self.position += size
         return self._buffer[start : start + size]
 
+    def number(self, code: str) -> int:
+        """The next integer, of the kind that `struct` knows by `code`."""
+        kind = self.byte_order + code
+        return int(struct.unpack(kind, self.take(struct.calcsize(kind)))[0])
+
     def u32(self) -> int:
         """The next unsigned number of 4 bytes."""
-        return int(self._u32.unpack(self.take(4))[0])
+        return self.number("I")
 
     def u64(self) -> int:
         """The next unsigned number of 8 bytes."""
-        return int(self._u64.unpack(self.take(8))[0])
+        return self.number("Q")
 
     def text(self, longest: int) -> str:
         """The next string (length of 8 bytes, then UTF-8); DataError when it has more than `longest` bytes."""
@@ -94,7 +94,7 @@ class Cursor:
 
     def skip_texts(self, count: int) -> None:
         """Move on by `count` strings, reading only their lengths: tokenizers have hundreds of thousands."""
-        unpack_from = self._u64.unpack_from
+        unpack_from = struct.Struct(self.byte_order + "Q").unpack_from
         while count:
             start = self._fill(8)
             buffer, last = self._buffer, len(self._buffer) - 8
@@ -152,11 +152,11 @@ _MOST_TEXTS = 2**22
 def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
     """The layout of a GGUF file of `file_bytes` bytes; DataError when the header is damaged."""
     cursor = Cursor(read, file_bytes)
-    byte_order = _read_version(cursor)
+    _read_version(cursor)
     tensor_count, key_count = cursor.u64(), cursor.u64()
     if tensor_count > MOST_TENSORS or key_count > _MOST_KEYS:
         raise DataError(f"the header announces {tensor_count} tensors and {key_count} keys: it is damaged")
-    wanted = _read_keys(cursor, key_count, byte_order)
+    wanted = _read_keys(cursor, key_count)
     alignment = wanted.get("general.alignment", 32)
     if alignment < 1 or alignment > 2**30 or alignment & (alignment - 1):
         raise DataError(f"general.alignment is {alignment}, which is not a power of two")
@@ -169,21 +169,18 @@ def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
     return ModelLayout("gguf", header_bytes, tensors, _shard(wanted), wanted.get(_EXPERTS_USED))
 
 
-def _read_version(cursor: Cursor) -> str:
-    """Checks magic and version; the byte order of the file ("<" or ">")."""
+def _read_version(cursor: Cursor) -> None:
+    """Checks magic and version, which tells the byte order of the file."""
     if cursor.take(4) != MAGIC:
         raise DataError("not a GGUF file: it does not begin with 'GGUF'")
     raw = cursor.take(4)
-    for byte_order in "<>":
-        version = int(struct.unpack(byte_order + "I", raw)[0])
-        if version in (2, 3):
-            cursor.set_byte_order(byte_order)
-            return byte_order
-    version = int(struct.unpack("<I", raw)[0])
-    raise DataError(f"GGUF version {version} is not supported (2 and 3 are)")
+    if int.from_bytes(raw, "big") in (2, 3):
+        cursor.byte_order = ">"
+    elif (version := int.from_bytes(raw, "little")) not in (2, 3):
+        raise DataError(f"GGUF version {version} is not supported (2 and 3 are)")
 
 
-def _read_keys(cursor: Cursor, count: int, byte_order: str) -> dict[str, int]:
+def _read_keys(cursor: Cursor, count: int) -> dict[str, int]:
     """The values of the keys in `_WANTED`; all others are skipped."""
     wanted: dict[str, int] = {}
     left = _Left()
@@ -194,10 +191,9 @@ def _read_keys(cursor: Cursor, count: int, byte_order: str) -> dict[str, int]:
         if key not in _WANTED:
             _skip_value(cursor, value_type, left)
             continue
-        code = _INTEGER_CODES.get(value_type)
-        if code is None:
+        if value_type not in _INTEGER_CODES:
             raise DataError(f"{key} is not an integer")
-        wanted[key] = int(struct.unpack(byte_order + code, cursor.take(_FIXED_BYTES[value_type]))[0])
+        wanted[key] = cursor.number(_INTEGER_CODES[value_type])
     return wanted
 
 

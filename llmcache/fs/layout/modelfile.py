@@ -6,13 +6,14 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcache.cache.mixture import EXPERTS_USED
 from llmcache.cache.sizing import ModelBytes
-from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.safetensors import index_shards
 from llmcache.fs.layout.tensors import Experts, ModelLayout, Region, Tensor, order_shards, shard_name
@@ -71,13 +72,11 @@ def _experts(path: str, layouts: Sequence[ModelLayout]) -> tuple[int | None, int
 def _configured(path: str) -> int | None:
     """What the config.json beside the file at `path` says of the experts that a token uses."""
     file = Path(path).parent / "config.json"
-    try:
-        with file.open("rb") as stream:
-            config = json.loads(stream.read(_LONGEST_CONFIG))
-    except FileNotFoundError:
+    if not os.path.exists(file):
         return None
-    except OSError as error:
-        raise _unreadable(str(file), error) from error
+    try:
+        with _errors(str(file)), file.open("rb") as stream:
+            config = json.loads(stream.read(_LONGEST_CONFIG))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{OPTION}: {file} is no JSON: {error}") from error
     for holder in (config, config.get("text_config")) if isinstance(config, dict) else ():
@@ -113,13 +112,8 @@ def _numbered(path: str, number: str) -> str:
 
 
 def _indexed(path: str) -> list[str]:
-    try:
-        with open(path, "rb") as file:
-            names = index_shards(file.read(_LONGEST_INDEX))
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    except DataError as error:
-        raise DataError(f"{OPTION}: {path}: {error.message}", error.hint) from error
+    with _errors(path), open(path, "rb") as file:
+        names = index_shards(file.read(_LONGEST_INDEX))
     files = [os.path.join(os.path.dirname(path), name) for name in names]
     missing = [name for name in files if not os.path.exists(name)]
     if missing:
@@ -144,12 +138,8 @@ def _layout(path: str) -> ModelLayout:
 
 def _known(path: str, hint: str = _NAMED) -> tuple[ModelLayout, int]:
     """The layout of a file that was named, and its size; `hint` says what should have been."""
-    try:
+    with _errors(path, hint):
         layout, size = _read(path)
-    except OSError as error:
-        raise _unreadable(path, error, hint) from error
-    except DataError as error:
-        raise DataError(f"{OPTION}: {path}: {error.message}", error.hint) from error
     if layout is None:
         raise DataError(f"{OPTION}: {path} is neither a GGUF nor a safetensors file")
     return layout, size
@@ -163,10 +153,17 @@ def _read(path: str) -> tuple[ModelLayout | None, int]:
         return read_layout(lambda offset, count: os.pread(file.fileno(), count, offset), size, os.path.basename(path)), size
 
 
-def _unreadable(path: str, error: OSError, hint: str = _NAMED) -> LlmcacheError:
-    if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
-        return UsageError(f"{OPTION}: {path}: {error.strerror}", hint)
-    return EnvironmentProblem(f"{OPTION}: {path} cannot be read: {error.strerror}")
+@contextmanager
+def _errors(path: str, hint: str = _NAMED) -> Iterator[None]:
+    """A with block that reads a file: its errors name it, and what should have been there."""
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise UsageError(f"{OPTION}: {path}: {error.strerror}", hint) from error
+    except OSError as error:
+        raise EnvironmentProblem(f"{OPTION}: {path} cannot be read: {error.strerror}") from error
+    except DataError as error:
+        raise DataError(f"{OPTION}: {path}: {error.message}", error.hint) from error
 
 
 class ModelHeaders:
