@@ -325,9 +325,10 @@ def _checked(line: bytes, point: str) -> dict[str, Any]:
     """A reply, or progress (numbers by name). NoDaemon for no line; MountProblem for an error, and what is no reply."""
     if not line:
         raise NoDaemon(f"the daemon of {point} ended before it answered")
-    found: Any = None
+    found: dict[str, Any] = {"error": None}
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(line) if line.endswith(b"\n") else None
+        told = json.loads(line) if line.endswith(b"\n") else None
+        found = told if isinstance(told, dict) else found
     match found:
         case {"progress": dict(numbers)} if all(type(number) in (int, float) for number in numbers.values()):
             return found
@@ -337,7 +338,7 @@ def _checked(line: bytes, point: str) -> dict[str, Any]:
                 refusal = MountProblem(message, hint)
                 refusal.exit_code = code
                 raise refusal
-        case dict() if not {"progress", "error"} & found.keys():
+        case _ if not {"progress", "error"} & found.keys():
             return found
     hint = "it may be of another version: unmount and mount again"
     raise MountProblem(f"the daemon of {point} answers what is no reply", hint)

@@ -61,8 +61,8 @@ _ZEROS = re.compile(r"\.0+(?= )")
 _COUNTERS = {"read": "read", "hit": "hit", "storage_read": "backing_read", "storage_written": "backing_write"}
 _COUNTERS |= {"fetched": "stored", "refault": "refault"}
 # What the layers of one row have together.
-_SUMS = ("tensors", "size_bytes", "pinned_bytes", "window_bytes", "pages_bytes", "streamed_bytes", "cold_bytes")
-_SUMS += ("experts", "experts_kept")
+_SUMS = ["tensors", "size_bytes", "pinned_bytes", "window_bytes", "pages_bytes", "streamed_bytes", "cold_bytes"]
+_SUMS += ["experts", "experts_kept"]
 STRIPS = {"pinned", "window", "pages", "cold"}
 PINNED, PARTLY, LITTLE, WINDOW, PAGES, STREAMED, COLD, FREE = "█", "▓", "▒", "▸", "▪", "░", "·", "·"
 STYLES = {PINNED: "green", PARTLY: "green", LITTLE: "green", WINDOW: "yellow", PAGES: "cyan", STREAMED: "", COLD: "dim"}
@@ -228,14 +228,12 @@ def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> Flow:
         new, old = (now, before) if within is None else (now[within], before and before[within])
         return _whole(new[key]) - (_whole(old[key]) if old else 0)
 
-    counted = {f"{name}_bytes": moved(f"{key}_bytes") for name, key in _COUNTERS.items()}
-    ended = {f"{name}_bytes": moved(f"{name}_bytes", "prefetch") for name in ("useful", "late", "wasted")}
-    waits = {
-        f"{name}_waits": waits_between(_waits(before["waits"][name]) if before else None, _waits(now["waits"][name]))
-        for name in ("late", "demand")
-    }
-    seconds = _real(now["uptime_s"]) - (_real(before["uptime_s"]) if before else 0.0)
-    return Flow(seconds=seconds, **counted, **ended, **waits)
+    found: dict[str, Any] = {f"{name}_bytes": moved(f"{key}_bytes") for name, key in _COUNTERS.items()}
+    found |= {f"{name}_bytes": moved(f"{name}_bytes", "prefetch") for name in ("useful", "late", "wasted")}
+    for name in ("late", "demand"):
+        earlier = _waits(before["waits"][name]) if before else None
+        found[f"{name}_waits"] = waits_between(earlier, _waits(now["waits"][name]))
+    return Flow(seconds=_real(now["uptime_s"]) - (_real(before["uptime_s"]) if before else 0.0), **found)
 
 
 def loops_of(stats: dict[str, Any]) -> tuple[Loop, ...]:

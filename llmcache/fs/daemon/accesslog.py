@@ -167,7 +167,9 @@ def _start(path: str) -> subprocess.Popen[bytes]:
     assert child.stdout is not None
     ready, _, _ = select.select([child.stdout], [], [], START_TIMEOUT_S)
     line = child.stdout.readline() if ready else b""
-    reply = json.loads(line) if line else {"error": f"--access-log: the writer of '{path}' does not start", "hint": None}
+    reply: dict[str, Any] = {"error": f"--access-log: the writer of '{path}' does not start", "hint": None}
+    if line:
+        reply = json.loads(line)
     if "error" in reply:
         child.kill()
         child.wait()

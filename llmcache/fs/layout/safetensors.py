@@ -63,7 +63,7 @@ def read_safetensors(read: ReadAt, file_bytes: int, name: str) -> ModelLayout:
         "safetensors",
         header_bytes,
         check_tensors(tensors, header_bytes, file_bytes),
-        shard if shard is not None and shard.count > 1 else None,
+        (shard.number, shard.count) if shard and shard.count > 1 else None,
     )
 
 

@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from llmcache.errors import DataError
 
@@ -167,7 +167,8 @@ class Region:
 _SHARD = re.compile(r".*-(?P<number>[0-9]{5,6})-of-(?P<count>[0-9]{5,6})(?:\.gguf|\.safetensors)", re.DOTALL)
 
 
-class ShardName(NamedTuple):
+@dataclass(frozen=True)
+class ShardName:
     """What the name of a shard says: which of how many; `number` counts from 0."""
 
     number: int
