@@ -135,20 +135,6 @@ def mount_point(given: str | None, config: str | None) -> str:
 
 def read_file(path: str) -> dict[str, Any]:
     """What a file sets, by name of the key; lists as tuples."""
-    tables = _tables(path)
-    for name in tables:
-        if name != TABLE:
-            raise UsageError(f"{path}: unknown key {reprlib.repr(name)}", f"settings stand in the table [{TABLE}]")
-    table = tables.get(TABLE, {})
-    if not isinstance(table, dict):
-        raise UsageError(f"{path}: {TABLE} is not a table", f"write [{TABLE}] on a line of its own")
-    for name in table:
-        if name not in NAMES:
-            raise UsageError(f"{path}: unknown key {reprlib.repr(f'{TABLE}.{name}')}", f"one of: {', '.join(NAMES)}")
-    return {name: _from_file(NAMES[name], value, path) for name, value in table.items()}
-
-
-def _tables(path: str) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -158,11 +144,19 @@ def _tables(path: str) -> dict[str, Any]:
             text = file.read(_LONGEST_FILE + 1)
         if len(text) > _LONGEST_FILE:
             raise DataError(f"{path}: longer than {_LONGEST_FILE} bytes: these are no settings", "see llmcache mount --help")
-        return dict(tomllib.loads(text.decode()))
+        tables: dict[str, Any] = tomllib.loads(text.decode())
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}", "name a TOML file with --config") from error
     except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: numbers of 5000 digits, other encodings
         raise DataError(f"{path}: not TOML: {error}", "see https://toml.io") from error
+    table = tables.pop(TABLE, {})
+    for name in tables:
+        raise UsageError(f"{path}: unknown key {reprlib.repr(name)}", f"settings stand in the table [{TABLE}]")
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: {TABLE} is not a table", f"write [{TABLE}] on a line of its own")
+    for name in (name for name in table if name not in NAMES):
+        raise UsageError(f"{path}: unknown key {reprlib.repr(f'{TABLE}.{name}')}", f"one of: {', '.join(NAMES)}")
+    return {name: _from_file(NAMES[name], value, path) for name, value in table.items()}
 
 
 def _from_file(key: Key, value: object, path: str) -> Any:

@@ -28,10 +28,10 @@ import tty
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, repeat
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group
@@ -44,6 +44,7 @@ from llmcache.fs.client.mountpoint import ask
 from llmcache.units import format_duration, format_rate, format_size
 
 Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
+Told = TypeVar("Told", "Budget", "Loop", "Layer", "HeatFile")
 
 SCHEMA = "llmcache.top/1"
 MEMORY_S = 60.0
@@ -211,14 +212,24 @@ class Sample:
         return found
 
 
+def _told(kind: type[Told], facts: dict[str, Any], **made: Any) -> Told:
+    """A `kind` of what a daemon tells: each field checked to be of its type, but for those that are `made` of it."""
+    checks: dict[str, Callable[[Any], Any]] = {
+        "int": _whole,
+        "float": _real,
+        "float | None": _real_or_none,
+        "str": _text,
+        "bool": bool,
+    }
+    found = {field.name: checks[str(field.type)](facts[field.name]) for field in fields(kind) if field.name not in made}
+    return kind(**found, **made)
+
+
 def budget_of(stats: dict[str, Any]) -> Budget:
     """Who has the memory, by the counters of a mount."""
-    told = ("budget", "limit", "pinned", "window", "pages", "resident", "daemon")
-    amounts = {name: _whole(stats[f"{name}_bytes"]) for name in told}
-    free = max(0, amounts["limit"] - amounts.pop("resident"))
-    other = min(amounts.pop("pages"), amounts["window"])
-    amounts |= {"window": amounts["window"] - other, "other": other, "free": free}
-    return Budget(_text(stats["mode"]), **{f"{name}_bytes": amount for name, amount in amounts.items()})
+    window, limit = _whole(stats["window_bytes"]), _whole(stats["limit_bytes"])
+    other, free = min(_whole(stats["pages_bytes"]), window), max(0, limit - _whole(stats["resident_bytes"]))
+    return _told(Budget, stats, window_bytes=window - other, other_bytes=other, free_bytes=free)
 
 
 def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> Flow:
@@ -239,14 +250,11 @@ def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> Flow:
 def loops_of(stats: dict[str, Any]) -> tuple[Loop, ...]:
     """All loops: those that are read first, then the largest."""
     found = [
-        Loop(
+        _told(
+            Loop,
+            loop,
             path=_text(file["path"]),
             size_bytes=_whole(loop["bytes"]),
-            period_s=None if loop["period_s"] is None else _real(loop["period_s"]),
-            pinned_bytes=_whole(loop["pinned_bytes"]),
-            window_bytes=_whole(loop["window_bytes"]),
-            passes=_whole(loop["passes"]),
-            guessed=bool(loop["guessed"]),
             readers=tuple(map(_real, loop["readers"])),
         )
         for file in stats["files"]
@@ -257,16 +265,8 @@ def loops_of(stats: dict[str, Any]) -> tuple[Loop, ...]:
 
 def heat_of(heat: dict[str, Any]) -> tuple[HeatFile, ...]:
     """The reply to {"op": "heat"}; the file that was read last comes first."""
-    found = [
-        HeatFile(
-            path=_text(file["path"]),
-            size_bytes=_whole(file["size_bytes"]),
-            layers=tuple(map(_layer_of, file["layers"])),
-            left_out_layers=_whole(file["left_out_layers"]),
-        )
-        for file in heat["files"]
-        if file["layers"]
-    ]
+    files = [file for file in heat["files"] if file["layers"]]
+    found = [_told(HeatFile, file, layers=tuple(map(_layer_of, file["layers"]))) for file in files]
     return tuple(sorted(found, key=lambda file: (_age(file), file.path)))
 
 
@@ -279,18 +279,9 @@ def _layer_of(facts: dict[str, Any]) -> Layer:
     cells = {kind: _text(strip) for kind, strip in facts["cells"].items()}
     if set(cells) != STRIPS or not all(strip and set(strip) <= set("0123456789") for strip in cells.values()):
         raise ValueError("cells")
-    amounts = {f"{name}_bytes": _whole(facts[f"{name}_bytes"]) for name in ("pinned", "window", "pages", "streamed", "cold")}
     experts = facts["experts"] or {}
-    return Layer(
-        name=_text(facts["name"]),
-        tensors=_whole(facts["tensors"]),
-        size_bytes=_whole(facts["bytes"]),
-        age_s=None if facts["age_s"] is None else _real(facts["age_s"]),
-        cells=cells,
-        experts=_whole(experts.get("count", 0)),
-        experts_kept=_whole(experts.get("kept", 0)),
-        **amounts,
-    )
+    count, kept = _whole(experts.get("count", 0)), _whole(experts.get("kept", 0))
+    return _told(Layer, facts, size_bytes=_whole(facts["bytes"]), cells=cells, experts=count, experts_kept=kept)
 
 
 def waits_between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
@@ -330,6 +321,10 @@ def _real(value: object) -> float:
     if type(value) not in (int, float) or not 0 <= value <= _MOST_S:  # type: ignore[operator]
         raise ValueError(f"{type(value).__name__} for seconds")
     return float(value)  # type: ignore[arg-type]
+
+
+def _real_or_none(value: object) -> float | None:
+    return None if value is None else _real(value)
 
 
 def _text(value: object) -> str:

@@ -1,4 +1,4 @@
-"""The daemon's end of the control socket: requests of its user and of root, each in a thread of its own.
+"""The daemon's end of the control socket and of its lock: requests of its user and of root, each in a thread of its own.
 
 No client is trusted: lines, the time to send one and the number of connections are limited, and whatever is no request
 is refused as such. An operation gets `tell`, which sends the client progress, and may be called or not; it raises when the

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain, count
 from typing import Any, Literal
 
 from llmcache.errors import MountProblem, UsageError
@@ -56,8 +56,8 @@ class Family:
     def add_histogram(self, waits: Mapping[str, Any], **labels: str) -> Family:
         """Adds classes as `llmcache.fs.engine.state.Waits.as_dict` gives them."""
         passed = list(accumulate(waits["counts"]))
-        for bound, count in zip([*waits["bounds_s"], float("inf")], passed, strict=True):
-            self.samples.append(("_bucket", {**labels, "le": number(bound)}, count))
+        for bound, within in zip([*waits["bounds_s"], float("inf")], passed, strict=True):
+            self.samples.append(("_bucket", {**labels, "le": number(bound)}, within))
         self.samples += [("_count", labels, passed[-1]), ("_sum", labels, waits["sum_s"])]
         return self
 
@@ -92,17 +92,12 @@ def labels_of(paths: Sequence[str]) -> list[str]:
 
     A label has to be UTF-8, a path need not be: what is none is written as \\xNN.
     """
-    found: list[str] = []
-    used: set[str] = set()
+    found: dict[str, None] = {}
     for path in paths:
         text = path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-        label, count = text, 1
-        while label in used:
-            count += 1
-            label = f"{text} ({count})"
-        used.add(label)
-        found.append(label)
-    return found
+        names = chain([text], (f"{text} ({place})" for place in count(2)))
+        found[next(name for name in names if name not in found)] = None
+    return list(found)
 
 
 def _escape(text: str) -> str:
