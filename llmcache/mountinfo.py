@@ -21,6 +21,12 @@ class Mount:
     fstype: str
     options: str
 
+    @property
+    def owner(self) -> int:
+        """User id that made a FUSE mount; 0 of others."""
+        found = re.search(r"(?:^|,)user_id=(\d+)", self.options)
+        return int(found[1]) if found else 0
+
     def layers(self, path: str) -> Iterator[str]:
         """Where the file `path` of this overlay can lie in reality, topmost first; nothing if it is no overlay.
 
@@ -44,8 +50,8 @@ class Mount:
                 yield from (name.replace("\\:", ":") for name in re.split(r"(?<!\\):+", value) if name)
 
 
-def mounts(pid: int | str) -> dict[int, Mount]:
-    """Returns the mounts that process `pid` ("self": this one) sees by their number; OSError if it is gone."""
+def mounts(pid: int | str = "self") -> dict[int, Mount]:
+    """Returns the mounts that process `pid` sees by their number, in mounting order; OSError if it is gone."""
     with open(f"/proc/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         found = (_mount(line) for line in lines)
         return {mount.id: mount for mount in found}

@@ -27,16 +27,16 @@ def command(mount: str | None, interval: float | None, count: int | None, as_jso
 
     For a scraper, a mount can serve the same over HTTP itself: llmcachefs … --metrics 127.0.0.1:9464
     """
-    from llmcache.fs.client import statistics
+    from llmcache.fs.client import operation
 
     if openmetrics:
         if interval is not None or as_json:
             raise click.UsageError("--openmetrics goes neither with INTERVAL nor with --json")
         if mount is None:
             raise click.UsageError("--openmetrics: of which MOUNT? 'llmcache stats' lists them")
-        statistics.show_openmetrics(mount)
+        operation.show_openmetrics(mount)
         return
     if mount is None:
-        statistics.show_mounts(as_json)
+        operation.show_mounts(as_json)
         return
-    statistics.show(mount, pause_s=interval, count=count, as_json=as_json)
+    operation.show_stats(mount, pause_s=interval, count=count, as_json=as_json)

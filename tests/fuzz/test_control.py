@@ -118,11 +118,12 @@ def check_reply(answer: bytes) -> None:
 @contextlib.contextmanager
 def answering(answer: bytes) -> Iterator[None]:
     """A with block in which a daemon answers the first request with these bytes, and ends."""
-    path, known = shared().directory / "other.sock", shared().socket
+    path = shared().directory / "other.sock"
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as server, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control.Files, "socket", str(path))
-        assert control.files(POINT).socket != known
+        other = control.files(POINT)
+        other.socket = str(path)
+        patch.setattr(control, "files", lambda *_: other)
         server.bind(str(path))
         server.listen(1)
         thread = threading.Thread(target=_answer_once, args=(server, answer))

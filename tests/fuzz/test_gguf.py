@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcache.errors import DataError
-from llmcache.fs.layout import ModelLayout, order_shards, read_layout
+from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.gguf import HEADER_LIMIT
-from llmcache.fs.layout.tensors import Anatomy
+from llmcache.fs.layout.tensors import Anatomy, ModelLayout, order_shards
 from tests.fuzz.mutations import COUNTS, LENGTHS, Pieces, Repeated, mutated
 from tests.fuzz.target import Target, bounded, is_printable, light, refusal
 from tests.unit import gguf_bytes as gguf

@@ -12,8 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcache.errors import DataError, LlmcacheError
-from llmcache.fs.layout import index_shards, read_layout
+from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.modelfile import model_bytes
+from llmcache.fs.layout.safetensors import index_shards
 from tests.fuzz.mutations import COUNTS, LENGTHS, Pieces, documents, mutated, nested, written
 from tests.fuzz.target import Target, bounded, is_printable, refusal, scratch
 from tests.fuzz.test_gguf import check_cost, check_layout

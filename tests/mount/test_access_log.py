@@ -20,7 +20,7 @@ from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.belady import why_not_exact
 from llmcache.cache.simulate import simulate
 from llmcache.fs.client import control
-from llmcache.fs.layout.experts import Experts
+from llmcache.fs.layout.tensors import Experts
 from llmcache.trace.record import HIT, READ, WRITE, BlockSpace, Trace
 from llmcache.units import BLOCK_BYTES
 from tests.mount.live import MIB, Live, is_busy, live, random_file, run_llmcache, wait_for

@@ -145,7 +145,7 @@ def test_the_end_while_pages_of_changed_files_are_dropped(tmp_path: Path) -> Non
             mount.daemon.send_signal(signal.SIGTERM)
             time.sleep(SLOW_S / 3)  # the signal has arrived
             tell(other)
-            assert ends(mount, int(entry.device.partition(":")[2]))
+            assert ends(mount, os.minor(entry.dev))
             for process in (slow, slower, other, opener):
                 process.wait(120)
 

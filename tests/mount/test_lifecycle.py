@@ -21,8 +21,9 @@ import pytest
 
 from llmcache.errors import MountProblem
 from llmcache.fs.client import control, mountpoint
-from llmcache.fs.client.control import ask
+from llmcache.fs.client.mountpoint import ask
 from llmcache.fs.client.operation import end_mount
+from llmcache.mountinfo import mounts
 from tests.mount.conftest import Mounted, Mounter, llmcache
 from tests.mount.live import wait_for
 from tests.mount.test_posix_read import fails_with
@@ -113,7 +114,7 @@ def test_two_daemons_at_the_same_time(mount: Mounter) -> None:
     running = [subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) for _ in range(4)]
     codes = sorted((process.communicate(timeout=120), process.returncode)[1] for process in running)
     assert codes == [0, 4, 4, 4]
-    assert sum(entry.point == str(mounted.point) for entry in mountpoint.entries()) == 1
+    assert sum(entry.point == str(mounted.point) for entry in mounts().values()) == 1
 
 
 def test_busy_is_refused_and_names_who(reading: Mounted) -> None:

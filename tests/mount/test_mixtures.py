@@ -15,7 +15,7 @@ import pytest
 
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
 from llmcache.fs.backends.touches import why_not
-from llmcache.fs.layout.experts import Experts
+from llmcache.fs.layout.tensors import Experts
 from tests.mount.live import OVERHEAD_BYTES, live, wait_for
 from tools.bench import routing
 from tools.bench.cgroup import Group

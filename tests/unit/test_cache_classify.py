@@ -10,8 +10,7 @@ import pytest
 from llmcache.cache.classify import READ_OP, WRITE_OP, Classification, TraceClasses, classify
 from llmcache.cache.detector import HOT, LOOP, SEQ
 from llmcache.errors import DataError
-from llmcache.fs.layout.experts import Experts
-from llmcache.fs.layout.tensors import ModelLayout, Tensor
+from llmcache.fs.layout.tensors import Experts, ModelLayout, Tensor
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
 from llmcache.trace.shapes import GROUPS, SHAPES
 from llmcache.units import BLOCK_BYTES

@@ -9,7 +9,7 @@ import pytest
 
 from llmcache.cache.classify import classify
 from llmcache.cache.layers import Layer, Layers
-from llmcache.fs.layout.tensors import Tensor, layer_name
+from llmcache.fs.layout.tensors import Tensor
 from llmcache.report.classify import layer_tables
 from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, WRITE, Provenance, Trace, TraceFile
 from llmcache.units import BLOCK_BYTES
@@ -64,7 +64,7 @@ def read_layer(place: int, step: int = 16, miss: int = MISS) -> list[Row]:
     ],
 )
 def test_layer_names(name: str, layer: str) -> None:
-    assert layer_name(name) == layer == Tensor(name, 0, 1, "").layer
+    assert layer == Tensor(name, 0, 1, "").layer
 
 
 @pytest.mark.parametrize("batch_rows", [7, 1 << 16])

@@ -20,7 +20,7 @@ from rich.table import Table
 from llmcache.cache.classify import Classification
 from llmcache.cache.layers import Layer
 from llmcache.cache.routing import ExpertCache, ExpertLayer, MixtureUses
-from llmcache.fs.layout.experts import Experts
+from llmcache.fs.layout.tensors import Experts
 from llmcache.report.classify import MOST_EXPERT_LAYERS, expert_tables, layer_tables, names_line, table
 from llmcache.trace.record import Provenance, Trace, TraceFile
 from tests.unit.gguf_bytes import Gguf

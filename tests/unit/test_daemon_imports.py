@@ -11,12 +11,10 @@ LARGE = {"numpy", "numba", "pyarrow", "matplotlib", "distributed", "scipy", "pan
 MODULES = [
     "llmcache.cli.mount",
     "llmcache.fs.client.mount",
-    "llmcache.fs.daemon.background",
     "llmcache.fs.daemon.daemon",
     "llmcache.fs.engine.engine",
     "llmcache.fs.daemon.controlserver",
     "llmcache.fs.engine.warmup",
-    "llmcache.fs.daemon.openmetrics",
     "llmcache.fs.daemon.openmetrics",
     "llmcache.fs.engine.report",
     "llmcache.fs.client.settings",

@@ -16,7 +16,8 @@ import pytest
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.fs.client import bandwidth
 from llmcache.fs.client.bandwidth import LEAST_BYTES, REQUEST_BYTES, measure, measured_storage
-from llmcache.fs.client.mountpoint import FSTYPE, MountEntry
+from llmcache.fs.client.mountpoint import FSTYPE
+from llmcache.mountinfo import Mount
 from tools.bench.cgroup import Group
 from tools.bench.sides import environment
 
@@ -139,8 +140,8 @@ def test_a_disk_that_fails_is_no_bandwidth(on_disk: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("fstype", "why"), [("tmpfs", "is in memory"), (FSTYPE, "answers from its cache")])
 def test_what_is_no_storage_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fstype: str, why: str) -> None:
     status = tmp_path.stat()
-    entry = MountEntry(1, f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}", "/", fstype, "rw")
-    monkeypatch.setattr(bandwidth, "entries", lambda: [entry])
+    mount = Mount(1, status.st_dev, "/", "/", fstype, "rw")
+    monkeypatch.setattr(bandwidth, "mounts", lambda: {1: mount})
     with pytest.raises(EnvironmentProblem, match=why):
         measure(str(tmp_path))
 

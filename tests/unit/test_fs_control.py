@@ -132,8 +132,8 @@ def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Path]]:
 def test_a_users_files_name_no_process_of_somebody_else(places: dict[int, Path]) -> None:
     found = control.files("/nowhere", OTHER)
     with acting_as(OTHER):
-        lock = control.take_lock(found, "/nowhere")
-        found.tell({"pid": os.getpid()})
+        lock = controlserver.take_lock(found, "/nowhere")
+        found.write_info({"pid": os.getpid()})
     for path in (found.info, found.lock):
         os.chown(path, 0, 0)
         assert control.daemon_pid("/nowhere", OTHER) is None
@@ -154,7 +154,7 @@ def test_a_users_files_name_no_process_of_somebody_else(places: dict[int, Path])
 def test_who_looks_at_the_lock_at_the_same_time_is_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "directory", lambda _uid: str(tmp_path))
     found = control.files("/nowhere")
-    os.close(control.take_lock(found, "/nowhere"))
+    os.close(controlserver.take_lock(found, "/nowhere"))
     looking: list[bool] = []
     plain = fcntl.flock
 
@@ -171,8 +171,8 @@ def test_who_looks_at_the_lock_at_the_same_time_is_no_daemon(tmp_path: Path, mon
 def test_what_a_dead_daemon_said_of_itself_is_forgotten_with_the_lock(point: str) -> None:
     """Its number may be another process' by now: `umount --force` would end that."""
     found = control.files(point)
-    found.tell({"pid": os.getpid()})
-    lock = control.take_lock(found, point)
+    found.write_info({"pid": os.getpid()})
+    lock = controlserver.take_lock(found, point)
     assert control.is_locked(found) and control.daemon_pid(point) is None
     os.close(lock)
 
@@ -182,11 +182,12 @@ REUSED = """
 import subprocess, sys
 from llmcache.fs.client import control
 from llmcache.fs.client import operation
+from llmcache.fs.daemon import controlserver
 control.directory = lambda _uid: sys.argv[1]
 found, later = control.files("/nowhere"), []
-lock = control.take_lock(found, "/nowhere")
+lock = controlserver.take_lock(found, "/nowhere")
 daemon = subprocess.Popen(["sleep", "600"])
-found.tell({"pid": daemon.pid})
+found.write_info({"pid": daemon.pid})
 def wait_until_gone(*_):
     if not later:
         daemon.kill()
@@ -210,34 +211,34 @@ def test_umount_ends_the_daemon_and_not_who_has_its_number_by_then(tmp_path: Pat
 
 def test_what_a_daemon_left_is_removed_but_not_from_one_that_begins(point: str) -> None:
     found = control.files(point)
-    lock = control.take_lock(found, point)
-    found.tell({"pid": os.getpid()})
+    lock = controlserver.take_lock(found, point)
+    found.write_info({"pid": os.getpid()})
     control.remove_left(found)
     assert control.daemon_pid(point) == os.getpid()  # it serves
     os.unlink(found.lock)
-    newer = control.take_lock(found, point)
+    newer = controlserver.take_lock(found, point)
     os.close(lock)
-    found.tell({"pid": os.getpid()})
+    found.write_info({"pid": os.getpid()})
     control.remove_left(found)
     assert control.daemon_pid(point) == os.getpid()
     os.close(newer)
     control.remove_left(found)
     assert not os.path.lexists(found.info) and not os.path.lexists(found.lock)
-    found.tell({})  # of one that has no lock yet
+    found.write_info({})  # of one that has no lock yet
     control.remove_left(found)
     assert os.path.lexists(found.info)
 
 
 def test_nobody_begins_while_what_was_left_is_removed(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = control.files(point)
-    os.close(control.take_lock(found, point))
-    monkeypatch.setattr(control, "_ENDING_S", 0.0)
+    os.close(controlserver.take_lock(found, point))
+    monkeypatch.setattr(controlserver, "ENDING_S", 0.0)
     begun: list[str] = []
     plain = control.Files.remove
 
     def remove(files: control.Files) -> None:
         try:
-            os.close(control.take_lock(files, point))
+            os.close(controlserver.take_lock(files, point))
         except MountProblem as error:
             begun.append(error.message)
         plain(files)
@@ -245,7 +246,7 @@ def test_nobody_begins_while_what_was_left_is_removed(point: str, monkeypatch: p
     monkeypatch.setattr(control.Files, "remove", remove)
     control.remove_left(found)
     assert len(begun) == 1 and "already served" in begun[0]
-    os.close(control.take_lock(found, point))
+    os.close(controlserver.take_lock(found, point))
 
 
 # What may lie at the name of a daemon's directory or file: made of the name in root's directory, of what should be there.
@@ -297,8 +298,8 @@ def test_what_a_user_plants_for_root_is_not_taken_for_a_daemon(places: dict[int,
         return {}
 
     server = controlserver.ControlServer(own, answer)
-    lock = control.take_lock(own, "/nowhere")
-    own.tell({"pid": os.getpid()})
+    lock = controlserver.take_lock(own, "/nowhere")
+    own.write_info({"pid": os.getpid()})
     base = os.path.dirname(own.base)
     held = {entry.inode(): entry.name for entry in os.scandir(base)}
     if name == "directory":
@@ -331,9 +332,9 @@ def test_a_daemon_writes_through_nothing_that_lies_at_its_names(places: dict[int
     HOSTILE[kind](target, getattr(found, name))
     with acting_as(OTHER):
         try:
-            lock = control.take_lock(found, "/nowhere")
-            with control.making(found.info):
-                found.tell({"pid": os.getpid()})
+            lock = controlserver.take_lock(found, "/nowhere")
+            with control.file_errors(found.info):
+                found.write_info({"pid": os.getpid()})
             server = controlserver.ControlServer(found, lambda request, _tell: request)
         except EnvironmentProblem as error:
             refused = name == "lock" or kind == "a directory"

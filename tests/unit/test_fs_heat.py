@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Group
 from llmcache.fs.engine.report import CELLS, ROWS_MAX, heat
 from llmcache.fs.engine.state import CacheState
-from llmcache.fs.layout.experts import Experts
-from llmcache.fs.layout.tensors import Anatomy, ModelLayout, Tensor
+from llmcache.fs.layout.tensors import Anatomy, Experts, ModelLayout, Tensor
 from tests.property.rig import LOOP, Rig, running
 from tests.unit.fs_parts import MIB, new_group, new_state
 

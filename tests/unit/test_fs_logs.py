@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import EnvironmentProblem, UsageError
-from llmcache.fs.daemon import background, logs
+from llmcache.fs.daemon import daemon, logs
 from llmcache.fs.daemon.daemon import notify
 
 
@@ -145,10 +145,10 @@ def test_what_others_have_put_there_is_no_log(tmp_path: Path) -> None:
 
 def test_a_daemon_outlives_who_started_it() -> None:
     reading, writing = os.pipe()
-    reporter = background._Reporter(writing)
+    reporter = daemon._Reporter(writing)
     os.close(reading)
     for _ in range(2):
         reporter.handle(record("a warning", logging.WARNING))
-        reporter.send(ready=True)
+        reporter.send(note="")
     reporter.finish()
     reporter.handle(record("later, on another thread", logging.WARNING))

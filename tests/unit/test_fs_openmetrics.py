@@ -1,7 +1,14 @@
-"""OpenMetrics text: read by Prometheus' own parser, whatever files are called."""
+"""Metrics: text that Prometheus' own parser reads, whatever files are called; and an endpoint that no scraper holds up."""
 
 from __future__ import annotations
 
+import http.client
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -9,8 +16,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from llmcache.fs.daemon.openmetrics import Family, exposition, labels_of, number, render
-from tests.unit.top_parts import file, loop, stats, waits
+from llmcache.errors import MountProblem, UsageError
+from llmcache.fs.daemon import openmetrics
+from llmcache.fs.daemon.openmetrics import (
+    CONNECTIONS,
+    CONTENT_TYPE,
+    REQUEST_BYTES,
+    Family,
+    MetricsEndpoint,
+    exposition,
+    labels_of,
+    number,
+    parse_address,
+    render,
+)
+from tests.mount.live import wait_for
+from tests.unit.top_parts import file, loop, stats
 
 PATHS = st.binary(min_size=1, max_size=30).map(lambda name: "/" + name.decode("utf-8", "surrogateescape"))
 
@@ -94,17 +115,197 @@ def test_values_are_kept(amount: float) -> None:
     assert number(3) == "3" and number(0.1) == "0.1"
 
 
-def test_a_value_that_is_there_twice_and_wrong_names_are_refused() -> None:
-    family = Family("x_bytes", "counter", "An x.", "bytes").add(1, file="a")
-    with pytest.raises(ValueError, match="two values"):
-        family.add(2, file="a")
-    for name, unit in (("x", "bytes"), ("x_miles", "miles"), ("ä", ""), ("", "")):
-        with pytest.raises(ValueError, match=r"no metric|its unit"):
-            Family(name, "gauge", "An x.", unit)
-    assert not list(Family("x", "gauge", "No value.").lines())
+Answer = tuple[int, dict[str, str], bytes]
 
 
-def test_a_histogram_counts_up() -> None:
-    family = Family("w_seconds", "histogram", "Waits.", "seconds").add_histogram(waits(1, 1, 10**10))
-    counts = [amount for (suffix, _), amount in family.samples.items() if suffix == "_bucket"]
-    assert counts == sorted(counts) and counts[0] == 2 and counts[-1] == 3
+def get(address: str, path: str = "/metrics", method: str = "GET") -> Answer:
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=120)
+    connection.request(method, path)
+    reply = connection.getresponse()
+    return reply.status, dict(reply.getheaders()), reply.read()
+
+
+def status_of(address: str, path: str = "/metrics") -> int | None:
+    """The status of a GET; None if the deadline of a slow moment has cut it off."""
+    try:
+        return get(address, path)[0]
+    except (OSError, http.client.HTTPException):
+        return None
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """A function that serves a text and returns the address; its deadline is one that only a hang meets."""
+    monkeypatch.setattr(openmetrics, "DEADLINE_S", 120.0)
+    made: list[MetricsEndpoint] = []
+
+    def begin(text: Callable[[], str], where: str = "127.0.0.1:0") -> str:
+        made.append(MetricsEndpoint(where))
+        made[-1].start(text)
+        return made[-1].address
+
+    yield begin
+    for each in made:
+        each.close()
+
+
+def dial(address: str, sends: bytes = b"") -> socket.socket:
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=120)
+    connection.sendall(sends)
+    return connection
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:9464", ("127.0.0.1", 9464)),
+        ("127.1.2.3:0", ("127.1.2.3", 0)),
+        ("[::1]:80", ("::1", 80)),
+        ("localhost:1", ("127.0.0.1", 1)),
+    ],
+)
+def test_addresses_of_this_machine(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize("text", ["", "9464", "127.0.0.1", ":1", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536", "::1:9464"])
+@pytest.mark.parametrize("end", ["", " "])
+def test_what_is_no_address_is_refused_by_name(text: str, end: str) -> None:
+    with pytest.raises(UsageError, match=r"^metrics: ") as caught:
+        parse_address(text + end)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.2", "[::]", "example.org", "*", "128.0.0.1", "126.255.255.255"])
+def test_others_cannot_reach_it(host: str) -> None:
+    with pytest.raises(UsageError, match="not a loopback address"):
+        parse_address(f"{host}:9464")
+
+
+@pytest.mark.parametrize("where", ["127.0.0.1:0", "[::1]:0"])
+def test_the_text_is_served(serve: Callable[..., str], where: str) -> None:
+    try:
+        address = serve(lambda: "hällo\n# EOF\n", where)
+    except MountProblem:
+        pytest.skip(f"no {where} here")
+    status, headers, body = get(address)
+    assert (status, body.decode()) == (200, "hällo\n# EOF\n")
+    assert headers["Content-Type"] == CONTENT_TYPE
+    status, headers, body = get(address, method="HEAD")
+    assert (status, body, headers["Content-Length"]) == (200, b"", "13")
+
+
+def test_nothing_else_is_served(serve: Callable[..., str]) -> None:
+    address = serve(lambda: "text")
+    assert get(address, "/metrics?x=1")[0] == 200
+    for path in ("/", "/metrics/", "/../etc/passwd", "/%6detrics"):
+        assert get(address, path)[0] == 404
+    status, headers, _ = get(address, method="POST")
+    assert (status, headers["Allow"]) == (405, "GET, HEAD")
+    with dial(address, b"HEAD /nothing HTTP/1.1\r\n\r\n") as connection:
+        told = connection.makefile("rb").read()
+    assert told.startswith(b"HTTP/1.1 404 ") and told.endswith(b"\r\n\r\n"), "HEAD: no body, whatever is said"
+    for line in (b"nonsense\r\n\r\n", b"GET /metrics\r\n\r\n", b"\r\n\r\n"):
+        with dial(address, line) as connection:
+            assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_failure_is_told_to_the_log_and_not_to_the_scraper(
+    serve: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> str:
+        raise RuntimeError("/home/me/secret.gguf")
+
+    with caplog.at_level(logging.ERROR):
+        status, _, body = get(serve(fail))
+    assert status == 500 and b"secret" not in body
+    assert "metrics cannot be made" in caplog.text
+
+
+def test_a_port_in_use_is_told_at_once() -> None:
+    first = MetricsEndpoint("127.0.0.1:0")
+    with pytest.raises(MountProblem, match=r"cannot listen on 127\.0\.0\.1:") as caught:
+        MetricsEndpoint(first.address)
+    assert caught.value.hint and "another port" in caught.value.hint
+    first.close()
+    MetricsEndpoint(first.address).close()  # free again, at once
+
+
+def test_hanging_scrapers_leave_no_room(serve: Callable[..., str]) -> None:
+    address = serve(lambda: "text")
+    with ExitStack() as stack:
+        for _ in range(CONNECTIONS):
+            stack.enter_context(dial(address, b"GET /met"))
+        assert [get(address)[0] for _ in range(30)] == [503] * 30  # none is lost with a connection that is reset
+    wait_for(lambda: get(address)[0] == 200, "their places are free")
+
+
+def test_a_machine_without_threads_is_outlived(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    address = serve(lambda: "text")
+
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        assert [get(address)[0] for _ in range(CONNECTIONS + 2)] == [503] * (CONNECTIONS + 2)
+    assert get(address)[0] == 200
+
+
+def test_hanging_scrapers_leave_room_by_the_deadline(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmetrics, "DEADLINE_S", 0.5)
+    address = serve(lambda: "text")
+    with ExitStack() as stack:
+        hanging = [stack.enter_context(dial(address, b"GET /met")) for _ in range(CONNECTIONS)]
+        for connection in hanging:
+            assert connection.recv(100) == b""  # closed by the deadline
+        wait_for(lambda: status_of(address) == 200, "their places are free")
+
+
+def test_a_scraper_that_sends_byte_by_byte_does_not_stay(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmetrics, "DEADLINE_S", 0.5)
+    with dial(serve(lambda: "text")) as connection, pytest.raises(ConnectionError):
+        for _ in range(REQUEST_BYTES):  # 80 seconds, 160 deadlines
+            connection.sendall(b"G")
+            time.sleep(0.01)
+
+
+def test_a_request_has_a_bounded_length(serve: Callable[..., str]) -> None:
+    with dial(serve(lambda: "text")) as connection, pytest.raises(ConnectionError):
+        for _ in range(6000):
+            connection.sendall(b"x" * 4096)
+            time.sleep(0.01)  # a minute in all, half the deadline
+
+
+def test_a_scraper_that_does_not_read_does_not_stay(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmetrics, "DEADLINE_S", 0.3)
+    address = serve(lambda: "x" * (64 << 20))
+    with ExitStack() as stack:
+        for _ in range(CONNECTIONS):
+            stack.enter_context(dial(address, b"GET /metrics HTTP/1.1\r\n\r\n"))
+        wait_for(lambda: status_of(address, "/") == 404, "a place becomes free")
+
+
+def test_the_engine_is_asked_seldom_however_often_it_is_scraped(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openmetrics, "FRESH_S", 60.0)
+    asked: list[int] = []
+    address = serve(lambda: asked.append(1) or "text")  # type: ignore[func-returns-value]
+    assert [get(address)[0] for _ in range(20)] == [200] * 20
+    assert len(asked) == 1
+
+
+def test_closing_ends_the_thread() -> None:
+    served = MetricsEndpoint("127.0.0.1:0")
+    before = set(threading.enumerate())
+    served.start(lambda: "text")
+    (thread,) = set(threading.enumerate()) - before
+    assert get(served.address)[0] == 200
+    served.close()
+    thread.join(120)
+    assert not thread.is_alive()
+    with pytest.raises(ConnectionRefusedError):
+        dial(served.address)

@@ -15,8 +15,7 @@ from llmcache.fs.engine.experts import Mixture
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, TOUCHED, Group
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
 from llmcache.fs.engine.state import CacheState
-from llmcache.fs.layout.experts import Experts
-from llmcache.fs.layout.tensors import ModelLayout, Tensor
+from llmcache.fs.layout.tensors import Experts, ModelLayout, Tensor
 from llmcache.fs.vfs.backing import Backing
 from tests.unit.fs_parts import MIB, bring, new_group, new_state, stray
 

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.errors import DataError
-from llmcache.fs.layout import ModelLayout, index_shards, read_layout
+from llmcache.fs.layout import read_layout
+from llmcache.fs.layout.safetensors import index_shards
+from llmcache.fs.layout.tensors import ModelLayout
 from tests.unit.gguf_bytes import reading
 
 GOOD = {

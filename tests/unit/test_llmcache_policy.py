@@ -18,8 +18,7 @@ from llmcache.cache.policies.base import Policy
 from llmcache.cache.policies.llmcache import SCHEME
 from llmcache.cache.steering import LARGE_EXTENT, SMALL_EXTENT
 from llmcache.errors import DataError
-from llmcache.fs.layout.experts import Experts
-from llmcache.fs.layout.tensors import ModelLayout, Tensor
+from llmcache.fs.layout.tensors import Experts, ModelLayout, Tensor
 from llmcache.trace.record import HIT, BlockSpace, Provenance, Trace, TraceFile
 from llmcache.units import BLOCK_BYTES
 from tests.unit.trace_parts import KnownModels

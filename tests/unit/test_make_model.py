@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs.layout import index_shards, order_shards
+from llmcache.fs.layout.safetensors import index_shards
+from llmcache.fs.layout.tensors import order_shards
 from tools.bench.routing import layout_of
 
 pytestmark = pytest.mark.llama

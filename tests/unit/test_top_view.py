@@ -10,8 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, Group
 
-from llmcache.fs.client.sample import FREE, PINNED, WINDOW, HeatFile, Layer, Loop, Sample, fold, merge, strip_bar
-from llmcache.fs.client.top import Watcher, lines
+from llmcache.fs.client.top import (
+    FREE,
+    PINNED,
+    WINDOW,
+    HeatFile,
+    Layer,
+    Loop,
+    Sample,
+    Watcher,
+    fold,
+    lines,
+    merge,
+    strip_bar,
+)
 from tests.unit.top_parts import MB, as_layer, cells, heat, layer, stats, waits
 
 BEFORE = stats(

@@ -10,6 +10,7 @@ import pytest
 from llmcache.cache.classify import LockedLoop, TraceClasses, classify
 from llmcache.errors import DataError, MountProblem
 from llmcache.fs.client import control, mountpoint
+from llmcache.mountinfo import Mount
 from llmcache.report.classify import summary
 from llmcache.trace.capture.files import LockedBytes
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
@@ -77,7 +78,7 @@ def test_a_daemon_that_does_not_answer_is_told_of() -> None:
 
 @pytest.mark.parametrize(("mode", "expected"), [("steer", 300), ("arena", 0)])
 def test_the_mount_below_a_file_is_asked(monkeypatch: pytest.MonkeyPatch, mode: str, expected: int) -> None:
-    entry = mountpoint.MountEntry(30, "0:43", "/mnt/models", mountpoint.FSTYPE, "user_id=0")
+    mount = Mount(30, 0x2B, "/", "/mnt/models", mountpoint.FSTYPE, "user_id=0")
     files = [{"path": "/m.gguf", "loops": [{"pinned_bytes": 300}]}, {"path": "/n.gguf", "loops": [{"pinned_bytes": 9}]}]
     asked: list[Any] = []
 
@@ -85,7 +86,7 @@ def test_the_mount_below_a_file_is_asked(monkeypatch: pytest.MonkeyPatch, mode: 
         asked.append((point, message))
         return {"mode": mode, "files": files}
 
-    monkeypatch.setattr(mountpoint, "entries", lambda: [replace(entry, device="0:42", point="/else"), entry])
+    monkeypatch.setattr(mountpoint, "mounts", lambda: {29: replace(mount, dev=0x2A, point="/else"), 30: mount})
     monkeypatch.setattr(control, "request", request)
     assert mountpoint.locked_bytes(FILE) == expected
     assert asked == [("/mnt/models", {"op": "stats"})]

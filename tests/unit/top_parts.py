@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmcache.fs.client.sample import Layer
+from llmcache.fs.client.top import Layer
 from llmcache.fs.engine.state import Waits
 
 MB = 1_000_000

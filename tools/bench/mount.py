@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
-from llmcache.fs.layout.experts import Experts
+from llmcache.fs.layout.tensors import Experts
 from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
 
 from . import routing

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.cache.policies.lru import LRU
-from llmcache.fs.layout import ModelLayout, read_layout
-from llmcache.fs.layout.experts import Experts
+from llmcache.fs.layout import read_layout
+from llmcache.fs.layout.tensors import Experts, ModelLayout
 
 Routing = NDArray[np.int64]
 """[token, layer, used]: numbers of experts, sorted."""

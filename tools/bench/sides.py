@@ -19,7 +19,7 @@ from typing import Any
 
 from llmcache.errors import EnvironmentProblem, LlmcacheError
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
-from llmcache.fs.client.statistics import fetch
+from llmcache.fs.client.operation import fetch
 
 from .cgroup import Group
 from .machine import disk_of, mount_lines

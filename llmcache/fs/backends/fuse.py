@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, MISS
 from llmcache.fs.backends.base import BOUNCE_BYTES, BufferFetch, Region
 from llmcache.fs.backends.slices import SliceReader
-from llmcache.fs.client.mountpoint import MountEntry, find
+from llmcache.fs.client.mountpoint import find
 from llmcache.fs.engine.group import (
     ABSENT,
     LOADING,
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from llmcache.fs.engine.engine import Engine
     from llmcache.fs.engine.state import CacheState, Job
     from llmcache.fs.vfs.backing import Backing
+    from llmcache.mountinfo import Mount
 
 
 FAILED = 1 << 20  # misses of an extent that could not be read: never fetched ahead again
@@ -275,10 +276,10 @@ class FuseBackend:
         return fetch
 
 
-def start_sentinel(entry: MountEntry) -> subprocess.Popen[bytes]:
+def start_sentinel(entry: Mount) -> subprocess.Popen[bytes]:
     """Starts the process that aborts the connection of a mount when this one is killed."""
     script = str(Path(__file__).parents[1] / "daemon" / "sentinel.py")
-    minor = entry.device.partition(":")[2]
+    minor = str(os.minor(entry.dev))
     return subprocess.Popen([sys.executable, "-I", "-S", script, str(os.getpid()), minor], cwd="/")
 
 

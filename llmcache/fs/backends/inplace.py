@@ -38,9 +38,9 @@ from llmcache.fs import syscalls
 from llmcache.fs.backends.files import CHECK_S, File, Files, MappedFile, ReadAhead, read_ahead, read_ahead_file
 from llmcache.fs.backends.fuse import FAILED
 from llmcache.fs.backends.touches import MISS, Touch, Touches
-from llmcache.fs.client.mountpoint import entries
 from llmcache.fs.engine.budget import free_bytes
 from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
+from llmcache.mountinfo import mounts
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import KernelNotifier
@@ -96,7 +96,7 @@ class BindMount:
             except OSError as error:
                 hint = "mounting in place needs root; --mode steer does without where fusermount3 is installed"
                 raise MountProblem(f"{self._source} cannot be mounted on {self._point}: {error.strerror}", hint) from error
-            self.mount_id = max(entry.mount_id for entry in entries() if entry.point == self._point)
+            self.mount_id = max(mount.id for mount in mounts().values() if mount.point == self._point)
         try:
             self._on_init()
             while not self._over.wait(_LOOK_S) and self._is_mounted():
@@ -110,7 +110,7 @@ class BindMount:
         """True while our mount is where it was made, or where there is none to be made."""
         if self.mount_id is None:
             return os.path.isdir(self._point)
-        return any(entry.mount_id == self.mount_id and entry.point == self._point for entry in entries())
+        return any(mount.id == self.mount_id and mount.point == self._point for mount in mounts().values())
 
     def stop(self) -> None:
         """Ends `run` soon."""

@@ -19,7 +19,7 @@ from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client.mountpoint import fstype_of
 
 if TYPE_CHECKING:
-    from llmcache.fs.layout.experts import SliceRun
+    from llmcache.fs.layout.tensors import SliceRun
 
 OBJECT = OBJECTS / "touches.bpf.o"
 PLACES = 1 << 19  # extents of all files together, as in the program

@@ -8,6 +8,7 @@ Of a mixture a mount pins the dense tensors, and what that leaves holds experts.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from llmcache.cache.arbitration import (
@@ -27,7 +28,6 @@ from llmcache.cache.sizing import (
     PAPER,
     SECOND_NS,
     Answer,
-    ModelBytes,
     ModeNeed,
     Ram,
     Setting,
@@ -77,14 +77,23 @@ def advise(question: Question) -> Answer:
     """
     model = None if question.model is None else model_bytes(question.model)
     loop = question.loop_bytes if model is None else model.loop
-    hot_bytes = _hot_bytes(question, model)
+    hot_bytes = question.hot_bytes
+    if hot_bytes is None:
+        hot_bytes = PAPER.hot_bytes if model is None else model.hot_bytes
     for cache_bytes in question.caches:
         if cache_bytes < hot_bytes:
             raise UsageError(
                 f"--cache: {format_size(cache_bytes)} do not even hold the hot set of {format_size(hot_bytes)} (--hot)",
                 "the hot set must be kept whole: give a larger --cache or a smaller --hot",
             )
-    storage = _storage(question)
+    if question.measure is not None:
+        storage = measured_storage(question.measure)
+    else:
+        assert question.bandwidth is not None
+        storage = Storage(question.bandwidth, "given")
+        if question.from_device and question.device is not None:
+            about = {"class": question.device.name, "storage": question.device.storage}
+            storage = Storage(question.bandwidth, "device", about)
     setting = Setting(storage.bandwidth, question.period_ns, hot_bytes)
     result = answer(setting, storage, loop, question.caches)
     result = replace(result, device=question.device, model=model, period_source=question.period_source)
@@ -97,13 +106,15 @@ def advise(question: Question) -> Answer:
 
 def _modes(loop: Weights, setting: Setting) -> tuple[ModeNeed, ...]:
     """What each mode needs to have no stalls."""
-    found = []
     needed = need(loop, setting).loop_cache_bytes
-    for means in (in_place(setting.bandwidth), FUSE):
+
+    def mode(means: Means) -> ModeNeed:
         cache_bytes = mount_cache_bytes(loop, needed, setting.hot_bytes, means)
-        share = _share(_dense_bytes(loop), cache_bytes, setting.hot_bytes, means)
-        found.append(ModeNeed(means.modes, cache_bytes, share.window_bytes))
-    return tuple(found)
+        return ModeNeed(
+            means.modes, cache_bytes, _share(_dense_bytes(loop), cache_bytes, setting.hot_bytes, means).window_bytes
+        )
+
+    return mode(in_place(setting.bandwidth)), mode(FUSE)
 
 
 def _ram(ram_bytes: int | None, loop: Weights, modes: tuple[ModeNeed, ...], setting: Setting) -> Ram:
@@ -129,34 +140,17 @@ def _ram(ram_bytes: int | None, loop: Weights, modes: tuple[ModeNeed, ...], sett
     )
 
 
-def _hot_bytes(question: Question, model: ModelBytes | None) -> int:
-    if question.hot_bytes is not None:
-        return question.hot_bytes
-    return PAPER.hot_bytes if model is None else model.hot_bytes
-
-
-def _storage(question: Question) -> Storage:
-    if question.measure is not None:
-        return measured_storage(question.measure)
-    assert question.bandwidth is not None
-    if not question.from_device or question.device is None:
-        return Storage(question.bandwidth, "given")
-    return Storage(question.bandwidth, "device", {"class": question.device.name, "storage": question.device.storage})
-
-
 def mount_cache_bytes(loop: Weights, kept_bytes: int, hot_bytes: int, means: Means = FUSE) -> int:
     """The smallest --cache (whole MB) with which llmcachefs keeps `kept_bytes` of a lone loop that is being read.
 
     *Modelled* by the mount's own arbitration; never less than the least budget that a mount accepts.
     """
-    low, high = _LEAST_STEPS, _LEAST_STEPS + 2 * (size_of(loop) + hot_bytes) // _STEP_BYTES + 64
-    while low < high:  # a larger budget never keeps less
-        middle = (low + high) // 2
-        if mount_keeps_bytes(loop, middle * _STEP_BYTES, hot_bytes, means) >= kept_bytes:
-            high = middle
-        else:
-            low = middle + 1
-    return low * _STEP_BYTES
+    steps = range(_LEAST_STEPS, _LEAST_STEPS + 2 * (size_of(loop) + hot_bytes) // _STEP_BYTES + 64)
+
+    def kept(step: int) -> int:  # of a larger budget never less
+        return mount_keeps_bytes(loop, step * _STEP_BYTES, hot_bytes, means)
+
+    return (_LEAST_STEPS + bisect_left(steps, kept_bytes, key=kept)) * _STEP_BYTES
 
 
 def mount_keeps_bytes(loop: Weights, cache_bytes: int, hot_bytes: int, means: Means = FUSE) -> int:

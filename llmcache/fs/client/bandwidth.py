@@ -11,13 +11,18 @@ import errno
 import itertools
 import mmap
 import os
+import statistics
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from llmcache.cache.sizing import Storage
-from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.fs.client.mountpoint import FSTYPE, entries
+from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.fs.client.mountpoint import FSTYPE
+from llmcache.mountinfo import mounts
 from llmcache.units import format_size
 
 REQUEST_BYTES = 1 << 20
@@ -29,6 +34,13 @@ READ_S = 2.0
 SETTLING_SHARE = 0.25  # of the time, not counted
 SLOWEST_S = 15.0  # one pass over a smaller part must do on storage that is slower still
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
+_HINTS = {
+    errno.EROFS: f"put a file of at least {format_size(LEAST_BYTES)} there, or give --bw",
+    errno.EACCES: f"give a directory that you may write, or that holds a file of at least {format_size(LEAST_BYTES)}",
+    errno.ENOSPC: f"free {format_size(2 * LEAST_BYTES)}, or give a directory with a large file: that is read instead",
+    errno.EINVAL: "this file system has no O_DIRECT, so its cache would be measured: give --bw",
+    errno.EOPNOTSUPP: "this file system makes no files without a name: put a large file there, or give --bw",
+}
 
 
 @dataclass(frozen=True)
@@ -63,22 +75,21 @@ def measure(directory: str) -> Measured:
     _refuse_memory(directory)
     name = _largest_file(directory)
     if name is not None:
-        fd = _open_existing(name)
-        size = os.fstat(fd).st_size
+        with _storage_errors(directory, "open"):
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     else:
-        fd, size = _write_temporary(directory)
+        with _storage_errors(directory, "write"):
+            fd = _temporary(directory)
     try:
-        return _read(directory, name or "temporary", fd, size // REQUEST_BYTES)
-    except OSError as error:
-        raise _problem(directory, "read", error) from error
+        with _storage_errors(directory, "read"):
+            return _read(directory, name or "temporary", fd, os.fstat(fd).st_size // REQUEST_BYTES)
     finally:
         os.close(fd)
 
 
 def _refuse_memory(directory: str) -> None:
-    status = os.stat(directory)
-    device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
-    kinds = {entry.fstype for entry in entries() if entry.device == device}
+    device = os.stat(directory).st_dev
+    kinds = {mount.fstype for mount in mounts().values() if mount.dev == device}
     if kinds & _IN_MEMORY:
         raise EnvironmentProblem(
             f"--measure: {directory} is in memory ({', '.join(sorted(kinds))}): there is no storage to measure",
@@ -104,34 +115,22 @@ def _largest_file(directory: str) -> str | None:
     return best[1] if best else None
 
 
-def _open_existing(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError as error:
-        raise _problem(os.path.dirname(path), "open", error) from error
-
-
-def _write_temporary(directory: str) -> tuple[int, int]:
-    """A nameless file of random bytes: descriptor and size, at least LEAST_BYTES."""
+def _temporary(directory: str) -> int:
+    """Descriptor of a nameless file of at least LEAST_BYTES random bytes."""
     space = os.statvfs(directory)
     if space.f_bavail * space.f_frsize < 2 * LEAST_BYTES:
-        raise _problem(directory, "write", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     try:
-        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise _problem(directory, "write", error) from error
-    try:
-        return fd, _fill(fd, min(WRITTEN_BYTES, space.f_bavail * space.f_frsize // 2))
-    except OSError as error:
-        os.close(fd)
-        raise _problem(directory, "write", error) from error
+        _fill(fd, min(WRITTEN_BYTES, space.f_bavail * space.f_frsize // 2))
     except BaseException:
         os.close(fd)
         raise
+    return fd
 
 
-def _fill(fd: int, wanted_bytes: int) -> int:
-    """Bytes written: `wanted_bytes`, or what is written when the time is up, but then at least LEAST_BYTES."""
+def _fill(fd: int, wanted_bytes: int) -> None:
+    """Writes `wanted_bytes`, or what is written when the time is up, but then at least LEAST_BYTES."""
     begin, size = time.monotonic(), 0
     with mmap.mmap(-1, REQUEST_BYTES) as page_aligned:
         while size + REQUEST_BYTES <= wanted_bytes:
@@ -140,14 +139,12 @@ def _fill(fd: int, wanted_bytes: int) -> int:
             page_aligned[:] = os.urandom(REQUEST_BYTES)  # storage that compresses must find nothing to compress
             size += os.pwrite(fd, page_aligned, size)
     os.fsync(fd)
-    return size
 
 
 def _read(directory: str, name: str, fd: int, requests: int) -> Measured:
     """Reads the first `requests` requests, again and again until READ_S have passed, and counts."""
     places = itertools.count()
     completed: list[tuple[float, int]] = []
-    failures: list[OSError] = []
     stop = threading.Event()
     begin = time.monotonic()
 
@@ -157,27 +154,15 @@ def _read(directory: str, name: str, fd: int, requests: int) -> Measured:
                 place, spent = next(places), time.monotonic() - begin
                 if spent > SLOWEST_S or (spent > READ_S and place >= min(requests, LEAST_BYTES // REQUEST_BYTES)):
                     return
-                try:
-                    size = os.preadv(fd, [buffer], place % requests * REQUEST_BYTES)
-                except OSError as error:
-                    failures.append(error)
-                    stop.set()
-                else:
-                    completed.append((time.monotonic() - begin, size))
+                size = os.preadv(fd, [buffer], place % requests * REQUEST_BYTES)
+                completed.append((time.monotonic() - begin, size))
 
-    threads = [threading.Thread(target=reader) for _ in range(READERS)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        stop.set()  # Ctrl-C: the caller closes the descriptor, which nobody may read any more by then
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(READERS) as pool:
+        try:
+            for done in as_completed([pool.submit(reader) for _ in range(READERS)]):
+                done.result()
+        finally:
+            stop.set()  # an error, or Ctrl-C: the caller closes the descriptor, which nobody may read any more by then
     return Measured(directory, name, *_sustained(sorted(completed)))
 
 
@@ -195,21 +180,15 @@ def _sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:
         raise EnvironmentProblem(f"--measure: fewer than two reads of 1 MiB in {last_s:.0f} s", "give --bw instead")
     times = [time_s for time_s, _ in counted]
     done = list(itertools.accumulate(size for _, size in counted))
-    mean_s, mean_bytes = sum(times) / len(times), sum(done) / len(done)
-    spread = sum((time_s - mean_s) ** 2 for time_s in times)
-    slope = sum((time_s - mean_s) * (size - mean_bytes) for time_s, size in zip(times, done, strict=True)) / spread
+    slope = statistics.linear_regression(times, done).slope
     return done[-1] - done[0], last_s - counted[0][0], max(1, round(slope))
 
 
-def _problem(directory: str, what: str, error: OSError) -> LlmcacheError:
-    """The error that `what` in `directory` has met, with what to do about it."""
-    hints = {
-        errno.EROFS: f"put a file of at least {format_size(LEAST_BYTES)} there, or give --bw",
-        errno.EACCES: f"give a directory that you may write, or that holds a file of at least {format_size(LEAST_BYTES)}",
-        errno.ENOSPC: f"free {format_size(2 * LEAST_BYTES)}, or give a directory with a large file: that is read instead",
-        errno.EINVAL: "this file system has no O_DIRECT, so its cache would be measured: give --bw",
-        errno.EOPNOTSUPP: "this file system makes no files without a name: put a large file there, or give --bw",
-    }
-    return EnvironmentProblem(
-        f"--measure: cannot {what} in {directory}: {error.strerror}", hints.get(error.errno or 0, "give --bw instead")
-    )
+@contextmanager
+def _storage_errors(directory: str, what: str) -> Iterator[None]:
+    """A with block that does `what` in `directory`: its OSErrors become EnvironmentProblem, with what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        hint = _HINTS.get(error.errno or 0, "give --bw instead")
+        raise EnvironmentProblem(f"--measure: cannot {what} in {directory}: {error.strerror}", hint) from error

@@ -34,17 +34,12 @@ from typing import Any
 
 from llmcache.errors import EnvironmentProblem, MountProblem
 from llmcache.files import replacing
-from llmcache.fs.client import mountpoint
 
 _LONGEST_REPLY = 1 << 28
 _RETRY_S = 0.1
-_ENDING_S = 30.0
 _LONGEST_INFO = 1 << 16
 _MOST_PIDS = 1 << 22
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-
-
-Progress = dict[str, Any]
 
 
 class NoDaemon(MountProblem):
@@ -55,32 +50,12 @@ class NotTheirs(OSError):
     """What lies at the name of a daemon's directory or file is no such thing, or not its user's alone."""
 
 
-@dataclass(frozen=True)
 class Files:
-    """The files of one mount point, of the user with that id."""
+    """The files of one mount point, of the user with that id: `base` with an ending for each."""
 
-    base: str
-    uid: int
-
-    @property
-    def socket(self) -> str:
-        """Path of the control socket."""
-        return self.base + ".sock"
-
-    @property
-    def info(self) -> str:
-        """Path of the description of the daemon."""
-        return self.base + ".json"
-
-    @property
-    def lock(self) -> str:
-        """Path of the lock file."""
-        return self.base + ".lock"
-
-    @property
-    def log(self) -> str:
-        """Path of the log."""
-        return self.base + ".log"
+    def __init__(self, base: str, uid: int) -> None:
+        self.base, self.uid = base, uid
+        self.socket, self.info, self.lock, self.log = (base + end for end in (".sock", ".json", ".lock", ".log"))
 
     def describe(self) -> dict[str, Any]:
         """Contents of the info file; empty if there is none."""
@@ -94,8 +69,7 @@ class Files:
         """A descriptor of one of these files, with O_PATH of the socket; NotTheirs, or another OSError."""
         kind = stat.S_IFSOCK if flags & os.O_PATH else stat.S_IFREG
         with self._directory() as directory:
-            fd = os.open(os.path.basename(path), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-        self._check(fd, kind)
+            fd = self._open(os.path.basename(path), kind, directory)
         if flags & os.O_PATH:
             return fd
         try:
@@ -105,21 +79,22 @@ class Files:
 
     @contextlib.contextmanager
     def _directory(self) -> Iterator[int]:
-        fd = os.open(os.path.dirname(self.base), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        self._check(fd, stat.S_IFDIR)
+        fd = self._open(os.path.dirname(self.base), stat.S_IFDIR)
         try:
             yield fd
         finally:
             os.close(fd)
 
-    def _check(self, fd: int, kind: int) -> None:
-        """Close `fd`, with NotTheirs, if it is of something else than that kind, or not of their user alone."""
+    def _open(self, name: str, kind: int, directory: int | None = None) -> int:
+        """NotTheirs if it is of something else than that kind, or not of their user alone."""
+        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
         status = os.fstat(fd)
         if stat.S_IFMT(status.st_mode) != kind or status.st_uid != self.uid or status.st_mode & _OTHERS_WRITE:
             os.close(fd)
             raise NotTheirs(errno.EPERM, "it is not its user's alone")
+        return fd
 
-    def tell(self, facts: dict[str, Any]) -> None:
+    def write_info(self, facts: dict[str, Any]) -> None:
         """Write the info file, whole or not at all."""
         with replacing(self.info) as file:
             file.write(json.dumps(facts).encode())
@@ -177,7 +152,7 @@ def files(point: str, uid: int | None = None) -> Files:
     return Files(os.path.join(directory(uid), name), uid)
 
 
-def told_points() -> list[str]:
+def root_points() -> list[str]:
     """Mount points of which daemons of root tell in their files; none for those who may not read these."""
     found = []
     with contextlib.suppress(OSError):
@@ -190,26 +165,18 @@ def told_points() -> list[str]:
 
 
 def make_directory() -> None:
-    """Make this user's directory, closed to others; one that belongs to someone else is refused."""
+    """Makes this user's directory, closed to others. EnvironmentProblem: it is someone else's, or a link."""
     path = directory(os.geteuid())
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
+        status = os.lstat(path)
     except OSError as error:
         hint = "set XDG_RUNTIME_DIR to a directory of your own"
         raise EnvironmentProblem(f"{path} cannot be made: {error.strerror}", hint) from error
-    if not is_own_directory(path, os.geteuid()):
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise EnvironmentProblem(f"{path} is not a directory of this user", "remove it, or set XDG_RUNTIME_DIR")
     os.chmod(path, 0o700)
-
-
-def is_own_directory(path: str, uid: int) -> bool:
-    """True if `path` is a directory, not a link to one, of that user: nobody else can put anything there."""
-    try:
-        status = os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == uid
 
 
 @contextlib.contextmanager
@@ -277,41 +244,8 @@ def remove_left(found: Files) -> None:
     os.close(lock)
 
 
-def take_lock(found: Files, point: str) -> int:
-    """Descriptor of the lock file, locked for the life of this process; MountProblem if another daemon has it.
-
-    One that is about to end, its mount gone (umount, then mount at once), is waited for. What a daemon before said of
-    itself is removed: a new one is not taken for it. EnvironmentProblem where no lock file of this user can be made.
-    """
-    end = time.monotonic() + _ENDING_S
-    while True:
-        with making(found.lock):
-            try:
-                fd = found.open(found.lock, os.O_RDWR)
-            except FileNotFoundError:
-                with contextlib.suppress(FileExistsError):
-                    os.close(os.open(found.lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-                continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            if mountpoint.find(point) is None and time.monotonic() < end:
-                time.sleep(0.05)
-                continue
-            pid = found.describe().get("pid")
-            by = f" by pid {pid}" if pid else ""
-            raise MountProblem(f"{point} is already served{by}", f"end it first: llmcache umount {point}") from None
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(found.lock).st_ino == os.fstat(fd).st_ino:
-                with making(found.info), contextlib.suppress(FileNotFoundError):
-                    os.unlink(found.info)
-                return fd
-        os.close(fd)  # the last owner removed the file between our open and our lock
-
-
 @contextlib.contextmanager
-def making(path: str) -> Iterator[None]:
+def file_errors(path: str) -> Iterator[None]:
     """A with block that makes a daemon's file: EnvironmentProblem where what is there cannot be replaced."""
     try:
         yield
@@ -325,7 +259,7 @@ def request(
     *,
     uid: int | None = None,
     timeout_s: float = 30.0,
-    on_progress: Callable[[Progress], None] = lambda _progress: None,
+    on_progress: Callable[[dict[str, Any]], None] = lambda _progress: None,
 ) -> dict[str, Any]:
     """Reply of the daemon of the mount on a real path. NoDaemon if nothing listens; MountProblem if it says no,
     with the exit code that belongs to its reason.
@@ -351,22 +285,18 @@ def request(
         try:
             connection.sendall(json.dumps(message).encode() + b"\n")
             with connection.makefile("rb") as lines:
-                while "progress" in (reply := _reply_in(lines.readline(_LONGEST_REPLY), point)):
-                    on_progress(_checked_progress(reply, point))
+                while "progress" in (reply := _checked(lines.readline(_LONGEST_REPLY), point)):
+                    on_progress(reply["progress"])
         except TimeoutError:
             raise MountProblem(f"the daemon of {point} did not answer within {timeout_s:.0f} s") from None
         except OSError as error:
             raise NoDaemon(f"the daemon of {point} ended: {error.strerror}") from None
-    if "error" in reply:
-        raise _refused(reply, point)
     return reply
 
 
 def peer(connection: socket.socket) -> int:
     """User id of the process at the other end."""
-    size = struct.calcsize("3i")
-    _pid, uid, _gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(uid)
+    return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
 
 
 def _connect(connection: socket.socket, found: Files, timeout_s: float) -> None:
@@ -391,40 +321,27 @@ def _not_theirs(found: Files, point: str) -> MountProblem:
     return MountProblem(f"what should answer for {point} is not the daemon of its user", hint)
 
 
-def _reply_in(line: bytes, point: str) -> dict[str, Any]:
-    """What a daemon answers. NoDaemon if it does not; MountProblem if it answers something else."""
+def _checked(line: bytes, point: str) -> dict[str, Any]:
+    """A reply, or progress (numbers by name). NoDaemon for no line; MountProblem for an error, and what is no reply."""
     if not line:
         raise NoDaemon(f"the daemon of {point} ended before it answered")
-    try:
-        found = json.loads(line) if line.endswith(b"\n") else None
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise _foreign(point)
-    return found
-
-
-def _checked_progress(reply: dict[str, Any], point: str) -> Progress:
-    """Progress: numbers by name."""
-    found = reply["progress"]
-    if not isinstance(found, dict) or not all(type(number) in (int, float) for number in found.values()):
-        raise _foreign(point)
-    return found
-
-
-def _refused(reply: dict[str, Any], point: str) -> MountProblem:
-    """The error that a daemon reports."""
-    message, hint, code = reply["error"], reply.get("hint"), reply.get("exit_code", MountProblem.exit_code)
-    if not isinstance(message, str) or not isinstance(hint, str | None) or type(code) is not int or not 0 < code < 6:
-        return _foreign(point)
-    refusal = MountProblem(message, hint)
-    refusal.exit_code = code
-    return refusal
-
-
-def _foreign(point: str) -> MountProblem:
+    found: dict[str, Any] = {"error": None}
+    with contextlib.suppress(ValueError, RecursionError):
+        told = json.loads(line) if line.endswith(b"\n") else None
+        found = told if isinstance(told, dict) else found
+    match found:
+        case {"progress": dict(numbers)} if all(type(number) in (int, float) for number in numbers.values()):
+            return found
+        case {"error": str(message)} if "progress" not in found:
+            hint, code = found.get("hint"), found.get("exit_code", MountProblem.exit_code)
+            if isinstance(hint, str | None) and type(code) is int and 0 < code < 6:
+                refusal = MountProblem(message, hint)
+                refusal.exit_code = code
+                raise refusal
+        case _ if not {"progress", "error"} & found.keys():
+            return found
     hint = "it may be of another version: unmount and mount again"
-    return MountProblem(f"the daemon of {point} answers what is no reply", hint)
+    raise MountProblem(f"the daemon of {point} answers what is no reply", hint)
 
 
 def wait_until_gone(found: Files, timeout_s: float, process: Process | None = None) -> bool:
@@ -437,31 +354,8 @@ def wait_until_gone(found: Files, timeout_s: float, process: Process | None = No
     return True
 
 
-def ask(
-    mount: str, message: dict[str, Any], on_progress: Callable[[dict[str, Any]], None] = lambda _progress: None
-) -> dict[str, Any]:
-    """Reply of the daemon of the mount on a path; MountProblem if there is no mount, no living daemon, or it says no."""
-    point = mountpoint.resolve(mount)
-    entry = mountpoint.find(point)
-    if entry is None:
-        mounts = mountpoint.ours()
-        hint = f"mounted are: {', '.join(mounts)}" if mounts else None
-        raise MountProblem(f"no llmcachefs is mounted on {mount}", hint)
-    try:
-        return request(point, message, uid=entry.owner, on_progress=on_progress)
-    except NoDaemon:
-        if entry.fstype == mountpoint.IN_PLACE:
-            hint = f"its files can be read, nothing steers them; mount again, or: llmcache umount {point}"
-            raise MountProblem(f"the daemon of {point} has ended", hint) from None
-        if mountpoint.answers(point) == 0:  # it serves
-            socket = files(point, entry.owner).socket
-            hint = "set XDG_RUNTIME_DIR as it was when the mount was made"
-            raise MountProblem(f"{point} is served, but nothing listens at {socket}", hint) from None
-        raise mountpoint.stale(point) from None
-
-
 @contextlib.contextmanager
-def understood(mount: str) -> Iterator[None]:
+def reply_errors(mount: str) -> Iterator[None]:
     """While a reply of the mount on a path is read: MountProblem if it is not what this version knows."""
     try:
         yield

@@ -11,16 +11,17 @@ from typing import Any
 from llmcache.errors import EnvironmentProblem, UsageError, printable
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import control, mountpoint
-from llmcache.fs.client.control import ask
-from llmcache.fs.client.settings import DEFAULT, FLAG, Setting, for_libfuse, mount_options, opens_to_others
+from llmcache.fs.client.mountpoint import ask
+from llmcache.fs.client.settings import DEFAULT, FLAG, Setting, mount_options, option_words
 from llmcache.fs.daemon import logs
 from llmcache.fs.daemon.accesslog import check_path
-from llmcache.fs.daemon.daemon import MountRequest, serve_foreground
+from llmcache.fs.daemon.daemon import MountRequest, serve_background, serve_foreground
 from llmcache.fs.daemon.openmetrics import parse_address
 from llmcache.fs.vfs import libfuse
 from llmcache.units import format_size, parse_size
 
 SCHEMA = "llmcache.mount/1"
+_OWN_OPTIONS = ("fsname=llmcachefs", "subtype=llmcachefs", "default_permissions", "nodev", "nosuid")
 _IN_PLACE_OPTIONS = {"ro", "nodev", "nosuid", "allow_other", "default_permissions"}
 MODES = ("auto", "inplace", "steer", "arena")
 LEAST_READ_AHEAD = 4096
@@ -57,22 +58,24 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
         if only_fuse:
             raise UsageError(only_fuse, "use --mode auto, steer or arena")
         spill = ()
+    read_only = not values["rw"] and not spill and "ro" not in given
+    cache = settings["cache"]
     return MountRequest(
-        values["source"],
-        values["mount"],
-        _size("cache", settings["cache"]),
-        values["mode"],
-        values["rw"],
-        spill,
-        for_libfuse(given, read_only=not values["rw"] and not spill),
-        values["access_log"],
-        tuple(glob for glob in values["pin"] if glob),
-        values["log"],
-        values["metrics"],
-        values["metrics_files"],
-        _origin(settings["cache"]),
-        only_fuse if values["mode"] == "auto" else None,
-        read_ahead_bytes,
+        source=values["source"],
+        mount=values["mount"],
+        cache_bytes=_size("cache", cache),
+        mode=values["mode"],
+        writable=values["rw"],
+        spill=spill,
+        options=(",".join((*_OWN_OPTIONS, *(("ro",) if read_only else ()), *given)),),  # what the user gave wins
+        access_log=values["access_log"],
+        pinned=tuple(glob for glob in values["pin"] if glob),
+        log=values["log"],
+        metrics=values["metrics"],
+        metrics_files=values["metrics_files"],
+        cache_origin=cache.where or ("--cache" if cache.origin == FLAG else cache.origin),
+        not_in_place=only_fuse if values["mode"] == "auto" else None,
+        read_ahead_bytes=read_ahead_bytes,
     )
 
 
@@ -95,10 +98,6 @@ def _size(name: str, setting: Setting) -> int | None:
         raise UsageError(f"{name}: {error.message}{where}", error.hint) from error
 
 
-def _origin(setting: Setting) -> str:
-    return setting.where or {FLAG: "--cache"}.get(setting.origin, setting.origin)
-
-
 def mount(request: MountRequest, *, foreground: bool, as_json: bool = False) -> None:
     """Serve `request`: returns at the end of the mount (foreground), or once it serves (a daemon).
 
@@ -113,21 +112,19 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False) -> 
     if request.mode != "inplace":
         libfuse.binding()
         mountpoint.check_machine()
-    if opens_to_others(request.options) and mountpoint.is_closed_above(source):
+    if "allow_other" in option_words(request.options) and mountpoint.is_closed_above(source):
         said = "others, who do not reach SOURCE below a closed directory, reach it through the mount (allow_other)"
         print(f"llmcache: note: {said}", file=sys.stderr)
 
+    own = None if foreground else control.files(point).log
+    log = request.log or own
+
     def served() -> None:
-        own = None if foreground else control.files(point).log
-        announce(point, request, request.log or own, as_json)
+        told = document(point, request, log)
+        print(json.dumps(told) if as_json else line(told), flush=True)
 
-    if foreground:
-        serve_foreground(request, source, point, served)
-    else:
-        from llmcache.fs.daemon.background import serve_background
-
-        serve_background(request, source, point)
-        served()
+    serve = serve_foreground if foreground else serve_background
+    serve(request, source, point, served)
 
 
 def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
@@ -139,12 +136,6 @@ def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
         hint = "use --mode auto, steer or arena" + (", without --read-ahead" if request.read_ahead_bytes else "")
         raise EnvironmentProblem(f"mode inplace cannot be had: {reason}", hint)
     return replace(request, not_in_place=reason)
-
-
-def announce(point: str, request: MountRequest, log: str | None, as_json: bool) -> None:
-    """Print it on stdout, at once. MountProblem if no daemon answers."""
-    told = document(point, request, log)
-    print(json.dumps(told) if as_json else line(told), flush=True)
 
 
 def document(point: str, request: MountRequest, log: str | None) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 Everything is read from /proc; a path below a mount is touched only where a function says so, because a daemon that was
 killed leaves a mount that answers ENOTCONN, and one that hangs leaves a mount on which every call hangs.
+
+A mount in place has no file system of its own: its daemon's files tell of it, and of the bind mount, if it has one.
 """
 
 from __future__ import annotations
@@ -9,18 +11,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 import stat
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
 from llmcache.fs import syscalls
 from llmcache.fs.client import control
+from llmcache.mountinfo import Mount, mounts
 
 if TYPE_CHECKING:
     from llmcache.trace.record import TraceFile
@@ -28,46 +31,15 @@ if TYPE_CHECKING:
 
 FSTYPE = "fuse.llmcachefs"
 IN_PLACE = "inplace"
-"""In the place of a file system's type, of entries of mounts in place."""
-_OCTAL = re.compile(r"\\([0-7]{3})")
-
-
-@dataclass(frozen=True)
-class MountEntry:
-    """One line of mountinfo."""
-
-    mount_id: int
-    device: str  # "major:minor"
-    point: str
-    fstype: str
-    options: str
-
-    @property
-    def owner(self) -> int:
-        """User id that made a FUSE mount."""
-        found = re.search(r"(?:^|,)user_id=(\d+)", self.options)
-        return int(found.group(1)) if found else 0
-
-
-def entries() -> list[MountEntry]:
-    """All mounts of this mount namespace, in mounting order."""
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-        return [_parse(line) for line in lines]
-
-
-def _parse(line: str) -> MountEntry:
-    fields = line.split()
-    end = fields.index("-", 6)
-    point = _OCTAL.sub(lambda match: chr(int(match.group(1), 8)), fields[4])
-    # Escapes stand for single bytes of ASCII here (space, tab, newline, backslash): other bytes are left as they are.
-    return MountEntry(int(fields[0]), fields[2], point, fields[end + 1], fields[end + 3])
+"""In the place of a file system's type, of mounts in place; their id is 0 without a bind mount."""
+# The recorder waits for the answer while its buffers fill: a daemon that takes longer is as good as gone.
+_PATIENCE_S = 2.0
 
 
 def fstype_of(path: str) -> str:
     """Type of the file system that a real path is on, "unknown" where no mount tells."""
     device = os.stat(path).st_dev
-    name = f"{os.major(device)}:{os.minor(device)}"
-    return next((entry.fstype for entry in reversed(entries()) if entry.device == name), "unknown")
+    return next((mount.fstype for mount in reversed(mounts().values()) if mount.dev == device), "unknown")
 
 
 def resolve(path: str) -> str:
@@ -83,59 +55,67 @@ def resolve(path: str) -> str:
         raise UsageError(said, "cd to one that is there") from None
     above, name = os.path.split(absolute)
     likely = os.path.join(os.path.realpath(above), name) if name else absolute
-    if any(entry.point == likely and entry.fstype == FSTYPE for entry in entries()):
+    if any(mount.point == likely and mount.fstype == FSTYPE for mount in mounts().values()):
         return likely
     return os.path.realpath(path)
 
 
-def find(point: str) -> MountEntry | None:
+def find(point: str) -> Mount | None:
     """Our mount on a real path, or None; only the topmost mount there counts."""
-    here = [entry for entry in entries() if entry.point == point]
-    if here and here[-1].fstype == FSTYPE:
-        return here[-1]
-    return _in_place(point, here[-1] if here else None)
-
-
-def _in_place(point: str, topmost: MountEntry | None) -> MountEntry | None:
-    """The mount in place on `point`, if its daemon's files tell of one: a bind mount, or none (mount id 0)."""
-    from llmcache.fs.client import control
-
+    topmost = next((mount for mount in reversed(mounts().values()) if mount.point == point), None)
+    if topmost is not None and topmost.fstype == FSTYPE:
+        return topmost
     files = control.files(point, 0)
     number = files.describe().get("inplace")
-    if type(number) is not int:
-        return None
-    if number and (topmost is None or topmost.mount_id != number):
+    if type(number) is not int or (number and (topmost is None or topmost.id != number)):
         return None
     if not number and not control.is_locked(files):
         return None
-    return MountEntry(number, topmost.device if topmost else "0:0", point, IN_PLACE, topmost.options if topmost else "rw")
+    return replace(topmost or Mount(0, 0, "/", point, IN_PLACE, "rw"), id=number, fstype=IN_PLACE)
+
+
+def _all() -> list[Mount]:
+    """All llmcachefs mounts: over FUSE, and those in place that root has made."""
+    in_place = [mount for point in control.root_points() if (mount := find(point)) and mount.fstype == IN_PLACE]
+    return [mount for mount in mounts().values() if mount.fstype == FSTYPE] + in_place
 
 
 def ours() -> list[str]:
     """Mount points of all llmcachefs mounts."""
-    return [entry.point for entry in entries() if entry.fstype == FSTYPE] + [entry.point for entry in _all_in_place()]
+    return [mount.point for mount in _all()]
 
 
-def _all_in_place() -> list[MountEntry]:
-    """The mounts in place that root has made, as their daemons' files tell."""
-    from llmcache.fs.client import control
-
-    points = control.told_points()
-    return [entry for point in points if (entry := find(point)) is not None and entry.fstype == IN_PLACE]
-
-
-def of_user() -> list[MountEntry]:
+def of_user() -> list[Mount]:
     """llmcachefs mounts that this user made, for root all; of several on one point the topmost."""
-    uid = os.geteuid()
-    topmost = {entry.point: entry for entry in [*entries(), *_all_in_place()] if entry.fstype in (FSTYPE, IN_PLACE)}
-    return [entry for entry in topmost.values() if uid in (0, entry.owner)]
+    return [mount for mount in {mount.point: mount for mount in _all()}.values() if os.geteuid() in (0, mount.owner)]
+
+
+def ask(
+    path: str, message: dict[str, Any], on_progress: Callable[[dict[str, Any]], None] = lambda _progress: None
+) -> dict[str, Any]:
+    """Reply of the daemon of the mount on a path; MountProblem if there is no mount, no living daemon, or it says no."""
+    point = resolve(path)
+    mount = find(point)
+    if mount is None:
+        raise not_mounted(path)
+    try:
+        return control.request(point, message, uid=mount.owner, on_progress=on_progress)
+    except control.NoDaemon:
+        if mount.fstype == IN_PLACE:
+            hint = f"its files can be read, nothing steers them; mount again, or: llmcache umount {point}"
+            raise MountProblem(f"the daemon of {point} has ended", hint) from None
+        if answers(point) == 0:  # it serves
+            socket = control.files(point, mount.owner).socket
+            hint = "set XDG_RUNTIME_DIR as it was when the mount was made"
+            raise MountProblem(f"{point} is served, but nothing listens at {socket}", hint) from None
+        raise stale(point) from None
 
 
 def answers(point: str, timeout_s: float = 5.0) -> int | None:
     """0 if the mount answers statvfs, an errno (ENOTCONN: its daemon is dead) or None if it hangs. Touches the mount."""
     result: list[int] = []
 
-    def ask() -> None:
+    def look() -> None:
         try:
             try:
                 os.statvfs(point)
@@ -145,7 +125,7 @@ def answers(point: str, timeout_s: float = 5.0) -> int | None:
         except OSError as error:
             result.append(error.errno or errno.EIO)
 
-    thread = threading.Thread(target=ask, daemon=True)
+    thread = threading.Thread(target=look, daemon=True)
     thread.start()
     thread.join(timeout_s)
     return result[0] if result else None
@@ -164,25 +144,28 @@ def check_machine() -> None:
     """EnvironmentProblem if this machine or this user cannot mount through FUSE."""
     check_device()
     if os.geteuid() != 0 and shutil.which("fusermount3") is None:
-        raise EnvironmentProblem(
-            "fusermount3 is missing: without it only root can mount", "install FUSE 3: sudo apt install fuse3"
-        )
+        said = "fusermount3 is missing: without it only root can mount"
+        raise EnvironmentProblem(said, "install FUSE 3: sudo apt install fuse3")
 
 
-def check(source: str, mount: str) -> tuple[str, str]:
+def check(source: str, path: str) -> tuple[str, str]:
     """Real paths of SOURCE and MOUNT after all checks that can be made before mounting."""
-    point = resolve(mount)
-    entry = find(point)
-    if entry is not None and entry.fstype == IN_PLACE and _is_left(entry):
+    point = resolve(path)
+    mount = find(point)
+    if mount is not None and mount.fstype == IN_PLACE and not control.is_locked(control.files(point, 0)):
         detach(point, lazy=True)  # its daemon has died: the directory is as it was before
-    elif entry is not None:
-        _refuse(entry)
-    for path, what in ((source, "SOURCE"), (mount, "MOUNT")):
-        _check_directory(path, what)
+    elif mount is not None:
+        if answers(point) == errno.ENOTCONN:
+            raise stale(point)
+        pid = control.daemon_pid(point, mount.owner)
+        served = f"already served by pid {pid}" if pid else "already served by another llmcachefs"
+        raise MountProblem(f"{point} is {served}", f"end it first: llmcache umount {point}")
+    _check_directory(source, "SOURCE", None)
+    _check_directory(path, "MOUNT", f"make it first: mkdir -p {path}")
     real = os.path.realpath(source)
     if point != real and os.path.commonpath([real, point]) == real:
         raise UsageError(
-            f"MOUNT {mount} lies inside SOURCE {source}: the mount would contain itself",
+            f"MOUNT {path} lies inside SOURCE {source}: the mount would contain itself",
             "mount outside of SOURCE, or on SOURCE itself",
         )
     if not os.access(source, os.R_OK | os.X_OK):
@@ -190,21 +173,10 @@ def check(source: str, mount: str) -> tuple[str, str]:
     return real, point
 
 
-def is_closed_above(directory: str) -> bool:
-    """True if other users cannot walk to a real path, by the modes of the directories that it lies in."""
-    above = os.path.dirname(directory)
-    while above != directory:
-        if not os.stat(above).st_mode & stat.S_IXOTH:
-            return True
-        above, directory = os.path.dirname(above), above
-    return False
-
-
-def _check_directory(path: str, what: str) -> None:
+def _check_directory(path: str, what: str, hint: str | None) -> None:
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        hint = f"make it first: mkdir -p {path}" if what == "MOUNT" else None
         raise UsageError(f"{what} {path} does not exist", hint) from None
     except OSError as error:
         raise UsageError(f"{what} {path} cannot be reached: {error.strerror}") from None
@@ -212,21 +184,15 @@ def _check_directory(path: str, what: str) -> None:
         raise UsageError(f"{what} {path} is not a directory")
 
 
-def _is_left(entry: MountEntry) -> bool:
-    from llmcache.fs.client import control
+def is_closed_above(directory: str) -> bool:
+    """True if other users cannot walk to a real path, by the modes of the directories that it lies in."""
+    return not all(above.stat().st_mode & stat.S_IXOTH for above in Path(directory).parents)
 
-    return not control.is_locked(control.files(entry.point, 0))
 
-
-def _refuse(entry: MountEntry) -> None:
-    from llmcache.fs.client import control
-
-    state = answers(entry.point)
-    if state == errno.ENOTCONN:
-        raise stale(entry.point)
-    pid = control.daemon_pid(entry.point, entry.owner)
-    served = f"already served by pid {pid}" if pid else "already served by another llmcachefs"
-    raise MountProblem(f"{entry.point} is {served}", f"end it first: llmcache umount {entry.point}")
+def not_mounted(path: str, hint: str | None = None) -> MountProblem:
+    """The error where nothing of ours is mounted; `hint` is for when there is no other mount of ours."""
+    points = ", ".join(ours())
+    return MountProblem(f"no llmcachefs is mounted on {path}", f"mounted are: {points}" if points else hint)
 
 
 def stale(point: str) -> MountProblem:
@@ -240,8 +206,8 @@ def stale(point: str) -> MountProblem:
 
 def detach(point: str, *, lazy: bool) -> None:
     """Unmount our mount on `point` (not lazily: MountProblem if it is busy, naming who can be seen)."""
-    entry = find(point)
-    if entry is None or not entry.mount_id:
+    mount = find(point)
+    if mount is None or not mount.id:
         return
     try:
         if os.geteuid() == 0:
@@ -254,7 +220,7 @@ def detach(point: str, *, lazy: bool) -> None:
     except OSError as error:
         if error.errno != errno.EBUSY:
             raise MountProblem(f"cannot unmount {point}: {error.strerror}", mtab_hint()) from error
-        raise busy(entry) from error
+        raise busy(mount) from error
 
 
 def mtab_hint(path: str = "/etc/mtab") -> str | None:
@@ -271,65 +237,55 @@ def _fusermount(point: str, lazy: bool) -> None:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise EnvironmentProblem("fusermount3 is missing", "install FUSE 3: sudo apt install fuse3") from None
-    if result.returncode == 0:
-        return
-    number = errno.EBUSY if "busy" in result.stderr else errno.EPERM
-    raise OSError(number, result.stderr.strip() or os.strerror(number))
+    if result.returncode != 0:
+        number = errno.EBUSY if "busy" in result.stderr else errno.EPERM
+        raise OSError(number, result.stderr.strip() or os.strerror(number))
 
 
-def busy(entry: MountEntry, ignore: Callable[[int], bool] = lambda _pid: False) -> MountProblem:
+def busy(mount: Mount, ignore: Callable[[int], bool] = lambda _pid: False) -> MountProblem:
     """The error for a mount that is in use, with the processes that can be seen to use it."""
-    users = list(holders(entry, ignore))
+    users = list(holders(mount, ignore))
     seen = ", ".join(f"{name} (pid {pid}: {how})" for pid, name, how in users[:8])
     if len(users) > 8:
         seen += f" and {len(users) - 8} more"
     who = f"in use by {seen}" if seen else "in use by a process that is not visible to this user"
-    return MountProblem(
-        f"{entry.point} is busy: {who}",
-        f"end these first, or cut them off: llmcache umount --force {entry.point}",
-    )
+    hint = f"end these first, or cut them off: llmcache umount --force {mount.point}"
+    return MountProblem(f"{mount.point} is busy: {who}", hint)
 
 
-def holders(entry: MountEntry, ignore: Callable[[int], bool] = lambda _pid: False) -> Iterator[tuple[int, str, str]]:
+def holders(mount: Mount, ignore: Callable[[int], bool] = lambda _pid: False) -> Iterator[tuple[int, str, str]]:
     """(pid, name, how) of processes that keep a mount busy, as far as /proc shows them to this user."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError):  # it may end at any moment, and other users' may not be looked at
-                how = None if ignore(int(name)) else _use(f"/proc/{name}", entry)
+                how = None if ignore(int(name)) else _use(f"/proc/{name}", mount)
                 if how:
                     with open(f"/proc/{name}/comm", encoding="utf-8", errors="replace") as comm:
                         yield int(name), comm.read().strip(), how
 
 
-def _use(process: str, entry: MountEntry) -> str | None:
-    for link, how in (("cwd", "working directory"), ("root", "root directory")):
-        if _on_mount(process, link, entry):
-            return how
+def _use(process: str, mount: Mount) -> str | None:
+    for link in ("cwd", "root"):
+        target = os.readlink(f"{process}/{link}")
+        if target == mount.point or target.startswith(mount.point.rstrip("/") + "/"):
+            fd = os.open(f"{process}/{link}", os.O_PATH | os.O_CLOEXEC)  # of a magic link: the daemon is asked nothing
+            try:
+                if _is_on(mount, f"/proc/self/fdinfo/{fd}"):
+                    return "working directory" if link == "cwd" else "root directory"
+            finally:
+                os.close(fd)
     for number in os.listdir(f"{process}/fdinfo"):
-        with contextlib.suppress(OSError), open(f"{process}/fdinfo/{number}", encoding="ascii") as info:
-            if f"mnt_id:\t{entry.mount_id}\n" in info.read():
+        with contextlib.suppress(OSError):
+            if _is_on(mount, f"{process}/fdinfo/{number}"):
                 return "open file"
-    major, minor = (int(part) for part in entry.device.split(":"))
-    mark = f" {major:02x}:{minor:02x} " if entry.fstype == FSTYPE else f" {entry.point}/"
+    mark = f" {os.major(mount.dev):02x}:{os.minor(mount.dev):02x} " if mount.fstype == FSTYPE else f" {mount.point}/"
     with open(f"{process}/maps", encoding="utf-8", errors="replace") as maps:
         return "mapped file" if any(mark in line for line in maps) else None
 
 
-def _on_mount(process: str, link: str, entry: MountEntry) -> bool:
-    """True if a process' directory is on the mount: opening the magic link with O_PATH asks the daemon nothing."""
-    target = os.readlink(f"{process}/{link}")
-    if target != entry.point and not target.startswith(entry.point.rstrip("/") + "/"):
-        return False
-    fd = os.open(f"{process}/{link}", os.O_PATH | os.O_CLOEXEC)
-    try:
-        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
-            return f"mnt_id:\t{entry.mount_id}\n" in info.read()
-    finally:
-        os.close(fd)
-
-
-# The recorder waits for the answer while its buffers fill: a daemon that takes longer is as good as gone.
-_PATIENCE_S = 2.0
+def _is_on(mount: Mount, fdinfo: str) -> bool:
+    with open(fdinfo, encoding="ascii") as info:
+        return f"mnt_id:\t{mount.id}\n" in info.read()
 
 
 def locked_bytes(file: TraceFile) -> int:
@@ -337,16 +293,11 @@ def locked_bytes(file: TraceFile) -> int:
 
     Files of a model in several are one loop, which counts for the first of them. MountProblem if the daemon does not answer.
     """
-    device = f"{os.major(file.dev)}:{os.minor(file.dev)}"
-    for entry in entries():
-        if entry.fstype == FSTYPE and entry.device == device:
-            stats = control.request(entry.point, {"op": "stats"}, uid=entry.owner, timeout_s=_PATIENCE_S)
-            return _pinned(stats, file, entry.point) if stats["mode"] == "steer" else 0
-    return 0
-
-
-def _pinned(stats: dict[str, object], file: TraceFile, point: str) -> int:
-    files = stats["files"]
-    assert isinstance(files, list)
-    own = [each for each in files if point + each["path"] == file.path]
+    mount = next((mount for mount in mounts().values() if mount.fstype == FSTYPE and mount.dev == file.dev), None)
+    if mount is None:
+        return 0
+    stats = control.request(mount.point, {"op": "stats"}, uid=mount.owner, timeout_s=_PATIENCE_S)
+    if stats["mode"] != "steer":
+        return 0
+    own = [each for each in stats["files"] if mount.point + each["path"] == file.path]
     return sum(int(loop["pinned_bytes"]) for each in own for loop in each["loops"])

@@ -1,4 +1,4 @@
-"""`llmcache resize`, `warmup`, `evict` and `umount`: what is asked of a mount that serves, and what came of it.
+"""`llmcache stats`, `resize`, `warmup`, `evict` and `umount`: what is asked of mounts that serve, and what came of it.
 
 Progress goes to stderr, results to stdout. `umount` goes through the daemon where there is one, else directly; with force
 whatever state the mount is in.
@@ -10,6 +10,7 @@ import errno
 import json
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,13 +21,184 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from llmcache.errors import MountProblem, printable
+from llmcache.errors import MountProblem, UsageError, printable
 from llmcache.fs.client import control, mountpoint
-from llmcache.fs.client.control import ask, understood
+from llmcache.fs.client.control import reply_errors
+from llmcache.fs.client.mountpoint import ask
+from llmcache.mountinfo import Mount
 from llmcache.units import format_duration, format_size
 
+MOUNTS_SCHEMA = "llmcache.mounts/1"
+UMOUNT_SCHEMA = "llmcache.umount/1"
+_MOUNTS_LINE = "{:<10}{:>9}{:>9}{:>9}{:>12}{:>9}  {}"
 _WIDTH = 79
 _NS = 1e9
+_STOP_TIMEOUT_S = 60.0
+_KILL_AFTER_S = 10.0
+_END_S = 60.0  # for a daemon that is not killed: it completes its access log
+
+
+def fetch(mount: str) -> dict[str, Any]:
+    """The counters of the mount on a path; MountProblem if there is no mount or no living daemon."""
+    return ask(mount, {"op": "stats"})
+
+
+def show_openmetrics(mount: str) -> None:
+    """Print the counters once as OpenMetrics text, with the names of looping files: this is for the mount's own user."""
+    from llmcache.fs.daemon.openmetrics import exposition
+
+    stats = fetch(mount)
+    with reply_errors(mount):
+        text = exposition(stats, mountpoint.resolve(mount), paths=True)
+    sys.stdout.write(text)
+
+
+def show_stats(mount: str, *, pause_s: float | None, count: int | None, as_json: bool) -> None:
+    """Print the counters once, or every `pause_s` seconds, `count` times or until Ctrl-C (which ends normally).
+
+    UsageError: a pause of nothing. MountProblem: no mount, or one that tells what cannot be understood.
+    """
+    if pause_s is not None and pause_s <= 0:
+        raise UsageError("INTERVAL: must be more than nothing", "write 250ms, 1s, 1m")
+    before: dict[str, Any] | None = None
+    shown = 0
+    try:
+        while True:
+            now = fetch(mount)
+            with reply_errors(mount):
+                if as_json:
+                    print(json.dumps(now, indent=2 if pause_s is None else None), flush=True)
+                elif pause_s is None:
+                    _print_table(mount, now)
+                else:
+                    _print_line(now, before, header=shown % 20 == 0)
+            before = now
+            shown += 1
+            if pause_s is None or shown == count:
+                return
+            time.sleep(pause_s)
+    except KeyboardInterrupt:
+        return
+
+
+def show_mounts(as_json: bool) -> None:
+    """Print a row for each mount of this user (root: of all), whether its daemon answers or not."""
+    rows = [_mount_row(mount) for mount in mountpoint.of_user()]
+    if as_json:
+        print(json.dumps({"schema": MOUNTS_SCHEMA, "mounts": rows}, indent=2))
+        return
+    if not rows:
+        print("no llmcachefs is mounted")
+        return
+    print(_MOUNTS_LINE.format("mode", "budget", "pinned", "resident", "to readers", "hits", "mount"))
+    for row in rows:
+        sizes = [row[f"{key}_bytes"] for key in ("budget", "pinned", "resident", "read")]
+        texts = ["-" if size is None else format_size(size) for size in sizes]
+        mode = "no answer" if row["problem"] else row["mode"]
+        print(printable(_MOUNTS_LINE.format(mode, *texts, _percent(row["hit_ratio"]), row["mount"])))
+    for problem in filter(None, (row["problem"] for row in rows)):
+        print(f"llmcache: {printable(problem)}", file=sys.stderr)
+
+
+def _mount_row(mount: Mount) -> dict[str, Any]:
+    told = control.files(mount.point, mount.owner).describe()
+    row = {"mount": mount.point, "source": told.get("source"), "pid": told.get("pid"), "uid": mount.owner}
+    measured = dict.fromkeys(("mode", "uptime_s", "budget_bytes", "pinned_bytes", "resident_bytes", "read_bytes"))
+    try:
+        stats = fetch(mount.point)
+        with reply_errors(mount.point):
+            answered = {key: stats[key] for key in measured}
+            return {**row, "problem": None, **answered, "hit_ratio": hit_ratio(stats)}
+    except MountProblem as problem:
+        return {**row, "problem": problem.message, **measured, "hit_ratio": None}
+
+
+def hit_ratio(stats: dict[str, Any]) -> float | None:
+    """Byte hit ratio (0..1): share of the bytes that readers got which came from memory; None before any.
+
+    In steer the pinned part of a loop is read without a request: it is counted once for each pass that was seen.
+    """
+    return float(stats["hit_bytes"]) / float(stats["read_bytes"]) if stats["read_bytes"] else None
+
+
+def _in_time(stats: dict[str, Any]) -> str:
+    """The share of prefetched bytes that were read in time."""
+    useful, late, wasted = (int(stats["prefetch"][f"{kind}_bytes"]) for kind in ("useful", "late", "wasted"))
+    return _percent(useful / (useful + late + wasted) if useful + late + wasted else None)
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{100 * ratio:.1f} %"
+
+
+def _table(**columns: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, settings in columns.items():
+        table.add_column(name.replace("_", " "), no_wrap=True, **settings)
+    return table
+
+
+_NAME: dict[str, Any] = {"overflow": "ellipsis"}
+_NUMBER: dict[str, Any] = {"justify": "right"}
+
+
+def _print_table(mount: str, stats: dict[str, Any]) -> None:
+    console = Console(width=_WIDTH, file=sys.stdout, highlight=False, markup=False)
+    console.print(Text(f"{printable(mount)}: mode {printable(stats['mode'])}, budget {format_size(stats['budget_bytes'])}"))
+    if stats["metrics"]:
+        console.print(Text(f"metrics on http://{printable(stats['metrics'])}/metrics"))
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    for column in ("", "right", "", "right"):
+        facts.add_column(justify="right" if column else "left")
+    size = {key: format_size(amount) for key, amount in stats.items() if key.endswith("_bytes")}
+    facts.add_row("pinned", size["pinned_bytes"], "   given to readers", size["read_bytes"])
+    facts.add_row("window", size["window_bytes"], "   read from storage", size["backing_read_bytes"])
+    facts.add_row("resident", size["resident_bytes"], "   written to storage", size["backing_write_bytes"])
+    facts.add_row("daemon", size["daemon_bytes"], "   byte hit ratio", _percent(hit_ratio(stats)))
+    facts.add_row("CPU", f"{stats['cpu_s']:.1f} s", "   prefetch in time", _in_time(stats))
+    if stats.get("beyond_bytes"):
+        facts.add_row("beyond", size["beyond_bytes"], "", "")
+    if log := stats.get("access_log"):
+        facts.add_row("", "", "   logged references", printable(f"{log['rows']}, {log['lost_rows']} lost"))
+    console.print(facts)
+    if stats["files"]:
+        console.print(_file_table(stats["files"]))
+    for file in stats["files"]:
+        if experts := file.get("experts"):
+            kept = f"{experts['kept']} of {experts['count']} experts kept, {format_size(experts['kept_bytes'])}"
+            console.print(Text(f"{printable(file['path']).lstrip('/')}: {kept} of {format_size(experts['bytes'])}"))
+
+
+def _file_table(files: list[dict[str, Any]]) -> Table:
+    table = _table(
+        file=_NAME | {"max_width": 30}, size=_NUMBER, **{"class": {}}, loop=_NUMBER, period=_NUMBER, pinned=_NUMBER
+    )
+    for file in files:
+        name = (Text(printable(file["path"]).lstrip("/")), format_size(file["size_bytes"]), printable(file["class"]))
+        for loop in file["loops"]:
+            period = f"{loop['period_s']:.2f} s" if loop["period_s"] else "-"
+            table.add_row(*name, format_size(loop["bytes"]), period, format_size(loop["pinned_bytes"]))
+            name = (Text(), "", "")
+        if not file["loops"]:
+            table.add_row(*name, "-", "-", "-")
+    return table
+
+
+def _print_line(now: dict[str, Any], before: dict[str, Any] | None, *, header: bool) -> None:
+    """One sample of an interval: levels as they are, counters as rates since the last sample."""
+    columns = ("pinned", "window", "daemon", "read/s", "storage/s", "written/s", "in time")
+    if header:
+        print("".join(f"{name:>11}" for name in columns), flush=True)
+
+    def rate(key: str) -> str:
+        passed_s = 0.0 if before is None else now["uptime_s"] - before["uptime_s"]  # a busy daemon answers late
+        if before is None or passed_s <= 0:  # another mount on the same path
+            return "-"
+        return format_size((now[key] - before[key]) / passed_s)
+
+    cells = [format_size(now[f"{key}_bytes"]) for key in ("pinned", "window", "daemon")]
+    cells += [rate("read_bytes"), rate("backing_read_bytes"), rate("backing_write_bytes"), _in_time(now)]
+    print("".join(f"{cell:>11}" for cell in cells), flush=True)
 
 
 def resize(mount: str, size_bytes: int, *, as_json: bool) -> None:
@@ -36,7 +208,7 @@ def resize(mount: str, size_bytes: int, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(reply))
         return
-    with understood(mount):
+    with reply_errors(mount):
         before, now, used = (format_size(reply[key]) for key in ("before_bytes", "budget_bytes", "resident_bytes"))
     print(f"{printable(mount)}: budget {before} -> {now}, {used} resident")
 
@@ -48,20 +220,24 @@ def warmup(mount: str, globs: tuple[str, ...], *, check: bool, as_json: bool) ->
     """
     with _progress("checking" if check else "warming") as show:
         reply = ask(mount, {"op": "warmup", "globs": list(globs), "check": check}, show)
-    with understood(mount):
+    with reply_errors(mount):
         if as_json:
             print(json.dumps(reply))
         else:
             _print_warm(mount, reply, check)
-        _refuse_cold(mount, reply, check)
+        if reply["unreadable"]:
+            said = ", ".join(map(printable, reply["unreadable"]))
+            raise MountProblem(f"cannot be read: {said}", "its permissions in SOURCE, or its storage?")
+        missing = reply["wanted_bytes"] - reply["warm_bytes"]
+    if missing > 0:
+        why = "given up meanwhile? by memory pressure, resize or evict; or locks failed: see its log"
+        hint = f"llmcache warmup {mount}" if check else why
+        raise MountProblem(f"{format_size(missing)} of what should be kept is not there", hint)
 
 
 def _print_warm(mount: str, reply: dict[str, Any], check: bool) -> None:
     console = Console(width=_WIDTH, file=sys.stdout, highlight=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("file", overflow="ellipsis", no_wrap=True, max_width=34)
-    for name in ("size", "to be kept", "kept"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table(file=_NAME | {"max_width": 34}, size=_NUMBER, to_be_kept=_NUMBER, kept=_NUMBER)
     for row in reply["files"]:
         sizes = (format_size(row[key]) for key in ("size_bytes", "wanted_bytes", "warm_bytes"))
         table.add_row(Text(printable(row["path"].lstrip("/")) + (" (pinned)" if row["pinned"] else "")), *sizes)
@@ -71,17 +247,6 @@ def _print_warm(mount: str, reply: dict[str, Any], check: bool) -> None:
     console.print(Text(f"{printable(mount)}: {kept} of {wanted} kept{spent}"), soft_wrap=True)
 
 
-def _refuse_cold(mount: str, reply: dict[str, Any], check: bool) -> None:
-    if reply["unreadable"]:
-        said = ", ".join(map(printable, reply["unreadable"]))
-        raise MountProblem(f"cannot be read: {said}", "its permissions in SOURCE, or its storage?")
-    missing = reply["wanted_bytes"] - reply["warm_bytes"]
-    if missing > 0:
-        why = "given up meanwhile? by memory pressure, resize or evict; or locks failed: see its log"
-        hint = f"llmcache warmup {mount}" if check else why
-        raise MountProblem(f"{format_size(missing)} of what should be kept is not there", hint)
-
-
 def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
     """Gives up what a mount keeps of files; those of --pin stay."""
     with _progress("evicting") as show:
@@ -89,7 +254,7 @@ def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(reply))
         return
-    with understood(mount):
+    with reply_errors(mount):
         count = sum(len(group["paths"]) for group in reply["groups"])
         files = f"{count} {'file' if count == 1 else 'files'}"
         print(f"{printable(mount)}: {format_size(reply['evicted_bytes'])} of {files} evicted")
@@ -105,12 +270,6 @@ def _progress(what: str) -> Iterator[Callable[[dict[str, Any]], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=None)
         yield lambda told: progress.update(task, completed=told.get("done_bytes", 0), total=told.get("total_bytes"))
-
-
-UMOUNT_SCHEMA = "llmcache.umount/1"
-_STOP_TIMEOUT_S = 60.0
-_KILL_AFTER_S = 10.0
-_END_S = 60.0  # for a daemon that is not killed: it completes its access log
 
 
 @dataclass(frozen=True)
@@ -130,51 +289,35 @@ class Ended:
 def end_mount(path: str, *, force: bool) -> Ended:
     """Unmount and wait until the daemon is gone. MountProblem if nothing of ours is mounted, or it is busy or dead."""
     point = mountpoint.resolve(path)
-    entry = mountpoint.find(point)
-    if entry is None:
+    mount = mountpoint.find(point)
+    if mount is None:
         if force and (ended := _leftover(point)):
             return ended
-        raise MountProblem(f"no llmcachefs is mounted on {path}", _hint())
-    with control.daemon(point, entry.owner) as process:
+        raise mountpoint.not_mounted(path, "`mount -t fuse.llmcachefs` lists the mounts there are")
+    found = control.files(point, mount.owner)
+    with control.daemon(point, mount.owner) as process:
         try:
             # the socket of a daemon that cannot even die still accepts: force does not wait long for an answer
             patience = _KILL_AFTER_S if force else _STOP_TIMEOUT_S
-            control.request(point, {"op": "stop", "force": force}, uid=entry.owner, timeout_s=patience)
-        except control.NoDaemon:
-            _end_directly(entry, force)
-        except MountProblem:
-            if not force:
+            control.request(point, {"op": "stop", "force": force}, uid=mount.owner, timeout_s=patience)
+        except MountProblem as problem:
+            if not force and not isinstance(problem, control.NoDaemon):
                 raise
-            _end_directly(entry, force)
-        killed = _finish(entry, control.files(point, entry.owner), process, force)
+            if not force and mountpoint.answers(point) == errno.ENOTCONN:
+                raise mountpoint.stale(point) from None
+            mountpoint.detach(point, lazy=force)
+        killed = False
+        if not control.wait_until_gone(found, _KILL_AFTER_S if force else _END_S, process):
+            if not force or process is None:
+                who = f" (pid {process.pid})" if process else ""
+                raise MountProblem(f"{point} is unmounted, but its daemon{who} has not ended", f"see {found.log}")
+            killed = process.signal(signal.SIGKILL)
+            control.wait_until_gone(found, _KILL_AFTER_S, process)
+        now = mountpoint.find(point)
+        if force and now is not None and now.id == mount.id:
+            mountpoint.detach(point, lazy=True)
+        control.remove_left(found)
         return Ended(point, True, process.pid if process else None, killed)
-
-
-def _hint() -> str | None:
-    mounts = mountpoint.ours()
-    return f"mounted are: {', '.join(mounts)}" if mounts else "`mount -t fuse.llmcachefs` lists the mounts there are"
-
-
-def _end_directly(entry: mountpoint.MountEntry, force: bool) -> None:
-    if not force and mountpoint.answers(entry.point) == errno.ENOTCONN:
-        raise mountpoint.stale(entry.point)
-    mountpoint.detach(entry.point, lazy=force)
-
-
-def _finish(entry: mountpoint.MountEntry, found: control.Files, process: control.Process | None, force: bool) -> bool:
-    """Wait for the daemon's end; with force kill one that does not end (True), and detach what is still there."""
-    killed = False
-    if not control.wait_until_gone(found, _KILL_AFTER_S if force else _END_S, process):
-        if not force or process is None:
-            who = f" (pid {process.pid})" if process else ""
-            raise MountProblem(f"{entry.point} is unmounted, but its daemon{who} has not ended", f"see {found.log}")
-        killed = process.signal(signal.SIGKILL)
-        control.wait_until_gone(found, _KILL_AFTER_S, process)
-    now = mountpoint.find(entry.point)
-    if force and now is not None and now.mount_id == entry.mount_id:
-        mountpoint.detach(entry.point, lazy=True)
-    control.remove_left(found)
-    return killed
 
 
 def _leftover(point: str) -> Ended | None:

@@ -18,11 +18,8 @@ import re
 import reprlib
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from llmcache.errors import DataError, UsageError
 from llmcache.fs.vfs.source import DEFAULT_SPILL
@@ -36,7 +33,6 @@ _NOISE = {
 _NOISE_PREFIXES = ("x-", "comment=", "X-", "user=", "uhelper=", "helper=")
 # libfuse takes commas inside a value with a backslash before them: fsname=a\,b.
 _WORD = re.compile(r"(?:[^,\\]|\\.?)+", re.DOTALL)
-_OWN = ("fsname=llmcachefs", "subtype=llmcachefs", "default_permissions", "nodev", "nosuid")
 
 
 def option_words(values: Iterable[str]) -> list[str]:
@@ -49,18 +45,7 @@ def mount_options(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(word for word in option_words(values) if word not in _NOISE and not word.startswith(_NOISE_PREFIXES))
 
 
-def opens_to_others(values: Iterable[str]) -> bool:
-    """True if options of a mount let other users in, within the rights of the files."""
-    return "allow_other" in option_words(values)
-
-
-def for_libfuse(extra: Iterable[str], *, read_only: bool) -> tuple[str, ...]:
-    """Options of the mount; what the user gave comes last and wins."""
-    given = tuple(extra)
-    wanted = ("ro",) if read_only and "ro" not in given else ()
-    return (",".join((*_OWN, *wanted, *given)),)
-
-
+SCHEMA = "llmcache.config/1"
 PREFIX = "LLMCACHE_"
 TABLE = "mount"
 _LONGEST_FILE = 1 << 14  # tomllib's memory grows with the square of what a key can have in dots
@@ -83,11 +68,6 @@ class Key:
         """Its name in the environment."""
         return PREFIX + self.name.upper()
 
-    @property
-    def option(self) -> str:
-        """Its name among mount options (`-o`), where dashes are usual."""
-        return self.name.replace("_", "-")
-
 
 KEYS = (
     Key("source"),
@@ -105,8 +85,9 @@ KEYS = (
     Key("options", LIST, ()),
 )
 NAMES = {key.name: key for key in KEYS}
-# rw is a word of every fstab line and says nothing there; paths are arguments; options would contain themselves.
-_OWN_OPTIONS = {key.option: key for key in KEYS if key.name not in ("source", "mount", "rw", "options")}
+# By the name among mount options, where dashes are usual. rw is a word of every fstab line and says nothing there; paths
+# are arguments; options would contain themselves.
+_OWN_OPTIONS = {key.name.replace("_", "-"): key for key in KEYS if key.name not in ("source", "mount", "rw", "options")}
 _OWN_OPTIONS["writable"] = NAMES["rw"]
 
 
@@ -131,7 +112,17 @@ def resolve(flags: Mapping[str, Any], config: str | None, environment: Mapping[s
     given = {**own, **given}
     if options:
         given["options"] = options
-    return {key.name: _one(key, given, environment, stored, config or "") for key in KEYS}
+
+    def one(key: Key) -> Setting:
+        if key.name in given:
+            return Setting(given[key.name], FLAG)
+        if key.variable in environment:
+            return Setting(_from_text(key, environment[key.variable]), ENVIRONMENT, key.variable)
+        if key.name in stored:
+            return Setting(stored[key.name], FILE, config or "")
+        return Setting(key.default, DEFAULT)
+
+    return {key.name: one(key) for key in KEYS}
 
 
 def mount_point(given: str | None, config: str | None) -> str:
@@ -142,34 +133,8 @@ def mount_point(given: str | None, config: str | None) -> str:
     return str(found)
 
 
-def _one(
-    key: Key, given: Mapping[str, Any], environment: Mapping[str, str], stored: Mapping[str, Any], config: str
-) -> Setting:
-    if key.name in given:
-        return Setting(given[key.name], FLAG)
-    if key.variable in environment:
-        return Setting(_from_text(key, environment[key.variable], key.variable), ENVIRONMENT, key.variable)
-    if key.name in stored:
-        return Setting(stored[key.name], FILE, config)
-    return Setting(key.default, DEFAULT)
-
-
 def read_file(path: str) -> dict[str, Any]:
     """What a file sets, by name of the key; lists as tuples."""
-    tables = _tables(path)
-    for name in tables:
-        if name != TABLE:
-            raise UsageError(f"{path}: unknown key {reprlib.repr(name)}", f"settings stand in the table [{TABLE}]")
-    table = tables.get(TABLE, {})
-    if not isinstance(table, dict):
-        raise UsageError(f"{path}: {TABLE} is not a table", f"write [{TABLE}] on a line of its own")
-    for name in table:
-        if name not in NAMES:
-            raise UsageError(f"{path}: unknown key {reprlib.repr(f'{TABLE}.{name}')}", f"one of: {', '.join(NAMES)}")
-    return {name: _from_file(NAMES[name], value, path) for name, value in table.items()}
-
-
-def _tables(path: str) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -179,11 +144,19 @@ def _tables(path: str) -> dict[str, Any]:
             text = file.read(_LONGEST_FILE + 1)
         if len(text) > _LONGEST_FILE:
             raise DataError(f"{path}: longer than {_LONGEST_FILE} bytes: these are no settings", "see llmcache mount --help")
-        return dict(tomllib.loads(text.decode()))
+        tables: dict[str, Any] = tomllib.loads(text.decode())
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}", "name a TOML file with --config") from error
     except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: numbers of 5000 digits, other encodings
         raise DataError(f"{path}: not TOML: {error}", "see https://toml.io") from error
+    table = tables.pop(TABLE, {})
+    for name in tables:
+        raise UsageError(f"{path}: unknown key {reprlib.repr(name)}", f"settings stand in the table [{TABLE}]")
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: {TABLE} is not a table", f"write [{TABLE}] on a line of its own")
+    for name in (name for name in table if name not in NAMES):
+        raise UsageError(f"{path}: unknown key {reprlib.repr(f'{TABLE}.{name}')}", f"one of: {', '.join(NAMES)}")
+    return {name: _from_file(NAMES[name], value, path) for name, value in table.items()}
 
 
 def _from_file(key: Key, value: object, path: str) -> Any:
@@ -197,12 +170,12 @@ def _from_file(key: Key, value: object, path: str) -> Any:
     raise UsageError(f"{what} is not {key.kind}", f"write {key.name} = {_EXAMPLES[key.kind]}")
 
 
-def _from_text(key: Key, text: str, where: str) -> Any:
+def _from_text(key: Key, text: str) -> Any:
     if key.kind == LIST:
         return tuple(text.split(":"))
     if key.kind == SWITCH:
         if text.lower() not in _SWITCHES:
-            raise UsageError(f"{where}: '{text}' is neither yes nor no", "write 1 or 0")
+            raise UsageError(f"{key.variable}: '{text}' is neither yes nor no", "write 1 or 0")
         return _SWITCHES[text.lower()]
     return text
 
@@ -223,36 +196,30 @@ def split_options(values: Iterable[str]) -> tuple[tuple[str, ...], dict[str, Any
     return tuple(rest), own
 
 
-SCHEMA = "llmcache.config/1"
-
-
 def show(settings: dict[str, Setting], as_json: bool) -> None:
     """Prints `settings` on stdout."""
     if as_json:
-        print(json.dumps(document(settings), indent=1))
+        entries = [
+            {"name": name, **asdict(setting), "where": setting.where or None, "variable": NAMES[name].variable}
+            for name, setting in settings.items()
+        ]
+        print(json.dumps({"schema": SCHEMA, "settings": entries}, indent=1))
         return
+    from rich.console import Console  # here, for the daemon keeps what its command has loaded
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("setting", "value", "origin"):
         table.add_column(name, overflow="fold")
     for name, setting in settings.items():
         origin = f"{setting.origin} ({setting.where})" if setting.where else setting.origin
-        table.add_row(name, _text(setting.value), origin, style="dim" if setting.origin == DEFAULT else None)
+        table.add_row(name, _shown(setting.value), origin, style="dim" if setting.origin == DEFAULT else None)
     Console(highlight=False, markup=False).print(table)
 
 
-def document(settings: dict[str, Setting]) -> dict[str, Any]:
-    """The settings as JSON-ready values."""
-    entries = [
-        {"name": name, "value": setting.value, "origin": setting.origin, "where": setting.where or None}
-        | {"variable": NAMES[name].variable}
-        for name, setting in settings.items()
-    ]
-    return {"schema": SCHEMA, "settings": entries}
-
-
-def _text(value: object) -> str:
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) if value else "-"
+def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return " ".join(value) or "-"
     return "-" if value is None else str(value)

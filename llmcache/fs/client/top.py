@@ -1,7 +1,12 @@
 """`llmcache top`: looks at a mount again and again, shown on a terminal until a key ends it, or as text, or as JSON.
 
+A *sample* is one look: the counters, what they have moved since an earlier look, in base units. Replies are checked: root
+also watches mounts of others, whose daemons may tell anything. What makes parts of a sample of them raises KeyError,
+TypeError, ValueError, OverflowError or AttributeError for a reply that is not what this version of a daemon would send.
+
 A sample as text fits 60 columns, uses more, and as many rows as there are. Below 80 columns names are shorter, and what
-stands side by side elsewhere stands one above the other.
+stands side by side elsewhere stands one above the other. Strips tell by the shape of their characters and, where there is
+colour, by it too.
 
 On a terminal: the screen's other buffer, keys unbuffered and unechoed; both are put back however the watching ends
 (`q`, Ctrl-C, a signal that ends the process in order, an error, Ctrl-Z and `fg`). Signals that only matter here (the
@@ -14,16 +19,19 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import sys
 import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from itertools import accumulate, repeat
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group
@@ -31,37 +39,393 @@ from rich.live import Live
 from rich.text import Span, Text
 
 from llmcache.errors import MountProblem, UsageError, printable
-from llmcache.fs.client.control import ask, understood
-from llmcache.fs.client.sample import (
-    COLD,
-    FREE,
-    PAGES,
-    PINNED,
-    STREAMED,
-    STYLES,
-    WINDOW,
-    Flow,
-    HeatFile,
-    Layer,
-    Loop,
-    Sample,
-    budget_of,
-    flow_between,
-    fold,
-    heat_of,
-    heat_strip,
-    loops_of,
-    quantile_s,
-    readers_strip,
-    strip_bar,
-)
+from llmcache.fs.client.control import reply_errors
+from llmcache.fs.client.mountpoint import ask
 from llmcache.units import format_duration, format_rate, format_size
 
 Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
+Told = TypeVar("Told", "Budget", "Loop", "Layer", "HeatFile")
 
+SCHEMA = "llmcache.top/1"
 MEMORY_S = 60.0
 HEAT_SHARE = 0.05  # of the time that the mount may be busy with telling the heat of large models
 ROUNDING_S = 0.01
+LEAST_WIDTH, USUAL_WIDTH = 60, 80
+LEAST_PAUSE_S = 0.1
+_MOST_S = 1e12  # what is shown in nanoseconds stays a number
+_NAME, _SHORT_NAME = 25, 15
+_LEAST_ROWS = 3  # of a file, to be worth telling
+_NS = 1e9
+_TITLE = "bold"
+_ZEROS = re.compile(r"\.0+(?= )")
+# Bytes of a flow, by what the mount calls them.
+_COUNTERS = {"read": "read", "hit": "hit", "storage_read": "backing_read", "storage_written": "backing_write"}
+_COUNTERS |= {"fetched": "stored", "refault": "refault"}
+# What the layers of one row have together.
+_SUMS = ["tensors", "size_bytes", "pinned_bytes", "window_bytes", "pages_bytes", "streamed_bytes", "cold_bytes"]
+_SUMS += ["experts", "experts_kept"]
+STRIPS = {"pinned", "window", "pages", "cold"}
+PINNED, PARTLY, LITTLE, WINDOW, PAGES, STREAMED, COLD, FREE = "█", "▓", "▒", "▸", "▪", "░", "·", "·"
+STYLES = {PINNED: "green", PARTLY: "green", LITTLE: "green", WINDOW: "yellow", PAGES: "cyan", STREAMED: "", COLD: "dim"}
+_NINTHS = 9
+_PINNED_FROM, _PARTLY_FROM = 7, 4
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Who has the memory. `limit_bytes` is what pressure leaves of the budget; the daemon's own memory is beside it.
+
+    `window_bytes`: streamed extents, and what has not been dropped yet; `other_bytes`: single pages (headers, embedding
+    rows, small and written files). `free_bytes`: of the limit.
+    """
+
+    mode: str
+    budget_bytes: int
+    limit_bytes: int
+    pinned_bytes: int
+    window_bytes: int
+    other_bytes: int
+    free_bytes: int
+    daemon_bytes: int
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Bytes that moved in `seconds`, and the waits of readers in them."""
+
+    seconds: float
+    read_bytes: int
+    hit_bytes: int
+    storage_read_bytes: int
+    storage_written_bytes: int
+    fetched_bytes: int
+    useful_bytes: int
+    late_bytes: int
+    wasted_bytes: int
+    refault_bytes: int
+    late_waits: dict[str, Any]
+    demand_waits: dict[str, Any]
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Byte hit ratio (0..1); None if nothing was read. In steer, what is pinned counts at the end of each pass."""
+        return self.hit_bytes / self.read_bytes if self.read_bytes else None
+
+    @property
+    def late_ratio(self) -> float | None:
+        """Share (0..1) of the prefetched bytes that a reader had to wait for; None if none came to their end."""
+        return self._of_prefetched(self.late_bytes)
+
+    @property
+    def wasted_ratio(self) -> float | None:
+        """Share (0..1) of the prefetched bytes that were dropped unread; None if none came to their end."""
+        return self._of_prefetched(self.wasted_bytes)
+
+    def _of_prefetched(self, part_bytes: int) -> float | None:
+        total = self.useful_bytes + self.late_bytes + self.wasted_bytes
+        return part_bytes / total if total else None
+
+    def per_s(self, size_bytes: int) -> float:
+        """Bytes per second."""
+        return size_bytes / self.seconds if self.seconds > 0 else 0.0
+
+    def row(self) -> dict[str, Any]:
+        """Returns it as JSON has it, with rates and ratios."""
+        found = asdict(self) | {"hit_ratio": self.hit_ratio}
+        found |= {"late_ratio": self.late_ratio, "wasted_ratio": self.wasted_ratio}
+        for name in ("read", "storage_read", "storage_written", "fetched"):
+            found[f"{name}_bytes_per_s"] = self.per_s(found[f"{name}_bytes"])
+        for name in ("late", "demand"):
+            for key, share in (("median_s", 0.5), ("p99_s", 0.99)):
+                upper = quantile_s(found[f"{name}_waits"], share)
+                found[f"{name}_waits"][key] = None if upper == float("inf") else upper
+        return found
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop; `readers` are places in it (0..1)."""
+
+    path: str
+    size_bytes: int
+    period_s: float | None
+    pinned_bytes: int
+    window_bytes: int
+    passes: int
+    guessed: bool
+    readers: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer, or several in a row: bytes by where they are, seconds since one was asked for, and strips.
+
+    `streamed_bytes` are on storage and were read lately, `cold_bytes` were not. A strip has a digit for each part of the
+    layer: ninths of it that are pinned, in the window, single pages, cold. `experts`: 0 where it has none.
+    """
+
+    name: str
+    tensors: int
+    size_bytes: int
+    pinned_bytes: int
+    window_bytes: int
+    pages_bytes: int
+    streamed_bytes: int
+    cold_bytes: int
+    age_s: float | None
+    cells: dict[str, str]
+    experts: int = 0
+    experts_kept: int = 0
+
+
+@dataclass(frozen=True)
+class HeatFile:
+    """The layers of one file, in the order in which they are computed; of a file of no known format just one."""
+
+    path: str
+    size_bytes: int
+    layers: tuple[Layer, ...]
+    left_out_layers: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look. `interval` is what moved since an earlier one: at least as long ago as the longest period of a loop
+    that is being read, so that a part of a pass is not taken for the whole; None in the first look.
+    """
+
+    mount: str
+    unix_s: float
+    uptime_s: float
+    budget: Budget
+    total: Flow
+    interval: Flow | None
+    loops: tuple[Loop, ...]
+    heat: tuple[HeatFile, ...]
+    left_out_files: int
+
+    def document(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        found: dict[str, Any] = {"schema": SCHEMA, **asdict(self)}
+        found["total"] = self.total.row()
+        found["interval"] = None if self.interval is None else self.interval.row()
+        return found
+
+
+def _told(kind: type[Told], facts: dict[str, Any], **made: Any) -> Told:
+    """A `kind` of what a daemon tells: each field checked to be of its type, but for those that are `made` of it."""
+    checks: dict[str, Callable[[Any], Any]] = {
+        "int": _whole,
+        "float": _real,
+        "float | None": _real_or_none,
+        "str": _text,
+        "bool": bool,
+    }
+    found = {field.name: checks[str(field.type)](facts[field.name]) for field in fields(kind) if field.name not in made}
+    return kind(**found, **made)
+
+
+def budget_of(stats: dict[str, Any]) -> Budget:
+    """Who has the memory, by the counters of a mount."""
+    window, limit = _whole(stats["window_bytes"]), _whole(stats["limit_bytes"])
+    other, free = min(_whole(stats["pages_bytes"]), window), max(0, limit - _whole(stats["resident_bytes"]))
+    return _told(Budget, stats, window_bytes=window - other, other_bytes=other, free_bytes=free)
+
+
+def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> Flow:
+    """What moved between two readings of the counters; since the mount began without `before`."""
+
+    def moved(key: str, within: str | None = None) -> int:
+        new, old = (now, before) if within is None else (now[within], before and before[within])
+        return _whole(new[key]) - (_whole(old[key]) if old else 0)
+
+    found: dict[str, Any] = {f"{name}_bytes": moved(f"{key}_bytes") for name, key in _COUNTERS.items()}
+    found |= {f"{name}_bytes": moved(f"{name}_bytes", "prefetch") for name in ("useful", "late", "wasted")}
+    for name in ("late", "demand"):
+        earlier = _waits(before["waits"][name]) if before else None
+        found[f"{name}_waits"] = waits_between(earlier, _waits(now["waits"][name]))
+    return Flow(seconds=_real(now["uptime_s"]) - (_real(before["uptime_s"]) if before else 0.0), **found)
+
+
+def loops_of(stats: dict[str, Any]) -> tuple[Loop, ...]:
+    """All loops: those that are read first, then the largest."""
+    found = [
+        _told(
+            Loop,
+            loop,
+            path=_text(file["path"]),
+            size_bytes=_whole(loop["bytes"]),
+            readers=tuple(map(_real, loop["readers"])),
+        )
+        for file in stats["files"]
+        for loop in file["loops"]
+    ]
+    return tuple(sorted(found, key=lambda loop: (not loop.readers, -loop.size_bytes, loop.path)))
+
+
+def heat_of(heat: dict[str, Any]) -> tuple[HeatFile, ...]:
+    """The reply to {"op": "heat"}; the file that was read last comes first."""
+    files = [file for file in heat["files"] if file["layers"]]
+    found = [_told(HeatFile, file, layers=tuple(map(_layer_of, file["layers"]))) for file in files]
+    return tuple(sorted(found, key=lambda file: (_age(file), file.path)))
+
+
+def _age(file: HeatFile) -> float:
+    """Seconds since the file was asked for, coarse, so that files that are read now keep their places."""
+    return min((layer.age_s // 10 for layer in file.layers if layer.age_s is not None), default=float("inf"))
+
+
+def _layer_of(facts: dict[str, Any]) -> Layer:
+    cells = {kind: _text(strip) for kind, strip in facts["cells"].items()}
+    if set(cells) != STRIPS or not all(strip and set(strip) <= set("0123456789") for strip in cells.values()):
+        raise ValueError("cells")
+    experts = facts["experts"] or {}
+    count, kept = _whole(experts.get("count", 0)), _whole(experts.get("kept", 0))
+    return _told(Layer, facts, size_bytes=_whole(facts["bytes"]), cells=cells, experts=count, experts_kept=kept)
+
+
+def waits_between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
+    """Returns the waits of `now` that `before` (of the same mount, earlier; None: nothing) does not have."""
+    if before is None:
+        return now
+    counts = [count - old for count, old in zip(now["counts"], before["counts"], strict=True)]
+    return {**now, "counts": counts, "sum_s": now["sum_s"] - before["sum_s"]}
+
+
+def quantile_s(waits: dict[str, Any], share: float) -> float | None:
+    """Returns seconds that at least `share` (0..1) of the waits did not exceed; None without any, infinity beyond 3 s.
+
+    The upper bound of a class, not an estimate within it.
+    """
+    passed = list(accumulate(waits["counts"]))
+    if not passed[-1]:
+        return None
+    place = next(place for place, count in enumerate(passed) if count >= max(1, share * passed[-1]))
+    return float([*waits["bounds_s"], float("inf")][place])
+
+
+def _waits(facts: dict[str, Any]) -> dict[str, Any]:
+    bounds, counts = list(map(_real, facts["bounds_s"])), list(map(_whole, facts["counts"]))
+    if len(counts) != len(bounds) + 1 or bounds != sorted(bounds):
+        raise ValueError("waits")
+    return {"bounds_s": bounds, "counts": counts, "sum_s": _real(facts["sum_s"])}
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 64:
+        raise ValueError(f"{type(value).__name__} for a number of bytes")
+    return value
+
+
+def _real(value: object) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= _MOST_S:  # type: ignore[operator]
+        raise ValueError(f"{type(value).__name__} for seconds")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _real_or_none(value: object) -> float | None:
+    return None if value is None else _real(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} for a text")
+    return value
+
+
+def strip_bar(parts: Iterable[tuple[int, str]], total: int, width: int) -> Text:
+    """A bar of `width` cells for amounts of `total`, each in its character; the rest is free."""
+    text = Text()
+    done, cells = 0, 0
+    for amount, character in parts:
+        done += amount
+        end = min(width, round(width * done / total)) if total else 0
+        text.append(character * (end - cells), STYLES[character])
+        cells = max(cells, end)
+    return text.append(FREE * (width - cells), STYLES[COLD])
+
+
+def readers_strip(places: Iterable[float], width: int) -> Text:
+    """A line with a mark where each reader is (0..1)."""
+    cells = ["─"] * width
+    for place in places:
+        cells[max(0, min(width - 1, int(place * width)))] = "●"
+    text = Text("".join(cells), "dim")
+    for at, cell in enumerate(cells):
+        if cell == "●":
+            text.stylize("not dim yellow", at, at + 1)
+    return text
+
+
+def heat_strip(layer: Layer, width: int) -> Text:
+    """The strip of a layer, `width` cells wide."""
+    cells = {kind: stretch(digits, width) for kind, digits in layer.cells.items()}
+    characters = [_character({kind: digits[at] for kind, digits in cells.items()}) for at in range(width)]
+    return Text.assemble(*((character, STYLES[character]) for character in characters))
+
+
+def _character(ninths: dict[str, int]) -> str:
+    """What a cell shows: the window, where there is some, then what most of the rest is."""
+    if ninths["window"]:
+        return WINDOW
+    if pinned := ninths["pinned"]:
+        return PINNED if pinned >= _PINNED_FROM else PARTLY if pinned >= _PARTLY_FROM else LITTLE
+    if ninths["pages"]:
+        return PAGES
+    return COLD if ninths["cold"] > _NINTHS // 2 else STREAMED
+
+
+def stretch(digits: str, width: int) -> list[int]:
+    """The digits of a strip, as `width` of them: each the largest of those that it covers."""
+    bounds = [(cell * len(digits) // width, -(-(cell + 1) * len(digits) // width)) for cell in range(width)]
+    return [max(map(int, digits[low : max(high, low + 1)])) for low, high in bounds]
+
+
+def merge(layers: Sequence[Layer]) -> Layer:
+    """Neighbouring layers as one, named after the first and the last; a cell is the largest share that it covers."""
+    if len(layers) == 1:
+        return layers[0]
+    ages = [layer.age_s for layer in layers if layer.age_s is not None]
+    return Layer(
+        name=f"{layers[0].name} – {layers[-1].name}",
+        age_s=min(ages, default=None),
+        cells={kind: _joined(layers, kind) for kind in layers[0].cells},
+        **{name: sum(getattr(layer, name) for layer in layers) for name in _SUMS},
+    )
+
+
+def _joined(layers: Sequence[Layer], kind: str) -> str:
+    """The strips one after the other, each as long as its layer: as many cells as one has, each the mean of its part."""
+    count = len(layers[0].cells[kind])
+    total = sum(layer.size_bytes for layer in layers) or 1
+    sums = [0.0] * count
+    begin = 0.0
+    for layer in layers:
+        step = layer.size_bytes / total  # in cells of the joined strip, for one cell of the layer's
+        for digit in map(int, layer.cells[kind]):
+            _spread(sums, begin, begin + step, digit)
+            begin += step
+    return "".join(str(min(_NINTHS, -(-round(1e6 * value) // 1_000_000))) for value in sums)
+
+
+def _spread(sums: list[float], begin: float, end: float, digit: int) -> None:
+    """Adds `digit` to the cells between `begin` and `end`, each by the part of it that they cover."""
+    for cell in range(int(begin), min(len(sums), int(end) + 1)):
+        sums[cell] += digit * max(0.0, min(end, cell + 1) - max(begin, cell))
+
+
+def fold(layers: Sequence[Layer], rows: int) -> list[Layer]:
+    """At most `rows` rows for all layers: neighbours are merged to rows of about the same size."""
+    if len(layers) <= rows:
+        return list(layers)
+    total = sum(layer.size_bytes for layer in layers) or 1
+    found: list[list[Layer]] = [[] for _ in range(rows)]
+    done = 0
+    for layer in layers:
+        middle = done + layer.size_bytes / 2
+        found[min(rows - 1, int(rows * middle / total))].append(layer)
+        done += layer.size_bytes
+    return [merge(part) for part in found if part]
 
 
 class Watcher:
@@ -81,7 +445,7 @@ class Watcher:
         asked_s = self._clock()
         try:
             stats = self._ask(self.mount, {"op": "stats"})
-            with understood(self.mount):
+            with reply_errors(self.mount):
                 self._notice_another(stats, asked_s)
                 return self._sample(stats)
         except MountProblem as error:
@@ -100,7 +464,7 @@ class Watcher:
         self._latest_begin_s = min(self._latest_begin_s, self._clock() - stats["uptime_s"])
 
     def _sample(self, stats: dict[str, Any]) -> Sample:
-        heat = self._warmth()
+        heat = self._heat_reply()
         base = self._base(stats)
         found = Sample(
             mount=self.mount,
@@ -118,7 +482,7 @@ class Watcher:
             self._past.popleft()
         return found
 
-    def _warmth(self) -> dict[str, Any]:
+    def _heat_reply(self) -> dict[str, Any]:
         """The heat, not asked for more often than it is cheap to tell."""
         began = self._clock()
         if began >= self._heat_due_s:
@@ -138,18 +502,10 @@ class Watcher:
         return self._past[0] if self._past else None
 
 
-LEAST_WIDTH, USUAL_WIDTH = 60, 80
-_NAME, _SHORT_NAME = 25, 15
-_LEAST_ROWS = 3  # of a file, to be worth telling
-_NS = 1e9
-_TITLE = "bold"
-_ZEROS = re.compile(r"\.0+(?= )")
-
-
 def lines(sample: Sample, width: int, rows: int | None = None, hint: str = "") -> list[Text]:
     """The view, `width` columns wide (60 at least) and at most `rows` lines long; `hint` stands in its first line."""
     width = max(LEAST_WIDTH, width)
-    found = [_head(sample, width, hint), *_memory(sample, width), Text(), *_flows(sample, width), *_waits(sample, width)]
+    found = [_head(sample, width, hint), *_memory(sample, width), Text(), *_flows(sample, width), *_wait_rows(sample, width)]
     found += [Text(), *_loops(sample.loops, width, None if rows is None else max(2, (rows - len(found)) // 3))]
     left = None if rows is None else rows - len(found) - 1
     if sample.heat and (left is None or left >= 2):
@@ -162,7 +518,7 @@ def _is_narrow(width: int) -> bool:
 
 
 def _head(sample: Sample, width: int, hint: str) -> Text:
-    about = f" {printable(sample.budget.mode)}, up {_whole(sample.uptime_s)}"
+    about = f" {printable(sample.budget.mode)}, up {_uptime(sample.uptime_s)}"
     room = width - len(about) - len(hint) - 1
     left = Text(_fit(sample.mount, min(room, cell_len(printable(sample.mount)))), _TITLE).append(about, "not bold")
     return left.append(" " * max(1, width - left.cell_len - len(hint))).append(hint, "dim")
@@ -216,7 +572,7 @@ def _flows(sample: Sample, width: int) -> list[Text]:
     return found + [Text(bytes_row(name, amount)) for name, amount in written if getattr(total, amount)]
 
 
-def _waits(sample: Sample, width: int) -> list[Text]:
+def _wait_rows(sample: Sample, width: int) -> list[Text]:
     """How long readers waited for storage: for data on its way, and for data that nobody had fetched ahead."""
     if _is_narrow(width):
         widths, heads = (10, 9, 9, 9, 10, 13), ("waits", "count", "half <", "99 % <", "in all")
@@ -319,7 +675,7 @@ def _coarse(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{round(minutes / 60)} h"
 
 
-def _whole(seconds: float) -> str:
+def _uptime(seconds: float) -> str:
     return f"{round(seconds)} s" if seconds < 59.5 else format_duration(seconds * _NS)
 
 
@@ -341,9 +697,6 @@ def _fit(text: str, width: int) -> str:
     return set_cell_size(text, width)
 
 
-LEAST_PAUSE_S = 0.1
-
-
 def show(mount: str, *, pause_s: float, count: int | None, once: bool, as_json: bool) -> None:
     """Watches a mount: `count` times or until a key, Ctrl-C or its end; once, or where stdout is no terminal, as text.
 
@@ -353,34 +706,27 @@ def show(mount: str, *, pause_s: float, count: int | None, once: bool, as_json: 
         raise UsageError(f"INTERVAL: {pause_s:g} s is less than {LEAST_PAUSE_S:g} s")
     watcher = Watcher(mount)
     count = 1 if once else count
-    try:
+    with suppress(KeyboardInterrupt):
         if as_json:
-            _print_json(watcher, pause_s, count)
+            for sample in _samples(watcher, pause_s, count):
+                print(json.dumps(sample.document()), flush=True)
         elif once or not sys.stdout.isatty() or Console().is_dumb_terminal:
             _print_text(watcher, pause_s, count or 1)
         else:
             Screen(watcher, pause_s, count).run()
-    except KeyboardInterrupt:
-        return
 
 
 def _samples(watcher: Watcher, pause_s: float, count: int | None) -> Iterator[Sample]:
     """Yields samples that have an interval before them."""
     watcher.sample()
-    taken = 0
-    while count is None or taken < count:
+    for _ in repeat(None) if count is None else range(count):
         time.sleep(pause_s)
         yield watcher.sample()
-        taken += 1
-
-
-def _print_json(watcher: Watcher, pause_s: float, count: int | None) -> None:
-    for sample in _samples(watcher, pause_s, count):
-        print(json.dumps(sample.document()), flush=True)
 
 
 def _print_text(watcher: Watcher, pause_s: float, count: int) -> None:
-    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _width())
+    # Not rich's own width, which is that of stderr's terminal where stdout has none.
+    console = Console(file=sys.stdout, highlight=False, width=shutil.get_terminal_size((USUAL_WIDTH, 0)).columns)
     for number, sample in enumerate(_samples(watcher, pause_s, count)):
         if number:
             console.print()
@@ -388,12 +734,6 @@ def _print_text(watcher: Watcher, pause_s: float, count: int) -> None:
             line.rstrip()
             console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
         sys.stdout.flush()
-
-
-def _width() -> int:
-    """Columns of text that goes to no terminal."""
-    columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isascii() and columns.isdigit() and int(columns) > 0 else USUAL_WIDTH
 
 
 class Screen:
@@ -449,19 +789,13 @@ class Screen:
         """Until the next look is due or a signal came; True if `q` was pressed, or no key can come any more."""
         keys = [sys.stdin.fileno()] if sys.stdin.isatty() else []
         ready, _, _ = select.select([*keys, wake], [], [], max(0.0, due - time.monotonic()))
-        if wake in ready:
-            os.read(wake, 512)
-        if keys and keys[0] in ready:
-            typed = os.read(keys[0], 512)
-            return not typed or b"q" in typed or b"Q" in typed
-        return False
+        typed = {fd: os.read(fd, 512) for fd in ready}
+        return any(not typed[fd] or b"q" in typed[fd].lower() for fd in keys if fd in typed)
 
     @contextmanager
     def _signals(self) -> Iterator[int]:
         """Gives the descriptor that becomes readable when a signal has come."""
-        reading, writing = os.pipe()
-        os.set_blocking(reading, False)
-        os.set_blocking(writing, False)
+        reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         old_wake = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         handlers = {signal.SIGWINCH: self._noted, signal.SIGTSTP: self._noted}
         old = {number: signal.signal(number, handler) for number, handler in handlers.items()}

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import EnvironmentProblem, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ class AccessLog:
         self._broken = False
         self._lost_told = 0
         self._child = _start(path)
+        assert self._child.stdin is not None
+        self._pipe = self._child.stdin
         self._message({"about": about})
         self._thread = threading.Thread(target=self._feed, name="access-log", daemon=True)
         self._thread.start()
@@ -84,8 +86,8 @@ class AccessLog:
 
     def file(self, number: int, path: str, dev: int, inode: int, generation: int, size_bytes: int) -> None:
         """Appends an entry of the file table."""
-        fields = {"id": number, "path": path, "dev": dev, "inode": inode, "generation": generation}
-        self._message({"file": {**fields, "size_bytes": size_bytes}})
+        names = ("id", "path", "dev", "inode", "generation", "size_bytes")
+        self._message({"file": dict(zip(names, (number, path, dev, inode, generation, size_bytes), strict=True))})
 
     def _message(self, message: dict[str, Any]) -> None:
         if len(self._queue) >= 2 * QUEUE_MAX or self._broken:  # events are few: they fill what rows leave them
@@ -129,9 +131,8 @@ class AccessLog:
                 raise
 
     def _send(self, kind: int, payload: bytes) -> None:
-        assert self._child.stdin is not None
-        self._child.stdin.write(FRAME.pack(kind, len(payload)) + payload)
-        self._child.stdin.flush()
+        self._pipe.write(FRAME.pack(kind, len(payload)) + payload)
+        self._pipe.flush()
 
     def close(self, keep: bool = True) -> None:
         """Waits until the file is complete, or without `keep` gone."""
@@ -140,9 +141,8 @@ class AccessLog:
         self._wake.set()
         self._thread.join(END_TIMEOUT_S)
         try:
-            assert self._child.stdin is not None
             if not self._thread.is_alive():
-                self._child.stdin.close()
+                self._pipe.close()
             status = self._child.wait(END_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             self._child.kill()
@@ -167,14 +167,12 @@ def _start(path: str) -> subprocess.Popen[bytes]:
     assert child.stdout is not None
     ready, _, _ = select.select([child.stdout], [], [], START_TIMEOUT_S)
     line = child.stdout.readline() if ready else b""
-    reply = json.loads(line) if line else {"error": f"--access-log: the writer of '{path}' does not start", "hint": None}
+    reply: dict[str, Any] = {"error": f"--access-log: the writer of '{path}' does not start", "hint": None}
+    if line:
+        reply = json.loads(line)
     if "error" in reply:
         child.kill()
         child.wait()
-        raise _problem(reply)
+        kind = UsageError if reply.get("exit_code") == UsageError.exit_code else EnvironmentProblem
+        raise kind(reply["error"], reply["hint"])
     return child
-
-
-def _problem(reply: dict[str, Any]) -> LlmcacheError:
-    kind = UsageError if reply.get("exit_code") == UsageError.exit_code else EnvironmentProblem
-    return kind(str(reply["error"]), reply.get("hint"))

@@ -1,4 +1,4 @@
-"""The daemon's end of the control socket: requests of its user and of root, each in a thread of its own.
+"""The daemon's end of the control socket and of its lock: requests of its user and of root, each in a thread of its own.
 
 No client is trusted: lines, the time to send one and the number of connections are limited, and whatever is no request
 is refused as such. An operation gets `tell`, which sends the client progress, and may be called or not; it raises when the
@@ -8,6 +8,7 @@ client has gone.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -18,8 +19,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from llmcache.errors import LlmcacheError, UsageError
-from llmcache.fs.client.control import Files, Progress, making, peer
+from llmcache.errors import LlmcacheError, MountProblem, UsageError
+from llmcache.fs.client import control, mountpoint
+from llmcache.fs.client.control import Files
 from llmcache.fs.engine.budget import settle_mode
 from llmcache.fs.engine.report import heat
 from llmcache.fs.engine.warmup import TELL_S, Tell
@@ -27,7 +29,6 @@ from llmcache.fs.vfs.source import matches
 
 if TYPE_CHECKING:
     from llmcache.fs.engine.engine import Engine
-    from llmcache.fs.engine.group import Group
     from llmcache.fs.engine.warmup import Warmer
 
 
@@ -38,6 +39,40 @@ _REQUEST_S = 10.0  # for a client to send its line
 _REPLY_S = 10.0  # for a client to take what it is told
 _RETRY_S = 0.1
 _CHUNK = 1 << 16
+ENDING_S = 30.0
+
+
+def take_lock(found: Files, point: str) -> int:
+    """Descriptor of the lock file, locked for the life of this process; MountProblem if another daemon has it.
+
+    One that is about to end, its mount gone (umount, then mount at once), is waited for. What a daemon before said of
+    itself is removed: a new one is not taken for it. EnvironmentProblem where no lock file of this user can be made.
+    """
+    end = time.monotonic() + ENDING_S
+    while True:
+        with control.file_errors(found.lock):
+            try:
+                fd = found.open(found.lock, os.O_RDWR)
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(found.lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            if mountpoint.find(point) is None and time.monotonic() < end:
+                time.sleep(0.05)
+                continue
+            pid = found.describe().get("pid")
+            by = f" by pid {pid}" if pid else ""
+            raise MountProblem(f"{point} is already served{by}", f"end it first: llmcache umount {point}") from None
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(found.lock).st_ino == os.fstat(fd).st_ino:
+                with control.file_errors(found.info), contextlib.suppress(FileNotFoundError):
+                    os.unlink(found.info)
+                return fd
+        os.close(fd)  # the last owner removed the file between our open and our lock
 
 
 class ClientGone(Exception):
@@ -50,12 +85,12 @@ class ControlServer:
     `answer(request, tell)` may raise; its message is the reply then. `tell` sends progress, or raises ClientGone.
     """
 
-    def __init__(self, found: Files, answer: Callable[[dict[str, Any], Callable[[Progress], None]], Progress]) -> None:
+    def __init__(self, found: Files, answer: Callable[[dict[str, Any], Tell], dict[str, Any]]) -> None:
         self._answer = answer
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         old = os.umask(0o177)
         try:
-            with making(found.socket):
+            with control.file_errors(found.socket):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(found.socket)
                 self._socket.bind(found.socket)
@@ -81,7 +116,7 @@ class ControlServer:
                 time.sleep(0 if self._closed else _RETRY_S)
 
     def _serve(self, connection: socket.socket) -> None:
-        def tell(progress: Progress) -> None:
+        def tell(progress: dict[str, Any]) -> None:
             try:
                 connection.sendall(json.dumps({"progress": progress}).encode() + b"\n")
             except OSError as error:
@@ -89,7 +124,7 @@ class ControlServer:
 
         try:
             with contextlib.suppress(OSError, ClientGone), connection:
-                if peer(connection) not in (0, os.geteuid()):
+                if control.peer(connection) not in (0, os.geteuid()):
                     return
                 line = _request_line(connection)
                 connection.settimeout(_REPLY_S)
@@ -98,7 +133,7 @@ class ControlServer:
         finally:
             self._places.release()
 
-    def _reply(self, line: bytes, tell: Callable[[Progress], None]) -> dict[str, Any]:
+    def _reply(self, line: bytes, tell: Tell) -> dict[str, Any]:
         try:
             return self._answer(_request(line), tell)
         except ClientGone:
@@ -203,7 +238,12 @@ class Requests:
         files: list[tuple[int, int]] = []  # node and size
         rows = []
         with state.lock:
-            chosen = [group for group in state.groups.values() if not globs or _concerns(group, globs)]
+            # Shards of one model are kept, and given up, together.
+            chosen = [
+                group
+                for group in state.groups.values()
+                if not globs or any(matches(member.path, globs) for member in group.members)
+            ]
             pinned = [member.path for group in chosen if group.first for member in group.members]
             for group in (group for group in chosen if not group.first):
                 size = sum(group.charge) + (group.pinned_bytes if self.engine.mode == "arena" else 0)
@@ -227,26 +267,12 @@ class Requests:
                 done += min(DROP_BYTES, size - offset)
 
 
-def _concerns(group: Group, globs: list[str]) -> bool:
-    """True if a file of the group matches: shards of one model are kept, and given up, together."""
-    return any(matches(member.path, globs) for member in group.members)
-
-
 def _globs(request: dict[str, Any]) -> list[str]:
     found = request.get("globs", [])
-    if not isinstance(found, list) or not all(map(_is_glob, found)):
-        raise UsageError(f"globs: {reprlib.repr(found)} is not a list of globs")
-    return found
-
-
-def _is_glob(glob: object) -> bool:
-    """True for what may match the name of a file, which may be any bytes."""
-    if not isinstance(glob, str) or not 0 < len(glob) <= _LONGEST_GLOB:
-        return False
-    try:
-        return bool(os.fsencode(glob))
-    except UnicodeEncodeError:
-        return False
+    with contextlib.suppress(TypeError, UnicodeEncodeError):  # what matches the name of a file, which may be any bytes
+        if isinstance(found, list) and all(len(os.fsencode(glob)) > 0 and len(glob) <= _LONGEST_GLOB for glob in found):
+            return found
+    raise UsageError(f"globs: {reprlib.repr(found)} is not a list of globs")
 
 
 def switch(request: dict[str, Any], name: str) -> bool:

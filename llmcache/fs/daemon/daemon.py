@@ -6,6 +6,10 @@ noted: a thread that is told of each wakes the main one. FUSE_INIT is handed ove
 the engine starts belongs to a thread that lives as long as the daemon: a child with PR_SET_PDEATHSIG dies with the
 *thread* that made it, and libfuse's threads come and go.
 
+A daemon is made late: the command waits until the mount serves, and all that goes wrong before that is its own error. The
+child reports over a pipe, one JSON line each: a note (a warning logged on the way, such as a reduced budget), an error, or
+ready. Its stdout and stderr are the log from the start, so no helper it starts keeps the caller's pipes open.
+
 Order at the end: the engine lets go (unpinned, its helper gone), what is being told to the kernel comes to its end,
 requests in progress are answered, the mount is detached, the sentinel ends, files beside the control socket are removed.
 """
@@ -13,11 +17,12 @@ requests in progress are answered, the mount is detached, the sentinel ends, fil
 from __future__ import annotations
 
 import contextlib
-import functools
+import json
 import logging
 import os
 import queue
 import resource
+import select
 import shlex
 import signal
 import socket
@@ -27,17 +32,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from llmcache.errors import LlmcacheError, MountProblem, UsageError
+from llmcache.errors import EXIT_BUG, LlmcacheError, MountProblem, UsageError, printable
 from llmcache.fs import syscalls
 from llmcache.fs.backends.files import ReadAhead
 from llmcache.fs.backends.fuse import FuseBackend, Reader
 from llmcache.fs.backends.inplace import BindMount, InPlaceBackend
 from llmcache.fs.client import control, mountpoint
-from llmcache.fs.daemon import logs, openmetrics
+from llmcache.fs.daemon import controlserver, logs, openmetrics
+from llmcache.fs.daemon.accesslog import AccessLog
 from llmcache.fs.daemon.controlserver import ControlServer, Requests, switch
 from llmcache.fs.daemon.openmetrics import MetricsEndpoint
+from llmcache.fs.engine.engine import make_engine
 from llmcache.fs.engine.warmup import Tell, Warmer
 from llmcache.fs.vfs import libfuse
 from llmcache.fs.vfs.libfuse import Session
@@ -46,11 +53,12 @@ from llmcache.fs.vfs.source import DEFAULT_SPILL, SourceTree, WritePolicy
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import KernelNotifier
-    from llmcache.fs.daemon.accesslog import AccessLog
 
 log = logging.getLogger("llmcache.daemon")
 THREADS = 64
 PRIORITY = -10
+_START_TIMEOUT_S = 120.0
+_LOG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class Daemon:
         self._point = point
         self._source = source
         self._files = control.files(point)
-        self._lock_fd = control.take_lock(self._files, point)
+        self._lock_fd = controlserver.take_lock(self._files, point)
         try:
             self._make(request)
         except BaseException:
@@ -93,8 +101,6 @@ class Daemon:
             raise
 
     def _make(self, request: MountRequest) -> None:
-        from llmcache.fs.engine.engine import make_engine
-
         self._metrics = None if request.metrics is None else MetricsEndpoint(request.metrics)
         self._tree = SourceTree(self._source)
         if request.not_in_place:
@@ -104,10 +110,9 @@ class Daemon:
         backend = self._engine.backend
         if isinstance(backend, InPlaceBackend):
             flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | (0 if request.writable else syscalls.MS_RDONLY)
-            begin = functools.partial(self._hand_over, None)
             size = request.read_ahead_bytes
             ahead = None if size is None else ReadAhead(self._source, size)
-            self._session = BindMount(self._source, self._point, flags, begin, self._engine.stop, ahead)
+            self._session = BindMount(self._source, self._point, flags, self._hand_over, self._engine.stop, ahead)
             self._warmer = Warmer(self._engine, backend.files, self._tree)
         else:
             assert isinstance(backend, FuseBackend)
@@ -124,7 +129,10 @@ class Daemon:
         self._failure: BaseException | None = None
         self._ending = threading.Lock()
         self._served = False
-        self._log = self._make_log() if request.access_log else None
+        self._log: AccessLog | None = None
+        if request.access_log is not None:
+            self._log = AccessLog(request.access_log, {"command": shlex.join(sys.argv), **self._engine.about()})
+            self._engine.record(self._log)
 
     def run(self, ready: Callable[[], None]) -> None:
         """Serve until unmounted, told to stop, or signalled. Raises what kept the mount from being made."""
@@ -139,11 +147,11 @@ class Daemon:
                     server = self._start()
                     if server is not None:
                         self._served = True
-                        self._bring_pinned()
+                        self._pin()
                         ready()
                 elif event == "resume":
-                    self._begin()
-                    self._bring_pinned()
+                    self._engine.start(self._notifier, self._point)
+                    self._pin()
                 elif event == "rotate":
                     assert self._rotate is not None
                     self._rotate()
@@ -183,15 +191,6 @@ class Daemon:
     def _signalled(self, number: int, _frame: FrameType | None) -> None:
         self._events.put("rotate" if number == signal.SIGHUP and self._rotate is not None else "stop")
 
-    def _make_log(self) -> AccessLog:
-        from llmcache.fs.daemon.accesslog import AccessLog
-
-        path = self._request.access_log
-        assert path is not None
-        log = AccessLog(path, {"command": shlex.join(sys.argv), **self._engine.about()})
-        self._engine.record(log)
-        return log
-
     def _loop(self) -> None:
         try:
             self._session.run()
@@ -199,7 +198,7 @@ class Daemon:
             self._failure = self._failure or error
         self._events.put("over")
 
-    def _hand_over(self, notifier: KernelNotifier | None) -> None:
+    def _hand_over(self, notifier: KernelNotifier | None = None) -> None:
         """Has the main thread start what serves; returns when it does.
 
         FUSE_INIT, on one of libfuse's threads: the kernel sends nothing else before this returns.
@@ -212,11 +211,17 @@ class Daemon:
 
     def _start(self) -> ControlServer | None:
         try:
-            self._begin()
+            self._engine.start(self._notifier, self._point)
             server = ControlServer(self._files, self._answer)
-            self._describe()
+            facts: dict[str, Any] = {"pid": os.getpid(), "source": self._source, "mount": self._point}
+            facts["started"] = time.time()
+            if isinstance(self._session, BindMount):
+                facts["inplace"] = self._session.mount_id or 0
+            with control.file_errors(self._files.info):
+                self._files.write_info(facts)
             if self._metrics is not None:
-                self._metrics.start(self._exposition)
+                names = self._request.metrics_files
+                self._metrics.start(lambda: openmetrics.exposition(self._engine.stats(), self._point, paths=names))
             return server
         except BaseException as error:  # noqa: BLE001 - ends the mount, and is raised by run()
             self._failure = error
@@ -224,33 +229,19 @@ class Daemon:
         finally:
             self._started.set()
 
-    def _begin(self) -> None:
-        self._engine.start(self._notifier, self._point)
-
-    def _describe(self) -> None:
-        facts: dict[str, Any] = {"pid": os.getpid(), "source": self._source, "mount": self._point, "started": time.time()}
-        if isinstance(self._session, BindMount):
-            facts["inplace"] = self._session.mount_id or 0
-        with control.making(self._files.info):
-            self._files.tell(facts)
-
-    def _bring_pinned(self) -> None:
-        """Brings in what --pin names, while the mount serves already."""
-        if self._request.pinned:
-            threading.Thread(target=self._pin, name="pin-files", daemon=True).start()
-
     def _pin(self) -> None:
-        try:
-            done = self._warmer.warm(list(self._request.pinned), lambda _progress: None)
-        except LlmcacheError as error:  # nothing matches yet, or the mount ends
-            log.warning("--pin: %s", "no file matches yet" if isinstance(error, UsageError) else error.message)
-            return
-        log.info("--pin: %d of %d bytes are kept", done["warm_bytes"], sum(row["size_bytes"] for row in done["files"]))
+        """Brings in what --pin names, while the mount serves already."""
 
-    def _exposition(self) -> str:
-        return openmetrics.exposition(self._engine.stats(), self._point, paths=self._request.metrics_files)
+        def warm() -> None:
+            try:
+                done = self._warmer.warm(list(self._request.pinned), lambda _progress: None)
+            except LlmcacheError as error:  # nothing matches yet, or the mount ends
+                log.warning("--pin: %s", "no file matches yet" if isinstance(error, UsageError) else error.message)
+                return
+            log.info("--pin: %d of %d bytes are kept", done["warm_bytes"], sum(row["size_bytes"] for row in done["files"]))
 
-    # Control requests
+        if self._request.pinned:
+            threading.Thread(target=warm, name="pin-files", daemon=True).start()
 
     def _answer(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         if request.get("op") == "stop":
@@ -260,24 +251,19 @@ class Daemon:
     def _stop(self, force: bool) -> dict[str, Any]:
         """`llmcache umount`: refused while others use the mount, unless forced."""
         with self._ending:
-            if force:
-                self._events.put("stop")
-                return {"stopped": True, "pid": os.getpid()}
-            self._refuse_if_busy()
-            self._engine.stop()
-            try:
-                mountpoint.detach(self._point, lazy=False)
-            except LlmcacheError:
-                self._events.put("resume")  # someone came in between: go on serving
-                raise
-            if isinstance(self._session, BindMount):  # it may have nothing to unmount
+            if not force:
+                mount = mountpoint.find(self._point)
+                if mount is not None and mount.id and any(mountpoint.holders(mount, _is_own)):
+                    raise mountpoint.busy(mount, _is_own)
+                self._engine.stop()
+                try:
+                    mountpoint.detach(self._point, lazy=False)
+                except LlmcacheError:
+                    self._events.put("resume")  # someone came in between: go on serving
+                    raise
+            if force or isinstance(self._session, BindMount):  # that may have nothing to unmount
                 self._events.put("stop")
             return {"stopped": True, "pid": os.getpid()}
-
-    def _refuse_if_busy(self) -> None:
-        entry = mountpoint.find(self._point)
-        if entry is not None and entry.mount_id and any(mountpoint.holders(entry, _is_own)):
-            raise mountpoint.busy(entry, _is_own)
 
 
 def _is_own(pid: int) -> bool:
@@ -318,23 +304,149 @@ def serve_foreground(request: MountRequest, source: str, point: str, served: Cal
         notify(f"READY=1\nSTATUS=a directory is served on {point}")  # every user may ask systemd for it
         served()
 
-    Daemon(request, source, point, rotation_of(handler)).run(ready)
+    Daemon(request, source, point, _rotation(handler)).run(ready)
 
 
-def rotation_of(handler: logging.Handler) -> Callable[[], None] | None:
+def serve_background(request: MountRequest, source: str, point: str, served: Callable[[], None]) -> None:
+    """Starts a daemon and calls `served` when its mount serves. Raises what kept it from doing so."""
+    control.make_directory()
+    reading, writing = os.pipe()
+    log_path = control.files(point).log if request.log in (None, logs.JOURNAL) else str(request.log)
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        os._exit(_child(request, source, point, _Reporter(writing), log_path))
+    os.close(writing)
+    with os.fdopen(reading) as events:
+        try:
+            _wait_ready(events, child, log_path)
+        except KeyboardInterrupt:  # no mount, then; the daemon has a session of its own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGTERM)
+            os.waitpid(child, 0)
+            raise
+    mount = mountpoint.find(point)
+    state = None if mount is None else mountpoint.answers(point, 30.0)
+    if state != 0:
+        reason = "is not there" if mount is None else "hangs" if state is None else os.strerror(state)
+        raise MountProblem(f"the mount on {point} {reason} after it was made", "see its log: llmcache mount -f shows it")
+    served()
+
+
+def _wait_ready(events: IO[str], child: int, log_path: str) -> None:
+    end = time.monotonic() + _START_TIMEOUT_S
+    while True:
+        ready, _, _ = select.select([events], [], [], max(0.0, end - time.monotonic()))
+        if not ready:
+            raise MountProblem(f"the daemon (pid {child}) does not serve after {_START_TIMEOUT_S:.0f} s", f"see {log_path}")
+        line = events.readline()
+        if not line:
+            _, status = os.waitpid(child, 0)
+            code = os.waitstatus_to_exitcode(status)
+            raise MountProblem(f"the daemon ended with status {code} before it served", f"see {log_path}")
+        event = json.loads(line)
+        if "note" in event:
+            print(f"llmcache: {printable(event['note'])}", file=sys.stderr)
+        elif "error" in event:
+            os.waitpid(child, 0)
+            reported = LlmcacheError(event["error"], event["hint"])
+            reported.exit_code = event["exit_code"]
+            raise reported
+        else:
+            return
+
+
+class _Reporter(logging.Handler):
+    """Sends the child's events, and warnings logged before it is ready, to the parent, as long as that waits."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(logging.WARNING)
+        self._pipe = os.fdopen(fd, "w")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Passes a warning on as a note."""
+        self.send(note=record.getMessage())
+
+    def send(self, **event: Any) -> None:
+        """One line to the parent."""
+        self.acquire()  # another thread may come to the end
+        try:
+            self._pipe.write(json.dumps(event) + "\n")
+            self._pipe.flush()
+        except (OSError, ValueError):  # the parent was killed, or has heard enough
+            pass
+        finally:
+            self.release()
+
+    def finish(self) -> None:
+        """Tells that the mount serves: from now on warnings go to the log alone."""
+        self.send(ready=True)
+        logging.getLogger().removeHandler(self)
+        with contextlib.suppress(OSError):
+            self._pipe.close()
+
+
+def _child(request: MountRequest, source: str, point: str, reporter: _Reporter, log_path: str) -> int:
+    """Life of the daemon process; its exit code."""
+    root = logging.getLogger()
+    try:
+        os.setsid()
+        begin = _redirect(log_path, shorten=request.log is None)
+        handler: logging.Handler = (
+            logs.Journal()
+            if request.log == logs.JOURNAL
+            else logs.LogFile(log_path, _LOG_BYTES if request.log is None else 0, streams=True)
+        )
+        root.setLevel(logging.INFO)
+        root.addHandler(handler)
+        root.addHandler(reporter)
+        logs.catch_all()
+        tune_process()
+        Daemon(request, source, point, _rotation(handler)).run(reporter.finish)
+    except LlmcacheError as error:
+        root.removeHandler(reporter)  # the error goes to the parent whole, not as a note
+        logging.getLogger("llmcache").error("ends with exit code %d", error.exit_code)  # why is told to who made the mount
+        said = _libfuse_errors(log_path, begin) if isinstance(error, MountProblem) else ""
+        reporter.send(error=f"{error.message}{said}", hint=error.hint, exit_code=error.exit_code)
+        return error.exit_code
+    except BaseException as error:  # noqa: BLE001 - the outermost frame of the daemon: shown whole, in its log
+        print(logs.without_text(error), file=sys.stderr, flush=True)
+        reporter.send(error=f"{type(error).__name__}: {error}", hint=f"a bug; see {log_path}", exit_code=EXIT_BUG)
+        return EXIT_BUG
+    return 0
+
+
+def _redirect(log_path: str, *, shorten: bool) -> int:
+    """Make the log this process' stdout and stderr; returns where it ends now."""
+    try:
+        fd = logs.open_own(log_path)
+    except OSError as error:
+        raise logs.problem(log_path, error) from error
+    if shorten and os.fstat(fd).st_size > _LOG_BYTES:
+        os.ftruncate(fd, 0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for source, target in ((null, 0), (fd, 1), (fd, 2)):
+        os.dup2(source, target)
+    os.close(null)
+    os.close(fd)
+    return os.fstat(1).st_size
+
+
+def _libfuse_errors(log_path: str, begin: int) -> str:
+    """What libfuse and fusermount3 wrote about a failed mount."""
+    with open(log_path, encoding="utf-8", errors="replace") as file:
+        file.seek(begin)
+        lines = [line.strip() for line in file if line.startswith(("fuse", "mount"))]
+    return ": " + "; ".join(lines) if lines else ""
+
+
+def _rotation(handler: logging.Handler) -> Callable[[], None] | None:
     """What SIGHUP does to a log; None where it is a terminal's, which sends it to end what it had started."""
     if isinstance(handler, logs.LogFile):
         return handler.renew
     return (lambda: None) if isinstance(handler, logs.Journal) else None
-
-
-def check_serves(point: str) -> None:
-    """MountProblem unless our mount on `point` answers."""
-    entry = mountpoint.find(point)
-    state = mountpoint.answers(point, 30.0) if entry is not None else None
-    if entry is None or state != 0:
-        reason = "hangs" if entry is not None and state is None else os.strerror(state) if state else "is not there"
-        raise MountProblem(f"the mount on {point} {reason} after it was made", "see its log: llmcache mount -f shows it")
 
 
 def notify(state: str) -> bool:

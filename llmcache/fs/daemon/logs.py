@@ -55,17 +55,15 @@ class LogFile(logging.handlers.RotatingFileHandler):
                 self._redirect()
         except OSError as error:  # no right to rename, no space, no such directory any more: the mount goes on
             if self.stream is None:
-                self.stream = self._open_again(fd)
+                self.stream = self._open(os.dup(fd))
             log.warning("the log cannot be rotated: %s", error.strerror)
         finally:
             os.close(fd)
             self.release()
 
-    def _open(self) -> io.TextIOWrapper:
-        return open(open_own(self.baseFilename), "a", encoding=self.encoding, errors=self.errors)
-
-    def _open_again(self, fd: int) -> io.TextIOWrapper:
-        return open(os.dup(fd), "a", encoding=self.encoding, errors=self.errors)
+    def _open(self, fd: int | None = None) -> io.TextIOWrapper:
+        fd = open_own(self.baseFilename) if fd is None else fd
+        return open(fd, "a", encoding=self.encoding, errors=self.errors)
 
     @property
     def _descriptor(self) -> int:
@@ -185,7 +183,11 @@ def check(target: str | None, point: str) -> str | None:
 
 def handler(target: str | None) -> logging.Handler:
     """The handler of a daemon in the foreground; without a target the journal, where systemd has made that its stderr."""
-    if target == JOURNAL or (target is None and _is_stderr_the_journal()):
+    if target is None:
+        stderr = os.fstat(sys.stderr.fileno())
+        if os.environ.get("JOURNAL_STREAM") == f"{stderr.st_dev}:{stderr.st_ino}":
+            target = JOURNAL
+    if target == JOURNAL:
         return Journal()
     if target is not None:
         try:
@@ -195,8 +197,3 @@ def handler(target: str | None) -> logging.Handler:
     plain = logging.StreamHandler(sys.stderr)
     plain.setFormatter(PrivateFormatter("llmcache: %(message)s"))
     return plain
-
-
-def _is_stderr_the_journal() -> bool:
-    status = os.fstat(sys.stderr.fileno())
-    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"

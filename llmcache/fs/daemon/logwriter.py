@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from typing import IO, Any
 
 import numpy as np
@@ -103,7 +104,7 @@ def process_of(thread: int) -> int:
         return thread
 
 
-def frames(stream: IO[bytes]) -> Any:
+def frames(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yields (kind, payload) until the stream ends; a frame that was cut off by a death is no frame."""
     while len(head := stream.read(FRAME.size)) == FRAME.size:
         kind, length = FRAME.unpack(head)
@@ -123,18 +124,14 @@ def main() -> int:
     try:
         writer = LogWriter(sys.argv[1])
     except LlmcacheError as error:
-        _say({"error": f"--access-log: {error.message}", "hint": error.hint, "exit_code": error.exit_code})
+        said = {"error": f"--access-log: {error.message}", "hint": error.hint, "exit_code": error.exit_code}
+        print(json.dumps(said), flush=True)
         return error.exit_code
-    _say({"ready": True})
+    print(json.dumps({"ready": True}), flush=True)
     for kind, payload in frames(sys.stdin.buffer):
         writer.take(kind, payload)
     writer.finish()
     return 0
-
-
-def _say(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain, count
 from typing import Any, Literal
 
 from llmcache.errors import MountProblem, UsageError
@@ -35,61 +35,43 @@ REFUSE_S = 0.05
 _END = b"\r\n\r\n"  # of a request's head, and an answer's
 _HINT = "write 127.0.0.1:9464, [::1]:9464, or port 0 for any that is free"
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-Kind = Literal["counter", "gauge", "histogram", "info"]
 _SUFFIX = {"counter": "_total", "gauge": "", "info": "_info"}
-_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
-_UNITS = ("", "bytes", "seconds", "ratio")
-
-Labels = tuple[tuple[str, str], ...]
+_UNITS = ("bytes", "seconds", "ratio")
 
 
 @dataclass
 class Family:
-    """One metric: `name` (without the suffix of its kind), its kind, unit, help, and values by labels."""
+    """One metric: `name` (without the suffix of its kind; it ends in its unit, if it has one), and values with labels."""
 
     name: str
-    kind: Kind
+    kind: Literal["counter", "gauge", "histogram", "info"]
     help: str
-    unit: str = ""
-    samples: dict[tuple[str, Labels], float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """ValueError: a name, or a unit that it does not end in, that the format does not know."""
-        if not _NAME.fullmatch(self.name) or self.unit not in _UNITS:
-            raise ValueError(f"{self.name!r} with unit {self.unit!r} is no metric")
-        if self.unit and not self.name.endswith(f"_{self.unit}"):
-            raise ValueError(f"{self.name} does not end in its unit, {self.unit}")
+    samples: list[tuple[str, dict[str, str], float]] = field(default_factory=list)  # suffix, labels, value
 
     def add(self, value: float, **labels: str) -> Family:
-        """Adds one value; ValueError if these labels have one."""
-        return self._put(_SUFFIX[self.kind], labels, value)
+        """Adds one value; the caller sees to it that no other has these labels."""
+        self.samples.append((_SUFFIX[self.kind], labels, value))
+        return self
 
     def add_histogram(self, waits: Mapping[str, Any], **labels: str) -> Family:
         """Adds classes as `llmcache.fs.engine.state.Waits.as_dict` gives them."""
-        passed = 0
-        for bound, count in zip([*waits["bounds_s"], float("inf")], waits["counts"], strict=True):
-            passed += count
-            self._put("_bucket", {**labels, "le": number(bound)}, passed)
-        self._put("_count", labels, passed)
-        return self._put("_sum", labels, waits["sum_s"])
-
-    def _put(self, suffix: str, labels: Mapping[str, str], value: float) -> Family:
-        key = (suffix, tuple(labels.items()))
-        if key in self.samples:
-            raise ValueError(f"{self.name}: two values for {dict(labels)}")
-        self.samples[key] = value
+        passed = list(accumulate(waits["counts"]))
+        for bound, within in zip([*waits["bounds_s"], float("inf")], passed, strict=True):
+            self.samples.append(("_bucket", {**labels, "le": number(bound)}, within))
+        self.samples += [("_count", labels, passed[-1]), ("_sum", labels, waits["sum_s"])]
         return self
 
     def lines(self) -> Iterator[str]:
         """Yields its text; nothing without a value."""
         if not self.samples:
             return
+        unit = self.name.rpartition("_")[2]
         yield f"# TYPE {self.name} {self.kind}"
-        if self.unit:
-            yield f"# UNIT {self.name} {self.unit}"
+        if unit in _UNITS:
+            yield f"# UNIT {self.name} {unit}"
         yield f"# HELP {self.name} {_escape(self.help)}"
-        for (suffix, labels), value in self.samples.items():
-            pairs = ",".join(f'{label}="{_escape(text)}"' for label, text in labels)
+        for suffix, labels, value in self.samples:
+            pairs = ",".join(f'{label}="{_escape(text)}"' for label, text in labels.items())
             yield f"{self.name}{suffix}{{{pairs}}} {number(value)}" if pairs else f"{self.name}{suffix} {number(value)}"
 
 
@@ -110,17 +92,12 @@ def labels_of(paths: Sequence[str]) -> list[str]:
 
     A label has to be UTF-8, a path need not be: what is none is written as \\xNN.
     """
-    found: list[str] = []
-    used: set[str] = set()
+    found: dict[str, None] = {}
     for path in paths:
         text = path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-        label, count = text, 1
-        while label in used:
-            count += 1
-            label = f"{text} ({count})"
-        used.add(label)
-        found.append(label)
-    return found
+        names = chain([text], (f"{text} ({place})" for place in count(2)))
+        found[next(name for name in names if name not in found)] = None
+    return list(found)
 
 
 def _escape(text: str) -> str:
@@ -151,61 +128,47 @@ _COUNTERS = (
 def exposition(stats: dict[str, Any], mount: str, *, paths: bool) -> str:
     """Returns the text for the counters of the mount on a path; `paths`: with the loops by name of their file."""
     (mount,) = labels_of([mount])
-    return render([*_levels(stats, mount), *_counters(stats, mount), *_files(stats, mount, paths)])
-
-
-def _levels(stats: dict[str, Any], mount: str) -> list[Family]:
-    about = Family("llmcache_mount", "info", "The mount.").add(1, mount=mount, mode=stats["mode"])
-    found = [about, Family("llmcache_uptime_seconds", "gauge", "Since the mount began.", "seconds")]
-    found[-1].add(float(stats["uptime_s"]), mount=mount)
-    for name, key, text in _LEVELS:
-        found.append(Family(f"llmcache_{name}_bytes", "gauge", text, "bytes").add(stats[key], mount=mount))
+    at = {"mount": mount}
+    found = [
+        Family("llmcache_mount", "info", "The mount.").add(1, **at, mode=stats["mode"]),
+        Family("llmcache_uptime_seconds", "gauge", "Since the mount began.").add(float(stats["uptime_s"]), **at),
+        *(Family(f"llmcache_{name}_bytes", "gauge", text).add(stats[key], **at) for name, key, text in _LEVELS),
+    ]
     if stats["read_bytes"]:
-        ratio = Family("llmcache_byte_hit_ratio", "gauge", "Share of read bytes that came from memory.", "ratio")
-        found.append(ratio.add(stats["hit_bytes"] / stats["read_bytes"], mount=mount))
-    return found
-
-
-def _counters(stats: dict[str, Any], mount: str) -> list[Family]:
-    read = Family("llmcache_read_bytes", "counter", "Got by readers. In steer a pinned loop counts once a pass.", "bytes")
-    read.add(stats["hit_bytes"], mount=mount, source="memory").add(stats["miss_bytes"], mount=mount, source="storage")
-    found = [read]
-    cpu = Family("llmcache_cpu_seconds", "counter", "Processor time of the daemon and its helper.", "seconds")
-    found.append(cpu.add(float(stats["cpu_s"]), mount=mount))
-    for name, key, text in _COUNTERS:
-        found.append(Family(f"llmcache_{name}_bytes", "counter", text, "bytes").add(stats[key], mount=mount))
-    ahead = Family("llmcache_prefetch_bytes", "counter", "Prefetched: in time, late, or dropped unread.", "bytes")
-    waits = Family("llmcache_wait_seconds", "histogram", "How long readers waited for extents.", "seconds")
+        ratio = Family("llmcache_byte_hit_ratio", "gauge", "Share of read bytes that came from memory.")
+        found.append(ratio.add(stats["hit_bytes"] / stats["read_bytes"], **at))
+    read = Family("llmcache_read_bytes", "counter", "Got by readers. In steer a pinned loop counts once a pass.")
+    read.add(stats["hit_bytes"], **at, source="memory").add(stats["miss_bytes"], **at, source="storage")
+    cpu = Family("llmcache_cpu_seconds", "counter", "Processor time of the daemon and its helper.")
+    found += [read, cpu.add(float(stats["cpu_s"]), **at)]
+    found += [Family(f"llmcache_{name}_bytes", "counter", text).add(stats[key], **at) for name, key, text in _COUNTERS]
+    ahead = Family("llmcache_prefetch_bytes", "counter", "Prefetched: in time, late, or dropped unread.")
     for outcome in ("useful", "late", "wasted"):
-        ahead.add(stats["prefetch"][f"{outcome}_bytes"], mount=mount, outcome=outcome)
+        ahead.add(stats["prefetch"][f"{outcome}_bytes"], **at, outcome=outcome)
+    waits = Family("llmcache_wait_seconds", "histogram", "How long readers waited for extents.")
     for reason in ("late", "demand"):
-        waits.add_histogram(stats["waits"][reason], mount=mount, reason=reason)
-    return [*found, ahead, waits]
-
-
-def _files(stats: dict[str, Any], mount: str, paths: bool) -> list[Family]:
+        waits.add_histogram(stats["waits"][reason], **at, reason=reason)
     classes = Counter(file["class"] for file in stats["files"])
     files = Family("llmcache_files", "gauge", "Files that the mount knows, by class.")
     for name in _CLASSES:
-        files.add(classes[name], mount=mount, **{"class": name})
-    return [files, *_loops(stats, mount)] if paths else [files]
+        files.add(classes[name], **at, **{"class": name})
+    return render([*found, ahead, waits, files, *(_loops(stats, at) if paths else ())])
 
 
-def _loops(stats: dict[str, Any], mount: str) -> list[Family]:
+def _loops(stats: dict[str, Any], at: dict[str, str]) -> list[Family]:
     """One value for each file that loops; shards of a model count for its first file."""
-    size = Family("llmcache_loop_bytes", "gauge", "Size of the loop.", "bytes")
-    pinned = Family("llmcache_loop_pinned_bytes", "gauge", "Kept of the loop.", "bytes")
-    period = Family("llmcache_loop_period_seconds", "gauge", "Usual time of a pass.", "seconds")
+    size = Family("llmcache_loop_bytes", "gauge", "Size of the loop.")
+    pinned = Family("llmcache_loop_pinned_bytes", "gauge", "Kept of the loop.")
+    period = Family("llmcache_loop_period_seconds", "gauge", "Usual time of a pass.")
     passes = Family("llmcache_loop_passes", "counter", "Passes that were seen.")
     looping = [file for file in stats["files"] if file["loops"]]
     for file, label in zip(looping, labels_of([file["path"] for file in looping]), strict=True):
         for loop in file["loops"]:
-            labels = {"mount": mount, "file": label}
-            size.add(loop["bytes"], **labels)
-            pinned.add(loop["pinned_bytes"], **labels)
-            passes.add(loop["passes"], **labels)
+            size.add(loop["bytes"], **at, file=label)
+            pinned.add(loop["pinned_bytes"], **at, file=label)
+            passes.add(loop["passes"], **at, file=label)
             if loop["period_s"] is not None:
-                period.add(loop["period_s"], **labels)
+                period.add(loop["period_s"], **at, file=label)
     return [size, pinned, period, passes]
 
 
@@ -270,19 +233,14 @@ class MetricsEndpoint:
                 if not self._closing:
                     time.sleep(RETRY_S)  # the client has gone, or the process is out of descriptors
                 continue
-            if not self._begin(connection, text):
+            if not self._free.acquire(blocking=False):
                 _refuse(connection)
-
-    def _begin(self, connection: socket.socket, text: Callable[[], str]) -> bool:
-        """Serves it in a thread of its own; False if there is no place, or no thread, for it."""
-        if not self._free.acquire(blocking=False):
-            return False
-        try:
-            threading.Thread(target=self._serve, args=(connection, text), name="metrics-scrape", daemon=True).start()
-        except RuntimeError:  # the process, or the machine, is out of threads
-            self._free.release()
-            return False
-        return True
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(connection, text), name="metrics-scrape", daemon=True).start()
+            except RuntimeError:  # the process, or the machine, is out of threads
+                self._free.release()
+                _refuse(connection)
 
     def _serve(self, connection: socket.socket, text: Callable[[], str]) -> None:
         end = time.monotonic() + DEADLINE_S
@@ -290,36 +248,31 @@ class MetricsEndpoint:
             with contextlib.suppress(OSError), connection:
                 request = _read_head(connection, end)
                 if request is not None:
-                    _send(connection, self._answer(request, text), end)
+                    answer = self._answer(request, text)
+                    if request.startswith(b"HEAD "):
+                        answer = answer.partition(_END)[0] + _END
+                    connection.settimeout(max(0.001, end - time.monotonic()))
+                    connection.sendall(answer)
+                    connection.shutdown(socket.SHUT_WR)
         finally:
             self._free.release()
 
     def _answer(self, request: bytes, text: Callable[[], str]) -> bytes:
-        """The whole answer; to HEAD its head."""
-        whole = self._whole_answer(request, text)
-        return whole.partition(_END)[0] + _END if request.startswith(b"HEAD ") else whole
-
-    def _whole_answer(self, request: bytes, text: Callable[[], str]) -> bytes:
         words = request.split(b"\r\n", 1)[0].split(b" ")
         if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
             return _response("400 Bad Request", b"this speaks HTTP/1.1\n")
-        method, target = words[0], words[1].partition(b"?")[0]
-        if method not in (b"GET", b"HEAD"):
+        if words[0] not in (b"GET", b"HEAD"):
             return _response("405 Method Not Allowed", b"only GET\n", "Allow: GET, HEAD\r\n")
-        if target != b"/metrics":
+        if words[1].partition(b"?")[0] != b"/metrics":
             return _response("404 Not Found", b"see /metrics\n")
         try:
-            body = self._fresh(text)
+            with self._lock:
+                if not self._text or time.monotonic() - self._made_s > FRESH_S:
+                    self._text, self._made_s = text().encode(), time.monotonic()
+                return _response("200 OK", self._text, content_type=CONTENT_TYPE)
         except Exception:  # a bug, told to the log and to the scraper; the mount goes on
             log.exception("metrics cannot be made")
             return _response("500 Internal Server Error", b"see the log of the mount\n")
-        return _response("200 OK", body, content_type=CONTENT_TYPE)
-
-    def _fresh(self, text: Callable[[], str]) -> bytes:
-        with self._lock:
-            if not self._text or time.monotonic() - self._made_s > FRESH_S:
-                self._text, self._made_s = text().encode(), time.monotonic()
-            return self._text
 
 
 def _read_head(connection: socket.socket, end: float) -> bytes | None:
@@ -332,13 +285,6 @@ def _read_head(connection: socket.socket, end: float) -> bytes | None:
         if not part or len(head) > REQUEST_BYTES or time.monotonic() > end:
             return None
     return head
-
-
-def _send(connection: socket.socket, data: bytes, end: float) -> None:
-    """Sends it all, or as much as goes until `end`."""
-    connection.settimeout(max(0.001, end - time.monotonic()))
-    connection.sendall(data)
-    connection.shutdown(socket.SHUT_WR)
 
 
 def _refuse(connection: socket.socket) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from llmcache.fs.backends.base import BufferFetch
     from llmcache.fs.engine.group import Group, Member
     from llmcache.fs.engine.state import CacheState
-    from llmcache.fs.layout.experts import Experts
+    from llmcache.fs.layout.tensors import Experts
 
 HEADROOM_BYTES = 4 << 20
 LEAST_ROOM_BYTES = 16 << 20  # so many experts are in use at a time

@@ -20,11 +20,10 @@ from llmcache.cache.steering import EXTENTS_MAX, LARGEST_EXTENT, LEAST_LOOP_BYTE
 from llmcache.errors import DataError
 from llmcache.fs.backends.base import Region
 from llmcache.fs.engine.group import PAGE, SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
-from llmcache.fs.layout import ModelLayout, read_layout, shard_name
-from llmcache.fs.layout import Region as LayoutRegion
-from llmcache.fs.layout.experts import Experts
+from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.safetensors import SUFFIX
-from llmcache.fs.layout.tensors import Anatomy
+from llmcache.fs.layout.tensors import Anatomy, Experts, ModelLayout, shard_name
+from llmcache.fs.layout.tensors import Region as LayoutRegion
 from llmcache.fs.vfs.source import matches
 
 if TYPE_CHECKING:

@@ -7,17 +7,21 @@
 Only the header is read, and nothing is imported beyond the standard library: the daemon stays small.
 """
 
-from llmcache.fs.layout.model import index_shards, order_shards, read_layout
-from llmcache.fs.layout.tensors import ModelLayout, Region, Role, ShardName, Tensor, shard_name
+from __future__ import annotations
 
-__all__ = [
-    "ModelLayout",
-    "Region",
-    "Role",
-    "ShardName",
-    "Tensor",
-    "index_shards",
-    "order_shards",
-    "read_layout",
-    "shard_name",
-]
+from llmcache.fs.layout.gguf import MAGIC, ReadAt, read_gguf
+from llmcache.fs.layout.safetensors import SUFFIX, read_safetensors
+from llmcache.fs.layout.tensors import ModelLayout
+
+
+def read_layout(read: ReadAt, size: int, name: str) -> ModelLayout | None:
+    """The layout of the file called `name` of `size` bytes, of which `read(offset, size)` gives bytes.
+
+    None when it is no model file (GGUF is known by its first bytes, safetensors by its name); DataError when it is one
+    with a damaged header. Errors of `read` pass through.
+    """
+    if size >= len(MAGIC) and read(0, len(MAGIC)) == MAGIC:
+        return read_gguf(read, size)
+    if name.endswith(SUFFIX):
+        return read_safetensors(read, size, name)
+    return None

@@ -25,60 +25,19 @@ from llmcache.fs.layout.tensors import (
     quoted,
 )
 
-
-@dataclass(frozen=True)
-class GgmlType:
-    """A tensor type: `block_values` values are stored in `block_bytes` bytes."""
-
-    name: str
-    block_values: int
-    block_bytes: int
-
-
-GGML_TYPES: dict[int, GgmlType] = {
-    0: GgmlType("F32", 1, 4),
-    1: GgmlType("F16", 1, 2),
-    2: GgmlType("Q4_0", 32, 18),
-    3: GgmlType("Q4_1", 32, 20),
-    6: GgmlType("Q5_0", 32, 22),
-    7: GgmlType("Q5_1", 32, 24),
-    8: GgmlType("Q8_0", 32, 34),
-    9: GgmlType("Q8_1", 32, 36),
-    10: GgmlType("Q2_K", 256, 84),
-    11: GgmlType("Q3_K", 256, 110),
-    12: GgmlType("Q4_K", 256, 144),
-    13: GgmlType("Q5_K", 256, 176),
-    14: GgmlType("Q6_K", 256, 210),
-    15: GgmlType("Q8_K", 256, 292),
-    16: GgmlType("IQ2_XXS", 256, 66),
-    17: GgmlType("IQ2_XS", 256, 74),
-    18: GgmlType("IQ3_XXS", 256, 98),
-    19: GgmlType("IQ1_S", 256, 50),
-    20: GgmlType("IQ4_NL", 32, 18),
-    21: GgmlType("IQ3_S", 256, 110),
-    22: GgmlType("IQ2_S", 256, 82),
-    23: GgmlType("IQ4_XS", 256, 136),
-    24: GgmlType("I8", 1, 1),
-    25: GgmlType("I16", 1, 2),
-    26: GgmlType("I32", 1, 4),
-    27: GgmlType("I64", 1, 8),
-    28: GgmlType("F64", 1, 8),
-    29: GgmlType("IQ1_M", 256, 56),
-    30: GgmlType("BF16", 1, 2),
+# Tensor types by number: name, and how many values are stored in a block of how many bytes.
+GGML_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2),
+    26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
     # Repacked variants that files of 2024 carry; llama.cpp repacks at load time since.
-    31: GgmlType("Q4_0_4_4", 32, 18),
-    32: GgmlType("Q4_0_4_8", 32, 18),
-    33: GgmlType("Q4_0_8_8", 32, 18),
-    34: GgmlType("TQ1_0", 256, 54),
-    35: GgmlType("TQ2_0", 256, 66),
-    36: GgmlType("IQ4_NL_4_4", 32, 18),
-    37: GgmlType("IQ4_NL_4_8", 32, 18),
-    38: GgmlType("IQ4_NL_8_8", 32, 18),
-    39: GgmlType("MXFP4", 32, 17),
-    40: GgmlType("NVFP4", 64, 36),
-    41: GgmlType("Q1_0", 128, 18),
-}
-
+    31: ("Q4_0_4_4", 32, 18), 32: ("Q4_0_4_8", 32, 18), 33: ("Q4_0_8_8", 32, 18), 36: ("IQ4_NL_4_4", 32, 18),
+    37: ("IQ4_NL_4_8", 32, 18), 38: ("IQ4_NL_8_8", 32, 18),
+}  # fmt: skip
 
 ReadAt = Callable[[int, int], bytes]
 """`read(offset, size)` gives up to `size` bytes of the file at `offset`."""
@@ -92,19 +51,14 @@ _LARGEST_READ = 2**20
 class Cursor:
     """A position in a header, moved by what is read; DataError at the end of the file and at the header limit."""
 
-    def __init__(self, read: ReadAt, file_bytes: int, byte_order: str = "<") -> None:
+    def __init__(self, read: ReadAt, file_bytes: int) -> None:
         self._read = read
         self._limit = min(file_bytes, HEADER_LIMIT)
         self._file_bytes = file_bytes
         self._buffer = b""
         self._buffer_start = 0
         self.position = 0
-        self.set_byte_order(byte_order)
-
-    def set_byte_order(self, byte_order: str) -> None:
-        """Read numbers as little ("<") or big (">") endian from here on."""
-        self._u32 = struct.Struct(byte_order + "I")
-        self._u64 = struct.Struct(byte_order + "Q")
+        self.byte_order = "<"
 
     def take(self, size: int) -> bytes:
         """The next `size` bytes."""
@@ -112,13 +66,18 @@ class Cursor:
         self.position += size
         return self._buffer[start : start + size]
 
+    def number(self, code: str) -> int:
+        """The next integer, of the kind that `struct` knows by `code`."""
+        kind = self.byte_order + code
+        return int(struct.unpack(kind, self.take(struct.calcsize(kind)))[0])
+
     def u32(self) -> int:
         """The next unsigned number of 4 bytes."""
-        return int(self._u32.unpack(self.take(4))[0])
+        return self.number("I")
 
     def u64(self) -> int:
         """The next unsigned number of 8 bytes."""
-        return int(self._u64.unpack(self.take(8))[0])
+        return self.number("Q")
 
     def text(self, longest: int) -> str:
         """The next string (length of 8 bytes, then UTF-8); DataError when it has more than `longest` bytes."""
@@ -135,7 +94,7 @@ class Cursor:
 
     def skip_texts(self, count: int) -> None:
         """Move on by `count` strings, reading only their lengths: tokenizers have hundreds of thousands."""
-        unpack_from = self._u64.unpack_from
+        unpack_from = struct.Struct(self.byte_order + "Q").unpack_from
         while count:
             start = self._fill(8)
             buffer, last = self._buffer, len(self._buffer) - 8
@@ -193,11 +152,11 @@ _MOST_TEXTS = 2**22
 def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
     """The layout of a GGUF file of `file_bytes` bytes; DataError when the header is damaged."""
     cursor = Cursor(read, file_bytes)
-    byte_order = _read_version(cursor)
+    _read_version(cursor)
     tensor_count, key_count = cursor.u64(), cursor.u64()
     if tensor_count > MOST_TENSORS or key_count > _MOST_KEYS:
         raise DataError(f"the header announces {tensor_count} tensors and {key_count} keys: it is damaged")
-    wanted = _read_keys(cursor, key_count, byte_order)
+    wanted = _read_keys(cursor, key_count)
     alignment = wanted.get("general.alignment", 32)
     if alignment < 1 or alignment > 2**30 or alignment & (alignment - 1):
         raise DataError(f"general.alignment is {alignment}, which is not a power of two")
@@ -210,21 +169,18 @@ def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
     return ModelLayout("gguf", header_bytes, tensors, _shard(wanted), wanted.get(_EXPERTS_USED))
 
 
-def _read_version(cursor: Cursor) -> str:
-    """Checks magic and version; the byte order of the file ("<" or ">")."""
+def _read_version(cursor: Cursor) -> None:
+    """Checks magic and version, which tells the byte order of the file."""
     if cursor.take(4) != MAGIC:
         raise DataError("not a GGUF file: it does not begin with 'GGUF'")
     raw = cursor.take(4)
-    for byte_order in "<>":
-        version = int(struct.unpack(byte_order + "I", raw)[0])
-        if version in (2, 3):
-            cursor.set_byte_order(byte_order)
-            return byte_order
-    version = int(struct.unpack("<I", raw)[0])
-    raise DataError(f"GGUF version {version} is not supported (2 and 3 are)")
+    if int.from_bytes(raw, "big") in (2, 3):
+        cursor.byte_order = ">"
+    elif (version := int.from_bytes(raw, "little")) not in (2, 3):
+        raise DataError(f"GGUF version {version} is not supported (2 and 3 are)")
 
 
-def _read_keys(cursor: Cursor, count: int, byte_order: str) -> dict[str, int]:
+def _read_keys(cursor: Cursor, count: int) -> dict[str, int]:
     """The values of the keys in `_WANTED`; all others are skipped."""
     wanted: dict[str, int] = {}
     left = _Left()
@@ -235,10 +191,9 @@ def _read_keys(cursor: Cursor, count: int, byte_order: str) -> dict[str, int]:
         if key not in _WANTED:
             _skip_value(cursor, value_type, left)
             continue
-        code = _INTEGER_CODES.get(value_type)
-        if code is None:
+        if value_type not in _INTEGER_CODES:
             raise DataError(f"{key} is not an integer")
-        wanted[key] = int(struct.unpack(byte_order + code, cursor.take(_FIXED_BYTES[value_type]))[0])
+        wanted[key] = cursor.number(_INTEGER_CODES[value_type])
     return wanted
 
 
@@ -283,16 +238,16 @@ def _read_tensor(cursor: Cursor, alignment: int) -> Tensor:
         raise DataError(f"tensor {quoted(name)} has {dimension_count} dimensions")
     shape = [cursor.u64() for _ in range(dimension_count)]
     type_number, offset = cursor.u32(), cursor.u64()
-    kind = GGML_TYPES.get(type_number)
-    if kind is None:
+    if type_number not in GGML_TYPES:
         raise DataError(f"tensor {quoted(name)} has the unknown type {type_number}")
-    if (shape[0] if shape else 1) % kind.block_values:
-        raise DataError(f"tensor {quoted(name)}: rows of {shape[:1]} values are no whole blocks of {kind.name}")
+    dtype, block_values, block_bytes = GGML_TYPES[type_number]
+    if (shape[0] if shape else 1) % block_values:
+        raise DataError(f"tensor {quoted(name)}: rows of {shape[:1]} values are no whole blocks of {dtype}")
     if offset % alignment:
         raise DataError(f"tensor {quoted(name)}: offset {offset} is not a multiple of the alignment {alignment}")
     experts = shape[-1] if len(shape) > 1 and is_expert(name) else 1  # the last dimension counts them
-    size_bytes = math.prod(shape) // kind.block_values * kind.block_bytes
-    return Tensor(name, offset, size_bytes, kind.name, experts if experts and size_bytes % experts == 0 else 1)
+    size_bytes = math.prod(shape) // block_values * block_bytes
+    return Tensor(name, offset, size_bytes, dtype, experts if experts and size_bytes % experts == 0 else 1)
 
 
 def _shard(wanted: dict[str, int]) -> tuple[int, int] | None:

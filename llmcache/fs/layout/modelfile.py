@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcache.cache.mixture import EXPERTS_USED
 from llmcache.cache.sizing import ModelBytes
-from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.fs.layout.experts import Experts
-from llmcache.fs.layout.model import index_shards, order_shards, read_layout
-from llmcache.fs.layout.tensors import ModelLayout, Region, ShardName, Tensor, shard_name
+from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.fs.layout import read_layout
+from llmcache.fs.layout.safetensors import index_shards
+from llmcache.fs.layout.tensors import Experts, ModelLayout, Region, Tensor, order_shards, shard_name
 
 if TYPE_CHECKING:
     from llmcache.trace.record import TraceFile
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OPTION = "--model"
+_NAMED = "give a .gguf or .safetensors file, or the first of its shards"
 _INDEX_SUFFIX = ".safetensors.index.json"
 _LONGEST_INDEX = 64 << 20
 _LONGEST_CONFIG = 4 << 20
@@ -38,7 +41,9 @@ def model_bytes(path: str) -> ModelBytes:
     files = _files(path)
     layouts = [_layout(file) for file in files]
     whole = layouts[0].regions() if len(layouts) == 1 else [region for _, region in order_shards(layouts)]
-    companions = _companion_bytes(files[0]) if layouts[0].kind == "safetensors" else 0
+    companions: set[Path] = set()
+    if layouts[0].kind == "safetensors":
+        companions.update(*(Path(files[0]).parent.glob(pattern) for pattern in _COMPANIONS))
     sparse_bytes = sum(region.size_bytes for region in whole if region.sparse and region.role == "loop")
     experts, used = _experts(files[0], layouts) if sparse_bytes else (None, None)
     return ModelBytes(
@@ -46,7 +51,7 @@ def model_bytes(path: str) -> ModelBytes:
         kind=layouts[0].kind,
         files=len(files),
         loop_bytes=_total(whole, "loop"),
-        hot_bytes=_total(whole, "hot") + companions,
+        hot_bytes=_total(whole, "hot") + sum(file.stat().st_size for file in companions if file.is_file()),
         row_bytes=_total(whole, "rows"),
         sparse_bytes=sparse_bytes,
         experts=experts,
@@ -67,13 +72,11 @@ def _experts(path: str, layouts: Sequence[ModelLayout]) -> tuple[int | None, int
 def _configured(path: str) -> int | None:
     """What the config.json beside the file at `path` says of the experts that a token uses."""
     file = Path(path).parent / "config.json"
-    try:
-        with file.open("rb") as stream:
-            config = json.loads(stream.read(_LONGEST_CONFIG))
-    except FileNotFoundError:
+    if not os.path.exists(file):
         return None
-    except OSError as error:
-        raise _unreadable(str(file), error) from error
+    try:
+        with _errors(str(file)), file.open("rb") as stream:
+            config = json.loads(stream.read(_LONGEST_CONFIG))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{OPTION}: {file} is no JSON: {error}") from error
     for holder in (config, config.get("text_config")) if isinstance(config, dict) else ():
@@ -94,82 +97,73 @@ def _files(path: str) -> list[str]:
     shard = shard_name(path)
     if shard is None:
         return [path]
-    begin, end = _shard_digits(path, shard)
-    files = [f"{path[:begin]}{number:0{end - begin}d}{path[end:]}" for number in range(1, shard.count + 1)]
+    digits = len(path.rpartition("-of-")[0].rpartition("-")[2])
+    files = [_numbered(path, f"{number:0{digits}d}") for number in range(1, shard.count + 1)]
     missing = [file for file in files if file != path and not os.path.exists(file)]
     if missing and os.path.exists(path):
-        raise DataError(
-            f"--model: the shard {missing[0]} is missing ({len(files) - len(missing)} of {len(files)} are there)"
-        )
+        there = f"{len(files) - len(missing)} of {len(files)} are there"
+        raise DataError(f"{OPTION}: the shard {missing[0]} is missing ({there})")
     return files
 
 
-def _shard_digits(path: str, shard: ShardName) -> tuple[int, int]:
-    """Where in `path` the number of the shard begins and ends."""
-    begin = path.rindex(f"{shard.number + 1:05d}-of-")
-    return begin, path.index("-", begin)
-
-
-def _all_shards(path: str) -> str:
-    shard = shard_name(path)
-    if shard is None:
-        return path
-    begin, end = _shard_digits(path, shard)
-    return f"{path[:begin]}*{path[end:]}"
+def _numbered(path: str, number: str) -> str:
+    """The path of a shard, with its number replaced."""
+    return re.sub(r"-[0-9]+(?=-of-[0-9]+\.[a-z]+$)", f"-{number}", path)
 
 
 def _indexed(path: str) -> list[str]:
-    try:
-        with open(path, "rb") as file:
-            names = index_shards(file.read(_LONGEST_INDEX))
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    except DataError as error:
-        raise DataError(f"--model: {path}: {error.message}", error.hint) from error
+    with _errors(path), open(path, "rb") as file:
+        names = index_shards(file.read(_LONGEST_INDEX))
     files = [os.path.join(os.path.dirname(path), name) for name in names]
     missing = [name for name in files if not os.path.exists(name)]
     if missing:
-        raise DataError(f"--model: {path} names the shard {missing[0]}, which is missing")
+        raise DataError(f"{OPTION}: {path} names the shard {missing[0]}, which is missing")
     if not files:
-        raise DataError(f"--model: {path} names no shards")
+        raise DataError(f"{OPTION}: {path} names no shards")
     return files
 
 
 def _layout(path: str) -> ModelLayout:
-    try:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            layout = read_layout(lambda offset, count: os.pread(file.fileno(), count, offset), size, os.path.basename(path))
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    except DataError as error:
-        raise DataError(f"--model: {path}: {error.message}", error.hint) from error
-    if layout is None:
-        raise DataError(f"--model: {path} is neither a GGUF nor a safetensors file")
+    layout, _ = _known(path)
     if not layout.tensors and layout.shard is None:
-        raise DataError(f"--model: {path} holds no tensors: it is no model")
+        raise DataError(f"{OPTION}: {path} holds no tensors: it is no model")
     if layout.shard is not None and shard_name(path) is None:
         number, count = layout.shard
         raise DataError(
-            f"--model: {path} is shard {number + 1} of {count}, but its name does not say so",
+            f"{OPTION}: {path} is shard {number + 1} of {count}, but its name does not say so",
             f"shards are named like model-00001-of-{count:05d}.gguf",
         )
     return layout
 
 
-def _unreadable(path: str, error: OSError) -> LlmcacheError:
-    if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
-        return UsageError(
-            f"--model: {path}: {error.strerror}", "give a .gguf or .safetensors file, or the first of its shards"
-        )
-    return EnvironmentProblem(f"--model: {path} cannot be read: {error.strerror}")
+def _known(path: str, hint: str = _NAMED) -> tuple[ModelLayout, int]:
+    """The layout of a file that was named, and its size; `hint` says what should have been."""
+    with _errors(path, hint):
+        layout, size = _read(path)
+    if layout is None:
+        raise DataError(f"{OPTION}: {path} is neither a GGUF nor a safetensors file")
+    return layout, size
 
 
-def _companion_bytes(path: str) -> int:
-    """Bytes of the small files that a program loads with the safetensors file at `path`."""
-    directory = Path(path).parent
-    found = {file for pattern in _COMPANIONS for file in directory.glob(pattern) if file.is_file()}
-    return sum(file.stat().st_size for file in found)
+def _read(path: str) -> tuple[ModelLayout | None, int]:
+    """The layout of a file, None of what is no model, and its size. OSError, DataError."""
+    # A fifo of that name must not block.
+    with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        size = os.fstat(file.fileno()).st_size
+        return read_layout(lambda offset, count: os.pread(file.fileno(), count, offset), size, os.path.basename(path)), size
+
+
+@contextmanager
+def _errors(path: str, hint: str = _NAMED) -> Iterator[None]:
+    """A with block that reads a file: its errors name it, and what should have been there."""
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise UsageError(f"{OPTION}: {path}: {error.strerror}", hint) from error
+    except OSError as error:
+        raise EnvironmentProblem(f"{OPTION}: {path} cannot be read: {error.strerror}") from error
+    except DataError as error:
+        raise DataError(f"{OPTION}: {path}: {error.message}", error.hint) from error
 
 
 class ModelHeaders:
@@ -183,8 +177,9 @@ class ModelHeaders:
         """Reads the headers of `models`. UsageError for one that none of `files` can be; DataError for no model."""
         self._given: dict[int, ModelLayout] = {}
         for path in models:
-            layout, size = _given_layout(path)
-            matches = _matches(path, size, files)
+            layout, size = _known(path, "give a .gguf or .safetensors file of the trace")
+            named = [file for file in files if os.path.basename(file.path) == os.path.basename(path)]
+            matches = named or [file for file in files if file.size_bytes == size]
             if not matches:
                 raise UsageError(
                     f"{OPTION}: no file of the trace has the name or the size ({size} bytes) of {path}",
@@ -205,7 +200,9 @@ class ModelHeaders:
             layout = self.header(file)
             self._experts[file.id] = None if layout is None else Experts(layout)
         experts = self._experts[file.id]
-        return (_all_shards(file.path), experts) if experts is not None and experts.count else None
+        if experts is None or not experts.count:
+            return None
+        return (file.path if shard_name(file.path) is None else _numbered(file.path, "*")), experts
 
     def header(self, file: TraceFile) -> ModelLayout | None:
         """Returns what the header of `file` says."""
@@ -216,44 +213,14 @@ class ModelHeaders:
         return self._read[file.id]
 
 
-def _matches(path: str, size: int, files: Sequence[TraceFile]) -> list[TraceFile]:
-    name = os.path.basename(path)
-    named = [file for file in files if os.path.basename(file.path) == name]
-    return named or [file for file in files if file.size_bytes == size]
-
-
-def _given_layout(path: str) -> tuple[ModelLayout, int]:
-    try:
-        layout, size = _layout_of(path)
-    except OSError as error:
-        kind = UsageError if isinstance(error, FileNotFoundError | IsADirectoryError) else EnvironmentProblem
-        raise kind(f"{OPTION}: {path}: {error.strerror}", "give a .gguf or .safetensors file of the trace") from error
-    except DataError as error:
-        raise DataError(f"{OPTION}: {path}: {error.message}", error.hint) from error
-    if layout is None:
-        raise DataError(f"{OPTION}: {path} is neither a GGUF nor a safetensors file")
-    return layout, size
-
-
 def _found_layout(file: TraceFile) -> ModelLayout | None:
     try:
         status = os.stat(file.path)
         if not file.size_bytes or status.st_size != file.size_bytes or file.inode not in (0, status.st_ino):
             return None
-        layout, _ = _layout_of(file.path)
+        return _read(file.path)[0]
     except OSError:  # a trace outlives its files, and travels
         return None
     except DataError as error:
         log.warning("%s: no tensor names: %s", file.path, error.message)
         return None
-    return layout
-
-
-def _layout_of(path: str) -> tuple[ModelLayout | None, int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a fifo of that name must not block
-    try:
-        size = os.fstat(descriptor).st_size
-        layout = read_layout(lambda offset, count: os.pread(descriptor, count, offset), size, os.path.basename(path))
-    finally:
-        os.close(descriptor)
-    return layout, size

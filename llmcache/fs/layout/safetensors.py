@@ -1,4 +1,4 @@
-"""The header of a safetensors file: its length in 8 bytes, then a JSON object of name, dtype, shape and offsets.
+"""The header of a safetensors file: its length in 8 bytes, then a JSON object of name, dtype, shape and offsets; the index.
 
 Source: the format section of the safetensors README.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -222,3 +223,19 @@ def _tensor(name: str, entry: dict[str, Any], header_bytes: int) -> Tensor:
 def _are_sizes(values: object) -> TypeGuard[list[int]]:
     """Whether `values` is a list of numbers that can be sizes; bool is an int to Python, but not here."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def index_shards(text: bytes) -> tuple[str, ...]:
+    """File names of all shards in a `model.safetensors.index.json`, sorted; DataError when it is not one, or names files
+    that do not lie beside or below it.
+    """
+    try:
+        weight_map = json.loads(text)["weight_map"]
+        names = tuple(sorted({name for name in weight_map.values() if isinstance(name, str)}))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError("not a safetensors index: it has no 'weight_map' of tensor names to file names") from error
+    for name in names:
+        outside = {"", os.pardir} & set(name.split("/"))
+        if outside or len(name) > LONGEST_NAME or not is_text(name) or "\0" in name:
+            raise DataError(f"weight_map: {quoted(name)} is not the name of a file beside the index")
+    return names

@@ -1,7 +1,13 @@
 """What a model file holds: tensors, the order in which a decoder uses them, and which bytes belong to which layer.
 
 The order is told from names (GGUF and Hugging Face conventions). It is a first guess: the order of the accesses really
-observed overrules it. Layers (`Anatomy`) are kept for every file that is open, and so are small: the header is the first
+observed overrules it.
+
+A *slice* is one expert's part of one tensor of a mixture: GGUF stacks the experts of a layer in one tensor (`*_exps`, last
+dimension), safetensors too (fused), or has a tensor for each. The slices of one expert (gate, up and down) are used
+together: a token uses a few experts of each layer, each whole.
+
+Layers (`Anatomy`) are kept for every file that is open, and so are small: the header is the first
 one; a file of more than LAYERS_MAX of them (names of no known convention) has its later ones, in the order of computation,
 under one name; so has one of more than RUNS_MAX runs of tensors of one layer those behind.
 """
@@ -11,8 +17,10 @@ from __future__ import annotations
 import re
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from llmcache.errors import DataError
@@ -77,12 +85,6 @@ def is_expert(name: str) -> bool:
     return _EXPERT.search(name) is not None
 
 
-def layer_name(name: str) -> str:
-    """The layer that the tensor called `name` is part of: "blk.3", "model.layers.3"; its own name if it is in none."""
-    layer = _LAYER.search(name)
-    return name if layer is None else name[: layer.end() - 1]
-
-
 def compute_key(name: str, tied: bool = False) -> OrderKey:
     """Sort key of the tensor called `name`: (part of the model, stage, layer, step in the layer).
 
@@ -91,19 +93,13 @@ def compute_key(name: str, tied: bool = False) -> OrderKey:
     part = 0 if re.match(r"(?:enc|v|a|mm|vision_tower|audio_tower|encoder|model\.visual)\.", name) else 1
     layer = _LAYER.search(name)
     if layer is not None:
-        return (part, _LAYERS, int(layer[1]), _step(name))
+        steps = (place for place, pattern in enumerate(_IN_LAYER) if pattern.search(name))
+        return (part, _LAYERS, int(layer[1]), next(steps, _UNKNOWN_IN_LAYER))
     if is_embedding(name):
         return (part, _LAST if tied else _BEFORE_LAYERS, 0, 0.0)
     if is_output(name):
         return (part, _LAST, 0, 0.0)
     return (part, _AFTER_LAYERS if _NORM_AFTER.search(name) else _BEFORE_LAYERS, 0, 1.0)
-
-
-def _step(name: str) -> float:
-    for place, pattern in enumerate(_IN_LAYER):
-        if pattern.search(name):
-            return place
-    return _UNKNOWN_IN_LAYER
 
 
 Role = Literal["hot", "loop", "rows"]
@@ -133,8 +129,18 @@ class Tensor:
 
     @property
     def layer(self) -> str:
-        """The layer that it is part of; its own name if it is in none."""
-        return layer_name(self.name)
+        """The layer that it is part of, "blk.3" or "model.layers.3"; its own name if it is in none."""
+        layer = _LAYER.search(self.name)
+        return self.name if layer is None else self.name[: layer.end() - 1]
+
+    def order(self, tied: bool) -> tuple[OrderKey, int]:
+        """Sort key in the order a decoder computes; what the names leave open goes by place in the file."""
+        return compute_key(self.name, tied), self.offset
+
+    def region(self, tied: bool) -> Region:
+        """The region that it occupies."""
+        role: Role = "rows" if is_embedding(self.name) and not tied else "loop"
+        return Region(self.offset, self.size_bytes, role, self.name, sparse=is_expert(self.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,20 +213,20 @@ class ModelLayout:
         """
         if tied is None:
             tied = self.shard is None and not self.has_output
-        in_order = sorted(self.tensors, key=lambda tensor: order_key(tensor, tied))
-        header = Region(0, self.header_bytes, "hot", "header")
-        return (header, *(region_of(tensor, tied) for tensor in in_order))
+        in_order = sorted(self.tensors, key=lambda tensor: tensor.order(tied))
+        return (Region(0, self.header_bytes, "hot", "header"), *(tensor.region(tied) for tensor in in_order))
 
 
-def order_key(tensor: Tensor, tied: bool) -> tuple[OrderKey, int]:
-    """Sort key of `tensor` in the order a decoder computes; what the names leave open goes by place in the file."""
-    return compute_key(tensor.name, tied), tensor.offset
+def order_shards(shards: Sequence[ModelLayout]) -> tuple[tuple[int, Region], ...]:
+    """Regions of all `shards` of one model (given in order), each with the index of its shard.
 
-
-def region_of(tensor: Tensor, tied: bool) -> Region:
-    """The region that `tensor` occupies."""
-    role: Role = "rows" if is_embedding(tensor.name) and not tied else "loop"
-    return Region(tensor.offset, tensor.size_bytes, role, tensor.name, sparse=is_expert(tensor.name))
+    Headers first, then tensors in the order a decoder computes across the whole model.
+    """
+    tied = not any(shard.has_output for shard in shards)
+    headers = [(index, Region(0, shard.header_bytes, "hot", "header")) for index, shard in enumerate(shards)]
+    tensors = [(index, tensor) for index, shard in enumerate(shards) for tensor in shard.tensors]
+    tensors.sort(key=lambda item: (compute_key(item[1].name, tied), item[0], item[1].offset))
+    return (*headers, *((index, tensor.region(tied)) for index, tensor in tensors))
 
 
 def quoted(name: str) -> str:
@@ -265,6 +271,86 @@ def check_tensors(tensors: Iterable[Tensor], header_bytes: int, file_bytes: int)
     return in_order
 
 
+MOST_SLICES = 1 << 16  # of one file: DeepSeek V3 has 44 544
+_NUMBERED = re.compile(r"\.experts\.([0-9]{1,5})\.")
+
+
+@dataclass(frozen=True)
+class SliceRun:
+    """Slices of one size that lie side by side: `count` of them from `first_byte` on, the first is number `first`."""
+
+    first_byte: int
+    slice_bytes: int
+    count: int
+    first: int
+
+
+class Experts:
+    """The experts of a file, numbered layer by layer, and their slices, numbered as they lie.
+
+    `layers`: (name, first expert, how many), in the order of computation. `used`: of a layer's, by a token; None where the
+    header does not say it.
+    """
+
+    def __init__(self, layout: ModelLayout) -> None:
+        slices = sorted(_slices(layout))
+        counts: dict[str, int] = {}
+        for _, _, layer, expert in slices:
+            counts[layer] = max(counts.get(layer, 0), expert + 1)
+        names = sorted(counts, key=_layer_key)
+        first = dict(zip(names, accumulate((counts[name] for name in names), initial=0), strict=False))
+        self.layers = [(name, first[name], counts[name]) for name in names]
+        self.used = layout.experts_used
+        self.count = sum(counts.values())
+        self.starts = array("Q", (start for start, _, _, _ in slices))
+        self.sizes = array("L", (size for _, size, _, _ in slices))
+        self.expert_of = array("L", (first[layer] + expert for _, _, layer, expert in slices))
+        self.runs = tuple(self._runs())
+        self._slices: list[tuple[int, ...]] = [()] * self.count
+        for number, expert in enumerate(self.expert_of):
+            self._slices[expert] += (number,)
+
+    def _runs(self) -> Iterator[SliceRun]:
+        begin = 0
+        for number, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            if size != self.sizes[begin] or start != self.starts[begin] + (number - begin) * size:
+                yield SliceRun(self.starts[begin], self.sizes[begin], number - begin, begin)
+                begin = number
+        if self.starts:
+            yield SliceRun(self.starts[begin], self.sizes[begin], len(self.starts) - begin, begin)
+
+    def ranges(self, expert: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of the slices of an expert, as they lie."""
+        return [(self.starts[number], self.sizes[number]) for number in self._slices[expert]]
+
+    def layer_of(self, expert: int) -> tuple[str, int, int]:
+        """The layer that an expert is in."""
+        return self.layers[bisect_right(self.layers, expert, key=lambda layer: layer[1]) - 1]
+
+    def bytes_of(self, expert: int) -> int:
+        """Bytes of all slices of an expert."""
+        return sum(self.sizes[number] for number in self._slices[expert])
+
+
+def _slices(layout: ModelLayout) -> Iterator[tuple[int, int, str, int]]:
+    """(first byte, bytes, layer, expert of that) of all slices; of none where there would be more than any model has."""
+    tensors = [tensor for tensor in layout.tensors if is_expert(tensor.name) and tensor.size_bytes]
+    if sum(tensor.experts for tensor in tensors) > MOST_SLICES:
+        return
+    for tensor in tensors:
+        if numbered := _NUMBERED.search(tensor.name):
+            yield tensor.offset, tensor.size_bytes, tensor.layer, int(numbered[1])
+        elif tensor.experts > 1:
+            size = tensor.size_bytes // tensor.experts
+            for expert in range(tensor.experts):
+                yield tensor.offset + expert * size, size, tensor.layer, expert
+
+
+def _layer_key(name: str) -> tuple[int, str]:
+    digits = re.findall(r"[0-9]+", name)
+    return (int(digits[-1]) if digits else -1, name)
+
+
 LAYERS_MAX = 512
 RUNS_MAX = 1 << 13
 NAME_MAX = 80  # characters of a layer's name
@@ -290,7 +376,7 @@ class Anatomy:
     """The layers of one file, in the order in which a decoder computes them."""
 
     def __init__(self, layout: ModelLayout) -> None:
-        in_order = sorted(layout.tensors, key=lambda tensor: (compute_key(tensor.name), tensor.offset))
+        in_order = sorted(layout.tensors, key=lambda tensor: tensor.order(tied=False))
         layers = list(dict.fromkeys(tensor.layer for tensor in in_order))
         self._names = [HEADER, *(layer[:NAME_MAX] for layer in layers[: LAYERS_MAX - 1]), OTHERS]
         others = len(self._names) - 1

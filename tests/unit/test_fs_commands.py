@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from llmcache.errors import MountProblem, UsageError
-from llmcache.fs.client import operation, statistics
+from llmcache.fs.client import operation
 from tests.unit.top_parts import file, loop, stats
 
 
 def shown(facts: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(statistics, "fetch", lambda _mount: facts)
-    statistics.show("/mnt/[bold]\x1b[2J", pause_s=None, count=None, as_json=False)
+    monkeypatch.setattr(operation, "fetch", lambda _mount: facts)
+    operation.show_stats("/mnt/[bold]\x1b[2J", pause_s=None, count=None, as_json=False)
     return capsys.readouterr().out
 
 
@@ -30,9 +30,9 @@ def test_names_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str], m
 def test_metrics_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = stats()
     del facts["waits"]
-    monkeypatch.setattr(statistics, "fetch", lambda _mount: facts)
+    monkeypatch.setattr(operation, "fetch", lambda _mount: facts)
     with pytest.raises(MountProblem, match="does not understand"):
-        statistics.show_openmetrics("/mnt")
+        operation.show_openmetrics("/mnt")
 
 
 def test_a_daemon_of_another_cannot_command_the_terminal(
@@ -72,8 +72,8 @@ def test_nonsense_that_a_daemon_answers_is_refused(
 
 def test_rates_are_of_the_time_that_has_passed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     told = [stats(10.0, read_bytes=0), stats(20.0, read_bytes=10**9), stats(1.0, read_bytes=5 * 10**6)]
-    monkeypatch.setattr(statistics, "fetch", lambda _mount: told.pop(0))
-    statistics.show("/mnt", pause_s=0.001, count=3, as_json=False)
+    monkeypatch.setattr(operation, "fetch", lambda _mount: told.pop(0))
+    operation.show_stats("/mnt", pause_s=0.001, count=3, as_json=False)
     first, second, of_another_mount = (re.split(r"\s{2,}", line)[4:7] for line in capsys.readouterr().out.splitlines()[1:])
     assert second == ["100 MB", "0 B", "0 B"]
     assert first == of_another_mount == ["-", "-", "-"]
@@ -82,4 +82,4 @@ def test_rates_are_of_the_time_that_has_passed(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("pause_s", [0.0, -1.0])
 def test_an_interval_of_nothing_is_refused(pause_s: float) -> None:
     with pytest.raises(UsageError, match="INTERVAL"):
-        statistics.show("/mnt", pause_s=pause_s, count=None, as_json=False)
+        operation.show_stats("/mnt", pause_s=pause_s, count=None, as_json=False)

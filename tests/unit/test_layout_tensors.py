@@ -1,0 +1,249 @@
+"""What a model file holds: the order in which a decoder computes it, names of shards, layers, and slices of experts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcache.fs.layout.tensors import (
+    HEADER,
+    LAYERS_MAX,
+    NAME_MAX,
+    OTHERS,
+    RUNS_MAX,
+    Anatomy,
+    Experts,
+    ModelLayout,
+    Tensor,
+    is_embedding,
+    is_expert,
+    is_output,
+    order_shards,
+    shard_name,
+)
+from tests.unit.test_make_model import made
+from tools.bench.routing import layout_of
+
+GGUF_LAYER = ["attn_norm", "attn_q", "attn_v", "attn_k", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
+HF_LAYER = [
+    "input_layernorm",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+]
+MOE_LAYER = [
+    *["attn_norm", "attn_qkv", "attn_q_norm", "attn_k_norm", "attn_output", "ffn_norm", "ffn_gate_inp"],
+    *["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "post_ffw_norm"],
+]
+
+
+def names(layer: list[str], layers: int, form: str, ends: tuple[str, str, str]) -> list[str]:
+    """Names of a model in the order of computing; `form` has the places of layer number and step."""
+    blocks = [form.format(number, step) for number in range(layers) for step in layer]
+    return [ends[0], *blocks, ends[1], ends[2]]
+
+
+GGUF_ENDS = ("token_embd.weight", "output_norm.weight", "output.weight")
+HF_ENDS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+MODELS = {
+    "gguf": names(GGUF_LAYER, 12, "blk.{}.{}.weight", GGUF_ENDS),
+    "mixture": names(MOE_LAYER, 3, "blk.{}.{}.weight", GGUF_ENDS),
+    "huggingface": names(HF_LAYER, 12, "model.layers.{}.{}.weight", HF_ENDS),
+}
+
+
+def layout(tensor_names: list[str], shard: tuple[int, int] | None = None) -> ModelLayout:
+    tensors = [Tensor(name, 100 + 10 * place, 10, "F32") for place, name in enumerate(tensor_names)]
+    return ModelLayout("gguf", 100, tuple(tensors), shard)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_regions_come_in_the_order_of_computing_wherever_they_lie(model: str) -> None:
+    shuffled = MODELS[model].copy()
+    random.Random(7).shuffle(shuffled)
+    regions = layout(shuffled).regions()
+    assert (regions[0].first_byte, regions[0].size_bytes, regions[0].role) == (0, 100, "hot")
+    assert [region.name for region in regions[1:]] == MODELS[model]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_only_the_embedding_is_read_by_rows(model: str) -> None:
+    roles = [region.role for region in layout(MODELS[model]).regions()]
+    assert roles == ["hot", "rows", *["loop"] * (len(MODELS[model]) - 1)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_tied_embedding_is_the_end_of_the_loop(model: str) -> None:
+    regions = layout(MODELS[model][:-1]).regions()
+    assert (regions[-1].name, regions[-1].role) == (MODELS[model][0], "loop")
+    assert [region.name for region in regions[1:-1]] == MODELS[model][1:-1]
+
+
+def test_a_lone_shard_does_not_count_as_tied_unless_told() -> None:
+    shard = layout(MODELS["gguf"][:5], shard=(0, 3))
+    assert shard.regions()[1].role == "rows"
+    assert shard.regions(tied=True)[-1].role == "loop"
+
+
+def test_experts_are_sparse_and_shared_experts_are_not() -> None:
+    sparse = {region.name for region in layout(MODELS["mixture"]).regions() if region.sparse}
+    assert sparse == {f"blk.{layer}.ffn_{part}_exps.weight" for layer in range(3) for part in ("gate", "up", "down")}
+    assert is_expert("model.layers.3.mlp.experts.17.up_proj.weight")
+    assert is_expert("model.layers.3.block_sparse_moe.experts.1.w2.weight")
+    assert not is_expert("model.layers.3.mlp.shared_experts.up_proj.weight")
+    assert not is_expert("blk.3.ffn_up_shexp.weight")
+
+
+def test_unknown_tensors_of_a_layer_go_between_attention_and_feed_forward() -> None:
+    found = [r.name for r in layout(["blk.0.ffn_up.weight", "blk.0.novelty.weight", "blk.0.attn_q.weight"]).regions()]
+    assert found[1:] == ["blk.0.attn_q.weight", "blk.0.novelty.weight", "blk.0.ffn_up.weight"]
+
+
+def test_an_encoder_comes_before_its_decoder() -> None:
+    found = [r.name for r in layout(["dec.blk.0.attn_q.weight", "enc.blk.1.attn_q.weight"]).regions()]
+    assert found[1:] == ["enc.blk.1.attn_q.weight", "dec.blk.0.attn_q.weight"]
+
+
+def test_names_of_other_families() -> None:
+    assert is_embedding("transformer.wte.weight") and is_embedding("gpt_neox.embed_in.weight")
+    assert is_output("embed_out.weight") and is_output("language_model.lm_head.weight")
+    assert not is_output("blk.0.attn_output.weight") and not is_output("blk.3.output.weight")
+    assert not is_embedding("blk.0.token_embd.weight")
+
+
+def test_shards_are_ordered_as_one_model() -> None:
+    whole = MODELS["gguf"]
+    parts = [whole[:40], whole[40:80], whole[80:]]
+    shards = [layout(part, shard=(number, 3)) for number, part in enumerate(parts)]
+    found = order_shards(shards)
+    assert [(index, region.role) for index, region in found[:3]] == [(0, "hot"), (1, "hot"), (2, "hot")]
+    assert [region.name for _, region in found[3:]] == whole
+    assert found[3][1].role == "rows"
+    assert [index for index, _ in found[3:]] == [0] * 40 + [1] * 40 + [2] * (len(whole) - 80)
+
+
+def test_shards_of_a_tied_model_end_with_the_embedding() -> None:
+    whole = MODELS["gguf"][:-1]
+    found = order_shards([layout(whole[:40], (0, 2)), layout(whole[40:], (1, 2))])
+    assert (found[-1][0], found[-1][1].name, found[-1][1].role) == (0, "token_embd.weight", "loop")
+
+
+def test_names_of_shards() -> None:
+    first = shard_name("dir/llama-70b-00001-of-00003.gguf")
+    last = shard_name("dir/llama-70b-00003-of-00003.gguf")
+    assert first is not None and last is not None
+    assert (first.number, first.count, last.number) == (0, 3, 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "model.gguf", "m-00004-of-00003.gguf", "m-00000-of-00003.gguf", "m-1-of-3.gguf", "m-00001-of-00003.md"]
+)
+def test_names_that_are_no_shards(name: str) -> None:
+    assert shard_name(name) is None
+
+
+def stored(names: list[str], size: int = 100, header: int = 50) -> ModelLayout:
+    tensors = [Tensor(name, header + number * size, size, "F16") for number, name in enumerate(names)]
+    return ModelLayout("gguf", header, tuple(tensors))
+
+
+def test_layers_come_in_the_order_of_computation() -> None:
+    names = ["output.weight", "token_embd.weight", "blk.1.attn_q.weight", "blk.0.ffn_up.weight", "blk.0.attn_q.weight"]
+    parts = list(Anatomy(stored(names)).parts())
+    assert [part.name for part in parts] == [HEADER, "token_embd.weight", "blk.0", "blk.1", "output.weight"]
+    assert [part.tensors for part in parts] == [0, 1, 2, 1, 1]
+    assert parts[2].stretches == ((350, 550),) and parts[2].size_bytes == 200
+
+
+@given(st.lists(st.integers(0, 5), max_size=40))
+def test_every_byte_belongs_to_one_layer(layers: list[int]) -> None:
+    found = stored([f"blk.{layer}.t{number}.weight" for number, layer in enumerate(layers)])
+    parts = list(Anatomy(found).parts())
+    stretches = sorted(stretch for part in parts for stretch in part.stretches)
+    assert stretches[0][0] == 0 and stretches[-1][1] == 50 + 100 * len(layers)
+    assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(stretches))
+    assert sum(part.tensors for part in parts) == len(layers)
+    for part in parts[1:]:
+        assert part.size_bytes == 100 * sum(f"blk.{layer}" == part.name for layer in layers)
+
+
+def test_names_of_no_convention_do_not_make_it_large() -> None:
+    found = Anatomy(stored([f"strange_{number}" for number in range(20_000)]))
+    parts = list(found.parts())
+    assert len(parts) == LAYERS_MAX + 1 and parts[-1].name == OTHERS
+    assert sum(part.tensors for part in parts) == 20_000
+    assert sys.getsizeof(found._runs) < 1 << 20
+
+
+def test_long_names_and_layers_in_turns_do_not_make_it_large() -> None:
+    found = Anatomy(stored([f"blk.{number % 2}.t{number}" for number in range(3 * RUNS_MAX)] + ["x" * 1000]))
+    parts = list(found.parts())
+    assert [part.name for part in parts] == [HEADER, "blk.0", "blk.1", OTHERS]
+    assert sum(part.size_bytes for part in parts) == 50 + 100 * (3 * RUNS_MAX + 1)
+    assert sys.getsizeof(found._runs) < 1 << 18 and max(map(len, found._names)) == NAME_MAX
+
+
+def test_a_tensor_may_be_called_as_what_is_no_tensor() -> None:
+    parts = list(Anatomy(stored([HEADER, OTHERS])).parts())
+    assert [(part.name, part.tensors) for part in parts] == [(HEADER, 0), (HEADER, 1), (OTHERS, 1)]
+
+
+SIZES = ("--size", "24M", "--layers", "2", "--experts", "6", "--used", "2", "--slice", "100K")
+KINDS = {"gguf": (), "apart": ("--format", "safetensors"), "fused": ("--format", "safetensors", "--fused")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_byte_of_an_expert_tensor_is_one_experts(kind: str, tmp_path: Path) -> None:
+    (path,) = made(tmp_path / f"m.{'gguf' if kind == 'gguf' else 'safetensors'}", *SIZES, *KINDS[kind])
+    layout = layout_of(path)
+    experts = Experts(layout)
+    assert [count for _, _, count in experts.layers] == [6, 6] and experts.count == 12
+    assert sorted(experts.starts) == list(experts.starts)
+    mixed = [tensor for tensor in layout.tensors if "exps" in tensor.name or "experts" in tensor.name]
+    assert sum(experts.sizes) == sum(tensor.size_bytes for tensor in mixed)
+    assert sum(experts.bytes_of(expert) for expert in range(experts.count)) == sum(experts.sizes)
+    assert all(len(experts.ranges(expert)) == 3 for expert in range(experts.count))
+    for tensor in mixed:  # an expert's range in each tensor is where its number says
+        size = tensor.size_bytes // tensor.experts
+        first = next(first for name, first, _ in experts.layers if name == tensor.layer)
+        if tensor.experts > 1:
+            for expert in range(tensor.experts):
+                assert (tensor.offset + expert * size, size) in experts.ranges(first + expert)
+        else:
+            number = int(tensor.name.split("experts.")[1].split(".")[0])
+            assert (tensor.offset, tensor.size_bytes) in experts.ranges(first + number)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_say_where_slices_are(kind: str, tmp_path: Path) -> None:
+    (path,) = made(tmp_path / f"m.{'gguf' if kind == 'gguf' else 'safetensors'}", *SIZES, *KINDS[kind])
+    experts = Experts(layout_of(path))
+    told = [
+        (run.first_byte + number * run.slice_bytes, run.slice_bytes, run.first + number)
+        for run in experts.runs
+        for number in range(run.count)
+    ]
+    assert told == list(zip(experts.starts, experts.sizes, range(len(experts.starts)), strict=True))
+    assert len(experts.runs) <= 6
+
+
+def test_a_dense_model_has_none(tmp_path: Path) -> None:
+    (path,) = made(tmp_path / "m.gguf", "--size", "3M")
+    experts = Experts(layout_of(path))
+    assert (experts.count, experts.layers, experts.runs) == (0, [], ())
+
+
+def test_a_header_with_more_slices_than_any_model_costs_nothing() -> None:
+    tensors = (Tensor("blk.0.ffn_up_exps.weight", 0, 1 << 40, "F32", experts=1 << 38),)
+    assert Experts(ModelLayout("gguf", 0, tensors)).count == 0
