@@ -64,7 +64,7 @@ class Terminal:
         """Everything that was written until `text` (a pattern) came; it is forgotten then."""
         deadline = time.monotonic() + PATIENCE_S
         while re.search(text, ESCAPES.sub("", self.said)) is None:
-            assert time.monotonic() < deadline, f"{text!r} does not come ({self._state()}): {self.said[-2000:]!r}"
+            assert time.monotonic() < deadline, f"{text!r} does not come ({self._state()}): {self.said[-8000:]!r}"
             self._take(0.2)
         said, self.said = self.said, ""
         return said
@@ -77,8 +77,9 @@ class Terminal:
 
     def _state(self) -> str:
         """What the program is doing, as the kernel tells."""
-        told = [Path(f"/proc/{self.process.pid}/{name}").read_text() for name in ("wchan", "stack", "status")]
-        return f"{self.process.poll()}, {fcntl.ioctl(self._ours, termios.TIOCGWINSZ, bytes(8))!r}, {told}"
+        told = [Path(f"/proc/{self.process.pid}/{name}").read_text() for name in ("wchan", "stack", "environ")]
+        sizes = [fcntl.ioctl(fd, termios.TIOCGWINSZ, bytes(8)) for fd in (self._ours, self._theirs)]
+        return f"{self.process.poll()}, {sizes}, foreground {os.tcgetpgrp(self._theirs)} of {self.process.pid}, {told}"
 
     def end(self) -> tuple[int, str]:
         """(exit code, what was written last)."""
