@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmcache.kv.kernels.threads import run_all
-from llmcache.kv.spill.reading import HUGE_PAGE_BYTES, _own_memory
-from llmcache.kv.tiers.pool import Landing
+from llmcache.kv.spill.reader import HUGE_PAGE_BYTES, thread_memory
+from llmcache.kv.tiers.pool import Destination
 
 HEADS, SIZE, PAGES, UNTOUCHED = 2, 4, 12, 7
 
@@ -55,11 +55,11 @@ def test_rows_land_where_they_belong(data: st.DataObject, dtype: str, dim: int, 
             place = (index[b, page], head, token)
             for side in (0, 1):
                 wanted[side][b, head, i] = rows[side][place] * (scales[place] if dtype == "int8" else 1)
-    landing = Landing(index, positions, outs, SIZE)
+    taken = Destination(index, positions, outs, SIZE)
     cuts = sorted({0, came, *data.draw(st.lists(st.integers(0, came), max_size=4))})
     parts = [slice(*pair) for pair in pairwise(cuts)]
     jobs = [
-        partial(landing.take, side, part.start, rows[side][part], scales[part] if dtype == "int8" else None)
+        partial(taken.take, side, part.start, rows[side][part], scales[part] if dtype == "int8" else None)
         for side in (0, 1)
         for part in data.draw(st.permutations(parts))
     ]
@@ -70,14 +70,14 @@ def test_rows_land_where_they_belong(data: st.DataObject, dtype: str, dim: int, 
 
 def test_nothing_that_comes_is_wanted() -> None:
     out = np.zeros((1, HEADS, 1, 8), np.float32)
-    landing = Landing(np.array([[-1, 0]]), np.zeros((1, HEADS, 1), np.int64), [out, out], SIZE)
-    landing.take(0, 0, rows_of("float32", 8, 1) + 200, None)
+    taken = Destination(np.array([[-1, 0]]), np.zeros((1, HEADS, 1), np.int64), [out, out], SIZE)
+    taken.take(0, 0, rows_of("float32", 8, 1) + 200, None)
     assert not out.any()
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_the_memory_of_a_thread_is_of_its_own(threads: int) -> None:
     found: list[int] = []
-    run_all([lambda: found.append(_own_memory(4096).ctypes.data) for _ in range(8)], threads)
+    run_all([lambda: found.append(thread_memory(4096).ctypes.data) for _ in range(8)], threads)
     assert all(address % HUGE_PAGE_BYTES == 0 for address in found) and 1 <= len(set(found)) <= threads
-    assert _own_memory(3 * HUGE_PAGE_BYTES).size == 3 * HUGE_PAGE_BYTES
+    assert thread_memory(3 * HUGE_PAGE_BYTES).size == 3 * HUGE_PAGE_BYTES

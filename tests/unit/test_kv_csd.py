@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile, EmulatedCsd, ScoreBlock
-from llmcache.kv.csd.blocks import HEADER_BYTES, decode, encode
 from llmcache.kv.csd.profile import ModelledClock, Report
-from llmcache.kv.csd.wire import Data, DeviceEnd, Gone, HostEnd, Shared
+from llmcache.kv.csd.wire import HEADER_BYTES, Data, DeviceEnd, Gone, HostEnd, Shared, decode, encode
 from llmcache.kv.kernels import RunningTop, score, top
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from tests.unit.kv_parts import append, devices, flip, ids, restored
@@ -280,7 +279,7 @@ def test_a_damaged_page_is_not_scored(make: Make) -> None:
             place = file.key_ranges(0, 1)[0].offset + 4096 * 20 + 77
         flip(device.path, place)
         index = ready(device)
-        with pytest.raises(DataError, match="keys: the checksum of page 20 is wrong"):
+        with pytest.raises(DataError, match="keys: the checksum of page 20 of layer 1"):
             device.execute(index, normal((2, 64), 2), 0, 1).drain()
         assert device.execute(index, normal((2, 64), 2), 0, 0).drain().scored_keys == 4000, "the device goes on"
 

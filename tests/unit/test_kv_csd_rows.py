@@ -12,7 +12,7 @@ import pytest
 from llmcache.errors import DataError
 from llmcache.kv.csd import PROFILES, CsdProfile, EmulatedCsd
 from llmcache.kv.csd.host import page_runs
-from llmcache.kv.csd.rows import shares
+from llmcache.kv.csd.wire import shares
 from llmcache.kv.kernels import score
 from llmcache.kv.spill import KvShape, SpillReader
 from tests.unit.kv_parts import flip
@@ -131,10 +131,10 @@ def test_what_both_ends_agree_on() -> None:
     assert page_runs(np.array([0])).tolist() == [[0, 1]] and not len(page_runs(np.empty(0, np.int64)))
     positions = [np.array([1, 40, 41, 900]), np.array([39, 8000])]
     found = list(shares(SHAPE, positions))
-    assert [share.pages.tolist() for share in found] == [[0, 2, 56, 500]]
-    assert found[0].parts == [slice(0, 4), slice(4, 6)]
+    assert [pages.tolist() for pages, _ in found] == [[0, 2, 56, 500]]
+    assert found[0][1] == [slice(0, 4), slice(4, 6)]
     large = KvShape("large", 1, 2, 1 << 12, "float32", page_tokens=32)  # a page of a megabyte
-    assert [share.parts for share in shares(large, positions)] == [
+    assert [parts for _, parts in shares(large, positions)] == [
         [slice(0, 1), slice(4, 4)],
         [slice(1, 3), slice(4, 5)],
         [slice(3, 4), slice(5, 5)],

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from llmcache.kv.importance.bkp import cpu_pages_for, moves
 from llmcache.kv.importance.bounds import Abstracts, best_pages
 from llmcache.kv.importance.columns import column_sums
-from llmcache.kv.importance.hits import MOST, HitTable
-from llmcache.kv.importance.tables import TokenTable
+from llmcache.kv.importance.tables import MOST, HitTable, TokenTable
 from llmcache.kv.spill import KvShape
 
 Array = NDArray[Any]

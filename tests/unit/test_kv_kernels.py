@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmcache.kv.kernels import RunningTop, score, score_pages, top
-from llmcache.kv.kernels.compiled import loop_for, widened, widened_by_shifts
+from llmcache.kv.kernels.scores import loop_for, widened, widened_by_shifts
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.spill import KvShape, SpillFile
 

@@ -211,10 +211,10 @@ def test_released_memory_is_used_again(make: Make) -> None:
 
 def test_sequences_share_whole_pages(make: Make, tmp_path: Path) -> None:
     store, plain = make(38)
-    used = store._state.pools[0].used
+    used = store.pools[0].used
     store.select(np.zeros(3, np.int64))
     plain.choose(np.zeros(3, np.int64))
-    assert store._state.pools[0].used == used + 2, "of two more sequences only the tail is new"
+    assert store.pools[0].used == used + 2, "of two more sequences only the tail is new"
     plain.step(store, 10, seed=1)
     plain.check_all(store)
     with SpillReader.open(tmp_path / "a.kv") as file:
@@ -234,7 +234,7 @@ def test_sequences_share_whole_pages(make: Make, tmp_path: Path) -> None:
 
 def test_an_order_that_changes_nothing_is_free(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store, _ = make(38, batch=2)
-    monkeypatch.setattr(store._state.table, "choose", None)
+    monkeypatch.setattr(store.table, "choose", None)
     store.select(np.array([0, 1]))
 
 
@@ -309,14 +309,14 @@ def test_pages_of_another_layer_may_come_at_any_moment_of_a_fetch(
     random = np.random.default_rng(0)
 
     def meanwhile() -> None:
-        before = store._state.table.numbers
-        while store._state.table.numbers == before:
+        before = store.table.numbers
+        while store.table.numbers == before:
             step = int(random.integers(1 << 30))
             store.append(0, *plain.grow(0, 256, step))
             plain.grow(1, 256, step)
             plain.grow_ids(256, step)
 
-    tier, pool = store.ssd, store._state.pools[1]
+    tier, pool = store.ssd, store.pools[1]
     name = "read" if ssd == "file" else "gather"
     plainly, know = getattr(tier, name), pool.know
 

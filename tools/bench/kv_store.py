@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from llmcache.arrays import Bytes
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.spill import KvShape
-from llmcache.kv.spill.shape import Bytes, aligned
+from llmcache.kv.spill.layout import aligned
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 
 from . import machine, results

@@ -7,12 +7,9 @@ Source: Sun et al., LeoAM, 2025 (KV abstracts of chunks); Tang et al., Quest, IC
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.kv.importance.tables import TokenTable
-
-Floats = NDArray[np.float32]
-Numbers = NDArray[np.int64]
 
 
 class Abstracts:
@@ -51,7 +48,7 @@ class Abstracts:
             inside[:, 0].min(axis=0, out=chunks[chunk, 0])
             inside[:, 1].max(axis=0, out=chunks[chunk, 1])
 
-    def pages(self, layer: int, sequence: int, queries: Floats, pages: Numbers, combine: str) -> Floats:
+    def pages(self, layer: int, sequence: int, queries: Floats, pages: Int64s, combine: str) -> Floats:
         """Returns the bounds [kv_heads, n] of `pages` int64 [n]; `queries` [heads, dim], combined as scores are."""
         return _bounds(self._pages.whole(layer, sequence)[pages], queries, combine)
 
@@ -68,7 +65,7 @@ class Abstracts:
                 for sequence in range(self._batch):
                     self._join(layer, sequence, max(0, pages - 1), pages)
 
-    def reorder(self, index: Numbers) -> None:
+    def reorder(self, index: Int64s) -> None:
         """Gives sequence i the boxes of what was sequence `index[i]`."""
         self._batch = len(index)
         self._pages.reorder(index)
@@ -87,7 +84,7 @@ def _bounds(boxes: Floats, queries: Floats, combine: str) -> Floats:
 
 def best_pages(
     abstracts: Abstracts, layer: int, sequence: int, queries: Floats, pages: range, count: int, combine: str
-) -> list[Numbers]:
+) -> list[Int64s]:
     """Returns for each head the `count` of `pages` with the largest bounds, ascending; looks only into chunks that matter.
 
     First into those with the largest bounds of their own; then into all that could still have a better page than the
@@ -107,14 +104,14 @@ def best_pages(
     return [found[np.sort(np.argsort(-bounds, kind="stable")[:count])] for bounds in fine]
 
 
-def _pages_inside(pages: range, chunks: int, chunk_pages: int) -> Numbers:
+def _pages_inside(pages: range, chunks: int, chunk_pages: int) -> Int64s:
     """How many of `pages` each chunk has, [chunks]."""
     first = np.arange(chunks) * chunk_pages
-    sizes: Numbers = np.minimum(first + chunk_pages, pages.stop) - np.maximum(first, pages.start)
+    sizes: Int64s = np.minimum(first + chunk_pages, pages.stop) - np.maximum(first, pages.start)
     return np.maximum(sizes, 0)
 
 
-def _inside(chosen: NDArray[np.bool_], pages: range, chunk_pages: int) -> Numbers:
+def _inside(chosen: Flags, pages: range, chunk_pages: int) -> Int64s:
     """Those of `pages` that are in chosen chunks, ascending."""
     all_pages = np.arange(pages.start, pages.stop)
     return all_pages[chosen[all_pages // chunk_pages]]

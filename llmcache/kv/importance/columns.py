@@ -12,12 +12,11 @@ from functools import partial
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-from llmcache.kv.kernels.compiled import single_of
+from llmcache.arrays import Floats
+from llmcache.kv.kernels.scores import single_of
 from llmcache.kv.kernels.threads import Job, processors, run_all
 
-Floats = NDArray[np.float32]
 ROWS = 4
 """Rows that are made at a time: a key is loaded once for all of them."""
 _LOG2_E = np.float32(1.4426950408889634)

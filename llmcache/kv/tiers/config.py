@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.arrays import Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.spill import KvShape
 
-Numbers = NDArray[np.int64]
-Floats = NDArray[np.float32]
 Arrays = list[NDArray[Any]]
 """Keys, values and for int8 their scales."""
 SSD_KINDS = ("file", "csd")
@@ -25,7 +24,7 @@ SSD_KINDS = ("file", "csd")
 PING_PONG_STEPS = 16
 """A page that goes down and comes up again within so many steps has moved for nothing."""
 
-Victims = Callable[[int, int, Numbers, int], Numbers]
+Victims = Callable[[int, int, Int64s, int], Int64s]
 """(layer, sequence, pages of the middle in the pool, ascending; how many must go) -> those that go down."""
 
 
@@ -81,7 +80,7 @@ class StoreConfig:
 class Selection:
     """Tokens of the middle that are to be attended: `positions` int64 [batch, kv_heads, k], ascending, k may be 0."""
 
-    positions: Numbers
+    positions: Int64s
 
     def __post_init__(self) -> None:
         if self.positions.ndim != 3 or self.positions.dtype != np.int64:
@@ -99,7 +98,7 @@ class Selection:
         return Selection(np.empty((batch, kv_heads, 0), np.int64))
 
     @staticmethod
-    def of_pages(pages: Numbers, page_tokens: int) -> Selection:
+    def of_pages(pages: Int64s, page_tokens: int) -> Selection:
         """Returns the choice of all tokens of `pages` [batch, kv_heads, m]; they need not be in order."""
         ordered = np.sort(pages, axis=2)
         tokens = ordered[..., None] * page_tokens + np.arange(page_tokens)
@@ -123,7 +122,7 @@ class Gathered:
 
     keys: Any
     values: Any
-    positions: Numbers
+    positions: Int64s
     _give_back: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:

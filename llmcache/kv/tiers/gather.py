@@ -16,13 +16,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.arrays import Bytes, Flags, Int64s
 from llmcache.kv.csd import KvRows
-from llmcache.kv.tiers.config import Arrays, Gathered, Numbers, Selection
-from llmcache.kv.tiers.pool import NOT_HERE, Landing, Pool, copy_pages, mark_missing
+from llmcache.kv.tiers.config import Arrays, Gathered, Selection
+from llmcache.kv.tiers.pool import NOT_HERE, Destination, Pool, copy_pages, mark_missing
 from llmcache.kv.tiers.spill import Spill
-from llmcache.kv.tiers.table import State
+from llmcache.kv.tiers.ssd import CsdTier, FileTier
+from llmcache.kv.tiers.table import Sequences
 
 Sides = tuple[NDArray[Any], NDArray[Any]]
+Memory = tuple[Bytes, Bytes]
 ASKED_ROWS = 1 << 20
 """What a device is asked for at a time: the numbers of the rows must fit its desk."""
 KEPT_BUFFERS = 4
@@ -41,19 +44,19 @@ class FastTier(Protocol):
     others. One thread at a time.
     """
 
-    def have(self, layer: int, pages: Numbers) -> NDArray[np.bool_]:
+    def have(self, layer: int, pages: Int64s) -> Flags:
         """Returns for each of `pages` [n] whether it is there, and counts it as used."""
 
-    def put(self, layer: int, pages: Numbers, keys: NDArray[Any], values: NDArray[Any]) -> None:
+    def put(self, layer: int, pages: Int64s, keys: NDArray[Any], values: NDArray[Any]) -> None:
         """Takes pages, [n, kv_heads, page_tokens, dim] (int8 as float32), in place of the longest unused; copies them.
 
         ValueError if more pages are used in one gather than there is room.
         """
 
-    def rows(self, layer: int, pages: Numbers, offsets: Numbers) -> tuple[Any, Any]:
+    def rows(self, layer: int, pages: Int64s, offsets: Int64s) -> tuple[Any, Any]:
         """Returns keys and values [batch, kv_heads, k, dim] of head h's tokens `offsets` [.., k] in `pages` [.., k]."""
 
-    def drop(self, pages: Numbers) -> None:
+    def drop(self, pages: Int64s) -> None:
         """Forgets pages, in all layers."""
 
 
@@ -63,8 +66,8 @@ class Staged:
 
     layer: int
     middle: range
-    positions: Numbers
-    memory: tuple[NDArray[np.uint8], NDArray[np.uint8]]
+    positions: Int64s
+    memory: Memory
     tokens: int
 
 
@@ -73,9 +76,9 @@ class Buffers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
+        self._free: list[Memory] = []
 
-    def take(self, key_bytes: int, value_bytes: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    def take(self, key_bytes: int, value_bytes: int) -> Memory:
         """Returns memory for at least so many bytes of keys and of values."""
         with self._lock:
             for index, (keys, values) in enumerate(self._free):
@@ -84,7 +87,7 @@ class Buffers:
         # An eighth more: the next step needs a little more than this one.
         return np.empty(key_bytes + key_bytes // 8, np.uint8), np.empty(value_bytes + value_bytes // 8, np.uint8)
 
-    def give_back(self, memory: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> None:
+    def give_back(self, memory: Memory) -> None:
         """Takes memory that nobody uses any more."""
         with self._lock:
             self._free = [memory, *self._free][:KEPT_BUFFERS]
@@ -93,7 +96,7 @@ class Buffers:
 class Gatherer:
     """Gathers for one store; `spill`: where the pages are that are not in memory."""
 
-    def __init__(self, state: State, spill: Spill | None) -> None:
+    def __init__(self, state: Sequences, spill: Spill | None) -> None:
         self._state, self._spill = state, spill
         self._buffers = Buffers()
         self._served: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -105,7 +108,7 @@ class Gatherer:
         middle = state.middle
         positions = self._checked(selection, middle)
         # Else as in a decode step: one token will have been appended.
-        expected = self._total(middle, selection.count, state.tokens.length + 1 if length is None else length)
+        expected = self._total(middle, selection.count, state.length + 1 if length is None else length)
         staged = Staged(layer, middle, positions, self._memory(expected), expected)
         self._copy_in(staged, positions, middle.start * state.shape.page_tokens, True)
         return staged
@@ -127,10 +130,10 @@ class Gatherer:
         keys, values = self._views(staged)
         return Gathered(keys, values, positions, partial(self._buffers.give_back, staged.memory))
 
-    def _checked(self, selection: Selection, middle: range) -> Numbers:
+    def _checked(self, selection: Selection, middle: range) -> Int64s:
         state, found = self._state, selection.positions
-        if found.shape[:2] != (state.table.batch, state.shape.kv_heads):
-            raise ValueError(f"positions: shape {found.shape}, [{state.table.batch}, {state.shape.kv_heads}, k] is needed")
+        if found.shape[:2] != (state.batch, state.shape.kv_heads):
+            raise ValueError(f"positions: shape {found.shape}, [{state.batch}, {state.shape.kv_heads}, k] is needed")
         first, end = (page * state.shape.page_tokens for page in (middle.start, middle.stop))
         if found.size and (found[..., 0].min() < first or found[..., -1].max() >= end):
             raise ValueError(f"positions: only tokens {first} to {end - 1} can be chosen")
@@ -141,7 +144,7 @@ class Gatherer:
     def _total(self, middle: range, count: int, length: int) -> int:
         return length - len(middle) * self._state.shape.page_tokens + count
 
-    def with_ends(self, middle: range, chosen: Numbers, length: int) -> Numbers:
+    def with_ends(self, middle: range, chosen: Int64s, length: int) -> Int64s:
         """Returns the positions of sink, `chosen` (of the middle), window and tail, [batch, kv_heads, all]."""
         size = self._state.shape.page_tokens
         sink, recent = (
@@ -150,9 +153,9 @@ class Gatherer:
         )
         return np.concatenate([sink, chosen, recent], axis=2)
 
-    def _memory(self, tokens: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    def _memory(self, tokens: int) -> Memory:
         shape = self._state.shape
-        rows = self._state.table.batch * shape.kv_heads * tokens * self._dtype().itemsize
+        rows = self._state.batch * shape.kv_heads * tokens * self._dtype().itemsize
         return self._buffers.take(rows * shape.head_dim, rows * shape.value_dim)
 
     def _dtype(self) -> np.dtype[Any]:
@@ -161,7 +164,7 @@ class Gatherer:
 
     def _views(self, staged: Staged) -> Sides:
         shape, dtype = self._state.shape, self._dtype()
-        forms = ((self._state.table.batch, shape.kv_heads, staged.tokens, dim) for dim in (shape.head_dim, shape.value_dim))
+        forms = ((self._state.batch, shape.kv_heads, staged.tokens, dim) for dim in (shape.head_dim, shape.value_dim))
         keys, values = (
             memory[: int(np.prod(form)) * dtype.itemsize].view(dtype).reshape(form)
             for memory, form in zip(staged.memory, forms, strict=True)
@@ -176,7 +179,7 @@ class Gatherer:
             into[:, :, lead : lead + count] = rows[:, :, lead : lead + count]
         self._buffers.give_back(memory)
 
-    def _copy_in(self, staged: Staged, positions: Numbers, first: int, chosen: bool) -> None:
+    def _copy_in(self, staged: Staged, positions: Int64s, first: int, chosen: bool) -> None:
         """Copies the rows at `positions` [batch, kv_heads, k] to `first` and behind it."""
         if not positions.size:
             return
@@ -193,14 +196,16 @@ class Gatherer:
         if missing and self._spill is not None:
             # Not under the lock: who waits for the disk must not keep others from the pool.
             pages = [of_sequence for _, of_sequence in marked]
-            fetch = self._fetch_rows if self._spill.ssd.near_data else self._fetch_pages
-            fetch(self._spill, staged.layer, pages, positions, outs)
+            if isinstance(self._spill.ssd, CsdTier):
+                self._fetch_rows(self._spill.ssd, staged.layer, pages, positions, outs)
+            else:
+                self._fetch_pages(self._spill.ssd, staged.layer, pages, positions, outs)
         if chosen:
             state.traffic.add_hits(cpu=positions.size - missing, ssd=missing)
 
     # From the ssd tier: pages of a file, each once for all heads; single rows of a device
 
-    def _fetch_pages(self, spill: Spill, layer: int, missing: list[Numbers], positions: Numbers, outs: Arrays) -> None:
+    def _fetch_pages(self, ssd: FileTier, layer: int, missing: list[Int64s], positions: Int64s, outs: Arrays) -> None:
         """Reads the pages `missing` of each sequence; the threads that read them copy their rows, so the disk is never idle.
 
         `positions` [batch, kv_heads, k]; `outs`: keys and values [batch, kv_heads, k, dim].
@@ -211,10 +216,10 @@ class Gatherer:
         for stream, found in state.table.by_stream(numbers):
             known = np.full(state.table.numbers, NOT_HERE, np.int64)
             known[found] = np.arange(len(found))
-            landing = Landing(known[table], positions, outs, state.shape.page_tokens)
-            spill.ssd.read_through(stream, layer, state.table.places(found), landing.take, "fetch")
+            landing = Destination(known[table], positions, outs, state.shape.page_tokens)
+            ssd.read_through(stream, layer, state.table.places(found), landing.take, "fetch")
 
-    def _fetch_rows(self, spill: Spill, layer: int, missing: list[Numbers], positions: Numbers, outs: Arrays) -> None:
+    def _fetch_rows(self, ssd: CsdTier, layer: int, missing: list[Int64s], positions: Int64s, outs: Arrays) -> None:
         """As `_fetch_pages`; asks a device for the rows alone, those of some pages at a time."""
         size = self._state.shape.page_tokens
         most = max(1, ASKED_ROWS // (self._state.shape.kv_heads * size))
@@ -229,11 +234,11 @@ class Gatherer:
                     of_pages = wanted & (streams == stream)
                     here = [of_pages[of_head // size] for of_head in positions[b]]
                     local = [of_head[mask] - first for of_head, mask in zip(positions[b], here, strict=True)]
-                    _lay_out(spill.ssd.gather(stream, layer, local, "fetch"), here, [out[b] for out in outs])
+                    _lay_out(ssd.gather(stream, layer, local, "fetch"), here, [out[b] for out in outs])
 
     # Through a fast tier
 
-    def drop(self, numbers: Numbers) -> None:
+    def drop(self, numbers: Int64s) -> None:
         """Has all fast tiers that were served forget pages."""
         if len(numbers):
             for fast in list(self._served):
@@ -260,7 +265,7 @@ class Gatherer:
         fast.drop(used[filling])
         return Gathered(keys, values, positions)
 
-    def _send(self, layer: int, pool: Pool, numbers: Numbers, fast: FastTier) -> None:
+    def _send(self, layer: int, pool: Pool, numbers: Int64s, fast: FastTier) -> None:
         with pool.lock:
             here = pool.slot_of[numbers] != NOT_HERE
             held = pool.take(pool.slot_of[numbers[here]])
@@ -269,7 +274,7 @@ class Gatherer:
             for found, arrays in self._spill.read(layer, numbers[~here], "fetch"):
                 self._put(layer, found, arrays, fast)
 
-    def _put(self, layer: int, numbers: Numbers, arrays: Arrays, fast: FastTier) -> None:
+    def _put(self, layer: int, numbers: Int64s, arrays: Arrays, fast: FastTier) -> None:
         if not len(numbers):
             return
         keys, values = arrays[:2]
@@ -280,7 +285,7 @@ class Gatherer:
         self._state.traffic.add("cpu", "gpu", "attend", keys.nbytes + values.nbytes)
 
 
-def _lay_out(rows: KvRows, here: list[NDArray[np.bool_]], outs: Arrays) -> None:
+def _lay_out(rows: KvRows, here: list[Flags], outs: Arrays) -> None:
     """Puts rows, head after head, where `here` [k] of each head says; int8 becomes float32, times its scales."""
     done = 0
     for head, mask in enumerate(here):

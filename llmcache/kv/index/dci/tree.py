@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.arrays import Floats, Int64s
+
 NONE = -1
 ROOT = 0
 MAX_LEVELS = 32
@@ -22,7 +24,6 @@ HEAD, OWNER, LEVEL, SIZE = range(4)
 token that may come, slots a page, numbers a key, pages in use."""
 
 Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
 
 
 class Tree(NamedTuple):
@@ -46,9 +47,9 @@ class Tree(NamedTuple):
     for the root and free nodes; LEVEL: that of the points in it, 0 for free nodes; SIZE: points in it."""
     where: Ints
     """[tokens] the slot of token BASE + i, or NONE."""
-    population: NDArray[np.int64]
+    population: Int64s
     """[MAX_LEVELS + 1] points of each level."""
-    state: NDArray[np.int64]
+    state: Int64s
     directions: Floats
     """[simple * composite, dim + 1] random unit vectors."""
 
