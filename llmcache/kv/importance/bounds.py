@@ -20,11 +20,6 @@ class Abstracts:
         self._pages, self._chunks = (TokenTable(layers, batch, (2, kv_heads, dim), np.float32) for _ in range(2))
         self._known, self._batch = [0] * layers, batch
 
-    @property
-    def size_bytes(self) -> int:
-        """Memory of all boxes, room for growth included."""
-        return self._pages.size_bytes + self._chunks.size_bytes
-
     def missing(self, layer: int, pages: int) -> range:
         """Returns which of the first `pages` pages of a layer have no box yet."""
         return range(min(self._known[layer], pages), pages)

@@ -68,19 +68,16 @@ class HierarchicalEvaluation:
         if k == 0:
             return np.empty((batch, kv_heads, 0), np.int64)
         merged = _Merged(batch, kv_heads, k, np.zeros(batch, np.int64) if first is None else first)  # line 1
-        if self.parallel:
-            self._together(layer, queries, pages, merged)  # lines 3 to 13
+        if self.parallel:  # lines 3 to 13
+            device = self._threads.submit(self._device, layer, queries, pages, merged)
+            try:
+                self._host(layer, queries, pages, merged)
+            finally:
+                device.result()
         else:
             self._in_turn(layer, queries, pages, merged)
         with self._span(CPU, layer):
             return merged.result()  # lines 14 and 15; lines 16 and 17 are `KvStore.gather`
-
-    def _together(self, layer: int, queries: Floats, pages: Candidates, merged: _Merged) -> None:
-        device = self._threads.submit(self._device, layer, queries, pages, merged)
-        try:
-            self._host(layer, queries, pages, merged)
-        finally:
-            device.result()
 
     def _in_turn(self, layer: int, queries: Floats, pages: Candidates, merged: _Merged) -> None:
         with self._far_span(layer):

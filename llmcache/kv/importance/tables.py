@@ -63,7 +63,7 @@ class TokenTable(Generic[Kind]):
         self._tables = [[tables[old].copy() for old in index] for tables in self._tables]
 
 
-class HitTable:
+class HitTable(TokenTable[np.uint16]):
     """Hits of all tokens of `layers` layers and `batch` sequences; a token is hit once for each key head that chose it.
 
     Source: hillinfer.txt, section 3.2, "Bidirectional KV Cache Pools" (a table of the cache hit rate) and 4.4 ("2N bytes").
@@ -72,12 +72,7 @@ class HitTable:
     """
 
     def __init__(self, layers: int, batch: int) -> None:
-        self._counts: TokenTable[np.uint16] = TokenTable(layers, batch, (), np.uint16)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all counts: two for each token of a layer and sequence (room for growth included)."""
-        return self._counts.size_bytes
+        super().__init__(layers, batch, (), np.uint16)
 
     def record(self, layer: int, positions: Int64s) -> None:
         """Counts the tokens that one step chose: `positions` [batch, kv_heads, k] int64, or [batch, k]."""
@@ -85,32 +80,20 @@ class HitTable:
             return
         tokens = int(positions.max()) + 1
         for sequence, chosen in enumerate(positions):
-            counts = self._counts.rows(layer, sequence, tokens)
+            counts = self.rows(layer, sequence, tokens)
             while not _add(counts, np.ascontiguousarray(chosen).reshape(-1), MOST):
-                self._counts.whole(layer, sequence)[:] >>= 1
+                self.whole(layer, sequence)[:] >>= 1
 
     def halve(self, layer: int) -> None:
         """Halves all counts of a layer: hits so far count half as much as those to come."""
-        for sequence in range(self._counts.batch):
-            self._counts.whole(layer, sequence)[:] >>= 1
-
-    def tokens(self, layer: int, sequence: int, tokens: int) -> NDArray[np.uint16]:
-        """Returns the hits [tokens] uint16 of the first `tokens` tokens; a view, zero where nothing was recorded."""
-        return self._counts.rows(layer, sequence, tokens)
+        for sequence in range(self.batch):
+            self.whole(layer, sequence)[:] >>= 1
 
     def pages(self, layer: int, sequence: int, pages: int, page_tokens: int) -> Int64s:
         """Returns the hits [pages] int64 of whole pages: the sum over their tokens."""
-        counts = self.tokens(layer, sequence, pages * page_tokens)
+        counts = self.rows(layer, sequence, pages * page_tokens)
         found: Int64s = counts.reshape(pages, page_tokens).sum(axis=1, dtype=np.int64)
         return found
-
-    def crop(self, tokens: int, layer: int | None = None) -> None:
-        """Forgets all tokens from number `tokens` on, in every sequence of `layer` (None: of all layers)."""
-        self._counts.crop(tokens, layer)
-
-    def reorder(self, index: Int64s) -> None:
-        """Gives sequence i the table of what was sequence `index[i]`; the batch may become larger or smaller."""
-        self._counts.reorder(index)
 
 
 @njit(nogil=True, cache=True)

@@ -33,7 +33,6 @@ from llmcache.kv.index.dci.tree import (
     Ints,
     Tree,
     empty_tree,
-    tree_bytes,
     with_room,
 )
 
@@ -117,10 +116,6 @@ class Scale:
     unit: float = 0.0
     bound: float = 0.0
 
-    def fits(self, largest: float) -> bool:
-        """True if keys of norm up to `largest` need no new bound."""
-        return bool(self.bound) and largest <= self.bound
-
     def grow(self, largest: float) -> None:
         """Makes keys of norm up to `largest` fit: exactly at first (the paper's c), with some headroom later."""
         first = not self.bound
@@ -184,7 +179,7 @@ class DciIndex:
     @property
     def size_bytes(self) -> int:
         """Memory of all arrays, room that is not in use included."""
-        return tree_bytes(self.tree)
+        return sum(array.nbytes for array in self.tree)
 
     def levels_of(self, tokens: Int64s) -> Ints:
         """Returns the levels that tokens are promoted to: line 4 of algorithm 2."""
@@ -226,9 +221,9 @@ class DciIndex:
 
     def _fit(self, largest: float) -> None:
         """Makes c at least `largest`; what depends on it is computed anew."""
-        if self.scale.fits(largest):
+        old, bound = self.scale.unit, self.scale.bound
+        if bound and largest <= bound:
             return
-        old = self.scale.unit
         self.scale.grow(largest)
         slots = int(self.tree.state[PAGES]) * self.settings.page_slots if len(self) else 0
         rows = self.tree.rows.reshape(-1, self.dim)
@@ -365,6 +360,7 @@ class DciIndex:
         rows = self.tree.rows.reshape(-1, self.dim)[self.tree.where[tokens - int(self.tree.state[BASE])]]
         found: Floats = rows.view(np.float16).astype(np.float32) * np.float32(self.scale.unit)
         return found
+
 
 class _Rooms(threading.local):
     """Room for a query, kept by each thread: candidates twice (the heap of a level is a copy), nodes, the best."""

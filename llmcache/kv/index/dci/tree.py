@@ -114,11 +114,6 @@ def trimmed(tree: Tree) -> Tree:
     return tree._replace(**cut)
 
 
-def tree_bytes(tree: Tree) -> int:
-    """Returns the memory of all arrays."""
-    return sum(array.nbytes for array in tree)
-
-
 def _grown(has: int, needs: int) -> int:
     return max(needs, has + has // 4)
 
