@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from llmcache.arrays import Bytes, Flags, Int64s
 from llmcache.kv.csd import KvRows
-from llmcache.kv.tiers.config import Arrays, Gathered, Selection
+from llmcache.kv.tiers.config import Arrays, Gathered, Selection, StoreConfig
 from llmcache.kv.tiers.pool import NOT_HERE, Destination, Pool, copy_pages, mark_missing
 from llmcache.kv.tiers.spill import Spill
 from llmcache.kv.tiers.ssd import CsdTier, FileTier
@@ -93,48 +93,64 @@ class Buffers:
             self._free = [memory, *self._free][:KEPT_BUFFERS]
 
 
-class Gatherer:
-    """Gathers for one store; `spill`: where the pages are that are not in memory."""
+class Gatherer(Sequences):
+    """The part of a store that brings what a layer attends to side by side."""
 
-    def __init__(self, state: Sequences, spill: Spill | None) -> None:
-        self._state, self._spill = state, spill
+    _spill: Spill | None
+    """Where the pages are that are not in memory."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        super().__init__(config)
         self._buffers = Buffers()
         self._served: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def stage(self, layer: int, selection: Selection, length: int | None = None) -> Staged:
-        """Fetches the chosen rows of a layer, which will be `length` tokens long when the result is completed."""
-        state = self._state
-        state.checked(layer)
-        middle = state.middle
+        """Fetches what is chosen ahead of time, for a later `gather`; ValueError if it is not all in the middle.
+
+        `length`: tokens the layer will have then; None: one more than now, as in a decode step.
+        """
+        self.checked(layer)
+        middle = self.middle
         positions = self._checked(selection, middle)
-        # Else as in a decode step: one token will have been appended.
-        expected = self._total(middle, selection.count, state.length + 1 if length is None else length)
+        expected = self._total(middle, selection.count, self.length + 1 if length is None else length)
         staged = Staged(layer, middle, positions, self._memory(expected), expected)
-        self._copy_in(staged, positions, middle.start * state.shape.page_tokens, True)
+        self._copy_in(staged, positions, middle.start * self.shape.page_tokens, True)
         return staged
 
-    def gather(self, layer: int, chosen: Selection | Staged) -> Gathered:
-        """Returns all that a layer attends to now."""
-        self._state.checked(layer)
-        length = int(self._state.lengths[layer])
-        staged = chosen if isinstance(chosen, Staged) else self.stage(layer, chosen, length)
+    def gather(self, layer: int, selection: Selection | None = None, *, staged: Staged | None = None) -> Gathered:
+        """Returns sink, chosen tokens, window and tail of a layer, as far as it was appended.
+
+        Either a `selection` or what `stage` made of one. Staged rows keep: what has left the window meanwhile comes along.
+        """
+        if (selection is None) == (staged is None):
+            raise ValueError("selection: either a selection or what was staged is needed")
+        self.checked(layer)
+        length = int(self.lengths[layer])
+        if selection is not None:
+            staged = self.stage(layer, selection, length)
+        assert staged is not None
         if staged.layer != layer:
             raise ValueError(f"staged: it is of layer {staged.layer}, not of {layer}")
-        lead, count = staged.middle.start * self._state.shape.page_tokens, staged.positions.shape[2]
+        lead, count = staged.middle.start * self.shape.page_tokens, staged.positions.shape[2]
         total = self._total(staged.middle, count, length)
         if total != staged.tokens:
             self._resize(staged, lead, count, total)
-        positions = self.with_ends(staged.middle, staged.positions, length)
+        positions = self._with_ends(staged.middle, staged.positions, length)
         self._copy_in(staged, positions[:, :, :lead], 0, False)
         self._copy_in(staged, positions[:, :, lead + count :], lead + count, False)
         keys, values = self._views(staged)
         return Gathered(keys, values, positions, partial(self._buffers.give_back, staged.memory))
 
+    def attended_positions(self, layer: int, selection: Selection) -> Int64s:
+        """Returns the positions [batch, kv_heads, k] of all that a layer attends to now: what `gather` would give."""
+        self.checked(layer)
+        return self._with_ends(self.middle, selection.positions, int(self.lengths[layer]))
+
     def _checked(self, selection: Selection, middle: range) -> Int64s:
-        state, found = self._state, selection.positions
-        if found.shape[:2] != (state.batch, state.shape.kv_heads):
-            raise ValueError(f"positions: shape {found.shape}, [{state.batch}, {state.shape.kv_heads}, k] is needed")
-        first, end = (page * state.shape.page_tokens for page in (middle.start, middle.stop))
+        found = selection.positions
+        if found.shape[:2] != (self.batch, self.shape.kv_heads):
+            raise ValueError(f"positions: shape {found.shape}, [{self.batch}, {self.shape.kv_heads}, k] is needed")
+        first, end = (page * self.shape.page_tokens for page in (middle.start, middle.stop))
         if found.size and (found[..., 0].min() < first or found[..., -1].max() >= end):
             raise ValueError(f"positions: only tokens {first} to {end - 1} can be chosen")
         # The compiled loops are made for one kind of array.
@@ -142,11 +158,11 @@ class Gatherer:
         return found if plain else found.copy()
 
     def _total(self, middle: range, count: int, length: int) -> int:
-        return length - len(middle) * self._state.shape.page_tokens + count
+        return length - len(middle) * self.shape.page_tokens + count
 
-    def with_ends(self, middle: range, chosen: Int64s, length: int) -> Int64s:
+    def _with_ends(self, middle: range, chosen: Int64s, length: int) -> Int64s:
         """Returns the positions of sink, `chosen` (of the middle), window and tail, [batch, kv_heads, all]."""
-        size = self._state.shape.page_tokens
+        size = self.shape.page_tokens
         sink, recent = (
             np.broadcast_to(np.arange(start, stop, dtype=np.int64), (*chosen.shape[:2], stop - start))
             for start, stop in ((0, middle.start * size), (middle.stop * size, length))
@@ -154,17 +170,17 @@ class Gatherer:
         return np.concatenate([sink, chosen, recent], axis=2)
 
     def _memory(self, tokens: int) -> Memory:
-        shape = self._state.shape
-        rows = self._state.batch * shape.kv_heads * tokens * self._dtype().itemsize
+        shape = self.shape
+        rows = self.batch * shape.kv_heads * tokens * self._dtype().itemsize
         return self._buffers.take(rows * shape.head_dim, rows * shape.value_dim)
 
     def _dtype(self) -> np.dtype[Any]:
-        shape = self._state.shape
+        shape = self.shape
         return np.dtype(np.float32) if shape.dtype == "int8" else shape.numpy_dtype
 
     def _views(self, staged: Staged) -> Sides:
-        shape, dtype = self._state.shape, self._dtype()
-        forms = ((self._state.batch, shape.kv_heads, staged.tokens, dim) for dim in (shape.head_dim, shape.value_dim))
+        shape, dtype = self.shape, self._dtype()
+        forms = ((self.batch, shape.kv_heads, staged.tokens, dim) for dim in (shape.head_dim, shape.value_dim))
         keys, values = (
             memory[: int(np.prod(form)) * dtype.itemsize].view(dtype).reshape(form)
             for memory, form in zip(staged.memory, forms, strict=True)
@@ -183,16 +199,15 @@ class Gatherer:
         """Copies the rows at `positions` [batch, kv_heads, k] to `first` and behind it."""
         if not positions.size:
             return
-        state = self._state
         outs = [side[:, :, first : first + positions.shape[2]] for side in self._views(staged)]
-        pool, table = state.checked(staged.layer), state.table.table
+        pool, table = self.checked(staged.layer), self.table.table
         with pool.lock:
-            pool.know(state.table.numbers)  # another layer may have got pages since it was checked
+            pool.know(self.table.numbers)  # another layer may have got pages since it was checked
             index = pool.slot_of[table]
-            marked = [mark_missing(*pair, state.shape.page_tokens) for pair in zip(index, positions, strict=True)]
+            marked = [mark_missing(*pair, self.shape.page_tokens) for pair in zip(index, positions, strict=True)]
             missing = sum(count for count, _ in marked)
             if missing < positions.size:
-                copy_pages((pool.keys, pool.values), index, positions, outs, state.config.threads)
+                copy_pages((pool.keys, pool.values), index, positions, outs, self.config.threads)
         if missing and self._spill is not None:
             # Not under the lock: who waits for the disk must not keep others from the pool.
             pages = [of_sequence for _, of_sequence in marked]
@@ -201,7 +216,7 @@ class Gatherer:
             else:
                 self._fetch_pages(self._spill.ssd, staged.layer, pages, positions, outs)
         if chosen:
-            state.traffic.add_hits(cpu=positions.size - missing, ssd=missing)
+            self.traffic.add_hits(cpu=positions.size - missing, ssd=missing)
 
     # From the ssd tier: pages of a file, each once for all heads; single rows of a device
 
@@ -211,20 +226,20 @@ class Gatherer:
         `positions` [batch, kv_heads, k]; `outs`: keys and values [batch, kv_heads, k, dim].
         """
         # As it is now: while pages are read, another layer may get pages with numbers that are not known here.
-        state, table = self._state, self._state.table.table
+        table = self.table.table
         numbers = np.unique(np.concatenate([table[b, pages] for b, pages in enumerate(missing)]))
-        for stream, found in state.table.by_stream(numbers):
-            known = np.full(state.table.numbers, NOT_HERE, np.int64)
+        for stream, found in self.table.by_stream(numbers):
+            known = np.full(self.table.numbers, NOT_HERE, np.int64)
             known[found] = np.arange(len(found))
-            landing = Destination(known[table], positions, outs, state.shape.page_tokens)
-            ssd.read_through(stream, layer, state.table.places(found), landing.take, "fetch")
+            target = Destination(known[table], positions, outs, self.shape.page_tokens)
+            ssd.read_through(stream, layer, self.table.places(found), target.take, "fetch")
 
     def _fetch_rows(self, ssd: CsdTier, layer: int, missing: list[Int64s], positions: Int64s, outs: Arrays) -> None:
         """As `_fetch_pages`; asks a device for the rows alone, those of some pages at a time."""
-        size = self._state.shape.page_tokens
-        most = max(1, ASKED_ROWS // (self._state.shape.kv_heads * size))
+        size = self.shape.page_tokens
+        most = max(1, ASKED_ROWS // (self.shape.kv_heads * size))
         for b, of_sequence in enumerate(missing):
-            streams = self._state.table.stream[self._state.table.table[b]]
+            streams = self.table.stream[self.table.table[b]]
             for pages in (of_sequence[first : first + most] for first in range(0, len(of_sequence), most)):
                 wanted = np.zeros(len(streams), np.bool_)
                 wanted[pages] = True
@@ -238,28 +253,31 @@ class Gatherer:
 
     # Through a fast tier
 
-    def drop(self, numbers: Int64s) -> None:
+    def _drop_served(self, numbers: Int64s) -> None:
         """Has all fast tiers that were served forget pages."""
         if len(numbers):
             for fast in list(self._served):
                 fast.drop(numbers)
 
     def gather_fast(self, layer: int, selection: Selection, fast: FastTier) -> Gathered:
-        """Returns all that a layer attends to now, from `fast`."""
-        state, size = self._state, self._state.shape.page_tokens
-        pool, middle, length = state.checked(layer), state.middle, int(state.lengths[layer])
+        """As `gather`, but keys and values come from `fast`, to which only pages are sent that are not there yet.
+
+        They are what its `rows` returns, for instance tensors on a gpu; int8 as float32. Bytes are counted as "attend".
+        """
+        size = self.shape.page_tokens
+        pool, middle, length = self.checked(layer), self.middle, int(self.lengths[layer])
         self._served.add(fast)
-        positions = self.with_ends(middle, self._checked(selection, middle), length)
-        numbers = np.stack([row[pages] for row, pages in zip(state.table.table, positions // size, strict=True)])
+        positions = self._with_ends(middle, self._checked(selection, middle), length)
+        numbers = np.stack([row[pages] for row, pages in zip(self.table.table, positions // size, strict=True)])
         used = np.unique(numbers)
         # A page that is being filled is another at every step.
-        filling = np.isin(used, state.table.table[:, length // size :])
+        filling = np.isin(used, self.table.table[:, length // size :])
         there = np.zeros(len(used), np.bool_)
         there[~filling] = fast.have(layer, used[~filling])
         chosen = numbers[:, :, middle.start * size :][:, :, : selection.count]
         on_gpu = np.isin(chosen, used[there])
         gpu, cpu = int(on_gpu.sum()), int(((pool.slot_of[chosen] != NOT_HERE) & ~on_gpu).sum())
-        state.traffic.add_hits(gpu=gpu, cpu=cpu, ssd=chosen.size - cpu - gpu)
+        self.traffic.add_hits(gpu=gpu, cpu=cpu, ssd=chosen.size - cpu - gpu)
         self._send(layer, pool, used[~there], fast)
         keys, values = fast.rows(layer, numbers, positions % size)
         fast.drop(used[filling])
@@ -282,7 +300,7 @@ class Gatherer:
             with np.errstate(all="ignore"):  # behind the last token of a page that is being filled there is anything
                 keys, values = (arrays[side].astype(np.float32) * arrays[side + 2][..., None] for side in (0, 1))
         fast.put(layer, numbers, keys, values)
-        self._state.traffic.add("cpu", "gpu", "attend", keys.nbytes + values.nbytes)
+        self.traffic.add("cpu", "gpu", "attend", keys.nbytes + values.nbytes)
 
 
 def _lay_out(rows: KvRows, here: list[Flags], outs: Arrays) -> None:

@@ -34,24 +34,23 @@ from llmcache.kv.csd import Report, ScoreBlock
 from llmcache.kv.csd.wire import BLOCK_TOKENS
 from llmcache.kv.spill import Recovery
 from llmcache.kv.spill.layout import check_rows
-from llmcache.kv.tiers.config import Arrays, Gathered, Selection, StoreConfig
-from llmcache.kv.tiers.gather import FastTier, Gatherer, Staged
+from llmcache.kv.tiers.config import Arrays, Selection, StoreConfig
+from llmcache.kv.tiers.gather import Gatherer
 from llmcache.kv.tiers.pool import Pool, score_slots
 from llmcache.kv.tiers.spill import Fresh, Spill
 from llmcache.kv.tiers.ssd import CsdTier, KeyRows, SsdTier, open_tier
-from llmcache.kv.tiers.table import Restored, Sequences, Snapshot, Tables, look
+from llmcache.kv.tiers.table import Restored, Snapshot, Tables, look
 
 
-class KvStore(Sequences):
+class KvStore(Gatherer):
     """Keys and values of `config.batch` sequences of one length; a context manager."""
 
     def __init__(self, config: StoreConfig, found: Snapshot | None = None) -> None:
         """Makes an empty store and its spill file. `found` is for `restore`."""
         super().__init__(config)
-        core = weakref.proxy(self)  # a cycle would keep the memory of the pools until the collector comes
         ssd, recovery = open_tier(config, self.traffic, create=found is None)
+        core = weakref.proxy(self)  # a cycle would keep the memory of the pools until the collector comes
         self._spill = None if ssd is None else Spill(core, ssd, None if found is None else found.told)
-        self._gatherer = Gatherer(core, self._spill)
         self.restored: Restored | None = None
         try:
             if found is not None and self._spill is not None:
@@ -281,32 +280,6 @@ class KvStore(Sequences):
                         scales[numbers == number] = row_scales[index]
         return keys, scales
 
-    def stage(self, layer: int, selection: Selection) -> Staged:
-        """Fetches what is chosen ahead of time, for a later `gather`; ValueError if it is not all in the middle."""
-        return self._gatherer.stage(layer, selection)
-
-    def gather(self, layer: int, selection: Selection | None = None, *, staged: Staged | None = None) -> Gathered:
-        """Returns sink, chosen tokens, window and tail of a layer, as far as it was appended.
-
-        Either a `selection` or what `stage` made of one. Staged rows keep: what has left the window meanwhile comes along.
-        """
-        if (selection is None) == (staged is None):
-            raise ValueError("selection: either a selection or what was staged is needed")
-        chosen = staged if selection is None else selection
-        assert chosen is not None
-        return self._gatherer.gather(layer, chosen)
-
-    def gather_fast(self, layer: int, selection: Selection, fast: FastTier) -> Gathered:
-        """As `gather`, but keys and values come from `fast`, to which only pages are sent that are not there yet.
-
-        They are what its `rows` returns, for instance tensors on a gpu; int8 as float32. Bytes are counted as "attend".
-        """
-        return self._gatherer.gather_fast(layer, selection, fast)
-
-    def attended_positions(self, layer: int, selection: Selection) -> Int64s:
-        """Returns the positions [batch, kv_heads, k] of all that a layer attends to now: what `gather` would give."""
-        return self._gatherer.with_ends(self.middle, selection.positions, self.layer_length(layer))
-
     # Moving pages
 
     def move_up(self, layer: int, sequence: int, pages: Int64s) -> None:
@@ -345,7 +318,7 @@ class KvStore(Sequences):
             # What was full and is not any more may be shared, and will be another page.
             self._choose(np.arange(self.batch))
             self.table.unsettle(full)
-            self._gatherer.drop(self.table.table[:, full])
+            self._drop_served(self.table.table[:, full])
         if self._spill is not None:
             self._spill.shrink(before)
             for layer in range(self.shape.layers):
@@ -382,7 +355,7 @@ class KvStore(Sequences):
         for pool in self.pools:
             with pool.lock:
                 pool.forget(numbers)
-        self._gatherer.drop(numbers)
+        self._drop_served(numbers)
 
     # Beginning and end
 
