@@ -25,13 +25,7 @@ _C1, _C2, _C3, _C4, _C5 = (np.float32(c) for c in (0.69315135, 0.24016416, 0.055
 
 
 def column_sums(
-    queries: Floats,
-    keys: Floats,
-    start: int = 0,
-    first: int = 0,
-    *,
-    scale: float | None = None,
-    threads: int | None = None,
+    queries: Floats, keys: Floats, start: int = 0, first: int = 0, *, scale: float | None = None, threads: int | None = None
 ) -> Floats:
     """Returns the sums [kv_heads, tokens], float32, of the columns of softmax(queries keys^T scale), causal.
 

@@ -50,12 +50,7 @@ class HierarchicalEvaluation:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="llmcache-hie")
 
     def important(
-        self,
-        layer: int,
-        queries: Floats,
-        k: int,
-        first: Int64s | None = None,
-        pages: Candidates = None,
+        self, layer: int, queries: Floats, k: int, first: Int64s | None = None, pages: Candidates = None
     ) -> Int64s:
         """Returns the positions [batch, kv_heads, k] int64, ascending, of the `k` best tokens of the middle of each head.
 

@@ -178,12 +178,7 @@ def _four(dim: int) -> Callable[..., None]:
 
 
 def score(
-    queries: Floats,
-    keys: NDArray[Any],
-    scales: Floats | None = None,
-    *,
-    combine: str = "max",
-    threads: int | None = None,
+    queries: Floats, keys: NDArray[Any], scales: Floats | None = None, *, combine: str = "max", threads: int | None = None
 ) -> Floats:
     """Returns the scores [batch, kv_heads, tokens], float32, of `keys` [batch, kv_heads, tokens, dim].
 
@@ -216,12 +211,7 @@ def score(
 
 
 def score_pages(
-    queries: Floats,
-    pages: NDArray[Any],
-    scales: Floats | None = None,
-    *,
-    combine: str = "max",
-    threads: int | None = None,
+    queries: Floats, pages: NDArray[Any], scales: Floats | None = None, *, combine: str = "max", threads: int | None = None
 ) -> Floats:
     """Returns the scores [kv_heads, pages * page_tokens] of `pages` [pages, kv_heads, page_tokens, dim].
 

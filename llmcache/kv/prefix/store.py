@@ -667,13 +667,6 @@ class _Head:
 
 def _checksum(payload: Bytes) -> int:
     """The spill file's checksum of a page; a page of any size here, so zeros follow to the next multiple of 8."""
-    if len(payload) % 8:
-        payload = _padded(payload)
+    if rest := -len(payload) % 8:
+        payload = np.concatenate([payload, np.zeros(rest, np.uint8)])
     return int(checksums(payload[None])[0])
-
-
-def _padded(payload: Bytes) -> Bytes:
-    out = aligned(-(-len(payload) // 8) * 8)
-    out[: len(payload)] = payload
-    out[len(payload) :] = 0
-    return out

@@ -139,7 +139,8 @@ class Traffic:
     `moved_bytes` by (from, to, why). Tiers are "gpu", "cpu" and "ssd"; "device" is the memory inside the *emulated* device,
     so ("ssd", "device", ..) stays inside it, and ("ssd", "cpu", ..) is what crossed the link, headers included. Why:
     "spill", "fetch" (for attention), "move" (pool), "score" (keys or score blocks, and queries), "index" (keys alone),
-    "restore", "attend" (cpu to gpu). `hits_*`: chosen tokens of the middle found in that tier, over all heads.
+    "restore", "attend" (cpu to gpu). `ping_pong_pages`: those that went up and had gone down shortly before. `hits_*`:
+    chosen tokens of the middle found in that tier, over all heads.
     """
 
     moved_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -157,19 +158,11 @@ class Traffic:
             with self._lock:
                 self.moved_bytes[source, target, why] += size_bytes
 
-    def add_moves(self, up: int = 0, down: int = 0, ping_pong: int = 0) -> None:
-        """Counts pages that moved, and how many of those that went up had gone down shortly before."""
+    def count(self, **more: int) -> None:
+        """Adds to counters by name: pages that moved, and chosen tokens by where they were."""
         with self._lock:
-            self.pages_up += up
-            self.pages_down += down
-            self.ping_pong_pages += ping_pong
-
-    def add_hits(self, cpu: int, ssd: int, gpu: int = 0) -> None:
-        """Counts chosen tokens by where they were."""
-        with self._lock:
-            self.hits_gpu += gpu
-            self.hits_cpu += cpu
-            self.hits_ssd += ssd
+            for name, count in more.items():
+                setattr(self, name, getattr(self, name) + count)
 
     def bytes_between(self, source: str, target: str, why: str | None = None) -> int:
         """Returns the bytes that moved from one tier to another, for one reason or for all."""

@@ -216,7 +216,7 @@ class Gatherer(Sequences):
             else:
                 self._fetch_pages(self._spill.ssd, staged.layer, pages, positions, outs)
         if chosen:
-            self.traffic.add_hits(cpu=positions.size - missing, ssd=missing)
+            self.traffic.count(hits_cpu=positions.size - missing, hits_ssd=missing)
 
     # From the ssd tier: pages of a file, each once for all heads; single rows of a device
 
@@ -277,7 +277,7 @@ class Gatherer(Sequences):
         chosen = numbers[:, :, middle.start * size :][:, :, : selection.count]
         on_gpu = np.isin(chosen, used[there])
         gpu, cpu = int(on_gpu.sum()), int(((pool.slot_of[chosen] != NOT_HERE) & ~on_gpu).sum())
-        self.traffic.add_hits(gpu=gpu, cpu=cpu, ssd=chosen.size - cpu - gpu)
+        self.traffic.count(hits_gpu=gpu, hits_cpu=cpu, hits_ssd=chosen.size - cpu - gpu)
         self._send(layer, pool, used[~there], fast)
         keys, values = fast.rows(layer, numbers, positions % size)
         fast.drop(used[filling])

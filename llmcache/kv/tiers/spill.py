@@ -307,7 +307,7 @@ class Spill:
                 self._check_room(pool, sequence, int(fresh.sum()))
                 pool.put(found[fresh], [array[fresh] for array in arrays])
                 again = state.step - pool.down_at[found[fresh]] <= PING_PONG_STEPS
-            state.traffic.add_moves(up=int(fresh.sum()), ping_pong=int(again.sum()))
+            state.traffic.count(pages_up=int(fresh.sum()), ping_pong_pages=int(again.sum()))
 
     def _check_room(self, pool: Pool, sequence: int, more: int) -> None:
         bound = self._state.config.cpu_pages
@@ -340,7 +340,7 @@ class Spill:
     def _drop(self, pool: Pool, numbers: Int64s) -> None:
         pool.drop(numbers)
         pool.down_at[numbers] = self._state.step
-        self._state.traffic.add_moves(down=len(numbers))
+        self._state.traffic.count(pages_down=len(numbers))
 
     def trim(self, layer: int, tokens: int, more: int = 0, placing: bool = False) -> None:
         """Drops pages between sink and window, counted for `tokens` tokens, until each sequence has room for `more`.

@@ -297,12 +297,7 @@ class DciIndex:
         return found
 
     def query(
-        self,
-        queries: Floats,
-        k: int,
-        view: int | None = None,
-        visit: int | None = None,
-        margin: float | None = None,
+        self, queries: Floats, k: int, view: int | None = None, visit: int | None = None, margin: float | None = None
     ) -> list[Nearest]:
         """Returns the (about) `k` keys that have the largest products with each of `queries` [n, dim]; algorithm 4.
 
