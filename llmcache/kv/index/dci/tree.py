@@ -54,14 +54,15 @@ class Tree(NamedTuple):
     """[simple * composite, dim + 1] random unit vectors."""
 
 
-_TYPES: dict[str, type[np.generic]] = dict.fromkeys(("tokens", "children", "pages", "nodes", "where"), np.int32)
-_TYPES |= {"rows": np.uint16, "lifts": np.float32, "projections": np.float32}
+_TYPES: dict[str, Any] = {"rows": np.uint16, "lifts": np.float32, "projections": np.float32}
+_TYPES |= dict.fromkeys(("tokens", "children", "pages", "nodes", "where"), np.int32)
 
 
 def empty_tree(dim: int, page_slots: int, base: int, directions: Floats) -> Tree:
     """Returns a tree with an empty root, for tokens from number `base` on."""
     state, population = np.zeros(16, np.int64), np.zeros(MAX_LEVELS + 1, np.int64)
     state[[LEVELS, NODES, FREE_PAGE, FREE_NODE, BASE, SLOTS, DIM]] = 1, 1, NONE, NONE, base, page_slots, dim
+    arrays: dict[str, NDArray[Any]]
     arrays = {name: np.zeros((0, 4) if name in ("pages", "nodes") else 0, kind) for name, kind in _TYPES.items()}
     tree = with_room(Tree(**arrays, population=population, state=state, directions=directions), 1, 1, 1)
     tree.nodes[ROOT] = NONE, NONE, 1, 0
@@ -86,7 +87,7 @@ def with_room(tree: Tree, pages: int, nodes: int, last: int) -> Tree:
     if all(needed <= there for needed, there in zip(needs, has, strict=True)):
         return tree
     room = [max(needed, there + there // 4) if needed > there else there for needed, there in zip(needs, has, strict=True)]
-    changed = {}
+    changed: dict[str, NDArray[Any]] = {}
     for name, size in _sizes(tree, *room).items():
         array: NDArray[Any] = getattr(tree, name)
         if size > len(array):
