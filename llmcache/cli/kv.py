@@ -287,7 +287,7 @@ def list_command(directory: str, as_json: bool) -> None:
       llmcache kv list /mnt/nvme/kv
       llmcache kv list /mnt/nvme/kv --json | jq '.models[].size_bytes'
     """
-    from llmcache.kv.prefix.listing import listed
+    from llmcache.kv.prefix.store import listed
     from llmcache.report import kv_prefix
 
     kv_prefix.show_list(directory, listed(directory), as_json)
@@ -307,7 +307,7 @@ def show_command(directory: str, model: str, as_json: bool) -> None:
       llmcache kv show /mnt/nvme/kv 1f83a0c4
       llmcache kv show /mnt/nvme/kv llama-8b.gguf --json | jq '.described'
     """
-    from llmcache.kv.prefix.listing import chosen, listed
+    from llmcache.kv.prefix.store import chosen, listed
     from llmcache.report import kv_prefix
 
     kv_prefix.show_model(chosen(listed(directory), model), as_json)
@@ -329,7 +329,7 @@ def prune_command(directory: str, unused: str | None, keep: str | None, model: s
       llmcache kv prune /mnt/nvme/kv --unused 30d --keep 10G
       llmcache kv prune /mnt/nvme/kv --model 1f83a0c4
     """
-    from llmcache.kv.prefix.listing import pruned
+    from llmcache.kv.prefix.store import pruned
     from llmcache.report import kv_prefix
 
     kv_prefix.show_pruned(pruned(directory, unused, keep, model), as_json)

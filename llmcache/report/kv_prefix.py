@@ -10,7 +10,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from llmcache.errors import printable
-from llmcache.kv.prefix.listing import Pruned, StoredModel
+from llmcache.kv.prefix.store import Pruned, StoredModel
 from llmcache.report.output import plain_table
 from llmcache.units import format_duration, format_size
 

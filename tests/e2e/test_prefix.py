@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llmcache.kv.prefix.state import Layout, Uncut
+from llmcache.kv.prefix.state import StateLayout, Uncut
 from llmcache.kv.prefix.store import Block, BlockStore
 from tests.conftest import GEMMA, SMOLLM2
 
@@ -234,7 +234,7 @@ def test_a_state_that_llama_cpp_does_not_take_is_dropped(
         assert block and block.layout
         told: Any = block.layout.to_json()
         told[0][1][0] = (Q8_0, *told[0][1][0][1:])  # type of the first keys
-        cache.store.write(entry.key, Block(block.payload, block.tokens, Layout.from_json(told)))
+        cache.store.write(entry.key, Block(block.payload, block.tokens, StateLayout.from_json(told)))
     assert answer(opened(tiny, cache), prompt(600)) == plain
     assert cache.counters.hits == 0 and "does not take" in caplog.text
     answer(opened(tiny, cache), prompt(600))
@@ -250,7 +250,7 @@ def test_blocks_of_another_layout_or_other_tokens_are_not_used_and_stored_anew(
     def other(block: Block) -> Block:
         assert block.layout
         (part,) = block.layout.parts
-        return Block(block.payload, block.tokens, Layout((replace(part, values=tuple(reversed(part.keys))),)))
+        return Block(block.payload, block.tokens, StateLayout((replace(part, values=tuple(reversed(part.keys))),)))
 
     def fewer(block: Block) -> Block:
         assert block.layout

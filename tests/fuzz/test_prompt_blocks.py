@@ -14,9 +14,9 @@ import numpy as np
 from hypothesis import example, given, settings
 
 from llmcache.errors import DataError
-from llmcache.kv.prefix.state import Joined, Layout, Uncut, read_state
+from llmcache.kv.prefix.state import Joined, StateLayout, Uncut, read_state
 from llmcache.kv.prefix.store import PART, Block, BlockStore, pack, unpack
-from llmcache.kv.spill.shape import aligned
+from llmcache.kv.spill.layout import aligned
 from tests.fuzz.mutations import documents, mutated, nested, written
 from tests.fuzz.target import Target, bounded, refusal, scratch
 from tests.unit.test_kv_prefix import SHAPES, key, state_bytes
@@ -92,7 +92,7 @@ def check_state(data: bytes) -> None:
         except Uncut as reason:
             assert str(reason)
             return
-        assert block.layout and Layout.from_json(json.loads(json.dumps(block.layout.to_json()))) == block.layout
+        assert block.layout and StateLayout.from_json(json.loads(json.dumps(block.layout.to_json()))) == block.layout
         joined = Joined(block.layout, len(block.tokens))
         joined.put(0, block.payload)
         assert len(joined.data) == len(data) and block_of(joined.data.tobytes()).payload.tobytes() == block.payload.tobytes()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from llmcache.errors import DataError
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
-from llmcache.kv.spill.layout import EXTENTS_AT, Commit, pack_commit
-from llmcache.kv.tiers.restore import SCHEMA, Tables, look
+from llmcache.kv.spill.layout import EXTENTS_AT, Commit, pack
+from llmcache.kv.tiers.table import SCHEMA, Tables, look
 from tests.fuzz.mutations import documents, mutated, nested, written
 from tests.fuzz.target import Target, bounded, refusal, scratch
 from tests.unit.kv_parts import append, ids, restored
@@ -168,9 +168,9 @@ def test_the_seeds_are_read() -> None:
 @example(huge(extent_pages=1 << 20))
 @example(huge(extent_pages=1.5))
 @example(huge(model=["tiny"]))
-@example(with_records((4096, pack_commit(Commit((1 << 32) - 1, 0))), (6144, pack_commit(Commit((1 << 32) - 1, 0)))))
-@example(with_records((4096, pack_commit(Commit(5, 0))), (6144, pack_commit(Commit(4, 0)))))
-@example(with_records((4096, pack_commit(Commit(1 << 31, 1 << 60))), (6144, bytes(64))))
+@example(with_records((4096, pack(Commit((1 << 32) - 1, 0))), (6144, pack(Commit((1 << 32) - 1, 0)))))
+@example(with_records((4096, pack(Commit(5, 0))), (6144, pack(Commit(4, 0)))))
+@example(with_records((4096, pack(Commit(1 << 31, 1 << 60))), (6144, bytes(64))))
 def test_any_bytes(data: bytes) -> None:
     check(data)
 

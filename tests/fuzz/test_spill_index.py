@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcache.kv.index.dci import DciIndex, DciSettings, load_indexes, save_indexes
-from llmcache.kv.index.dci.checking import fault_of
+from llmcache.kv.index.dci.file import fault_of
 from llmcache.kv.index.dci.tree import Tree
 from tests.fuzz.mutations import NUMBERS, documents, mutated, nested, written
 from tests.fuzz.target import Target, bounded, refusal, scratch

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llmcache.errors import DataError
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
-from llmcache.kv.spill.shape import Room
+from llmcache.kv.spill.layout import Room
 from tests.fuzz.target import Machine, scratch
 from tests.property.test_kv_spill_crashes import Disk, recorded
 from tests.property.test_kv_store import Device, Store

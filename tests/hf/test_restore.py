@@ -47,7 +47,7 @@ def test_a_saved_conversation_goes_on_as_if_nothing_had_happened(family: str, ss
 def _trees(policy: Any) -> list[list[list[int]]]:
     """Return the number of keys in each tree, by layer and sequence; of one without a tree nothing."""
     rows = policy.indexes.scorers
-    return [[[] if one is None else [len(tree) for tree in one.heads.indexes] for one in row] for row in rows]
+    return [[[] if one is None else [len(tree) for tree in one.indexes] for one in row] for row in rows]
 
 
 def test_trees_of_keys_are_saved_and_go_on(

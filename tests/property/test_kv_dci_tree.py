@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from llmcache.errors import DataError, EnvironmentProblem
 from llmcache.kv.index.dci import DciIndex, DciSettings, load_indexes, save_indexes
-from llmcache.kv.index.dci.checking import fault_of
+from llmcache.kv.index.dci.file import fault_of
 from llmcache.kv.index.dci.tree import BASE, COUNT, HOME, LEVEL, LEVELS, LIVE_PAGES, NODES, PAGES, ROOT, SIZE, Tree
 from tests.conftest import examples
 

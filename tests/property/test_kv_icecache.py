@@ -10,10 +10,8 @@ import pytest
 
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.index.dci import DciSettings
-from llmcache.kv.index.dci.checking import fault_of
-from llmcache.kv.index.scorers.auto import Auto
-from llmcache.kv.index.scorers.base import Scorer
-from llmcache.kv.index.scorers.dci import Dci
+from llmcache.kv.index.dci.file import fault_of
+from llmcache.kv.index.scorers import Auto, Dci, Scorer
 from llmcache.kv.policies import PolicySettings
 from llmcache.kv.policies.icecache import IceCache, IceCacheSettings
 from llmcache.kv.policies.indexed import IndexedPolicy
@@ -60,7 +58,7 @@ def test_the_index_holds_the_keys_that_were_appended(tmp_path: Path) -> None:
             run.step()
         tree = scorer_of(run, 1, 1)
         assert isinstance(tree, Dci)
-        for head, index in enumerate(tree.heads.indexes):
+        for head, index in enumerate(tree.indexes):
             wanted = run.keys[1][1, head, 16 : tree.end]
             assert fault_of(index.tree) is None
             assert np.abs(index.keys(np.arange(16, tree.end)) - wanted).max() <= 2.0**-10 * np.abs(wanted).max()
@@ -150,7 +148,7 @@ def test_forks_share_an_index_until_one_gets_a_page_of_its_own(tmp_path: Path) -
         for sequence in range(2):
             tree = scorer_of(run, 0, sequence)
             assert isinstance(tree, Dci)
-            assert np.abs(tree.heads.indexes[0].keys(np.arange(16, 272)) - run.keys[0][sequence, 0, 16:272]).max() < 0.01
+            assert np.abs(tree.indexes[0].keys(np.arange(16, 272)) - run.keys[0][sequence, 0, 16:272]).max() < 0.01
 
 
 @pytest.mark.parametrize("name", ["icecache", "quest"])

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from llmcache.arrays import Bytes
 from llmcache.errors import DataError
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from llmcache.kv.spill.raw import RawFile
-from llmcache.kv.spill.shape import Bytes
 from tests.conftest import examples
 from tests.unit.kv_parts import append, flip, ids, restored
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmcache.arrays import Bytes
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError
 from llmcache.kv.spill import SpillFile
 from llmcache.kv.spill.raw import RawFile, problem
-from llmcache.kv.spill.shape import Bytes
 from tests.conftest import examples
 from tests.property.test_kv_spill_crashes import SECTOR, SHAPE, SUPPRESSED, State
 from tests.unit.kv_parts import append, flip, ids, restored

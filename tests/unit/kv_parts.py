@@ -18,9 +18,9 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
+from llmcache.arrays import Bytes
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from llmcache.kv.spill.raw import RawFile
-from llmcache.kv.spill.shape import Bytes
 
 Rows = NDArray[Any]
 
@@ -53,10 +53,8 @@ def rows(shape: KvShape, layer: int, ids: NDArray[np.int64], side: int) -> Rows:
     return found
 
 
-def scales(shape: KvShape, layer: int, ids: NDArray[np.int64], side: int) -> NDArray[np.float32] | None:
+def scales(shape: KvShape, layer: int, ids: NDArray[np.int64], side: int) -> NDArray[np.float32]:
     """Return the scales [kv_heads, tokens] of int8 rows."""
-    if shape.dtype != "int8":
-        return None
     by_head = np.arange(1, shape.kv_heads + 1)[:, None]
     found: NDArray[np.float32] = (by_head * (ids + 1) + layer + side / 2).astype(np.float32)
     return found
@@ -67,7 +65,8 @@ def append(file: SpillFile, sequence: int, ids: NDArray[np.int64], layers: range
     shape = file.shape
     for layer in range(shape.layers) if layers is None else layers:
         sides = [rows(shape, layer, ids, side) for side in (0, 1)]
-        file.append(sequence, layer, *sides, *(scales(shape, layer, ids, side) for side in (0, 1)))
+        sides += [scales(shape, layer, ids, side) for side in (0, 1) if shape.dtype == "int8"]
+        file.append(sequence, layer, *sides)
     if layers is None:
         file.append_tokens(sequence, ids, ids + 1000)
 
@@ -85,10 +84,10 @@ def restored(file: SpillReader, sequence: int) -> list[int]:
             if len(ids):
                 flat = got.swapaxes(0, 1).reshape(shape.kv_heads, -1, got.shape[3])[:, : len(ids)]
                 assert flat.tobytes() == rows(shape, layer, ids, side).tobytes()
-            wanted = scales(shape, layer, ids, side)
-            if wanted is not None and got_scales is not None:
+            assert (got_scales is None) == (shape.dtype != "int8")
+            if got_scales is not None:
                 flat_scales = got_scales.swapaxes(0, 1).reshape(shape.kv_heads, -1)[:, : len(ids)]
-                assert (flat_scales == wanted).all()
+                assert (flat_scales == scales(shape, layer, ids, side)).all()
     return [int(token) for token in ids]
 
 

@@ -17,9 +17,9 @@ from llmcache.cache.simulate import simulate_all
 from llmcache.files import create
 from llmcache.fs.client import control
 from llmcache.fs.layout.modelfile import ModelHeaders
-from llmcache.kv.index.dci import saved
+from llmcache.kv.index import dci
 from llmcache.kv.spill import KvShape, SpillFile
-from llmcache.kv.tiers.restore import Tables
+from llmcache.kv.tiers.table import Tables
 from llmcache.report.plot import plot
 from llmcache.report.simulate_page import write_report
 from llmcache.trace.formats import convert
@@ -53,7 +53,7 @@ def report(path: Path) -> None:
 
 
 def indexes(path: Path) -> None:
-    saved.save_indexes(path, {}, {"spill": "x"})
+    dci.save_indexes(path, {}, {"spill": "x"})
 
 
 def page_tables(path: Path) -> None:

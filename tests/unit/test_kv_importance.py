@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from llmcache.kv.importance.bkp import cpu_pages_for, moves
 from llmcache.kv.importance.bounds import Abstracts, best_pages
 from llmcache.kv.importance.columns import column_sums
-from llmcache.kv.importance.hits import MOST, HitTable
-from llmcache.kv.importance.tables import TokenTable
+from llmcache.kv.importance.tables import MOST, HitTable, TokenTable
 from llmcache.kv.spill import KvShape
 
 Array = NDArray[Any]
@@ -35,8 +34,8 @@ def test_a_token_is_hit_once_for_each_head_that_chose_it() -> None:
     table = HitTable(layers=2, batch=1)
     table.record(1, chosen([0, 3], [3, 40]))
     table.record(1, chosen([3, 4], [3, 4]))
-    assert table.tokens(1, 0, 48).nonzero()[0].tolist() == [0, 3, 4, 40]
-    assert table.tokens(1, 0, 48)[[0, 3, 4, 40]].tolist() == [1, 4, 2, 1]
+    assert table.rows(1, 0, 48).nonzero()[0].tolist() == [0, 3, 4, 40]
+    assert table.rows(1, 0, 48)[[0, 3, 4, 40]].tolist() == [1, 4, 2, 1]
     assert table.pages(1, 0, 3, 16).tolist() == [7, 0, 1]
     assert not table.pages(0, 0, 3, 16).any()
 
@@ -44,20 +43,20 @@ def test_a_token_is_hit_once_for_each_head_that_chose_it() -> None:
 def test_hits_are_two_bytes_a_token() -> None:
     table = HitTable(layers=1, batch=2)
     table.record(0, np.full((2, 1, 1), 100_000 - 1, np.int64))
-    assert table.tokens(0, 0, 100_000).dtype == np.uint16
+    assert table.rows(0, 0, 100_000).dtype == np.uint16
     assert 2 * 2 * 100_000 <= table.size_bytes <= 1.2 * 2 * 2 * 100_000  # room for growth
 
 
 def test_hits_are_halved_before_one_overflows_and_keep_their_order() -> None:
     table = HitTable(layers=1, batch=1)
-    counts = table.tokens(0, 0, 2000)
+    counts = table.rows(0, 0, 2000)
     counts[[1, 2, 3, 1999]] = [MOST - 1, MOST // 2, 10, 9]
     table.record(0, chosen([1], [1], [2]))  # the second of the two does not fit
-    assert table.tokens(0, 0, 2000)[[1, 2, 3, 1999]].tolist() == [(MOST - 1) // 2 + 2, MOST // 4 + 1, 5, 4]
+    assert table.rows(0, 0, 2000)[[1, 2, 3, 1999]].tolist() == [(MOST - 1) // 2 + 2, MOST // 4 + 1, 5, 4]
     for _ in range(3 * MOST):
         table.record(0, chosen([5]))
-    assert MOST // 2 <= table.tokens(0, 0, 6)[5] <= MOST
-    assert table.tokens(0, 0, 2)[1] < table.tokens(0, 0, 6)[5]
+    assert MOST // 2 <= table.rows(0, 0, 6)[5] <= MOST
+    assert table.rows(0, 0, 2)[1] < table.rows(0, 0, 6)[5]
 
 
 def test_hits_of_one_layer_fade() -> None:
@@ -66,19 +65,19 @@ def test_hits_of_one_layer_fade() -> None:
         for _ in range(6):
             table.record(layer, np.full((2, 1, 1), 2000, np.int64))
     table.halve(1)
-    assert [[int(table.tokens(layer, sequence, 2001)[-1]) for sequence in (0, 1)] for layer in (0, 1)] == [[6, 6], [3, 3]]
+    assert [[int(table.rows(layer, sequence, 2001)[-1]) for sequence in (0, 1)] for layer in (0, 1)] == [[6, 6], [3, 3]]
 
 
 def test_hits_follow_their_sequences() -> None:
     table = HitTable(layers=1, batch=2)
     table.record(0, np.array([[[1, 2]], [[3, 20]]]))
     table.reorder(np.array([1, 1, 0]))
-    assert [table.tokens(0, sequence, 32).nonzero()[0].tolist() for sequence in range(3)] == [[3, 20], [3, 20], [1, 2]]
+    assert [table.rows(0, sequence, 32).nonzero()[0].tolist() for sequence in range(3)] == [[3, 20], [3, 20], [1, 2]]
     table.record(0, np.array([[[3]], [[4]], [[5]]]))
-    assert table.tokens(0, 0, 4)[3] == 2
-    assert table.tokens(0, 1, 4)[3] == 1
+    assert table.rows(0, 0, 4)[3] == 2
+    assert table.rows(0, 1, 4)[3] == 1
     table.crop(4)
-    assert [table.tokens(0, sequence, 32).nonzero()[0].tolist() for sequence in range(3)] == [[3], [3], [1, 2]]
+    assert [table.rows(0, sequence, 32).nonzero()[0].tolist() for sequence in range(3)] == [[3], [3], [1, 2]]
 
 
 def test_a_table_grows_and_keeps_what_it_has() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmcache.kv.kernels import RunningTop, score, score_pages, top
-from llmcache.kv.kernels.compiled import loop_for, widened, widened_by_shifts
+from llmcache.kv.kernels.scores import loop_for, widened, widened_by_shifts
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.spill import KvShape, SpillFile
 
@@ -116,7 +116,7 @@ def test_pages_are_scored_where_they_lie_in_the_file(tmp_path: Any, dtype: str) 
     keys, queries = whole((1, 3, 160, 24), 1), whole((6, 24), 2)
     by = np.full((3, 160), 2, np.float32) if dtype == "int8" else None
     with SpillFile.create(tmp_path / "a.kv", shape, extent_pages=4) as file:
-        file.append(0, 0, carried(keys, dtype)[0], carried(keys, dtype)[0], by, by)
+        file.append(0, 0, carried(keys, dtype)[0], carried(keys, dtype)[0], *([] if by is None else [by, by]))
         for pages in ([*range(10)], [7, 2, 3]):
             found, scales = file.read_keys(0, 0, pages)
             tokens = [16 * page + token for page in pages for token in range(16)]

@@ -24,11 +24,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmcache.arrays import Bytes
 from llmcache.errors import EnvironmentProblem, UsageError
-from llmcache.kv.prefix.state import Joined, Layout, Uncut, read_state
+from llmcache.kv.prefix.state import Joined, StateLayout, Uncut, read_state
 from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockStore, Entry, Key
 from llmcache.kv.spill.raw import RawFile
-from llmcache.kv.spill.shape import Bytes
 from tests.fuzz.target import bounded
 
 MODEL = "0123456789abcdef" * 2
@@ -60,7 +60,7 @@ SHAPES = [[(2, False, 8)], [(3, True, 4)], [(1, False, 2), (2, False, 6)], [(2, 
 def test_a_state_cut_anywhere_is_joined_to_the_same_bytes(parts: list[tuple[int, bool, int]], cuts: list[int]) -> None:
     data = state_bytes(parts, list(range(40)))
     state = read_state(data)
-    layout = Layout.from_json(json.loads(json.dumps(state.layout.to_json())))
+    layout = StateLayout.from_json(json.loads(json.dumps(state.layout.to_json())))
     joined = Joined(layout, 40)
     bounds = sorted({0, 40, *cuts})
     for start, end in itertools.pairwise(bounds):

@@ -10,15 +10,22 @@ import pytest
 from numpy.typing import NDArray
 
 from llmcache.errors import UsageError
-from llmcache.kv.index.dci import DciHeads, DciIndex, DciSettings
-from llmcache.kv.index.scorers import SCORERS, scorer_class
-from llmcache.kv.index.scorers.auto import QUERIES, Auto, Trial, recall_of
-from llmcache.kv.index.scorers.base import Scorer, ScorerSettings
-from llmcache.kv.index.scorers.dci import Dci
-from llmcache.kv.index.scorers.exact import Exact
-from llmcache.kv.index.scorers.quest import Quest
-from llmcache.kv.index.scorers.rounded import rounded
-from llmcache.kv.spill.shape import KvShape
+from llmcache.kv.index.dci import DciIndex, DciSettings
+from llmcache.kv.index.scorers import (
+    QUERIES,
+    SCORERS,
+    Auto,
+    Dci,
+    Exact,
+    Quest,
+    Scorer,
+    ScorerSettings,
+    Trial,
+    recall_of,
+    rounded,
+    scorer_class,
+)
+from llmcache.kv.spill.layout import KvShape
 
 HEADS, DIM, PAGE = 2, 32, 16
 Floats = NDArray[np.float32]
@@ -176,13 +183,13 @@ def test_prioritized_queries_look_at_the_share_they_are_told() -> None:
 
 def test_pages_of_a_tree_are_taken_whole_until_the_budget_is_full() -> None:
     keys, asked = clustered(4096)
-    heads = DciHeads(HEADS, DIM, DciSettings(), 16, 1)
-    heads.insert(keys, np.arange(16, 16 + 4096))
+    tree = made("dci", keys, 16)
+    assert isinstance(tree, Dci)
     queries = np.repeat(asked[0], 2, axis=0)
     queries[1::2] = asked[7]
-    chosen, alone = heads.pages(queries, 100).tokens, heads.top(queries, 100).tokens
+    chosen, alone = tree.pages(queries, 100), tree.best(queries, 100)
     assert chosen.shape == alone.shape == (HEADS, 100)
-    for head, index in enumerate(heads.indexes):
+    for head, index in enumerate(tree.indexes):
         slots = index.tree.where[chosen[head] - 16]
         pages, counts = np.unique(slots // 16, return_counts=True)
         partly = [page for page, count in zip(pages, counts, strict=True) if count < index.tree.pages[page, 0]]
@@ -198,12 +205,10 @@ def test_pages_of_a_tree_are_taken_whole_until_the_budget_is_full() -> None:
 
 def test_heads_draw_their_levels_apart() -> None:
     keys, _ = clustered(2048)
-    heads = DciHeads(HEADS, DIM, threads=2)
-    heads.insert(keys, np.arange(2048))
-    up = [index.levels_of(np.arange(2048)) > 1 for index in heads.indexes]
+    tree = made("dci", keys)
+    assert isinstance(tree, Dci)
+    up = [index.levels_of(np.arange(2048)) > 1 for index in tree.indexes]
     assert (up[0] & up[1]).sum() < 20 < up[0].sum()
-    with pytest.raises(ValueError, match="keys: 1 heads"):
-        heads.insert(keys[:1], np.arange(2048, 4096))
 
 
 def test_auto_takes_a_tree_that_wins_its_trial() -> None:
@@ -230,7 +235,7 @@ def test_what_a_trial_chooses() -> None:
 def test_auto_keeps_to_exact_where_the_tree_finds_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, asked = clustered(2048)
     scorer = made("auto", keys, least=1024, recall=0.99)
-    monkeypatch.setattr("llmcache.kv.index.scorers.auto.recall_of", lambda found, wanted: 0.5)
+    monkeypatch.setattr("llmcache.kv.index.scorers.recall_of", lambda found, wanted: 0.5)
     found = [scorer.top(asked[number], 32) for number in range(QUERIES)]
     assert isinstance(scorer, Auto) and isinstance(scorer.used, Exact) and scorer.trial is not None
     assert not scorer.trial.enough and "recall 0.50" in scorer.why

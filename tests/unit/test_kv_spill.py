@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.kv.spill import KvShape, Room, SpillFile, SpillReader, recovery
+from llmcache.kv.spill import KvShape, Room, SpillFile, SpillReader, reader
 from llmcache.kv.spill.checksum import checksums
 from llmcache.kv.spill.layout import Commit
 from llmcache.kv.spill.raw import RawFile
@@ -105,7 +105,7 @@ def test_reading_while_another_takes_pages_away(tmp_path: Path, monkeypatch: pyt
     with SpillFile.create(tmp_path / "a.kv", SHAPE) as file:
         append(file, 0, ids(0, 40))
         file.flush()
-        commit_of, seen = recovery._commit_of, []
+        commit_of, seen = reader.commit_of, []
 
         def and_then_truncate(raw: RawFile) -> Commit:
             seen.append(commit_of(raw))
@@ -113,9 +113,9 @@ def test_reading_while_another_takes_pages_away(tmp_path: Path, monkeypatch: pyt
                 file.truncate(0, 2)
             return seen[-1]
 
-        monkeypatch.setattr(recovery, "_commit_of", and_then_truncate)
-        with SpillReader.open(tmp_path / "a.kv") as reader:
-            assert restored(reader, 0) == list(range(8))
+        monkeypatch.setattr(reader, "commit_of", and_then_truncate)
+        with SpillReader.open(tmp_path / "a.kv") as opened:
+            assert restored(opened, 0) == list(range(8))
         assert seen[0] != seen[-1]
 
 
@@ -346,11 +346,11 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     good = np.zeros((2, 4, 4), np.float16)
     with SpillFile.create(tmp_path / "a.kv", SHAPE) as file:
         for keys, values, message in (
-            (good[:1], good, "keys: shape"),
-            (good, good[:, :, :3], "values: shape"),
-            (good.astype(np.float32), good, "keys: type"),
-            (good, good[:, :3], "values: 3 tokens"),
-            (good[:, :0], good[:, :0], "keys: shape"),
+            (good[:1], good, "keys: "),
+            (good, good[:, :, :3], "values: "),
+            (good.astype(np.float32), good, "keys: float32"),
+            (good, good[:, :3], "values: "),
+            (good[:, :0], good[:, :0], "keys: "),
         ):
             with pytest.raises(ValueError, match=message):
                 file.append(0, 0, keys, values)
@@ -368,9 +368,9 @@ def test_the_checksum_is_that_of_the_whole_slot(tmp_path: Path) -> None:
     with SpillFile.create(tmp_path / "a.kv", SHAPE) as file:
         append(file, 0, ids(0, 4))
         (found,) = file.key_ranges(0, 0)
-    data = (tmp_path / "a.kv").read_bytes()
-    slot = np.frombuffer(data[found.offset : found.offset + SHAPE.key_slot_bytes], np.uint8)
-    assert found.crcs == tuple(checksums(slot[None]))
+    flip(tmp_path / "a.kv", found.offset + SHAPE.key_slot_bytes - 1)
+    with SpillReader.open(tmp_path / "a.kv") as opened, pytest.raises(DataError, match="keys: the checksum of page 0"):
+        opened.read(0, 0, [0])
 
 
 def crc32c(data: bytes, crc: int = 0xFFFFFFFF) -> int:

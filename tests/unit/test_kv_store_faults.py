@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmcache.arrays import Bytes
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.kv.csd import CsdProfile
 from llmcache.kv.csd.wire import HostEnd
 from llmcache.kv.spill import KvShape, SpillReader
 from llmcache.kv.spill.raw import RawFile, problem
-from llmcache.kv.spill.shape import Bytes
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from llmcache.kv.tiers.ssd import CsdTier
 from tests.unit.kv_parts import devices, flip, small_disk
@@ -85,7 +85,7 @@ def test_a_disk_that_is_full(tmp_path: Path, make: Make, ssd: str) -> None:
         store.spill()
         plain.step(store, 5, seed=2)
         plain.check_all(store)
-        assert store._state.pools[0].used <= 7, "and no more than the bound stays in memory"
+        assert store.pools[0].used <= 7, "and no more than the bound stays in memory"
         store.save()
         store.close()
         with again(store) as found:
@@ -329,7 +329,7 @@ def test_nothing_is_taken_away_before_the_tables_are_written(make: Make, monkeyp
         raise problem(path, "writing page tables", OSError(errno.ENOSPC, "full"))
 
     store, plain = make(20, batch=3)
-    monkeypatch.setattr("llmcache.kv.tiers.restore.Tables.write", full)
+    monkeypatch.setattr("llmcache.kv.tiers.table.Tables.write", full)
     for call in (partial(store.select, np.array([0, 1, 0])), store.save, store.spill):
         with pytest.raises(EnvironmentProblem, match="no space left"):
             call()
@@ -338,7 +338,7 @@ def test_nothing_is_taken_away_before_the_tables_are_written(make: Make, monkeyp
     with again(store) as found:
         plain.check_all(found)
         found.save()
-        monkeypatch.setattr("llmcache.kv.tiers.restore.Tables.write", full)
+        monkeypatch.setattr("llmcache.kv.tiers.table.Tables.write", full)
         with pytest.raises(EnvironmentProblem, match="no space left"):
             found.crop(9)
         monkeypatch.undo()

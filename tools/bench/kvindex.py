@@ -18,14 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache.kv.index.dci import DciIndex, DciSettings
-from llmcache.kv.index.dci.heads import asked as find
-from llmcache.kv.index.scorers.auto import Auto, recall_of
-from llmcache.kv.index.scorers.base import ScorerSettings, as_pages
-from llmcache.kv.index.scorers.dci import Dci
-from llmcache.kv.index.scorers.exact import Exact
-from llmcache.kv.index.scorers.quest import Quest
+from llmcache.kv.index.scorers import Auto, Dci, Exact, Quest, ScorerSettings, as_pages, recall_of
+from llmcache.kv.index.scorers import nearest as find
 from llmcache.kv.kernels import score, score_pages, top
-from llmcache.kv.spill.shape import KvShape
+from llmcache.kv.spill.layout import KvShape
 
 from .results import Bar, Document, table_of
 

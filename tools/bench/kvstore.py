@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache.errors import DataError
-from llmcache.kv.spill.shape import aligned
+from llmcache.kv.spill.layout import aligned
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 
 from .clients.spill_file import CHUNK, FETCH_PAGES, SHAPE, THREADS, plain_s

@@ -7,9 +7,8 @@ function works in); a program is loaded, activated, executed. Besides what a dis
 has a data path of its own, "gather": pages are read into the FDM, and only the rows asked for cross the link.
 """
 
-from llmcache.kv.csd.blocks import ScoreBlock
 from llmcache.kv.csd.host import EmulatedCsd, Execution
 from llmcache.kv.csd.profile import PROFILES, CsdProfile, Report
-from llmcache.kv.csd.rows import KvRows
+from llmcache.kv.csd.wire import KvRows, ScoreBlock
 
 __all__ = ["PROFILES", "CsdProfile", "EmulatedCsd", "Execution", "KvRows", "Report", "ScoreBlock"]

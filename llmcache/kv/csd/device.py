@@ -1,5 +1,7 @@
 """The process that stands for a computational SSD (*emulated*): owns a spill file, does what the host commands.
 
+While its engine (CSE) works on one buffer, a thread reads the next from the file and compares its checksums.
+
 `python -m llmcache.kv.csd.device SOCKET MEMORY` with two inherited descriptors; ends when the host does.
 """
 
@@ -10,24 +12,41 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from llmcache.arrays import Bytes, Floats, Int64s
 from llmcache.errors import LlmcacheError
-from llmcache.kv.csd.blocks import BLOCK_TOKENS, HEADER_BYTES, MOST_TOKENS, encode
 from llmcache.kv.csd.profile import CsdProfile, ModelledClock, Report
-from llmcache.kv.csd.program import PROGRAMS, score_keys
-from llmcache.kv.csd.rows import pick, shares
-from llmcache.kv.csd.wire import COMMAND_BYTES, COMPLETION_BYTES, RING_BYTES, Data, DeviceEnd, Gone, Shared
+from llmcache.kv.csd.wire import (
+    BLOCK_TOKENS,
+    COMMAND_BYTES,
+    COMPLETION_BYTES,
+    HEADER_BYTES,
+    MOST_TOKENS,
+    RING_BYTES,
+    SCORE_KEYS,
+    Data,
+    DeviceEnd,
+    Gone,
+    Shared,
+    encode,
+    shares,
+)
+from llmcache.kv.kernels import score_pages
 from llmcache.kv.kernels.threads import processors
-from llmcache.kv.spill.file import SpillFile
-from llmcache.kv.spill.reading import KEYS, VALUES
-from llmcache.kv.spill.shape import KvShape, view_slots
+from llmcache.kv.spill import KvShape, SpillFile
+from llmcache.kv.spill.layout import KEYS, VALUES, aligned, view_slots
 
 Result = dict[str, Any]
+COMMANDS = (
+    *("identify", "load_program", "activate_program", "execute_program"),
+    *("write", "write_tokens", "read", "gather", "deallocate", "flush"),
+)
 
 
 class Device:
@@ -43,18 +62,7 @@ class Device:
         self._begun_ns = 0
         self._clock: ModelledClock
         self._report = Report()
-        self._commands: dict[str, Callable[..., Result]] = {
-            "identify": self._identify,
-            "load_program": self._load_program,
-            "activate_program": self._activate_program,
-            "execute_program": self._execute_program,
-            "write": self._write,
-            "write_tokens": self._write_tokens,
-            "read": self._read,
-            "gather": self._gather,
-            "deallocate": self._deallocate,
-            "flush": self._flush,
-        }
+        self._commands: dict[str, Callable[..., Result]] = {name: getattr(self, f"_{name}") for name in COMMANDS}
 
     def serve(self) -> None:
         """Does what the host commands until it ends."""
@@ -118,12 +126,15 @@ class Device:
         return {
             "direct": self._file.direct,
             "recovery": asdict(self._file.recovery),
-            "pages": {number: _runs(self._file.pages_by_layer(number)) for number in self._file.sequences},
+            "pages": {
+                number: [(pages, len(list(equal))) for pages, equal in itertools.groupby(self._file.pages_by_layer(number))]
+                for number in self._file.sequences
+            },
         }
 
     def _load_program(self, name: str) -> Result:
-        if name not in PROGRAMS:
-            raise ValueError(f"program: '{name}', this device can load {', '.join(PROGRAMS)}")
+        if name != SCORE_KEYS:
+            raise ValueError(f"program: '{name}', this device can load {SCORE_KEYS}")
         self._programs.append(name)
         return {"index": len(self._programs) - 1}
 
@@ -141,21 +152,50 @@ class Device:
             raise ValueError(f"program: number {index} is not activated")
         if not 1 <= block_tokens <= MOST_TOKENS:
             raise ValueError(f"block_tokens: {block_tokens}, between 1 and {MOST_TOKENS} is needed")
-        forms: list[tuple[tuple[int, ...], np.dtype[Any]]]
-        forms = [((heads, self._file.shape.head_dim), np.dtype(np.float32)), ((runs, 2), np.dtype(np.uint32))]
+        forms = (((heads, self._file.shape.head_dim), np.dtype(np.float32)), ((runs, 2), np.dtype(np.uint32)))
         asked, wanted = self._end.shared.take(forms)
         queries = asked.copy()  # the desk belongs to the host again once the command ends
         self._receive(queries.nbytes + wanted.nbytes)
         pages = [page for first, count in wanted.tolist() for page in range(first, first + count)] if runs else None
-        buffer_bytes = self._profile.buffer_bytes
-        for piece in score_keys(self._file, sequence, layer, queries, combine, buffer_bytes, self._threads, pages):
-            self._count_read(piece.read_bytes)
-            self._clock.compute(piece.read_bytes)
-            self._report.scored_keys += piece.scores.size
-            for head, scores in enumerate(piece.scores):
-                for first in range(0, len(scores), block_tokens):
-                    self._send_block(head, piece.base + first, scores[first : first + block_tokens])
+        for base, scores, read_bytes in self._scored(sequence, layer, queries, combine, pages):
+            self._count_read(read_bytes)
+            self._clock.compute(read_bytes)
+            self._report.scored_keys += scores.size
+            for head, of_head in enumerate(scores):
+                for first in range(0, len(of_head), block_tokens):
+                    self._send_block(head, base + first, of_head[first : first + block_tokens])
         return {}
+
+    def _scored(
+        self, sequence: int, layer: int, queries: Floats, combine: str, pages: list[int] | None
+    ) -> Iterator[tuple[int, Floats, int]]:
+        """The function that the engine runs (CSF): scores keys of a layer, buffer by buffer, while the next is read.
+
+        Yields the position of the first token, scores [kv_heads, tokens], and how many bytes were read for them.
+        """
+        file, shape = self._file, self._file.shape
+        length, most = file.length(sequence, layer), max(1, self._profile.buffer_bytes // shape.key_slot_bytes)
+        todo = [
+            range(first, min(first + most, found.first_page + found.pages))
+            for found in file.key_ranges(sequence, layer, pages)
+            for first in range(found.first_page, found.first_page + found.pages, most)
+        ]
+        buffers = [aligned(max(map(len, todo), default=0) * shape.key_slot_bytes) for _ in range(2)]
+
+        def read(index: int) -> Bytes:
+            return file.read_slots(sequence, layer, todo[index], KEYS, buffers[index % 2], threads=1)
+
+        with ThreadPoolExecutor(1, thread_name_prefix="csd-read") as reader:
+            ahead = reader.submit(read, 0) if todo else None
+            for index, own in enumerate(todo):
+                assert ahead is not None
+                slots = ahead.result()
+                if index + 1 < len(todo):
+                    ahead = reader.submit(read, index + 1)
+                keys, scales = view_slots(shape, slots, shape.head_dim)
+                base = own.start * shape.page_tokens
+                scores = score_pages(queries, keys, scales, combine=combine, threads=self._threads)
+                yield base, scores[:, : length - base], slots.size
 
     def _send_block(self, head: int, base: int, scores: Any) -> None:
         at, room = self._end.room(4 * len(scores))
@@ -182,12 +222,7 @@ class Device:
         self._clock.read(size_bytes)  # the same path inside, the other way
 
     def _write(self, sequence: int, layer: int, tokens: int) -> Result:
-        shape = self._file.shape
-        form: list[tuple[tuple[int, ...], np.dtype[Any]]]
-        form = [((shape.kv_heads, tokens, dim), shape.numpy_dtype) for dim in (shape.head_dim, shape.value_dim)]
-        if shape.dtype == "int8":
-            form += [((shape.kv_heads, tokens), np.dtype(np.float32))] * 2
-        arrays = self._end.shared.take(form)
+        arrays = self._end.shared.take(self._file.shape.forms(self._file.shape.kv_heads, tokens))
         self._receive(sum(array.nbytes for array in arrays))
         self._count_written(self._file.append(sequence, layer, *arrays))
         return {}
@@ -219,14 +254,20 @@ class Device:
         (asked,) = self._end.shared.take([((sum(counts),), np.dtype(np.uint32))])
         flat = asked.astype(np.int64)
         self._receive(asked.nbytes)
-        for share in shares(shape, np.split(flat, np.cumsum(counts)[:-1])):
+        for pages, parts in shares(shape, np.split(flat, np.cumsum(counts)[:-1])):
             for side, dim in ((KEYS, shape.head_dim), (VALUES, shape.value_dim)):
-                slots = self._file.read_slots(sequence, layer, share.pages, side)
+                slots = self._file.read_slots(sequence, layer, pages, side)
                 self._count_read(slots.size)
-                for pages in view_slots(shape, slots, dim):
-                    if pages is not None:
-                        self._send_bytes(pick(shape, share, flat, pages))
+                for rows in view_slots(shape, slots, dim):
+                    if rows is not None:
+                        picked = [self._picked(rows, head, pages, flat[part]) for head, part in enumerate(parts)]
+                        self._send_bytes(np.concatenate(picked))
         return {}
+
+    def _picked(self, rows: Any, head: int, pages: Int64s, tokens: Int64s) -> Any:
+        """The rows of `tokens` of a head in those [pages, kv_heads, page_tokens, ..] of `pages`."""
+        page, token = np.divmod(tokens, self._file.shape.page_tokens)
+        return rows[np.searchsorted(pages, page), head, token]
 
     def _send_bytes(self, data: Any) -> None:
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
@@ -241,11 +282,6 @@ class Device:
     def _flush(self) -> Result:
         self._file.flush()
         return {}
-
-
-def _runs(values: list[int]) -> list[tuple[int, int]]:
-    """Equal neighbours as (value, count): layers mostly have equally many pages."""
-    return [(value, len(list(equal))) for value, equal in itertools.groupby(values)]
 
 
 def main(argv: list[str]) -> int:

@@ -20,19 +20,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.arrays import Bytes, Floats, Int64s
 from llmcache.errors import DataError, EnvironmentProblem
-from llmcache.kv.csd.blocks import BLOCK_TOKENS, ScoreBlock, decode
 from llmcache.kv.csd.profile import PROFILES, CsdProfile, Report
-from llmcache.kv.csd.program import SCORE_KEYS
-from llmcache.kv.csd.rows import KvRows, Share, checked_positions, room_for, shares, sides
-from llmcache.kv.csd.wire import DESK_BYTES, Data, Gone, HostEnd, Shared
-from llmcache.kv.spill.reading import KEYS, VALUES, as_pages
-from llmcache.kv.spill.shape import Bytes, KvPages, KvShape, checked_rows, view_slots
+from llmcache.kv.csd.wire import (
+    BLOCK_TOKENS,
+    DESK_BYTES,
+    SCORE_KEYS,
+    Data,
+    Gone,
+    HostEnd,
+    KvRows,
+    ScoreBlock,
+    Shared,
+    decode,
+    shares,
+)
+from llmcache.kv.spill import KvPages, KvShape
+from llmcache.kv.spill.layout import KEYS, VALUES, check_rows, check_tokens, view_slots
 
 ANSWER_S = 120.0
 """A device that says nothing for so long is taken for dead: the longest answer is a flush of a slow disk."""
 
 Rows = NDArray[Any]
+Pages = Int64s | list[int]
 
 
 class Execution:
@@ -253,11 +264,11 @@ class EmulatedCsd:
     def execute(
         self,
         index: int,
-        queries: NDArray[np.float32],
+        queries: Floats,
         sequence: int,
         layer: int,
         *,
-        pages: NDArray[np.int64] | list[int] | None = None,
+        pages: Pages | None = None,
         combine: str = "max",
         block_tokens: int = BLOCK_TOKENS,
     ) -> Execution:
@@ -277,32 +288,17 @@ class EmulatedCsd:
         self._running = Execution(self)
         return self._running
 
-    def append(
-        self,
-        sequence: int,
-        layer: int,
-        keys: Rows,
-        values: Rows,
-        key_scales: NDArray[np.float32] | None = None,
-        value_scales: NDArray[np.float32] | None = None,
-    ) -> None:
+    def append(self, sequence: int, layer: int, *arrays: Rows) -> None:
         """Writes pages of keys and values to a layer, over the link; arguments and errors as `SpillFile.append`."""
-        arrays = [
-            checked_rows(self.shape, keys, key_scales, "keys"),
-            checked_rows(self.shape, values, value_scales, "values"),
-        ]
-        if keys.shape[1] != values.shape[1]:
-            raise ValueError(f"values: {values.shape[1]} tokens, there are {keys.shape[1]} keys")
-        arrays += [scales for scales in (key_scales, value_scales) if scales is not None]
-        for part in self._shares(keys.shape[1], self.shape.token_bytes):
+        check_rows(self.shape, arrays)
+        for part in self._shares(arrays[0].shape[1], self.shape.token_bytes):
             cut = [array[:, part] for array in arrays]
             self._change("write", cut, sequence=sequence, layer=layer, tokens=part.stop - part.start)
             self._note(sequence, layer, part.stop - part.start)
 
-    def append_tokens(self, sequence: int, ids: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+    def append_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> None:
         """Writes the ids and positions of tokens; as `SpillFile.append_tokens`."""
-        if ids.ndim != 1 or ids.shape != positions.shape or not len(ids):
-            raise ValueError(f"positions: shape {positions.shape}, ids have {ids.shape}; both need one and the same axis")
+        check_tokens(ids, positions)
         for part in self._shares(len(ids), 16):
             count = part.stop - part.start
             arrays = [np.asarray(array[part], np.int64) for array in (ids, positions)]
@@ -323,67 +319,66 @@ class EmulatedCsd:
         """Returns how many pages of a layer the device has acknowledged."""
         return self._pages.get(sequence, [0] * (self.shape.layers + 1))[layer]
 
-    def read(self, sequence: int, layer: int, pages: NDArray[np.int64] | list[int]) -> KvPages:
+    def read(self, sequence: int, layer: int, pages: Pages) -> KvPages:
         """Fetches whole pages of a layer over the link; as `SpillFile.read`."""
         wanted = np.asarray(pages, np.int64)
-        self._send("read", [wanted], sequence=sequence, layer=layer, count=len(wanted), sides=[KEYS, VALUES])
-        sizes = (self.shape.key_slot_bytes, self.shape.value_slot_bytes)
-        keys, values = (np.empty((len(wanted), size), np.uint8) for size in sizes)
-        length = self._collect([keys, values])
+        length, (keys, values) = self._fetched(sequence, layer, wanted, (KEYS, VALUES))
         tokens = np.clip(length - wanted * self.shape.page_tokens, 0, self.shape.page_tokens)
-        return as_pages(self.shape, keys, values, tokens)
+        return KvPages.of_slots(self.shape, keys, values, tokens)
 
-    def read_keys(
-        self, sequence: int, layer: int, pages: NDArray[np.int64] | list[int]
-    ) -> tuple[Rows, NDArray[np.float32] | None]:
+    def read_keys(self, sequence: int, layer: int, pages: Pages) -> tuple[Rows, Floats | None]:
         """Fetches the keys of pages alone; as `SpillFile.read_keys`."""
-        wanted = np.asarray(pages, np.int64)
-        self._send("read", [wanted], sequence=sequence, layer=layer, count=len(wanted), sides=[KEYS])
-        keys = np.empty((len(wanted), self.shape.key_slot_bytes), np.uint8)
-        self._collect([keys])
+        _, (keys,) = self._fetched(sequence, layer, np.asarray(pages, np.int64), (KEYS,))
         return view_slots(self.shape, keys, self.shape.head_dim)
 
-    def _collect(self, sides: list[Bytes]) -> int:
-        """Copies slots from the link, the sides in turns, until the command ends; returns the layer's length."""
-        left = [side.reshape(-1) for side in sides]
-        side = 0
+    def _fetched(self, sequence: int, layer: int, pages: Int64s, sides: tuple[int, ...]) -> tuple[int, list[Bytes]]:
+        """The layer's length, and slots [pages, slot bytes] of `sides`, which come over the link in turns, in parts."""
+        self._send("read", [pages], sequence=sequence, layer=layer, count=len(pages), sides=sides)
+        sizes = (self.shape.key_slot_bytes, self.shape.value_slot_bytes)
+        slots = [np.empty((len(pages), sizes[side]), np.uint8) for side in sides]
+        left = [of_side.reshape(-1) for of_side in slots]
+        turn = 0
         while isinstance(found := self._receive(), Data):
             assert self._end is not None
-            left[side][: found.size_bytes] = self._end.bytes_of(found)
-            left[side] = left[side][found.size_bytes :]
+            left[turn][: found.size_bytes] = self._end.bytes_of(found)
+            left[turn] = left[turn][found.size_bytes :]
             self._end.consumed(found)
-            side = (side + 1) % len(left)
+            turn = (turn + 1) % len(left)
         self._ended(found)
-        return int(found["length"])
+        return int(found["length"]), slots
 
-    def gather(self, sequence: int, layer: int, positions: list[NDArray[np.int64]]) -> KvRows:
+    def gather(self, sequence: int, layer: int, positions: list[Int64s]) -> KvRows:
         """Fetches single rows of a layer over the link; the pages that they lie in are read inside the device.
 
         `positions`: ascending token numbers of each key head. Rows of one head after the other. ValueError: not ascending,
         or there is no such token; DataError: a page is damaged.
         """
-        wanted = checked_positions(self.shape, positions)
-        rows = room_for(self.shape, sum(map(len, wanted)))
-        flat = np.concatenate(wanted)
+        shape, counts = self.shape, [len(of_head) for of_head in positions]
+        if len(positions) != shape.kv_heads:
+            raise ValueError(f"positions: for {len(positions)} heads, the model has {shape.kv_heads}")
+        for head, of_head in enumerate(positions):
+            if of_head.ndim != 1 or (len(of_head) and of_head[0] < 0) or (np.diff(of_head) <= 0).any():
+                raise ValueError(f"positions: those of head {head} are not ascending token numbers")
+        flat = np.concatenate(positions)
+        rows = [np.empty(form, dtype) for form, dtype in shape.forms(len(flat))]
         if not len(flat):
-            return rows
+            return KvRows(*rows)
         if flat.nbytes > 2 * DESK_BYTES:
             raise ValueError(f"positions: {len(flat)} in all, at most {2 * DESK_BYTES // flat.itemsize} can be asked for")
-        counts = [len(of_head) for of_head in wanted]
         self._send("gather", [flat.astype(np.uint32)], sequence=sequence, layer=layer, counts=counts)
-        for share in shares(self.shape, wanted):
-            for side in sides(rows):
-                self._take(side, share)
+        for _, parts in shares(shape, positions):
+            for side in (*rows[::2], *rows[1::2]):  # as they cross the link: keys, their scales, values, their scales
+                self._take(side, parts)
         self._ended(self._result())
-        return rows
+        return KvRows(*rows)
 
-    def _take(self, side: Rows, share: Share) -> None:
-        """Copies what comes next over the link to the rows of `share`."""
+    def _take(self, side: Rows, parts: list[slice]) -> None:
+        """Copies what comes next over the link to `parts` of the rows of a side."""
         found = self._receive()
         assert isinstance(found, Data) and self._end is not None
         data = self._end.bytes_of(found).view(side.dtype).reshape(-1, *side.shape[1:])
         done = 0
-        for part in share.parts:
+        for part in parts:
             side[part] = data[done : done + part.stop - part.start]
             done += part.stop - part.start
         self._end.consumed(found)
@@ -405,7 +400,7 @@ def _pages_of(identity: dict[str, Any]) -> dict[int, list[int]]:
     return {int(number): [count for count, layers in runs for _ in range(layers)] for number, runs in found}
 
 
-def page_runs(pages: NDArray[np.int64]) -> NDArray[np.uint32]:
+def page_runs(pages: Int64s) -> NDArray[np.uint32]:
     """Returns `pages` as runs [n, 2]: the first page, and how many follow each other from there on."""
     starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
     counts = np.diff(starts, append=len(pages))

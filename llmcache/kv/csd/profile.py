@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass, fields
-from typing import Any
-
-from llmcache.units import format_duration, format_size
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -65,18 +62,6 @@ class Report:
         """Adds another report to this one."""
         for one in fields(self):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data, labelled."""
-        return {"emulated": True, **asdict(self)}
-
-    def __str__(self) -> str:
-        moved = format_size(self.link_to_host_bytes + self.link_to_device_bytes)
-        return (
-            f"emulated device: {self.scored_keys} keys scored, {moved} over the link, "
-            f"{format_size(self.internal_read_bytes)} read inside; "
-            f"modelled {format_duration(self.modelled_ns)}, wall {format_duration(self.wall_ns)}"
-        )
 
 
 class ModelledClock:

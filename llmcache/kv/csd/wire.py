@@ -5,6 +5,14 @@ has no name (memfd), so nothing is left behind whoever dies. It holds two counte
 desk for what comes with a command. Only the device moves `produced` and only the host moves `consumed`, each by one aligned
 store of 8 bytes; what lies between them belongs to the host. The desk belongs to the device from a command's beginning to
 its end.
+
+Scores cross as blocks, the scores of up to n neighbouring tokens: 4n bytes and a header. Source: hillinfer.txt, section 3.2
+(<Token pos, Score>) and 4.4 ("2n half-precision floating-point values (i.e., 4n bytes)"). Differs from the paper: a half
+cannot tell positions above 2048 apart, so a block carries 16-bit offsets and its header the position they count from.
+Scores beyond the range of halves become its ends.
+
+Where rows are gathered, these alone cross, not the pages that they lie in. Both ends divide a request in the same way, so
+that neither has to tell the other what comes when: in shares of pages that fit the ring, and within a share head after head.
 """
 
 from __future__ import annotations
@@ -15,24 +23,37 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcache import errors
-from llmcache.kv.spill.shape import Bytes
+from llmcache.arrays import Bytes, Floats, Int64s
+from llmcache.kv.kernels.scores import bits_of, single_of, widened
+from llmcache.kv.spill import KvShape
 
 RING_BYTES = 1 << 23
 DESK_BYTES = 1 << 23
 COMMAND_BYTES, COMPLETION_BYTES = 64, 16
 """What NVMe puts on the link for any command and any completion."""
+HEADER_BYTES = 16
+"""Of a score block, on the link: head (4), position of the first token (8), tokens (4)."""
+BLOCK_TOKENS = 1024
+MOST_TOKENS = 1 << 16
+"""Tokens of a score block: what 16 bits can tell apart."""
+SCORE_KEYS = "score_keys"
+"""The program that a device can load."""
 
 _RING_AT = 4096
 _MESSAGE_BYTES = 1 << 16
 _MORE = b"+"
 _DATA = struct.Struct("<cQIIQI")
 _FULL_NAP_S = 50e-6
+_OFFSET, _SCORE = 0, 1
 
 
 class Data(NamedTuple):
@@ -43,6 +64,25 @@ class Data(NamedTuple):
     head: int = 0
     base: int = 0
     tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ScoreBlock:
+    """Scores, float32 [tokens], of the tokens at `positions`, int64 [tokens], for key head `head`."""
+
+    head: int
+    positions: Int64s
+    scores: Floats
+
+
+@dataclass(frozen=True)
+class KvRows:
+    """Rows of the heads, one head after the other: keys [n, head_dim], values [n, value_dim]; scales [n] only for int8."""
+
+    keys: NDArray[Any]
+    values: NDArray[Any]
+    key_scales: Floats | None = None
+    value_scales: Floats | None = None
 
 
 class Gone(Exception):
@@ -74,7 +114,7 @@ class Shared:
             self.desk[at : at + flat.size] = flat
             at += -(-flat.size // 64) * 64
 
-    def take(self, shapes: list[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[NDArray[Any]]:
+    def take(self, shapes: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[NDArray[Any]]:
         """Returns the arrays on the desk, of the shapes and types they were put with; not copied."""
         found, at = [], 0
         for shape, dtype in shapes:
@@ -198,3 +238,58 @@ def _receive(end: socket.socket) -> bytes:
 def _raised(told: dict[str, Any]) -> Exception:
     kind: Any = getattr(errors, told["kind"], None)
     return ValueError(told["message"]) if kind is None else kind(told["message"], told["hint"])
+
+
+def shares(shape: KvShape, positions: list[Int64s]) -> Iterator[tuple[Int64s, list[slice]]]:
+    """Yields a request for the rows at `positions` (one ascending array a head) in shares.
+
+    Each is pages, ascending, and which of all the rows that were asked for lie in them: a slice for each head.
+    """
+    size = shape.page_tokens
+    pages = np.unique(np.concatenate(positions) // size)
+    starts = np.cumsum([0, *map(len, positions)])
+    most = max(1, RING_BYTES // 8 // max(shape.key_slot_bytes, shape.value_slot_bytes))
+    for first in range(0, len(pages), most):
+        part = pages[first : first + most]
+        ends = (part[0] * size, (part[-1] + 1) * size)
+        bounds = [np.searchsorted(of_head, ends) + start for of_head, start in zip(positions, starts, strict=False)]
+        yield part, [slice(int(low), int(high)) for low, high in bounds]
+
+
+def decode(head: int, base: int, data: NDArray[np.uint16]) -> ScoreBlock:
+    """Returns the block in `data` [tokens, 2], whose first token is at `base`."""
+    positions, scores = np.empty(len(data), np.int64), np.empty(len(data), np.float32)
+    _decode(data, base, positions, scores)
+    return ScoreBlock(head, positions, scores)
+
+
+@numba.njit(inline="always")
+def _narrowed(value):  # type: ignore[no-untyped-def]
+    """Bits of the half nearest to a float32, ties to even; the largest half in place of an infinity."""
+    bits = bits_of(value)
+    sign = (bits >> np.uint32(16)) & np.uint32(0x8000)
+    size = bits & np.uint32(0x7FFFFFFF)
+    if size > np.uint32(0x7F800000):
+        return np.uint16(sign | np.uint32(0x7E00))
+    if size >= np.uint32(0x477FF000):
+        return np.uint16(sign | np.uint32(0x7BFF))
+    if size < np.uint32(0x38800000):  # subnormal: adding 0.5 moves its bits to the end of the mantissa, rounded
+        moved = bits_of(single_of(np.uint32(size)) + np.float32(0.5))
+        return np.uint16(sign | (moved - np.uint32(0x3F000000)))
+    odd = (size >> np.uint32(13)) & np.uint32(1)
+    return np.uint16(sign | ((size - np.uint32(0x38000000) + np.uint32(0xFFF) + odd) >> np.uint32(13)))
+
+
+@numba.njit(nogil=True, cache=True)
+def encode(scores, out):  # type: ignore[no-untyped-def]
+    """Writes the scores of neighbouring tokens to `out` [tokens, 2] uint16: offsets, and scores rounded to halves."""
+    for i in range(scores.size):
+        out[i, _OFFSET] = i
+        out[i, _SCORE] = _narrowed(scores[i])
+
+
+@numba.njit(nogil=True, cache=True)
+def _decode(data, base, positions, scores):  # type: ignore[no-untyped-def]
+    for i in range(len(data)):
+        positions[i] = base + data[i, _OFFSET]
+        scores[i] = widened(data[i, _SCORE])

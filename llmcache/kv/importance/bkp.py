@@ -13,13 +13,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmcache.kv.importance.hits import HitTable
+from llmcache.arrays import Flags, Int64s
+from llmcache.kv.importance.tables import HitTable
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore
 
-Pages = NDArray[np.int64]
 HALF_LIFE_STEPS = 16
 """Steps after which a hit counts half. Measured on synthetic streams whose topics drift: without it the pool sticks to what
 was hit long ago (3 to 9 points fewer of the chosen tokens are in it); at 8, more pages go up and down in vain."""
@@ -30,8 +29,8 @@ CLEARLY = 2
 class Moves(NamedTuple):
     """Pages that are to come up, and those that go down for them, both int64."""
 
-    up: Pages
-    down: Pages
+    up: Int64s
+    down: Int64s
 
 
 class BidirectionalPools:
@@ -49,7 +48,7 @@ class BidirectionalPools:
         self._steps = [0] * store.shape.layers
         store.victims = self.victims
 
-    def update(self, layer: int, positions: NDArray[np.int64]) -> None:
+    def update(self, layer: int, positions: Int64s) -> None:
         """Counts what one step chose, `positions` [batch, kv_heads, k], and moves pages of `layer` accordingly."""
         self._fade(layer)
         self.hits.record(layer, positions)
@@ -86,7 +85,7 @@ class BidirectionalPools:
     def _pages(self, length: int) -> int:
         return self.store.shape.pages_of(self._important(length))
 
-    def victims(self, layer: int, sequence: int, pages: Pages, count: int) -> Pages:
+    def victims(self, layer: int, sequence: int, pages: Int64s, count: int) -> Int64s:
         """Returns which `count` of `pages` (ascending) make room for new ones: the least hit, recent ones only if they must.
 
         Of equally many hits the earlier go. The signature is the store's `Victims`.
@@ -99,7 +98,7 @@ class BidirectionalPools:
         return np.sort(pages[np.argsort(ranks, kind="stable")[:count]])
 
 
-def moves(in_cpu: NDArray[np.bool_], ranks: Pages, important: int, room: int, recent: int, clearly: int = 1) -> Moves:
+def moves(in_cpu: Flags, ranks: Int64s, important: int, room: int, recent: int, clearly: int = 1) -> Moves:
     """Returns which pages of a middle change places, by their number in it.
 
     `in_cpu` [pages]: those in the host's pool; `ranks` [pages]: their hits. `important`: how many of the most hit belong
@@ -121,7 +120,7 @@ def moves(in_cpu: NDArray[np.bool_], ranks: Pages, important: int, room: int, re
     return Moves(np.sort(wanted[: free + swapped]), np.sort(spare[: over + swapped]))
 
 
-def _pairs(ranks: Pages, wanted: Pages, spare: Pages, clearly: int) -> int:
+def _pairs(ranks: Int64s, wanted: Int64s, spare: Int64s, clearly: int) -> int:
     """Returns how many of `wanted` (best first) are worth the place of those of `spare` (worst first)."""
     count = min(len(wanted), len(spare))
     return int(np.count_nonzero(ranks[wanted[:count]] > clearly * ranks[spare[:count]]))

@@ -7,12 +7,9 @@ Source: Sun et al., LeoAM, 2025 (KV abstracts of chunks); Tang et al., Quest, IC
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.kv.importance.tables import TokenTable
-
-Floats = NDArray[np.float32]
-Numbers = NDArray[np.int64]
 
 
 class Abstracts:
@@ -22,11 +19,6 @@ class Abstracts:
         self.page_tokens, self.chunk_pages = page_tokens, chunk_pages
         self._pages, self._chunks = (TokenTable(layers, batch, (2, kv_heads, dim), np.float32) for _ in range(2))
         self._known, self._batch = [0] * layers, batch
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory of all boxes, room for growth included."""
-        return self._pages.size_bytes + self._chunks.size_bytes
 
     def missing(self, layer: int, pages: int) -> range:
         """Returns which of the first `pages` pages of a layer have no box yet."""
@@ -51,7 +43,7 @@ class Abstracts:
             inside[:, 0].min(axis=0, out=chunks[chunk, 0])
             inside[:, 1].max(axis=0, out=chunks[chunk, 1])
 
-    def pages(self, layer: int, sequence: int, queries: Floats, pages: Numbers, combine: str) -> Floats:
+    def pages(self, layer: int, sequence: int, queries: Floats, pages: Int64s, combine: str) -> Floats:
         """Returns the bounds [kv_heads, n] of `pages` int64 [n]; `queries` [heads, dim], combined as scores are."""
         return _bounds(self._pages.whole(layer, sequence)[pages], queries, combine)
 
@@ -68,7 +60,7 @@ class Abstracts:
                 for sequence in range(self._batch):
                     self._join(layer, sequence, max(0, pages - 1), pages)
 
-    def reorder(self, index: Numbers) -> None:
+    def reorder(self, index: Int64s) -> None:
         """Gives sequence i the boxes of what was sequence `index[i]`."""
         self._batch = len(index)
         self._pages.reorder(index)
@@ -87,7 +79,7 @@ def _bounds(boxes: Floats, queries: Floats, combine: str) -> Floats:
 
 def best_pages(
     abstracts: Abstracts, layer: int, sequence: int, queries: Floats, pages: range, count: int, combine: str
-) -> list[Numbers]:
+) -> list[Int64s]:
     """Returns for each head the `count` of `pages` with the largest bounds, ascending; looks only into chunks that matter.
 
     First into those with the largest bounds of their own; then into all that could still have a better page than the
@@ -107,14 +99,14 @@ def best_pages(
     return [found[np.sort(np.argsort(-bounds, kind="stable")[:count])] for bounds in fine]
 
 
-def _pages_inside(pages: range, chunks: int, chunk_pages: int) -> Numbers:
+def _pages_inside(pages: range, chunks: int, chunk_pages: int) -> Int64s:
     """How many of `pages` each chunk has, [chunks]."""
     first = np.arange(chunks) * chunk_pages
-    sizes: Numbers = np.minimum(first + chunk_pages, pages.stop) - np.maximum(first, pages.start)
+    sizes: Int64s = np.minimum(first + chunk_pages, pages.stop) - np.maximum(first, pages.start)
     return np.maximum(sizes, 0)
 
 
-def _inside(chosen: NDArray[np.bool_], pages: range, chunk_pages: int) -> Numbers:
+def _inside(chosen: Flags, pages: range, chunk_pages: int) -> Int64s:
     """Those of `pages` that are in chosen chunks, ascending."""
     all_pages = np.arange(pages.start, pages.stop)
     return all_pages[chosen[all_pages // chunk_pages]]

@@ -12,12 +12,11 @@ from functools import partial
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-from llmcache.kv.kernels.compiled import single_of
+from llmcache.arrays import Floats
+from llmcache.kv.kernels.scores import single_of
 from llmcache.kv.kernels.threads import Job, processors, run_all
 
-Floats = NDArray[np.float32]
 ROWS = 4
 """Rows that are made at a time: a key is loaded once for all of them."""
 _LOG2_E = np.float32(1.4426950408889634)
@@ -26,13 +25,7 @@ _C1, _C2, _C3, _C4, _C5 = (np.float32(c) for c in (0.69315135, 0.24016416, 0.055
 
 
 def column_sums(
-    queries: Floats,
-    keys: Floats,
-    start: int = 0,
-    first: int = 0,
-    *,
-    scale: float | None = None,
-    threads: int | None = None,
+    queries: Floats, keys: Floats, start: int = 0, first: int = 0, *, scale: float | None = None, threads: int | None = None
 ) -> Floats:
     """Returns the sums [kv_heads, tokens], float32, of the columns of softmax(queries keys^T scale), causal.
 

@@ -17,16 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmcache.kv.csd.blocks import ScoreBlock, decode, encode
+from llmcache.arrays import Floats, Int64s
+from llmcache.kv.csd.wire import ScoreBlock, decode, encode
 from llmcache.kv.kernels import RunningTop
 from llmcache.kv.pipeline.timeline import CPU, DEVICE, EVALUATE, LINK, NO_TIMELINE, Timeline
 from llmcache.kv.tiers import KvStore
 
-Floats = NDArray[np.float32]
-Positions = NDArray[np.int64]
-Candidates = Sequence[Positions] | None
+Candidates = Sequence[Int64s] | None
 HOST_TOKENS = 8192
 """Tokens that the host scores between two merges: its scores cross no link, so its blocks need not be small."""
 
@@ -52,13 +50,8 @@ class HierarchicalEvaluation:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="llmcache-hie")
 
     def important(
-        self,
-        layer: int,
-        queries: Floats,
-        k: int,
-        first: Positions | None = None,
-        pages: Candidates = None,
-    ) -> Positions:
+        self, layer: int, queries: Floats, k: int, first: Int64s | None = None, pages: Candidates = None
+    ) -> Int64s:
         """Returns the positions [batch, kv_heads, k] int64, ascending, of the `k` best tokens of the middle of each head.
 
         `queries` [batch, heads, dim] float32; `k` 0 .. tokens of the middle. `first` [batch]: tokens before it are
@@ -70,19 +63,16 @@ class HierarchicalEvaluation:
         if k == 0:
             return np.empty((batch, kv_heads, 0), np.int64)
         merged = _Merged(batch, kv_heads, k, np.zeros(batch, np.int64) if first is None else first)  # line 1
-        if self.parallel:
-            self._together(layer, queries, pages, merged)  # lines 3 to 13
+        if self.parallel:  # lines 3 to 13
+            device = self._threads.submit(self._device, layer, queries, pages, merged)
+            try:
+                self._host(layer, queries, pages, merged)
+            finally:
+                device.result()
         else:
             self._in_turn(layer, queries, pages, merged)
         with self._span(CPU, layer):
             return merged.result()  # lines 14 and 15; lines 16 and 17 are `KvStore.gather`
-
-    def _together(self, layer: int, queries: Floats, pages: Candidates, merged: _Merged) -> None:
-        device = self._threads.submit(self._device, layer, queries, pages, merged)
-        try:
-            self._host(layer, queries, pages, merged)
-        finally:
-            device.result()
 
     def _in_turn(self, layer: int, queries: Floats, pages: Candidates, merged: _Merged) -> None:
         with self._far_span(layer):
@@ -114,7 +104,7 @@ class HierarchicalEvaluation:
                     scored, scores = self.store.score_cpu(layer, sequence, asked, share, self.combine)
                     merged.add_pages(sequence, scored, scores)
 
-    def _shares(self, layer: int, sequence: int, pages: Candidates) -> list[Positions]:
+    def _shares(self, layer: int, sequence: int, pages: Candidates) -> list[Int64s]:
         """Pages that are to be scored and are in the host's pool, in shares of `HOST_TOKENS`."""
         middle = self.store.middle
         wanted = np.arange(middle.start, middle.stop) if pages is None else pages[sequence]
@@ -137,7 +127,7 @@ class HierarchicalEvaluation:
 class _Merged:
     """The lists S_CPU: the best so far, of each head of each sequence."""
 
-    def __init__(self, batch: int, kv_heads: int, k: int, first: Positions) -> None:
+    def __init__(self, batch: int, kv_heads: int, k: int, first: Int64s) -> None:
         self._tops = [[RunningTop(k) for _ in range(kv_heads)] for _ in range(batch)]
         self._first = first
         self._lock = threading.Lock()
@@ -150,14 +140,14 @@ class _Merged:
         with self._lock:
             self._tops[sequence][block.head].add(block.positions, scores)
 
-    def add_pages(self, sequence: int, pages: Positions, scores: Floats) -> None:
+    def add_pages(self, sequence: int, pages: Int64s, scores: Floats) -> None:
         """Takes scores [kv_heads, pages * page_tokens] of whole pages."""
         tokens = scores.shape[1] // len(pages)
         positions = (pages[:, None] * tokens + np.arange(tokens)).reshape(-1)
         for head, own in enumerate(scores):
             self.add(sequence, ScoreBlock(head, positions, own))
 
-    def result(self) -> Positions:
+    def result(self) -> Int64s:
         return np.array([[top.result()[0] for top in tops] for tops in self._tops], np.int64)
 
 

@@ -1,13 +1,18 @@
-"""TokenTable: numbers that a policy keeps for each token, by layer and sequence, in arrays that grow with the context."""
+"""Numbers that a policy keeps for each token, by layer and sequence, in arrays that grow with the context; its hits."""
 
 from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
+from llmcache.arrays import Int64s
+
 Kind = TypeVar("Kind", bound=np.generic)
+MOST = np.iinfo(np.uint16).max
+"""Hits of a token: what two bytes hold."""
 _SLACK = 1024
 """Tokens that a table grows by at least: growing is a copy."""
 
@@ -53,6 +58,51 @@ class TokenTable(Generic[Kind]):
             for table in tables:
                 table[count:] = 0
 
-    def reorder(self, index: NDArray[np.int64]) -> None:
+    def reorder(self, index: Int64s) -> None:
         """Gives sequence i the rows of what was sequence `index[i]`."""
         self._tables = [[tables[old].copy() for old in index] for tables in self._tables]
+
+
+class HitTable(TokenTable[np.uint16]):
+    """Hits of all tokens of `layers` layers and `batch` sequences; a token is hit once for each key head that chose it.
+
+    Source: hillinfer.txt, section 3.2, "Bidirectional KV Cache Pools" (a table of the cache hit rate) and 4.4 ("2N bytes").
+    Differs from the paper, which does not say what two bytes do when they are full: all counts of a layer and sequence are
+    halved before the largest could overflow, so that their order is kept and old hits fade.
+    """
+
+    def __init__(self, layers: int, batch: int) -> None:
+        super().__init__(layers, batch, (), np.uint16)
+
+    def record(self, layer: int, positions: Int64s) -> None:
+        """Counts the tokens that one step chose: `positions` [batch, kv_heads, k] int64, or [batch, k]."""
+        if not positions.size:
+            return
+        tokens = int(positions.max()) + 1
+        for sequence, chosen in enumerate(positions):
+            counts = self.rows(layer, sequence, tokens)
+            while not _add(counts, np.ascontiguousarray(chosen).reshape(-1), MOST):
+                self.whole(layer, sequence)[:] >>= 1
+
+    def halve(self, layer: int) -> None:
+        """Halves all counts of a layer: hits so far count half as much as those to come."""
+        for sequence in range(self.batch):
+            self.whole(layer, sequence)[:] >>= 1
+
+    def pages(self, layer: int, sequence: int, pages: int, page_tokens: int) -> Int64s:
+        """Returns the hits [pages] int64 of whole pages: the sum over their tokens."""
+        counts = self.rows(layer, sequence, pages * page_tokens)
+        found: Int64s = counts.reshape(pages, page_tokens).sum(axis=1, dtype=np.int64)
+        return found
+
+
+@njit(nogil=True, cache=True)
+def _add(counts, chosen, most):  # type: ignore[no-untyped-def]
+    """Adds 1 for each of `chosen`, a token as often as it is in it; False, and nothing added, if one would overflow."""
+    for i in range(chosen.size):
+        if counts[chosen[i]] >= most:
+            for j in range(i):
+                counts[chosen[j]] -= np.uint16(1)
+            return False
+        counts[chosen[i]] += np.uint16(1)
+    return True

@@ -10,16 +10,16 @@ from functools import partial
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-from llmcache.kv.kernels.compiled import bits_of
+from llmcache.arrays import Floats, Int64s
+from llmcache.kv.kernels.scores import bits_of
 from llmcache.kv.kernels.threads import run_all
 
 SAMPLE = 1024
 _DIGITS = ((21, 2048), (10, 2048), (0, 1024))  # shift and values of the three parts of a key
 
 
-def top(scores: NDArray[np.float32], k: int, threads: int | None = None) -> NDArray[np.int64]:
+def top(scores: Floats, k: int, threads: int | None = None) -> Int64s:
     """Returns the positions of the `k` largest of each row of `scores` [..., tokens], as [..., k], ascending.
 
     Of equal scores the earlier positions win; NaN is less than everything. `k` over the number of tokens: all of them.
@@ -36,25 +36,71 @@ def top(scores: NDArray[np.float32], k: int, threads: int | None = None) -> NDAr
     return out.reshape(*scores.shape[:-1], k)
 
 
+class RunningTop:
+    """The `k` best of scores that arrive in blocks, in any order, merged while others are still on their way.
+
+    At most about three times as many are kept at any time. Source: hillinfer.txt, Algorithm 1, lines 11 to 15. Differs from
+    the paper: no sorted order is maintained, only a bound below which nothing can be among the best any more; a sort at the
+    end would cost more than all of the merging.
+    """
+
+    def __init__(self, k: int) -> None:
+        if k < 1:
+            raise ValueError(f"k: {k}, at least 1 is needed")
+        self.k = k
+        self._scores: list[Floats] = []
+        self._positions: list[Int64s] = []
+        self._held = 0
+        self._bound = np.float32(-np.inf)
+
+    def add(self, positions: Int64s, scores: Floats) -> None:
+        """Takes a block of scores and the positions of their tokens."""
+        if positions.shape != scores.shape:
+            raise ValueError(f"positions: shape {positions.shape}, scores have {scores.shape}")
+        # What equals the bound may still win by its position; NaN only while nothing else is there.
+        keep = ~(scores < self._bound) if self._bound == -np.inf else scores >= self._bound
+        self._scores.append(scores[keep])
+        self._positions.append(positions[keep])
+        self._held += len(self._scores[-1])
+        if self._held > 3 * self.k:
+            self._compact()
+
+    def result(self) -> tuple[Int64s, Floats]:
+        """Returns the positions of the `k` best so far, ascending, and their scores: what `top` over all would choose."""
+        self._compact()
+        return self._positions[0], self._scores[0]
+
+    def _compact(self) -> None:
+        scores = np.concatenate([*self._scores, np.empty(0, np.float32)])
+        positions = np.concatenate([*self._positions, np.empty(0, np.int64)])
+        order = np.argsort(positions)  # of equal scores the earlier position wins
+        scores, positions = scores[order], positions[order]
+        if len(scores) > self.k:
+            best = top(scores, self.k, threads=1)
+            scores, positions = scores[best], positions[best]
+            least = scores.min()
+            self._bound = least if least == least else self._bound  # NaN: fewer numbers than k so far
+        self._scores, self._positions, self._held = [scores], [positions], len(scores)
+
+
 class _Scratch(threading.local):
     """Room for one row, kept by each thread: fresh memory costs as much as choosing."""
 
     def __init__(self) -> None:
-        self.keys, self.rest = (np.empty(0, np.uint32) for _ in range(2))
-        self.places = np.empty(0, np.int32)
+        self.fit(0)
 
     def fit(self, size: int) -> None:
         """Makes it large enough for rows of `size`."""
-        if len(self.places) <= size:
-            self.keys, self.rest = (np.empty(size + 1, np.uint32) for _ in range(2))
-            self.places = np.empty(size + 1, np.int32)
+        self.keys, self.rest = (np.empty(size + 1, np.uint32) for _ in range(2))
+        self.places = np.empty(size + 1, np.int32)
 
 
 _scratch = _Scratch()
 
 
-def _top_of(row: NDArray[np.float32], out: NDArray[np.int64]) -> None:
-    _scratch.fit(len(row))
+def _top_of(row: Floats, out: Int64s) -> None:
+    if len(_scratch.places) <= len(row):
+        _scratch.fit(len(row))
     select(row, len(out), _scratch.keys, _scratch.rest, _scratch.places, out)
 
 

@@ -59,11 +59,12 @@ from llama_cpp import BaseLlamaCache, Llama
 from llama_cpp.llama import LlamaState
 from numpy.typing import NDArray
 
+from llmcache.arrays import Bytes
 from llmcache.errors import LlmcacheError
 from llmcache.kv.prefix.shared import SharedTier
 from llmcache.kv.prefix.state import Joined, State, Uncut, read_state
 from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockStore, Key
-from llmcache.kv.spill.shape import Bytes, aligned
+from llmcache.kv.spill.layout import aligned
 from llmcache.units import parse_duration, parse_size
 
 log = logging.getLogger("llmcache.kv")

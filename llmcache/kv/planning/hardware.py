@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from llmcache.kv.planning.memory import RUNTIME_BYTES
-from llmcache.kv.spill.shape import BLOCK_BYTES
+from llmcache.units import BLOCK_BYTES
 
 _GB = 10**9
 _GIB = 1 << 30

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.kv.csd import EmulatedCsd
-from llmcache.kv.csd.program import SCORE_KEYS
+from llmcache.kv.csd.wire import SCORE_KEYS
 from llmcache.kv.kernels import score
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.spill import KvShape

@@ -10,12 +10,8 @@ from typing import Any
 import numpy as np
 
 from llmcache.errors import DataError, UsageError
-from llmcache.kv.index.dci.saved import load_indexes, path_of, save_indexes
-from llmcache.kv.index.dci.settings import DciSettings
-from llmcache.kv.index.scorers import SCORERS, scorer_class
-from llmcache.kv.index.scorers.auto import Auto
-from llmcache.kv.index.scorers.base import Scorer, ScorerSettings
-from llmcache.kv.index.scorers.dci import Dci
+from llmcache.kv.index.dci import DciSettings, load_indexes, path_of, save_indexes
+from llmcache.kv.index.scorers import SCORERS, Auto, Dci, Scorer, ScorerSettings, scorer_class
 from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
 from llmcache.kv.policies.settings import PolicySettings, check
@@ -111,7 +107,7 @@ class IceCache(IndexedPolicy):
             for sequence, scorer in enumerate(row):
                 tree = _tree_of(scorer)
                 if tree is not None:
-                    found |= {(layer, sequence, head): index for head, index in enumerate(tree.heads.indexes)}
+                    found |= {(layer, sequence, head): index for head, index in enumerate(tree.indexes)}
         return save_indexes(path_of(self._path), found, self._identity())
 
     def load_index(self) -> int:
@@ -125,7 +121,7 @@ class IceCache(IndexedPolicy):
                 heads = [found[layer, sequence, other] for other in range(self.kv_heads)]
                 first = int(self._starts[sequence])
                 tree = Dci(self.store.shape, first, self.knobs)
-                tree.heads.indexes = heads
+                tree.indexes = heads
                 tree.end = first + len(heads[0])
                 self.indexes.scorers[layer][sequence] = tree
         return len(found)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.kv.index.kept import KeyIndexes
-from llmcache.kv.index.scorers.base import Scorer
+from llmcache.kv.index.scorers import KeyIndexes, Scorer
 from llmcache.kv.policies.base import Floats, KvPolicy, Positions
 from llmcache.kv.policies.settings import PolicySettings, check
 from llmcache.kv.tiers import Selection

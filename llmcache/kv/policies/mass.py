@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.kv.index.scorers import scorer_class
-from llmcache.kv.index.scorers.base import Scorer, ScorerSettings
-from llmcache.kv.index.scorers.exact import Exact
+from llmcache.kv.index.scorers import Exact, Scorer, ScorerSettings, scorer_class
 from llmcache.kv.kernels import top
 from llmcache.kv.pipeline.attention import widened
 from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline

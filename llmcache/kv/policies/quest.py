@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmcache.kv.index.scorers.base import ScorerSettings
-from llmcache.kv.index.scorers.quest import Quest as QuestScorer
+from llmcache.kv.index.scorers import Quest as QuestScorer
+from llmcache.kv.index.scorers import ScorerSettings
 from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
 from llmcache.kv.policies.settings import PolicySettings

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmcache.errors import UsageError
-from llmcache.kv.csd.blocks import MOST_TOKENS
-from llmcache.kv.kernels.scoring import COMBINE
+from llmcache.kv.csd.wire import MOST_TOKENS
+from llmcache.kv.kernels.scores import COMBINE
 from llmcache.kv.tiers import StoreConfig
 
 PAPER_ALPHA = 0.2

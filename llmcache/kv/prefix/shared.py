@@ -22,7 +22,7 @@ import numpy as np
 
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.prefix.store import Block, Key, key_of, pack, unpack
-from llmcache.kv.spill.shape import aligned
+from llmcache.kv.spill.layout import aligned
 
 log = logging.getLogger("llmcache.kv")
 

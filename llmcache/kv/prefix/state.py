@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.kv.spill.shape import Bytes
+from llmcache.arrays import Bytes
 
 MAGIC = 0xAF143CD8
 _CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
@@ -31,6 +31,8 @@ _MOST_PARTS = 2
 _LARGEST = 1 << 28  # bytes of a row, elements of a line: damaged numbers end here
 _KEYS = struct.Struct("<iQ")
 _COLUMNS = struct.Struct("<iII")
+Places = list[tuple[int, NDArray[np.intp] | None]]
+"""Where each strip lies in a state, and the order of its tokens; None: ascending."""
 
 
 class Strip(NamedTuple):
@@ -47,7 +49,7 @@ class Strip(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class AttentionCache:
     """One attention cache: the strips of its layers, keys and values, and whether values are transposed."""
 
     transposed: bool
@@ -56,10 +58,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """How a state of any number of tokens lies."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[AttentionCache, ...]
 
     @property
     def token_bytes(self) -> int:
@@ -71,11 +73,11 @@ class Layout:
         return [[part.transposed, list(part.keys), list(part.values)] for part in self.parts]
 
     @classmethod
-    def from_json(cls, told: object) -> Layout:
+    def from_json(cls, told: object) -> StateLayout:
         """Returns the layout that `to_json` told of; ValueError if it is none."""
         try:
             parts = tuple(
-                Part(transposed, tuple(map(_strip, keys)), tuple(map(_strip, values)))
+                AttentionCache(transposed, tuple(map(_strip, keys)), tuple(map(_strip, values)))
                 for transposed, keys, values in told  # type: ignore[attr-defined]
             )
         except TypeError as error:
@@ -112,7 +114,7 @@ def _strip(told: object) -> Strip:
     return strip
 
 
-def _fields(part: Part, strip: Strip) -> tuple[int, ...]:
+def _fields(part: AttentionCache, strip: Strip) -> tuple[int, ...]:
     return tuple(strip) if part.transposed else (strip.kind, strip.cell_bytes)
 
 
@@ -123,7 +125,7 @@ class Uncut(Exception):
 class State:
     """A state of `tokens` tokens, as llama.cpp wrote it into `data`, that has been checked; made by `read_state`."""
 
-    def __init__(self, data: Bytes, layout: Layout, tokens: int, places: list[tuple[int, NDArray[np.intp] | None]]) -> None:
+    def __init__(self, data: Bytes, layout: StateLayout, tokens: int, places: Places) -> None:
         self.layout, self.tokens = layout, tokens
         self._data, self._places = data, places
 
@@ -163,10 +165,10 @@ def read_state(data: Bytes, architecture: str | None = None) -> State:
         raise Uncut("it ends where more is expected") from None
     if not tokens:
         raise Uncut("it holds no tokens")
-    return State(data, Layout(tuple(parts)), tokens, places)
+    return State(data, StateLayout(tuple(parts)), tokens, places)
 
 
-def _read_part(data: Bytes, at: int) -> tuple[Part, int, list[tuple[int, NDArray[np.intp] | None]], int]:
+def _read_part(data: Bytes, at: int) -> tuple[AttentionCache, int, Places, int]:
     """The part at `at`: it, its tokens, where its strips lie and in which order their tokens, and where it ends."""
     streams, tokens = struct.unpack_from("<II", data.data, at)
     at += 8
@@ -187,7 +189,7 @@ def _read_part(data: Bytes, at: int) -> tuple[Part, int, list[tuple[int, NDArray
         raise Uncut(f"{layers} layers, values transposed: {transposed}")
     keys: list[Strip] = []
     values: list[Strip] = []
-    places: list[tuple[int, NDArray[np.intp] | None]] = []
+    places: Places = []
     for strips, form in ((keys, _KEYS), (values, _COLUMNS if transposed else _KEYS)):
         for _ in range(layers):
             kind, cell_bytes, *lines = form.unpack_from(data.data, at)
@@ -200,7 +202,7 @@ def _read_part(data: Bytes, at: int) -> tuple[Part, int, list[tuple[int, NDArray
             at += tokens * strip.token_bytes
             if at > len(data):
                 raise Uncut("it ends within a layer")
-    return Part(bool(transposed), tuple(keys), tuple(values)), tokens, places, at
+    return AttentionCache(bool(transposed), tuple(keys), tuple(values)), tokens, places, at
 
 
 class Joined:
@@ -209,7 +211,7 @@ class Joined:
     Blocks may be put into it by several threads at a time, each into its own tokens.
     """
 
-    def __init__(self, layout: Layout, tokens: int) -> None:
+    def __init__(self, layout: StateLayout, tokens: int) -> None:
         self.layout, self.tokens = layout, tokens
         heads = list(layout.strips(tokens))
         self.data: Bytes = np.empty(sum(len(head) + tokens * strip.token_bytes for head, strip in heads), np.uint8)

@@ -40,6 +40,7 @@ import stat
 import struct
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,12 +49,13 @@ from typing import Any
 import numpy as np
 
 from llmcache import files
+from llmcache.arrays import Bytes
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.kv.prefix.state import Layout
+from llmcache.kv.prefix.state import StateLayout
 from llmcache.kv.spill.checksum import checksums
+from llmcache.kv.spill.layout import aligned, whole_blocks
 from llmcache.kv.spill.raw import RawFile
-from llmcache.kv.spill.shape import Bytes, aligned, whole_blocks
-from llmcache.units import format_size
+from llmcache.units import format_size, parse_duration, parse_size
 
 log = logging.getLogger("llmcache.kv")
 
@@ -71,7 +73,7 @@ _MOST_HEAD = 1 << 16
 _MODEL = re.compile(r"[0-9a-f]{32}")
 _BLOCK = re.compile(rf"([0-9a-f]{{40}})-(0|[1-9][0-9]{{0,8}})\.({CUT}|{PART}|{WHOLE})")
 _NEXT = re.compile(r"[0-9a-f]{40}-[0-9]{1,9}\.next")
-_TEMPORARY = re.compile(r"new-[0-9a-f]{16}\.tmp")
+_TEMPORARY = re.compile(r"new-([0-9a-f]{16}\.tmp|[0-9]+-model\.json)")
 _SPARE = 0.95
 """Evicted down to this share of the limit, so that not every block needs a look at all."""
 
@@ -97,7 +99,7 @@ class Block:
 
     payload: Bytes
     tokens: tuple[int, ...]
-    layout: Layout | None = None
+    layout: StateLayout | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,33 @@ class Uses:
     restores: int = 0
     tokens: int = 0
     restored_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """What is stored of one model: blocks by kind, bytes, ages in ns, and what was restored of it."""
+
+    fingerprint: str
+    file: str  # of the model; empty if that is lost
+    blocks: dict[str, int]
+    size_bytes: int
+    longest_tokens: int  # of a prompt, in whole blocks
+    used_ns_ago: int
+    unused_ns: int  # the age of its oldest block
+    restores: int
+    restored_tokens: int
+    restored_bytes: int
+    described: dict[str, Any]  # what the fingerprint stands for
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What was removed, and what is left."""
+
+    removed_blocks: int
+    removed_bytes: int
+    left_blocks: int
+    left_bytes: int
 
 
 class BlockStore:
@@ -240,8 +269,10 @@ class BlockStore:
         """Keeps what the fingerprint `model` stands for, for those who list the directory. OSError."""
         path = self.directory / model / "model.json"
         if not path.exists():
-            with self._written(path.parent, [json.dumps(told, indent=1).encode()]) as temporary:
-                os.replace(temporary, path)
+            with self._locked():  # who sweeps, or forgets a model without blocks, sees all of it, or nothing
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                with files.replacing(path) as stream:
+                    stream.write(json.dumps(told, indent=1).encode())
 
     def write(self, key: Key, block: Block, links: Iterable[str] = ()) -> int:
         """Stores `block` as `key`, to which `links` then lead, and returns the bytes it takes.
@@ -262,7 +293,7 @@ class BlockStore:
                 os.utime(temporary, ns=(stamp, stamp))
                 # Whoever has stored the same meanwhile has stored the same bytes.
                 there = self._size(key)
-                os.replace(temporary, self.directory / key.file)
+                os.replace(temporary, self.directory / key.file)  # a name that is lost with the machine costs a hit, no more
                 account.used_bytes += size - there
                 account.used_bytes -= self._link(key, block, links)
         except OSError as error:
@@ -507,6 +538,65 @@ class _Account:
         return self.newest_ns
 
 
+def listed(directory: str | Path) -> list[StoredModel]:
+    """Returns what is stored below `directory`, the most recently used model first; UsageError if it holds nothing of it."""
+    store = BlockStore(directory, None)
+    by_model: dict[str, list[Entry]] = defaultdict(list)
+    for entry in store.entries():
+        by_model[entry.key.model].append(entry)
+    now = time.time_ns()
+    found = [_stored(store, model, by_model[model], now) for model in store.models()]
+    return sorted((model for model in found if model.blocks or model.described), key=lambda model: model.used_ns_ago)
+
+
+def _stored(store: BlockStore, model: str, entries: list[Entry], now: int) -> StoredModel:
+    described, uses = store.description(model), store.uses(model)
+    kinds: dict[str, int] = defaultdict(int)
+    for entry in entries:
+        kinds[entry.key.kind] += 1
+    tokens = described.get("block_tokens")
+    return StoredModel(
+        fingerprint=model,
+        file=str(described.get("file", "")),
+        blocks=dict(sorted(kinds.items())),
+        size_bytes=sum(entry.size_bytes for entry in entries),
+        longest_tokens=max((entry.key.index + (entry.key.kind != PART) for entry in entries), default=0)
+        * (tokens if isinstance(tokens, int) else 0),
+        used_ns_ago=max(0, now - max((entry.used_ns for entry in entries), default=now)),
+        unused_ns=max(0, now - min((entry.used_ns for entry in entries), default=now)),
+        restores=uses.restores,
+        restored_tokens=uses.tokens,
+        restored_bytes=uses.restored_bytes,
+        described=described,
+    )
+
+
+def chosen(models: list[StoredModel], name: str) -> StoredModel:
+    """Returns the one of `models` whose fingerprint begins with, or whose file is, `name`; UsageError if not one is."""
+    found = [model for model in models if model.fingerprint.startswith(name) or model.file == name]
+    if len(found) != 1:
+        one = "several models" if found else "no model"
+        known = ", ".join(f"{model.fingerprint[:8]} ({model.file})" for model in found or models)
+        raise UsageError(f"'{name}' is {one} of it", f"name one by its fingerprint: {known}" if known else None)
+    return found[0]
+
+
+def pruned(directory: str | Path, unused: str | None, keep: str | None, model: str | None) -> Pruned:
+    """Removes blocks below `directory`: unused for longer than `unused`, the oldest above `keep` bytes; of `model` alone.
+
+    UsageError if nothing says which, or one cannot be understood; of a model alone: all of it.
+    """
+    if unused is None and keep is None and model is None:
+        raise UsageError("nothing says what is to go", "--unused 30d, --keep 10G, --model NAME; --keep 0 removes all")
+    unused_ns = None if unused is None else parse_duration(unused)
+    keep_bytes = None if keep is None else parse_size(keep)
+    store = BlockStore(directory, None)
+    fingerprint = None if model is None else chosen(listed(directory), model).fingerprint
+    gone = store.prune(keep_bytes, unused_ns, fingerprint)
+    left = store.entries()
+    return Pruned(len(gone), sum(entry.size_bytes for entry in gone), len(left), sum(entry.size_bytes for entry in left))
+
+
 def key_of(model: str, name: str) -> Key | None:
     """Returns the key of the block whose file is called `name`; None if that is no name of ours."""
     match = _BLOCK.fullmatch(name)
@@ -541,7 +631,7 @@ class _Head:
     size_bytes: int
     crc: int
     tokens: tuple[int, ...]
-    layout: Layout | None
+    layout: StateLayout | None
 
     @classmethod
     def read(cls, data: bytes, size_bytes: int, key: Key, where: object) -> _Head:
@@ -554,7 +644,7 @@ class _Head:
             raise DataError(f"{where}: its header is damaged, or of another version")
         try:
             told = json.loads(text)
-            layout = Layout.from_json(told["layout"]) if told["layout"] is not None else None
+            layout = StateLayout.from_json(told["layout"]) if told["layout"] is not None else None
             payload_bytes, sum_, named, tokens = told["bytes"], told["crc"], told["key"], told["tokens"]
             if any(type(token) is not int or not 0 <= token < 1 << 31 for token in tokens):
                 raise ValueError("tokens that are none")
@@ -577,13 +667,6 @@ class _Head:
 
 def _checksum(payload: Bytes) -> int:
     """The spill file's checksum of a page; a page of any size here, so zeros follow to the next multiple of 8."""
-    if len(payload) % 8:
-        payload = _padded(payload)
+    if rest := -len(payload) % 8:
+        payload = np.concatenate([payload, np.zeros(rest, np.uint8)])
     return int(checksums(payload[None])[0])
-
-
-def _padded(payload: Bytes) -> Bytes:
-    out = aligned(-(-len(payload) // 8) * 8)
-    out[: len(payload)] = payload
-    out[len(payload) :] = 0
-    return out

@@ -22,26 +22,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.arrays import Bytes, Int64s
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.kv.spill.chain import Chain, Run
 from llmcache.kv.spill.checksum import checksums
 from llmcache.kv.spill.layout import (
     COMMITS_AT,
     EXTENT_TOKENS,
     RECORD_BYTES,
+    Chain,
     Commit,
     ExtentEntry,
+    ExtentPlan,
+    KvShape,
     Layout,
     PageEntry,
-    pack_commit,
-    pack_extent,
-    pack_page,
+    check_rows,
+    check_tokens,
+    pack,
+    slots_of,
 )
 from llmcache.kv.spill.raw import RawFile, there_already
-from llmcache.kv.spill.reader import SpillReader
-from llmcache.kv.spill.reading import KEYS, VALUES, read_slots
-from llmcache.kv.spill.recovery import Found, Recovery
-from llmcache.kv.spill.shape import BLOCK_BYTES, Bytes, KvShape, aligned, checked_rows, fill_slots
+from llmcache.kv.spill.reader import SIDES, Scan, SpillReader
+from llmcache.units import BLOCK_BYTES
 
 Fill = Callable[[slice], tuple[Bytes, Bytes]]
 """Returns the slots of keys and values [pages, slot bytes] of some of the tokens that are appended."""
@@ -55,7 +57,9 @@ class SpillFile(SpillReader):
     been lost to a sync that failed: it is whole without them, and nothing else has been done; `pages` tells what is left.
     """
 
-    def __init__(self, raw: RawFile, layout: Layout, found: Found) -> None:
+    _flags = os.O_RDWR
+
+    def __init__(self, raw: RawFile, layout: Layout, found: Scan) -> None:
         super().__init__(raw, layout, found)
         self._lock = threading.Lock()
         self._unwiped: list[tuple[int, int]] = []  # (offset, bytes) in tables, of pages that are no more
@@ -89,7 +93,7 @@ class SpillFile(SpillReader):
                 raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, direct)
                 raw.lock()
                 raw.write(layout.header(), 0)
-                raw.write(pack_commit(Commit(0, 0)).ljust(BLOCK_BYTES, b"\0"), COMMITS_AT[0])
+                raw.write(pack(Commit(0, 0)).ljust(BLOCK_BYTES, b"\0"), COMMITS_AT[0])
                 raw.sync()
                 raw.open_direct()
                 raw.rename(path, replace=is_there)
@@ -100,46 +104,27 @@ class SpillFile(SpillReader):
                 with contextlib.suppress(OSError):
                     temporary.unlink()
                 raise
-        return cls(raw, layout, Found(Commit(0, 0)))
+        return cls(raw, layout, Scan(raw, layout, Commit(0, 0)))
 
-    @classmethod
-    def _flags(cls) -> int:
-        return os.O_RDWR
+    def append(self, sequence: int, layer: int, *arrays: NDArray[Any]) -> int:
+        """Adds pages to a layer; returns the bytes written.
 
-    def _drop_unfinished(self, found: Found, cuts: list[tuple[Chain, int]]) -> None:
-        self.recovery = Recovery(sum(chain.pages - pages for chain, pages in cuts), found.torn_entries)
-        if cuts or found.wipe:
-            self._cut(cuts, found.wipe)
-
-    def append(
-        self,
-        sequence: int,
-        layer: int,
-        keys: NDArray[Any],
-        values: NDArray[Any],
-        key_scales: NDArray[np.float32] | None = None,
-        value_scales: NDArray[np.float32] | None = None,
-    ) -> int:
-        """Adds the pages of `keys` and `values` [kv_heads, tokens, dim] to a layer; returns the bytes written.
-
-        The last page may be partial: nothing can follow it until `truncate` has taken it away. EnvironmentProblem (no space,
-        an error of the disk): all is as it was before the call.
+        `arrays`: keys and values [kv_heads, tokens, dim], for int8 then their scales, float32 [kv_heads, tokens]. The last
+        page may be partial: nothing can follow it until `truncate` has taken it away. EnvironmentProblem (no space, an
+        error of the disk): all is as it was before the call.
         """
-        keys = checked_rows(self.shape, keys, key_scales, "keys")
-        values = checked_rows(self.shape, values, value_scales, "values")
-        if keys.shape[1] != values.shape[1]:
-            raise ValueError(f"values: {values.shape[1]} tokens, there are {keys.shape[1]} keys")
+        check_rows(self.shape, arrays)
 
         def fill(part: slice) -> tuple[Bytes, Bytes]:
-            scales = (None if found is None else found[:, part] for found in (key_scales, value_scales))
-            return self._slots(keys[:, part], next(scales)), self._slots(values[:, part], next(scales))
+            keys, values, *scales = (array[:, part] for array in arrays)
+            key_scales, value_scales = scales or (None, None)
+            return slots_of(self.shape, keys, key_scales), slots_of(self.shape, values, value_scales)
 
-        return self._append(sequence, self._checked_layer(layer), keys.shape[1], fill)
+        return self._append(sequence, self._checked_layer(layer), arrays[0].shape[1], fill)
 
-    def append_tokens(self, sequence: int, ids: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
+    def append_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> int:
         """Adds the ids and positions of tokens, in pages as those of the layers; returns the bytes written."""
-        if ids.ndim != 1 or ids.shape != positions.shape or not len(ids):
-            raise ValueError(f"positions: shape {positions.shape}, ids have {ids.shape}; both need one and the same axis")
+        check_tokens(ids, positions)
 
         def fill(part: slice) -> tuple[Bytes, Bytes]:
             pages = self.shape.pages_of(part.stop - part.start)
@@ -149,14 +134,6 @@ class SpillFile(SpillReader):
             return keys, values
 
         return self._append(sequence, self.shape.layers, len(ids), fill)
-
-    def _slots(self, rows: NDArray[Any], scales: NDArray[np.float32] | None) -> Bytes:
-        """`rows` [kv_heads, tokens, dim] as slots [pages, slot bytes]."""
-        pages = self.shape.pages_of(rows.shape[1])
-        size = self.shape.slot_bytes(rows.shape[2])
-        slots = aligned(pages * size).reshape(pages, size)
-        fill_slots(self.shape, slots, rows, scales)
-        return slots
 
     def _append(self, sequence: int, layer: int, tokens: int, fill: Fill) -> int:
         """Appends `tokens` to a chain, an extent at a time."""
@@ -187,11 +164,14 @@ class SpillFile(SpillReader):
         ordinal, slot = divmod(chain.pages, chain.plan.slots)
         if ordinal == len(chain.extents):
             self._claim(chain)
-        run = Run(chain.pages, len(keys), chain.extents[ordinal], slot)
-        self._write_pages(chain, run, keys, values)
-        entries = self._entries(chain, run, keys, values, tokens)
-        records = b"".join(map(pack_page, entries))
-        self._write(records, self._layout.at(run.extent) + chain.plan.entry_at(run.slot))
+        at, size = self._layout.at(chain.extents[ordinal]), self.shape.page_tokens
+        self._write_pages(chain.plan, at, slot, (keys, values))
+        crcs = zip(checksums(keys).tolist(), checksums(values).tolist(), strict=True)
+        entries = [
+            PageEntry(chain.sequence, chain.layer, chain.pages + index, min(size, tokens - index * size), self._epoch, *pair)
+            for index, pair in enumerate(crcs)
+        ]
+        self._write(b"".join(map(pack, entries)), at + chain.plan.entry_at(slot))
         for entry in entries:
             chain.add(entry)
 
@@ -224,30 +204,13 @@ class SpillFile(SpillReader):
             self._sync()
             self._cutting = False
 
-    def _write_pages(self, chain: Chain, run: Run, keys: Bytes, values: Bytes) -> None:
-        at, plan = self._layout.at(run.extent), chain.plan
-        self._write(keys.reshape(-1), at + plan.key_at(run.slot), plan.direct)
-        self._write(values.reshape(-1), at + plan.value_at(run.slot), plan.direct)
-
-    def _entries(self, chain: Chain, run: Run, keys: Bytes, values: Bytes, tokens: int) -> list[PageEntry]:
-        page_tokens, epoch = self.shape.page_tokens, self._epoch
-        key_crcs, value_crcs = checksums(keys), checksums(values)
-        return [
-            PageEntry(
-                chain.sequence,
-                chain.layer,
-                run.first + index,
-                min(page_tokens, tokens - index * page_tokens),
-                epoch,
-                int(key_crcs[index]),
-                int(value_crcs[index]),
-            )
-            for index in range(run.pages)
-        ]
+    def _write_pages(self, plan: ExtentPlan, at: int, slot: int, sides: tuple[Bytes, Bytes]) -> None:
+        for side, slots in zip(SIDES, sides, strict=True):
+            self._write(slots.reshape(-1), at + plan.slot_at(side, slot), plan.direct)
 
     def _claim(self, chain: Chain) -> None:
         """Gives `chain` one more extent: a free one (its table is empty), or a new one at the end of the file."""
-        owner = pack_extent(ExtentEntry(chain.sequence, chain.layer, len(chain.extents)))
+        owner = pack(ExtentEntry(chain.sequence, chain.layer, len(chain.extents)))
         if self._free:
             self._write(owner, self._layout.at(self._free[-1]))
             chain.extents.append(self._free.pop())
@@ -311,7 +274,7 @@ class SpillFile(SpillReader):
         commit = Commit(self._epoch, sum(chain.pages for chain in self._chains.values()) - gone)
         # Two on: the next one must take the place of this, and not of the last good one.
         self._synced, self._epoch = commit.epoch, commit.epoch + 2
-        self._write(pack_commit(commit), COMMITS_AT[commit.epoch % 2])
+        self._write(pack(commit), COMMITS_AT[commit.epoch % 2])
         self._sync()
         self._epoch = commit.epoch + 1
 
@@ -331,13 +294,13 @@ class SpillFile(SpillReader):
             first, slots = bisect_right(chain.epochs, self._synced), chain.plan.slots
             for ordinal, extent in enumerate(chain.extents):
                 pages = range(max(first, ordinal * slots), min(chain.pages, (ordinal + 1) * slots))
-                keys, values = self._whole(chain, list(pages))
-                if len(keys) < len(pages):
+                sides = self._whole(chain, list(pages))
+                if len(sides[0]) < len(pages):
                     chain.lost = chain.pages
-                    chain.cut(pages.start + len(keys), self.shape.page_tokens)
+                    chain.cut(pages.start + len(sides[0]), self.shape.page_tokens)
                     self._lost += chain.lost - chain.pages
                 self._forget(extent)
-                self._write_pages(chain, Run(pages.start, len(keys), extent, pages.start - ordinal * slots), keys, values)
+                self._write_pages(chain.plan, self._layout.at(extent), pages.start - ordinal * slots, sides)
                 self._write_table(chain, ordinal)
         for extent in self._free:
             self._forget(extent)
@@ -347,7 +310,7 @@ class SpillFile(SpillReader):
         """Keys and values of `pages` [pages, slot bytes], those before the first that cannot be read whole."""
 
         def read(some: list[int]) -> tuple[Bytes, Bytes]:
-            keys, values = (read_slots(self._raw, self._layout, chain, some, side) for side in (KEYS, VALUES))
+            keys, values = (self._read_side(chain, some, side) for side in SIDES)
             return keys, values
 
         try:
@@ -367,8 +330,8 @@ class SpillFile(SpillReader):
     def _write_table(self, chain: Chain, ordinal: int) -> None:
         slots, extent = chain.plan.slots, chain.extents[ordinal]
         pages = range(ordinal * slots, min(chain.pages, (ordinal + 1) * slots))
-        owner = pack_extent(ExtentEntry(chain.sequence, chain.layer, ordinal))
-        table = b"".join([owner, *(pack_page(chain.entry(page, self.shape.page_tokens)) for page in pages)])
+        owner = pack(ExtentEntry(chain.sequence, chain.layer, ordinal))
+        table = b"".join([owner, *(pack(chain.entry(page, self.shape.page_tokens)) for page in pages)])
         self._write(table.ljust(chain.plan.table_bytes, b"\0"), self._layout.at(extent))
 
     def _tell_lost(self) -> None:

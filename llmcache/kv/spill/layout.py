@@ -1,4 +1,4 @@
-"""Where things lie in a spill file, and the 64-byte records that say so, each with a checksum of its own.
+"""What a spill file holds and where it lies: shapes, the 64-byte records, each with a checksum of its own, and chains.
 
     0     header: magic, version, length, CRC, then the identity as JSON
     4096  two commit records, written in turns: the epoch and how many pages were on the disk at its end
@@ -14,25 +14,203 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from dataclasses import dataclass, fields
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.arrays import Bytes, Floats, Int64s
 from llmcache.errors import DataError
-from llmcache.kv.spill.shape import BLOCK_BYTES, KvShape, whole_blocks
+from llmcache.units import BLOCK_BYTES
 
 MAGIC = b"LLMCKV\r\n"
 VERSION = 1
 RECORD_BYTES = 64
+KEYS, VALUES = 0, 1
+"""Sides of a page, and of an extent."""
 COMMITS_AT = (4096, 6144)
 EXTENTS_AT = 8192
 EXTENT_TOKENS = 1024
 """What an extent of a layer holds unless told otherwise: 2 MiB of keys for 8 heads of 128 halves."""
 LARGEST_EXTENT = 1 << 40
 
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),  # numpy has none: the bits
+    "int8": np.dtype(np.int8),
+}
+"""Names of the types of keys and values, and the numpy type that carries them."""
 _HEADER = struct.Struct("<8sIII")
 _RECORD = struct.Struct("<4s9I20sI")
-_PAGE, _EXTENT, _COMMIT = b"PAGE", b"EXTN", b"DONE"
+
+
+def whole_blocks(size_bytes: int) -> int:
+    """Returns `size_bytes` rounded up to whole blocks."""
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """Identity of a spill file: a file is opened only by what has the same `model`, shape and type.
+
+    `value_dim` 0 stands for `head_dim`. Keys of type int8 carry a float32 scale per token and head, values likewise.
+    """
+
+    model: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str = "float16"
+    page_tokens: int = 16
+    value_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or any("\ud800" <= character <= "\udfff" for character in self.model):
+            raise ValueError(f"model: {self.model!r}, a text is needed")
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
+            raise ValueError(f"dtype: {self.dtype!r}, known are {', '.join(DTYPES)}")
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self.head_dim)
+        for name in ("layers", "kv_heads", "head_dim", "page_tokens", "value_dim"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value < 1 << 24:
+                raise ValueError(f"{name}: {value!r}, a whole number of at least 1 is needed")
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The numpy type that carries keys and values."""
+        return DTYPES[self.dtype]
+
+    @property
+    def key_slot_bytes(self) -> int:
+        """Bytes of the keys of one page in the file, in whole blocks."""
+        return self.slot_bytes(self.head_dim)
+
+    @property
+    def value_slot_bytes(self) -> int:
+        """Bytes of the values of one page in the file, in whole blocks."""
+        return self.slot_bytes(self.value_dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token in one layer, without padding."""
+        scales = 8 if self.dtype == "int8" else 0
+        return self.kv_heads * ((self.head_dim + self.value_dim) * self.numpy_dtype.itemsize + scales)
+
+    def forms(self, *lead: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Returns shapes and types of keys, values [*lead, dim] and for int8 their scales [*lead]."""
+        forms: list[tuple[tuple[int, ...], np.dtype[Any]]]
+        forms = [((*lead, dim), self.numpy_dtype) for dim in (self.head_dim, self.value_dim)]
+        return forms + ([(lead, np.dtype(np.float32))] * 2 if self.dtype == "int8" else [])
+
+    def slot_bytes(self, dim: int) -> int:
+        """Returns the bytes of one page of rows of `dim` in the file, in whole blocks."""
+        rows = self.kv_heads * self.page_tokens
+        return whole_blocks(rows * (dim * self.numpy_dtype.itemsize + (4 if self.dtype == "int8" else 0)))
+
+    def pages_of(self, tokens: int) -> int:
+        """Returns how many pages hold `tokens`."""
+        return -(-tokens // self.page_tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class KvPages:
+    """Pages as they come from a file: arrays [pages, kv_heads, page_tokens, dim] over one buffer, not copied.
+
+    `tokens` [pages]: how many tokens of each page are filled; what lies behind them is zero. Scales, float32
+    [pages, kv_heads, page_tokens], only for int8.
+    """
+
+    keys: NDArray[Any]
+    values: NDArray[Any]
+    tokens: Int64s
+    key_scales: Floats | None = None
+    value_scales: Floats | None = None
+
+    @classmethod
+    def of_slots(cls, shape: KvShape, keys: Bytes, values: Bytes, tokens: Int64s) -> KvPages:
+        """Returns what lies in slots of keys and values [pages, slot bytes], of which `tokens` [pages] are filled."""
+        (key_rows, key_scales), (value_rows, value_scales) = (
+            view_slots(shape, slots, dim) for slots, dim in ((keys, shape.head_dim), (values, shape.value_dim))
+        )
+        return cls(key_rows, value_rows, tokens, key_scales, value_scales)
+
+
+class Room:
+    """Memory for up to `pages` pages of keys and values, to fetch into again and again: fresh memory is slow to get."""
+
+    def __init__(self, shape: KvShape, pages: int) -> None:
+        sizes = (shape.key_slot_bytes, shape.value_slot_bytes)
+        self.sides = tuple(aligned(pages * size).reshape(pages, size) for size in sizes)
+
+    def __len__(self) -> int:
+        return len(self.sides[0])
+
+
+def aligned(size_bytes: int) -> Bytes:
+    """Returns a buffer of `size_bytes` whose address O_DIRECT accepts; its contents are undefined."""
+    raw = np.empty(size_bytes + BLOCK_BYTES, np.uint8)
+    skip = -raw.ctypes.data % BLOCK_BYTES
+    return raw[skip : skip + size_bytes]
+
+
+def view_slots(shape: KvShape, slots: Bytes, dim: int) -> tuple[NDArray[Any], Floats | None]:
+    """Returns the rows [pages, kv_heads, page_tokens, dim] in `slots` [pages, slot bytes], and their scales (int8)."""
+    pages, rows = len(slots), shape.kv_heads * shape.page_tokens
+    size = rows * dim * shape.numpy_dtype.itemsize
+    data = slots[:, :size].view(shape.numpy_dtype).reshape(pages, shape.kv_heads, shape.page_tokens, dim)
+    if shape.dtype != "int8":
+        return data, None
+    at = -(-size // 4) * 4
+    scales: Floats = slots[:, at : at + 4 * rows].view(np.float32)
+    return data, scales.reshape(pages, shape.kv_heads, shape.page_tokens)
+
+
+def slots_of(shape: KvShape, rows: NDArray[Any], scales: Floats | None) -> Bytes:
+    """Returns `rows` [kv_heads, tokens, dim] laid out in slots [pages, slot bytes]; what they do not fill is zero."""
+    pages, size = shape.pages_of(rows.shape[1]), shape.slot_bytes(rows.shape[2])
+    slots = aligned(pages * size).reshape(pages, size)
+    slots[:] = 0
+    into, into_scales = view_slots(shape, slots, rows.shape[2])
+    _lay_out(into, rows, shape.page_tokens)
+    if into_scales is not None and scales is not None:
+        _lay_out(into_scales, scales, shape.page_tokens)
+    return slots
+
+
+def _lay_out(into: NDArray[Any], rows: NDArray[Any], page_tokens: int) -> None:
+    heads, tokens = rows.shape[:2]
+    full, rest = divmod(tokens, page_tokens)
+    whole = rows[:, : full * page_tokens].reshape(heads, full, page_tokens, *rows.shape[2:])
+    into[:full] = whole.swapaxes(0, 1)
+    if rest:
+        into[full, :, :rest] = rows[:, full * page_tokens :]
+
+
+def check_rows(shape: KvShape, arrays: Sequence[NDArray[Any]], *lead: int) -> None:
+    """ValueError if these are not keys, values [*lead, kv_heads, tokens, dim] and for int8 their scales [.., tokens]."""
+    tokens = arrays[0].shape[-2] if arrays[0].ndim > 1 else 0
+    forms = shape.forms(*lead, shape.kv_heads, tokens)
+    if len(arrays) != len(forms):
+        raise ValueError(f"key_scales: scales belong to int8 and only to int8, the type is {shape.dtype}")
+    for name, found, (form, dtype) in zip(("keys", "values", "key_scales", "value_scales"), arrays, forms, strict=False):
+        if found.shape != form or not tokens or found.dtype != dtype:
+            raise ValueError(f"{name}: {found.dtype} {found.shape}, {dtype} {form} is needed")
+
+
+def check_tokens(ids: Int64s, positions: Int64s) -> None:
+    """ValueError if these are not ids and positions [tokens] of at least one token."""
+    if ids.ndim != 1 or ids.shape != positions.shape or not len(ids):
+        raise ValueError(f"positions: shape {positions.shape}, ids have {ids.shape}; both need one and the same axis")
 
 
 class PageEntry(NamedTuple):
@@ -62,73 +240,47 @@ class Commit(NamedTuple):
     pages: int
 
 
-def _pack(kind: bytes, values: tuple[int, ...]) -> bytes:
-    body = _RECORD.pack(kind, *values, *(0,) * (9 - len(values)), b"", 0)[:-4]
+Record = TypeVar("Record", PageEntry, ExtentEntry, Commit)
+_KINDS: dict[type[Any], bytes] = {PageEntry: b"PAGE", ExtentEntry: b"EXTN", Commit: b"DONE"}
+
+
+def pack(record: PageEntry | ExtentEntry | Commit) -> bytes:
+    """Returns the 64 bytes of a record."""
+    # Pages of a commit may be more than 32 bits hold.
+    words = (record.epoch, record.pages & 0xFFFFFFFF, record.pages >> 32) if isinstance(record, Commit) else tuple(record)
+    body = _RECORD.pack(_KINDS[type(record)], *words, *(0,) * (9 - len(words)), b"", 0)[:-4]
     return body + struct.pack("<I", zlib.crc32(body))
 
 
-def _unpack(kind: bytes, data: bytes) -> tuple[int, ...] | None:
-    """The numbers in a record; None if it was never written, torn or damaged."""
-    if len(data) != RECORD_BYTES or data[:4] != kind:
+def unpack(kind: type[Record], data: bytes) -> Record | None:
+    """Returns the record of `kind` that `data` is; None if it was never written, torn or damaged."""
+    if len(data) != RECORD_BYTES or data[:4] != _KINDS[kind]:
         return None
-    found = _RECORD.unpack(data)
-    return found[1:10] if zlib.crc32(data[:-4]) == found[-1] else None
-
-
-def pack_page(entry: PageEntry) -> bytes:
-    """Returns the record of a page."""
-    return _pack(_PAGE, entry)
-
-
-def unpack_page(data: bytes) -> PageEntry | None:
-    """Returns the page that a record tells of; None if the record is none."""
-    found = _unpack(_PAGE, data)
-    return None if found is None else PageEntry(*found[:7])
-
-
-def pack_extent(entry: ExtentEntry) -> bytes:
-    """Returns the record of an extent."""
-    return _pack(_EXTENT, entry)
-
-
-def unpack_extent(data: bytes) -> ExtentEntry | None:
-    """Returns whose an extent is; None if the record is none."""
-    found = _unpack(_EXTENT, data)
-    return None if found is None else ExtentEntry(*found[:3])
-
-
-def pack_commit(commit: Commit) -> bytes:
-    """Returns the record of a commit."""
-    return _pack(_COMMIT, (commit.epoch, commit.pages & 0xFFFFFFFF, commit.pages >> 32))
-
-
-def unpack_commit(data: bytes) -> Commit | None:
-    """Returns the commit that a record tells of; None if the record is none."""
-    found = _unpack(_COMMIT, data)
-    return None if found is None else Commit(found[0], found[1] | found[2] << 32)
+    _, *words, _, crc = _RECORD.unpack(data)
+    if zlib.crc32(data[:-4]) != crc:
+        return None
+    return kind(words[0], words[1] | words[2] << 32) if kind is Commit else kind(*words[: len(kind._fields)])
 
 
 @dataclass(frozen=True)
 class ExtentPlan:
-    """How an extent of one kind is divided: `slots` pages; `direct`: their slots are whole blocks."""
+    """How an extent of one kind is divided: `slots` pages, of which `sizes` are the bytes of keys and of values.
+
+    `direct`: these are whole blocks.
+    """
 
     slots: int
     table_bytes: int
-    key_slot_bytes: int
-    value_slot_bytes: int
+    sizes: tuple[int, int]
     direct: bool
 
     def entry_at(self, slot: int) -> int:
         """Returns where the entry of `slot` begins in the extent; the extent's own is slot -1."""
         return (slot + 1) * RECORD_BYTES
 
-    def key_at(self, slot: int) -> int:
-        """Returns where the keys of `slot` begin in the extent."""
-        return self.table_bytes + slot * self.key_slot_bytes
-
-    def value_at(self, slot: int) -> int:
-        """Returns where the values of `slot` begin in the extent."""
-        return self.key_at(self.slots) + slot * self.value_slot_bytes
+    def slot_at(self, side: int, slot: int) -> int:
+        """Returns where the keys (`side` 0) or values (1) of `slot` begin in the extent."""
+        return self.table_bytes + side * self.slots * self.sizes[KEYS] + slot * self.sizes[side]
 
 
 class Layout:
@@ -140,16 +292,15 @@ class Layout:
         table = whole_blocks((extent_pages + 1) * RECORD_BYTES)
         self.shape = shape
         self.extent_pages = extent_pages
-        self.of_layer = ExtentPlan(extent_pages, table, shape.key_slot_bytes, shape.value_slot_bytes, True)
+        self.of_layer = ExtentPlan(extent_pages, table, (shape.key_slot_bytes, shape.value_slot_bytes), True)
         # Token ids and positions are 8 bytes each: far more pages of them fit, but at least one must.
         slot = 8 * shape.page_tokens
         least = whole_blocks(2 * RECORD_BYTES) + 2 * slot
-        self.extent_bytes = whole_blocks(max(self.of_layer.value_at(extent_pages), least))
-        slots = (self.extent_bytes - BLOCK_BYTES - RECORD_BYTES) // (RECORD_BYTES + 2 * slot)
-        slots = max(1, slots)
+        self.extent_bytes = whole_blocks(max(self.of_layer.slot_at(VALUES, extent_pages), least))
+        slots = max(1, (self.extent_bytes - BLOCK_BYTES - RECORD_BYTES) // (RECORD_BYTES + 2 * slot))
         if self.extent_bytes > LARGEST_EXTENT:
             raise ValueError(f"extent_pages: an extent would have {self.extent_bytes} bytes, more than {LARGEST_EXTENT}")
-        self.of_tokens = ExtentPlan(slots, whole_blocks((slots + 1) * RECORD_BYTES), slot, slot, False)
+        self.of_tokens = ExtentPlan(slots, whole_blocks((slots + 1) * RECORD_BYTES), (slot, slot), False)
         self.table_bytes = max(self.of_layer.table_bytes, self.of_tokens.table_bytes)
 
     def plan(self, layer: int) -> ExtentPlan:
@@ -194,3 +345,67 @@ def check_identity(found: KvShape, wanted: KvShape, path: Path) -> None:
     differ = [f"{name}: {theirs[name]!r}, not {mine[name]!r}" for name in mine if mine[name] != theirs[name]]
     if differ:
         raise DataError(f"{path}: another model's spill file ({'; '.join(differ)})", "name another file, or spill anew")
+
+
+class PageRun(NamedTuple):
+    """`pages` pages from `first` on, which lie side by side from `slot` of `extent` on."""
+
+    first: int
+    pages: int
+    extent: int
+    slot: int
+
+
+@dataclass
+class Chain:
+    """Pages 0 .. of one layer (or of the tokens) of one sequence. 12 bytes a page: a million tokens take 0.75 MB."""
+
+    sequence: int
+    layer: int
+    plan: ExtentPlan
+    extents: list[int] = field(default_factory=list)
+    crcs: tuple[array[int], array[int]] = field(default_factory=lambda: (array("I"), array("I")))
+    """Checksums of keys and of values."""
+    epochs: array[int] = field(default_factory=lambda: array("I"))
+    last_tokens: int = 0
+    lost: int = 0
+    """Pages it had when the disk lost some: those that are no more."""
+
+    @property
+    def pages(self) -> int:
+        """How many pages it has."""
+        return len(self.epochs)
+
+    def tokens_of(self, page: int, page_tokens: int) -> int:
+        """Returns how many tokens of `page` are filled: all, except in the last."""
+        return self.last_tokens if page == self.pages - 1 else page_tokens
+
+    def add(self, entry: PageEntry) -> None:
+        """Notes a page at the end."""
+        self.crcs[KEYS].append(entry.key_crc)
+        self.crcs[VALUES].append(entry.value_crc)
+        self.epochs.append(entry.epoch)
+        self.last_tokens = entry.tokens
+
+    def entry(self, page: int, page_tokens: int) -> PageEntry:
+        """Returns the entry of a page, as it was written."""
+        crcs = (of_side[page] for of_side in self.crcs)
+        return PageEntry(self.sequence, self.layer, page, self.tokens_of(page, page_tokens), self.epochs[page], *crcs)
+
+    def cut(self, pages: int, page_tokens: int) -> None:
+        """Forgets all pages from number `pages` on."""
+        if pages < self.pages:
+            del self.crcs[KEYS][pages:], self.crcs[VALUES][pages:], self.epochs[pages:]
+            self.last_tokens = page_tokens if pages else 0
+
+    def runs(self, pages: list[int], longest: int = 1 << 30) -> Iterator[PageRun]:
+        """Yields `pages`, in their order, joined where they lie side by side in the file, at most `longest` at a time."""
+        start = 0
+        while start < len(pages):
+            ordinal, slot = divmod(pages[start], self.plan.slots)
+            end = start + 1
+            limit = min(len(pages), start + min(longest, self.plan.slots - slot))
+            while end < limit and pages[end] == pages[end - 1] + 1:
+                end += 1
+            yield PageRun(pages[start], end - start, self.extents[ordinal], slot)
+            start = end

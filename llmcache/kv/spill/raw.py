@@ -10,17 +10,19 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import numba
 import numpy as np
-from numpy.typing import NDArray
+from numba.core import types
 
 from llmcache import files
+from llmcache.arrays import Bytes, Int64s
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.kv.spill.bulk import read_all
-from llmcache.kv.spill.shape import BLOCK_BYTES, Bytes, aligned
+from llmcache.kv.spill.layout import aligned
+from llmcache.units import BLOCK_BYTES
 
-Numbers = NDArray[np.int64]
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -31,6 +33,15 @@ def problem(path: Path, doing: str, error: OSError) -> LlmcacheError:
         return EnvironmentProblem(f"{path}: no space left ({doing})", hint)
     advice = "on an llmcachefs: one that is mounted with --spill '*.kv', or with --rw"
     return EnvironmentProblem(f"{path}: {doing}: {error.strerror}", advice if error.errno == errno.EROFS else None)
+
+
+@contextlib.contextmanager
+def explained(path: Path, doing: str) -> Iterator[None]:
+    """A with block that does something with `path`: its OSErrors become what `problem` says."""
+    try:
+        yield
+    except OSError as error:
+        raise problem(path, doing, error) from None
 
 
 def there_already(path: Path) -> UsageError:
@@ -44,10 +55,8 @@ class RawFile:
     def __init__(self, path: Path, flags: int, direct: bool | None = None) -> None:
         self.path = path
         self.writable = bool(flags & os.O_RDWR)
-        try:
-            self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise problem(path, "opening", error) from None
+        with explained(path, "opening"):
+            self.fd = os.open(path, flags | os.O_CLOEXEC, files.PRIVATE)
         self._direct_fd: int | None = None
         self._wants_direct = direct
         self._flags = flags & os.O_RDWR
@@ -59,12 +68,12 @@ class RawFile:
 
     def lock(self) -> None:
         """Makes this the only writer of the file; EnvironmentProblem if there is one. Ends with the process."""
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise EnvironmentProblem(f"{self.path}: another process writes this file", "end it, or name another") from None
-        except OSError as error:
-            raise problem(self.path, "locking", error) from None
+        with explained(self.path, "locking"):
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                hint = "end it, or name another"
+                raise EnvironmentProblem(f"{self.path}: another process writes this file", hint) from None
 
     def open_direct(self) -> None:
         """Opens the second way to the pages; needs a first block to try it with."""
@@ -105,20 +114,18 @@ class RawFile:
         fd = self._direct_fd if direct and self._direct_fd is not None else self.fd
         view, done = buffer.data, 0
         while done < len(view):
-            try:
+            with explained(self.path, f"reading at {offset + done}"):
                 count = os.preadv(fd, [view[done:]], offset + done)
-            except OSError as error:
-                raise problem(self.path, f"reading at {offset + done}", error) from None
             if count == 0:
                 wanted = offset + len(view)
                 hint = "the file was cut: spill the context again"
                 raise DataError(f"{self.path}: ends at {offset + done}, a page needs it up to {wanted}", hint)
             done += count
 
-    def read_runs(self, buffer: Bytes, sizes: Numbers, offsets: Numbers, direct: bool = False) -> None:
+    def read_runs(self, buffer: Bytes, sizes: Int64s, offsets: Int64s, direct: bool = False) -> None:
         """Fills `buffer` with `sizes` [n] bytes from each of `offsets` [n] on, side by side; errors as `read_into`."""
         fd = self._direct_fd if direct and self._direct_fd is not None else self.fd
-        whole = int(read_all(fd, buffer.ctypes.data, sizes, offsets))
+        whole = int(_read_all(fd, buffer.ctypes.data, sizes, offsets))
         at = int(sizes[:whole].sum())
         # What failed is tried once more, which tells why, or goes on where it was short.
         for size, offset in zip(sizes[whole:].tolist(), offsets[whole:].tolist(), strict=True):
@@ -129,10 +136,8 @@ class RawFile:
         """Returns up to `size` bytes at `offset`: fewer only where the file ends."""
         parts, done = [], 0
         while done < size:
-            try:
+            with explained(self.path, f"reading at {offset + done}"):
                 part = os.pread(self.fd, size - done, offset + done)
-            except OSError as error:
-                raise problem(self.path, f"reading at {offset + done}", error) from None
             if not part:
                 break
             parts.append(part)
@@ -143,11 +148,9 @@ class RawFile:
         """Writes all of `data` at `offset`."""
         fd = self._direct_fd if direct and self._direct_fd is not None else self.fd
         view, done = memoryview(data) if isinstance(data, bytes) else data.data, 0
-        while done < len(view):
-            try:
+        with explained(self.path, "spilling"):
+            while done < len(view):
                 done += os.pwrite(fd, view[done:], offset + done)
-            except OSError as error:
-                raise problem(self.path, "spilling", error) from None
 
     def grow(self, start: int, end: int) -> None:
         """Claims space from `start`, where the file ends, to `end`; if there is too little, the file stays as it is."""
@@ -159,27 +162,22 @@ class RawFile:
 
     def cut(self, end: int) -> None:
         """Makes the file end at `end`."""
-        try:
+        with explained(self.path, "cutting"):
             os.ftruncate(self.fd, end)
-        except OSError as error:
-            raise problem(self.path, "cutting", error) from None
 
     def rename(self, path: Path, replace: bool) -> None:
         """Gives the file the name `path`, on the disk when it returns; UsageError if that is another's, unless `replace`."""
-        try:
-            files.rename(self.path, path, replace=replace)
-        except FileExistsError:
-            raise there_already(path) from None
-        except OSError as error:
-            raise problem(path, "naming", error) from None
+        with explained(path, "naming"):
+            try:
+                files.rename(self.path, path, replace=replace)
+            except FileExistsError:
+                raise there_already(path) from None
         self.path = path
 
     def sync(self) -> None:
         """Returns when everything written is on the disk."""
-        try:
+        with explained(self.path, "writing back"):
             os.fdatasync(self.fd)
-        except OSError as error:
-            raise problem(self.path, "writing back", error) from None
 
     def data_from(self, offset: int) -> int | None:
         """Returns where the next byte at or behind `offset` is that was ever written; None if there are holes alone."""
@@ -204,3 +202,23 @@ class RawFile:
                 failed = failed or error
         if failed is not None:
             raise problem(self.path, "closing", failed)
+
+
+# ssize_t pread(int, void *, size_t, off_t): all of 64 bits but the first, on the machines that this runs on.
+_pread = types.ExternalFunction("pread", types.int64(types.int32, types.uintp, types.uintp, types.int64))
+
+
+@numba.njit(nogil=True, cache=True)
+def _read_all(fd, address, sizes, offsets):  # type: ignore[no-untyped-def]
+    """Many reads without the interpreter in between, which all threads share and wait for.
+
+    Fills memory from `address` on with `sizes` [n] bytes at each of `offsets` [n], both int64.
+
+    Ends at the first that fails or is short; returns how many were read whole.
+    """
+    done = 0
+    for i in range(sizes.size):
+        if _pread(fd, np.uintp(address + done), np.uintp(sizes[i]), offsets[i]) != sizes[i]:
+            return i
+        done += sizes[i]
+    return sizes.size

@@ -1,10 +1,22 @@
-"""SpillReader: what a spill file holds, read in any order and by any number of processes."""
+"""SpillReader: what a spill file holds, read in any order and by any number of processes.
+
+A page exists once its entry does, and its entry is written after it. What was written since the last commit may have
+reached the disk in any order, so its checksums are compared when the file is opened; the pages before are compared when
+they are read. A chain ends before its first page that is not whole. What a crash left behind is never served. Pages lost
+behind a commit are damage, not a crash: DataError.
+
+Pages that lie side by side are read in one go.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -12,29 +24,213 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.arrays import Bytes, Floats, Int64s
 from llmcache.errors import DataError, LlmcacheError
-from llmcache.kv.kernels.threads import processors, run_all
-from llmcache.kv.spill import reading
-from llmcache.kv.spill.chain import Chain
-from llmcache.kv.spill.layout import EXTENTS_AT, Layout, check_identity, read_header
+from llmcache.kv.kernels.threads import Job, processors, run_all
+from llmcache.kv.spill.checksum import checksums
+from llmcache.kv.spill.layout import (
+    COMMITS_AT,
+    EXTENTS_AT,
+    KEYS,
+    RECORD_BYTES,
+    VALUES,
+    Chain,
+    Commit,
+    ExtentEntry,
+    KvPages,
+    KvShape,
+    Layout,
+    PageEntry,
+    PageRun,
+    Room,
+    aligned,
+    check_identity,
+    read_header,
+    unpack,
+    view_slots,
+)
 from llmcache.kv.spill.raw import RawFile
-from llmcache.kv.spill.recovery import Found, Recovery, scan, unfinished, whole_pages
-from llmcache.kv.spill.shape import BLOCK_BYTES, Bytes, KvPages, KvShape, Room
+from llmcache.units import BLOCK_BYTES
 
-Pages = NDArray[np.int64] | list[int]
-TakeRows = Callable[[int, int, NDArray[Any], NDArray[np.float32] | None], None]
+SIDES = (KEYS, VALUES)
+Pages = Int64s | Sequence[int]
+TakeRows = Callable[[int, int, NDArray[Any], Floats | None], None]
 """Gets keys (0) or values (1), where in the pages asked for they begin, rows [n, kv_heads, page_tokens, dim], scales (int8).
 
 They are valid until it returns. It is called by several threads at a time.
 """
-SIDES = (reading.KEYS, reading.VALUES)
+LARGEST_READ = 1 << 20
+"""Beyond it a disk gets no faster, and threads have less to share."""
+JOB_BYTES = 1 << 18
+"""What one thread reads before it compares the checksums of it all: still in the processor's cache by then."""
+TAKEN_BYTES = 1 << 20
+"""What one thread reads before it hands it over: fewer and longer jobs, as each has more to do."""
+HUGE_PAGE_BYTES = 1 << 21
+ATTEMPTS = 5
+LAST_EPOCH = (1 << 32) - 2
+"""A record has 32 bits for an epoch, and pages are those of the next."""
+MOST_AHEAD = 1 << 31
+"""No page is of a later epoch than this, unless commits are: each that fails uses up two."""
 Self = TypeVar("Self", bound="SpillReader")
+_of_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What opening a file dropped: pages without their other layers, torn or half-written entries."""
+
+    unfinished_pages: int = 0
+    torn_entries: int = 0
+
+    @property
+    def clean(self) -> bool:
+        """True if the file was as its last writer left it."""
+        return not (self.unfinished_pages or self.torn_entries)
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """Keys of `pages` pages from `first_page` on, side by side from `offset` of the file on."""
+
+    first_page: int
+    pages: int
+    offset: int
+
+
+class Scan:
+    """The contents of a file as of `commit`: chains cut to whole pages, free extents, and entries to be wiped.
+
+    These are wiped before the file is written. DataError if pages are missing that were committed. The file is not changed.
+    """
+
+    def __init__(self, raw: RawFile, layout: Layout, commit: Commit) -> None:
+        self.commit = commit
+        self.chains: dict[tuple[int, int], Chain] = {}  # by sequence and layer
+        self.free: list[int] = []
+        self.wipe: list[tuple[int, int]] = []  # (offset, bytes) in tables
+        self.extents = self.torn_entries = 0
+        self._raw, self._layout, self._size = raw, layout, raw.size()
+        committed = 0
+        for key, extents in self._owners().items():
+            self.chains[key] = chain = Chain(*key, layout.plan(key[1]), extents)
+            committed += self._read(chain)
+        if committed < commit.pages:
+            hint = "the file was damaged or cut after it was written: spill the context again"
+            told = f"{commit.pages - committed} of {commit.pages} committed pages are missing"
+            raise DataError(f"{raw.path}: table: {told}", hint)
+
+    @classmethod
+    def latest(cls, raw: RawFile, layout: Layout) -> Scan:
+        """Returns what the file holds.
+
+        Somebody may be writing it: where pages were taken away between the commit and their entries, it is read again.
+        """
+        for _ in range(ATTEMPTS - 1):
+            commit = commit_of(raw)
+            try:
+                return cls(raw, layout, commit)
+            except DataError:
+                if commit == commit_of(raw):
+                    raise
+        return cls(raw, layout, commit_of(raw))
+
+    def _owners(self) -> dict[tuple[int, int], list[int]]:
+        """Extents of each chain in their order; those that belong to none, or lie behind a gap, become free."""
+        owners: dict[tuple[int, int], dict[int, int]] = {}
+        for extent in self._written():
+            self.extents = extent + 1
+            entry = unpack(ExtentEntry, self._raw.read(RECORD_BYTES, self._layout.at(extent)))
+            if entry is None or entry.layer > self._layout.shape.layers or entry.ordinal in owners.get(entry[:2], {}):
+                self._release(extent)
+            else:
+                owners.setdefault(entry[:2], {})[entry.ordinal] = extent
+        chains: dict[tuple[int, int], list[int]] = {}
+        for key, extents in owners.items():
+            gap = next(ordinal for ordinal in range(len(extents) + 1) if ordinal not in extents)
+            chains[key] = [extents.pop(ordinal) for ordinal in range(gap)]
+            for extent in extents.values():  # the extent before it is missing, so what it holds can be of no use
+                self._release(extent)
+        return chains
+
+    def _written(self) -> Iterator[int]:
+        """Yields the extents whose tables were ever written: a file of holes takes no longer than what is there of it."""
+        extent, layout = 0, self._layout
+        while layout.at(extent) < self._size:
+            data = self._raw.data_from(layout.at(extent))
+            if data is None:
+                return
+            if data < layout.at(extent) + layout.table_bytes:
+                yield extent
+                extent += 1
+            else:
+                extent = max(extent + 1, (data - layout.at(0)) // layout.extent_bytes)
+
+    def _release(self, extent: int) -> None:
+        """Notes an extent that may be used again, without what is in its table: it must not come alive under a new owner."""
+        self.free.append(extent)
+        table = self._raw.read(self._layout.table_bytes, self._layout.at(extent))
+        if any(table):
+            self.wipe.append((self._layout.at(extent), len(table)))
+            self.torn_entries += 1
+
+    def _read(self, chain: Chain) -> int:
+        """Adds the whole pages to `chain`; returns how many of them are committed."""
+        committed, ended, plan, page_tokens = 0, False, chain.plan, self._layout.shape.page_tokens
+        for extent in chain.extents:
+            slot, at = 0, self._layout.at(extent)
+            table = self._raw.read(plan.entry_at(plan.slots), at)
+            while not ended and slot < plan.slots:
+                entry = unpack(PageEntry, table[plan.entry_at(slot) : plan.entry_at(slot + 1)])
+                own = (chain.sequence, chain.layer, chain.pages)
+                if entry is None or entry[:3] != own or not self._is_whole(entry, chain, at, slot):
+                    ended = True
+                else:
+                    chain.add(entry)
+                    committed += entry.epoch <= self.commit.epoch
+                    slot += 1
+                    ended = entry.tokens < page_tokens
+            # Entries behind the last whole page would come alive again once the pages before them are rewritten.
+            rest = table[plan.entry_at(slot) :]
+            if any(rest):
+                self.torn_entries += sum(any(rest[i : i + RECORD_BYTES]) for i in range(0, len(rest), RECORD_BYTES))
+                self.wipe.append((at + plan.entry_at(slot), len(rest)))
+        return committed
+
+    def _is_whole(self, entry: PageEntry, chain: Chain, at: int, slot: int) -> bool:
+        plan = chain.plan
+        if not 1 <= entry.tokens <= self._layout.shape.page_tokens or at + plan.slot_at(VALUES, slot + 1) > self._size:
+            return False
+        if entry.epoch <= self.commit.epoch:
+            return True
+        if entry.epoch > max(self.commit.epoch + 1, MOST_AHEAD):
+            return False
+        for side, crc in zip(SIDES, (entry.key_crc, entry.value_crc), strict=True):
+            buffer = aligned(plan.sizes[side])
+            self._raw.read_into(buffer, at + plan.slot_at(side, slot), plan.direct)
+            if checksums(buffer[None])[0] != crc:
+                return False
+        return True
+
+
+def commit_of(raw: RawFile) -> Commit:
+    """Returns the newest commit of a file; DataError if both records are damaged, or it is the last there can be."""
+    records = [unpack(Commit, raw.read(RECORD_BYTES, at)) for at in COMMITS_AT]
+    # One in the other's place would be overwritten by the next, instead of the older one.
+    whole = [record for turn, record in enumerate(records) if record is not None and record.epoch % 2 == turn]
+    if not whole:
+        raise DataError(f"{raw.path}: commit: both records are damaged", "spill the context again")
+    newest = max(whole)
+    if newest.epoch >= LAST_EPOCH:
+        raise DataError(f"{raw.path}: commit: epoch {newest.epoch} is the last there can be", "spill the context again")
+    return newest
 
 
 class SpillReader:
     """A spill file, open for reading (a context manager). Safe to use from many threads at a time."""
 
-    def __init__(self, raw: RawFile, layout: Layout, found: Found) -> None:
+    _flags = os.O_RDONLY
+
+    def __init__(self, raw: RawFile, layout: Layout, found: Scan) -> None:
         self._raw = raw
         self._layout = layout
         self._chains = found.chains
@@ -58,7 +254,7 @@ class SpillReader:
         newer version's, damaged. `keep_unfinished`: also pages that not all layers have, for who goes on where it ended in
         the middle of a step. EnvironmentProblem: not there; or it is to be written, and another process does that.
         """
-        raw = RawFile(Path(path), cls._flags(), direct)
+        raw = RawFile(Path(path), cls._flags, direct)
         try:
             if raw.writable:
                 raw.lock()
@@ -67,22 +263,20 @@ class SpillReader:
             if shape is not None:
                 check_identity(layout.shape, shape, raw.path)
             raw.open_direct()
-            found = scan(raw, layout)
+            found = Scan.latest(raw, layout)
             file = cls(raw, layout, found)
-            file._drop_unfinished(found, [] if keep_unfinished else unfinished(file._chains, layout.shape))
+            cuts = [] if keep_unfinished else file._unfinished()
+            file.recovery = Recovery(sum(chain.pages - pages for chain, pages in cuts), found.torn_entries)
+            if cuts or found.wipe:
+                file._cut(cuts, found.wipe)
         except BaseException:
             with contextlib.suppress(LlmcacheError):
                 raw.close()
             raise
         return file
 
-    @classmethod
-    def _flags(cls) -> int:
-        return os.O_RDONLY
-
-    def _drop_unfinished(self, found: Found, cuts: list[tuple[Chain, int]]) -> None:
-        """Cuts chains to the pages that all layers of their sequence have."""
-        self.recovery = Recovery(sum(chain.pages - pages for chain, pages in cuts), found.torn_entries)
+    def _cut(self, cuts: list[tuple[Chain, int]], wipe: list[tuple[int, int]]) -> None:
+        """Cuts chains to so many pages; whoever writes the file wipes the entries behind them, and those of `wipe`."""
         for chain, pages in cuts:
             chain.cut(pages, self.shape.page_tokens)
 
@@ -114,7 +308,7 @@ class SpillReader:
     def pages(self, sequence: int, layer: int | None = None) -> int:
         """Returns how many pages `sequence` has: those that all layers and the tokens have, or those of one layer."""
         if layer is None:
-            return whole_pages(self._chains, sequence, self.shape)
+            return self._common_pages(self._chains_of(sequence))
         chain = self._chains.get((sequence, self._checked_layer(layer)))
         return chain.pages if chain else 0
 
@@ -127,14 +321,13 @@ class SpillReader:
         partial = self.shape.page_tokens - chain.last_tokens if pages == chain.pages and pages else 0
         return pages * self.shape.page_tokens - partial
 
-    def tokens(self, sequence: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def tokens(self, sequence: int) -> tuple[Int64s, Int64s]:
         """Returns the ids and the positions of the tokens of `sequence` that all layers have."""
         count = self.length(sequence)
-        chain = self._chains.get((sequence, self.shape.layers))
-        if not count or chain is None:
+        if not count:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        pages = list(range(self.pages(sequence)))
-        ids, positions = (self._read_side(chain, pages, side).view(np.int64).reshape(-1)[:count] for side in (0, 1))
+        chain, pages = self._chains[sequence, self.shape.layers], list(range(self.pages(sequence)))
+        ids, positions = (self._read_side(chain, pages, side).view(np.int64).reshape(-1)[:count] for side in SIDES)
         return ids, positions
 
     def read(self, sequence: int, layer: int, pages: Pages, room: Room | None = None, threads: int | None = None) -> KvPages:
@@ -148,12 +341,11 @@ class SpillReader:
         room = Room(self.shape, len(wanted)) if room is None else room
         if len(room) < len(wanted):
             raise ValueError(f"room: for {len(room)} pages, {len(wanted)} are to be read")
-        keys, values = (side[: len(wanted)] for side in room.sides)
-        jobs = reading.read_jobs(self._raw, self._layout, chain, wanted, reading.KEYS, keys)
-        jobs += reading.read_jobs(self._raw, self._layout, chain, wanted, reading.VALUES, values)
-        run_all(jobs, threads or 2 * processors())
-        self.read_bytes += keys.size + values.size
-        return reading.as_pages(self.shape, keys, values, self._filled(chain, wanted))
+        slots = [side[: len(wanted)] for side in room.sides]
+        run_all([job for side in SIDES for job in self._jobs(chain, wanted, side, slots[side])], threads or 2 * processors())
+        self.read_bytes += slots[KEYS].size + slots[VALUES].size
+        filled = np.array([chain.tokens_of(page, self.shape.page_tokens) for page in wanted], np.int64)
+        return KvPages.of_slots(self.shape, slots[KEYS], slots[VALUES], filled)
 
     def read_through(self, sequence: int, layer: int, pages: Pages, take: TakeRows, threads: int | None = None) -> None:
         """Reads `pages` as `read`, but hands them to `take` some at a time, by the threads that read them.
@@ -165,34 +357,73 @@ class SpillReader:
         # None: four a processor, as most of them wait for the disk while some take.
         threads, dims = threads or 4 * processors(), (self.shape.head_dim, self.shape.value_dim)
 
-        def take_slots(side: int, first: int, slots: Bytes) -> None:
-            take(side, first, *reading.rows(self.shape, slots, dims[side]))
+        def read_and_take(side: int, size: int, first: int, count: int, runs: list[PageRun]) -> None:
+            slots = thread_memory(count * size).reshape(count, size)
+            self._fill(chain, side, runs, slots)
+            take(side, first, *view_slots(self.shape, slots, dims[side]))
 
-        place = (self._raw, self._layout, chain, wanted)
-        run_all([job for side in SIDES for job in reading.taking_jobs(*place, side, take_slots, threads)], threads)
-        self.read_bytes += len(wanted) * (self.shape.key_slot_bytes + self.shape.value_slot_bytes)
+        jobs: list[Job] = []
+        for side in SIDES:
+            size = chain.plan.sizes[side]
+            at_a_time = min(TAKEN_BYTES, len(wanted) * size // (2 * threads))  # of few pages every thread gets some
+            jobs += [partial(read_and_take, side, size, *share) for share in _shares(chain, wanted, size, at_a_time)]
+            self.read_bytes += len(wanted) * size
+        run_all(jobs, threads)
 
-    def read_keys(self, sequence: int, layer: int, pages: Pages) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
+    def read_keys(self, sequence: int, layer: int, pages: Pages) -> tuple[NDArray[Any], Floats | None]:
         """Returns the keys alone, [pages, kv_heads, page_tokens, head_dim], and their scales (int8); errors as `read`."""
-        chain, wanted = self._chain_with(sequence, layer, pages)
-        return reading.rows(self.shape, self._read_side(chain, wanted, 0), self.shape.head_dim)
+        return view_slots(self.shape, self.read_slots(sequence, layer, pages, KEYS), self.shape.head_dim)
 
-    def read_slots(self, sequence: int, layer: int, pages: Pages, side: int) -> Bytes:
-        """Returns the slots [pages, slot bytes] of keys (`side` 0) or values (1), as they are on disk; errors as `read`."""
-        return self._read_side(*self._chain_with(sequence, layer, pages), side)
+    def read_slots(
+        self, sequence: int, layer: int, pages: Pages, side: int, into: Bytes | None = None, threads: int | None = None
+    ) -> Bytes:
+        """Returns the slots [pages, slot bytes] of keys (`side` 0) or values (1), as they are on disk; errors as `read`.
+
+        `into`: aligned memory for them; else it is fresh. `threads`: None for one a processor.
+        """
+        return self._read_side(*self._chain_with(sequence, layer, pages), side, into, threads)
 
     def pages_by_layer(self, sequence: int) -> list[int]:
         """Returns how many pages each layer of `sequence` has, and last how many its tokens have."""
         chains = (self._chains.get((sequence, layer)) for layer in range(self.shape.layers + 1))
         return [chain.pages if chain else 0 for chain in chains]
 
-    def _filled(self, chain: Chain, pages: list[int]) -> NDArray[np.int64]:
-        return np.array([chain.tokens_of(page, self.shape.page_tokens) for page in pages], np.int64)
+    def key_ranges(self, sequence: int, layer: int, pages: Pages | None = None) -> list[KeyRange]:
+        """Returns where the keys of a layer lie in the file, in the order of their pages: one range for each extent.
 
-    def _read_side(self, chain: Chain, pages: list[int], side: int) -> Bytes:
-        buffer = reading.read_slots(self._raw, self._layout, chain, pages, side)
-        self.read_bytes += buffer.size
-        return buffer
+        `pages`: of these alone, in their order; ValueError if there is no such page.
+        """
+        chain, wanted = self._chain_with(sequence, layer, range(self.pages(sequence, layer)) if pages is None else pages)
+        return [
+            KeyRange(run.first, run.pages, self._layout.at(run.extent) + chain.plan.slot_at(KEYS, run.slot))
+            for run in chain.runs(wanted)
+        ]
+
+    def _read_side(
+        self, chain: Chain, pages: list[int], side: int, into: Bytes | None = None, threads: int | None = None
+    ) -> Bytes:
+        size = chain.plan.sizes[side]
+        slots = (aligned(len(pages) * size) if into is None else into[: len(pages) * size]).reshape(len(pages), size)
+        run_all(self._jobs(chain, pages, side, slots), threads)
+        self.read_bytes += slots.size
+        return slots
+
+    def _jobs(self, chain: Chain, pages: list[int], side: int, slots: Bytes) -> list[Job]:
+        """What to do to have `pages` in `slots` [pages, slot bytes]: reads, each with its checksums, in any order."""
+        shares = _shares(chain, pages, slots.shape[1], JOB_BYTES)
+        return [partial(self._fill, chain, side, runs, slots[first : first + count]) for first, count, runs in shares]
+
+    def _fill(self, chain: Chain, side: int, runs: list[PageRun], slots: Bytes) -> None:
+        """Fills slots [pages, slot bytes] with runs and compares them with their checksums."""
+        sizes = np.array([run.pages * slots.shape[1] for run in runs], np.int64)
+        offsets = np.array([self._layout.at(run.extent) + chain.plan.slot_at(side, run.slot) for run in runs], np.int64)
+        self._raw.read_runs(slots.reshape(-1), sizes, offsets, chain.plan.direct)
+        wanted = np.concatenate([chain.crcs[side][run.first : run.first + run.pages] for run in runs])
+        for index in np.flatnonzero(checksums(slots) != wanted):
+            page = [run.first + i for run in runs for i in range(run.pages)][index]
+            where = f"page {page} of layer {chain.layer} of sequence {chain.sequence}"
+            told = f"{self.path}: {('keys', 'values')[side]}: the checksum of {where} is wrong"
+            raise DataError(told, "the disk lost it: compute the context again")
 
     def _chain_with(self, sequence: int, layer: int, pages: Pages) -> tuple[Chain, list[int]]:
         key = (sequence, self._checked_layer(layer))
@@ -213,20 +444,22 @@ class SpillReader:
     def _chains_of(self, sequence: int) -> list[Chain]:
         return [chain for (owner, _), chain in self._chains.items() if owner == sequence]
 
-    def key_ranges(self, sequence: int, layer: int, pages: Pages | None = None) -> list[reading.KeyRange]:
-        """Returns where the keys of a layer lie in the file, in the order of their pages: one range for each extent.
+    def _unfinished(self) -> list[tuple[Chain, int]]:
+        """Chains that have more pages than all layers of their sequence, and how many those have."""
+        sequences: dict[int, list[Chain]] = {}
+        for chain in self._chains.values():
+            sequences.setdefault(chain.sequence, []).append(chain)
+        pages = {sequence: self._common_pages(own) for sequence, own in sequences.items()}
+        return [(chain, pages[chain.sequence]) for chain in self._chains.values() if chain.pages > pages[chain.sequence]]
 
-        `pages`: of these alone, in their order; ValueError if there is no such page.
-        """
-        if pages is not None:
-            return reading.key_ranges(self._layout, *self._chain_with(sequence, layer, pages))
-        chain = self._chains.get((sequence, self._checked_layer(layer)))
-        return reading.key_ranges(self._layout, chain) if chain else []
-
-    def read_range(self, buffer: Bytes, offset: int) -> None:
-        """Fills `buffer` (aligned) with pages at `offset`, not compared with checksums: see `reading.check_keys`."""
-        self._raw.read_into(buffer, offset, True)
-        self.read_bytes += buffer.size
+    def _common_pages(self, own: list[Chain]) -> int:
+        """Pages that all chains of a sequence have, the last with equally many tokens in each."""
+        if len(own) <= self.shape.layers:  # a damaged header may tell of more layers than memory holds
+            return 0
+        pages = min(chain.pages for chain in own)
+        if pages and len({chain.tokens_of(pages - 1, self.shape.page_tokens) for chain in own}) > 1:
+            pages -= 1
+        return pages
 
     def close(self) -> None:
         """Closes the file."""
@@ -237,3 +470,38 @@ class SpillReader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _shares(chain: Chain, pages: list[int], slot_bytes: int, at_a_time: int) -> Iterator[tuple[int, int, list[PageRun]]]:
+    """Where in `pages` a share begins, how many it has and their runs, of at least `at_a_time` bytes each.
+
+    Checksums of many pages at once cost less.
+    """
+    first = count = 0
+    share: list[PageRun] = []
+    for run in chain.runs(pages, max(1, LARGEST_READ // slot_bytes)):
+        share.append(run)
+        count += run.pages
+        if count * slot_bytes >= at_a_time:
+            yield first, count, share
+            first, count, share = first + count, 0, []
+    if share:
+        yield first, count, share
+
+
+def thread_memory(size_bytes: int) -> Bytes:
+    """Returns memory of this thread, the same at every call: what was read last is still in the processor's cache.
+
+    It lies in one huge page, where the kernel has some: the disk is told of one place in memory for each read, not of one
+    for each 4 KiB. It is fresh, as the allocator's may be in small ones already.
+    """
+    memory: Bytes | None = getattr(_of_thread, "memory", None)
+    if memory is None or memory.size < size_bytes:
+        size = max(size_bytes, HUGE_PAGE_BYTES)
+        fresh = mmap.mmap(-1, size + 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            fresh.madvise(mmap.MADV_HUGEPAGE)
+        memory = np.frombuffer(fresh, np.uint8)
+        skip = -memory.ctypes.data % HUGE_PAGE_BYTES
+        memory = _of_thread.memory = memory[skip : skip + size]
+    return memory[:size_bytes]

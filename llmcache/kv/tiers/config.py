@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.arrays import Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.spill import KvShape
 
-Numbers = NDArray[np.int64]
-Floats = NDArray[np.float32]
 Arrays = list[NDArray[Any]]
 """Keys, values and for int8 their scales."""
 SSD_KINDS = ("file", "csd")
@@ -25,7 +24,7 @@ SSD_KINDS = ("file", "csd")
 PING_PONG_STEPS = 16
 """A page that goes down and comes up again within so many steps has moved for nothing."""
 
-Victims = Callable[[int, int, Numbers, int], Numbers]
+Victims = Callable[[int, int, Int64s, int], Int64s]
 """(layer, sequence, pages of the middle in the pool, ascending; how many must go) -> those that go down."""
 
 
@@ -81,7 +80,7 @@ class StoreConfig:
 class Selection:
     """Tokens of the middle that are to be attended: `positions` int64 [batch, kv_heads, k], ascending, k may be 0."""
 
-    positions: Numbers
+    positions: Int64s
 
     def __post_init__(self) -> None:
         if self.positions.ndim != 3 or self.positions.dtype != np.int64:
@@ -99,7 +98,7 @@ class Selection:
         return Selection(np.empty((batch, kv_heads, 0), np.int64))
 
     @staticmethod
-    def of_pages(pages: Numbers, page_tokens: int) -> Selection:
+    def of_pages(pages: Int64s, page_tokens: int) -> Selection:
         """Returns the choice of all tokens of `pages` [batch, kv_heads, m]; they need not be in order."""
         ordered = np.sort(pages, axis=2)
         tokens = ordered[..., None] * page_tokens + np.arange(page_tokens)
@@ -123,7 +122,7 @@ class Gathered:
 
     keys: Any
     values: Any
-    positions: Numbers
+    positions: Int64s
     _give_back: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:
@@ -140,7 +139,8 @@ class Traffic:
     `moved_bytes` by (from, to, why). Tiers are "gpu", "cpu" and "ssd"; "device" is the memory inside the *emulated* device,
     so ("ssd", "device", ..) stays inside it, and ("ssd", "cpu", ..) is what crossed the link, headers included. Why:
     "spill", "fetch" (for attention), "move" (pool), "score" (keys or score blocks, and queries), "index" (keys alone),
-    "restore", "attend" (cpu to gpu). `hits_*`: chosen tokens of the middle found in that tier, over all heads.
+    "restore", "attend" (cpu to gpu). `ping_pong_pages`: those that went up and had gone down shortly before. `hits_*`:
+    chosen tokens of the middle found in that tier, over all heads.
     """
 
     moved_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -158,19 +158,11 @@ class Traffic:
             with self._lock:
                 self.moved_bytes[source, target, why] += size_bytes
 
-    def add_moves(self, up: int = 0, down: int = 0, ping_pong: int = 0) -> None:
-        """Counts pages that moved, and how many of those that went up had gone down shortly before."""
+    def count(self, **more: int) -> None:
+        """Adds to counters by name: pages that moved, and chosen tokens by where they were."""
         with self._lock:
-            self.pages_up += up
-            self.pages_down += down
-            self.ping_pong_pages += ping_pong
-
-    def add_hits(self, cpu: int, ssd: int, gpu: int = 0) -> None:
-        """Counts chosen tokens by where they were."""
-        with self._lock:
-            self.hits_gpu += gpu
-            self.hits_cpu += cpu
-            self.hits_ssd += ssd
+            for name, count in more.items():
+                setattr(self, name, getattr(self, name) + count)
 
     def bytes_between(self, source: str, target: str, why: str | None = None) -> int:
         """Returns the bytes that moved from one tier to another, for one reason or for all."""

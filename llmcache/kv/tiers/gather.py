@@ -16,13 +16,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.arrays import Bytes, Flags, Int64s
 from llmcache.kv.csd import KvRows
-from llmcache.kv.tiers.config import Arrays, Gathered, Numbers, Selection
-from llmcache.kv.tiers.pool import NOT_HERE, Landing, Pool, copy_pages, mark_missing
+from llmcache.kv.tiers.config import Arrays, Gathered, Selection, StoreConfig
+from llmcache.kv.tiers.pool import NOT_HERE, Destination, Pool, copy_pages, mark_missing
 from llmcache.kv.tiers.spill import Spill
-from llmcache.kv.tiers.table import State
+from llmcache.kv.tiers.ssd import CsdTier, FileTier
+from llmcache.kv.tiers.table import Sequences
 
 Sides = tuple[NDArray[Any], NDArray[Any]]
+Memory = tuple[Bytes, Bytes]
 ASKED_ROWS = 1 << 20
 """What a device is asked for at a time: the numbers of the rows must fit its desk."""
 KEPT_BUFFERS = 4
@@ -41,19 +44,19 @@ class FastTier(Protocol):
     others. One thread at a time.
     """
 
-    def have(self, layer: int, pages: Numbers) -> NDArray[np.bool_]:
+    def have(self, layer: int, pages: Int64s) -> Flags:
         """Returns for each of `pages` [n] whether it is there, and counts it as used."""
 
-    def put(self, layer: int, pages: Numbers, keys: NDArray[Any], values: NDArray[Any]) -> None:
+    def put(self, layer: int, pages: Int64s, keys: NDArray[Any], values: NDArray[Any]) -> None:
         """Takes pages, [n, kv_heads, page_tokens, dim] (int8 as float32), in place of the longest unused; copies them.
 
         ValueError if more pages are used in one gather than there is room.
         """
 
-    def rows(self, layer: int, pages: Numbers, offsets: Numbers) -> tuple[Any, Any]:
+    def rows(self, layer: int, pages: Int64s, offsets: Int64s) -> tuple[Any, Any]:
         """Returns keys and values [batch, kv_heads, k, dim] of head h's tokens `offsets` [.., k] in `pages` [.., k]."""
 
-    def drop(self, pages: Numbers) -> None:
+    def drop(self, pages: Int64s) -> None:
         """Forgets pages, in all layers."""
 
 
@@ -63,8 +66,8 @@ class Staged:
 
     layer: int
     middle: range
-    positions: Numbers
-    memory: tuple[NDArray[np.uint8], NDArray[np.uint8]]
+    positions: Int64s
+    memory: Memory
     tokens: int
 
 
@@ -73,9 +76,9 @@ class Buffers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
+        self._free: list[Memory] = []
 
-    def take(self, key_bytes: int, value_bytes: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    def take(self, key_bytes: int, value_bytes: int) -> Memory:
         """Returns memory for at least so many bytes of keys and of values."""
         with self._lock:
             for index, (keys, values) in enumerate(self._free):
@@ -84,54 +87,70 @@ class Buffers:
         # An eighth more: the next step needs a little more than this one.
         return np.empty(key_bytes + key_bytes // 8, np.uint8), np.empty(value_bytes + value_bytes // 8, np.uint8)
 
-    def give_back(self, memory: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> None:
+    def give_back(self, memory: Memory) -> None:
         """Takes memory that nobody uses any more."""
         with self._lock:
             self._free = [memory, *self._free][:KEPT_BUFFERS]
 
 
-class Gatherer:
-    """Gathers for one store; `spill`: where the pages are that are not in memory."""
+class Gatherer(Sequences):
+    """The part of a store that brings what a layer attends to side by side."""
 
-    def __init__(self, state: State, spill: Spill | None) -> None:
-        self._state, self._spill = state, spill
+    _spill: Spill | None
+    """Where the pages are that are not in memory."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        super().__init__(config)
         self._buffers = Buffers()
         self._served: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def stage(self, layer: int, selection: Selection, length: int | None = None) -> Staged:
-        """Fetches the chosen rows of a layer, which will be `length` tokens long when the result is completed."""
-        state = self._state
-        state.checked(layer)
-        middle = state.middle
+        """Fetches what is chosen ahead of time, for a later `gather`; ValueError if it is not all in the middle.
+
+        `length`: tokens the layer will have then; None: one more than now, as in a decode step.
+        """
+        self.checked(layer)
+        middle = self.middle
         positions = self._checked(selection, middle)
-        # Else as in a decode step: one token will have been appended.
-        expected = self._total(middle, selection.count, state.tokens.length + 1 if length is None else length)
+        expected = self._total(middle, selection.count, self.length + 1 if length is None else length)
         staged = Staged(layer, middle, positions, self._memory(expected), expected)
-        self._copy_in(staged, positions, middle.start * state.shape.page_tokens, True)
+        self._copy_in(staged, positions, middle.start * self.shape.page_tokens, True)
         return staged
 
-    def gather(self, layer: int, chosen: Selection | Staged) -> Gathered:
-        """Returns all that a layer attends to now."""
-        self._state.checked(layer)
-        length = int(self._state.lengths[layer])
-        staged = chosen if isinstance(chosen, Staged) else self.stage(layer, chosen, length)
+    def gather(self, layer: int, selection: Selection | None = None, *, staged: Staged | None = None) -> Gathered:
+        """Returns sink, chosen tokens, window and tail of a layer, as far as it was appended.
+
+        Either a `selection` or what `stage` made of one. Staged rows keep: what has left the window meanwhile comes along.
+        """
+        if (selection is None) == (staged is None):
+            raise ValueError("selection: either a selection or what was staged is needed")
+        self.checked(layer)
+        length = int(self.lengths[layer])
+        if selection is not None:
+            staged = self.stage(layer, selection, length)
+        assert staged is not None
         if staged.layer != layer:
             raise ValueError(f"staged: it is of layer {staged.layer}, not of {layer}")
-        lead, count = staged.middle.start * self._state.shape.page_tokens, staged.positions.shape[2]
+        lead, count = staged.middle.start * self.shape.page_tokens, staged.positions.shape[2]
         total = self._total(staged.middle, count, length)
         if total != staged.tokens:
             self._resize(staged, lead, count, total)
-        positions = self.with_ends(staged.middle, staged.positions, length)
+        positions = self._with_ends(staged.middle, staged.positions, length)
         self._copy_in(staged, positions[:, :, :lead], 0, False)
         self._copy_in(staged, positions[:, :, lead + count :], lead + count, False)
         keys, values = self._views(staged)
         return Gathered(keys, values, positions, partial(self._buffers.give_back, staged.memory))
 
-    def _checked(self, selection: Selection, middle: range) -> Numbers:
-        state, found = self._state, selection.positions
-        if found.shape[:2] != (state.table.batch, state.shape.kv_heads):
-            raise ValueError(f"positions: shape {found.shape}, [{state.table.batch}, {state.shape.kv_heads}, k] is needed")
-        first, end = (page * state.shape.page_tokens for page in (middle.start, middle.stop))
+    def attended_positions(self, layer: int, selection: Selection) -> Int64s:
+        """Returns the positions [batch, kv_heads, k] of all that a layer attends to now: what `gather` would give."""
+        self.checked(layer)
+        return self._with_ends(self.middle, selection.positions, int(self.lengths[layer]))
+
+    def _checked(self, selection: Selection, middle: range) -> Int64s:
+        found = selection.positions
+        if found.shape[:2] != (self.batch, self.shape.kv_heads):
+            raise ValueError(f"positions: shape {found.shape}, [{self.batch}, {self.shape.kv_heads}, k] is needed")
+        first, end = (page * self.shape.page_tokens for page in (middle.start, middle.stop))
         if found.size and (found[..., 0].min() < first or found[..., -1].max() >= end):
             raise ValueError(f"positions: only tokens {first} to {end - 1} can be chosen")
         # The compiled loops are made for one kind of array.
@@ -139,29 +158,29 @@ class Gatherer:
         return found if plain else found.copy()
 
     def _total(self, middle: range, count: int, length: int) -> int:
-        return length - len(middle) * self._state.shape.page_tokens + count
+        return length - len(middle) * self.shape.page_tokens + count
 
-    def with_ends(self, middle: range, chosen: Numbers, length: int) -> Numbers:
+    def _with_ends(self, middle: range, chosen: Int64s, length: int) -> Int64s:
         """Returns the positions of sink, `chosen` (of the middle), window and tail, [batch, kv_heads, all]."""
-        size = self._state.shape.page_tokens
+        size = self.shape.page_tokens
         sink, recent = (
             np.broadcast_to(np.arange(start, stop, dtype=np.int64), (*chosen.shape[:2], stop - start))
             for start, stop in ((0, middle.start * size), (middle.stop * size, length))
         )
         return np.concatenate([sink, chosen, recent], axis=2)
 
-    def _memory(self, tokens: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        shape = self._state.shape
-        rows = self._state.table.batch * shape.kv_heads * tokens * self._dtype().itemsize
+    def _memory(self, tokens: int) -> Memory:
+        shape = self.shape
+        rows = self.batch * shape.kv_heads * tokens * self._dtype().itemsize
         return self._buffers.take(rows * shape.head_dim, rows * shape.value_dim)
 
     def _dtype(self) -> np.dtype[Any]:
-        shape = self._state.shape
+        shape = self.shape
         return np.dtype(np.float32) if shape.dtype == "int8" else shape.numpy_dtype
 
     def _views(self, staged: Staged) -> Sides:
-        shape, dtype = self._state.shape, self._dtype()
-        forms = ((self._state.table.batch, shape.kv_heads, staged.tokens, dim) for dim in (shape.head_dim, shape.value_dim))
+        shape, dtype = self.shape, self._dtype()
+        forms = ((self.batch, shape.kv_heads, staged.tokens, dim) for dim in (shape.head_dim, shape.value_dim))
         keys, values = (
             memory[: int(np.prod(form)) * dtype.itemsize].view(dtype).reshape(form)
             for memory, form in zip(staged.memory, forms, strict=True)
@@ -176,50 +195,51 @@ class Gatherer:
             into[:, :, lead : lead + count] = rows[:, :, lead : lead + count]
         self._buffers.give_back(memory)
 
-    def _copy_in(self, staged: Staged, positions: Numbers, first: int, chosen: bool) -> None:
+    def _copy_in(self, staged: Staged, positions: Int64s, first: int, chosen: bool) -> None:
         """Copies the rows at `positions` [batch, kv_heads, k] to `first` and behind it."""
         if not positions.size:
             return
-        state = self._state
         outs = [side[:, :, first : first + positions.shape[2]] for side in self._views(staged)]
-        pool, table = state.checked(staged.layer), state.table.table
+        pool, table = self.checked(staged.layer), self.table.table
         with pool.lock:
-            pool.know(state.table.numbers)  # another layer may have got pages since it was checked
+            pool.know(self.table.numbers)  # another layer may have got pages since it was checked
             index = pool.slot_of[table]
-            marked = [mark_missing(*pair, state.shape.page_tokens) for pair in zip(index, positions, strict=True)]
+            marked = [mark_missing(*pair, self.shape.page_tokens) for pair in zip(index, positions, strict=True)]
             missing = sum(count for count, _ in marked)
             if missing < positions.size:
-                copy_pages((pool.keys, pool.values), index, positions, outs, state.config.threads)
+                copy_pages((pool.keys, pool.values), index, positions, outs, self.config.threads)
         if missing and self._spill is not None:
             # Not under the lock: who waits for the disk must not keep others from the pool.
             pages = [of_sequence for _, of_sequence in marked]
-            fetch = self._fetch_rows if self._spill.ssd.near_data else self._fetch_pages
-            fetch(self._spill, staged.layer, pages, positions, outs)
+            if isinstance(self._spill.ssd, CsdTier):
+                self._fetch_rows(self._spill.ssd, staged.layer, pages, positions, outs)
+            else:
+                self._fetch_pages(self._spill.ssd, staged.layer, pages, positions, outs)
         if chosen:
-            state.traffic.add_hits(cpu=positions.size - missing, ssd=missing)
+            self.traffic.count(hits_cpu=positions.size - missing, hits_ssd=missing)
 
     # From the ssd tier: pages of a file, each once for all heads; single rows of a device
 
-    def _fetch_pages(self, spill: Spill, layer: int, missing: list[Numbers], positions: Numbers, outs: Arrays) -> None:
+    def _fetch_pages(self, ssd: FileTier, layer: int, missing: list[Int64s], positions: Int64s, outs: Arrays) -> None:
         """Reads the pages `missing` of each sequence; the threads that read them copy their rows, so the disk is never idle.
 
         `positions` [batch, kv_heads, k]; `outs`: keys and values [batch, kv_heads, k, dim].
         """
         # As it is now: while pages are read, another layer may get pages with numbers that are not known here.
-        state, table = self._state, self._state.table.table
+        table = self.table.table
         numbers = np.unique(np.concatenate([table[b, pages] for b, pages in enumerate(missing)]))
-        for stream, found in state.table.by_stream(numbers):
-            known = np.full(state.table.numbers, NOT_HERE, np.int64)
+        for stream, found in self.table.by_stream(numbers):
+            known = np.full(self.table.numbers, NOT_HERE, np.int64)
             known[found] = np.arange(len(found))
-            landing = Landing(known[table], positions, outs, state.shape.page_tokens)
-            spill.ssd.read_through(stream, layer, state.table.places(found), landing.take, "fetch")
+            target = Destination(known[table], positions, outs, self.shape.page_tokens)
+            ssd.read_through(stream, layer, self.table.places(found), target.take, "fetch")
 
-    def _fetch_rows(self, spill: Spill, layer: int, missing: list[Numbers], positions: Numbers, outs: Arrays) -> None:
+    def _fetch_rows(self, ssd: CsdTier, layer: int, missing: list[Int64s], positions: Int64s, outs: Arrays) -> None:
         """As `_fetch_pages`; asks a device for the rows alone, those of some pages at a time."""
-        size = self._state.shape.page_tokens
-        most = max(1, ASKED_ROWS // (self._state.shape.kv_heads * size))
+        size = self.shape.page_tokens
+        most = max(1, ASKED_ROWS // (self.shape.kv_heads * size))
         for b, of_sequence in enumerate(missing):
-            streams = self._state.table.stream[self._state.table.table[b]]
+            streams = self.table.stream[self.table.table[b]]
             for pages in (of_sequence[first : first + most] for first in range(0, len(of_sequence), most)):
                 wanted = np.zeros(len(streams), np.bool_)
                 wanted[pages] = True
@@ -229,38 +249,41 @@ class Gatherer:
                     of_pages = wanted & (streams == stream)
                     here = [of_pages[of_head // size] for of_head in positions[b]]
                     local = [of_head[mask] - first for of_head, mask in zip(positions[b], here, strict=True)]
-                    _lay_out(spill.ssd.gather(stream, layer, local, "fetch"), here, [out[b] for out in outs])
+                    _lay_out(ssd.gather(stream, layer, local, "fetch"), here, [out[b] for out in outs])
 
     # Through a fast tier
 
-    def drop(self, numbers: Numbers) -> None:
+    def _drop_served(self, numbers: Int64s) -> None:
         """Has all fast tiers that were served forget pages."""
         if len(numbers):
             for fast in list(self._served):
                 fast.drop(numbers)
 
     def gather_fast(self, layer: int, selection: Selection, fast: FastTier) -> Gathered:
-        """Returns all that a layer attends to now, from `fast`."""
-        state, size = self._state, self._state.shape.page_tokens
-        pool, middle, length = state.checked(layer), state.middle, int(state.lengths[layer])
+        """As `gather`, but keys and values come from `fast`, to which only pages are sent that are not there yet.
+
+        They are what its `rows` returns, for instance tensors on a gpu; int8 as float32. Bytes are counted as "attend".
+        """
+        size = self.shape.page_tokens
+        pool, middle, length = self.checked(layer), self.middle, int(self.lengths[layer])
         self._served.add(fast)
-        positions = self.with_ends(middle, self._checked(selection, middle), length)
-        numbers = np.stack([row[pages] for row, pages in zip(state.table.table, positions // size, strict=True)])
+        positions = self._with_ends(middle, self._checked(selection, middle), length)
+        numbers = np.stack([row[pages] for row, pages in zip(self.table.table, positions // size, strict=True)])
         used = np.unique(numbers)
         # A page that is being filled is another at every step.
-        filling = np.isin(used, state.table.table[:, length // size :])
+        filling = np.isin(used, self.table.table[:, length // size :])
         there = np.zeros(len(used), np.bool_)
         there[~filling] = fast.have(layer, used[~filling])
         chosen = numbers[:, :, middle.start * size :][:, :, : selection.count]
         on_gpu = np.isin(chosen, used[there])
         gpu, cpu = int(on_gpu.sum()), int(((pool.slot_of[chosen] != NOT_HERE) & ~on_gpu).sum())
-        state.traffic.add_hits(gpu=gpu, cpu=cpu, ssd=chosen.size - cpu - gpu)
+        self.traffic.count(hits_gpu=gpu, hits_cpu=cpu, hits_ssd=chosen.size - cpu - gpu)
         self._send(layer, pool, used[~there], fast)
         keys, values = fast.rows(layer, numbers, positions % size)
         fast.drop(used[filling])
         return Gathered(keys, values, positions)
 
-    def _send(self, layer: int, pool: Pool, numbers: Numbers, fast: FastTier) -> None:
+    def _send(self, layer: int, pool: Pool, numbers: Int64s, fast: FastTier) -> None:
         with pool.lock:
             here = pool.slot_of[numbers] != NOT_HERE
             held = pool.take(pool.slot_of[numbers[here]])
@@ -269,7 +292,7 @@ class Gatherer:
             for found, arrays in self._spill.read(layer, numbers[~here], "fetch"):
                 self._put(layer, found, arrays, fast)
 
-    def _put(self, layer: int, numbers: Numbers, arrays: Arrays, fast: FastTier) -> None:
+    def _put(self, layer: int, numbers: Int64s, arrays: Arrays, fast: FastTier) -> None:
         if not len(numbers):
             return
         keys, values = arrays[:2]
@@ -277,10 +300,10 @@ class Gatherer:
             with np.errstate(all="ignore"):  # behind the last token of a page that is being filled there is anything
                 keys, values = (arrays[side].astype(np.float32) * arrays[side + 2][..., None] for side in (0, 1))
         fast.put(layer, numbers, keys, values)
-        self._state.traffic.add("cpu", "gpu", "attend", keys.nbytes + values.nbytes)
+        self.traffic.add("cpu", "gpu", "attend", keys.nbytes + values.nbytes)
 
 
-def _lay_out(rows: KvRows, here: list[NDArray[np.bool_]], outs: Arrays) -> None:
+def _lay_out(rows: KvRows, here: list[Flags], outs: Arrays) -> None:
     """Puts rows, head after head, where `here` [k] of each head says; int8 becomes float32, times its scales."""
     done = 0
     for head, mask in enumerate(here):

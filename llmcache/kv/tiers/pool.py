@@ -20,10 +20,11 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.arrays import Floats, Int64s
 from llmcache.kv.kernels import score_pages
 from llmcache.kv.kernels.threads import Job, processors, run_all
 from llmcache.kv.spill import KvShape
-from llmcache.kv.tiers.config import Arrays, Floats, Numbers
+from llmcache.kv.tiers.config import Arrays
 
 NOT_HERE = -1
 EVERYWHERE = range(1 << 62)
@@ -60,13 +61,6 @@ class Pool:
         self._arrays: Arrays = []
         self._grow(0)
 
-    def _forms(self) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-        shape = self.shape
-        rows = (shape.kv_heads, shape.page_tokens)
-        forms: list[tuple[tuple[int, ...], np.dtype[Any]]]
-        forms = [((*rows, dim), shape.numpy_dtype) for dim in (shape.head_dim, shape.value_dim)]
-        return forms + ([(rows, np.dtype(np.float32))] * 2 if shape.dtype == "int8" else [])
-
     @property
     def keys(self) -> Rows:
         """Keys in all slots, with their scales."""
@@ -96,7 +90,7 @@ class Pool:
                 self.since = np.concatenate([self.since, np.zeros(more, np.int64)])
                 self.down_at = np.concatenate([self.down_at, np.full(more, -(1 << 62), np.int64)])
 
-    def add(self, numbers: Numbers) -> Numbers:
+    def add(self, numbers: Int64s) -> Int64s:
         """Returns the slots of pages, giving one to each that has none; what is in a new slot is undefined."""
         fresh = numbers[self.slot_of[numbers] == NOT_HERE]
         if len(fresh):
@@ -114,20 +108,20 @@ class Pool:
         slots = max(16, 2 * self._slots)
         slots = max(needed, slots if self.most is None else min(slots, self.most))
         old = self._arrays
-        self._arrays = [np.empty((slots, *form), dtype) for form, dtype in self._forms()]
+        self._arrays = [np.empty(*form) for form in self.shape.forms(slots, self.shape.kv_heads, self.shape.page_tokens)]
         for into, array in zip(self._arrays, old, strict=False):
             into[: self._slots] = array
         self._free = [*range(slots - 1, self._slots - 1, -1), *self._free]
         self._slots = slots
 
-    def drop(self, numbers: Numbers) -> None:
+    def drop(self, numbers: Int64s) -> None:
         """Gives the slots of those pages back that have one."""
         slots = self.slot_of[numbers]
         # The lowest on top: slots of neighbours stay neighbours.
         self._free += sorted(slots[slots != NOT_HERE].tolist(), reverse=True)
         self.slot_of[numbers] = NOT_HERE
 
-    def forget(self, numbers: Numbers) -> None:
+    def forget(self, numbers: Int64s) -> None:
         """As `drop`, for pages that are no more: their numbers will be those of others."""
         numbers = numbers[numbers < len(self.slot_of)]
         self.drop(numbers)
@@ -139,7 +133,7 @@ class Pool:
         for array in self._arrays:
             array[into] = array[self.slot_of[source]]
 
-    def fill(self, numbers: Numbers, rows: Arrays, offset: int = 0) -> None:
+    def fill(self, numbers: Int64s, rows: Arrays, offset: int = 0) -> None:
         """Lays tokens out in pages, from token `offset` of the first page on.
 
         `rows`: keys, values and for int8 their scales, [kv_heads, tokens, ..]; they end in the last of the pages `numbers`.
@@ -157,13 +151,13 @@ class Pool:
                 rest = part[:, first + whole * size :]
                 array[slots[-1], :, : rest.shape[1]] = rest
 
-    def put(self, numbers: Numbers, pages: Arrays) -> None:
+    def put(self, numbers: Int64s, pages: Arrays) -> None:
         """Lays whole pages in: `pages` are keys, values and for int8 their scales, each [pages, ..]."""
         slots = self.add(numbers)
         for array, part in zip(self._arrays, pages, strict=True):
             array[slots] = part
 
-    def take(self, slots: Numbers) -> Arrays:
+    def take(self, slots: Int64s) -> Arrays:
         """Returns copies of keys, values and for int8 their scales in `slots`, [slots, ..]."""
         return [array[slots] for array in self._arrays]
 
@@ -172,7 +166,7 @@ class Pool:
         return [array[self.slot_of[number]] for array in self._arrays]
 
 
-def runs(slots: Numbers) -> Iterator[tuple[int, int, int]]:
+def runs(slots: Int64s) -> Iterator[tuple[int, int, int]]:
     """Yields (first, count, step): `slots[first : first + count]`, ascending, lie `step` slots apart."""
     steps = np.diff(slots)
     changes = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
@@ -183,7 +177,7 @@ def runs(slots: Numbers) -> Iterator[tuple[int, int, int]]:
         first = last + 1
 
 
-def score_slots(keys: Rows, slots: Numbers, queries: Floats, combine: str, threads: int | None) -> Floats:
+def score_slots(keys: Rows, slots: Int64s, queries: Floats, combine: str, threads: int | None) -> Floats:
     """Returns the scores [kv_heads, n * page_tokens] of the pages in `slots` [n], in their order."""
     heads, tokens = keys.pages.shape[1:3]
     order = np.argsort(slots)
@@ -201,7 +195,7 @@ def score_slots(keys: Rows, slots: Numbers, queries: Floats, combine: str, threa
     return out.reshape(heads, -1)
 
 
-def copy_pages(sides: tuple[Rows, Rows], index: Numbers, positions: Numbers, outs: Arrays, threads: int | None) -> None:
+def copy_pages(sides: tuple[Rows, Rows], index: Int64s, positions: Int64s, outs: Arrays, threads: int | None) -> None:
     """Copies the rows that `sides` (keys, values) have to `outs` [batch, kv_heads, k, dim]; the others stay.
 
     `index` [batch, pages]: which page of `sides` each page of a sequence is, below 0 if none. `positions` [batch, kv_heads,
@@ -223,7 +217,7 @@ def copy_pages(sides: tuple[Rows, Rows], index: Numbers, positions: Numbers, out
     run_all(jobs, threads)
 
 
-class Landing:
+class Destination:
     """Where rows go whose pages come a few at a time, taken by many threads: each writes what no other does.
 
     `index` [batch, pages]: the place among all that come that each page of a sequence has, below 0 if none; pages come in
@@ -231,7 +225,7 @@ class Landing:
     kv_heads, k, dim].
     """
 
-    def __init__(self, index: Numbers, positions: Numbers, outs: Arrays, page_tokens: int) -> None:
+    def __init__(self, index: Int64s, positions: Int64s, outs: Arrays, page_tokens: int) -> None:
         self._index, self._positions, self._outs = index, positions, outs
         self._page_tokens = page_tokens
         self._coming = [np.flatnonzero(of_sequence >= 0) for of_sequence in index]
@@ -246,7 +240,7 @@ class Landing:
 
 
 def copy_rows(
-    source: Rows, index: Numbers, positions: Numbers, out: NDArray[Any], first: int = 0, part: range = EVERYWHERE
+    source: Rows, index: Int64s, positions: Int64s, out: NDArray[Any], first: int = 0, part: range = EVERYWHERE
 ) -> None:
     """Copies the rows of one sequence that `source` has to `out` [kv_heads, k, dim], in this thread.
 
@@ -273,7 +267,7 @@ def _in_words(rows: NDArray[Any], word: np.dtype[Any]) -> tuple[NDArray[Any], tu
     return flat.view(word), (rows.strides[0] // word.itemsize, rows.strides[1] // word.itemsize)
 
 
-def mark_missing(index: Numbers, positions: Numbers, tokens: int) -> tuple[int, Numbers]:
+def mark_missing(index: Int64s, positions: Int64s, tokens: int) -> tuple[int, Int64s]:
     """Returns how many of `positions` [kv_heads, k] are in pages whose `index` is below 0, and these pages, ascending."""
     marks = np.zeros(len(index), np.uint8)
     count = sum(_mark(index, of_head, tokens, marks) for of_head in positions) if (index < 0).any() else 0

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import DataError, LlmcacheError
 from llmcache.kv.csd import ScoreBlock
-from llmcache.kv.tiers.config import PING_PONG_STEPS, Arrays, Floats, Numbers
+from llmcache.kv.tiers.config import PING_PONG_STEPS, Arrays
 from llmcache.kv.tiers.pool import NOT_HERE, Pool
-from llmcache.kv.tiers.restore import Tables
-from llmcache.kv.tiers.ssd import Ask, SsdTier
-from llmcache.kv.tiers.table import NOWHERE, State
+from llmcache.kv.tiers.ssd import SsdTier
+from llmcache.kv.tiers.table import NOWHERE, Sequences, Tables
 
 Fresh = tuple[int, list[Arrays]]
 """First page that is new in a layer, and for each sequence the rows of all new full pages."""
@@ -33,7 +33,7 @@ Fresh = tuple[int, list[Arrays]]
 class Spill:
     """What one store has on its ssd tier; `written`: the tables that are on the disk beside the spill file."""
 
-    def __init__(self, state: State, ssd: SsdTier, written: Tables | None) -> None:
+    def __init__(self, state: Sequences, ssd: SsdTier, written: Tables | None) -> None:
         self._state, self.ssd = state, ssd
         assert state.config.path is not None
         self._path = state.config.path
@@ -56,13 +56,13 @@ class Spill:
         table = self._state.table
         return [(int(table.stream[number]), int(table.place[number])) for number in table.table[:, page]]
 
-    def is_spilled(self, layer: int, numbers: Numbers) -> NDArray[np.bool_]:
+    def is_spilled(self, layer: int, numbers: Int64s) -> Flags:
         """Returns for each of `numbers` whether the page of a layer is on the ssd tier."""
         streams, places = self._state.table.stream[numbers], self._state.table.place[numbers]
         ends = np.zeros(int(streams.max(initial=NOWHERE)) + 2, np.int64)  # the last for pages that are nowhere
         for stream in np.unique(streams[streams != NOWHERE]).tolist():
             ends[stream] = self.ssd.pages(stream, layer)
-        found: NDArray[np.bool_] = (places < ends[streams]) & (streams != NOWHERE)
+        found: Flags = (places < ends[streams]) & (streams != NOWHERE)
         return found
 
     # Writing
@@ -263,7 +263,7 @@ class Spill:
 
     # Reading and moving
 
-    def read(self, layer: int, numbers: Numbers, why: str) -> Iterator[tuple[Numbers, Arrays]]:
+    def read(self, layer: int, numbers: Int64s, why: str) -> Iterator[tuple[Int64s, Arrays]]:
         """Yields pages with their numbers, stream by stream, as keys, values and for int8 their scales.
 
         Arrays [pages, kv_heads, page_tokens, ..] are valid until the next.
@@ -274,14 +274,14 @@ class Spill:
                 sides = (pages.keys, pages.values, pages.key_scales, pages.value_scales)
                 yield found, [side for side in sides if side is not None]
 
-    def read_keys(self, layer: int, numbers: Numbers) -> Iterator[tuple[Numbers, NDArray[Any], Floats | None]]:
+    def read_keys(self, layer: int, numbers: Int64s) -> Iterator[tuple[Int64s, NDArray[Any], Floats | None]]:
         """Yields the keys of pages and for int8 their scales, with their numbers, stream by stream."""
         table = self._state.table
         for stream, found in table.by_stream(numbers):
             yield found, *self.ssd.read_keys(stream, layer, table.places(found), "index")
 
     def score(
-        self, layer: int, sequence: int, pages: Numbers, queries: Floats, combine: str, block_tokens: int
+        self, layer: int, sequence: int, pages: Int64s, queries: Floats, combine: str, block_tokens: int
     ) -> Iterator[ScoreBlock]:
         """Yields score blocks of `pages` of a sequence, ascending, stream after stream."""
         table = self._state.table
@@ -290,10 +290,10 @@ class Spill:
         for stream in np.unique(streams).tolist():
             here = streams == stream
             shift = int(pages[here][0] - places[here][0]) * self._state.shape.page_tokens
-            for block in self.ssd.score(Ask(stream, layer, places[here], queries, combine, block_tokens)):
+            for block in self.ssd.score(stream, layer, places[here], queries, combine, block_tokens):
                 yield ScoreBlock(block.head, block.positions + shift, block.scores)
 
-    def up(self, layer: int, sequence: int, pages: Numbers) -> None:
+    def up(self, layer: int, sequence: int, pages: Int64s) -> None:
         """Reads pages of the middle into the pool; ValueError if it has no room for them."""
         state = self._state
         pool = state.checked(layer, sequence)
@@ -307,16 +307,16 @@ class Spill:
                 self._check_room(pool, sequence, int(fresh.sum()))
                 pool.put(found[fresh], [array[fresh] for array in arrays])
                 again = state.step - pool.down_at[found[fresh]] <= PING_PONG_STEPS
-            state.traffic.add_moves(up=int(fresh.sum()), ping_pong=int(again.sum()))
+            state.traffic.count(pages_up=int(fresh.sum()), ping_pong_pages=int(again.sum()))
 
     def _check_room(self, pool: Pool, sequence: int, more: int) -> None:
         bound = self._state.config.cpu_pages
-        full = self._state.tokens.length // self._state.shape.page_tokens
+        full = self._state.length // self._state.shape.page_tokens
         there = int((pool.slot_of[self._state.table.table[sequence, :full]] != NOT_HERE).sum())
         if bound is not None and there + more > bound:
             raise ValueError(f"pages: {more} more, the pool has {there} of {bound} pages of sequence {sequence}")
 
-    def bring(self, layer: int, numbers: Numbers) -> None:
+    def bring(self, layer: int, numbers: Int64s) -> None:
         """Has pages in the pool, whatever its bound is."""
         pool = self._state.checked(layer)
         with pool.lock:
@@ -325,7 +325,7 @@ class Spill:
             with pool.lock:
                 pool.put(found, arrays)
 
-    def down(self, layer: int, sequence: int, pages: Numbers) -> None:
+    def down(self, layer: int, sequence: int, pages: Int64s) -> None:
         """Drops pages of the middle from the pool; those that are not in it stay where they are."""
         state = self._state
         pool = state.checked(layer, sequence)
@@ -337,10 +337,10 @@ class Spill:
                 raise ValueError(f"pages: not all of {pages.tolist()} could be written to the ssd tier so far: spill first")
             self._drop(pool, np.unique(numbers[here]))
 
-    def _drop(self, pool: Pool, numbers: Numbers) -> None:
+    def _drop(self, pool: Pool, numbers: Int64s) -> None:
         pool.drop(numbers)
         pool.down_at[numbers] = self._state.step
-        self._state.traffic.add_moves(down=len(numbers))
+        self._state.traffic.count(pages_down=len(numbers))
 
     def trim(self, layer: int, tokens: int, more: int = 0, placing: bool = False) -> None:
         """Drops pages between sink and window, counted for `tokens` tokens, until each sequence has room for `more`.
@@ -367,14 +367,14 @@ class Spill:
                     else:
                         self._drop(pool, chosen)
 
-    def _victims(self, pool: Pool, layer: int, sequence: int, pages: Numbers, count: int) -> Numbers:
+    def _victims(self, pool: Pool, layer: int, sequence: int, pages: Int64s, count: int) -> Int64s:
         if self._state.victims is not None:
             chosen = np.unique(self._state.victims(layer, sequence, pages, count))
             if len(chosen) != count or not np.isin(chosen, pages).all():
                 raise ValueError(f"victims: {chosen.tolist()} were named, {count} of {pages.tolist()} are needed")
             return chosen
         since = pool.since[self._state.table.table[sequence, pages]]
-        oldest: Numbers = pages[np.argsort(since, kind="stable")[:count]]
+        oldest: Int64s = pages[np.argsort(since, kind="stable")[:count]]
         return oldest
 
 

@@ -8,100 +8,40 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.errors import LlmcacheError, UsageError
+from llmcache.arrays import Floats, Int64s
+from llmcache.errors import LlmcacheError
 from llmcache.kv.csd import EmulatedCsd, KvRows, ScoreBlock
-from llmcache.kv.csd.blocks import BLOCK_TOKENS
 from llmcache.kv.kernels import score_pages
 from llmcache.kv.spill import KvPages, Recovery, Room, SpillFile
+from llmcache.kv.spill.layout import KEYS, view_slots
 from llmcache.kv.spill.reader import TakeRows
-from llmcache.kv.spill.reading import KEYS, rows
-from llmcache.kv.tiers.config import Arrays, Floats, Numbers, StoreConfig, Traffic
+from llmcache.kv.tiers.config import Arrays, StoreConfig, Traffic
 
 KeyRows = tuple[NDArray[Any], Floats | None]
 KEPT_ROOMS = 2
 SCORE_BYTES = 1 << 22
 """Keys that the host reads before it scores them."""
+MOVED = (
+    ("ssd", "cpu", "link_to_host_bytes"),
+    ("cpu", "ssd", "link_to_device_bytes"),
+    ("ssd", "device", "internal_read_bytes"),
+    ("device", "ssd", "internal_written_bytes"),
+)
+"""What a device reports, as `Traffic` counts it."""
 
 
-@dataclass(frozen=True)
-class Ask:
-    """What is to be scored: queries [heads, head_dim] float32 against the keys of pages at `places` of a stream."""
+class FileTier:
+    """A spill file that this process reads and writes: whole pages come to the host.
 
-    stream: int
-    layer: int
-    places: Numbers
-    queries: Floats
-    combine: str = "max"
-    block_tokens: int = BLOCK_TOKENS
-
-
-class SsdTier(ABC):
-    """What both kinds can do. Pages are numbered within their stream; reasons ("why") are those of `Traffic`.
-
-    `near_data`: rows are gathered and keys scored where they lie; else whole pages come to the host.
+    Pages are numbered within their stream; reasons ("why") are those of `Traffic`.
     """
-
-    near_data = False
-
-    @abstractmethod
-    def pages(self, stream: int, layer: int) -> int:
-        """Returns how many pages of a layer are written; layer `shape.layers` stands for the tokens."""
-
-    @abstractmethod
-    def append(self, stream: int, layer: int, arrays: Arrays) -> None:
-        """Writes keys, values and for int8 their scales, [kv_heads, tokens, ..], behind the last page."""
-
-    @abstractmethod
-    def append_tokens(self, stream: int, ids: Numbers, positions: Numbers) -> None:
-        """Writes ids and positions of tokens behind the last page of tokens."""
-
-    @abstractmethod
-    def truncate(self, stream: int, pages: int) -> None:
-        """Takes away all pages of a stream from number `pages` on."""
-
-    @abstractmethod
-    def read(self, stream: int, layer: int, places: Numbers, why: str) -> contextlib.AbstractContextManager[KvPages]:
-        """Reads whole pages; they are valid while the context lasts."""
-
-    def read_through(self, stream: int, layer: int, places: Numbers, take: TakeRows, why: str) -> None:
-        """Reads whole pages and hands them to `take`, some at a time, by many threads; not where `near_data`."""
-        raise ValueError("ssd: of a device rows are gathered")
-
-    @abstractmethod
-    def read_keys(self, stream: int, layer: int, places: Numbers, why: str) -> KeyRows:
-        """Returns the keys of pages and for int8 their scales."""
-
-    def gather(self, stream: int, layer: int, positions: list[Numbers], why: str) -> KvRows:
-        """Returns single rows, by ascending token numbers of each head, and moves nothing else; only where `near_data`."""
-        raise ValueError("ssd: a file has nothing that could gather rows")
-
-    @abstractmethod
-    def score(self, ask: Ask) -> Iterator[ScoreBlock]:
-        """Yields score blocks as they come; positions count from the beginning of the stream."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Returns when all that was written will survive the machine."""
-
-    def restart(self) -> None:
-        """Starts a device that has died anew."""
-        raise UsageError("ssd: a file has no device that could be restarted", "use ssd='csd'")
-
-    @abstractmethod
-    def close(self) -> None:
-        """Flushes and ends it."""
-
-
-class FileTier(SsdTier):
-    """A spill file that this process reads and writes: whole pages come to the host."""
 
     def __init__(self, file: SpillFile, traffic: Traffic, threads: int | None) -> None:
         self._file, self._traffic, self._threads = file, traffic, threads
@@ -109,24 +49,27 @@ class FileTier(SsdTier):
         self._rooms_lock = threading.Lock()
 
     def pages(self, stream: int, layer: int) -> int:
-        """Returns how many pages of a layer are written."""
+        """Returns how many pages of a layer are written; layer `shape.layers` stands for the tokens."""
         return self._file.pages_by_layer(stream)[layer]
 
     def append(self, stream: int, layer: int, arrays: Arrays) -> None:
-        """Writes pages; EnvironmentProblem if there is no space, and then none of them is there."""
+        """Writes keys, values and for int8 their scales, [kv_heads, tokens, ..], behind the last page.
+
+        EnvironmentProblem if there is no space, and then none of them is there.
+        """
         self._traffic.add("cpu", "ssd", "spill", self._file.append(stream, layer, *arrays))
 
-    def append_tokens(self, stream: int, ids: Numbers, positions: Numbers) -> None:
-        """Writes tokens; errors as `append`."""
+    def append_tokens(self, stream: int, ids: Int64s, positions: Int64s) -> None:
+        """Writes ids and positions of tokens behind the last page of tokens; errors as `append`."""
         self._traffic.add("cpu", "ssd", "spill", self._file.append_tokens(stream, ids, positions))
 
     def truncate(self, stream: int, pages: int) -> None:
-        """Takes away pages."""
+        """Takes away all pages of a stream from number `pages` on."""
         self._file.truncate(stream, pages)
 
     @contextlib.contextmanager
-    def read(self, stream: int, layer: int, places: Numbers, why: str) -> Iterator[KvPages]:
-        """Reads whole pages into memory that is used again."""
+    def read(self, stream: int, layer: int, places: Int64s, why: str) -> Iterator[KvPages]:
+        """Reads whole pages into memory that is used again: they are valid while the context lasts."""
         room = self._take_room(len(places))
         try:
             found = self._file.read(stream, layer, places, room, self._threads)
@@ -137,8 +80,8 @@ class FileTier(SsdTier):
             with self._rooms_lock:
                 self._rooms = [room, *self._rooms][:KEPT_ROOMS]
 
-    def read_through(self, stream: int, layer: int, places: Numbers, take: TakeRows, why: str) -> None:
-        """Reads whole pages and hands them on."""
+    def read_through(self, stream: int, layer: int, places: Int64s, take: TakeRows, why: str) -> None:
+        """Reads whole pages and hands them to `take`, some at a time, by many threads."""
         self._file.read_through(stream, layer, places, take, self._threads)
         shape = self._file.shape
         self._traffic.add("ssd", "cpu", why, len(places) * (shape.key_slot_bytes + shape.value_slot_bytes))
@@ -150,29 +93,30 @@ class FileTier(SsdTier):
                     return self._rooms.pop(index)
         return Room(self._file.shape, pages + pages // 8)
 
-    def read_keys(self, stream: int, layer: int, places: Numbers, why: str) -> KeyRows:
-        """Returns the keys of pages."""
+    def read_keys(self, stream: int, layer: int, places: Int64s, why: str) -> KeyRows:
+        """Returns the keys of pages and for int8 their scales."""
         shape = self._file.shape
         slots = self._file.read_slots(stream, layer, places, KEYS)
         self._traffic.add("ssd", "cpu", why, slots.size)
-        return rows(shape, slots, shape.head_dim)
+        return view_slots(shape, slots, shape.head_dim)
 
-    def score(self, ask: Ask) -> Iterator[ScoreBlock]:
-        """Reads the keys to the host and scores them here."""
+    def score(
+        self, stream: int, layer: int, places: Int64s, queries: Floats, combine: str, block_tokens: int
+    ) -> Iterator[ScoreBlock]:
+        """Reads keys to the host and yields their score blocks; positions count from the beginning of the stream."""
         shape = self._file.shape
         share = max(1, SCORE_BYTES // shape.key_slot_bytes)
-        for first in range(0, len(ask.places), share):
-            places = ask.places[first : first + share]
-            keys, scales = self.read_keys(ask.stream, ask.layer, places, "score")
-            scores = score_pages(ask.queries, keys, scales, combine=ask.combine, threads=self._threads)
-            positions = (places[:, None] * shape.page_tokens + np.arange(shape.page_tokens)).reshape(-1)
-            for start in range(0, len(positions), ask.block_tokens):
-                part = slice(start, start + ask.block_tokens)
+        for some in (places[first : first + share] for first in range(0, len(places), share)):
+            keys, scales = self.read_keys(stream, layer, some, "score")
+            scores = score_pages(queries, keys, scales, combine=combine, threads=self._threads)
+            positions = (some[:, None] * shape.page_tokens + np.arange(shape.page_tokens)).reshape(-1)
+            for start in range(0, len(positions), block_tokens):
+                part = slice(start, start + block_tokens)
                 for head, of_head in enumerate(scores):
                     yield ScoreBlock(head, positions[part], of_head[part])
 
     def flush(self) -> None:
-        """Returns when all is on the disk."""
+        """Returns when all that was written will survive the machine."""
         self._file.flush()
 
     def close(self) -> None:
@@ -180,10 +124,8 @@ class FileTier(SsdTier):
         self._file.close()
 
 
-class CsdTier(SsdTier):
-    """The *emulated* device: scores and single rows come to the host."""
-
-    near_data = True
+class CsdTier:
+    """The *emulated* device: rows are gathered and keys scored where they lie; otherwise as `FileTier`."""
 
     def __init__(self, device: EmulatedCsd, traffic: Traffic) -> None:
         self.device, self._traffic = device, traffic
@@ -199,17 +141,13 @@ class CsdTier(SsdTier):
             if self._busy:
                 raise ValueError("score_ssd: take all score blocks before anything else is asked of the device")
             self._busy = True
-            before = (self.device.report.link_to_host_bytes, self.device.report.link_to_device_bytes)
-            inside = (self.device.report.internal_read_bytes, self.device.report.internal_written_bytes)
+            before = replace(self.device.report)
             try:
                 yield self.device
             finally:
                 self._busy = False
-                report = self.device.report
-                self._traffic.add("ssd", "cpu", why, report.link_to_host_bytes - before[0])
-                self._traffic.add("cpu", "ssd", why, report.link_to_device_bytes - before[1])
-                self._traffic.add("ssd", "device", why, report.internal_read_bytes - inside[0])
-                self._traffic.add("device", "ssd", why, report.internal_written_bytes - inside[1])
+                for source, target, name in MOVED:
+                    self._traffic.add(source, target, why, getattr(self.device.report, name) - getattr(before, name))
 
     def pages(self, stream: int, layer: int) -> int:
         """Returns how many pages of a layer the device has acknowledged."""
@@ -220,7 +158,7 @@ class CsdTier(SsdTier):
         with self._command("spill") as device:
             device.append(stream, layer, *arrays)
 
-    def append_tokens(self, stream: int, ids: Numbers, positions: Numbers) -> None:
+    def append_tokens(self, stream: int, ids: Int64s, positions: Int64s) -> None:
         """Writes tokens over the link."""
         with self._command("spill") as device:
             device.append_tokens(stream, ids, positions)
@@ -231,27 +169,29 @@ class CsdTier(SsdTier):
             device.truncate(stream, pages)
 
     @contextlib.contextmanager
-    def read(self, stream: int, layer: int, places: Numbers, why: str) -> Iterator[KvPages]:
+    def read(self, stream: int, layer: int, places: Int64s, why: str) -> Iterator[KvPages]:
         """Reads whole pages over the link."""
         with self._command(why) as device:
             found = device.read(stream, layer, places)
         yield found
 
-    def read_keys(self, stream: int, layer: int, places: Numbers, why: str) -> KeyRows:
+    def read_keys(self, stream: int, layer: int, places: Int64s, why: str) -> KeyRows:
         """Returns the keys of pages over the link."""
         with self._command(why) as device:
             return device.read_keys(stream, layer, places)
 
-    def gather(self, stream: int, layer: int, positions: list[Numbers], why: str) -> KvRows:
-        """Returns single rows; nothing else crosses the link."""
+    def gather(self, stream: int, layer: int, positions: list[Int64s], why: str) -> KvRows:
+        """Returns single rows, by ascending token numbers of each head; nothing else crosses the link."""
         with self._command(why) as device:
             return device.gather(stream, layer, positions)
 
-    def score(self, ask: Ask) -> Iterator[ScoreBlock]:
+    def score(
+        self, stream: int, layer: int, places: Int64s, queries: Floats, combine: str, block_tokens: int
+    ) -> Iterator[ScoreBlock]:
         """Yields what the device scores near its data, as halves."""
         with self._command("score") as device:
-            options: dict[str, Any] = {"combine": ask.combine, "block_tokens": ask.block_tokens}
-            running = device.execute(self._program, ask.queries, ask.stream, ask.layer, pages=ask.places, **options)
+            options: dict[str, Any] = {"combine": combine, "block_tokens": block_tokens}
+            running = device.execute(self._program, queries, stream, layer, pages=places, **options)
             try:
                 yield from running
             except GeneratorExit:
@@ -273,6 +213,9 @@ class CsdTier(SsdTier):
         """Ends the device once its file is flushed."""
         with self._lock:
             self.device.close()
+
+
+SsdTier = FileTier | CsdTier
 
 
 def open_tier(config: StoreConfig, traffic: Traffic, create: bool) -> tuple[SsdTier | None, Recovery]:

@@ -17,7 +17,8 @@ at; the device has one too, and nobody who holds a pool waits for it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -27,28 +28,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache import files
+from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import LlmcacheError, UsageError
 from llmcache.kv.csd import Report, ScoreBlock
-from llmcache.kv.csd.blocks import BLOCK_TOKENS
-from llmcache.kv.spill import KvShape, Recovery
-from llmcache.kv.tiers.config import Arrays, Floats, Gathered, Numbers, Selection, StoreConfig, Traffic, Victims
-from llmcache.kv.tiers.gather import FastTier, Gatherer, Staged
+from llmcache.kv.csd.wire import BLOCK_TOKENS
+from llmcache.kv.spill import Recovery
+from llmcache.kv.spill.layout import check_rows
+from llmcache.kv.tiers.config import Arrays, Selection, StoreConfig
+from llmcache.kv.tiers.gather import Gatherer
 from llmcache.kv.tiers.pool import Pool, score_slots
-from llmcache.kv.tiers.restore import Found, Restored, Tables, look
 from llmcache.kv.tiers.spill import Fresh, Spill
 from llmcache.kv.tiers.ssd import CsdTier, KeyRows, SsdTier, open_tier
-from llmcache.kv.tiers.table import State
+from llmcache.kv.tiers.table import Restored, Snapshot, Tables, look
 
 
-class KvStore:
+class KvStore(Gatherer):
     """Keys and values of `config.batch` sequences of one length; a context manager."""
 
-    def __init__(self, config: StoreConfig, found: Found | None = None) -> None:
+    def __init__(self, config: StoreConfig, found: Snapshot | None = None) -> None:
         """Makes an empty store and its spill file. `found` is for `restore`."""
-        self._state = State(config)
+        super().__init__(config)
         ssd, recovery = open_tier(config, self.traffic, create=found is None)
-        self._spill = None if ssd is None else Spill(self._state, ssd, None if found is None else found.told)
-        self._gatherer = Gatherer(self._state, self._spill)
+        core = weakref.proxy(self)  # a cycle would keep the memory of the pools until the collector comes
+        self._spill = None if ssd is None else Spill(core, ssd, None if found is None else found.told)
         self.restored: Restored | None = None
         try:
             if found is not None and self._spill is not None:
@@ -68,69 +70,34 @@ class KvStore:
         found = look(Path(path), config.shape)
         return cls(replace(config, path=Path(path), batch=len(found.sequences)), found)
 
-    def _adopt(self, spill: Spill, found: Found, recovery: Recovery) -> Restored:
+    def _adopt(self, spill: Spill, found: Snapshot, recovery: Recovery) -> Restored:
         """Takes over what was found: the tables, the tokens, and in memory sink, window, tail and the latest pages."""
-        state, length = self._state, found.ids.shape[1]
-        state.table.adopt(found.sequences)
-        state.tokens.add(found.ids, found.positions)
-        state.lengths[:] = length
+        length = found.ids.shape[1]
+        self.table.adopt(found.sequences)
+        self.tokens.add(found.ids, found.positions)
+        self.lengths[:] = length
         full, rest = divmod(length, self.shape.page_tokens)
         spill.adopt(full, bool(rest), found.streams)
         sink, bound = self.config.sink_pages, self.config.cpu_pages
         last = 0 if bound is None else max(sink, full - (bound - sink))
-        pages = [*range(min(sink, last, state.table.pages)), *range(last, state.table.pages)]
+        pages = [*range(min(sink, last, self.table.pages)), *range(last, self.table.pages)]
         for layer in range(self.shape.layers):
-            spill.bring(layer, state.table.table[:, pages].reshape(-1))
+            spill.bring(layer, self.table.table[:, pages].reshape(-1))
         if rest:
-            state.table.unsettle(full)
+            self.table.unsettle(full)
         return Restored(length, rest, 0 if found.saved else self.shape.page_tokens - 1, recovery)
 
     # What it is
 
-    @property
-    def config(self) -> StoreConfig:
-        """What it was made from; `batch` is that of the beginning."""
-        return self._state.config
-
-    @property
-    def shape(self) -> KvShape:
-        """Whose keys and values it holds."""
-        return self._state.shape
-
-    @property
-    def batch(self) -> int:
-        """Sequences."""
-        return self._state.table.batch
-
-    @property
-    def length(self) -> int:
-        """Tokens of every sequence, left padding included, whose step is over (`commit`)."""
-        return self._state.tokens.length
-
     def layer_length(self, layer: int) -> int:
         """Returns the tokens a layer has, those of a step that is under way included."""
-        self._state.checked(layer)
-        return int(self._state.lengths[layer])
-
-    @property
-    def step(self) -> int:
-        """Steps so far: how often `commit` was called."""
-        return self._state.step
-
-    @property
-    def middle(self) -> range:
-        """Pages that may be chosen now: between sink and window, counted in tokens whose step is over."""
-        return self._state.middle
+        self.checked(layer)
+        return int(self.lengths[layer])
 
     @property
     def everything(self) -> Selection:
         """The choice of all tokens of the middle."""
         return Selection.of_all(self.middle, self.batch, self.shape.kv_heads, self.shape.page_tokens)
-
-    @property
-    def traffic(self) -> Traffic:
-        """What moved so far."""
-        return self._state.traffic
 
     @property
     def ssd(self) -> SsdTier | None:
@@ -143,54 +110,38 @@ class KvStore:
         return self.ssd.device.report if isinstance(self.ssd, CsdTier) else None
 
     @property
-    def ids(self) -> Numbers:
+    def ids(self) -> Int64s:
         """Ids of all tokens, [batch, length], as they were committed."""
-        return self._state.tokens.ids
+        return self.tokens.ids
 
     @property
-    def positions(self) -> Numbers:
+    def positions(self) -> Int64s:
         """Positions of all tokens, [batch, length], as they were committed."""
-        return self._state.tokens.positions
+        return self.tokens.positions
 
     @property
     def memory_bytes(self) -> int:
         """Memory of the cpu pools of all layers, used or not."""
-        return sum(pool.size_bytes for pool in self._state.pools)
-
-    @property
-    def victims(self) -> Victims | None:
-        """Who chooses the pages that go down when the window moves on and the pool is full; None: the longest there."""
-        return self._state.victims
-
-    @victims.setter
-    def victims(self, choose: Victims | None) -> None:
-        self._state.victims = choose
+        return sum(pool.size_bytes for pool in self.pools)
 
     # Adding tokens
 
-    def append(
-        self,
-        layer: int,
-        keys: NDArray[Any],
-        values: NDArray[Any],
-        key_scales: Floats | None = None,
-        value_scales: Floats | None = None,
-    ) -> None:
+    def append(self, layer: int, *arrays: NDArray[Any]) -> None:
         """Adds tokens to a layer: keys and values [batch, kv_heads, tokens, dim] in the shape's numpy type.
 
-        Scales, float32 [batch, kv_heads, tokens], belong to int8. Layers of a step come in any order; `commit` ends it.
+        For int8 then their scales, float32 [batch, kv_heads, tokens]. Layers of a step come in any order; `commit` ends it.
         EnvironmentProblem (disk full, device dead): the tokens are in memory all the same, must not be appended again, and
         are written with the next page, or by `spill`.
         """
-        state, size = self._state, self.shape.page_tokens
-        state.checked(layer)
-        rows = self._checked_rows(keys, values, key_scales, value_scales)
-        first = int(state.lengths[layer])
-        end = first + keys.shape[2]
+        size = self.shape.page_tokens
+        self.checked(layer)
+        check_rows(self.shape, arrays, self.batch)
+        first = int(self.lengths[layer])
+        end = first + arrays[0].shape[2]
         full = range(first // size, end // size)
-        state.table.extend(self.shape.pages_of(end))
-        pool = state.checked(layer)
-        fresh = self._fresh(pool, rows, first, full) if full and self._spill is not None else None
+        self.table.extend(self.shape.pages_of(end))
+        pool = self.checked(layer)
+        fresh = self._fresh(pool, arrays, first, full) if full and self._spill is not None else None
         kept = self._kept(first, end)
         if len(full) > 1 and self._spill is not None:
             # Many at once: what must go goes before they come, so that the pool need not be larger than its bound.
@@ -199,36 +150,16 @@ class KvStore:
         with pool.lock:
             for part in kept:
                 start, stop = max(first, part.start * size), min(end, part.stop * size)
-                for b, numbers in enumerate(state.table.table[:, part.start : part.stop]):
-                    fitting = [array[b][:, start - first : stop - first] for array in rows]
+                for b, numbers in enumerate(self.table.table[:, part.start : part.stop]):
+                    fitting = [array[b][:, start - first : stop - first] for array in arrays]
                     pool.fill(numbers, fitting, start - part.start * size)
             if fresh is not None and not any(full.start in part for part in kept):
-                pool.drop(state.table.table[:, full.start])  # it was being filled, is full now, and does not stay
-        state.lengths[layer] = end
+                pool.drop(self.table.table[:, full.start])  # it was being filled, is full now, and does not stay
+        self.lengths[layer] = end
         if self._spill is not None and (fresh is not None or self._spill.is_saved):
             self._spill.add(layer, fresh)
         if len(full) > 1 and self._spill is not None:
             self._spill.trim(layer, end, placing=True)
-
-    def _checked_rows(
-        self, keys: NDArray[Any], values: NDArray[Any], key_scales: Floats | None, value_scales: Floats | None
-    ) -> Arrays:
-        """Keys, values and for int8 their scales if they fit; ValueError naming the argument if not."""
-        shape = self.shape
-        tokens = keys.shape[2] if keys.ndim == 4 else 0
-        for name, rows, dim in (("keys", keys, shape.head_dim), ("values", values, shape.value_dim)):
-            wanted = (self.batch, shape.kv_heads, tokens, dim)
-            if rows.shape != wanted or not tokens or rows.dtype != shape.numpy_dtype:
-                raise ValueError(f"{name}: {rows.dtype} {rows.shape}, {shape.numpy_dtype} {wanted} is needed")
-        found: Arrays = [keys, values]
-        for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
-            if (scales is not None) != (shape.dtype == "int8"):
-                raise ValueError(f"{name}: they belong to int8 and only to int8, the type is {shape.dtype}")
-            if scales is not None:
-                if scales.shape != keys.shape[:3] or scales.dtype != np.float32:
-                    raise ValueError(f"{name}: {scales.dtype} {scales.shape}, float32 {keys.shape[:3]} is needed")
-                found.append(scales)
-        return found
 
     def _kept(self, first: int, end: int) -> list[range]:
         """Pages of those an append touches that are to be in the pool: all, or sink, the latest, and the tail."""
@@ -241,12 +172,12 @@ class KvStore:
         parts = [range(touched.start, min(sink, touched.stop)), range(max(touched.start, last), touched.stop)]
         return [part for part in parts if part]
 
-    def _fresh(self, pool: Pool, rows: Arrays, first: int, full: range) -> Fresh:
+    def _fresh(self, pool: Pool, rows: Sequence[NDArray[Any]], first: int, full: range) -> Fresh:
         """Rows of the full pages, with those that the first of them has already."""
         offset, count = first % self.shape.page_tokens, full.stop * self.shape.page_tokens - first
         found: list[Arrays] = []
         with pool.lock:
-            for b, numbers in enumerate(self._state.table.table):
+            for b, numbers in enumerate(self.table.table):
                 arrays = [array[b][:, :count] for array in rows]
                 if offset:
                     pairs = zip(pool.rows(int(numbers[full.start])), arrays, strict=True)
@@ -254,16 +185,16 @@ class KvStore:
                 found.append(arrays)
         return full.start, found
 
-    def commit(self, ids: Numbers, positions: Numbers) -> None:
+    def commit(self, ids: Int64s, positions: Int64s) -> None:
         """Ends a step after all layers: takes the ids and positions [batch, tokens] of its tokens. Errors as `append`."""
-        state, size, before = self._state, self.shape.page_tokens, self.length
+        size, before = self.shape.page_tokens, self.length
         if ids.ndim != 2 or ids.shape != positions.shape or len(ids) != self.batch:
             raise ValueError(f"ids: {ids.shape}, positions: {positions.shape}; both [{self.batch}, tokens] is needed")
-        if (state.lengths != before + ids.shape[1]).any():
-            found = state.lengths.tolist()
+        if (self.lengths != before + ids.shape[1]).any():
+            found = self.lengths.tolist()
             raise ValueError(f"ids: {ids.shape[1]} tokens after {before}, but the layers have {found}")
-        state.tokens.add(ids, positions)
-        state.step += 1
+        self.tokens.add(ids, positions)
+        self.step += 1
         if self.length // size == before // size or self._spill is None:
             return
         try:
@@ -279,38 +210,38 @@ class KvStore:
 
     # Looking and bringing
 
-    def in_cpu(self, layer: int, sequence: int) -> NDArray[np.bool_]:
+    def in_cpu(self, layer: int, sequence: int) -> Flags:
         """Returns for each whole page of a sequence, [length // page_tokens], whether it is in the cpu pool of a layer."""
-        pool = self._state.checked(layer, sequence)
+        pool = self.checked(layer, sequence)
         pages = self.length // self.shape.page_tokens
         with pool.lock:
-            return pool.slot_of[self._state.table.table[sequence, :pages]] >= 0
+            return pool.slot_of[self.table.table[sequence, :pages]] >= 0
 
     def score_cpu(
-        self, layer: int, sequence: int, queries: Floats, pages: Numbers | None = None, combine: str = "max"
-    ) -> tuple[Numbers, Floats]:
+        self, layer: int, sequence: int, queries: Floats, pages: Int64s | None = None, combine: str = "max"
+    ) -> tuple[Int64s, Floats]:
         """Returns pages in the pool, int64 [n] ascending, and scores float32 [kv_heads, n * page_tokens] of their tokens.
 
         `queries` [heads, head_dim] float32. `pages`: score no others; None: those of the middle.
         """
-        pool = self._state.checked(layer, sequence)
+        pool = self.checked(layer, sequence)
         wanted, numbers = self._wanted(sequence, pages)
         with pool.lock:
             slots = pool.slot_of[numbers]
             here = slots >= 0
             return wanted[here], score_slots(pool.keys, slots[here], queries, combine, self.config.threads)
 
-    def _wanted(self, sequence: int, pages: Numbers | None) -> tuple[Numbers, Numbers]:
+    def _wanted(self, sequence: int, pages: Int64s | None) -> tuple[Int64s, Int64s]:
         """Whole pages to be scored, ascending, and their numbers; `pages` None: those of the middle."""
         wanted = np.arange(self.middle.start, self.middle.stop) if pages is None else np.sort(pages)
-        return self._state.checked_pages(sequence, wanted, range(self.length // self.shape.page_tokens))
+        return self.checked_pages(sequence, wanted, range(self.length // self.shape.page_tokens))
 
     def score_ssd(
         self,
         layer: int,
         sequence: int,
         queries: Floats,
-        pages: Numbers | None = None,
+        pages: Int64s | None = None,
         combine: str = "max",
         block_tokens: int = BLOCK_TOKENS,
     ) -> Iterator[ScoreBlock]:
@@ -320,7 +251,7 @@ class KvStore:
         rounds to halves: take all blocks before anything else is asked of the store's device. Keys of a file come to the
         host. Errors (DataError: a page is damaged; EnvironmentProblem: the device died) come from the iteration.
         """
-        pool = self._state.checked(layer, sequence)
+        pool = self.checked(layer, sequence)
         wanted, numbers = self._wanted(sequence, pages)
         if pages is None:
             with pool.lock:
@@ -329,13 +260,13 @@ class KvStore:
             return iter(())
         return self._spill.score(layer, sequence, wanted, queries, combine, block_tokens)
 
-    def read_keys(self, layer: int, sequence: int, pages: Numbers) -> KeyRows:
+    def read_keys(self, layer: int, sequence: int, pages: Int64s) -> KeyRows:
         """Returns copies of the keys [n, kv_heads, page_tokens, head_dim] of whole pages, and for int8 their scales.
 
         For indexes and page summaries; bytes from the ssd tier are counted as "index".
         """
-        pool = self._state.checked(layer, sequence)
-        pages, numbers = self._state.checked_pages(sequence, pages, range(self.length // self.shape.page_tokens))
+        pool = self.checked(layer, sequence)
+        pages, numbers = self.checked_pages(sequence, pages, range(self.length // self.shape.page_tokens))
         with pool.lock:
             slots = pool.slot_of[numbers]
             keys = pool.keys.pages[slots]
@@ -349,39 +280,13 @@ class KvStore:
                         scales[numbers == number] = row_scales[index]
         return keys, scales
 
-    def stage(self, layer: int, selection: Selection) -> Staged:
-        """Fetches what is chosen ahead of time, for a later `gather`; ValueError if it is not all in the middle."""
-        return self._gatherer.stage(layer, selection)
-
-    def gather(self, layer: int, selection: Selection | None = None, *, staged: Staged | None = None) -> Gathered:
-        """Returns sink, chosen tokens, window and tail of a layer, as far as it was appended.
-
-        Either a `selection` or what `stage` made of one. Staged rows keep: what has left the window meanwhile comes along.
-        """
-        if (selection is None) == (staged is None):
-            raise ValueError("selection: either a selection or what was staged is needed")
-        chosen = staged if selection is None else selection
-        assert chosen is not None
-        return self._gatherer.gather(layer, chosen)
-
-    def gather_fast(self, layer: int, selection: Selection, fast: FastTier) -> Gathered:
-        """As `gather`, but keys and values come from `fast`, to which only pages are sent that are not there yet.
-
-        They are what its `rows` returns, for instance tensors on a gpu; int8 as float32. Bytes are counted as "attend".
-        """
-        return self._gatherer.gather_fast(layer, selection, fast)
-
-    def attended_positions(self, layer: int, selection: Selection) -> Numbers:
-        """Returns the positions [batch, kv_heads, k] of all that a layer attends to now: what `gather` would give."""
-        return self._gatherer.with_ends(self.middle, selection.positions, self.layer_length(layer))
-
     # Moving pages
 
-    def move_up(self, layer: int, sequence: int, pages: Numbers) -> None:
+    def move_up(self, layer: int, sequence: int, pages: Int64s) -> None:
         """Reads pages of the middle into the cpu pool; ValueError if it has no room, or one is not of the middle."""
         self._movable().up(layer, sequence, pages)
 
-    def move_down(self, layer: int, sequence: int, pages: Numbers) -> None:
+    def move_down(self, layer: int, sequence: int, pages: Int64s) -> None:
         """Drops pages of the middle from the cpu pool; ValueError if one is pinned (sink, window)."""
         self._movable().down(layer, sequence, pages)
 
@@ -394,66 +299,63 @@ class KvStore:
 
     def crop(self, tokens: int) -> None:
         """Cuts every sequence to its first `tokens` tokens; takes a step that is under way back."""
-        state = self._state
         if not 0 <= tokens <= self.length:
             raise ValueError(f"tokens: {tokens}, between 0 and {self.length} is needed")
-        if (state.lengths == tokens).all():
+        if (self.lengths == tokens).all():
             return
         full, rest = divmod(tokens, self.shape.page_tokens)
-        before = dict(state.table.ends)
+        before = dict(self.table.ends)
         if self._spill is not None:
             # What will be sink, window and tail then must be in memory.
             sink = range(min(full, self.config.sink_pages))
             last = range(max(sink.stop, full - self.config.window_pages), full + bool(rest))
             for layer in range(self.shape.layers):
-                self._spill.bring(layer, state.table.table[:, [*sink, *last]].reshape(-1))
-        state.tokens.length = tokens
-        state.lengths[:] = tokens
-        self._forget(state.table.cut(self.shape.pages_of(tokens)))
+                self._spill.bring(layer, self.table.table[:, [*sink, *last]].reshape(-1))
+        self.tokens.length = tokens
+        self.lengths[:] = tokens
+        self._forget(self.table.cut(self.shape.pages_of(tokens)))
         if rest:
             # What was full and is not any more may be shared, and will be another page.
             self._choose(np.arange(self.batch))
-            state.table.unsettle(full)
-            self._gatherer.drop(state.table.table[:, full])
+            self.table.unsettle(full)
+            self._drop_served(self.table.table[:, full])
         if self._spill is not None:
             self._spill.shrink(before)
             for layer in range(self.shape.layers):
                 self._spill.trim(layer, tokens)
 
-    def select(self, index: Numbers) -> None:
+    def select(self, index: Int64s) -> None:
         """Makes a batch of the sequences `index`, any of them any number of times; shares whole pages, copies tails.
 
         Between steps only; free if it is the batch that there is. What nobody refers to any more is taken away in the file.
         """
-        state = self._state
         index = np.asarray(index, np.int64)
         if index.ndim != 1 or not len(index) or index.min() < 0 or index.max() >= self.batch:
             raise ValueError(f"index: {index.tolist()}, sequences 0 to {self.batch - 1} can be named")
-        state.check_between_steps()
+        self.check_between_steps()
         if np.array_equal(index, np.arange(self.batch)):
             return
-        before = dict(state.table.ends)
+        before = dict(self.table.ends)
         self._choose(index)
-        state.tokens.choose(index)
+        self.tokens.choose(index)
         if self._spill is not None:
             self._spill.shrink(before)
 
-    def _choose(self, index: Numbers) -> None:
-        state = self._state
-        gone, copies = state.table.choose(index, bool(self.length % self.shape.page_tokens))
-        for pool in state.pools:
+    def _choose(self, index: Int64s) -> None:
+        gone, copies = self.table.choose(index, bool(self.length % self.shape.page_tokens))
+        for pool in self.pools:
             with pool.lock:
-                pool.know(state.table.numbers)
+                pool.know(self.table.numbers)
                 for source, target in copies:
                     pool.copy(source, target)
-        state.bound_pools()
+        self.bound_pools()
         self._forget(gone)
 
-    def _forget(self, numbers: Numbers) -> None:
-        for pool in self._state.pools:
+    def _forget(self, numbers: Int64s) -> None:
+        for pool in self.pools:
             with pool.lock:
                 pool.forget(numbers)
-        self._gatherer.drop(numbers)
+        self._drop_served(numbers)
 
     # Beginning and end
 
@@ -462,18 +364,17 @@ class KvStore:
         """What the last `save` was given, also that of whoever had the spill file before; "" if there was none."""
         return "" if self._spill is None else self._spill.beside
 
-    def tail(self) -> tuple[Numbers, Numbers, list[list[NDArray[Any]]]]:
+    def tail(self) -> tuple[Int64s, Int64s, list[list[NDArray[Any]]]]:
         """Returns the ids and positions [batch, n] of the tokens that fill no page, and the rows of each layer.
 
         Rows: keys, values and for int8 their scales, [batch, kv_heads, n, ..], as `append` takes them. Between steps only.
         """
-        state = self._state
-        state.check_between_steps()
+        self.check_between_steps()
         full, rest = divmod(self.length, self.shape.page_tokens)
         rows: list[list[NDArray[Any]]] = []
-        for pool in state.pools if rest else ():
+        for pool in self.pools if rest else ():
             with pool.lock:
-                pages = [pool.rows(int(number)) for number in state.table.table[:, full]]
+                pages = [pool.rows(int(number)) for number in self.table.table[:, full]]
                 rows.append([np.stack([side[:, :rest] for side in sides]) for sides in zip(*pages, strict=True)])
         return self.ids[:, self.length - rest :], self.positions[:, self.length - rest :], rows
 
@@ -484,7 +385,7 @@ class KvStore:
         """
         if self._spill is None:
             raise UsageError("path: the store has no spill file to save to", "make it with one")
-        self._state.check_between_steps()
+        self.check_between_steps()
         self._spill.save(beside)
 
     def restart_device(self) -> None:
@@ -492,8 +393,8 @@ class KvStore:
 
         DataError if something is missing that it had.
         """
-        if self._spill is None:
-            raise UsageError("path: the store has no device", "make it with ssd='csd'")
+        if self._spill is None or not isinstance(self._spill.ssd, CsdTier):
+            raise UsageError("ssd: the store has no device", "make it with ssd='csd'")
         self._spill.ssd.restart()
         self._spill.resume()
 

@@ -5,20 +5,43 @@ write, by counting. A page is known by its number, which all layers share; numbe
 to them. A stream is a sequence of the spill file: pages are only ever added to its end, so a sequence goes on in the
 stream that its last whole page ends, if nobody else has, and in a stream of its own otherwise. So whatever a sequence has
 of a stream is a beginning of it.
+
+A spill file alone tells of sequences that were never forked: sequence i is stream i. Else a small JSON file beside it does:
+which pages of which streams each sequence is made of (`Tables`). The last run of a sequence is open while it is only added
+to: whatever its stream holds from there on belongs to it, so the tables need not be written for every page. They are
+written before what they tell of changes: a page that is named and not there (yet) is cut off when it is restored; one that
+is there and not named is taken away.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import re
+import reprlib
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from llmcache.kv.spill import KvShape
-from llmcache.kv.tiers.config import Numbers, StoreConfig, Traffic, Victims
+from llmcache import files
+from llmcache.arrays import Int64s
+from llmcache.errors import DataError
+from llmcache.kv.spill import KvShape, Recovery, SpillReader
+from llmcache.kv.spill.raw import explained
+from llmcache.kv.tiers.config import StoreConfig, Traffic, Victims
 from llmcache.kv.tiers.pool import Pool
 
 NOWHERE = -1
+Runs = list[tuple[int, int]]
+OPEN = -1
+"""Pages of a run that takes all that there are in its stream."""
+SCHEMA = "llmcache.kv.tables/1"
+
+_HINT = "they are damaged: compute the context again"
+_NAME = re.compile("[0-9a-f]*")
 
 
 class PageTable:
@@ -44,7 +67,7 @@ class PageTable:
         return len(self._used)
 
     @property
-    def table(self) -> Numbers:
+    def table(self) -> Int64s:
         """Numbers of the pages of all sequences, [batch, pages]."""
         return self._table[:, : self.pages]
 
@@ -92,12 +115,12 @@ class PageTable:
         self.stream[self._table[:, page]] = self.place[self._table[:, page]] = NOWHERE
         self._shorten()
 
-    def cut(self, pages: int) -> Numbers:
+    def cut(self, pages: int) -> Int64s:
         """Takes all pages from `pages` on from every sequence; returns the numbers that nobody uses any more."""
         self.pages = min(self.pages, pages)
         return self._recount()
 
-    def choose(self, index: Numbers, partial: bool) -> tuple[Numbers, list[tuple[int, int]]]:
+    def choose(self, index: Int64s, partial: bool) -> tuple[Int64s, list[tuple[int, int]]]:
         """Makes sequence i what sequence `index[i]` was. Returns the numbers nobody uses any more, and pages to copy.
 
         `partial`: the last page is not full, so each sequence needs its own: (from, to) must be copied in every layer.
@@ -116,7 +139,7 @@ class PageTable:
                 seen.add(number)
         return self._recount(), copies
 
-    def _recount(self) -> Numbers:
+    def _recount(self) -> Int64s:
         used = np.bincount(self.table.reshape(-1), minlength=self.numbers).astype(np.int32)
         gone = np.flatnonzero((used == 0) & (self._used > 0))
         self._used = used
@@ -138,14 +161,14 @@ class PageTable:
         bounds = [0, *(np.flatnonzero(np.diff(streams)) + 1).tolist(), pages] if pages else []
         return [(int(streams[a]), b - a) for a, b in itertools.pairwise(bounds)]
 
-    def by_stream(self, numbers: Numbers) -> Iterator[tuple[int, Numbers]]:
+    def by_stream(self, numbers: Int64s) -> Iterator[tuple[int, Int64s]]:
         """Yields the pages `numbers` by the stream that they lie in, in the order of their places there."""
         order = numbers[np.lexsort((self.place[numbers], self.stream[numbers]))]
         streams = self.stream[order]
         for stream in np.unique(streams).tolist():
             yield stream, order[streams == stream]
 
-    def places(self, numbers: Numbers) -> Numbers:
+    def places(self, numbers: Int64s) -> Int64s:
         """Returns the places of pages in their streams."""
         return self.place[numbers].astype(np.int64)
 
@@ -171,18 +194,18 @@ class Tokens:
         self._sides = np.empty((2, batch, 64), np.int64)
 
     @property
-    def ids(self) -> Numbers:
+    def ids(self) -> Int64s:
         """Ids as they were given."""
-        found: Numbers = self._sides[0, :, : self.length]
+        found: Int64s = self._sides[0, :, : self.length]
         return found
 
     @property
-    def positions(self) -> Numbers:
+    def positions(self) -> Int64s:
         """Positions as they were given."""
-        found: Numbers = self._sides[1, :, : self.length]
+        found: Int64s = self._sides[1, :, : self.length]
         return found
 
-    def add(self, ids: Numbers, positions: Numbers) -> None:
+    def add(self, ids: Int64s, positions: Int64s) -> None:
         """Takes tokens [batch, n] at the end."""
         end = self.length + ids.shape[1]
         if end > self._sides.shape[2]:
@@ -192,13 +215,18 @@ class Tokens:
         self._sides[0, :, self.length : end], self._sides[1, :, self.length : end] = ids, positions
         self.length = end
 
-    def choose(self, index: Numbers) -> None:
+    def choose(self, index: Int64s) -> None:
         """Makes sequence i what sequence `index[i]` was."""
         self._sides = self._sides[:, index]
 
 
-class State:
-    """What its parts share of a store. `lengths` [layers]: tokens each layer has; `tokens.length`: whose step is over."""
+class Sequences:
+    """The batch of a store: its page table, tokens and pools, which all of its parts work on.
+
+    `config`: what it was made from; `batch` there is that of the beginning. `shape`: whose keys and values. `lengths`
+    [layers]: tokens each layer has. `traffic`: what moved so far. `step`: steps so far. `victims`: who chooses the pages
+    that go down when the window moves on and the pool is full; None: the longest there.
+    """
 
     def __init__(self, config: StoreConfig) -> None:
         self.config = config
@@ -212,36 +240,213 @@ class State:
         self.victims: Victims | None = None
         self.step = 0
 
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.table.batch
+
+    @property
+    def length(self) -> int:
+        """Tokens of every sequence, left padding included, whose step is over (`KvStore.commit`)."""
+        return self.tokens.length
+
     def bound_pools(self) -> None:
         """Tells the pools how far to double: the bound, the page that is being filled, and one that is not written yet."""
         bound = self.config.cpu_pages
         for pool in self.pools:
-            pool.most = None if bound is None else self.table.batch * (bound + 2)
+            pool.most = None if bound is None else self.batch * (bound + 2)
 
     @property
     def middle(self) -> range:
-        """Pages between sink and window, of the tokens whose step is over."""
-        pages = self.tokens.length // self.shape.page_tokens
+        """Pages that may be chosen now: between sink and window, counted in tokens whose step is over."""
+        pages = self.length // self.shape.page_tokens
         first = min(pages, self.config.sink_pages)
         return range(first, max(first, pages - self.config.window_pages))
 
     def check_between_steps(self) -> None:
         """ValueError if layers have tokens whose step is not over."""
-        if (self.lengths != self.tokens.length).any():
+        if (self.lengths != self.length).any():
             raise ValueError("commit: a step is under way, end it first")
 
     def checked(self, layer: int, sequence: int = 0) -> Pool:
         """Returns the pool of a layer; ValueError if there is no such layer or sequence."""
         if not 0 <= layer < self.shape.layers:
             raise ValueError(f"layer: {layer}, the model has {self.shape.layers}")
-        if not 0 <= sequence < self.table.batch:
-            raise ValueError(f"sequence: {sequence}, the batch has {self.table.batch}")
+        if not 0 <= sequence < self.batch:
+            raise ValueError(f"sequence: {sequence}, the batch has {self.batch}")
         self.pools[layer].know(self.table.numbers)
         return self.pools[layer]
 
-    def checked_pages(self, sequence: int, pages: Numbers | list[int], within: range) -> tuple[Numbers, Numbers]:
+    def checked_pages(self, sequence: int, pages: Int64s | list[int], within: range) -> tuple[Int64s, Int64s]:
         """Returns `pages` as an array, and their numbers; ValueError if one is not `within`."""
         found = np.asarray(pages, np.int64).reshape(-1)
         if len(found) and not (within.start <= found.min() and found.max() < within.stop):
             raise ValueError(f"pages: {found.min()} to {found.max()}, {within.start} to {within.stop - 1} can be named")
         return found, self.table.table[sequence, found]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Runs of each sequence: (stream, pages from its beginning on, or OPEN).
+
+    `saved`: nothing is missing behind the last page, which may be partial. `beside`: what the caller calls the file of its
+    own that belongs to what was saved last ("": none).
+    """
+
+    sequences: list[Runs]
+    saved: bool = False
+    beside: str = ""
+
+    @staticmethod
+    def plain(batch: int) -> Tables:
+        """Returns the tables of sequences that were never forked."""
+        return Tables([[(stream, OPEN)] for stream in range(batch)])
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the spill file alone tells as much."""
+        alike = all(not runs or (len(runs) == 1 and runs[0][0] == b) for b, runs in enumerate(self.sequences))
+        return alike and not self.saved and not self.beside
+
+    def opened(self) -> Tables:
+        """Returns them with the last run of each sequence open."""
+        opened = [[*runs[:-1], (runs[-1][0], OPEN)] if runs else [] for runs in self.sequences]
+        return replace(self, sequences=opened)
+
+    @staticmethod
+    def path(spill: Path) -> Path:
+        """Returns where the tables of a spill file are; the name ends like its own (--spill globs)."""
+        return spill.with_name(f"tables-{spill.name}")
+
+    def write(self, spill: Path) -> None:
+        """Writes them in place of those that a spill file has; on the disk when it returns."""
+        path = self.path(spill)
+        told = {"schema": SCHEMA, "saved": self.saved, "sequences": self.sequences, "beside": self.beside}
+        with explained(path, "writing page tables"), files.replacing(path) as stream:
+            stream.write(json.dumps(told).encode())
+
+    @classmethod
+    def read(cls, spill: Path) -> Tables | None:
+        """Returns the tables of a spill file, None if there are none; DataError if they are damaged."""
+        path = cls.path(spill)
+        try:
+            with explained(path, "reading page tables"):
+                try:
+                    told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+                except FileNotFoundError:
+                    return None
+            if told["schema"] != SCHEMA:
+                raise ValueError(f"schema {reprlib.repr(told['schema'])}")
+            if not _NAME.fullmatch(beside := told.get("beside", "")):
+                raise ValueError(f"a file {reprlib.repr(beside)} beside it")
+            return cls([_checked(runs) for runs in told["sequences"]], bool(told["saved"]), beside)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DataError(f"{path}: page tables: {error}", _HINT) from None
+
+    @classmethod
+    def remove(cls, spill: Path) -> None:
+        """Takes the tables of a spill file away, if it has any; on the disk when it returns."""
+        with explained(path := cls.path(spill), "removing page tables"):
+            files.remove(path)
+
+
+def _checked(runs: Any) -> Runs:
+    """`runs` if a sequence can consist of them: a run begins where its stream does, so none has a stream twice."""
+    found = [(stream, pages) for stream, pages in runs]
+    for place, (stream, pages) in enumerate(found):
+        is_open = pages == OPEN and place == len(found) - 1
+        if type(stream) is not int or type(pages) is not int or not 0 <= stream < 1 << 32 or (pages < 0 and not is_open):
+            raise ValueError(f"a run of {reprlib.repr(pages)} pages of stream {reprlib.repr(stream)}")
+    if len({stream for stream, _ in found}) < len(found):
+        raise ValueError("a sequence has a stream twice")
+    return found
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `KvStore.restore` found: `tokens` of each sequence, `tail_tokens` of them in a last page that is not full.
+
+    `may_be_lost`: at most so many tokens had been appended behind them and never written; 0 after `save`. `recovery`:
+    what the spill file dropped: pages that not all layers had, torn entries.
+    """
+
+    tokens: int
+    tail_tokens: int
+    may_be_lost: int
+    recovery: Recovery
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Sequences of one length as runs of streams, their ids and positions [batch, tokens], and the pages of each stream."""
+
+    sequences: list[Runs]
+    ids: Int64s
+    positions: Int64s
+    streams: dict[int, int]
+    told: Tables | None
+
+    @property
+    def saved(self) -> bool:
+        """True if nothing is missing at the end."""
+        return self.told is not None and self.told.saved
+
+
+def look(path: Path, shape: KvShape) -> Snapshot:
+    """Returns what a spill file of `shape` holds; DataError if it is another model's, damaged, or has no sequence."""
+    with SpillReader.open(path, shape) as file:
+        told = Tables.read(path)
+        streams = {stream: file.pages(stream) for stream in file.sequences if file.pages(stream)}
+        wanted = Tables.plain(max(streams, default=-1) + 1) if told is None else told
+        if not wanted.sequences:
+            raise DataError(f"{path}: it holds no sequence", "there is nothing to restore: make it anew")
+        sequences = [_there(runs, streams) for runs in wanted.sequences]
+        tokens = [_length(file, runs) for runs in sequences]
+        length = min(tokens)
+        if length < max(tokens) or (told is not None and not told.saved):
+            length -= length % shape.page_tokens
+        sequences = [_cut(runs, shape.pages_of(length)) for runs in sequences]
+        pairs = [_tokens(file, runs, shape.page_tokens) for runs in sequences]
+    ids, positions = (np.stack([pair[side][:length] for pair in pairs]) for side in (0, 1))
+    return Snapshot(sequences, ids, positions, streams, told)
+
+
+def _there(runs: Runs, streams: dict[int, int]) -> Runs:
+    """`runs` up to the first page that is not there."""
+    found: Runs = []
+    for stream, pages in runs:
+        there = streams.get(stream, 0)
+        found.append((stream, there if pages == OPEN else min(pages, there)))
+        if found[-1][1] < pages:
+            break
+    return [run for run in found if run[1]]
+
+
+def _length(file: SpillReader, runs: Runs) -> int:
+    """Tokens in `runs`. DataError if another page than the last is partial."""
+    size = file.shape.page_tokens
+    if not runs:
+        return 0
+    for stream, pages in runs[:-1]:
+        if file.length(stream) < pages * size:
+            raise DataError(f"{file.path}: page tables: page {pages - 1} of stream {stream} is not full", _HINT)
+    stream, pages = runs[-1]
+    return sum(count for _, count in runs[:-1]) * size + min(pages * size, file.length(stream))
+
+
+def _cut(runs: Runs, pages: int) -> Runs:
+    """The first `pages` pages of `runs`."""
+    found: Runs = []
+    for stream, count in runs:
+        found.append((stream, min(count, pages)))
+        pages -= found[-1][1]
+    return [run for run in found if run[1]]
+
+
+def _tokens(file: SpillReader, runs: Runs, size: int) -> tuple[Int64s, Int64s]:
+    sides: list[list[Int64s]] = [[np.empty(0, np.int64)], [np.empty(0, np.int64)]]
+    for stream, pages in runs:
+        for into, found in zip(sides, file.tokens(stream), strict=True):
+            into.append(found[: pages * size])
+    ids, positions = (np.concatenate(side) for side in sides)
+    return ids, positions

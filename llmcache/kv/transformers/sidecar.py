@@ -21,7 +21,7 @@ import torch
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError
 from llmcache.files import remove, replacing
 from llmcache.kv.tiers import KvStore
-from llmcache.kv.tiers.restore import Tables
+from llmcache.kv.tiers.table import Tables
 
 _HINT = "restore what save() wrote, or compute the context again"
 

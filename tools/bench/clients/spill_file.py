@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.arrays import Bytes
 from llmcache.kv.csd import PROFILES, EmulatedCsd
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.spill import KvShape, Room, SpillFile, SpillReader
-from llmcache.kv.spill.shape import Bytes, aligned
+from llmcache.kv.spill.layout import aligned
 from tools.bench.machine import peak_bytes
 
 SHAPE = KvShape("bench", layers=1, kv_heads=8, head_dim=128)

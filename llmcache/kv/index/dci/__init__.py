@@ -3,9 +3,7 @@
 Source: icecache.txt, sections 3.3 and 4, algorithms 1 to 4.
 """
 
-from llmcache.kv.index.dci.heads import Chosen, DciHeads
-from llmcache.kv.index.dci.index import DciIndex, Found
-from llmcache.kv.index.dci.saved import load_indexes, save_indexes
-from llmcache.kv.index.dci.settings import DciSettings
+from llmcache.kv.index.dci.file import load_indexes, path_of, save_indexes
+from llmcache.kv.index.dci.index import DciIndex, DciSettings, Nearest
 
-__all__ = ["Chosen", "DciHeads", "DciIndex", "DciSettings", "Found", "load_indexes", "save_indexes"]
+__all__ = ["DciIndex", "DciSettings", "Nearest", "load_indexes", "path_of", "save_indexes"]

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.arrays import Floats, Int64s
+
 NONE = -1
 ROOT = 0
 MAX_LEVELS = 32
@@ -22,7 +24,6 @@ HEAD, OWNER, LEVEL, SIZE = range(4)
 token that may come, slots a page, numbers a key, pages in use."""
 
 Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
 
 
 class Tree(NamedTuple):
@@ -46,34 +47,33 @@ class Tree(NamedTuple):
     for the root and free nodes; LEVEL: that of the points in it, 0 for free nodes; SIZE: points in it."""
     where: Ints
     """[tokens] the slot of token BASE + i, or NONE."""
-    population: NDArray[np.int64]
+    population: Int64s
     """[MAX_LEVELS + 1] points of each level."""
-    state: NDArray[np.int64]
+    state: Int64s
     directions: Floats
     """[simple * composite, dim + 1] random unit vectors."""
 
 
-_BY_SLOT = {"lifts": (np.float32, 0), "tokens": (np.int32, NONE), "children": (np.int32, NONE)}
+_TYPES: dict[str, Any] = {"rows": np.uint16, "lifts": np.float32, "projections": np.float32}
+_TYPES |= dict.fromkeys(("tokens", "children", "pages", "nodes", "where"), np.int32)
 
 
 def empty_tree(dim: int, page_slots: int, base: int, directions: Floats) -> Tree:
     """Returns a tree with an empty root, for tokens from number `base` on."""
-    state = np.zeros(16, np.int64)
+    state, population = np.zeros(16, np.int64), np.zeros(MAX_LEVELS + 1, np.int64)
     state[[LEVELS, NODES, FREE_PAGE, FREE_NODE, BASE, SLOTS, DIM]] = 1, 1, NONE, NONE, base, page_slots, dim
-    columns: dict[str, NDArray[Any]] = {"rows": np.zeros(0, np.uint16), "projections": np.zeros(0, np.float32)}
-    columns |= {name: np.zeros(0, dtype) for name, (dtype, _) in _BY_SLOT.items()}
-    tree = Tree(
-        **columns,
-        pages=np.zeros((0, 4), np.int32),
-        nodes=np.zeros((0, 4), np.int32),
-        where=np.zeros(0, np.int32),
-        population=np.zeros(MAX_LEVELS + 1, np.int64),
-        state=state,
-        directions=directions,
-    )
-    tree = with_room(tree, 1, 1, 1)
+    arrays: dict[str, NDArray[Any]]
+    arrays = {name: np.zeros((0, 4) if name in ("pages", "nodes") else 0, kind) for name, kind in _TYPES.items()}
+    tree = with_room(Tree(**arrays, population=population, state=state, directions=directions), 1, 1, 1)
     tree.nodes[ROOT] = NONE, NONE, 1, 0
     return tree
+
+
+def _sizes(tree: Tree, pages: int, nodes: int, tokens: int) -> dict[str, int]:
+    """How long the arrays of a tree are that has so many."""
+    slots = pages * int(tree.state[SLOTS])
+    sizes = {"rows": slots * int(tree.state[DIM]), "projections": slots * len(tree.directions)}
+    return {**sizes, "lifts": slots, "tokens": slots, "children": slots, "pages": pages, "nodes": nodes, "where": tokens}
 
 
 def with_room(tree: Tree, pages: int, nodes: int, last: int) -> Tree:
@@ -82,48 +82,23 @@ def with_room(tree: Tree, pages: int, nodes: int, last: int) -> Tree:
     Arrays grow by a quarter, so that appending costs a fixed number of copies of each number, and no more than a fifth
     of them is ever unused.
     """
-    used_pages, used_nodes = int(tree.state[PAGES]), int(tree.state[NODES])
-    has_pages, has_nodes, has_tokens = len(tree.pages), len(tree.nodes), len(tree.where)
-    wants_tokens = last - int(tree.state[BASE])
+    has = [len(tree.pages), len(tree.nodes), len(tree.where)]
+    needs = [int(tree.state[PAGES]) + pages, int(tree.state[NODES]) + nodes, last - int(tree.state[BASE])]
+    if all(needed <= there for needed, there in zip(needs, has, strict=True)):
+        return tree
+    room = [max(needed, there + there // 4) if needed > there else there for needed, there in zip(needs, has, strict=True)]
     changed: dict[str, NDArray[Any]] = {}
-    if used_pages + pages > has_pages:
-        size = _grown(has_pages, used_pages + pages)
-        slots, dim = size * int(tree.state[SLOTS]), int(tree.state[DIM])
-        changed["rows"] = _longer(tree.rows, slots * dim, 0)
-        changed["projections"] = _longer(tree.projections, slots * len(tree.directions), 0)
-        changed |= {name: _longer(getattr(tree, name), slots, fill) for name, (_, fill) in _BY_SLOT.items()}
-        changed["pages"] = _longer(tree.pages, size, 0)
-    if used_nodes + nodes > has_nodes:
-        changed["nodes"] = _longer(tree.nodes, _grown(has_nodes, used_nodes + nodes), 0)
-    if wants_tokens > has_tokens:
-        changed["where"] = _longer(tree.where, _grown(has_tokens, wants_tokens), NONE)
-    return tree._replace(**changed) if changed else tree
+    for name, size in _sizes(tree, *room).items():
+        array: NDArray[Any] = getattr(tree, name)
+        if size > len(array):
+            changed[name] = np.empty((size, *array.shape[1:]), array.dtype)
+            changed[name][: len(array)] = array
+            changed[name][len(array) :] = NONE if name in ("tokens", "children", "where") else 0
+    return tree._replace(**changed)
 
 
 def trimmed(tree: Tree) -> Tree:
     """Returns the tree without the room it does not use: what is saved."""
-    pages, nodes = int(tree.state[PAGES]), int(tree.state[NODES])
-    slots = pages * int(tree.state[SLOTS])
-    cut: dict[str, NDArray[Any]] = {name: getattr(tree, name)[:slots] for name in _BY_SLOT}
-    cut |= {"pages": tree.pages[:pages], "nodes": tree.nodes[:nodes]}
-    cut["rows"] = tree.rows[: slots * int(tree.state[DIM])]
-    cut["projections"] = tree.projections[: slots * len(tree.directions)]
     used = np.flatnonzero(tree.where >= 0)
-    cut["where"] = tree.where[: int(used[-1]) + 1 if len(used) else 0]
-    return tree._replace(**cut)
-
-
-def tree_bytes(tree: Tree) -> int:
-    """Returns the memory of all arrays."""
-    return sum(array.nbytes for array in tree)
-
-
-def _grown(has: int, needs: int) -> int:
-    return max(needs, has + has // 4)
-
-
-def _longer(array: NDArray[Any], size: int, fill: int) -> NDArray[Any]:
-    longer = np.empty((size, *array.shape[1:]), array.dtype)
-    longer[: len(array)] = array
-    longer[len(array) :] = fill
-    return longer
+    sizes = _sizes(tree, int(tree.state[PAGES]), int(tree.state[NODES]), int(used[-1]) + 1 if len(used) else 0)
+    return tree._replace(**{name: getattr(tree, name)[:size] for name, size in sizes.items()})

@@ -1,0 +1,607 @@
+"""Scorers find the tokens of one layer and sequence whose keys matter most to queries, and keep what they need of the keys.
+
+`SCORERS` is what policies, the benchmark and the tests use; `KeyIndexes` has the scorers of a store. One thread at a time
+uses a scorer; those of different layers and sequences share nothing. With look-ahead that is the engine's worker: the keys
+of layer l are indexed there while the caller computes layer l + 1, since the loops that do it hold no GIL.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.arrays import Floats, Int64s
+from llmcache.errors import UsageError
+from llmcache.kv.index.dci import DciIndex, DciSettings, Nearest
+from llmcache.kv.index.dci.tree import BASE, COUNT
+from llmcache.kv.kernels import score_pages, top
+from llmcache.kv.kernels.threads import run_all
+from llmcache.kv.spill import KvShape
+from llmcache.kv.tiers import KvStore, Selection
+
+STEPS = 127
+"""Of `Rounded`: steps from nothing to the largest number of a key."""
+QUERIES = 16
+"""Sets of queries that a trial asks."""
+WIDER = (1, 2, 4)
+"""How much wider than its knobs say a tree may look to find enough."""
+MARGIN = 1.1
+"""How much faster the tree has to be: times of a few queries are not exact."""
+FEED_PAGES = 512
+"""Pages whose keys are read at a time from the store when many are missing; a prefill's keys come all at once."""
+
+
+@dataclass(frozen=True)
+class ScorerSettings:
+    """`combine`: "max" or "sum" over the query heads of a key head (the tree: see `Dci`). `threads`: None for one a
+    processor. `whole_pages`: the tree gives the pages of the best keys (algorithm 3), not the best keys alone. `recall`:
+    what share of the best keys `auto` asks of the tree; `least`: from how many tokens on it considers it. `dci`: its knobs.
+
+    Differs from the paper: best keys alone by default. There, a page of the tree is what is loaded; here rows are, for each
+    head apart, from a file in the order of tokens that all heads share, so that a page would only bring less wanted keys.
+    """
+
+    combine: str = "max"
+    threads: int | None = None
+    whole_pages: bool = False
+    recall: float = 0.9
+    least: int = 8192
+    dci: DciSettings = field(default_factory=DciSettings)
+
+
+class Scorer(ABC):
+    """Keys of consecutive tokens of `shape`'s heads, from number `first` on, in whole pages."""
+
+    name: ClassVar[str]
+
+    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
+        self.shape, self.first = shape, first
+        self.settings = settings or ScorerSettings()
+        self.end = first
+        self.touched = 0.0
+
+    def __len__(self) -> int:
+        """Tokens that can be found."""
+        return self.end - self.first
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """Memory it takes."""
+
+    @property
+    def why(self) -> str:
+        """Which way of scoring is in use, and why."""
+        return f"{self.name}: as asked for"
+
+    def add(self, keys: NDArray[Any], scales: Floats | None = None) -> None:
+        """Adds keys [kv_heads, tokens, dim] in the shape's numpy type, of the tokens that follow; whole pages.
+
+        `scales` [kv_heads, tokens], for int8. ValueError names what does not fit.
+        """
+        heads, size, dim = self.shape.kv_heads, self.shape.page_tokens, self.shape.head_dim
+        if keys.ndim != 3 or keys.shape[::2] != (heads, dim) or keys.shape[1] % size or keys.dtype != self.shape.numpy_dtype:
+            wanted = f"{self.shape.numpy_dtype} [{heads}, a multiple of {size}, {dim}]"
+            raise ValueError(f"keys: {keys.dtype} {keys.shape}, {wanted} is needed")
+        if (scales is not None) != (self.shape.dtype == "int8"):
+            raise ValueError(f"scales: they belong to int8 keys and only to these, the type is {self.shape.dtype}")
+        if keys.shape[1]:
+            self._add(keys, scales)
+            self.end += keys.shape[1]
+
+    def crop(self, tokens: int) -> None:
+        """Forgets all tokens from number `tokens` on, and the page that is not whole any more."""
+        size = self.shape.page_tokens
+        end = min(self.end, max(self.first, tokens - (tokens - self.first) % size))
+        if end < self.end:
+            self._crop(end)
+            self.end = end
+
+    def top(self, queries: Floats, k: int) -> Int64s:
+        """Returns tokens [kv_heads, k], ascending, that matter most to `queries` [heads, dim] float32; k at most all.
+
+        `touched` is then how many keys of a head were looked at, in the mean, for all its queries.
+        """
+        heads, dim = self.shape.kv_heads, self.shape.head_dim
+        if queries.ndim != 2 or queries.shape[1] != dim or queries.shape[0] % heads or queries.dtype != np.float32:
+            raise ValueError(f"queries: {queries.dtype} {queries.shape}, float32 [a multiple of {heads}, {dim}] is needed")
+        if k < 1:
+            raise ValueError(f"k: {k}, at least 1 is needed")
+        k = min(k, len(self))
+        return self._top(queries, k) if k else np.empty((heads, 0), np.int64)
+
+    def copy(self) -> Scorer:
+        """Returns one of its own that knows the same."""
+        return copy.deepcopy(self)
+
+    @abstractmethod
+    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None: ...
+
+    @abstractmethod
+    def _crop(self, end: int) -> None: ...
+
+    @abstractmethod
+    def _top(self, queries: Floats, k: int) -> Int64s: ...
+
+
+class Grown:
+    """An array that grows along its first axis, by a quarter when it is full."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self._array: NDArray[Any] = np.empty((0, *shape), dtype)
+        self._used = 0
+
+    @property
+    def rows(self) -> NDArray[Any]:
+        """What is in it."""
+        return self._array[: self._used]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory, room for growth included."""
+        return self._array.nbytes
+
+    def append(self, rows: NDArray[Any]) -> None:
+        """Adds rows at the end."""
+        end = self._used + len(rows)
+        if end > len(self._array):
+            longer = np.empty((max(end, len(self._array) * 5 // 4), *self._array.shape[1:]), self._array.dtype)
+            longer[: self._used] = self.rows
+            self._array = longer
+        self._array[self._used : end] = rows
+        self._used = end
+
+    def cut(self, rows: int) -> None:
+        """Keeps the first `rows`."""
+        self._used = rows
+
+
+class Exact(Scorer):
+    """Keeps all keys as they are (their own size in memory) and scores them all; none is missed."""
+
+    name = "exact"
+
+    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
+        super().__init__(shape, first, settings)
+        self._keys = Grown((shape.kv_heads, shape.page_tokens, shape.head_dim), shape.numpy_dtype)
+        self._scales = Grown((shape.kv_heads, shape.page_tokens), np.dtype(np.float32)) if shape.dtype == "int8" else None
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the keys."""
+        return self._keys.size_bytes + (self._scales.size_bytes if self._scales else 0)
+
+    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
+        self._keys.append(as_pages(keys, self.shape.page_tokens))
+        if self._scales is not None and scales is not None:
+            self._scales.append(as_pages(scales, self.shape.page_tokens))
+
+    def _crop(self, end: int) -> None:
+        pages = (end - self.first) // self.shape.page_tokens
+        self._keys.cut(pages)
+        if self._scales is not None:
+            self._scales.cut(pages)
+
+    def _top(self, queries: Floats, k: int) -> Int64s:
+        scales = None if self._scales is None else self._scales.rows
+        asked, threads = self.settings.combine, self.settings.threads
+        self.touched = float(len(self))
+        found: Int64s = top(score_pages(queries, self._keys.rows, scales, combine=asked, threads=threads), k, threads)
+        return found + self.first
+
+    def products(self, queries: Floats) -> Floats:
+        """Returns the products [kv_heads, heads of each, tokens] of `queries` [heads, dim] float32 and all keys."""
+        grouped = queries.reshape(self.shape.kv_heads, -1, self.shape.head_dim)
+        scales = None if self._scales is None else self._scales.rows
+        rows, threads = self._keys.rows, self.settings.threads
+        return np.stack([score_pages(grouped[:, of], rows, scales, threads=threads) for of in range(grouped.shape[1])], 1)
+
+    def keys(self) -> tuple[NDArray[Any], Floats | None]:
+        """Returns all keys [kv_heads, tokens, dim], and for int8 their scales, as `add` takes them."""
+        return _joined(self._keys.rows), None if self._scales is None else _joined(self._scales.rows)
+
+
+class Rounded(Exact):
+    """Keeps keys rounded to int8, with a scale for each key; keys of int8 stay as they are.
+
+    An error is at most half a step in each number, so keys may change places only where their scores are close: of 64
+    or 256 best among 32 Ki keys of 128 halves, normally distributed, 0.99 are found (measured).
+    """
+
+    name = "rounded"
+
+    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
+        super().__init__(shape, first, settings)
+        self._keys = Grown((shape.kv_heads, shape.page_tokens, shape.head_dim), np.dtype(np.int8))
+        self._scales = Grown((shape.kv_heads, shape.page_tokens), np.dtype(np.float32))
+
+    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
+        super()._add(*((keys, scales) if scales is not None else rounded(keys)))
+
+
+class Quest(Scorer):
+    """Keeps 2 of a page's 16 rows; gives the whole pages with the largest bounds, those tokens that fit of the last.
+
+    The bound of query q is the product of [max(q, 0), min(q, 0)] with [largest, smallest]: one product with a row twice as
+    long, which the kernels of scoring compute.
+    Source: Tang et al., Quest, ICML 2024, section 3; baseline of icecache.txt, section 2.2.
+    """
+
+    name = "quest"
+
+    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
+        super().__init__(shape, first, settings)
+        self._boxes = Grown((shape.kv_heads, 2 * shape.head_dim), np.dtype(np.float32))
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the summaries."""
+        return self._boxes.size_bytes
+
+    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
+        pages = as_pages(single(keys, scales), self.shape.page_tokens)
+        self._boxes.append(np.concatenate([pages.max(axis=2), pages.min(axis=2)], axis=-1))
+
+    def _crop(self, end: int) -> None:
+        self._boxes.cut((end - self.first) // self.shape.page_tokens)
+
+    def bounds(self, queries: Floats) -> Floats:
+        """Returns the bounds [kv_heads, pages] of the scores of each page's keys, combined as scores are."""
+        asked = np.concatenate([np.maximum(queries, 0), np.minimum(queries, 0)], axis=1)
+        rows = self._boxes.rows[:, :, None]  # to the kernels, pages of one token
+        return score_pages(asked, rows, combine=self.settings.combine, threads=self.settings.threads)
+
+    def _top(self, queries: Floats, k: int) -> Int64s:
+        size = self.shape.page_tokens
+        bounds = self.bounds(queries)
+        self.touched = 2 * bounds.shape[1]
+        count, rest = -(-k // size), -k % size
+        pages = top(bounds, count, self.settings.threads)
+        tokens: Int64s = (pages[..., None] * size + np.arange(size)).reshape(len(pages), -1)
+        if rest:  # of the page with the least bound only the first tokens fit
+            least = np.take_along_axis(bounds, pages, 1).argmin(axis=1)
+            kept = np.ones(tokens.shape, bool)
+            for head, page in enumerate(least):
+                kept[head, (page + 1) * size - rest : (page + 1) * size] = False
+            tokens = tokens[kept].reshape(len(pages), k)
+        return tokens + self.first
+
+
+class Dci(Scorer):
+    """Keeps the keys as halves in a DCI-tree for each head (see `DciIndex` for their memory).
+
+    What it finds is not always the best. A job for each head runs on the threads of the kernels: the trees, `indexes`,
+    share nothing.
+    """
+
+    name = "dci"
+
+    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
+        super().__init__(shape, first, settings)
+        knobs, heads = self.settings.dci, range(shape.kv_heads)
+        # Heads draw their levels apart, or a token would be promoted in all of them or in none.
+        seeds = [knobs.seed * shape.kv_heads + head for head in heads]
+        self.indexes = [DciIndex(shape.head_dim, replace(knobs, seed=seed), first) for seed in seeds]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the trees."""
+        return sum(index.size_bytes for index in self.indexes)
+
+    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
+        pairs, tokens = zip(self.indexes, single(keys, scales), strict=True), np.arange(self.end, self.end + keys.shape[1])
+        run_all([partial(index.insert, own, tokens) for index, own in pairs], self.settings.threads)
+
+    def _crop(self, end: int) -> None:
+        def crop(index: DciIndex) -> None:
+            base = int(index.tree.state[BASE])
+            place = max(0, end - base)
+            gone = place + np.flatnonzero(index.tree.where[place:] >= 0)
+            index.remove(gone[::-1] + base)
+
+        run_all([partial(crop, index) for index in self.indexes], self.settings.threads)
+
+    def _top(self, queries: Floats, k: int) -> Int64s:
+        return (self.pages if self.settings.whole_pages else self.best)(queries, k)
+
+    def best(self, queries: Floats, k: int) -> Int64s:
+        """Returns the tokens [kv_heads, k], ascending, that come nearest to being some query's best; as `top`."""
+        return self._chosen(queries, k, lambda index, found: _ranked(found)[1][:k])
+
+    def pages(self, queries: Floats, k: int) -> Int64s:
+        """Returns tokens [kv_heads, k], ascending, of the pages of the tree that hold the best keys; algorithm 3.
+
+        Differs from the paper: of the union over the queries of a key head (section 4.3) only as many pages are taken as
+        hold `k` tokens, and of the last only the tokens that fit, so that all heads attend to as many; pages rank by how
+        little the score of their best key falls short of the best of the same query.
+        """
+        return self._chosen(queries, k, lambda index, found: _best_pages(index, found, k))
+
+    def _chosen(self, queries: Floats, k: int, choice: Callable[[DciIndex, list[Nearest]], Int64s]) -> Int64s:
+        grouped = queries.reshape(len(self.indexes), -1, queries.shape[-1])
+        out, touched = np.empty((len(self.indexes), k), np.int64), np.zeros(len(self.indexes))
+
+        def choose(head: int) -> None:
+            found = nearest(self.indexes[head], grouped[head], k)
+            out[head] = np.sort(choice(self.indexes[head], found))
+            touched[head] = sum(one.touched for one in found)
+
+        run_all([partial(choose, head) for head in range(len(self.indexes))], self.settings.threads)
+        self.touched = float(touched.mean())
+        return out
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial has found: *measured* medians of times in seconds and the mean share of the best keys found."""
+
+    tokens: int
+    exact_s: float
+    dci_s: float
+    recall: float
+    wider: int
+    enough: bool
+
+    @property
+    def chosen(self) -> str:
+        """The faster of those that find enough."""
+        return "dci" if self.enough and self.dci_s * MARGIN < self.exact_s else "exact"
+
+
+class Auto(Scorer):
+    """Scores exactly while that is cheap, and by a tree where a trial has shown that it is faster and finds enough.
+
+    A trial builds the tree and asks both the last queries. It takes place when `least` tokens are there, and whenever their
+    number has doubled since; building for trials costs at most twice what building the last tree does. What it finds
+    depends on measured times: two runs may choose differently, and so select differently. Keys or trees of them are kept,
+    never both but for the time of a trial.
+    """
+
+    name = "auto"
+
+    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
+        super().__init__(shape, first, settings)
+        self.used: Exact | Dci = Exact(shape, first, self.settings)
+        self.trial: Trial | None = None
+        self._asked: deque[tuple[Floats, int]] = deque(maxlen=QUERIES)
+        self._next = self.settings.least
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of what is in use."""
+        return self.used.size_bytes
+
+    @property
+    def why(self) -> str:
+        """Which scorer is in use, and by which figures."""
+        if self.trial is None:
+            return f"exact: {len(self)} keys of {self.shape.head_dim}, a tree is tried from {self._next} on"
+        told = f"{1e6 * self.trial.exact_s:.0f} us exact, {1e6 * self.trial.dci_s:.0f} us dci"
+        return f"{self.used.name}: {told} with recall {self.trial.recall:.2f}, measured at {self.trial.tokens} keys"
+
+    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
+        self.used.add(keys, scales)
+
+    def _crop(self, end: int) -> None:
+        self.used.crop(end)
+
+    def _top(self, queries: Floats, k: int) -> Int64s:
+        self._asked.append((queries.copy(), k))
+        if isinstance(self.used, Exact) and len(self) >= self._next and len(self._asked) >= QUERIES:
+            self._try(self.used)
+        found = self.used.top(queries, k)
+        self.touched = self.used.touched
+        return found
+
+    def _try(self, exact: Exact) -> None:
+        """Builds trees and keeps them if they win. Once they do, they stay: a scan grows faster with the number of keys."""
+        tree = Dci(self.shape, self.first, self.settings)
+        tree.add(*exact.keys())
+        for wider in WIDER:
+            knobs = self.settings.dci
+            wide = replace(
+                knobs,
+                field_of_view=knobs.field_of_view * wider,
+                visit=min(1.0, knobs.visit * wider),
+                visit_each=knobs.visit_each * wider,
+            )
+            for index in tree.indexes:
+                index.settings = replace(wide, seed=index.settings.seed)
+            self.trial = self._measured(exact, tree, wider)
+            if self.trial.enough or self.trial.dci_s > self.trial.exact_s:
+                break
+        self._next = 2 * len(self)
+        if self.trial is not None and self.trial.chosen == "dci":
+            self.used = tree
+
+    def _measured(self, exact: Exact, tree: Dci, wider: int) -> Trial:
+        times: dict[str, list[float]] = {"exact": [], "dci": []}
+        recalls = []
+        for queries, k in [self._asked[0], *self._asked]:  # the first once more: what was never used is slow
+            found = []
+            for scorer in (exact, tree):
+                begin = time.perf_counter()
+                found.append(scorer.top(queries, k) if scorer is exact else tree.best(queries, k))
+                times[scorer.name].append(time.perf_counter() - begin)
+            recalls.append(recall_of(found[1], found[0]))
+        recall = float(np.mean(recalls[1:]))
+        # As far as so few queries can tell.
+        enough = recall + float(np.std(recalls[1:])) / len(self._asked) ** 0.5 >= self.settings.recall
+        exact_s, dci_s = (float(np.median(times[name][1:])) for name in ("exact", "dci"))
+        return Trial(len(self), exact_s, dci_s, recall, wider, enough)
+
+
+SCORERS: dict[str, type[Scorer]] = {scorer.name: scorer for scorer in (Exact, Rounded, Dci, Quest, Auto)}
+
+
+def scorer_class(name: str) -> type[Scorer]:
+    """Returns the class of the scorer called `name`; UsageError for a name that is not in `SCORERS`."""
+    if name not in SCORERS:
+        raise UsageError(f"scorer: there is no scorer {name!r}", f"one of: {', '.join(SCORERS)}")
+    return SCORERS[name]
+
+
+class KeyIndexes:
+    """Scorers that know the keys of a store's middle; `make` returns an empty one for tokens from a given number on.
+
+    Sequences that were forked share a scorer until one of them gets a page of its own.
+    """
+
+    def __init__(self, store: KvStore, make: Callable[[int], Scorer]) -> None:
+        self.store, self._make = store, make
+        self.scorers: list[list[Scorer | None]] = [[None] * store.batch for _ in range(store.shape.layers)]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of all scorers."""
+        found = {id(scorer): scorer.size_bytes for layer in self.scorers for scorer in layer if scorer}
+        return sum(found.values())
+
+    def feed(self, layer: int, starts: Int64s) -> None:
+        """Adds what has left the window, as far as the layer was appended; `starts` [batch]: the first token of each."""
+        size, config = self.store.shape.page_tokens, self.store.config
+        stop = (self.store.layer_length(layer) // size - config.window_pages) * size
+        for sequence, start in enumerate(starts):
+            scorer = self.scorers[layer][sequence]
+            known = int(start) if scorer is None else scorer.end
+            if known < stop:
+                self._feed_old(self._own(layer, sequence, known), layer, sequence, stop)
+        # Of int8, what is gathered has lost its scales: it waits until its step is over.
+        if self.store.layer_length(layer) > self.store.length and self.store.shape.dtype != "int8":
+            self._feed_new(layer, stop)
+
+    def _feed_old(self, own: Scorer, layer: int, sequence: int, stop: int) -> None:
+        """Reads the keys of tokens whose step is over."""
+        size = self.store.shape.page_tokens
+        end = min(stop, self.store.length // size * size) // size
+        for page in range(own.end // size, end, FEED_PAGES):
+            pages = np.arange(page, min(end, page + FEED_PAGES))
+            keys, scales = self.store.read_keys(layer, sequence, pages)
+            own.add(_joined(keys), None if scales is None else _joined(scales))
+
+    def _feed_new(self, layer: int, stop: int) -> None:
+        """Takes the keys of a step that is under way: a prefill that is indexed before its last layer is computed."""
+        waiting = [own for own in self.scorers[layer] if own is not None and own.end < stop]
+        if not waiting:
+            return
+        with_tail = self.store.gather(layer, Selection.none(self.store.batch, self.store.shape.kv_heads))
+        for sequence, own in enumerate(self.scorers[layer]):
+            if own is not None and own.end < stop:
+                at = int(np.searchsorted(with_tail.positions[sequence, 0], own.end))
+                own.add(with_tail.keys[sequence, :, at : at + stop - own.end])
+        with_tail.release()
+
+    def _own(self, layer: int, sequence: int, start: int) -> Scorer:
+        """The scorer of a sequence, which no other has: what is shared is copied before it is changed."""
+        row = self.scorers[layer]
+        found = row[sequence]
+        if found is None:
+            found = self._make(start)
+        elif sum(other is found for other in row) > 1:
+            found = found.copy()
+        row[sequence] = found
+        return found
+
+    def forget(self, sequence: int) -> None:
+        """Forgets what is known of a sequence."""
+        for row in self.scorers:
+            row[sequence] = None
+
+    def crop(self, tokens: int) -> None:
+        """Forgets all tokens from number `tokens` on, and what now lies in the window."""
+        size = self.store.shape.page_tokens
+        stop = (tokens // size - self.store.config.window_pages) * size
+        for row in self.scorers:
+            for scorer in {id(scorer): scorer for scorer in row if scorer}.values():
+                scorer.crop(stop)
+
+    def reorder(self, index: Int64s) -> None:
+        """Gives sequence i what is known of what was sequence `index[i]`."""
+        self.scorers = [[row[old] for old in index] for row in self.scorers]
+
+
+def as_pages(rows: NDArray[Any], page_tokens: int) -> NDArray[Any]:
+    """Returns [kv_heads, tokens, ...] as [pages, kv_heads, page_tokens, ...]."""
+    pages: NDArray[Any] = rows.reshape(len(rows), -1, page_tokens, *rows.shape[2:]).swapaxes(0, 1)
+    return pages
+
+
+def _joined(pages: NDArray[Any]) -> NDArray[Any]:
+    """[pages, kv_heads, page_tokens, ...] as [kv_heads, tokens, ...]."""
+    rows = np.ascontiguousarray(pages.swapaxes(0, 1))
+    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+
+
+def single(keys: NDArray[Any], scales: Floats | None = None) -> Floats:
+    """Returns keys [..., dim] of a type of the spill file (uint16: bits of bfloat16; int8 with `scales`) as float32."""
+    if keys.dtype == np.uint16:
+        wide: Floats = (keys.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return wide
+    plain: Floats = keys.astype(np.float32)
+    return plain if scales is None else plain * scales[..., None]
+
+
+def rounded(keys: NDArray[Any]) -> tuple[NDArray[np.int8], Floats]:
+    """Returns finite keys [..., dim] (float32, float16, bits of bfloat16) as int8, and their scales [...], above 0."""
+    wide = single(keys)
+    scales: Floats = np.maximum(np.abs(wide).max(axis=-1), np.finfo(np.float32).tiny * STEPS) / np.float32(STEPS)
+    return np.rint(wide / scales[..., None]).astype(np.int8), scales
+
+
+def recall_of(found: Int64s, wanted: Int64s) -> float:
+    """Returns the share of `wanted` [kv_heads, k] that is in `found` [kv_heads, n]."""
+    hits = sum(len(np.intersect1d(*pair)) for pair in zip(found, wanted, strict=True))
+    return hits / max(1, wanted.size)
+
+
+def nearest(index: DciIndex, queries: Floats, k: int) -> list[Nearest]:
+    """Returns at least `k` keys for each query, as long as the tree has them: looks wider until it has found them."""
+    knobs, size = index.settings, len(index)
+    view, visit = knobs.field_of_view, knobs.visited(size, k)
+    while True:
+        found = index.query(queries, k, view, visit)
+        if min(len(one.tokens) for one in found) >= min(k, size):
+            return found
+        view, visit = 2 * view, 2 * visit
+
+
+def _ranked(found: list[Nearest]) -> tuple[NDArray[np.int32], Int64s]:
+    """Slots and tokens of all queries without repetition, best first by the shortfall from the best of a query."""
+    short = np.concatenate([one.scores - one.scores[0] for one in found])
+    order = np.argsort(-short, kind="stable")
+    slots = np.concatenate([one.slots for one in found])[order]
+    tokens = np.concatenate([one.tokens for one in found])[order]
+    if len(found) > 1:
+        first = np.sort(np.unique(slots, return_index=True)[1])
+        slots, tokens = slots[first], tokens[first]
+    return slots, tokens
+
+
+def _best_pages(index: DciIndex, found: list[Nearest], k: int) -> Int64s:
+    """FIND-PAGE-INDEX: a slot tells its page. Tokens of whole pages, then of the last page those that were found first."""
+    size = index.settings.page_slots
+    slots, tokens = _ranked(found)
+    of_slot = slots // size
+    pages, first = np.unique(of_slot, return_index=True)
+    pages = pages[np.argsort(first)]
+    held = np.cumsum(index.tree.pages[pages, COUNT])
+    whole = int(np.searchsorted(held, k, side="right"))
+    inside = np.arange(size) < index.tree.pages[pages[:whole], COUNT][:, None]
+    chosen: Int64s = index.tree.tokens.reshape(-1, size)[pages[:whole]][inside].astype(np.int64)
+    rest = k - len(chosen)
+    if not rest:
+        return chosen
+    last = pages[whole]
+    own = index.tree.tokens[last * size : last * size + index.tree.pages[last, COUNT]]
+    wanted = np.concatenate([tokens[of_slot == last], own])
+    partly: Int64s = wanted[np.sort(np.unique(wanted, return_index=True)[1])][:rest]
+    return np.concatenate([chosen, partly])
