@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError
+from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.task import Candidate, Told
-from llmcache.kv.bench.task_results import STOCK
 from tools.bench import kvmodelsbench as bench
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from llmcache.kv.bench import Row, read_bench
-from llmcache.kv.bench.accelerator import fixed
-from llmcache.kv.bench.session import Setup
+from llmcache.kv.bench.results import Row, read_bench
+from llmcache.kv.bench.synthetic import Setup, fixed
 from llmcache.kv.workload import StreamSpec
 from tools.bench.kvpipelinebench import (
     FACTORS,

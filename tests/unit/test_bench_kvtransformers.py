@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.kv.bench.lengths import LengthRow
-from llmcache.kv.bench.task_results import STOCK, Memory
+from llmcache.kv.bench.results import STOCK, Memory
 from tests.unit.task_parts import speed
 from tools.bench import kvtransformersbench as bench
 

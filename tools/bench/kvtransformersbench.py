@@ -18,8 +18,8 @@ from rich.table import Table
 
 from llmcache.kv.bench import lengths
 from llmcache.kv.bench.lengths import LengthRow
+from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.task import Candidate
-from llmcache.kv.bench.task_results import STOCK
 
 from . import machine, results
 from .bars import Bar, exit_code, with_bars

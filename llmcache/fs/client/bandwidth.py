@@ -11,13 +11,13 @@ import errno
 import itertools
 import mmap
 import os
-import threading
 import time
 from dataclasses import asdict, dataclass
 
 from llmcache.cache.sizing import Storage
 from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.fs.client.mountpoint import FSTYPE, entries
+from llmcache.storage import timed_reads
 from llmcache.units import format_size
 
 REQUEST_BYTES = 1 << 20
@@ -145,40 +145,12 @@ def _fill(fd: int, wanted_bytes: int) -> int:
 
 def _read(directory: str, name: str, fd: int, requests: int) -> Measured:
     """Reads the first `requests` requests, again and again until READ_S have passed, and counts."""
-    places = itertools.count()
-    completed: list[tuple[float, int]] = []
-    failures: list[OSError] = []
-    stop = threading.Event()
-    begin = time.monotonic()
 
-    def reader() -> None:
-        with mmap.mmap(-1, REQUEST_BYTES) as buffer:
-            while not stop.is_set():
-                place, spent = next(places), time.monotonic() - begin
-                if spent > SLOWEST_S or (spent > READ_S and place >= min(requests, LEAST_BYTES // REQUEST_BYTES)):
-                    return
-                try:
-                    size = os.preadv(fd, [buffer], place % requests * REQUEST_BYTES)
-                except OSError as error:
-                    failures.append(error)
-                    stop.set()
-                else:
-                    completed.append((time.monotonic() - begin, size))
+    def enough(begun: int, seconds: float) -> bool:
+        return seconds > SLOWEST_S or (seconds > READ_S and begun >= min(requests, LEAST_BYTES // REQUEST_BYTES))
 
-    threads = [threading.Thread(target=reader) for _ in range(READERS)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        stop.set()  # Ctrl-C: the caller closes the descriptor, which nobody may read any more by then
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-    if failures:
-        raise failures[0]
-    return Measured(directory, name, *_sustained(sorted(completed)))
+    completed = timed_reads(fd, REQUEST_BYTES, range(requests), READERS, enough)
+    return Measured(directory, name, *_sustained(completed))
 
 
 def _sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmcache.kv.bench.measured import workplace
+from llmcache.kv.bench.results import STOCK, Memory, Speed
+from llmcache.kv.bench.synthetic import per_step, workplace
 from llmcache.kv.bench.task import Candidate, TaskSetup, take_turns
-from llmcache.kv.bench.task_results import STOCK, Memory, Speed
 from llmcache.kv.pipeline import Timeline
 
 SHAPE: dict[str, int] = {
@@ -106,7 +106,7 @@ def _at(tokens: int, model: Any, setup: TaskSetup, everyone: Sequence[Candidate]
 
 def _row(tokens: int, one: Candidate, own: Any) -> LengthRow:
     policy = None if one.policy == STOCK else own.cache.conversation.engine.policy
-    moved = {f"{a} to {b}, {why}": size / own.steps for (a, b, why), size in own.moved().moved_bytes.items()}
+    moved = per_step(own.moved(), own.steps)
     return LengthRow(tokens, one.policy, one.title, own.speed(), own.memory(), moved, list(getattr(policy, "whys", [])))
 
 
