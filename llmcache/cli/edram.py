@@ -36,6 +36,14 @@ Examples:
 )
 
 
+STEP = above(lambda text: float(parse_duration(text)), "20ms")
+
+
+def names(table: str, several: bool = True) -> types.NameType:
+    """Names of a table of `edram.systems`, or one; or all."""
+    return types.NameType("all", table=f"llmcache.edram.systems:{table}", several=several)
+
+
 def profile_option(
     default: str = "paper,silicon", about: str = "Energies; also: public."
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -60,31 +68,16 @@ def bandwidth(text: str) -> int:
 
 
 @base.command("model")
-@click.argument(
-    "model",
-    metavar="MODEL",
-    type=types.NameType("all", table="llmcache.edram.systems:MODELS", several=False),
-    default="llama2-7b",
-)
+@click.argument("model", metavar="MODEL", type=names("MODELS", several=False), default="llama2-7b")
 @click.option(
-    "--workload",
-    type=types.NameType("all", table="llmcache.edram.systems:WORKLOADS", several=False),
-    default="PG19",
-    show_default=True,
-    help="LA, TQ, QP or PG19.",
+    "--workload", type=names("WORKLOADS", several=False), default="PG19", show_default=True, help="LA, TQ, QP or PG19."
 )
 @click.option("--context", metavar="N", type=whole(1), help="Tokens of the prompt, in place of the workload's.")
 @click.option("--decode", metavar="N", type=whole(1), help="Tokens to decode, in place of the workload's.")
 @click.option("--batch", metavar="N", type=whole(1), help="Sequences at once [default: 16].")
 @click.option("--budget", metavar="N", type=whole(1), help="N': tokens that eviction keeps.")
 @click.option("--window", metavar="N", type=whole(0), help="Recent tokens that are never evicted.")
-@click.option(
-    "--system",
-    type=types.NameType("all", table="llmcache.edram.systems:SYSTEMS"),
-    default="all",
-    show_default=True,
-    help="Systems to compare.",
-)
+@click.option("--system", type=names("SYSTEMS"), default="all", show_default=True, help="Systems to compare.")
 @profile_option()
 @click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
 @click.option("--constants", type=types.FILE, help="Your profiles, models, workloads and systems: TOML.")
@@ -112,27 +105,9 @@ def model_command(as_json: bool, **options: Any) -> None:
 
 
 @base.command("sweep")
-@click.option(
-    "--model",
-    type=types.NameType("all", table="llmcache.edram.systems:MODELS"),
-    default="llama2-7b",
-    show_default=True,
-    help="Models, or all.",
-)
-@click.option(
-    "--workload",
-    type=types.NameType("all", table="llmcache.edram.systems:WORKLOADS"),
-    default="PG19",
-    show_default=True,
-    help="LA, TQ, QP, PG19, or all.",
-)
-@click.option(
-    "--system",
-    type=types.NameType("all", table="llmcache.edram.systems:SYSTEMS"),
-    default="Kelle+eDRAM",
-    show_default=True,
-    help="Systems, or all.",
-)
+@click.option("--model", type=names("MODELS"), default="llama2-7b", show_default=True, help="Models, or all.")
+@click.option("--workload", type=names("WORKLOADS"), default="PG19", show_default=True, help="LA, TQ, QP, PG19, or all.")
+@click.option("--system", type=names("SYSTEMS"), default="Kelle+eDRAM", show_default=True, help="Systems, or all.")
 @profile_option("paper", "paper, public, silicon, or all.")
 @click.option("--context", "contexts", metavar="N,…", type=several(whole(1)), default=(), help="Tokens of the prompt.")
 @click.option("--decode", "decodes", metavar="N,…", type=several(whole(1)), default=(), help="Tokens to decode.")
@@ -193,11 +168,7 @@ def sweep_command(as_json: bool, **options: Any) -> None:
 )
 @click.option("--rule", metavar="NAME", default="ticks", show_default=True, help="ticks, expected, floor or ceil.")
 @click.option(
-    "--step",
-    "step_ns",
-    metavar="TIME",
-    type=above(lambda text: float(parse_duration(text)), "20ms"),
-    help="How long a step takes, in place of what the run says: 20ms.",
+    "--step", "step_ns", metavar="TIME", type=STEP, help="How long a step takes, in place of what the run says: 20ms."
 )
 @click.option(
     "--capacity",
@@ -280,7 +251,7 @@ def plot_command(source: str, output: str, what: str | None, force: bool, as_jso
 @click.option(
     "--pairs", type=click.IntRange(1, 512), metavar="N", default=64, show_default=True, help="Pairs of key and value in it."
 )
-@click.option("--questions", type=click.IntRange(min=1), metavar="N", default=32, show_default=True, help="Pairs asked for.")
+@click.option("--questions", type=types.COUNT, metavar="N", default=32, show_default=True, help="Pairs asked for.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Of the texts.")
 @click.option(
     "--record",
@@ -288,14 +259,12 @@ def plot_command(source: str, output: str, what: str | None, force: bool, as_jso
     metavar="RUN.json",
     help="Also record what AERP keeps at --budget, for 'llmcache edram report'.",
 )
-@click.option(
-    "--budget", type=click.IntRange(min=1), metavar="N", default=256, show_default=True, help="N' of the recorded run."
-)
+@click.option("--budget", type=types.COUNT, metavar="N", default=256, show_default=True, help="N' of the recorded run.")
 @click.option(
     "--step",
     "step_ns",
     metavar="TIME",
-    type=above(lambda text: float(parse_duration(text)), "20ms"),
+    type=STEP,
     help="Length of a step on the modelled accelerator, in the recorded run: 20ms.",
 )
 @base.force_option()

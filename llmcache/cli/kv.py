@@ -71,13 +71,9 @@ MEMORY = types.above(parse_size, "4G")
     metavar="TOKENS",
     help="Tokens of each sequence [default: 32k; with --task: 4k, also 1k,4k].",
 )
-@click.option(
-    "--batch", type=click.IntRange(min=1), metavar="N", default=1, show_default=True, help="Sequences decoded together."
-)
-@click.option("--layers", type=click.IntRange(min=1), metavar="N", help="Layers that are run [default: 4].")
-@click.option(
-    "--steps", type=click.IntRange(min=1), metavar="N", default=16, show_default=True, help="Decode steps to measure."
-)
+@click.option("--batch", type=types.COUNT, metavar="N", default=1, show_default=True, help="Sequences decoded together.")
+@click.option("--layers", type=types.COUNT, metavar="N", help="Layers that are run [default: 4].")
+@click.option("--steps", type=types.COUNT, metavar="N", default=16, show_default=True, help="Decode steps to measure.")
 @click.option("--alpha", type=SHARE, metavar="SHARE", help="Share of the tokens that is attended [default: 0.2].")
 @click.option(
     "--budget",
@@ -89,9 +85,7 @@ MEMORY = types.above(parse_size, "4G")
     "--beta", type=RATIO, metavar="RATIO", help="Pages in memory to pages on the SSD, or auto: f_c/f_s [default: 1]."
 )
 @click.option("--ram", type=MEMORY, metavar="SIZE", help="The most that pages in memory may take (M0): 4G.")
-@click.option(
-    "--block", type=click.IntRange(min=1), metavar="N", default=256, show_default=True, help="Tokens of a score block (n)."
-)
+@click.option("--block", type=types.COUNT, metavar="N", default=256, show_default=True, help="Tokens of a score block (n).")
 @click.option(
     "--device",
     type=click.Choice(["csd", "file"]),
@@ -122,7 +116,7 @@ MEMORY = types.above(parse_size, "4G")
     show_default=True,
     help="Where spill files go; removed again.",
 )
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Of each kernel [default: one per core].")
+@click.option("--threads", type=types.COUNT, metavar="N", help="Of each kernel [default: one per core].")
 @click.option(
     "--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Of the synthetic stream."
 )
@@ -135,9 +129,7 @@ MEMORY = types.above(parse_size, "4G")
 @click.option(
     "--edram-run", type=types.FILE, metavar="RUN.json", help="Instead: record what --policy kelle keeps, for 'edram report'."
 )
-@click.option(
-    "--cases", type=click.IntRange(min=1), metavar="N", default=2, show_default=True, help="Of --task: contexts (a depth)."
-)
+@click.option("--cases", type=types.COUNT, metavar="N", default=2, show_default=True, help="Of --task: contexts (a depth).")
 @click.option("--plot", type=types.FILE, help="Draw it as well, like 'kv plot': .png, .svg or .html.")
 @base.force_option()
 @base.json_option("llmcache.kv-bench/1", "; for 'kv plot'")
@@ -247,12 +239,7 @@ def profile_command(directory: str, as_json: bool, force: bool) -> None:
 @click.option("--model", type=types.FILE, required=True, help="The model's config.json, or a directory with one.")
 @click.option("--context", type=types.TOKENS, metavar="TOKENS", required=True, help="Tokens of each sequence: 8192, 128k.")
 @click.option(
-    "--batch",
-    type=types.whole(1),
-    metavar="N",
-    default=1,
-    show_default=True,
-    help="Sequences that are decoded together.",
+    "--batch", type=types.whole(1), metavar="N", default=1, show_default=True, help="Sequences that are decoded together."
 )
 @click.option(
     "--gpu",

@@ -97,6 +97,7 @@ SIZE = TextType("size", parse_size)
 TIME = TextType("time", lambda text: parse_duration(text) / 1e9)
 """In seconds."""
 TOKENS = TextType("tokens", parse_tokens)
+COUNT = click.IntRange(min=1)
 
 
 def above(parse: Callable[[str], float], example: str, most: float = math.inf) -> TextType:

@@ -85,11 +85,8 @@ class SpillCache(Cache):
         )  # fmt: skip
         name = model_name(config)
         super().__init__(layers=spilled_layers(config, functools.partial(Conversation, settings, name)))
-        self.conversation: Conversation = next(self._spilled()).conversation
+        self.conversation = next(layer.conversation for layer in self.layers if isinstance(layer, SpillLayer))
         self._finalizer = weakref.finalize(self, Conversation.close, self.conversation)
-
-    def _spilled(self) -> Any:
-        return (layer for layer in self.layers if isinstance(layer, SpillLayer))
 
     def _stock(self) -> Any:
         return (layer for layer in self.layers if not isinstance(layer, SpillLayer))
@@ -246,9 +243,7 @@ class SpillLayer(CacheLayerMixin):
         """Returns -1: there is no bound."""
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """Returns -1: there is no bound (the name up to transformers 5.0)."""
-        return -1
+    get_max_cache_shape = get_max_length  # the name up to transformers 5.0
 
     def reset(self) -> None:
         """Ends the conversation, of all layers."""
