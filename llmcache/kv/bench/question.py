@@ -6,7 +6,7 @@ Every error names its option.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from llmcache.errors import EnvironmentProblem, UsageError
@@ -198,7 +198,7 @@ def _modelled(options: BenchOptions, variants: list[Variant]) -> Bench:
                 beta=one.places.beta if one.places.ssd else None,
             )
         )
-    return Bench(MODELLED, {"machine": hardware.title, "model": model.name, **workload.to_json()}, tuple(rows), marks)
+    return Bench(MODELLED, {"machine": hardware.title, "model": model.name, **asdict(workload)}, tuple(rows), marks)
 
 
 def _system(variant: Variant) -> System:

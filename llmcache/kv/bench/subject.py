@@ -26,7 +26,7 @@ from transformers.utils import logging
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.bench.results import DECODING, LOADING, QUERY, UPDATE, Memory, Speed
-from llmcache.kv.bench.synthetic import since, snapshot
+from llmcache.kv.bench.synthetic import since
 from llmcache.kv.pipeline import Timeline, widened
 from llmcache.kv.pipeline.timeline import EVALUATE, FETCH
 from llmcache.kv.pipeline.timeline import UPDATE as UPDATING
@@ -303,7 +303,7 @@ class Run:
         self._steps_ns.clear()
         if self._timeline is not None:
             self._timeline.clear()
-            self._before = snapshot(self.cache.traffic)
+            self._before = since(Traffic(), self.cache.traffic)
 
     def step(self) -> None:
         """Makes one more token."""

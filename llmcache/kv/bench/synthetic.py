@@ -257,10 +257,10 @@ class Session:
             for layer in range(self.setup.spec.layers)
         ]
 
-    def decode(self, step: int) -> int:
-        """Does decode step `step` (from 0, in order); returns how long it took, ns, and notes it after the warm-up."""
+    def decode(self, step: int) -> None:
+        """Does decode step `step` (from 0, in order), and notes how long it took after the warm-up."""
         if step == self.setup.warm_up:  # what prefill and warm-up have moved does not count
-            self._traffic, report = snapshot(self.store.traffic), self.store.device_report
+            self._traffic, report = since(Traffic(), self.store.traffic), self.store.device_report
             self._device = Report() if report is None else replace(report)
             self.timeline.clear()
         inputs = self._inputs(step)
@@ -281,10 +281,8 @@ class Session:
         for layer, own in enumerate(weights):
             self.engine.attended(layer, own)
         self._finish(range(self.store.length, self.store.length + 1))
-        taken_ns = self.timeline.now_ns() - begin_ns
         if step >= self.setup.warm_up:
-            self._steps_ns.append(taken_ns)
-        return taken_ns
+            self._steps_ns.append(self.timeline.now_ns() - begin_ns)
 
     def row(self) -> Row:
         """Returns what the steps after the warm-up took, medians and means a step."""
@@ -336,13 +334,8 @@ class Session:
         self._open.__exit__(kind, error, trace)
 
 
-def snapshot(traffic: Traffic) -> Traffic:
-    """Returns a copy of the counters as they are."""
-    return since(Traffic(), traffic)
-
-
 def since(before: Traffic, now: Traffic) -> Traffic:
-    """Returns what was counted after `before`."""
+    """Returns what was counted after `before`; after Traffic(), a copy of `now`."""
     counted = {
         name: getattr(now, name) - getattr(before, name)
         for name in ("pages_up", "pages_down", "ping_pong_pages", "hits_cpu", "hits_ssd")

@@ -11,25 +11,25 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import UsageError
-from llmcache.kv.bench.results import STOCK, Answers, Attention, Memory, Speed, TaskBench, TaskRow
+from llmcache.kv.bench.results import STOCK, Answers, Attention, TaskBench, TaskRow
 from llmcache.kv.bench.synthetic import per_step, workplace
 from llmcache.kv.pipeline import Timeline
 from llmcache.kv.policies import POLICIES, policy_class
 from llmcache.kv.tasks import Chain, chain
 from llmcache.kv.tasks.english import Document, documents, texts
 from llmcache.kv.tasks.recall import TASKS, Probe, symbols
-from llmcache.kv.tiers import Traffic
 
 if TYPE_CHECKING:
     from llmcache.kv.bench.subject import Run, Subject
 
 Progress = Callable[[str], None]
+Result = TypeVar("Result")
 Asked = Probe | Chain | Document
 
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -162,19 +162,22 @@ def conditions(setup: TaskSetup) -> dict[str, Any]:
 
 def _rows(
     setup: TaskSetup, subject: Subject, context: int, directory: Path, texts: list[str], progress: Progress
-) -> Iterator[TaskRow]:
+) -> list[TaskRow]:
     everyone = candidates(setup)
     told = answered(setup, subject, context, directory, everyone, texts, progress)
     first = next(_probes(setup, subject, context))
     attention = _attention(setup, subject, first, directory, everyone)
     progress(f"{context} tokens: generating")
-    timed = _timed(setup, subject, first.ids[:1], directory, everyone)
-    for one, (speed, memory, moved, spilled_bytes) in zip(everyone, timed, strict=True):
-        yield TaskRow(
-            one.policy, one.title, context, one.budget, told[one].answers(), speed, memory,
-            per_step(moved, speed.steps), spilled_bytes, moved.hit_ratio, attention.get(one),
+
+    def row(one: Candidate, run: Run) -> TaskRow:
+        speed, moved = run.speed(), run.moved()
+        return TaskRow(
+            one.policy, one.title, context, one.budget, told[one].answers(), speed, run.memory(),
+            per_step(moved, speed.steps), run.spilled_bytes, moved.hit_ratio, attention.get(one),
             losses=tuple(told[one].losses) or None, divergences=tuple(told[one].divergences) or None,
         )  # fmt: skip
+
+    return in_turns(subject.model, setup, directory, everyone, lambda run: run.read(first.ids[:1]), row)
 
 
 def answered(
@@ -248,21 +251,21 @@ def _probes(setup: TaskSetup, subject: Subject, context: int) -> Iterator[Asked]
         yield whole.part(slice(start, start + at_once))
 
 
-def _timed(
-    setup: TaskSetup, subject: Subject, ids: Any, directory: Path, everyone: Sequence[Candidate]
-) -> list[tuple[Speed, Memory, Traffic, int]]:
-    """Times, memory, what a step moves and all that was spilled, of every candidate; they take turns, step by step."""
+def in_turns(
+    model: Any, setup: TaskSetup, directory: Path, everyone: Sequence[Candidate],
+    begin: Callable[[Run], None], told: Callable[[Candidate, Run], Result],
+) -> list[Result]:  # fmt: skip
+    """Returns what is `told` of a sequence of every candidate, which `begin` begins; they take turns, step by step."""
     from llmcache.kv.bench.subject import Run
 
     with contextlib.ExitStack() as stack:
         runs: list[Run] = []
         for one in everyone:
             timeline = None if one.policy == STOCK else Timeline()
-            cache = stack.enter_context(one.cache(subject.model, setup, directory, timeline))
-            runs.append(Run(subject.model, cache, timeline))
-            runs[-1].read(ids)
+            runs.append(Run(model, stack.enter_context(one.cache(model, setup, directory, timeline)), timeline))
+            begin(runs[-1])
         take_turns(runs, setup.steps)
-        return [(one.speed(), one.memory(), one.moved(), one.spilled_bytes) for one in runs]
+        return [told(one, run) for one, run in zip(everyone, runs, strict=True)]
 
 
 def take_turns(runs: Sequence[Run], steps: int) -> None:

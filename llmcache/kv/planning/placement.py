@@ -14,6 +14,10 @@ from llmcache.kv.planning.hardware import RUNTIME_BYTES, Hardware
 from llmcache.kv.planning.models import ModelShape
 
 KEYS, KEYS_AND_VALUES = EVALUATES = ("keys", "keys and values")
+ACTIVATION_BYTES = 2
+"""Assumed: activations in half precision."""
+BUFFERED_LAYERS = 2
+"""Layers whose attended KV is on the GPU at a time: the one that computes, the one that is fetched."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,6 @@ class Workload:
             if value is not None and not 0 <= value <= 1:
                 raise ValueError(f"{name}: {value}, a share (0 .. 1) is needed")
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
-        return asdict(self)
-
-
-ACTIVATION_BYTES = 2
-"""Assumed: activations in half precision."""
-
 
 @dataclass(frozen=True)
 class MemoryUse:
@@ -97,10 +93,6 @@ def largest_context(model: ModelShape, batch: int, memory_bytes: float) -> int:
     return max(0, int((memory_bytes - fixed) // (model.token_bytes * batch)))
 
 
-BUFFERED_LAYERS = 2
-"""Layers whose attended KV is on the GPU at a time: the one that computes, the one that is fetched."""
-
-
 @dataclass(frozen=True)
 class Room:
     """What the weights leave, bytes: `host_kv` is M0. `gpu_kv`: the whole KV cache, or 0 (then it lies in the pools).
@@ -114,10 +106,6 @@ class Room:
     weights_on_gpu: float
     weights_on_host: float
     lacking: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data, bytes."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
