@@ -23,6 +23,7 @@ _FACTORS |= {letter.lower() + "i": 1024 ** (power + 1) for power, letter in enum
 # Digits are limited so that a mistyped value cannot become a number of a million digits.
 _NUMBER = r"([0-9]{1,19}(?:\.[0-9]{1,19})?)"
 _SIZE = re.compile(_NUMBER + r"\s*([kmgtpe]i?|)b?", re.IGNORECASE)
+_TOKENS = re.compile(r"([0-9]{1,10}(?:\.[0-9]{1,6})?)\s*(k|m|)i?", re.IGNORECASE)
 _DURATION_PART = re.compile(_NUMBER + r"\s*(ns|us|µs|ms|s|min|m|h|d|)\s*")
 
 _NANOSECONDS = {
@@ -49,6 +50,15 @@ def parse_rate(text: str) -> int:
     """Bytes per second meant by `text`: "500M", "500MB/s", "2Gi/s"."""
     bare = re.sub(r"\s*/\s*s(ec)?$", "", text.strip(), flags=re.IGNORECASE)
     return _parse_bytes(bare, "rate", "write bytes per second: 500M, 500MB/s or 2Gi/s", shown=text)
+
+
+def parse_tokens(text: str) -> int:
+    """Tokens meant by `text`: "131072", "128k" (k is 1024, as contexts are named), "1M"; at least 1."""
+    match = _TOKENS.fullmatch(text.strip())
+    tokens = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()] if match else 0
+    if tokens < 1 or tokens != int(tokens) or tokens > 1 << 31:
+        raise UsageError(f"'{text}' is not a number of tokens", "write tokens: 8192, 128k (131,072) or 1M")
+    return int(tokens)
 
 
 def _parse_bytes(text: str, kind: str, hint: str, shown: str | None = None) -> int:

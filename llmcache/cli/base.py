@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import inspect
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -82,6 +83,26 @@ class LazyGroup(click.Group):
             if name.startswith(incomplete) and not incomplete.startswith("-")
         ]
         return [*own, *click.Command.shell_complete(self, ctx, incomplete)]
+
+
+def group(name: str, table: dict[str, tuple[str, str]], about: str, epilog: str) -> LazyGroup:
+    """Returns the group of the commands in `table`: by itself it shows its help, and a signal ends what it runs in order."""
+
+    @click.pass_context
+    def shown(context: click.Context) -> None:
+        context.with_resource(orderly_end())
+        if context.invoked_subcommand is None:
+            click.echo(context.get_help())
+
+    return LazyGroup(
+        name,
+        table=table,
+        callback=shown,
+        help=inspect.cleandoc(about),
+        epilog=epilog,
+        invoke_without_command=True,
+        context_settings=HELP_OPTIONS,
+    )
 
 
 def _write_exit_codes(formatter: click.HelpFormatter) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from llmcache.cli import base, types
-from llmcache.cli.base import HELP_OPTIONS, LazyGroup
+from llmcache.cli.types import TextType, above, several, whole
 from llmcache.errors import UsageError
 from llmcache.units import parse_duration, parse_size
-
-Value = TypeVar("Value")
-Callback = Callable[[click.Context, click.Parameter, "str | None"], Any]
 
 # name: (module:attribute, the line `llmcache edram --help` shows)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -24,29 +21,27 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "accuracy": ("llmcache.cli.edram:accuracy_command", "What eviction and lost bits do to a model's answers."),
 }
 
-EPILOG = """\b
-Examples:
-  llmcache edram model llama2-7b --workload PG19
-  llmcache edram sweep --budget 512,1024 --model all --json > sweep.json
-  llmcache edram plot sweep.json -o sweep.png"""
-
-
-@click.command(
+command = base.group(
     "edram",
-    cls=LazyGroup,
-    table=COMMANDS,
-    epilog=EPILOG,
-    invoke_without_command=True,
-    context_settings=HELP_OPTIONS,
-)
-@click.pass_context
-def command(context: click.Context) -> None:
+    COMMANDS,
     """What KV caching would cost on an edge accelerator with eDRAM, after the Kelle paper. Everything here is modelled.
 
     'llmcache edram COMMAND --help' tells more of each command, with examples.
-    """
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+    """,
+    """\b
+Examples:
+  llmcache edram model llama2-7b --workload PG19
+  llmcache edram sweep --budget 512,1024 --model all --json > sweep.json
+  llmcache edram plot sweep.json -o sweep.png""",
+)
+
+
+STEP = above(lambda text: float(parse_duration(text)), "20ms")
+
+
+def names(table: str, several: bool = True) -> types.NameType:
+    """Names of a table of `edram.systems`, or one; or all."""
+    return types.NameType("all", table=f"llmcache.edram.systems:{table}", several=several)
 
 
 def profile_option(
@@ -62,62 +57,6 @@ def profile_option(
     )
 
 
-def one(parse: Callable[[str], Value]) -> Callback:
-    """Returns a callback that hands on what `parse` makes of the text, None where there is none."""
-
-    def callback(_: click.Context, param: click.Parameter, text: str | None) -> Value | None:
-        if text is None:
-            return None
-        try:
-            return parse(text)
-        except UsageError as error:
-            raise UsageError(f"{max(param.opts, key=len)}: {error.message}", error.hint) from error
-
-    return callback
-
-
-def several(parse: Callable[[str], Value]) -> Callback:
-    """Returns a callback for a list with commas, each value once; () where there is none."""
-    read = one(lambda text: list(dict.fromkeys(parse(part.strip()) for part in text.split(","))))
-    return lambda context, param, text: read(context, param, text) or ()
-
-
-def whole(least: int) -> Callable[[str], int]:
-    """Returns what reads a whole number of at least `least`."""
-
-    def parse(text: str) -> int:
-        digits = text.strip().replace("_", "")
-        if not digits.isascii() or not digits.isdigit() or len(digits) > 12:
-            raise UsageError(f"'{text}' is not a whole number", "write tokens or sequences: 2048")
-        if int(digits) < least:
-            raise UsageError(f"{digits} is too small: at least {least}")
-        return int(digits)
-
-    return parse
-
-
-def factor(text: str) -> float:
-    """Returns the number above 0 that `text` is."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1e9:
-        raise UsageError(f"'{text}' is not a factor", "write numbers above 0: 0.5,1,2")
-    return number
-
-
-def positive(parse: Callable[[str], int]) -> Callable[[str], float]:
-    """Returns what reads a size or a time of more than nothing."""
-
-    def more(text: str) -> float:
-        if value := parse(text):
-            return float(value)
-        raise UsageError(f"'{text}', more than 0 is needed")
-
-    return more
-
-
 def bandwidth(text: str) -> int:
     """Returns bytes per second; a number without a unit counts MB/s."""
     from llmcache.cache.question import parse_bandwidth
@@ -129,31 +68,16 @@ def bandwidth(text: str) -> int:
 
 
 @base.command("model")
-@click.argument(
-    "model",
-    metavar="MODEL",
-    type=types.NameType("all", table="llmcache.edram.systems:MODELS", several=False),
-    default="llama2-7b",
-)
+@click.argument("model", metavar="MODEL", type=names("MODELS", several=False), default="llama2-7b")
 @click.option(
-    "--workload",
-    type=types.NameType("all", table="llmcache.edram.systems:WORKLOADS", several=False),
-    default="PG19",
-    show_default=True,
-    help="LA, TQ, QP or PG19.",
+    "--workload", type=names("WORKLOADS", several=False), default="PG19", show_default=True, help="LA, TQ, QP or PG19."
 )
-@click.option("--context", metavar="N", callback=one(whole(1)), help="Tokens of the prompt, in place of the workload's.")
-@click.option("--decode", metavar="N", callback=one(whole(1)), help="Tokens to decode, in place of the workload's.")
-@click.option("--batch", metavar="N", callback=one(whole(1)), help="Sequences at once [default: 16].")
-@click.option("--budget", metavar="N", callback=one(whole(1)), help="N': tokens that eviction keeps.")
-@click.option("--window", metavar="N", callback=one(whole(0)), help="Recent tokens that are never evicted.")
-@click.option(
-    "--system",
-    type=types.NameType("all", table="llmcache.edram.systems:SYSTEMS"),
-    default="all",
-    show_default=True,
-    help="Systems to compare.",
-)
+@click.option("--context", metavar="N", type=whole(1), help="Tokens of the prompt, in place of the workload's.")
+@click.option("--decode", metavar="N", type=whole(1), help="Tokens to decode, in place of the workload's.")
+@click.option("--batch", metavar="N", type=whole(1), help="Sequences at once [default: 16].")
+@click.option("--budget", metavar="N", type=whole(1), help="N': tokens that eviction keeps.")
+@click.option("--window", metavar="N", type=whole(0), help="Recent tokens that are never evicted.")
+@click.option("--system", type=names("SYSTEMS"), default="all", show_default=True, help="Systems to compare.")
 @profile_option()
 @click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
 @click.option("--constants", type=types.FILE, help="Your profiles, models, workloads and systems: TOML.")
@@ -181,47 +105,38 @@ def model_command(as_json: bool, **options: Any) -> None:
 
 
 @base.command("sweep")
-@click.option(
-    "--model",
-    type=types.NameType("all", table="llmcache.edram.systems:MODELS"),
-    default="llama2-7b",
-    show_default=True,
-    help="Models, or all.",
-)
-@click.option(
-    "--workload",
-    type=types.NameType("all", table="llmcache.edram.systems:WORKLOADS"),
-    default="PG19",
-    show_default=True,
-    help="LA, TQ, QP, PG19, or all.",
-)
-@click.option(
-    "--system",
-    type=types.NameType("all", table="llmcache.edram.systems:SYSTEMS"),
-    default="Kelle+eDRAM",
-    show_default=True,
-    help="Systems, or all.",
-)
+@click.option("--model", type=names("MODELS"), default="llama2-7b", show_default=True, help="Models, or all.")
+@click.option("--workload", type=names("WORKLOADS"), default="PG19", show_default=True, help="LA, TQ, QP, PG19, or all.")
+@click.option("--system", type=names("SYSTEMS"), default="Kelle+eDRAM", show_default=True, help="Systems, or all.")
 @profile_option("paper", "paper, public, silicon, or all.")
-@click.option("--context", "contexts", metavar="N,…", callback=several(whole(1)), help="Tokens of the prompt.")
-@click.option("--decode", "decodes", metavar="N,…", callback=several(whole(1)), help="Tokens to decode.")
-@click.option("--batch", "batches", metavar="N,…", callback=several(whole(1)), help="Sequences at once.")
-@click.option("--budget", "budgets", metavar="N,…", callback=several(whole(1)), help="N': tokens that eviction keeps.")
+@click.option("--context", "contexts", metavar="N,…", type=several(whole(1)), default=(), help="Tokens of the prompt.")
+@click.option("--decode", "decodes", metavar="N,…", type=several(whole(1)), default=(), help="Tokens to decode.")
+@click.option("--batch", "batches", metavar="N,…", type=several(whole(1)), default=(), help="Sequences at once.")
+@click.option(
+    "--budget", "budgets", metavar="N,…", type=several(whole(1)), default=(), help="N': tokens that eviction keeps."
+)
 @click.option(
     "--interval-scale",
     "interval_factors",
     metavar="X,…",
-    callback=several(factor),
+    type=several(above(types.number, "0.5", 1e9)),
+    default=(),
     help="Factors of all refresh intervals: 0.125,0.5,1.",
 )
 @click.option(
-    "--dram-bw", "dram_rates", metavar="RATE,…", callback=several(bandwidth), help="Bandwidths of DRAM: 15GB/s,64GB/s."
+    "--dram-bw",
+    "dram_rates",
+    metavar="RATE,…",
+    type=several(TextType("rate", bandwidth)),
+    default=(),
+    help="Bandwidths of DRAM: 15GB/s,64GB/s.",
 )
 @click.option(
     "--kv-memory",
     "kv_capacities",
     metavar="SIZE,…",
-    callback=several(parse_size),
+    type=several(types.SIZE),
+    default=(),
     help="Capacities of the KV memory: 4Mi,8Mi.",
 )
 @click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
@@ -253,17 +168,13 @@ def sweep_command(as_json: bool, **options: Any) -> None:
 )
 @click.option("--rule", metavar="NAME", default="ticks", show_default=True, help="ticks, expected, floor or ceil.")
 @click.option(
-    "--step",
-    "step_ns",
-    metavar="TIME",
-    callback=one(positive(parse_duration)),
-    help="How long a step takes, in place of what the run says: 20ms.",
+    "--step", "step_ns", metavar="TIME", type=STEP, help="How long a step takes, in place of what the run says: 20ms."
 )
 @click.option(
     "--capacity",
     "capacity_bytes",
     metavar="SIZE",
-    callback=one(positive(parse_size)),
+    type=above(lambda text: float(parse_size(text)), "4Mi"),
     help="What the eDRAM holds: 4Mi; of more, the rest streams unrefreshed.",
 )
 @click.option("--constants", type=types.FILE, help="Your profiles: TOML.")
@@ -340,7 +251,7 @@ def plot_command(source: str, output: str, what: str | None, force: bool, as_jso
 @click.option(
     "--pairs", type=click.IntRange(1, 512), metavar="N", default=64, show_default=True, help="Pairs of key and value in it."
 )
-@click.option("--questions", type=click.IntRange(min=1), metavar="N", default=32, show_default=True, help="Pairs asked for.")
+@click.option("--questions", type=types.COUNT, metavar="N", default=32, show_default=True, help="Pairs asked for.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Of the texts.")
 @click.option(
     "--record",
@@ -348,14 +259,12 @@ def plot_command(source: str, output: str, what: str | None, force: bool, as_jso
     metavar="RUN.json",
     help="Also record what AERP keeps at --budget, for 'llmcache edram report'.",
 )
-@click.option(
-    "--budget", type=click.IntRange(min=1), metavar="N", default=256, show_default=True, help="N' of the recorded run."
-)
+@click.option("--budget", type=types.COUNT, metavar="N", default=256, show_default=True, help="N' of the recorded run.")
 @click.option(
     "--step",
     "step_ns",
     metavar="TIME",
-    callback=one(positive(parse_duration)),
+    type=STEP,
     help="Length of a step on the modelled accelerator, in the recorded run: 20ms.",
 )
 @base.force_option()

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from llmcache.cli import base, types
-from llmcache.cli.base import HELP_OPTIONS, LazyGroup, orderly_end
+from llmcache.units import parse_size
 
 # name: (module:attribute, the line `llmcache kv --help` shows)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -20,31 +20,25 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prune": ("llmcache.cli.kv:prune_command", "Remove stored prompts: by age, by size, of a model."),
 }
 
-EPILOG = """\b
+command = base.group(
+    "kv",
+    COMMANDS,
+    """Keys and values that do not fit in memory, or outlive it: in tiers, chosen by importance; prompts on disk.
+
+    'llmcache kv COMMAND --help' tells more of each command, with examples.
+    """,
+    """\b
 Examples:
   llmcache kv plan --model llama.json --context 128k --gpu 12G --ssd /tmp
   llmcache kv bench --context 32k --json > run.json
   llmcache kv plot run.json -o steps.png
-  llmcache kv list /mnt/nvme/kv"""
-
-
-@click.command(
-    "kv",
-    cls=LazyGroup,
-    table=COMMANDS,
-    epilog=EPILOG,
-    invoke_without_command=True,
-    context_settings=HELP_OPTIONS,
+  llmcache kv list /mnt/nvme/kv""",
 )
-@click.pass_context
-def command(context: click.Context) -> None:
-    """Keys and values that do not fit in memory, or outlive it: in tiers, chosen by importance; prompts on disk.
-
-    'llmcache kv COMMAND --help' tells more of each command, with examples.
-    """
-    context.with_resource(orderly_end())
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+SHARE = types.above(types.number, "0.2", 1)
+RATIO = types.TextType(
+    "ratio", lambda text: text if text == "auto" else types.above(types.number, "0.5, or auto").parse(text)
+)
+MEMORY = types.above(parse_size, "4G")
 
 
 @base.command("bench")
@@ -55,9 +49,7 @@ def command(context: click.Context) -> None:
 )
 @click.option(
     "--task",
-    type=types.NameType(
-        "passkey", "recall", "needle", "variables", "common", "frequent", "loss", "chain", several=False
-    ),
+    type=types.NameType("passkey", "recall", "needle", "variables", "common", "frequent", "loss", "chain", several=False),
     metavar="TASK",
     help="Instead: answers of a real model: passkey, recall, needle, variables, common, frequent or chain; or its loss.",
 )
@@ -73,21 +65,27 @@ def command(context: click.Context) -> None:
     type=types.FILE,
     help="A config.json, or Qwen-7B …, a shape. With --task: smollm2, gemma3, a directory or .gguf; --flips: a directory.",
 )
-@click.option("--context", metavar="TOKENS", help="Tokens of each sequence [default: 32k; with --task: 4k, also 1k,4k].")
 @click.option(
-    "--batch", type=click.IntRange(min=1), metavar="N", default=1, show_default=True, help="Sequences decoded together."
+    "--context",
+    type=types.several(types.TOKENS),
+    metavar="TOKENS",
+    help="Tokens of each sequence [default: 32k; with --task: 4k, also 1k,4k].",
 )
-@click.option("--layers", type=click.IntRange(min=1), metavar="N", help="Layers that are run [default: 4].")
+@click.option("--batch", type=types.COUNT, metavar="N", default=1, show_default=True, help="Sequences decoded together.")
+@click.option("--layers", type=types.COUNT, metavar="N", help="Layers that are run [default: 4].")
+@click.option("--steps", type=types.COUNT, metavar="N", default=16, show_default=True, help="Decode steps to measure.")
+@click.option("--alpha", type=SHARE, metavar="SHARE", help="Share of the tokens that is attended [default: 0.2].")
 @click.option(
-    "--steps", type=click.IntRange(min=1), metavar="N", default=16, show_default=True, help="Decode steps to measure."
+    "--budget",
+    type=types.several(types.whole(1)),
+    metavar="TOKENS",
+    help="In place of --alpha: tokens attended [with --task: 64,128,256].",
 )
-@click.option("--alpha", metavar="SHARE", help="Share of the tokens that is attended [default: 0.2].")
-@click.option("--budget", metavar="TOKENS", help="In place of --alpha: tokens attended [with --task: 64,128,256].")
-@click.option("--beta", metavar="RATIO", help="Pages in memory to pages on the SSD, or auto: f_c/f_s [default: 1].")
-@click.option("--ram", metavar="SIZE", help="The most that pages in memory may take (M0): 4G.")
 @click.option(
-    "--block", type=click.IntRange(min=1), metavar="N", default=256, show_default=True, help="Tokens of a score block (n)."
+    "--beta", type=RATIO, metavar="RATIO", help="Pages in memory to pages on the SSD, or auto: f_c/f_s [default: 1]."
 )
+@click.option("--ram", type=MEMORY, metavar="SIZE", help="The most that pages in memory may take (M0): 4G.")
+@click.option("--block", type=types.COUNT, metavar="N", default=256, show_default=True, help="Tokens of a score block (n).")
 @click.option(
     "--device",
     type=click.Choice(["csd", "file"]),
@@ -118,7 +116,7 @@ def command(context: click.Context) -> None:
     show_default=True,
     help="Where spill files go; removed again.",
 )
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Of each kernel [default: one per core].")
+@click.option("--threads", type=types.COUNT, metavar="N", help="Of each kernel [default: one per core].")
 @click.option(
     "--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Of the synthetic stream."
 )
@@ -131,9 +129,7 @@ def command(context: click.Context) -> None:
 @click.option(
     "--edram-run", type=types.FILE, metavar="RUN.json", help="Instead: record what --policy kelle keeps, for 'edram report'."
 )
-@click.option(
-    "--cases", type=click.IntRange(min=1), metavar="N", default=2, show_default=True, help="Of --task: contexts (a depth)."
-)
+@click.option("--cases", type=types.COUNT, metavar="N", default=2, show_default=True, help="Of --task: contexts (a depth).")
 @click.option("--plot", type=types.FILE, help="Draw it as well, like 'kv plot': .png, .svg or .html.")
 @base.force_option()
 @base.json_option("llmcache.kv-bench/1", "; for 'kv plot'")
@@ -164,7 +160,7 @@ def bench_command(
       llmcache kv bench --task needle --model ~/Llama-3.1-8B --context 32k
       llmcache kv bench --task loss --model smollm2 --policy mass,oracle
     """
-    from llmcache.kv.bench.question import Options
+    from llmcache.kv.bench.question import BenchOptions, task_of
     from llmcache.report import kv_bench
     from llmcache.report.output import check_target, tell
 
@@ -181,16 +177,14 @@ def bench_command(
         from llmcache.edram.kelle import record_stream
 
         check_target("--edram-run", edram_run, force)
-        record_stream(Options(**options), tell).save(edram_run, force)
+        record_stream(BenchOptions(**options), tell).save(edram_run, force)
         click.echo(f"written: {edram_run}; for 'llmcache edram report'", err=True)
     elif task is not None:
-        from llmcache.kv.bench import task_question
         from llmcache.report import kv_task
 
-        wanted = task_question.TaskOptions(task, cases, Options(**options))
-        kv_task.answer(wanted, plot, force, as_json, tell)
+        kv_task.answer(task_of(task, cases, BenchOptions(**options)), plot, force, as_json, tell)
     else:
-        kv_bench.answer(Options(**options), plot, force, as_json, tell)
+        kv_bench.answer(BenchOptions(**options), plot, force, as_json, tell)
 
 
 @base.command("plot")
@@ -234,7 +228,7 @@ def profile_command(directory: str, as_json: bool, force: bool) -> None:
       llmcache kv profile /var/tmp
       llmcache kv profile ~/spill --json | jq '.storage'
     """
-    from llmcache.kv.planning.machine import profile_of
+    from llmcache.kv.planning.profile import profile_of
     from llmcache.report import kv_profile
     from llmcache.report.output import tell
 
@@ -243,12 +237,21 @@ def profile_command(directory: str, as_json: bool, force: bool) -> None:
 
 @base.command("plan")
 @click.option("--model", type=types.FILE, required=True, help="The model's config.json, or a directory with one.")
-@click.option("--context", metavar="TOKENS", required=True, help="Tokens of each sequence: 8192, 128k.")
-@click.option("--batch", metavar="N", default="1", show_default=True, help="Sequences that are decoded together.")
-@click.option("--gpu", metavar="SIZE", help="Memory of the GPU: 12G [default: the profile's; 0: the processor computes].")
-@click.option("--ram", metavar="SIZE", help="Memory of the host: 32G [default: the profile's].")
+@click.option("--context", type=types.TOKENS, metavar="TOKENS", required=True, help="Tokens of each sequence: 8192, 128k.")
+@click.option(
+    "--batch", type=types.whole(1), metavar="N", default=1, show_default=True, help="Sequences that are decoded together."
+)
+@click.option(
+    "--gpu",
+    type=types.SIZE,
+    metavar="SIZE",
+    help="Memory of the GPU: 12G [default: the profile's; 0: the processor computes].",
+)
+@click.option("--ram", type=MEMORY, metavar="SIZE", help="Memory of the host: 32G [default: the profile's].")
 @click.option("--ssd", type=types.DIRECTORY, help="Where the spill file would go: its free space, and its measured speeds.")
-@click.option("--alpha", metavar="SHARE", default="0.2", show_default=True, help="Share of the tokens that is attended.")
+@click.option(
+    "--alpha", type=SHARE, metavar="SHARE", default=0.2, show_default=True, help="Share of the tokens that is attended."
+)
 @click.option(
     "--profile",
     type=types.NameType("paper", "typical", "measured", several=False),
@@ -256,7 +259,7 @@ def profile_command(directory: str, as_json: bool, force: bool) -> None:
 )
 @click.option("--kv-dtype", metavar="TYPE", help="Type of the KV cache: float16, bfloat16, int8, float32.")
 @base.json_option("llmcache.kv-plan/1")
-def plan_command(as_json: bool, **options: str) -> None:
+def plan_command(as_json: bool, **options: Any) -> None:
     """What of a model and its KV cache fits where, and how long a token would take.
 
     All times are modelled. With --ssd, the speeds of this machine are those of 'llmcache kv profile', which measures them
@@ -267,11 +270,11 @@ def plan_command(as_json: bool, **options: str) -> None:
       llmcache kv plan --model llama.json --context 128k --gpu 12G --ssd /tmp
       llmcache kv plan --model ~/qwen2 --context 32k --batch 8 --profile paper
     """
-    from llmcache.kv.planning.plan import Options, plan
+    from llmcache.kv.planning.plan import PlanOptions, plan
     from llmcache.report import kv_plan
     from llmcache.report.output import tell
 
-    kv_plan.show(plan(Options(**options), tell), as_json)
+    kv_plan.show(plan(PlanOptions(**options), tell), as_json)
 
 
 @base.command("list")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import shlex
 from collections.abc import Callable
 from typing import Any
@@ -11,27 +12,27 @@ import click
 from click.shell_completion import CompletionItem
 
 from llmcache.errors import UsageError
-from llmcache.units import parse_duration, parse_size
+from llmcache.units import parse_duration, parse_size, parse_tokens
 
 
-class _TextType(click.ParamType):  # type: ignore[type-arg]  # is generic from click 8.2 on
+class TextType(click.ParamType):  # type: ignore[type-arg]  # is generic from click 8.2 on
     """Text, handed on as `parse` reads it; its errors name the argument or option. Help shows `name`."""
 
     def __init__(self, name: str, parse: Callable[[str], Any] = str) -> None:
         self.name = name
-        self._parse = parse
+        self.parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """What `value` means; UsageError, naming `param`, if it means nothing."""
         if not isinstance(value, str):
             return value
         try:
-            return self._parse(value)
+            return self.parse(value)
         except UsageError as error:
             raise UsageError(f"{_named(param)}: {error.message}", error.hint) from error
 
 
-class _PathType(_TextType):
+class _PathType(TextType):
     """A path, unread: the shell offers files, or directories."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -39,7 +40,7 @@ class _PathType(_TextType):
         return [CompletionItem(incomplete, type="dir" if self.name == "dir" else "file")]
 
 
-class _MountType(_TextType):
+class _MountType(TextType):
     """A mount point, unread: the shell offers those of running mounts, or directories where there is none."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -54,7 +55,7 @@ class _MountType(_TextType):
         return found or [CompletionItem(incomplete, type="dir")]
 
 
-class NameType(_TextType):
+class NameType(TextType):
     """One or several of known names, unread.
 
     `known`, and the keys of `table` (module:attribute), which is loaded only when a shell wants to offer them.
@@ -92,6 +93,48 @@ def _named(param: click.Parameter | None) -> str:
 FILE = _PathType("file")
 DIRECTORY = _PathType("dir")
 MOUNT = _MountType("mount")
-SIZE = _TextType("size", parse_size)
-TIME = _TextType("time", lambda text: parse_duration(text) / 1e9)
+SIZE = TextType("size", parse_size)
+TIME = TextType("time", lambda text: parse_duration(text) / 1e9)
 """In seconds."""
+TOKENS = TextType("tokens", parse_tokens)
+COUNT = click.IntRange(min=1)
+
+
+def above(parse: Callable[[str], float], example: str, most: float = math.inf) -> TextType:
+    """What `parse` reads, if it is above 0, and at most `most`; as `example` is."""
+
+    def checked(text: str) -> float:
+        value = parse(text)
+        if not 0 < value <= most or not math.isfinite(value):
+            bound = "" if most == math.inf else f" and at most {most:g}"
+            raise UsageError(f"'{text}', more than 0{bound} is needed", f"for instance: {example}")
+        return value
+
+    return TextType("number", checked)
+
+
+def number(text: str) -> float:
+    """The number that `text` is, of any sign."""
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"'{text}' is not a number", "write a number: 0.5") from None
+
+
+def whole(least: int) -> TextType:
+    """A whole number of at least `least`, which may have underscores."""
+
+    def parse(text: str) -> int:
+        digits = text.strip().replace("_", "")
+        if not digits.isascii() or not digits.isdigit() or len(digits) > 12:
+            raise UsageError(f"'{text}' is not a whole number", "write tokens or sequences: 2048")
+        if int(digits) < least:
+            raise UsageError(f"{digits} is too small: at least {least}")
+        return int(digits)
+
+    return TextType("integer", parse)
+
+
+def several(one: TextType) -> TextType:
+    """A list of `one`, commas between them, each value once."""
+    return TextType(one.name, lambda text: list(dict.fromkeys(one.parse(part.strip()) for part in text.split(","))))

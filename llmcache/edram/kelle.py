@@ -8,10 +8,8 @@ from typing import Any
 
 from llmcache.edram.refresh import EdramRun, RunRecorder
 from llmcache.errors import UsageError
-from llmcache.kv.bench.measured import check_space, workplace
-from llmcache.kv.bench.question import DEFAULT_POLICIES, Options, setup_of
-from llmcache.kv.bench.session import Session
-from llmcache.kv.bench.variants import variants_of
+from llmcache.kv.bench.question import DEFAULT_POLICIES, BenchOptions, setup_of
+from llmcache.kv.bench.synthetic import Session, check_space, variants_of, workplace
 from llmcache.kv.policies.kelle import Kelle
 from llmcache.units import format_duration
 
@@ -34,11 +32,11 @@ class KelleRecorder(RunRecorder):
         policy = self._policy
         policy.end_record()
         clock = "not said" if self._step_ns is None else f"modelled: {format_duration(self._step_ns)} a step"
-        given = {"policy": policy.name, "evicted": policy.evicted, "token_budget": policy.settings.token_budget}
+        given = {"policy": policy.name, "evicted": policy.settings.evicted, "token_budget": policy.settings.token_budget}
         return self.finish(title or f"{policy.title}, {policy.store.shape.model}", clock, given | settings)
 
 
-def record_stream(options: Options, progress: Callable[[str], None] = lambda _: None) -> EdramRun:
+def record_stream(options: BenchOptions, progress: Callable[[str], None] = lambda _: None) -> EdramRun:
     """Returns what Kelle keeps in each step of the benchmark that is asked for; UsageError unless it is Kelle alone.
 
     The run has no clock: how long a step takes on an accelerator with eDRAM, nothing here can measure.

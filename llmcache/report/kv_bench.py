@@ -19,10 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache.errors import DataError, UsageError
-from llmcache.kv.bench.question import Options, run
-from llmcache.kv.bench.results import MEASURED, Bench, Marks, Observed, Row, read_bench
-from llmcache.kv.bench.task_results import SCHEMA as TASK_SCHEMA
-from llmcache.kv.bench.task_results import read_task
+from llmcache.kv.bench.question import BenchOptions, run
+from llmcache.kv.bench.results import MEASURED, TASK_SCHEMA, Bench, Marks, Observed, Row, read_bench, read_task
 from llmcache.kv.pipeline.timeline import COMPUTE, DEVICE, RESOURCES, STAGES, Span, Timeline
 from llmcache.report import kv_task, theme
 from llmcache.report.html import Cell, Facts, Section, html_page
@@ -260,7 +258,7 @@ def drawn(bench: Bench, source: str, form: str) -> bytes:
     return _page(bench, figure).encode() if form == "html" else theme.captioned(figure, _caption(bench), form)
 
 
-def answer(options: Options, output: str | None, force: bool, as_json: bool, tell: Callable[[str], None]) -> None:
+def answer(options: BenchOptions, output: str | None, force: bool, as_json: bool, tell: Callable[[str], None]) -> None:
     """Runs what `options` ask for, prints it, and draws it as `output` if one is given.
 
     UsageError names the option that is wrong, before anything runs.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -143,11 +144,11 @@ def document(plan: Plan) -> dict[str, Any]:
         "schema": SCHEMA,
         "kind": "modelled",
         "model": plan.model.to_json(),
-        "workload": plan.workload.to_json(),
+        "workload": asdict(plan.workload),
         "machine": plan.machine.to_json(),
         "profile": None if plan.profile is None else {"age_s": plan.profile.age_s, "cached": plan.profile.cached},
         "memory": plan.use.to_json(),
-        "room": plan.found.to_json(),
+        "room": asdict(plan.found),
         "placement": places,
         "m0_bytes": plan.m0_bytes,
         "beta_rule": plan.beta_rule,

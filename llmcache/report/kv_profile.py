@@ -9,11 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.kv.planning.machine import SCHEMA, Found
+from llmcache.kv.planning.profile import SCHEMA, KnownProfile
 from llmcache.units import format_duration, format_rate, format_size
 
 
-def show(found: Found, as_json: bool) -> None:
+def show(found: KnownProfile, as_json: bool) -> None:
     """Prints `found` on stdout."""
     if as_json:
         print(json.dumps(document(found), indent=1))
@@ -24,7 +24,7 @@ def show(found: Found, as_json: bool) -> None:
     console.print(table(found))
 
 
-def lines(found: Found) -> Iterator[str]:
+def lines(found: KnownProfile) -> Iterator[str]:
     """What was measured, when, and where the profile is kept."""
     profile = found.profile
     yield f"machine     {profile.key.processor}, {profile.key.processors} processors, Linux {profile.key.kernel}"
@@ -37,14 +37,14 @@ def lines(found: Found) -> Iterator[str]:
         yield "note        no O_DIRECT here: the page cache may have answered in place of the disk"
 
 
-def age_text(found: Found) -> str:
+def age_text(found: KnownProfile) -> str:
     """Returns how old the measurement is, in words."""
     if not found.cached:
         return "now"
     return f"{format_duration(round(found.age_s) * 10**9)} ago (cached; --force measures again)"
 
 
-def table(found: Found) -> Table:
+def table(found: KnownProfile) -> Table:
     """The speeds, one row each, with how each came about."""
     host, storage = found.profile.host, found.profile.storage
     page = format_size(storage.page_bytes)
@@ -67,12 +67,12 @@ def table(found: Found) -> Table:
     return made
 
 
-def beta(found: Found) -> float:
+def beta(found: KnownProfile) -> float:
     """Returns f_c / f_s. Source: hillinfer.txt, section 3.3, equation (1)."""
     return found.profile.host.score_bytes_per_s / found.profile.storage.device_bytes_per_s
 
 
-def document(found: Found) -> dict[str, Any]:
+def document(found: KnownProfile) -> dict[str, Any]:
     """`found` as JSON-ready values: bytes, seconds, bytes per second; ns where the name says so."""
     told = found.profile.to_json()
     emulated = ["device_bytes_per_s", "link_bytes_per_s", "command_ns"]

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache import __version__
-from llmcache.kv.bench import task_question
-from llmcache.kv.bench.task_results import DECODING, LOADING, PARTS, QUERY, UPDATE, TaskBench, TaskRow, mean_of
+from llmcache.kv.bench.results import DECODING, LOADING, PARTS, QUERY, UPDATE, TaskBench, TaskRow, mean_of
+from llmcache.kv.bench.task import TaskSetup, run
 from llmcache.report import theme
 from llmcache.report.html import Block, Cell, Facts, Section, html_page
 from llmcache.report.html import Table as PageTable
@@ -236,14 +236,12 @@ LEAD = (
 )
 
 
-def answer(
-    options: task_question.TaskOptions, plot: str | None, force: bool, as_json: bool, tell: Callable[[str], None]
-) -> None:
+def answer(setup: TaskSetup, plot: str | None, force: bool, as_json: bool, tell: Callable[[str], None]) -> None:
     """Runs the task, prints it and draws it; UsageError names the option that is wrong, before anything runs."""
     if plot is not None:
         form_of(OPTION, plot)
         check_target(OPTION, plot, force)
-    bench = task_question.run(options, tell)
+    bench = run(setup, tell)
     if plot is not None:
         write_target(OPTION, plot, drawn(bench, form_of(OPTION, plot)), force)
     show(bench, as_json)

@@ -30,8 +30,7 @@ from llmcache.kv.planning import (
     memory_use,
 )
 from llmcache.kv.planning.hardware import ASSUMED, Origin
-from llmcache.kv.planning.placement import by_beta, by_ssd_share
-from llmcache.kv.planning.workload import KEYS, KEYS_AND_VALUES
+from llmcache.kv.planning.placement import KEYS, KEYS_AND_VALUES, by_beta, by_ssd_share
 from llmcache.report.judge import Measure
 
 GIB = 1 << 30

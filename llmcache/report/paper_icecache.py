@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from llmcache.kv.bench.task_results import PARTS, QUERY, STOCK, TaskBench, TaskRow, read_task
+from llmcache.kv.bench.results import PARTS, QUERY, STOCK, TaskBench, TaskRow, read_task
 from llmcache.report import kv_task, theme
 from llmcache.report.html import Block, Cell, Facts, Fold, Table, Text
 from llmcache.report.judge import Measure, Measures, Paper, judge, read_paper

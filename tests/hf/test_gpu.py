@@ -8,8 +8,7 @@ import torch
 
 from llmcache.errors import UsageError
 from llmcache.kv.transformers import SpillCache, disable, enable
-from llmcache.kv.transformers.gpu import TorchFastTier
-from llmcache.kv.transformers.tensors import as_array, as_tensor, dtype_name
+from llmcache.kv.transformers.tensors import TorchFastTier, as_array, as_tensor, dtype_name
 from tests.hf.tiny_models import generate, prompt, tiny
 from tests.unit.store_parts import HostFastTier
 

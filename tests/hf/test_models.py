@@ -13,8 +13,8 @@ import torch
 from click.testing import CliRunner
 
 from llmcache import cli
+from llmcache.kv.bench.question import TASK_MODELS, model_of
 from llmcache.kv.bench.subject import load_model, logits, stock
-from llmcache.kv.bench.task_question import MODELS, model_of
 from llmcache.kv.transformers import SpillCache
 from tests.unit.store_parts import crash
 
@@ -45,7 +45,7 @@ def said(name: str, cache: Any, ids: Any, steps: int) -> tuple[list[int], torch.
     return tokens, torch.cat(found)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TASK_MODELS)
 def test_a_budget_of_the_context_changes_no_bit(name: str, tmp_path: Path) -> None:
     expected = said(name, stock(model(name)), prompt(name), 6)
     with SpillCache(model(name).config, "mass", token_budget=2 * TOKENS, path=tmp_path, cpu_pages=8, threads=1) as cache:
@@ -53,7 +53,7 @@ def test_a_budget_of_the_context_changes_no_bit(name: str, tmp_path: Path) -> No
     assert got[0] == expected[0] and torch.equal(got[1], expected[1])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TASK_MODELS)
 def test_a_conversation_that_was_saved_goes_on_after_a_kill(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"token_budget": 96, "threads": 1}
     path = tmp_path / "talk.kv"

@@ -17,11 +17,11 @@ from click.testing import CliRunner
 from llmcache import cli
 from llmcache.errors import DataError, UsageError
 from llmcache.kv.bench import lengths
+from llmcache.kv.bench.results import STOCK, Memory, Speed
 from llmcache.kv.bench.subject import Prompt, Subject, ask, feed, stock, watch
 from llmcache.kv.bench.task import Candidate
-from llmcache.kv.bench.task_results import STOCK, Memory, Speed
 from llmcache.kv.tasks import RECALL_MODEL
-from llmcache.kv.tasks.probes import symbols
+from llmcache.kv.tasks.recall import symbols
 from llmcache.kv.transformers import SpillCache
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.errors import UsageError
 from llmcache.kv.index.dci import DciSettings
 from llmcache.kv.index.dci.file import fault_of
 from llmcache.kv.index.scorers import Auto, Dci, Scorer
-from llmcache.kv.policies import PolicySettings
+from llmcache.kv.policies.base import PolicySettings
 from llmcache.kv.policies.icecache import IceCache, IceCacheSettings
-from llmcache.kv.policies.indexed import IndexedPolicy
-from llmcache.kv.policies.quest import QuestSettings
+from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
 from llmcache.kv.tiers import KvStore
 from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, PAGE, Array, Case, Run, running
 
@@ -111,17 +110,15 @@ def test_the_first_layers_attend_to_all_and_layers_behind_an_anchor_to_what_it_c
         assert policy_of(run).indexes.scorers[1] == [None, None]
         alone = run.policy.select(1, run.queries(1))
         assert not np.array_equal(alone.positions, behind.positions), "its anchor was not asked at this step"
-    reuse = IceCacheSettings.reuse(token_budget=128)
-    assert (reuse.full_layers, reuse.anchor_every, reuse.token_budget) == (2, 3, 128)
     (tmp_path / "c").mkdir()
-    with running("icecache", reuse, CASE, tmp_path / "c") as run:
+    with running("icecache", replace(BUDGET, full_layers=2, anchor_every=3), CASE, tmp_path / "c") as run:
         anchors = [policy_of(run).anchor_of(layer) for layer in range(10)]
         assert anchors == [0, 1, 2, 2, 2, 5, 5, 5, 8, 8]
 
 
-@pytest.mark.parametrize("settings", [replace(BUDGET, every_steps=3), QuestSettings(token_budget=144, every_steps=3)])
+@pytest.mark.parametrize("settings", [replace(BUDGET, every_steps=3), IndexedSettings(token_budget=144, every_steps=3)])
 def test_a_choice_serves_for_some_steps(settings: PolicySettings, tmp_path: Path) -> None:
-    name = "quest" if isinstance(settings, QuestSettings) else "icecache"
+    name = "quest" if isinstance(settings, IndexedSettings) else "icecache"
     with running(name, settings, replace(CASE, context=305), tmp_path) as run:
         chosen = [run.step()[0][0].positions for _ in range(3)]
         for later in chosen[1:]:
@@ -175,35 +172,28 @@ def test_padding_that_is_told_later_is_not_in_the_index(tmp_path: Path) -> None:
         assert scorer_of(run, 0, 1).first == 112
 
 
-def test_an_index_is_saved_beside_the_file_and_goes_on(tmp_path: Path) -> None:
+def test_an_index_is_saved_beside_the_file_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with running("icecache", BUDGET, CASE, tmp_path) as run:
         run.step()
         policy = run.policy
         assert isinstance(policy, IceCache)
         run.store.save()
-        assert policy.save_index() == (tmp_path / "dci-kv.spill").stat().st_size
+        policy.saved()
         queries = run.queries(0)
         wanted = policy.select(0, queries).positions
     with KvStore.restore(tmp_path / "kv.spill", CASE.config(tmp_path)) as store:
         again = IceCache(store, BUDGET)
-        assert again.load_index() == LAYERS * 2 * KV_HEADS
+        again.restored()
+        assert all(isinstance(scorer, Dci) for row in again.indexes.scorers for scorer in row)
         before = store.traffic.to_json()
         assert np.array_equal(again.select(0, queries).positions, wanted)
         assert store.traffic.to_json() == before, "no key was read to choose"
         store.crop(290)
-        with pytest.raises(DataError, match="tokens: the index is of 301, the spill file of 290"):
-            IceCache(store, BUDGET).load_index()
-        (tmp_path / "dci-kv.spill").unlink()
-        with pytest.raises(EnvironmentProblem, match="reading an index"):
-            again.load_index()
-
-
-def test_without_a_file_there_is_nothing_to_save_beside(tmp_path: Path) -> None:
-    with running("icecache", BUDGET, replace(CASE, pool=None), tmp_path) as run:
-        policy = run.policy
-        assert isinstance(policy, IceCache)
-        with pytest.raises(UsageError, match="path: "):
-            policy.save_index()
+        other = IceCache(store, BUDGET)
+        with caplog.at_level("WARNING"):
+            other.restored()
+        assert "tokens: the index is of 301, the spill file of 290: trees are built anew" in caplog.text.replace("\n", " ")
+        assert other.indexes.scorers[0][0] is None
 
 
 def test_auto_says_what_it_uses(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_more_bandwidth_is_never_slower(
 def test_a_larger_context_is_never_faster(
     system: System, machine: Hardware, model: ModelShape, workload: Workload, more: int
 ) -> None:
-    larger = workload.at(workload.context + more)
+    larger = replace(workload, context=workload.context + more)
     before, after = (latency(system, machine, model, one) for one in (workload, larger))
     assert before.token_ns <= after.token_ns * SLACK
     assert before.prefill_ns <= after.prefill_ns * SLACK

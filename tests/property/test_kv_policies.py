@@ -14,13 +14,11 @@ import pytest
 
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.pipeline.timeline import CPU, DEVICE, EVALUATE, LINK, Timeline
-from llmcache.kv.policies import POLICIES, PolicySettings, policy_class
-from llmcache.kv.policies.base import KvPolicy
+from llmcache.kv.policies import POLICIES, policy_class
+from llmcache.kv.policies.base import KvPolicy, PolicySettings
+from llmcache.kv.policies.baselines import RULES, LeoAMSettings, OracleSettings, PrefetchSettings, largest_channels
 from llmcache.kv.policies.hillinfer import HillInferSettings
-from llmcache.kv.policies.leoam import LeoAMSettings
 from llmcache.kv.policies.mass import MassSettings
-from llmcache.kv.policies.oracle import RULES, OracleSettings
-from llmcache.kv.policies.prefetch import PrefetchSettings, largest_channels
 from llmcache.kv.tiers import KvStore, Selection
 from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, PAGE, Array, Case, Run, running, variants
 

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.kv.kernels import top
-from llmcache.kv.pipeline.attention import attention, widened
-from llmcache.kv.policies import PolicySettings, policy_class
-from llmcache.kv.policies.base import KvPolicy
+from llmcache.kv.pipeline import attention, widened
+from llmcache.kv.policies import policy_class
+from llmcache.kv.policies.base import KvPolicy, PolicySettings
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 

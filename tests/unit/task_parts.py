@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from llmcache.kv.bench.task_results import STOCK, Answers, Attention, Memory, Speed, TaskBench, TaskRow
+from llmcache.kv.bench.results import STOCK, Answers, Attention, Memory, Speed, TaskBench, TaskRow
 
 MS = 1_000_000
 TITLES = {STOCK: "DynamicCache", "icecache": "IceCache", "quest": "Quest", "h2o": "H2O-like", "window": "Window"}

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError
-from llmcache.kv.bench import Row
-from llmcache.kv.bench.accelerator import fixed
 from llmcache.kv.bench.lengths import LengthRow
-from llmcache.kv.bench.session import Setup
+from llmcache.kv.bench.results import STOCK, Memory, Row
+from llmcache.kv.bench.synthetic import Setup, fixed
 from llmcache.kv.bench.task import Candidate, Told
-from llmcache.kv.bench.task_results import STOCK, Memory
 from llmcache.kv.workload import StreamSpec
 from tests.unit.task_parts import of_policies, speed
 from tools.bench import kv, kvanswers, kvindex, kvmodels, kvpipeline, kvstore, kvtransformers, results

@@ -179,7 +179,7 @@ def known(command: str, option: str) -> set[str]:
 
 
 def test_names_are_those_of_the_tables() -> None:
-    from llmcache.kv.tasks.probes import TASKS
+    from llmcache.kv.tasks.recall import TASKS
     from llmcache.trace.sources import AUTO, SOURCES
 
     assert known("kv bench", "task") == set(TASKS)

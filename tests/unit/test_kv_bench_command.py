@@ -11,15 +11,10 @@ from click.testing import CliRunner
 
 from llmcache import cli
 from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.kv.bench import read_bench
-from llmcache.kv.bench.accelerator import modelled
-from llmcache.kv.bench.measured import check_space, compare, workplace
-from llmcache.kv.bench.question import Options, run
-from llmcache.kv.bench.session import Session, Setup
-from llmcache.kv.bench.variants import Variant
+from llmcache.kv.bench.results import read_bench
+from llmcache.kv.bench.synthetic import Session, Setup, Variant, check_space, compare, modelled, workplace
 from llmcache.kv.pipeline import Timeline
-from llmcache.kv.planning import PAPER_PC
-from llmcache.kv.planning.models import QWEN_7B
+from llmcache.kv.planning import MODELS, PAPER_PC
 from llmcache.kv.workload import StreamSpec
 
 CONFIG = {
@@ -40,14 +35,6 @@ def bench(*args: str) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     told: dict[str, Any] = json.loads(result.stdout)
     return told
-
-
-def options(**changes: Any) -> Options:
-    plain: dict[str, Any] = {
-        "policy": "full,hillinfer", "profile": "measured", "context": "1k", "batch": 1, "steps": 2, "block": 256,
-        "device": "csd", "csd": "smartssd", "path": "/tmp", "compute": "1ms", "seed": 0,
-    }  # fmt: skip
-    return Options(**{**plain, **changes})
 
 
 def test_a_measured_run_of_all_policies(tmp_path: Path, model: str) -> None:
@@ -123,7 +110,7 @@ def test_beta_auto_is_what_the_rule_says_of_measured_speeds(tmp_path: Path, mode
 
 
 def test_the_paper_profile_is_modelled_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmcache.kv.bench.measured.compare", None)
+    monkeypatch.setattr("llmcache.kv.bench.synthetic.compare", None)
     told = bench("--profile", "paper", "--context", "16k", "--batch", "8", "--policy", "full,hillinfer,hillinfer-no-app")
     assert told["kind"] == "modelled" and all(row["observed"] is None for row in told["rows"])
     full, hillinfer, without = told["rows"]
@@ -143,35 +130,39 @@ def test_the_text_names_what_is_emulated(tmp_path: Path, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("words", "named"),
     [
-        ({"policy": "lru"}, "--policy: there is no 'lru'"),
-        ({"policy": "hillinfer-no-x"}, "--policy"),
-        ({"policy": "full,hillinfer", "sweep_beta": True}, "--sweep-beta"),
-        ({"policy": "window", "profile": "paper"}, "--policy: 'window' has no latency model"),
-        ({"profile": "paper", "layers": 3}, "--layers"),
-        ({"policy": ""}, "--policy: '' names none"),
-        ({"context": "none"}, "--context"),
-        ({"context": ""}, "--context"),
-        ({"alpha": "0"}, "--alpha"),
-        ({"alpha": "1.2"}, "--alpha"),
-        ({"alpha": "0.2", "budget": "64"}, "--budget"),
-        ({"beta": "-1"}, "--beta"),
-        ({"beta": "1", "sweep_beta": True, "policy": "hillinfer"}, "--beta"),
-        ({"csd": "floppy"}, "--csd"),
-        ({"compute": "abacus"}, "--compute"),
-        ({"path": "/nowhere"}, "--path"),
-        ({"model": "/nowhere/config.json"}, "--model"),
-        ({"ram": "0"}, "--ram"),
-        ({"budget": "16"}, "token_budget: 16"),
-        ({"ram": "1k"}, "cpu_pages"),
-        ({"context": "1000M", "layers": 1000}, "--path: /tmp: .* are needed"),
+        ("--policy lru", "--policy: there is no 'lru'"),
+        ("--policy hillinfer-no-x", "--policy"),
+        ("--sweep-beta", "--sweep-beta"),
+        ("--policy window --profile paper", "--policy: 'window' has no latency model"),
+        ("--profile paper --layers 3", "--layers"),
+        ("--policy=", "--policy: '' names none"),
+        ("--context none", "--context: 'none'"),
+        ("--context=", "--context: ''"),
+        ("--context 1k,2k", "--context: '1024,2048' are several"),
+        ("--alpha 0", "--alpha: '0'"),
+        ("--alpha 1.2", "--alpha: '1.2'"),
+        ("--alpha nan", "--alpha: 'nan'"),
+        ("--alpha much", "--alpha: 'much'"),
+        ("--alpha 0.2 --budget 64", "--budget"),
+        ("--beta -1", "--beta: '-1'"),
+        ("--beta inf", "--beta: 'inf'"),
+        ("--beta 1 --sweep-beta --policy hillinfer", "--beta"),
+        ("--csd floppy", "--csd"),
+        ("--compute abacus", "--compute"),
+        ("--path /nowhere", "--path"),
+        ("--model /nowhere/config.json", "--model"),
+        ("--ram 0", "--ram: '0'"),
+        ("--budget 16", "token_budget: 16"),
+        ("--ram 1k", "cpu_pages"),
+        ("--context 1000M --layers 1000", "--path: /tmp: .* are needed"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused_by_its_name(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(LlmcacheError, match=named) as caught:
-        run(options(**changes))
-    assert caught.value.hint
+def test_what_cannot_be_asked_for_is_refused_by_its_name(words: str, named: str) -> None:
+    plain = ["--policy", "full,hillinfer", "--context", "1k", "--steps", "2", "--path", "/tmp", "--compute", "1ms"]
+    with pytest.raises(LlmcacheError, match=named):
+        CliRunner().invoke(cli.app, ["kv", "bench", *plain, *words.split()], catch_exceptions=False)
 
 
 def test_a_run_is_drawn_at_once_where_it_can_be(tmp_path: Path) -> None:
@@ -188,7 +179,7 @@ def test_a_run_is_drawn_at_once_where_it_can_be(tmp_path: Path) -> None:
 def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
     spec = StreamSpec(layers=80, kv_heads=8, heads=8, head_dim=128, context=1 << 24)
     with pytest.raises(EnvironmentProblem, match="needed for spill files"):
-        check_space(Setup(spec, modelled(PAPER_PC, QWEN_7B, 1), tmp_path), 3)
+        check_space(Setup(spec, modelled(PAPER_PC, MODELS["Qwen-7B"], 1), tmp_path), 3)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -202,14 +193,15 @@ def test_the_place_of_work_goes_away_also_after_an_error(tmp_path: Path) -> None
 
 
 def test_an_emulated_accelerator_takes_longer_for_more_weights_and_tokens() -> None:
-    layer_ns = modelled(PAPER_PC, QWEN_7B, 8).layer_ns
-    assert layer_ns(4096) > layer_ns(16) > 1e9 * QWEN_7B.layer_weight_bytes(1) / PAPER_PC.gpu_bytes_per_s
-    assert modelled(PAPER_PC, QWEN_7B, 1).title.startswith("emulated")
+    layer_ns = modelled(PAPER_PC, MODELS["Qwen-7B"], 8).layer_ns
+    least_ns = 1e9 * MODELS["Qwen-7B"].layer_weight_bytes(1) / PAPER_PC.gpu_bytes_per_s
+    assert layer_ns is not None and layer_ns(4096) > layer_ns(16) > least_ns
+    assert modelled(PAPER_PC, MODELS["Qwen-7B"], 1).title.startswith("emulated")
 
 
 def test_a_session_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = StreamSpec(layers=1, kv_heads=2, heads=2, head_dim=16, context=256, dtype="float32")
-    setup = Setup(spec, modelled(PAPER_PC, QWEN_7B, 1), tmp_path, steps=1, warm_up=0)
+    setup = Setup(spec, modelled(PAPER_PC, MODELS["Qwen-7B"], 1), tmp_path, steps=1, warm_up=0)
     with pytest.raises(RuntimeError, match="the policy"), Session(setup, Variant("full")) as session:
         monkeypatch.setattr(session.policy, "select", lambda *_: (_ for _ in ()).throw(RuntimeError("the policy")))
         session.prefill()

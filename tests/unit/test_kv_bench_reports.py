@@ -14,8 +14,8 @@ from matplotlib.patches import Rectangle
 from rich.console import Console
 
 from llmcache.errors import DataError, UsageError
-from llmcache.kv.bench import Bench, Marks, Observed, Row, read_bench
-from llmcache.kv.bench.variants import Variant, variants_of
+from llmcache.kv.bench.results import Bench, Marks, Observed, Row, read_bench
+from llmcache.kv.bench.synthetic import Variant, variants_of
 from llmcache.kv.pipeline import Span, Timeline
 from llmcache.report import kv_bench
 

@@ -5,17 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
 from llmcache import cli
 from llmcache.errors import EnvironmentProblem, UsageError
-from llmcache.kv.planning import machine as machines
-from llmcache.kv.planning import probes
-from llmcache.kv.planning.machine import Found, MachineProfile, cached_profile, hardware_of, key_of, profile_of, with_gpu
-from llmcache.kv.planning.plan import Options, parse_context, plan
-from llmcache.kv.planning.probes import HostSpeeds, StorageSpeeds
+from llmcache.kv.planning import profile
+from llmcache.kv.planning.plan import PlanOptions, plan
+from llmcache.kv.planning.profile import (
+    HostSpeeds,
+    KnownProfile,
+    MachineProfile,
+    StorageSpeeds,
+    cached_profile,
+    hardware_of,
+    key_of,
+    profile_of,
+)
+from llmcache.units import parse_tokens
 from tests.unit.model_configs import LLAMA_8B, QWEN3_30B_A3B
 
 HOST = HostSpeeds(40e9, 30e9, 3e11)
@@ -39,8 +47,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(str(directory))
         return STORAGE
 
-    monkeypatch.setattr(machines, "measure_storage", storage)
-    monkeypatch.setattr(machines, "measure_host", lambda: HOST)
+    monkeypatch.setattr(profile, "measure_storage", storage)
+    monkeypatch.setattr(profile, "measure_host", lambda: HOST)
     return asked
 
 
@@ -63,10 +71,10 @@ def run(args: Sequence[str]) -> int:
 
 
 def test_a_real_profile_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "FILE_BYTES", 16 << 20)
-    monkeypatch.setattr(probes, "MEMORY_BYTES", 32 << 20)
-    monkeypatch.setattr(probes, "READ_S", 0.1)
-    monkeypatch.setattr(probes, "PROBE_S", 0.05)
+    monkeypatch.setattr(profile, "FILE_BYTES", 16 << 20)
+    monkeypatch.setattr(profile, "MEMORY_BYTES", 32 << 20)
+    monkeypatch.setattr(profile, "READ_S", 0.1)
+    monkeypatch.setattr(profile, "PROBE_S", 0.05)
     spill = tmp_path / "spill"
     spill.mkdir()
     found = profile_of(spill)
@@ -85,8 +93,8 @@ def test_a_real_profile_of_a_directory(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_machine_that_pauses_has_no_storage_without_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(bytes(1 << 16))
-    monkeypatch.setattr(probes, "READ_S", -1.0)  # the time is up before the first read
-    assert probes._disk_rate(tmp_path / "file", 4096, scattered=True, direct=False) > 0
+    monkeypatch.setattr(profile, "READ_S", -1.0)  # the time is up before the first read
+    assert profile._disk_rate(tmp_path / "file", 4096, scattered=True, direct=False) > 0
 
 
 def test_a_profile_is_measured_once_and_again_by_force(
@@ -123,7 +131,7 @@ def test_a_profile_is_of_one_machine_and_device(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile_of(tmp_path)
-    monkeypatch.setattr(machines, "_processor", lambda: "another")
+    monkeypatch.setattr(profile, "_processor", lambda: "another")
     assert cached_profile(tmp_path) is None
     assert not profile_of(tmp_path).cached and profile_of(tmp_path).profile.key.processor == "another"
     with pytest.raises(UsageError, match="DIR: "):
@@ -134,7 +142,7 @@ def test_memory_is_not_taken_for_storage(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str
 ) -> None:
     assert key_of("/proc").filesystem == "proc" and not key_of("/proc").in_memory
-    monkeypatch.setattr(machines, "_filesystem", lambda device: "tmpfs")
+    monkeypatch.setattr(profile, "_filesystem", lambda dev: "tmpfs")
     assert run(["profile", str(tmp_path)]) == 0
     assert "tmpfs is memory" in capsys.readouterr().out
     assert run(["plan", "--model", config, "--context", "8k", "--ssd", str(tmp_path)]) == 0
@@ -156,9 +164,9 @@ def test_storage_that_cannot_be_measured(
 ) -> None:
     assert run(["profile", str(tmp_path / "nowhere")]) == 2
     assert "DIR: " in capsys.readouterr().err
-    monkeypatch.setattr(probes, "FILE_BYTES", 1 << 60)
+    monkeypatch.setattr(profile, "FILE_BYTES", 1 << 60)
     with pytest.raises(EnvironmentProblem, match="No space left") as caught:
-        probes.measure_storage(tmp_path)
+        profile.measure_storage(tmp_path)
     assert caught.value.message.startswith("DIR: ") and "free" in (caught.value.hint or "")
 
 
@@ -166,10 +174,10 @@ def test_nothing_is_left_behind_by_a_probe_that_fails(tmp_path: Path, monkeypatc
     def fails(_device: object) -> float:
         raise EnvironmentProblem("its emulated device ended by signal 9", "restart it")
 
-    monkeypatch.setattr(probes, "FILE_BYTES", 16 << 20)
-    monkeypatch.setattr(probes, "_device_rate", fails)
+    monkeypatch.setattr(profile, "FILE_BYTES", 16 << 20)
+    monkeypatch.setattr(profile, "_device_rate", fails)
     with pytest.raises(EnvironmentProblem, match="DIR: its emulated device ended"):
-        probes.measure_storage(tmp_path)
+        profile.measure_storage(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -179,7 +187,7 @@ def test_a_directory_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("tempfile.mkdtemp", refused)
     with pytest.raises(EnvironmentProblem, match=r"DIR: cannot measure in .*Permission denied"):
-        probes.measure_storage(tmp_path)
+        profile.measure_storage(tmp_path)
 
 
 # kv plan
@@ -222,32 +230,32 @@ def test_the_plan_in_words(config: str, tmp_path: Path, measured: list[str], cap
 
 
 def test_m0_binds_where_the_rule_asks_for_more_than_there_is(config: str) -> None:
-    found = plan(Options(config, "128k", batch="8", profile="paper"))
+    found = plan(PlanOptions(config, 128 << 10, batch=8, profile="paper"))
     assert found.m0_binds and found.places.host == found.m0_bytes and found.places.beta < found.beta_rule
-    small = plan(Options(config, "8k", profile="paper"))
+    small = plan(PlanOptions(config, 8192, profile="paper"))
     assert small.places.gpu == small.use.kv and not small.m0_binds and small.places.ssd == 0
 
 
 def test_what_the_ssd_has_no_room_for(
     config: str, tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmcache.kv.planning.plan._free_bytes", lambda _: GIB)
-    found = plan(Options(config, "1M", ram="24Gi", ssd=str(tmp_path)))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=GIB))
+    found = plan(PlanOptions(config, 1 << 20, ram=24 * GIB, ssd=str(tmp_path)))
     assert found.lacking_bytes == pytest.approx(found.places.ssd - GIB) and not found.latencies
     (limit,) = [one for one in found.limits if one.batch == 1]
     assert limit.gpu is None and limit.with_ssd is not None
     assert limit.with_ssd - limit.gpu_and_ram == pytest.approx(GIB / 131072, abs=1)
-    fits = plan(Options(config, str(limit.with_ssd - 200), ram="24Gi", ssd=str(tmp_path)))
+    fits = plan(PlanOptions(config, limit.with_ssd - 200, ram=24 * GIB, ssd=str(tmp_path)))
     assert fits.machine.name == "measured"
 
 
 def test_largest_contexts_are_where_memory_ends(config: str) -> None:
-    found = plan(Options(config, "8k", batch="3", gpu="24Gi", ram="64Gi"))
+    found = plan(PlanOptions(config, 8192, batch=3, gpu=24 * GIB, ram=64 * GIB))
     assert [one.batch for one in found.limits] == [1, 2, 3, 4, 8]
     for one in found.limits:
         assert one.gpu is not None and one.gpu < one.gpu_and_ram
         inside, beyond = (
-            plan(Options(config, str(one.gpu + more), batch=str(one.batch), gpu="24Gi", ram="64Gi")) for more in (0, 1)
+            plan(PlanOptions(config, one.gpu + more, batch=one.batch, gpu=24 * GIB, ram=64 * GIB)) for more in (0, 1)
         )
         assert inside.places.gpu == inside.use.kv and beyond.places.gpu == 0
 
@@ -255,7 +263,7 @@ def test_largest_contexts_are_where_memory_ends(config: str) -> None:
 def test_a_gpu_whose_speed_was_not_measured_is_assumed(tmp_path: Path, measured: list[str]) -> None:
     machine = hardware_of(profile_of(tmp_path).profile)
     assert not machine.has_gpu and machine.gpu_bytes_per_s == HOST.memory_bytes_per_s
-    with_one = with_gpu(machine, 12 * GIB)
+    with_one = hardware_of(profile_of(tmp_path).profile, 12 * GIB)
     assert with_one.has_gpu and with_one.origins["gpu_bytes_per_s"].kind == "assumed"
     assert with_one.score_bytes_per_s == HOST.score_bytes_per_s and with_one.origins["gpu_bytes"].kind == "given"
 
@@ -264,36 +272,33 @@ def test_a_gpu_whose_speed_was_not_measured_is_assumed(tmp_path: Path, measured:
     ("text", "tokens"), [("8192", 8192), ("128k", 131072), ("1M", 1 << 20), ("1.5K", 1536), ("128Ki", 131072)]
 )
 def test_contexts_as_typed(text: str, tokens: int) -> None:
-    assert parse_context(text) == tokens
+    assert parse_tokens(text) == tokens
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("words", "named"),
     [
-        ({"context": "0"}, "--context: '0'"),
-        ({"context": "-1"}, "--context: "),
-        ({"context": "1.0001k"}, "--context: "),
-        ({"context": "9999M"}, "--context: "),
-        ({"batch": "0"}, "--batch: "),
-        ({"batch": "two"}, "--batch: "),
-        ({"alpha": "0"}, "--alpha: "),
-        ({"alpha": "1.5"}, "--alpha: "),
-        ({"alpha": "nan"}, "--alpha: "),
-        ({"gpu": "12 apples"}, "--gpu: "),
-        ({"ram": "0"}, "--ram: "),
-        ({"ssd": "/nowhere/at/all"}, "--ssd: "),
-        ({"profile": "a100"}, "--profile: "),
-        ({"profile": "measured"}, "--profile: measured needs"),
-        ({"kv_dtype": "int4"}, "--kv-dtype: "),
-        ({"model": "/nowhere"}, "--model: "),
-        ({"gpu": "4G", "ram": "8G"}, "--gpu, --ram: the weights of Llama-8B alone take 16.1 GB"),
+        ("--context 0", "--context: '0'"),
+        ("--context -1", "--context: "),
+        ("--context 1.0001k", "--context: "),
+        ("--context 9999M", "--context: "),
+        ("--alpha 0", "--alpha: "),
+        ("--alpha 1.5", "--alpha: "),
+        ("--alpha nan", "--alpha: "),
+        ("--gpu apples", "--gpu: "),
+        ("--ram 0", "--ram: "),
+        ("--ssd /nowhere/at/all", "--ssd: "),
+        ("--profile a100", "--profile: "),
+        ("--profile measured", "--profile: measured needs"),
+        ("--kv-dtype int4", "--kv-dtype: "),
+        ("--model /nowhere", "--model: "),
+        ("--gpu 4G --ram 8G", "--gpu, --ram: the weights of Llama-8B alone take 16.1 GB"),
     ],
 )
-def test_bad_options_are_named(config: str, changes: dict[str, str], named: str) -> None:
-    options: dict[str, Any] = {"model": config, "context": "8k"} | changes
-    with pytest.raises(UsageError) as caught:
-        plan(Options(**options))
-    assert caught.value.message.startswith(named) and caught.value.hint
+def test_bad_options_are_named(config: str, words: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--model", config, "--context", "8k", *words.split()]) == 2
+    told = capsys.readouterr().err
+    assert f"error: {named}" in told and "hint: " in told
 
 
 @pytest.mark.parametrize("text", ["", "not json", "[1]", '"text"', "[" * 100_000, "{}"])
@@ -306,7 +311,7 @@ def test_a_file_that_is_no_config(tmp_path: Path, text: str, capsys: pytest.Capt
 
 
 def test_a_profile_survives_being_written_and_read(tmp_path: Path, measured: list[str]) -> None:
-    found: Found = profile_of(tmp_path)
+    found: KnownProfile = profile_of(tmp_path)
     assert MachineProfile.from_json(json.loads(json.dumps(found.profile.to_json()))) == found.profile
 
 

@@ -20,10 +20,9 @@ from llmcache.kv.planning import (
     latency,
     memory_use,
 )
-from llmcache.kv.planning.config import shape_of
 from llmcache.kv.planning.hardware import NUMBERS, ORIGINS
-from llmcache.kv.planning.memory import largest_context
-from llmcache.kv.planning.placement import by_beta, by_capacity, by_rule, by_ssd_share, room, rule_share
+from llmcache.kv.planning.models import shape_of
+from llmcache.kv.planning.placement import by_beta, by_capacity, by_rule, by_ssd_share, largest_context, room, rule_share
 from tests.unit.model_configs import GLM_4_5, LLAMA4_MAVERICK, LLAMA_8B, MIXTRAL_8X7B, QWEN3_30B_A3B
 
 QWEN = MODELS["Qwen-7B"]
@@ -245,7 +244,6 @@ def test_what_fits_on_the_gpu_stays_there() -> None:
 
 def test_pools_by_ratio_and_share() -> None:
     assert by_beta(100, 3.0).host == 75 and by_beta(100, 3.0).beta == pytest.approx(3)
-    assert by_beta(100, 3.0, most_host_bytes=10).ssd == 90
     assert by_ssd_share(100, 0.2).ssd == 20 and by_ssd_share(100, 0).beta == float("inf")
     assert by_ssd_share(100, 0).to_json()["beta"] is None
     with pytest.raises(ValueError, match="beta: -1"):

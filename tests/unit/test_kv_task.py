@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import itertools
 import json
 import math
@@ -18,14 +19,12 @@ from click.testing import CliRunner
 
 from llmcache import cli
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.kv.bench.question import Options
+from llmcache.kv.bench.question import BenchOptions, task_of
+from llmcache.kv.bench.results import STOCK, Answers, read_task
 from llmcache.kv.bench.task import Candidate, TaskSetup, candidates
-from llmcache.kv.bench.task_question import TaskOptions, setup_of
-from llmcache.kv.bench.task_results import STOCK, Answers, read_task
-from llmcache.kv.tasks.documents import documents
-from llmcache.kv.tasks.probes import DEPTHS, symbols
-from llmcache.kv.tasks.recall import FIRST_NOISE
-from llmcache.kv.tasks.texts import ASSIGNED, RECALLED, texts
+from llmcache.kv.tasks import RECALL_MODEL, Questions, chain, passkey, recall
+from llmcache.kv.tasks.english import ASSIGNED, RECALLED, documents, texts
+from llmcache.kv.tasks.recall import BEGINNING, DEPTHS, FIRST_KEY, FIRST_NOISE, FIRST_VALUE, VOCABULARY, symbols
 from llmcache.report import kv_task
 from tests.unit.task_parts import answers, bench, of_policies
 
@@ -37,6 +36,88 @@ PLAIN: dict[str, Any] = {
 
 def random() -> np.random.Generator:
     return np.random.default_rng(3)
+
+
+# The language of the recall model: each answer is in its context, behind its key, exactly once
+
+
+def check_answers(found: Questions, tokens: int, pairs: int) -> None:
+    assert found.ids.shape[1] == tokens
+    assert (found.ids[:, 0] == BEGINNING).all()
+    assert found.ids.max() < VOCABULARY
+    for ids, asked, right in zip(found.ids, found.asked, found.answers, strict=True):
+        is_key = (ids >= FIRST_KEY) & (ids < FIRST_VALUE)
+        assert is_key.sum() == pairs
+        assert ((ids >= FIRST_VALUE) & (ids < FIRST_NOISE)).sum() == pairs
+        for key, answer in zip(asked, right, strict=True):
+            (place,) = np.flatnonzero(ids == key)
+            assert ids[place + 1] == answer
+
+
+@pytest.mark.parametrize("tokens", [129, 500])
+def test_recall_asks_for_pairs_that_are_there(tokens: int) -> None:
+    check_answers(recall(random(), 3, tokens), tokens, 64)
+
+
+def test_many_keys_are_all_asked_for() -> None:
+    found = recall(random(), 2, 100, pairs=16, questions=16)
+    check_answers(found, 100, 16)
+    assert all(len(set(asked)) == 16 for asked in found.asked.tolist())
+
+
+@pytest.mark.parametrize(("depth", "place"), [(0, 1), (0.5, 45), (1, 90)])
+def test_a_passkey_lies_at_its_depth(depth: float, place: int) -> None:
+    found = passkey(random(), 2, 100, depth=depth, symbols=5)
+    check_answers(found, 100, 5)
+    assert (found.ids[:, place] == found.asked[:, 0]).all()
+
+
+def test_a_text_with_answers_goes_on_where_the_context_ends() -> None:
+    found = recall(random(), 2, 200, questions=4)
+    text = found.with_answers()
+    assert (text[:, :200] == found.ids).all()
+    assert (text[:, 200::2] == found.asked).all()
+    assert (text[:, 201::2] == found.answers).all()
+
+
+@pytest.mark.parametrize("pairs", [5, 64])
+def test_a_chain_leads_through_all_pairs_and_back(pairs: int) -> None:
+    found = chain(random(), 3, 300, steps=pairs + 2, pairs=pairs)
+    keys, asked = found.first, []
+    for step in range(pairs + 2):
+        asked.append(keys)
+        keys = found.next_keys(found.answers[:, step])
+    questions = Questions(found.ids, np.stack(asked[:pairs], 1), found.answers[:, :pairs])
+    check_answers(questions, 300, pairs)
+    assert all(len(set(row)) == pairs for row in questions.asked.tolist())
+    assert (asked[pairs] == found.first).all()
+
+
+def test_a_wrong_answer_leads_astray() -> None:
+    found = chain(random(), 2, 300, steps=4)
+    right = found.next_keys(found.answers[:, 0])
+    assert (found.next_keys(found.answers[:, 1]) != right).all()
+    assert (found.next_keys(np.full(2, BEGINNING)) == found.first).all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    rng = random()
+    with pytest.raises(UsageError, match="tokens: 128"):
+        recall(rng, 1, 128)
+    with pytest.raises(UsageError, match="pairs: 513"):
+        recall(rng, 1, 5000, pairs=513)
+    with pytest.raises(UsageError, match="depth: "):
+        passkey(rng, 1, 100, depth=1.5)
+    with pytest.raises(UsageError, match="tokens: 10"):
+        passkey(rng, 1, 10, depth=0, symbols=5)
+    with pytest.raises(UsageError, match="pairs: 65"):
+        chain(rng, 1, 300, steps=3, pairs=65)
+
+
+def test_the_weights_are_those_of_their_provenance() -> None:
+    written = re.search(r"SHA-256 of model.safetensors: ([0-9a-f]{64})", (RECALL_MODEL / "PROVENANCE.md").read_text())
+    assert written
+    assert hashlib.sha256((RECALL_MODEL / "model.safetensors").read_bytes()).hexdigest() == written[1]
 
 
 # What is asked
@@ -146,12 +227,8 @@ def test_texts_of_the_machine_are_from_different_packages_and_say_where_they_are
 # Options
 
 
-def options(task: str = "passkey", **changes: Any) -> TaskOptions:
-    return TaskOptions(task, 2, Options(**{**PLAIN, **changes}))
-
-
 def test_defaults_ask_the_recall_model() -> None:
-    setup = setup_of(options())
+    setup = task_of("passkey", 2, BenchOptions(**PLAIN))
     assert setup.model.name == "recall" and list(setup.contexts) == [4096] and list(setup.budgets) == [64, 128, 256]
     assert [(one.policy, one.budget) for one in candidates(replace(setup, policies=["full", "quest"], budgets=[64]))] == [
         (STOCK, None), ("full", None), ("quest", 64),
@@ -159,24 +236,24 @@ def test_defaults_ask_the_recall_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "field"),
+    ("words", "field"),
     [
-        ({"task": "sorting"}, "--task"),
-        ({"policy": "magic"}, "--policy: there is no 'magic'"),
-        ({"policy": "quest,quest"}, "--policy"),
-        ({"budget": "many"}, "--budget: 'many'"),
-        ({"budget": "64,0"}, "--budget: '0'"),
-        ({"alpha": "0.2"}, "--alpha"),
-        ({"layers": 2}, "--layers"),
-        ({"sweep_beta": True}, "--task"),
-        ({"batch": 2}, "--batch"),
-        ({"path": "/nowhere"}, "--path"),
-        ({"context": "1k,much"}, "much"),
+        ("--task sorting", "--task"),
+        ("--policy magic", "--policy: there is no 'magic'"),
+        ("--policy quest,quest", "--policy"),
+        ("--budget many", "--budget: 'many'"),
+        ("--budget 64,0", "--budget: 0"),
+        ("--alpha 0.2", "--alpha"),
+        ("--layers 2", "--layers"),
+        ("--sweep-beta", "--task"),
+        ("--batch 2", "--batch"),
+        ("--path /nowhere", "--path"),
+        ("--context 1k,much", "--context: 'much'"),
     ],
 )
-def test_what_is_wrong_is_named(changes: dict[str, Any], field: str) -> None:
+def test_what_is_wrong_is_named(words: str, field: str) -> None:
     with pytest.raises(LlmcacheError, match=field):
-        setup_of(options(**changes))
+        invoke("bench", "--task", "passkey", *words.split())
 
 
 def invoke(*words: str) -> None:

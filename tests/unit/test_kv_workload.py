@@ -10,7 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from llmcache.errors import UsageError
-from llmcache.kv.workload import StreamSpec, SyntheticStream, stream
+from llmcache.kv import workload as stream
+from llmcache.kv.workload import StreamSpec, SyntheticStream
 
 SPEC = StreamSpec(layers=2, kv_heads=2, heads=4, head_dim=64, context=4096)
 SHARE = 0.2  # hillinfer.txt, section 1: less than 20 % of the tokens matter

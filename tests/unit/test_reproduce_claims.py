@@ -14,8 +14,7 @@ import pytest
 from llmcache.cache.classify import classify
 from llmcache.cache.latency import FetchModel
 from llmcache.cache.sizing import PHONE, WATCH
-from llmcache.kv.bench.results import Bench, Marks, Observed, Row
-from llmcache.kv.bench.task_results import STOCK, TaskBench
+from llmcache.kv.bench.results import STOCK, Bench, Marks, Observed, Row, TaskBench
 from llmcache.kv.planning import MODELS, SYSTEMS
 from llmcache.report import REPRODUCTIONS
 from llmcache.report import paper_hillinfer_measures as hill

@@ -17,8 +17,8 @@ from typing import Any
 
 from rich.console import Console
 
+from llmcache.kv.bench.results import TaskBench
 from llmcache.kv.bench.task import TaskSetup, run
-from llmcache.kv.bench.task_results import TaskBench
 from llmcache.kv.tasks import RECALL_MODEL
 
 from .harness import ROOT, workplace

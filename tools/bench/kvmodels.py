@@ -22,11 +22,10 @@ import numpy as np
 from rich.console import Console
 
 from llmcache.errors import DataError
+from llmcache.kv.bench.question import TASK_MODELS, model_of
+from llmcache.kv.bench.results import MOST, STOCK, mean_of
 from llmcache.kv.bench.task import Candidate, TaskSetup, Told, answered, take_turns
-from llmcache.kv.bench.task_question import MODELS, model_of
-from llmcache.kv.bench.task_results import MOST, STOCK, mean_of
-from llmcache.kv.tasks.documents import documents
-from llmcache.kv.tasks.probes import Text
+from llmcache.kv.tasks.english import Document, documents
 
 from .cgroup import Group
 from .harness import workplace
@@ -68,7 +67,7 @@ class Place:
     @property
     def models(self) -> list[str]:
         """The models."""
-        return list(MODELS)[:1] if self.quick else list(MODELS)
+        return list(TASK_MODELS)[:1] if self.quick else list(TASK_MODELS)
 
     def lengths(self, contexts: Sequence[int]) -> Sequence[int]:
         """Return `contexts`, or a short one in their place."""
@@ -161,7 +160,7 @@ def tasks(place: Place) -> dict[str, dict[str, Any]]:
 # Time, bytes, memory
 
 
-def _text(subject: Any, tokens: int) -> Text:
+def _text(subject: Any, tokens: int) -> Document:
     """A text of the machine."""
     return next(documents(np.random.default_rng(0), tokens, 1, subject.encode, subject.first))
 

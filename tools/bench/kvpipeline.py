@@ -17,11 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.kv.bench.accelerator import fixed
-from llmcache.kv.bench.measured import compare, marks_of, sweep
 from llmcache.kv.bench.results import Bench, Row
-from llmcache.kv.bench.session import Setup
-from llmcache.kv.bench.variants import Variant
+from llmcache.kv.bench.synthetic import Setup, Variant, compare, fixed, marks_of, sweep
 from llmcache.kv.csd import CsdProfile
 from llmcache.kv.tiers.config import PING_PONG_STEPS
 from llmcache.kv.workload import StreamSpec

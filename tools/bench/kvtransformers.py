@@ -17,8 +17,8 @@ from rich.table import Table
 
 from llmcache.kv.bench import lengths
 from llmcache.kv.bench.lengths import LengthRow
+from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.task import Candidate
-from llmcache.kv.bench.task_results import STOCK
 
 from .harness import workplace
 from .results import Bar, Document, table_of

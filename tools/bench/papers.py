@@ -28,13 +28,11 @@ from rich.console import Console
 from llmcache.cache.policies import policy_class
 from llmcache.errors import EnvironmentProblem, LlmcacheError
 from llmcache.files import replacing
-from llmcache.kv.bench import lengths, measured, task
-from llmcache.kv.bench.accelerator import fixed
+from llmcache.kv.bench import lengths, synthetic, task
 from llmcache.kv.bench.lengths import LengthRow, stock_at
-from llmcache.kv.bench.session import Setup
+from llmcache.kv.bench.results import STOCK
+from llmcache.kv.bench.synthetic import Setup, fixed, variants_of
 from llmcache.kv.bench.task import Candidate, TaskSetup
-from llmcache.kv.bench.task_results import STOCK
-from llmcache.kv.bench.variants import variants_of
 from llmcache.kv.planning import MODELS
 from llmcache.kv.spill import KvShape, Room, SpillFile
 from llmcache.kv.tasks import RECALL_MODEL, recall
@@ -140,8 +138,8 @@ def hillinfer(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
     factors = (0.5, 1.0, 2.0) if quick else (0.25, 0.5, 1.0, 2.0, 4.0)
     runs: dict[str, Callable[[], Any]] = {
         "transfers": lambda: transfers(quick),
-        "systems": lambda: measured.compare(setup((1 - SSD_SHARE) / SSD_SHARE), variants_of(POLICIES), tell).document(),
-        "beta": lambda: measured.sweep(setup(1.0), variants_of("hillinfer")[0], tell, factors).document(),
+        "systems": lambda: synthetic.compare(setup((1 - SSD_SHARE) / SSD_SHARE), variants_of(POLICIES), tell).document(),
+        "beta": lambda: synthetic.sweep(setup(1.0), variants_of("hillinfer")[0], tell, factors).document(),
         "accuracy": lambda: accuracy(quick),
     }
     return _tried(runs, tell)

@@ -12,10 +12,8 @@ import itertools
 import mmap
 import os
 import statistics
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -23,6 +21,7 @@ from llmcache.cache.sizing import Storage
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.fs.client.mountpoint import FSTYPE
 from llmcache.mountinfo import mounts
+from llmcache.storage import timed_reads
 from llmcache.units import format_size
 
 REQUEST_BYTES = 1 << 20
@@ -143,27 +142,12 @@ def _fill(fd: int, wanted_bytes: int) -> None:
 
 def _read(directory: str, name: str, fd: int, requests: int) -> Measured:
     """Reads the first `requests` requests, again and again until READ_S have passed, and counts."""
-    places = itertools.count()
-    completed: list[tuple[float, int]] = []
-    stop = threading.Event()
-    begin = time.monotonic()
 
-    def reader() -> None:
-        with mmap.mmap(-1, REQUEST_BYTES) as buffer:
-            while not stop.is_set():
-                place, spent = next(places), time.monotonic() - begin
-                if spent > SLOWEST_S or (spent > READ_S and place >= min(requests, LEAST_BYTES // REQUEST_BYTES)):
-                    return
-                size = os.preadv(fd, [buffer], place % requests * REQUEST_BYTES)
-                completed.append((time.monotonic() - begin, size))
+    def enough(begun: int, seconds: float) -> bool:
+        return seconds > SLOWEST_S or (seconds > READ_S and begun >= min(requests, LEAST_BYTES // REQUEST_BYTES))
 
-    with ThreadPoolExecutor(READERS) as pool:
-        try:
-            for done in as_completed([pool.submit(reader) for _ in range(READERS)]):
-                done.result()
-        finally:
-            stop.set()  # an error, or Ctrl-C: the caller closes the descriptor, which nobody may read any more by then
-    return Measured(directory, name, *_sustained(sorted(completed)))
+    completed = timed_reads(fd, REQUEST_BYTES, range(requests), READERS, enough)
+    return Measured(directory, name, *_sustained(completed))
 
 
 def _sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:

@@ -6,16 +6,17 @@ whole context, and no tree finds it. For choosing and fetching that is the worst
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llmcache.kv.bench.measured import workplace
-from llmcache.kv.bench.task import Candidate, TaskSetup, take_turns
-from llmcache.kv.bench.task_results import STOCK, Memory, Speed
-from llmcache.kv.pipeline import Timeline
+from llmcache.kv.bench.results import STOCK, Memory, Speed
+from llmcache.kv.bench.synthetic import per_step, workplace
+from llmcache.kv.bench.task import Candidate, TaskSetup, in_turns
+
+if TYPE_CHECKING:
+    from llmcache.kv.bench.subject import Run
 
 SHAPE: dict[str, int] = {
     "vocab_size": 1024, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -90,24 +91,16 @@ def measure(
 
 
 def _at(tokens: int, model: Any, setup: TaskSetup, everyone: Sequence[Candidate], directory: Path) -> list[LengthRow]:
-    from llmcache.kv.bench.subject import Prompt, Run
+    from llmcache.kv.bench.subject import Prompt
 
     prompt = Prompt.by_chance(model, tokens)
-    with contextlib.ExitStack() as stack:
-        runs = []
-        for one in everyone:
-            timeline = None if one.policy == STOCK else Timeline()
-            cache = stack.enter_context(one.cache(model, setup, directory, timeline))
-            runs.append(Run(model, cache, timeline))
-            runs[-1].take(prompt)
-        take_turns(runs, setup.steps)
-        return [_row(tokens, one, own) for one, own in zip(everyone, runs, strict=True)]
 
+    def row(one: Candidate, run: Run) -> LengthRow:
+        policy = None if one.policy == STOCK else run.cache.conversation.engine.policy
+        moved, whys = per_step(run.moved(), run.steps), list(getattr(policy, "whys", []))
+        return LengthRow(tokens, one.policy, one.title, run.speed(), run.memory(), moved, whys)
 
-def _row(tokens: int, one: Candidate, own: Any) -> LengthRow:
-    policy = None if one.policy == STOCK else own.cache.conversation.engine.policy
-    moved = {f"{a} to {b}, {why}": size / own.steps for (a, b, why), size in own.moved().moved_bytes.items()}
-    return LengthRow(tokens, one.policy, one.title, own.speed(), own.memory(), moved, list(getattr(policy, "whys", [])))
+    return in_turns(model, setup, directory, everyone, lambda run: run.take(prompt), row)
 
 
 def stock_at(rows: Sequence[LengthRow], tokens: int) -> LengthRow:

@@ -1,46 +1,51 @@
-"""From the options of `llmcache kv bench`, as typed, to a benchmark; every error names its option."""
+"""From the options of `llmcache kv bench` to what runs: policies, measured here or modelled on the paper's machine; a task.
+
+Every error names its option.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from llmcache.errors import UsageError
-from llmcache.kv.bench import measured, modelled
-from llmcache.kv.bench.accelerator import Accelerator, Processor, fixed
-from llmcache.kv.bench.accelerator import modelled as modelled_accelerator
-from llmcache.kv.bench.results import Bench
-from llmcache.kv.bench.session import Setup
-from llmcache.kv.bench.variants import PARTS, Variant, variants_of
+from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.kv.bench import synthetic
+from llmcache.kv.bench.results import MODELLED, Bench, Marks, Row
+from llmcache.kv.bench.synthetic import DESIGNS, Accelerator, Setup, Variant, variants_of
+from llmcache.kv.bench.task import TaskSetup
 from llmcache.kv.csd import PROFILES
-from llmcache.kv.planning import MACHINES, MODELS, PAPER_PC, ModelShape, Workload
-from llmcache.kv.planning.config import read_config
-from llmcache.kv.planning.plan import parse_context
+from llmcache.kv.planning import MACHINES, MODELS, PAPER_PC, SYSTEMS, ModelShape, System, Workload, hillinfer, latency
+from llmcache.kv.planning.models import read_config
+from llmcache.kv.planning.placement import Placement, by_beta, room
+from llmcache.kv.planning.profile import cache_directory
 from llmcache.kv.policies import POLICIES
+from llmcache.kv.tasks.recall import RECALL_MODEL
 from llmcache.kv.workload import StreamSpec
-from llmcache.units import parse_duration, parse_size
+from llmcache.units import parse_duration
 
 GQA_8B = ModelShape("an 8B model with 8 key heads", 32, 4096, 32, 8, 128, 14336, 128256)
 """What is measured unless a model is named: the shape of Llama-3-8B."""
 LAYERS = 4
 """Layers that are measured unless it is said how many: all are alike, and each takes a file of its own."""
 ALPHA = 0.2
-DEFAULT_POLICIES, DEFAULT_CONTEXT = "full,h2o,prefetch,leoam,hillinfer", "32k"
+DEFAULT_POLICIES, DEFAULT_CONTEXT = "full,h2o,prefetch,leoam,hillinfer", 32 << 10
+TASK_POLICIES, TASK_CONTEXT, TASK_BUDGETS = "mass,icecache,quest,h2o,window", 4 << 10, (64, 128, 256)
 BETAS = tuple(2.0**power for power in range(-4, 8))
 """Of a modelled sweep."""
+TASK_MODELS = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3": "gemma-3-270m-q4_k_m.gguf"}
+"""Models that `tools/test` fetches, by name; Gemma's use is subject to Google's Gemma Terms of Use."""
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options as typed; None where one was not given."""
+class BenchOptions:
+    """What is asked, tokens and bytes; None where an option was not given. `beta`: a ratio, or "auto"."""
 
     policy: str | None
     profile: str
-    context: str | None
+    context: Sequence[int] | None
     batch: int
     steps: int
     block: int
@@ -57,19 +62,42 @@ class Options:
     sweep_beta: bool = False
     model: str | None = None
     layers: int | None = None
-    alpha: str | None = None
-    budget: str | None = None
-    beta: str | None = None
-    ram: str | None = None
+    alpha: float | None = None
+    budget: Sequence[int] | None = None
+    beta: float | str | None = None
+    ram: int | None = None
     threads: int | None = None
 
     @property
     def without(self) -> list[str]:
         """Designs that are left out of HillInfer."""
-        return [part for part in PARTS if getattr(self, f"no_{part}")]
+        return [part for part in DESIGNS if getattr(self, f"no_{part}")]
+
+    @property
+    def tokens(self) -> int:
+        """The one context; UsageError if there are several."""
+        return DEFAULT_CONTEXT if self.context is None else _only("--context", self.context)
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """The model of that name, else the one whose config.json it is; None if none is named."""
+        return None if self.model is None else MODELS[self.model] if self.model in MODELS else read_config(self.model)
+
+    @property
+    def directory(self) -> Path:
+        """Where spill files go; UsageError if it is no directory."""
+        if not Path(self.path).is_dir():
+            raise UsageError(f"--path: {self.path} is not a directory", "give one on the storage that is to be measured")
+        return Path(self.path)
 
 
-def run(options: Options, progress: Progress = lambda _: None) -> Bench:
+def _only(option: str, values: Sequence[int]) -> int:
+    if len(values) > 1:
+        raise UsageError(f"{option}: '{','.join(map(str, values))}' are several", "give one; only --task takes several")
+    return values[0]
+
+
+def run(options: BenchOptions, progress: Progress = lambda _: None) -> Bench:
     """Returns the benchmark that is asked for, after it has run. UsageError names the option that is wrong."""
     variants = variants_of(DEFAULT_POLICIES if options.policy is None else options.policy, options.without)
     for variant in variants:
@@ -80,65 +108,42 @@ def run(options: Options, progress: Progress = lambda _: None) -> Bench:
     return _modelled(options, variants) if options.profile == "paper" else _measured(options, variants, progress)
 
 
-def _modelled(options: Options, variants: list[Variant]) -> Bench:
-    _refuse(options, "with --profile paper nothing runs", "layers", "budget", "beta", "threads")
-    context = parse_context(DEFAULT_CONTEXT if options.context is None else options.context)
-    workload = Workload(context, batch=options.batch, alpha=_alpha(options) or ALPHA)
-    hardware = PAPER_PC.with_sizes(host_bytes=_ram(options))
-    model = MODELS["Qwen-7B"] if options.model is None else _model(options.model)
-    systems = [modelled.system_of(one.policy, one.hie, one.bkp, one.app) for one in variants]
-    if options.sweep_beta:
-        return modelled.sweep(systems[0], hardware, model, workload, BETAS)
-    return modelled.compare(systems, hardware, model, workload)
-
-
-def _refuse(options: Options, why: str, *names: str) -> None:
-    for name in names:
-        if getattr(options, name) is not None:
-            raise UsageError(f"--{name}: {why}", "leave it out, or choose --profile measured")
-
-
-def _measured(options: Options, variants: list[Variant], progress: Progress) -> Bench:
+def _measured(options: BenchOptions, variants: list[Variant], progress: Progress) -> Bench:
     setup = setup_of(options)
-    files = len(measured.FACTORS) if options.sweep_beta else len(variants)
-    measured.check_space(setup, files)
+    synthetic.check_space(setup, len(synthetic.FACTORS) if options.sweep_beta else len(variants))
     if options.sweep_beta:
         if options.beta is not None:
             raise UsageError("--beta: --sweep-beta tries several", "give one of the two")
-        return measured.sweep(setup, variants[0], progress)
+        return synthetic.sweep(setup, variants[0], progress)
     if options.beta == "auto":
-        with measured.workplace(setup.directory) as directory:
-            marks = measured.marks_of(replace(setup, directory=directory), Variant("hillinfer"), progress)
+        with synthetic.workplace(setup.directory) as directory:
+            marks = synthetic.marks_of(replace(setup, directory=directory), Variant("hillinfer"), progress)
         setup = replace(setup, beta=marks.expected)
-    return measured.compare(setup, variants, progress)
+    return synthetic.compare(setup, variants, progress)
 
 
-def setup_of(options: Options) -> Setup:
+def setup_of(options: BenchOptions) -> Setup:
     """Returns what all policies of a measured benchmark have in common. UsageError names the option that is wrong."""
-    model = GQA_8B if options.model is None else _model(options.model)
+    model = options.shape or GQA_8B
     layers = min(LAYERS, model.layers) if options.layers is None else options.layers
-    context = parse_context(DEFAULT_CONTEXT if options.context is None else options.context)
     spec = StreamSpec(
-        layers, model.kv_heads, model.heads, model.head_dim, context, options.batch, model.kv_dtype, options.seed
+        layers, model.kv_heads, model.heads, model.head_dim, options.tokens, options.batch, model.kv_dtype, options.seed
     )
-    alpha = _alpha(options)
-    budgets = parse_budgets(options.budget)
-    if len(budgets) > 1:
-        raise UsageError(f"--budget: '{options.budget}' are several", "give one; only --task takes several")
-    if alpha is not None and budgets:
+    budget = None if options.budget is None else _only("--budget", options.budget)
+    if options.alpha is not None and budget is not None:
         raise UsageError("--budget: given together with --alpha", "give one of the two")
     if options.csd not in PROFILES:
         raise UsageError(f"--csd: there is no profile '{options.csd}'", f"there are: {', '.join(PROFILES)}")
     return Setup(
         spec=spec,
         accelerator=_accelerator(options, model),
-        directory=directory_of(options.path),
+        directory=options.directory,
         steps=options.steps,
-        alpha=ALPHA if alpha is None and not budgets else alpha,
-        token_budget=budgets[0] if budgets else None,
+        alpha=ALPHA if options.alpha is None and budget is None else options.alpha,
+        token_budget=budget,
         block_tokens=options.block,
-        beta=_beta(options.beta),
-        memory_bytes=_ram(options),
+        beta=options.beta if isinstance(options.beta, float) else 1.0,
+        memory_bytes=options.ram,
         device=options.device,
         csd=replace(PROFILES[options.csd], throttle=options.throttle),
         threads=options.threads,
@@ -146,67 +151,103 @@ def setup_of(options: Options) -> Setup:
     )
 
 
-def parse_budgets(text: str | None) -> list[int]:
-    """Returns the budgets in `text`, tokens joined by commas; none for None. UsageError if one is no number above 0."""
-    parts = [] if text is None else [part.strip() for part in text.split(",")]
-    for part in parts:
-        if not part.isdecimal() or int(part) < 1:
-            raise UsageError(f"--budget: '{part}' is no number of tokens", "for instance: --budget 64,128,256")
-    return [int(part) for part in parts]
-
-
-def directory_of(path: str) -> Path:
-    """Returns the directory of --path; UsageError if it is none."""
-    if not Path(path).is_dir():
-        raise UsageError(f"--path: {path} is not a directory", "give one on the storage that is to be measured")
-    return Path(path)
-
-
-def _model(text: str) -> ModelShape:
-    """The model of that name, else the one whose config.json it is."""
-    return MODELS[text] if text in MODELS else read_config(text)
-
-
-def _alpha(options: Options) -> float | None:
-    if options.alpha is None:
-        return None
-    return _number("--alpha", options.alpha, "the share of the tokens that is attended, above 0, at most 1: 0.2", 1.0)
-
-
-def _beta(text: str | None) -> float:
-    if text is None or text == "auto":
-        return 1.0
-    return _number("--beta", text, "pages in memory to pages on the SSD, above 0: 0.5; or auto")
-
-
-def _number(option: str, text: str, hint: str, most: float = math.inf) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not (0 < value <= most and math.isfinite(value)):
-        raise UsageError(f"{option}: '{text}' is out of range", f"write {hint}")
-    return value
-
-
-def _ram(options: Options) -> int | None:
-    if options.ram is None:
-        return None
-    size = parse_size(options.ram)
-    if not size:
-        raise UsageError(f"--ram: '{options.ram}' is no memory at all", "write a size: 4G")
-    return size
-
-
-def _accelerator(options: Options, model: ModelShape) -> Accelerator:
+def _accelerator(options: BenchOptions, model: ModelShape) -> Accelerator:
     if options.compute == "cpu":
-        return Processor()
+        return Accelerator()
     if options.compute in MACHINES:
-        return modelled_accelerator(MACHINES[options.compute], model, options.batch)
+        return synthetic.modelled(MACHINES[options.compute], model, options.batch)
     try:
-        return fixed(parse_duration(options.compute))
+        return synthetic.fixed(parse_duration(options.compute))
     except UsageError:
-        known = ", ".join(MACHINES)
-        raise UsageError(
-            f"--compute: '{options.compute}' is no accelerator", f"one of {known}, cpu, or the time of a layer: 20ms"
-        ) from None
+        hint = f"one of {', '.join(MACHINES)}, cpu, or the time of a layer: 20ms"
+        raise UsageError(f"--compute: '{options.compute}' is no accelerator", hint) from None
+
+
+# The paper's machine
+
+
+def _modelled(options: BenchOptions, variants: list[Variant]) -> Bench:
+    """Rows of the latency model: of each policy with its pools as it places them; of a sweep with each beta up to M0."""
+    for name in ("layers", "budget", "beta", "threads"):
+        if getattr(options, name) is not None:
+            hint = "leave it out, or choose --profile measured"
+            raise UsageError(f"--{name}: with --profile paper nothing runs", hint)
+    workload = Workload(options.tokens, batch=options.batch, alpha=options.alpha or ALPHA)
+    hardware = PAPER_PC.with_sizes(host_bytes=options.ram)
+    model = options.shape or MODELS["Qwen-7B"]
+    systems = [_system(variant) for variant in variants]
+    places: list[Placement | None] = [None]
+    marks = None
+    if options.sweep_beta:
+        found = room(hardware, model, workload, workload.alpha if systems[0].sparse else 1.0)
+        kv_bytes = model.kv_bytes(workload.context, workload.batch)
+        m0 = found.host_kv / (kv_bytes - found.host_kv) if found.host_kv < kv_bytes else None
+        marks = Marks(hardware.score_bytes_per_s, hardware.device_bytes_per_s, m0)
+        places = [by_beta(kv_bytes, beta) for beta in sorted({beta if m0 is None else min(beta, m0) for beta in BETAS})]
+    rows = []
+    for one in (latency(system, hardware, model, workload, at) for system in systems for at in places):
+        rows.append(
+            Row(
+                policy=one.system.name,
+                title=one.system.title,
+                token_ns=one.token_ns,
+                stages_ns={**one.stages, "update": 0.0},  # moves between the pools are not modelled
+                exposed_ns=one.exposed_ns,
+                idle_share=one.idle_share,
+                moved_bytes=dict(one.moved),
+                beta=one.places.beta if one.places.ssd else None,
+            )
+        )
+    return Bench(MODELLED, {"machine": hardware.title, "model": model.name, **asdict(workload)}, tuple(rows), marks)
+
+
+def _system(variant: Variant) -> System:
+    if variant.policy == "hillinfer":
+        return hillinfer(variant.hie, variant.bkp, variant.app)
+    if variant.policy not in SYSTEMS:
+        known = f"with --profile paper there are: {', '.join(SYSTEMS)}"
+        raise UsageError(f"--policy: '{variant.policy}' has no latency model", known)
+    return SYSTEMS[variant.policy]
+
+
+# Tasks
+
+
+def task_of(name: str, cases: int, options: BenchOptions) -> TaskSetup:
+    """Returns the task `name` with what it takes of `options`. UsageError names the option that is wrong."""
+    for other in ("alpha", "beta", "ram", "layers"):
+        if getattr(options, other) is not None:
+            raise UsageError(f"--{other}: --task does not take it", "leave it out; --budget says what is attended to")
+    if options.batch != 1:
+        hint = "leave it out; --cases says how many"
+        raise UsageError(f"--batch: {options.batch}, --task answers as many at a time as fit", hint)
+    if options.sweep_beta or options.without or options.throttle or options.profile != "measured":
+        raise UsageError("--task: it runs a real model, on this machine", "leave out what only synthetic streams have")
+    policies = [part.strip() for part in (options.policy or TASK_POLICIES).split(",") if part.strip()]
+    if not policies or len(set(policies)) < len(policies):
+        hint = f"for instance: --policy {TASK_POLICIES}"
+        raise UsageError(f"--policy: '{options.policy}' names none, or one twice", hint)
+    return TaskSetup(
+        name,
+        model_of(options.model),
+        options.context or [TASK_CONTEXT],
+        policies,
+        options.budget or TASK_BUDGETS,
+        options.directory,
+        cases=cases,
+        steps=options.steps,
+        seed=options.seed,
+        threads=options.threads,
+    )
+
+
+def model_of(name: str | None) -> Path:
+    """Returns where the model called `name` is: one of `TASK_MODELS`, a path, or without a name the recall model."""
+    if name is None:
+        return RECALL_MODEL
+    if name not in TASK_MODELS:
+        return Path(name)
+    path = cache_directory() / "models" / TASK_MODELS[name]
+    if not path.exists():
+        raise EnvironmentProblem(f"--model: {path} is not there", "tools/test fetches it, or give a model's path")
+    return path

@@ -1,18 +1,22 @@
-"""What a benchmark of KV policies found: one row a policy (or a beta), all measured or all modelled, never mixed.
+"""What `kv bench` found; the same dataclasses feed the table, the JSON and the pictures.
 
-The same dataclasses feed the table, the JSON and the pictures.
+Of policies: one row a policy (or a beta), all measured or all modelled, never mixed. Of tasks, all *measured*: answers,
+attention, time, bytes and memory, a row for each policy, budget and context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from llmcache.errors import DataError
 from llmcache.kv.pipeline.timeline import STAGES, Timeline
 
-SCHEMA = "llmcache.kv-bench/1"
+SCHEMA, TASK_SCHEMA = "llmcache.kv-bench/1", "llmcache.kv-task/1"
 MEASURED, MODELLED = KINDS = ("measured", "modelled")
 
 
@@ -106,12 +110,181 @@ class Bench:
         }  # fmt: skip
 
 
+# Tasks
+
+STOCK = "stock"
+"""Name of the row of transformers' own cache."""
+LOADING, QUERY, UPDATE, DECODING = PARTS = ("loading", "query", "update", "decoding")
+"""Of the time of a token: fetching what is chosen, choosing it, tables and index, and the rest (the model, and putting
+rows side by side). Source: icecache.txt, figure 7c, which has loading, query, decoding and others."""
+MOST = 0.5
+"""Share of right answers from which on the full cache counts as one that answers."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers: `right` and `asked` of each context, in their order; `depths`: where in it the answer lies, 0..1.
+
+    `kept`: of `right`, those that transformers' own cache has right too.
+    """
+
+    right: tuple[int, ...]
+    asked: tuple[int, ...]
+    depths: tuple[float, ...] | None = None
+    kept: tuple[int, ...] | None = None
+
+    @property
+    def questions(self) -> int:
+        """How many."""
+        return sum(self.asked)
+
+    @property
+    def share(self) -> float:
+        """Share of right answers, 0 .. 1."""
+        return sum(self.right) / self.questions
+
+    @property
+    def error(self) -> float:
+        """Standard error of the share: over contexts, whose answers are alike; with one context, over its questions."""
+        if len(self.asked) < 2:
+            return math.sqrt(self.share * (1 - self.share) / self.questions)
+        off = [right - self.share * asked for right, asked in zip(self.right, self.asked, strict=True)]
+        count = len(off)
+        return math.sqrt(sum(one * one for one in off) * count / (count - 1)) / self.questions
+
+    def by_depth(self) -> dict[float, float]:
+        """Returns the share of right answers at each depth, ascending; empty without depths."""
+        found: dict[float, list[int]] = {}
+        for right, asked, depth in zip(self.right, self.asked, self.depths or [], strict=False):
+            sums = found.setdefault(depth, [0, 0])
+            sums[0] += right
+            sums[1] += asked
+        return {depth: right / asked for depth, (right, asked) in sorted(found.items())}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How well tokens are chosen, means over steps, layers and query heads, against the attention over everything.
+
+    `recall`: of as many middle tokens with the largest weights as were chosen, the share that was. `mass`: the share of
+    all weights that fell on what was attended to, sink and window included.
+    """
+
+    recall: float
+    mass: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One sequence, medians over decode steps. `tt2t_ns`: prefill and one step. `parts_ns`: by `PARTS`, of `tpot_ns`."""
+
+    steps: int
+    prefill_ns: int
+    tt2t_ns: int
+    tpot_ns: float
+    parts_ns: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes in memory for one sequence at the end: pages of keys and values, and what the policy keeps beside them."""
+
+    kv_bytes: int
+    index_bytes: int
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """One cache at one context. `budget`: None where everything is attended to. `moved_bytes`: of a step, by link.
+
+    `losses`: of each text, the mean of -log p over its next tokens; `divergences`: that of the Kullback-Leibler divergence
+    from what the full cache gives, which is less than a difference of losses a matter of chance; both in nats, and None
+    unless the task is `loss`.
+    """
+
+    policy: str
+    title: str
+    context: int
+    budget: int | None
+    answers: Answers
+    speed: Speed
+    memory: Memory
+    moved_bytes: Mapping[str, float] = field(default_factory=dict)
+    spilled_bytes: int = 0
+    hit_ratio: float = 1.0
+    attention: Attention | None = None
+    losses: tuple[float, ...] | None = None
+    divergences: tuple[float, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """Title and budget."""
+        return self.title if self.budget is None else f"{self.title} {self.budget}"
+
+
+@dataclass(frozen=True)
+class TaskBench:
+    """All rows of a task; `conditions` names everything that was set."""
+
+    task: str
+    conditions: Mapping[str, Any]
+    rows: tuple[TaskRow, ...]
+
+    @property
+    def contexts(self) -> list[int]:
+        """The contexts, ascending."""
+        return sorted({row.context for row in self.rows})
+
+    def stock(self, context: int) -> TaskRow:
+        """Returns the row of transformers' own cache at a context."""
+        return next(row for row in self.rows if row.policy == STOCK and row.context == context)
+
+    def kept(self, row: TaskRow) -> float | None:
+        """Returns the share of the full cache's right answers that `row` has; None unless the full cache answers most."""
+        full = self.stock(row.context).answers
+        return None if row.answers.kept is None or full.share < MOST else sum(row.answers.kept) / sum(full.right)
+
+    def above(self, row: TaskRow) -> tuple[float, float] | None:
+        """Returns by how much the loss of `row` is above the full cache's, in nats a token, and its standard error.
+
+        None unless the task is `loss`; the error of one text is NaN.
+        """
+        full = self.stock(row.context).losses
+        if row.losses is None or full is None:
+            return None
+        return mean_of([one - other for one, other in zip(row.losses, full, strict=True)])
+
+    def at(self, context: int) -> list[TaskRow]:
+        """Returns the rows of a context."""
+        return [row for row in self.rows if row.context == context]
+
+    def document(self) -> dict[str, Any]:
+        """Returns it as JSON-ready values, with what follows from them."""
+        rows = []
+        for row in self.rows:
+            told = asdict(row)
+            told["answers"] |= {"questions": row.answers.questions, "share": row.answers.share, "error": row.answers.error}
+            told |= {"kept": self.kept(row), "above": self.above(row)}
+            rows.append(told)
+        about = {"schema": TASK_SCHEMA, "kind": "measured", "task": self.task, "conditions": dict(self.conditions)}
+        return {**about, "rows": rows}
+
+
+def mean_of(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean and its standard error; NaN of a single value."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.fmean(values), error
+
+
+# Reading what was written
+
+
 def read_bench(told: object, source: str) -> Bench:
     """Returns the benchmark in `told`, what `document` gave; DataError, naming `source` and the field, if it is none."""
-    if not isinstance(told, dict) or told.get("schema") != SCHEMA:
-        found = told.get("schema") if isinstance(told, dict) else None
-        raise DataError(f"{source}: schema: {found!r}, {SCHEMA} is needed", "write it with 'llmcache kv bench --json'")
-    try:
+    with _written_by("llmcache kv bench --json", source):
+        if not isinstance(told, dict) or told.get("schema") != SCHEMA:
+            found = told.get("schema") if isinstance(told, dict) else None
+            raise ValueError(f"schema: {found!r}, {SCHEMA} is needed")
         if told["kind"] not in KINDS:
             raise ValueError(f"kind: {told['kind']!r}, one of {', '.join(KINDS)} is needed")
         marks = told["marks"]
@@ -120,34 +293,84 @@ def read_bench(told: object, source: str) -> Bench:
         return Bench(
             told["kind"],
             told["conditions"],
-            tuple(_row(row) for row in told["rows"]),
+            tuple(_policy_row(row) for row in told["rows"]),
             None if marks is None else Marks(marks["f_c"], marks["f_s"], marks["m0"]),
             tuple(told["notes"]),
         )
-    except KeyError as error:
-        raise DataError(f"{source}: {error.args[0]}: missing", "write it with 'llmcache kv bench --json'") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{source}: {error}", "write it with 'llmcache kv bench --json'") from error
 
 
-def _row(told: dict[str, Any]) -> Row:
+def _policy_row(told: dict[str, Any]) -> Row:
     observed = told["observed"]
-    values = {name: told[name] for name in Row.__dataclass_fields__ if name != "observed"}
-    row = Row(**values, observed=None if observed is None else _observed(observed))
-    _check_numbers("stages_ns", {stage: row.stages_ns.get(stage) for stage in STAGES})
-    _check_numbers("", {name: values[name] for name in ("token_ns", "exposed_ns", "idle_share")})
-    _check_numbers("", {"beta": 0 if row.beta is None else row.beta})
-    _check_numbers("moved_bytes", row.moved_bytes)
+    values = {one.name: told[one.name] for one in fields(Row)}
+    if observed is not None:
+        Timeline.from_json(observed["timeline"])
+        values["observed"] = Observed(
+            **{one.name: observed[one.name] for one in fields(Observed)} | {"steps_ns": tuple(observed["steps_ns"])}
+        )
+    row = Row(**values)
+    for stage in STAGES:
+        _numbers(f"stages_ns: {stage}", row.stages_ns.get(stage))
+    for name in ("token_ns", "exposed_ns", "idle_share"):
+        _numbers(name, values[name])
+    _numbers("beta", 0 if row.beta is None else row.beta)
+    for link, size in row.moved_bytes.items():
+        _numbers(f"moved_bytes: {link}", size)
     return row
 
 
-def _check_numbers(field: str, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int | float):
-            raise ValueError(f"{field}{': ' * bool(field)}{name}: {value!r} is not a number")
+def read_task(told: Mapping[str, Any], source: str) -> TaskBench:
+    """Returns the results in `told`, what `document` gave; DataError, naming `source` and the field, if it has none."""
+    with _written_by("llmcache kv bench --task … --json", source):
+        rows = tuple(_task_row(row) for row in told["rows"])
+        found = TaskBench(told["task"], dict(told["conditions"]), rows)
+        if not rows:
+            raise ValueError("rows: none")
+        if lacking := [at for at in found.contexts if not any(row.policy == STOCK for row in found.at(at))]:
+            raise ValueError(f"rows: none of '{STOCK}' at {lacking[0]} tokens")
+    return found
 
 
-def _observed(told: dict[str, Any]) -> Observed:
-    values = {name: told[name] for name in Observed.__dataclass_fields__}
-    Timeline.from_json(told["timeline"])
-    return Observed(**{**values, "steps_ns": tuple(told["steps_ns"])})
+def _task_row(told: Mapping[str, Any]) -> TaskRow:
+    answers, speed, attention = told["answers"], dict(told["speed"]), told["attention"]
+    optional = {"depths": answers["depths"], "kept": answers.get("kept")}
+    optional |= {name: told.get(name) for name in ("losses", "divergences")}
+    given = {name: None if side is None else tuple(_numbers(name, *side)) for name, side in optional.items()}
+    right, asked = _numbers("right", *answers["right"]), _numbers("asked", *answers["asked"])
+    if not sum(asked) or {len(right)} != {len(side) for side in (asked, given["depths"], given["kept"]) if side is not None}:
+        raise ValueError("answers: right, asked, depths and kept are not of the same contexts")
+    _numbers("speed", *(speed[name] for name in ("tt2t_ns", "tpot_ns", "prefill_ns")))
+    _numbers("parts_ns", *(speed["parts_ns"][part] for part in PARTS))
+    _numbers("memory", *told["memory"].values())
+    return TaskRow(
+        policy=str(told["policy"]),
+        title=str(told["title"]),
+        context=int(told["context"]),
+        budget=None if told["budget"] is None else int(told["budget"]),
+        answers=Answers(right, asked, given["depths"], given["kept"]),
+        speed=Speed(**speed),
+        memory=Memory(**told["memory"]),
+        moved_bytes=dict(told["moved_bytes"]),
+        spilled_bytes=int(told["spilled_bytes"]),
+        hit_ratio=float(told["hit_ratio"]),
+        attention=None if attention is None else Attention(**attention),
+        losses=given["losses"],
+        divergences=given["divergences"],
+    )
+
+
+def _numbers(name: str, *values: Any) -> tuple[Any, ...]:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name}: {value!r} is not a number")
+    return values
+
+
+@contextmanager
+def _written_by(command: str, source: str) -> Iterator[None]:
+    """Makes of what is wrong with a document that `command` writes a DataError that names `source` and the field."""
+    try:
+        yield
+    except KeyError as error:
+        raise DataError(f"{source}: {error.args[0]}: missing", f"write it with '{command}'") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{source}: {error}", f"write it with '{command}'") from error

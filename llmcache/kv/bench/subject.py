@@ -19,22 +19,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
+from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
-from llmcache.kv.bench.session import since, snapshot
-from llmcache.kv.bench.task_results import DECODING, LOADING, QUERY, UPDATE, Memory, Speed
-from llmcache.kv.pipeline import Timeline
-from llmcache.kv.pipeline.attention import widened
+from llmcache.kv.bench.results import DECODING, LOADING, QUERY, UPDATE, Memory, Speed
+from llmcache.kv.bench.synthetic import since
+from llmcache.kv.pipeline import Timeline, widened
 from llmcache.kv.pipeline.timeline import EVALUATE, FETCH
 from llmcache.kv.pipeline.timeline import UPDATE as UPDATING
-from llmcache.kv.policies.base import Floats, KvPolicy
+from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.tasks import Chain, Questions
-from llmcache.kv.tasks.probes import Probe, Text, probe_of
-from llmcache.kv.tasks.recall import VOCABULARY
+from llmcache.kv.tasks.english import Document
+from llmcache.kv.tasks.recall import VOCABULARY, Probe, probe_of
 from llmcache.kv.tiers import Selection, Traffic
 from llmcache.kv.transformers.attention import enable
 from llmcache.kv.transformers.cache import SpillCache, SpillLayer, spilled_layers
@@ -135,13 +134,13 @@ def stock(model: Any) -> Any:
     return DynamicCache(config=model.config)
 
 
-def feed(model: Any, cache: Any, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+def feed(model: Any, cache: Any, ids: Int64s) -> Int64s:
     """Gives the model the tokens `ids` [batch, tokens]; returns the likeliest next ones [batch]."""
-    likeliest: NDArray[np.int64] = logits(model, cache, ids).argmax(-1).cpu().numpy()
+    likeliest: Int64s = logits(model, cache, ids).argmax(-1).cpu().numpy()
     return likeliest
 
 
-def logits(model: Any, cache: Any, ids: NDArray[np.int64]) -> torch.Tensor:
+def logits(model: Any, cache: Any, ids: Int64s) -> torch.Tensor:
     """Gives the model the tokens `ids` [batch, tokens]; returns the logits [batch, vocabulary] of the next ones."""
     tokens = torch.from_numpy(np.ascontiguousarray(ids)).to(model.device)
     with torch.no_grad():
@@ -149,7 +148,7 @@ def logits(model: Any, cache: Any, ids: NDArray[np.int64]) -> torch.Tensor:
     return found
 
 
-def follow(model: Any, cache: Any, text: Text) -> Floats:
+def follow(model: Any, cache: Any, text: Document) -> Floats:
     """Returns log p [n - 1, vocabulary], in nats, of what follows each of the n tokens but the last that `text` has next.
 
     Each after all the true tokens before it, one decode step a token, with a cache that has read the text.
@@ -159,13 +158,18 @@ def follow(model: Any, cache: Any, text: Text) -> Floats:
     return told
 
 
-def answer(model: Any, cache: Any, task: Questions | Probe | Chain) -> NDArray[np.bool_]:
+def said(model: Any, cache: Any, asked: Probe | Chain | Document) -> Any:
+    """Returns what a model gives with a cache that has read the contexts: as `follow` of a document, else as `ask`."""
+    return follow(model, cache, asked) if isinstance(asked, Document) else ask(model, cache, asked)
+
+
+def answer(model: Any, cache: Any, task: Questions | Probe | Chain) -> Flags:
     """Returns which answers [batch, n] of `task` are right, with an empty cache that first reads the contexts."""
     feed(model, cache, task.ids)
     return ask(model, cache, probe_of(task) if isinstance(task, Questions) else task)
 
 
-def ask(model: Any, cache: Any, task: Probe | Chain) -> NDArray[np.bool_]:
+def ask(model: Any, cache: Any, task: Probe | Chain) -> Flags:
     """Returns which answers [batch, n] of `task` the model gives right, with a cache that has read the contexts.
 
     Right is what greedy decoding gives word for word: every token of the answer is the likeliest after those before it.
@@ -229,7 +233,7 @@ class Prompt:
     is the same as when the model reads it, but in another time: for accuracy, and times of later steps, alone.
     """
 
-    def __init__(self, model: Any, ids: NDArray[np.int64]) -> None:
+    def __init__(self, model: Any, ids: Int64s) -> None:
         self._model, self._ids = model, ids
         recorder = _Recorder()
         self._layers = spilled_layers(model.config, lambda count, alone: recorder)
@@ -281,7 +285,7 @@ class Run:
         self._steps_ns: list[int] = []
         self._before = Traffic()
 
-    def read(self, ids: NDArray[np.int64]) -> None:
+    def read(self, ids: Int64s) -> None:
         """Reads a prompt [1, tokens] and makes the second token; what comes now is measured from the next step on."""
         begin_ns = time.perf_counter_ns()
         self._next = feed(self._model, self.cache, ids)
@@ -299,7 +303,7 @@ class Run:
         self._steps_ns.clear()
         if self._timeline is not None:
             self._timeline.clear()
-            self._before = snapshot(self.cache.traffic)
+            self._before = since(Traffic(), self.cache.traffic)
 
     def step(self) -> None:
         """Makes one more token."""
@@ -393,7 +397,7 @@ def _weights(queries: Floats, keys: Floats, scale: float) -> Floats:
     return found
 
 
-def _recalled(weights: Floats, chosen: NDArray[np.bool_], count: int) -> float:
+def _recalled(weights: Floats, chosen: Flags, count: int) -> float:
     """Share of the `count` tokens with the largest weights, added up by key head, that were chosen."""
     best = np.argpartition(-weights.sum(2), count - 1, axis=-1)[..., :count]
     return float(np.take_along_axis(chosen, best, 2).mean())

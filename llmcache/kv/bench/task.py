@@ -11,31 +11,26 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import UsageError
-from llmcache.kv.bench.measured import workplace
-from llmcache.kv.bench.task_results import STOCK, Answers, Attention, Memory, Speed, TaskBench, TaskRow
+from llmcache.kv.bench.results import STOCK, Answers, Attention, TaskBench, TaskRow
+from llmcache.kv.bench.synthetic import per_step, workplace
 from llmcache.kv.pipeline import Timeline
 from llmcache.kv.policies import POLICIES, policy_class
-from llmcache.kv.policies.base import Floats
 from llmcache.kv.tasks import Chain, chain
-from llmcache.kv.tasks.documents import documents
-from llmcache.kv.tasks.probes import TASKS, Probe, Text, symbols
-from llmcache.kv.tasks.recall import Ids
-from llmcache.kv.tasks.texts import texts
-from llmcache.kv.tiers import Traffic
+from llmcache.kv.tasks.english import Document, documents, texts
+from llmcache.kv.tasks.recall import TASKS, Probe, symbols
 
 if TYPE_CHECKING:
     from llmcache.kv.bench.subject import Run, Subject
 
 Progress = Callable[[str], None]
-Right = NDArray[np.bool_]
-
-Asked = Probe | Chain | Text
+Result = TypeVar("Result")
+Asked = Probe | Chain | Document
 
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "oracle-product": ("oracle", "Oracle, largest product", {"by": "product"}),
@@ -115,14 +110,14 @@ class Told:
     losses: list[float] = field(default_factory=list)
     divergences: list[float] = field(default_factory=list)
 
-    def add(self, right: Right, full: Right, depths: Sequence[float] | None) -> None:
+    def add(self, right: Flags, full: Flags, depths: Sequence[float] | None) -> None:
         """Adds which answers [contexts, n] are right, of this candidate and with the full cache."""
         self.right += right.sum(1).tolist()
         self.asked += [right.shape[1]] * len(right)
         self.kept += (right & full).sum(1).tolist()
         self.depths += [] if depths is None else list(depths)
 
-    def add_text(self, said: Floats, full: Floats, true: Ids) -> None:
+    def add_text(self, said: Floats, full: Floats, true: Int64s) -> None:
         """Adds log p [n, vocabulary] of the tokens `true` [n] of a text; `full`: those of the full cache."""
         self.add(said.argmax(1)[None] == true, full.argmax(1)[None] == true, None)
         self.losses.append(-float(said[np.arange(len(true)), true].mean(dtype=np.float64)))
@@ -167,23 +162,22 @@ def conditions(setup: TaskSetup) -> dict[str, Any]:
 
 def _rows(
     setup: TaskSetup, subject: Subject, context: int, directory: Path, texts: list[str], progress: Progress
-) -> Iterator[TaskRow]:
+) -> list[TaskRow]:
     everyone = candidates(setup)
     told = answered(setup, subject, context, directory, everyone, texts, progress)
     first = next(_probes(setup, subject, context))
     attention = _attention(setup, subject, first, directory, everyone)
     progress(f"{context} tokens: generating")
-    timed = _timed(setup, subject, first.ids[:1], directory, everyone)
-    for one, (speed, memory, moved, spilled_bytes) in zip(everyone, timed, strict=True):
-        yield TaskRow(
-            one.policy, one.title, context, one.budget, told[one].answers(), speed, memory,
-            {
-                f"{source} to {target}, {why}": size / speed.steps
-                for (source, target, why), size in sorted(moved.moved_bytes.items())
-            },
-            spilled_bytes=spilled_bytes, hit_ratio=moved.hit_ratio, attention=attention.get(one),
+
+    def row(one: Candidate, run: Run) -> TaskRow:
+        speed, moved = run.speed(), run.moved()
+        return TaskRow(
+            one.policy, one.title, context, one.budget, told[one].answers(), speed, run.memory(),
+            per_step(moved, speed.steps), run.spilled_bytes, moved.hit_ratio, attention.get(one),
             losses=tuple(told[one].losses) or None, divergences=tuple(told[one].divergences) or None,
         )  # fmt: skip
+
+    return in_turns(subject.model, setup, directory, everyone, lambda run: run.read(first.ids[:1]), row)
 
 
 def answered(
@@ -191,24 +185,24 @@ def answered(
     progress: Progress = lambda _: None,
 ) -> dict[Candidate, Told]:  # fmt: skip
     """Returns what every candidate answers, transformers' own cache being the first; adds to `texts` where they are from."""
-    from llmcache.kv.bench.subject import Prompt, ask, follow
+    from llmcache.kv.bench.subject import Prompt, said
 
     model = subject.model
     told = {one: Told() for one in everyone}
     for number, asked in enumerate(_probes(setup, subject, context)):
         read = Prompt(model, asked.ids)
-        texts += [asked.source] if isinstance(asked, Text) else []
+        texts += [asked.source] if isinstance(asked, Document) else []
         full: Any = None
         for one in everyone:
             progress(f"{context} tokens, part {number + 1}: {one.title} {one.budget or ''}")
             with one.cache(model, setup, directory) as cache:
                 read.give(cache)
-                said: Any = follow(model, cache, asked) if isinstance(asked, Text) else ask(model, cache, asked)
-            full = said if full is None else full
-            if isinstance(asked, Text):
-                told[one].add_text(said, full, asked.following[0, 1:])
+                own = said(model, cache, asked)
+            full = own if full is None else full
+            if isinstance(asked, Document):
+                told[one].add_text(own, full, asked.following[0, 1:])
             else:
-                told[one].add(said, full, asked.depths if isinstance(asked, Probe) else None)
+                told[one].add(own, full, asked.depths if isinstance(asked, Probe) else None)
     return told
 
 
@@ -216,7 +210,7 @@ def _attention(
     setup: TaskSetup, subject: Subject, asked: Asked, directory: Path, everyone: Sequence[Candidate]
 ) -> dict[Candidate, Attention]:
     """What of the attention each candidate that chooses has chosen, for a few of the contexts."""
-    from llmcache.kv.bench.subject import Prompt, ask, follow, watch
+    from llmcache.kv.bench.subject import Prompt, said, watch
 
     few = _few(asked)
     read = Prompt(subject.model, few.ids)
@@ -227,10 +221,7 @@ def _attention(
         with one.cache(subject.model, setup, directory) as cache:
             read.give(cache)
             watched = watch(cache)
-            if isinstance(few, Text):
-                follow(subject.model, cache, few)
-            else:
-                ask(subject.model, cache, few)
+            said(subject.model, cache, few)
         if watched.recalls:
             found[one] = Attention(float(np.mean(watched.recalls)), float(np.mean(watched.masses)))
     return found
@@ -238,21 +229,17 @@ def _attention(
 
 def _few(asked: Asked) -> Asked:
     """Some of the contexts, from all over the batch."""
-    if isinstance(asked, Text):
-        return asked
     if isinstance(asked, Chain):
-        return Chain(asked.ids[:WATCHED], asked.first[:WATCHED], asked.following[:WATCHED], asked.answers[:WATCHED])
-    return asked.part(slice(None, None, max(1, len(asked.ids) // WATCHED)))
+        return asked.part(slice(WATCHED))
+    return asked if isinstance(asked, Document) else asked.part(slice(None, None, max(1, len(asked.ids) // WATCHED)))
 
 
 def _probes(setup: TaskSetup, subject: Subject, context: int) -> Iterator[Asked]:
     """All that is asked at a context, in parts that fit in memory."""
     random = np.random.default_rng([setup.seed, context])
-    if setup.task == "loss" and subject.tokenizer is not None:
-        yield from documents(random, context, setup.cases, subject.encode, subject.first)
-        return
     if subject.tokenizer is not None:
-        yield from texts(setup.task, random, context, setup.cases, subject.encode, subject.first)
+        own = context, setup.cases, subject.encode, subject.first
+        yield from documents(random, *own) if setup.task == "loss" else texts(setup.task, random, *own)
         return
     at_once = max(1, AT_ONCE_TOKENS // context)
     if setup.task == "chain":
@@ -264,21 +251,21 @@ def _probes(setup: TaskSetup, subject: Subject, context: int) -> Iterator[Asked]
         yield whole.part(slice(start, start + at_once))
 
 
-def _timed(
-    setup: TaskSetup, subject: Subject, ids: Any, directory: Path, everyone: Sequence[Candidate]
-) -> list[tuple[Speed, Memory, Traffic, int]]:
-    """Times, memory, what a step moves and all that was spilled, of every candidate; they take turns, step by step."""
+def in_turns(
+    model: Any, setup: TaskSetup, directory: Path, everyone: Sequence[Candidate],
+    begin: Callable[[Run], None], told: Callable[[Candidate, Run], Result],
+) -> list[Result]:  # fmt: skip
+    """Returns what is `told` of a sequence of every candidate, which `begin` begins; they take turns, step by step."""
     from llmcache.kv.bench.subject import Run
 
     with contextlib.ExitStack() as stack:
         runs: list[Run] = []
         for one in everyone:
             timeline = None if one.policy == STOCK else Timeline()
-            cache = stack.enter_context(one.cache(subject.model, setup, directory, timeline))
-            runs.append(Run(subject.model, cache, timeline))
-            runs[-1].read(ids)
+            runs.append(Run(model, stack.enter_context(one.cache(model, setup, directory, timeline)), timeline))
+            begin(runs[-1])
         take_turns(runs, setup.steps)
-        return [(one.speed(), one.memory(), one.moved(), one.spilled_bytes) for one in runs]
+        return [told(one, run) for one, run in zip(everyone, runs, strict=True)]
 
 
 def take_turns(runs: Sequence[Run], steps: int) -> None:

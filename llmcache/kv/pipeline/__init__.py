@@ -1,7 +1,6 @@
 """The decoding pipeline: a policy chooses and fetches for the next layer while this one computes, on a timeline."""
 
-from llmcache.kv.pipeline.attention import attention
-from llmcache.kv.pipeline.engine import KvEngine
+from llmcache.kv.pipeline.engine import KvEngine, attention, widened
 from llmcache.kv.pipeline.timeline import NO_TIMELINE, Span, Timeline
 
-__all__ = ["NO_TIMELINE", "KvEngine", "Span", "Timeline", "attention"]
+__all__ = ["NO_TIMELINE", "KvEngine", "Span", "Timeline", "attention", "widened"]

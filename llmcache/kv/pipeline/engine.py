@@ -15,7 +15,8 @@ Errors of an evaluation or a fetch are raised by the `step` of their layer, thos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -23,19 +24,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.kv.pipeline.merging import merged, missing
+from llmcache.arrays import Floats, Int64s
 from llmcache.kv.pipeline.timeline import CPU, EVALUATE, FETCH, LINK, NO_TIMELINE, UPDATE, Span, Timeline
 from llmcache.kv.tiers import FastTier, Gathered, KvStore, Selection, Staged
 
 if TYPE_CHECKING:
     from llmcache.kv.policies.base import KvPolicy
 
-Floats = NDArray[np.float32]
 Rows = NDArray[Any]
 Result = TypeVar("Result")
 
 
-class Chosen(NamedTuple):
+class Choice(NamedTuple):
     """What was chosen for a layer, and its rows. `corrected`: after looking ahead, which has missed the rows `more`."""
 
     selection: Selection
@@ -65,7 +65,7 @@ class KvEngine:
         self.store, self.policy, self.app, self.exact = store, policy, app, exact
         self.timeline, self._fast = timeline, fast
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="llmcache-kv-ahead") if app else None
-        self._ahead: dict[int, Future[Chosen]] = {}
+        self._ahead: dict[int, Future[Choice]] = {}
         self._updates: list[Future[None]] = []
         self._chosen: dict[int, Selection] = {}
 
@@ -114,16 +114,16 @@ class KvEngine:
         found = self.store.gather(layer, staged=chosen.staged)
         return self._completed(layer, chosen, found) if chosen.corrected else found
 
-    def _choose(self, layer: int, queries: Floats) -> Chosen:
+    def _choose(self, layer: int, queries: Floats) -> Choice:
         started, step = self._ahead.pop(layer, None), self.store.step
         if started is None:
             return self._now(lambda: self._evaluate(layer, queries, step))
         early = started.result()
         return self._now(lambda: self._corrected(layer, queries, step, early)) if self.exact else early
 
-    def _evaluate(self, layer: int, queries: Floats, step: int) -> Chosen:
+    def _evaluate(self, layer: int, queries: Floats, step: int) -> Choice:
         selection = self._select(layer, queries, step)
-        return Chosen(selection, self._stage(layer, selection, step))
+        return Choice(selection, self._stage(layer, selection, step))
 
     def _select(self, layer: int, queries: Floats, step: int) -> Selection:
         begin_ns = self.timeline.now_ns()
@@ -136,14 +136,14 @@ class KvEngine:
         with self.timeline.span(LINK, FETCH, layer, step):
             return self.store.stage(layer, selection)
 
-    def _corrected(self, layer: int, queries: Floats, step: int, early: Chosen) -> Chosen:
+    def _corrected(self, layer: int, queries: Floats, step: int, early: Choice) -> Choice:
         """Returns the choice by the true queries, with what `early` has fetched of it."""
         selection = self._select(layer, queries, step)
         lacking = missing(selection.positions, early.staged.positions)
         more = self._stage(layer, Selection(lacking), step) if lacking.shape[2] else None
-        return Chosen(selection, early.staged, True, more)
+        return Choice(selection, early.staged, True, more)
 
-    def _completed(self, layer: int, chosen: Chosen, early: Gathered) -> Gathered:
+    def _completed(self, layer: int, chosen: Choice, early: Gathered) -> Gathered:
         """Returns the rows of a corrected choice, from those that were fetched early and those that were missing."""
         lead = chosen.staged.middle.start * self.store.shape.page_tokens
         behind = lead + chosen.staged.positions.shape[2]
@@ -167,7 +167,7 @@ class KvEngine:
         with self.timeline.span(CPU, UPDATE, layer, step):
             self.policy.attended(layer, selection, weights)
 
-    def finish_step(self, ids: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+    def finish_step(self, ids: Int64s, positions: Int64s) -> None:
         """Waits for all updates and ends the step, or the prefill; `ids` and `positions` [batch, tokens] of its tokens."""
         self._wait_for_updates()
         self.store.commit(ids, positions)
@@ -211,3 +211,77 @@ class KvEngine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+# Rows of several gatherings, put together as one selection wants them: what was looked ahead for is not read twice
+
+
+def missing(wanted: Int64s, have: Int64s) -> Int64s:
+    """Returns what of `wanted` [batch, kv_heads, k] is not in `have` [.., m], int64 [batch, kv_heads, n], ascending.
+
+    n is the most that one head misses; a head that misses fewer gets others of `wanted`, none of them twice.
+    """
+    batch, heads, _ = wanted.shape
+    found = [[np.setdiff1d(wanted[b, h], have[b, h], assume_unique=True) for h in range(heads)] for b in range(batch)]
+    most = max((len(head) for row in found for head in row), default=0)
+    out = np.empty((batch, heads, most), np.int64)
+    for b in range(batch):
+        for h in range(heads):
+            others = np.setdiff1d(wanted[b, h], found[b][h], assume_unique=True)
+            out[b, h] = np.sort(np.concatenate([found[b][h], others[: most - len(found[b][h])]]))
+    return out
+
+
+def merged(wanted: Int64s, parts: Sequence[Gathered]) -> tuple[Rows, Rows]:
+    """Returns keys and values [batch, kv_heads, k, dim] of the positions `wanted` [batch, kv_heads, k] from `parts`.
+
+    Each position must be in one of the parts at least; ValueError if one is not.
+    """
+    positions = np.concatenate([part.positions for part in parts], axis=2)
+    order = np.argsort(positions, axis=2, kind="stable")
+    ordered = np.take_along_axis(positions, order, axis=2)
+    places = np.empty(wanted.shape, np.int64)
+    for index in np.ndindex(wanted.shape[:2]):
+        places[index] = np.minimum(np.searchsorted(ordered[index], wanted[index]), ordered.shape[2] - 1)
+    if not np.array_equal(np.take_along_axis(ordered, places, axis=2), wanted):
+        raise ValueError("wanted: a position is in none of the parts")
+    rows = np.take_along_axis(order, places, axis=2)[..., None]
+    keys, values = (
+        np.take_along_axis(np.concatenate(sides, axis=2), rows, axis=2)
+        for sides in ([part.keys for part in parts], [part.values for part in parts])
+    )
+    return keys, values
+
+
+# The reference for what selections lose
+
+
+def widened(rows: Rows) -> Floats:
+    """Returns keys or values as float32; uint16 are the bits of bfloat16."""
+    if rows.dtype == np.uint16:
+        wide: Floats = (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return wide
+    return rows.astype(np.float32, copy=False)
+
+
+def attention(queries: Floats, keys: Rows, values: Rows) -> tuple[Floats, Floats]:
+    """Attention of one decode step: the outputs [batch, heads, value_dim], the weights [batch, heads, tokens], of sum 1.
+
+    `queries` [batch, heads, dim] float32; `keys` [batch, kv_heads, tokens, dim] and `values` likewise, float32, float16
+    or the bits of bfloat16; heads is a multiple of kv_heads (GQA). The same rows in the same order give the same bits.
+    """
+    batch, heads, dim = queries.shape
+    if keys.ndim != 4 or keys.shape[0] != batch or keys.shape[3] != dim or heads % keys.shape[1]:
+        raise ValueError(f"keys: shape {keys.shape}, [{batch}, a divisor of {heads}, tokens, {dim}] is needed")
+    if values.shape[:3] != keys.shape[:3]:
+        raise ValueError(f"values: shape {values.shape}, keys have {keys.shape}")
+    if not keys.shape[2]:
+        raise ValueError("keys: no tokens, at least 1 is needed")
+    grouped = queries.reshape(batch, keys.shape[1], -1, dim) * np.float32(1 / math.sqrt(dim))
+    # Not by matrix products: these few rows are no work for the threads of a BLAS, which wait by spinning.
+    logits: Floats = np.einsum("bhgd,bhtd->bhgt", grouped, widened(keys))
+    logits -= logits.max(axis=3, keepdims=True)
+    weights = np.exp(logits, out=logits)
+    weights /= weights.sum(axis=3, keepdims=True)
+    out: Floats = np.einsum("bhgt,bhtd->bhgd", weights, widened(values))
+    return out.reshape(batch, heads, -1), weights.reshape(batch, heads, -1)

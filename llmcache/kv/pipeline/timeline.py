@@ -1,4 +1,4 @@
-"""Timeline: which resource did what when, as spans on one clock; how long it was busy, and which share of time idle.
+"""Timeline: which resource did what when, as spans on one clock; how long it was busy.
 
 Several threads record into one timeline: a span is complete when it is appended, and appending to a list is one step of
 the interpreter. What reads the spans does so when the threads that record are at rest.
@@ -54,7 +54,6 @@ class Timeline:
 
     def span(self, resource: str, stage: str, layer: int, step: int) -> AbstractContextManager[None]:
         """Returns a with block that is recorded as a span, also when it ends by an exception."""
-        _check(resource, stage)
         return self._recorded(resource, stage, layer, step)
 
     @contextmanager
@@ -63,11 +62,14 @@ class Timeline:
         try:
             yield
         finally:
-            self._spans.append(Span(resource, stage, layer, step, begin_ns, self.now_ns()))
+            self.add(Span(resource, stage, layer, step, begin_ns, self.now_ns()))
 
     def add(self, span: Span) -> None:
-        """Records a span that was timed elsewhere, on the same clock."""
-        _check(span.resource, span.stage)
+        """Records a span that was timed elsewhere, on the same clock. ValueError: there is no such resource or stage."""
+        if span.resource not in RESOURCES:
+            raise ValueError(f"resource: '{span.resource}', known are {', '.join(RESOURCES)}")
+        if span.stage not in STAGES:
+            raise ValueError(f"stage: '{span.stage}', known are {', '.join(STAGES)}")
         if span.end_ns < span.begin_ns:
             raise ValueError(f"end_ns: {span.end_ns}, before its begin_ns {span.begin_ns}")
         self._spans.append(span)
@@ -91,24 +93,15 @@ class Timeline:
         """The decode steps that have spans, ascending."""
         return sorted({span.step for span in self._spans})
 
-    def of_step(self, step: int) -> list[Span]:
-        """Returns the spans of one decode step, by their begin."""
-        return [span for span in self.spans if span.step == step]
-
     def last_step(self) -> Timeline:
         """Returns a timeline of the spans of the last step alone."""
         made = Timeline(self.emulated)
-        for span in self.of_step(self.steps[-1]) if self._spans else ():
-            made.add(span)
+        made._spans = [span for span in self._spans if span.step == self.steps[-1]]
         return made
 
     def clear(self) -> None:
         """Forgets all spans, to begin anew after a warm-up."""
         self._spans.clear()
-
-    def period_ns(self, step: int) -> int:
-        """Returns how long `step` took: from its first begin to its last end; 0 if it has no spans."""
-        return _extent([span for span in self._spans if span.step == step])
 
     def busy_ns(self, step: int, resource: str | None = None, stage: str | None = None) -> int:
         """Returns how long `resource` (None: any) was busy with `stage` (None: any); spans that overlap count once."""
@@ -117,16 +110,6 @@ class Timeline:
             for span in self._spans
             if span.step == step and resource in (None, span.resource) and stage in (None, span.stage)
         )
-
-    def idle_share(self, resource: str) -> float:
-        """Returns the share of the time of all steps in which `resource` was not busy, 0 .. 1.
-
-        Source: hillinfer.txt, section 3.3, "GPU idle time". ValueError if nothing was recorded.
-        """
-        periods = sum(self.period_ns(step) for step in self.steps)
-        if not periods:
-            raise ValueError("timeline: no time was recorded")
-        return 1 - sum(self.busy_ns(step, resource) for step in self.steps) / periods
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data, times in ns from the first begin on."""
@@ -165,14 +148,3 @@ def covered(spans: Iterable[Span]) -> int:
         total += max(0, end_ns - max(begin_ns, until))
         until = max(until, end_ns)
     return total
-
-
-def _extent(spans: list[Span]) -> int:
-    return max(span.end_ns for span in spans) - min(span.begin_ns for span in spans) if spans else 0
-
-
-def _check(resource: str, stage: str) -> None:
-    if resource not in RESOURCES:
-        raise ValueError(f"resource: '{resource}', known are {', '.join(RESOURCES)}")
-    if stage not in STAGES:
-        raise ValueError(f"stage: '{stage}', known are {', '.join(STAGES)}")

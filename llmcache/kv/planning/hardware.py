@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from llmcache.kv.planning.memory import RUNTIME_BYTES
 from llmcache.units import BLOCK_BYTES
 
 _GB = 10**9
 _GIB = 1 << 30
+RUNTIME_BYTES = 500 << 20
+"""Assumed: a CUDA context with its libraries takes about half a GiB; the paper does not tell it apart."""
 
 PAPER, ASSUMED, MEASURED, GIVEN = ORIGINS = ("paper", "assumed", "measured", "given")
 
@@ -28,6 +29,10 @@ class Origin:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
+
+
+Sourced = tuple[float, str, str]
+"""A number, which of ORIGINS it has, and its source."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,13 @@ class Hardware:
         if set(self.origins) != set(NUMBERS):
             raise ValueError(f"origins: {sorted(set(self.origins) ^ set(NUMBERS))} are missing or unknown")
 
+    @classmethod
+    def of(cls, name: str, title: str, **numbers: Sourced) -> Hardware:
+        """Returns a machine of numbers and, beside each, its origin: what kind, and where it is written."""
+        values: dict[str, Any] = {key: value for key, (value, _, _) in numbers.items()}
+        origins = {key: Origin(kind, text) for key, (_, kind, text) in numbers.items()}
+        return cls(name, title, **values, origins=origins)
+
     @property
     def has_gpu(self) -> bool:
         """True if there is memory of a GPU beside the host's."""
@@ -90,10 +102,22 @@ class Hardware:
 
     def with_sizes(self, gpu_bytes: int | None = None, host_bytes: int | None = None) -> Hardware:
         """Returns it with memory of other sizes (None: as it is), which then are given."""
-        sizes = {"gpu_bytes": gpu_bytes, "host_bytes": host_bytes}
-        given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-        origins = dict(self.origins) | {name: Origin(GIVEN, "on the command line") for name in given}
-        return replace(self, origins=origins, **given)
+        given = {"gpu_bytes": gpu_bytes, "host_bytes": host_bytes}
+        told = {name: (size, GIVEN, "on the command line") for name, size in given.items() if size is not None}
+        return self.with_numbers(**told)
+
+    def with_gpu(self, gpu_bytes: int, like: Hardware) -> Hardware:
+        """Returns it with a GPU of `gpu_bytes`, whose speeds are assumed to be those of the machine `like`."""
+        names = ("gpu_bytes_per_s", "gpu_flops", "gpu_link_bytes_per_s", "gpu_reserved_bytes")
+        text = f"as the {like.name} PC: "
+        speeds = {name: (getattr(like, name), ASSUMED, text + like.origins[name].text) for name in names}
+        return self.with_sizes(gpu_bytes=gpu_bytes).with_numbers(**speeds)
+
+    def with_numbers(self, **numbers: Sourced) -> Hardware:
+        """Returns it with other numbers, each with its own origin."""
+        values: dict[str, Any] = {name: value for name, (value, _, _) in numbers.items()}
+        origins = dict(self.origins) | {name: Origin(kind, text) for name, (_, kind, text) in numbers.items()}
+        return replace(self, origins=origins, **values)
 
     def faster(self, **factors: float) -> Hardware:
         """Returns it with speeds multiplied, for what-if questions: faster(ssd_bytes_per_s=2)."""
@@ -113,89 +137,60 @@ NUMBERS = tuple(one.name for one in fields(Hardware) if one.name not in ("name",
 """The fields of Hardware that are numbers."""
 
 
-@dataclass(frozen=True)
-class Efficiency:
-    """What programs get of the peaks on data sheets. Assumed: the paper gives none. One place for all machines."""
+# What programs get of the peaks on data sheets. Assumed: the paper gives none.
+_GPU_MEMORY = 0.80  # streaming kernels reach 75-90 % of GDDR6X peaks
+_GPU_COMPUTE = 0.50  # large half-precision products outside benchmarks
+_HOST_MEMORY = 0.75  # all cores, of the channels' peak; STREAM reaches 75-85 %
+_SCORING = 0.85  # of what reading memory gives: measured for the kernels here (tools/bench kvbench: 0.86)
 
-    gpu_memory: float = 0.80  # streaming kernels reach 75-90 % of GDDR6X peaks
-    gpu_compute: float = 0.50  # large half-precision products outside benchmarks
-    host_memory: float = 0.75  # all cores, of the channels' peak; STREAM reaches 75-85 %
-    scoring: float = 0.85  # of what reading memory gives: measured for the kernels here (tools/bench kvbench: 0.86)
+_8352V = 8 * 8 * 2.933 * _GB  # peak of eight channels of DDR4-2933
 
-
-EFFICIENCY = Efficiency()
-
-_PCIE4_X16 = 25 * _GB  # of 31.5 raw; what NVIDIA's bandwidthTest shows with pinned memory
-_8352V_PEAK = 8 * 8 * 2.933 * _GB  # eight channels of DDR4-2933
-
-PAPER_PC = Hardware(
-    name="paper",
-    title="the paper's machine (RTX 4090, Xeon 8352V, SmartSSD)",
-    gpu_bytes=24 * _GIB,
-    gpu_bytes_per_s=EFFICIENCY.gpu_memory * 1008 * _GB,
-    gpu_flops=EFFICIENCY.gpu_compute * 165e12,
-    gpu_link_bytes_per_s=_PCIE4_X16,
-    gpu_reserved_bytes=RUNTIME_BYTES,
-    host_bytes=64 * _GIB,
-    host_bytes_per_s=EFFICIENCY.host_memory * _8352V_PEAK,
-    host_reserved_bytes=4 * _GIB,
-    score_bytes_per_s=EFFICIENCY.scoring * EFFICIENCY.host_memory * _8352V_PEAK,
-    ssd_bytes_per_s=7 * _GB,
-    ssd_requests_per_s=900_000,
-    device_bytes_per_s=4 * _GB,
-    device_memory_bytes=4 * _GB,
-    device_memory_bytes_per_s=19.2 * _GB,
-    device_link_bytes_per_s=3.5 * _GB,
-    device_latency_ns=60_000,
-    origins={
-        "gpu_bytes": Origin(PAPER, "4.2: '24 GB of GPU memory'"),
-        "gpu_bytes_per_s": Origin(ASSUMED, f"RTX 4090: 1008 GB/s by its data sheet, {EFFICIENCY.gpu_memory:.0%} of it"),
-        "gpu_flops": Origin(ASSUMED, f"RTX 4090: 165 TFLOPS dense half precision, {EFFICIENCY.gpu_compute:.0%} of it"),
-        "gpu_link_bytes_per_s": Origin(
-            ASSUMED, "PCIe 4.0 x16 carries 31.5 GB/s raw, copies from pinned memory get about 25"
-        ),
-        "gpu_reserved_bytes": Origin(ASSUMED, "a CUDA context with its libraries takes about half a GiB"),
-        "host_bytes": Origin(PAPER, "4.2: '64 GB of host memory'"),
-        "host_bytes_per_s": Origin(
-            ASSUMED, f"Xeon 8352V: 8 channels of DDR4-2933, 188 GB/s if all are used, {EFFICIENCY.host_memory:.0%} of it"
-        ),
-        "host_reserved_bytes": Origin(ASSUMED, "system, Python and staging buffers: 4 GiB"),
-        "score_bytes_per_s": Origin(ASSUMED, f"{EFFICIENCY.scoring:.0%} of the host's memory, as the kernels here reach"),
-        "ssd_bytes_per_s": Origin(
-            ASSUMED, "7 GB/s: what NVMe drives on PCIe 4.0 x4 are sold with; the paper: 'a 300 GB Intel SSD'"
-        ),
-        "ssd_requests_per_s": Origin(ASSUMED, "data centre NVMe on PCIe 4.0: about 900,000 reads of 4 KiB a second"),
-        "device_bytes_per_s": Origin(
-            PAPER, "4.2: 'a peak bandwidth of approximately 4 GB/s'; the engine is taken to keep up with it"
-        ),
-        "device_memory_bytes": Origin(PAPER, "4.2: '4 GB DDR4'"),
-        "device_memory_bytes_per_s": Origin(ASSUMED, "one channel of DDR4-2400: 19.2 GB/s"),
-        "device_link_bytes_per_s": Origin(ASSUMED, "SmartSSD is on PCIe 3.0 x4, which carries 3.5 GB/s of data"),
-        "device_latency_ns": Origin(ASSUMED, "60 us per command through the Xilinx runtime"),
-    },
-)
+PAPER_PC = Hardware.of(
+    "paper",
+    "the paper's machine (RTX 4090, Xeon 8352V, SmartSSD)",
+    gpu_bytes=(24 * _GIB, PAPER, "4.2: '24 GB of GPU memory'"),
+    gpu_bytes_per_s=(_GPU_MEMORY * 1008 * _GB, ASSUMED, f"RTX 4090: 1008 GB/s by its data sheet, {_GPU_MEMORY:.0%} of it"),
+    gpu_flops=(_GPU_COMPUTE * 165e12, ASSUMED, f"RTX 4090: 165 TFLOPS dense half precision, {_GPU_COMPUTE:.0%} of it"),
+    gpu_link_bytes_per_s=(
+        25 * _GB, ASSUMED, "PCIe 4.0 x16 carries 31.5 GB/s raw, copies from pinned memory get about 25"
+    ),
+    gpu_reserved_bytes=(RUNTIME_BYTES, ASSUMED, "a CUDA context with its libraries takes about half a GiB"),
+    host_bytes=(64 * _GIB, PAPER, "4.2: '64 GB of host memory'"),
+    host_bytes_per_s=(
+        _HOST_MEMORY * _8352V, ASSUMED,
+        f"Xeon 8352V: 8 channels of DDR4-2933, 188 GB/s if all are used, {_HOST_MEMORY:.0%} of it"
+    ),
+    host_reserved_bytes=(4 * _GIB, ASSUMED, "system, Python and staging buffers: 4 GiB"),
+    score_bytes_per_s=(
+        _SCORING * _HOST_MEMORY * _8352V, ASSUMED, f"{_SCORING:.0%} of the host's memory, as the kernels here reach"
+    ),
+    ssd_bytes_per_s=(
+        7 * _GB, ASSUMED, "7 GB/s: what NVMe drives on PCIe 4.0 x4 are sold with; the paper: 'a 300 GB Intel SSD'"
+    ),
+    ssd_requests_per_s=(900_000, ASSUMED, "data centre NVMe on PCIe 4.0: about 900,000 reads of 4 KiB a second"),
+    device_bytes_per_s=(
+        4 * _GB, PAPER, "4.2: 'a peak bandwidth of approximately 4 GB/s'; the engine is taken to keep up with it"
+    ),
+    device_memory_bytes=(4 * _GB, PAPER, "4.2: '4 GB DDR4'"),
+    device_memory_bytes_per_s=(19.2 * _GB, ASSUMED, "one channel of DDR4-2400: 19.2 GB/s"),
+    device_link_bytes_per_s=(3.5 * _GB, ASSUMED, "SmartSSD is on PCIe 3.0 x4, which carries 3.5 GB/s of data"),
+    device_latency_ns=(60_000, ASSUMED, "60 us per command through the Xilinx runtime"),
+)  # fmt: skip
 """Source: hillinfer.txt, section 4.2, "Hardware"."""
 
 TYPICAL_PC = replace(
-    PAPER_PC,
-    name="typical",
-    title="the paper's typical PC (RTX 3080, 32 GB), with a SmartSSD",
-    gpu_bytes=12 * _GIB,
-    gpu_bytes_per_s=EFFICIENCY.gpu_memory * 912 * _GB,
-    gpu_flops=EFFICIENCY.gpu_compute * 61e12,
-    host_bytes=32 * _GIB,
-    host_bytes_per_s=EFFICIENCY.host_memory * 51.2 * _GB,
-    score_bytes_per_s=EFFICIENCY.scoring * EFFICIENCY.host_memory * 51.2 * _GB,
-    origins={
-        **PAPER_PC.origins,
-        "gpu_bytes": Origin(PAPER, "1: 'a 12 GB commodity GPU (RTX 3080)'"),
-        "gpu_bytes_per_s": Origin(ASSUMED, f"RTX 3080 12 GB: 912 GB/s by its data sheet, {EFFICIENCY.gpu_memory:.0%} of it"),
-        "gpu_flops": Origin(ASSUMED, f"RTX 3080 12 GB: 61 TFLOPS dense half precision, {EFFICIENCY.gpu_compute:.0%} of it"),
-        "host_bytes": Origin(PAPER, "1: '32 GB CPU memory'"),
-        "host_bytes_per_s": Origin(ASSUMED, f"two channels of DDR4-3200: 51.2 GB/s, {EFFICIENCY.host_memory:.0%} of it"),
-    },
-)
+    PAPER_PC, name="typical", title="the paper's typical PC (RTX 3080, 32 GB), with a SmartSSD"
+).with_numbers(
+    gpu_bytes=(12 * _GIB, PAPER, "1: 'a 12 GB commodity GPU (RTX 3080)'"),
+    gpu_bytes_per_s=(
+        _GPU_MEMORY * 912 * _GB, ASSUMED, f"RTX 3080 12 GB: 912 GB/s by its data sheet, {_GPU_MEMORY:.0%} of it"
+    ),
+    gpu_flops=(_GPU_COMPUTE * 61e12, ASSUMED, f"RTX 3080 12 GB: 61 TFLOPS dense half precision, {_GPU_COMPUTE:.0%} of it"),
+    host_bytes=(32 * _GIB, PAPER, "1: '32 GB CPU memory'"),
+    host_bytes_per_s=(_HOST_MEMORY * 51.2 * _GB, ASSUMED, f"two channels of DDR4-3200: 51.2 GB/s, {_HOST_MEMORY:.0%} of it"),
+    score_bytes_per_s=(_SCORING * _HOST_MEMORY * 51.2 * _GB, ASSUMED, PAPER_PC.origins["score_bytes_per_s"].text),
+)  # fmt: skip
 """Source: hillinfer.txt, section 1; links, storage and device are those of `PAPER_PC`, the rest a desktop of that time."""
 
 MACHINES: dict[str, Hardware] = {machine.name: machine for machine in (PAPER_PC, TYPICAL_PC)}
-"""Machines that can be named; "measured" is made from a profile, see `machine.hardware_of`."""
+"""Machines that can be named; "measured" is made from a profile, see `profile.hardware_of`."""

@@ -1,28 +1,154 @@
-"""Latency per decode token of HillInfer and its baselines: a pipeline of layers. *Modelled*, nothing is fitted.
+"""Latency per decode token of HillInfer and its baselines: what each moves, and a pipeline of layers. *Modelled*.
 
 A layer is evaluated (by the processor, by the device, or read to the host for it), then what was chosen is fetched, then
 it computes (a roofline). A system that looks ahead evaluates and fetches layer i+1 while layer i computes, so a layer
 takes the longer of both; one that does not takes their sum. Within a stage, what different resources do overlaps if the
 system lets it (reads with scoring, CPU with device, SSD with the GPU's link). The experts on the host that a step of a
-mixture uses are fetched as KV data is: as if they were known a layer ahead.
+mixture uses are fetched as KV data is: as if they were known a layer ahead. Nothing is fitted.
 
-Source: hillinfer.txt, sections 3.2, 3.3 (figure 6) and 4.2. Differs from the paper: it measures; this is a model. Not
-modelled: moves of BKP (they are off the critical path), and the software of the frameworks the baselines are built on.
+Source: hillinfer.txt, sections 3.2, 3.3 (figure 6) and 4.2, whose systems are read as it describes them; where it leaves
+something open, the reading is the one that serves the baseline best. Differs from the paper: it measures; this is a model.
+Not modelled: moves of BKP (they are off the critical path), and the software of the frameworks the baselines are built on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmcache.kv.planning.hardware import Hardware
 from llmcache.kv.planning.models import ModelShape
-from llmcache.kv.planning.placement import Placement, Room, room
-from llmcache.kv.planning.work import SYSTEMS, System, Work, layer_work, place
-from llmcache.kv.planning.workload import Workload
+from llmcache.kv.planning.placement import KEYS, Placement, Room, Workload, by_capacity, by_rule, room
 
 _NS = 1e9
+SCORE_BYTES = 4
+"""On the link, per token and key head: offset and score, both of two bytes. Source: section 4.4, "4n bytes"."""
+COMMANDS = 2
+"""Per layer, one after the other: execute and read; those of several sequences are queued together. Assumed."""
+
+
+@dataclass(frozen=True)
+class System:
+    """How a system works. `in_storage`: the SSD scores its keys (HIE). `ahead`: layer i+1 while i computes.
+
+    `evaluates`: it judges tokens at each step. `abstracts`: by two keys per chunk. `piped`: reading and scoring overlap.
+    `balanced`: pools by equation (1). `keeps`: pools keep what was important (BKP). `sparse`: attends to alpha * N.
+    """
+
+    name: str
+    title: str
+    evaluates: bool = True
+    sparse: bool = True
+    in_storage: bool = False
+    abstracts: bool = False
+    piped: bool = True
+    ahead: bool = True
+    balanced: bool = False
+    keeps: bool = False
+
+
+def hillinfer(hie: bool = True, bkp: bool = True, app: bool = True) -> System:
+    """HillInfer, or what is left of it without one of its parts.
+
+    Without HIE the host evaluates, as all others do; without BKP important tokens lie anywhere; without APP nothing
+    overlaps the computing and the host's pool is as large as it can be.
+    """
+    without = [name for name, on in (("HIE", hie), ("BKP", bkp), ("APP", app)) if not on]
+    name = "-".join(["hillinfer", *(f"no-{part.lower()}" for part in without)])
+    title = "HillInfer" + (f" without {', '.join(without)}" if without else "")
+    return System(name, title, in_storage=hie, keeps=bkp, ahead=app, balanced=app)
+
+
+SYSTEMS: dict[str, System] = {
+    system.name: system
+    for system in (
+        System("full", "full cache", evaluates=False, sparse=False),
+        System("h2o", "H2O-like", piped=False, ahead=False),
+        System("prefetch", "prefetch-based"),
+        System("leoam", "LeoAM-like", abstracts=True),
+        hillinfer(),
+    )
+}
+"""The systems of section 4.2, in its order: baselines, then HillInfer."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One layer, all sequences: bytes unless noted.
+
+    `scan`: read from the SSD in sequence to be evaluated by the host; `cpu_keys`, `device_keys`: scored there; `scores`:
+    score blocks over the link; `commands`: of the device, counted; `ssd_fetch`: chosen data from the SSD, in reads of
+    `request`; `device_fetch`: the same from the device; `gpu_link`: KV and weights to the GPU; `attended`: KV that
+    attention reads; `flops`: operations; `weights`: read by the computing.
+    """
+
+    scan: float = 0.0
+    cpu_keys: float = 0.0
+    device_keys: float = 0.0
+    scores: float = 0.0
+    commands: int = 0
+    ssd_fetch: float = 0.0
+    request: float = 1.0
+    device_fetch: float = 0.0
+    gpu_link: float = 0.0
+    attended: float = 0.0
+    weights: float = 0.0
+    flops: float = 0.0
+
+
+def place(system: System, found: Room, kv_bytes: float, hardware: Hardware, cached: bool = False) -> Placement:
+    """Returns where `system` keeps the KV cache; `cached` as for `rule_share`."""
+    return by_rule(found, kv_bytes, hardware, cached) if system.balanced else by_capacity(found, kv_bytes)
+
+
+def layer_work(
+    system: System, hardware: Hardware, model: ModelShape, workload: Workload, places: Placement, found: Room
+) -> Work:
+    """Returns the work of `system` for one layer of a decode step."""
+    share = workload.alpha if system.sparse else 1.0
+    host, ssd = places.host / model.layers, places.ssd / model.layers
+    attended = share * places.total / model.layers
+    evaluation = _evaluation(system, model, workload, host, ssd)
+    on_ssd = attended * _important_on_ssd(system, workload, places) if system.sparse else ssd
+    if evaluation.scan and not system.abstracts and workload.host_evaluates != KEYS:
+        on_ssd = 0.0  # with its values it has been read already
+    # Neighbouring tokens, keys and values apart; the full cache is read in sequence.
+    tokens = workload.chunk_tokens if system.abstracts else workload.fetch_tokens
+    crosses = places.gpu == 0 and hardware.has_gpu
+    weights = model.crossing_bytes(found.weights_on_host, workload.batch)
+    attention_flops = 4.0 * model.heads * model.head_dim * share * workload.context * workload.batch
+    return replace(
+        evaluation,
+        commands=COMMANDS if system.in_storage and ssd else 0,
+        request=tokens * model.key_bytes if system.sparse else float(1 << 20),
+        device_fetch=on_ssd if system.in_storage else 0.0,
+        ssd_fetch=0.0 if system.in_storage else on_ssd,
+        gpu_link=(attended if crosses else 0.0) + (weights / model.layers if hardware.has_gpu else 0.0),
+        attended=attended,
+        weights=model.layer_weight_bytes(workload.batch),
+        flops=2.0 * model.layer_parameters * workload.batch + attention_flops,
+    )
+
+
+def _evaluation(system: System, model: ModelShape, workload: Workload, host: float, ssd: float) -> Work:
+    """What judging the tokens takes; the keys are half of `host` and of `ssd` (bytes of KV of one layer)."""
+    if not system.evaluates or not host + ssd:
+        return Work()
+    if system.in_storage:
+        tokens = ssd / (2 * model.key_bytes)
+        return Work(cpu_keys=host / 2, device_keys=ssd / 2, scores=SCORE_BYTES * model.kv_heads * tokens)
+    part = min(1.0, 2 / workload.chunk_tokens) if system.abstracts else 1.0
+    values = 2.0 if workload.host_evaluates != KEYS and not system.abstracts else 1.0
+    return Work(scan=part * values * ssd / 2, cpu_keys=part * (host + ssd) / 2)
+
+
+def _important_on_ssd(system: System, workload: Workload, places: Placement) -> float:
+    """The share of the important tokens that lie on the SSD."""
+    told = workload.important_on_ssd_bkp if system.keeps else None
+    told = workload.important_on_ssd if told is None else told
+    return places.ssd_share if told is None else (told if places.ssd else 0.0)
 
 
 @dataclass(frozen=True)
@@ -84,9 +210,15 @@ def latency(
     work = layer_work(system, hardware, model, workload, places, found)
     scoring = hardware.device_score_rate(places.ssd / 2, workload.device_caches)
     busy = _busy(work, hardware, scoring)
-    evaluate, fetch, compute = _evaluate_s(system, busy), _fetch_s(system, busy), busy["compute"]
+    # Until all tokens are judged; until what was chosen is attended: what lies on the SSD goes the longer way.
+    together: Callable[[float, float], float] = max if system.piped else operator.add
+    in_storage = max(busy["cpu"], busy["device"], busy["scores"])
+    evaluate = in_storage if system.in_storage else together(busy["scan"], busy["cpu"])
+    fetch = together(busy["ssd"] + busy["device fetch"], busy["gpu link"])
+    compute = busy["compute"]
     layer_s = max(compute, evaluate + fetch) if system.ahead else evaluate + fetch + compute
-    output_s = _output_s(hardware, model, workload)
+    output_flops = 2.0 * model.vocabulary * model.hidden * workload.batch
+    output_s = max(model.output_weight_bytes / hardware.gpu_bytes_per_s, output_flops / hardware.gpu_flops)
     layers = model.layers
     return Latency(
         system=system,
@@ -120,24 +252,6 @@ def _busy(work: Work, hardware: Hardware, scoring: float) -> dict[str, float]:
         "gpu link": work.gpu_link / hardware.gpu_link_bytes_per_s,
         "compute": max((work.weights + work.attended) / hardware.gpu_bytes_per_s, work.flops / hardware.gpu_flops),
     }
-
-
-def _evaluate_s(system: System, busy: Mapping[str, float]) -> float:
-    """Seconds until all tokens of a layer are judged."""
-    if system.in_storage:
-        return max(busy["cpu"], busy["device"], busy["scores"])
-    return max(busy["scan"], busy["cpu"]) if system.piped else busy["scan"] + busy["cpu"]
-
-
-def _fetch_s(system: System, busy: Mapping[str, float]) -> float:
-    """Seconds until what was chosen is where it is attended: what lies on the SSD goes the longer way."""
-    storage = busy["ssd"] + busy["device fetch"]
-    return max(storage, busy["gpu link"]) if system.piped else storage + busy["gpu link"]
-
-
-def _output_s(hardware: Hardware, model: ModelShape, workload: Workload) -> float:
-    flops = 2.0 * model.vocabulary * model.hidden * workload.batch
-    return max(model.output_weight_bytes / hardware.gpu_bytes_per_s, flops / hardware.gpu_flops)
 
 
 def _prefill_s(hardware: Hardware, model: ModelShape, workload: Workload, places: Placement, found: Room) -> float:

@@ -1,7 +1,8 @@
-"""Where weights and KV cache lie, and how large the two pools of HillInfer are. *Modelled.*
+"""What is decoded, what it takes in memory, and where weights and KV cache lie: the two pools of HillInfer. *Modelled.*
 
-Source: hillinfer.txt, section 3.1 (the GPU has weights, activations and what is attended; the CPU a large portion of the
-KV cache, and weights of larger models; the SSD the rest) and 3.3, equation (1): Mc/fc = Ms/fs with Mc < M0.
+Source: hillinfer.txt, figure 2 and section 1, for memory (its "about 30 GB" are GiB: 14.4 GiB of weights and 16 GiB of KV
+cache are 32.6 GB of 10**9 bytes); section 3.1 (the GPU has weights, activations and what is attended; the CPU a large
+portion of the KV cache, and weights of larger models; the SSD the rest) and 3.3, equation (1): Mc/fc = Ms/fs with Mc < M0.
 """
 
 from __future__ import annotations
@@ -9,13 +10,87 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmcache.kv.planning.hardware import Hardware
-from llmcache.kv.planning.memory import activation_bytes
+from llmcache.kv.planning.hardware import RUNTIME_BYTES, Hardware
 from llmcache.kv.planning.models import ModelShape
-from llmcache.kv.planning.workload import Workload
 
+KEYS, KEYS_AND_VALUES = EVALUATES = ("keys", "keys and values")
+ACTIVATION_BYTES = 2
+"""Assumed: activations in half precision."""
 BUFFERED_LAYERS = 2
 """Layers whose attended KV is on the GPU at a time: the one that computes, the one that is fetched."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Decoding `batch` sequences of `context` tokens each, of which the share `alpha` is attended.
+
+    `host_evaluates`: what a system without in-storage evaluation reads from the SSD to judge tokens. Keys are enough; the
+    paper speaks of KV data (section 3.2, and figure 3a: "20% (blue) and 30% (red) of full KV cache [...] for token
+    evaluations"). `chunk_tokens`: of LeoAM's abstracts, two keys per chunk. `fetch_tokens`: neighbours fetched together.
+    `important_on_ssd`: the share of the important tokens that lie on the SSD; None: as of all tokens. With BKP it is
+    `important_on_ssd_bkp`; None: BKP finds no locality, its worst case. Both can be measured with `llmcache kv bench`.
+    `device_caches`: the device scores the keys that fit in its own memory from there, not from flash.
+    """
+
+    context: int
+    batch: int = 8
+    alpha: float = 0.2
+    output_tokens: int = 128
+    host_evaluates: str = KEYS
+    chunk_tokens: int = 16
+    fetch_tokens: int = 1
+    important_on_ssd: float | None = None
+    important_on_ssd_bkp: float | None = None
+    device_caches: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch", "output_tokens", "chunk_tokens", "fetch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)}, at least 1 is needed")
+        if not 0 < self.alpha <= 1:
+            raise ValueError(f"alpha: {self.alpha}, more than 0 and at most 1 is needed")
+        if self.host_evaluates not in EVALUATES:
+            raise ValueError(f"host_evaluates: '{self.host_evaluates}', known are {', '.join(EVALUATES)}")
+        for name in ("important_on_ssd", "important_on_ssd_bkp"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{name}: {value}, a share (0 .. 1) is needed")
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes by what they are for. `activations`: of one decode step, logits included."""
+
+    weights: float
+    kv: float
+    activations: float
+    runtime: float
+
+    @property
+    def total(self) -> float:
+        """All of it, bytes."""
+        return self.weights + self.kv + self.activations + self.runtime
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data, bytes."""
+        return {**asdict(self), "total": self.total}
+
+
+def activation_bytes(model: ModelShape, batch: int) -> float:
+    """Bytes of what one decode step of `batch` sequences keeps besides KV: the widest layer, and logits in float32."""
+    widest = 4 * model.hidden + (2 if model.gated else 1) * model.widest_ffn
+    return batch * (ACTIVATION_BYTES * widest + 4 * model.vocabulary)
+
+
+def memory_use(model: ModelShape, context: int, batch: int) -> MemoryUse:
+    """Returns what decoding at `context` tokens takes with the whole KV cache kept. Source: figure 2 (full KV cache)."""
+    return MemoryUse(model.weight_bytes, model.kv_bytes(context, batch), activation_bytes(model, batch), RUNTIME_BYTES)
+
+
+def largest_context(model: ModelShape, batch: int, memory_bytes: float) -> int:
+    """Returns the most tokens of context for which `memory_bytes` hold everything; 0 if not even the weights fit."""
+    fixed = memory_use(model, 0, batch).total
+    return max(0, int((memory_bytes - fixed) // (model.token_bytes * batch)))
 
 
 @dataclass(frozen=True)
@@ -31,10 +106,6 @@ class Room:
     weights_on_gpu: float
     weights_on_host: float
     lacking: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data, bytes."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -92,25 +163,26 @@ def rule_share(hardware: Hardware, cached: bool = False) -> float:
 
 def by_capacity(found: Room, kv_bytes: float) -> Placement:
     """The host first, the SSD for what it has no room for: what systems do that balance nothing."""
-    if found.gpu_kv:
-        return Placement(kv_bytes, 0.0, 0.0)
-    host = min(kv_bytes, found.host_kv)
-    return Placement(0.0, host, kv_bytes - host)
+    return _pools(found, kv_bytes, kv_bytes)
 
 
 def by_rule(found: Room, kv_bytes: float, hardware: Hardware, cached: bool = False) -> Placement:
     """Equation (1): Mc = fc / (fc + fs) of it, at most M0."""
+    return _pools(found, kv_bytes, rule_share(hardware, cached) * kv_bytes)
+
+
+def _pools(found: Room, kv_bytes: float, host_bytes: float) -> Placement:
     if found.gpu_kv:
         return Placement(kv_bytes, 0.0, 0.0)
-    host = min(rule_share(hardware, cached) * kv_bytes, found.host_kv)
+    host = min(host_bytes, found.host_kv)
     return Placement(0.0, host, kv_bytes - host)
 
 
-def by_beta(kv_bytes: float, beta: float, most_host_bytes: float = float("inf")) -> Placement:
-    """A given ratio beta = Mc / Ms, Mc at most `most_host_bytes`; for sweeps. ValueError: beta is negative."""
+def by_beta(kv_bytes: float, beta: float) -> Placement:
+    """A given ratio beta = Mc / Ms, for sweeps. ValueError: beta is negative."""
     if beta < 0:
         raise ValueError(f"beta: {beta}, at least 0 is needed")
-    host = min(kv_bytes * beta / (1 + beta), most_host_bytes)
+    host = kv_bytes * beta / (1 + beta)
     return Placement(0.0, host, kv_bytes - host)
 
 

@@ -1,4 +1,4 @@
-"""Policies of KV eviction, one file each; the table below is what the command line, the engine and the tests use."""
+"""Policies of KV eviction: one file each, and `baselines`; the table below is what command line, engine and tests use."""
 
 from __future__ import annotations
 
@@ -9,25 +9,21 @@ from llmcache.errors import UsageError
 
 if TYPE_CHECKING:
     from llmcache.kv.policies.base import KvPolicy
-    from llmcache.kv.policies.settings import PolicySettings
-
-__all__ = ["POLICIES", "KvPolicy", "PolicySettings", "policy_class"]
 
 # name: module:class, imported when it is asked for (compiled loops take a while to load).
 POLICIES: dict[str, str] = {
-    "full": "full:Full",
-    "window": "window:Window",
-    "h2o": "h2o:H2O",
-    "prefetch": "prefetch:Prefetch",
-    "leoam": "leoam:LeoAM",
+    "full": "baselines:Full",
+    "window": "baselines:Window",
+    "h2o": "baselines:H2O",
+    "prefetch": "baselines:Prefetch",
+    "leoam": "baselines:LeoAM",
     "hillinfer": "hillinfer:HillInfer",
     "quest": "quest:Quest",
     "icecache": "icecache:IceCache",
     "mass": "mass:Mass",
-    "oracle": "oracle:Oracle",
+    "oracle": "baselines:Oracle",
     "kelle": "kelle:Kelle",
 }
-_LAZY = {"KvPolicy": "base", "PolicySettings": "settings"}
 
 
 def policy_class(name: str) -> type[KvPolicy]:
@@ -36,12 +32,4 @@ def policy_class(name: str) -> type[KvPolicy]:
         raise UsageError(f"policy: there is no policy {name!r}", f"one of: {', '.join(POLICIES)}")
     module, _, attribute = POLICIES[name].partition(":")
     found: type[KvPolicy] = getattr(importlib.import_module(f"llmcache.kv.policies.{module}"), attribute)
-    return found
-
-
-def __getattr__(name: str) -> type:
-    """Imports the base of all policies, or their settings, when it is asked for."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: type = getattr(importlib.import_module(f"llmcache.kv.policies.{_LAZY[name]}"), name)
     return found

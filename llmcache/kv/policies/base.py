@@ -1,4 +1,4 @@
-"""KvPolicy: what every policy does, so that a file of one contains little but its way to choose.
+"""KvPolicy: what every policy does, so that a file of one contains little but its way to choose; and its settings.
 
 Concurrency: the engine calls a policy from one thread at a time, its worker's where it looks ahead, so a policy needs no
 lock. What a policy remembers is kept by layer, so that layers may come in any order.
@@ -8,19 +8,80 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Floats, Int64s
 from llmcache.errors import UsageError
-from llmcache.kv.pipeline.attention import widened
+from llmcache.kv.csd.wire import MOST_TOKENS
+from llmcache.kv.kernels.scores import COMBINE
+from llmcache.kv.pipeline import widened
 from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
-from llmcache.kv.policies.settings import PolicySettings
-from llmcache.kv.tiers import KvStore, Selection
+from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 
-Floats = NDArray[np.float32]
-Positions = NDArray[np.int64]
+PAPER_ALPHA = 0.2
+"""hillinfer.txt, section 4.2: "we set the importance rate alpha as 0.2"."""
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What all policies have in common.
+
+    `alpha` (0, 1]: the share of the context that a step attends to; or `token_budget`: how many tokens. Both include sink,
+    window and tail, which are always attended. Neither: alpha 0.2. `score_block_tokens` (n): tokens of a score block.
+    `combine`: "max" or "sum" over the query heads of a key head. `scale` of the softmax: None for 1/sqrt(head_dim); only
+    policies that add up attention need it. `seed` of what is drawn by chance. UsageError names the field that is wrong.
+    """
+
+    alpha: float | None = None
+    token_budget: int | None = None
+    score_block_tokens: int = 256
+    combine: str = "max"
+    scale: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.alpha is not None and self.token_budget is not None:
+            raise UsageError("token_budget: given together with alpha", "give one of the two")
+        if self.alpha is not None:
+            check(0 < self.alpha <= 1, "alpha", self.alpha, "it is a share of the context: above 0, at most 1")
+        if self.token_budget is not None:
+            check(self.token_budget >= 1, "token_budget", self.token_budget, "at least 1 token is needed")
+        hint = f"1 .. {MOST_TOKENS} tokens fit a score block"
+        check(1 <= self.score_block_tokens <= MOST_TOKENS, "score_block_tokens", self.score_block_tokens, hint)
+        check(self.combine in COMBINE, "combine", self.combine, f"one of: {', '.join(COMBINE)}")
+        if self.scale is not None:
+            check(0 < self.scale < math.inf, "scale", self.scale, "it is above 0")
+        check(self.seed >= 0, "seed", self.seed, "it is 0 or above")
+
+    def check_store(self, config: StoreConfig) -> None:
+        """Raises UsageError if the budget does not even hold the sink and the window of a store."""
+        pinned = (config.sink_pages + config.window_pages) * config.shape.page_tokens
+        if self.token_budget is not None and self.token_budget < pinned:
+            hint = "give a larger budget, or make sink and window smaller"
+            raise UsageError(f"token_budget: {self.token_budget}, sink and window alone take {pinned} tokens", hint)
+
+    def attended(self, length: int) -> int:
+        """Returns how many tokens of a context of `length` are attended to: the budget, or alpha of it rounded up."""
+        if self.token_budget is not None:
+            return min(length, self.token_budget)
+        share = PAPER_ALPHA if self.alpha is None else self.alpha
+        return min(length, math.ceil(share * length - 1e-9))  # 0.1 * 30 is 3.0000000000000004
+
+    def middle_tokens(self, length: int, pinned: int) -> int:
+        """Returns how many tokens of the middle may be chosen, when `pinned` of `length` are attended in any case.
+
+        0 where these are more than the budget: a tail of less than a page may be, and alpha of a short context is.
+        """
+        return max(0, self.attended(length) - pinned)
+
+
+def check(holds: bool, field: str, value: Any, hint: str) -> None:
+    """Raises UsageError naming `field` unless `holds`."""
+    if not holds:
+        raise UsageError(f"{field}: {value!r} is out of range", hint)
 
 
 class Remembered(Protocol):
@@ -29,7 +90,7 @@ class Remembered(Protocol):
     def crop(self, tokens: int) -> None:
         """Forgets all tokens from number `tokens` on."""
 
-    def reorder(self, index: Positions) -> None:
+    def reorder(self, index: Int64s) -> None:
         """Gives sequence i what was of sequence `index[i]`."""
 
 
@@ -40,8 +101,8 @@ class KvPolicy(ABC):
     `prefilled` after a prefill's append, then in each step `select`, and `attended` once it has been attended to. `first`
     [batch]: first token of each sequence that is not padding.
 
-    A policy defines `choose`, which is called only where there is a choice. What it keeps for tokens it puts into
-    `remembered`. Policies of `whole_pages` choose pages, all of whose tokens are attended to.
+    A policy defines `choose`, which is called only where there is a choice, and `begin` if it keeps anything. What it keeps
+    for tokens it puts into `remembered`. Policies of `whole_pages` choose pages, all of whose tokens are attended to.
     """
 
     name: ClassVar[str]
@@ -69,8 +130,12 @@ class KvPolicy(ABC):
             hint = f"{self.settings_class.__name__} is needed"
             raise UsageError(f"settings: {type(self.settings).__name__} is not for the policy {self.name!r}", hint)
         self.settings.check_store(store.config)
-        self.first: Positions = np.zeros(store.batch, np.int64)
+        self.first: Int64s = np.zeros(store.batch, np.int64)
         self.remembered: list[Remembered] = []
+        self.begin()
+
+    def begin(self) -> None:  # noqa: B027 - not all keep anything
+        """Makes what it keeps, for `store` and by `settings`; nothing is stored yet, unless a file is restored."""
 
     @abstractmethod
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
@@ -125,6 +190,11 @@ class KvPolicy(ABC):
         return self.store.shape.kv_heads
 
     @property
+    def inside(self) -> slice:
+        """The tokens of the middle, of which it chooses."""
+        return slice(self.store.middle.start * self.page_tokens, self.store.middle.stop * self.page_tokens)
+
+    @property
     def scale(self) -> float:
         """What products of queries and keys are multiplied by before softmax."""
         return self.settings.scale or 1 / math.sqrt(self.store.shape.head_dim)
@@ -136,7 +206,7 @@ class KvPolicy(ABC):
         wanted = min(inside, self.settings.middle_tokens(self.store.length, self.store.length - inside))
         return wanted - wanted % self.page_tokens if self.whole_pages else wanted
 
-    def page_keys(self, layer: int, sequence: int, pages: Positions) -> Floats:
+    def page_keys(self, layer: int, sequence: int, pages: Int64s) -> Floats:
         """Returns the keys of whole pages [n, kv_heads, page_tokens, head_dim] float32, read from wherever they are."""
         keys, scales = self.store.read_keys(layer, sequence, pages)
         return widened(keys) if scales is None else widened(keys) * scales[..., None]
@@ -145,7 +215,7 @@ class KvPolicy(ABC):
         """Returns the keys of all that a layer has, [batch, kv_heads, tokens, head_dim] float32; for `prefilled`."""
         return widened(self.store.gather(layer, self.store.everything).keys)
 
-    def weights_by_head(self, positions: Positions, weights: Floats | None) -> Floats:
+    def weights_by_head(self, positions: Int64s, weights: Floats | None) -> Floats:
         """Returns `weights` [batch, heads, k] of `positions` [batch, kv_heads, k], added up by key head (GQA).
 
         ValueError if there are none, or of another shape.
@@ -166,7 +236,7 @@ class KvPolicy(ABC):
 
     # What happens to the sequences
 
-    def pad(self, first: Positions) -> None:
+    def pad(self, first: Int64s) -> None:
         """Says that the tokens of sequence i before number `first[i]` are padding: they are chosen last of all."""
         if first.shape != (self.store.batch,) or (first < 0).any():
             raise ValueError(f"first: {first}, {self.store.batch} numbers of at least 0 are needed")
@@ -177,7 +247,7 @@ class KvPolicy(ABC):
         for table in self.remembered:
             table.crop(tokens)
 
-    def reordered(self, index: Positions) -> None:
+    def reordered(self, index: Int64s) -> None:
         """Follows the store after sequence i has become what was sequence `index[i]` (`KvStore.select`)."""
         self.first = self.first[index]
         for table in self.remembered:

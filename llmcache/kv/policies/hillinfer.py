@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmcache.arrays import Floats
 from llmcache.kv.importance.bkp import BidirectionalPools, cpu_pages_for
 from llmcache.kv.importance.hie import HierarchicalEvaluation
-from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
-from llmcache.kv.policies.base import Floats, KvPolicy
-from llmcache.kv.policies.settings import PolicySettings, check
+from llmcache.kv.policies.base import KvPolicy, PolicySettings, check
 from llmcache.kv.spill import KvShape
-from llmcache.kv.tiers import KvStore, Selection
+from llmcache.kv.tiers import Selection
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,14 @@ class HillInfer(KvPolicy):
     ssd = "csd"
     ahead = True
     settings_class = HillInferSettings
+    settings: HillInferSettings
 
-    def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:
-        super().__init__(store, settings, timeline)
+    def begin(self) -> None:
+        """Makes what it keeps; `KvPolicy.begin`."""
         asked = self.settings
-        assert isinstance(asked, HillInferSettings)
         n, combine = asked.score_block_tokens, asked.combine
-        self._evaluation = HierarchicalEvaluation(store, n, combine, parallel=asked.hie)
-        self.pools = BidirectionalPools(store, asked.attended, enabled=asked.bkp)
+        self._evaluation = HierarchicalEvaluation(self.store, n, combine, parallel=asked.hie)
+        self.pools = BidirectionalPools(self.store, asked.attended, enabled=asked.bkp)
         self.remembered.append(self.pools.hits)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:

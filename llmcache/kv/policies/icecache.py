@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.errors import DataError, UsageError
-from llmcache.kv.index.dci import DciSettings, load_indexes, path_of, save_indexes
-from llmcache.kv.index.scorers import SCORERS, Auto, Dci, Scorer, ScorerSettings, scorer_class
-from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
+from llmcache.errors import DataError
+from llmcache.kv.index.dci.file import load_indexes, path_of, save_indexes
+from llmcache.kv.index.dci.index import DciSettings
+from llmcache.kv.index.scorers import SCORERS, Auto, Dci, ScorerSettings, scorer_class
+from llmcache.kv.policies.base import check
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
-from llmcache.kv.policies.settings import PolicySettings, check
-from llmcache.kv.tiers import KvStore
 
 log = logging.getLogger("llmcache.kv")
 
@@ -37,11 +36,6 @@ class IceCacheSettings(IndexedSettings):
         super().__post_init__()
         check(self.scorer in SCORERS, "scorer", self.scorer, f"one of: {', '.join(SCORERS)}")
 
-    @classmethod
-    def reuse(cls, **fields: Any) -> IceCacheSettings:
-        """Returns IceCache (reuse): from the third layer on every third chooses; icecache.txt, appendix B."""
-        return cls(**{"full_layers": 2, "anchor_every": 3, **fields})
-
 
 class IceCache(IndexedPolicy):
     """IceCache: keys are clustered in DCI-trees, which grow as pages leave the window; queries walk down the trees.
@@ -60,16 +54,13 @@ class IceCache(IndexedPolicy):
     name = "icecache"
     title = "IceCache"
     settings_class = IceCacheSettings
+    settings: IceCacheSettings
 
-    def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:
-        super().__init__(store, settings, timeline)
-        asked = self.settings
-        assert isinstance(asked, IceCacheSettings)
-        self.scorer = asked.scorer
-        made = scorer_class(asked.scorer)
-        threads = store.config.threads
-        self.knobs = ScorerSettings(asked.combine, threads, asked.whole_pages, dci=asked.dci)
-        self._use(lambda first: made(store.shape, first, self.knobs))
+    def begin(self) -> None:
+        """Makes what it keeps; `KvPolicy.begin`."""
+        asked, made = self.settings, scorer_class(self.settings.scorer)
+        self.knobs = ScorerSettings(asked.combine, self.store.config.threads, asked.whole_pages, dci=asked.dci)
+        self._use(lambda first: made(self.store.shape, first, self.knobs))
 
     @property
     def whys(self) -> list[str]:
@@ -81,8 +72,15 @@ class IceCache(IndexedPolicy):
 
     def saved(self) -> None:
         """Writes the trees beside the spill file, in place of older ones; EnvironmentProblem if it cannot."""
-        if self.store.config.path is not None:
-            self.save_index()
+        if self.store.config.path is None:
+            return
+        found: dict[tuple[int, int, int], Any] = {}
+        for layer, row in enumerate(self.indexes.scorers):
+            for sequence, scorer in enumerate(row):
+                tree = scorer.used if isinstance(scorer, Auto) else scorer
+                if isinstance(tree, Dci):
+                    found |= {(layer, sequence, head): index for head, index in enumerate(tree.indexes)}
+        save_indexes(path_of(self.store.config.path), found, self._identity())
 
     def restored(self) -> None:
         """Takes the trees that were saved, where trees are asked for; a layer without them builds its own.
@@ -90,47 +88,18 @@ class IceCache(IndexedPolicy):
         Trees that are damaged, or of another state of the spill file, are left alone and logged: they can be built again.
         """
         path = self.store.config.path
-        if path is None or self.scorer not in ("dci", "auto") or not path_of(path).exists():
+        if path is None or self.settings.scorer not in ("dci", "auto") or not path_of(path).exists():
             return
         try:
-            self.load_index()
+            found = load_indexes(path_of(path), self._identity())
         except DataError as error:
             log.warning("%s: trees are built anew", error.message)
-
-    def save_index(self) -> int:
-        """Writes all trees beside the spill file; returns the bytes. After `KvStore.save`, between steps.
-
-        UsageError: the store has no file. EnvironmentProblem: it cannot be written.
-        """
-        found: dict[tuple[int, int, int], Any] = {}
-        for layer, row in enumerate(self.indexes.scorers):
-            for sequence, scorer in enumerate(row):
-                tree = _tree_of(scorer)
-                if tree is not None:
-                    found |= {(layer, sequence, head): index for head, index in enumerate(tree.indexes)}
-        return save_indexes(path_of(self._path), found, self._identity())
-
-    def load_index(self) -> int:
-        """Takes the trees that `save_index` has written; returns how many. What is missing is built when it is needed.
-
-        DataError: damaged, or of another spill file or state of it. EnvironmentProblem: not there.
-        """
-        found = load_indexes(path_of(self._path), self._identity())
-        for layer, sequence, head in found:
-            if head == 0:
-                heads = [found[layer, sequence, other] for other in range(self.kv_heads)]
-                first = int(self._starts[sequence])
-                tree = Dci(self.store.shape, first, self.knobs)
-                tree.indexes = heads
-                tree.end = first + len(heads[0])
-                self.indexes.scorers[layer][sequence] = tree
-        return len(found)
-
-    @property
-    def _path(self) -> Any:
-        if self.store.config.path is None:
-            raise UsageError("path: the store has no spill file that an index could lie beside", "make it with one")
-        return self.store.config.path
+            return
+        for layer, sequence in {place[:2] for place in found}:
+            tree = Dci(self.store.shape, int(self._starts[sequence]), self.knobs)
+            tree.indexes = [found[layer, sequence, head] for head in range(self.kv_heads)]
+            tree.end = tree.first + len(tree.indexes[0])
+            self.indexes.scorers[layer][sequence] = tree
 
     def _identity(self) -> dict[str, Any]:
         """What an index must have in common with a spill file: its shape, how many tokens of which ids, and padding."""
@@ -138,8 +107,3 @@ class IceCache(IndexedPolicy):
         ids = zlib.crc32(np.ascontiguousarray(store.ids).tobytes())
         identity = {"shape": store.shape.to_json(), "batch": store.batch, "tokens": store.length}
         return {**identity, "ids": ids, "first": self.first.tolist()}
-
-
-def _tree_of(scorer: Scorer | None) -> Dci | None:
-    used = scorer.used if isinstance(scorer, Auto) else scorer
-    return used if isinstance(used, Dci) else None

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Floats, Int64s
 from llmcache.kv.index.scorers import KeyIndexes, Scorer
-from llmcache.kv.policies.base import Floats, KvPolicy, Positions
-from llmcache.kv.policies.settings import PolicySettings, check
+from llmcache.kv.policies.base import KvPolicy, PolicySettings, check
 from llmcache.kv.tiers import Selection
 
 
@@ -33,42 +32,33 @@ class IndexedSettings(PolicySettings):
         check(self.every_steps >= 1, "every_steps", self.every_steps, "1: every step chooses anew")
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """What a layer chose, at which step."""
-
-    step: int
-    positions: NDArray[np.int64]
-
-
 class IndexedPolicy(KvPolicy):
     """Feeds scorers with the keys that leave the window, and asks them; see `KeyIndexes` and the file of the policy."""
 
     ahead = True
     settings_class = IndexedSettings
+    settings: IndexedSettings
     indexes: KeyIndexes
 
     def _use(self, make: Callable[[int], Scorer]) -> None:
         """Takes the scorers that `make` returns, for tokens from a given number on."""
-        asked = self.settings
-        assert isinstance(asked, IndexedSettings)
-        self._full, self._every, self._steps = asked.full_layers, asked.anchor_every, asked.every_steps
         self.indexes = KeyIndexes(self.store, make)
-        self.remembered += [self.indexes, _Forgets(self)]
-        self._choices: dict[int, _Choice] = {}
+        self.remembered.append(self.indexes)
+        self._choices: dict[int, tuple[int, Int64s]] = {}  # what a layer chose, at which step
 
     def anchor_of(self, layer: int) -> int:
         """Returns the layer whose choice `layer` takes; itself if it chooses."""
-        return layer if layer < self._full else layer - (layer - self._full) % self._every
+        behind = layer - self.settings.full_layers
+        return layer if behind < 0 else layer - behind % self.settings.anchor_every
 
     @property
-    def _starts(self) -> Positions:
+    def _starts(self) -> Int64s:
         """First token [batch] of the first page of each sequence that is indexed: behind the sink, and all of it real."""
         lead = self.store.config.sink_pages * self.page_tokens
-        starts: Positions = np.maximum(lead, -(-self.first // self.page_tokens) * self.page_tokens)
+        starts: Int64s = np.maximum(lead, -(-self.first // self.page_tokens) * self.page_tokens)
         return starts
 
-    def pad(self, first: Positions) -> None:
+    def pad(self, first: Int64s) -> None:
         """Says which tokens are padding: an index of tokens that now are is forgotten."""
         before = self._starts
         super().pad(first)
@@ -84,12 +74,12 @@ class IndexedPolicy(KvPolicy):
         self._feed(layer)
 
     def _feed(self, layer: int) -> None:
-        if layer >= self._full and self.anchor_of(layer) == layer:
+        if layer >= self.settings.full_layers and self.anchor_of(layer) == layer:
             self.indexes.feed(layer, self._starts)
 
     def select(self, layer: int, queries: Floats) -> Selection:
         """Returns the tokens to attend to; all of the middle in the first `full_layers` layers."""
-        if layer >= self._full:
+        if layer >= self.settings.full_layers:
             return super().select(layer, queries)
         self._check(queries)
         return self.store.everything
@@ -101,22 +91,22 @@ class IndexedPolicy(KvPolicy):
             self.indexes.feed(layer, self._starts)
             parts = [self._of_sequence(layer, sequence, asked, tokens) for sequence, asked in enumerate(queries)]
             found = np.stack(parts)
-            self._choices[layer] = _Choice(self.store.step, found)
+            self._choices[layer] = self.store.step, found
         return Selection(found)
 
-    def _served(self, layer: int, tokens: int) -> NDArray[np.int64] | None:
+    def _served(self, layer: int, tokens: int) -> Int64s | None:
         """What the anchor chose at this step, or this layer not long ago, if that was enough tokens."""
         anchor = self.anchor_of(layer)
-        choice = self._choices.get(anchor)
-        if choice is None or choice.positions.shape[2] < tokens:
+        step, positions = self._choices.get(anchor, (0, None))
+        if positions is None or positions.shape[2] < tokens:
             return None
-        age = self.store.step - choice.step
+        age = self.store.step - step
         # An anchor is asked before the layers behind it: within a step its choice is new.
-        fresh = age == 0 if anchor != layer and self._steps == 1 else age < self._steps
+        fresh = age == 0 if anchor != layer and self.settings.every_steps == 1 else age < self.settings.every_steps
         # Of a budget the tail takes a token more at each step: the first of the choice make room.
-        return choice.positions[..., -tokens:] if fresh and (anchor != layer or age > 0) else None
+        return positions[..., -tokens:] if fresh and (anchor != layer or age > 0) else None
 
-    def _of_sequence(self, layer: int, sequence: int, queries: Floats, tokens: int) -> NDArray[np.int64]:
+    def _of_sequence(self, layer: int, sequence: int, queries: Floats, tokens: int) -> Int64s:
         """`tokens` tokens of the middle [kv_heads, tokens], ascending.
 
         The first tokens behind padding are as a sink: of the page that they share with it all are taken. Padding itself is
@@ -136,21 +126,16 @@ class IndexedPolicy(KvPolicy):
         sides = [np.broadcast_to(side, (self.kv_heads, len(side))) for side in (padding, forced)]
         return np.concatenate([*sides, best], axis=1)
 
-    def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> NDArray[np.int64]:
+    def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
         """Returns `count` tokens [kv_heads, count] that `scorer` knows of a sequence, ascending."""
         return scorer.top(queries, count)
 
+    def cropped(self, tokens: int) -> None:
+        """Follows the store; choices are forgotten."""
+        super().cropped(tokens)
+        self._choices.clear()
 
-class _Forgets:
-    """Choices are of the sequences as they were: after a change none serves again."""
-
-    def __init__(self, policy: IndexedPolicy) -> None:
-        self._policy = policy
-
-    def crop(self, tokens: int) -> None:
-        """Forgets all choices."""
-        self._policy._choices.clear()
-
-    def reorder(self, index: Positions) -> None:
-        """Forgets all choices."""
-        self._policy._choices.clear()
+    def reordered(self, index: Int64s) -> None:
+        """Follows the store; choices are forgotten."""
+        super().reordered(index)
+        self._choices.clear()

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.kv.importance.tables import TokenTable
 from llmcache.kv.kernels import top
-from llmcache.kv.pipeline.timeline import CPU, EVALUATE, NO_TIMELINE, Timeline
-from llmcache.kv.policies.base import Floats, Positions
-from llmcache.kv.policies.h2o import H2O
-from llmcache.kv.policies.settings import PolicySettings, check
-from llmcache.kv.tiers import KvStore, Selection
+from llmcache.kv.pipeline.timeline import CPU, EVALUATE
+from llmcache.kv.policies.base import PolicySettings, check
+from llmcache.kv.policies.baselines import H2O
+from llmcache.kv.tiers import Selection
 
 EVICTED = ("lost", "spilled")
 
@@ -39,7 +38,7 @@ class KelleSettings(PolicySettings):
 class Recorder(Protocol):
     """What a policy shows its rows to, once a step; `edram.refresh.RunRecorder` is one."""
 
-    def observe(self, layer: Hashable, kind: str, ids: NDArray[np.int64], high: NDArray[np.bool_]) -> None:
+    def observe(self, layer: Hashable, kind: str, ids: Int64s, high: Flags) -> None:
         """Takes the rows of one layer of a sequence: what tells them apart (-1: free), and which are high-score tokens."""
 
     def end_step(self, duration_ns: float | None = None) -> None:
@@ -64,23 +63,23 @@ class Kelle(H2O):
     name = "kelle"
     title = "Kelle"
     settings_class = KelleSettings
+    settings: KelleSettings
 
-    def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:
-        super().__init__(store, settings, timeline)
-        assert isinstance(self.settings, KelleSettings)
-        self.evicted = self.settings.evicted
-        self._dropped = TokenTable(store.shape.layers, store.batch, (self.kv_heads,), np.bool_)
+    def begin(self) -> None:
+        """Makes what it keeps; `KvPolicy.begin`."""
+        super().begin()
+        self._dropped = TokenTable(self.store.shape.layers, self.store.batch, (self.kv_heads,), np.bool_)
         self.remembered.append(self._dropped)
         self._recorder: Recorder | None = None
         self._recorded_step, self._places = -1, 0
         self._step_ns: float | None = None
-        if store.config.cpu_pages is not None:
-            store.victims = self.victims
+        if self.store.config.cpu_pages is not None:
+            self.store.victims = self.victims
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the tokens to keep, whatever the queries are; dropped ones only if nothing else is left (after a crop)."""
         with self.timeline.span(CPU, EVALUATE, layer, self.store.step):
-            start, stop = (self.page_tokens * page for page in (self.store.middle.start, self.store.middle.stop))
+            start, stop = self.inside.start, self.inside.stop
             newest_first = []
             for sequence in range(len(queries)):
                 sums = self._sums.rows(layer, sequence, stop)[start:]
@@ -92,20 +91,19 @@ class Kelle(H2O):
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
         """Drops what was not attended to, and adds up the attention of a step; ValueError without its `weights`."""
         super().attended(layer, selection, weights)
-        if self.evicted == "lost":
+        if self.settings.evicted == "lost":
             self._drop(layer, selection.positions)
         if self._recorder is not None:
             self._show(layer, self.store.attended_positions(layer, selection))
 
-    def _drop(self, layer: int, kept: Positions) -> None:
-        start, stop = (self.page_tokens * page for page in (self.store.middle.start, self.store.middle.stop))
+    def _drop(self, layer: int, kept: Int64s) -> None:
         for sequence, by_head in enumerate(kept):
-            dropped = self._dropped.rows(layer, sequence, stop)
-            dropped[start:] = True
+            dropped = self._dropped.rows(layer, sequence, self.inside.stop)
+            dropped[self.inside.start :] = True
             for head, own in enumerate(by_head):
                 dropped[own, head] = False
 
-    def victims(self, layer: int, sequence: int, pages: Positions, count: int) -> Positions:
+    def victims(self, layer: int, sequence: int, pages: Int64s, count: int) -> Int64s:
         """Returns which `count` of `pages` leave the host's pool: of which the fewest tokens are kept, the first first.
 
         The signature is the store's `Victims`.
@@ -130,18 +128,18 @@ class Kelle(H2O):
         recorder, self._recorder = self._recorder, None
         recorder.end_step(self._step_ns)
 
-    def _show(self, layer: int, positions: Positions) -> None:
+    def _show(self, layer: int, positions: Int64s) -> None:
         """Shows the recorder what `layer` attended to, the new token included; a row's place is its token."""
         assert self._recorder is not None
         if self._recorded_step not in (-1, self.store.step):
             self._recorder.end_step(self._step_ns)
         self._recorded_step = self.store.step
-        length, middle = self.store.layer_length(layer), self.store.middle
+        length, middle = self.store.layer_length(layer), self.inside
         self._places = max(self._places, length)  # places do not vanish where a store is cropped
         for sequence, by_head in enumerate(positions):
             tokens = by_head.T
             own = np.take_along_axis(self._sums.rows(layer, sequence, length), tokens, axis=0)
-            inside = (tokens >= middle.start * self.page_tokens) & (tokens < middle.stop * self.page_tokens)
+            inside = (tokens >= middle.start) & (tokens < middle.stop)
             ids, high = np.full((self._places, self.kv_heads), -1), np.zeros((self._places, self.kv_heads), np.bool_)
             np.put_along_axis(ids, tokens, tokens, axis=0)
             np.put_along_axis(high, tokens, ~inside | (own >= np.median(own, axis=0)), axis=0)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Floats, Int64s
 from llmcache.kv.index.scorers import Exact, Scorer, ScorerSettings, scorer_class
 from llmcache.kv.kernels import top
-from llmcache.kv.pipeline.attention import widened
-from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
-from llmcache.kv.policies.base import Floats
+from llmcache.kv.pipeline import widened
+from llmcache.kv.policies.base import check
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
-from llmcache.kv.policies.settings import PolicySettings, check
-from llmcache.kv.tiers import KvStore, Selection
+from llmcache.kv.tiers import Selection
 
 SCORERS = ("rounded", "exact")
 
@@ -51,13 +49,12 @@ class Mass(IndexedPolicy):
     sink_tokens = 0
     window_tokens = 0
     settings_class = MassSettings
+    settings: MassSettings
 
-    def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:
-        super().__init__(store, settings, timeline)
-        asked = self.settings
-        assert isinstance(asked, MassSettings)
-        knobs, made = ScorerSettings(threads=store.config.threads), scorer_class(asked.scorer)
-        self._use(lambda first: made(store.shape, first, knobs))
+    def begin(self) -> None:
+        """Makes what it keeps; `KvPolicy.begin`."""
+        knobs, made = ScorerSettings(threads=self.store.config.threads), scorer_class(self.settings.scorer)
+        self._use(lambda first: made(self.store.shape, first, knobs))
         self._pinned: Floats = np.empty((0, 0, 0, 0), np.float32)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
@@ -70,7 +67,7 @@ class Mass(IndexedPolicy):
         pinned.release()
         return super().choose(layer, queries, tokens)
 
-    def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> NDArray[np.int64]:
+    def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
         """Returns `count` tokens [kv_heads, count] of `scorer`, ascending."""
         assert isinstance(scorer, Exact)
         around, inside = self._pinned[sequence], scorer.products(queries)

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from llmcache.kv.index.scorers import Quest as QuestScorer
 from llmcache.kv.index.scorers import ScorerSettings
-from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
-from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
-from llmcache.kv.policies.settings import PolicySettings
-from llmcache.kv.tiers import KvStore
-
-
-@dataclass(frozen=True)
-class QuestSettings(IndexedSettings):
-    """Settings of Quest: those of all policies that keep an index."""
+from llmcache.kv.policies.indexed import IndexedPolicy
 
 
 class Quest(IndexedPolicy):
@@ -32,9 +22,8 @@ class Quest(IndexedPolicy):
     name = "quest"
     title = "Quest"
     whole_pages = True
-    settings_class = QuestSettings
 
-    def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:
-        super().__init__(store, settings, timeline)
-        knobs = ScorerSettings(combine=self.settings.combine, threads=store.config.threads)
-        self._use(lambda first: QuestScorer(store.shape, first, knobs))
+    def begin(self) -> None:
+        """Makes what it keeps; `KvPolicy.begin`."""
+        knobs = ScorerSettings(combine=self.settings.combine, threads=self.store.config.threads)
+        self._use(lambda first: QuestScorer(self.store.shape, first, knobs))

@@ -1,21 +1,25 @@
-"""Pairs of a key and a value, strewn into noise and asked for afterwards (associative recall, passkey, several keys).
+"""Questions about a long context whose answers are known: what a policy forgets, it answers wrongly. The symbols' language.
 
-The language has 641 tokens: a beginning, 512 keys, 64 values, 64 words of noise. The answer to a key is the value that
-followed it in the context. Source: icecache.txt, section 4.1 asks the same of its models (passkey retrieval, LongBench).
-Differs from the paper: symbols instead of English, so that a model of 460 000 parameters can learn it.
+It has 641 tokens: a beginning, 512 keys, 64 values, 64 words of noise; a model of 460 000 parameters has learned it. Pairs
+of a key and a value are strewn into noise and asked for afterwards (associative recall, passkey, several keys): the answer
+to a key is the value that followed it. In a chain every answer decides the next question, so that one wrong answer leads
+astray. Source: icecache.txt, sections 4.1 (passkey retrieval, LongBench) and 4.2 (long generation, chains of thought), which
+ask the same of their models in English, as `tasks.english` does here.
+
+A question is asked token by token, as a decode step each, so that the policy is asked for every token of question and
+answer. Differs from icecache.txt, section 5.2, where the question ends the prompt, which is attended to exactly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Int64s
 from llmcache.errors import UsageError
-
-Ids = NDArray[np.int64]
 
 KEYS, VALUES, NOISE = 512, 64, 64
 BEGINNING = 0
@@ -24,17 +28,31 @@ FIRST_NOISE = FIRST_VALUE + VALUES
 VOCABULARY = FIRST_NOISE + NOISE
 RECALL_MODEL = Path(__file__).with_name("models") / "recall"
 """Directory of a model that was trained to answer these; PROVENANCE.md in it says how."""
+TASKS = {
+    "passkey": "one passkey in noise, at every depth (figure 6)",
+    "recall": "many pairs of key and value, half of which are asked for",
+    "needle": "one of many pairs is asked for",
+    "variables": "of variables that were assigned one from the other, all with a value are asked for (in English)",
+    "common": "the word that a list names most often is asked for (in English)",
+    "frequent": "the made-up word that a text has most often is asked for (in English)",
+    "loss": "how a text goes on, from the documentation on this machine: loss above the full cache's",
+    "chain": "a long generation, in which every answer decides the next question",
+}
+DEPTHS = tuple(round(0.05 * step, 2) for step in range(20))
+"""Where passkeys lie, as shares of the context. Source: icecache.txt, section 5.2: from 0 % to 95 % by 5 %."""
+BINS = 10
+"""In how many classes needles are told apart by depth."""
 
 
 @dataclass(frozen=True)
 class Questions:
     """Contexts `ids` [batch, tokens], the keys asked for one after the other [batch, n], and their values [batch, n]."""
 
-    ids: Ids
-    asked: Ids
-    answers: Ids
+    ids: Int64s
+    asked: Int64s
+    answers: Int64s
 
-    def with_answers(self) -> Ids:
+    def with_answers(self) -> Int64s:
         """Returns contexts, questions and answers as one text [batch, tokens + 2 n]."""
         tail = np.stack([self.asked, self.answers], 2).reshape(len(self.ids), -1)
         return np.concatenate([self.ids, tail], 1)
@@ -46,11 +64,6 @@ def recall(rng: np.random.Generator, batch: int, tokens: int, *, pairs: int = 64
     ids = _contexts(rng, keys, values, tokens)
     order = np.stack([rng.choice(pairs, questions, replace=questions > pairs) for _ in range(batch)])
     return Questions(ids, np.take_along_axis(keys, order, 1), np.take_along_axis(values, order, 1))
-
-
-def multikey(rng: np.random.Generator, batch: int, tokens: int, *, pairs: int = 16) -> Questions:
-    """Returns contexts with `pairs` anywhere in them, all of which are asked for, in another order."""
-    return recall(rng, batch, tokens, pairs=pairs, questions=pairs)
 
 
 def passkey(rng: np.random.Generator, batch: int, tokens: int, *, depth: float, symbols: int = 1) -> Questions:
@@ -71,7 +84,7 @@ def passkey(rng: np.random.Generator, batch: int, tokens: int, *, depth: float, 
     return Questions(ids, keys, values)
 
 
-def _pairs(rng: np.random.Generator, batch: int, pairs: int) -> tuple[Ids, Ids]:
+def _pairs(rng: np.random.Generator, batch: int, pairs: int) -> tuple[Int64s, Int64s]:
     """Keys, all different within a context, and values [batch, pairs]."""
     if not 1 <= pairs <= KEYS:
         raise UsageError(f"pairs: {pairs}, the language has {KEYS} keys")
@@ -79,7 +92,7 @@ def _pairs(rng: np.random.Generator, batch: int, pairs: int) -> tuple[Ids, Ids]:
     return FIRST_KEY + keys, FIRST_VALUE + rng.integers(0, VALUES, (batch, pairs))
 
 
-def _contexts(rng: np.random.Generator, keys: Ids, values: Ids, tokens: int) -> Ids:
+def _contexts(rng: np.random.Generator, keys: Int64s, values: Int64s, tokens: int) -> Int64s:
     """Texts of `tokens` with the pairs anywhere in the noise, in their order."""
     batch, pairs = keys.shape
     places = tokens - 1 - pairs  # a pair is two tokens, and takes one place
@@ -91,3 +104,83 @@ def _contexts(rng: np.random.Generator, keys: Ids, values: Ids, tokens: int) -> 
         at = 1 + np.sort(rng.choice(places, pairs, replace=False)) + np.arange(pairs)
         ids[row, at], ids[row, at + 1] = keys[row], values[row]
     return ids
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Contexts `ids` [batch, tokens]; the first keys [batch]; the key that follows a value [batch, values]; all answers."""
+
+    ids: Int64s
+    first: Int64s
+    following: Int64s
+    answers: Int64s
+
+    def part(self, rows: slice) -> Chain:
+        """Returns some of the contexts."""
+        return Chain(self.ids[rows], self.first[rows], self.following[rows], self.answers[rows])
+
+    def next_keys(self, answers: Int64s) -> Int64s:
+        """Returns the keys [batch] that `answers` [batch] lead to; what is no value leads back to the first key."""
+        values = answers - FIRST_VALUE
+        known = (values >= 0) & (values < VALUES)
+        led = np.take_along_axis(self.following, np.where(known, values, 0)[:, None], 1)[:, 0]
+        found: Int64s = np.where(known, led, self.first)
+        return found
+
+
+def chain(rng: np.random.Generator, batch: int, tokens: int, *, steps: int, pairs: int = VALUES) -> Chain:
+    """Returns contexts with `pairs`, all of different values: each names the next pair, in one ring of them all."""
+    if not 2 <= pairs <= VALUES:
+        raise UsageError(f"pairs: {pairs}, a chain has from 2 to {VALUES}, one for each value")
+    keys, _ = _pairs(rng, batch, pairs)
+    values = FIRST_VALUE + np.stack([rng.permutation(VALUES)[:pairs] for _ in range(batch)])
+    ids = _contexts(rng, keys, values, tokens)
+    ring = np.stack([rng.permutation(pairs) for _ in range(batch)])
+    ringed_keys, ringed_values = np.take_along_axis(keys, ring, 1), np.take_along_axis(values, ring, 1)
+    following = np.repeat(ringed_keys[:, :1], VALUES, 1)
+    np.put_along_axis(following, ringed_values - FIRST_VALUE, np.roll(ringed_keys, -1, 1), 1)
+    answers = np.take_along_axis(ringed_values, np.broadcast_to(np.arange(steps) % pairs, (batch, steps)), 1)
+    return Chain(ids, ringed_keys[:, 0], following, answers)
+
+
+# Probes
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Contexts `ids` [batch, tokens]; each question with its answer, as tokens [batch, n]; depths [batch], or none."""
+
+    ids: Int64s
+    asked: Sequence[Int64s]
+    answers: Sequence[Int64s]
+    depths: Sequence[float] | None = None
+
+    def part(self, rows: slice) -> Probe:
+        """Returns some of the contexts."""
+        depths = None if self.depths is None else self.depths[rows]
+        return Probe(self.ids[rows], [one[rows] for one in self.asked], [one[rows] for one in self.answers], depths)
+
+
+def symbols(task: str, rng: np.random.Generator, tokens: int, cases: int) -> Probe:
+    """Returns a probe in the language of the recall model: `cases` contexts, passkeys: for each depth.
+
+    UsageError: the task is unknown, or `tokens` are too few for it.
+    """
+    if task == "passkey":
+        parts = [passkey(rng, cases, tokens, depth=depth) for depth in DEPTHS]
+        joined = [np.concatenate([getattr(one, name) for one in parts]) for name in ("ids", "asked", "answers")]
+        return probe_of(Questions(*joined), [depth for depth in DEPTHS for _ in range(cases)])
+    if task == "recall":
+        return probe_of(recall(rng, cases, tokens, questions=32))
+    if task == "needle":
+        found = recall(rng, cases, tokens, questions=1)
+        places = (found.ids == found.asked[:, :1]).argmax(1)
+        return probe_of(found, [int(BINS * place / tokens) / BINS for place in places])
+    raise UsageError(f"--task: the recall model has no '{task}'", "give --model one that has a tokenizer")
+
+
+def probe_of(found: Questions, depths: Sequence[float] | None = None) -> Probe:
+    """Returns questions of one symbol as a probe."""
+    columns = range(found.asked.shape[1])
+    asked, answers = ([side[:, n : n + 1] for n in columns] for side in (found.asked, found.answers))
+    return Probe(found.ids, asked, answers, depths)

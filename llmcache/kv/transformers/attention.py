@@ -19,10 +19,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from llmcache.arrays import Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.transformers.cache import TAG, SpillCache, SpillLayer
 from llmcache.kv.transformers.conversation import Call, Output
-from llmcache.kv.transformers.tensors import Numbers, as_array
+from llmcache.kv.transformers.tensors import as_array
 
 Hook = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 SDPA, EAGER = "llmcache", "llmcache_eager"
@@ -111,8 +112,8 @@ def _note_tokens(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     positions: Any = options.get("position_ids")
     cache.conversation.noted = None
     if torch.is_tensor(ids):
-        numbers: Numbers = as_array(ids).astype(np.int64)
-        places: Numbers | None = None
+        numbers: Int64s = as_array(ids).astype(np.int64)
+        places: Int64s | None = None
         if torch.is_tensor(positions) and positions.ndim == 2:
             places = np.broadcast_to(as_array(positions).astype(np.int64), numbers.shape)
         cache.conversation.noted = (numbers, places)

@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from llmcache.arrays import Int64s
 from llmcache.errors import DataError, UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.pipeline import NO_TIMELINE, Timeline
@@ -25,7 +26,7 @@ from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Traffic
 from llmcache.kv.transformers import sidecar, version_of
 from llmcache.kv.transformers.conversation import Conversation, SpillSettings, policy_settings
-from llmcache.kv.transformers.tensors import Numbers, dtype_name
+from llmcache.kv.transformers.tensors import dtype_name
 
 TAG = "_llmcache_layer"
 """Attribute of keys on their way from a cache to attention: the layer that they belong to."""
@@ -84,11 +85,8 @@ class SpillCache(Cache):
         )  # fmt: skip
         name = model_name(config)
         super().__init__(layers=spilled_layers(config, functools.partial(Conversation, settings, name)))
-        self.conversation: Conversation = next(self._spilled()).conversation
+        self.conversation = next(layer.conversation for layer in self.layers if isinstance(layer, SpillLayer))
         self._finalizer = weakref.finalize(self, Conversation.close, self.conversation)
-
-    def _spilled(self) -> Any:
-        return (layer for layer in self.layers if isinstance(layer, SpillLayer))
 
     def _stock(self) -> Any:
         return (layer for layer in self.layers if not isinstance(layer, SpillLayer))
@@ -104,7 +102,7 @@ class SpillCache(Cache):
         return self.store.traffic
 
     @property
-    def ids(self) -> Numbers:
+    def ids(self) -> Int64s:
         """Ids of the tokens [batch, tokens] that it holds; -1 for those that the model got as embeddings."""
         return self.store.ids
 
@@ -245,9 +243,7 @@ class SpillLayer(CacheLayerMixin):
         """Returns -1: there is no bound."""
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """Returns -1: there is no bound (the name up to transformers 5.0)."""
-        return -1
+    get_max_cache_shape = get_max_length  # the name up to transformers 5.0
 
     def reset(self) -> None:
         """Ends the conversation, of all layers."""
@@ -323,6 +319,6 @@ def shape_of(model: Any, conversation: Conversation) -> KvShape:
     return KvShape(conversation.model, conversation.layers, heads, dim, dtype_name(model.dtype))
 
 
-def _numbers(index: torch.Tensor) -> Numbers:
-    found: Numbers = torch.as_tensor(index).cpu().numpy().astype(np.int64)
+def _numbers(index: torch.Tensor) -> Int64s:
+    found: Int64s = torch.as_tensor(index).cpu().numpy().astype(np.int64)
     return np.flatnonzero(found) if torch.as_tensor(index).dtype == torch.bool else found

@@ -19,20 +19,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from llmcache.arrays import Floats, Int64s
 from llmcache.errors import DataError, LlmcacheError, UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.pipeline import NO_TIMELINE, KvEngine, Timeline
 from llmcache.kv.policies import policy_class
-from llmcache.kv.policies.base import KvPolicy
-from llmcache.kv.policies.settings import PolicySettings
+from llmcache.kv.policies.base import KvPolicy, PolicySettings
 from llmcache.kv.spill import KvShape
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.transformers import sidecar
-from llmcache.kv.transformers.gpu import TorchFastTier
-from llmcache.kv.transformers.tensors import Numbers, as_array, as_tensor, cut_mask, dtype_name, first_tokens
+from llmcache.kv.transformers.tensors import TorchFastTier, as_array, as_tensor, cut_mask, dtype_name, first_tokens
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 UNKNOWN_ID = -1
@@ -70,26 +68,19 @@ class SpillSettings:
         self.chosen.check_store(self.store_config(KvShape("none", 1, 1, 1), 1, self.path))
 
     def store_config(self, shape: KvShape, batch: int, path: Path | None) -> StoreConfig:
-        """Returns what the store of a model of `shape` is made from, with the spill file `path`."""
+        """Returns what the store of a model of `shape` is made from, with the spill file `path`.
+
+        Sink and window are as the policy would have them unless given; the pool beside a file as large as the budget.
+        """
         if self.ssd not in ("file", "csd"):
             raise UsageError(f"ssd: there is no kind {self.ssd!r}", "one of: file, csd")
-        pages = self._pool(shape) if path is not None else self.cpu_pages
-        return StoreConfig(shape, batch, *self._pinned, pages, path, self.ssd, self.profile, threads=self.threads)
-
-    @property
-    def _pinned(self) -> tuple[int, int]:
-        """Tokens of sink and window: as given, else as the policy would have them."""
-        sink, window = self.sink_tokens, self.window_tokens
-        return (
-            self.policy.sink_tokens if sink is None else sink, self.policy.window_tokens if window is None else window
-        )  # fmt: skip
-
-    def _pool(self, shape: KvShape) -> int:
-        """Pages of the cpu pool beside a spill file: as given, else as many as the token budget has, else POOL_TOKENS."""
-        pinned = sum(map(shape.pages_of, self._pinned))
-        if self.cpu_pages is not None:
-            return self.cpu_pages
-        return max(pinned, shape.pages_of(self.chosen.token_budget or POOL_TOKENS))
+        sink = self.policy.sink_tokens if self.sink_tokens is None else self.sink_tokens
+        window = self.policy.window_tokens if self.window_tokens is None else self.window_tokens
+        pages = self.cpu_pages
+        if path is not None and pages is None:
+            budget = shape.pages_of(self.chosen.token_budget or POOL_TOKENS)
+            pages = max(shape.pages_of(sink) + shape.pages_of(window), budget)
+        return StoreConfig(shape, batch, sink, window, pages, path, self.ssd, self.profile, threads=self.threads)
 
 
 def policy_settings(name: str, options: dict[str, Any]) -> tuple[type[KvPolicy], PolicySettings]:
@@ -137,7 +128,7 @@ class Conversation:
 
     def __init__(self, settings: SpillSettings, model: str, layers: int, alone: bool = True) -> None:
         self.settings, self.model, self.layers, self.alone = settings, model, layers, alone
-        self.noted: tuple[Numbers, Numbers | None] | None = None
+        self.noted: tuple[Int64s, Int64s | None] | None = None
         self._store: KvStore | None = None
         self._engine: KvEngine | None = None
         self._own_file: Path | None = None  # in a directory, until it is closed
@@ -261,7 +252,7 @@ class Conversation:
                 self._is_restored = False
                 policy.restored()
 
-    def _tokens(self, count: int) -> tuple[Numbers, Numbers]:
+    def _tokens(self, count: int) -> tuple[Int64s, Int64s]:
         """Ids and positions of the newest tokens, as the model got them."""
         shape = (self.store.batch, count)
         ids, positions = self.noted or (np.empty(0, np.int64), None)
@@ -358,7 +349,7 @@ class Conversation:
         if engine is not None:
             engine.policy.cropped(tokens)
 
-    def choose(self, index: Numbers) -> None:
+    def choose(self, index: Int64s) -> None:
         """Makes sequence i what sequence `index[i]` was; there may be more or fewer than before."""
         if self._store is None:
             return
@@ -407,7 +398,7 @@ def _tensors(gathered: Gathered, call: Call) -> tuple[torch.Tensor, torch.Tensor
     return keys, values
 
 
-def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None) -> NDArray[np.float32]:
+def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None) -> Floats:
     """Weights of attention [batch, heads, k]: those of the model if it gives any, else computed again."""
     if weights is None:
         batch, heads, _, dim = call.query.shape
@@ -419,5 +410,5 @@ def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights:
         elif mask is not None:
             scores = scores + mask
         weights = scores.softmax(-1)
-    found: NDArray[np.float32] = as_array(weights[:, :, 0].float().contiguous())
+    found: Floats = as_array(weights[:, :, 0].float().contiguous())
     return found

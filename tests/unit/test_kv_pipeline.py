@@ -1,18 +1,25 @@
-"""The engine: looking ahead changes when things are done, not what is attended to; errors come up where they belong."""
+"""The pipeline: looking ahead changes when things are done, not what is attended to; errors come up where they belong.
+
+Attention is what the formula says, also for grouped heads and half precision. In a timeline what overlaps counts once.
+"""
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from llmcache.arrays import Floats
 from llmcache.errors import EnvironmentProblem
-from llmcache.kv.pipeline import KvEngine, Timeline, attention
-from llmcache.kv.pipeline.merging import merged, missing
-from llmcache.kv.policies.settings import PolicySettings
+from llmcache.kv.pipeline import NO_TIMELINE, KvEngine, Span, Timeline, attention, widened
+from llmcache.kv.pipeline.engine import merged, missing
+from llmcache.kv.pipeline.timeline import covered
+from llmcache.kv.policies.base import PolicySettings
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.workload import StreamSpec, SyntheticStream
 from tests.mount.live import wait_for
@@ -242,7 +249,7 @@ def test_the_timeline_has_every_stage_of_every_layer() -> None:
     with KvEngine(store, policy, timeline=timeline) as engine:
         fill(engine)
         decode(engine, 0)
-    told = [(span.stage, span.layer) for span in timeline.of_step(1)]
+    told = [(span.stage, span.layer) for span in timeline.spans if span.step == 1]
     assert sorted(told) == [(stage, layer) for stage in ("evaluate", "fetch", "update") for layer in range(3)]
 
 
@@ -272,3 +279,147 @@ def test_rows_that_are_missing_are_those_of_no_part() -> None:
     assert missing(wanted, wanted).shape == (1, 2, 0)
     with pytest.raises(ValueError, match="wanted"):
         merged(wanted, parts[:1])
+
+
+# Attention
+
+RANDOM = np.random.default_rng(3)
+QUERIES = RANDOM.standard_normal((2, 4, 8)).astype(np.float32)
+KEYS, VALUES = (RANDOM.standard_normal((2, 2, 11, dim)).astype(np.float32) for dim in (8, 5))
+
+
+def test_it_is_the_softmax_of_scaled_products_for_each_head() -> None:
+    out, weights = attention(QUERIES, KEYS, VALUES)
+    assert out.shape == (2, 4, 5) and weights.shape == (2, 4, 11) and out.dtype == np.float32
+    for b in range(2):
+        for head in range(4):
+            logits = KEYS[b, head // 2].astype(np.float64) @ QUERIES[b, head] / 8**0.5
+            share = np.exp(logits) / np.exp(logits).sum()
+            np.testing.assert_allclose(weights[b, head], share, rtol=1e-5)
+            np.testing.assert_allclose(out[b, head], share @ VALUES[b, head // 2], rtol=1e-4, atol=1e-6)
+
+
+def test_types_of_keys_and_values_are_widened_not_rounded_again() -> None:
+    bits = (KEYS.view(np.uint32) >> 16).astype(np.uint16)
+    assert np.array_equal(widened(bits), (bits.astype(np.uint32) << 16).view(np.float32))
+    narrow = [side.astype(np.float16) for side in (KEYS, VALUES)]
+    once, again = attention(QUERIES, *narrow), attention(QUERIES, *(side.astype(np.float32) for side in narrow))
+    assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+def test_large_logits_do_not_overflow() -> None:
+    out, weights = attention(1e4 * QUERIES, KEYS, VALUES)
+    assert np.isfinite(out).all() and weights.max() == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "name"),
+    [
+        (KEYS[:, :, :, :7], VALUES, "keys"),
+        (KEYS[:1], VALUES, "keys"),
+        (np.repeat(KEYS, 3, axis=1)[:, :3], VALUES, "keys"),
+        (KEYS, VALUES[:, :, :10], "values"),
+        (KEYS[:, :, :0], VALUES[:, :, :0], "keys: no tokens"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(keys: Floats, values: Floats, name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}"):
+        attention(QUERIES, keys, values)
+
+
+# Timelines
+
+
+def made() -> Timeline:
+    """Return two steps: compute busy 60 of 100 and 50 of 100; evaluation by two resources at one time."""
+    timeline = Timeline(emulated=["compute"])
+    for span in (
+        Span("cpu", "evaluate", 0, 4, 1000, 1040),
+        Span("device", "evaluate", 0, 4, 1010, 1050),
+        Span("compute", "compute", 0, 4, 1030, 1060),
+        Span("compute", "compute", 1, 4, 1060, 1090),
+        Span("link", "fetch", 1, 4, 1050, 1100),
+        Span("compute", "compute", 0, 5, 2000, 2050),
+        Span("cpu", "update", 0, 5, 2040, 2100),
+    ):
+        timeline.add(span)
+    return timeline
+
+
+def test_what_is_busy_at_a_time_counts_once() -> None:
+    timeline = made()
+    assert timeline.steps == [4, 5]
+    assert [timeline.busy_ns(step, "compute") for step in timeline.steps] == [60, 50]
+    assert timeline.busy_ns(4, stage="evaluate") == 50, "what two resources do at a time counts once"
+    assert timeline.busy_ns(4, "cpu", "update") == 0 and timeline.busy_ns(5, "cpu") == 60
+    assert timeline.busy_ns(6) == 0
+
+
+def test_cover_of_nested_and_touching_spans() -> None:
+    spans = [Span("cpu", "evaluate", 0, 0, *times) for times in ((0, 10), (2, 3), (10, 12), (20, 25), (24, 30))]
+    assert covered(spans) == 22
+    assert covered([]) == 0
+
+
+def test_what_is_saved_comes_back() -> None:
+    timeline = made()
+    again = Timeline.from_json(json.loads(json.dumps(timeline.to_json())))
+    assert again.emulated == {"compute"} and again.spans[0].begin_ns == 0
+    assert again.to_json() == timeline.to_json()
+
+
+def test_the_last_step_alone_and_a_new_beginning() -> None:
+    timeline = made()
+    assert [span.step for span in timeline.last_step().spans] == [5, 5] and timeline.last_step().emulated == {"compute"}
+    timeline.clear()
+    assert timeline.spans == [] and timeline.last_step().spans == []
+
+
+def test_what_is_paused_takes_no_time() -> None:
+    timeline = Timeline()
+    real_ns, begin_ns = time.perf_counter_ns(), timeline.now_ns()  # in this order: a pause between them counts as real
+    with timeline.span("cpu", "update", 0, 0):
+        with timeline.paused():
+            time.sleep(0.2)
+        time.sleep(0.05)
+    taken_ns, real_ns = timeline.now_ns() - begin_ns, time.perf_counter_ns() - real_ns
+    (span,) = timeline.spans
+    assert span.end_ns - span.begin_ns <= taken_ns <= real_ns - 200_000_000
+    assert span.end_ns - span.begin_ns >= 50_000_000
+
+
+def test_spans_of_several_threads_are_all_there_also_after_errors() -> None:
+    timeline = Timeline()
+
+    def record(layer: int) -> None:
+        for step in range(50):
+            with pytest.raises(KeyError), timeline.span("cpu", "evaluate", layer, step):
+                raise KeyError
+
+    threads = [threading.Thread(target=record, args=(layer,)) for layer in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recorded = [(span.layer, span.step) for span in timeline.spans]
+    assert sorted(recorded) == [(layer, step) for layer in range(4) for step in range(50)]
+    assert all(span.begin_ns <= span.end_ns for span in timeline.spans)
+
+
+def test_what_is_no_resource_or_stage_is_refused() -> None:
+    timeline = Timeline()
+    with pytest.raises(ValueError, match="resource: 'gpu'"), timeline.span("gpu", "compute", 0, 0):
+        pass
+    with pytest.raises(ValueError, match="stage: 'sleep'"), timeline.span("cpu", "sleep", 0, 0):
+        pass
+    with pytest.raises(ValueError, match="emulated: disk"):
+        Timeline(["disk"])
+    with pytest.raises(ValueError, match="end_ns"):
+        timeline.add(Span("cpu", "fetch", 0, 0, 5, 4))
+
+
+def test_no_timeline_keeps_nothing() -> None:
+    with NO_TIMELINE.span("cpu", "fetch", 0, 0):
+        pass
+    NO_TIMELINE.add(Span("cpu", "fetch", 0, 0, 0, 1))
+    assert NO_TIMELINE.spans == []

@@ -1,5 +1,7 @@
 """A *synthetic* stream of keys, values and queries, of any shape and length, with the sparsity that the paper presumes.
 
+Nothing here comes from a model, and every output has to say so.
+
 Source: hillinfer.txt, section 1: "only a small subset of tokens, which is usually less than 20%, plays a critical role";
 section 3.2: "temporal locality". A key is noise, plus the direction of its topic, plus (for few) one that all queries
 look for, plus its position as slow rotations, so that near tokens match. A query looks for the topic of its step, which
@@ -17,10 +19,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.arrays import Floats, Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.spill import KvShape
-from llmcache.kv.workload.topics import DWELL_STEPS, SEGMENT_TOKENS, Topics
 
+SEGMENT_TOKENS = 128
+"""Tokens that follow each other on one topic."""
+DWELL_STEPS = 32
+"""Decode steps that a query takes from one topic to the next."""
+COMMON = 0.7
+"""Exponent of how much more frequent the first topics are: some come back again and again."""
+INFORMATIVE = 0.35
+"""Share of a segment's tokens that say what it is about."""
+HEAVY = 0.005
+"""Share of the tokens that every query attends to, whatever it is about."""
 TOPICS = 24
 TOPIC_LOGIT, HEAVY_LOGIT, RECENT_LOGIT = 6.0, 5.0, 4.0
 """What the topic, being a heavy hitter and being near add to the logit of a token."""
@@ -31,10 +43,10 @@ MEMORY_STEPS = 8
 CHUNK_TOKENS = 2048
 DTYPES = ("float16", "bfloat16", "float32")
 
+# These separate the random numbers of each kind.
+_SEGMENT, _TOKEN, _STEP = 1, 2, 3
 _KEYS, _VALUES, _QUERIES, _GUESS, _DIRECTIONS = range(10, 15)
 _UNIFORM = np.float32(2 * 3**0.5 / 255)  # of bytes: standard deviation 1
-
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,47 @@ class StreamSpec:
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data, labelled."""
         return {"synthetic": True, **asdict(self)}
+
+
+class Topics:
+    """The course of one *synthetic* sequence over `count` topics: by segment, tokens that matter, where queries look.
+
+    All of it depends on a token's or a step's number alone, so that any part can be made without the rest.
+    """
+
+    def __init__(self, seed: int, sequence: int, count: int) -> None:
+        self._seed = (seed, sequence)
+        weights = 1.0 / np.arange(1, count + 1) ** COMMON
+        self._bounds = np.cumsum(weights / weights.sum())
+
+    def _random(self, kind: int, number: int) -> np.random.Generator:
+        return np.random.default_rng((*self._seed, kind, number))
+
+    def _topic(self, kind: int, number: int) -> int:
+        found = int(np.searchsorted(self._bounds, self._random(kind, number).random(), side="right"))
+        return min(found, len(self._bounds) - 1)
+
+    def of_segment(self, segment: int) -> int:
+        """Returns the topic of the tokens of `segment` of the prompt."""
+        return self._topic(_SEGMENT, segment)
+
+    def strengths(self, segment: int) -> tuple[Floats, Floats]:
+        """Returns how much each token of `segment` says of its topic, and how much it draws every query (0 or 1)."""
+        random = self._random(_TOKEN, segment)
+        informative = random.random(SEGMENT_TOKENS) < INFORMATIVE
+        strength = np.where(informative, 0.6 + 0.6 * random.random(SEGMENT_TOKENS), 0.1)
+        heavy = random.random(SEGMENT_TOKENS) < HEAVY
+        return strength.astype(np.float32), heavy.astype(np.float32)
+
+    def of_step(self, step: int) -> tuple[tuple[int, float], tuple[int, float]]:
+        """Returns what the queries of a decode step are about: the topic they come from and the one they go to, weighted.
+
+        The last `DWELL_STEPS` tokens of the prompt are steps below 0.
+        """
+        dwell, part = divmod(step + DWELL_STEPS, DWELL_STEPS)
+        share = part / DWELL_STEPS
+        to = share * share * (3 - 2 * share)
+        return (self._topic(_STEP, dwell), 1 - to), (self._topic(_STEP, dwell + 1), to)
 
 
 class SyntheticStream:
@@ -137,7 +190,7 @@ class SyntheticStream:
         """What a key and a query each have of a unit vector that is to add `logit`."""
         return math.sqrt(logit * math.sqrt(self.spec.head_dim))
 
-    def _rotations(self, positions: NDArray[np.int64]) -> Floats:
+    def _rotations(self, positions: Int64s) -> Floats:
         """Positions as angles of slow rotations [tokens, 2 * pairs]: the nearer two are, the better they match."""
         speeds = np.geomspace(1 / 4, 1 / 256, self._pairs)
         angles = positions[:, None] * speeds
@@ -192,7 +245,7 @@ class SyntheticStream:
         guessed: Floats = asked + np.stack(noise) * length
         return guessed
 
-    def ids(self, positions: range) -> NDArray[np.int64]:
+    def ids(self, positions: range) -> Int64s:
         """Returns ids for the tokens at `positions`: their topics, of the first sequence."""
         topics = self._topics[0]
         return np.array([topics.of_segment(position // SEGMENT_TOKENS) for position in positions], np.int64)

@@ -1,19 +1,26 @@
-"""Tasks in English, for models that have a tokenizer: those of the recall model, and more of RULER's kinds.
+"""Tasks in English, for models that have a tokenizer: those of the recall model, more of RULER's kinds, and how texts go on.
 
 Source: the words of passkey retrieval are those of Mohtashami and Jaggi (2023); the needles, tracking of variables, common
 and frequent words follow RULER (Hsieh et al. 2024, section 3); icecache.txt, sections 5.2 and 5.5, asks needles. Differs
 from all: contexts have an exact number of tokens; of the common and the frequent words only the first is asked for, and
 the variables in their order, so that an answer is right or wrong word for word.
+
+Texts are those on the machine: what Debian's packages document, their licences, and manual pages as they are written. Which
+ones depends on what is installed, so each says where it is from; with the same packages the same seed gives the same.
 """
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from llmcache.errors import UsageError
-from llmcache.kv.tasks.probes import BINS, DEPTHS, Probe
+from llmcache.arrays import Int64s
+from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.kv.tasks.recall import BINS, DEPTHS, Probe
 
 Encode = Callable[[str], Sequence[int]]
 """Text to tokens, without a beginning or an end of text."""
@@ -35,7 +42,13 @@ OFTEN, SELDOM = 30, 3
 """How often the common word comes for each time that each of the others does. Source: RULER, section 3.3."""
 ZIPF = 2.0
 """The made-up word of rank k comes k^-ZIPF as often as the first. Source: RULER, section 3.3."""
-LETTERS = list("abcdefghijklmnopqrstuvwxyz")
+ALPHABET = list("abcdefghijklmnopqrstuvwxyz")
+ROOT = Path("/usr/share")
+PATTERNS = ("doc/*/README*", "doc/*/NEWS*", "doc/*/*.txt*", "doc/*/*.md*", "common-licenses/*", "man/man[1578]/*.gz")
+TOKEN_LETTERS = 8
+"""Letters for which there is hardly ever less than a token."""
+FOLLOWING = 65
+"""Tokens that a text goes on with: the first is given, each other is to be told from those before it."""
 
 
 def texts(
@@ -81,7 +94,7 @@ def _numbers(rng: np.random.Generator, tokens: int, encode: Encode, first: Seque
 
 def _variables(rng: np.random.Generator, tokens: int, encode: Encode, first: Sequence[int]) -> Probe:
     """Two chains of assignments, of which one is asked for, variable by variable."""
-    names = ["".join(rng.choice(LETTERS, 5)).upper() for _ in range(2 * ASSIGNED)]
+    names = ["".join(rng.choice(ALPHABET, 5)).upper() for _ in range(2 * ASSIGNED)]
     values = rng.choice(np.arange(10000, 100000), 2, replace=False)
     needles = []
     for chain, value in zip((names[:ASSIGNED], names[ASSIGNED:]), values, strict=True):
@@ -97,7 +110,7 @@ def _variables(rng: np.random.Generator, tokens: int, encode: Encode, first: Seq
 def _words(rng: np.random.Generator, tokens: int, encode: Encode, first: Sequence[int], made_up: bool) -> Probe:
     """A list of words by chance, one of which comes most."""
     if made_up:
-        known = ["".join(rng.choice(LETTERS, 6)) for _ in KINDS]
+        known = ["".join(rng.choice(ALPHABET, 6)) for _ in KINDS]
         weights = np.arange(1, len(known) + 1) ** -ZIPF
     else:
         known = [str(kind) for kind in rng.permutation(KINDS)]
@@ -143,5 +156,57 @@ def _noise(start: int, count: int, encode: Encode) -> list[int]:
     return (sentence * turns)[start % len(sentence) :][:count]
 
 
-def _row(ids: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def _row(ids: Sequence[int]) -> Int64s:
     return np.array([ids], np.int64)
+
+
+# Texts
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text `ids` [1, tokens], how it goes on, `following` [1, n], and where it is from, `source`."""
+
+    ids: Int64s
+    following: Int64s
+    source: str
+
+
+def documents(
+    rng: np.random.Generator, tokens: int, cases: int, encode: Encode, first: Sequence[int], root: Path = ROOT
+) -> Iterator[Document]:
+    """Yields `cases` texts of `tokens` and FOLLOWING more, each from somewhere in another file, one of a package.
+
+    `first`: what a text begins with. EnvironmentProblem: so many files of that length are not there.
+    """
+    paths = sorted(path for pattern in PATTERNS for path in root.glob(pattern) if path.is_file() and not path.is_symlink())
+    whole = tokens + FOLLOWING
+    packages: set[Path] = set()
+    found = 0
+    for place in rng.permutation(len(paths)):
+        if found == cases:
+            return
+        path = paths[place]
+        package = path if "man" in path.parts else path.parent
+        written = "" if package in packages else _written(path)
+        room = len(written) - TOKEN_LETTERS * whole
+        if room < 0:
+            continue
+        at = int(rng.integers(room + 1))
+        ids = np.array([[*first, *encode(written[at : at + TOKEN_LETTERS * whole])][:whole]], np.int64)
+        if ids.shape[1] == whole:
+            packages.add(package)
+            found += 1
+            yield Document(ids[:, :tokens], ids[:, tokens:], f"{path} from letter {at}")
+    if found < cases:
+        hint = "install documentation (apt-get install manpages), or ask for fewer --cases or a shorter --context"
+        raise EnvironmentProblem(f"{root}: {found} texts of {whole} tokens, {cases} are needed", hint)
+
+
+def _written(path: Path) -> str:
+    """What a file says; nothing where it is no text."""
+    data = path.read_bytes()
+    try:
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    except (UnicodeDecodeError, OSError, EOFError):
+        return ""

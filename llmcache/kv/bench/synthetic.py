@@ -1,0 +1,458 @@
+"""One decode step of each policy over a *synthetic* stream, *measured* on this machine, in turns, so that what disturbs one
+disturbs all. The accelerator and the computational SSD are *emulated*.
+
+A session is one policy: store, engine and stream, decode step by decode step; only the step is on the clock. Keys, values
+and queries of a step are made before its clock starts. While weights for policies that need them are computed, it is
+stopped: an accelerator has them anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from llmcache.arrays import Floats
+from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.kv.bench.results import MEASURED, Bench, Marks, Observed, Row
+from llmcache.kv.csd import PROFILES, CsdProfile, Report
+from llmcache.kv.importance.bkp import cpu_pages_for
+from llmcache.kv.pipeline import KvEngine, Timeline, attention
+from llmcache.kv.pipeline.timeline import ATTEND, COMPUTE, DEVICE, STAGES
+from llmcache.kv.planning import Hardware, ModelShape
+from llmcache.kv.policies import policy_class
+from llmcache.kv.tiers import Gathered, KvStore, StoreConfig, Traffic
+from llmcache.kv.workload import StreamSpec, SyntheticStream
+from llmcache.units import format_duration, format_size
+
+DESIGNS = ("hie", "bkp", "app")
+"""Designs of HillInfer that can be left out. Source: hillinfer.txt, sections 3.2 and 3.3."""
+FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
+"""Betas of a sweep, as multiples of the one that is expected to be best."""
+SPARE_SHARE = 0.5
+"""Of the memory that is free, what pools of policies that take turns may take together."""
+SPEED_RUNS = 15
+_NS = 1e9
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What computes a layer. *Emulated*: it waits for the ns that `layer_ns` gives for a number of attended tokens.
+
+    A processor that waits is free for evaluation and fetches, as it is beside a real accelerator. Without `layer_ns` this
+    processor computes, with numpy: attention alone, in float32, without the layer's other products.
+    """
+
+    title: str = "this processor, attention alone, numpy float32"
+    layer_ns: Callable[[int], float] | None = None
+
+    def compute(self, queries: Floats, gathered: Gathered) -> None:
+        """Attends with `queries` [batch, heads, dim] to what was gathered; returns when a layer's computing is over."""
+        if self.layer_ns is None:
+            attention(queries, gathered.keys, gathered.values)
+        else:
+            time.sleep(self.layer_ns(gathered.positions.shape[2]) / _NS)
+
+
+def modelled(hardware: Hardware, model: ModelShape, batch: int) -> Accelerator:
+    """Returns an emulated accelerator with the modelled speed of that of `hardware`: a roofline of memory and products.
+
+    Source: as `planning.latency`, whose host-to-accelerator link is left out: here everything is in one memory.
+    """
+
+    def layer_ns(tokens: int) -> float:
+        attended = 2.0 * model.key_bytes * tokens * batch
+        flops = batch * (2.0 * model.layer_parameters + 4.0 * model.heads * model.head_dim * tokens)
+        reading = (model.layer_weight_bytes(batch) + attended) / hardware.gpu_bytes_per_s
+        return _NS * max(reading, flops / hardware.gpu_flops)
+
+    return Accelerator(f"emulated: that of {hardware.title}, {model.name}", layer_ns)
+
+
+def fixed(duration_ns: int) -> Accelerator:
+    """Returns an emulated accelerator that takes `duration_ns` for every layer."""
+    return Accelerator(f"emulated: {format_duration(duration_ns)} a layer, as given", lambda tokens: duration_ns)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy and, for HillInfer, which of its designs it has."""
+
+    policy: str
+    hie: bool = True
+    bkp: bool = True
+    app: bool = True
+
+    @property
+    def without(self) -> tuple[str, ...]:
+        """The designs that are left out."""
+        return tuple(part for part in DESIGNS if not getattr(self, part))
+
+    @property
+    def name(self) -> str:
+        """As it is given: policy, and "no-" and its name for each design that is left out."""
+        return "-no-".join([self.policy, *self.without])
+
+    def titled(self, title: str) -> str:
+        """Returns the title of the policy with what is left out of it."""
+        return title + (f" without {', '.join(part.upper() for part in self.without)}" if self.without else "")
+
+
+def variants_of(text: str, without: Sequence[str] = ()) -> list[Variant]:
+    """Returns the variants in `text`, names joined by commas; `without`: designs that no HillInfer has.
+
+    UsageError: none, one twice, a design that there is not, or one of another policy.
+    """
+    found: list[Variant] = []
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        policy, *left_out = name.split("-no-")
+        if left_out and (policy != "hillinfer" or not set(left_out) <= set(DESIGNS)):
+            known = ", ".join(f"hillinfer-no-{part}" for part in DESIGNS)
+            raise UsageError(f"--policy: there is no '{name}'", f"what can be left out: {known}")
+        gone = {*left_out, *(without if policy == "hillinfer" else ())}
+        variant = Variant(policy, *(part not in gone for part in DESIGNS))
+        if variant in found:
+            raise UsageError(f"--policy: '{name}' is there twice", "name each once")
+        found.append(variant)
+    if not found:
+        raise UsageError(f"--policy: '{text}' names none", "for instance: --policy full,hillinfer")
+    return found
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all policies of a benchmark have in common.
+
+    `steps` decode steps are measured, after `warm_up` that are not. `beta`: Mc / Ms; None: all in memory.
+    `memory_bytes`: M0, of all layers and sequences. `exact`: a layer that was looked ahead for is evaluated again with its
+    true queries. `device`: "csd" (*emulated*, with the speeds of `csd`) or "file", for
+    policies that are meant for a device; all others read the file.
+    """
+
+    spec: StreamSpec
+    accelerator: Accelerator
+    directory: Path
+    steps: int = 16
+    warm_up: int = 4
+    alpha: float | None = None
+    token_budget: int | None = None
+    block_tokens: int = 256
+    beta: float | None = 1.0
+    memory_bytes: int | None = None
+    sink_tokens: int = 16
+    window_tokens: int = 32
+    device: str = "csd"
+    csd: CsdProfile = field(default_factory=lambda: PROFILES["smartssd"])
+    threads: int | None = None
+    exact: bool = False
+
+    @property
+    def cpu_pages(self) -> int | None:
+        """Capacity of the processor's pool, pages of a layer and sequence; None: no bound."""
+        if self.beta is None and self.memory_bytes is None:
+            return None
+        return cpu_pages_for(self.spec.shape, self._length, self.beta, self.memory_bytes, self.spec.batch)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Memory of the processor's pool, of all layers and sequences."""
+        shape, pages = self.spec.shape, self.cpu_pages
+        pages = shape.pages_of(self._length) if pages is None else pages
+        return pages * shape.page_tokens * shape.token_bytes * shape.layers * self.spec.batch
+
+    @property
+    def _length(self) -> int:
+        return self.spec.context + self.warm_up + self.steps
+
+    def conditions(self) -> dict[str, Any]:
+        """Returns what was set, in base units, for tables and JSON."""
+        return {
+            "stream": self.spec.to_json(),
+            "context": self.spec.context,
+            "batch": self.spec.batch,
+            "layers": self.spec.layers,
+            "steps": self.steps,
+            "alpha": self.alpha,
+            "token_budget": self.token_budget,
+            "score block": self.block_tokens,
+            "exact": self.exact or None,
+            "compute": self.accelerator.title,
+            "device": f"emulated, profile {self.csd.name}" if self.device == "csd" else "none: the file is read",
+            "directory": str(self.directory),
+        }
+
+
+class Inputs(NamedTuple):
+    """What a layer is given in one step."""
+
+    queries: Floats
+    estimate: Floats
+    keys: NDArray[Any]
+    values: NDArray[Any]
+
+
+class Session:
+    """One policy over a store of its own, in a file that is removed at the end; a context manager."""
+
+    def __init__(self, setup: Setup, variant: Variant) -> None:
+        self.setup, self.variant = setup, variant
+        kind = policy_class(variant.policy)
+        ssd = setup.device if kind.ssd == "csd" else "file"
+        emulated = [name for name, on in ((COMPUTE, setup.accelerator.layer_ns is not None), (DEVICE, ssd == "csd")) if on]
+        self.timeline = Timeline(emulated)
+        self.stream = SyntheticStream(setup.spec)
+        self._steps_ns: list[int] = []
+        self._prefill_ns = self._attended = 0
+        path = setup.directory / f"{variant.name}-{id(self):x}.kv" if setup.cpu_pages is not None else None
+        config = StoreConfig(
+            setup.spec.shape, setup.spec.batch, setup.sink_tokens, setup.window_tokens, setup.cpu_pages, path, ssd,
+            setup.csd, threads=setup.threads,
+        )  # fmt: skip
+        settings = kind.settings_class(setup.alpha, setup.token_budget, setup.block_tokens, seed=setup.spec.seed)
+        if variant.without:
+            settings = replace(settings, **{part: False for part in variant.without})  # type: ignore[arg-type]
+        with contextlib.ExitStack() as stack:
+            self.store = KvStore(config)
+            stack.callback(self.store.discard)
+            self.policy = kind(self.store, settings, self.timeline)
+            app = variant.app and kind.ahead
+            engine = KvEngine(self.store, self.policy, app=app, exact=setup.exact, timeline=self.timeline)
+            self.engine = stack.enter_context(engine)
+            self._open = stack.pop_all()
+        self._traffic, self._device = Traffic(), Report()
+
+    def prefill(self) -> None:
+        """Stores the prompt; the policy takes note of its last queries."""
+        begin_ns = time.perf_counter_ns()
+        spec = self.setup.spec
+        chunks = list(self.stream.chunks())
+        for part in chunks:
+            for layer in range(spec.layers):
+                asked = self.stream.prompt_queries(layer) if part is chunks[-1] and self.policy.needs_weights else None
+                self.engine.prefill(layer, asked, *self.stream.keys_values(layer, part))
+            self._finish(part)
+        self._prefill_ns = time.perf_counter_ns() - begin_ns
+
+    def _finish(self, part: range) -> None:
+        ids = np.tile(self.stream.ids(part), (self.setup.spec.batch, 1))
+        self.engine.finish_step(ids, np.tile(np.arange(part.start, part.stop), (len(ids), 1)))
+
+    def _inputs(self, step: int) -> list[Inputs]:
+        at = range(self.setup.spec.context + step, self.setup.spec.context + step + 1)
+        return [
+            Inputs(self.stream.queries(layer, step), self.stream.estimate(layer, step), *self.stream.keys_values(layer, at))
+            for layer in range(self.setup.spec.layers)
+        ]
+
+    def decode(self, step: int) -> None:
+        """Does decode step `step` (from 0, in order), and notes how long it took after the warm-up."""
+        if step == self.setup.warm_up:  # what prefill and warm-up have moved does not count
+            self._traffic, report = since(Traffic(), self.store.traffic), self.store.device_report
+            self._device = Report() if report is None else replace(report)
+            self.timeline.clear()
+        inputs = self._inputs(step)
+        held: list[Gathered] = []
+        begin_ns = self.timeline.now_ns()
+        for layer, given in enumerate(inputs):
+            held.append(self.engine.step(layer, given.queries, given.keys, given.values))
+            if layer + 1 < len(inputs):
+                self.engine.ahead(layer + 1, inputs[layer + 1].estimate)
+            with self.timeline.span(COMPUTE, ATTEND, layer, self.store.step):
+                self.setup.accelerator.compute(given.queries, held[-1])
+            self._attended = held[-1].positions.shape[2]
+            if not self.policy.needs_weights:
+                held.pop().release()
+                self.engine.attended(layer)
+        with self.timeline.paused():
+            weights = [attention(inputs[at].queries, found.keys, found.values)[1] for at, found in enumerate(held)]
+        for layer, own in enumerate(weights):
+            self.engine.attended(layer, own)
+        self._finish(range(self.store.length, self.store.length + 1))
+        if step >= self.setup.warm_up:
+            self._steps_ns.append(self.timeline.now_ns() - begin_ns)
+
+    def row(self) -> Row:
+        """Returns what the steps after the warm-up took, medians and means a step."""
+        steps = self.timeline.steps
+        token_ns = statistics.median(self._steps_ns)
+        moved = since(self._traffic, self.store.traffic)
+        return Row(
+            policy=self.variant.name,
+            title=self.variant.titled(self.policy.title),
+            token_ns=token_ns,
+            stages_ns={stage: self._median_ns(stage) for stage in STAGES},
+            exposed_ns=token_ns - self._median_ns(ATTEND),
+            idle_share=1 - sum(self.timeline.busy_ns(step, COMPUTE) for step in steps) / sum(self._steps_ns),
+            moved_bytes=per_step(moved, len(steps)),
+            beta=self._beta(),
+            observed=self._observed(moved),
+        )
+
+    def _median_ns(self, stage: str) -> float:
+        return statistics.median(self.timeline.busy_ns(step, stage=stage) for step in self.timeline.steps)
+
+    def _beta(self) -> float | None:
+        """Mc / Ms as it came out, in whole pages."""
+        pool, pages = self.setup.cpu_pages, self.setup.spec.shape.pages_of(self.store.length)
+        return None if pool is None or pool >= pages else pool / (pages - pool)
+
+    def _observed(self, moved: Traffic) -> Observed:
+        device, report = None, self.store.device_report
+        if report is not None:
+            taken = {one.name: getattr(report, one.name) - getattr(self._device, one.name) for one in fields(Report)}
+            device = {"emulated": True, "profile": self.setup.csd.name, **taken}
+        return Observed(
+            steps_ns=tuple(self._steps_ns),
+            prefill_ns=self._prefill_ns,
+            attended_tokens=self._attended,
+            hit_ratio=moved.hit_ratio,
+            pages_up=moved.pages_up,
+            pages_down=moved.pages_down,
+            ping_pong_pages=moved.ping_pong_pages,
+            ping_pong_share=moved.ping_pong_share,
+            device=device,
+            timeline=self.timeline.last_step().to_json(),
+        )
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.__exit__(kind, error, trace)
+
+
+def since(before: Traffic, now: Traffic) -> Traffic:
+    """Returns what was counted after `before`; after Traffic(), a copy of `now`."""
+    counted = {
+        name: getattr(now, name) - getattr(before, name)
+        for name in ("pages_up", "pages_down", "ping_pong_pages", "hits_cpu", "hits_ssd")
+    }
+    return Traffic(now.moved_bytes - before.moved_bytes, **counted)
+
+
+def per_step(traffic: Traffic, steps: int) -> dict[str, float]:
+    """Returns the bytes that moved in one of `steps` steps, by link and reason."""
+    return {f"{a} to {b}, {why}": size / steps for (a, b, why), size in sorted(traffic.moved_bytes.items())}
+
+
+# Policies in turns
+
+
+def compare(setup: Setup, variants: Sequence[Variant], progress: Progress = lambda _: None) -> Bench:
+    """Returns a row for each of `variants`, which take turns if their pools fit in memory together."""
+    with workplace(setup.directory) as directory:
+        rows, notes = _rows([(replace(setup, directory=directory), variant) for variant in variants], progress)
+    return Bench(MEASURED, setup.conditions(), tuple(rows), notes=notes)
+
+
+def sweep(setup: Setup, variant: Variant, progress: Progress = lambda _: None, factors: Sequence[float] = FACTORS) -> Bench:
+    """Returns a row for each beta around the one that rule and memory expect, all of one policy.
+
+    Betas at which sink and window alone would fill the pool are left out.
+    """
+    with workplace(setup.directory) as directory:
+        here = replace(setup, directory=directory)
+        marks = marks_of(here, variant, progress)
+        betas = sorted({marks.expected * factor for factor in factors if marks.m0 is None or factor <= 1})
+        todo = [replace(here, beta=beta) for beta in betas]
+        rows, notes = _rows([(one, variant) for one in todo if _has_room(one)], progress)
+    return Bench(MEASURED, setup.conditions(), tuple(rows), marks, notes)
+
+
+def _has_room(setup: Setup) -> bool:
+    """Whether the pool holds more than sink and window, which are in it in any case."""
+    pinned = setup.spec.shape.pages_of(setup.sink_tokens) + setup.spec.shape.pages_of(setup.window_tokens)
+    return setup.cpu_pages is None or setup.cpu_pages > pinned
+
+
+def marks_of(setup: Setup, variant: Variant, progress: Progress = lambda _: None) -> Marks:
+    """Returns where beta should be best: f_c and f_s *measured* by the engine's own scoring, with half the pages each."""
+    progress("measuring how fast processor and device score")
+    with Session(replace(setup, beta=1.0, memory_bytes=None, steps=1, warm_up=0), variant) as session:
+        session.prefill()
+        f_c, f_s = speeds(session)
+    shape, spec = setup.spec.shape, setup.spec
+    kv_bytes = shape.token_bytes * shape.layers * spec.batch * spec.context
+    m0 = setup.memory_bytes
+    return Marks(f_c, f_s, None if m0 is None or m0 >= kv_bytes else m0 / (kv_bytes - m0))
+
+
+def speeds(session: Session) -> tuple[float, float]:
+    """Returns the bytes/s of keys that processor and device score, each alone; medians."""
+    spec, store = session.setup.spec, session.store
+    asked = session.stream.queries(0, 0)[0]
+    key_bytes = spec.head_dim * spec.shape.numpy_dtype.itemsize
+    rates: tuple[list[float], list[float]] = ([], [])
+    for _ in range(SPEED_RUNS + 1):
+        begin = time.perf_counter()
+        scored = store.score_cpu(0, 0, asked)[1].size
+        middle = time.perf_counter()
+        device = sum(len(block.positions) for block in store.score_ssd(0, 0, asked, None, "max", session.setup.block_tokens))
+        rates[0].append(scored * key_bytes / (middle - begin))
+        rates[1].append(device * key_bytes / (time.perf_counter() - middle))
+    f_c, f_s = (statistics.median(rate[1:]) for rate in rates)  # the first ones compile
+    return f_c, f_s
+
+
+def _rows(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> tuple[list[Row], tuple[str, ...]]:
+    """Rows in the order of `todo`: all in turns, or one after the other where memory is too small."""
+    if sum(setup.pool_bytes for setup, _ in todo) <= SPARE_SHARE * psutil.virtual_memory().available:
+        return _in_turns(todo, progress), ()
+    rows = [row for one in todo for row in _in_turns([one], progress)]
+    return rows, ("policies ran one after the other: their pools together would not fit in memory",)
+
+
+def _in_turns(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> list[Row]:
+    with contextlib.ExitStack() as stack:
+        sessions = [stack.enter_context(Session(setup, variant)) for setup, variant in todo]
+        for session in sessions:
+            progress(f"{session.variant.name}: storing the prompt")
+            session.prefill()
+        setup = todo[0][0]
+        for step in range(setup.warm_up + setup.steps):
+            progress(f"decode step {step + 1} of {setup.warm_up + setup.steps}")
+            # Not always the same one after the same one.
+            for place in np.random.default_rng(step).permutation(len(sessions)):
+                sessions[place].decode(step)
+        return [session.row() for session in sessions]
+
+
+@contextlib.contextmanager
+def workplace(directory: Path) -> Iterator[Path]:
+    """Yields a fresh directory below `directory`, which is removed at the end; UsageError if that is none."""
+    if not directory.is_dir():
+        raise UsageError(f"--path: {directory} is not a directory", "give one on the storage that is to be measured")
+    try:
+        made = Path(tempfile.mkdtemp(prefix="llmcache-bench-", dir=directory))
+    except OSError as error:
+        hint = "give a directory that can be written to"
+        raise EnvironmentProblem(f"--path: {directory}: {error.strerror}", hint) from error
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def check_space(setup: Setup, files: int) -> None:
+    """EnvironmentProblem if the spill files of `files` policies will not fit below the setup's directory."""
+    shape, spec = setup.spec.shape, setup.spec
+    page_bytes = shape.key_slot_bytes + shape.value_slot_bytes
+    needed = files * spec.batch * shape.layers * shape.pages_of(spec.context) * page_bytes
+    free = shutil.disk_usage(setup.directory).free
+    if needed > free:
+        hint = "a shorter context, fewer layers or fewer policies need less"
+        lacks = f"{format_size(needed)} are needed for spill files, {format_size(free)} are free"
+        raise EnvironmentProblem(f"--path: {setup.directory}: {lacks}", hint)

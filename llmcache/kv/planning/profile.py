@@ -1,0 +1,371 @@
+"""The profile of this machine, *measured*: memory, scoring, computing; with a file in a directory, its disk and a device.
+
+A profile is valid for one processor model, number of processors, kernel and device; what differs in any of these is
+another profile. They are kept in the user's cache; storage may have changed since (a fuller disk, a busier machine), so
+the age is always told. The file that is measured with is a spill file that an *emulated* computational SSD has written:
+random keys and values, so that storage which compresses finds nothing to compress. It lies in a directory of its own, which
+is removed however it ends (a killed process leaves it, as it leaves any temporary directory).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from llmcache.arrays import Uint64s
+from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.files import replacing
+from llmcache.kv.csd import EmulatedCsd
+from llmcache.kv.csd.wire import SCORE_KEYS
+from llmcache.kv.kernels import score
+from llmcache.kv.kernels.threads import processors, run_all
+from llmcache.kv.planning.hardware import ASSUMED, MEASURED, TYPICAL_PC, Hardware
+from llmcache.kv.spill import KvShape
+from llmcache.mountinfo import mounts
+from llmcache.storage import timed_reads
+from llmcache.units import format_size
+
+SCHEMA = "llmcache.kv-profile/1"
+SHAPE = KvShape("llmcache kv profile", layers=1, kv_heads=8, head_dim=128)
+"""Keys as most models of 7 to 70 billion parameters have them: a page is 32 KiB."""
+FILE_BYTES = 128 << 20
+LEAST_TOKENS = 4096  # 16 MiB of keys and values: what slow storage takes within the time
+WRITE_S = 5.0
+READ_S = 1.5
+PROBE_S = 0.4
+SLOW_S = 2.0
+READERS = 4
+SEQUENTIAL_BYTES = 1 << 20
+MEMORY_BYTES = 256 << 20  # far beyond any cache of a processor
+COMMANDS = 30
+_SIDE = 1024  # of the matrices that are multiplied
+
+
+@dataclass(frozen=True)
+class HostSpeeds:
+    """Bytes/s and operations/s that all processors reach together: reading memory, scoring half-precision keys, products."""
+
+    memory_bytes_per_s: float
+    score_bytes_per_s: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class StorageSpeeds:
+    """Bytes/s (ns for `command_ns`) of the file. `direct`: past the page cache, else memory may have answered.
+
+    `device` (keys that the *emulated* device scores), `link` (pages that cross from its process to this one) and
+    `command` are of the emulation; `sequential` and `random` (whole pages of keys, `page_bytes`) are of the disk.
+    """
+
+    device_bytes_per_s: float
+    link_bytes_per_s: float
+    command_ns: float
+    sequential_bytes_per_s: float
+    random_bytes_per_s: float
+    page_bytes: int
+    file_bytes: int
+    direct: bool
+
+
+@dataclass(frozen=True)
+class ProfileKey:
+    """What a profile is valid for. `device`: major:minor of the file system's device; `filesystem`: its type."""
+
+    processor: str
+    processors: int
+    kernel: str
+    device: str
+    filesystem: str
+
+    @property
+    def in_memory(self) -> bool:
+        """True if there is no storage below: what is measured then is memory."""
+        return self.filesystem in ("tmpfs", "ramfs")
+
+    @property
+    def name(self) -> str:
+        """The name of the profile's file."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:24] + ".json"
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """What was *measured* of a machine and, with the *emulated* device, of the storage below `directory`.
+
+    `measured_at`: seconds since 1970; `seconds`: how long it took; `host_bytes`: memory of this machine.
+    """
+
+    key: ProfileKey
+    directory: str
+    measured_at: float
+    seconds: float
+    host_bytes: int
+    host: HostSpeeds
+    storage: StorageSpeeds
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data, as it is kept."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> MachineProfile:
+        """Returns the profile that `to_json` has told of. KeyError, TypeError, ValueError: it is not one."""
+        if told["schema"] != SCHEMA:
+            raise ValueError(f"schema: {told['schema']}")
+        parts = {"key": ProfileKey, "host": HostSpeeds, "storage": StorageSpeeds}
+        values = {one.name: told[one.name] for one in fields(cls)}
+        made = cls(**values | {name: kind(**told[name]) for name, kind in parts.items()})
+        speeds = [*asdict(made.host).values(), *asdict(made.storage).values(), made.measured_at, made.host_bytes]
+        if not all(isinstance(speed, int | float) and speed >= 0 for speed in speeds):
+            raise ValueError("a speed is not a number")
+        return made
+
+
+@dataclass(frozen=True)
+class KnownProfile:
+    """A profile; `cached`: it was there already, and is `age_s` old. `file`: where it is kept, None if it could not be."""
+
+    profile: MachineProfile
+    cached: bool
+    age_s: float
+    file: Path | None
+
+
+def cache_directory() -> Path:
+    """Where this package keeps what it may lose: below $XDG_CACHE_HOME, else ~/.cache."""
+    told = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(told) if told.startswith("/") else Path.home() / ".cache") / "llmcache"
+
+
+def key_of(directory: str | Path) -> ProfileKey:
+    """Returns what a profile of `directory` is valid for; UsageError if it is no directory."""
+    where = Path(directory)
+    if not where.is_dir():
+        raise UsageError(f"DIR: {where} is not a directory", "give a directory on the storage to measure")
+    dev = where.stat().st_dev
+    return ProfileKey(_processor(), processors(), platform.release(), f"{os.major(dev)}:{os.minor(dev)}", _filesystem(dev))
+
+
+def cached_profile(directory: str | Path) -> KnownProfile | None:
+    """Returns the profile of the device of `directory` if there is one that can be read, None otherwise."""
+    key = key_of(directory)
+    file = cache_directory() / "kv-profile" / key.name
+    try:
+        profile = MachineProfile.from_json(json.loads(file.read_bytes()))
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):
+        return None  # not there or damaged: it is measured again
+    return KnownProfile(profile, True, max(0.0, time.time() - profile.measured_at), file) if profile.key == key else None
+
+
+def profile_of(
+    directory: str | Path, *, force: bool = False, progress: Callable[[str], None] = lambda _: None
+) -> KnownProfile:
+    """Returns the profile of this machine with the storage of `directory`; measured now if `force` or if there is none.
+
+    `progress` is told in words what begins. Errors as `measure_storage`.
+    """
+    found = None if force else cached_profile(directory)
+    if found is not None:
+        return found
+    key, begin = key_of(directory), time.monotonic()
+    progress("measuring the storage, with an emulated device")
+    storage = measure_storage(directory)
+    progress("measuring memory and processors")
+    host = measure_host()
+    told, memory = str(Path(directory).absolute()), psutil.virtual_memory().total
+    profile = MachineProfile(key, told, time.time(), time.monotonic() - begin, memory, host, storage)
+    file = cache_directory() / "kv-profile" / key.name
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as stream:
+            stream.write(json.dumps(profile.to_json(), indent=1).encode())
+    except OSError:
+        return KnownProfile(profile, False, 0.0, None)  # it costs another measurement only
+    return KnownProfile(profile, False, 0.0, file)
+
+
+def _filesystem(dev: int) -> str:
+    """Type of the file system of `dev` (st_dev); "" if the kernel does not tell (btrfs has numbers of its own)."""
+    return next((mount.fstype for mount in mounts("self").values() if mount.dev == dev), "")
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Hardware", "CPU part")))
+    return next(named, "") or platform.machine()
+
+
+def hardware_of(profile: MachineProfile, gpu_bytes: int = 0) -> Hardware:
+    """Returns this machine for the latency model, its storage with an emulated device as measured.
+
+    `gpu_bytes`: memory of a GPU, 0 for none; its speeds are not measured, but those of the typical PC (RTX 3080).
+    """
+    host, storage = profile.host, profile.storage
+    measured = f"on this machine, storage of {profile.directory}"
+    emulated = f"with an emulated device on the storage of {profile.directory}"
+    reserved = TYPICAL_PC.origins["host_reserved_bytes"]
+    machine = Hardware.of(
+        "measured",
+        "this machine",
+        gpu_bytes=(0, MEASURED, measured),
+        gpu_bytes_per_s=(host.memory_bytes_per_s, MEASURED, measured),
+        gpu_flops=(host.flops, MEASURED, measured),
+        gpu_link_bytes_per_s=(host.memory_bytes_per_s, MEASURED, measured),
+        gpu_reserved_bytes=(0, MEASURED, measured),
+        host_bytes=(profile.host_bytes, MEASURED, measured),
+        host_bytes_per_s=(host.memory_bytes_per_s, MEASURED, measured),
+        host_reserved_bytes=(TYPICAL_PC.host_reserved_bytes, reserved.kind, reserved.text),
+        score_bytes_per_s=(host.score_bytes_per_s, MEASURED, measured),
+        ssd_bytes_per_s=(storage.sequential_bytes_per_s, MEASURED, measured),
+        ssd_requests_per_s=(storage.random_bytes_per_s / storage.page_bytes, MEASURED, measured),
+        device_bytes_per_s=(storage.device_bytes_per_s, MEASURED, emulated),
+        device_memory_bytes=(0, ASSUMED, "the emulated device reads its file each time"),
+        device_memory_bytes_per_s=(storage.device_bytes_per_s, MEASURED, emulated),
+        device_link_bytes_per_s=(storage.link_bytes_per_s, MEASURED, emulated),
+        device_latency_ns=(storage.command_ns, MEASURED, emulated),
+    )
+    return machine.with_gpu(gpu_bytes, TYPICAL_PC) if gpu_bytes else machine
+
+
+# Measuring
+
+
+def measure_host() -> HostSpeeds:
+    """Returns what memory and processors do, in about 1.5 s."""
+    # A tile of 4 MiB again and again: numbers are slow to draw.
+    tile = np.random.default_rng(0).standard_normal(2 << 20, np.float32).astype(np.float16)
+    keys = np.tile(tile, MEMORY_BYTES // tile.nbytes)
+
+    def read(words: Uint64s) -> None:
+        np.bitwise_or.reduce(words)  # the cheapest thing that must see all of them
+
+    parts = np.array_split(keys.view(np.uint64), 64)
+    reading = _rate(partial(run_all, [partial(read, part) for part in parts]), keys.nbytes)
+    queries = np.random.default_rng(1).standard_normal((1, SHAPE.kv_heads, SHAPE.head_dim)).astype(np.float32)
+    by_head = keys.reshape(1, SHAPE.kv_heads, -1, SHAPE.head_dim)
+    scoring = _rate(lambda: score(queries, by_head), keys.nbytes)
+    matrix = np.random.default_rng(2).standard_normal((_SIDE, _SIDE)).astype(np.float32)
+    return HostSpeeds(reading, scoring, _rate(lambda: matrix @ matrix, 2 * _SIDE**3))
+
+
+def _rate(run: Callable[[], object], amount: float) -> float:
+    """`amount` per second: the median of what fits PROBE_S, after a run that compiles and maps memory."""
+    begin = time.perf_counter()
+    run()
+    first = time.perf_counter() - begin
+    if first > SLOW_S:  # of storage so slow that compiling does not count, and that more runs would take too long
+        return amount / first
+    taken: list[float] = []
+    until = time.perf_counter() + PROBE_S
+    while len(taken) < 3 or time.perf_counter() < until:
+        begin = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - begin)
+    return amount / statistics.median(taken)
+
+
+def measure_storage(directory: str | Path) -> StorageSpeeds:
+    """Returns what disk and emulated device do with a file in `directory`, within about 15 s.
+
+    UsageError: it is no directory. EnvironmentProblem: it cannot be written to, or has no room.
+    """
+    where = Path(directory)
+    if not where.is_dir():
+        raise UsageError(f"DIR: {where} is not a directory", "give a directory on the storage to measure")
+    hint = f"give a directory that you may write to, with {format_size(2 * FILE_BYTES)} free"
+    try:
+        if shutil.disk_usage(where).free < 2 * FILE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with tempfile.TemporaryDirectory(prefix=".llmcache-profile-", dir=where) as made:
+            return _measure_file(Path(made) / "profile.kv")
+    except OSError as error:
+        raise EnvironmentProblem(f"DIR: cannot measure in {where}: {error.strerror}", hint) from error
+    except EnvironmentProblem as error:
+        raise EnvironmentProblem(f"DIR: {error.message}", hint) from error
+
+
+def _measure_file(path: Path) -> StorageSpeeds:
+    with EmulatedCsd(path, SHAPE, create=True) as device:
+        direct = device.direct
+        _fill(device)
+        device.flush()
+        scoring = _device_rate(device)
+        tokens = device.pages(0, 0) * SHAPE.page_tokens
+    sequential = _disk_rate(path, SEQUENTIAL_BYTES, scattered=False, direct=direct)
+    random = _disk_rate(path, SHAPE.key_slot_bytes, scattered=True, direct=direct)
+    # Without O_DIRECT the page cache answers, and what is left to time is the way between the processes.
+    with EmulatedCsd(path, SHAPE, direct=False) as device:
+        pages = list(range(min(512, tokens // SHAPE.page_tokens)))
+        size = len(pages) * (SHAPE.key_slot_bytes + SHAPE.value_slot_bytes)
+        link = _rate(lambda: device.read(0, 0, pages), size)
+        command_s = _median_s(lambda: device.read(0, 0, [0]))
+    return StorageSpeeds(
+        device_bytes_per_s=scoring,
+        link_bytes_per_s=link,
+        command_ns=command_s * 1e9,
+        sequential_bytes_per_s=sequential,
+        random_bytes_per_s=random,
+        page_bytes=SHAPE.key_slot_bytes,
+        file_bytes=path.stat().st_size,
+        direct=direct,
+    )
+
+
+def _fill(device: EmulatedCsd) -> None:
+    """Writes FILE_BYTES of keys and values, or fewer when the time is up."""
+    generator, begin, written = np.random.default_rng(), time.monotonic(), 0
+    size = SHAPE.kv_heads * LEAST_TOKENS * SHAPE.head_dim * SHAPE.numpy_dtype.itemsize
+    while not written or (written < FILE_BYTES and time.monotonic() - begin < WRITE_S):
+        # Exponents of 0x3c00 and below: random bits would be infinities and NaN too.
+        bits: Any = np.frombuffer(generator.bytes(size), np.uint16) & np.uint16(0xBBFF)
+        rows = bits.view(np.float16).reshape(SHAPE.kv_heads, LEAST_TOKENS, SHAPE.head_dim)
+        device.append(0, 0, rows, rows)
+        ids = np.arange(LEAST_TOKENS, dtype=np.int64)
+        device.append_tokens(0, ids, ids)  # without them the pages are not found again
+        written += 2 * size
+
+
+def _device_rate(device: EmulatedCsd) -> float:
+    program = device.load(SCORE_KEYS)
+    device.activate(program)
+    queries = np.random.default_rng(3).standard_normal((SHAPE.kv_heads, SHAPE.head_dim)).astype(np.float32)
+    size = device.pages(0, 0) * SHAPE.key_slot_bytes
+    return _rate(lambda: device.execute(program, queries, 0, 0).drain(), size)
+
+
+def _median_s(run: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(COMMANDS):
+        begin = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
+
+
+def _disk_rate(path: Path, request_bytes: int, *, scattered: bool, direct: bool) -> float:
+    """Bytes/s of READERS readers of `request_bytes` at a time for READ_S, in sequence or `scattered` over the file."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+    try:
+        requests = os.fstat(fd).st_size // request_bytes
+        order = np.random.default_rng(4).permutation(requests) if scattered else np.arange(requests)
+        # At least a read of each: a machine that pauses is no storage of 0 B/s.
+        done = timed_reads(fd, request_bytes, order.tolist(), READERS, lambda begun, s: s > READ_S and begun >= READERS)
+        return sum(size for _, size in done) / done[-1][0]
+    finally:
+        os.close(fd)
