@@ -97,7 +97,7 @@ def test_what_is_recorded_is_of_the_benchmark_and_judged_by_it(name: str) -> Non
 
 def test_what_is_recorded_was_whole() -> None:
     assert (recorded("kv")["tokens"], recorded("kv")["spill"]["tokens"]) == (kv.TOKENS, kv.SPILLED)
-    assert recorded("kvstore")["tokens"] == kvstore.TOKENS and len(recorded("mount")["results"]) == 32
+    assert recorded("kvstore")["tokens"] == kvstore.TOKENS and len(recorded("mount")["results"]) == 72
     assert recorded("edram")["configurations"] == edram.CONFIGURATIONS == len(edram.axes())
     assert [row["case"] for row in recorded("edram")["cases"]] == list(edram.cases())
     kinds = [(one["kind"], one["keys"]) for one in recorded("kvindex")["rows"]]

@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import truediv
 from pathlib import Path
 from typing import Any
 
 from . import results
-from .mount import kernel, mounts, seconds, storage_bytes
+from .mount import kernel, mean, mounts, seconds, storage_bytes
 from .readme_picture import caption, drawn
 from .results import Bar, Document, bars_of, figure
 
@@ -37,7 +37,6 @@ LABELS = {
     "d": "readers",
     "e": "loop size",
     "f": "no limit",
-    "g": "mixtures of experts",
 }
 
 
@@ -95,7 +94,7 @@ def mount_table(document: Document) -> str:
         f"Machine: {machine['cpu']}, {machine['cpus']} processors, {machine['memory_bytes'] / 1e9:.0f} GB, "
         f"Linux {machine['kernel']}, device {machine['device']['name']}; {versions}.\n\n"
     )
-    results = document["results"]
+    results = [result for result in document["results"] if result["case"] != "g"]
     sides = list(dict.fromkeys(side for result in results for side in mounts(result)))
     named = ["page cache", *("llmcachefs" if side == "mount" else side for side in sides)]
     head = [
@@ -106,7 +105,8 @@ def mount_table(document: Document) -> str:
         "bound s",
         "times",
     ]
-    return about + markdown(head, [mount_row(result, sides) for result in results])
+    rows = [mount_row(result, sides) for result in results]
+    return "\n".join([about + markdown(head, rows), *mixtures_tables(document)])
 
 
 def mount_row(result: Document, sides: Sequence[str]) -> list[str]:
@@ -121,6 +121,24 @@ def mount_row(result: Document, sides: Sequence[str]) -> list[str]:
         f"{result['bound_s']:.3f}" if result["case"] in "ade" else "",
         f"{times[0] / times[1]:.2f}",
     ]
+
+
+def mixtures_tables(document: Document) -> Iterator[str]:
+    """What mixtures of experts took, by the routing of `tools/bench/routing.py`; nothing where none is recorded."""
+    results = [result for result in document["results"] if result["case"] == "g"]
+    if not results:
+        return
+    head = ["mixture, share in memory, storage", "page cache ms", "in place", "steer", "page cache MB", "in place", "steer"]
+    head.append("exact LRU MB")
+    rows = []
+    for result in results:
+        best = min((side for side in result["sides"] if side.startswith("kernel")), key=lambda side: mean(result, side))
+        sides = [side if side in result["sides"] else None for side in (best, "inplace", "steer")]
+        times = ["" if side is None else f"{1e3 * mean(result, side):.0f}" for side in sides]
+        read = ["" if side is None else f"{storage_bytes(result, side) / 1e6:.0f}" for side in sides]
+        rows.append([result["name"], *times, *read, f"{(result['routed']['lru_bytes'] or 0) / 1e6:.0f}"])
+    yield "Means of a token, and what it read from storage:\n"
+    yield markdown(head, rows)
 
 
 def policy_table(document: Document) -> str:
