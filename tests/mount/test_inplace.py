@@ -14,6 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.mountinfo import mounts
 from tests.mount.conftest import llmcache
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, random_file, resident_bytes, wait_for
+from tests.unit.kv_parts import loop_disk
 from tools.bench.cgroup import Group
 from tools.bench.clients.loop_reader import crcs
 from tools.bench.runner import forget
@@ -298,6 +300,35 @@ def test_xfs(tmp_path: Path) -> None:
         assert setting.read_text() == before != "64\n"
     finally:
         subprocess.run(["umount", str(source)], check=True)
+
+
+def test_the_last_mount_puts_read_ahead_back(tmp_path: Path) -> None:
+    """Whoever ends first; and the next one, after one that was killed."""
+    with loop_disk(tmp_path) as disk:
+        setting = read_ahead_file(str(disk.point))
+        assert setting is not None
+        before = setting.read_text()
+
+        def mounted(name: str, kib: int) -> AbstractContextManager[Live]:
+            source = disk.point / name
+            source.mkdir(exist_ok=True)
+            return live(source, tmp_path / name, "32M", "--mode", "inplace", "--read-ahead", f"{kib}Ki")
+
+        with ExitStack() as first, ExitStack() as second:
+            first.enter_context(mounted("first", 64))
+            second.enter_context(mounted("second", 32))
+            assert setting.read_text() == "32\n"
+            first.close()
+            assert setting.read_text() == "32\n", "the other one is still there"
+            second.close()
+            assert setting.read_text() == before
+        with mounted("first", 64) as killed:
+            killed.daemon.kill()
+            killed.daemon.wait()
+        assert setting.read_text() == "64\n"
+        with mounted("second", 32):
+            pass
+        assert setting.read_text() == before
 
 
 @pytest.mark.cgroup

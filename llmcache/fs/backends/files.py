@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import queue
@@ -29,6 +30,7 @@ from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs import syscalls
 from llmcache.fs.backends.touches import PLACES, RUNS, Touches
+from llmcache.fs.client import control
 from llmcache.fs.engine.group import PAGE, PINNED, SINGLE, Group, Member
 from llmcache.fs.vfs.backing import Backing
 
@@ -154,7 +156,11 @@ def read_ahead_file(directory: str, root: Path = Path("/")) -> Path | None:
 
 
 class ReadAhead:
-    """How far the kernel reads ahead on the storage of a directory, for files that are opened while it is set here."""
+    """How far the kernel reads ahead on the storage of a directory, for files that are opened while it is set here.
+
+    Mounts on one storage share a note of what was there before: the last of them puts it back, or the next after one that
+    was killed.
+    """
 
     def __init__(self, directory: str, size_bytes: int) -> None:
         """EnvironmentProblem: the storage has no such setting."""
@@ -162,22 +168,42 @@ class ReadAhead:
         if path is None:
             raise EnvironmentProblem(f"read_ahead: the storage of {directory} has no read_ahead_kb", "leave it out")
         self._path, self._kb = path, size_bytes >> 10
-        self._before: str | None = None
+        device = os.stat(directory).st_dev
+        self._note = Path(control.directory(os.geteuid())) / f"read_ahead-{os.major(device)}-{os.minor(device)}"
+        self._fd: int | None = None
 
     def set(self) -> None:
         """Sets it. EnvironmentProblem."""
         try:
-            self._before = self._path.read_text()
-            self._path.write_text(f"{self._kb}\n")
+            with self._turn():
+                self._fd = os.open(self._note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                fcntl.flock(self._fd, fcntl.LOCK_SH)
+                if not os.pread(self._fd, 1, 0):
+                    os.pwrite(self._fd, self._path.read_bytes(), 0)
+                self._path.write_text(f"{self._kb}\n")
         except OSError as error:
             raise EnvironmentProblem(f"read_ahead: {self._path} cannot be set: {error.strerror}", "leave it out") from error
 
     def restore(self) -> None:
-        """Puts back what was there before, if it was set."""
-        if self._before is not None:
-            with contextlib.suppress(OSError):  # the device is gone
-                self._path.write_text(self._before)
-            self._before = None
+        """Puts back what was there before any mount has set it, unless another still needs it."""
+        if self._fd is None:
+            return
+        with contextlib.suppress(OSError), self._turn():  # another mount's, or the device is gone
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._note.unlink()
+            self._path.write_bytes(os.pread(self._fd, 32, 0))
+        os.close(self._fd)
+        self._fd = None
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        control.make_directory()
+        fd = os.open(self._note.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
 
 
 @dataclass(eq=False)
