@@ -271,14 +271,14 @@ def mean(result: Result, side: str) -> float:
     return statistics.fmean(steps(result, side) or [math.nan])
 
 
-def fastest(result: Result, sides: Iterable[str]) -> str:
-    """Return the side with the least median, or one without any: nothing is better than what was not measured."""
-    return min(sides, key=lambda side: (not math.isnan(seconds(result, side)), seconds(result, side)))
+def fastest(result: Result, sides: Iterable[str], time_of: Callable[[Result, str], float] = seconds) -> str:
+    """Return the side with the least time, or one without any: nothing is better than what was not measured."""
+    return min(sides, key=lambda side: (not math.isnan(time_of(result, side)), time_of(result, side)))
 
 
-def kernel(result: Result) -> str:
+def kernel(result: Result, time_of: Callable[[Result, str], float] = seconds) -> str:
     """Return the side of the page cache at its best: with the machine's own read-ahead or the small one."""
-    return fastest(result, (side for side in result["sides"] if side.startswith("kernel")))
+    return fastest(result, (side for side in result["sides"] if side.startswith("kernel")), time_of)
 
 
 def mounts(result: Result) -> list[str]:
@@ -392,8 +392,7 @@ def _unlimited(result: Result, side: str, mode: str) -> Iterator[Judged]:
 
 
 def _mixtures(result: Result, side: str, mode: str) -> Iterator[Judged]:
-    plain = [one for one in result["sides"] if one.startswith("kernel")]
-    best, limited = min(plain, key=lambda one: mean(result, one)), result["read_bps"] is not None
+    best, limited = kernel(result, mean), result["read_bps"] is not None
     times, ratio = steps(result, side), mean(result, side) / mean(result, best)
     read, asked = storage_bytes(result, best), result["routed"]["token_bytes"]
     misses = read > MISSES * asked

@@ -132,8 +132,7 @@ def mixtures_tables(document: Document) -> Iterator[str]:
     head.append("exact LRU MB")
     rows = []
     for result in results:
-        best = min((side for side in result["sides"] if side.startswith("kernel")), key=lambda side: mean(result, side))
-        sides = [side if side in result["sides"] else None for side in (best, "inplace", "steer")]
+        sides = [side if side in result["sides"] else None for side in (kernel(result, mean), "inplace", "steer")]
         times = ["" if side is None else f"{1e3 * mean(result, side):.0f}" for side in sides]
         read = ["" if side is None else f"{storage_bytes(result, side) / 1e6:.0f}" for side in sides]
         rows.append([result["name"], *times, *read, f"{(result['routed']['lru_bytes'] or 0) / 1e6:.0f}"])

@@ -14,7 +14,7 @@ from matplotlib.ticker import PercentFormatter
 
 from llmcache.report.theme import INK, MUTED, Look, figure_bytes, grid_of, legend_below, style
 
-from .mount import Result, mean, mounts, seconds
+from .mount import Result, kernel, mean, mounts, seconds
 
 Document = dict[str, Any]
 KERNEL = "page cache"
@@ -52,14 +52,8 @@ def _lines(results: list[Result], time_of: Callable[[Result, str], float]) -> It
     for rate in (None, LIMIT_BPS):
         each = sorted((one for one in results if one["read_bps"] == rate), key=_share)
         for side in (KERNEL, *mounts(each[0])) if each else ():
-            times = [min(_times(one, side, time_of)) for one in each]
+            times = [time_of(one, kernel(one, time_of) if side == KERNEL else side) for one in each]
             yield Line(side, rate is not None, [_share(one) for one in each], [1 / each_s for each_s in times])
-
-
-def _times(result: Result, side: str, time_of: Callable[[Result, str], float]) -> list[float]:
-    """The time of a token; of the page cache with each read-ahead, of which the better counts."""
-    sides = [one for one in result["sides"] if one.startswith("kernel")] if side == KERNEL else [side]
-    return [time_of(result, one) for one in sides]
 
 
 def _share(result: Result) -> float:

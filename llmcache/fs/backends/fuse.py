@@ -365,7 +365,7 @@ class Reader:
             if mixture is None or number is None:
                 return None
             group.last_ns, group.last_pid = time.monotonic_ns(), pid or group.last_pid
-            length = min(size, sum(mixture.pages_of(number)) - offset)
+            length = min(size, mixture.end_of(number) - offset)
             fetch, mine = self.backend.slices.claim(mixture, number, offset, length, number == wanted, pid)
         if fetch is None:
             return length, self.direct(backing, address, length, offset)

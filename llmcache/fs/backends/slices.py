@@ -61,7 +61,7 @@ class SliceReader:
         first = mixture.slice_at(offset)
         if first is None or mixture.states[mixture.layout.expert_of[first]] != ABSENT:
             return first
-        end = sum(mixture.pages_of(first)) // PAGE * PAGE
+        end = mixture.end_of(first) // PAGE * PAGE
         return first if offset + size < end - PAGE else mixture.slice_at(end) if offset + size > end else None
 
     def claim(

@@ -318,9 +318,9 @@ def _whole(value: object) -> int:
 
 
 def _real(value: object) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= _MOST_S:  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST_S:
         raise ValueError(f"{type(value).__name__} for seconds")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def _real_or_none(value: object) -> float | None:

@@ -37,6 +37,7 @@ UNTOLD_SHARE, UNTOLD_LEAST = 4, 8  # where the header does not say how many that
 AHEAD = 4  # experts that are brought ahead of a prompt
 STRAY_NS = 5_000_000  # what the kernel reads around a fault is there by then
 STRAYS_MAX = 1024
+AHEAD_REACHES = 4  # a fault near the end of a slice has the kernel read on by up to twice what it reads around one
 
 
 @dataclass(eq=False)
@@ -122,11 +123,13 @@ class Mixture:
         return number if self.group.state(self.member.base + offset // self.group.extent_bytes) == SINGLE else None
 
     def beside(self, number: int, reach: int) -> list[tuple[int, int]]:
-        """(offset, bytes) of what lies up to `reach` bytes before and behind a slice, of experts that are not there."""
+        """(offset, bytes) of what the kernel reads around faults on a slice, of experts that are not there: `reach` bytes
+        before it, and behind it as far as it reads ahead at its end.
+        """
         layout = self.layout
         start, end = layout.starts[number], layout.starts[number] + layout.sizes[number]
         found: list[tuple[int, int]] = []
-        for first, last in ((start - reach, start), (end, end + 4 * reach)):
+        for first, last in ((start - reach, start), (end, end + AHEAD_REACHES * reach)):
             at = max(0, bisect_right(layout.starts, max(0, first)) - 1)
             while at < len(layout.starts) and layout.starts[at] < last:
                 if self.states[layout.expert_of[at]] == ABSENT:
@@ -141,6 +144,10 @@ class Mixture:
         """(offset, bytes) of a slice in whole pages, without what is in the loop."""
         start = self.layout.starts[number]
         return self._pages(start, start + self.layout.sizes[number])
+
+    def end_of(self, number: int) -> int:
+        """Where the pages of a slice end, or what belongs to the loop begins."""
+        return sum(self.pages_of(number))
 
     def facts(self) -> dict[str, Any]:
         """What is kept, as `llmcache stats --json` tells it."""
@@ -242,7 +249,7 @@ class MixtureCache:
         return min(together, self.used_bytes + HEADROOM_BYTES - max(self.room_bytes, LEAST_ROOM_BYTES))
 
     def faulted(self, mixture: Mixture, number: int, reach: int, now_ns: int) -> None:
-        """A program has faulted on a slice that was not there: the kernel reads `reach` bytes before and behind it too."""
+        """A program has faulted on a slice that was not there: the kernel reads around it, `reach` bytes to each side."""
         self._strays.append((now_ns, mixture, number, reach))
 
     def _read_around(self) -> Iterator[tuple[int, int, int, int]]:
