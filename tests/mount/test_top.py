@@ -42,12 +42,14 @@ class Terminal:
         self.before = termios.tcgetattr(self._theirs)
         self.said = ""
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a signal may cut a character
+        # readline, where pytest has it, exports the size that it finds, and programs believe that before the terminal.
+        unsized = {name: value for name, value in environment().items() if name not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "llmcache", "top", *map(str, words)],
             stdin=self._theirs,
             stdout=self._theirs,
             stderr=self._theirs,
-            env={**environment(), "TERM": "xterm-256color", **variables},
+            env={**unsized, "TERM": "xterm-256color", **variables},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that keys are signals
         )
@@ -79,7 +81,7 @@ class Terminal:
         """What the program is doing, as the kernel tells."""
         told = [Path(f"/proc/{self.process.pid}/{name}").read_text() for name in ("wchan", "stack", "environ")]
         sizes = [fcntl.ioctl(fd, termios.TIOCGWINSZ, bytes(8)) for fd in (self._ours, self._theirs)]
-        return f"{self.process.poll()}, {sizes}, foreground {os.tcgetpgrp(self._theirs)} of {self.process.pid}, {told}"
+        return f"{self.process.poll()}, {sizes}, foreground {os.tcgetpgrp(self._ours)} of {self.process.pid}, {told}"
 
     def end(self) -> tuple[int, str]:
         """(exit code, what was written last)."""
