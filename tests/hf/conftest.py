@@ -6,10 +6,20 @@ import importlib.metadata
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 _PRESENT = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 _OTHERS = [path.name for path in Path(__file__).parent.glob("test_*.py") if path.name != "test_supported.py"]
 
 collect_ignore = [] if _PRESENT else _OTHERS
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Whatever a test before has set: threads of torch wait for each other by spinning, and tests run side by side."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def pytest_report_header() -> str:

@@ -24,7 +24,6 @@ from llmcache.kv.transformers import SpillCache, enable
 
 @functools.cache
 def model() -> Any:
-    torch.set_num_threads(1)
     return enable(transformers.Qwen2ForCausalLM.from_pretrained(RECALL_MODEL).eval())
 
 

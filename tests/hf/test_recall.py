@@ -19,7 +19,6 @@ CONTEXTS = 4
 
 @functools.cache
 def model() -> Any:
-    torch.set_num_threads(1)
     return load_model(RECALL_MODEL)
 
 
@@ -81,7 +80,6 @@ def test_accuracy_is_of_any_policy_and_leaves_torch_its_threads() -> None:
     assert accuracy(model(), asked, "hillinfer", alpha=0.2) >= plain - 0.05
     assert accuracy(model(), asked, "window", alpha=0.1) < plain - 0.3
     assert torch.get_num_threads() == 2
-    torch.set_num_threads(1)
 
 
 def test_a_directory_without_a_model(tmp_path: Path) -> None:

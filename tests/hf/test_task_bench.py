@@ -29,7 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @functools.cache
 def subject() -> Subject:
-    torch.set_num_threads(1)
     return Subject(RECALL_MODEL)
 
 

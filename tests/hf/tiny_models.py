@@ -13,7 +13,6 @@ import transformers
 from llmcache.kv.transformers import SpillCache, disable, enable
 
 transformers.logging.set_verbosity_error()
-torch.set_num_threads(1)
 
 VOCABULARY, END = 97, 96
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3}

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.cache.plan import AUTO
+from llmcache.cache.plan import AUTO, CacheSize
 from llmcache.cache.policies import POLICIES, policy_class
 from llmcache.cache.simulate import simulate
 from llmcache.trace.shapes import GROUPS, SHAPES
@@ -30,11 +30,11 @@ Ratios = dict[str, dict[str, float]]
 """Mean hit ratio by trace and policy."""
 
 
-def ratios_of(policies: Sequence[str], shapes: Sequence[str] = tuple(SHAPES)) -> Ratios:
-    """Returns the mean hit ratio (0..1) of each policy on each shape over the sizes of `--cache auto`."""
+def ratios_of(policies: Sequence[str], shapes: Sequence[str] = tuple(SHAPES), sizes: Sequence[CacheSize] = AUTO) -> Ratios:
+    """Returns the mean hit ratio (0..1) of each policy on each shape over the sizes, by default those of `--cache auto`."""
     found: Ratios = {}
     for shape in shapes:
-        rows = simulate(SHAPES[shape](), policies, AUTO)
+        rows = simulate(SHAPES[shape](), policies, sizes)
         found[shape] = {name: statistics.fmean(row.hit_ratio for row in rows if row.policy == name) for name in policies}
     return found
 
