@@ -185,7 +185,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in tests/mount is of the mount tier, everything in tests/hf of the transformers tier."""
+    """All in tests/mount is of the mount tier, all in tests/hf of the transformers tier; long ones come first."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     for item in items:
         directories = item.path.relative_to(Path(__file__).parent).parts[:-1]
         for directory, tier in (("mount", "mount"), ("hf", "transformers")):

@@ -11,11 +11,12 @@ Before, in a script of yours:
 After:
 
     enable(model)
-    with SpillCache(model.config, "icecache", token_budget=1024, path="/mnt/nvme") as cache:
+    with SpillCache(model.config, token_budget=1024, path="/mnt/nvme") as cache:
         model.generate(**inputs, past_key_values=cache)
 
-Times are measured here; with a small model the spilled cache is slower: what it saves is memory. The model runs on the gpu
-if torch sees one; an index of keys, which some policies have, counts as memory.
+Times are measured here. The spilled cache has memory for its budget alone, and chooses from the first token on: in a script
+of yours short contexts are attended to fully, and pages take memory that is free. The model runs on the gpu if torch sees
+one; an index of keys, which some policies have, counts as memory.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llmcache.errors import DataError, UsageError, run_cli
 from llmcache.kv.bench.subject import Run, Subject, answer
+from llmcache.kv.spill import KvShape
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
 from llmcache.kv.transformers import SpillCache
 from llmcache.units import format_size
@@ -97,7 +99,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="file that the question is about")
     parser.add_argument("--ask", help="the question")
     parser.add_argument("--tokens", type=int, default=4096, help="of noise, without a model (default: %(default)s)")
-    parser.add_argument("--policy", default="hillinfer")
+    parser.add_argument("--policy", default="mass")
     parser.add_argument("--budget", type=int, default=128, help="tokens that each new one attends to (default: %(default)s)")
     parser.add_argument("--dir", type=Path, help="where to spill to (default: the directory for temporary files)")
     return parser.parse_args()
@@ -108,7 +110,10 @@ def main() -> int:
     options = _arguments()
     subject, answering = from_noise(options.tokens) if options.model is None else from_text(options)
     config, directory = subject.model.config, options.dir or tempfile.gettempdir()
-    with SpillCache(config, options.policy, token_budget=options.budget, path=directory) as spilled:
+    pages = -(-options.budget // KvShape.page_tokens)  # as if there were no more memory
+    with SpillCache(
+        config, options.policy, token_budget=options.budget, path=directory, cpu_pages=pages, full_tokens=0
+    ) as spilled:
         rows = {
             "transformers": ask(subject, answering, transformers.DynamicCache(config=config)),
             f"{options.policy}, {options.budget}": ask(subject, answering, spilled),

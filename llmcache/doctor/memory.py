@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from llmcache import memory
 from llmcache.doctor.report import FAILED, LIMITED, OK, Check
 from llmcache.errors import EnvironmentProblem
-from llmcache.fs.engine import budget
+from llmcache.fs.engine.budget import settle_budget
 from llmcache.units import format_size
 
 AREA = "memory"
@@ -18,11 +19,11 @@ def examine(root: Path = Path("/")) -> list[Check]:
 
 
 def _free(root: Path) -> Check:
-    machine, least = budget.machine_memory(root), budget.tightest(root)
+    machine, least = memory.machine_memory(root), memory.tightest(root)
     said = f"{format_size(machine.available_bytes)} of {format_size(machine.total_bytes)} available"
     facts = {"total_bytes": machine.total_bytes, "available_bytes": machine.available_bytes}
     try:
-        size = budget.settle_budget(None, root)
+        size = settle_budget(None, root)
     except EnvironmentProblem as problem:
         return Check(AREA, "free memory", FAILED, problem.message, problem.hint, facts)
     where = "" if least.name == machine.name else f" ({least.name})"
@@ -31,8 +32,8 @@ def _free(root: Path) -> Check:
 
 
 def _lockable(root: Path) -> Check:
-    size = budget.lockable_bytes(root)
-    if size >= budget.UNLIMITED:
+    size = memory.lockable_bytes(root)
+    if size >= memory.UNLIMITED:
         said = "memory may be locked without limit: mode steer"
         return Check(AREA, "RLIMIT_MEMLOCK", OK, said, facts={"unlimited": True})
     said = f"{format_size(size)} may be locked: budgets beyond that take mode arena"
@@ -41,8 +42,8 @@ def _lockable(root: Path) -> Check:
 
 
 def _cgroup(root: Path) -> Check:
-    version = budget.cgroup_version(root)
-    limits = budget.cgroup_memory(root)
+    version = memory.cgroup_version(root)
+    limits = memory.cgroup_memory(root)
     if version is None:
         remedy = "mount cgroup2 on /sys/fs/cgroup to have memory limits of groups respected and measured"
         return Check(AREA, "cgroup", LIMITED, "no memory controller", remedy)
@@ -54,7 +55,7 @@ def _cgroup(root: Path) -> Check:
 
 
 def _stalls(root: Path) -> Check:
-    if budget.stalled_us(root) is not None:
+    if memory.stalled_us(root) is not None:
         return Check(AREA, "PSI", OK, "memory stalls can be seen")
     remedy = "boot with psi=1 (kernels with CONFIG_PSI); the margin of free memory is watched without it, too"
     return Check(AREA, "PSI", LIMITED, "no /proc/pressure/memory: a mount notices pressure later", remedy)

@@ -61,6 +61,7 @@ def check_bounded(mount: Path) -> None:
     assert private_bytes(pid) <= BUDGET + OVERHEAD_BYTES
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ssd", ["file", "csd"])
 def test_a_context_larger_than_memory(expected: dict[str, Any], tmp_path: Path, ssd: str) -> None:
     source, point = tmp_path / "source", tmp_path / "mnt"

@@ -140,6 +140,7 @@ def _traced(running: Decoding, trace: Path) -> tuple[float, dict[str, Any]]:
     return running.median_s(begin), said("classify", trace)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["steer", "arena"])
 def test_a_model_larger_than_memory(model: Path, answers: list[int], tmp_path: Path, mode: str) -> None:
     for number in range(1, TIMES_TOLD + 1):

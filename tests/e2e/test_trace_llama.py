@@ -16,7 +16,7 @@ import pytest
 
 from tools.bench.runner import Recording, cap_bytes, client, loop_bytes, record
 
-pytestmark = [pytest.mark.bpf, pytest.mark.llama, pytest.mark.cgroup]
+pytestmark = [pytest.mark.long, pytest.mark.bpf, pytest.mark.llama, pytest.mark.cgroup]
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = 0.25  # of the loop; much more, and part of it stays mapped, where no fault shows that it is read

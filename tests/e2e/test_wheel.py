@@ -192,6 +192,7 @@ def test_every_command_is_run_here() -> None:
     assert {words for words in leaves if not any(f"{line} ".startswith(f"{words} ") for line in lines)} == set()
 
 
+@pytest.mark.long
 def test_the_wheel_does_without_the_source_tree(installed: Installed) -> None:
     """One test: the wheel is made once, whichever worker of the run has it."""
     asked = "import llmcache; print(llmcache.__path__[0])"

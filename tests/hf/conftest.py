@@ -15,11 +15,19 @@ collect_ignore = [] if _PRESENT else _OTHERS
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Whatever a test before has set: threads of torch wait for each other by spinning, and tests run side by side."""
-    import torch
+def _as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has one thread, whatever a test before has set: its threads wait by spinning, and tests run side by side.
 
-    torch.set_num_threads(1)
+    And no context is short enough to be attended to fully, unless a test says so: nothing of the store would be seen.
+    """
+    if _PRESENT:
+        import torch
+
+        from llmcache.kv.transformers import conversation
+
+        torch.set_num_threads(1)
+        monkeypatch.setattr(conversation, "SHORT", 0)
+        monkeypatch.setattr(conversation, "break_even", lambda *arguments: 0)
 
 
 def pytest_report_header() -> str:

@@ -1,5 +1,7 @@
 """With a budget that holds the context nothing changes, bit for bit: every family, every way to generate."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +9,33 @@ import pytest
 import torch
 import transformers
 
-from llmcache.kv.transformers import SpillCache
+from llmcache.kv.policies import policy_class
+from llmcache.kv.spill import KvShape
+from llmcache.kv.transformers import SpillCache, conversation, dense, disable, enable
+from llmcache.kv.transformers.conversation import Call
 from tests.hf.tiny_models import FAMILIES, Caches, both, check_same, generate, prompt, single, tiny, whole
 
 
 def spilled(policy: str, ssd: str, path: Path) -> Caches:
     return whole(policy, ssd=ssd, path=path, cpu_pages=4)
+
+
+def short(full_tokens: int = 4096) -> Caches:
+    """Return what makes a cache that attends to contexts of `full_tokens` fully, and beyond to next to nothing."""
+    return lambda model: SpillCache(model.config, "window", token_budget=48, full_tokens=full_tokens)
+
+
+def handed_over(path: Path, full_tokens: int = 155) -> Caches:
+    """Return what makes a cache that changes from tensors to a store in the middle of these texts."""
+    return whole(path=path, cpu_pages=4, full_tokens=full_tokens)
+
+
+KINDS: dict[str, Callable[[Path], Caches]] = {
+    "spilled": functools.partial(spilled, "hillinfer", "file"),
+    "short": lambda path: short(),
+    "handed over": handed_over,
+}
+of_every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.mark.parametrize("policy", ["full", "hillinfer"])
@@ -26,6 +49,11 @@ def test_other_policies(policy: str) -> None:
     check_same(*both(tiny("qwen2"), whole(policy), lambda model, cache: generate(model, cache, prompt())))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_short_contexts(family: str) -> None:
+    check_same(*both(tiny(family), short(), lambda model, cache: generate(model, cache, prompt())))
+
+
 @pytest.mark.parametrize("ssd", ["file", "csd"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_from_the_ssd(family: str, ssd: str, tmp_path: Path) -> None:
@@ -37,8 +65,8 @@ def test_from_the_ssd(family: str, ssd: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_half_precision(family: str, dtype: str, tmp_path: Path) -> None:
-    caches = spilled("full", "file", tmp_path)
-    check_same(*both(tiny(family, dtype), caches, lambda model, cache: generate(model, cache, prompt())))
+    for caches in (spilled("full", "file", tmp_path), short(), handed_over(tmp_path)):
+        check_same(*both(tiny(family, dtype), caches, lambda model, cache: generate(model, cache, prompt())))
 
 
 CROPPED = ["llama", "gemma3"] if int(transformers.__version__.split(".")[0]) >= 5 else ["llama"]
@@ -52,25 +80,29 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@of_every_kind
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
-def test_ways_to_generate(family: str, mode: str, tmp_path: Path) -> None:
-    caches = spilled("hillinfer", "file", tmp_path)
-    check_same(*both(tiny(family), caches, lambda model, cache: generate(model, cache, prompt(), **MODES[mode])))
+def test_ways_to_generate(family: str, mode: str, kind: str, tmp_path: Path) -> None:
+    check_same(
+        *both(tiny(family), KINDS[kind](tmp_path), lambda model, cache: generate(model, cache, prompt(), **MODES[mode]))
+    )
 
 
+@of_every_kind
 @pytest.mark.parametrize("assistant", [True, False])
 @pytest.mark.parametrize("family", CROPPED)
-def test_tokens_that_are_guessed_and_taken_back(family: str, assistant: bool, tmp_path: Path) -> None:
+def test_tokens_that_are_guessed_and_taken_back(family: str, assistant: bool, kind: str, tmp_path: Path) -> None:
     def run(model: Any, cache: Any) -> Any:
         by = {"assistant_model": tiny("qwen2")} if assistant else {"prompt_lookup_num_tokens": 3}
         return generate(model, cache, single(), max_new_tokens=20, **by)
 
-    check_same(*both(tiny(family), spilled("hillinfer", "file", tmp_path), run))
+    check_same(*both(tiny(family), KINDS[kind](tmp_path), run))
 
 
+@of_every_kind
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_several_turns(family: str, tmp_path: Path) -> None:
+def test_several_turns(family: str, kind: str, tmp_path: Path) -> None:
     def run(model: Any, cache: Any) -> Any:
         inputs = prompt()
         for turn in (5, 1, 40):
@@ -82,7 +114,7 @@ def test_several_turns(family: str, tmp_path: Path) -> None:
             inputs = {"input_ids": ids, "attention_mask": mask}
         return generate(model, cache, inputs)
 
-    check_same(*both(tiny(family), spilled("hillinfer", "file", tmp_path), run))
+    check_same(*both(tiny(family), KINDS[kind](tmp_path), run))
 
 
 def test_looking_ahead(tmp_path: Path) -> None:
@@ -101,12 +133,49 @@ def test_sequences_are_cut_repeated_and_chosen(tmp_path: Path) -> None:
             cache.batch_select_indices(torch.tensor([3, 0, 1]))
             cache.reorder_cache(torch.tensor([1, 1, 2]))
             assert cache.get_seq_length() == 65
-            steps = [model(input_ids=ids[:1, i : i + 1].expand(3, 1), past_key_values=cache).logits for i in range(20)]
+            steps = [model(input_ids=ids[:1, i : i + 1].expand(3, 1), past_key_values=cache).logits for i in range(30)]
             return torch.cat(steps, 1)
 
-    for caches in (whole("full"), spilled("hillinfer", "file", tmp_path)):
+    for caches in (whole("full"), spilled("hillinfer", "file", tmp_path), short(), handed_over(tmp_path, 90)):
         expected, got = both(tiny("llama"), caches, run)
         assert torch.equal(expected, got)
+
+
+def test_a_short_context_is_handed_over_beyond_its_bound(tmp_path: Path) -> None:
+    """By what is said, by the pool that is given, and by what is measured: which is done once, and no guess."""
+    model = tiny("llama")
+    measured = 0
+
+    def break_even(*arguments: Any) -> int:
+        nonlocal measured
+        measured += 1
+        return 160
+
+    kinds: tuple[tuple[dict[str, Any], int], ...] = (({"full_tokens": 152}, 152), ({"cpu_pages": 9}, 144), ({}, 160))
+    for options, most in kinds:
+        with pytest.MonkeyPatch.context() as patch, whole(path=tmp_path, **options)(model) as cache:
+            patch.setattr(conversation, "break_even", break_even)
+            enable(model)
+            generate(model, cache, single(140), max_new_tokens=2)
+            assert cache.get_seq_length() == cache.ids.shape[1] == 141 and cache.store.length == 0
+            assert cache.conversation.memory_bytes > 0
+            generate(model, cache, {"input_ids": torch.full((1, 142), 7)}, max_new_tokens=22)
+            assert cache.get_seq_length() == cache.store.length == 163 > most
+            disable(model)
+    assert measured
+
+
+def test_the_break_even_is_measured() -> None:
+    assert dense.crossing((1.0, 4.0), (2.0, 2.0)) == 2048  # one line crosses another half-way
+    assert dense.crossing((1.0, 4.0), (0.5, 0.5)) < 1024
+    assert dense.crossing((1.0, 1.0), (2.0, 2.0)) == dense.NEVER and dense.crossing((2.0, 2.0), (1.0, 1.0)) == 0
+    window = policy_class("window")
+    query, key = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 1, 16)
+    call = Call(None, query, key, key, None, {}, lambda module, *sides, **options: (sides[0], None))
+    asked = (window, window.settings_class(token_budget=64), KvShape("m", 3, 2, 16, "float32"), call, 1)
+    found = dense.break_even(*asked)
+    assert found >= dense.SHORT and (found == dense.NEVER or found & (found - 1) == 0)
+    assert dense.break_even(*asked) == found and len([kind for kind in dense._known if kind[0] is window]) == 1
 
 
 def test_a_small_budget_is_no_exact_attention() -> None:

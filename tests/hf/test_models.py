@@ -55,6 +55,7 @@ def said(name: str, cache: Any, ids: Any, steps: int) -> tuple[list[int], torch.
     return tokens, torch.cat(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TASK_MODELS)
 def test_a_budget_of_the_context_changes_no_bit(name: str, tmp_path: Path) -> None:
     expected = said(name, stock(model(name)), prompt(name), 6)
@@ -63,6 +64,7 @@ def test_a_budget_of_the_context_changes_no_bit(name: str, tmp_path: Path) -> No
     assert got[0] == expected[0] and torch.equal(got[1], expected[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TASK_MODELS)
 def test_a_conversation_that_was_saved_goes_on_after_a_kill(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"token_budget": 96, "threads": 1}
@@ -78,6 +80,7 @@ def test_a_conversation_that_was_saved_goes_on_after_a_kill(name: str, tmp_path:
         assert said(name, cache, prompt(name), 10)[0] == [*tokens, *rest]
 
 
+@pytest.mark.long
 def test_a_text_is_read_with_each_cache(tmp_path: Path) -> None:
     words = ["--model", "smollm2", "--task", "loss", "--context", "200", "--policy", "mass", "--budget", "48"]
     few = ["--cases", "1", "--steps", "1", "--threads", "1", "--path", str(tmp_path), "--json"]

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OLDEST = Path(sys.prefix) / "transformers-oldest"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_oldest_transformers_does_the_same() -> None:
     if not OLDEST.is_dir():

@@ -29,13 +29,15 @@ def linear() -> Any:
         ({"alpha": 0.0}, "alpha"),
         ({"alpha": 1.5}, "alpha"),
         ({"alpha": 0.5, "token_budget": 100}, "token_budget"),
-        ({"token_budget": 40}, "token_budget"),
+        ({"policy": "hillinfer", "token_budget": 40}, "token_budget"),
         ({"colour": "blue"}, "colour"),
         ({"ssd": "tape"}, "ssd"),
-        ({"cpu_pages": 2, "path": "x.kv"}, "cpu_pages"),
+        ({"policy": "hillinfer", "cpu_pages": 2, "path": "x.kv"}, "cpu_pages"),
         ({"cpu_pages": 20}, "cpu_pages"),
         ({"gpu_pages": 0}, "gpu_pages"),
         ({"gpu_pages": 9, "lookahead": True}, "gpu_pages"),
+        ({"full_tokens": -1}, "full_tokens"),
+        ({"policy": "h2o", "full_tokens": 100}, "full_tokens"),
     ],
 )
 def test_settings(options: dict[str, Any], field: str) -> None:

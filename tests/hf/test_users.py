@@ -138,7 +138,9 @@ def test_a_cache_that_nobody_has_any_more_is_gone(llama: Any, tmp_path: Path) ->
     gc.collect()
     assert [ref() for ref in seen] == [None, None]
     assert not list(tmp_path.iterdir())
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llmcache-kv-ahead")]
+    # One that Ctrl-C has met while it began, in a test before, is listed for ever.
+    alive = [thread for thread in threading.enumerate() if thread.is_alive()]
+    assert not [thread for thread in alive if thread.name.startswith("llmcache-kv-ahead")]
 
 
 def test_an_enabled_model_that_nobody_has_any_more_is_gone() -> None:

@@ -116,6 +116,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.long
 @pytest.mark.cgroup
 @pytest.mark.parametrize("mode", ["steer", "arena"])
 def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path, mode: str) -> None:

@@ -34,6 +34,7 @@ def test_the_short_plans_have_every_fault() -> None:
     assert {fault for plan in plans for step in plan for fault in step.faults} == set(FAULTS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["steer", "arena"])
 def test_a_plan_of_faults(tmp_path: Path, mode: str) -> None:
     end = time.monotonic() + SECONDS

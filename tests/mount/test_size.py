@@ -43,6 +43,7 @@ def quickest_s(done: ClientRun) -> float:
     return min(step.seconds for step in done.measured(WARMUP))
 
 
+@pytest.mark.long
 @pytest.mark.cgroup
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["steer", "arena"])

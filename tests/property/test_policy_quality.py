@@ -16,6 +16,7 @@ def ratios() -> Ratios:
     return ratios_of((*RIVALS, OURS), sizes=AUTO[::2])
 
 
+@pytest.mark.long
 def test_every_bar_is_reached(ratios: Ratios) -> None:
     missed = [bar for bar in bars({"ratios": ratios, "groups": groups(ratios)}) if not bar.passed]
     assert not missed

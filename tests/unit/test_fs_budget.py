@@ -9,18 +9,8 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import EnvironmentProblem
-from llmcache.fs.engine.budget import (
-    CAP_IPC_LOCK,
-    DAEMON_BYTES,
-    GROUP_MARGIN_BYTES,
-    MACHINE_MARGIN_BYTES,
-    MIN_BUDGET_BYTES,
-    cgroup_memory,
-    machine_memory,
-    settle_budget,
-    settle_mode,
-    tightest,
-)
+from llmcache.fs.engine.budget import DAEMON_BYTES, MIN_BUDGET_BYTES, settle_budget, settle_mode
+from llmcache.memory import CAP_IPC_LOCK, GROUP_MARGIN_BYTES, MACHINE_MARGIN_BYTES, cgroup_memory, machine_memory, tightest
 from tests.unit.recorded import GIB, MIB, v1_group, v2_group, write_machine
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.engine import budget
-from llmcache.fs.engine.budget import LEAST_LIMIT_BYTES, MACHINE_MARGIN_BYTES, PressureGauge
+from llmcache.fs.engine.budget import LEAST_LIMIT_BYTES, PressureGauge
+from llmcache.memory import MACHINE_MARGIN_BYTES
 from tests.unit.recorded import GIB, MIB, v2_group, write_machine, write_stalls
 
 BUDGET = GIB

@@ -13,7 +13,7 @@ ALL_FILES = [*PACKAGE, *sorted((ROOT / "tools").rglob("*.py")), *sorted((ROOT / 
 LONGEST_FILE = 900
 
 # What each part of the package may import from the others; a part may always import itself.
-BASE = {"units", "errors", "files", "arrays", "mountinfo", "storage"}
+BASE = {"units", "errors", "files", "arrays", "mountinfo", "storage", "memory"}
 ALLOWED = {
     "errors": set(),
     "units": {"errors"},
@@ -21,6 +21,7 @@ ALLOWED = {
     "arrays": set(),
     "mountinfo": set(),
     "storage": set(),
+    "memory": set(),
     "bpf": BASE,
     "trace.record": BASE,
     "trace.formats": BASE | {"trace.record"},

@@ -28,7 +28,8 @@ STEPS = 20
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llmcache-kv-ahead")]
+    alive = [thread for thread in threading.enumerate() if thread.is_alive()]
+    assert not [thread for thread in alive if thread.name.startswith("llmcache-kv-ahead")]
 
 
 def config(path: Path, ssd: str = "csd") -> StoreConfig:

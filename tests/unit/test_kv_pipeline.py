@@ -80,7 +80,8 @@ def same(first: list[list[Gathered]], second: list[list[Gathered]]) -> bool:
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llmcache-kv-ahead")]
+    alive = [thread for thread in threading.enumerate() if thread.is_alive()]
+    assert not [thread for thread in alive if thread.name.startswith("llmcache-kv-ahead")]
 
 
 def test_looking_ahead_with_true_queries_changes_nothing() -> None:

@@ -489,6 +489,7 @@ def writers(tmp_path: Path) -> Iterator[Callable[[int], BaseProcess]]:
         process.join()
 
 
+@pytest.mark.long
 def test_writers_killed_at_any_moment_leave_blocks_that_are_right(
     tmp_path: Path, writers: Callable[[int], BaseProcess], caplog: pytest.LogCaptureFixture
 ) -> None:

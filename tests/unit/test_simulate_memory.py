@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from llmcache.trace.record import Provenance, TraceFile, TraceWriter
 
@@ -36,6 +37,7 @@ print([line.split()[1] for line in open("/proc/self/status") if line.startswith(
     return 1024 * int(done.stdout)
 
 
+@pytest.mark.long
 def test_four_times_the_trace_takes_no_more_memory(tmp_path: Path) -> None:
     short, long = tmp_path / "short.parquet", tmp_path / "long.parquet"
     write(short, 4)

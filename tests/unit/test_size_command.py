@@ -14,7 +14,8 @@ import pytest
 from llmcache.cache.mixture import MixtureBytes
 from llmcache.cache.sizing import SECOND_NS, Setting, need, passes
 from llmcache.fs.client.advice import mount_cache_bytes, mount_keeps_bytes
-from llmcache.fs.engine.budget import MIN_BUDGET_BYTES, total_bytes
+from llmcache.fs.engine.budget import MIN_BUDGET_BYTES
+from llmcache.memory import total_bytes
 from tests.unit.test_fs_modelfile import EMBEDDING, LAYER, OUTPUT, gguf
 from tools.make_model import Shape, make_model
 

@@ -256,7 +256,7 @@ def exact(place: Place) -> dict[str, dict[str, Any]]:
         subject = Subject(model_of(name))
         text, model = _text(subject, place.lengths(LONG)[0]), subject.model
         full = stock(model)
-        with SpillCache(model.config, OWN, token_budget=2 * text.ids.shape[1], path=place.directory) as cache:
+        with SpillCache(model.config, OWN, token_budget=2 * text.ids.shape[1], path=place.directory, full_tokens=0) as cache:
             for ids in (text.ids, *(text.following[:, at : at + 1] for at in range(SAID))):
                 same.append(bool((logits(model, full, ids) == logits(model, cache, ids)).all()))
     what = "steps whose logits are DynamicCache's bit for bit, with a budget of the context"
@@ -280,7 +280,7 @@ def _talk(place: Place, name: str, path: Path, say: Connection) -> None:
 
     subject = Subject(model_of(name))
     text = _text(subject, place.lengths(LONG)[0])
-    with SpillCache(subject.model.config, OWN, token_budget=POOL_BUDGET, path=path) as cache:
+    with SpillCache(subject.model.config, OWN, token_budget=POOL_BUDGET, path=path, full_tokens=0) as cache:
         said = _generated(subject.model, cache, text.ids, SAID)
         cache.save()
         say.send(said)
@@ -309,9 +309,9 @@ def restored(place: Place) -> dict[str, dict[str, Any]]:
             talk.join()
         subject = Subject(model_of(name))
         model, text = subject.model, _text(subject, place.lengths(LONG)[0])
-        with SpillCache.restore(model, path, OWN, token_budget=POOL_BUDGET) as cache:
+        with SpillCache.restore(model, path, OWN, token_budget=POOL_BUDGET, full_tokens=0) as cache:
             rest = _generated(model, cache, np.array([said[-1:]]), AFTER)
-        with SpillCache(model.config, OWN, token_budget=POOL_BUDGET) as cache:
+        with SpillCache(model.config, OWN, token_budget=POOL_BUDGET, full_tokens=0) as cache:
             expected = _generated(model, cache, text.ids, SAID + AFTER)
         same += [one == other for one, other in zip([*said, *rest], expected, strict=True)]
     what = "tokens that are the same after a save, a kill and a restore"

@@ -38,8 +38,8 @@ from llmcache.fs import syscalls
 from llmcache.fs.backends.files import CHECK_S, File, Files, MappedFile, ReadAhead, read_ahead, read_ahead_file
 from llmcache.fs.backends.fuse import FAILED
 from llmcache.fs.backends.touches import MISS, Touch, Touches
-from llmcache.fs.engine.budget import free_bytes
 from llmcache.fs.engine.group import ABSENT, LOADING, PAGE, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
+from llmcache.memory import free_bytes
 from llmcache.mountinfo import mounts
 
 if TYPE_CHECKING:

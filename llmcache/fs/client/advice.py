@@ -41,9 +41,10 @@ from llmcache.cache.sizing import (
 from llmcache.cache.steering import EXTENTS_MAX, HUGE_BYTES, LARGE_EXTENT, SMALL_EXTENT, extent_bytes_for
 from llmcache.errors import UsageError
 from llmcache.fs.client.bandwidth import measured_storage
-from llmcache.fs.engine.budget import DAEMON_BYTES, MIN_BUDGET_BYTES, budget_of, ram_for, total_bytes
+from llmcache.fs.engine.budget import DAEMON_BYTES, MIN_BUDGET_BYTES, budget_of, ram_for
 from llmcache.fs.engine.experts import HEADROOM_BYTES
 from llmcache.fs.layout.modelfile import model_bytes
+from llmcache.memory import total_bytes
 from llmcache.units import format_size
 
 _STEP_BYTES = 10**6

@@ -199,13 +199,14 @@ def ask(model: Any, cache: Any, task: Probe | Chain) -> Flags:
 def accuracy(model: Any, questions: Questions, policy: str | None = None, **settings: Any) -> float:
     """Returns the share (0 .. 1) of `questions` that `model` answers right, one after the other, all contexts at once.
 
-    `policy` None: transformers' own cache, which keeps everything; else a SpillCache with `settings`, whose errors it has.
+    `policy` None: transformers' own cache, which keeps everything; else a SpillCache with `settings`, whose errors it has; it
+    chooses however short the contexts are.
     """
     # Products of so small a model take longer to share out between threads than to do.
     with torch_threads(1):
         if policy is None:
             return float(answer(model, stock(model), questions).mean())
-        with SpillCache(model.config, policy, **settings) as cache:
+        with SpillCache(model.config, policy, **{"full_tokens": 0, **settings}) as cache:
             return float(answer(model, cache, questions).mean())
 
 
@@ -342,7 +343,7 @@ class Run:
             sides = (side for layer in self.cache.layers for side in (layer.keys, layer.values))
             return Memory(sum(side.numel() * side.element_size() for side in sides), 0)
         policy = getattr(self.cache.conversation.engine, "policy", None)
-        return Memory(self.cache.store.memory_bytes, getattr(getattr(policy, "indexes", None), "size_bytes", 0))
+        return Memory(self.cache.conversation.memory_bytes, getattr(getattr(policy, "indexes", None), "size_bytes", 0))
 
 
 class Watch:

@@ -46,21 +46,23 @@ class SpillCache(Cache):
         with SpillCache(model.config, token_budget=1024, path="/mnt/nvme") as cache:
             model.generate(**inputs, past_key_values=cache)
 
-    `policy`, by name, chooses what a new token attends to: `token_budget` tokens, or the share `alpha` of the context (0.2
-    if neither is given), sink and window included: the first and last tokens, which are attended in any case (None: as many
-    as suit the policy). Prompts are attended to exactly. `path`: the spill file, kept on
-    `close`; a directory: a file in it that is removed then; None: all stays in memory. `ssd`: "file", or "csd" for the
-    *emulated* computational SSD with `profile`. `cpu_pages` of 16 tokens per layer and sequence stay in memory (default:
-    the token budget, or 4096 tokens); `gpu_pages` that were used lately stay in the memory of the device that the model
-    runs on, over all layers and sequences together. `lookahead`: the next layer is evaluated and fetched while one
-    computes; `exact` False takes what an estimate of its queries chose. `options`: further settings of the policy.
-    UsageError names a setting, or a property of the model, that is not supported.
+    Contexts of up to `full_tokens` are attended to fully, as fast as with transformers' own cache (None: as far as that is
+    faster than choosing, which is *measured*, and fits the memory below; then runs that shall be the same must name it).
+    Beyond, `policy`, by name, chooses what a new token attends to: `token_budget` tokens, or the share `alpha` of the
+    context (0.2 if neither is given), sink and window included: the first and last tokens, which are attended in any case
+    (None: as many as suit the policy). Prompts are attended to exactly. `path`: the spill file, kept on `close`; a
+    directory: a file in it that is removed then; None: all stays in memory. `ssd`: "file", or "csd" for the *emulated*
+    computational SSD with `profile`. `cpu_pages` of 16 tokens per layer and sequence stay in memory (default: a quarter of
+    what can be had, or the token budget where that is more); `gpu_pages` that were used lately stay in the memory of the
+    device that the model runs on, over all layers and sequences together. `lookahead`: the next layer is evaluated and
+    fetched while one computes; `exact` False takes what an estimate of its queries chose. `options`: further settings of
+    the policy. UsageError names a setting, or a property of the model, that is not supported.
     """
 
     def __init__(
         self,
         config: Any,
-        policy: str = "hillinfer",
+        policy: str = "mass",
         *,
         alpha: float | None = None,
         token_budget: int | None = None,
@@ -75,13 +77,14 @@ class SpillCache(Cache):
         exact: bool = True,
         threads: int | None = None,
         timeline: Timeline = NO_TIMELINE,
+        full_tokens: int | None = None,
         **options: Any,
     ) -> None:
         wanted, chosen = policy_settings(policy, {"alpha": alpha, "token_budget": token_budget, **options})
         settings = SpillSettings(
             wanted, chosen, None if path is None else Path(path), ssd, sink_tokens=sink_tokens, window_tokens=window_tokens,
             cpu_pages=cpu_pages, gpu_pages=gpu_pages, profile=profile, lookahead=lookahead, exact=exact, threads=threads,
-            timeline=timeline,
+            timeline=timeline, full_tokens=full_tokens,
         )  # fmt: skip
         name = model_name(config)
         super().__init__(layers=spilled_layers(config, functools.partial(Conversation, settings, name)))
@@ -104,7 +107,7 @@ class SpillCache(Cache):
     @property
     def ids(self) -> Int64s:
         """Ids of the tokens [batch, tokens] that it holds; -1 for those that the model got as embeddings."""
-        return self.store.ids
+        return self.conversation.ids
 
     def check(self) -> None:
         """DataError if a forward pass ended between a spilled layer and a sliding one: their tokens differ."""
@@ -169,7 +172,7 @@ class SpillCache(Cache):
         self.conversation.save(list(self._stock()))
 
     @classmethod
-    def restore(cls, model: Any, path: str | Path, policy: str = "hillinfer", **options: Any) -> SpillCache:
+    def restore(cls, model: Any, path: str | Path, policy: str = "mass", **options: Any) -> SpillCache:
         """Returns a cache that goes on with the spill file at `path`, for `model` itself; `options` as for a new one.
 
         Up to 15 tokens at the end are lost where `save` was not called; of a model with sliding layers all that came after

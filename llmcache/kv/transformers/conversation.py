@@ -1,5 +1,8 @@
 """Conversation: what the layers of a cache share, a store, a policy and an engine; and attention over them.
 
+It begins with `DenseLayers`: every token attends to all, exactly, until there are more than `SpillSettings.full_tokens`. The
+store takes over then, between two steps.
+
 A prompt is attended to exactly, by transformers' own attention over the keys as they come, and stored layer by layer. So
 are several tokens at once behind it (chunked prefill, assisted decoding, the next turn), over everything that is stored.
 A single token attends to what the policy chooses.
@@ -29,14 +32,17 @@ from llmcache.kv.policies.base import KvPolicy, PolicySettings
 from llmcache.kv.spill import KvShape
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
+from llmcache.kv.tiers.table import look
 from llmcache.kv.transformers import sidecar
+from llmcache.kv.transformers.dense import SHORT, DenseLayers, break_even
 from llmcache.kv.transformers.tensors import TorchFastTier, as_array, as_tensor, cut_mask, dtype_name, first_tokens
+from llmcache.memory import tightest
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 UNKNOWN_ID = -1
 """Id of a token that was given as an embedding."""
-POOL_TOKENS = 4096
-"""Tokens of each layer and sequence kept in memory where neither a pool nor a token budget is given, but a spill file."""
+MEMORY_SHARE = 0.25
+"""Of the memory that can be had when a cache with a spill file begins: so much keeps pages where nothing is said of it."""
 
 _OWN_NAME = re.compile(r"llmcache-[0-9a-f]{16}\.kv")
 
@@ -58,19 +64,26 @@ class SpillSettings:
     exact: bool = True
     threads: int | None = None
     timeline: Timeline = NO_TIMELINE
+    full_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.gpu_pages is not None and self.gpu_pages < 1:
             raise UsageError(f"gpu_pages: {self.gpu_pages}, at least 1 is needed", "leave it out for no gpu tier")
         if self.gpu_pages is not None and self.lookahead:
             raise UsageError("gpu_pages: looking ahead fetches to the host, not to the gpu", "give one of the two")
+        if self.full_tokens is not None and self.full_tokens < 0:
+            raise UsageError(f"full_tokens: {self.full_tokens}, at least 0 is needed", "0: choose from the first token on")
+        if self.full_tokens and self.policy.needs_weights:
+            hint = "it counts the attention of every step: leave full_tokens out"
+            raise UsageError(f"full_tokens: the policy {self.policy.name!r} must choose from the first token on", hint)
         # A shape of nothing: what does not fit whatever the model is must be said now, and not within its first step.
         self.chosen.check_store(self.store_config(KvShape("none", 1, 1, 1), 1, self.path))
 
     def store_config(self, shape: KvShape, batch: int, path: Path | None) -> StoreConfig:
         """Returns what the store of a model of `shape` is made from, with the spill file `path`.
 
-        Sink and window are as the policy would have them unless given; the pool beside a file as large as the budget.
+        Sink and window are as the policy would have them unless given; the pool beside a file takes its share of memory, or
+        the budget where that is more.
         """
         if self.ssd not in ("file", "csd"):
             raise UsageError(f"ssd: there is no kind {self.ssd!r}", "one of: file, csd")
@@ -78,9 +91,39 @@ class SpillSettings:
         window = self.policy.window_tokens if self.window_tokens is None else self.window_tokens
         pages = self.cpu_pages
         if path is not None and pages is None:
-            budget = shape.pages_of(self.chosen.token_budget or POOL_TOKENS)
-            pages = max(shape.pages_of(sink) + shape.pages_of(window), budget)
+            least = shape.pages_of(sink) + shape.pages_of(window), shape.pages_of(self.chosen.token_budget or 0)
+            pages = max(*least, free_tokens(shape, batch) // shape.page_tokens)
         return StoreConfig(shape, batch, sink, window, pages, path, self.ssd, self.profile, threads=self.threads)
+
+    def stays_full(self, tokens: int, shape: KvShape, call: Call) -> bool:
+        """Returns whether a context of so many `tokens` is attended to fully; `call`: one of the step that makes it so long.
+
+        Unless `full_tokens` says it: not beyond what may be in memory, and not where choosing is faster.
+        """
+        if self.full_tokens is not None:
+            return tokens <= self.full_tokens
+        if self.policy.needs_weights or self.gpu_pages is not None:
+            return False
+        if self.cpu_pages is not None:
+            most = self.cpu_pages * shape.page_tokens
+        elif self.path is not None or call.key.device.type == "cuda":
+            most = free_tokens(shape, len(call.key), call.key.device)
+        else:
+            most = tokens
+        if tokens > most:
+            return False
+        return tokens <= SHORT or tokens <= break_even(self.policy, self.chosen, shape, call, self.threads)
+
+
+def free_tokens(shape: KvShape, batch: int, device: torch.device | None = None) -> int:
+    """Returns how many tokens of each sequence fit `MEMORY_SHARE` of the memory to be had, `device`'s if it is a gpu."""
+    if device is not None and device.type == "cuda":
+        free_bytes = int(torch.cuda.mem_get_info(device)[0])
+    else:
+        free_bytes = tightest().available_bytes
+    dims = shape.head_dim + (shape.value_dim or shape.head_dim)
+    token_bytes = batch * shape.layers * shape.kv_heads * dims * shape.numpy_dtype.itemsize
+    return int(MEMORY_SHARE * free_bytes) // token_bytes
 
 
 def policy_settings(name: str, options: dict[str, Any]) -> tuple[type[KvPolicy], PolicySettings]:
@@ -131,6 +174,7 @@ class Conversation:
         self.noted: tuple[Int64s, Int64s | None] | None = None
         self._store: KvStore | None = None
         self._engine: KvEngine | None = None
+        self._dense: DenseLayers | None = None  # while it is short; the store has a beginning of it then, or nothing
         self._own_file: Path | None = None  # in a directory, until it is closed
         self._padding_known = False
         self._is_restored = False
@@ -140,6 +184,8 @@ class Conversation:
     @property
     def length(self) -> int:
         """Tokens of each sequence, padding included."""
+        if self._dense is not None:
+            return self._dense.length
         return self._store.length if self._store is not None else 0
 
     @property
@@ -150,6 +196,11 @@ class Conversation:
         return self._store
 
     @property
+    def ids(self) -> Int64s:
+        """Ids of the tokens [batch, tokens]; UsageError before the first."""
+        return self.store.ids if self._dense is None else self._dense.ids
+
+    @property
     def engine(self) -> KvEngine | None:
         """The engine; None before the first step, and before the first after a file was restored."""
         return self._engine
@@ -157,7 +208,12 @@ class Conversation:
     @property
     def looks_ahead(self) -> bool:
         """True if layers are evaluated before their queries are there."""
-        return self.settings.lookahead and self.length > 0 and self._engine is not None
+        return self.settings.lookahead and self.length > 0 and self._engine is not None and self._dense is None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that keys and values take on the host, or while the context is short on the device; no index."""
+        return self.store.memory_bytes + (0 if self._dense is None else self._dense.size_bytes)
 
     # Attention
 
@@ -186,18 +242,40 @@ class Conversation:
         self._check(engine, layer, call)
         if not self._done:
             self._note_padding(engine.policy, call.mask)
-        whole = call.tokens > 1 or self.length == 0
-        output = self._attend_all(engine, layer, call) if whole else self._attend_chosen(engine, layer, call)
+            if self._dense is not None and not self._stays_full(call):
+                self._hand_over(engine)
+                self._dense = None
+        if self._dense is not None:
+            output = call.run(*self._dense.append(layer, call.key, call.value), call.mask)
+        elif call.tokens > 1 or self.length == 0:
+            output = self._attend_all(engine, layer, call)
+        else:
+            output = self._attend_chosen(engine, layer, call)
         if self.length:
             _refuse_backward(output[0])
         self._done.add(layer)
         if len(self._done) == self.layers:
             self._done = set()
-            engine.finish_step(*self._tokens(call.tokens))
+            end = engine.finish_step if self._dense is None else self._dense.commit
+            end(*self._tokens(call.tokens))
         return output
 
+    def _stays_full(self, call: Call) -> bool:
+        return self.settings.stays_full(self.length + call.tokens, self.store.shape, call)
+
+    def _hand_over(self, engine: KvEngine) -> None:
+        """Gives the store the tokens that it has not; after an error it may be called again."""
+        dense, store = self._dense, self.store
+        if dense is None or store.length == dense.length:
+            return
+        for layer in range(self.layers):
+            if (start := store.layer_length(layer)) < dense.length:
+                none: Floats = np.empty((store.batch, store.shape.kv_heads, 0, store.shape.head_dim), np.float32)
+                engine.prefill(layer, none, *map(as_array, dense.rows(layer, start)))
+        engine.finish_step(dense.ids[:, store.length :], dense.positions[:, store.length :])
+
     def _check(self, engine: KvEngine, layer: int, call: Call) -> None:
-        if self.store.layer_length(layer) > self.store.length:
+        if (self._dense or self.store).layer_length(layer) > self.length:
             self._take_back(engine)
         shape, batch = self.store.shape, self.store.batch
         if len(call.query) != batch:
@@ -280,7 +358,20 @@ class Conversation:
         fast = None if pages is None else TorchFastTier(pages, call.key.dtype, call.key.device)
         app, exact = settings.lookahead, settings.exact
         self._engine = KvEngine(self._store, policy, app=app, exact=exact, fast=fast, timeline=settings.timeline)
+        if settings.stays_full(self._store.length + call.tokens, self._store.shape, call):
+            self._dense = self._taken_out(call)
         return self._engine
+
+    def _taken_out(self, call: Call) -> DenseLayers:
+        """What a file had that was restored, or nothing."""
+        dense, store = DenseLayers(self.layers), self.store
+        if store.length:
+            for layer in range(self.layers):
+                gathered = store.gather(layer, store.everything)
+                dense.append(layer, *_tensors(gathered, call))
+                gathered.release()
+            dense.commit(store.ids, store.positions)
+        return dense
 
     def _file(self) -> Path | None:
         """The spill file: one of its own where the path is a directory."""
@@ -295,7 +386,8 @@ class Conversation:
         """Goes on with what the spill file holds; DataError if it is another model's, or damaged."""
         if self.settings.path is None or self.settings.path.is_dir():
             raise UsageError("path: the name of a spill file is needed", "name the one that was saved")
-        config = self.settings.store_config(shape, 1, self.settings.path)
+        batch = len(look(self.settings.path, shape).sequences)
+        config = self.settings.store_config(shape, batch, self.settings.path)
         self._store = KvStore.restore(self.settings.path, config)
         self._is_restored = True
 
@@ -309,8 +401,10 @@ class Conversation:
             raise UsageError("path: no spill file that stays when the cache is closed", "make the cache with a file's name")
         if self._engine is not None:
             self._engine.rest()
-        if any(store.layer_length(layer) > store.length for layer in range(self.layers)):
+        if any((self._dense or store).layer_length(layer) > self.length for layer in range(self.layers)):
             self._take_back(self._engine)
+        if self._engine is not None:
+            self._hand_over(self._engine)
         try:
             store.save(sidecar.write(self.settings.path, store, sliding))
         finally:
@@ -320,7 +414,7 @@ class Conversation:
 
     def close(self) -> None:
         """Ends it; a spill file that has a name of the user's stays. It may begin again."""
-        store, engine, self._store, self._engine = self._store, self._engine, None, None
+        store, engine, self._store, self._engine, self._dense = self._store, self._engine, None, None, None
         self._done, self._expected, self.noted, self._padding_known = set(), None, None, False
         self._is_restored = False
         if engine is not None:
@@ -344,7 +438,9 @@ class Conversation:
     def _cut(self, engine: KvEngine | None, tokens: int) -> None:
         if engine is not None:
             engine.rest()
-        self.store.crop(tokens)
+        if self._dense is not None:
+            self._dense.crop(tokens)
+        self.store.crop(min(tokens, self.store.length))
         self._padding_known = False  # what follows may begin elsewhere, if nothing but padding is left
         if engine is not None:
             engine.policy.cropped(tokens)
@@ -355,6 +451,9 @@ class Conversation:
             return
         if self._engine is not None:
             self._engine.rest()
+        if self._dense is not None:
+            self._store.crop(self._store.length)  # of a hand-over that an error has broken off
+            self._dense.choose(index)
         self._store.select(index)
         if self._engine is not None:
             self._engine.policy.reordered(index)
