@@ -199,8 +199,8 @@ def ask(model: Any, cache: Any, task: Probe | Chain) -> Flags:
 def accuracy(model: Any, questions: Questions, policy: str | None = None, **settings: Any) -> float:
     """Returns the share (0 .. 1) of `questions` that `model` answers right, one after the other, all contexts at once.
 
-    `policy` None: transformers' own cache, which keeps everything; else a SpillCache with `settings`, whose errors it has; it
-    chooses however short the contexts are.
+    `policy` None: transformers' own cache, which keeps everything; else a SpillCache with `settings`, whose errors it has.
+    However short the contexts are, it chooses.
     """
     # Products of so small a model take longer to share out between threads than to do.
     with torch_threads(1):

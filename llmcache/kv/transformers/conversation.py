@@ -213,7 +213,8 @@ class Conversation:
     @property
     def memory_bytes(self) -> int:
         """Memory that keys and values take on the host, or while the context is short on the device; no index."""
-        return self.store.memory_bytes + (0 if self._dense is None else self._dense.size_bytes)
+        stored = self.store.memory_bytes if self.store.length else 0
+        return stored + (0 if self._dense is None else self._dense.size_bytes)
 
     # Attention
 

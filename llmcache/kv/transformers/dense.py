@@ -55,8 +55,9 @@ class DenseLayers:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that they take, their room included."""
-        return sum(side.numel() * side.element_size() for sides in self._sides for side in sides)
+        """Memory that they take; nothing is in their room, so the kernel has given none for it."""
+        pairs = zip(self._sides, self._lengths, strict=True)
+        return sum(side[:, :, :length].numel() * side.element_size() for sides, length in pairs for side in sides)
 
     def layer_length(self, layer: int) -> int:
         """Returns the tokens a layer has, those of a step that is under way included."""
