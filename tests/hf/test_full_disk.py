@@ -69,19 +69,25 @@ def test_no_room_for_the_states_of_sliding_layers(tmp_path: Path) -> None:
             assert os.listdir(disk) == []
 
 
-def test_a_disk_that_is_full_while_it_talks(tmp_path: Path) -> None:
-    """The step is taken back, and the conversation is as it would have been, once there is space."""
+@pytest.mark.parametrize("full_tokens", [0, 165])
+def test_a_disk_that_is_full_while_it_talks(tmp_path: Path, full_tokens: int) -> None:
+    """The step is taken back, and the conversation is as it would have been, once there is space.
+
+    That it is full may come out while the store takes over what was attended to fully.
+    """
     model = enable(tiny("llama"))
     try:
         with small_disk(tmp_path, "30m") as disk:
-            with SpillCache(model.config, path=disk / "talk.kv", token_budget=64, threads=2) as cache:
+            with SpillCache(
+                model.config, path=disk / "talk.kv", token_budget=64, threads=2, full_tokens=full_tokens
+            ) as cache:
                 inputs = longer(generate(model, cache, prompt()), 1100)
                 ballast, ids = fill(disk), cache.ids.copy()
                 with pytest.raises(EnvironmentProblem, match="no space left"):
                     generate(model, cache, inputs)
                 ballast.unlink()
                 cache.save()
-            with SpillCache.restore(model, disk / "talk.kv", token_budget=64, threads=2) as cache:
+            with SpillCache.restore(model, disk / "talk.kv", token_budget=64, threads=2, full_tokens=full_tokens) as cache:
                 assert (cache.ids == ids).all()
                 generate(model, cache, inputs)
     finally:

@@ -21,8 +21,9 @@ def test_the_oldest_transformers_does_the_same() -> None:
     version = re.search(r"^transformers==(\S+)$", pinned, re.MULTILINE)
     assert version
     tests = [f"tests/hf/test_{name}.py" for name in ("supported", "exact", "refused", "restore", "users")]
-    # One family without sliding layers and one with them: the others differ in what the cache does not see.
-    families = "not (qwen2 or qwen3 or mistral or gemma- or gemma2 or mha)"
+    # One family without sliding layers and one with them: the others differ in what the cache does not see. Contexts that
+    # are handed over begin as short ones; the policies that are left out do with a pass what the others do.
+    families = "not (qwen2 or qwen3 or mistral or gemma- or gemma2 or mha or short or leoam or quest or icecache)"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests, "-k", families]
     environment = {**os.environ, "PYTHONPATH": str(OLDEST), "LLMCACHE_REQUIRE_TIERS": "transformers"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1740)

@@ -22,11 +22,14 @@ def longer(said: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, more).long()], 1)}
 
 
-@pytest.mark.parametrize("ssd", ["file", "csd"])
+@pytest.mark.parametrize(("ssd", "full_tokens"), [("file", 0), ("csd", 0), ("file", 165), ("csd", 4096)])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_saved_conversation_goes_on_as_if_nothing_had_happened(family: str, ssd: str, tmp_path: Path) -> None:
+def test_a_saved_conversation_goes_on_as_if_nothing_had_happened(
+    family: str, ssd: str, full_tokens: int, tmp_path: Path
+) -> None:
+    """Whether it chooses, or attends to everything, and whether that ends afterwards."""
     model, path, kept = enable(tiny(family)), tmp_path / "talk.kv", tmp_path / "kept"
-    options: dict[str, Any] = {"token_budget": 64, "cpu_pages": 4, "ssd": ssd, "threads": 2}
+    options: dict[str, Any] = {"token_budget": 64, "cpu_pages": 4, "ssd": ssd, "threads": 2, "full_tokens": full_tokens}
     try:
         with SpillCache(model.config, path=path, **options) as cache:
             inputs = longer(generate(model, cache, prompt()), prompt())
@@ -42,6 +45,30 @@ def test_a_saved_conversation_goes_on_as_if_nothing_had_happened(family: str, ss
         disable(model)
     assert torch.equal(expected.sequences, got.sequences)
     assert all(torch.equal(one, other) for one, other in zip(expected.logits, got.logits, strict=True))
+
+
+def test_a_short_conversation_that_was_cut_and_turned_over_after_it_was_saved(tmp_path: Path) -> None:
+    """The file has another beginning then than the tensors: it follows."""
+    model, path = enable(tiny("llama")), tmp_path / "talk.kv"
+    try:
+        with SpillCache(model.config, path=path, full_tokens=4096, threads=2) as cache:
+            generate(model, cache, prompt())
+            cache.save()
+            cache.crop(100)
+            cache.reorder_cache(torch.tensor([1, 1]))
+            with torch.no_grad():
+                expected = model(input_ids=torch.full((2, 30), 7), past_key_values=cache).logits
+            ids = cache.ids.copy()
+            assert (ids[0] == ids[1]).all() and torch.equal(expected[0], expected[1])
+            cache.save()
+        with SpillCache.restore(model, path, full_tokens=4096, threads=2) as cache:
+            assert (cache.ids == ids).all()
+            cache.crop(100)
+            with torch.no_grad():
+                got = model(input_ids=torch.full((2, 30), 7), past_key_values=cache).logits
+    finally:
+        disable(model)
+    assert torch.equal(expected, got)
 
 
 def _trees(policy: Any) -> list[list[list[int]]]:

@@ -30,7 +30,7 @@ def peak_bytes(path: Path) -> int:
 import sys
 from llmcache.cache.plan import Plan
 from llmcache.cache.simulate import simulate_all
-simulate_all([sys.argv[1]], Plan(("lru", "llmcache"), (4096 * 1000, 4096 * 50000), period_ns=10**6, curves=True), jobs=2)
+simulate_all([sys.argv[1]], Plan(("lru", "llmcache"), (4096 * 50000,), period_ns=10**6, curves=True), jobs=2)
 print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
 """
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, timeout=240)
