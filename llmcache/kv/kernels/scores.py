@@ -32,6 +32,8 @@ QUERIES = (1, 2, 4)
 COMBINE = {"max": MAX, "sum": SUM}
 JOB_BYTES = 1 << 19
 """Keys that are worth a thread's while: below it, handing them over takes as long as scoring them."""
+FEW_BYTES = 2 * JOB_BYTES
+"""Keys of all heads that the caller scores itself."""
 
 _CARRIERS: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float32): np.dtype(np.float32),
@@ -196,6 +198,7 @@ def score(
     _check_scales(scales, keys, out.shape)
     rows = _walkable(keys)
     flat = _flat(rows)
+    threads = 1 if keys.nbytes <= FEW_BYTES else threads
     share = _share(tokens, dim * keys.itemsize, batch * heads, threads)
     jobs: list[Job] = []
     for b in range(batch):
@@ -226,6 +229,7 @@ def score_pages(
     _check_scales(scales, pages, (count, heads, tokens))
     rows = _walkable(pages)
     flat, stride = _flat(rows), rows.strides[0] // rows.itemsize
+    threads = 1 if pages.nbytes <= FEW_BYTES else threads
     share = _share(count, tokens * dim * pages.itemsize, heads, threads)
     jobs: list[Job] = []
     for h in range(heads):

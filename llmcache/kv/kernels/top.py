@@ -16,6 +16,8 @@ from llmcache.kv.kernels.scores import bits_of
 from llmcache.kv.kernels.threads import run_all
 
 SAMPLE = 1024
+FEW_SCORES = 1 << 16
+"""Scores of all rows that the caller goes through itself: handing them to threads takes as long."""
 _DIGITS = ((21, 2048), (10, 2048), (0, 1024))  # shift and values of the three parts of a key
 
 
@@ -32,7 +34,7 @@ def top(scores: Floats, k: int, threads: int | None = None) -> Int64s:
     k = min(k, tokens)
     rows = np.ascontiguousarray(scores).reshape(-1, tokens) if tokens else np.empty((0, 0), np.float32)
     out = np.empty((len(rows), k), np.int64)
-    run_all([partial(_top_of, row, into) for row, into in zip(rows, out, strict=True)], threads)
+    run_all([partial(_top_of, row, into) for row, into in zip(rows, out, strict=True)], 1 if scores.size <= FEW_SCORES else threads)
     return out.reshape(*scores.shape[:-1], k)
 
 
