@@ -34,7 +34,8 @@ def top(scores: Floats, k: int, threads: int | None = None) -> Int64s:
     k = min(k, tokens)
     rows = np.ascontiguousarray(scores).reshape(-1, tokens) if tokens else np.empty((0, 0), np.float32)
     out = np.empty((len(rows), k), np.int64)
-    run_all([partial(_top_of, row, into) for row, into in zip(rows, out, strict=True)], 1 if scores.size <= FEW_SCORES else threads)
+    jobs = [partial(_top_of, row, into) for row, into in zip(rows, out, strict=True)]
+    run_all(jobs, 1 if scores.size <= FEW_SCORES else threads)
     return out.reshape(*scores.shape[:-1], k)
 
 
