@@ -27,7 +27,17 @@ from llmcache.cache.plan import FootprintShare
 from llmcache.cache.policies import policy_class
 from llmcache.cache.results import Result
 from llmcache.cache.simulate import simulate
-from llmcache.cache.sizing import PAPER, PHONE, SECOND_NS, WATCH, DeviceClass, Setting, blocks_needed, largest_loop, need
+from llmcache.cache.sizing import (
+    PAPER,
+    PHONE,
+    SECOND_NS,
+    WATCH,
+    DeviceClass,
+    SizingParameters,
+    blocks_needed,
+    largest_loop,
+    need,
+)
 from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Table
 from llmcache.report.judge import Measure, Measures, judge, read_paper
 from llmcache.report.lines import Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
@@ -404,9 +414,9 @@ PARAMETERS = (10**9, 3 * 10**9)
 FEWEST_BITS = 2  # per weight: below it no quantisation in use leaves a model of such a size usable
 
 
-def setting_of(device: DeviceClass) -> Setting:
+def setting_of(device: DeviceClass) -> SizingParameters:
     """Returns the setting of formula (1) for a device of the paper, with the paper's T."""
-    return Setting(device.bandwidth, PAPER.period_ns, device.hot_bytes)
+    return SizingParameters(device.bandwidth, PAPER.period_ns, device.hot_bytes)
 
 
 def _off(ours: float, said: float) -> dict[str, float]:
@@ -486,7 +496,7 @@ def hardware(
     }
 
 
-def change_of_loop(cache_bytes: int, setting: Setting) -> float:
+def change_of_loop(cache_bytes: int, setting: SizingParameters) -> float:
     """Returns the largest relative change of the loop that `cache_bytes` serve, for the paper's variations of T."""
     loop = largest_loop(cache_bytes, setting)
     return max(abs(largest_loop(cache_bytes, setting.scaled(change)) / loop - 1) for change in PAPER.period_changes)
