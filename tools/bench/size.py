@@ -33,7 +33,7 @@ from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client.advice import mount_cache_bytes
 from llmcache.units import BLOCK_BYTES
 
-from .cgroup import Group
+from .cgroup import Cgroup
 from .harness import workplace
 from .results import Bar, Document, table_of, verdict
 from .runner import MIB, client, forget, loop_file, run_client
@@ -374,7 +374,7 @@ class Sweeper:
     def _bandwidth(self, sweep: Sweep) -> int:
         """Return what `llmcache size --measure` says in the throttled group."""
         command = [sys.executable, "-m", "llmcache", "size", "--measure", str(self.source), "--loop", "1M", "--json"]
-        with Group("bandwidth", directory=self.source, read_bps=sweep.read_bps) as group:
+        with Cgroup("bandwidth", directory=self.source, read_bps=sweep.read_bps) as group:
             result = subprocess.run(
                 group.wrap(command), capture_output=True, text=True, timeout=120, env=environment(), check=False
             )
@@ -387,7 +387,7 @@ class Sweeper:
         forget(file)
         mounted = Mounted(options=("--mode", sweep.mode))
         with (
-            Group("size", directory=self.source, read_bps=read_bps) as group,
+            Cgroup("size", directory=self.source, read_bps=read_bps) as group,
             mounted.open(group, self.source, point.cache_bytes, self.scratch) as opened,
         ):
             path = opened.root / file.name
