@@ -74,7 +74,7 @@ def targets() -> dict[str, Target | Machine]:
 
 
 @dataclass
-class Run:
+class FuzzRun:
     """What came of a target: `failure` is the file of the input, and what to call to try it again."""
 
     name: str
@@ -88,7 +88,7 @@ def written(value: Any) -> bytes:
     return value if isinstance(value, bytes) else json.dumps(value).encode()
 
 
-def run_target(target: Target, seconds: float, first_seed: int, out: Path) -> Run:
+def run_target(target: Target, seconds: float, first_seed: int, out: Path) -> FuzzRun:
     """Tries new inputs for `seconds`, at least one round, or until one fails; that one is made small and kept in `out`."""
     began, tried = time.monotonic(), 0
     current = out / f"fuzz-{target.name}.current"
@@ -114,13 +114,13 @@ def run_target(target: Target, seconds: float, first_seed: int, out: Path) -> Ru
             except Exception:  # noqa: BLE001 - whatever a parser raises is what is looked for
                 file = _keep(out, target.name, written(last[0]), traceback.format_exc())
                 again = f"tools/fuzz {target.name} --input {file}"
-                return Run(target.name, tried, time.monotonic() - began, (file, again))
+                return FuzzRun(target.name, tried, time.monotonic() - began, (file, again))
             number += 1
     current.unlink(missing_ok=True)
-    return Run(target.name, tried, time.monotonic() - began)
+    return FuzzRun(target.name, tried, time.monotonic() - began)
 
 
-def run_machine(machine: Machine, seconds: float, first_seed: int, out: Path) -> Run:
+def run_machine(machine: Machine, seconds: float, first_seed: int, out: Path) -> FuzzRun:
     """As `run_target`, with sequences of operations; what is kept are the operations, and the seed is the repetition."""
     began, number = time.monotonic(), first_seed
 
@@ -137,9 +137,11 @@ def run_machine(machine: Machine, seconds: float, first_seed: int, out: Path) ->
                 told = f"seed {number}\n\n{traceback.format_exc()}"
                 file = _keep(out, machine.name, told.encode(), told)
                 again = f"tools/fuzz {machine.name} --seed {number}"
-                return Run(machine.name, (number - first_seed + 1) * MACHINE_ROUND, time.monotonic() - began, (file, again))
+                return FuzzRun(
+                    machine.name, (number - first_seed + 1) * MACHINE_ROUND, time.monotonic() - began, (file, again)
+                )
             number += 1
-    return Run(machine.name, (number - first_seed) * MACHINE_ROUND, time.monotonic() - began)
+    return FuzzRun(machine.name, (number - first_seed) * MACHINE_ROUND, time.monotonic() - began)
 
 
 def _settings(examples: int) -> settings:
@@ -195,7 +197,7 @@ def fuzz(arguments: argparse.Namespace) -> int:
     return int(any(run.failure for run in runs))
 
 
-def _line(run: Run) -> str:
+def _line(run: FuzzRun) -> str:
     told = f"{run.name}: {run.inputs} inputs in {run.seconds:.0f} s"
     if run.failure is None:
         return f"{told}, all taken as they must be"

@@ -45,7 +45,7 @@ from llmcache.units import format_size
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CacheRun:
     """What one of the caches did: what was answered, seconds it took, bytes in memory, and read from and written to disk."""
 
     answered: str
@@ -55,7 +55,7 @@ class Outcome:
     written_bytes: int
 
 
-def ask(subject: Subject, answering: Callable[[Any], str], cache: Any) -> Outcome:
+def ask(subject: Subject, answering: Callable[[Any], str], cache: Any) -> CacheRun:
     """What `answering(cache)` says, and what it took."""
     begin = time.perf_counter()
     answered = answering(cache)
@@ -64,7 +64,7 @@ def ask(subject: Subject, answering: Callable[[Any], str], cache: Any) -> Outcom
     read = written = 0
     if isinstance(cache, SpillCache):
         read, written = (cache.traffic.bytes_between(*way) for way in (("ssd", "cpu"), ("cpu", "ssd")))
-    return Outcome(answered, seconds, memory.kv_bytes + memory.index_bytes, read, written)
+    return CacheRun(answered, seconds, memory.kv_bytes + memory.index_bytes, read, written)
 
 
 def from_noise(tokens: int) -> tuple[Subject, Callable[[Any], str]]:

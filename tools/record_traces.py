@@ -42,7 +42,7 @@ ARENA, ARENA_CACHE, ARENA_TOKENS = "llama-arena", "80Mi", 24
 
 
 @dataclass(frozen=True)
-class Subject:
+class TraceSubject:
     """What is recorded: how its file is made, the client's command line, what one step reads, and whether memory is capped.
 
     `loop_bytes` is 0 where nothing is read again.
@@ -73,14 +73,14 @@ def _loop(path: Path) -> int:
 
 
 SUBJECTS = {
-    "llama-mmap": Subject(
+    "llama-mmap": TraceSubject(
         "model.gguf",
         _model("--size", "160M"),
         lambda path: client("llama_tokens", path, 12, "--threads", THREADS, "--pause", 0.5),
         _loop,
         "llama.cpp decodes 12 tokens, 0.5 s apart, with a generated, mapped model that does not fit into memory",
     ),
-    "llama-no-mmap": Subject(
+    "llama-no-mmap": TraceSubject(
         "model.gguf",
         _model("--size", "160M"),
         lambda path: client("llama_tokens", path, 10, "--threads", THREADS, "--no-mmap"),
@@ -88,14 +88,14 @@ SUBJECTS = {
         "llama.cpp reads a generated model into its own memory (--no-mmap) and decodes 10 tokens",
         tier="syscalls",  # whose rows are the requests, whole
     ),
-    "safetensors": Subject(
+    "safetensors": TraceSubject(
         "model.safetensors",
         _model("--format", "safetensors", "--size", "120M", "--layers", "6"),
         lambda path: client("tensor_reader", path, 10, "--pause", 0.3),
         _loop,
         "a generated model, mapped as the safetensors library does; loaded, then 10 tokens, 0.3 s apart; it does not fit",
     ),
-    "read-loop": Subject(
+    "read-loop": TraceSubject(
         "loop.bin",
         _random_bytes,
         lambda path: client("loop_reader", path, "--how", "read", "--passes", 12),

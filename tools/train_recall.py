@@ -38,7 +38,7 @@ FARTHEST = 8192
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingBatch:
     """Texts [batch, tokens], which of their tokens are to be foreseen, and positions (None: 0, 1, ..)."""
 
     ids: NDArray[np.int64]
@@ -46,7 +46,7 @@ class Lesson:
     positions: NDArray[np.int64] | None = None
 
 
-def copying(rng: np.random.Generator, batch: int, tokens: int) -> Lesson:
+def copying(rng: np.random.Generator, batch: int, tokens: int) -> TrainingBatch:
     """Texts that repeat a random string; its repetitions are to be foreseen."""
     ids = np.empty((batch, tokens), np.int64)
     foreseen = np.zeros((batch, tokens), np.bool_)
@@ -54,10 +54,10 @@ def copying(rng: np.random.Generator, batch: int, tokens: int) -> Lesson:
         period = int(rng.integers(8, tokens // 2))
         ids[row] = np.resize(1 + rng.choice(VOCABULARY - 1, period, replace=False), tokens)
         foreseen[row, period + 1 :] = True
-    return Lesson(ids, foreseen)
+    return TrainingBatch(ids, foreseen)
 
 
-def recalling(rng: np.random.Generator, batch: int, tokens: int, most_pairs: int = 64) -> Lesson:
+def recalling(rng: np.random.Generator, batch: int, tokens: int, most_pairs: int = 64) -> TrainingBatch:
     """Contexts with questions; the answers are to be foreseen."""
     most = min(most_pairs, tokens // 8)
     pairs = int(rng.integers(max(2, most // 4), most + 1))
@@ -65,35 +65,35 @@ def recalling(rng: np.random.Generator, batch: int, tokens: int, most_pairs: int
     found = recall(rng, batch, tokens - 2 * questions, pairs=pairs, questions=questions)
     foreseen = np.zeros((batch, tokens), np.bool_)
     foreseen[:, found.ids.shape[1] + 1 :: 2] = True
-    return Lesson(found.with_answers(), foreseen)
+    return TrainingBatch(found.with_answers(), foreseen)
 
 
-def far_recalling(rng: np.random.Generator, tokens: int) -> Lesson:
+def far_recalling(rng: np.random.Generator, tokens: int) -> TrainingBatch:
     """Long contexts whose positions jump twice, up to FARTHEST in all."""
-    lesson = recalling(rng, max(1, 8192 // tokens), tokens)
+    texts = recalling(rng, max(1, 8192 // tokens), tokens)
     jumps = np.zeros(tokens, np.int64)
     if tokens < max(LONG_LENGTHS):
         places = rng.choice(np.arange(1, tokens), 2, replace=False)
         jumps[places] = (rng.dirichlet(np.ones(2)) * rng.integers(0, FARTHEST - tokens)).astype(np.int64)
-    return Lesson(lesson.ids, lesson.foreseen, np.arange(tokens) + np.cumsum(jumps))
+    return TrainingBatch(texts.ids, texts.foreseen, np.arange(tokens) + np.cumsum(jumps))
 
 
 class Teacher:
-    """Trains a model, lesson by lesson; keeps a running accuracy (weight .1 for the newest lesson)."""
+    """Trains a model, batch by batch; keeps a running accuracy (weight .1 for the newest batch)."""
 
     def __init__(self, model: Any, rate: float, log: Callable[[str], None]) -> None:
         self.model, self.rate, self.log = model, rate, log
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01, betas=(0.9, 0.98))
         self.steps, self.accuracy = 0, 0.0
 
-    def teach(self, lesson: Lesson, rate_share: float = 1.0) -> None:
+    def teach(self, texts: TrainingBatch, rate_share: float = 1.0) -> None:
         """Takes one step, at `rate_share` of the learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * rate_share
-        ids = torch.from_numpy(lesson.ids)
-        positions = None if lesson.positions is None else torch.from_numpy(lesson.positions)[None].expand(len(ids), -1)
+        ids = torch.from_numpy(texts.ids)
+        positions = None if texts.positions is None else torch.from_numpy(texts.positions)[None].expand(len(ids), -1)
         hidden = self.model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-        foreseen = torch.from_numpy(lesson.foreseen[:, 1:])
+        foreseen = torch.from_numpy(texts.foreseen[:, 1:])
         logits, answers = self.model.lm_head(hidden[:, :-1][foreseen]), ids[:, 1:][foreseen]
         loss = torch.nn.functional.cross_entropy(logits, answers)
         self.optimizer.zero_grad()
@@ -109,7 +109,7 @@ class Teacher:
 
 def learn_short(teacher: Teacher, rng: np.random.Generator, most_steps: int) -> None:
     """Copying, then recall in contexts that double, each until it is known; warmed up over 50 steps."""
-    stages: Iterator[Callable[[], Lesson]] = iter(
+    stages: Iterator[Callable[[], TrainingBatch]] = iter(
         [lambda: copying(rng, 64, 64), *(lambda n=n: recalling(rng, max(4, 4096 // n), n) for n in LENGTHS)]
     )
     for number, stage in enumerate(stages):

@@ -26,7 +26,7 @@ from itertools import pairwise
 from typing import Literal
 
 from llmcache.cache.loops import Intervals, Period, is_about
-from llmcache.cache.streams import Moment, Run, StreamTable, Walk
+from llmcache.cache.streams import BlockRun, Moment, StreamTable, Walk
 
 SEQ: Literal["SEQ"] = "SEQ"
 LOOP: Literal["LOOP"] = "LOOP"
@@ -456,7 +456,7 @@ class Trail:
         """Entries kept: what memory goes by."""
         return len(self.streams) + len(self.sweeps.regions) + len(self.spots) + self._strided
 
-    def note(self, run: Run) -> bool:
+    def note(self, run: BlockRun) -> bool:
         """Takes a run; returns whether it only repeats the one before it."""
         repeated, walks = self.streams.note(run)
         for walk in walks:
@@ -563,7 +563,7 @@ class Detector:
             self._trails.move_to_end(key)
         before, blocks = len(trail), self.now.blocks
         stop = Moment(until_ns, blocks + count)
-        repeated = trail.note(Run(first, first + count, accesses, Moment(t_ns, blocks), stop))
+        repeated = trail.note(BlockRun(first, first + count, accesses, Moment(t_ns, blocks), stop))
         self._entries += len(trail) - before
         self.now = Moment(until_ns, blocks) if repeated else stop
         while len(self._trails) > MAX_FILES or (self._entries > MAX_ENTRIES and len(self._trails) > 1):

@@ -76,7 +76,7 @@ SECOND_NS = 10**9
 
 
 @dataclass(frozen=True)
-class Setting:
+class SizingParameters:
     """What the formula needs beside the loop: bandwidth (bytes/s), T (ns) and the hot set (bytes), always kept whole."""
 
     bandwidth: int
@@ -92,9 +92,9 @@ class Setting:
         """BW * T: what storage delivers during a pass, whole bytes."""
         return self.bandwidth * self.period_ns // SECOND_NS
 
-    def scaled(self, change: float) -> Setting:
+    def scaled(self, change: float) -> SizingParameters:
         """The same with T changed by the share `change` (-0.3: 30 % shorter)."""
-        return Setting(self.bandwidth, max(1, round(self.period_ns * (1 + change))), self.hot_bytes)
+        return SizingParameters(self.bandwidth, max(1, round(self.period_ns * (1 + change))), self.hot_bytes)
 
 
 def blocks_needed(loop_blocks: int, staged_blocks: float | Fraction) -> int:
@@ -123,7 +123,7 @@ def size_of(loop: Weights) -> int:
     return loop if isinstance(loop, int) else loop.total_bytes
 
 
-def need(loop: Weights, setting: Setting) -> Need:
+def need(loop: Weights, setting: SizingParameters) -> Need:
     """The smallest cache with which `loop` runs without stalls. Source: io_caching formula (1)."""
     if isinstance(loop, MixtureBytes):
         kept = loop.kept_bytes(setting.staged_bytes)
@@ -134,7 +134,7 @@ def need(loop: Weights, setting: Setting) -> Need:
     return Need(loop_cache_bytes, blocks, loop_cache_bytes + setting.hot_bytes)
 
 
-def largest_loop(cache_bytes: int, setting: Setting) -> int:
+def largest_loop(cache_bytes: int, setting: SizingParameters) -> int:
     """Bytes of the largest loop that `cache_bytes` in all serve without stalls: N = S + BW*T, S what the hot set leaves.
 
     Source: io_caching section 4.2. ValueError when the cache is smaller than the hot set.
@@ -142,7 +142,7 @@ def largest_loop(cache_bytes: int, setting: Setting) -> int:
     return _loop_share(cache_bytes, setting) + setting.staged_bytes
 
 
-def _loop_share(cache_bytes: int, setting: Setting) -> int:
+def _loop_share(cache_bytes: int, setting: SizingParameters) -> int:
     if cache_bytes < setting.hot_bytes:
         raise ValueError(f"cache_bytes {cache_bytes} is less than hot_bytes {setting.hot_bytes}")
     return cache_bytes - setting.hot_bytes
@@ -178,7 +178,7 @@ class Passes:
         return 0.0 if self.stall_free else SECOND_NS / (self.pass_ns - self.stall_ns) - self.tokens_per_s
 
 
-def passes(loop: Weights, cache_bytes: int, setting: Setting) -> Passes:
+def passes(loop: Weights, cache_bytes: int, setting: SizingParameters) -> Passes:
     """How passes over `loop` go with `cache_bytes` in all: each takes max(T, (N - S) / BW).
 
     Source: io_caching section 4.1, "delays proportional to the deficit in cache coverage".
@@ -186,7 +186,7 @@ def passes(loop: Weights, cache_bytes: int, setting: Setting) -> Passes:
     return passes_keeping(min(_loop_share(cache_bytes, setting), size_of(loop)), loop, setting)
 
 
-def passes_keeping(kept: int, loop: Weights, setting: Setting) -> Passes:
+def passes_keeping(kept: int, loop: Weights, setting: SizingParameters) -> Passes:
     """How passes over `loop` go of which `kept` bytes stay in memory."""
     if isinstance(loop, MixtureBytes):
         missing, hit_ratio = loop.missing_bytes(kept), loop.expert_hit_ratio(kept)
@@ -283,7 +283,7 @@ class ModeNeed:
 class Answer:
     """All that `llmcache size` answers; parts that were not asked for are None or empty. *Modelled* by formula (1)."""
 
-    setting: Setting
+    setting: SizingParameters
     storage: Storage
     loop: Weights | None
     need: Need | None
@@ -298,13 +298,13 @@ class Answer:
     """given, or assumed: nobody said what T is."""
 
 
-def capacity(cache_bytes: int, loop: Weights | None, setting: Setting) -> Capacity:
+def capacity(cache_bytes: int, loop: Weights | None, setting: SizingParameters) -> Capacity:
     """What `cache_bytes` can do, for `loop` where there is one."""
     went = None if loop is None else passes(loop, cache_bytes, setting)
     return Capacity(cache_bytes, largest_loop(cache_bytes, setting), went)
 
 
-def answer(setting: Setting, storage: Storage, loop: Weights | None, caches: tuple[int, ...]) -> Answer:
+def answer(setting: SizingParameters, storage: Storage, loop: Weights | None, caches: tuple[int, ...]) -> Answer:
     """Everything the formula says of a loop, of caches (bytes), or of both; sensitivity goes by the largest cache."""
 
     def sensitivity(change: float) -> Sensitivity:

@@ -30,7 +30,7 @@ class Moment(NamedTuple):
     blocks: int
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """Blocks first .. end - 1, accessed from `start` to `stop`, `accesses` blocks counting repeats."""
 
     first: int
@@ -65,7 +65,7 @@ class Walk:
 class Stream:
     """One stream; `low` .. `high` - 1 is what it has covered since the last test."""
 
-    def __init__(self, number: int, run: Run) -> None:
+    def __init__(self, number: int, run: BlockRun) -> None:
         self.number = number
         first, end = run.first, run.end
         self.born = run.start
@@ -122,14 +122,14 @@ class Stream:
         aim = self.last[0] + self.step if self.far else self.head
         return (aim, self.low, *self.last) if self.runs == 1 else (aim, *self.last)
 
-    def comes_back(self, run: Run) -> bool:
+    def comes_back(self, run: BlockRun) -> bool:
         """Whether `run` lies where the stream has been, long after it was there: another visit, and no repeat."""
         stays = run.first >= self.head if self.down else run.end <= self.head
         if not self.sequential:
             stays = self.low <= run.first and run.end <= self.high
         return stays and run.start.blocks - self.stop.blocks > LONG
 
-    def resume(self, number: int, run: Run) -> Walk | None:
+    def resume(self, number: int, run: BlockRun) -> Walk | None:
         """Makes it a stream of its own from `run` on; returns what it walked before, in another pass."""
         walk = None
         if self.sequential and self.high > self.low:
@@ -138,7 +138,7 @@ class Stream:
         self.number, self.born = number, run.start
         return walk
 
-    def take(self, run: Run, at_once: bool) -> None:
+    def take(self, run: BlockRun, at_once: bool) -> None:
         """Adds a run; `at_once`: nothing else was accessed since its last one."""
         first, end = run.first, run.end
         self.accesses += run.accesses
@@ -254,7 +254,7 @@ class StreamTable:
     def __len__(self) -> int:
         return len(self._young) + len(self._proved)
 
-    def note(self, run: Run) -> tuple[bool, list[Walk]]:
+    def note(self, run: BlockRun) -> tuple[bool, list[Walk]]:
         """Returns whether `run` repeats the one before it, and the walks that it completes."""
         walks: list[Walk] = []
         stream = self._expected(run) or self._far(run.first, run.end)
@@ -299,7 +299,7 @@ class StreamTable:
         stop = self._ended.get(number, 0) if stream is None else stream.stop.blocks
         return stop > since.blocks
 
-    def _expected(self, run: Run) -> Stream | None:
+    def _expected(self, run: BlockRun) -> Stream | None:
         """The stream that goes on within a window of the run."""
         best: Stream | None = None
         best_rank = (True, True, 0)
@@ -325,10 +325,10 @@ class StreamTable:
         if not (lone and even and older.width == newer.width == end - first):
             return None
         self._unfile(newer)
-        older.take(Run(*newer.last, newer.accesses, newer.start, newer.stop), at_once=False)
+        older.take(BlockRun(*newer.last, newer.accesses, newer.start, newer.stop), at_once=False)
         return older
 
-    def _start(self, run: Run) -> Stream:
+    def _start(self, run: BlockRun) -> Stream:
         stream = Stream(next(self._numbers), run)
         first, end = run.first, run.end
         if end - first <= WINDOW:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.edram.columns import STEP_GROUPS, Array, Columns, Steps, columns_of, steps_of
+from llmcache.edram.columns import STEP_GROUPS, Array, ConfigurationColumns, Steps, columns_of, steps_of
 from llmcache.edram.constants import PAPER, Profile
 from llmcache.edram.energy import KINDS, REFRESH, energy_of
 from llmcache.edram.latency import (
@@ -32,7 +32,7 @@ from llmcache.edram.latency import (
     step_of,
     waits,
 )
-from llmcache.edram.systems import Configuration, LlmShape, System, Workload
+from llmcache.edram.systems import AcceleratorSystem, Configuration, GenerationWorkload, LlmShape
 from llmcache.errors import UsageError
 
 LATENCIES = ("prefill_array", "prefill_dram", *RESOURCES)
@@ -153,7 +153,7 @@ def _total(steps: Steps, values: Array) -> Array:
     return np.asarray((steps.count * values).sum(axis=1))
 
 
-def _peak_bytes(columns: Columns, steps: Steps, share: Array) -> Array:
+def _peak_bytes(columns: ConfigurationColumns, steps: Steps, share: Array) -> Array:
     """Returns the most that weights and KV cache need ([n]), inputs in place of `share` of the cached tokens.
 
     That is after the last step, or at the end of the prefill: with eviction a layer's cache is reduced before the next layer
@@ -189,7 +189,7 @@ class Compared:
         return self.outcome.energy_j / self.outcome.latency_s
 
 
-def compared(configurations: Sequence[Configuration], baseline: System) -> list[Compared]:
+def compared(configurations: Sequence[Configuration], baseline: AcceleratorSystem) -> list[Compared]:
     """Returns each of `configurations` beside the same model and workload, with the same energies, on `baseline`.
 
     All are evaluated at once, and a baseline that several share only once. ValueError if there are none.
@@ -229,8 +229,8 @@ class Axes:
     """
 
     models: Sequence[LlmShape]
-    workloads: Sequence[Workload]
-    systems: Sequence[System]
+    workloads: Sequence[GenerationWorkload]
+    systems: Sequence[AcceleratorSystem]
     profiles: Sequence[Profile] = (PAPER,)
     contexts: Sequence[int] = ()
     decodes: Sequence[int] = ()
@@ -258,7 +258,7 @@ class Axes:
             for model, workload, profile, system in product(self.models, workloads, self.profiles, systems)
         ]
 
-    def _workloads(self) -> Iterator[Workload]:
+    def _workloads(self) -> Iterator[GenerationWorkload]:
         axes = {"context": self.contexts, "decode": self.decodes, "batch": self.batches, "budget": self.budgets}
         for workload in self.workloads:
             for changes in _changes(axes):
@@ -269,13 +269,13 @@ class Axes:
                 except ValueError as error:
                     raise UsageError(f"--{error}") from error
 
-    def _systems(self) -> Iterator[System]:
+    def _systems(self) -> Iterator[AcceleratorSystem]:
         axes = {"dram_bytes_per_s": self.dram_rates, "kv_capacity_bytes": self.kv_capacities}
         for system in self.systems:
             for changes, factor in product(_changes(axes), self.interval_factors or (1.0,)):
                 intervals = system.policy.intervals.scaled(factor)
                 policy = replace(system.policy, intervals=intervals)
-                yield System(system.name, replace(system.hardware, **changes), policy)
+                yield AcceleratorSystem(system.name, replace(system.hardware, **changes), policy)
 
 
 def _changes(axes: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:

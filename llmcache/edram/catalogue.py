@@ -6,10 +6,10 @@ refresh_pass_j = 3.65e-6
 [model.tiny]                # any field of systems.LlmShape
 base = "llama2-7b"
 layers = 8
-[workload.chat]             # any field of systems.Workload
+[workload.chat]             # any field of systems.GenerationWorkload
 base = "TQ"
 batch = 1
-[system.half]               # any field of systems.Hardware and systems.Policy; a group's interval: hst_msb_ns, …
+[system.half]               # any field of systems.AcceleratorHardware and RetentionPolicy; a group's interval: hst_msb_ns, …
 base = "Kelle+eDRAM"
 kv_bytes_per_s = 128e9
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmcache.edram.constants import PROFILES, Profile
-from llmcache.edram.systems import BASELINE, MODELS, SYSTEMS, WORKLOADS, LlmShape, System, Workload
+from llmcache.edram.systems import BASELINE, MODELS, SYSTEMS, WORKLOADS, AcceleratorSystem, GenerationWorkload, LlmShape
 from llmcache.errors import DataError, UsageError
 
 if sys.version_info >= (3, 11):
@@ -39,12 +39,12 @@ class Catalogue:
     """What there is, by name: the paper's own, where nothing else is said."""
 
     models: Mapping[str, LlmShape] = field(default_factory=lambda: MODELS)
-    workloads: Mapping[str, Workload] = field(default_factory=lambda: WORKLOADS)
-    systems: Mapping[str, System] = field(default_factory=lambda: SYSTEMS)
+    workloads: Mapping[str, GenerationWorkload] = field(default_factory=lambda: WORKLOADS)
+    systems: Mapping[str, AcceleratorSystem] = field(default_factory=lambda: SYSTEMS)
     profiles: Mapping[str, Profile] = field(default_factory=lambda: PROFILES)
 
     @property
-    def baseline(self) -> System:
+    def baseline(self) -> AcceleratorSystem:
         """The system that others are compared with."""
         return self.systems[BASELINE]
 
@@ -177,7 +177,7 @@ def _value(where: str, value: object, kind: str) -> Any:
     raise UsageError(f"{where}: '{value}' is not {WANTED[kind]}")
 
 
-def _system(system: System, entry: _Entry, name: str) -> System:
+def _system(system: AcceleratorSystem, entry: _Entry, name: str) -> AcceleratorSystem:
     """Returns `system` with the changes of `entry`, each in the part that has it."""
     hardware, policy = system.hardware, system.policy
     of_hardware, of_policy, of_intervals = _changeable(hardware), _changeable(policy), _changeable(policy.intervals)
@@ -190,4 +190,4 @@ def _system(system: System, entry: _Entry, name: str) -> System:
         else:
             intervals = _built(policy.intervals, entry.where, {key: _value(where, value, of_intervals[key])})
             policy = replace(policy, intervals=intervals)
-    return System(name, hardware, policy)
+    return AcceleratorSystem(name, hardware, policy)

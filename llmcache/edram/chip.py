@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.edram.constants import AERP, CHIP, EDRAM_4MB, SRAM_4MB
-from llmcache.edram.systems import Configuration, System
+from llmcache.edram.systems import AcceleratorSystem, Configuration
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Area:
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
 
-def area_of(system: System) -> Area:
+def area_of(system: AcceleratorSystem) -> Area:
     """Returns the area of `system`.
 
     Table 1 is taken at its word, though its areas are below those of bare cells at 65 nm: compare, do not build.

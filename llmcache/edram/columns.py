@@ -22,7 +22,7 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Columns:
+class ConfigurationColumns:
     """Numbers of many configurations, float64 or bool [n, 1]; their names and units are those of the parts they are from.
 
     `refresh_hz` is [n, 4], in the order of `constants.GROUPS`.
@@ -88,12 +88,12 @@ class Columns:
 PARTS = ("model", "workload", "hardware", "policy", "profile")
 
 
-def columns_of(configurations: Sequence[Configuration]) -> Columns:
+def columns_of(configurations: Sequence[Configuration]) -> ConfigurationColumns:
     """Returns `configurations` as columns; ValueError if there are none."""
     if not configurations:
         raise ValueError("configurations: none are given")
     parts = {part: [getattr(one, part) for one in configurations] for part in PARTS}
-    return Columns(**{field.name: _column(parts, field.name) for field in fields(Columns)})
+    return ConfigurationColumns(**{field.name: _column(parts, field.name) for field in fields(ConfigurationColumns)})
 
 
 def _column(parts: dict[str, list[Any]], name: str) -> NDArray[Any]:
@@ -122,7 +122,7 @@ class Steps:
     count: Array
 
 
-def steps_of(columns: Columns, groups: int | None = STEP_GROUPS) -> Steps:
+def steps_of(columns: ConfigurationColumns, groups: int | None = STEP_GROUPS) -> Steps:
     """Returns the decode steps of `columns` in `groups` groups and one more; None: as many as the longest has steps."""
     end = columns.context + columns.decode
     kept = np.where(columns.evict, np.minimum(end, columns.budget), end)

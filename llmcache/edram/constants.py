@@ -18,7 +18,7 @@ GROUPS = ("hst_msb", "hst_lsb", "lst_msb", "lst_lsb")
 
 
 @dataclass(frozen=True)
-class Intervals:
+class RefreshIntervals:
     """Refresh intervals of the four groups (ns), in the order of `GROUPS`. Source: Kelle, sections 4.2 and 7.1."""
 
     hst_msb_ns: float
@@ -32,7 +32,7 @@ class Intervals:
                 raise ValueError(f"{group}_ns: {interval_ns}, more than 0 is needed")
 
     @classmethod
-    def uniform(cls, interval_ns: float) -> Intervals:
+    def uniform(cls, interval_ns: float) -> RefreshIntervals:
         """Returns one interval (ns) for all groups."""
         return cls(interval_ns, interval_ns, interval_ns, interval_ns)
 
@@ -48,21 +48,21 @@ class Intervals:
         """
         return len(GROUPS) / sum(1 / interval_ns for interval_ns in self.in_order())
 
-    def scaled(self, factor: float) -> Intervals:
+    def scaled(self, factor: float) -> RefreshIntervals:
         """Returns all intervals times `factor`."""
-        return Intervals(*(factor * interval_ns for interval_ns in self.in_order()))
+        return RefreshIntervals(*(factor * interval_ns for interval_ns in self.in_order()))
 
 
 RETENTION_NS = 45_000
 """Retention time of a 3T cell at 105 °C: refreshed so often, it keeps its data (table 1; section 3.2)."""
-KELLE_INTERVALS = Intervals(360_000, 5_400_000, 1_440_000, 7_200_000)  # 7.1
-TABLE4_INTERVALS: dict[int, Intervals] = {  # table 4: the printed uniform interval (ns) to its 2DRP intervals
-    540_000: Intervals(180_000, 3_600_000, 720_000, 5_400_000),
+KELLE_INTERVALS = RefreshIntervals(360_000, 5_400_000, 1_440_000, 7_200_000)  # 7.1
+TABLE4_INTERVALS: dict[int, RefreshIntervals] = {  # table 4: the printed uniform interval (ns) to its 2DRP intervals
+    540_000: RefreshIntervals(180_000, 3_600_000, 720_000, 5_400_000),
     1_050_000: KELLE_INTERVALS,
-    2_062_000: Intervals(720_000, 9_000_000, 2_880_000, 10_800_000),
+    2_062_000: RefreshIntervals(720_000, 9_000_000, 2_880_000, 10_800_000),
 }
-ORG_INTERVALS = Intervals.uniform(RETENTION_NS)  # 8.3.3: "Org"
-UNI_INTERVALS = Intervals.uniform(360_000)  # 8.3.3: "Uni", said to be as accurate as 2DRP
+ORG_INTERVALS = RefreshIntervals.uniform(RETENTION_NS)  # 8.3.3: "Org"
+UNI_INTERVALS = RefreshIntervals.uniform(360_000)  # 8.3.3: "Uni", said to be as accurate as 2DRP
 FAILURE_RATE = 2e-3
 """The "averaged retention failure rate" of the intervals of section 7.1; of all four groups, as read here."""
 

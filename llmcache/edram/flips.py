@@ -22,7 +22,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, TABLE4_INTERVALS, Intervals
+from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, TABLE4_INTERVALS, RefreshIntervals
 from llmcache.edram.retention import RetentionCurve, paper_curve, parse_intervals
 from llmcache.errors import UsageError
 
@@ -95,7 +95,7 @@ class FlipRates:
         return cls(rate, rate, rate, rate)
 
     @classmethod
-    def of_intervals(cls, intervals: Intervals, curve: RetentionCurve | None = None) -> FlipRates:
+    def of_intervals(cls, intervals: RefreshIntervals, curve: RetentionCurve | None = None) -> FlipRates:
         """Returns what groups refreshed at `intervals` lose, by `curve` (None: the paper's)."""
         curve = curve or paper_curve()
         return cls(*map(curve.failure, intervals.in_order()))
@@ -118,16 +118,16 @@ class FlipRates:
 NO_FLIPS = FlipRates()
 
 
-def iso_power(intervals: Intervals, curve: RetentionCurve | None = None) -> FlipRates:
+def iso_power(intervals: RefreshIntervals, curve: RetentionCurve | None = None) -> FlipRates:
     """Returns the rates of the uniform interval that costs as many refreshes as `intervals`: their harmonic mean.
 
     Source: kelle.txt, table 4, whose uniform intervals are this mean. Differs from the paper: section 7.2 says they have
     "the same average failure rate"; by the curve here 2DRP then fails several times more bits. `iso_failure` has it.
     """
-    return FlipRates.of_intervals(Intervals.uniform(intervals.mean_ns), curve)
+    return FlipRates.of_intervals(RefreshIntervals.uniform(intervals.mean_ns), curve)
 
 
-def iso_failure(intervals: Intervals, curve: RetentionCurve | None = None) -> FlipRates:
+def iso_failure(intervals: RefreshIntervals, curve: RetentionCurve | None = None) -> FlipRates:
     """Returns the uniform rate that loses as many bits in the mean of the groups as `intervals`: section 7.2, literally."""
     return FlipRates.uniform(FlipRates.of_intervals(intervals, curve).mean)
 
@@ -178,14 +178,14 @@ def _rate(value: str, text: str) -> float:
     return rate
 
 
-def _intervals(value: str, text: str) -> Intervals:
+def _intervals(value: str, text: str) -> RefreshIntervals:
     try:
         return parse_intervals(value)
     except UsageError as error:
         raise UsageError(f"flips: '{text}': {error.message}", _HINT) from error
 
 
-def _column(value: str, text: str) -> Intervals:
+def _column(value: str, text: str) -> RefreshIntervals:
     wanted = _intervals(value, text).mean_ns
     for printed, intervals in TABLE4_INTERVALS.items():
         if abs(wanted - printed) < 1:

@@ -9,7 +9,7 @@ from typing import Any
 from llmcache.edram.refresh import EdramRun, RunRecorder
 from llmcache.errors import UsageError
 from llmcache.kv.bench.question import DEFAULT_POLICIES, BenchOptions, setup_of
-from llmcache.kv.bench.synthetic import Session, check_space, variants_of, workplace
+from llmcache.kv.bench.synthetic import PolicySession, check_space, variants_of, workplace
 from llmcache.kv.policies.kelle import Kelle
 from llmcache.units import format_duration
 
@@ -46,7 +46,7 @@ def record_stream(options: BenchOptions, progress: Callable[[str], None] = lambd
     if [variant.policy for variant in variants] != [Kelle.name]:
         raise UsageError("--edram-run: only Kelle's runs can be recorded", "--policy kelle")
     check_space(setup, 1)
-    with workplace(setup.directory) as directory, Session(replace(setup, directory=directory), variants[0]) as session:
+    with workplace(setup.directory) as directory, PolicySession(replace(setup, directory=directory), variants[0]) as session:
         policy = session.policy
         assert isinstance(policy, Kelle)
         progress("storing the prompt")

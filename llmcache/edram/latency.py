@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmcache.edram.chip import CHAIN_CYCLES
-from llmcache.edram.columns import Array, Columns, Steps
+from llmcache.edram.columns import Array, ConfigurationColumns, Steps
 from llmcache.edram.constants import CHIP
 
 PASSES_16_BY_8 = 2
@@ -41,7 +41,7 @@ class Tiles:
     fill_cycles: Array
 
 
-def tiles_of(c: Columns) -> Tiles:
+def tiles_of(c: ConfigurationColumns) -> Tiles:
     """Returns the tiles of the weight matrices."""
     channels, hidden, query, key = (
         np.ceil(width / c.array_rows) for width in (c.channels, c.hidden, c.heads * c.head_dim, c.kv_heads * c.head_dim)
@@ -57,7 +57,7 @@ def tiles_of(c: Columns) -> Tiles:
     )
 
 
-def linear_s(c: Columns, tiles: Tiles, rows: Array, head_rows: Array, extra_kv_rows: Array) -> Array:
+def linear_s(c: ConfigurationColumns, tiles: Tiles, rows: Array, head_rows: Array, extra_kv_rows: Array) -> Array:
     """Returns the time (s) of all products with weights, for `rows` rows, of which `head_rows` need the head.
 
     `extra_kv_rows` pass through K and V only: tokens that are recomputed.
@@ -70,7 +70,7 @@ def linear_s(c: Columns, tiles: Tiles, rows: Array, head_rows: Array, extra_kv_r
     return np.asarray(worked / c.clock_hz)
 
 
-def attention_s(c: Columns, steps: Steps) -> Array:
+def attention_s(c: ConfigurationColumns, steps: Steps) -> Array:
     """Returns the time (s) of the products with keys and values in one step, [n, groups]."""
     per_head = 2 * np.ceil(c.head_dim / c.array_rows) * steps.row_tiles
     rows = c.heads / c.kv_heads * PASSES_16_BY_16 / c.macs_per_pe
@@ -99,7 +99,7 @@ class Step:
     eviction_s: Array
 
 
-def step_of(c: Columns, steps: Steps, share: Array) -> Step:
+def step_of(c: ConfigurationColumns, steps: Steps, share: Array) -> Step:
     """Returns what a step takes if `share` of the cached tokens (0..1, [n, groups]) is stored as inputs.
 
     With the declared costs of section 8.3.2 such tokens move no bytes and take no time, as in the paper's own example.
@@ -126,7 +126,7 @@ def step_of(c: Columns, steps: Steps, share: Array) -> Step:
     )
 
 
-def _eviction_s(c: Columns, steps: Steps) -> Array:
+def _eviction_s(c: ConfigurationColumns, steps: Steps) -> Array:
     """Returns how long (s) finding the tokens to evict stalls a step whose cache is full; see `evictor.EvictorCost`."""
     cycles = np.where(c.systolic_evictor, CHAIN_CYCLES, steps.cached)
     searches = c.kv_heads * c.layers * c.batch
@@ -137,7 +137,7 @@ RESOURCES = ("dram_weights", "dram_kv", "array", "sram", "kv_memory", "eviction"
 """What a step can wait for."""
 
 
-def waits(c: Columns, step: Step) -> dict[str, Array]:
+def waits(c: ConfigurationColumns, step: Step) -> dict[str, Array]:
     """Returns how long (s) a step waits for each of `RESOURCES`, [n, groups]: it takes their sum.
 
     Without overlap weights and KV are two phases, each as long as its slowest resource; the Kelle scheduler makes them
@@ -184,7 +184,7 @@ class Prefill:
         return self.weight_bytes + self.activation_bytes + self.kv_bytes
 
 
-def prefill_of(c: Columns) -> Prefill:
+def prefill_of(c: ConfigurationColumns) -> Prefill:
     """Returns the prefill of `c`. Only the last token of a sequence needs the head.
 
     The inputs of a matrix are read once for each piece of it that the weight memory holds, its outputs written once.
@@ -208,7 +208,7 @@ def prefill_of(c: Columns) -> Prefill:
     )
 
 
-def matrices(c: Columns) -> list[tuple[Array, Array, Array]]:
+def matrices(c: ConfigurationColumns) -> list[tuple[Array, Array, Array]]:
     """Returns the kinds of matrices of a layer: (inputs, outputs, how many), [n, 1] each."""
     query, key, one = c.heads * c.head_dim, c.kv_heads * c.head_dim, np.ones_like(c.layers)
     return [
@@ -220,7 +220,7 @@ def matrices(c: Columns) -> list[tuple[Array, Array, Array]]:
     ]
 
 
-def _values_per_row(c: Columns) -> Array:
+def _values_per_row(c: ConfigurationColumns) -> Array:
     total = np.zeros_like(c.layers)
     for inputs, outputs, many in matrices(c):
         pieces = np.ceil(inputs * outputs * CHIP.weight_bytes / c.weight_capacity_bytes)
@@ -228,7 +228,7 @@ def _values_per_row(c: Columns) -> Array:
     return total
 
 
-def activation_accesses(c: Columns, rows: Array) -> Array:
+def activation_accesses(c: ConfigurationColumns, rows: Array) -> Array:
     """Returns the bytes of activations that all layers read and write on the chip for `rows` rows, the head's not.
 
     Inputs are read once for each column of tiles.
@@ -243,14 +243,14 @@ DECLARED_SHARE = CHIP.load_vector_ns / (CHIP.load_vector_ns + CHIP.recompute_vec
 """Of the tokens (0..1): loading the others then takes as long as recomputing these; 25.6 %, the claimed saving of 25 %."""
 
 
-def recompute_share(c: Columns, steps: Steps) -> Array:
+def recompute_share(c: ConfigurationColumns, steps: Steps) -> Array:
     """Returns which share of the cached tokens is recomputed, 0..1, [n, groups]."""
     modelled = np.where(c.declared, DECLARED_SHARE, _hidden_share(c, steps))
     share = np.where(c.recompute_share >= 0, c.recompute_share, modelled)
     return np.where(c.recomputes, share, 0) + np.zeros_like(steps.cached)
 
 
-def _hidden_share(c: Columns, steps: Steps) -> Array:
+def _hidden_share(c: ConfigurationColumns, steps: Steps) -> Array:
     """Returns the share with which a step is shortest, from the costs of array and DRAM.
 
     Tokens are recomputed until the array is as busy as DRAM, or DRAM no longer the slowest, or there are none left: sinks

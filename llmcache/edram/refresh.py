@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.edram.constants import GROUPS, Intervals
+from llmcache.edram.constants import GROUPS, RefreshIntervals
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.files import replacing
 
@@ -422,7 +422,7 @@ class _Loads:
 
 def account(
     run: EdramRun,
-    intervals: Intervals,
+    intervals: RefreshIntervals,
     joules_per_byte: float,
     *,
     rule: str = "ticks",
@@ -466,7 +466,7 @@ class _Totals:
     joules_per_byte: float
 
 
-def _account(run: EdramRun, intervals: Intervals, loads: _Loads, totals: _Totals) -> RefreshAccount:
+def _account(run: EdramRun, intervals: RefreshIntervals, loads: _Loads, totals: _Totals) -> RefreshAccount:
     durations = np.array(run.durations_ns)
     seconds = float(durations.sum()) / 1e9
     row_seconds = (totals.share * loads.rows * durations).sum(axis=1) / 1e9
@@ -508,14 +508,14 @@ def _pinned(loads: _Loads, capacity_bytes: float | None) -> Numbers:
     return share
 
 
-def _ticks(durations: tuple[float, ...], intervals: Intervals, rule: str, phase_ns: float) -> Numbers:
+def _ticks(durations: tuple[float, ...], intervals: RefreshIntervals, rule: str, phase_ns: float) -> Numbers:
     """Returns how often each group's counter ticks in each step [4, steps]."""
     times = np.concatenate([[0.0], np.cumsum(durations)])
     ticks = (times[None] - phase_ns) / np.array(intervals.in_order())[:, None]
     return np.diff(np.floor(ticks) if rule == "ticks" else ticks, axis=1)
 
 
-def _by_row(run: EdramRun, intervals: Intervals, joules_per_byte: float, rule: str, loads: _Loads) -> RefreshAccount:
+def _by_row(run: EdramRun, intervals: RefreshIntervals, joules_per_byte: float, rule: str, loads: _Loads) -> RefreshAccount:
     if run.lives is None:
         raise DataError("lives: the run did not follow its rows one by one", "use the rule ticks or expected")
     times = np.concatenate([[0.0], np.cumsum(np.array(run.durations_ns))]).tolist()

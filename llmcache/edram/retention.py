@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Protocol
 
-from llmcache.edram.constants import FAILURE_RATE, KELLE_INTERVALS, RETENTION_NS, Intervals
+from llmcache.edram.constants import FAILURE_RATE, KELLE_INTERVALS, RETENTION_NS, RefreshIntervals
 from llmcache.errors import UsageError
 from llmcache.units import parse_duration
 
@@ -53,7 +53,7 @@ class LogNormal:
         return cls(interval_ns * math.exp(-sigma * _quantile(failure)), sigma)
 
     @classmethod
-    def fitted(cls, interval_ns: float, failure: float, intervals: Intervals, mean_failure: float) -> LogNormal:
+    def fitted(cls, interval_ns: float, failure: float, intervals: RefreshIntervals, mean_failure: float) -> LogNormal:
         """Returns the curve that loses `failure` at `interval_ns` and `mean_failure` in the mean over the groups."""
 
         def excess(sigma: float) -> float:
@@ -112,12 +112,12 @@ def parse_curve(text: str) -> RetentionCurve:
     return Points(tuple(points))
 
 
-def parse_intervals(text: str) -> Intervals:
+def parse_intervals(text: str) -> RefreshIntervals:
     """Returns the intervals meant by `text`: one for all groups ("1050us") or four, in the order of `GROUPS`."""
     parts = [float(parse_duration(part)) for part in text.split(",")]
     if len(parts) not in (1, 4) or min(parts) <= 0:
         raise UsageError(f"'{text}' is neither one interval nor four, of more than 0", "write 360us,5.4ms,1.44ms,7.2ms")
-    return Intervals.uniform(parts[0]) if len(parts) == 1 else Intervals(*parts)
+    return RefreshIntervals.uniform(parts[0]) if len(parts) == 1 else RefreshIntervals(*parts)
 
 
 def _cumulative(z: float) -> float:

@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llmcache.edram.constants import AERP, CHIP, KELLE_INTERVALS, MIB, ORG_INTERVALS, PAPER, RETENTION_NS, Intervals, Profile
+from llmcache.edram.constants import (
+    AERP,
+    CHIP,
+    KELLE_INTERVALS,
+    MIB,
+    ORG_INTERVALS,
+    PAPER,
+    RETENTION_NS,
+    Profile,
+    RefreshIntervals,
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,7 @@ MODELS: dict[str, LlmShape] = {
 
 
 @dataclass(frozen=True)
-class Workload:
+class GenerationWorkload:
     """`batch` sequences of `context` tokens that each decode `decode` more; `budget`: N' of the policies that evict.
 
     Tokens throughout. ValueError, naming the field, for what cannot be.
@@ -125,13 +135,13 @@ class Workload:
 
 
 # Contexts and decoded lengths: section 8. Budgets and windows: section 7.1. The paper calls Qasper QP and QA.
-WORKLOADS: dict[str, Workload] = {
+WORKLOADS: dict[str, GenerationWorkload] = {
     workload.name: workload
     for workload in (
-        Workload("LA", 128, 512, 128, 64),
-        Workload("TQ", 512, 2048, 1024, 512),
-        Workload("QP", 1024, 5120, 1024, 512),
-        Workload("PG19", 512, 8192, 2048, 1024),
+        GenerationWorkload("LA", 128, 512, 128, 64),
+        GenerationWorkload("TQ", 512, 2048, 1024, 512),
+        GenerationWorkload("QP", 1024, 5120, 1024, 512),
+        GenerationWorkload("PG19", 512, 8192, 2048, 1024),
     )
 }
 """Lambada, TriviaQA, Qasper and PG19 as the paper runs them."""
@@ -142,7 +152,7 @@ RECOMPUTE_MODES = ("none", "first-principles", "declared")
 
 
 @dataclass(frozen=True)
-class Hardware:
+class AcceleratorHardware:
     """An accelerator: array, memories and what connects them. ValueError, naming the field, for impossible values.
 
     `edram`: KV cache and activations lie in eDRAM, else all of the chip is SRAM. `overlap`: weights and KV are
@@ -184,7 +194,7 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Policy:
+class RetentionPolicy:
     """What is done with the KV cache. `recompute_share`: of the cached tokens, in place of what the mode gives.
 
     `intervals`: of the KV eDRAM; `activation_interval_ns`: of the activation eDRAM; `hst_share`: of the cached tokens that
@@ -195,7 +205,7 @@ class Policy:
     evict: bool = False
     recompute: str = "none"
     recompute_share: float = -1.0  # below 0: by the mode
-    intervals: Intervals = ORG_INTERVALS
+    intervals: RefreshIntervals = ORG_INTERVALS
     activation_interval_ns: float = RETENTION_NS
     hst_share: float = 0.5
 
@@ -230,14 +240,14 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class System:
+class AcceleratorSystem:
     """A policy on an accelerator."""
 
     name: str
-    hardware: Hardware
-    policy: Policy
+    hardware: AcceleratorHardware
+    policy: RetentionPolicy
 
-    def with_recompute(self, mode: str) -> System:
+    def with_recompute(self, mode: str) -> AcceleratorSystem:
         """Returns the system with another mode of recomputation, if it recomputes at all."""
         if self.policy.recompute == "none":
             return self
@@ -245,7 +255,7 @@ class System:
 
 
 # 8.1.1: 24 x 24 PEs and 4 MB of SRAM; how they are divided is not said: half for weights, as in Kelle, half for KV.
-SRAM_HARDWARE = Hardware(
+SRAM_HARDWARE = AcceleratorHardware(
     name="SRAM",
     array_rows=CHIP.baseline_rows,
     edram=False,
@@ -253,24 +263,24 @@ SRAM_HARDWARE = Hardware(
     kv_bytes_per_s=CHIP.sram_bytes_per_s,
     activation_bytes=0,  # part of the 4 MB
 )
-EDRAM_HARDWARE = Hardware("eDRAM", CHIP.array_rows, True, CHIP.kv_edram_bytes, CHIP.edram_bytes_per_s)  # 5.1, 8
+EDRAM_HARDWARE = AcceleratorHardware("eDRAM", CHIP.array_rows, True, CHIP.kv_edram_bytes, CHIP.edram_bytes_per_s)  # 5.1, 8
 KELLE_HARDWARE = replace(EDRAM_HARDWARE, name="Kelle", overlap=True)  # 6
 
-ORIGINAL = Policy("Original")
-AEP = Policy("AEP", evict=True)
-AERP_POLICY = Policy("AERP", evict=True, recompute="first-principles")
+ORIGINAL = RetentionPolicy("Original")
+AEP = RetentionPolicy("AEP", evict=True)
+AERP_POLICY = RetentionPolicy("AERP", evict=True, recompute="first-principles")
 KELLE = replace(  # the activation eDRAM is refreshed like the most significant bits of high-score tokens
     AERP_POLICY, name="Kelle", intervals=KELLE_INTERVALS, activation_interval_ns=KELLE_INTERVALS.hst_msb_ns
 )
 
-SYSTEMS: dict[str, System] = {
+SYSTEMS: dict[str, AcceleratorSystem] = {
     system.name: system
     for system in (
-        System("Original+SRAM", SRAM_HARDWARE, ORIGINAL),
-        System("Original+eDRAM", EDRAM_HARDWARE, ORIGINAL),
-        System("AEP+SRAM", SRAM_HARDWARE, AEP),
-        System("AERP+SRAM", SRAM_HARDWARE, AERP_POLICY),
-        System("Kelle+eDRAM", KELLE_HARDWARE, KELLE),
+        AcceleratorSystem("Original+SRAM", SRAM_HARDWARE, ORIGINAL),
+        AcceleratorSystem("Original+eDRAM", EDRAM_HARDWARE, ORIGINAL),
+        AcceleratorSystem("AEP+SRAM", SRAM_HARDWARE, AEP),
+        AcceleratorSystem("AERP+SRAM", SRAM_HARDWARE, AERP_POLICY),
+        AcceleratorSystem("Kelle+eDRAM", KELLE_HARDWARE, KELLE),
     )
 }
 """The systems of section 8.1.1; Original+SRAM is what the others are compared with."""
@@ -282,20 +292,20 @@ class Configuration:
     """One thing to model: a language model with a workload on a system, with the energies of a profile."""
 
     model: LlmShape
-    workload: Workload
-    system: System
+    workload: GenerationWorkload
+    system: AcceleratorSystem
     profile: Profile = PAPER
 
     @property
-    def hardware(self) -> Hardware:
+    def hardware(self) -> AcceleratorHardware:
         """The accelerator."""
         return self.system.hardware
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> RetentionPolicy:
         """What is done with the KV cache."""
         return self.system.policy
 
-    def on(self, system: System) -> Configuration:
+    def on(self, system: AcceleratorSystem) -> Configuration:
         """Returns the same on another system."""
         return replace(self, system=system)

@@ -16,7 +16,7 @@ from llmcache.cache.classify import Classification, TraceClasses
 from llmcache.cache.layers import Layer
 from llmcache.cache.routing import ExpertLayer, MixtureUses
 from llmcache.errors import printable
-from llmcache.report.html import Block, Cell, Text
+from llmcache.report.html import Cell, HtmlBlock, Text
 from llmcache.report.html import Table as PageTable
 from llmcache.report.output import fit, plain_table
 from llmcache.units import BLOCK_BYTES, format_duration, format_size, shortened
@@ -240,7 +240,7 @@ def expert_tables(mixtures: Sequence[MixtureUses], width: int) -> Iterator[str |
         yield from _remarks(mixture)
 
 
-def expert_blocks(mixture: MixtureUses) -> Iterator[Block]:
+def expert_blocks(mixture: MixtureUses) -> Iterator[HtmlBlock]:
     """Yields the same for a page, with all layers."""
     caption = f"Experts of {mixture.model}: shares of the uses (%) that the most used tenth and quarter of a layer's have"
     caption += ", and of the experts of a visit (%) that the next one uses again"

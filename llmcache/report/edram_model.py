@@ -18,7 +18,7 @@ from llmcache.edram.chip import Area, EvictorCost, Lifetimes, area_of, evictor_c
 from llmcache.edram.constants import Profile
 from llmcache.edram.energy import KINDS
 from llmcache.edram.latency import RESOURCES
-from llmcache.edram.systems import RECOMPUTE_MODES, Configuration, LlmShape, System, Workload
+from llmcache.edram.systems import RECOMPUTE_MODES, AcceleratorSystem, Configuration, GenerationWorkload, LlmShape
 from llmcache.errors import UsageError
 from llmcache.report.output import titled_table
 from llmcache.units import format_duration, format_size
@@ -64,7 +64,7 @@ def times(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SystemComparison:
     """Systems with one model and workload, by profile, with areas and with the rooflines of those that recompute.
 
     `lifetimes`: of activations in eDRAM in the last step, of systems that have it; `evictors`: of a step with a full cache,
@@ -72,10 +72,10 @@ class Comparison:
     """
 
     model: LlmShape
-    workload: Workload
-    systems: tuple[System, ...]
+    workload: GenerationWorkload
+    systems: tuple[AcceleratorSystem, ...]
     profiles: tuple[Profile, ...]
-    baseline: System
+    baseline: AcceleratorSystem
     rows: tuple[Compared, ...]
     areas: dict[str, Area]
     rooflines: dict[str, Roofline]
@@ -91,7 +91,7 @@ def compare(
     recompute: str | None = None,
     constants: str | None = None,
     **changes: int | None,
-) -> Comparison:
+) -> SystemComparison:
     """Returns what the options of `llmcache edram model` ask for; `changes`: numbers in place of the workload's.
 
     UsageError names the option that is wrong.
@@ -104,7 +104,7 @@ def compare(
     rows = tuple(compared(asked, known.baseline))
     first = {row.configuration.system.name: row for row in rows[: len(systems)]}
     own = {name: row.configuration for name, row in first.items()}
-    return Comparison(
+    return SystemComparison(
         shape,
         work,
         systems,
@@ -122,7 +122,7 @@ def compare(
     )
 
 
-def _changed(workload: Workload, changes: dict[str, int]) -> Workload:
+def _changed(workload: GenerationWorkload, changes: dict[str, int]) -> GenerationWorkload:
     if not changes:
         return workload
     if "budget" in changes and "window" not in changes:
@@ -133,7 +133,7 @@ def _changed(workload: Workload, changes: dict[str, int]) -> Workload:
         raise UsageError(f"--{error}") from error
 
 
-def _systems(known: Catalogue, text: str, recompute: str | None) -> tuple[System, ...]:
+def _systems(known: Catalogue, text: str, recompute: str | None) -> tuple[AcceleratorSystem, ...]:
     systems = listed("system", known.systems, text)
     if recompute is None:
         return tuple(systems)
@@ -146,7 +146,7 @@ def _decode_s(row: Compared) -> float:
     return sum(row.outcome.latencies_s[name] for name in RESOURCES)
 
 
-def show(found: Comparison, as_json: bool) -> None:
+def show(found: SystemComparison, as_json: bool) -> None:
     """Prints `found` on stdout."""
     if as_json:
         print(json.dumps(document(found), indent=1))
@@ -160,7 +160,7 @@ def show(found: Comparison, as_json: bool) -> None:
         console.print(table)
 
 
-def tables(found: Comparison) -> Iterator[Table]:
+def tables(found: SystemComparison) -> Iterator[Table]:
     """Yields the tables: costs by profile, then the energy by component, then what time is spent on, then areas."""
     for profile in found.profiles:
         rows = [row for row in found.rows if row.configuration.profile is profile]
@@ -236,7 +236,7 @@ def _evictors(evictors: dict[str, EvictorCost]) -> Table:
     return table
 
 
-def document(found: Comparison) -> dict[str, Any]:
+def document(found: SystemComparison) -> dict[str, Any]:
     """`found` as JSON-ready values: seconds, joules, bytes, mm²; speed-up and efficiency against Original+SRAM."""
     return {
         "schema": SCHEMA,
@@ -300,7 +300,7 @@ class SweptSystems:
     seconds: float
 
 
-def swept(axes: Axes, baseline: System) -> SweptSystems:
+def swept(axes: Axes, baseline: AcceleratorSystem) -> SweptSystems:
     """Returns all configurations of `axes`, compared with `baseline`; UsageError if they are too many."""
     start = time.perf_counter()
     rows = tuple(compared(axes.configurations(), baseline))
@@ -315,7 +315,7 @@ def axes_of(
     recompute: str | None = None,
     constants: str | None = None,
     **numbers: Sequence[float],
-) -> tuple[Axes, System]:
+) -> tuple[Axes, AcceleratorSystem]:
     """Returns the axes that the options of `llmcache edram sweep` name, and the system to compare with.
 
     `numbers`: the axes of `Axes` that are numbers. UsageError names the option that is wrong.

@@ -13,7 +13,7 @@ from rich.table import Table
 from llmcache import __version__
 from llmcache.edram import retention
 from llmcache.edram.catalogue import catalogue, listed
-from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, ORG_INTERVALS, UNI_INTERVALS, Intervals, Profile
+from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, ORG_INTERVALS, UNI_INTERVALS, Profile, RefreshIntervals
 from llmcache.edram.refresh import RULES, EdramRun, RefreshAccount, account, read_run
 from llmcache.errors import UsageError
 from llmcache.report.edram_model import MODELLED, WIDTH, joules, watts
@@ -21,7 +21,7 @@ from llmcache.report.output import titled_table
 from llmcache.units import format_duration, format_size
 
 SCHEMA = "llmcache.edram-report/1"
-STRATEGIES: dict[str, Intervals] = {"kelle": KELLE_INTERVALS, "uni": UNI_INTERVALS, "org": ORG_INTERVALS}
+STRATEGIES: dict[str, RefreshIntervals] = {"kelle": KELLE_INTERVALS, "uni": UNI_INTERVALS, "org": ORG_INTERVALS}
 """Intervals by name: 2DRP of section 7.1, 0.36 ms and 45 us of section 8.3.3."""
 _ROW_RULES = ("floor", "ceil")
 
@@ -31,7 +31,7 @@ class RefreshReport:
     """The accounts of one run: by profile at the intervals that were asked for, and, in the first, by rule and strategy."""
 
     run: EdramRun
-    intervals: Intervals
+    intervals: RefreshIntervals
     capacity_bytes: float | None
     by_profile: Mapping[str, RefreshAccount]
     by_rule: Mapping[str, RefreshAccount]
@@ -40,7 +40,7 @@ class RefreshReport:
 
 def accounted(
     source: str,
-    intervals: Intervals,
+    intervals: RefreshIntervals,
     profile: str = "paper,silicon",
     rule: str = "ticks",
     step_ns: float | None = None,
@@ -58,7 +58,7 @@ def accounted(
     if step_ns is not None:
         run = run.with_step(step_ns, f"modelled: every step takes {format_duration(step_ns)}")
 
-    def made(energies: Profile, at: Intervals, how: str = rule) -> RefreshAccount:
+    def made(energies: Profile, at: RefreshIntervals, how: str = rule) -> RefreshAccount:
         return account(run, at, energies.refresh_j_per_byte, rule=how, capacity_bytes=capacity_bytes)
 
     rules = [how for how in RULES if how not in _ROW_RULES or (run.lives is not None and capacity_bytes is None)]
@@ -72,7 +72,7 @@ def accounted(
     )
 
 
-def parse_intervals(text: str) -> Intervals:
+def parse_intervals(text: str) -> RefreshIntervals:
     """Returns the intervals meant by `text`: a name of `STRATEGIES`, one duration, or four in the order of `GROUPS`."""
     if text.strip().lower() in STRATEGIES:
         return STRATEGIES[text.strip().lower()]

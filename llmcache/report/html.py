@@ -28,7 +28,7 @@ def _text(text: str) -> str:
     return escape(printable(text))
 
 
-class Block(Protocol):
+class HtmlBlock(Protocol):
     """Something that a section holds."""
 
     def html(self) -> str:
@@ -43,7 +43,7 @@ class Text:
     note: bool = False
 
     def html(self) -> str:
-        """See `Block.html`."""
+        """See `HtmlBlock.html`."""
         return f'<p class="note">{_text(self.text)}</p>' if self.note else f"<p>{_text(self.text)}</p>"
 
 
@@ -54,7 +54,7 @@ class Facts:
     facts: Sequence[tuple[str, str]]
 
     def html(self) -> str:
-        """See `Block.html`."""
+        """See `HtmlBlock.html`."""
         rows = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in self.facts)
         return f"<dl>{rows}</dl>"
 
@@ -67,7 +67,7 @@ class Badge:
     kind: str
 
     def html(self) -> str:
-        """See `Block.html`."""
+        """See `HtmlBlock.html`."""
         mark = {"good": "✓", "fair": "◐", "bad": "✗"}[self.kind]
         return f'<span class="badge {self.kind}"><span aria-hidden="true">{mark}</span> {_text(self.text)}</span>'
 
@@ -80,7 +80,7 @@ class Link:
     file: str
 
     def html(self) -> str:
-        """See `Block.html`."""
+        """See `HtmlBlock.html`."""
         return f'<a href="{quote(self.file)}">{_text(self.text)}</a>'
 
 
@@ -97,7 +97,7 @@ class Table:
     digits: int = 3
 
     def html(self) -> str:
-        """See `Block.html`."""
+        """See `HtmlBlock.html`."""
         head = "".join(f'<th scope="col">{_text(column)}</th>' for column in self.columns)
         body = "".join(f"<tr>{self._row(row)}</tr>" for row in self.rows)
         caption = _text(self.caption)
@@ -131,7 +131,7 @@ class Picture:
     caption: str
 
     def html(self) -> str:
-        """See `Block.html`."""
+        """See `HtmlBlock.html`."""
         source = f"data:{_MIME[self.form]};base64,{base64.b64encode(self.data).decode()}"
         image = f'<img class="{self.form}" src="{source}" alt="{_text(self.alt)}">'
         return f"<figure>{image}<figcaption>{_text(self.caption)}</figcaption></figure>"
@@ -142,10 +142,10 @@ class Fold:
     """Blocks that stay closed until the reader opens them."""
 
     summary: str
-    blocks: Sequence[Block]
+    blocks: Sequence[HtmlBlock]
 
     def html(self) -> str:
-        """See `Block.html`."""
+        """See `HtmlBlock.html`."""
         inner = "".join(block.html() for block in self.blocks)
         return f"<details><summary>{_text(self.summary)}</summary>{inner}</details>"
 
@@ -155,7 +155,7 @@ class Section:
     """A heading with what belongs under it. `anchor` makes it a place to link to within the page."""
 
     title: str
-    blocks: Sequence[Block] = field(default_factory=list)
+    blocks: Sequence[HtmlBlock] = field(default_factory=list)
 
     def html(self, anchor: str) -> str:
         """Returns the section as HTML, reachable at `anchor`."""

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.kv.planning.plan import Limit, Plan
+from llmcache.kv.planning.plan import KvPlan, Limit
 from llmcache.report.kv_profile import age_text
 from llmcache.report.output import titled_table
 from llmcache.units import format_duration, format_rate, format_size
@@ -19,7 +19,7 @@ from llmcache.units import format_duration, format_rate, format_size
 SCHEMA = "llmcache.kv-plan/1"
 
 
-def show(plan: Plan, as_json: bool) -> None:
+def show(plan: KvPlan, as_json: bool) -> None:
     """Prints `plan` on stdout."""
     if as_json:
         print(json.dumps(document(plan), indent=1))
@@ -35,7 +35,7 @@ def show(plan: Plan, as_json: bool) -> None:
     console.print(limits(plan))
 
 
-def lines(plan: Plan) -> Iterator[str]:
+def lines(plan: KvPlan) -> Iterator[str]:
     """What was understood."""
     model, workload, machine = plan.model, plan.workload, plan.machine
     yield (
@@ -64,7 +64,7 @@ def lines(plan: Plan) -> Iterator[str]:
         yield f"ssd         {plan.ssd}: {format_size(plan.ssd_bytes)} free"
 
 
-def tiers(plan: Plan) -> Table:
+def tiers(plan: KvPlan) -> Table:
     """What lies where: one row for the weights, the KV cache, and what is left."""
     found, places, machine = plan.found, plan.places, plan.machine
     reserved = (machine.gpu_reserved_bytes if machine.has_gpu else 0, machine.host_reserved_bytes)
@@ -86,7 +86,7 @@ def _size(size_bytes: float) -> str:
     return format_size(size_bytes) if size_bytes >= 1 else "-"
 
 
-def pools(plan: Plan) -> Iterator[str]:
+def pools(plan: KvPlan) -> Iterator[str]:
     """The sizes of the pools and why."""
     yield f"KV cache    {format_size(plan.use.kv)}, {format_size(plan.model.token_bytes)} a token"
     if plan.places.gpu:
@@ -101,14 +101,14 @@ def pools(plan: Plan) -> Iterator[str]:
         yield f"            it does NOT fit: {format_size(plan.lacking_bytes)} of space are missing on the SSD"
 
 
-def _binding(plan: Plan) -> str:
+def _binding(plan: KvPlan) -> str:
     share = f"Mc {format_size(plan.places.host)}, Ms {format_size(plan.places.ssd)}"
     if plan.m0_binds:
         return f"M0 binds: beta {plan.places.beta:.3g}, {share}"
     return f"M0 leaves room for it: {share}"
 
 
-def latencies(plan: Plan) -> Table:
+def latencies(plan: KvPlan) -> Table:
     """Modelled times by system and stage; HillInfer's speed-up over each."""
     title = f"Time per token, and HillInfer's speed-up (modelled, speeds of {plan.machine.title})"
     made = Table(title=title, title_justify="left")
@@ -123,7 +123,7 @@ def latencies(plan: Plan) -> Table:
     return made
 
 
-def limits(plan: Plan) -> Table:
+def limits(plan: KvPlan) -> Table:
     """The largest context by tiers and batch."""
     made = Table(title="Largest context that fits (modelled), tokens", title_justify="left")
     for heading in ("batch", "GPU only", "GPU and RAM", "and SSD"):
@@ -137,7 +137,7 @@ def _tokens(count: int | None) -> str:
     return "-" if count is None else f"{count:,}" if count else "none"
 
 
-def document(plan: Plan) -> dict[str, Any]:
+def document(plan: KvPlan) -> dict[str, Any]:
     """`plan` as JSON-ready values: bytes, ns, tokens; null where nothing was asked or a ratio is infinite."""
     places = plan.places.to_json()
     return {

@@ -21,7 +21,7 @@ from llmcache import __version__
 from llmcache.kv.bench.results import DECODING, LOADING, PARTS, QUERY, UPDATE, TaskBench, TaskRow, mean_of
 from llmcache.kv.bench.task import TaskSetup, run
 from llmcache.report import theme
-from llmcache.report.html import Block, Cell, Facts, Section, html_page
+from llmcache.report.html import Cell, Facts, HtmlBlock, Section, html_page
 from llmcache.report.html import Table as PageTable
 from llmcache.report.output import check_target, form_of, plain_table, write_target
 from llmcache.units import format_duration, format_size
@@ -338,7 +338,7 @@ def sections_of(bench: TaskBench) -> list[Section]:
     ]
     depths = depth_figure(bench)
     if depths is not None:
-        picture: list[Block] = [theme.embedded(depths, f"Right answers by depth. {told}", caption(bench))]
+        picture: list[HtmlBlock] = [theme.embedded(depths, f"Right answers by depth. {told}", caption(bench))]
         found.insert(0, Section("Right answers by depth and context (like the paper's figure 6)", picture))
     return found
 

@@ -24,7 +24,7 @@ from llmcache.kv.planning import (
     Hardware,
 )
 from llmcache.kv.planning.hardware import NUMBERS
-from llmcache.report.html import Block, Cell, Facts, Fold, Table, Text
+from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Table, Text
 from llmcache.report.judge import Measure, Measures, judge, read_paper
 from llmcache.report.paper_hillinfer_measures import (
     BASELINES,
@@ -202,7 +202,7 @@ def _memory(found: MemoryTable) -> Iterator[dict[str, Any]]:
 # The page
 
 
-def _blocks(found: Results) -> dict[str, list[Block]]:
+def _blocks(found: Results) -> dict[str, list[HtmlBlock]]:
     measured, systems = found.measured, found.bench("systems")
     memory_told = ", ".join(f"{model} {found.memory.at(model).total / GIB:.1f} GiB" for model in SAID)
     transfers = [one for one in (found.transfers, Transfers.read(measured["transfers"])) if one is not None]
@@ -214,7 +214,7 @@ def _blocks(found: Results) -> dict[str, list[Block]]:
         ratios = _speedup_figure(found.speedups)
         times = _latency_figure({name: found.speedups[name] for name in ("sizes", "flexgen-20")}, LONGCHAT)
         beta = _sweep_figure(found.sweep)
-    blocks: dict[str, list[Block]] = {
+    blocks: dict[str, list[HtmlBlock]] = {
         "The speed-ups: by how much not, and why": list(_why(found, systems)),
         "Memory (the paper's figure 2)": [
             embedded(
@@ -268,7 +268,7 @@ def _blocks(found: Results) -> dict[str, list[Block]]:
     return blocks | _missing(measured, blocks)
 
 
-def _missing(measured: Mapping[str, Any], blocks: Mapping[str, list[Block]]) -> dict[str, list[Block]]:
+def _missing(measured: Mapping[str, Any], blocks: Mapping[str, list[HtmlBlock]]) -> dict[str, list[HtmlBlock]]:
     """Returns the sections of what was not measured, with the reason."""
     sections = {
         "transfers": "Transfers from the SSD (figure 3)",
@@ -276,14 +276,14 @@ def _missing(measured: Mapping[str, Any], blocks: Mapping[str, list[Block]]) -> 
         "systems": "Latency and speed-up (figures 9 and 10)",
         "beta": "Parts, and the ratio of the pools (figure 11)",
     }
-    found: dict[str, list[Block]] = {}
+    found: dict[str, list[HtmlBlock]] = {}
     for name, why in measured["missing"].items():
         section = sections[name]
         found[section] = [*blocks.get(section, []), Text(f"Not measured: {name}. {why}")]
     return found
 
 
-def _why(found: Results, systems: Bench | None) -> Iterator[Block]:
+def _why(found: Results, systems: Bench | None) -> Iterator[HtmlBlock]:
     """Yields by how much the speed-ups are missed, and what decides about them, in the order of its weight."""
     titles = [f"over {SYSTEMS[name].title}" for name in BASELINES]
     yield _ranges("Speed-ups end to end (modelled); the paper: 4.21 to 8.56", found.speedups)

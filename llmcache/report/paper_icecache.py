@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from llmcache.kv.bench.results import PARTS, QUERY, STOCK, TaskBench, TaskRow, read_task
 from llmcache.report import kv_task, theme
-from llmcache.report.html import Block, Cell, Facts, Fold, Table, Text
+from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Table, Text
 from llmcache.report.judge import Measure, Measures, Paper, judge, read_paper
 from llmcache.report.reproduce import Reproduction, Tell, machine_words, measurements
 
@@ -200,9 +200,9 @@ def measures(measured: Mapping[str, Any]) -> Measures:
 # The page
 
 
-def _blocks(paper: Paper, measured: Mapping[str, Any]) -> dict[str, list[Block]]:
+def _blocks(paper: Paper, measured: Mapping[str, Any]) -> dict[str, list[HtmlBlock]]:
     titles = {about: section["title"] for section in paper.sections for about in section.get("about", ())}
-    blocks: dict[str, list[Block]] = {title: [] for title in titles.values()}
+    blocks: dict[str, list[HtmlBlock]] = {title: [] for title in titles.values()}
     for printed in paper.data["printed"]:
         table = Table(printed["caption"], printed["columns"], printed["rows"], printed["digits"])
         blocks[printed["section"]].append(table)
@@ -218,7 +218,7 @@ def _blocks(paper: Paper, measured: Mapping[str, Any]) -> dict[str, list[Block]]
     return {**blocks, "What stays blank": [blank], "Conditions": [Facts(facts)]}
 
 
-def _pictures(bench: TaskBench) -> list[Block]:
+def _pictures(bench: TaskBench) -> list[HtmlBlock]:
     told, under = kv_task.alt_text(bench), kv_task.caption(bench)
     depths = kv_task.depth_figure(bench) if bench.task == "passkey" else None
     if depths is not None:
@@ -228,7 +228,7 @@ def _pictures(bench: TaskBench) -> list[Block]:
     return [theme.embedded(kv_task.part_figure(bench, kv_task.parts_of(bench)[0]), told, under)]
 
 
-def _times(rows: Sequence[Length]) -> list[Block]:
+def _times(rows: Sequence[Length]) -> list[HtmlBlock]:
     told = "; ".join(f"{row['title']} {row['speed']['tpot_ns'] / 1e6:.0f} ms at {row['tokens']:,}" for row in rows)
     under = "Measured: random weights, a prompt of keys and values drawn by chance, budget 256."
     head = ["tokens", "cache", "a token (ms)", "times full", *(f"{part} (ms)" for part in PARTS)]

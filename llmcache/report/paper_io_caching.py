@@ -27,8 +27,18 @@ from llmcache.cache.plan import FootprintShare
 from llmcache.cache.policies import policy_class
 from llmcache.cache.results import Result
 from llmcache.cache.simulate import simulate
-from llmcache.cache.sizing import PAPER, PHONE, SECOND_NS, WATCH, DeviceClass, Setting, blocks_needed, largest_loop, need
-from llmcache.report.html import Block, Cell, Facts, Fold, Table
+from llmcache.cache.sizing import (
+    PAPER,
+    PHONE,
+    SECOND_NS,
+    WATCH,
+    DeviceClass,
+    SizingParameters,
+    blocks_needed,
+    largest_loop,
+    need,
+)
+from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Table
 from llmcache.report.judge import Measure, Measures, judge, read_paper
 from llmcache.report.lines import Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
 from llmcache.report.plot import access_figure, alt_text, caption, picture_of, shades_of
@@ -404,9 +414,9 @@ PARAMETERS = (10**9, 3 * 10**9)
 FEWEST_BITS = 2  # per weight: below it no quantisation in use leaves a model of such a size usable
 
 
-def setting_of(device: DeviceClass) -> Setting:
+def setting_of(device: DeviceClass) -> SizingParameters:
     """Returns the setting of formula (1) for a device of the paper, with the paper's T."""
-    return Setting(device.bandwidth, PAPER.period_ns, device.hot_bytes)
+    return SizingParameters(device.bandwidth, PAPER.period_ns, device.hot_bytes)
 
 
 def _off(ours: float, said: float) -> dict[str, float]:
@@ -486,7 +496,7 @@ def hardware(
     }
 
 
-def change_of_loop(cache_bytes: int, setting: Setting) -> float:
+def change_of_loop(cache_bytes: int, setting: SizingParameters) -> float:
     """Returns the largest relative change of the loop that `cache_bytes` serve, for the paper's variations of T."""
     loop = largest_loop(cache_bytes, setting)
     return max(abs(largest_loop(cache_bytes, setting.scaled(change)) / loop - 1) for change in PAPER.period_changes)
@@ -595,7 +605,7 @@ def _blocks(
     apps: Apps,
     classes: Mapping[str, TraceClasses],
     measured: Mapping[str, Any],
-) -> dict[str, list[Block]]:
+) -> dict[str, list[HtmlBlock]]:
     remote = [app for app in apps.values() if app.remote]
     overhead = measured["overhead"]
     took: list[list[Cell]] = [[policy_class(name).title, ns] for name, ns in overhead["ns_per_block"].items()]
@@ -627,7 +637,7 @@ def _blocks(
     }
 
 
-def _ratios(apps: Sequence[App], captioned: str) -> list[Block]:
+def _ratios(apps: Sequence[App], captioned: str) -> list[HtmlBlock]:
     titles = [policy_class(policy).title for policy in POLICIES]
     named = dict(zip(POLICIES, titles, strict=True))
     panels = [
@@ -640,7 +650,7 @@ def _ratios(apps: Sequence[App], captioned: str) -> list[Block]:
     told = "; ".join(f"{title}: " + ", ".join(f"{p} {mean:.2f}" for p, mean in of.items()) for title, of in means.items())
     alt = f"Hit ratio over cache size, one panel per application. Means over the sizes: {told}."
     rows: list[list[Cell]] = []
-    numbers: list[Block] = []
+    numbers: list[HtmlBlock] = []
     for app in apps:
         of = means[app.title]
         shares = [f"{of[policy] / of[BELADY]:.0%}" for policy in AWARE]
@@ -656,7 +666,7 @@ def _ratios(apps: Sequence[App], captioned: str) -> list[Block]:
     return [embedded(figure, alt, captioned), Table(head, columns, rows), Fold("The numbers behind the figure", numbers)]
 
 
-def _latencies(apps: Apps, policy: str) -> Block:
+def _latencies(apps: Apps, policy: str) -> HtmlBlock:
     model, shown = FetchModel(), on_device(apps)
     panels = [Panel(app.title, bandwidth_lines(BANDWIDTHS, app.sizes_bytes, list(app.latency_s[policy]))) for app in shown]
     with style():
@@ -673,7 +683,7 @@ def _latencies(apps: Apps, policy: str) -> Block:
     )
 
 
-def _accesses(app: App, trace: Trace, found: TraceClasses) -> Block:
+def _accesses(app: App, trace: Trace, found: TraceClasses) -> HtmlBlock:
     with style():
         picture = picture_of(trace, f"{app.title} (synthetic)", by_time=False, shades=shades_of(found.rows))
         return embedded(access_figure(picture, 9.5, 4.2), alt_text(picture), caption(picture, trace))

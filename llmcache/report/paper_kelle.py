@@ -37,8 +37,8 @@ from llmcache.edram.constants import (
     SRAM_4MB,
     TABLE4_INTERVALS,
     UNI_INTERVALS,
-    Intervals,
     Profile,
+    RefreshIntervals,
 )
 from llmcache.edram.latency import DECLARED_SHARE, PASSES_16_BY_8
 from llmcache.edram.retention import Points, paper_curve
@@ -51,20 +51,20 @@ from llmcache.edram.systems import (
     SRAM_HARDWARE,
     SYSTEMS,
     WORKLOADS,
+    AcceleratorHardware,
+    AcceleratorSystem,
     Configuration,
-    Hardware,
-    System,
-    Workload,
+    GenerationWorkload,
 )
 from llmcache.report.edram_model import compare, document, joules
 from llmcache.report.edram_plot import energy_figure, refresh_figure, roofline_figure, saved
-from llmcache.report.html import Block, Cell, Facts, Table, Text
+from llmcache.report.html import Cell, Facts, HtmlBlock, Table, Text
 from llmcache.report.judge import OURS, Claim, Judged, Measures, Paper, judge, number, read_paper
 from llmcache.report.reproduce import Reproduction, Tell
 from llmcache.report.theme import INK, MUTED, Look, embedded, grid_of, legend_below, style
 
 Numbers = Mapping[str, float]
-Change = Callable[[System], System]
+Change = Callable[[AcceleratorSystem], AcceleratorSystem]
 LLAMA, PG19 = MODELS["llama2-7b"], WORKLOADS["PG19"]
 OURSELF = SYSTEMS["Kelle+eDRAM"]
 AVERAGED = ("llama2-7b", "llama2-13b", "llama3.2-3b")
@@ -88,12 +88,12 @@ class Cost:
         return Cost(self.latency / other.latency, self.energy / other.energy)
 
 
-def same(system: System) -> System:
+def same(system: AcceleratorSystem) -> AcceleratorSystem:
     """Returns `system` as it is."""
     return system
 
 
-def with_hardware(system: System, **changes: Any) -> System:
+def with_hardware(system: AcceleratorSystem, **changes: Any) -> AcceleratorSystem:
     """Returns `system` on changed hardware."""
     return replace(system, hardware=replace(system.hardware, **changes))
 
@@ -114,7 +114,7 @@ class Experiments:
     def costs(
         self,
         model: str,
-        workload: Workload,
+        workload: GenerationWorkload,
         profile: Profile = PAPER,
         recompute: str = "first-principles",
         change: Change = same,
@@ -128,7 +128,7 @@ class Experiments:
     def gains(
         self,
         model: str,
-        workload: Workload,
+        workload: GenerationWorkload,
         profile: Profile = PAPER,
         recompute: str = "first-principles",
         change: Change = same,
@@ -152,7 +152,7 @@ class Experiments:
             for name, costs in gathered.items()
         }
 
-    def of_all(self, system: System, profile: Profile) -> list[Outcome]:
+    def of_all(self, system: AcceleratorSystem, profile: Profile) -> list[Outcome]:
         """Returns what `system` costs with each model and task of the averages."""
         asked = [Configuration(MODELS[model], WORKLOADS[task], system, profile) for model in AVERAGED for task in TASKS]
         return self.outcomes(asked)
@@ -298,7 +298,7 @@ def _longer(run: Experiments) -> Numbers:
     by_length = [WORKLOADS[task] for task in sorted(TASKS, key=lambda task: WORKLOADS[task].decode)]
     one_task = [replace(PG19, decode=workload.decode) for workload in by_length]
 
-    def share(system: str, workloads: list[Workload]) -> float:
+    def share(system: str, workloads: list[GenerationWorkload]) -> float:
         gains = [run.gains("llama2-7b", workload)[system].latency for workload in workloads]
         return sum(later >= earlier for earlier, later in pairwise(gains)) / (len(gains) - 1)
 
@@ -309,7 +309,7 @@ def _longer(run: Experiments) -> Numbers:
     }
 
 
-def _peak_gib(system: System) -> Numbers:
+def _peak_gib(system: AcceleratorSystem) -> Numbers:
     """Returns what weights and KV cache need after the last token at batch 16, without recomputation (GiB)."""
     found = {}
     for model in AVERAGED:
@@ -382,7 +382,7 @@ def tables(run: Experiments, paper: Paper) -> tuple[list[Claim], dict[str, dict[
     return claims, found
 
 
-def _scaled(system: System, factor: float) -> System:
+def _scaled(system: AcceleratorSystem, factor: float) -> AcceleratorSystem:
     return replace(system, policy=replace(system.policy, intervals=system.policy.intervals.scaled(factor)))
 
 
@@ -427,13 +427,15 @@ def chip_w(outcome: Outcome) -> float:
 def _motivation(run: Experiments) -> dict[str, float | Numbers]:
     """Section 3: twice the SRAM, and eDRAM that is refreshed as often as its cells need it."""
     lengths = (512, 2048, 8192)  # figure 3 names its decoding lengths in the image only
-    works = [Workload("figure 3", 512, decode, 512 + decode, batch=batch) for batch in (1, 16) for decode in lengths]
+    works = [
+        GenerationWorkload("figure 3", 512, decode, 512 + decode, batch=batch) for batch in (1, 16) for decode in lengths
+    ]
     small = replace(SRAM_HARDWARE, array_rows=CHIP.array_rows)
     large = replace(small, kv_capacity_bytes=4 * MIB, weight_capacity_bytes=4 * MIB)
     edram = replace(EDRAM_HARDWARE, kv_capacity_bytes=8 * MIB)
 
-    def asked(hardware: Hardware, profile: Profile = PAPER) -> list[Outcome]:
-        system = System("figure 3", hardware, ORIGINAL)
+    def asked(hardware: AcceleratorHardware, profile: Profile = PAPER) -> list[Outcome]:
+        system = AcceleratorSystem("figure 3", hardware, ORIGINAL)
         return run.outcomes([Configuration(LLAMA, work, system, profile) for work in works])
 
     def more_power(p: Profile) -> float:
@@ -474,7 +476,7 @@ def _recomputation(run: Experiments) -> Numbers:
     return found | {BOTH: gained("declared", PAPER)}
 
 
-STRATEGIES: dict[str, tuple[Intervals, bool]] = {
+STRATEGIES: dict[str, tuple[RefreshIntervals, bool]] = {
     "Org": (ORG_INTERVALS, False),
     "Uni": (UNI_INTERVALS, False),
     "2D": (KELLE_INTERVALS, False),
@@ -489,7 +491,7 @@ def strategy_j(run: Experiments, profile: Profile, recompute: str = "first-princ
     for name, (intervals, scheduler) in STRATEGIES.items():
         interval_ns = RETENTION_NS if name == "Org" else intervals.hst_msb_ns
         policy = replace(OURSELF.policy, intervals=intervals, activation_interval_ns=interval_ns)
-        system = System(name, replace(KELLE_HARDWARE, overlap=scheduler), policy).with_recompute(recompute)
+        system = AcceleratorSystem(name, replace(KELLE_HARDWARE, overlap=scheduler), policy).with_recompute(recompute)
         asked.append(Configuration(LLAMA, PG19, system, profile))
     return {name: one.energy_j for name, one in zip(STRATEGIES, run.outcomes(asked), strict=True)}
 
@@ -522,7 +524,7 @@ def _long_inputs(run: Experiments) -> dict[str, float | Numbers]:
 def _half_bandwidth(run: Experiments) -> dict[str, float | Numbers]:
     """8.3.7: eDRAM of half the bandwidth."""
 
-    def halved(system: System) -> System:
+    def halved(system: AcceleratorSystem) -> AcceleratorSystem:
         return with_hardware(system, kv_bytes_per_s=128 * GB) if system.hardware.edram else system
 
     found: dict[str, float | Numbers] = {}
@@ -580,7 +582,7 @@ def reproduce(quick: bool, tell: Tell) -> Reproduction:
     return Reproduction("kelle", paper, judged, told, lambda: _blocks(judged, paper, run))
 
 
-def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper, run: Experiments) -> dict[str, list[Block]]:
+def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper, run: Experiments) -> dict[str, list[HtmlBlock]]:
     """Returns what the page shows beside the claims, by section."""
     titles = {about: section["title"] for section in paper.sections for about in section.get("about", ())}
     named = {one.claim.name: one for of in judged.values() for one in of}
@@ -594,7 +596,7 @@ def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper, run: Experimen
         ),
         "table 9": (partial(_curves, paper, "t9", "batch (sequences)"), "llama2-7b, PG19."),
     }
-    blocks: dict[str, list[Block]] = {"Verdicts": [_summary(named)]}
+    blocks: dict[str, list[HtmlBlock]] = {"Verdicts": [_summary(named)]}
     for about, (draw, caption) in shown.items():
         blocks[titles[about]] = [_drawn(partial(draw, named), _alt(judged[about]), f"Modelled: {caption}")]
     example = "LLaMA2-7B on PG19, by component (like figures 13, 15b and 16a)"
@@ -613,7 +615,7 @@ def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper, run: Experimen
     return blocks | {"Conditions": [Facts(conditions), *_constants()]}
 
 
-def _summary(named: Mapping[str, Judged]) -> Block:
+def _summary(named: Mapping[str, Judged]) -> HtmlBlock:
     """Returns the averages of section 8.1 in words, with what they turn on."""
 
     def ours(name: str, variant: str) -> float:
@@ -634,7 +636,7 @@ def _summary(named: Mapping[str, Judged]) -> Block:
     )
 
 
-def _drawn(draw: Callable[[], Figure], alt: str, caption: str) -> Block:
+def _drawn(draw: Callable[[], Figure], alt: str, caption: str) -> HtmlBlock:
     with style():
         return embedded(draw(), alt, caption)
 
@@ -716,7 +718,7 @@ def _curves(paper: Paper, table: str, label: str, named: Mapping[str, Judged]) -
     return figure
 
 
-def _example(run: Experiments) -> Iterator[Block]:
+def _example(run: Experiments) -> Iterator[HtmlBlock]:
     found = saved(json.loads(json.dumps(document(compare()))))
     caption = "Modelled: llama2-7b, PG19 (context 512, decode 8192), batch 16, N' = 2048."
     told = "; ".join(f"{row.system}, {row.profile}: {joules(row['energy_j'])}" for row in found.rows)
@@ -732,7 +734,7 @@ def _example(run: Experiments) -> Iterator[Block]:
     yield _drawn(lambda: roofline_figure(found.roofs), points, f"{caption} {more}")
 
 
-def _constants() -> Iterator[Block]:
+def _constants() -> Iterator[HtmlBlock]:
     profiles: list[list[Cell]] = [
         [name, one.title, 1e12 * one.dram_j_per_byte, 1e12 * one.sram_j_per_byte, 1e12 * one.edram_j_per_byte,
          1e6 * one.refresh_pass_j, 1e12 * one.pe_cycle_j]

@@ -39,7 +39,7 @@ from llmcache.report.grid import (
     survey,
     worth_a_band,
 )
-from llmcache.report.html import Block, Cell, Facts, Fold, Section, Table, html_page, printable
+from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Section, Table, html_page, printable
 from llmcache.report.output import Written, check_target, form_of, write_target
 from llmcache.report.theme import CLASS_COLOURS, FAINT, INK, OP_COLOURS, PAPER, captioned, embedded, style
 from llmcache.trace.formats import open_trace
@@ -478,7 +478,7 @@ def _told(reader: TraceReader, trace: str, progress: Progress) -> Iterator[Trace
 def _page(
     picture: AccessPicture,
     reader: TraceReader,
-    drawn: Block,
+    drawn: HtmlBlock,
     found: Sequence[Classification],
     mixtures: Sequence[MixtureUses],
 ) -> str:

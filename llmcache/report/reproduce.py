@@ -26,7 +26,7 @@ from rich.text import Text as Words
 from llmcache import __version__
 from llmcache.errors import EXIT_BUG, EXIT_OK, DataError, LlmcacheError, UsageError, report
 from llmcache.report import REPRODUCTIONS
-from llmcache.report.html import Block, Cell, Fold, Link, Section, Table, Text, html_page
+from llmcache.report.html import Cell, Fold, HtmlBlock, Link, Section, Table, Text, html_page
 from llmcache.report.judge import (
     PAPERS,
     Judged,
@@ -58,7 +58,7 @@ class Reproduction:
     paper: Paper
     claims: Mapping[str, Sequence[Judged]]
     told: Mapping[str, Any]
-    blocks: Callable[[], Mapping[str, Sequence[Block]]] = field(repr=False)
+    blocks: Callable[[], Mapping[str, Sequence[HtmlBlock]]] = field(repr=False)
 
     def document(self) -> dict[str, Any]:
         """Returns everything for programs, ready for JSON; what the paper says and what is ours stay apart."""
@@ -80,9 +80,9 @@ class Reproduction:
         sections = [self._section(section, blocks.get(section["title"], ())) for section in self.paper.sections]
         return html_page(f"Recomputed: {self.paper.facts['title']}", self.paper.lead, sections)
 
-    def _section(self, section: Mapping[str, Any], shown: Sequence[Block]) -> Section:
+    def _section(self, section: Mapping[str, Any], shown: Sequence[HtmlBlock]) -> Section:
         title, titles = section["title"], self.paper.variants
-        blocks: list[Block] = [verdicts_table(self.claims, titles)] if title == "Verdicts" else []
+        blocks: list[HtmlBlock] = [verdicts_table(self.claims, titles)] if title == "Verdicts" else []
         blocks += [*map(Text, section.get("text", ())), *shown]
         for about in section.get("about", ()):
             if judged := self.claims.get(about):

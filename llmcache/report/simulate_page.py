@@ -10,7 +10,7 @@ from llmcache.cache.curves import Curve
 from llmcache.cache.latency import FetchModel
 from llmcache.cache.policies import policy_class
 from llmcache.cache.results import CURVE_POINTS, Result, Simulation, Summary
-from llmcache.report.html import Block, Cell, Facts, Fold, Section, Table, html_page
+from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Section, Table, html_page
 from llmcache.report.lines import Line, Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
 from llmcache.report.output import check_target, write_target
 from llmcache.report.simulate import latency_note
@@ -42,7 +42,7 @@ def report_page(simulation: Simulation) -> str:
     return html_page("llmcache simulate", LEAD, sections)
 
 
-def _trace(simulation: Simulation, summary: Summary) -> Iterable[Block]:
+def _trace(simulation: Simulation, summary: Summary) -> Iterable[HtmlBlock]:
     rows = [result for result in simulation.results if result.trace == summary.trace]
     exact = next((item.curve for item in simulation.curves if item.trace == summary.trace), None)
     yield _facts(summary)
@@ -57,7 +57,7 @@ def _trace(simulation: Simulation, summary: Summary) -> Iterable[Block]:
         yield Fold("All rows", [_table(rows)])
 
 
-def _facts(summary: Summary) -> Block:
+def _facts(summary: Summary) -> HtmlBlock:
     facts = [
         ("source", summary.tier),
         ("rows", f"{summary.rows:,}"),
@@ -91,7 +91,7 @@ def _known(rows: Sequence[Result], exact: Curve | None) -> str:
     return ", ".join(whole + [f"{name} at the marks, drawn level up to the next" for name in others])
 
 
-def _hit_ratios(summary: Summary, rows: Sequence[Result], exact: Curve | None) -> Block:
+def _hit_ratios(summary: Summary, rows: Sequence[Result], exact: Curve | None) -> HtmlBlock:
     lines = [_ratio_line(of_policy, exact) for of_policy in _by_policy(rows).values()]
     with style():
         figure = ratio_figure([Panel("Hit ratio", lines, _marks(summary, rows))], "hit ratio")
@@ -112,7 +112,7 @@ def _marks(summary: Summary, rows: Sequence[Result]) -> list[tuple[float, str]]:
     return [(summary.footprint_bytes, "footprint")] if summary.footprint_bytes <= largest else []
 
 
-def _latencies(model: FetchModel, summary: Summary, rows: Sequence[Result], exact: Curve | None) -> Block:
+def _latencies(model: FetchModel, summary: Summary, rows: Sequence[Result], exact: Curve | None) -> HtmlBlock:
     panels = []
     for of_policy in _by_policy(rows).values():
         bandwidths = [latency.bw for latency in of_policy[0].latencies]
@@ -138,7 +138,7 @@ def _latencies(model: FetchModel, summary: Summary, rows: Sequence[Result], exac
     return embedded(figure, alt, f"{told}. Known: {_known(rows, exact)}.")
 
 
-def _curve(summary: Summary, exact: Curve, rows: Sequence[Result]) -> Block:
+def _curve(summary: Summary, exact: Curve, rows: Sequence[Result]) -> HtmlBlock:
     curve = exact.thinned(CURVE_POINTS)
     lines = [policy_line(curve.policy, policy_class(curve.policy).title, curve.sizes * BLOCK_BYTES, curve.miss_ratio())]
     with style():
@@ -148,7 +148,7 @@ def _curve(summary: Summary, exact: Curve, rows: Sequence[Result]) -> Block:
     return embedded(figure, alt, f"Miss-ratio curve of {_named(summary)}: counted in one pass; {many}.")
 
 
-def _stalls(summary: Summary, rows: Sequence[Result]) -> Block:
+def _stalls(summary: Summary, rows: Sequence[Result]) -> HtmlBlock:
     cells: list[list[Cell]] = [
         ["no cache avoids", "", format_rate(one.bw), one.stalled_slices, one.slices, one.stall_s]
         for one in summary.cold_stalls
@@ -182,7 +182,7 @@ def _table(rows: Sequence[Result]) -> Table:
     return Table("Counted, except latency", columns, cells)
 
 
-def _conditions(simulation: Simulation) -> Block:
+def _conditions(simulation: Simulation) -> HtmlBlock:
     model = simulation.model
     facts = [
         ("storage", ", ".join(format_rate(bandwidth) for bandwidth in model.storage_bandwidths)),

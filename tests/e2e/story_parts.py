@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.mount.live import wait_for
-from tools.bench.cgroup import Group
+from tools.bench.cgroup import Cgroup
 from tools.bench.runner import client
 from tools.bench.sides import environment, is_mounted
 
 PATIENCE_S = 240.0
 
 
-def llmcache(*words: object, group: Group | None = None, code: int = 0) -> str:
+def llmcache(*words: object, group: Cgroup | None = None, code: int = 0) -> str:
     """What `llmcache WORDS` prints on stdout, run in `group` where one is given; it must end with `code`."""
     typed = [str(word) for word in words]
     command = [sys.executable, "-m", "llmcache", *typed]
@@ -37,7 +37,7 @@ def llmcache(*words: object, group: Group | None = None, code: int = 0) -> str:
     return result.stdout
 
 
-def said(*words: object, group: Group | None = None, code: int = 0) -> dict[str, Any]:
+def said(*words: object, group: Cgroup | None = None, code: int = 0) -> dict[str, Any]:
     """What a command says in JSON."""
     return dict(json.loads(llmcache(*words, "--json", group=group, code=code)))
 
@@ -91,7 +91,7 @@ class Decoding:
 
 
 @contextmanager
-def decoding(model: Path, group: Group, compute_s: float, lines: Path) -> Iterator[Decoding]:
+def decoding(model: Path, group: Cgroup, compute_s: float, lines: Path) -> Iterator[Decoding]:
     """Yield llama.cpp decoding in `group`, on a processor that takes `compute_s` per token (emulated)."""
     command: Sequence[str] = [*first_served(), *client("llama_tokens", model, 250, "--threads", 1, "--compute", compute_s)]
     with lines.open("wb") as sink:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.story_parts import Decoding, decoding, first_served, llmcache, said
-from tools.bench.cgroup import Group
+from tools.bench.cgroup import Cgroup
 from tools.bench.runner import client, forget
 from tools.bench.sides import Mounted
 
@@ -68,7 +68,7 @@ def model() -> Iterator[Path]:
 def bandwidth(model: Path) -> str:
     """Bandwidth of the limited storage, as measured by the command, and as `--bw` takes it: the best, others use it too."""
     measure = ("size", "--measure", model.parent, "--model", model)
-    with Group("story-storage", directory=model, read_bps=RATE) as group:
+    with Cgroup("story-storage", directory=model, read_bps=RATE) as group:
         found = max(said(*measure, group=group)["bandwidth_bytes_per_s"] for _ in range(2))
     return f"{found / 1e6:.3f}MB/s"
 
@@ -89,7 +89,7 @@ def tell(model: Path, scratch: Path, mode: str) -> Told:
     forget(model)
     enough = 2 * model.stat().st_size
     with (
-        Group("story", directory=model) as group,
+        Cgroup("story", directory=model) as group,
         _mount(mode).open(group, model.parent, enough, scratch) as opened,
         decoding(opened.root / model.name, group, COMPUTE_S, scratch / "story") as running,
     ):

@@ -21,7 +21,7 @@ from llmcache.cli import app
 from llmcache.edram.refresh import EdramRun, Flow
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client import mountpoint
-from llmcache.kv.prefix.store import WHOLE, Block, BlockStore, Key
+from llmcache.kv.prefix.store import WHOLE, Block, BlockKey, BlockStore
 from llmcache.kv.tasks import RECALL_MODEL
 from tests.conftest import PROBLEMS
 from tools.make_man import walk
@@ -169,7 +169,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     EdramRun(64, 0, {"kv": (Flow(8, 0, 8),), "x": (Flow(),)}, durations_ns=(2e7,)).save(place / "run.json")
     prompts = BlockStore(place / "prompts", 10**6)
     prompts.describe("0" * 32, {"file": "m.gguf", "architecture": "llama", "name": "m"})
-    prompts.write(Key("0" * 32, "0" * 40, 0, WHOLE), Block(np.zeros(64, np.uint8), (1,)))
+    prompts.write(BlockKey("0" * 32, "0" * 40, 0, WHOLE), Block(np.zeros(64, np.uint8), (1,)))
     environment = Installed(prefix, place, sources)
     environment.expose()
     yield environment

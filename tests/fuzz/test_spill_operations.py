@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llmcache.errors import DataError
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
-from llmcache.kv.spill.layout import Room
+from llmcache.kv.spill.layout import PageBuffer
 from tests.fuzz.target import Machine, scratch
 from tests.property.test_kv_spill_crashes import Disk, recorded
 from tests.property.test_kv_store import Device, Store
@@ -167,7 +167,7 @@ class Operations(RuleBasedStateMachine):
         pages = file.pages(sequence)
         own = np.array(state.get(sequence, ()), np.int64)
         wanted = source.integers(0, pages, int(source.integers(1, 9))) if pages else np.empty(0, np.int64)
-        found = file.read(sequence, layer, wanted, Room(self.shape, 8) if shared else None)
+        found = file.read(sequence, layer, wanted, PageBuffer(self.shape, 8) if shared else None)
         keys, _ = file.read_keys(sequence, layer, wanted)
         assert keys.tobytes() == np.ascontiguousarray(found.keys).tobytes()
         for index, page in enumerate(wanted.tolist()):

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from llmcache import cli
 from llmcache.errors import DataError, UsageError
 from llmcache.kv.bench import lengths
-from llmcache.kv.bench.results import STOCK, Memory, Speed
+from llmcache.kv.bench.results import STOCK, KvMemory, Speed
 from llmcache.kv.bench.subject import Prompt, Subject, ask, feed, stock, watch
 from llmcache.kv.bench.task import Candidate
 from llmcache.kv.tasks import RECALL_MODEL
@@ -156,4 +156,4 @@ def test_where_a_cache_gets_faster_is_told_from_the_longest_on() -> None:
 
 
 def made(tokens: int, policy: str, ms: float) -> lengths.LengthRow:
-    return lengths.LengthRow(tokens, policy, policy, Speed(1, 0, 0, ms * 1e6, {}), Memory(1, 0), {})
+    return lengths.LengthRow(tokens, policy, policy, Speed(1, 0, 0, ms * 1e6, {}), KvMemory(1, 0), {})

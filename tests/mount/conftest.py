@@ -38,7 +38,7 @@ class Mounted:
     logged: int = 0  # characters of the log that are of tests before
 
     @property
-    def files(self) -> control.Files:
+    def files(self) -> control.ControlFiles:
         """The daemon's files."""
         return control.files(str((self.whole or self).point))
 

@@ -32,7 +32,7 @@ from tests.mount.fault_model import Bytes, Model, overwritten, random_bytes, res
 from tests.mount.faulty import Rule, write_rules
 from tests.mount.live import MIB, wait_for
 from tests.unit.kv_parts import unmount
-from tools.bench.cgroup import Group
+from tools.bench.cgroup import Cgroup
 from tools.bench.sides import environment, is_mounted, wait_mounted
 
 DISK_MIB = 224
@@ -127,7 +127,7 @@ class Rig:
         self.rules: list[Rule] = []
         self.numbers = iter(range(seed << 20, (seed + 1) << 20))
         self.daemon: subprocess.Popen[bytes] | None = None
-        self.group: Group | None = None
+        self.group: Cgroup | None = None
         self._stack = contextlib.ExitStack()
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
@@ -163,7 +163,7 @@ class Rig:
 
     def _enter_group(self, stack: contextlib.ExitStack) -> None:
         with contextlib.suppress(EnvironmentProblem):
-            self.group = stack.enter_context(Group("faults", directory=self.directory))
+            self.group = stack.enter_context(Cgroup("faults", directory=self.directory))
 
     # The files behind the mount
 

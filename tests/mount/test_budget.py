@@ -27,7 +27,7 @@ from tests.mount.live import (
     start_reader,
     wait_for,
 )
-from tools.bench.cgroup import Group
+from tools.bench.cgroup import Cgroup
 from tools.bench.clients.loop_reader import crcs
 from tools.bench.runner import client
 
@@ -123,7 +123,7 @@ def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path, mode
     """A neighbour in the same capped group takes half of what is pinned: nobody is killed; then pins grow again."""
     cache, cap = 128 * MIB, 256 * MIB
     with (
-        Group("pressure", directory=source, memory_bytes=cap) as group,
+        Cgroup("pressure", directory=source, memory_bytes=cap) as group,
         live(source, tmp_path / "mnt", str(cache), "--mode", mode, wrap=group.wrap) as mount,
     ):
         words = client("loop_reader", mount.mountpoint / "long.bin", "--passes", 10**6, "--seconds", 600)

@@ -35,7 +35,7 @@ from llmcache.mountinfo import mounts
 from tests.mount.conftest import llmcache
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, random_file, resident_bytes, wait_for
 from tests.unit.kv_parts import loop_disk
-from tools.bench.cgroup import Group
+from tools.bench.cgroup import Cgroup
 from tools.bench.clients.loop_reader import crcs
 from tools.bench.runner import forget
 
@@ -111,7 +111,7 @@ def test_a_loop_that_does_not_fit_is_kept_as_far_as_it_goes(source: Path, tmp_pa
     """And every byte of it is right, whatever becomes of the daemon."""
     forget(source / "loop.bin")
     with (
-        Group("inplace", directory=source, memory_bytes=CAP) as group,
+        Cgroup("inplace", directory=source, memory_bytes=CAP) as group,
         live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
     ):
         passes = reader(mount.mountpoint / "loop.bin", source / "loop.json", how, group.wrap)
@@ -225,7 +225,7 @@ def test_eight_readers_of_every_kind_read_what_is_there(source: Path, tmp_path: 
     forget(source / "loop.bin")
     crc = zlib.crc32((source / "loop.bin").read_bytes())
     with (
-        Group("inplace-kinds", directory=source, memory_bytes=CAP + 64 * MIB) as group,
+        Cgroup("inplace-kinds", directory=source, memory_bytes=CAP + 64 * MIB) as group,
         live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
     ):
         commands = [[*around, sys.executable, "-c", READER, str(mount.mountpoint / "loop.bin"), how, "3"] for how in KINDS]
@@ -246,8 +246,8 @@ def test_limits_of_daemon_and_program_apart(source: Path, tmp_path: Path, daemon
     """Who first brings a page in pays for it: the daemon for what it brings, a program for what it faults in itself."""
     forget(source / "loop.bin")
     with (
-        Group("inplace-daemon", directory=source, memory_bytes=daemons) as other,
-        Group("inplace-program", directory=source, memory_bytes=programs) as group,
+        Cgroup("inplace-daemon", directory=source, memory_bytes=daemons) as other,
+        Cgroup("inplace-program", directory=source, memory_bytes=programs) as group,
         live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=other.wrap) as mount,
     ):
         passes = reader(mount.mountpoint / "loop.bin", source / "loop.json", "mmap", group.wrap)
@@ -282,7 +282,7 @@ def test_xfs(tmp_path: Path) -> None:
         os.utime(path, (0, 0))
         forget(path)
         with (
-            Group("inplace-xfs", directory=tmp_path, memory_bytes=CAP) as group,
+            Cgroup("inplace-xfs", directory=tmp_path, memory_bytes=CAP) as group,
             live(
                 source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", "--read-ahead", "64Ki", wrap=group.wrap
             ) as mount,
@@ -341,7 +341,7 @@ def test_two_models_in_turns(empty: Path, tmp_path: Path) -> None:
         os.utime(path, (0, 0))
         forget(path)
     with (
-        Group("inplace-turns", directory=source, memory_bytes=CAP) as group,
+        Cgroup("inplace-turns", directory=source, memory_bytes=CAP) as group,
         live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
     ):
         for name in ("one", "two", "one"):

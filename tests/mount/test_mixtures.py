@@ -18,7 +18,7 @@ from llmcache.fs.backends.touches import why_not
 from llmcache.fs.layout.tensors import Experts
 from tests.mount.live import OVERHEAD_BYTES, live, wait_for
 from tools.bench import routing
-from tools.bench.cgroup import Group
+from tools.bench.cgroup import Cgroup
 from tools.bench.machine import disk_of
 from tools.bench.runner import client, forget, run_client
 from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
@@ -73,7 +73,7 @@ def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path
     source = model.path.parent
     with (
         disk_of(source).read_ahead(SMALL_READ_AHEAD_KB),
-        Group(f"{mode}-mixture", directory=source, memory_bytes=model.budget + OVERHEAD_BYTES) as group,
+        Cgroup(f"{mode}-mixture", directory=source, memory_bytes=model.budget + OVERHEAD_BYTES) as group,
         live(source, tmp_path / "mnt", str(model.budget), "--mode", mode, wrap=group.wrap) as mount,
     ):
         forget(model.path)

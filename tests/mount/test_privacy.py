@@ -54,7 +54,7 @@ def test_the_umask_of_the_daemon_is_nobody_elses(mount: Mounter) -> None:
     assert stat.S_IMODE((mounted.source / "spill.kv").stat().st_mode) == 0o664
 
 
-def said_to(files: control.Files, line: bytes) -> bytes:
+def said_to(files: control.ControlFiles, line: bytes) -> bytes:
     """What the daemon answers to a line."""
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(files.socket)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.cache.sizing import Setting, need, passes
+from llmcache.cache.sizing import SizingParameters, need, passes
 from llmcache.fs.client.advice import mount_cache_bytes, mount_keeps_bytes
 from tests.mount.live import MIB, random_file
-from tools.bench.cgroup import Group
+from tools.bench.cgroup import Cgroup
 from tools.bench.runner import ClientRun, client, forget, run_client
 from tools.bench.sides import Mounted
 
@@ -29,7 +29,7 @@ def run(source: Path, scratch: Path, mode: str, cache_bytes: int, read_bps: int 
     """Passes of a reader that computes for COMPUTE_S in each, over a mount with `cache_bytes`."""
     forget(source)
     with (
-        Group("size-test", directory=source, read_bps=read_bps) as group,
+        Cgroup("size-test", directory=source, read_bps=read_bps) as group,
         Mounted(options=("--mode", mode)).open(group, source, cache_bytes, scratch) as opened,
     ):
         command = client("loop_reader", opened.root / "loop.bin", "--compute", COMPUTE_S, "--passes", STEPS)
@@ -61,7 +61,7 @@ def test_stalls_begin_where_the_formula_says(source: Path, tmp_path: Path, mode:
 def check_stalls(source: Path, scratch: Path, mode: str) -> None:
     period_s = quickest_s(run(source, scratch, mode, round(0.6 * LOOP), None))
     rate = round(MISSING * LOOP / period_s)
-    setting = Setting(rate, round(period_s * 1e9), 0)
+    setting = SizingParameters(rate, round(period_s * 1e9), 0)
     wanted = need(LOOP, setting).loop_cache_bytes
     assert wanted == pytest.approx((1 - MISSING) * LOOP, rel=0.01)
 

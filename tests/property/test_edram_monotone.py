@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llmcache.edram.accelerator import Outcomes, evaluate
 from llmcache.edram.constants import GB, KELLE_INTERVALS, MIB, PROFILES
 from llmcache.edram.energy import REFRESH
-from llmcache.edram.systems import MODELS, RECOMPUTE_MODES, SYSTEMS, Configuration, System, Workload
+from llmcache.edram.systems import MODELS, RECOMPUTE_MODES, SYSTEMS, AcceleratorSystem, Configuration, GenerationWorkload
 from tests.conftest import examples
 
 RISING = [1.0, 1.5, 2.0, 3.0, 5.0, 9.0]
@@ -34,7 +34,7 @@ def cases(draw: st.DrawFn, evicting: bool = False) -> Configuration:
         overlap=draw(st.booleans()),
     )
     policy = replace(system.policy, intervals=KELLE_INTERVALS.scaled(draw(st.floats(0.05, 20))))
-    workload = Workload(
+    workload = GenerationWorkload(
         "random",
         context=draw(st.integers(1, 4096)),
         decode=draw(st.integers(1, 4096)),
@@ -42,7 +42,9 @@ def cases(draw: st.DrawFn, evicting: bool = False) -> Configuration:
         batch=draw(st.integers(1, 32)),
     )
     profile = PROFILES[draw(st.sampled_from(list(PROFILES)))]
-    return Configuration(MODELS[draw(st.sampled_from(list(MODELS)))], workload, System("random", hardware, policy), profile)
+    return Configuration(
+        MODELS[draw(st.sampled_from(list(MODELS)))], workload, AcceleratorSystem("random", hardware, policy), profile
+    )
 
 
 def with_workload(one: Configuration, **changes: Any) -> Configuration:

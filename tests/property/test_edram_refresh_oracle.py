@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.edram.constants import Intervals
+from llmcache.edram.constants import RefreshIntervals
 from llmcache.edram.refresh import EdramRun, RunRecorder, account
 from tests.conftest import examples
 
@@ -29,7 +29,7 @@ def recorded(played: list[Step], kind: str) -> EdramRun:
     return recorder.finish("", "modelled: random")
 
 
-def play(played: list[Step], intervals: Intervals) -> tuple[list[int], list[int]]:
+def play(played: list[Step], intervals: RefreshIntervals) -> tuple[list[int], list[int]]:
     """Refreshes of rows by group: with a counter per group, and with a timer per row."""
     by_counter, by_timer = [0] * 4, [0] * 4
     last: dict[tuple[int, int], tuple[int, int, bool]] = {}  # of each place and half: row, when refreshed, group
@@ -63,7 +63,7 @@ def play(played: list[Step], intervals: Intervals) -> tuple[list[int], list[int]
 @settings(max_examples=examples(150), deadline=None)
 @given(steps, st.sampled_from(["kv", "x"]), short, short, short, short)
 def test_equals_a_controller_that_is_played(played: list[Step], kind: str, a: int, b: int, c: int, d: int) -> None:
-    intervals = Intervals(min(a, b), min(c, d), max(a, b), max(c, d))
+    intervals = RefreshIntervals(min(a, b), min(c, d), max(a, b), max(c, d))
     by_counter, by_timer = play(played, intervals)
     run = recorded(played, kind)
     vectors, half = (2, PAIR) if kind == "kv" else (1, X)
@@ -79,7 +79,7 @@ def test_equals_a_controller_that_is_played(played: list[Step], kind: str, a: in
 @settings(max_examples=examples(100), deadline=None)
 @given(steps, st.sampled_from(["kv", "x"]), st.floats(1.0, 4.0))
 def test_refreshing_less_often_never_costs_more(played: list[Step], kind: str, factor: float) -> None:
-    run, intervals = recorded(played, kind), Intervals(3, 9, 5, 12)
+    run, intervals = recorded(played, kind), RefreshIntervals(3, 9, 5, 12)
     for rule in ("expected", "ceil"):
         joules = [account(run, each, 1.0, rule=rule).joules for each in (intervals, intervals.scaled(factor))]
         assert joules[1] <= joules[0] * (1 + 1e-12)

@@ -11,7 +11,7 @@ import pytest
 from llmcache.errors import UsageError
 from llmcache.kv.index.dci import DciSettings
 from llmcache.kv.index.dci.file import fault_of
-from llmcache.kv.index.scorers import Auto, Dci, Scorer
+from llmcache.kv.index.scorers import AutoScorer, DciScorer, Scorer
 from llmcache.kv.policies.base import PolicySettings
 from llmcache.kv.policies.icecache import IceCache, IceCacheSettings
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
@@ -56,7 +56,7 @@ def test_the_index_holds_the_keys_that_were_appended(tmp_path: Path) -> None:
         for _ in range(20):
             run.step()
         tree = scorer_of(run, 1, 1)
-        assert isinstance(tree, Dci)
+        assert isinstance(tree, DciScorer)
         for head, index in enumerate(tree.indexes):
             wanted = run.keys[1][1, head, 16 : tree.end]
             assert fault_of(index.tree) is None
@@ -144,7 +144,7 @@ def test_forks_share_an_index_until_one_gets_a_page_of_its_own(tmp_path: Path) -
         assert policy_of(run).indexes.size_bytes > 1.5 * size
         for sequence in range(2):
             tree = scorer_of(run, 0, sequence)
-            assert isinstance(tree, Dci)
+            assert isinstance(tree, DciScorer)
             assert np.abs(tree.indexes[0].keys(np.arange(16, 272)) - run.keys[0][sequence, 0, 16:272]).max() < 0.01
 
 
@@ -184,7 +184,7 @@ def test_an_index_is_saved_beside_the_file_and_goes_on(tmp_path: Path, caplog: p
     with KvStore.restore(tmp_path / "kv.spill", CASE.config(tmp_path)) as store:
         again = IceCache(store, BUDGET)
         again.restored()
-        assert all(isinstance(scorer, Dci) for row in again.indexes.scorers for scorer in row)
+        assert all(isinstance(scorer, DciScorer) for row in again.indexes.scorers for scorer in row)
         before = store.traffic.to_json()
         assert np.array_equal(again.select(0, queries).positions, wanted)
         assert store.traffic.to_json() == before, "no key was read to choose"
@@ -199,7 +199,7 @@ def test_an_index_is_saved_beside_the_file_and_goes_on(tmp_path: Path, caplog: p
 def test_auto_says_what_it_uses(tmp_path: Path) -> None:
     with running("icecache", IceCacheSettings(token_budget=128), CASE, tmp_path) as run:
         run.step()
-        assert isinstance(run.policy, IceCache) and isinstance(scorer_of(run, 0, 0), Auto)
+        assert isinstance(run.policy, IceCache) and isinstance(scorer_of(run, 0, 0), AutoScorer)
         assert all(why.startswith("exact: 240 keys of 16") for why in run.policy.whys)
 
 

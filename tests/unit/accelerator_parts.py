@@ -9,20 +9,20 @@ import numpy as np
 
 from llmcache.edram.accelerator import Outcome, evaluate
 from llmcache.edram.constants import PAPER, Profile
-from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS, Configuration, System
+from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS, AcceleratorSystem, Configuration
 
 AVERAGED = ("llama2-7b", "llama2-13b", "llama3.2-3b")
 TASKS = tuple(WORKLOADS)
 
 
-def with_hardware(system: System, **changes: Any) -> System:
+def with_hardware(system: AcceleratorSystem, **changes: Any) -> AcceleratorSystem:
     return replace(system, hardware=replace(system.hardware, **changes))
 
 
 def configuration(
     model: str = "llama2-7b",
     task: str = "PG19",
-    system: str | System = "Kelle+eDRAM",
+    system: str | AcceleratorSystem = "Kelle+eDRAM",
     profile: Profile = PAPER,
     **workload: Any,
 ) -> Configuration:
@@ -35,7 +35,7 @@ def outcome(*args: Any, **kwargs: Any) -> Outcome:
 
 
 def mean_gain(
-    over: str | System, of: str | System, profile: Profile = PAPER, models: tuple[str, ...] = AVERAGED
+    over: str | AcceleratorSystem, of: str | AcceleratorSystem, profile: Profile = PAPER, models: tuple[str, ...] = AVERAGED
 ) -> tuple[float, float]:
     """How many times less latency and energy `of` needs than `over`: means over models and tasks."""
     pairs = [(model, task) for model in models for task in TASKS]

@@ -214,7 +214,7 @@ def test_a_real_group_caps_counts_and_is_removed(tmp_path: Path) -> None:
     data = Path("/var/tmp") / f"llmcache-cgroup-{os.getpid()}"  # /tmp may be a tmpfs
     data.write_bytes(os.urandom(1 << 20) * 32)
     try:
-        group = cgroup.Group("unit", directory=data, memory_bytes=16 << 20)
+        group = cgroup.Cgroup("unit", directory=data, memory_bytes=16 << 20)
         with group:
             paths = group.paths
             with data.open("rb") as file:

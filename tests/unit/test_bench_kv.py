@@ -11,7 +11,7 @@ import pytest
 
 from llmcache.errors import DataError
 from llmcache.kv.bench.lengths import LengthRow
-from llmcache.kv.bench.results import STOCK, Memory, Row
+from llmcache.kv.bench.results import STOCK, KvMemory, Row
 from llmcache.kv.bench.synthetic import Setup, fixed
 from llmcache.kv.bench.task import Candidate, Told
 from llmcache.kv.workload import StreamSpec
@@ -190,8 +190,8 @@ def test_memory_and_time_have_bars_of_their_own(own_ms: float, kv_bytes: int, pa
         LengthRow(tokens, policy, policy, speed(10 if policy == STOCK else own_ms), memory, {})
         for tokens in (16384, 32768)
         for policy, memory in [
-            (STOCK, Memory(1000, 0)),
-            *((name, Memory(kv_bytes, 100)) for name in kvtransformers.TIMED),
+            (STOCK, KvMemory(1000, 0)),
+            *((name, KvMemory(kv_bytes, 100)) for name in kvtransformers.TIMED),
         ]
     ]
     parts = kvtransformers.against_stock(rows)

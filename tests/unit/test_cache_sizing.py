@@ -16,7 +16,7 @@ from llmcache.cache.sizing import (
     PAPER,
     PHONE,
     WATCH,
-    Setting,
+    SizingParameters,
     Storage,
     answer,
     blocks_needed,
@@ -141,10 +141,10 @@ def test_any_text_is_a_question_or_a_usage_error(options: dict[str, str]) -> Non
     assert question.period_ns > 0 and (question.bandwidth or 1) > 0
 
 
-WATCH_SETTING = Setting(100 * MB, 10**8, 4 * MB)
+WATCH_SETTING = SizingParameters(100 * MB, 10**8, 4 * MB)
 
 settings = st.builds(
-    Setting,
+    SizingParameters,
     bandwidth=st.integers(1, 10**11),
     period_ns=st.integers(1, 10**12),
     hot_bytes=st.integers(0, 10**10),
@@ -174,7 +174,7 @@ def test_the_smartwatch_of_section_4_2() -> None:
 
 @pytest.mark.parametrize(("cache_mb", "loop_mb"), [(256, 356), (512, 612)])
 def test_the_smartphone_of_section_4_2(cache_mb: int, loop_mb: int) -> None:
-    assert largest_loop(cache_mb * MB, Setting(1000 * MB, 10**8, 0)) == loop_mb * MB
+    assert largest_loop(cache_mb * MB, SizingParameters(1000 * MB, 10**8, 0)) == loop_mb * MB
 
 
 def test_device_classes_are_those_of_section_4_2() -> None:
@@ -207,20 +207,20 @@ def test_a_cache_below_the_hot_set_is_refused() -> None:
 @pytest.mark.parametrize("values", [(0, 1, 0), (-1, 1, 0), (1, 0, 0), (1, 1, -1)])
 def test_a_setting_without_sense_is_refused(values: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="positive"):
-        Setting(*values)
+        SizingParameters(*values)
 
 
 @given(loops, settings)
-def test_the_smallest_cache_is_stall_free_and_a_byte_less_is_not(loop_bytes: int, setting: Setting) -> None:
+def test_the_smallest_cache_is_stall_free_and_a_byte_less_is_not(loop_bytes: int, setting: SizingParameters) -> None:
     found = need(loop_bytes, setting)
     assert passes(loop_bytes, found.cache_bytes, setting).stall_free
     if found.loop_cache_bytes:
-        bare = Setting(setting.bandwidth, setting.period_ns, 0)
+        bare = SizingParameters(setting.bandwidth, setting.period_ns, 0)
         assert not passes(loop_bytes, found.loop_cache_bytes - 1, bare).stall_free
 
 
 @given(loops, settings)
-def test_the_inverse_undoes_the_formula(loop_bytes: int, setting: Setting) -> None:
+def test_the_inverse_undoes_the_formula(loop_bytes: int, setting: SizingParameters) -> None:
     found = need(loop_bytes, setting)
     largest = largest_loop(found.cache_bytes, setting)
     assert largest >= loop_bytes
@@ -237,7 +237,7 @@ def test_whole_blocks_cover_the_formula_with_less_than_a_block_to_spare(loop_blo
 
 
 @given(loops, st.integers(0, 10**12), settings)
-def test_more_cache_never_makes_a_pass_longer(loop_bytes: int, more: int, setting: Setting) -> None:
+def test_more_cache_never_makes_a_pass_longer(loop_bytes: int, more: int, setting: SizingParameters) -> None:
     small = passes(loop_bytes, setting.hot_bytes, setting)
     large = passes(loop_bytes, setting.hot_bytes + more, setting)
     assert large.pass_ns <= small.pass_ns
@@ -302,7 +302,9 @@ def test_a_mixture_without_sense_is_refused(values: tuple[int, int, int, int]) -
 
 
 @given(mixtures, settings)
-def test_the_smallest_cache_of_a_mixture_is_stall_free_and_less_is_not(mixture: MixtureBytes, setting: Setting) -> None:
+def test_the_smallest_cache_of_a_mixture_is_stall_free_and_less_is_not(
+    mixture: MixtureBytes, setting: SizingParameters
+) -> None:
     kept = need(mixture, setting).loop_cache_bytes
     assert passes(mixture, kept + setting.hot_bytes, setting).stall_free
     less = kept - 2 - kept // 10**9  # floats

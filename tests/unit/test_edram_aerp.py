@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, Slots
-from llmcache.edram.constants import KELLE_INTERVALS, TABLE4_INTERVALS, Intervals
+from llmcache.edram.constants import KELLE_INTERVALS, TABLE4_INTERVALS, RefreshIntervals
 from llmcache.edram.flips import (
     LARGEST_HALF,
     NO_FLIPS,
@@ -383,7 +383,7 @@ def test_the_papers_anchors_give_a_width_of_2_38() -> None:
 
 
 @pytest.mark.parametrize(("printed_ns", "intervals"), TABLE4_INTERVALS.items())
-def test_2drp_loses_more_bits_than_the_uniform_interval_beside_it(printed_ns: int, intervals: Intervals) -> None:
+def test_2drp_loses_more_bits_than_the_uniform_interval_beside_it(printed_ns: int, intervals: RefreshIntervals) -> None:
     """Table 4 compares at equal refresh power, not "the same average failure rate" (section 7.2)."""
     assert intervals.mean_ns == pytest.approx(printed_ns, rel=0.005)
     curve = paper_curve()
@@ -420,7 +420,7 @@ def test_what_is_no_curve_is_named(text: str) -> None:
 def test_texts_of_curves_and_intervals() -> None:
     assert parse_curve("paper") is paper_curve()
     assert parse_curve("45us=1e-6, 1.05ms=3e-4").failure(1_050_000) == pytest.approx(3e-4)
-    assert parse_intervals("1050us") == Intervals.uniform(1_050_000)
+    assert parse_intervals("1050us") == RefreshIntervals.uniform(1_050_000)
     assert parse_intervals("360us,5.4ms,1.44ms,7.2ms") == KELLE_INTERVALS
     for text in ("", "0s", "1ms,2ms", "1ms,2ms,3ms,0s"):
         with pytest.raises(UsageError):

@@ -30,11 +30,11 @@ from llmcache.edram.systems import (
     MODELS,
     SYSTEMS,
     WORKLOADS,
+    AcceleratorHardware,
     Configuration,
-    Hardware,
+    GenerationWorkload,
     LlmShape,
-    Policy,
-    Workload,
+    RetentionPolicy,
 )
 from tests.unit.accelerator_parts import configuration, mean_gain, outcome, with_hardware
 
@@ -71,7 +71,7 @@ def test_groups_of_steps_agree_with_every_step() -> None:
 @pytest.mark.parametrize(("context", "decode_", "budget"), [(5, 40, 20), (30, 40, 20), (5, 7, 20), (1, 1, 11), (19, 1, 20)])
 @pytest.mark.parametrize("system", ["Original+SRAM", "AEP+SRAM"])
 def test_steps_are_counted_once_each(context: int, decode_: int, budget: int, system: str) -> None:
-    workload = Workload("small", context, decode_, budget)
+    workload = GenerationWorkload("small", context, decode_, budget)
     columns = columns_of([Configuration(MODELS["llama2-7b"], workload, SYSTEMS[system])])
     cached = context + 1 + np.arange(decode_)
     cached = np.minimum(cached, budget) if SYSTEMS[system].policy.evict else cached
@@ -160,14 +160,14 @@ def test_a_roofline_has_its_points_under_the_roof() -> None:
     [
         (lambda: replace(MODELS["llama2-7b"], layers=0), "layers: 0"),
         (lambda: replace(MODELS["llama2-7b"], kv_heads=5), "kv_heads: 5"),
-        (lambda: Workload("x", 1, 1, 10), "budget: 10"),
-        (lambda: Workload("x", 0, 1, 20), "context: 0"),
-        (lambda: Hardware("x", 0, True, 1, 1), "array_rows: 0"),
-        (lambda: Hardware("x", 8, True, -1, 1), "kv_capacity_bytes: -1"),
-        (lambda: Policy("x", recompute="often"), "recompute: 'often'"),
-        (lambda: Policy("x", hst_share=1.5), "hst_share: 1.5"),
-        (lambda: Policy("x", activation_interval_ns=0), "activation_interval_ns: 0"),
-        (lambda: Policy("x", recompute_share=2), "recompute_share: 2"),
+        (lambda: GenerationWorkload("x", 1, 1, 10), "budget: 10"),
+        (lambda: GenerationWorkload("x", 0, 1, 20), "context: 0"),
+        (lambda: AcceleratorHardware("x", 0, True, 1, 1), "array_rows: 0"),
+        (lambda: AcceleratorHardware("x", 8, True, -1, 1), "kv_capacity_bytes: -1"),
+        (lambda: RetentionPolicy("x", recompute="often"), "recompute: 'often'"),
+        (lambda: RetentionPolicy("x", hst_share=1.5), "hst_share: 1.5"),
+        (lambda: RetentionPolicy("x", activation_interval_ns=0), "activation_interval_ns: 0"),
+        (lambda: RetentionPolicy("x", recompute_share=2), "recompute_share: 2"),
         (lambda: replace(PAPER, access_bytes=0), "access_bytes: 0"),
         (lambda: replace(PAPER, pe_cycle_j=-1), "pe_cycle_j: -1"),
         (lambda: KELLE_INTERVALS.scaled(0), "hst_msb_ns: 0"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmcache.edram.constants import EDRAM_4MB, GROUPS, KELLE_INTERVALS, MIB, PAPER, Intervals
+from llmcache.edram.constants import EDRAM_4MB, GROUPS, KELLE_INTERVALS, MIB, PAPER, RefreshIntervals
 from llmcache.edram.refresh import RULES, EdramRun, RunRecorder, account, parse_run, read_run
 from llmcache.errors import DataError, UsageError
 
@@ -37,7 +37,7 @@ def test_the_mean_interval_of_a_long_run_tends_to_the_harmonic_mean(rule: str) -
 def test_a_full_array_takes_the_power_of_table_1() -> None:
     """1.14 mJ a pass: 25.33 W at 45 us and 1.082 W at the intervals of section 7.1."""
     run = still(4 * MIB // (2 * HALF), 20, 1e8)
-    for intervals, watts in ((Intervals.uniform(45e3), 25.33), (KELLE_INTERVALS, 1.082)):
+    for intervals, watts in ((RefreshIntervals.uniform(45e3), 25.33), (KELLE_INTERVALS, 1.082)):
         found = account(run, intervals, EDRAM_4MB.refresh_j / EDRAM_4MB.capacity_bytes)
         assert found.watts == pytest.approx(watts, rel=1e-3)
         assert found.watts == pytest.approx(PAPER.refresh_w(4 * MIB, intervals.mean_ns), rel=1e-3)
@@ -107,7 +107,7 @@ def test_a_demoted_row_is_refreshed_when_its_age_reaches_the_longer_interval() -
     for high in (True, False):
         recorder.observe(0, "kv", np.array([5]), np.array([high]))
         recorder.end_step(800e3)
-    found = account(recorder.finish("", ""), Intervals(1e9, 1e9, 1_440e3, 1e9), 1e-12, rule="floor")
+    found = account(recorder.finish("", ""), RefreshIntervals(1e9, 1e9, 1_440e3, 1e9), 1e-12, rule="floor")
     assert [group.refreshes for group in found.groups] == [0, 0, 2, 0]  # 1.6 ms old, although low for 0.8 only
 
 

@@ -106,7 +106,7 @@ def new_spill_file(path: Path) -> None:
 
 
 def told(path: Path) -> None:
-    control.Files(str(path), os.geteuid()).write_info({"pid": 1})
+    control.ControlFiles(str(path), os.geteuid()).write_info({"pid": 1})
 
 
 @pytest.mark.parametrize("write", [trace, indexes, page_tables, removed_tables, new_spill_file, told])

@@ -18,7 +18,7 @@ from llmcache.fs.client import bandwidth
 from llmcache.fs.client.bandwidth import LEAST_BYTES, REQUEST_BYTES, measure, measured_storage
 from llmcache.fs.client.mountpoint import FSTYPE
 from llmcache.mountinfo import Mount
-from tools.bench.cgroup import Group
+from tools.bench.cgroup import Cgroup
 from tools.bench.sides import environment
 
 MB = 10**6
@@ -157,7 +157,7 @@ def test_only_directories_are_measured(tmp_path: Path, name: str) -> None:
 def test_a_throttled_disk_shows_its_throttle(on_disk: Path) -> None:
     """In a process of its own, since the throttle takes what a task submits."""
     limit = 40 * MB
-    with Group("measure", directory=on_disk, read_bps=limit) as group:
+    with Cgroup("measure", directory=on_disk, read_bps=limit) as group:
         command = [sys.executable, "-c", "import sys; from llmcache.fs.client.bandwidth import measure; "
                    "print(measure(sys.argv[1]).bandwidth)", str(on_disk)]  # fmt: skip
 

@@ -234,16 +234,16 @@ def test_nobody_begins_while_what_was_left_is_removed(point: str, monkeypatch: p
     os.close(controlserver.take_lock(found, point))
     monkeypatch.setattr(controlserver, "ENDING_S", 0.0)
     begun: list[str] = []
-    plain = control.Files.remove
+    plain = control.ControlFiles.remove
 
-    def remove(files: control.Files) -> None:
+    def remove(files: control.ControlFiles) -> None:
         try:
             os.close(controlserver.take_lock(files, point))
         except MountProblem as error:
             begun.append(error.message)
         plain(files)
 
-    monkeypatch.setattr(control.Files, "remove", remove)
+    monkeypatch.setattr(control.ControlFiles, "remove", remove)
     control.remove_left(found)
     assert len(begun) == 1 and "already served" in begun[0]
     os.close(controlserver.take_lock(found, point))

@@ -1,4 +1,4 @@
-"""The architecture, held by the syntax trees: which module may import which, and how long a file may get."""
+"""The architecture, held by the syntax trees: what may import what, how long a file may get, one class for each name."""
 
 import ast
 import functools
@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = sorted((ROOT / "llmcache").rglob("*.py"))
-ALL_FILES = [*PACKAGE, *sorted((ROOT / "tools").rglob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]
+TOOLS = sorted((ROOT / "tools").rglob("*.py"))
+ALL_FILES = [*PACKAGE, *TOOLS, *sorted((ROOT / "tests").rglob("*.py"))]
 LONGEST_FILE = 900
 
 # What each part of the package may import from the others; a part may always import itself.
@@ -138,5 +139,13 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
 
 
 def test_every_file_says_what_it_is_for() -> None:
-    tools = sorted((ROOT / "tools").rglob("*.py"))
-    assert not [path for path in (*PACKAGE, *tools) if not ast.get_docstring(tree_of(path))]
+    assert not [path for path in (*PACKAGE, *TOOLS) if not ast.get_docstring(tree_of(path))]
+
+
+def test_no_two_classes_have_one_name() -> None:
+    found: dict[str, list[str]] = {}
+    for path in (*PACKAGE, *TOOLS):
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(f"{relative(path)}:{node.lineno}")
+    assert not {name: places for name, places in found.items() if len(places) > 1}

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from llmcache import cli
 from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.kv.bench.results import read_bench
-from llmcache.kv.bench.synthetic import Session, Setup, Variant, check_space, compare, modelled, workplace
+from llmcache.kv.bench.synthetic import PolicySession, Setup, Variant, check_space, compare, modelled, workplace
 from llmcache.kv.pipeline import Timeline
 from llmcache.kv.planning import MODELS, PAPER_PC
 from llmcache.kv.workload import StreamSpec
@@ -202,7 +202,7 @@ def test_an_emulated_accelerator_takes_longer_for_more_weights_and_tokens() -> N
 def test_a_session_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = StreamSpec(layers=1, kv_heads=2, heads=2, head_dim=16, context=256, dtype="float32")
     setup = Setup(spec, modelled(PAPER_PC, MODELS["Qwen-7B"], 1), tmp_path, steps=1, warm_up=0)
-    with pytest.raises(RuntimeError, match="the policy"), Session(setup, Variant("full")) as session:
+    with pytest.raises(RuntimeError, match="the policy"), PolicySession(setup, Variant("full")) as session:
         monkeypatch.setattr(session.policy, "select", lambda *_: (_ for _ in ()).throw(RuntimeError("the policy")))
         session.prefill()
         session.decode(0)

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from llmcache.arrays import Bytes
 from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.prefix.state import Joined, StateLayout, Uncut, read_state
-from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockStore, Entry, Key
+from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey, BlockStore, Entry
 from llmcache.kv.spill.raw import RawFile
 from tests.fuzz.target import bounded
 
@@ -141,8 +141,8 @@ class Clock:
         return self.now
 
 
-def key(number: int, index: int = 0, kind: str = CUT, model: str = MODEL) -> Key:
-    return Key(model, f"{number:040x}", index, kind)
+def key(number: int, index: int = 0, kind: str = CUT, model: str = MODEL) -> BlockKey:
+    return BlockKey(model, f"{number:040x}", index, kind)
 
 
 def block(number: int, size: int = 8192, tokens: int = 4) -> Block:

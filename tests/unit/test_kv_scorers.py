@@ -14,10 +14,10 @@ from llmcache.kv.index.dci import DciIndex, DciSettings
 from llmcache.kv.index.scorers import (
     QUERIES,
     SCORERS,
-    Auto,
-    Dci,
-    Exact,
-    Quest,
+    AutoScorer,
+    DciScorer,
+    ExactScorer,
+    QuestScorer,
     Scorer,
     ScorerSettings,
     Trial,
@@ -122,7 +122,7 @@ def test_keys_of_a_byte_are_not_rounded_again_and_keys_of_nothing_stay_so() -> N
 def test_bounds_of_pages_are_bounds_and_the_best_are_taken() -> None:
     keys, asked = clustered(320)
     scorer = made("quest", keys)
-    assert isinstance(scorer, Quest)
+    assert isinstance(scorer, QuestScorer)
     bounds = scorer.bounds(asked[0])
     pages = keys.reshape(HEADS, -1, PAGE, DIM)
     scores = np.einsum("hd,hpnd->hpn", asked[0], pages)
@@ -184,7 +184,7 @@ def test_prioritized_queries_look_at_the_share_they_are_told() -> None:
 def test_pages_of_a_tree_are_taken_whole_until_the_budget_is_full() -> None:
     keys, asked = clustered(4096)
     tree = made("dci", keys, 16)
-    assert isinstance(tree, Dci)
+    assert isinstance(tree, DciScorer)
     queries = np.repeat(asked[0], 2, axis=0)
     queries[1::2] = asked[7]
     chosen, alone = tree.pages(queries, 100), tree.best(queries, 100)
@@ -206,7 +206,7 @@ def test_pages_of_a_tree_are_taken_whole_until_the_budget_is_full() -> None:
 def test_heads_draw_their_levels_apart() -> None:
     keys, _ = clustered(2048)
     tree = made("dci", keys)
-    assert isinstance(tree, Dci)
+    assert isinstance(tree, DciScorer)
     up = [index.levels_of(np.arange(2048)) > 1 for index in tree.indexes]
     assert (up[0] & up[1]).sum() < 20 < up[0].sum()
 
@@ -214,11 +214,11 @@ def test_heads_draw_their_levels_apart() -> None:
 def test_auto_takes_a_tree_that_wins_its_trial() -> None:
     keys, asked = clustered(4096)
     scorer = made("auto", keys, least=2048)
-    assert isinstance(scorer, Auto) and isinstance(scorer.used, Exact)
+    assert isinstance(scorer, AutoScorer) and isinstance(scorer.used, ExactScorer)
     for number in range(QUERIES):
         scorer.top(asked[number], 32)
     assert scorer.trial is not None and scorer.trial.tokens == 4096 and scorer.trial.recall > 0
-    wanted: type[Scorer] = Dci if scorer.trial.chosen == "dci" else Exact
+    wanted: type[Scorer] = DciScorer if scorer.trial.chosen == "dci" else ExactScorer
     assert type(scorer.used) is wanted
     assert scorer.why.startswith(scorer.trial.chosen) and "measured at 4096 keys" in scorer.why
     scorer.add(keys[:, :512])
@@ -237,7 +237,7 @@ def test_auto_keeps_to_exact_where_the_tree_finds_too_little(monkeypatch: pytest
     scorer = made("auto", keys, least=1024, recall=0.99)
     monkeypatch.setattr("llmcache.kv.index.scorers.recall_of", lambda found, wanted: 0.5)
     found = [scorer.top(asked[number], 32) for number in range(QUERIES)]
-    assert isinstance(scorer, Auto) and isinstance(scorer.used, Exact) and scorer.trial is not None
+    assert isinstance(scorer, AutoScorer) and isinstance(scorer.used, ExactScorer) and scorer.trial is not None
     assert not scorer.trial.enough and "recall 0.50" in scorer.why
     assert (found[-1] == best(keys, asked[QUERIES - 1], 32)).all()
     tried = scorer.trial

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.kv.spill import KvShape, Room, SpillFile, SpillReader, reader
+from llmcache.kv.spill import KvShape, PageBuffer, SpillFile, SpillReader, reader
 from llmcache.kv.spill.checksum import checksums
 from llmcache.kv.spill.layout import Commit
 from llmcache.kv.spill.raw import RawFile
@@ -61,7 +61,7 @@ def test_pages_in_any_order_and_coalesced(tmp_path: Path, monkeypatch: pytest.Mo
         for side, rows in ((0, part.keys), (1, part.values)):
             of_side = sorted((first, data) for taken_side, first, data in taken if taken_side == side)
             assert b"".join(data for _, data in of_side) == rows.tobytes()
-        room = Room(SHAPE, 8)
+        room = PageBuffer(SHAPE, 8)
         again = file.read(0, 1, order[:5], room)
         assert again.values.tobytes() == whole.values[order[:5]].tobytes()
         assert np.shares_memory(again.keys, room.sides[0])

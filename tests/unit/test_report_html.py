@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from llmcache.cache.classify import Classification
-from llmcache.report.html import Badge, Block, Facts, Fold, Picture, Section, Table, Text, html_page, printable
+from llmcache.report.html import Badge, Facts, Fold, HtmlBlock, Picture, Section, Table, Text, html_page, printable
 from llmcache.report.plot import COLUMNS, MOST_ROWS, classes_table, shades_of
 from tests.unit.report_parts import Page, check_alone
 
@@ -16,7 +16,7 @@ EVIL = "<script>alert('1')</script> & \"two\"\n\x1b"
 SHOWN = "<script>alert('1')</script> & \"two\"??"
 
 
-def page_of(blocks: Sequence[Block], title: str = "Title") -> tuple[Page, str]:
+def page_of(blocks: Sequence[HtmlBlock], title: str = "Title") -> tuple[Page, str]:
     source = html_page(title, "lead", [Section("one", blocks)])
     return Page(source), source
 
@@ -33,7 +33,7 @@ def page_of(blocks: Sequence[Block], title: str = "Title") -> tuple[Page, str]:
     ],
     ids=lambda block: type(block).__name__,
 )
-def test_blocks_escape(block: Block) -> None:
+def test_blocks_escape(block: HtmlBlock) -> None:
     page, source = page_of([block])
     check_alone(page, source)
     assert SHOWN in page.text

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llmcache.cache.mixture import MixtureBytes
-from llmcache.cache.sizing import SECOND_NS, Setting, need, passes
+from llmcache.cache.sizing import SECOND_NS, SizingParameters, need, passes
 from llmcache.fs.client.advice import mount_cache_bytes, mount_keeps_bytes
 from llmcache.fs.engine.budget import MIN_BUDGET_BYTES
 from llmcache.memory import total_bytes
@@ -165,7 +165,7 @@ def test_a_mixture_reads_what_it_uses(tmp_path: Path, model_format: str, fused: 
 
 def test_what_memory_gives_a_mixture() -> None:
     """Dense 4 GB and experts of 32 GB, storage of 3 GB/s: a token that reads 6 GB waits for 2 s if nothing is kept."""
-    setting = Setting(3 * GB, SECOND_NS // 10, 0)
+    setting = SizingParameters(3 * GB, SECOND_NS // 10, 0)
     mixture = MixtureBytes(4 * GB, 32 * GB, 64, 4)
     assert passes(mixture, 0, setting).tokens_per_s == pytest.approx(0.5)
     cache = mount_cache_bytes(mixture, need(mixture, setting).loop_cache_bytes, 0)

@@ -15,8 +15,8 @@ from llmcache.fs.client.top import (
     PINNED,
     WINDOW,
     HeatFile,
-    Layer,
-    Loop,
+    HeatLayer,
+    LoopState,
     Sample,
     Watcher,
     fold,
@@ -191,7 +191,9 @@ FILES = st.builds(
     more=st.integers(0, 5),
 )
 LOOPS = st.builds(
-    lambda path, size, period, share, readers: Loop(f"/{path}", size, period, share * size // 9, 0, 3, True, tuple(readers)),
+    lambda path, size, period, share, readers: LoopState(
+        f"/{path}", size, period, share * size // 9, 0, 3, True, tuple(readers)
+    ),
     path=st.text(max_size=60),
     size=st.integers(0, 1 << 50),
     period=st.none() | st.floats(1e-9, 1e6),
@@ -207,7 +209,7 @@ LOOPS = st.builds(
     st.none() | st.integers(1, 60),
     st.integers(0, 3),
 )
-def test_it_fits(files: list[HeatFile], loops: list[Loop], width: int, rows: int | None, more: int) -> None:
+def test_it_fits(files: list[HeatFile], loops: list[LoopState], width: int, rows: int | None, more: int) -> None:
     found = lines(
         replace(sample(BEFORE, stats()), heat=tuple(files), loops=tuple(loops), left_out_files=more),
         width,
@@ -222,7 +224,7 @@ def test_it_fits(files: list[HeatFile], loops: list[Loop], width: int, rows: int
 
 
 @given(st.lists(LAYERS, min_size=1, max_size=40), st.integers(1, 50))
-def test_folding_loses_no_byte_and_keeps_the_order(layers: list[Layer], rows: int) -> None:
+def test_folding_loses_no_byte_and_keeps_the_order(layers: list[HeatLayer], rows: int) -> None:
     folded = fold(layers, rows)
     assert 1 <= len(folded) <= max(rows, 1)
     for name in ("tensors", "size_bytes", "pinned_bytes", "streamed_bytes"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmcache.fs.client.top import Layer
+from llmcache.fs.client.top import HeatLayer
 from llmcache.fs.engine.state import Waits
 
 MB = 1_000_000
@@ -80,6 +80,8 @@ def heat(*layers: dict[str, Any], path: str = "/model.gguf", left_out_files: int
     return {"schema": "llmcache.heat/1", "mode": "steer", "files": files, "left_out_files": left_out_files}
 
 
-def as_layer(facts: dict[str, Any]) -> Layer:
+def as_layer(facts: dict[str, Any]) -> HeatLayer:
     """A layer of the heat as a sample has it."""
-    return Layer(**{("size_bytes" if key == "bytes" else key): value for key, value in facts.items() if key != "experts"})
+    return HeatLayer(
+        **{("size_bytes" if key == "bytes" else key): value for key, value in facts.items() if key != "experts"}
+    )

@@ -21,7 +21,7 @@ import psutil
 from rich.console import Console
 
 from llmcache.errors import LlmcacheError, UsageError
-from llmcache.report.html import Badge, Block, Cell, Facts, Section, Table, Text, html_page
+from llmcache.report.html import Badge, Cell, Facts, HtmlBlock, Section, Table, Text, html_page
 
 from . import results
 from .demo import make_model
@@ -243,7 +243,7 @@ def _overview(suite: Suite) -> Section:
         missed = sum(not bar.passed for bar in bars)
         verdict = Badge("all reached", "good") if bars and not missed else Badge(f"{missed} not reached", "fair")
         rows.append([one.about, len(bars) - missed, missed, verdict if bars else Badge("no results", "bad")])
-    blocks: list[Block] = [Table("Bars by benchmark", ["what", "reached", "not reached", ""], rows)]
+    blocks: list[HtmlBlock] = [Table("Bars by benchmark", ["what", "reached", "not reached", ""], rows)]
     missing = [(name, bar) for name, bar in suite.bars if not bar.passed]
     if missing:
         blocks.append(_bars_table("Not reached", missing))
@@ -255,7 +255,7 @@ def _overview(suite: Suite) -> Section:
 
 
 def _every(suite: Suite) -> Section:
-    blocks: list[Block] = []
+    blocks: list[HtmlBlock] = []
     for one in BENCHMARKS:
         bars = [(name, bar) for name, bar in suite.bars if name == one.name]
         if bars:
@@ -276,7 +276,7 @@ def _bars_table(caption: str, bars: Iterable[tuple[str, Bar]]) -> Table:
 
 
 def _runs(suite: Suite) -> Section:
-    blocks: list[Block] = [Facts(_facts(machine)) for machine in machines(suite.documents.values())]
+    blocks: list[HtmlBlock] = [Facts(_facts(machine)) for machine in machines(suite.documents.values())]
     rows: list[list[Cell]] = [_run_row(_run(one, suite)) for one in BENCHMARKS]
     columns = ["benchmark", "", "started, UTC", "s", "load before, after", "busy before", "commit"]
     note = (
@@ -313,7 +313,7 @@ def _facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _versions(suite: Suite) -> list[Block]:
+def _versions(suite: Suite) -> list[HtmlBlock]:
     found: dict[str, set[str]] = {}
     for document in suite.documents.values():
         for name, version in document["machine"]["versions"].items():

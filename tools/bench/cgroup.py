@@ -1,6 +1,6 @@
 """A real cgroup (v1, v2 or hybrid) with a memory cap and a read throttle, removed on exit whatever happens.
 
-    with Group("bench", directory=Path("/data"), memory_bytes=500_000_000, read_bps=200_000_000) as group:
+    with Cgroup("bench", directory=Path("/data"), memory_bytes=500_000_000, read_bps=200_000_000) as group:
         subprocess.run(group.wrap(["llmcachefs", ...]))
         print(group.usage())
 
@@ -225,7 +225,7 @@ def _move_all(source: Path, target: Path) -> None:
 
 
 @final
-class Group:
+class Cgroup:
     """One cgroup over memory and I/O; on v1 two directories, on v2 one."""
 
     def __init__(self, name: str, *, directory: Path, memory_bytes: int | None = None, read_bps: int | None = None) -> None:
@@ -236,7 +236,7 @@ class Group:
         self._controllers: dict[str, V1 | V2] = {}
         self._delegations: list[Delegation] = []
 
-    def __enter__(self) -> Group:
+    def __enter__(self) -> Cgroup:
         """Make the group with its limits; what was made before a failure is removed again."""
         if self._controllers:
             raise ValueError(f"cgroup {self.name} exists already")
@@ -356,7 +356,7 @@ class Group:
 
 
 def is_ours(pid: int, name: str) -> bool:
-    """Return whether process `pid` was started through `Group.wrap` of the group `name`."""
+    """Return whether process `pid` was started through `Cgroup.wrap` of the group `name`."""
     try:
         environment = (machine.PROC / str(pid) / "environ").read_bytes()
     except OSError:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .cgroup import Group, Usage
+from .cgroup import Cgroup, Usage
 from .runner import MIB, ClientRun, forget, run_clients
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain
 
@@ -190,12 +190,12 @@ class Rig:
 
     def _calibrate(self, experiment: Experiment) -> ClientRun:
         command = experiment.command("compute", experiment.file)
-        with Group("compute", directory=experiment.file) as group:
+        with Cgroup("compute", directory=experiment.file) as group:
             return run_clients(group, [command], experiment.timeout_s())[0]
 
     def _run(self, experiment: Experiment, side: Plain | Mounted, repeat: int, cap: int | None) -> SideRun:
         with (
-            Group(side.name, directory=experiment.file, memory_bytes=cap, read_bps=experiment.read_bps) as group,
+            Cgroup(side.name, directory=experiment.file, memory_bytes=cap, read_bps=experiment.read_bps) as group,
             side.open(group, self.source, experiment.cache_bytes, self.scratch) as opened,
         ):
             # Here, and not before: the host of a virtual machine takes back what is free for seconds, and who fills it again

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache.kv.index.dci import DciIndex, DciSettings
-from llmcache.kv.index.scorers import Auto, Dci, Exact, Quest, ScorerSettings, as_pages, recall_of
+from llmcache.kv.index.scorers import AutoScorer, DciScorer, ExactScorer, QuestScorer, ScorerSettings, as_pages, recall_of
 from llmcache.kv.index.scorers import nearest as find
 from llmcache.kv.kernels import score, score_pages, top
 from llmcache.kv.spill.layout import KvShape
@@ -96,7 +96,9 @@ def in_turns(
 def scorers(halves: NDArray[np.float16]) -> dict[str, Any]:
     """Return every scorer with all keys."""
     shape = KvShape("bench", 1, HEADS, DIM, "float16", PAGE)
-    made = {kind.name: kind(shape, 0, ScorerSettings(threads=1)) for kind in (Exact, Auto, Dci, Quest)}
+    made = {
+        kind.name: kind(shape, 0, ScorerSettings(threads=1)) for kind in (ExactScorer, AutoScorer, DciScorer, QuestScorer)
+    }
     for scorer in made.values():
         scorer.add(halves)
     return made

@@ -27,7 +27,7 @@ from llmcache.kv.bench.results import MOST, STOCK, mean_of
 from llmcache.kv.bench.task import Candidate, TaskSetup, Told, answered, take_turns
 from llmcache.kv.tasks.english import Document, documents
 
-from .cgroup import Group
+from .cgroup import Cgroup
 from .harness import workplace
 from .results import Bar
 
@@ -57,7 +57,7 @@ BARS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class BenchScope:
     """Where and how much is measured."""
 
     directory: Path
@@ -113,18 +113,18 @@ def _row(one: Candidate, told: Told, full: Told) -> dict[str, Any]:
     return row
 
 
-def _asked(place: Place, tasks: Mapping[str, int], contexts: Sequence[int], policies: Sequence[str]) -> Iterator[Any]:
+def _asked(scope: BenchScope, tasks: Mapping[str, int], contexts: Sequence[int], policies: Sequence[str]) -> Iterator[Any]:
     """What is told of each model, task and context: by candidate, and as plain data."""
     from llmcache.kv.bench.subject import Subject
 
     everyone = [Candidate(STOCK, None), *(Candidate(policy, budget) for policy in policies for budget in BUDGETS)]
-    for model in place.models:
+    for model in scope.models:
         subject = Subject(model_of(model))
         for task, cases in tasks.items():
-            for context in place.lengths(contexts):
+            for context in scope.lengths(contexts):
                 texts: list[str] = []
                 told = answered(
-                    place.setup(task, model, context, cases), subject, context, place.directory, everyone, texts, _tell
+                    scope.setup(task, model, context, cases), subject, context, scope.directory, everyone, texts, _tell
                 )
                 full = told[everyone[0]]
                 rows = [_row(one, of, full) for one, of in told.items()]
@@ -135,9 +135,9 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def loss(place: Place) -> dict[str, dict[str, Any]]:
+def loss(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """The loss of each policy above the full cache's, and the oracles'."""
-    found = list(_asked(place, {"loss": DOCUMENTS}, LONG, (OWN, *ORACLES, *RIVALS)))
+    found = list(_asked(scope, {"loss": DOCUMENTS}, LONG, (OWN, *ORACLES, *RIVALS)))
     what = f"loss above full of {OWN} over {WORST} of the best oracle's, less its standard error, most of all"
     parts = {
         f"loss.{budget}": {"what": f"{what}, budget {budget}", "figure": max(excess(told, budget) for told, _ in found)}
@@ -147,9 +147,9 @@ def loss(place: Place) -> dict[str, dict[str, Any]]:
     return parts
 
 
-def tasks(place: Place) -> dict[str, dict[str, Any]]:
+def tasks(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """Answers to tasks like RULER's."""
-    found = list(_asked(place, CASES, CONTEXTS, (OWN, *RIVALS)))
+    found = list(_asked(scope, CASES, CONTEXTS, (OWN, *RIVALS)))
     what = "right answers of the full cache that are kept, over tasks of which it answers most"
     told = [told for told, _ in found]
     parts = {f"tasks.{budget}": {"what": f"{what}, budget {budget}", "figure": kept(told, budget)} for budget in BUDGETS}
@@ -165,21 +165,21 @@ def _text(subject: Any, tokens: int) -> Document:
     return next(documents(np.random.default_rng(0), tokens, 1, subject.encode, subject.first))
 
 
-def _times(place: Place, contexts: Sequence[int], **options: Any) -> list[dict[str, Any]]:
+def _times(scope: BenchScope, contexts: Sequence[int], **options: Any) -> list[dict[str, Any]]:
     """Time of a token by context, of DynamicCache's; bytes from the file for each of the rows that were chosen."""
     from llmcache.kv.bench.subject import Prompt, Run, Subject, stock
     from llmcache.kv.pipeline import Timeline
     from llmcache.kv.transformers import SpillCache
 
     subject, found = Subject(model_of("smollm2")), []
-    for context in place.lengths(contexts):
+    for context in scope.lengths(contexts):
         given = Prompt(subject.model, _text(subject, context).ids)
         timeline = Timeline()
-        with SpillCache(subject.model.config, OWN, threads=place.threads, timeline=timeline, **options) as cache:
+        with SpillCache(subject.model.config, OWN, threads=scope.threads, timeline=timeline, **options) as cache:
             runs = [Run(subject.model, stock(subject.model)), Run(subject.model, cache, timeline)]
             for run in runs:
                 run.take(given)
-            take_turns(runs, 4 if place.quick else 32)
+            take_turns(runs, 4 if scope.quick else 32)
             full, own = (run.speed() for run in runs)
             shape = cache.store.shape
             row = shape.layers * shape.kv_heads * (shape.head_dim + (shape.value_dim or 0)) * shape.numpy_dtype.itemsize
@@ -191,9 +191,9 @@ def _times(place: Place, contexts: Sequence[int], **options: Any) -> list[dict[s
     return found
 
 
-def time(place: Place) -> dict[str, dict[str, Any]]:
+def time(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """A token with the settings that a cache has when nothing is said."""
-    rows = _times(place, CONTEXTS)
+    rows = _times(scope, CONTEXTS)
     long = [row["times"] for row in rows if row["context"] >= LONG[0]] or [row["times"] for row in rows]
     what = "time of a token, of DynamicCache's, default settings, most of"
     return {
@@ -202,9 +202,9 @@ def time(place: Place) -> dict[str, dict[str, Any]]:
     }
 
 
-def file(place: Place) -> dict[str, dict[str, Any]]:
+def file(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """A token with pages limited to the budget; `main` has put this process where the disk reads no more than DISK_BPS."""
-    rows = _times(place, LONG, token_budget=POOL_BUDGET, cpu_pages=POOL_PAGES, path=place.directory)
+    rows = _times(scope, LONG, token_budget=POOL_BUDGET, cpu_pages=POOL_PAGES, path=scope.directory)
     most = max(row["read_bytes"] / (POOL_BUDGET * row["row_bytes"]) for row in rows)
     what = "time of a token, of DynamicCache's, with pages limited to the budget and a disk of 500 MB/s"
     bytes_what = f"bytes from the file a token, of those of the rows chosen, budget {POOL_BUDGET}, most of the contexts"
@@ -218,19 +218,19 @@ def _most(rows: Sequence[Mapping[str, Any]]) -> float:
     return max(float(row["times"]) for row in rows)
 
 
-def memory(place: Place) -> dict[str, dict[str, Any]]:
+def memory(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """Pages and index of a long context whose keys are drawn by chance."""
     from llmcache.kv.bench.subject import Prompt, Run, load_model, stock
     from llmcache.kv.transformers import SpillCache
 
-    model, tokens = load_model(model_of("smollm2")), 1024 if place.quick else FAR
+    model, tokens = load_model(model_of("smollm2")), 1024 if scope.quick else FAR
     given = Prompt.by_chance(model, tokens)
     full = Run(model, stock(model))
     full.take(given)
     shares = {}
-    small: dict[str, Any] = {"token_budget": POOL_BUDGET, "cpu_pages": POOL_PAGES, "path": place.directory}
+    small: dict[str, Any] = {"token_budget": POOL_BUDGET, "cpu_pages": POOL_PAGES, "path": scope.directory}
     for name, options in (("memory.small", small), ("memory", {})):
-        with SpillCache(model.config, OWN, threads=place.threads, **options) as cache:
+        with SpillCache(model.config, OWN, threads=scope.threads, **options) as cache:
             run = Run(model, cache)
             run.take(given)
             run.step()
@@ -246,17 +246,17 @@ def memory(place: Place) -> dict[str, dict[str, Any]]:
 # The same, whatever happens
 
 
-def exact(place: Place) -> dict[str, dict[str, Any]]:
+def exact(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """Logits with a budget that holds everything."""
     from llmcache.kv.bench.subject import Subject, logits, stock
     from llmcache.kv.transformers import SpillCache
 
     same: list[bool] = []
-    for name in place.models:
+    for name in scope.models:
         subject = Subject(model_of(name))
-        text, model = _text(subject, place.lengths(LONG)[0]), subject.model
+        text, model = _text(subject, scope.lengths(LONG)[0]), subject.model
         full = stock(model)
-        with SpillCache(model.config, OWN, token_budget=2 * text.ids.shape[1], path=place.directory, full_tokens=0) as cache:
+        with SpillCache(model.config, OWN, token_budget=2 * text.ids.shape[1], path=scope.directory, full_tokens=0) as cache:
             for ids in (text.ids, *(text.following[:, at : at + 1] for at in range(SAID))):
                 same.append(bool((logits(model, full, ids) == logits(model, cache, ids)).all()))
     what = "steps whose logits are DynamicCache's bit for bit, with a budget of the context"
@@ -273,13 +273,13 @@ def _generated(model: Any, cache: Any, ids: Any, count: int) -> list[int]:
     return said
 
 
-def _talk(place: Place, name: str, path: Path, say: Connection) -> None:
+def _talk(scope: BenchScope, name: str, path: Path, say: Connection) -> None:
     """Reads a text, goes on with it, saves that, and waits to be killed; in a process of its own."""
     from llmcache.kv.bench.subject import Subject
     from llmcache.kv.transformers import SpillCache
 
     subject = Subject(model_of(name))
-    text = _text(subject, place.lengths(LONG)[0])
+    text = _text(subject, scope.lengths(LONG)[0])
     with SpillCache(subject.model.config, OWN, token_budget=POOL_BUDGET, path=path, full_tokens=0) as cache:
         said = _generated(subject.model, cache, text.ids, SAID)
         cache.save()
@@ -287,17 +287,17 @@ def _talk(place: Place, name: str, path: Path, say: Connection) -> None:
         say.recv()
 
 
-def restored(place: Place) -> dict[str, dict[str, Any]]:
+def restored(scope: BenchScope) -> dict[str, dict[str, Any]]:
     """Conversations that are saved, killed and restored, beside those that nothing happened to."""
     from llmcache.kv.bench.subject import Subject
     from llmcache.kv.transformers import SpillCache
 
     same: list[bool] = []
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    for name in place.models:
-        path = place.directory / f"{name}.kv"
+    for name in scope.models:
+        path = scope.directory / f"{name}.kv"
         say, hear = spawn.Pipe()
-        talk = spawn.Process(target=_talk, args=(place, name, path, say), daemon=True)
+        talk = spawn.Process(target=_talk, args=(scope, name, path, say), daemon=True)
         talk.start()
         say.close()
         try:
@@ -308,7 +308,7 @@ def restored(place: Place) -> dict[str, dict[str, Any]]:
             talk.kill()
             talk.join()
         subject = Subject(model_of(name))
-        model, text = subject.model, _text(subject, place.lengths(LONG)[0])
+        model, text = subject.model, _text(subject, scope.lengths(LONG)[0])
         with SpillCache.restore(model, path, OWN, token_budget=POOL_BUDGET, full_tokens=0) as cache:
             rest = _generated(model, cache, np.array([said[-1:]]), AFTER)
         with SpillCache(model.config, OWN, token_budget=POOL_BUDGET, full_tokens=0) as cache:
@@ -318,7 +318,7 @@ def restored(place: Place) -> dict[str, dict[str, Any]]:
     return {"restored": {"what": what, "figure": statistics.fmean(same)}}
 
 
-PARTS: dict[str, Callable[[Place], dict[str, dict[str, Any]]]] = {
+PARTS: dict[str, Callable[[BenchScope], dict[str, dict[str, Any]]]] = {
     "loss": loss, "tasks": tasks, "time": time, "file": file, "memory": memory, "exact": exact, "restored": restored,
 }  # fmt: skip
 
@@ -329,7 +329,7 @@ def _throttled(part: str, directory: Path) -> Iterator[None]:
     if part != "file":
         yield
         return
-    with Group("kvmodels", directory=directory, read_bps=DISK_BPS) as group:
+    with Cgroup("kvmodels", directory=directory, read_bps=DISK_BPS) as group:
         before = {path: path.parent for path in group.paths}
         group.add(os.getpid())
         try:
@@ -356,7 +356,7 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, A
     with workplace(args.dir) as scratch:
         for part in args.only or PARTS:
             with _throttled(part, args.dir):
-                parts |= PARTS[part](Place(scratch, args.threads, args.quick))
+                parts |= PARTS[part](BenchScope(scratch, args.threads, args.quick))
     yield {"quick": args.quick, "threads": args.threads, "torch": torch.__version__, "parts": parts}
 
 

@@ -27,7 +27,7 @@ from llmcache.errors import EnvironmentProblem
 from llmcache.kv.prefix.store import BlockStore
 from llmcache.units import parse_rate
 
-from .cgroup import Group
+from .cgroup import Cgroup
 from .harness import workplace
 from .results import Bar, Document
 from .runner import client, forget
@@ -59,7 +59,7 @@ class Asking:
         """Return what the client said: `answers` and `cache`."""
         words = [str(word) for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
         command = client("prefix_prompts", self.model, "--threads", self.threads, *words)
-        limited = Group("prefix", directory=self.scratch, read_bps=self._rate_bps) if self._rate_bps else nullcontext()
+        limited = Cgroup("prefix", directory=self.scratch, read_bps=self._rate_bps) if self._rate_bps else nullcontext()
         with limited as group:
             wrapped = group.wrap(command) if group else command
             result = subprocess.run(wrapped, capture_output=True, text=True, check=False, env=environment())

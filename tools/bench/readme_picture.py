@@ -27,7 +27,7 @@ LOOKS = {
 NAMES = {KERNEL: KERNEL, "inplace": "llmcachefs, in place", "steer": "llmcachefs, steer"}
 
 
-class Line(NamedTuple):
+class SpeedCurve(NamedTuple):
     """What one side did, storage `limited` or not: shares of the model in memory, and tokens per second at each."""
 
     side: str
@@ -36,24 +36,24 @@ class Line(NamedTuple):
     tokens_per_s: list[float]
 
 
-def dense(document: Document) -> list[Line]:
+def dense(document: Document) -> list[SpeedCurve]:
     """Lines of the dense model, run by llama.cpp; medians."""
     of_llama = [one for one in document["results"] if one["case"] in "af" and one["name"].startswith("llama.cpp")]
     return list(_lines(of_llama, seconds))
 
 
-def mixture(document: Document) -> list[Line]:
+def mixture(document: Document) -> list[SpeedCurve]:
     """Lines of the first mixture that is read by a generated routing; means, as tokens use different experts."""
     routed = [one for one in document["results"] if one["case"] == "g" and not one["name"].startswith("llama.cpp")]
     return list(_lines([one for one in routed if one["file"] == routed[0]["file"]], mean))
 
 
-def _lines(results: list[Result], time_of: Callable[[Result, str], float]) -> Iterator[Line]:
+def _lines(results: list[Result], time_of: Callable[[Result, str], float]) -> Iterator[SpeedCurve]:
     for rate in (None, LIMIT_BPS):
         each = sorted((one for one in results if one["read_bps"] == rate), key=_share)
         for side in (KERNEL, *mounts(each[0])) if each else ():
             times = [time_of(one, kernel(one, time_of) if side == KERNEL else side) for one in each]
-            yield Line(side, rate is not None, [_share(one) for one in each], [1 / each_s for each_s in times])
+            yield SpeedCurve(side, rate is not None, [_share(one) for one in each], [1 / each_s for each_s in times])
 
 
 def _share(result: Result) -> float:
@@ -83,7 +83,7 @@ def drawn(document: Document) -> str:
     return figure_bytes(figure, "svg").decode()
 
 
-def _draw(panel: Axes, title: str, lines: list[Line]) -> None:
+def _draw(panel: Axes, title: str, lines: list[SpeedCurve]) -> None:
     for line in lines:
         look = LOOKS[line.side].line()
         if line.limited:

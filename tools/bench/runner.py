@@ -20,7 +20,7 @@ from typing import Any
 from llmcache.cache.loops import RECENT
 from llmcache.errors import EnvironmentProblem
 
-from .cgroup import Group
+from .cgroup import Cgroup
 from .clients.loop_reader import crcs
 from .sides import environment
 
@@ -120,13 +120,13 @@ def client(name: str, *arguments: object) -> list[str]:
 
 
 def run_clients(
-    group: Group, commands: Sequence[Sequence[str]], timeout_s: float, stepped: Callable[[int], None] = lambda _done: None
+    group: Cgroup, commands: Sequence[Sequence[str]], timeout_s: float, stepped: Callable[[int], None] = lambda _done: None
 ) -> list[ClientRun]:
     """Run the clients at the same time in `group`; one that is not done after `timeout_s` is killed and marked hung.
 
     `stepped` is told how many steps the first of them has done, after each.
     """
-    running = [_Client(group, command, stepped if at == 0 else None) for at, command in enumerate(commands)]
+    running = [_ClientProcess(group, command, stepped if at == 0 else None) for at, command in enumerate(commands)]
     try:
         deadline = time.monotonic() + timeout_s
         for item in running:
@@ -137,7 +137,7 @@ def run_clients(
     return [item.finish() for item in running]
 
 
-def run_client(group: Group, command: Sequence[str], timeout_s: float) -> ClientRun:
+def run_client(group: Cgroup, command: Sequence[str], timeout_s: float) -> ClientRun:
     """Run one client in `group`; raises EnvironmentProblem if it fails for another reason than a hang or wrong bytes."""
     run = run_clients(group, [command], timeout_s)[0]
     if not run.steps and not run.hung:
@@ -145,10 +145,10 @@ def run_client(group: Group, command: Sequence[str], timeout_s: float) -> Client
     return run
 
 
-class _Client:
+class _ClientProcess:
     """A started client; a thread reads its lines as they come."""
 
-    def __init__(self, group: Group, command: Sequence[str], stepped: Callable[[int], None] | None) -> None:
+    def __init__(self, group: Cgroup, command: Sequence[str], stepped: Callable[[int], None] | None) -> None:
         self.group, self.run, self.stepped = group, ClientRun(), stepped
         self.process = subprocess.Popen(
             group.wrap(command),
@@ -231,7 +231,7 @@ class Recording:
 
 def cap_bytes(file: Path, command: Sequence[str], kept_bytes: int) -> int:
     """Runs the client once, uncapped, and returns the memory in which it can keep `kept_bytes` of `file` cached."""
-    with Group("uncapped", directory=file) as group:
+    with Cgroup("uncapped", directory=file) as group:
         run = run_client(group, command, timeout_s=120)
     return run.anon_bytes + ROOM_BYTES + kept_bytes
 
@@ -241,7 +241,7 @@ def record(
 ) -> Recording:
     """Record what `command` reads of `file`, which starts out of the page cache; EnvironmentProblem if that fails."""
     forget(file)
-    with Group("trace", directory=file, memory_bytes=memory_bytes, read_bps=read_bps) as group:
+    with Cgroup("trace", directory=file, memory_bytes=memory_bytes, read_bps=read_bps) as group:
         words = ["trace", "-o", str(out), "--force", "--no-writes", "--path", file.name, "--tier", tier, "--"]
         result = subprocess.run(
             [sys.executable, "-m", "llmcache", *words, *group.wrap(command)],

@@ -21,7 +21,7 @@ from llmcache.errors import EnvironmentProblem, LlmcacheError
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
 from llmcache.fs.client.operation import fetch
 
-from .cgroup import Group
+from .cgroup import Cgroup
 from .machine import disk_of, mount_lines
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ MOUNT_OVERHEAD_BYTES = 64 << 20
 
 
 @dataclass
-class Opened:
+class OpenedSide:
     """An opened side: where the files are, and (mount only) its mount point and daemon."""
 
     root: Path
@@ -56,10 +56,10 @@ class Plain:
     read_ahead_kb: int | None = None
 
     @contextmanager
-    def open(self, _group: Group, source: Path, _cache_bytes: int, _scratch: Path) -> Iterator[Opened]:
+    def open(self, _group: Cgroup, source: Path, _cache_bytes: int, _scratch: Path) -> Iterator[OpenedSide]:
         """Yield the source itself."""
         with nullcontext() if self.read_ahead_kb is None else disk_of(source).read_ahead(self.read_ahead_kb):
-            yield Opened(source)
+            yield OpenedSide(source)
 
 
 def kernels(source: Path) -> tuple[Plain, ...]:
@@ -79,7 +79,7 @@ class Mounted:
     name: str = "mount"
 
     @contextmanager
-    def open(self, group: Group, source: Path, cache_bytes: int, scratch: Path) -> Iterator[Opened]:
+    def open(self, group: Cgroup, source: Path, cache_bytes: int, scratch: Path) -> Iterator[OpenedSide]:
         """Start the daemon in `group`, yield its mount, unmount whatever happens."""
         mountpoint = scratch / f"mnt-{os.getpid()}-{time.monotonic_ns()}"
         mountpoint.mkdir(parents=True)
@@ -92,7 +92,7 @@ class Mounted:
             )  # fmt: skip
         try:
             wait_mounted(mountpoint, daemon, log)
-            yield Opened(mountpoint, mountpoint, daemon.pid, log)
+            yield OpenedSide(mountpoint, mountpoint, daemon.pid, log)
         finally:
             end_mount(mountpoint, daemon)
         log.unlink()

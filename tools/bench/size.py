@@ -28,12 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache.cache.policies import policy_class
-from llmcache.cache.sizing import Setting, blocks_needed, need, passes
+from llmcache.cache.sizing import SizingParameters, blocks_needed, need, passes
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client.advice import mount_cache_bytes
 from llmcache.units import BLOCK_BYTES
 
-from .cgroup import Group
+from .cgroup import Cgroup
 from .harness import workplace
 from .results import Bar, Document, table_of, verdict
 from .runner import MIB, client, forget, loop_file, run_client
@@ -145,9 +145,9 @@ class LoopCase:
         staged = Fraction(self.bandwidth * self.period_ns, 10**9 * BLOCK_BYTES)
         return blocks_needed(self.loop_blocks, staged)
 
-    def setting(self) -> Setting:
+    def setting(self) -> SizingParameters:
         """Return it as the calculator takes it, without a hot set."""
-        return Setting(self.bandwidth, self.period_ns, 0)
+        return SizingParameters(self.bandwidth, self.period_ns, 0)
 
 
 CASES = (
@@ -274,9 +274,9 @@ class Swept:
         return self.passing.median_s
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> SizingParameters:
         """Return what the formula is given; a loop file that is no model has no hot set."""
-        return Setting(self.bandwidth, round(self.period_s * 1e9), 0)
+        return SizingParameters(self.bandwidth, round(self.period_s * 1e9), 0)
 
     @property
     def formula_bytes(self) -> int:
@@ -286,7 +286,7 @@ class Swept:
     @property
     def kept_formula_bytes(self) -> int:
         """Return S of formula (1) with the T of a loop that is kept whole (modelled)."""
-        setting = Setting(self.bandwidth, round(self.kept.median_s * 1e9), 0)
+        setting = SizingParameters(self.bandwidth, round(self.kept.median_s * 1e9), 0)
         return need(self.sweep.loop_bytes, setting).loop_cache_bytes
 
     @property
@@ -374,7 +374,7 @@ class Sweeper:
     def _bandwidth(self, sweep: Sweep) -> int:
         """Return what `llmcache size --measure` says in the throttled group."""
         command = [sys.executable, "-m", "llmcache", "size", "--measure", str(self.source), "--loop", "1M", "--json"]
-        with Group("bandwidth", directory=self.source, read_bps=sweep.read_bps) as group:
+        with Cgroup("bandwidth", directory=self.source, read_bps=sweep.read_bps) as group:
             result = subprocess.run(
                 group.wrap(command), capture_output=True, text=True, timeout=120, env=environment(), check=False
             )
@@ -387,7 +387,7 @@ class Sweeper:
         forget(file)
         mounted = Mounted(options=("--mode", sweep.mode))
         with (
-            Group("size", directory=self.source, read_bps=read_bps) as group,
+            Cgroup("size", directory=self.source, read_bps=read_bps) as group,
             mounted.open(group, self.source, point.cache_bytes, self.scratch) as opened,
         ):
             path = opened.root / file.name

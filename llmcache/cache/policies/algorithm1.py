@@ -75,7 +75,7 @@ class Algorithm1(Policy):
     def __init__(self, capacity: int, blocks: int) -> None:
         super().__init__(capacity, blocks)
         # As many sequences as blocks suffice: each has a block, and a block is in one (G4).
-        self._state = Sequences(
+        self._state = SequenceState(
             cells=np.full((blocks, 2), NO_SEQUENCE, np.int64),
             held=new_links(blocks, blocks),
             order=new_links(blocks, 3),
@@ -102,7 +102,7 @@ class Algorithm1(Policy):
         return int(self.blocks - self._state.numbers[FREE])
 
 
-class Sequences(NamedTuple):
+class SequenceState(NamedTuple):
     """The state: cells, the sequence of each block and the time of its last reference; known, facts about each sequence.
 
     `held`: the resident blocks of each sequence, ascending (head: `blocks` + its number). `order`: the sequences in SEQ,
@@ -127,7 +127,7 @@ FREE, TIME, RESIDENT, HOT_RESIDENT, MADE, PREVIOUS = 0, 1, 2, 3, 4, 5
 
 
 @lean_kernel
-def _algorithm1(state: Sequences, capacity: int, hot_limit: int, first: Int64s, count: Int64s, hits: Int64s) -> None:
+def _algorithm1(state: SequenceState, capacity: int, hot_limit: int, first: Int64s, count: Int64s, hits: Int64s) -> None:
     cells, held, order, known, _, numbers = state
     for run in range(len(first)):
         for block in range(first[run], first[run] + count[run]):
@@ -146,7 +146,7 @@ def _algorithm1(state: Sequences, capacity: int, hot_limit: int, first: Int64s, 
 
 
 @subroutine
-def _classify(state: Sequences, block: int) -> None:
+def _classify(state: SequenceState, block: int) -> None:
     """The printed procedure Access."""
     cells, _, order, known, _, numbers = state
     if numbers[PREVIOUS] == block - 1:
@@ -165,7 +165,7 @@ def _classify(state: Sequences, block: int) -> None:
 
 
 @subroutine
-def _evict(state: Sequences, hot_limit: int) -> None:
+def _evict(state: SequenceState, hot_limit: int) -> None:
     """The printed procedure Evict."""
     cells, held, order, _, loops, numbers = state
     blocks = len(cells)
@@ -181,7 +181,7 @@ def _evict(state: Sequences, hot_limit: int) -> None:
 
 
 @subroutine
-def _begin(state: Sequences, block: int, kind: int, period: int) -> None:
+def _begin(state: SequenceState, block: int, kind: int, period: int) -> None:
     """Makes {block} a new sequence, which may have the number of the one that it leaves."""
     _, held, _, known, _, numbers = state
     resident = is_linked(held, block)
@@ -197,7 +197,7 @@ def _begin(state: Sequences, block: int, kind: int, period: int) -> None:
 
 
 @subroutine
-def _move(state: Sequences, block: int, sequence: int) -> None:
+def _move(state: SequenceState, block: int, sequence: int) -> None:
     """Moves a block to the end of another sequence."""
     resident = is_linked(state.held, block)
     _leave(state, block)
@@ -205,7 +205,7 @@ def _move(state: Sequences, block: int, sequence: int) -> None:
 
 
 @subroutine
-def _join(state: Sequences, block: int, sequence: int, resident: bool) -> None:
+def _join(state: SequenceState, block: int, sequence: int, resident: bool) -> None:
     state.cells[block, OF] = sequence
     state.known[sequence, MEMBERS] += 1
     if resident:
@@ -213,7 +213,7 @@ def _join(state: Sequences, block: int, sequence: int, resident: bool) -> None:
 
 
 @subroutine
-def _leave(state: Sequences, block: int) -> None:
+def _leave(state: SequenceState, block: int) -> None:
     """Takes a block out of its sequence, if it has one (G4), and frees a sequence that is left without blocks."""
     cells, held, order, known, _, numbers = state
     sequence = cells[block, OF]
@@ -230,7 +230,7 @@ def _leave(state: Sequences, block: int) -> None:
 
 
 @subroutine
-def _enter(state: Sequences, block: int) -> None:
+def _enter(state: SequenceState, block: int) -> None:
     """Makes a block resident: from now on its sequence can give it up."""
     cells, held, order, known, loops, numbers = state
     sequence = cells[block, OF]
@@ -244,7 +244,7 @@ def _enter(state: Sequences, block: int) -> None:
 
 
 @subroutine
-def _exit(state: Sequences, block: int) -> None:
+def _exit(state: SequenceState, block: int) -> None:
     """Makes a block not resident."""
     cells, held, order, known, loops, numbers = state
     sequence = cells[block, OF]

@@ -29,7 +29,7 @@ BUFFER_BYTES = 1 << 20
 BOUNCE_BYTES = 128 << 10
 
 
-class Region:
+class MemoryRegion:
     """Anonymous page-aligned memory of `size` bytes at `address`."""
 
     def __init__(self, size: int) -> None:
@@ -46,7 +46,7 @@ class BufferFetch(Fetch):
     the number of the expert then.
     """
 
-    region: Region = field(kw_only=True)
+    region: MemoryRegion = field(kw_only=True)
     offset: int = field(kw_only=True)
     load: ExpertLoad | None = None
     stored: threading.Event = field(default_factory=threading.Event)
@@ -60,13 +60,13 @@ class BufferPool:
     """
 
     def __init__(self, count: int, reserve: int) -> None:
-        self._free = [Region(BUFFER_BYTES) for _ in range(count)]
+        self._free = [MemoryRegion(BUFFER_BYTES) for _ in range(count)]
         self._left_bytes = count * BUFFER_BYTES  # not handed out; what is in `_free` is part of it
         self.count = count
         self.reserve = reserve
         self._bounce = threading.local()
 
-    def take(self, size: int, ahead: bool = False) -> Region | None:
+    def take(self, size: int, ahead: bool = False) -> MemoryRegion | None:
         """Returns a buffer of `size` bytes or more, or None when there is none for this purpose. Engine's lock held."""
         size = max(size, BUFFER_BYTES)
         if self._left_bytes - size < (self.reserve * BUFFER_BYTES if ahead else 0):
@@ -78,22 +78,22 @@ class BufferPool:
             while sum(free.size for free in self._free) > self._left_bytes - size:
                 del self._free[0]
             try:
-                buffer = Region(size)
+                buffer = MemoryRegion(size)
             except OSError:  # no memory
                 return None
         self._left_bytes -= size
         return buffer
 
-    def give(self, buffer: Region) -> None:
+    def give(self, buffer: MemoryRegion) -> None:
         """Takes a buffer back. The caller holds the engine's lock."""
         self._free.append(buffer)
         self._left_bytes += buffer.size
 
-    def bounce(self) -> Region:
+    def bounce(self) -> MemoryRegion:
         """Returns this thread's own buffer of BOUNCE_BYTES."""
-        region: Region | None = getattr(self._bounce, "region", None)
+        region: MemoryRegion | None = getattr(self._bounce, "region", None)
         if region is None:
-            region = self._bounce.region = Region(BOUNCE_BYTES)
+            region = self._bounce.region = MemoryRegion(BOUNCE_BYTES)
         return region
 
 
@@ -151,10 +151,10 @@ class Holder(Protocol):
     def brings_region(self, group: Group, extent: int) -> bool:
         """True if `region` will give memory for `extent`, as far as can be told before the reference. Lock held."""
 
-    def region(self, group: Group, extent: int, verdict: int) -> Region | None:
+    def region(self, group: Group, extent: int, verdict: int) -> MemoryRegion | None:
         """Memory that holds `extent`, or that it is read into to stay, by the core's verdict; else None. Lock held."""
 
-    def keep(self, group: Group, extent: int, region: Region) -> None:
+    def keep(self, group: Group, extent: int, region: MemoryRegion) -> None:
         """`region`, which came from `region`, now contains `extent`. Lock held."""
 
     def stored(self, group: Group, fetch: Fetch) -> None:

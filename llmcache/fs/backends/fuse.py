@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, MISS
-from llmcache.fs.backends.base import BOUNCE_BYTES, BufferFetch, Region
+from llmcache.fs.backends.base import BOUNCE_BYTES, BufferFetch, MemoryRegion
 from llmcache.fs.backends.slices import SliceReader
 from llmcache.fs.client.mountpoint import find
 from llmcache.fs.engine.group import (
@@ -119,7 +119,7 @@ class FuseBackend:
         if own is not None and buffer is not None:  # the plan has changed with this very reference
             self.state.pool.give(buffer)
             buffer = None
-        region = own or buffer or Region(group.extent_bytes)
+        region = own or buffer or MemoryRegion(group.extent_bytes)
         offset, length = group.offset_of(member, extent), group.length_of(member, extent)
         charged = group.charge[extent]
         fetch = BufferFetch(extent, length, ahead, member.backing, charged, buffer=buffer, region=region, offset=offset)
@@ -252,7 +252,7 @@ class FuseBackend:
 
     def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
         """Stores a whole extent that is else read page by page; False if it cannot be read, or not stored."""
-        state, notifier, region = self.state, self.notifier, Region(group.extent_bytes)
+        state, notifier, region = self.state, self.notifier, MemoryRegion(group.extent_bytes)
         offset, length = group.offset_of(member, extent), group.length_of(member, extent)
         with state.lock:
             node = member.node
@@ -283,7 +283,7 @@ def start_sentinel(entry: Mount) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-I", "-S", script, str(os.getpid()), minor], cwd="/")
 
 
-def read_whole(state: CacheState, backing: Backing, region: Region, offset: int, length: int) -> bool:
+def read_whole(state: CacheState, backing: Backing, region: MemoryRegion, offset: int, length: int) -> bool:
     """True if the whole of it was read; what cannot be read is left to its readers, who are told why."""
     try:
         count = backing.read_into(region.address, -(-length // PAGE) * PAGE, offset)
@@ -294,7 +294,7 @@ def read_whole(state: CacheState, backing: Backing, region: Region, offset: int,
     return count >= length
 
 
-def copy(target: int, region: Region, start: int, length: int) -> None:
+def copy(target: int, region: MemoryRegion, start: int, length: int) -> None:
     """Copies `length` bytes at `start` of `region` to the address `target`, without the GIL."""
     ctypes.memmove(target, region.address + start, length)
 

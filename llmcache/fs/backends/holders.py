@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcache.cache.steering import HIT, KEPT, Steering
-from llmcache.fs.backends.base import Region
+from llmcache.fs.backends.base import MemoryRegion
 from llmcache.fs.engine.group import PINNED, READY, TOUCHED, Fetch, Group
 from llmcache.fs.engine.state import CacheState
 
@@ -228,11 +228,11 @@ class SteerHolder:
         """Nothing is held in memory."""
         return False
 
-    def region(self, group: Group, extent: int, verdict: int) -> Region | None:
+    def region(self, group: Group, extent: int, verdict: int) -> MemoryRegion | None:
         """Nothing is held in memory."""
         return None
 
-    def keep(self, group: Group, extent: int, region: Region) -> None:
+    def keep(self, group: Group, extent: int, region: MemoryRegion) -> None:
         """Never called: `region` gives no memory."""
 
     def skips_trip(self, group: Group, extent: int) -> bool:
@@ -282,19 +282,19 @@ class ArenaHolder:
     def __init__(self, state: CacheState, on_plan: Callable[[], None]) -> None:
         self.state = state
         self.core = Steering(state.budget_bytes, self._evicted, on_plan)
-        self._slots: dict[tuple[str, int], Region] = {}
+        self._slots: dict[tuple[str, int], MemoryRegion] = {}
 
     def brings_region(self, group: Group, extent: int) -> bool:
         """True for extents that are held, or will be."""
         return self.core.holds(group.key, extent) or self.core.wants(group.key, extent)
 
-    def region(self, group: Group, extent: int, verdict: int) -> Region | None:
+    def region(self, group: Group, extent: int, verdict: int) -> MemoryRegion | None:
         """Returns the held copy, or a new region."""
         if verdict == HIT:
             return self._slots[(group.key, extent)]
-        return Region(group.extent_bytes) if verdict == KEPT else None
+        return MemoryRegion(group.extent_bytes) if verdict == KEPT else None
 
-    def keep(self, group: Group, extent: int, region: Region) -> None:
+    def keep(self, group: Group, extent: int, region: MemoryRegion) -> None:
         """Holds `region`, unless the core has changed its mind while it was read."""
         if self.core.holds(group.key, extent):
             self._slots[(group.key, extent)] = region

@@ -17,7 +17,7 @@ import functools
 import threading
 from typing import TYPE_CHECKING
 
-from llmcache.fs.backends.base import BUFFER_BYTES, BufferFetch, Region
+from llmcache.fs.backends.base import BUFFER_BYTES, BufferFetch, MemoryRegion
 from llmcache.fs.engine.experts import ExpertLoad
 from llmcache.fs.engine.group import ABSENT, PAGE, TOUCHED
 
@@ -131,7 +131,7 @@ class SliceReader:
         offset, length = piece
         buffer = self.state.pool.take(length, ahead)
         try:
-            region = buffer or Region(PIECE_BYTES)
+            region = buffer or MemoryRegion(PIECE_BYTES)
         except OSError:  # no memory: it is read by pages
             load.failed = True
             load.waiting.clear()

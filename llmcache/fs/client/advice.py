@@ -30,7 +30,7 @@ from llmcache.cache.sizing import (
     Answer,
     ModeNeed,
     Ram,
-    Setting,
+    SizingParameters,
     Storage,
     Weights,
     answer,
@@ -95,7 +95,7 @@ def advise(question: Question) -> Answer:
         if question.from_device and question.device is not None:
             about = {"class": question.device.name, "storage": question.device.storage}
             storage = Storage(question.bandwidth, "device", about)
-    setting = Setting(storage.bandwidth, question.period_ns, hot_bytes)
+    setting = SizingParameters(storage.bandwidth, question.period_ns, hot_bytes)
     result = answer(setting, storage, loop, question.caches)
     result = replace(result, device=question.device, model=model, period_source=question.period_source)
     if loop is None:
@@ -105,7 +105,7 @@ def advise(question: Question) -> Answer:
     return replace(result, modes=modes, ram=_ram(question.ram_bytes, loop, modes, setting) if is_asked else None)
 
 
-def _modes(loop: Weights, setting: Setting) -> tuple[ModeNeed, ...]:
+def _modes(loop: Weights, setting: SizingParameters) -> tuple[ModeNeed, ...]:
     """What each mode needs to have no stalls."""
     needed = need(loop, setting).loop_cache_bytes
 
@@ -118,7 +118,7 @@ def _modes(loop: Weights, setting: Setting) -> tuple[ModeNeed, ...]:
     return mode(in_place(setting.bandwidth)), mode(FUSE)
 
 
-def _ram(ram_bytes: int | None, loop: Weights, modes: tuple[ModeNeed, ...], setting: Setting) -> Ram:
+def _ram(ram_bytes: int | None, loop: Weights, modes: tuple[ModeNeed, ...], setting: SizingParameters) -> Ram:
     """What that much memory (None: this machine's), with nothing else in it, gives: a mixture in place."""
     ram, source = (total_bytes(), "machine") if ram_bytes is None else (ram_bytes, "given")
     cache_bytes = budget_of(ram)

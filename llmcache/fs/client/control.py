@@ -50,7 +50,7 @@ class NotTheirs(OSError):
     """What lies at the name of a daemon's directory or file is no such thing, or not its user's alone."""
 
 
-class Files:
+class ControlFiles:
     """The files of one mount point, of the user with that id: `base` with an ending for each."""
 
     def __init__(self, base: str, uid: int) -> None:
@@ -145,11 +145,11 @@ def directory(uid: int) -> str:
     return f"/tmp/llmcache-{uid}"
 
 
-def files(point: str, uid: int | None = None) -> Files:
+def files(point: str, uid: int | None = None) -> ControlFiles:
     """The files of the mount on a real path, made by a user (default: this one)."""
     name = hashlib.sha256(os.fsencode(point)).hexdigest()[:16]
     uid = os.geteuid() if uid is None else uid
-    return Files(os.path.join(directory(uid), name), uid)
+    return ControlFiles(os.path.join(directory(uid), name), uid)
 
 
 def root_points() -> list[str]:
@@ -158,7 +158,7 @@ def root_points() -> list[str]:
     with contextlib.suppress(OSError):
         for name in os.listdir(directory(0)):
             base, kind = os.path.splitext(os.path.join(directory(0), name))
-            point = Files(base, 0).describe().get("mount") if kind == ".json" else None
+            point = ControlFiles(base, 0).describe().get("mount") if kind == ".json" else None
             if isinstance(point, str) and files(point, 0).base == base:
                 found.append(point)
     return found
@@ -198,7 +198,7 @@ def daemon(point: str, uid: int | None = None) -> Iterator[Process | None]:
         os.close(process.fd)
 
 
-def _is_daemon(process: Process, found: Files) -> bool:
+def _is_daemon(process: Process, found: ControlFiles) -> bool:
     """True if a daemon lives and says that it is this process, which is still the one that was opened."""
     try:
         owner = os.stat(f"/proc/{process.pid}").st_uid
@@ -213,7 +213,7 @@ def daemon_pid(point: str, uid: int | None = None) -> int | None:
         return None if process is None else process.pid
 
 
-def is_locked(found: Files) -> bool:
+def is_locked(found: ControlFiles) -> bool:
     """True if a daemon holds the lock file."""
     try:
         fd = found.open(found.lock, os.O_RDWR)
@@ -228,7 +228,7 @@ def is_locked(found: Files) -> bool:
     return False
 
 
-def remove_left(found: Files) -> None:
+def remove_left(found: ControlFiles) -> None:
     """Remove what a dead daemon left, unless another one serves, or begins to: its lock is kept from it meanwhile."""
     try:
         lock = found.open(found.lock, os.O_RDWR)
@@ -299,7 +299,7 @@ def peer(connection: socket.socket) -> int:
     return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
 
 
-def _connect(connection: socket.socket, found: Files, timeout_s: float) -> None:
+def _connect(connection: socket.socket, found: ControlFiles, timeout_s: float) -> None:
     """Connects; TimeoutError if a daemon is there and takes nobody. Its queue being full is no reason to give up."""
     end = time.monotonic() + timeout_s
     fd = found.open(found.socket, os.O_PATH)
@@ -316,7 +316,7 @@ def _connect(connection: socket.socket, found: Files, timeout_s: float) -> None:
         os.close(fd)
 
 
-def _not_theirs(found: Files, point: str) -> MountProblem:
+def _not_theirs(found: ControlFiles, point: str) -> MountProblem:
     hint = f"look at {found.socket} and its directory, which only its user should be able to change"
     return MountProblem(f"what should answer for {point} is not the daemon of its user", hint)
 
@@ -344,7 +344,7 @@ def _checked(line: bytes, point: str) -> dict[str, Any]:
     raise MountProblem(f"the daemon of {point} answers what is no reply", hint)
 
 
-def wait_until_gone(found: Files, timeout_s: float, process: Process | None = None) -> bool:
+def wait_until_gone(found: ControlFiles, timeout_s: float, process: Process | None = None) -> bool:
     """True once no daemon holds the lock and `process` has ended."""
     end = time.monotonic() + timeout_s
     while is_locked(found) or (process is not None and process.is_running()):

@@ -56,7 +56,7 @@ _SWITCHES = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0"
 
 
 @dataclass(frozen=True)
-class Key:
+class SettingKey:
     """One setting: its name in files (and, in capitals, in the environment), its kind, its default."""
 
     name: str
@@ -70,19 +70,19 @@ class Key:
 
 
 KEYS = (
-    Key("source"),
-    Key("mount"),
-    Key("cache"),
-    Key("mode", default="auto"),
-    Key("rw", SWITCH, False),
-    Key("spill", LIST, DEFAULT_SPILL),
-    Key("pin", LIST, ()),
-    Key("read_ahead"),
-    Key("access_log"),
-    Key("log"),
-    Key("metrics"),
-    Key("metrics_files", SWITCH, False),
-    Key("options", LIST, ()),
+    SettingKey("source"),
+    SettingKey("mount"),
+    SettingKey("cache"),
+    SettingKey("mode", default="auto"),
+    SettingKey("rw", SWITCH, False),
+    SettingKey("spill", LIST, DEFAULT_SPILL),
+    SettingKey("pin", LIST, ()),
+    SettingKey("read_ahead"),
+    SettingKey("access_log"),
+    SettingKey("log"),
+    SettingKey("metrics"),
+    SettingKey("metrics_files", SWITCH, False),
+    SettingKey("options", LIST, ()),
 )
 NAMES = {key.name: key for key in KEYS}
 # By the name among mount options, where dashes are usual. rw is a word of every fstab line and says nothing there; paths
@@ -113,7 +113,7 @@ def resolve(flags: Mapping[str, Any], config: str | None, environment: Mapping[s
     if options:
         given["options"] = options
 
-    def one(key: Key) -> Setting:
+    def one(key: SettingKey) -> Setting:
         if key.name in given:
             return Setting(given[key.name], FLAG)
         if key.variable in environment:
@@ -159,7 +159,7 @@ def read_file(path: str) -> dict[str, Any]:
     return {name: _from_file(NAMES[name], value, path) for name, value in table.items()}
 
 
-def _from_file(key: Key, value: object, path: str) -> Any:
+def _from_file(key: SettingKey, value: object, path: str) -> Any:
     if key.kind == SWITCH and isinstance(value, bool):
         return value
     if key.kind == LIST and isinstance(value, list) and all(isinstance(entry, str) for entry in value):
@@ -170,7 +170,7 @@ def _from_file(key: Key, value: object, path: str) -> Any:
     raise UsageError(f"{what} is not {key.kind}", f"write {key.name} = {_EXAMPLES[key.kind]}")
 
 
-def _from_text(key: Key, text: str) -> Any:
+def _from_text(key: SettingKey, text: str) -> Any:
     if key.kind == LIST:
         return tuple(text.split(":"))
     if key.kind == SWITCH:

@@ -44,7 +44,7 @@ from llmcache.fs.client.mountpoint import ask
 from llmcache.units import format_duration, format_rate, format_size
 
 Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
-Told = TypeVar("Told", "Budget", "Loop", "Layer", "HeatFile")
+Told = TypeVar("Told", "Budget", "LoopState", "HeatLayer", "HeatFile")
 
 SCHEMA = "llmcache.top/1"
 MEMORY_S = 60.0
@@ -90,7 +90,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Flow:
+class MountTraffic:
     """Bytes that moved in `seconds`, and the waits of readers in them."""
 
     seconds: float
@@ -143,7 +143,7 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopState:
     """One loop; `readers` are places in it (0..1)."""
 
     path: str
@@ -157,7 +157,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Layer:
+class HeatLayer:
     """One layer, or several in a row: bytes by where they are, seconds since one was asked for, and strips.
 
     `streamed_bytes` are on storage and were read lately, `cold_bytes` were not. A strip has a digit for each part of the
@@ -184,7 +184,7 @@ class HeatFile:
 
     path: str
     size_bytes: int
-    layers: tuple[Layer, ...]
+    layers: tuple[HeatLayer, ...]
     left_out_layers: int
 
 
@@ -198,9 +198,9 @@ class Sample:
     unix_s: float
     uptime_s: float
     budget: Budget
-    total: Flow
-    interval: Flow | None
-    loops: tuple[Loop, ...]
+    total: MountTraffic
+    interval: MountTraffic | None
+    loops: tuple[LoopState, ...]
     heat: tuple[HeatFile, ...]
     left_out_files: int
 
@@ -232,7 +232,7 @@ def budget_of(stats: dict[str, Any]) -> Budget:
     return _told(Budget, stats, window_bytes=window - other, other_bytes=other, free_bytes=free)
 
 
-def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> Flow:
+def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> MountTraffic:
     """What moved between two readings of the counters; since the mount began without `before`."""
 
     def moved(key: str, within: str | None = None) -> int:
@@ -244,14 +244,14 @@ def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> Flow:
     for name in ("late", "demand"):
         earlier = _waits(before["waits"][name]) if before else None
         found[f"{name}_waits"] = waits_between(earlier, _waits(now["waits"][name]))
-    return Flow(seconds=_real(now["uptime_s"]) - (_real(before["uptime_s"]) if before else 0.0), **found)
+    return MountTraffic(seconds=_real(now["uptime_s"]) - (_real(before["uptime_s"]) if before else 0.0), **found)
 
 
-def loops_of(stats: dict[str, Any]) -> tuple[Loop, ...]:
+def loops_of(stats: dict[str, Any]) -> tuple[LoopState, ...]:
     """All loops: those that are read first, then the largest."""
     found = [
         _told(
-            Loop,
+            LoopState,
             loop,
             path=_text(file["path"]),
             size_bytes=_whole(loop["bytes"]),
@@ -275,13 +275,13 @@ def _age(file: HeatFile) -> float:
     return min((layer.age_s // 10 for layer in file.layers if layer.age_s is not None), default=float("inf"))
 
 
-def _layer_of(facts: dict[str, Any]) -> Layer:
+def _layer_of(facts: dict[str, Any]) -> HeatLayer:
     cells = {kind: _text(strip) for kind, strip in facts["cells"].items()}
     if set(cells) != STRIPS or not all(strip and set(strip) <= set("0123456789") for strip in cells.values()):
         raise ValueError("cells")
     experts = facts["experts"] or {}
     count, kept = _whole(experts.get("count", 0)), _whole(experts.get("kept", 0))
-    return _told(Layer, facts, size_bytes=_whole(facts["bytes"]), cells=cells, experts=count, experts_kept=kept)
+    return _told(HeatLayer, facts, size_bytes=_whole(facts["bytes"]), cells=cells, experts=count, experts_kept=kept)
 
 
 def waits_between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
@@ -357,7 +357,7 @@ def readers_strip(places: Iterable[float], width: int) -> Text:
     return text
 
 
-def heat_strip(layer: Layer, width: int) -> Text:
+def heat_strip(layer: HeatLayer, width: int) -> Text:
     """The strip of a layer, `width` cells wide."""
     cells = {kind: stretch(digits, width) for kind, digits in layer.cells.items()}
     characters = [_character({kind: digits[at] for kind, digits in cells.items()}) for at in range(width)]
@@ -381,12 +381,12 @@ def stretch(digits: str, width: int) -> list[int]:
     return [max(map(int, digits[low : max(high, low + 1)])) for low, high in bounds]
 
 
-def merge(layers: Sequence[Layer]) -> Layer:
+def merge(layers: Sequence[HeatLayer]) -> HeatLayer:
     """Neighbouring layers as one, named after the first and the last; a cell is the largest share that it covers."""
     if len(layers) == 1:
         return layers[0]
     ages = [layer.age_s for layer in layers if layer.age_s is not None]
-    return Layer(
+    return HeatLayer(
         name=f"{layers[0].name} – {layers[-1].name}",
         age_s=min(ages, default=None),
         cells={kind: _joined(layers, kind) for kind in layers[0].cells},
@@ -394,7 +394,7 @@ def merge(layers: Sequence[Layer]) -> Layer:
     )
 
 
-def _joined(layers: Sequence[Layer], kind: str) -> str:
+def _joined(layers: Sequence[HeatLayer], kind: str) -> str:
     """The strips one after the other, each as long as its layer: as many cells as one has, each the mean of its part."""
     count = len(layers[0].cells[kind])
     total = sum(layer.size_bytes for layer in layers) or 1
@@ -414,12 +414,12 @@ def _spread(sums: list[float], begin: float, end: float, digit: int) -> None:
         sums[cell] += digit * max(0.0, min(end, cell + 1) - max(begin, cell))
 
 
-def fold(layers: Sequence[Layer], rows: int) -> list[Layer]:
+def fold(layers: Sequence[HeatLayer], rows: int) -> list[HeatLayer]:
     """At most `rows` rows for all layers: neighbours are merged to rows of about the same size."""
     if len(layers) <= rows:
         return list(layers)
     total = sum(layer.size_bytes for layer in layers) or 1
-    found: list[list[Layer]] = [[] for _ in range(rows)]
+    found: list[list[HeatLayer]] = [[] for _ in range(rows)]
     done = 0
     for layer in layers:
         middle = done + layer.size_bytes / 2
@@ -593,7 +593,7 @@ def _row(widths: Sequence[int], name: str, *cells: str) -> str:
     return _fit(name, widths[0]) + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
 
 
-def _share_of_time(flow: Flow | None, key: str) -> str:
+def _share_of_time(flow: MountTraffic | None, key: str) -> str:
     """Readers that waited, on average, as a share of one reader's time."""
     return _percent(getattr(flow, key)["sum_s"] / flow.seconds if flow is not None and flow.seconds > 0 else None)
 
@@ -604,7 +604,7 @@ def _within(upper_s: float | None) -> str:
     return "> 3 s" if upper_s == float("inf") else _ZEROS.sub("", format_duration(upper_s * _NS))
 
 
-def _loops(loops: Sequence[Loop], width: int, rows: int | None) -> list[Text]:
+def _loops(loops: Sequence[LoopState], width: int, rows: int | None) -> list[Text]:
     if not loops:
         return [Text("no loop yet: no model is open, and nothing was read twice")]
     columns = (_SHORT_NAME, 8, 8, 7, 8) if _is_narrow(width) else (_NAME, 9, 9, 8, 8)
@@ -649,7 +649,7 @@ def _layers(file: HeatFile, width: int, rows: int | None) -> list[Text]:
     return found
 
 
-def _layer(layer: Layer, columns: Sequence[int], room: int) -> Text:
+def _layer(layer: HeatLayer, columns: Sequence[int], room: int) -> Text:
     share = _percent(layer.pinned_bytes / layer.size_bytes if layer.size_bytes else None, 0)
     name = layer.name or "whole file"
     if layer.experts:
@@ -679,7 +679,7 @@ def _uptime(seconds: float) -> str:
     return f"{round(seconds)} s" if seconds < 59.5 else format_duration(seconds * _NS)
 
 
-def _span(flow: Flow | None) -> str:
+def _span(flow: MountTraffic | None) -> str:
     return "" if flow is None else f"last {flow.seconds:.1f} s"
 
 

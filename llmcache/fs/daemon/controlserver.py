@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcache.errors import LlmcacheError, MountProblem, UsageError
 from llmcache.fs.client import control, mountpoint
-from llmcache.fs.client.control import Files
+from llmcache.fs.client.control import ControlFiles
 from llmcache.fs.engine.budget import settle_mode
 from llmcache.fs.engine.report import heat
 from llmcache.fs.engine.warmup import TELL_S, Tell
@@ -42,7 +42,7 @@ _CHUNK = 1 << 16
 ENDING_S = 30.0
 
 
-def take_lock(found: Files, point: str) -> int:
+def take_lock(found: ControlFiles, point: str) -> int:
     """Descriptor of the lock file, locked for the life of this process; MountProblem if another daemon has it.
 
     One that is about to end, its mount gone (umount, then mount at once), is waited for. What a daemon before said of
@@ -85,7 +85,7 @@ class ControlServer:
     `answer(request, tell)` may raise; its message is the reply then. `tell` sends progress, or raises ClientGone.
     """
 
-    def __init__(self, found: Files, answer: Callable[[dict[str, Any], Tell], dict[str, Any]]) -> None:
+    def __init__(self, found: ControlFiles, answer: Callable[[dict[str, Any], Tell], dict[str, Any]]) -> None:
         self._answer = answer
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         old = os.umask(0o177)

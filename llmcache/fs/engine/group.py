@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from llmcache.cache.loops import CursorTable, LoopLearner, LoopOrder, Pass
 
 if TYPE_CHECKING:
-    from llmcache.fs.backends.base import Region
+    from llmcache.fs.backends.base import MemoryRegion
     from llmcache.fs.engine.experts import Mixture
     from llmcache.fs.layout.tensors import Anatomy
     from llmcache.fs.vfs.backing import Backing, Identity
@@ -75,7 +75,7 @@ class Fetch:
     stale: bool = False
     held: bool = False  # the arena had it
     keep: bool = False  # the arena wants it
-    buffer: Region | None = None  # of the pool, which gets it back with the last user
+    buffer: MemoryRegion | None = None  # of the pool, which gets it back with the last user
 
 
 class Tripwire(NamedTuple):

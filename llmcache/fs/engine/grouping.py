@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from llmcache.cache.models import first_guess
 from llmcache.cache.steering import EXTENTS_MAX, LARGEST_EXTENT, LEAST_LOOP_BYTES, SMALL_EXTENT, extent_bytes_for
 from llmcache.errors import DataError
-from llmcache.fs.backends.base import Region
+from llmcache.fs.backends.base import MemoryRegion
 from llmcache.fs.engine.group import PAGE, SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
 from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.safetensors import SUFFIX
-from llmcache.fs.layout.tensors import Anatomy, Experts, ModelLayout, shard_name
-from llmcache.fs.layout.tensors import Region as LayoutRegion
+from llmcache.fs.layout.tensors import Anatomy, Experts, ModelLayout, Region, shard_name
 from llmcache.fs.vfs.source import matches
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Header(NamedTuple):
     """What the header of a model says; it has `size_bytes`. `experts`: those that are cached whole, if there are any."""
 
     size_bytes: int
-    regions: tuple[LayoutRegion, ...]
+    regions: tuple[Region, ...]
     anatomy: Anatomy
     experts: Experts | None
 
@@ -260,7 +259,7 @@ class Grouping:
 
 def _layout_of(backing: Backing) -> ModelLayout | None:
     """The layout that the file's header shows; None for no model, or for a header that cannot be used. OSError."""
-    region = Region(HEADER_READ_BYTES + PAGE)
+    region = MemoryRegion(HEADER_READ_BYTES + PAGE)
 
     def read(offset: int, size: int) -> bytes:
         parts = []

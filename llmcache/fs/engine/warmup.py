@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from llmcache.cache.arbitration import HOT_SHARE
 from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
-from llmcache.fs.backends.base import Region
+from llmcache.fs.backends.base import MemoryRegion
 from llmcache.fs.backends.fuse import read_whole
 from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, SINGLE, SPARSE, Group, Member
 from llmcache.fs.engine.references import READ
@@ -355,7 +355,7 @@ class Bringer:
                 return
             offset, length = group.offset_of(member, extent), group.length_of(member, extent)
             member.loads += 1
-        region = Region(group.extent_bytes)
+        region = MemoryRegion(group.extent_bytes)
         complete = read_whole(self.state, backing, region, offset, length)
         with self.state.lock:
             self.state.load_ended(member)

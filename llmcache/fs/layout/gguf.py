@@ -48,7 +48,7 @@ _SMALLEST_READ = 64 * 2**10
 _LARGEST_READ = 2**20
 
 
-class Cursor:
+class HeaderCursor:
     """A position in a header, moved by what is read; DataError at the end of the file and at the header limit."""
 
     def __init__(self, read: ReadAt, file_bytes: int) -> None:
@@ -151,7 +151,7 @@ _MOST_TEXTS = 2**22
 
 def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
     """The layout of a GGUF file of `file_bytes` bytes; DataError when the header is damaged."""
-    cursor = Cursor(read, file_bytes)
+    cursor = HeaderCursor(read, file_bytes)
     _read_version(cursor)
     tensor_count, key_count = cursor.u64(), cursor.u64()
     if tensor_count > MOST_TENSORS or key_count > _MOST_KEYS:
@@ -169,7 +169,7 @@ def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
     return ModelLayout("gguf", header_bytes, tensors, _shard(wanted), wanted.get(_EXPERTS_USED))
 
 
-def _read_version(cursor: Cursor) -> None:
+def _read_version(cursor: HeaderCursor) -> None:
     """Checks magic and version, which tells the byte order of the file."""
     if cursor.take(4) != MAGIC:
         raise DataError("not a GGUF file: it does not begin with 'GGUF'")
@@ -180,7 +180,7 @@ def _read_version(cursor: Cursor) -> None:
         raise DataError(f"GGUF version {version} is not supported (2 and 3 are)")
 
 
-def _read_keys(cursor: Cursor, count: int) -> dict[str, int]:
+def _read_keys(cursor: HeaderCursor, count: int) -> dict[str, int]:
     """The values of the keys in `_WANTED`; all others are skipped."""
     wanted: dict[str, int] = {}
     left = _Left()
@@ -205,7 +205,7 @@ class _Left:
     texts: int = _MOST_TEXTS
 
 
-def _skip_value(cursor: Cursor, value_type: int, left: _Left, depth: int = 0) -> None:
+def _skip_value(cursor: HeaderCursor, value_type: int, left: _Left, depth: int = 0) -> None:
     if value_type in _FIXED_BYTES:
         cursor.skip(_FIXED_BYTES[value_type])
     elif value_type == _STRING:
@@ -216,7 +216,7 @@ def _skip_value(cursor: Cursor, value_type: int, left: _Left, depth: int = 0) ->
         raise DataError(f"unknown value type {value_type} before byte {cursor.position}")
 
 
-def _skip_array(cursor: Cursor, left: _Left, depth: int) -> None:
+def _skip_array(cursor: HeaderCursor, left: _Left, depth: int) -> None:
     item_type, count = cursor.u32(), cursor.u64()
     left.arrays -= 1
     left.texts -= count if item_type == _STRING else 0
@@ -231,7 +231,7 @@ def _skip_array(cursor: Cursor, left: _Left, depth: int) -> None:
             _skip_value(cursor, item_type, left, depth + 1)
 
 
-def _read_tensor(cursor: Cursor, alignment: int) -> Tensor:
+def _read_tensor(cursor: HeaderCursor, alignment: int) -> Tensor:
     """The next tensor info; its offset still counts from the start of the data."""
     name, dimension_count = cursor.text(LONGEST_NAME), cursor.u32()
     if dimension_count > _MOST_DIMENSIONS:

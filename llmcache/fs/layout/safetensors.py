@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 from llmcache.errors import DataError
-from llmcache.fs.layout.gguf import Cursor, ReadAt
+from llmcache.fs.layout.gguf import HeaderCursor, ReadAt
 from llmcache.fs.layout.tensors import (
     LONGEST_NAME,
     ModelLayout,
@@ -51,7 +51,7 @@ _ENTRY = re.compile(rb"[^}]*+\}")
 
 def read_safetensors(read: ReadAt, file_bytes: int, name: str) -> ModelLayout:
     """The layout of a safetensors file of `file_bytes` bytes called `name`; DataError when the header is damaged."""
-    cursor = Cursor(read, file_bytes)
+    cursor = HeaderCursor(read, file_bytes)
     length = cursor.u64()
     if length > _LONGEST_JSON:
         raise DataError(f"not a safetensors file: it announces a header of {length} bytes")

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmcache.kv.bench.results import STOCK, Memory, Speed
+from llmcache.kv.bench.results import STOCK, KvMemory, Speed
 from llmcache.kv.bench.synthetic import per_step, workplace
 from llmcache.kv.bench.task import Candidate, TaskSetup, in_turns
 
@@ -38,7 +38,7 @@ class LengthRow:
     policy: str
     title: str
     speed: Speed
-    memory: Memory
+    memory: KvMemory
     moved_bytes: Mapping[str, float]
     whys: Sequence[str] = ()
 

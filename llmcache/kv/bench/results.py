@@ -186,7 +186,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Memory:
+class KvMemory:
     """Bytes in memory for one sequence at the end: pages of keys and values, and what the policy keeps beside them."""
 
     kv_bytes: int
@@ -208,7 +208,7 @@ class TaskRow:
     budget: int | None
     answers: Answers
     speed: Speed
-    memory: Memory
+    memory: KvMemory
     moved_bytes: Mapping[str, float] = field(default_factory=dict)
     spilled_bytes: int = 0
     hit_ratio: float = 1.0
@@ -348,7 +348,7 @@ def _task_row(told: Mapping[str, Any]) -> TaskRow:
         budget=None if told["budget"] is None else int(told["budget"]),
         answers=Answers(right, asked, given["depths"], given["kept"]),
         speed=Speed(**speed),
-        memory=Memory(**told["memory"]),
+        memory=KvMemory(**told["memory"]),
         moved_bytes=dict(told["moved_bytes"]),
         spilled_bytes=int(told["spilled_bytes"]),
         hit_ratio=float(told["hit_ratio"]),

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
-from llmcache.kv.bench.results import DECODING, LOADING, QUERY, UPDATE, Memory, Speed
+from llmcache.kv.bench.results import DECODING, LOADING, QUERY, UPDATE, KvMemory, Speed
 from llmcache.kv.bench.synthetic import since
 from llmcache.kv.pipeline import Timeline, widened
 from llmcache.kv.pipeline.timeline import EVALUATE, FETCH
@@ -337,13 +337,13 @@ class Run:
         """Steps since `begin`."""
         return len(self._steps_ns)
 
-    def memory(self) -> Memory:
+    def memory(self) -> KvMemory:
         """Returns what the cache keeps in memory; not what is read of the spill file, which the kernel may keep as well."""
         if not isinstance(self.cache, SpillCache):
             sides = (side for layer in self.cache.layers for side in (layer.keys, layer.values))
-            return Memory(sum(side.numel() * side.element_size() for side in sides), 0)
+            return KvMemory(sum(side.numel() * side.element_size() for side in sides), 0)
         policy = getattr(self.cache.conversation.engine, "policy", None)
-        return Memory(self.cache.conversation.memory_bytes, getattr(getattr(policy, "indexes", None), "size_bytes", 0))
+        return KvMemory(self.cache.conversation.memory_bytes, getattr(getattr(policy, "indexes", None), "size_bytes", 0))
 
 
 class Watch:

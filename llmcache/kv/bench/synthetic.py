@@ -204,7 +204,7 @@ class Inputs(NamedTuple):
     values: NDArray[Any]
 
 
-class Session:
+class PolicySession:
     """One policy over a store of its own, in a file that is removed at the end; a context manager."""
 
     def __init__(self, setup: Setup, variant: Variant) -> None:
@@ -327,7 +327,7 @@ class Session:
             timeline=self.timeline.last_step().to_json(),
         )
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> PolicySession:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -381,7 +381,7 @@ def _has_room(setup: Setup) -> bool:
 def marks_of(setup: Setup, variant: Variant, progress: Progress = lambda _: None) -> Marks:
     """Returns where beta should be best: f_c and f_s *measured* by the engine's own scoring, with half the pages each."""
     progress("measuring how fast processor and device score")
-    with Session(replace(setup, beta=1.0, memory_bytes=None, steps=1, warm_up=0), variant) as session:
+    with PolicySession(replace(setup, beta=1.0, memory_bytes=None, steps=1, warm_up=0), variant) as session:
         session.prefill()
         f_c, f_s = speeds(session)
     shape, spec = setup.spec.shape, setup.spec
@@ -390,7 +390,7 @@ def marks_of(setup: Setup, variant: Variant, progress: Progress = lambda _: None
     return Marks(f_c, f_s, None if m0 is None or m0 >= kv_bytes else m0 / (kv_bytes - m0))
 
 
-def speeds(session: Session) -> tuple[float, float]:
+def speeds(session: PolicySession) -> tuple[float, float]:
     """Returns the bytes/s of keys that processor and device score, each alone; medians."""
     spec, store = session.setup.spec, session.store
     asked = session.stream.queries(0, 0)[0]
@@ -417,7 +417,7 @@ def _rows(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> tuple[li
 
 def _in_turns(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> list[Row]:
     with contextlib.ExitStack() as stack:
-        sessions = [stack.enter_context(Session(setup, variant)) for setup, variant in todo]
+        sessions = [stack.enter_context(PolicySession(setup, variant)) for setup, variant in todo]
         for session in sessions:
             progress(f"{session.variant.name}: storing the prompt")
             session.prefill()

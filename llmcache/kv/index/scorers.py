@@ -29,7 +29,7 @@ from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection
 
 STEPS = 127
-"""Of `Rounded`: steps from nothing to the largest number of a key."""
+"""Of `RoundedScorer`: steps from nothing to the largest number of a key."""
 QUERIES = 16
 """Sets of queries that a trial asks."""
 WIDER = (1, 2, 4)
@@ -42,7 +42,7 @@ FEED_PAGES = 512
 
 @dataclass(frozen=True)
 class ScorerSettings:
-    """`combine`: "max" or "sum" over the query heads of a key head (the tree: see `Dci`). `threads`: None for one a
+    """`combine`: "max" or "sum" over the query heads of a key head (the tree: see `DciScorer`). `threads`: None for one a
     processor. `whole_pages`: the tree gives the pages of the best keys (algorithm 3), not the best keys alone. `recall`:
     what share of the best keys `auto` asks of the tree; `least`: from how many tokens on it considers it. `dci`: its knobs.
 
@@ -165,7 +165,7 @@ class Grown:
         self._used = rows
 
 
-class Exact(Scorer):
+class ExactScorer(Scorer):
     """Keeps all keys as they are (their own size in memory) and scores them all; none is missed."""
 
     name = "exact"
@@ -210,7 +210,7 @@ class Exact(Scorer):
         return _joined(self._keys.rows), None if self._scales is None else _joined(self._scales.rows)
 
 
-class Rounded(Exact):
+class RoundedScorer(ExactScorer):
     """Keeps keys rounded to int8, with a scale for each key; keys of int8 stay as they are.
 
     An error is at most half a step in each number, so keys may change places only where their scores are close: of 64
@@ -228,7 +228,7 @@ class Rounded(Exact):
         super()._add(*((keys, scales) if scales is not None else rounded(keys)))
 
 
-class Quest(Scorer):
+class QuestScorer(Scorer):
     """Keeps 2 of a page's 16 rows; gives the whole pages with the largest bounds, those tokens that fit of the last.
 
     The bound of query q is the product of [max(q, 0), min(q, 0)] with [largest, smallest]: one product with a row twice as
@@ -276,7 +276,7 @@ class Quest(Scorer):
         return tokens + self.first
 
 
-class Dci(Scorer):
+class DciScorer(Scorer):
     """Keeps the keys as halves in a DCI-tree for each head (see `DciIndex` for their memory).
 
     What it finds is not always the best. A job for each head runs on the threads of the kernels: the trees, `indexes`,
@@ -357,7 +357,7 @@ class Trial:
         return "dci" if self.enough and self.dci_s * MARGIN < self.exact_s else "exact"
 
 
-class Auto(Scorer):
+class AutoScorer(Scorer):
     """Scores exactly while that is cheap, and by a tree where a trial has shown that it is faster and finds enough.
 
     A trial builds the tree and asks both the last queries. It takes place when `least` tokens are there, and whenever their
@@ -370,7 +370,7 @@ class Auto(Scorer):
 
     def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
         super().__init__(shape, first, settings)
-        self.used: Exact | Dci = Exact(shape, first, self.settings)
+        self.used: ExactScorer | DciScorer = ExactScorer(shape, first, self.settings)
         self.trial: Trial | None = None
         self._asked: deque[tuple[Floats, int]] = deque(maxlen=QUERIES)
         self._next = self.settings.least
@@ -396,15 +396,15 @@ class Auto(Scorer):
 
     def _top(self, queries: Floats, k: int) -> Int64s:
         self._asked.append((queries.copy(), k))
-        if isinstance(self.used, Exact) and len(self) >= self._next and len(self._asked) >= QUERIES:
+        if isinstance(self.used, ExactScorer) and len(self) >= self._next and len(self._asked) >= QUERIES:
             self._try(self.used)
         found = self.used.top(queries, k)
         self.touched = self.used.touched
         return found
 
-    def _try(self, exact: Exact) -> None:
+    def _try(self, exact: ExactScorer) -> None:
         """Builds trees and keeps them if they win. Once they do, they stay: a scan grows faster with the number of keys."""
-        tree = Dci(self.shape, self.first, self.settings)
+        tree = DciScorer(self.shape, self.first, self.settings)
         tree.add(*exact.keys())
         for wider in WIDER:
             knobs = self.settings.dci
@@ -423,7 +423,7 @@ class Auto(Scorer):
         if self.trial is not None and self.trial.chosen == "dci":
             self.used = tree
 
-    def _measured(self, exact: Exact, tree: Dci, wider: int) -> Trial:
+    def _measured(self, exact: ExactScorer, tree: DciScorer, wider: int) -> Trial:
         times: dict[str, list[float]] = {"exact": [], "dci": []}
         recalls = []
         for queries, k in [self._asked[0], *self._asked]:  # the first once more: what was never used is slow
@@ -440,7 +440,9 @@ class Auto(Scorer):
         return Trial(len(self), exact_s, dci_s, recall, wider, enough)
 
 
-SCORERS: dict[str, type[Scorer]] = {scorer.name: scorer for scorer in (Exact, Rounded, Dci, Quest, Auto)}
+SCORERS: dict[str, type[Scorer]] = {
+    scorer.name: scorer for scorer in (ExactScorer, RoundedScorer, DciScorer, QuestScorer, AutoScorer)
+}
 
 
 def scorer_class(name: str) -> type[Scorer]:

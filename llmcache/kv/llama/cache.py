@@ -63,7 +63,7 @@ from llmcache.arrays import Bytes
 from llmcache.errors import LlmcacheError
 from llmcache.kv.prefix.shared import SharedTier
 from llmcache.kv.prefix.state import Joined, State, Uncut, read_state
-from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockStore, Key
+from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey, BlockStore
 from llmcache.kv.spill.layout import aligned
 from llmcache.units import parse_duration, parse_size
 
@@ -86,7 +86,7 @@ _U8 = ctypes.POINTER(ctypes.c_uint8)
 
 
 @dataclass
-class Counters:
+class PrefixCounters:
     """What a cache has done since it was made. `restore_s` is the time of restoring, reading included."""
 
     lookups: int = 0
@@ -128,10 +128,10 @@ class _Task:
     """
 
     model: _Model
-    keys: list[Key]
+    keys: list[BlockKey]
     tokens: list[int]
     size_bytes: int
-    state: State | Bytes | dict[Key, Block] = field(repr=False)
+    state: State | Bytes | dict[BlockKey, Block] = field(repr=False)
 
 
 class PrefixCache(BaseLlamaCache):
@@ -159,7 +159,7 @@ class PrefixCache(BaseLlamaCache):
         ttl_ns = parse_duration(ttl) if ttl else 0
         self.shared = SharedTier(shared, deadline, ttl_ns) if shared else None
         self.store = BlockStore(directory, _bytes(limit), ttl_ns, _bytes(floor))
-        self.counters, self._counting = Counters(), threading.Lock()
+        self.counters, self._counting = PrefixCounters(), threading.Lock()
         self._models: weakref.WeakKeyDictionary[Llama, _Model] = weakref.WeakKeyDictionary()
         self._writer = _Writer(self.store, self.shared, self.counters, _bytes(queue))
 
@@ -270,7 +270,7 @@ class PrefixCache(BaseLlamaCache):
             return
         self._writer.put(_Task(model, missing, tokens, len(data), cut))
 
-    def _missing(self, llama: Llama, tokens: Sequence[int]) -> list[Key]:
+    def _missing(self, llama: Llama, tokens: Sequence[int]) -> list[BlockKey]:
         """The blocks of what `llama` has evaluated, `tokens`, that are not stored and do not wait to be."""
         model = self._model(llama)
         perf = llama_cpp.llama_perf_context(llama.ctx)
@@ -348,7 +348,7 @@ class PrefixCache(BaseLlamaCache):
             self._models[llama] = model
         return self._models[llama]
 
-    def _stored(self, keys: list[Key], whole: bool) -> Iterator[Key]:
+    def _stored(self, keys: list[BlockKey], whole: bool) -> Iterator[BlockKey]:
         """Yields the blocks that are stored, from the first one on; of whole states all to the last that is stored."""
         if whole:
             last = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self.store), 0)
@@ -360,8 +360,8 @@ class PrefixCache(BaseLlamaCache):
             yield key
 
     def _fetched(
-        self, model: _Model, keys: list[Key], stored: list[Key], tokens: Sequence[int], live: int
-    ) -> dict[Key, Block]:
+        self, model: _Model, keys: list[BlockKey], stored: list[BlockKey], tokens: Sequence[int], live: int
+    ) -> dict[BlockKey, Block]:
         """Blocks that the shared tier has behind those of `keys` that are `stored`, which they are added to."""
         if self.shared is None:
             return {}
@@ -386,7 +386,7 @@ class PrefixCache(BaseLlamaCache):
             fetched |= [behind] if behind and _is_of(model, keys, *behind) else []
         return fetched
 
-    def _read(self, model: _Model, keys: list[Key], key: Key, fetched: dict[Key, Block]) -> Block | None:
+    def _read(self, model: _Model, keys: list[BlockKey], key: BlockKey, fetched: dict[BlockKey, Block]) -> Block | None:
         """The block `key`, which is one of `keys` or behind them; None if there is none, or not a right one: that goes."""
         block = fetched.get(key) or self.store.read(key)
         if block is None or (_is_of(model, keys, key, block) and (block.layout is None) == (key.kind == WHOLE)):
@@ -407,15 +407,15 @@ class PrefixCache(BaseLlamaCache):
         return True
 
     def _whole(
-        self, model: _Model, keys: list[Key], tokens: Sequence[int], live: int, fetched: dict[Key, Block]
-    ) -> tuple[Bytes | None, int, list[Key]]:
+        self, model: _Model, keys: list[BlockKey], tokens: Sequence[int], live: int, fetched: dict[BlockKey, Block]
+    ) -> tuple[Bytes | None, int, list[BlockKey]]:
         """As `_joined`, of the state that is stored as the last of `keys`."""
         block = self._read(model, keys, keys[-1], fetched)
         return (block.payload, len(keys) * BLOCK_TOKENS, keys[-1:]) if block else (None, 0, keys[:-1])
 
     def _joined(
-        self, model: _Model, keys: list[Key], tokens: Sequence[int], live: int, fetched: dict[Key, Block]
-    ) -> tuple[Bytes | None, int, list[Key]]:
+        self, model: _Model, keys: list[BlockKey], tokens: Sequence[int], live: int, fetched: dict[BlockKey, Block]
+    ) -> tuple[Bytes | None, int, list[BlockKey]]:
         """The state of `keys` and of what begins like `tokens` behind them; its tokens; and the blocks that it is made of.
 
         None, 0 and those of `keys` that can be used, if it would not have more than `live` tokens, or one is damaged.
@@ -440,7 +440,7 @@ class PrefixCache(BaseLlamaCache):
         if part and has_part:
             joined.put(at, part.payload, common)
 
-        def place(key: Key) -> bool:
+        def place(key: BlockKey) -> bool:
             block = self._read(model, keys, key, fetched) if key.index else first
             if block is None or block.layout != layout:
                 self.store.drop([key])  # so that it is stored anew
@@ -454,7 +454,7 @@ class PrefixCache(BaseLlamaCache):
             return None, 0, keys[: placed.index(False)]
         return joined.data, joined.tokens, [*keys, behind] if behind and has_part else keys
 
-    def _evaluated(self, llama: Llama, model: _Model, keys: list[Key], tokens: Sequence[int]) -> int:
+    def _evaluated(self, llama: Llama, model: _Model, keys: list[BlockKey], tokens: Sequence[int]) -> int:
         """Evaluates `tokens` to their last block boundary, and stores states on the way; returns the tokens it has then."""
         live = _common(llama.input_ids[: llama.n_tokens], tokens)
         if live < llama.n_tokens or not live:
@@ -478,7 +478,7 @@ class PrefixCache(BaseLlamaCache):
                     self._writer.put(_Task(model, [keys[blocks - 1]], list(tokens[:at]), size, data))
         return live
 
-    def _account(self, model: _Model, keys: list[Key], tokens: int, size_bytes: int, seconds: float) -> None:
+    def _account(self, model: _Model, keys: list[BlockKey], tokens: int, size_bytes: int, seconds: float) -> None:
         with self._counting:
             counters = self.counters
             counters.hits += 1
@@ -493,16 +493,16 @@ class PrefixCache(BaseLlamaCache):
 class _Writer:
     """One thread that writes blocks, behind a queue of at most `most_bytes`; what does not fit is dropped."""
 
-    def __init__(self, store: BlockStore, shared: SharedTier | None, counters: Counters, most_bytes: int) -> None:
+    def __init__(self, store: BlockStore, shared: SharedTier | None, counters: PrefixCounters, most_bytes: int) -> None:
         self._store, self._shared, self._counters, self._most = store, shared, counters, most_bytes
         self._changed = threading.Condition()
         self._tasks: deque[_Task] = deque()
-        self._pending: set[Key] = set()
+        self._pending: set[BlockKey] = set()
         self._bytes = 0
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def has(self, key: Key) -> bool:
+    def has(self, key: BlockKey) -> bool:
         """True if `key` waits to be written."""
         return key in self._pending
 
@@ -562,7 +562,7 @@ class _Writer:
                 self._bytes -= task.size_bytes
                 self._changed.notify_all()
 
-    def _write(self, task: _Task, key: Key) -> int:
+    def _write(self, task: _Task, key: BlockKey) -> int:
         start = key.index * BLOCK_TOKENS
         if isinstance(task.state, dict):
             return self._store.write(key, task.state[key], self._links(task, key, task.state[key].tokens))
@@ -580,7 +580,7 @@ class _Writer:
             self._shared.push(key, block, links)
         return written
 
-    def _links(self, task: _Task, key: Key, tokens: Sequence[int]) -> list[str]:
+    def _links(self, task: _Task, key: BlockKey, tokens: Sequence[int]) -> list[str]:
         if key.kind == WHOLE:
             return []
         before = _keys(task.model, task.tokens[: key.index * BLOCK_TOKENS])
@@ -644,7 +644,7 @@ def _sampled(path: str) -> str:
     return digest.hexdigest()
 
 
-def _keys(model: _Model, tokens: Sequence[int], part: bool = False) -> list[Key]:
+def _keys(model: _Model, tokens: Sequence[int], part: bool = False) -> list[BlockKey]:
     """The keys of all whole blocks of `tokens`, and with `part` of what is left behind them, if that is worth it."""
     ids: NDArray[np.int32] = np.asarray(tokens, np.dtype("<i4"))
     name, keys = model.root, []
@@ -654,7 +654,7 @@ def _keys(model: _Model, tokens: Sequence[int], part: bool = False) -> list[Key]
             break
         name = _name(name, block)
         kind = PART if len(block) < BLOCK_TOKENS else WHOLE if model.whole else CUT
-        keys.append(Key(model.name, name, start // BLOCK_TOKENS, kind))
+        keys.append(BlockKey(model.name, name, start // BLOCK_TOKENS, kind))
     return keys
 
 
@@ -663,7 +663,7 @@ def _name(parent: str, ids: NDArray[np.int32]) -> str:
     return hashlib.blake2b(bytes.fromhex(parent) + ids.tobytes(), digest_size=20).hexdigest()
 
 
-def _is_of(model: _Model, keys: Sequence[Key], key: Key, block: Block) -> bool:
+def _is_of(model: _Model, keys: Sequence[BlockKey], key: BlockKey, block: Block) -> bool:
     """True if `block` has the tokens of which `key`, which is one of `keys` or behind them, is the name."""
     parent = keys[key.index - 1].name if key.index else model.root
     return _name(parent, np.asarray(block.tokens, np.dtype("<i4"))) == key.name

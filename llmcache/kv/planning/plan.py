@@ -60,7 +60,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Plan:
+class KvPlan:
     """The answer. `m0_bytes`: memory of the host for KV; `beta_rule`: fc / fs; `m0_binds`: it is less than the rule asks.
 
     `places`: HillInfer's pools. `latencies`: *modelled*, by system; empty if it does not fit (`lacking_bytes` > 0).
@@ -93,7 +93,7 @@ class Plan:
         return by_name[policy] / by_name["hillinfer"]
 
 
-def plan(options: PlanOptions, progress: Progress = lambda _: None) -> Plan:
+def plan(options: PlanOptions, progress: Progress = lambda _: None) -> KvPlan:
     """Returns the plan that `options` ask for. UsageError names the option that is wrong, or that asks the impossible."""
     workload = Workload(options.context, batch=options.batch, alpha=options.alpha)
     model = read_config(options.model)
@@ -115,7 +115,7 @@ def plan(options: PlanOptions, progress: Progress = lambda _: None) -> Plan:
     places = place(SYSTEMS["hillinfer"], found, use.kv, machine)
     free = None if options.ssd is None else shutil.disk_usage(options.ssd).free
     lacking = 0.0 if free is None else max(0.0, places.ssd - free)
-    return Plan(
+    return KvPlan(
         model=model,
         machine=machine,
         workload=workload,

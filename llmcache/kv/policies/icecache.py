@@ -12,7 +12,7 @@ import numpy as np
 from llmcache.errors import DataError
 from llmcache.kv.index.dci.file import load_indexes, path_of, save_indexes
 from llmcache.kv.index.dci.index import DciSettings
-from llmcache.kv.index.scorers import SCORERS, Auto, Dci, ScorerSettings, scorer_class
+from llmcache.kv.index.scorers import SCORERS, AutoScorer, DciScorer, ScorerSettings, scorer_class
 from llmcache.kv.policies.base import check
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
 
@@ -77,8 +77,8 @@ class IceCache(IndexedPolicy):
         found: dict[tuple[int, int, int], Any] = {}
         for layer, row in enumerate(self.indexes.scorers):
             for sequence, scorer in enumerate(row):
-                tree = scorer.used if isinstance(scorer, Auto) else scorer
-                if isinstance(tree, Dci):
+                tree = scorer.used if isinstance(scorer, AutoScorer) else scorer
+                if isinstance(tree, DciScorer):
                     found |= {(layer, sequence, head): index for head, index in enumerate(tree.indexes)}
         save_indexes(path_of(self.store.config.path), found, self._identity())
 
@@ -96,7 +96,7 @@ class IceCache(IndexedPolicy):
             log.warning("%s: trees are built anew", error.message)
             return
         for layer, sequence in {place[:2] for place in found}:
-            tree = Dci(self.store.shape, int(self._starts[sequence]), self.knobs)
+            tree = DciScorer(self.store.shape, int(self._starts[sequence]), self.knobs)
             tree.indexes = [found[layer, sequence, head] for head in range(self.kv_heads)]
             tree.end = tree.first + len(tree.indexes[0])
             self.indexes.scorers[layer][sequence] = tree

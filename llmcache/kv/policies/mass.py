@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.kv.index.scorers import Exact, Scorer, ScorerSettings, scorer_class
+from llmcache.kv.index.scorers import ExactScorer, Scorer, ScorerSettings, scorer_class
 from llmcache.kv.kernels import top
 from llmcache.kv.pipeline import widened
 from llmcache.kv.policies.base import check
@@ -69,7 +69,7 @@ class Mass(IndexedPolicy):
 
     def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
         """Returns `count` tokens [kv_heads, count] of `scorer`, ascending."""
-        assert isinstance(scorer, Exact)
+        assert isinstance(scorer, ExactScorer)
         around, inside = self._pinned[sequence], scorer.products(queries)
         most = np.maximum(inside.max(axis=2), around.max(axis=2, initial=-np.inf))[..., None]
         weights, others = (np.exp((side - most) * np.float32(self.scale)) for side in (inside, around))

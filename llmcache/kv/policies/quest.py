@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from llmcache.kv.index.scorers import Quest as QuestScorer
-from llmcache.kv.index.scorers import ScorerSettings
+from llmcache.kv.index.scorers import QuestScorer, ScorerSettings
 from llmcache.kv.policies.indexed import IndexedPolicy
 
 

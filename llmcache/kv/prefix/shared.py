@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
-from llmcache.kv.prefix.store import Block, Key, key_of, pack, unpack
+from llmcache.kv.prefix.store import Block, BlockKey, key_of, pack, unpack
 from llmcache.kv.spill.layout import aligned
 
 log = logging.getLogger("llmcache.kv")
@@ -56,12 +56,12 @@ class SharedTier:
         self._silent_until = 0.0
         self.fetched_blocks = self.pushed_blocks = self.failures = 0
 
-    def fetch(self, keys: Sequence[Key], until_s: float) -> list[tuple[Key, Block]]:
+    def fetch(self, keys: Sequence[BlockKey], until_s: float) -> list[tuple[BlockKey, Block]]:
         """Returns the blocks of `keys` from the first one on, until one is not there or not right, or it is `until_s`.
 
         `until_s`: of time.monotonic().
         """
-        found: list[tuple[Key, Block]] = []
+        found: list[tuple[BlockKey, Block]] = []
         for key in keys:
             begin = time.monotonic()
             block = self._block(key, until_s)
@@ -72,7 +72,7 @@ class SharedTier:
                 break  # the next one would be late: that is no failure
         return found
 
-    def newest(self, model: str, links: Sequence[str], index: int, until_s: float) -> tuple[Key, Block] | None:
+    def newest(self, model: str, links: Sequence[str], index: int, until_s: float) -> tuple[BlockKey, Block] | None:
         """Returns the block of number `index` that was pushed last under the first of `links` that leads to one."""
         names = self._asked(lambda: self._redis.mget([_link(model, link, index) for link in links]), until_s)
         told = names if isinstance(names, list) else []
@@ -81,7 +81,7 @@ class SharedTier:
         block = self._block(key, until_s) if key is not None and key.index == index else None
         return (key, block) if key is not None and block is not None else None
 
-    def push(self, key: Key, block: Block, links: Sequence[str]) -> None:
+    def push(self, key: BlockKey, block: Block, links: Sequence[str]) -> None:
         """Puts `block` there as `key`, to which `links` then lead, if the server takes it within the deadline."""
         if len(block.payload) > LARGEST // 2:
             return
@@ -99,7 +99,7 @@ class SharedTier:
         """Cuts the connections."""
         self._redis.close()
 
-    def _block(self, key: Key, until_s: float) -> Block | None:
+    def _block(self, key: BlockKey, until_s: float) -> Block | None:
         value = self._asked(lambda: self._redis.get(_name(key)), until_s)
         if not isinstance(value, bytes):
             return None
@@ -145,7 +145,7 @@ class SharedTier:
         return None
 
 
-def _name(key: Key) -> str:
+def _name(key: BlockKey) -> str:
     return f"llmcache:{key.file.replace('/', ':')}"
 
 

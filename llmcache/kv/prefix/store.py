@@ -79,7 +79,7 @@ _SPARE = 0.95
 
 
 @dataclass(frozen=True)
-class Key:
+class BlockKey:
     """Which block: the model's fingerprint, the block's name, its number from 0, and its kind."""
 
     model: str
@@ -106,7 +106,7 @@ class Block:
 class Entry:
     """A block that is there: its size, and when it was used last (ns since 1970)."""
 
-    key: Key
+    key: BlockKey
     size_bytes: int
     used_ns: int
 
@@ -187,7 +187,7 @@ class BlockStore:
 
     # Reading
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: BlockKey) -> bool:
         """True if the block is there and not too old; it may be gone, or prove damaged, when it is read."""
         try:
             status = os.stat(self.directory / key.file, follow_symlinks=False)
@@ -195,7 +195,7 @@ class BlockStore:
             return False
         return stat.S_ISREG(status.st_mode) and not self._is_old(status.st_mtime_ns)
 
-    def ahead(self, keys: Iterable[Key]) -> None:
+    def ahead(self, keys: Iterable[BlockKey]) -> None:
         """Has the system read blocks that will be asked for next, as far as they are there."""
         for key in keys:
             with contextlib.suppress(OSError):
@@ -205,7 +205,7 @@ class BlockStore:
                 finally:
                     os.close(fd)
 
-    def newest(self, model: str, links: Iterable[str], index: int) -> Key | None:
+    def newest(self, model: str, links: Iterable[str], index: int) -> BlockKey | None:
         """Returns the block of number `index` that was stored last under the first of `links` that leads to one."""
         for link in links:
             with contextlib.suppress(OSError):
@@ -214,7 +214,7 @@ class BlockStore:
                     return key
         return None
 
-    def read(self, key: Key, payload: bool = True) -> Block | None:
+    def read(self, key: BlockKey, payload: bool = True) -> Block | None:
         """Returns what was stored as `key`, without its payload if that is said; None if it is not there or damaged: then it
         goes.
         """
@@ -238,18 +238,18 @@ class BlockStore:
         finally:
             raw.close()
 
-    def touch(self, keys: Iterable[Key]) -> None:
+    def touch(self, keys: Iterable[BlockKey]) -> None:
         """Notes that `keys`, the blocks of a prompt, are in use now: all of them alike. OSError."""
         with self._locked() as account:
             self._touch(account, keys)
 
-    def _touch(self, account: _Account, keys: Iterable[Key]) -> None:
+    def _touch(self, account: _Account, keys: Iterable[BlockKey]) -> None:
         stamp = account.stamp()
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self.directory / key.file, ns=(stamp, stamp))
 
-    def used(self, keys: list[Key], tokens: int, size_bytes: int) -> None:
+    def used(self, keys: list[BlockKey], tokens: int, size_bytes: int) -> None:
         """Notes that `keys`, the blocks of a prompt, were restored. OSError."""
         with self._locked() as account:
             self._touch(account, keys)
@@ -274,7 +274,7 @@ class BlockStore:
                 with files.replacing(path) as stream:
                     stream.write(json.dumps(told, indent=1).encode())
 
-    def write(self, key: Key, block: Block, links: Iterable[str] = ()) -> int:
+    def write(self, key: BlockKey, block: Block, links: Iterable[str] = ()) -> int:
         """Stores `block` as `key`, to which `links` then lead, and returns the bytes it takes.
 
         EnvironmentProblem if there is no room, or it fails.
@@ -323,7 +323,7 @@ class BlockStore:
             with contextlib.suppress(OSError):
                 temporary.unlink()
 
-    def _link(self, key: Key, block: Block, links: Iterable[str]) -> int:
+    def _link(self, key: BlockKey, block: Block, links: Iterable[str]) -> int:
         """Has `links` lead to `key`; returns the bytes of parts that they led to and that `block` begins with: these go."""
         freed = 0
         for link in links:
@@ -340,7 +340,7 @@ class BlockStore:
                     self.drop([before])
         return freed
 
-    def drop(self, keys: Iterable[Key]) -> None:
+    def drop(self, keys: Iterable[BlockKey]) -> None:
         """Takes blocks away that prove of no use."""
         for key in keys:
             with contextlib.suppress(OSError):
@@ -409,7 +409,7 @@ class BlockStore:
             return list(listing)
         return []
 
-    def _size(self, key: Key) -> int:
+    def _size(self, key: BlockKey) -> int:
         try:
             return os.stat(self.directory / key.file).st_size
         except FileNotFoundError:
@@ -597,13 +597,13 @@ def pruned(directory: str | Path, unused: str | None, keep: str | None, model: s
     return Pruned(len(gone), sum(entry.size_bytes for entry in gone), len(left), sum(entry.size_bytes for entry in left))
 
 
-def key_of(model: str, name: str) -> Key | None:
+def key_of(model: str, name: str) -> BlockKey | None:
     """Returns the key of the block whose file is called `name`; None if that is no name of ours."""
     match = _BLOCK.fullmatch(name)
-    return Key(model, match[1], int(match[2]), match[3]) if match else None
+    return BlockKey(model, match[1], int(match[2]), match[3]) if match else None
 
 
-def pack(key: Key, block: Block) -> list[Bytes | bytes]:
+def pack(key: BlockKey, block: Block) -> list[Bytes | bytes]:
     """Returns the parts of the file, or of the message, that holds `block` as `key`."""
     told = {
         "key": [key.model, key.name, key.index, key.kind],
@@ -617,7 +617,7 @@ def pack(key: Key, block: Block) -> list[Bytes | bytes]:
     return [head.ljust(whole_blocks(len(head)), b"\0"), block.payload]
 
 
-def unpack(data: Bytes, key: Key, where: object) -> Block:
+def unpack(data: Bytes, key: BlockKey, where: object) -> Block:
     """Returns the block that `pack` packed as `key`; DataError, naming `where`, if it is not whole."""
     head = _Head.read(data[:_MOST_HEAD].tobytes(), len(data), key, where)
     return head.block(data[head.end :], where)
@@ -634,7 +634,7 @@ class _Head:
     layout: StateLayout | None
 
     @classmethod
-    def read(cls, data: bytes, size_bytes: int, key: Key, where: object) -> _Head:
+    def read(cls, data: bytes, size_bytes: int, key: BlockKey, where: object) -> _Head:
         """Returns the header that `data` begins with, of `key`, in a file of `size_bytes`; DataError if it is none."""
         if len(data) < _HEAD.size:
             raise DataError(f"{where}: is cut off")

@@ -29,12 +29,12 @@ from llmcache.kv.spill.layout import (
     COMMITS_AT,
     EXTENT_TOKENS,
     RECORD_BYTES,
-    Chain,
     Commit,
     ExtentEntry,
     ExtentPlan,
     KvShape,
     Layout,
+    PageChain,
     PageEntry,
     check_rows,
     check_tokens,
@@ -63,7 +63,7 @@ class SpillFile(SpillReader):
         super().__init__(raw, layout, found)
         self._lock = threading.Lock()
         self._unwiped: list[tuple[int, int]] = []  # (offset, bytes) in tables, of pages that are no more
-        self._undone: Chain | None = None  # may have extents to give back
+        self._undone: PageChain | None = None  # may have extents to give back
         self._cutting = False  # what was cut may still be on the disk, where pages to come will lie
         self._doubtful = False  # a sync has failed
         self._synced = found.commit.epoch  # pages up to this epoch are on the disk
@@ -144,7 +144,7 @@ class SpillFile(SpillReader):
             self._make_whole()
             self._tell_lost()
             plan = self._layout.plan(layer)
-            chain = self._chains.setdefault((sequence, layer), Chain(sequence, layer, plan))
+            chain = self._chains.setdefault((sequence, layer), PageChain(sequence, layer, plan))
             if chain.pages and chain.last_tokens < page_tokens:
                 raise ValueError(f"layer {layer} of sequence {sequence} ends with a partial page: truncate it first")
             first = chain.pages
@@ -159,7 +159,7 @@ class SpillFile(SpillReader):
                 raise
             return self.written_bytes - before
 
-    def _append_run(self, chain: Chain, tokens: int, keys: Bytes, values: Bytes) -> None:
+    def _append_run(self, chain: PageChain, tokens: int, keys: Bytes, values: Bytes) -> None:
         """Writes pages that lie side by side: first what is in them, then their entries."""
         ordinal, slot = divmod(chain.pages, chain.plan.slots)
         if ordinal == len(chain.extents):
@@ -175,7 +175,7 @@ class SpillFile(SpillReader):
         for entry in entries:
             chain.add(entry)
 
-    def _undo(self, chain: Chain, pages: int) -> None:
+    def _undo(self, chain: PageChain, pages: int) -> None:
         """Takes back what an append has done before an error: entries, from the end, and then the extents it claimed."""
         chain.cut(pages, self.shape.page_tokens)
         ordinal, slot = divmod(pages, chain.plan.slots)
@@ -208,7 +208,7 @@ class SpillFile(SpillReader):
         for side, slots in zip(SIDES, sides, strict=True):
             self._write(slots.reshape(-1), at + plan.slot_at(side, slot), plan.direct)
 
-    def _claim(self, chain: Chain) -> None:
+    def _claim(self, chain: PageChain) -> None:
         """Gives `chain` one more extent: a free one (its table is empty), or a new one at the end of the file."""
         owner = pack(ExtentEntry(chain.sequence, chain.layer, len(chain.extents)))
         if self._free:
@@ -225,7 +225,7 @@ class SpillFile(SpillReader):
         chain.extents.append(self._extents)
         self._extents += 1
 
-    def _give_back(self, chain: Chain) -> None:
+    def _give_back(self, chain: PageChain) -> None:
         """Takes the last extent of `chain` back; its table is empty."""
         extent = chain.extents[-1]
         if extent == self._extents - 1:
@@ -244,7 +244,7 @@ class SpillFile(SpillReader):
             self._make_whole()
             self._cut([(chain, pages) for chain in self._chains_of(sequence) if chain.pages > pages], [])
 
-    def _cut(self, cuts: list[tuple[Chain, int]], wipe: list[tuple[int, int]]) -> None:
+    def _cut(self, cuts: list[tuple[PageChain, int]], wipe: list[tuple[int, int]]) -> None:
         """Cuts chains in the file. The commit comes first: were it last, a crash before it would look like damage."""
         self._sync()
         self._tell_lost()
@@ -306,7 +306,7 @@ class SpillFile(SpillReader):
             self._forget(extent)
             self._write(bytes(self._layout.table_bytes), self._layout.at(extent))
 
-    def _whole(self, chain: Chain, pages: list[int]) -> tuple[Bytes, Bytes]:
+    def _whole(self, chain: PageChain, pages: list[int]) -> tuple[Bytes, Bytes]:
         """Keys and values of `pages` [pages, slot bytes], those before the first that cannot be read whole."""
 
         def read(some: list[int]) -> tuple[Bytes, Bytes]:
@@ -327,7 +327,7 @@ class SpillFile(SpillReader):
         """Has the file system map an extent anew: ext4 forgets, if writing back failed, that a block was never written."""
         self._raw.forget(self._layout.at(extent), self._layout.extent_bytes)
 
-    def _write_table(self, chain: Chain, ordinal: int) -> None:
+    def _write_table(self, chain: PageChain, ordinal: int) -> None:
         slots, extent = chain.plan.slots, chain.extents[ordinal]
         pages = range(ordinal * slots, min(chain.pages, (ordinal + 1) * slots))
         owner = pack(ExtentEntry(chain.sequence, chain.layer, ordinal))

@@ -145,7 +145,7 @@ class KvPages:
         return cls(key_rows, value_rows, tokens, key_scales, value_scales)
 
 
-class Room:
+class PageBuffer:
     """Memory for up to `pages` pages of keys and values, to fetch into again and again: fresh memory is slow to get."""
 
     def __init__(self, shape: KvShape, pages: int) -> None:
@@ -357,7 +357,7 @@ class PageRun(NamedTuple):
 
 
 @dataclass
-class Chain:
+class PageChain:
     """Pages 0 .. of one layer (or of the tokens) of one sequence. 12 bytes a page: a million tokens take 0.75 MB."""
 
     sequence: int

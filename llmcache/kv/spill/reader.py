@@ -34,15 +34,15 @@ from llmcache.kv.spill.layout import (
     KEYS,
     RECORD_BYTES,
     VALUES,
-    Chain,
     Commit,
     ExtentEntry,
     KvPages,
     KvShape,
     Layout,
+    PageBuffer,
+    PageChain,
     PageEntry,
     PageRun,
-    Room,
     aligned,
     check_identity,
     read_header,
@@ -105,14 +105,14 @@ class Scan:
 
     def __init__(self, raw: RawFile, layout: Layout, commit: Commit) -> None:
         self.commit = commit
-        self.chains: dict[tuple[int, int], Chain] = {}  # by sequence and layer
+        self.chains: dict[tuple[int, int], PageChain] = {}  # by sequence and layer
         self.free: list[int] = []
         self.wipe: list[tuple[int, int]] = []  # (offset, bytes) in tables
         self.extents = self.torn_entries = 0
         self._raw, self._layout, self._size = raw, layout, raw.size()
         committed = 0
         for key, extents in self._owners().items():
-            self.chains[key] = chain = Chain(*key, layout.plan(key[1]), extents)
+            self.chains[key] = chain = PageChain(*key, layout.plan(key[1]), extents)
             committed += self._read(chain)
         if committed < commit.pages:
             hint = "the file was damaged or cut after it was written: spill the context again"
@@ -173,7 +173,7 @@ class Scan:
             self.wipe.append((self._layout.at(extent), len(table)))
             self.torn_entries += 1
 
-    def _read(self, chain: Chain) -> int:
+    def _read(self, chain: PageChain) -> int:
         """Adds the whole pages to `chain`; returns how many of them are committed."""
         committed, ended, plan, page_tokens = 0, False, chain.plan, self._layout.shape.page_tokens
         for extent in chain.extents:
@@ -196,7 +196,7 @@ class Scan:
                 self.wipe.append((at + plan.entry_at(slot), len(rest)))
         return committed
 
-    def _is_whole(self, entry: PageEntry, chain: Chain, at: int, slot: int) -> bool:
+    def _is_whole(self, entry: PageEntry, chain: PageChain, at: int, slot: int) -> bool:
         plan = chain.plan
         if not 1 <= entry.tokens <= self._layout.shape.page_tokens or at + plan.slot_at(VALUES, slot + 1) > self._size:
             return False
@@ -275,7 +275,7 @@ class SpillReader:
             raise
         return file
 
-    def _cut(self, cuts: list[tuple[Chain, int]], wipe: list[tuple[int, int]]) -> None:
+    def _cut(self, cuts: list[tuple[PageChain, int]], wipe: list[tuple[int, int]]) -> None:
         """Cuts chains to so many pages; whoever writes the file wipes the entries behind them, and those of `wipe`."""
         for chain, pages in cuts:
             chain.cut(pages, self.shape.page_tokens)
@@ -330,7 +330,9 @@ class SpillReader:
         ids, positions = (self._read_side(chain, pages, side).view(np.int64).reshape(-1)[:count] for side in SIDES)
         return ids, positions
 
-    def read(self, sequence: int, layer: int, pages: Pages, room: Room | None = None, threads: int | None = None) -> KvPages:
+    def read(
+        self, sequence: int, layer: int, pages: Pages, room: PageBuffer | None = None, threads: int | None = None
+    ) -> KvPages:
         """Returns `pages` of a layer, in the order asked for, joined into few reads and compared with their checksums.
 
         `room` is read into (else fresh memory): the result is valid until it is read into again. `threads` read at a time
@@ -338,7 +340,7 @@ class SpillReader:
         it. ValueError: there is no such page, or too little room.
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
-        room = Room(self.shape, len(wanted)) if room is None else room
+        room = PageBuffer(self.shape, len(wanted)) if room is None else room
         if len(room) < len(wanted):
             raise ValueError(f"room: for {len(room)} pages, {len(wanted)} are to be read")
         slots = [side[: len(wanted)] for side in room.sides]
@@ -400,7 +402,7 @@ class SpillReader:
         ]
 
     def _read_side(
-        self, chain: Chain, pages: list[int], side: int, into: Bytes | None = None, threads: int | None = None
+        self, chain: PageChain, pages: list[int], side: int, into: Bytes | None = None, threads: int | None = None
     ) -> Bytes:
         size = chain.plan.sizes[side]
         slots = (aligned(len(pages) * size) if into is None else into[: len(pages) * size]).reshape(len(pages), size)
@@ -408,12 +410,12 @@ class SpillReader:
         self.read_bytes += slots.size
         return slots
 
-    def _jobs(self, chain: Chain, pages: list[int], side: int, slots: Bytes) -> list[Job]:
+    def _jobs(self, chain: PageChain, pages: list[int], side: int, slots: Bytes) -> list[Job]:
         """What to do to have `pages` in `slots` [pages, slot bytes]: reads, each with its checksums, in any order."""
         shares = _shares(chain, pages, slots.shape[1], JOB_BYTES)
         return [partial(self._fill, chain, side, runs, slots[first : first + count]) for first, count, runs in shares]
 
-    def _fill(self, chain: Chain, side: int, runs: list[PageRun], slots: Bytes) -> None:
+    def _fill(self, chain: PageChain, side: int, runs: list[PageRun], slots: Bytes) -> None:
         """Fills slots [pages, slot bytes] with runs and compares them with their checksums."""
         sizes = np.array([run.pages * slots.shape[1] for run in runs], np.int64)
         offsets = np.array([self._layout.at(run.extent) + chain.plan.slot_at(side, run.slot) for run in runs], np.int64)
@@ -425,9 +427,9 @@ class SpillReader:
             told = f"{self.path}: {('keys', 'values')[side]}: the checksum of {where} is wrong"
             raise DataError(told, "the disk lost it: compute the context again")
 
-    def _chain_with(self, sequence: int, layer: int, pages: Pages) -> tuple[Chain, list[int]]:
+    def _chain_with(self, sequence: int, layer: int, pages: Pages) -> tuple[PageChain, list[int]]:
         key = (sequence, self._checked_layer(layer))
-        chain = self._chains.get(key) or Chain(*key, self._layout.plan(layer))
+        chain = self._chains.get(key) or PageChain(*key, self._layout.plan(layer))
         wanted = [int(page) for page in pages]
         if not all(0 <= page < max(chain.pages, chain.lost) for page in wanted):
             raise ValueError(f"pages: layer {layer} of sequence {sequence} has {chain.pages} pages, not all of {wanted}")
@@ -441,18 +443,18 @@ class SpillReader:
             raise ValueError(f"layer: {layer}, the model has {self.shape.layers}")
         return layer
 
-    def _chains_of(self, sequence: int) -> list[Chain]:
+    def _chains_of(self, sequence: int) -> list[PageChain]:
         return [chain for (owner, _), chain in self._chains.items() if owner == sequence]
 
-    def _unfinished(self) -> list[tuple[Chain, int]]:
+    def _unfinished(self) -> list[tuple[PageChain, int]]:
         """Chains that have more pages than all layers of their sequence, and how many those have."""
-        sequences: dict[int, list[Chain]] = {}
+        sequences: dict[int, list[PageChain]] = {}
         for chain in self._chains.values():
             sequences.setdefault(chain.sequence, []).append(chain)
         pages = {sequence: self._common_pages(own) for sequence, own in sequences.items()}
         return [(chain, pages[chain.sequence]) for chain in self._chains.values() if chain.pages > pages[chain.sequence]]
 
-    def _common_pages(self, own: list[Chain]) -> int:
+    def _common_pages(self, own: list[PageChain]) -> int:
         """Pages that all chains of a sequence have, the last with equally many tokens in each."""
         if len(own) <= self.shape.layers:  # a damaged header may tell of more layers than memory holds
             return 0
@@ -472,7 +474,7 @@ class SpillReader:
         self.close()
 
 
-def _shares(chain: Chain, pages: list[int], slot_bytes: int, at_a_time: int) -> Iterator[tuple[int, int, list[PageRun]]]:
+def _shares(chain: PageChain, pages: list[int], slot_bytes: int, at_a_time: int) -> Iterator[tuple[int, int, list[PageRun]]]:
     """Where in `pages` a share begins, how many it has and their runs, of at least `at_a_time` bytes each.
 
     Checksums of many pages at once cost less.

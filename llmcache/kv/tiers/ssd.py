@@ -19,7 +19,7 @@ from llmcache.arrays import Floats, Int64s
 from llmcache.errors import LlmcacheError
 from llmcache.kv.csd import EmulatedCsd, KvRows, ScoreBlock
 from llmcache.kv.kernels import score_pages
-from llmcache.kv.spill import KvPages, Recovery, Room, SpillFile
+from llmcache.kv.spill import KvPages, PageBuffer, Recovery, SpillFile
 from llmcache.kv.spill.layout import KEYS, view_slots
 from llmcache.kv.spill.reader import TakeRows
 from llmcache.kv.tiers.config import Arrays, StoreConfig, Traffic
@@ -45,7 +45,7 @@ class FileTier:
 
     def __init__(self, file: SpillFile, traffic: Traffic, threads: int | None) -> None:
         self._file, self._traffic, self._threads = file, traffic, threads
-        self._rooms: list[Room] = []
+        self._rooms: list[PageBuffer] = []
         self._rooms_lock = threading.Lock()
 
     def pages(self, stream: int, layer: int) -> int:
@@ -86,12 +86,12 @@ class FileTier:
         shape = self._file.shape
         self._traffic.add("ssd", "cpu", why, len(places) * (shape.key_slot_bytes + shape.value_slot_bytes))
 
-    def _take_room(self, pages: int) -> Room:
+    def _take_room(self, pages: int) -> PageBuffer:
         with self._rooms_lock:
             for index, room in enumerate(self._rooms):
                 if len(room) >= pages:
                     return self._rooms.pop(index)
-        return Room(self._file.shape, pages + pages // 8)
+        return PageBuffer(self._file.shape, pages + pages // 8)
 
     def read_keys(self, stream: int, layer: int, places: Int64s, why: str) -> KeyRows:
         """Returns the keys of pages and for int8 their scales."""

@@ -122,7 +122,7 @@ def text_classification(seed: int = 4) -> Trace:
 
 
 @dataclass(frozen=True)
-class _Client:
+class _RemoteClient:
     """What tells one remote application from another. `hot` are ranges; `sizes` bound the blocks of a prompt."""
 
     name: str
@@ -172,21 +172,21 @@ class _Client:
 
 def copilot(seed: int = 5) -> Trace:
     """Returns Copilot: bursts of sequential write, read, write; hot blocks near 0 and in a higher range."""
-    return _Client("copilot", "Copilot", "a", 60, ((0, 40), (4000, 4080)), 0.05, (100, 900)).trace(seed)
+    return _RemoteClient("copilot", "Copilot", "a", 60, ((0, 40), (4000, 4080)), 0.05, (100, 900)).trace(seed)
 
 
 def perplexity(seed: int = 6) -> Trace:
     """Returns Perplexity: many small prompts and so many hot reads at low blocks that they look like loops."""
-    client = _Client("perplexity", "Perplexity", "b", 120, ((0, 300),), 0.25, (20, 300), reads_response=False)
+    client = _RemoteClient("perplexity", "Perplexity", "b", 120, ((0, 300),), 0.25, (20, 300), reads_response=False)
     return client.trace(seed)
 
 
 def claude(seed: int = 7) -> Trace:
     """Returns Claude: hot sets near blocks 0 and 4000; two prompts fail and are read once more."""
     hot = ((0, 60), (4000, 4060))
-    return _Client("claude", "Claude", "c", 40, hot, 0.10, (100, 1200), retried=(1, 20)).trace(seed)
+    return _RemoteClient("claude", "Claude", "c", 40, hot, 0.10, (100, 1200), retried=(1, 20)).trace(seed)
 
 
 def gemini(seed: int = 8) -> Trace:
     """Returns Gemini: sequential bursts, and hot blocks that are touched more rarely than elsewhere."""
-    return _Client("gemini", "Gemini", "d", 80, ((0, 80),), 0.02, (50, 500)).trace(seed)
+    return _RemoteClient("gemini", "Gemini", "d", 80, ((0, 80),), 0.02, (50, 500)).trace(seed)

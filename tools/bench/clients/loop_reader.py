@@ -37,7 +37,7 @@ def anon_bytes() -> int:
     return 1024 * (int(table["RssAnon:"]) + int(table["VmPTE:"]))
 
 
-class Reader:
+class LoopReader:
     """Gives the blocks of one file, one after the other."""
 
     def __init__(self, path: str, how: str, block: int) -> None:
@@ -63,7 +63,7 @@ class Reader:
             yield self.buffer[:size]
 
 
-def run_pass(reader: Reader, expected: list[int] | None, compute_s: float = 0.0) -> int:
+def run_pass(reader: LoopReader, expected: list[int] | None, compute_s: float = 0.0) -> int:
     """Read the file once, spending `compute_s` on it; returns how many MiB were wrong."""
     wrong = 0
     pause_s = compute_s / max(1, -(-reader.size // reader.block))
@@ -91,7 +91,7 @@ def main() -> None:
 
     expected = json.loads(args.check.read_text()) if args.check else None
     begin = time.perf_counter()
-    reader = Reader(args.file, args.how, MIB if expected is not None else args.block)
+    reader = LoopReader(args.file, args.how, MIB if expected is not None else args.block)
     say(event="load", seconds=time.perf_counter() - begin)
     bad = 0
     for index in range(args.passes):

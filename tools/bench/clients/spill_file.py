@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from llmcache.arrays import Bytes
 from llmcache.kv.csd import PROFILES, EmulatedCsd
 from llmcache.kv.kernels.threads import run_all
-from llmcache.kv.spill import KvShape, Room, SpillFile, SpillReader
+from llmcache.kv.spill import KvShape, PageBuffer, SpillFile, SpillReader
 from llmcache.kv.spill.layout import aligned
 from tools.bench.machine import peak_bytes
 
@@ -75,7 +75,7 @@ def fetch(path: Path, rounds: int) -> dict[str, Any]:
     random = np.random.default_rng(1)
     size = SHAPE.key_slot_bytes
     fetched, plain = [], []
-    room = Room(SHAPE, FETCH_PAGES)
+    room = PageBuffer(SHAPE, FETCH_PAGES)
     buffers = aligned(2 * FETCH_PAGES * size).reshape(-1, size)
     with SpillReader.open(path, SHAPE) as file:
         fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if file.direct else 0))
