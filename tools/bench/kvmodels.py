@@ -227,6 +227,7 @@ def memory(scope: BenchScope) -> dict[str, dict[str, Any]]:
     given = Prompt.by_chance(model, tokens)
     full = Run(model, stock(model))
     full.take(given)
+    full.step()
     shares = {}
     small: dict[str, Any] = {"token_budget": POOL_BUDGET, "cpu_pages": POOL_PAGES, "path": scope.directory}
     for name, options in (("memory.small", small), ("memory", {})):
