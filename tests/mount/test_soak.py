@@ -1,6 +1,6 @@
 """Mixed readers for a long time while the budget is halved and doubled: every byte verified, nobody hangs.
 
-LLMCACHE_SOAK_SECONDS sets the duration: 6 by default, 600 for the real thing.
+LLMCACHE_SOAK_SECONDS sets the duration: 4 by default, 600 for the real thing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from tests.mount.live import MIB, OVERHEAD_BYTES, Live, finish_reader, live, random_file, readers, resident_bytes
 from tools.bench.clients.loop_reader import crcs
 
-SECONDS = float(os.environ.get("LLMCACHE_SOAK_SECONDS", "6"))
+SECONDS = float(os.environ.get("LLMCACHE_SOAK_SECONDS", "4"))
 SIZES = {"loop.bin": 150 * MIB, "second.bin": 70 * MIB + 77, "small.bin": 9 * MIB + 1}
 CACHE = 96 * MIB
 
