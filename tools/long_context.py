@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llmcache.errors import DataError, UsageError, run_cli
 from llmcache.kv.bench.subject import Run, Subject, answer
-from llmcache.kv.spill import KvShape
+from llmcache.kv.policies import policy_class
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
 from llmcache.kv.transformers import SpillCache
 from llmcache.units import format_size
@@ -110,7 +110,7 @@ def main() -> int:
     options = _arguments()
     subject, answering = from_noise(options.tokens) if options.model is None else from_text(options)
     config, directory = subject.model.config, options.dir or tempfile.gettempdir()
-    pages = -(-options.budget // KvShape.page_tokens)  # as if there were no more memory
+    pages = policy_class(options.policy).least_pages(options.budget)  # as if there were no more memory
     with SpillCache(
         config, options.policy, token_budget=options.budget, path=directory, cpu_pages=pages, full_tokens=0
     ) as spilled:

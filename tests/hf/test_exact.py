@@ -9,10 +9,8 @@ import pytest
 import torch
 import transformers
 
-from llmcache.kv.policies import policy_class
-from llmcache.kv.spill import KvShape
 from llmcache.kv.transformers import SpillCache, conversation, dense, disable, enable
-from llmcache.kv.transformers.conversation import Call
+from llmcache.kv.transformers.conversation import Call, SpillSettings, break_even, policy_settings
 from tests.hf.tiny_models import FAMILIES, Caches, both, check_same, generate, prompt, single, tiny, whole
 
 
@@ -165,17 +163,21 @@ def test_a_short_context_is_handed_over_beyond_its_bound(tmp_path: Path) -> None
     assert measured
 
 
-def test_the_break_even_is_measured() -> None:
+def test_the_break_even_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dense.crossing((1.0, 4.0), (2.0, 2.0)) == 2048  # one line crosses another half-way
     assert dense.crossing((1.0, 4.0), (0.5, 0.5)) < 1024
     assert dense.crossing((1.0, 1.0), (2.0, 2.0)) == dense.NEVER and dense.crossing((2.0, 2.0), (1.0, 1.0)) == 0
-    window = policy_class("window")
+    monkeypatch.setattr(conversation, "SHORT", dense.SHORT)
+    # Sink and window are those of the cache: the policy's own would not fit the budget.
+    chosen = policy_settings("window", {"token_budget": 16})
+    settings = SpillSettings(*chosen, threads=1, sink_tokens=0, window_tokens=16)
     query, key = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 1, 16)
     call = Call(None, query, key, key, None, {}, lambda module, *sides, **options: (sides[0], None))
-    asked = (window, window.settings_class(token_budget=64), KvShape("m", 3, 2, 16, "float32"), call, 1)
-    found = dense.break_even(*asked)
+    found = break_even(settings, call)
     assert found >= dense.SHORT and (found == dense.NEVER or found & (found - 1) == 0)
-    assert dense.break_even(*asked) == found and len([kind for kind in dense._known if kind[0] is window]) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(conversation, "Conversation", None)
+        assert break_even(settings, call) == found, "nothing is measured twice"
 
 
 def test_a_small_budget_is_no_exact_attention() -> None:

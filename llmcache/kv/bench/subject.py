@@ -37,7 +37,7 @@ from llmcache.kv.tasks.recall import VOCABULARY, Probe, probe_of
 from llmcache.kv.tiers import Selection, Traffic
 from llmcache.kv.transformers.attention import enable
 from llmcache.kv.transformers.cache import SpillCache, SpillLayer, spilled_layers
-from llmcache.kv.transformers.conversation import Call, Conversation, Output
+from llmcache.kv.transformers.conversation import Call, Conversation, Output, no_attention
 
 _STAGES = {QUERY: EVALUATE, LOADING: FETCH, UPDATE: UPDATING}
 
@@ -257,7 +257,7 @@ class Prompt:
         for _ in range(text.num_hidden_layers):
             drawn = (torch.randn((1, kv_heads, tokens, dim), generator=random) for _ in range(2))
             keys, values = (side.to(model.device, model.dtype) for side in drawn)
-            made._calls.append(Call(None, none, keys, values, None, {"scaling": dim**-0.5}, _no_attention))
+            made._calls.append(Call(None, none, keys, values, None, {"scaling": dim**-0.5}, no_attention))
         return made
 
     def give(self, cache: Any) -> None:
@@ -267,14 +267,10 @@ class Prompt:
             if not isinstance(layer, SpillLayer):
                 cache.layers[index] = copy.deepcopy(layer)
             elif isinstance(cache, SpillCache):
-                cache.conversation.attend(layer.number, replace(next(calls), stock=_no_attention))
+                cache.conversation.attend(layer.number, replace(next(calls), stock=no_attention))
             else:
                 call = next(calls)
                 cache.update(call.key, call.value, index)
-
-
-def _no_attention(*arguments: Any, **options: Any) -> Output:
-    return torch.empty(0), None
 
 
 class Run:

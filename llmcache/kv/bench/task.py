@@ -21,7 +21,6 @@ from llmcache.kv.bench.results import STOCK, Answers, Attention, TaskBench, Task
 from llmcache.kv.bench.synthetic import per_step, workplace
 from llmcache.kv.pipeline import Timeline
 from llmcache.kv.policies import POLICIES, policy_class
-from llmcache.kv.spill import KvShape
 from llmcache.kv.tasks import Chain, chain
 from llmcache.kv.tasks.english import Document, documents, texts
 from llmcache.kv.tasks.recall import TASKS, Probe, symbols
@@ -97,9 +96,7 @@ class Candidate:
         policy, _, options = VARIANTS.get(self.policy, (self.policy, "", {}))
         if timeline is not None:
             options = {**options, "timeline": timeline}
-        chooses, shape = policy_class(policy), KvShape("none", 1, 1, 1)
-        pinned = shape.pages_of(chooses.sink_tokens) + shape.pages_of(chooses.window_tokens)
-        pages = max(pinned, shape.pages_of(self.budget or 0))
+        pages = None if self.budget is None else policy_class(policy).least_pages(self.budget)
         return SpillCache(
             model.config, policy, token_budget=self.budget, path=directory, threads=setup.threads, cpu_pages=pages,
             full_tokens=0, **options,

@@ -19,6 +19,7 @@ from llmcache.kv.csd.wire import MOST_TOKENS
 from llmcache.kv.kernels.scores import COMBINE
 from llmcache.kv.pipeline import widened
 from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
+from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 
 PAPER_ALPHA = 0.2
@@ -133,6 +134,12 @@ class KvPolicy(ABC):
         self.first: Int64s = np.zeros(store.batch, np.int64)
         self.remembered: list[Remembered] = []
         self.begin()
+
+    @classmethod
+    def least_pages(cls, token_budget: int) -> int:
+        """Returns the pages of a pool for no more than `token_budget` tokens, or than sink and window if these are more."""
+        pinned = sum(-(-tokens // KvShape.page_tokens) for tokens in (cls.sink_tokens, cls.window_tokens))
+        return max(pinned, -(-token_budget // KvShape.page_tokens))
 
     def begin(self) -> None:  # noqa: B027 - not all keep anything
         """Makes what it keeps, for `store` and by `settings`; nothing is stored yet, unless a file is restored."""

@@ -15,6 +15,8 @@ import dataclasses
 import os
 import re
 import secrets
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +36,7 @@ from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.tiers.table import look
 from llmcache.kv.transformers import sidecar
-from llmcache.kv.transformers.dense import SHORT, DenseLayers, break_even
+from llmcache.kv.transformers.dense import LENGTHS, NEVER, SHORT, DenseLayers, crossing
 from llmcache.kv.transformers.tensors import TorchFastTier, as_array, as_tensor, cut_mask, dtype_name, first_tokens
 from llmcache.memory import tightest
 
@@ -43,6 +45,9 @@ UNKNOWN_ID = -1
 """Id of a token that was given as an embedding."""
 MEMORY_SHARE = 0.25
 """Of the memory that can be had when a cache with a spill file begins: so much keeps pages where nothing is said of it."""
+
+MEASURED_LAYERS, MEASURED_STEPS = 4, 5
+"""More than the processor's cache holds of most models, and few enough to take no time."""
 
 _OWN_NAME = re.compile(r"llmcache-[0-9a-f]{16}\.kv")
 
@@ -95,24 +100,17 @@ class SpillSettings:
             pages = max(*least, free_tokens(shape, batch) // shape.page_tokens)
         return StoreConfig(shape, batch, sink, window, pages, path, self.ssd, self.profile, threads=self.threads)
 
-    def stays_full(self, tokens: int, shape: KvShape, call: Call) -> bool:
-        """Returns whether a context of so many `tokens` is attended to fully; `call`: one of the step that makes it so long.
-
-        Unless `full_tokens` says it: not beyond what may be in memory, and not where choosing is faster.
+    def most_full(self, shape: KvShape, batch: int, device: torch.device) -> int:
+        """Returns how many tokens may be attended to fully where that is faster than choosing: as `full_tokens` says, or as
+        far as they may be in memory.
         """
         if self.full_tokens is not None:
-            return tokens <= self.full_tokens
+            return self.full_tokens
         if self.policy.needs_weights or self.gpu_pages is not None:
-            return False
+            return 0
         if self.cpu_pages is not None:
-            most = self.cpu_pages * shape.page_tokens
-        elif self.path is not None or call.key.device.type == "cuda":
-            most = free_tokens(shape, len(call.key), call.key.device)
-        else:
-            most = tokens
-        if tokens > most:
-            return False
-        return tokens <= SHORT or tokens <= break_even(self.policy, self.chosen, shape, call, self.threads)
+            return self.cpu_pages * shape.page_tokens
+        return free_tokens(shape, batch, device) if self.path is not None or device.type == "cuda" else NEVER
 
 
 def free_tokens(shape: KvShape, batch: int, device: torch.device | None = None) -> int:
@@ -121,9 +119,7 @@ def free_tokens(shape: KvShape, batch: int, device: torch.device | None = None) 
         free_bytes = int(torch.cuda.mem_get_info(device)[0])
     else:
         free_bytes = tightest().available_bytes
-    dims = shape.head_dim + (shape.value_dim or shape.head_dim)
-    token_bytes = batch * shape.layers * shape.kv_heads * dims * shape.numpy_dtype.itemsize
-    return int(MEMORY_SHARE * free_bytes) // token_bytes
+    return int(MEMORY_SHARE * free_bytes) // (batch * shape.layers * shape.token_bytes)
 
 
 def policy_settings(name: str, options: dict[str, Any]) -> tuple[type[KvPolicy], PolicySettings]:
@@ -175,6 +171,7 @@ class Conversation:
         self._store: KvStore | None = None
         self._engine: KvEngine | None = None
         self._dense: DenseLayers | None = None  # while it is short; the store has a beginning of it then, or nothing
+        self._most_full, self._is_measured = 0, False
         self._own_file: Path | None = None  # in a directory, until it is closed
         self._padding_known = False
         self._is_restored = False
@@ -262,16 +259,21 @@ class Conversation:
         return output
 
     def _stays_full(self, call: Call) -> bool:
-        return self.settings.stays_full(self.length + call.tokens, self.store.shape, call)
+        """Whether all is attended to in this step too; measures what is faster when that begins to matter."""
+        tokens = self.length + call.tokens
+        if SHORT < tokens <= self._most_full and not self._is_measured:
+            self._most_full = min(self._most_full, break_even(self.settings, call))
+            self._is_measured = True
+        return tokens <= self._most_full
 
     def _hand_over(self, engine: KvEngine) -> None:
         """Gives the store the tokens that it has not; after an error it may be called again."""
         dense, store = self._dense, self.store
         if dense is None or store.length == dense.length:
             return
+        none: Floats = np.empty((store.batch, store.shape.kv_heads, 0, store.shape.head_dim), np.float32)
         for layer in range(self.layers):
             if (start := store.layer_length(layer)) < dense.length:
-                none: Floats = np.empty((store.batch, store.shape.kv_heads, 0, store.shape.head_dim), np.float32)
                 engine.prefill(layer, none, *map(as_array, dense.rows(layer, start)))
         engine.finish_step(dense.ids[:, store.length :], dense.positions[:, store.length :])
 
@@ -359,7 +361,9 @@ class Conversation:
         fast = None if pages is None else TorchFastTier(pages, call.key.dtype, call.key.device)
         app, exact = settings.lookahead, settings.exact
         self._engine = KvEngine(self._store, policy, app=app, exact=exact, fast=fast, timeline=settings.timeline)
-        if settings.stays_full(self._store.length + call.tokens, self._store.shape, call):
+        self._most_full = settings.most_full(self._store.shape, batch, call.key.device)
+        self._is_measured = settings.full_tokens is not None
+        if self._stays_full(call):
             self._dense = self._taken_out(call)
         return self._engine
 
@@ -458,6 +462,58 @@ class Conversation:
         self._store.select(index)
         if self._engine is not None:
             self._engine.policy.reordered(index)
+
+
+# The break-even
+
+
+def no_attention(*arguments: Any, **options: Any) -> Output:
+    """Attends to nothing, for prompts whose keys are all that matters."""
+    return torch.empty(0), None
+
+
+_known: dict[Any, int] = {}
+
+
+def break_even(settings: SpillSettings, call: Call) -> int:
+    """Returns up to how many tokens a decode step attends to all in less time than the policy chooses some of them.
+
+    `call`: any of this model's. *Measured* on keys drawn by chance, once in a process for each kind of model, settings and
+    batch, in some tenths of a second; rounded up to a power of two, as a process like this one shall find the same.
+    """
+    settings = dataclasses.replace(
+        settings, path=None, ssd="file", cpu_pages=None, gpu_pages=None, lookahead=False, timeline=NO_TIMELINE
+    )
+    shapes = (call.query.shape[:2], *(side.shape[1::2] for side in (call.key, call.value)))
+    kind = (settings, shapes, call.key.dtype, call.key.device)
+    if kind not in _known:
+        both = (dataclasses.replace(settings, full_tokens=full) for full in (NEVER, 0))
+        found = crossing(*([_layer_s(one, call, tokens) for tokens in LENGTHS] for one in both))
+        _known[kind] = found if found in (0, NEVER) else 1 << max(0, found - 1).bit_length()
+    return max(SHORT, _known[kind])
+
+
+def _layer_s(settings: SpillSettings, call: Call, tokens: int) -> float:
+    """Seconds of a layer in the middle of some steps after `tokens`; not the first of them, which compiles or indexes."""
+    random = torch.Generator().manual_seed(0)
+    keys, values = (
+        torch.randn((*side.shape[:2], tokens, side.shape[3]), generator=random).to(side.device, side.dtype)
+        for side in (call.key, call.value)
+    )
+    query, key, value = (side[:, :, -1:] for side in (call.query, call.key, call.value))
+    once = dataclasses.replace(call, query=query, key=key, value=value, mask=None)
+    prompt = dataclasses.replace(once, query=query.expand(-1, -1, tokens, -1), key=keys, value=values, stock=no_attention)
+    measured, taken = Conversation(settings, "measured", MEASURED_LAYERS), []
+    try:
+        with torch.no_grad():
+            for one in (prompt, *[once] * (MEASURED_STEPS + 1)):
+                begin_s = time.perf_counter()
+                for layer in range(measured.layers):
+                    measured.attend(layer, one)
+                taken.append(time.perf_counter() - begin_s)
+    finally:
+        measured.close()
+    return statistics.median(taken[2:]) / measured.layers
 
 
 def _remove_orphans(directory: Path) -> None:
