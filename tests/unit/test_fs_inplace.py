@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llmcache.cache.steering import HUGE_BYTES
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import MappedFile, Places, Program
+from llmcache.fs.backends.files import READAHEAD_BYTES, MappedFile, Places, Program, read_ahead, read_ahead_file
 from llmcache.fs.vfs.backing import Backing
 
 SIZE = 5 * HUGE_BYTES + 12345
@@ -68,6 +68,28 @@ def test_what_is_brought_is_there_and_nothing_else(mapping: MappedFile) -> None:
     while syscalls.cached_pages(fd, 5 * HUGE_BYTES, 12345) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert syscalls.cached_pages(fd, 5 * HUGE_BYTES, HUGE_BYTES) == 4
+
+
+def test_window_after_window_brings_what_is_asked_for_and_nothing_else(tmp_path: Path) -> None:
+    setting = read_ahead_file(str(tmp_path))
+    window = READAHEAD_BYTES if setting is None else max(READAHEAD_BYTES, int(setting.read_text()) << 10)
+    path, page = tmp_path / "sparse", mmap.PAGESIZE
+    offset, length = 5 * page, 6 * window + 3 * page
+    with path.open("wb") as file:
+        file.truncate(10 * window)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        assert read_ahead(fd, offset, length, window) == length
+        deadline = time.monotonic() + 30
+        while syscalls.cached_pages(fd, offset, length) < length // page and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert syscalls.cached_pages(fd, offset, length) == length // page
+        with mmap.mmap(fd, 10 * window, prot=mmap.PROT_READ) as view:
+            assert not any(view[offset : offset + length : page])
+        assert syscalls.cached_pages(fd, 0, 10 * window) == length // page
+        assert read_ahead(fd, offset, length, window) == 0, "it is there"
+    finally:
+        os.close(fd)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give advice on the memory of others")

@@ -47,6 +47,8 @@ IDLE_NS = 10_000_000_000  # a file that nobody has touched for this long may hav
 WHOLE_STEP = 32  # extents
 FAILURES_MAX = 16  # no large folios on this file system, or no memory in one piece
 SMALL_READ_AHEAD_KB = 128  # what the kernel has without a setting
+LEAST_WINDOWS = 3  # shorter parts are read in single pages
+HEAD_BYTES = 16 << 10
 READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
 _LOOK_NS = 100_000_000  # a program's mappings are read again at the earliest
 
@@ -138,13 +140,53 @@ class Program:
         return mapped
 
 
-def read_ahead(fd: int, offset: int, length: int) -> int:
-    """Has the kernel read what is absent of a part of a file, in single pages; returns the bytes that were. OSError."""
+def read_ahead(fd: int, offset: int, length: int, window: int = 0) -> int:
+    """Has the kernel read what is absent of a part of a file; returns the bytes that were. OSError.
+
+    In single pages; in larger folios as far as it makes them, where `window`, the bytes that it reads ahead, is told.
+    """
     absent = -(-(offset + length) // PAGE) - offset // PAGE - syscalls.cached_pages(fd, offset, length)
+    if window and absent * PAGE >= LEAST_WINDOWS * window:
+        with contextlib.suppress(OSError):  # a file system that always waits
+            _read_windows(fd, offset, length, window)
     if absent > 0:
-        for at in range(offset, offset + length, READAHEAD_BYTES):
-            os.posix_fadvise(fd, at, min(READAHEAD_BYTES, offset + length - at), os.POSIX_FADV_WILLNEED)
+        _will_need(fd, offset, length)
     return max(0, absent) * PAGE
+
+
+def _will_need(fd: int, offset: int, length: int) -> None:
+    for at in range(offset, offset + length, READAHEAD_BYTES):
+        os.posix_fadvise(fd, at, min(READAHEAD_BYTES, offset + length - at), os.POSIX_FADV_WILLNEED)
+
+
+def _read_windows(fd: int, offset: int, length: int, window: int) -> None:
+    """Has the kernel read most of a part of a file as it does for who reads one window after the other: in ever larger
+    folios (mm/readahead.c), which take a third of the processor time to be read and dropped again.
+
+    The page at which it is to begin with the next window bears a mark: a byte of it is asked for, and not waited for. The
+    first window follows pages that are there, and is about as long; it bears the mark at its end, all others where they
+    begin. Behind the last mark is more than a window, so that a program that comes to it has the kernel read nothing.
+    """
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # whose windows are nobody else's
+    byte = bytearray(1)
+
+    def ask(at: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.preadv(own, [byte], at, os.RWF_NOWAIT)
+
+    try:
+        _will_need(own, offset, HEAD_BYTES)
+        at = mark = offset + HEAD_BYTES
+        size = 0
+        while at + window < offset + length:
+            ask(mark)
+            if size < window:  # it grows, and is cut to whole folios
+                size = syscalls.cached_pages(own, at, window) * PAGE
+            if not size:
+                break
+            mark, at = at if mark < at else at + size - PAGE, at + size
+    finally:
+        os.close(own)
 
 
 def read_ahead_file(directory: str, root: Path = Path("/")) -> Path | None:
@@ -213,18 +255,19 @@ class MappedFile:
     backing: Backing
     address: int
     length: int
+    window: int = 0  # bytes that the kernel reads ahead
     reads: int = 0  # and drops, under way: it is not closed before they have ended
     failures: int = 0  # faults that brought no huge page in, less those that did
 
     @classmethod
-    def of(cls, backing: Backing) -> MappedFile:
+    def of(cls, backing: Backing, window: int = 0) -> MappedFile:
         """Maps a file. OSError."""
         length = backing.size
         address = syscalls.mmap(backing.fd, length)
         with contextlib.suppress(OSError):  # a kernel without huge pages reads ahead in small ones
             syscalls.madvise(address, length, syscalls.MADV_HUGEPAGE)
             syscalls.madvise(address, length, syscalls.MADV_RANDOM)  # else it reads two where one faults
-        return cls(backing, address, length)
+        return cls(backing, address, length, window)
 
     def bring(self, offset: int, length: int) -> int:
         """Has the kernel read what is absent of a part that begins at a huge page; returns the bytes read. OSError."""
@@ -241,7 +284,7 @@ class MappedFile:
                 there = syscalls.cached_pages(fd, start, size)
                 self.failures = max(-FAILURES_MAX, self.failures + (1 if there < wanted else -1))
             if there < wanted:
-                read_ahead(fd, start, size)
+                read_ahead(fd, start, size, self.window)
         syscalls.madvise(self.address + offset, -(-length // PAGE) * PAGE, syscalls.MADV_DONTNEED)
         return read
 
@@ -303,6 +346,7 @@ class Files:
         self.tree, self.touches, self.engine = engine.tree, touches, engine
         self.by_key: dict[tuple[int, int], File] = {}
         self.by_number: dict[int, File] = {}
+        self.window = 0  # bytes that the kernel reads ahead
         self.turn, self.lock = threading.Lock(), threading.Lock()
         self._dev = os.fstat(self.tree.fd).st_dev  # what is mounted below SOURCE is not seen through MOUNT
         self._numbers = iter(range(1, 1 << 32))
@@ -457,7 +501,7 @@ class Files:
     def _open(self, file: File) -> None:
         fd = self._open_by_path(file)
         file.status = status = os.fstat(fd)
-        file.mapping = MappedFile.of(Backing(file.path, fd, status, False))
+        file.mapping = MappedFile.of(Backing(file.path, fd, status, False), self.window)
 
     def _watch_extents(self, file: File, group: Group, member: Member) -> None:
         self._give_places(file)

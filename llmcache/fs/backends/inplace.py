@@ -141,7 +141,8 @@ class InPlaceBackend:
     def start(self, _notifier: KernelNotifier | None, _mountpoint: str) -> None:
         """The files of SOURCE are steered from now on."""
         setting = read_ahead_file(f"/proc/self/fd/{self.engine.tree.fd}")
-        self._reach = min(REACH_MAX_BYTES, int(setting.read_text()) << 9) if setting is not None else 0
+        self.files.window = int(setting.read_text()) << 10 if setting is not None else 0
+        self._reach = min(REACH_MAX_BYTES, self.files.window // 2)
         if not self._observing.is_alive():
             self._observing.start()
             self._tending.start()
@@ -221,12 +222,12 @@ class InPlaceBackend:
         return read >= 0
 
     def _bring_expert(self, mixture: Mixture, expert: int) -> None:
-        """Has slices read as far as they are not there, in single pages: none begins at a huge one."""
+        """Has slices read as far as they are not there; none begins at a huge page."""
         file, read, done = self.files.of_node(mixture.member.node), 0, False
         if file is not None:
             with contextlib.suppress(OSError), self.files.opened(file) as fd:
                 for offset, length in mixture.ranges(expert):
-                    read += read_ahead(fd, offset, length)
+                    read += read_ahead(fd, offset, length, self.files.window)
                 done = True
         with self.state.lock:
             self.state.counters.backing_read_bytes += read
@@ -325,10 +326,11 @@ class InPlaceBackend:
             if time.monotonic() >= next_look:
                 self._find_slack()
                 next_look = time.monotonic() + SLACK_S
-            with self.state.lock:
-                for touch in touches:
-                    self._touched(touch)
-                self.state.work.notify(1 + len(self.state.jobs))
+            if touches:
+                with self.state.lock:
+                    for touch in touches:
+                        self._touched(touch)
+                    self.state.work.notify(1 + len(self.state.jobs))
 
     def _touched(self, touch: Touch) -> None:
         """Lock held."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from llmcache.cache.loops import CURSOR_LIFE_NS
 from llmcache.fs.engine.group import READY, Group
-from llmcache.fs.engine.planner import choose_victims
+from llmcache.fs.engine.planner import LAG_NS, LAST_LAG_NS, choose_victims, excess_bytes
 
 if TYPE_CHECKING:
     from llmcache.cache.loops import Cursor
@@ -108,9 +108,15 @@ class Loader:
                 if not debts:
                     debts = [self._give_up(*victim) for victim in choose_victims(state, time.monotonic_ns())]
                 if not debts:
-                    state.room.wait(IDLE_S)
+                    state.room.wait(self._rest_s())
                     continue
             self._drop(debts)
+
+    def _rest_s(self) -> float:
+        """Until what readers have just left may go, if it has to; else as long as nobody asks for room. Lock held."""
+        recent_ns = time.monotonic_ns() - LAST_LAG_NS - LAG_NS
+        reading = any(group.touched and group.last_ns > recent_ns for group in self.state.groups.values())
+        return LAG_NS / 1e9 if reading and excess_bytes(self.state) > 0 else IDLE_S
 
     def _give_up(self, group: Group, node: int, offset: int, length: int, extent: int) -> tuple[int, int, int, int]:
         """Lock held."""
@@ -127,4 +133,4 @@ class Loader:
             for _, _, length, charged in debts:
                 state.resident_bytes -= charged
                 state.counters.invalidated_bytes += length
-            state.work.notify_all()
+            state.work.notify(len(debts))
