@@ -53,13 +53,7 @@ Examples:
   llmcache umount /mnt/models"""
 
 
-@click.command(
-    cls=LazyGroup,
-    table=COMMANDS,
-    epilog=EPILOG,
-    invoke_without_command=True,
-    context_settings=HELP_OPTIONS,
-)
+@click.command(cls=LazyGroup, table=COMMANDS, epilog=EPILOG, invoke_without_command=True, context_settings=HELP_OPTIONS)
 @click.version_option(__version__, "-V", "--version", prog_name="llmcache")
 @click.pass_context
 def app(context: click.Context) -> None:
@@ -86,9 +80,8 @@ def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) 
 
         answer(command, prog_name)
         return EXIT_OK
-    color = False if os.environ.get("NO_COLOR") else None
     try:
-        with command.make_context(prog_name, list(sys.argv[1:] if args is None else args), color=color) as context:
+        with command.make_context(prog_name, list(sys.argv[1:] if args is None else args)) as context:
             result = command.invoke(context)
         sys.stdout.flush()
     except click.exceptions.Exit as ending:

@@ -10,7 +10,7 @@ from llmcache.cli import base, types
 @base.command("classify")
 @click.argument("trace", type=types.FILE)
 @base.json_option("llmcache.classify/1")
-@click.option("--min-bytes", type=types.SIZE, default="64K", show_default=True, help="Sum up what is smaller in one line.")
+@click.option("--min-bytes", type=types.SIZE, default="64K", help="Sum up what is smaller in one line.")
 @click.option("--model", "models", type=types.FILE, multiple=True, help="Name tensors from this GGUF or safetensors file.")
 def command(trace: str, as_json: bool, min_bytes: int, models: tuple[str, ...]) -> None:
     """What was read once (SEQ), in a LOOP with its period, or again and again (HOT), by file.

@@ -15,7 +15,7 @@ from llmcache.cli import base, types
     metavar="GLOB",
     help="Draw the files whose path or name matches: '*.gguf', '*' [default: those with 1 % of accesses or blocks].",
 )
-@click.option("--classes/--no-classes", default=True, show_default=True, help="Shade what is SEQ, LOOP and HOT.")
+@click.option("--classes/--no-classes", default=True, help="Shade what is SEQ, LOOP and HOT.")
 @click.option("--model", "models", type=types.FILE, multiple=True, help="Name layers from this GGUF or safetensors file.")
 @base.force_option()
 @base.json_option("llmcache.plot/1")
