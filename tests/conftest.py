@@ -13,7 +13,7 @@ import importlib.util
 import os
 import shutil
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import pytest
@@ -48,11 +48,6 @@ def _mount_problem() -> str | None:
     return None if importlib.util.find_spec("mfusepy") else "mfusepy is not installed"
 
 
-def _llama_problem() -> str | None:
-    missing = [name for name in ("llama_cpp", "gguf", "numpy") if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(missing)}" if missing else None
-
-
 MODELS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmcache" / "models"
 SMOLLM2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = MODELS / "gemma-3-270m-q4_k_m.gguf"
@@ -69,29 +64,6 @@ def _redis_problem() -> str | None:
     if importlib.util.find_spec("redis") is None:
         return "not installed: redis (Python)"
     return None if redis_server() else "neither valkey-server nor redis-server is installed"
-
-
-def _server_problem() -> str | None:
-    names = ("fastapi", "uvicorn", "sse_starlette", "starlette_context", "pydantic_settings")
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    return _llama_problem() or (f"not installed: {', '.join(missing)}" if missing else None)
-
-
-def _without(model: Path) -> Callable[[], str | None]:
-    """What says why llama.cpp cannot evaluate `model`."""
-    return lambda: _llama_problem() or (None if model.exists() else f"{model} is not there")
-
-
-def _transformers_problem() -> str | None:
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(missing)}" if missing else None
-
-
-def _models_problem() -> str | None:
-    missing = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
-    absent = [str(path) for path in (SMOLLM2, GEMMA) if not path.exists()]
-    told = [f"not installed: {', '.join(missing)}"] if missing else [f"{path} is not there" for path in absent]
-    return _transformers_problem() or ("; ".join(told) or None)
 
 
 def _cgroup_problem() -> str | None:
@@ -112,30 +84,35 @@ def _bpf_problem() -> str | None:
     return FilemapSource.probe()
 
 
-def _missing(*programs: str, header: str = "") -> Callable[[], str | None]:
-    """What says which of `programs`, or of the C headers, is not there."""
+def _lacking(*modules: str, programs: Sequence[str] = (), files: Sequence[Path] = ()) -> Callable[[], str | None]:
+    """What says which Python modules, programs or files are not there."""
 
+    @functools.cache
     def problem() -> str | None:
-        missing = [program for program in programs if shutil.which(program) is None]
-        missing += [header] if header and not Path(header).exists() else []
-        return f"not installed: {', '.join(missing)}" if missing else None
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        missing += [program for program in programs if shutil.which(program) is None]
+        told = [f"not installed: {', '.join(missing)}"] if missing else []
+        return "; ".join([*told, *(f"{file} is not there" for file in files if not file.exists())]) or None
 
     return problem
 
 
+LLAMA = ("llama_cpp", "gguf")
+SERVER = ("fastapi", "uvicorn", "sse_starlette", "starlette_context", "pydantic_settings")
+TORCH = ("torch", "transformers")
 PROBLEMS: dict[str, Callable[[], str | None]] = {
     "mount": functools.cache(_mount_problem),
-    "llama": functools.cache(_llama_problem),
-    "server": functools.cache(_server_problem),
+    "llama": _lacking(*LLAMA),
+    "server": _lacking(*LLAMA, *SERVER),
     "redis": functools.cache(_redis_problem),
-    "smollm2": _without(SMOLLM2),
-    "gemma": _without(GEMMA),
-    "models": _models_problem,
-    "transformers": functools.cache(_transformers_problem),
+    "smollm2": _lacking(*LLAMA, files=[SMOLLM2]),
+    "gemma": _lacking(*LLAMA, files=[GEMMA]),
+    "models": _lacking(*TORCH, "accelerate", "gguf", files=[SMOLLM2, GEMMA]),
+    "transformers": _lacking(*TORCH),
     "cgroup": functools.cache(_cgroup_problem),
     "bpf": functools.cache(_bpf_problem),
-    "clang": _missing("clang", "llvm-strip", header="/usr/include/bpf/bpf_helpers.h"),
-    **{program: _missing(program) for program in ("bash", "zsh", "fish", "mandoc", "groff")},
+    "clang": _lacking(programs=("clang", "llvm-strip"), files=[Path("/usr/include/bpf/bpf_helpers.h")]),
+    **{program: _lacking(programs=[program]) for program in ("bash", "zsh", "fish", "mandoc", "groff")},
 }
 CURES = {
     "mount": "apt-get install fuse3",

@@ -29,10 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from llmcache.errors import EnvironmentProblem, UsageError, run_cli  # noqa: E402 - found through the line above
-from llmcache.fs.layout.modelfile import model_bytes  # noqa: E402
 from llmcache.trace.record import Trace  # noqa: E402
 from tools.bench.machine import describe  # noqa: E402
-from tools.bench.runner import MIB, cap_bytes, client, loop_file  # noqa: E402
+from tools.bench.runner import MIB, cap_bytes, client, loop_bytes, loop_file  # noqa: E402
 from tools.bench.runner import record as trace_of  # noqa: E402
 from tools.bench.sides import environment  # noqa: E402
 
@@ -68,16 +67,12 @@ def _random_bytes(path: Path) -> None:
     loop_file(path, 64 * MIB)
 
 
-def _loop(path: Path) -> int:
-    return model_bytes(str(path)).loop_bytes
-
-
 SUBJECTS = {
     "llama-mmap": TraceSubject(
         "model.gguf",
         _model("--size", "160M"),
         lambda path: client("llama_tokens", path, 12, "--threads", THREADS, "--pause", 0.5),
-        _loop,
+        loop_bytes,
         "llama.cpp decodes 12 tokens, 0.5 s apart, with a generated, mapped model that does not fit into memory",
     ),
     "llama-no-mmap": TraceSubject(
@@ -92,7 +87,7 @@ SUBJECTS = {
         "model.safetensors",
         _model("--format", "safetensors", "--size", "120M", "--layers", "6"),
         lambda path: client("tensor_reader", path, 10, "--pause", 0.3),
-        _loop,
+        loop_bytes,
         "a generated model, mapped as the safetensors library does; loaded, then 10 tokens, 0.3 s apart; it does not fit",
     ),
     "read-loop": TraceSubject(

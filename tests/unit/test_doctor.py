@@ -182,8 +182,3 @@ def test_a_missing_library_hides_only_its_own_area(monkeypatch: pytest.MonkeyPat
     report = examine(None)
     assert {finding.area for finding in report.findings} >= {"mount", "memory", "tracing", "machine", "packages"}
     assert len(AREAS) == 5
-
-
-def test_whatever_is_not_ok_needs_a_remedy() -> None:
-    with pytest.raises(ValueError, match="no remedy"):
-        Check("mount", "FUSE", FAILED, "gone")

@@ -17,6 +17,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import truediv
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,8 @@ def mount_table(document: Document) -> str:
     results = [result for result in document["results"] if result["case"] != "g"]
     sides = list(dict.fromkeys(side for result in results for side in mounts(result)))
     named = ["page cache", *("llmcachefs" if side == "mount" else side for side in sides)]
-    head = [
-        "case",
-        "loop / cache MB",
-        *(f"{name} s" for name in named),
-        *(f"{name} MB" for name in named),
-        "bound s",
-        "times",
-    ]
+    columns = [f"{name} {unit}" for unit in ("s", "MB") for name in named]
+    head = ["case", "loop / cache MB", *columns, "bound s", "times"]
     rows = [mount_row(result, sides) for result in results]
     return "\n".join([about + markdown(head, rows), *mixtures_tables(document)])
 
@@ -167,17 +162,11 @@ def speed_table(document: Document) -> str:
 def size_table(document: Document) -> str:
     """Where stalls begin on a throttled mount, from `tools/bench size`."""
     head = ["mount", "storage MB/s", "T s", "S by formula (1) MB", "S on the mount MB", "difference"]
-    rows = [
-        [
-            one["sweep"]["mode"],
-            f"{one['sweep']['read_bps'] / 1e6:.0f}",
-            f"{one['measured']['period_s']:.3f}",
-            f"{one['modelled']['stalls_begin_bytes'] / 1e6:.1f}",
-            f"{one['measured']['stalls_begin_bytes'] / 1e6:.1f}",
-            f"{one['difference']:+.1%}",
-        ]
-        for one in document["mount"]
-    ]
+    rows = []
+    for one in document["mount"]:
+        first = [one["sweep"]["mode"], f"{one['sweep']['read_bps'] / 1e6:.0f}"]
+        sizes = [f"{one[kind]['stalls_begin_bytes'] / 1e6:.1f}" for kind in ("modelled", "measured")]
+        rows.append([*first, f"{one['measured']['period_s']:.3f}", *sizes, f"{one['difference']:+.1%}"])
     return markdown(head, rows)
 
 
@@ -211,19 +200,15 @@ def bars_table(document: Document, what: str = "what", without: Callable[[Bar], 
     return markdown([what, "figure", "bar", *more], rows)
 
 
-def _all_bars(document: Document) -> list[Bar]:
-    return bars_of(document)
-
-
 def reached(document: Document) -> tuple[int, int]:
     """How many bars of all benchmarks are reached, and how many there are, from `tools/bench all`."""
-    bars = _all_bars(document)
+    bars = bars_of(document)
     return sum(bar.passed for bar in bars), len(bars)
 
 
 def missed_table(document: Document) -> str:
     """How many bars of all benchmarks are reached, and those that are not, from `tools/bench all`."""
-    missed = [bar for bar in _all_bars(document) if not bar.passed]
+    missed = [bar for bar in bars_of(document) if not bar.passed]
     rows = [[bar.what, bar.kind, bar.shown, bar.wanted] for bar in missed]
     about = "Reached: {} of {} bars.".format(*reached(document))
     return about + ("\n\n" + markdown(["not reached", "kind", "figure", "bar"], rows, texts=(0, 1)) if missed else "\n")
@@ -252,23 +237,18 @@ def index_table(document: Document) -> str:
 
 TABLES: dict[str, Callable[[Document], str]] = {
     "all": missed_table,
-    "demotime": bars_table,
+    **dict.fromkeys(("demotime", "kv", "kvstore", "papers", "startup", "testtime"), bars_table),
     "edram": edram_table,
-    "kv": bars_table,
-    "kvmodels": lambda document: bars_table(document, "measured, real models"),
-    "kvanswers": lambda document: bars_table(document, "measured, recall model"),
+    "kvmodels": partial(bars_table, what="measured, real models"),
+    "kvanswers": partial(bars_table, what="measured, recall model"),
     "kvindex": index_table,
     "kvpipeline": pipeline_table,
-    "kvstore": bars_table,
-    "prefix": lambda document: bars_table(document, "measured, llama.cpp"),
-    "kvtransformers": lambda document: bars_table(document, "measured, in transformers"),
+    "prefix": partial(bars_table, what="measured, llama.cpp"),
+    "kvtransformers": partial(bars_table, what="measured, in transformers"),
     "mount": mount_table,
-    "papers": bars_table,
     "policies": policy_table,
     "simulate": speed_table,
     "size": size_table,
-    "startup": bars_table,
-    "testtime": bars_table,
     "trace": trace_table,
 }
 """By the name of the benchmark."""
@@ -291,8 +271,9 @@ def fill(text: str, read: Callable[[str], Document] | None = None) -> str:
         return found[1] + TABLES[found[2]](document(found[2])) + found[4]
 
     def single(found: re.Match[str]) -> str:
-        one = limit_of if found[1].startswith("<!-- limit:") else figure_of
-        return found[1] + one(found[2], found[3], document(found[2])) + found[5]
+        _, name, key, _, end = found.groups()
+        is_limit, told = found[1].startswith("<!-- limit:"), document(name)
+        return found[1] + (wanted(_bar(name, key, told)) if is_limit else figure_of(name, key, told)) + end
 
     # a marker of a table that is unknown must not pass for one of the tables
     for name in re.findall(r"<!-- results:(\w+) -->", text):
@@ -304,11 +285,6 @@ def figure_of(name: str, key: str, document: Document) -> str:
     """Returns a figure of `FIGURES`, or the value of the bar `key` of the benchmark `name`."""
     special = FIGURES.get(f"{name}.{key}")
     return _bar(name, key, document).shown if special is None else special(document)
-
-
-def limit_of(name: str, key: str, document: Document) -> str:
-    """Returns the limit of the bar `key` of the benchmark `name`."""
-    return wanted(_bar(name, key, document))
 
 
 def _bar(name: str, key: str, document: Document) -> Bar:
