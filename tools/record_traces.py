@@ -113,14 +113,17 @@ def record(target: Path, base: Path, force: bool) -> Path:
         machine = describe(file)
     facts = {"loop_bytes": str(loop), "step_s": f"{made.step_s:.6f}", "machine": json.dumps(machine)}
     facts |= {"memory_bytes": str(cap)} if cap else {}
-    provenance = dataclasses.replace(
-        trace.provenance,
-        command=shlex.join([Path(command[1]).name, *(word.replace(directory, "DIR") for word in command[2:])]),
-        note=f"{subject.note}; recorded by tools/record_traces.py. {trace.provenance.note}",
-        extra={**trace.provenance.extra, **facts},
-    )
+    said = shlex.join([Path(command[1]).name, *(word.replace(directory, "DIR") for word in command[2:])])
+    note = f"{subject.note}; recorded by tools/record_traces.py. {trace.provenance.note}"
     accessed = [each for each in trace.files if each.id in trace.file]
-    Trace(trace.columns, accessed, provenance).save(target, force=force)
+    return _saved(Trace(trace.columns, accessed, trace.provenance), target, force, said, note, facts)
+
+
+def _saved(trace: Trace, target: Path, force: bool, command: str, note: str, facts: dict[str, str]) -> Path:
+    """Write a trace that says where it comes from."""
+    origin = trace.provenance
+    told = dataclasses.replace(origin, command=command, note=note, extra={**origin.extra, **facts})
+    Trace(trace.columns, trace.files, told).save(target, force=force)
     return target
 
 
@@ -139,14 +142,9 @@ def record_arena(target: Path, base: Path, force: bool) -> Path:
         finally:
             subprocess.run([*llmcache, "umount", str(point)], check=True, env=environment())
         trace, machine = Trace.load(log), describe(model.parent)
-    provenance = dataclasses.replace(
-        trace.provenance,
-        command=f"record_traces.py {ARENA}: 160M, --cache {ARENA_CACHE}, {ARENA_TOKENS} tokens",
-        note="real accesses of llama.cpp to a generated model; one row for each extent that the mount fetched",
-        extra={**trace.provenance.extra, "machine": json.dumps(machine)},
-    )
-    Trace(trace.columns, trace.files, provenance).save(target, force=force)
-    return target
+    said = f"record_traces.py {ARENA}: 160M, --cache {ARENA_CACHE}, {ARENA_TOKENS} tokens"
+    note = "real accesses of llama.cpp to a generated model; one row for each extent that the mount fetched"
+    return _saved(trace, target, force, said, note, {"machine": json.dumps(machine)})
 
 
 def main() -> int:

@@ -11,8 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.doctor import AREAS, examine, machine, memory, mounting, packages, tracing
-from llmcache.doctor.report import FAILED, LIMITED, OK, SKIPPED, Check, Diagnosis
+from llmcache.doctor import (
+    AREAS,
+    FAILED,
+    LIMITED,
+    OK,
+    SKIPPED,
+    Check,
+    Diagnosis,
+    examine,
+    machine,
+    memory,
+    mounting,
+    packages,
+    tracing,
+)
 from llmcache.errors import EnvironmentProblem, UsageError
 
 GIB = 1 << 30

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench import readme, results
-from tools.bench.readme import PICTURE, TABLES, UnknownFigure, fill, pages
-from tools.bench.readme_picture import caption, dense, drawn, mixture
+from tools.bench.readme import PICTURE, TABLES, UnknownFigure, caption, dense, drawn, fill, mixture, pages
 from tools.bench.results import Bar, Document, with_bars
 
 TEXT = "".join(page.read_text() for page in pages())

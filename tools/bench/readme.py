@@ -8,7 +8,9 @@ What stands between these comments is made here; everything else is left as it i
     <!-- figure:NAME.BAR -->0.70<!-- /figure -->      the value of one of its bars, or one of `FIGURES`
     <!-- limit:NAME.BAR -->>= 0.6<!-- /limit -->     the limit of that bar, and whether it is missed
 
-docs/tokens.svg is drawn anew from the same results.
+docs/tokens.svg is drawn anew from the same results: tokens per second over the share of a model that fits in memory, of
+page cache and llmcachefs. The dense panel is of case (f) of `tools/bench mount`, and of case (a), whose storage is limited,
+in open markers; the panel of mixtures is of case (g), and there only if that is recorded.
 """
 
 from __future__ import annotations
@@ -20,15 +22,27 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import truediv
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
+
+from llmcache.report.theme import INK, MUTED, Look, figure_bytes, grid_of, legend_below, style
 
 from . import results
-from .mount import kernel, mean, mounts, seconds, storage_bytes
-from .readme_picture import caption, drawn
+from .mount import Result, kernel, mean, mounts, seconds, storage_bytes
 from .results import Bar, Document, bars_of, figure
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = "docs/tokens.svg"
+KERNEL = "page cache"
+LIMIT_BPS = 500_000_000  # of the rates that are measured, the one that is drawn
+LOOKS = {
+    KERNEL: Look(INK, "-", "s", 1.8),
+    "inplace": Look("#0072b2", "-", "o", 2.4, 5),
+    "steer": Look("#d55e00", "-", "^", 1.8),
+}
+NAMES = {KERNEL: KERNEL, "inplace": "llmcachefs, in place", "steer": "llmcachefs, steer"}
 _TABLE = re.compile(r"(<!-- results:(\w+) -->\n)(.*?)(<!-- /results -->)", re.DOTALL)
 _FIGURE = re.compile(r"(<!-- (?:figure|limit):(\w+)\.([^>]*?) -->)(.*?)(<!-- /(?:figure|limit) -->)")
 LABELS = {
@@ -44,6 +58,83 @@ LABELS = {
 def pages(root: Path = ROOT) -> list[Path]:
     """Returns README.md and the pages of docs/."""
     return [root / "README.md", *sorted((root / "docs").glob("**/*.md"))]
+
+
+# The picture
+
+
+class SpeedCurve(NamedTuple):
+    """What one side did, storage `limited` or not: shares of the model in memory, and tokens per second at each."""
+
+    side: str
+    limited: bool
+    shares: list[float]
+    tokens_per_s: list[float]
+
+
+def dense(document: Document) -> list[SpeedCurve]:
+    """Lines of the dense model, run by llama.cpp; medians."""
+    of_llama = [one for one in document["results"] if one["case"] in "af" and one["name"].startswith("llama.cpp")]
+    return list(_lines(of_llama, seconds))
+
+
+def mixture(document: Document) -> list[SpeedCurve]:
+    """Lines of the first mixture that is read by a generated routing; means, as tokens use different experts."""
+    routed = [one for one in document["results"] if one["case"] == "g" and not one["name"].startswith("llama.cpp")]
+    return list(_lines([one for one in routed if one["file"] == routed[0]["file"]], mean))
+
+
+def _lines(results: list[Result], time_of: Callable[[Result, str], float]) -> Iterator[SpeedCurve]:
+    for rate in (None, LIMIT_BPS):
+        each = sorted((one for one in results if one["read_bps"] == rate), key=_share)
+        for side in (KERNEL, *mounts(each[0])) if each else ():
+            times = [time_of(one, kernel(one, time_of) if side == KERNEL else side) for one in each]
+            yield SpeedCurve(side, rate is not None, [_share(one) for one in each], [1 / each_s for each_s in times])
+
+
+def _share(result: Result) -> float:
+    return float(result["cache_bytes"] / result["loop_bytes"])
+
+
+def caption(document: Document) -> str:
+    """What the picture shows, and what it cannot show yet."""
+    first = next(one for one in document["results"] if one["case"] == "f")
+    limited = f"storage at full speed, or limited to {LIMIT_BPS / 1e6:.0f} MB/s (open markers)"
+    model = f"llama.cpp with {first['loop_bytes'] / 1e6:.0f} MB of weights"
+    shown = f"{model}; {limited}; all sides have the same memory and storage"
+    missing = "No mixture of experts is recorded yet; its panel will stand beside this one"
+    return shown if mixture(document) else f"{shown}. {missing}"
+
+
+def drawn(document: Document) -> str:
+    """Returns the picture as SVG; the same results give the same text."""
+    panels = [("Dense model, llama.cpp", dense(document))]
+    if mixture(document):
+        panels.append(("Mixture of experts, generated routing", mixture(document)))
+    with style():
+        figure, axes = grid_of(len(panels))
+        for panel, (title, lines) in zip(axes, panels, strict=True):
+            _draw(panel, title, lines)
+        legend_below(figure, axes)
+    return figure_bytes(figure, "svg").decode()
+
+
+def _draw(panel: Axes, title: str, lines: list[SpeedCurve]) -> None:
+    for line in lines:
+        look = LOOKS[line.side].line()
+        if line.limited:
+            look |= {"linestyle": ":", "markerfacecolor": "none", "markeredgecolor": look["color"]}
+        panel.plot(line.shares, line.tokens_per_s, label=None if line.limited else NAMES[line.side], **look)
+        if line.limited and line.side == KERNEL:
+            place = (line.shares[-1], line.tokens_per_s[-1])
+            text = f"{LIMIT_BPS / 1e6:.0f} MB/s"
+            panel.annotate(text, place, (8, -3), textcoords="offset points", color=MUTED, fontsize=8)
+    panel.set(title=title, xlabel="share of the model's loop that fits in memory", ylabel="tokens per second", yscale="log")
+    panel.xaxis.set_major_formatter(PercentFormatter(1))
+    panel.yaxis.set_major_formatter("{x:g}")
+
+
+# Tables and figures
 
 
 def _largest_difference(mode: str) -> Callable[[Document], str]:
@@ -294,7 +385,7 @@ def _bar(name: str, key: str, document: Document) -> Bar:
     return bars[key]
 
 
-def recorded(name: str) -> dict[str, Any]:
+def recorded(name: str) -> Document:
     """Returns the recorded JSON of a benchmark."""
     return results.read(results.DIRECTORY / f"{name}.json")
 
