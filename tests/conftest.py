@@ -100,34 +100,28 @@ def _lacking(*modules: str, programs: Sequence[str] = (), files: Sequence[Path] 
 LLAMA = ("llama_cpp", "gguf")
 SERVER = ("fastapi", "uvicorn", "sse_starlette", "starlette_context", "pydantic_settings")
 TORCH = ("torch", "transformers")
-PROBLEMS: dict[str, Callable[[], str | None]] = {
-    "mount": functools.cache(_mount_problem),
-    "llama": _lacking(*LLAMA),
-    "server": _lacking(*LLAMA, *SERVER),
-    "redis": functools.cache(_redis_problem),
-    "smollm2": _lacking(*LLAMA, files=[SMOLLM2]),
-    "gemma": _lacking(*LLAMA, files=[GEMMA]),
-    "models": _lacking(*TORCH, "accelerate", "gguf", files=[SMOLLM2, GEMMA]),
-    "transformers": _lacking(*TORCH),
-    "cgroup": functools.cache(_cgroup_problem),
-    "bpf": functools.cache(_bpf_problem),
-    "clang": _lacking(programs=("clang", "llvm-strip"), files=[Path("/usr/include/bpf/bpf_helpers.h")]),
-    **{program: _lacking(programs=[program]) for program in ("bash", "zsh", "fish", "mandoc", "groff")},
+INSTALLED = "tools/test installs it"
+TIERS: dict[str, tuple[Callable[[], str | None], str]] = {
+    "mount": (functools.cache(_mount_problem), "apt-get install fuse3"),
+    "llama": (_lacking(*LLAMA), INSTALLED),
+    "server": (_lacking(*LLAMA, *SERVER), INSTALLED),
+    "redis": (functools.cache(_redis_problem), "apt-get install redis-tools"),
+    "smollm2": (_lacking(*LLAMA, files=[SMOLLM2]), "tools/test fetches it"),
+    "gemma": (_lacking(*LLAMA, files=[GEMMA]), "tools/test fetches it"),
+    "models": (
+        _lacking(*TORCH, "accelerate", "gguf", files=[SMOLLM2, GEMMA]),
+        "tools/test fetches them, and installs what reads them",
+    ),
+    "transformers": (_lacking(*TORCH), INSTALLED),
+    "cgroup": (functools.cache(_cgroup_problem), "run as root, where /sys/fs/cgroup can be written"),
+    "bpf": (functools.cache(_bpf_problem), "apt-get install libbpf1, and run as root on Linux 6.12 or later"),
+    "clang": (
+        _lacking(programs=("clang", "llvm-strip"), files=[Path("/usr/include/bpf/bpf_helpers.h")]),
+        "apt-get install clang llvm libbpf-dev",
+    ),
+    **{name: (_lacking(programs=[name]), f"apt-get install {name}") for name in ("bash", "zsh", "fish", "mandoc", "groff")},
 }
-CURES = {
-    "mount": "apt-get install fuse3",
-    "llama": "tools/test installs it",
-    "server": "tools/test installs it",
-    "redis": "apt-get install redis-tools",
-    "smollm2": "tools/test fetches it",
-    "gemma": "tools/test fetches it",
-    "models": "tools/test fetches them, and installs what reads them",
-    "transformers": "tools/test installs it",
-    "cgroup": "run as root, where /sys/fs/cgroup can be written",
-    "bpf": "apt-get install libbpf1, and run as root on Linux 6.12 or later",
-    "clang": "apt-get install clang llvm libbpf-dev",
-    **{package: f"apt-get install {package}" for package in ("bash", "zsh", "fish", "mandoc", "groff")},
-}
+"""By name: why this machine cannot run it, if it cannot, and what brings it."""
 
 
 def _required() -> set[str]:
@@ -135,7 +129,7 @@ def _required() -> set[str]:
 
 
 def _tiers(item: pytest.Item) -> set[str]:
-    return {tier for tier in PROBLEMS if item.get_closest_marker(tier)}
+    return {tier for tier in TIERS if item.get_closest_marker(tier)}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -149,16 +143,16 @@ def pytest_configure(config: pytest.Config) -> None:
         is_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
         signal.signal(number, (lambda *_: None) if is_nohup else signal.default_int_handler)
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", os.environ.get("LLMCACHE_TEST_DISK", "/var/tmp"))
-    if unknown := _required() - set(PROBLEMS):
+    if unknown := _required() - set(TIERS):
         raise pytest.UsageError(f"LLMCACHE_REQUIRE_TIERS: no such tier: {', '.join(sorted(unknown))}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say in one line which tiers were not run, and what brings each."""
     reasons = {str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])}
-    absent = [tier for tier in PROBLEMS if any(f"Skipped: {tier}: " in reason for reason in reasons)]
+    absent = [tier for tier in TIERS if any(f"Skipped: {tier}: " in reason for reason in reasons)]
     if absent:
-        terminalreporter.write_line("not run here: " + "; ".join(f"{tier} ({CURES[tier]})" for tier in absent))
+        terminalreporter.write_line("not run here: " + "; ".join(f"{tier} ({TIERS[tier][1]})" for tier in absent))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -174,7 +168,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test whose tier has a problem; the report below decides whether that is a failure."""
     for tier in sorted(_tiers(item)):
-        if problem := PROBLEMS[tier]():
+        if problem := TIERS[tier][0]():
             pytest.skip(f"{tier}: {problem}")
 
 
@@ -189,7 +183,7 @@ def pytest_runtest_makereport(
     report = yield
     required = _tiers(item) & _required()
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    lacking = {tier for tier in PROBLEMS if reason.startswith(f"Skipped: {tier}: ")}
+    lacking = {tier for tier in TIERS if reason.startswith(f"Skipped: {tier}: ")}
     if report.skipped and required and lacking <= required and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"{', '.join(sorted(required))} is required (LLMCACHE_REQUIRE_TIERS), but: {reason}"
