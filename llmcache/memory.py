@@ -36,14 +36,14 @@ class Memory:
 
 def machine_memory(root: Path = Path("/")) -> Memory:
     """Returns MemTotal and MemAvailable of /proc/meminfo."""
-    values = _pairs(root / "proc/meminfo")
+    values = pairs(root / "proc/meminfo")
     total, available = values["MemTotal"] * 1024, values["MemAvailable"] * 1024
     return machine_of(total, available)
 
 
 def machine_free(root: Path = Path("/")) -> int:
     """Returns MemFree of /proc/meminfo (bytes)."""
-    return _pairs(root / "proc/meminfo")["MemFree"] * 1024
+    return pairs(root / "proc/meminfo")["MemFree"] * 1024
 
 
 def machine_of(total_bytes: int, available_bytes: int) -> Memory:
@@ -91,7 +91,7 @@ def _limit_of(group: Path, limit_file: str, usage_file: str) -> Memory | None:
         if text == "max" or int(text) >= UNLIMITED:
             return None
         limit, usage = int(text), int((group / usage_file).read_text())
-        stat = _pairs(group / "memory.stat")
+        stat = pairs(group / "memory.stat")
     except (OSError, ValueError, KeyError):
         return None  # no such controller here, or a group that is ending
     # v1 counts children under total_*; page cache on the LRU can be had back, locked pages cannot.
@@ -100,13 +100,14 @@ def _limit_of(group: Path, limit_file: str, usage_file: str) -> Memory | None:
     return Memory(f"cgroup {group}", limit, limit - usage + cache, margin, limit - usage)
 
 
-def _pairs(path: Path) -> dict[str, int]:
-    pairs = {}
+def pairs(path: Path) -> dict[str, int]:
+    """Returns the numbers of a file of lines "key value"; what follows them (units) is left out."""
+    found = {}
     for line in path.read_text().splitlines():
         fields = line.replace(":", " ").split()
         if len(fields) >= 2:
-            pairs[fields[0]] = int(fields[1])
-    return pairs
+            found[fields[0]] = int(fields[1])
+    return found
 
 
 def tightest(root: Path = Path("/")) -> Memory:

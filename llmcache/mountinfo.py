@@ -20,6 +20,7 @@ class Mount:
     point: str
     fstype: str
     options: str
+    source: str = ""
 
     @property
     def owner(self) -> int:
@@ -50,9 +51,12 @@ class Mount:
                 yield from (name.replace("\\:", ":") for name in re.split(r"(?<!\\):+", value) if name)
 
 
-def mounts(pid: int | str = "self") -> dict[int, Mount]:
-    """Returns the mounts that process `pid` sees by their number, in mounting order; OSError if it is gone."""
-    with open(f"/proc/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+def mounts(pid: int | str = "self", proc: str = "/proc") -> dict[int, Mount]:
+    """Returns the mounts that process `pid` sees by their number, in mounting order; OSError if it is gone.
+
+    `proc` is there for tests on made-up trees.
+    """
+    with open(f"{proc}/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         found = (_mount(line) for line in lines)
         return {mount.id: mount for mount in found}
 
@@ -60,10 +64,10 @@ def mounts(pid: int | str = "self") -> dict[int, Mount]:
 def _mount(line: str) -> Mount:
     fields, _, rest = line.rstrip("\n").partition(" - ")
     number, _, device, root, point = fields.split(" ")[:5]
-    fstype, _, options = rest.split(" ", 2)
+    fstype, source, options = rest.split(" ", 2)
     major, _, minor = device.partition(":")
     dev = os.makedev(int(major), int(minor))
-    return Mount(int(number), dev, _plain(root), _plain(point), fstype, _plain(options))
+    return Mount(int(number), dev, _plain(root), _plain(point), fstype, _plain(options), source)
 
 
 def _plain(text: str) -> str:

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import shutil
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import pytest
@@ -48,11 +48,6 @@ def _mount_problem() -> str | None:
     return None if importlib.util.find_spec("mfusepy") else "mfusepy is not installed"
 
 
-def _llama_problem() -> str | None:
-    missing = [name for name in ("llama_cpp", "gguf", "numpy") if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(missing)}" if missing else None
-
-
 MODELS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmcache" / "models"
 SMOLLM2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = MODELS / "gemma-3-270m-q4_k_m.gguf"
@@ -69,29 +64,6 @@ def _redis_problem() -> str | None:
     if importlib.util.find_spec("redis") is None:
         return "not installed: redis (Python)"
     return None if redis_server() else "neither valkey-server nor redis-server is installed"
-
-
-def _server_problem() -> str | None:
-    names = ("fastapi", "uvicorn", "sse_starlette", "starlette_context", "pydantic_settings")
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    return _llama_problem() or (f"not installed: {', '.join(missing)}" if missing else None)
-
-
-def _without(model: Path) -> Callable[[], str | None]:
-    """What says why llama.cpp cannot evaluate `model`."""
-    return lambda: _llama_problem() or (None if model.exists() else f"{model} is not there")
-
-
-def _transformers_problem() -> str | None:
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(missing)}" if missing else None
-
-
-def _models_problem() -> str | None:
-    missing = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
-    absent = [str(path) for path in (SMOLLM2, GEMMA) if not path.exists()]
-    told = [f"not installed: {', '.join(missing)}"] if missing else [f"{path} is not there" for path in absent]
-    return _transformers_problem() or ("; ".join(told) or None)
 
 
 def _cgroup_problem() -> str | None:
@@ -112,45 +84,44 @@ def _bpf_problem() -> str | None:
     return FilemapSource.probe()
 
 
-def _missing(*programs: str, header: str = "") -> Callable[[], str | None]:
-    """What says which of `programs`, or of the C headers, is not there."""
+def _lacking(*modules: str, programs: Sequence[str] = (), files: Sequence[Path] = ()) -> Callable[[], str | None]:
+    """What says which Python modules, programs or files are not there."""
 
+    @functools.cache
     def problem() -> str | None:
-        missing = [program for program in programs if shutil.which(program) is None]
-        missing += [header] if header and not Path(header).exists() else []
-        return f"not installed: {', '.join(missing)}" if missing else None
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        missing += [program for program in programs if shutil.which(program) is None]
+        told = [f"not installed: {', '.join(missing)}"] if missing else []
+        return "; ".join([*told, *(f"{file} is not there" for file in files if not file.exists())]) or None
 
     return problem
 
 
-PROBLEMS: dict[str, Callable[[], str | None]] = {
-    "mount": functools.cache(_mount_problem),
-    "llama": functools.cache(_llama_problem),
-    "server": functools.cache(_server_problem),
-    "redis": functools.cache(_redis_problem),
-    "smollm2": _without(SMOLLM2),
-    "gemma": _without(GEMMA),
-    "models": _models_problem,
-    "transformers": functools.cache(_transformers_problem),
-    "cgroup": functools.cache(_cgroup_problem),
-    "bpf": functools.cache(_bpf_problem),
-    "clang": _missing("clang", "llvm-strip", header="/usr/include/bpf/bpf_helpers.h"),
-    **{program: _missing(program) for program in ("bash", "zsh", "fish", "mandoc", "groff")},
+LLAMA = ("llama_cpp", "gguf")
+SERVER = ("fastapi", "uvicorn", "sse_starlette", "starlette_context", "pydantic_settings")
+TORCH = ("torch", "transformers")
+INSTALLED = "tools/test installs it"
+TIERS: dict[str, tuple[Callable[[], str | None], str]] = {
+    "mount": (functools.cache(_mount_problem), "apt-get install fuse3"),
+    "llama": (_lacking(*LLAMA), INSTALLED),
+    "server": (_lacking(*LLAMA, *SERVER), INSTALLED),
+    "redis": (functools.cache(_redis_problem), "apt-get install redis-tools"),
+    "smollm2": (_lacking(*LLAMA, files=[SMOLLM2]), "tools/test fetches it"),
+    "gemma": (_lacking(*LLAMA, files=[GEMMA]), "tools/test fetches it"),
+    "models": (
+        _lacking(*TORCH, "accelerate", "gguf", files=[SMOLLM2, GEMMA]),
+        "tools/test fetches them, and installs what reads them",
+    ),
+    "transformers": (_lacking(*TORCH), INSTALLED),
+    "cgroup": (functools.cache(_cgroup_problem), "run as root, where /sys/fs/cgroup can be written"),
+    "bpf": (functools.cache(_bpf_problem), "apt-get install libbpf1, and run as root on Linux 6.12 or later"),
+    "clang": (
+        _lacking(programs=("clang", "llvm-strip"), files=[Path("/usr/include/bpf/bpf_helpers.h")]),
+        "apt-get install clang llvm libbpf-dev",
+    ),
+    **{name: (_lacking(programs=[name]), f"apt-get install {name}") for name in ("bash", "zsh", "fish", "mandoc", "groff")},
 }
-CURES = {
-    "mount": "apt-get install fuse3",
-    "llama": "tools/test installs it",
-    "server": "tools/test installs it",
-    "redis": "apt-get install redis-tools",
-    "smollm2": "tools/test fetches it",
-    "gemma": "tools/test fetches it",
-    "models": "tools/test fetches them, and installs what reads them",
-    "transformers": "tools/test installs it",
-    "cgroup": "run as root, where /sys/fs/cgroup can be written",
-    "bpf": "apt-get install libbpf1, and run as root on Linux 6.12 or later",
-    "clang": "apt-get install clang llvm libbpf-dev",
-    **{package: f"apt-get install {package}" for package in ("bash", "zsh", "fish", "mandoc", "groff")},
-}
+"""By name: why this machine cannot run it, if it cannot, and what brings it."""
 
 
 def _required() -> set[str]:
@@ -158,7 +129,7 @@ def _required() -> set[str]:
 
 
 def _tiers(item: pytest.Item) -> set[str]:
-    return {tier for tier in PROBLEMS if item.get_closest_marker(tier)}
+    return {tier for tier in TIERS if item.get_closest_marker(tier)}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -172,16 +143,16 @@ def pytest_configure(config: pytest.Config) -> None:
         is_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
         signal.signal(number, (lambda *_: None) if is_nohup else signal.default_int_handler)
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", os.environ.get("LLMCACHE_TEST_DISK", "/var/tmp"))
-    if unknown := _required() - set(PROBLEMS):
+    if unknown := _required() - set(TIERS):
         raise pytest.UsageError(f"LLMCACHE_REQUIRE_TIERS: no such tier: {', '.join(sorted(unknown))}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say in one line which tiers were not run, and what brings each."""
     reasons = {str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])}
-    absent = [tier for tier in PROBLEMS if any(f"Skipped: {tier}: " in reason for reason in reasons)]
+    absent = [tier for tier in TIERS if any(f"Skipped: {tier}: " in reason for reason in reasons)]
     if absent:
-        terminalreporter.write_line("not run here: " + "; ".join(f"{tier} ({CURES[tier]})" for tier in absent))
+        terminalreporter.write_line("not run here: " + "; ".join(f"{tier} ({TIERS[tier][1]})" for tier in absent))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -197,7 +168,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test whose tier has a problem; the report below decides whether that is a failure."""
     for tier in sorted(_tiers(item)):
-        if problem := PROBLEMS[tier]():
+        if problem := TIERS[tier][0]():
             pytest.skip(f"{tier}: {problem}")
 
 
@@ -212,7 +183,7 @@ def pytest_runtest_makereport(
     report = yield
     required = _tiers(item) & _required()
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    lacking = {tier for tier in PROBLEMS if reason.startswith(f"Skipped: {tier}: ")}
+    lacking = {tier for tier in TIERS if reason.startswith(f"Skipped: {tier}: ")}
     if report.skipped and required and lacking <= required and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"{', '.join(sorted(required))} is required (LLMCACHE_REQUIRE_TIERS), but: {reason}"

@@ -59,10 +59,18 @@ _CHARACTERS = {"…": "...", "“": '"', "”": '"', "’": "'", "–": "-", "�
 
 def all_pages() -> list[Page]:
     """Returns all pages."""
-    first = page_of(app, "llmcache", app.help or "", TEXTS / "llmcache.txt", None)
-    first.sections["COMMANDS"] = _commands(app, "llmcache")
-    second = page_of(mount_command, "llmcachefs", app.table["mount"][1], TEXTS / "mount.txt", "llmcache")
-    return [first, second, *_below(app, "llmcache"), _helper()]
+    made = [
+        page_of(app, "llmcache", app.help or "", TEXTS / "llmcache.txt", None),
+        page_of(mount_command, "llmcachefs", app.table["mount"][1], TEXTS / "mount.txt", "llmcache"),
+    ]
+    groups = {"llmcache": app}
+    for words, command in walk(app, "llmcache"):
+        parent, _, name = words.rpartition(" ")
+        if isinstance(command, LazyGroup):
+            groups[words] = command
+        text = TEXTS / f"{words.removeprefix('llmcache ').replace(' ', '-')}.txt"
+        made.append(page_of(command, words, groups[parent].table[name][1], text, parent.replace(" ", "-")))
+    return [*made, Page("mount.llmcachefs", 8, "mount a model directory from /etc/fstab", read_sections(HELPER))]
 
 
 def walk(group: LazyGroup, words: str) -> Iterator[tuple[str, click.Command]]:
@@ -73,31 +81,6 @@ def walk(group: LazyGroup, words: str) -> Iterator[tuple[str, click.Command]]:
         yield f"{words} {name}", command
         if isinstance(command, LazyGroup):
             yield from walk(command, f"{words} {name}")
-
-
-def _below(group: LazyGroup, words: str) -> Iterator[Page]:
-    for name, (_, summary) in group.table.items():
-        command = group.get_command(click.Context(group), name)
-        assert command is not None
-        called = f"{words} {name}"
-        text = TEXTS / f"{called.removeprefix('llmcache ').replace(' ', '-')}.txt"
-        if isinstance(command, LazyGroup):
-            page = page_of(command, called, summary, text, words)
-            page.sections["COMMANDS"] = _commands(command, called)
-            yield page
-            yield from _below(command, called)
-        else:
-            yield page_of(command, called, summary, text, words.replace(" ", "-"))
-
-
-def _commands(group: LazyGroup, words: str) -> str:
-    dashed = words.replace(" ", "-")
-    return "\n".join(f"{name}\n    {summary} {dashed}-{name}(1)" for name, (_, summary) in group.table.items())
-
-
-def _helper() -> Page:
-    sections = read_sections(HELPER)
-    return Page("mount.llmcachefs", 8, "mount a model directory from /etc/fstab", sections)
 
 
 # One page
@@ -149,19 +132,21 @@ def read_sections(path: Path) -> dict[str, str]:
 
 def page_of(command: click.Command, words: str, summary: str, text: Path, parent: str | None) -> Page:
     """Returns the page of `command`, which users call as `words`; `text` is the file beside it."""
-    context = click.Context(command, info_name=words, help_option_names=HELP_OPTIONS["help_option_names"])
+    context = click.Context(command, info_name=words, **HELP_OPTIONS)
     sections = read_sections(text)
     for title, block in _help_sections(command).items():
         own = sections.get(title)
         sections[title] = f"{block}\n\n{own}" if own else block
     page = Page(words.replace(" ", "-"), 1, _lowered(summary), sections)
+    if isinstance(command, LazyGroup):
+        below = (f"{name}\n    {told} {page.name}-{name}(1)" for name, (_, told) in command.table.items())
+        sections["COMMANDS"] = "\n".join(below)
     page.raw["SYNOPSIS"] = " ".join([bold(words), *map(_piece, command.collect_usage_pieces(context))])
-    page.raw["OPTIONS"] = "\n".join(_option(option, context) for option in command.get_params(context) if _is_told(option))
-    page.raw["EXIT STATUS"] = _exit_codes()
-    see = sections.get("SEE ALSO", "")
-    sections["SEE ALSO"] = ", ".join(filter(None, (f"{parent}(1)" if parent else "", see)))
-    if not sections["SEE ALSO"]:
-        del sections["SEE ALSO"]
+    told = (one for one in command.get_params(context) if isinstance(one, click.Option) and not one.hidden)
+    page.raw["OPTIONS"] = "\n".join(_option(option, context) for option in told)
+    page.raw["EXIT STATUS"] = "\n".join(f".TP\n{bold(str(code))}\n{inline(long)}" for code, (_, long) in EXIT_CODES.items())
+    if parent:
+        sections["SEE ALSO"] = ", ".join(filter(None, (f"{parent}(1)", sections.get("SEE ALSO"))))
     return page
 
 
@@ -209,24 +194,12 @@ def _piece(piece: str) -> str:
     return f"\\fI{escaped(piece)}\\fP"
 
 
-def _is_told(parameter: click.Parameter) -> bool:
-    return isinstance(parameter, click.Option) and not parameter.hidden
-
-
-def _option(option: click.Parameter, context: click.Context) -> str:
+def _option(option: click.Option, context: click.Context) -> str:
+    """An option with its meaning: names in bold, what stands for values in italics."""
     record = option.get_help_record(context)
     assert record is not None, option.name
-    names, text = record
-    return f".TP\n{re.sub(r'(--?[a-z][a-z-]*)', lambda name: bold(name[1]), _metavars(names))}\n{inline(text)}"
-
-
-def _metavars(names: str) -> str:
-    """The names of an option with what stands for values in italics."""
-    return re.sub(r"(?<= )([A-Z\[][^ ]*)$", lambda value: _piece(value[1]), names)
-
-
-def _exit_codes() -> str:
-    return "\n".join(f".TP\n{bold(str(code))}\n{inline(long)}" for code, (_, long) in EXIT_CODES.items())
+    names = re.sub(r"(?<= )([A-Z\[][^ ]*)$", lambda value: _piece(value[1]), record[0])
+    return f".TP\n{re.sub(r'(--?[a-z][a-z-]*)', lambda name: bold(name[1]), names)}\n{inline(record[1])}"
 
 
 # Marked text to man(7) macros

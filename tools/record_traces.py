@@ -29,10 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from llmcache.errors import EnvironmentProblem, UsageError, run_cli  # noqa: E402 - found through the line above
-from llmcache.fs.layout.modelfile import model_bytes  # noqa: E402
 from llmcache.trace.record import Trace  # noqa: E402
 from tools.bench.machine import describe  # noqa: E402
-from tools.bench.runner import MIB, cap_bytes, client, loop_file  # noqa: E402
+from tools.bench.runner import MIB, cap_bytes, client, loop_bytes, loop_file  # noqa: E402
 from tools.bench.runner import record as trace_of  # noqa: E402
 from tools.bench.sides import environment  # noqa: E402
 
@@ -68,16 +67,12 @@ def _random_bytes(path: Path) -> None:
     loop_file(path, 64 * MIB)
 
 
-def _loop(path: Path) -> int:
-    return model_bytes(str(path)).loop_bytes
-
-
 SUBJECTS = {
     "llama-mmap": TraceSubject(
         "model.gguf",
         _model("--size", "160M"),
         lambda path: client("llama_tokens", path, 12, "--threads", THREADS, "--pause", 0.5),
-        _loop,
+        loop_bytes,
         "llama.cpp decodes 12 tokens, 0.5 s apart, with a generated, mapped model that does not fit into memory",
     ),
     "llama-no-mmap": TraceSubject(
@@ -92,7 +87,7 @@ SUBJECTS = {
         "model.safetensors",
         _model("--format", "safetensors", "--size", "120M", "--layers", "6"),
         lambda path: client("tensor_reader", path, 10, "--pause", 0.3),
-        _loop,
+        loop_bytes,
         "a generated model, mapped as the safetensors library does; loaded, then 10 tokens, 0.3 s apart; it does not fit",
     ),
     "read-loop": TraceSubject(
@@ -118,14 +113,17 @@ def record(target: Path, base: Path, force: bool) -> Path:
         machine = describe(file)
     facts = {"loop_bytes": str(loop), "step_s": f"{made.step_s:.6f}", "machine": json.dumps(machine)}
     facts |= {"memory_bytes": str(cap)} if cap else {}
-    provenance = dataclasses.replace(
-        trace.provenance,
-        command=shlex.join([Path(command[1]).name, *(word.replace(directory, "DIR") for word in command[2:])]),
-        note=f"{subject.note}; recorded by tools/record_traces.py. {trace.provenance.note}",
-        extra={**trace.provenance.extra, **facts},
-    )
+    said = shlex.join([Path(command[1]).name, *(word.replace(directory, "DIR") for word in command[2:])])
+    note = f"{subject.note}; recorded by tools/record_traces.py. {trace.provenance.note}"
     accessed = [each for each in trace.files if each.id in trace.file]
-    Trace(trace.columns, accessed, provenance).save(target, force=force)
+    return _saved(Trace(trace.columns, accessed, trace.provenance), target, force, said, note, facts)
+
+
+def _saved(trace: Trace, target: Path, force: bool, command: str, note: str, facts: dict[str, str]) -> Path:
+    """Write a trace that says where it comes from."""
+    origin = trace.provenance
+    told = dataclasses.replace(origin, command=command, note=note, extra={**origin.extra, **facts})
+    Trace(trace.columns, trace.files, told).save(target, force=force)
     return target
 
 
@@ -144,14 +142,9 @@ def record_arena(target: Path, base: Path, force: bool) -> Path:
         finally:
             subprocess.run([*llmcache, "umount", str(point)], check=True, env=environment())
         trace, machine = Trace.load(log), describe(model.parent)
-    provenance = dataclasses.replace(
-        trace.provenance,
-        command=f"record_traces.py {ARENA}: 160M, --cache {ARENA_CACHE}, {ARENA_TOKENS} tokens",
-        note="real accesses of llama.cpp to a generated model; one row for each extent that the mount fetched",
-        extra={**trace.provenance.extra, "machine": json.dumps(machine)},
-    )
-    Trace(trace.columns, trace.files, provenance).save(target, force=force)
-    return target
+    said = f"record_traces.py {ARENA}: 160M, --cache {ARENA_CACHE}, {ARENA_TOKENS} tokens"
+    note = "real accesses of llama.cpp to a generated model; one row for each extent that the mount fetched"
+    return _saved(trace, target, force, said, note, {"machine": json.dumps(machine)})
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """The `llmcache` command: a table of commands, each imported only when it is called.
 
-A command is one click command in one file of this package, without logic of its own. `run` gives every entry point
+A command is a click command without logic of its own, in a file of its own or of its group. `run` gives every entry point
 the same errors and exit codes.
 """
 
@@ -22,20 +22,20 @@ from llmcache.errors import EXIT_OK, UsageError, run_cli
 # name: (module:attribute, the line `llmcache --help` shows); help must not import the commands, so it is kept here.
 COMMANDS: dict[str, tuple[str, str]] = {
     "mount": ("llmcache.cli.mount:command", "Mount a model directory with a cache budget (also: llmcachefs)."),
-    "umount": ("llmcache.cli.umount:command", "Unmount, giving back all memory; --force cleans a dead mount."),
-    "stats": ("llmcache.cli.stats:command", "Show what a mount keeps, hits and reads; or list the mounts."),
-    "top": ("llmcache.cli.top:command", "Watch a mount live: memory, loops, rates, waits, layers."),
-    "resize": ("llmcache.cli.resize:command", "Give a mount another budget while it serves."),
-    "warmup": ("llmcache.cli.warmup:command", "Bring in what a mount would keep, before it is read."),
-    "evict": ("llmcache.cli.evict:command", "Give up what a mount keeps of files."),
+    "umount": ("llmcache.cli.operation:umount_command", "Unmount, giving back all memory; --force cleans a dead mount."),
+    "stats": ("llmcache.cli.operation:stats_command", "Show what a mount keeps, hits and reads; or list the mounts."),
+    "top": ("llmcache.cli.operation:top_command", "Watch a mount live: memory, loops, rates, waits, layers."),
+    "resize": ("llmcache.cli.operation:resize_command", "Give a mount another budget while it serves."),
+    "warmup": ("llmcache.cli.operation:warmup_command", "Bring in what a mount would keep, before it is read."),
+    "evict": ("llmcache.cli.operation:evict_command", "Give up what a mount keeps of files."),
     "size": ("llmcache.cli.size:command", "How large a cache a model needs, or what a cache can do."),
-    "config": ("llmcache.cli.config:command", "Show a mount's settings and where each comes from."),
+    "config": ("llmcache.cli.mount:config_command", "Show a mount's settings and where each comes from."),
     "doctor": ("llmcache.cli.doctor:command", "What this machine offers and lacks, with remedies."),
-    "info": ("llmcache.cli.info:command", "Show what a trace holds and where it comes from."),
-    "convert": ("llmcache.cli.convert:command", "Convert a trace: Parquet, CSV, oracleGeneral, strace logs."),
+    "info": ("llmcache.cli.traces:info_command", "Show what a trace holds and where it comes from."),
+    "convert": ("llmcache.cli.traces:convert_command", "Convert a trace: Parquet, CSV, oracleGeneral, strace logs."),
     "trace": ("llmcache.cli.trace:command", "Record which file blocks a process accesses."),
-    "classify": ("llmcache.cli.classify:command", "What of a trace is read once, in loops, or hot, by file."),
-    "plot": ("llmcache.cli.plot:command", "Draw which blocks a trace accesses when: PNG, SVG or HTML."),
+    "classify": ("llmcache.cli.traces:classify_command", "What of a trace is read once, in loops, or hot, by file."),
+    "plot": ("llmcache.cli.traces:plot_command", "Draw which blocks a trace accesses when: PNG, SVG or HTML."),
     "simulate": ("llmcache.cli.simulate:command", "What caches of several sizes and policies hit on traces."),
     "kv": ("llmcache.cli.kv:command", "Keys and values beyond memory: benchmark, plans, profiles."),
     "serve-llama": ("llmcache.cli.serve_llama:command", "Serve models with llama-cpp-python; prompts are kept on disk."),
@@ -53,13 +53,7 @@ Examples:
   llmcache umount /mnt/models"""
 
 
-@click.command(
-    cls=LazyGroup,
-    table=COMMANDS,
-    epilog=EPILOG,
-    invoke_without_command=True,
-    context_settings=HELP_OPTIONS,
-)
+@click.command(cls=LazyGroup, table=COMMANDS, epilog=EPILOG, invoke_without_command=True, context_settings=HELP_OPTIONS)
 @click.version_option(__version__, "-V", "--version", prog_name="llmcache")
 @click.pass_context
 def app(context: click.Context) -> None:
@@ -86,9 +80,8 @@ def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) 
 
         answer(command, prog_name)
         return EXIT_OK
-    color = False if os.environ.get("NO_COLOR") else None
     try:
-        with command.make_context(prog_name, list(sys.argv[1:] if args is None else args), color=color) as context:
+        with command.make_context(prog_name, list(sys.argv[1:] if args is None else args)) as context:
             result = command.invoke(context)
         sys.stdout.flush()
     except click.exceptions.Exit as ending:

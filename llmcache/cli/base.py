@@ -19,7 +19,8 @@ from llmcache.errors import EXIT_CODES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "show_default": True}
+"""Settings of the context of every command."""
 
 
 class Command(click.Command):
@@ -28,10 +29,12 @@ class Command(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the command's own epilog, then the exit codes."""
         super().format_epilog(ctx, formatter)
-        _write_exit_codes(formatter)
+        codes = ", ".join(f"{code} {short}" for code, (short, _) in EXIT_CODES.items())
+        formatter.write_paragraph()
+        formatter.write_text(f"Exit codes: {codes}.")
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Command, click.Group):
     """A group whose commands are looked up in `table` and imported when they are used.
 
     `table`: name to module:attribute and the line that help and completion show.
@@ -70,11 +73,6 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
 
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the group's own epilog, then the exit codes."""
-        super().format_epilog(ctx, formatter)
-        _write_exit_codes(formatter)
-
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Commands, then options, that begin with `incomplete`; imports none of them."""
         own = [
@@ -103,12 +101,6 @@ def group(name: str, table: dict[str, tuple[str, str]], about: str, epilog: str)
         invoke_without_command=True,
         context_settings=HELP_OPTIONS,
     )
-
-
-def _write_exit_codes(formatter: click.HelpFormatter) -> None:
-    codes = ", ".join(f"{code} {short}" for code, (short, _) in EXIT_CODES.items())
-    formatter.write_paragraph()
-    formatter.write_text(f"Exit codes: {codes}.")
 
 
 def command(name: str, **settings: Any) -> Callable[[Callable[..., Any]], click.Command]:

@@ -27,8 +27,7 @@ def command(directory: str | None, as_json: bool) -> int:
 
     Exit code 3 if something that a mount needs has failed, 2 if DIR is no directory.
     """
-    from llmcache.doctor import examine
-    from llmcache.doctor.report import show
+    from llmcache.doctor import examine, show
 
     diagnosis = examine(directory)
     show(diagnosis, as_json)

@@ -36,7 +36,7 @@ Examples:
 )
 
 
-STEP = above(lambda text: float(parse_duration(text)), "20ms")
+STEP = above("time", lambda text: float(parse_duration(text)), "20ms")
 
 
 def names(table: str, several: bool = True) -> types.NameType:
@@ -49,11 +49,7 @@ def profile_option(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The option `--profile`: names of profiles, commas between them."""
     return click.option(
-        "--profile",
-        type=types.NameType("all", table="llmcache.edram.constants:PROFILES"),
-        default=default,
-        show_default=True,
-        help=about,
+        "--profile", type=types.NameType("all", table="llmcache.edram.constants:PROFILES"), default=default, help=about
     )
 
 
@@ -69,15 +65,13 @@ def bandwidth(text: str) -> int:
 
 @base.command("model")
 @click.argument("model", metavar="MODEL", type=names("MODELS", several=False), default="llama2-7b")
-@click.option(
-    "--workload", type=names("WORKLOADS", several=False), default="PG19", show_default=True, help="LA, TQ, QP or PG19."
-)
-@click.option("--context", metavar="N", type=whole(1), help="Tokens of the prompt, in place of the workload's.")
-@click.option("--decode", metavar="N", type=whole(1), help="Tokens to decode, in place of the workload's.")
-@click.option("--batch", metavar="N", type=whole(1), help="Sequences at once [default: 16].")
-@click.option("--budget", metavar="N", type=whole(1), help="N': tokens that eviction keeps.")
-@click.option("--window", metavar="N", type=whole(0), help="Recent tokens that are never evicted.")
-@click.option("--system", type=names("SYSTEMS"), default="all", show_default=True, help="Systems to compare.")
+@click.option("--workload", type=names("WORKLOADS", several=False), default="PG19", help="LA, TQ, QP or PG19.")
+@click.option("--context", type=whole(1), help="Tokens of the prompt, in place of the workload's.")
+@click.option("--decode", type=whole(1), help="Tokens to decode, in place of the workload's.")
+@click.option("--batch", type=whole(1), help="Sequences at once [default: 16].")
+@click.option("--budget", type=whole(1), help="N': tokens that eviction keeps.")
+@click.option("--window", type=whole(0), help="Recent tokens that are never evicted.")
+@click.option("--system", type=names("SYSTEMS"), default="all", help="Systems to compare.")
 @profile_option()
 @click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
 @click.option("--constants", type=types.FILE, help="Your profiles, models, workloads and systems: TOML.")
@@ -105,39 +99,30 @@ def model_command(as_json: bool, **options: Any) -> None:
 
 
 @base.command("sweep")
-@click.option("--model", type=names("MODELS"), default="llama2-7b", show_default=True, help="Models, or all.")
-@click.option("--workload", type=names("WORKLOADS"), default="PG19", show_default=True, help="LA, TQ, QP, PG19, or all.")
-@click.option("--system", type=names("SYSTEMS"), default="Kelle+eDRAM", show_default=True, help="Systems, or all.")
+@click.option("--model", type=names("MODELS"), default="llama2-7b", help="Models, or all.")
+@click.option("--workload", type=names("WORKLOADS"), default="PG19", help="LA, TQ, QP, PG19, or all.")
+@click.option("--system", type=names("SYSTEMS"), default="Kelle+eDRAM", help="Systems, or all.")
 @profile_option("paper", "paper, public, silicon, or all.")
-@click.option("--context", "contexts", metavar="N,…", type=several(whole(1)), default=(), help="Tokens of the prompt.")
-@click.option("--decode", "decodes", metavar="N,…", type=several(whole(1)), default=(), help="Tokens to decode.")
-@click.option("--batch", "batches", metavar="N,…", type=several(whole(1)), default=(), help="Sequences at once.")
-@click.option(
-    "--budget", "budgets", metavar="N,…", type=several(whole(1)), default=(), help="N': tokens that eviction keeps."
-)
+@click.option("--context", "contexts", type=several(whole(1)), default=(), help="Tokens of the prompt.")
+@click.option("--decode", "decodes", type=several(whole(1)), default=(), help="Tokens to decode.")
+@click.option("--batch", "batches", type=several(whole(1)), default=(), help="Sequences at once.")
+@click.option("--budget", "budgets", type=several(whole(1)), default=(), help="N': tokens that eviction keeps.")
 @click.option(
     "--interval-scale",
     "interval_factors",
-    metavar="X,…",
-    type=several(above(types.number, "0.5", 1e9)),
+    type=several(above("x", types.number, "0.5", 1e9)),
     default=(),
     help="Factors of all refresh intervals: 0.125,0.5,1.",
 )
 @click.option(
     "--dram-bw",
     "dram_rates",
-    metavar="RATE,…",
     type=several(TextType("rate", bandwidth)),
     default=(),
     help="Bandwidths of DRAM: 15GB/s,64GB/s.",
 )
 @click.option(
-    "--kv-memory",
-    "kv_capacities",
-    metavar="SIZE,…",
-    type=several(types.SIZE),
-    default=(),
-    help="Capacities of the KV memory: 4Mi,8Mi.",
+    "--kv-memory", "kv_capacities", type=several(types.SIZE), default=(), help="Capacities of the KV memory: 4Mi,8Mi."
 )
 @click.option("--recompute", metavar="MODE", help="first-principles, declared (section 8.3.2) or none.")
 @click.option("--constants", type=types.FILE, help="Your profiles, models, workloads and systems: TOML.")
@@ -163,18 +148,14 @@ def sweep_command(as_json: bool, **options: Any) -> None:
     "--intervals",
     metavar="WHICH",
     default="kelle",
-    show_default=True,
     help="kelle, uni (0.36 ms), org (45 µs), one duration, or four: HST MSB, HST LSB, LST MSB, LST LSB.",
 )
-@click.option("--rule", metavar="NAME", default="ticks", show_default=True, help="ticks, expected, floor or ceil.")
-@click.option(
-    "--step", "step_ns", metavar="TIME", type=STEP, help="How long a step takes, in place of what the run says: 20ms."
-)
+@click.option("--rule", metavar="NAME", default="ticks", help="ticks, expected, floor or ceil.")
+@click.option("--step", "step_ns", type=STEP, help="How long a step takes, in place of what the run says: 20ms.")
 @click.option(
     "--capacity",
     "capacity_bytes",
-    metavar="SIZE",
-    type=above(lambda text: float(parse_size(text)), "4Mi"),
+    type=above("size", lambda text: float(parse_size(text)), "4Mi"),
     help="What the eDRAM holds: 4Mi; of more, the rest streams unrefreshed.",
 )
 @click.option("--constants", type=types.FILE, help="Your profiles: TOML.")
@@ -240,32 +221,22 @@ def plot_command(source: str, output: str, what: str | None, force: bool, as_jso
     multiple=True,
     help="A variant of your own, may be repeated: uniform=1e-3, msb=1e-2, hst=1e-2, 2drp, interval=1050us, …",
 )
-@click.option("--curve", metavar="POINTS", default="paper", show_default=True, help="Retention: 45us=1e-6,1.05ms=3e-4,…")
-@click.option("--format", type=click.Choice(["int16", "fp16"]), default="int16", show_default=True, help="Of vectors.")
-@click.option(
-    "--sequences", type=click.IntRange(min=2), metavar="N", default=8, show_default=True, help="Texts; errors are over them."
-)
-@click.option(
-    "--context", type=click.IntRange(min=64), metavar="N", default=1024, show_default=True, help="Tokens of each text."
-)
-@click.option(
-    "--pairs", type=click.IntRange(1, 512), metavar="N", default=64, show_default=True, help="Pairs of key and value in it."
-)
-@click.option("--questions", type=types.COUNT, metavar="N", default=32, show_default=True, help="Pairs asked for.")
-@click.option("--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Of the texts.")
+@click.option("--curve", metavar="POINTS", default="paper", help="Retention: 45us=1e-6,1.05ms=3e-4,…")
+@click.option("--format", type=click.Choice(["int16", "fp16"]), default="int16", help="Of vectors.")
+@click.option("--sequences", type=types.Range(min=2), default=8, help="Texts; errors are over them.")
+@click.option("--context", type=types.Range(min=64), default=1024, help="Tokens of each text.")
+@click.option("--pairs", type=types.Range(1, 512), default=64, help="Pairs of key and value in it.")
+@click.option("--questions", type=types.COUNT, default=32, help="Pairs asked for.")
+@click.option("--seed", type=types.Range(min=0), default=0, help="Of the texts.")
 @click.option(
     "--record",
     type=types.FILE,
     metavar="RUN.json",
     help="Also record what AERP keeps at --budget, for 'llmcache edram report'.",
 )
-@click.option("--budget", type=types.COUNT, metavar="N", default=256, show_default=True, help="N' of the recorded run.")
+@click.option("--budget", type=types.COUNT, default=256, help="N' of the recorded run.")
 @click.option(
-    "--step",
-    "step_ns",
-    metavar="TIME",
-    type=STEP,
-    help="Length of a step on the modelled accelerator, in the recorded run: 20ms.",
+    "--step", "step_ns", type=STEP, help="Length of a step on the modelled accelerator, in the recorded run: 20ms."
 )
 @base.force_option()
 @base.json_option("llmcache.edram-accuracy/1")

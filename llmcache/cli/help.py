@@ -44,5 +44,5 @@ def _context(context: click.Context, words: Iterable[str]) -> click.Context:
             context.fail(f"{found.command_path} has no commands below it: '{word}'")
         name, below, _ = found.command.resolve_command(found, [word])
         assert below is not None  # else there was an error
-        found = click.Context(below, parent=found, info_name=name, help_option_names=base.HELP_OPTIONS["help_option_names"])
+        found = click.Context(below, parent=found, info_name=name, **base.HELP_OPTIONS)
     return found

@@ -34,11 +34,11 @@ Examples:
   llmcache kv plot run.json -o steps.png
   llmcache kv list /mnt/nvme/kv""",
 )
-SHARE = types.above(types.number, "0.2", 1)
+SHARE = types.above("share", types.number, "0.2", 1)
 RATIO = types.TextType(
-    "ratio", lambda text: text if text == "auto" else types.above(types.number, "0.5, or auto").parse(text)
+    "ratio", lambda text: text if text == "auto" else types.above("ratio", types.number, "0.5, or auto").parse(text)
 )
-MEMORY = types.above(parse_size, "4G")
+MEMORY = types.above("size", parse_size, "4G")
 
 
 @base.command("bench")
@@ -57,7 +57,6 @@ MEMORY = types.above(parse_size, "4G")
     "--profile",
     type=click.Choice(["measured", "paper"]),
     default="measured",
-    show_default=True,
     help="Run here, or by the latency model on the paper's machine.",
 )
 @click.option(
@@ -71,29 +70,26 @@ MEMORY = types.above(parse_size, "4G")
     metavar="TOKENS",
     help="Tokens of each sequence [default: 32k; with --task: 4k, also 1k,4k].",
 )
-@click.option("--batch", type=types.COUNT, metavar="N", default=1, show_default=True, help="Sequences decoded together.")
-@click.option("--layers", type=types.COUNT, metavar="N", help="Layers that are run [default: 4].")
-@click.option("--steps", type=types.COUNT, metavar="N", default=16, show_default=True, help="Decode steps to measure.")
-@click.option("--alpha", type=SHARE, metavar="SHARE", help="Share of the tokens that is attended [default: 0.2].")
+@click.option("--batch", type=types.COUNT, default=1, help="Sequences decoded together.")
+@click.option("--layers", type=types.COUNT, help="Layers that are run [default: 4].")
+@click.option("--steps", type=types.COUNT, default=16, help="Decode steps to measure.")
+@click.option("--alpha", type=SHARE, help="Share of the tokens that is attended [default: 0.2].")
 @click.option(
     "--budget",
     type=types.several(types.whole(1)),
     metavar="TOKENS",
     help="In place of --alpha: tokens attended [with --task: 64,128,256].",
 )
-@click.option(
-    "--beta", type=RATIO, metavar="RATIO", help="Pages in memory to pages on the SSD, or auto: f_c/f_s [default: 1]."
-)
-@click.option("--ram", type=MEMORY, metavar="SIZE", help="The most that pages in memory may take (M0): 4G.")
-@click.option("--block", type=types.COUNT, metavar="N", default=256, show_default=True, help="Tokens of a score block (n).")
+@click.option("--beta", type=RATIO, help="Pages in memory to pages on the SSD, or auto: f_c/f_s [default: 1].")
+@click.option("--ram", type=MEMORY, help="The most that pages in memory may take (M0): 4G.")
+@click.option("--block", type=types.COUNT, default=256, help="Tokens of a score block (n).")
 @click.option(
     "--device",
     type=click.Choice(["csd", "file"]),
     default="csd",
-    show_default=True,
     help="HillInfer's SSD: an emulated computational one, or a plain file.",
 )
-@click.option("--csd", metavar="NAME", default="smartssd", show_default=True, help="Modelled speeds of the device, or none.")
+@click.option("--csd", metavar="NAME", default="smartssd", help="Modelled speeds of the device, or none.")
 @click.option("--throttle", is_flag=True, help="Let the emulated device really take as long as modelled.")
 @click.option("--no-hie", is_flag=True, help="HillInfer without hierarchical importance evaluation.")
 @click.option("--no-bkp", is_flag=True, help="HillInfer without bidirectional pools.")
@@ -103,23 +99,14 @@ MEMORY = types.above(parse_size, "4G")
     "--compute",
     metavar="WHAT",
     default="paper",
-    show_default=True,
     help="Emulated accelerator: of the machine paper or typical, or the time of a layer (20ms); or cpu.",
 )
 @click.option("--sweep-beta", is_flag=True, help="One policy at several betas around f_c/f_s.")
 @click.option(
-    "--path",
-    "--ssd",
-    "path",
-    type=types.DIRECTORY,
-    default="/var/tmp",
-    show_default=True,
-    help="Where spill files go; removed again.",
+    "--path", "--ssd", "path", type=types.DIRECTORY, default="/var/tmp", help="Where spill files go; removed again."
 )
-@click.option("--threads", type=types.COUNT, metavar="N", help="Of each kernel [default: one per core].")
-@click.option(
-    "--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Of the synthetic stream."
-)
+@click.option("--threads", type=types.COUNT, help="Of each kernel [default: one per core].")
+@click.option("--seed", type=types.Range(min=0), default=0, help="Of the synthetic stream.")
 @click.option(
     "--flips",
     metavar="RATES",
@@ -129,7 +116,7 @@ MEMORY = types.above(parse_size, "4G")
 @click.option(
     "--edram-run", type=types.FILE, metavar="RUN.json", help="Instead: record what --policy kelle keeps, for 'edram report'."
 )
-@click.option("--cases", type=types.COUNT, metavar="N", default=2, show_default=True, help="Of --task: contexts (a depth).")
+@click.option("--cases", type=types.COUNT, default=2, help="Of --task: contexts (a depth).")
 @click.option("--plot", type=types.FILE, help="Draw it as well, like 'kv plot': .png, .svg or .html.")
 @base.force_option()
 @base.json_option("llmcache.kv-bench/1", "; for 'kv plot'")
@@ -237,21 +224,12 @@ def profile_command(directory: str, as_json: bool, force: bool) -> None:
 
 @base.command("plan")
 @click.option("--model", type=types.FILE, required=True, help="The model's config.json, or a directory with one.")
-@click.option("--context", type=types.TOKENS, metavar="TOKENS", required=True, help="Tokens of each sequence: 8192, 128k.")
-@click.option(
-    "--batch", type=types.whole(1), metavar="N", default=1, show_default=True, help="Sequences that are decoded together."
-)
-@click.option(
-    "--gpu",
-    type=types.SIZE,
-    metavar="SIZE",
-    help="Memory of the GPU: 12G [default: the profile's; 0: the processor computes].",
-)
-@click.option("--ram", type=MEMORY, metavar="SIZE", help="Memory of the host: 32G [default: the profile's].")
+@click.option("--context", type=types.TOKENS, required=True, help="Tokens of each sequence: 8192, 128k.")
+@click.option("--batch", type=types.whole(1), default=1, help="Sequences that are decoded together.")
+@click.option("--gpu", type=types.SIZE, help="Memory of the GPU: 12G [default: the profile's; 0: the processor computes].")
+@click.option("--ram", type=MEMORY, help="Memory of the host: 32G [default: the profile's].")
 @click.option("--ssd", type=types.DIRECTORY, help="Where the spill file would go: its free space, and its measured speeds.")
-@click.option(
-    "--alpha", type=SHARE, metavar="SHARE", default=0.2, show_default=True, help="Share of the tokens that is attended."
-)
+@click.option("--alpha", type=SHARE, default=0.2, help="Share of the tokens that is attended.")
 @click.option(
     "--profile",
     type=types.NameType("paper", "typical", "measured", several=False),

@@ -11,9 +11,9 @@ from llmcache.cli import base, types
 
 @base.command("serve-llama", context_settings={**base.HELP_OPTIONS, "ignore_unknown_options": True})
 @click.argument("directory", metavar="DIR", type=types.DIRECTORY)
-@click.option("--limit", metavar="SIZE", default="20G", show_default=True, help="Bytes that DIR may hold.")
+@click.option("--limit", metavar="SIZE", default="20G", help="Bytes that DIR may hold.")
 @click.option("--ttl", metavar="TIME", help="Remove what was not used for so long: 30d.")
-@click.option("--floor", metavar="SIZE", default="1G", show_default=True, help="Space of the file system that is left free.")
+@click.option("--floor", metavar="SIZE", default="1G", help="Space of the file system that is left free.")
 @click.option(
     "--shared",
     metavar="ADDRESS",

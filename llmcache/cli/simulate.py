@@ -15,14 +15,12 @@ from llmcache.cli import base, types
     "--policy",
     type=types.NameType(table="llmcache.cache.policies:POLICIES"),
     default="lru,llmcache",
-    show_default=True,
     help="Policies to compare.",
 )
 @click.option(
     "--cache",
     metavar="SIZE,…",
     default="auto",
-    show_default=True,
     help="16M,64M, or shares of the blocks that a trace touches: 2%,10%, or auto: ten of them, 2 to 100 %.",
 )
 @click.option("--bw", metavar="RATE,…", help="Bandwidths of storage: 100,500 (MB/s), 1GB/s [default: 100,200,500,1000].")
@@ -30,7 +28,6 @@ from llmcache.cli import base, types
     "--setup",
     metavar="TIME",
     default="0",
-    show_default=True,
     help="What a missed block takes beside its transfer: 80us for random reads one by one; the paper has 50us.",
 )
 @click.option("--t", metavar="TIME", help="Say where more is missed within T than storage delivers in it: stalls.")
@@ -38,7 +35,7 @@ from llmcache.cli import base, types
 @base.json_option("llmcache.simulate/1")
 @click.option("--report", type=types.FILE, help="Write an HTML page with pictures of the rows and curves.")
 @base.force_option()
-@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Threads [default: one per core].")
+@click.option("--jobs", type=types.Range(min=1), help="Threads [default: one per core].")
 @click.option("--scheduler", metavar="ADDRESS", help="Run on a Dask cluster instead: tcp://host:8786 ([cluster] extra).")
 def command(
     traces: tuple[str, ...],

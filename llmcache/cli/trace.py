@@ -24,19 +24,18 @@ class _TraceCommand(base.Command):
 @click.option(
     "-d", "--duration", "seconds", type=types.TIME, help="How long: 30, 90s, 5m [default: until the process ends]."
 )
-@click.option("--follow/--no-follow", default=True, show_default=True, help="Record processes that it starts as well.")
+@click.option("--follow/--no-follow", default=True, help="Record processes that it starts as well.")
 @click.option("--path", "glob", metavar="GLOB", help="Only these files: '*.gguf', '/models/*'.")
-@click.option("--writes/--no-writes", default=True, show_default=True, help="Record writes as well as reads.")
+@click.option("--writes/--no-writes", default=True, help="Record writes as well as reads.")
 @click.option("--block", is_flag=True, help="Write requests to block devices, with latency, to FILE.block.parquet.")
 @click.option("--mmap-rerefs", "rerefs_s", type=types.TIME, help="Sample mapped pages at this interval (x86-64).")
 @click.option(
     "--tier",
     type=types.NameType("auto", table="llmcache.trace.sources:SOURCES", several=False),
     default="auto",
-    show_default=True,
     help="filemap, fexit, syscalls or faults.",
 )
-@click.option("--coalesce/--no-coalesce", default=True, show_default=True, help="Join accesses to adjacent blocks.")
+@click.option("--coalesce/--no-coalesce", default=True, help="Join accesses to adjacent blocks.")
 @click.option("--report", type=types.FILE, help="Also classify and draw what was recorded, as an HTML page.")
 @base.force_option()
 @base.json_option("llmcache.capture/1")

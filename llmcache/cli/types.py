@@ -97,11 +97,21 @@ SIZE = TextType("size", parse_size)
 TIME = TextType("time", lambda text: parse_duration(text) / 1e9)
 """In seconds."""
 TOKENS = TextType("tokens", parse_tokens)
-COUNT = click.IntRange(min=1)
 
 
-def above(parse: Callable[[str], float], example: str, most: float = math.inf) -> TextType:
-    """What `parse` reads, if it is above 0, and at most `most`; as `example` is."""
+class Range(click.IntRange):
+    """A whole number between two; help shows N."""
+
+    def get_metavar(self, *args: Any, **named: Any) -> str:
+        """What stands for it in help."""
+        return "N"
+
+
+COUNT = Range(min=1)
+
+
+def above(name: str, parse: Callable[[str], float], example: str, most: float = math.inf) -> TextType:
+    """What `parse` reads, if it is above 0, and at most `most`; as `example` is. Help shows `name`."""
 
     def checked(text: str) -> float:
         value = parse(text)
@@ -110,7 +120,7 @@ def above(parse: Callable[[str], float], example: str, most: float = math.inf) -
             raise UsageError(f"'{text}', more than 0{bound} is needed", f"for instance: {example}")
         return value
 
-    return TextType("number", checked)
+    return TextType(name, checked)
 
 
 def number(text: str) -> float:
@@ -132,9 +142,9 @@ def whole(least: int) -> TextType:
             raise UsageError(f"{digits} is too small: at least {least}")
         return int(digits)
 
-    return TextType("integer", parse)
+    return TextType("n", parse)
 
 
 def several(one: TextType) -> TextType:
     """A list of `one`, commas between them, each value once."""
-    return TextType(one.name, lambda text: list(dict.fromkeys(one.parse(part.strip()) for part in text.split(","))))
+    return TextType(f"{one.name},…", lambda text: list(dict.fromkeys(one.parse(part.strip()) for part in text.split(","))))

@@ -7,14 +7,65 @@ way here: what is found comes from the code that the commands themselves decide 
 from __future__ import annotations
 
 import importlib
+import json
 import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import Any
 
-from llmcache.doctor.report import LIMITED, Check, Diagnosis
-from llmcache.errors import UsageError
+from rich.console import Console
+from rich.text import Text
+
+from llmcache.errors import EXIT_OK, EnvironmentProblem, UsageError
 
 AREAS = ("mounting", "memory", "tracing", "machine", "packages")
 _OF_DIRECTORY = ("mounting", "machine")  # findings on the storage of the directory that is asked about
 _REMEDY = "pip install . in the source directory, or tools/test"
+SCHEMA = "llmcache.doctor/1"
+OK, LIMITED, FAILED, SKIPPED = "ok", "limited", "failed", "skipped"
+"""Statuses: as good as it gets; works, but less of something; a mount is impossible; was not asked for."""
+_STYLES = {OK: ("ok", "green"), LIMITED: ("limited", "yellow"), FAILED: ("FAILED", "bold red"), SKIPPED: ("skipped", "dim")}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at. `found` is for people, `facts` has the same in base units (bytes, bytes/s).
+
+    Whatever is not OK has a `remedy`: ValueError without one.
+    """
+
+    area: str
+    name: str
+    status: str
+    found: str
+    remedy: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.status != OK and not self.remedy:
+            raise ValueError(f"{self.name} is {self.status} and has no remedy")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All checks, in the order in which they are shown."""
+
+    findings: tuple[Check, ...]
+
+    def count(self, status: str) -> int:
+        """Findings of one status."""
+        return sum(finding.status == status for finding in self.findings)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if a mount is possible, 3 (environment) if something that it needs has failed."""
+        return EnvironmentProblem.exit_code if self.count(FAILED) else EXIT_OK
+
+    def document(self) -> dict[str, Any]:
+        """The report as JSON-ready values."""
+        counts = {status: self.count(status) for status in (OK, LIMITED, FAILED, SKIPPED)}
+        return {"schema": SCHEMA, "mountable": not counts[FAILED], **counts, "findings": [asdict(f) for f in self.findings]}
 
 
 def examine(directory: str | None) -> Diagnosis:
@@ -35,3 +86,35 @@ def _checks(area: str, directory: str | None) -> list[Check]:
         return [Check(area, area, LIMITED, f"cannot be examined: {error}", _REMEDY)]
     found: list[Check] = module.examine(directory) if area in _OF_DIRECTORY else module.examine()
     return found
+
+
+def show(diagnosis: Diagnosis, as_json: bool) -> None:
+    """Prints `diagnosis` on stdout."""
+    if as_json:
+        print(json.dumps(diagnosis.document(), indent=1))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for line in _lines(diagnosis):
+        console.print(line)
+
+
+def _lines(diagnosis: Diagnosis) -> Iterator[Text]:
+    for area, checks in groupby(diagnosis.findings, lambda check: check.area):
+        yield Text(area, "bold")
+        for check in checks:
+            yield from _check(check)
+    yield Text(summary(diagnosis))
+
+
+def _check(check: Check) -> Iterator[Text]:
+    word, style = _STYLES[check.status]
+    yield Text.assemble("  ", (f"{word:<8}", style), f"{check.name:<17}{check.found}")
+    if check.remedy is not None:
+        yield Text(f"  {'':<8}{'':<17}> {check.remedy}")
+
+
+def summary(diagnosis: Diagnosis) -> str:
+    """One line: whether a mount is possible, and how much is less than it could be."""
+    failed, limited = diagnosis.count(FAILED), diagnosis.count(LIMITED)
+    verdict = f"a mount is not possible: {failed} failed" if failed else "a mount is possible"
+    return f"{verdict}; {limited} limited" if limited else verdict

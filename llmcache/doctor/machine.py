@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llmcache.doctor.report import LIMITED, OK, SKIPPED, Check
+from llmcache.doctor import LIMITED, OK, SKIPPED, Check
 from llmcache.errors import LlmcacheError
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB, read_ahead_file
 from llmcache.fs.client.bandwidth import measure

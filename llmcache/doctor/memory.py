@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmcache import memory
-from llmcache.doctor.report import FAILED, LIMITED, OK, Check
+from llmcache.doctor import FAILED, LIMITED, OK, Check
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.engine.budget import settle_budget
 from llmcache.units import format_size

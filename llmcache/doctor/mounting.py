@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from llmcache.doctor.report import FAILED, LIMITED, OK, Check
+from llmcache.doctor import FAILED, LIMITED, OK, Check
 from llmcache.errors import EnvironmentProblem
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import mountpoint

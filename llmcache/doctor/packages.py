@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from llmcache import __version__
-from llmcache.doctor.report import FAILED, LIMITED, OK, Check
+from llmcache.doctor import FAILED, LIMITED, OK, Check
 
 AREA = "packages"
 DISTRIBUTION = "llmcache-toolkit"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmcache.bpf import libbpf
-from llmcache.doctor.report import LIMITED, OK, Check
+from llmcache.doctor import LIMITED, OK, Check
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.sources import SOURCES, source_class
 from llmcache.trace.sources.bpf import TRACEPOINTS, supported

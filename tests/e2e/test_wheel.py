@@ -23,7 +23,7 @@ from llmcache.errors import EnvironmentProblem
 from llmcache.fs.client import mountpoint
 from llmcache.kv.prefix.store import WHOLE, Block, BlockKey, BlockStore
 from llmcache.kv.tasks import RECALL_MODEL
-from tests.conftest import PROBLEMS
+from tests.conftest import TIERS
 from tools.make_man import walk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,6 +213,6 @@ def test_the_wheel_does_without_the_source_tree(installed: Installed) -> None:
     assert {path.name for path in (share / "llmcache" / "traces").iterdir()} == traces
 
     of_tiers = {"mount": ON_A_MOUNT, "transformers": BY_MODEL}
-    chains = [*ALONE, *(chain for tier, chain in of_tiers.items() if PROBLEMS[tier]() is None)]
+    chains = [*ALONE, *(chain for tier, chain in of_tiers.items() if TIERS[tier][0]() is None)]
     with ThreadPoolExecutor(2) as workers:
         assert "".join(workers.map(installed.all, chains)) == ""

@@ -21,7 +21,8 @@ _POWERS = (7, 8, 15, 16, 31, 32, 53, 60, 62, 63)
 _EDGES = [*range(10), 15, 16, 31, 32, 63, 64, *(2**bits + near for bits in _POWERS for near in (-1, 0))]
 NUMBERS = st.sampled_from([*_EDGES, 2**64 - 1, 2**64 - 8, 2**64 - 4096]) | st.integers(0, 2**64 - 1)
 
-Edit = Callable[[bytearray, Sequence[int]], None]
+Edit = tuple[Any, ...]
+"""What is done, where, and with what: see `_edit`."""
 
 
 def mutated(seeds: Sequence[bytes], repair: Callable[[bytes], bytes] | None = None) -> st.SearchStrategy[bytes]:
@@ -38,7 +39,7 @@ def _apply(seed: bytes, edits: list[Edit]) -> bytes:
     # Most of some files is padding: half of the damage goes where something is.
     told = [place for place, byte in enumerate(seed) if byte]
     for edit in edits:
-        edit(data, told)
+        _edit(data, told, *edit)
     return bytes(data)
 
 
@@ -48,12 +49,12 @@ def _edits(seeds: list[bytes]) -> st.SearchStrategy[Edit]:
     order = st.sampled_from(["little", "big"])
     size = st.sampled_from([1, 2, 4, 8, 16, 64, 300])
     return st.one_of(
-        st.builds(_flip, place, st.integers(0, 7)),
-        st.builds(_number, place, NUMBERS, width, order),
-        st.builds(_cut, place),
-        st.builds(_take, place, size),
-        st.builds(_put, place, st.binary(min_size=1, max_size=20)),
-        st.builds(_splice, place, place, size, st.sampled_from(seeds)),
+        st.tuples(st.just("flip"), place, st.integers(0, 7)),
+        st.tuples(st.just("number"), place, NUMBERS, width, order),
+        st.tuples(st.just("cut"), place),
+        st.tuples(st.just("take"), place, size),
+        st.tuples(st.just("put"), place, st.binary(min_size=1, max_size=20)),
+        st.tuples(st.just("splice"), place, size, st.integers(0, _PLACES - 1), st.sampled_from(seeds)),
     )
 
 
@@ -64,52 +65,24 @@ def _at(place: tuple[int, bool], data: bytearray, told: Sequence[int]) -> int:
     return share * (len(data) + 1) // _PLACES
 
 
-def _flip(place: tuple[int, bool], bit: int) -> Edit:
-    def edit(data: bytearray, told: Sequence[int]) -> None:
-        at = _at(place, data, told)
-        data[at : at + 1] = bytes(byte ^ 1 << bit for byte in data[at : at + 1])
-
-    return edit
-
-
-def _number(place: tuple[int, bool], value: int, width: int, order: Any) -> Edit:
-    def edit(data: bytearray, told: Sequence[int]) -> None:
-        at = _at(place, data, told)
+def _edit(data: bytearray, told: Sequence[int], how: str, place: tuple[int, bool], *more: Any) -> None:
+    at = _at(place, data, told)
+    if how == "flip":
+        data[at : at + 1] = bytes(byte ^ 1 << more[0] for byte in data[at : at + 1])
+    elif how == "number":
+        value, width, order = more
         at = min(at - at % width, len(data))
         data[at : at + width] = (value % (1 << 8 * width)).to_bytes(width, order)
-
-    return edit
-
-
-def _cut(place: tuple[int, bool]) -> Edit:
-    def edit(data: bytearray, told: Sequence[int]) -> None:
-        del data[_at(place, data, told) :]
-
-    return edit
-
-
-def _take(place: tuple[int, bool], size: int) -> Edit:
-    def edit(data: bytearray, told: Sequence[int]) -> None:
-        at = _at(place, data, told)
-        del data[at : at + size]
-
-    return edit
-
-
-def _put(place: tuple[int, bool], piece: bytes) -> Edit:
-    def edit(data: bytearray, told: Sequence[int]) -> None:
-        at = _at(place, data, told)
-        data[at:at] = piece
-
-    return edit
-
-
-def _splice(place: tuple[int, bool], start: tuple[int, bool], size: int, other: bytes) -> Edit:
-    def edit(data: bytearray, told: Sequence[int]) -> None:
-        at, begin = _at(place, data, told), start[0] * (len(other) + 1) // _PLACES
+    elif how == "cut":
+        del data[at:]
+    elif how == "take":
+        del data[at : at + more[0]]
+    elif how == "put":
+        data[at:at] = more[0]
+    else:
+        size, start, other = more
+        begin = start * (len(other) + 1) // _PLACES
         data[at : at + size] = other[begin : begin + size]
-
-    return edit
 
 
 def _deep(levels: int, kind: str) -> Any:

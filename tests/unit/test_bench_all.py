@@ -16,7 +16,6 @@ from tools.bench import all as suite
 from tools.bench import results
 from tools.bench.all import BENCHMARKS, NAMES, SuiteEntry
 from tools.bench.readme import TABLES
-from tools.bench.results import with_bars
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {
@@ -103,15 +102,6 @@ def test_a_run_that_was_cut_off_goes_on(rooted: Path) -> None:
     assert results.read(rooted / "all.json")["started"] == first
 
 
-def test_what_was_there_before_the_run_is_done_again(rooted: Path) -> None:
-    assert suite.main(["-o", str(rooted), "--only", "good"]) == 0
-    document = results.read(rooted / "good.json")
-    document["run"]["started"] = "2000-01-01T00:00:00+00:00"
-    results.write(rooted / "good.json", document)
-    assert suite.main(["-o", str(rooted), "--only", "good", "--resume"]) == 0
-    assert results.read(rooted / "good.json")["run"]["started"] > "2001"
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -149,23 +139,14 @@ def test_an_interrupt_waits_until_the_benchmark_has_cleaned_up(rooted: Path, tmp
     assert (tmp_path / "cleaned").exists() and not list(tmp_path.glob(".slow*"))
 
 
-def test_the_results_in_the_tree_make_the_page(tmp_path: Path) -> None:
-    found = suite.read(results.DIRECTORY)
-    text = suite.page(found)
-    for _, bar in found.bars:
-        assert bar.what.split(":")[0].split("'")[0] in text
-    assert text.count("NOT reached") >= sum(not bar.passed for _, bar in found.bars) and 'src="http' not in text
-    assert "A bar is" in text and "ssue" not in text  # a reader of the project knows none
-    suite.write(found, tmp_path)
-    assert json.loads((tmp_path / "all.json").read_text())["schema"] == suite.SCHEMA
-
-
 def test_the_page_in_the_tree_is_of_the_results_beside_it() -> None:
     whole = results.read(results.DIRECTORY / "all.json")
     found = suite.read(results.DIRECTORY, started=whole["started"])
     again = "tools/bench all --from tools/bench/results"
     assert whole["bars"] == json.loads(json.dumps(found.document()["bars"])), again
-    assert (results.DIRECTORY / "all.html").read_text() == suite.page(found), again
+    text = (results.DIRECTORY / "all.html").read_text()
+    assert text == suite.page(found), again
+    assert 'src="http' not in text and "ssue" not in text  # a reader of the project knows none
 
 
 def test_every_benchmark_has_its_module_and_its_table() -> None:
@@ -180,8 +161,3 @@ def test_the_launcher_lists_and_runs_them(words: list[str], code: int, said: str
     command = [sys.executable, "tools/bench", *words]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == code and said in result.stdout + result.stderr
-
-
-def test_machines_that_differ_are_all_shown() -> None:
-    documents = [with_bars({"machine": {**MACHINE, **change}}, []) for change in ({}, {"commit": "x"}, {"kernel": "5"})]
-    assert [one["kernel"] for one in suite.machines(documents)] == ["6.1", "5"]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tools.bench import edram, kv, kvanswers, kvindex, kvpipeline, kvstore, kvtransformers, results, simulate
+from tools.bench import edram, harness, kv, kvanswers, kvindex, kvstore, kvtransformers, results, simulate
 from tools.bench.results import Bar, bar_table, bars_of, exit_code, figure, of_json, with_bars
 
 RECORDED = sorted(one.stem for one in results.DIRECTORY.glob("*.json") if one.stem != "all")
@@ -35,12 +35,6 @@ def test_what_is_no_number_reaches_nothing_and_is_null(value: float, sense: str)
     told = bar(value, sense).to_json()
     assert told["value"] is None and told["passed"] is False and bar(value).shown == "-"
     assert not of_json(json.loads(json.dumps(told))).passed and exit_code([bar(value)]) == 1
-
-
-@pytest.mark.parametrize("change", [{"sense": "=="}, {"kind": "guessed"}])
-def test_senses_and_kinds_are_those_there_are(change: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="kind or sense"):
-        bar(**change)  # type: ignore[arg-type]
 
 
 def test_bars_are_read_as_they_were_written() -> None:
@@ -90,8 +84,8 @@ def test_what_is_recorded_is_of_the_benchmark_and_judged_by_it(name: str) -> Non
     bench: Any = importlib.import_module(f"tools.bench.{name}")
     told = recorded(name)
     assert told["schema"] == bench.SCHEMA and told["machine"]["cpus"] and not told.get("quick") and told["bars"]
-    assert [bar.to_json() for bar in bench.bars(told)] == told["bars"]
-    Console(file=(shown := io.StringIO()), width=200).print(bar_table(bars_of(told)), *bench.tables(told))
+    assert [bar.to_json() for bar in harness.bars_of(bench, told)] == told["bars"]
+    Console(file=(shown := io.StringIO()), width=200).print(bar_table(bars_of(told)), *harness.tables_of(bench, told))
     assert told["bars"][0]["what"][:30] in shown.getvalue(), "people see it too"
 
 
@@ -102,29 +96,8 @@ def test_what_is_recorded_was_whole() -> None:
     assert [row["case"] for row in recorded("edram")["cases"]] == list(edram.cases())
     kinds = [(one["kind"], one["keys"]) for one in recorded("kvindex")["rows"]]
     assert kinds == [(kind, size) for kind in kvindex.KINDS for size in kvindex.SIZES]
-    for name in ("kvanswers", "kvtransformers"):
-        assert len(recorded(name)["bars"]) == len((kvanswers if name == "kvanswers" else kvtransformers).BARS)
+    for bench in (kvanswers, kvtransformers):
+        assert len(recorded(bench.__name__.rpartition(".")[2])["bars"]) == len(bench.BARS)
     wanted = [(one.trace, one.name, one.bar or None) for one in simulate.speeds()]
     assert [(one["trace"], one["policy"], one["bar"]) for one in recorded("simulate")["speeds"]] == wanted
     assert {one["blocks"] for one in recorded("simulate")["memory"]} == {simulate.LARGE}
-
-
-def test_answers_name_no_place_of_the_machine() -> None:
-    parts = recorded("kvanswers")["parts"]
-    for part in ("passkey", "recall"):
-        conditions = parts[part]["run"]["conditions"]
-        assert conditions["model"] == "llmcache/kv/tasks/models/recall" and "spill files" not in conditions
-        assert conditions["contexts"] == list(kvanswers.CONTEXTS)
-    assert kvanswers.rivals(parts["recall"]["run"]["rows"]) == parts["rivals"]
-
-
-def test_figures_of_the_pipeline_follow_from_the_runs_beside_them() -> None:
-    parts = recorded("kvpipeline")["parts"]
-    idle, ping_pong, link, beta = (parts[name] for name in ("idle", "ping_pong", "link", "beta"))
-    shares = [row["observed"]["ping_pong_share"] for row in ping_pong["run"]["rows"]]
-    assert shares == [ping_pong["figure"], ping_pong["without"]] and min(ping_pong["pages_up"]) > 0
-    assert idle["applies"] == (idle["modelled"] <= kvpipeline.IDLE_BAR), "whether the model says that it can be hidden"
-    assert link["figure"] == link["device_bytes"] / link["host_bytes"]
-    relative = kvpipeline.relative_times([row["observed"]["steps_ns"] for row in beta["run"]["rows"]])
-    assert relative == pytest.approx(beta["relative"], rel=1e-4)
-    assert abs(relative.index(min(relative)) - kvpipeline.FACTORS.index(1)) == beta["figure"]

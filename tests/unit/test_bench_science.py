@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from llmcache.errors import DataError, EnvironmentProblem
 from llmcache.units import BLOCK_BYTES
-from tools.bench import demotime, edram, papers, size, startup, testtime, trace
+from tools.bench import demotime, startup, testtime, trace
 from tools.bench.clients import simulator
 from tools.bench.harness import ROOT
-from tools.bench.results import Bar
-from tools.bench.size import Begin, LoopCase, find_knee, stalls_begin
+from tools.bench.size import LoopCase, find_knee, stalls_begin
 
 # simulate, edram
 
@@ -33,39 +32,13 @@ def test_the_large_trace_is_a_loop_with_a_hot_set() -> None:
     assert first[~loop].min() >= simulator.LARGE_BLOCKS
 
 
-def test_the_other_traces_have_the_blocks_asked_for() -> None:
-    assert sum(int(count.sum()) for _, count in simulator.single(100_001)) == 100_001
-    assert sum(int(count.sum()) for _, count in simulator.loop(3)) == 3 * simulator.LOOP_BLOCKS
-
-
-def test_the_median_of_the_sweep_is_judged() -> None:
-    (bar,) = edram.bars(edram.document({"sweep": [1.0, 4.9, 9.0], "evaluate": [9.0]}))
-    assert (bar.value, bar.limit, bar.passed) == (4.9, edram.SWEEP_BAR_S, True)
-    assert not edram.bars(edram.document({"sweep": [5.1]}))[0].passed
-
-
 # trace
-
-
-def test_ratios_are_of_pairs() -> None:
-    assert trace.ratio([2.0, 30.0, 3.0], [1.0, 10.0, 1.0]) == 3.0
-    with pytest.raises(ValueError):
-        trace.ratio([1.0], [1.0, 2.0])
 
 
 def test_chance_of_pairs() -> None:
     assert trace.chance([2.0] * 5, [1.0] * 5) == 1 / 32
     assert trace.chance([1.0] * 5, [2.0] * 5) == 1.0
     assert trace.chance([2.0, 1.0], [1.0, 2.0]) == 0.75
-
-
-def test_a_bar_of_tracing_that_is_missed_is_told() -> None:
-    rows = [
-        {"tracer": name, "read_bytes": 4096, "ns_per_read": runs} for name, runs in (("llmcache", [2.0]), ("strace", [30.0]))
-    ]
-    pairs = [{"llmcache": [2.0] * 5, "none": [1.0] * 5, "ratio": 2.0} for _ in range(2)]
-    told = trace.bars({"overheads": rows, "pairs": pairs, "rate": [{"events_per_s": 4e5, "lost": 1}], "start_s": [0.6]})
-    assert [bar.passed for bar in told] == [False] * 6
 
 
 # size
@@ -100,28 +73,15 @@ def test_without_a_falling_line_there_is_no_knee(points: list[tuple[float, float
         find_knee(points)
 
 
-def test_lru_stalls_until_the_whole_loop_fits() -> None:
-    assert stalls_begin("lru", SMALL).simulated_blocks == 2000
-
-
 def test_the_simulator_agrees_with_the_formula() -> None:
     found = stalls_begin("belady", SMALL)
-    assert SMALL.formula_blocks == found.expected_blocks == 1500
-    assert abs(found.difference) <= 0.01
+    assert found["formula_blocks"] == found["expected_blocks"] == 1500 and abs(found["difference"]) <= 0.01
 
 
 def test_the_mounts_policy_pays_its_window() -> None:
     case = LoopCase("window", 500 * 10**6, 10**9, 4 * 10**8)
     found = stalls_begin("llmcache", case)
-    assert found.expected_blocks > 1.05 * case.formula_blocks
-    assert abs(found.difference) <= 0.01
-
-
-def test_a_difference_is_a_share_of_the_formula() -> None:
-    assert Begin(SMALL, "lru", 1575).difference == pytest.approx(0.05)
-    assert Begin(SMALL, "lru", 1575).to_json()["kind"] == "modelled"
-    named = {"case": {"name": "x"}, "policy": "lru", "difference": -0.06}
-    assert [bar.passed for bar in size.bars({"simulator": [named], "mount": []})] == [False]
+    assert found["expected_blocks"] > 1.05 * case.formula_blocks and abs(found["difference"]) <= 0.01
 
 
 def test_the_command_says_whether_they_agree() -> None:
@@ -133,17 +93,6 @@ def test_the_command_says_whether_they_agree() -> None:
 
 
 # papers, startup, demotime, testtime
-
-
-def test_the_papers_figures_are_judged() -> None:
-    def claims(share: float, lost: float) -> list[Bar]:
-        accuracy = {"hillinfer": {"values": {"full": 1.0, "at_0.2": 1.0 - lost}}}
-        speed_ups = {papers.READING: {"values": {"share_in_range": share, "share": share}}}
-        return papers.bars({"claims": {"speed-up-range": speed_ups, "order": speed_ups, "comparable-accuracy": accuracy}})
-
-    assert [bar.passed for bar in claims(1.0, 0.0)] == [True] * 3
-    assert [bar.passed for bar in claims(0.9, 0.02)] == [False] * 3
-    assert [bar.kind for bar in claims(1.0, 0.0)] == ["modelled", "modelled", "measured"]
 
 
 def test_every_command_is_timed() -> None:
@@ -175,12 +124,6 @@ def test_times_of_finished_runs(tmp_path: Path, last: str, seconds: float, code:
     log.write_text("collected 6093 items\n")
     with pytest.raises(DataError, match="--log"):
         testtime.of_log(log)
-
-
-def test_a_load_ends_with_the_run_beside_it() -> None:
-    with testtime.load(1) as (busy,):
-        assert busy.poll() is None
-    assert busy.poll() is not None
 
 
 def test_the_last_demo_counts() -> None:

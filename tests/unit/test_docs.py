@@ -20,7 +20,6 @@ from click.testing import CliRunner
 from llmcache.cache.policies import POLICIES
 from llmcache.cli import app
 from llmcache.cli.types import NameType
-from llmcache.errors import UsageError
 from llmcache.fs.client.settings import NAMES
 from tests.property.contract import clauses, long_case
 from tools.bench.readme import TABLES
@@ -139,11 +138,6 @@ def words_of(command: str) -> list[str]:
     return words[: words.index(">")] if ">" in words else words
 
 
-def test_commands_are_found() -> None:
-    assert len(SHOWN) > 60
-    assert list(_single("a 'b c' > d && e # f")) == ["a 'b c' '>' d", "e"]
-
-
 @pytest.mark.parametrize(("page", "command"), SHOWN, ids=lambda value: str(value)[:60])
 def test_commands_exist(page: str, command: str) -> None:
     words = words_of(command)
@@ -185,15 +179,8 @@ def test_quick_commands_run(command: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert done.exit_code == 0, done.output
 
 
-def test_parsing_refuses_what_is_not_there() -> None:
-    for words in (["size", "--nothing"], ["resize", "mnt", "70Q"], ["trace", "--tier", "perf"], ["kv", "plan", "--gpu"]):
-        with pytest.raises((click.UsageError, UsageError)):
-            parse(words)
-
-
-@pytest.mark.parametrize("name", re.findall(r"`tools/bench (\w+)`", "".join(map(text_of, PAGES))))
-def test_benchmarks_exist(name: str) -> None:
-    assert name in TABLES
+def test_benchmarks_exist() -> None:
+    assert set(re.findall(r"`tools/bench (\w+)`", "".join(map(text_of, PAGES)))) <= set(TABLES)
 
 
 # Settings, Python, paths, stations
@@ -232,8 +219,7 @@ def walks() -> dict[str, list[str]]:
 
 
 def test_the_walks_are_short() -> None:
-    assert len(walks()) == 5
-    assert all(2 < len(stations) <= STATIONS_MAX for stations in walks().values())
+    assert len(walks()) == 5 and all(2 < len(stations) <= STATIONS_MAX for stations in walks().values())
 
 
 STATIONS = [

@@ -11,8 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.doctor import AREAS, examine, machine, memory, mounting, packages, tracing
-from llmcache.doctor.report import FAILED, LIMITED, OK, SKIPPED, Check, Diagnosis
+from llmcache.doctor import (
+    AREAS,
+    FAILED,
+    LIMITED,
+    OK,
+    SKIPPED,
+    Check,
+    Diagnosis,
+    examine,
+    machine,
+    memory,
+    mounting,
+    packages,
+    tracing,
+)
 from llmcache.errors import EnvironmentProblem, UsageError
 
 GIB = 1 << 30
@@ -182,8 +195,3 @@ def test_a_missing_library_hides_only_its_own_area(monkeypatch: pytest.MonkeyPat
     report = examine(None)
     assert {finding.area for finding in report.findings} >= {"mount", "memory", "tracing", "machine", "packages"}
     assert len(AREAS) == 5
-
-
-def test_whatever_is_not_ok_needs_a_remedy() -> None:
-    with pytest.raises(ValueError, match="no remedy"):
-        Check("mount", "FUSE", FAILED, "gone")

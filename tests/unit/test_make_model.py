@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +30,7 @@ def digest(paths: list[Path]) -> list[str]:
     return [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
 
 
-@pytest.mark.parametrize("size_mb", [3, 5, 40])
+@pytest.mark.parametrize("size_mb", [3, 40])
 def test_the_size_is_about_what_was_asked_for(size_mb: int, tmp_path: Path) -> None:
     (path,) = made(tmp_path / "m.gguf", "--size", f"{size_mb}M")
     assert abs(path.stat().st_size / 1e6 - size_mb) < 0.2 * size_mb
@@ -146,11 +145,3 @@ def test_safetensors_shards_and_index(tmp_path: Path) -> None:
         assert shard.tensors[-1].end == path.stat().st_size
     assert order_shards(shards)[2][1].name == "model.embed_tokens.weight"
     assert order_shards(shards)[-1][1].name == "lm_head.weight"
-
-
-def test_safetensors_values_are_small_numbers(tmp_path: Path) -> None:
-    (path,) = made(tmp_path / "m.safetensors", "--format", "safetensors", "--size", "3M")
-    tensor = next(t for t in layout_of(path).tensors if t.name == "lm_head.weight")
-    raw = path.read_bytes()[tensor.offset : tensor.offset + 2000]
-    values = [struct.unpack("<f", b"\0\0" + raw[at : at + 2])[0] for at in range(0, len(raw), 2)]
-    assert all(2**-8 < abs(value) < 0.25 for value in values) and min(values) < 0 < max(values)

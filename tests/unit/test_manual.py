@@ -91,8 +91,3 @@ def test_marks_become_macros() -> None:
         '.SS "More"',
         "\\&.last",
     ]  # fmt: skip
-
-
-def test_letters_that_a_terminal_may_not_have_are_refused() -> None:
-    with pytest.raises(ValueError, match="not ASCII"):
-        make_man.escaped("日本")

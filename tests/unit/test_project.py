@@ -1,7 +1,6 @@
 """The project files agree with the code: dependencies, pins, versions, commands."""
 
 import ast
-import importlib
 import itertools
 import re
 import sys
@@ -85,12 +84,6 @@ def test_the_oldest_transformers_is_the_lower_bound() -> None:
     assert oldest["transformers"] == [f"transformers=={lowest[1]}.0"]
     llama = pins("llama.txt")
     assert all(oldest[name] == llama[name] for name in set(oldest) & set(llama))
-
-
-def test_entry_points_exist() -> None:
-    for target in PROJECT["scripts"].values():
-        module, _, attribute = target.partition(":")
-        assert callable(getattr(importlib.import_module(module), attribute))
 
 
 def test_the_version_is_one() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench import readme, results
-from tools.bench.readme import FIGURES, PICTURE, TABLES, UnknownFigure, fill, missed_table, pages
-from tools.bench.readme_picture import caption, dense, drawn, mixture
+from tools.bench.readme import PICTURE, TABLES, UnknownFigure, caption, dense, drawn, fill, mixture, pages
 from tools.bench.results import Bar, Document, with_bars
 
 TEXT = "".join(page.read_text() for page in pages())
@@ -28,12 +27,6 @@ def test_every_recorded_benchmark_has_its_table_once() -> None:
     beside = {"demotime", "startup", "papers", "testtime"}  # of us, not of what users do
     assert sorted(shown) == sorted({path.stem for path in results.DIRECTORY.glob("*.json")} - beside)
     assert set(shown) <= set(TABLES)
-
-
-def test_what_is_said_not_to_be_recorded_is_not() -> None:
-    recorded = bool(mixture(readme.recorded("mount")))
-    for said in ("No figures are recorded yet", "no run of it is recorded yet"):
-        assert (said in TEXT) is not recorded, "mixtures: README's limits, docs/figures.md, docs/failures.md"
 
 
 def test_no_line_begins_with_the_marker_of_a_figure() -> None:
@@ -56,12 +49,6 @@ def test_the_picture_draws_the_mixture_as_soon_as_it_is_recorded() -> None:
     assert "Mixture" in drawn(with_one) and "Mixture" not in drawn(without)
 
 
-@pytest.mark.parametrize("name", sorted({name.partition(".")[0] for name in FIGURES}))
-def test_figures_are_of_recorded_benchmarks(name: str) -> None:
-    for key in (key for key in FIGURES if key.startswith(f"{name}.")):
-        assert re.search(r"\d", FIGURES[key](readme.recorded(name)))
-
-
 def test_what_is_marked_is_replaced_and_nothing_else() -> None:
     text = "a\n<!-- results:kvstore -->\nold\n<!-- /results -->\nb <!-- figure:kvstore.gather -->9<!-- /figure --> c\n"
     text += "<!-- limit:kvstore.m -->8<!-- /limit -->, <!-- limit:kvstore.gather -->7<!-- /limit -->\n"
@@ -71,14 +58,6 @@ def test_what_is_marked_is_replaced_and_nothing_else() -> None:
     limits = text.replace("8", "< 4").replace("7", ">= 0.8: **not reached**")
     assert filled == limits.replace("old\n", table).replace("9", "0.7")
     assert fill(filled, document) == filled
-
-
-def test_bars_that_are_not_reached_are_told() -> None:
-    bars = [{**one, "benchmark": "kvstore"} for one in document()["bars"]]
-    table = missed_table({"bars": bars})
-    assert table.startswith("Reached: 1 of 2 bars.\n")
-    assert table.endswith("| bandwidth | measured | 0.7 | >= 0.8 |\n") and "memory" not in table
-    assert missed_table({"bars": bars[1:]}) == "Reached: 1 of 1 bars.\n"
 
 
 @pytest.mark.parametrize(

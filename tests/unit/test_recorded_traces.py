@@ -9,11 +9,8 @@ import pytest
 
 from llmcache.cache.classify import READ_OP, TraceClasses, classify
 from llmcache.cache.detector import LOOP, SEQ
-from llmcache.cache.layers import Layers
-from llmcache.fs.layout.tensors import Tensor
-from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, Trace
+from llmcache.trace.record import HIT, MISS, UNKNOWN, Trace
 from llmcache.units import BLOCK_BYTES
-from tests.unit.trace_parts import KnownModels
 from tools.record_traces import SUBJECTS
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"
@@ -58,12 +55,6 @@ def test_loops_have_the_size_of_what_a_step_reads_and_its_period(name: str, trac
     assert missed > 0.5 * trace.accesses, "a loop that does not fit comes from storage"
 
 
-def test_mapped_weights_are_seen_by_faults_and_read_ones_by_calls(traces: dict[str, Trace]) -> None:
-    for name, op in (("llama-mmap", MAP), ("safetensors", MAP), ("llama-no-mmap", READ), ("read-loop", READ)):
-        trace = traces[name]
-        assert trace.count[trace.op == op].sum() > 0.99 * trace.accesses, name
-
-
 def test_a_model_that_is_read_into_memory_is_read_once(traces: dict[str, Trace]) -> None:
     trace = traces["llama-no-mmap"]
     (row,) = classes(trace).rows
@@ -78,18 +69,3 @@ def test_a_loop_of_reads_is_exact(traces: dict[str, Trace]) -> None:
     blocks = 64 * 2**20 // BLOCK_BYTES
     assert (row.kind, row.size_bytes, row.passes, row.accesses) == (LOOP, blocks * BLOCK_BYTES, 12, 12 * blocks)
     assert int(trace.count[trace.miss == HIT].sum()) < 0.02 * trace.accesses
-
-
-def test_layers_of_the_safetensors_model_come_in_their_order(traces: dict[str, Trace]) -> None:
-    """Layers of equal size stand in for its tensors, which are not in the tree."""
-    trace = traces["safetensors"]
-    size = trace.files[0].size_bytes
-    edge = size - int(fact(trace, "loop_bytes"))  # header and embedding come first
-    step = (size - edge) // 8
-    tensors = [Tensor("embed_tokens.weight", 0, edge, "")]
-    tensors += [Tensor(f"layers.{number}.x", edge + number * step, step, "") for number in range(8)]
-    layers = Layers(KnownModels(tensors))
-    layers.note(trace)
-    found = {layer.name: layer for layer in layers.found()}
-    assert [found[f"layers.{number}"].place for number in range(8)] == list(range(8))
-    assert all((found[f"layers.{number}"].miss_ratio or 0) > 0.5 for number in range(8))

@@ -229,38 +229,32 @@ def page(suite: Suite) -> str:
     )
     if suite.missing:
         lead += f" Without results: {', '.join(one.name for one in suite.missing)}."
-    return html_page("llmcache: what its benchmarks reach", lead, [_overview(suite), _every(suite), _runs(suite)])
+    return html_page("llmcache: what its benchmarks reach", lead, [*_bars(suite), _runs(suite)])
 
 
 def _badge(passed: bool) -> Badge:
     return Badge("reached", "good") if passed else Badge("NOT reached", "bad")
 
 
-def _overview(suite: Suite) -> Section:
+def _bars(suite: Suite) -> list[Section]:
+    """The summary, and the bars of each benchmark."""
     rows: list[list[Cell]] = []
+    each: list[HtmlBlock] = []
     for one in BENCHMARKS:
-        bars = [bar for name, bar in suite.bars if name == one.name]
-        missed = sum(not bar.passed for bar in bars)
+        bars = [(name, bar) for name, bar in suite.bars if name == one.name]
+        missed = sum(not bar.passed for _, bar in bars)
         verdict = Badge("all reached", "good") if bars and not missed else Badge(f"{missed} not reached", "fair")
         rows.append([one.about, len(bars) - missed, missed, verdict if bars else Badge("no results", "bad")])
-    blocks: list[HtmlBlock] = [Table("Bars by benchmark", ["what", "reached", "not reached", ""], rows)]
+        if bars:
+            each.append(_bars_table(f"{one.about} (tools/bench {one.name})", bars))
     missing = [(name, bar) for name, bar in suite.bars if not bar.passed]
-    if missing:
-        blocks.append(_bars_table("Not reached", missing))
-    blocks += [
+    summary: list[HtmlBlock] = [
+        Table("Bars by benchmark", ["what", "reached", "not reached", ""], rows),
+        *([_bars_table("Not reached", missing)] if missing else []),
         Text("Measured: on the machine below. Emulated: also, with an emulated accelerator or SSD taking part.", True),
         Text("Modelled: computed. A time over a bound is a measured time over a modelled one.", True),
     ]
-    return Section("Summary", blocks)
-
-
-def _every(suite: Suite) -> Section:
-    blocks: list[HtmlBlock] = []
-    for one in BENCHMARKS:
-        bars = [(name, bar) for name, bar in suite.bars if name == one.name]
-        if bars:
-            blocks.append(_bars_table(f"{one.about} (tools/bench {one.name})", bars))
-    return Section("Bars", blocks)
+    return [Section("Summary", summary), Section("Bars", each)]
 
 
 def _bars_table(caption: str, bars: Iterable[tuple[str, Bar]]) -> Table:
@@ -339,21 +333,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def model_for(benchmarks: Sequence[SuiteEntry], say: Console) -> Path | None:
-    """Return the demo's model if a benchmark needs it; it is generated once and then kept."""
-    if not any(MODEL in one.words for one in benchmarks):
-        return None
-    say.print(f"model: {MODELS}", soft_wrap=True)
-    return make_model(MODELS, MODEL_SIZE)
-
-
-def done_since(directory: Path, started: str) -> list[str]:
-    """Return the benchmarks with whole results that were begun after `started`."""
-    documents = read(directory).documents
-    about = {name: document.get("run", {}) for name, document in documents.items()}
-    return [name for name, told in about.items() if told.get("started", "") >= started and not told.get("quick")]
-
-
 def run_all(args: argparse.Namespace, out: Path, say: Console) -> tuple[Suite, bool]:
     """Run what was asked for; all.json and all.html are written after each. Returns all results, and if any failed."""
     benchmarks = chosen(args.only, args.skip, args.quick)
@@ -362,13 +341,18 @@ def run_all(args: argparse.Namespace, out: Path, say: Console) -> tuple[Suite, b
         if not (out / "all.json").exists():
             raise UsageError(f"--resume: there is no run to go on with in {out}", "leave --resume out")
         started = str(results.read(out / "all.json")["started"])
-        benchmarks = [one for one in benchmarks if one.name not in done_since(out, started)]
+        runs = {name: document.get("run", {}) for name, document in read(out).documents.items()}
+        done = [name for name, run in runs.items() if run.get("started", "") >= started and not run.get("quick")]
+        benchmarks = [one for one in benchmarks if one.name not in done]
     there = [one.name for one in benchmarks if (out / f"{one.name}.json").exists()]
     if there and not (args.force or args.resume):
         raise UsageError(f"{out} has results of {', '.join(there)}", "--force replaces them, -o DIR writes elsewhere")
     out.mkdir(parents=True, exist_ok=True)
     errors: dict[str, str] = {}
-    model = model_for(benchmarks, say)
+    model = None
+    if any(MODEL in one.words for one in benchmarks):  # the demo's, generated once and then kept
+        say.print(f"model: {MODELS}", soft_wrap=True)
+        model = make_model(MODELS, MODEL_SIZE)
     write(read(out, errors, started), out)
     for number, one in enumerate(benchmarks, 1):
         say.rule(f"{number} of {len(benchmarks)}: {one.name}", align="left")

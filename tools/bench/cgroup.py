@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from types import TracebackType
 from typing import final
 
 from llmcache.errors import EnvironmentProblem
+from llmcache.memory import pairs
+from llmcache.mountinfo import mounts
 
 from . import machine
 
@@ -41,16 +44,12 @@ _REMOVAL_S = 60.0
 
 @dataclass(frozen=True)
 class Usage:
-    """A snapshot of a group: memory in bytes now and at its peak, limit hits, OOM kills, bytes to and from the disk."""
+    """A snapshot of a group: bytes of memory, all and anonymous ones, OOM kills, bytes read from the disk."""
 
     current_bytes: int = 0
-    peak_bytes: int = 0
     anon_bytes: int = 0
-    file_bytes: int = 0
-    limit_hits: int = 0
     oom_kills: int = 0
     read_bytes: int = 0
-    write_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,27 +66,18 @@ class V1:
         """Limit reads from `disk`; None leaves only the counter running."""
         (self.path / "blkio.throttle.read_bps_device").write_text(f"{disk} {UNLIMITED_BPS if bps is None else bps}")
 
-    def reclaim(self, _size_bytes: int) -> None:
-        """Drop as much of the group's page cache as can go."""
-        (self.path / "memory.force_empty").write_text("0")
-
     def memory(self) -> dict[str, int]:
         """Return what `Usage` tells of memory."""
-        stat = _pairs(self.path / "memory.stat")
         return {
             "current_bytes": int((self.path / "memory.usage_in_bytes").read_text()),
-            "peak_bytes": int((self.path / "memory.max_usage_in_bytes").read_text()),
-            "anon_bytes": stat.get("total_rss", 0),
-            "file_bytes": stat.get("total_cache", 0),
-            "limit_hits": int((self.path / "memory.failcnt").read_text()),
-            "oom_kills": _pairs(self.path / "memory.oom_control").get("oom_kill", 0),
+            "anon_bytes": pairs(self.path / "memory.stat").get("total_rss", 0),
+            "oom_kills": pairs(self.path / "memory.oom_control").get("oom_kill", 0),
         }
 
-    def io_bytes(self, disk: str) -> tuple[int, int]:
-        """Return (read, written) bytes of the group on `disk`."""
-        rows = [line.split() for line in (self.path / "blkio.throttle.io_service_bytes").read_text().splitlines()]
-        counts = {row[1]: int(row[2]) for row in rows if len(row) == 3 and row[0] == disk}
-        return counts.get("Read", 0), counts.get("Write", 0)
+    def read_bytes(self, disk: str) -> int:
+        """Return the bytes that the group has read from `disk`."""
+        rows = (line.split() for line in (self.path / "blkio.throttle.io_service_bytes").read_text().splitlines())
+        return next((int(row[2]) for row in rows if row[:2] == [disk, "Read"]), 0)
 
 
 @dataclass(frozen=True)
@@ -104,39 +94,18 @@ class V2:
         """Limit reads from `disk`; None removes the limit."""
         (self.path / "io.max").write_text(f"{disk} rbps={'max' if bps is None else bps}")
 
-    def reclaim(self, size_bytes: int) -> None:
-        """Drop up to `size_bytes` of the group's memory; less than that is the kernel's EAGAIN, no error."""
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):  # the file is from Linux 5.19
-            (self.path / "memory.reclaim").write_text(str(size_bytes))
-
     def memory(self) -> dict[str, int]:
         """Return what `Usage` tells of memory."""
-        stat, events = _pairs(self.path / "memory.stat"), _pairs(self.path / "memory.events")
-        current = int((self.path / "memory.current").read_text())
-        peak = self.path / "memory.peak"  # from Linux 5.19
         return {
-            "current_bytes": current,
-            "peak_bytes": int(peak.read_text()) if peak.exists() else current,
-            "anon_bytes": stat.get("anon", 0),
-            "file_bytes": stat.get("file", 0),
-            "limit_hits": events.get("max", 0),
-            "oom_kills": events.get("oom_kill", 0),
+            "current_bytes": int((self.path / "memory.current").read_text()),
+            "anon_bytes": pairs(self.path / "memory.stat").get("anon", 0),
+            "oom_kills": pairs(self.path / "memory.events").get("oom_kill", 0),
         }
 
-    def io_bytes(self, disk: str) -> tuple[int, int]:
-        """Return (read, written) bytes of the group on `disk`."""
-        for line in (self.path / "io.stat").read_text().splitlines():
-            number, *words = line.split()
-            if number == disk:
-                row = dict(word.split("=", 1) for word in words)
-                return int(row.get("rbytes", 0)), int(row.get("wbytes", 0))
-        return 0, 0
-
-
-def _pairs(file: Path) -> dict[str, int]:
-    """Return the numbers of a "key value" file."""
-    rows = (line.split() for line in file.read_text().splitlines())
-    return {row[0]: int(row[1]) for row in rows if len(row) == 2}
+    def read_bytes(self, disk: str) -> int:
+        """Return the bytes that the group has read from `disk`."""
+        found = re.search(rf"^{disk} .*\brbytes=(\d+)", (self.path / "io.stat").read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
 
 
 @dataclass(frozen=True)
@@ -164,14 +133,14 @@ def find(controller: str) -> Hierarchy:
         # a path from outside of a cgroup namespace does not exist below the mount
         return Hierarchy(version, root, root / path if (root / path).is_dir() else root)
 
-    v1, mounts = V1_NAMES[controller], list(machine.mount_lines())
-    for mount in mounts:
-        if mount.kind == "cgroup" and v1 in mount.options.split(","):
-            return standing(1, mount.point, where.get(v1, ""))
-    for mount in mounts:
-        controllers = mount.point / "cgroup.controllers"
-        if mount.kind == "cgroup2" and controllers.exists() and controller in controllers.read_text().split():
-            return standing(2, mount.point, where.get("", ""))
+    v1, mounted = V1_NAMES[controller], list(mounts(proc=str(machine.PROC)).values())
+    for mount in mounted:
+        if mount.fstype == "cgroup" and v1 in mount.options.split(","):
+            return standing(1, Path(mount.point), where.get(v1, ""))
+    for mount in mounted:
+        controllers = Path(mount.point) / "cgroup.controllers"
+        if mount.fstype == "cgroup2" and controllers.exists() and controller in controllers.read_text().split():
+            return standing(2, Path(mount.point), where.get("", ""))
     raise EnvironmentProblem(
         f"no cgroup hierarchy here has the {controller} controller",
         "a container needs --privileged (or a delegated cgroup); a kernel may need cgroup_enable=memory at boot",
@@ -241,12 +210,11 @@ class Cgroup:
         if self._controllers:
             raise ValueError(f"cgroup {self.name} exists already")
         try:
-            memory, io = find("memory"), find("io")
-            if memory == io:
-                self._make(memory, ["memory", "io"])
-            else:
-                self._make(memory, ["memory"])
-                self._make(io, ["io"])
+            trees: dict[Hierarchy, list[str]] = {}
+            for controller in ("memory", "io"):
+                trees.setdefault(find(controller), []).append(controller)
+            for tree, controllers in trees.items():
+                self._make(tree, controllers)
             self.set_memory(self._memory_bytes)
             self.set_read_bps(self._read_bps)
         except OSError as error:
@@ -302,24 +270,13 @@ class Cgroup:
         """Change the throttle; None means none."""
         self._controllers["io"].set_read_bps(self.disk.number, bps)
 
-    def reclaim(self) -> None:
-        """Drop the group's page cache as far as it goes (mlocked and dirty pages stay)."""
-        size = self.usage().file_bytes
-        if size:
-            try:
-                self._controllers["memory"].reclaim(size)
-            except OSError as error:
-                if error.errno not in (errno.EBUSY, errno.EINTR, errno.EAGAIN):
-                    raise
-
     def usage(self) -> Usage:
         """Return what the group uses now."""
-        read, written = self._controllers["io"].io_bytes(self.disk.number)
-        return Usage(**self._controllers["memory"].memory(), read_bytes=read, write_bytes=written)
+        return Usage(**self._controllers["memory"].memory(), read_bytes=self.read_bytes())
 
     def read_bytes(self) -> int:
         """Return the bytes that the group has read from the disk."""
-        return self._controllers["io"].io_bytes(self.disk.number)[0]
+        return self._controllers["io"].read_bytes(self.disk.number)
 
     def processes(self) -> list[int]:
         """Return the pids in the group."""

@@ -40,12 +40,10 @@ def timed(command: Sequence[str]) -> Run:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--fresh", action="store_true", help="run it once before, where it has not run yet")
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
-    """Yield every run."""
     yield {"runs": [timed(["tools/demo"]) for _ in range(2 if args.fresh else 1)]}
 
 
@@ -56,8 +54,3 @@ def bars(told: Document) -> list[Bar]:
         Bar("demo", "a second tools/demo", last["seconds"], "<", DEMO_BAR_S, unit="s"),
         Bar("exit", "exit code of tools/demo", last["exit_code"], "<=", 0),
     ]
-
-
-def tables(_told: Document) -> tuple[()]:
-    """Return nothing beside the bars."""
-    return ()

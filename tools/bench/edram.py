@@ -60,7 +60,6 @@ def _command() -> None:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--repeat", type=int, default=7, help="runs of each case, in turns")
 
 
@@ -84,14 +83,12 @@ def document(seconds: dict[str, list[float]]) -> Document:
 
 
 def bars(told: Document) -> list[Bar]:
-    """Return the bar: the median of the sweep."""
     (median,) = (one["median_s"] for one in told["cases"] if one["case"] == "sweep")
     what = f"a sweep of the accelerator model over {told['configurations']:,} configurations"
     return [Bar("sweep", what, median, "<", SWEEP_BAR_S, unit="s")]
 
 
 def tables(told: Document) -> Iterator[Table]:
-    """Yield the times."""
     rows = []
     for row in told["cases"]:
         spread = f"{min(row['seconds']):.2f}..{max(row['seconds']):.2f}"

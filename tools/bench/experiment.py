@@ -68,11 +68,6 @@ class SideRun:
     usage: Usage
     stats: list[dict[str, Any]] = field(default_factory=list)
 
-    def median_s(self, warmup: int) -> float:
-        """Return the median step of all clients."""
-        steps = [step.seconds for run in self.clients for step in run.measured(warmup)]
-        return statistics.median(steps) if steps else float("inf")
-
     def storage_bytes_per_step(self, warmup: int, mean: bool = False) -> float:
         """Return the bytes read from storage per step: of the measured steps, or of all where clients overlap."""
         if len(self.clients) == 1:
@@ -221,4 +216,5 @@ def _progress(outcome: Comparison) -> str:
     run, warmup = outcome.runs[-1], outcome.experiment.warmup
     times = " ".join(f"{step.seconds:.3f}" for one in run.clients for step in one.steps[:12])
     read = run.storage_bytes_per_step(warmup) / 1e6 if times else math.nan
-    return f"  {run.side:10s} {run.median_s(warmup):.4f} s/step, {read:.0f} MB from storage each | {times}"
+    median_s = statistics.median([step.seconds for one in run.clients for step in one.measured(warmup)] or [math.inf])
+    return f"  {run.side:10s} {median_s:.4f} s/step, {read:.0f} MB from storage each | {times}"

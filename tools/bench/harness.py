@@ -1,7 +1,14 @@
 """How a benchmark is run: a module of this package that measures, and is judged and shown by what it has written.
 
-Each is called after the file of its results, `tools/bench NAME`. An interrupt has it clean up; what it has written until
-then stays.
+Each is called after the file of its results, `tools/bench NAME`, and has
+
+    SCHEMA                    the name and version of what it writes
+    options(parser)           adds its options; --json is there already, `--dir` also names the disk that is told
+    measure(args, console)    yields all that was measured, JSON-ready; before that what there is, with "complete": False
+    bars(told)                returns the bars, from what was written; or `BARS`, those of the parts: sense and limit by name
+    tables(told)              returns what people see of it beside the bars, if anything
+
+and a docstring, which is its help. An interrupt has it clean up; what it has written until then stays.
 """
 
 from __future__ import annotations
@@ -16,8 +23,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Protocol
+from types import FrameType, ModuleType
 
 from rich.console import Console, RenderableType
 
@@ -29,26 +35,21 @@ from .results import Bar, Document, bar_table, exit_code, rounded, with_bars, wr
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Benchmark(Protocol):
-    """A module of a benchmark; its docstring is its help."""
-
-    __name__: str
-    SCHEMA: str
-
-    def options(self, parser: argparse.ArgumentParser) -> None:
-        """Add its options; --json is there already, `--dir` also names the disk that is told."""
-
-    def measure(self, args: argparse.Namespace, console: Console) -> Iterator[Document]:
-        """Yield all that was measured, JSON-ready; before that what there is so far, with "complete": False."""
-
-    def bars(self, told: Document) -> list[Bar]:
-        """Return the bars, from what was written."""
-
-    def tables(self, told: Document) -> Iterable[RenderableType]:
-        """Return what people see of it, beside the bars."""
+def bars_of(bench: ModuleType, told: Document) -> list[Bar]:
+    """Return the bars of a benchmark, from what it wrote; without `bars` in it, `BARS` has those of its parts."""
+    if hasattr(bench, "bars"):
+        return list(bench.bars(told))
+    parts = told["parts"]
+    return [Bar(name, parts[name]["what"], parts[name]["figure"], *bar) for name, bar in bench.BARS.items() if name in parts]
 
 
-def run(bench: Benchmark, argv: Sequence[str] | None = None) -> int:
+def tables_of(bench: ModuleType, told: Document) -> Iterable[RenderableType]:
+    """Return what people see of it, beside the bars."""
+    shown: Iterable[RenderableType] = bench.tables(told) if hasattr(bench, "tables") else ()
+    return shown
+
+
+def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
     """Return 0 if every bar is reached, 1 if not, 2 usage, 3 if the machine cannot run it."""
     name = f"tools/bench {bench.__name__.rpartition('.')[2]}"
     parser = argparse.ArgumentParser(prog=name, description=bench.__doc__)
@@ -71,15 +72,15 @@ def run(bench: Benchmark, argv: Sequence[str] | None = None) -> int:
         if told is None:
             return 1
     assert told is not None
-    judged = bench.bars(told)
-    console.print(*bench.tables(told), bar_table(judged))
+    judged = bars_of(bench, told)
+    console.print(*tables_of(bench, told), bar_table(judged))
     return exit_code(judged) if told.get("complete", True) else 1
 
 
-def document(bench: Benchmark, directory: Path, measured: Document) -> Document:
+def document(bench: ModuleType, directory: Path, measured: Document) -> Document:
     """Return what a benchmark writes: what it measured on this machine, with its bars."""
     told = rounded({"schema": bench.SCHEMA, "machine": machine.describe(directory), **measured})
-    return with_bars(told, bench.bars(told))
+    return with_bars(told, bars_of(bench, told))
 
 
 def report(name: str, error: LlmcacheError) -> None:

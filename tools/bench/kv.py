@@ -133,7 +133,6 @@ def document(found: list[Timing], tokens: int) -> Document:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill file goes (4.4 GB)")
     parser.add_argument("--repeat", type=int, default=20, help="runs of each case, in turns")
     parser.add_argument("--quick", action="store_true", help="a sixteenth of the tokens: for a look, not for the bars")
@@ -155,7 +154,6 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 
 
 def bars(told: Document) -> list[Bar]:
-    """Return the bars of the kernels and of the spill file."""
     found = []
     for one in told["cases"]:
         if "bar" in one:
@@ -174,7 +172,6 @@ def bars(told: Document) -> list[Bar]:
 
 
 def tables(told: Document) -> Iterator[Table]:
-    """Yield the figures of the kernels, and of the spill file."""
     rows = []
     for row in told["cases"]:
         times = [1e3 * second for second in row["seconds"]]

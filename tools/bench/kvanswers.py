@@ -22,7 +22,7 @@ from llmcache.kv.bench.task import TaskSetup, run
 from llmcache.kv.tasks import RECALL_MODEL
 
 from .harness import ROOT, workplace
-from .results import Bar, Document
+from .results import Document
 
 SCHEMA = "llmcache-bench-kvanswers/1"
 BUDGETS = (64, 128, 256)
@@ -114,25 +114,13 @@ def rivals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill files go")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="contexts that are asked at the same time")
     parser.add_argument("--quick", action="store_true", help="one context, few questions: for a look, not for the bars")
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
-    """Yield all answers."""
     with workplace(args.dir) as scratch:
         found = ask(asked(args.quick), scratch, args.workers)
     parts = {"passkey": passkey(found["passkey"]), "recall": recall(found["recall"])}
     yield {"quick": args.quick, "parts": {**parts, "rivals": rivals(parts["recall"]["run"]["rows"])}}
-
-
-def bars(told: Document) -> list[Bar]:
-    """Return the bars of all parts."""
-    return [Bar(name, one["what"], one["figure"], *BARS[name]) for name, one in told["parts"].items()]
-
-
-def tables(_told: Document) -> tuple[()]:
-    """Return nothing beside the bars."""
-    return ()

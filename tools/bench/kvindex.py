@@ -189,7 +189,6 @@ def faster(row: dict[str, Any], than: str = "scan") -> float:
 
 
 def bars(told: Document) -> list[Bar]:
-    """Return the bars of all rows."""
     return [bar for row in told["rows"] for bar in _of_row(row)]
 
 
@@ -216,13 +215,11 @@ def _bar(row: dict[str, Any], name: str, what: str, value: float, sense: str, li
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--rounds", type=int, default=3, help="how often all queries are asked")
     parser.add_argument("--quick", action="store_true", help="an eighth of the keys: for a look, not for the bars")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yield the figures of all kinds and numbers of keys."""
     rows, sizes = [], [size // 8 if args.quick else size for size in SIZES]
     for kind in KINDS:
         for size in sizes:

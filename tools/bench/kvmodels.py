@@ -29,7 +29,6 @@ from llmcache.kv.tasks.english import Document, documents
 
 from .cgroup import Cgroup
 from .harness import workplace
-from .results import Bar
 
 SCHEMA = "llmcache-bench-kvmodels/1"
 OWN, ORACLES, RIVALS = "mass", ("oracle", "oracle-product"), ("icecache", "hillinfer", "quest", "window")
@@ -341,7 +340,6 @@ def _throttled(part: str, directory: Path) -> Iterator[None]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--only", choices=PARTS, action="append", help="this case alone; may be given several times")
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill files go (2 GB)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch and of each kernel")
@@ -349,7 +347,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, Any]]:
-    """Yield the figures of all parts."""
     import torch
 
     torch.set_num_threads(args.threads)
@@ -359,13 +356,3 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, A
             with _throttled(part, args.dir):
                 parts |= PARTS[part](BenchScope(scratch, args.threads, args.quick))
     yield {"quick": args.quick, "threads": args.threads, "torch": torch.__version__, "parts": parts}
-
-
-def bars(told: dict[str, Any]) -> list[Bar]:
-    """Return the bars of what was measured."""
-    return [Bar(name, one["what"], one["figure"], *BARS[name]) for name, one in told["parts"].items()]
-
-
-def tables(_told: dict[str, Any]) -> tuple[()]:
-    """Return nothing beside the bars."""
-    return ()

@@ -163,14 +163,12 @@ def _without_timelines(bench: Bench) -> dict[str, Any]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill files go (3 GB)")
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic stream")
     parser.add_argument("--quick", action="store_true", help="short contexts: for a look, not for the bars")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yield the figures of all parts."""
     parts = {}
     with workplace(args.dir) as scratch:
         for name, part in PARTS.items():

@@ -21,17 +21,12 @@ from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.task import Candidate
 
 from .harness import workplace
-from .results import Bar, Document, table_of
+from .results import Document, table_of
 
 SCHEMA = "llmcache-bench-kvtransformers/2"
 BUDGET = 256
-MEMORY_BAR = 0.05
-BARS = {
-    "memory": ("<=", MEMORY_BAR),
-    "memory_with_index": ("<=", MEMORY_BAR),
-    "time": ("<=", 1.5),
-    "faster": (">", 0.0),  # tokens: there is such a length
-}
+BARS = {"memory": ("<=", 0.05), "memory_with_index": ("<=", 0.05), "time": ("<=", 1.5), "faster": (">", 0.0)}
+"""Of faster, tokens: there is such a length."""
 BAR_TOKENS = 32768
 TIMED = ("icecache", "quest", "hillinfer")
 
@@ -64,18 +59,12 @@ def against_stock(rows: list[LengthRow]) -> dict[str, dict[str, Any]]:
     told = ", ".join(f"{policy} from {'none measured' if none is None else f'{none:,}'}" for policy, none in faster.items())
     each = ", ".join(f"{policy} {there[policy].times(stock):.2f}" for policy in TIMED)
     return {
-        "memory": {
-            "what": f"pages of keys and values in memory, of DynamicCache's, at {at:,} tokens",
-            "figure": share,
-        },
+        "memory": {"what": f"pages of keys and values in memory, of DynamicCache's, at {at:,} tokens", "figure": share},
         "memory_with_index": {
             "what": f"pages and index in memory, of DynamicCache's, at {at:,} tokens: {with_index}",
             "figure": there["icecache"].share_with_index(stock),
         },
-        "time": {
-            "what": f"time of a token, of DynamicCache's, at {at:,} tokens: {each}",
-            "figure": times,
-        },
+        "time": {"what": f"time of a token, of DynamicCache's, at {at:,} tokens: {each}", "figure": times},
         "faster": {
             "what": f"tokens from which on a token is faster than with DynamicCache: {told}",
             "figure": faster["icecache"] or 0, "by_policy": faster,
@@ -85,14 +74,12 @@ def against_stock(rows: list[LengthRow]) -> dict[str, dict[str, Any]]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the spill files go (3 GB)")
     parser.add_argument("--threads", type=int, default=2, help="of torch and of each kernel, where times are compared")
     parser.add_argument("--quick", action="store_true", help="small and short: for a look, not for the bars")
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
-    """Yield the figures of all parts."""
     import torch
 
     torch.set_num_threads(args.threads)
@@ -102,13 +89,7 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
     yield {**about, "shape": lengths.SMALL if args.quick else lengths.SHAPE, "parts": parts}
 
 
-def bars(told: Document) -> list[Bar]:
-    """Return the bars of all parts."""
-    return [Bar(name, one["what"], one["figure"], *BARS[name]) for name, one in told["parts"].items()]
-
-
 def tables(told: Document) -> Iterator[Table]:
-    """Yield memory and time by length."""
     rows = []
     for row in told["parts"]["faster"]["rows"]:
         times, shares = (row["tpot_ns"] / 1e6, row["times_stock"]), (row["kv_share"], row["share_with_index"])

@@ -10,33 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from llmcache.errors import EnvironmentProblem
+from llmcache.mountinfo import mounts
 
 PROC, SYSFS = Path("/proc"), Path("/sys")
 PACKAGES = ("llama-cpp-python", "gguf", "mfusepy", "numpy", "numba", "pyarrow", "llmcache-toolkit")
-
-
-class MountLine(NamedTuple):
-    """A line of mountinfo: `device` as major:minor, `options` those of the file system."""
-
-    device: str
-    point: Path
-    kind: str
-    source: str
-    options: str
-
-
-def mount_lines() -> Iterator[MountLine]:
-    """Yield the mounts that this process sees."""
-    for line in (PROC / "self" / "mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        _, _, device, _, point, *_ = before.split()
-        kind, source, options = [*after.split(), "", ""][:3]
-        for code, char in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-            point = point.replace(code, char)
-        yield MountLine(device, Path(point), kind, source, options)
 
 
 @dataclass(frozen=True)
@@ -64,23 +44,22 @@ class Disk:
 
 def disk_of(path: Path) -> Disk:
     """Return the whole disk that holds `path`; a partition is resolved to its disk. EnvironmentProblem if there is none."""
-    device = os.stat(path).st_dev
-    return disk_from_number(f"{os.major(device)}:{os.minor(device)}", path)
+    return disk_from_number(os.stat(path).st_dev, path)
 
 
-def disk_from_number(number: str, path: Path) -> Disk:
-    """Return the whole disk of device `number`; btrfs and others with anonymous numbers go through the mount table."""
+def disk_from_number(device: int, path: Path) -> Disk:
+    """Return the whole disk of a device (`st_dev`); btrfs and others with anonymous ones go through the mount table."""
+    number = f"{os.major(device)}:{os.minor(device)}"
     entry = SYSFS / "dev" / "block" / number
     if not entry.exists():
-        mount = next((one for one in mount_lines() if one.device == number), None)
+        mount = next((one for one in mounts(proc=str(PROC)).values() if one.dev == device), None)
         if mount is None:
-            raise EnvironmentProblem(
-                f"device {number} of {path} is not in {SYSFS}/dev/block", "use a directory on a local disk"
-            )
+            said = f"device {number} of {path} is not in {SYSFS}/dev/block"
+            raise EnvironmentProblem(said, "use a directory on a local disk")
         entry = SYSFS / "class" / "block" / Path(mount.source).name
         if not (mount.source.startswith("/dev/") and entry.exists()):
             raise EnvironmentProblem(
-                f"{path} is on {mount.kind} ({mount.source}), which has no block device to throttle",
+                f"{path} is on {mount.fstype} ({mount.source}), which has no block device to throttle",
                 "use a directory on a disk file system (ext4, xfs, btrfs), for example --dir /var/tmp/llmcache",
             )
     real = entry.resolve()

@@ -60,7 +60,6 @@ Judged = tuple[str, str, float, str, float]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--model", type=Path, help="a Q8_0 GGUF (tools/make_model.py); without it no llama.cpp cases")
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where loop files go (with --model: beside it)")
     parser.add_argument("--only", default="".join(CASES), help="cases to run, for example ac [%(default)s]")
@@ -143,7 +142,7 @@ class CasePlan:
 
 def tokens(threads: int, steps: int) -> Command:
     """Return the command of the llama.cpp client."""
-    return lambda _side, path: client("llama_tokens", path, steps, "--threads", threads, "--json")
+    return lambda _side, path: client("llama_tokens", path, steps, "--threads", threads)
 
 
 def passes(how: str, steps: int, check: Path | None = None) -> Command:

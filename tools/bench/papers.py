@@ -60,7 +60,6 @@ REPEATS = 5  # of a replay; each replay's cache is half of the footprint
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
     parser.add_argument("--measure", nargs="*", choices=list(MEASURES), help="measure first: these papers, or all")
     parser.add_argument("--quick", action="store_true", help="measure less")
 
@@ -86,11 +85,6 @@ def bars(told: Document) -> list[Bar]:
         Bar("order", order, found["order"]["share"], ">=", 1, "modelled", command=COMMAND),
         Bar("alpha", "right answers lost at alpha 0.2, recall model", lost, "<=", ALPHA_LOSS, command=COMMAND),
     ]
-
-
-def tables(_told: Document) -> tuple[()]:
-    """Returns nothing beside the bars."""
-    return ()
 
 
 def save(name: str, quick: bool, tell: Tell, directory: Path = PAPERS) -> dict[str, Any]:

@@ -49,7 +49,6 @@ def groups(ratios: Ratios) -> Ratios:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
     parser.add_argument("--policy", default=",".join(POLICIES), help="policies, with commas between (default: all)")
 
 
@@ -79,7 +78,6 @@ def _words(name: str) -> str:
 
 
 def tables(told: Document) -> Iterator[Table]:
-    """Yields the ratios."""
     rows = {**told["ratios"], **told["groups"]}
     policies = list(rows["on_device"])
     title = "mean hit ratio, ten sizes, 2 to 100 % of the footprint (synthetic traces, counted exactly)"

@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,37 +30,33 @@ from llmcache.units import parse_rate
 
 from .cgroup import Cgroup
 from .harness import workplace
-from .results import Bar, Document
+from .results import Document
 from .runner import client, forget
 from .sides import environment
 
 SCHEMA = "llmcache-bench-prefix/1"
 SERVERS = ("valkey-server", "redis-server", "redis-check-rdb")  # the last as Debian's redis-tools has it
 SMOLLM2 = Path.home() / ".cache" / "llmcache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-# name: sense and limit; what stands in `parts` under these names has its figure.
 BARS = {
-    "restored": ("<=", 0.03),
-    "question": ("<=", 0.06),
-    "conversations": ("<=", 0.2),
-    "generating": ("<=", 0.03),
-    "disk_time": ("<", 1.0),
-    "disk_bytes": ("<", 1.0),
-    "shared": ("<=", 0.2),
-}
+    "restored": ("<=", 0.03), "question": ("<=", 0.06), "conversations": ("<=", 0.2), "generating": ("<=", 0.03),
+    "disk_time": ("<", 1.0), "disk_bytes": ("<", 1.0), "shared": ("<=", 0.2),
+}  # fmt: skip
 
 
+@dataclass(frozen=True)
 class Asking:
-    """Runs the client: `model`, threads, and the group that limits its storage."""
+    """Runs the client: model, threads, and the limit of its storage (0: none)."""
 
-    def __init__(self, model: Path, threads: int, scratch: Path, rate_bps: int) -> None:
-        self.model, self.threads, self.scratch = model, threads, scratch
-        self._rate_bps = rate_bps
+    model: Path
+    threads: int
+    scratch: Path
+    rate_bps: int
 
     def __call__(self, **options: Any) -> dict[str, Any]:
         """Return what the client said: `answers` and `cache`."""
         words = [str(word) for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
         command = client("prefix_prompts", self.model, "--threads", self.threads, *words)
-        limited = Cgroup("prefix", directory=self.scratch, read_bps=self._rate_bps) if self._rate_bps else nullcontext()
+        limited = Cgroup("prefix", directory=self.scratch, read_bps=self.rate_bps) if self.rate_bps else nullcontext()
         with limited as group:
             wrapped = group.wrap(command) if group else command
             result = subprocess.run(wrapped, capture_output=True, text=True, check=False, env=environment())
@@ -82,39 +79,32 @@ def size_of(directory: Path) -> int:
 
 def restored(ask: Asking, tokens: int, repeat: int) -> dict[str, Any]:
     """A stored prompt, the same with another question, and both in llama-cpp-python's own cache, of evaluating it."""
-    ours, theirs, question = ask.scratch / "ours", ask.scratch / "theirs", {"own": tokens, "question": 50}
+    kinds, question = {"ours": "", "theirs": "disk:"}, {"own": tokens, "question": 50}
     evaluated = [first_s(ask(**question)) for _ in range(repeat)]
-    ask(**question, cache=ours)
-    ask(**question, cache=f"disk:{theirs}")
+    for kept, kind in kinds.items():
+        ask(**question, cache=f"{kind}{ask.scratch / kept}")
     runs: dict[str, list[float]] = {"same": [], "other": [], "theirs": []}
-    sizes = {"ours": size_of(ours), "theirs": size_of(theirs)}
+    sizes = {kept: size_of(ask.scratch / kept) for kept in kinds}
     for turn in range(repeat):
-        for name, kept, kind, later in (
-            ("same", ours, "", 0),
-            ("other", ours, "", 1 + turn),
-            ("theirs", theirs, "disk:", 0),
-        ):
+        for name, kept, later in (("same", "ours", 0), ("other", "ours", 1 + turn), ("theirs", "theirs", 0)):
             copy = ask.scratch / "copy"
-            shutil.copytree(kept, copy, symlinks=True)
+            shutil.copytree(ask.scratch / kept, copy, symlinks=True)
             forget(copy)
-            runs[name].append(first_s(ask(**question, turn=later, cache=f"{kind}{copy}")))
+            runs[name].append(first_s(ask(**question, turn=later, cache=f"{kinds[kept]}{copy}")))
             shutil.rmtree(copy)
     base = statistics.median(evaluated)
     times = {name: statistics.median(one) for name, one in runs.items()}
     each = f"{tokens:,} tokens, evaluated in {base:.1f} s"
+    same, theirs = f"first token of a stored prompt, of evaluating it: {each}", "of llama-cpp-python's disk cache"
     return {
-        "restored": {"what": f"first token of a stored prompt, of evaluating it: {each}", "figure": times["same"] / base},
+        "restored": {"what": same, "figure": times["same"] / base},
         "question": {"what": "the same with other 50 tokens at its end", "figure": times["other"] / base},
-        "disk_time": {
-            "what": f"first token, of llama-cpp-python's disk cache ({times['theirs']:.2f} s)",
-            "figure": times["same"] / times["theirs"],
-        },
+        "disk_time": {"what": f"first token, {theirs} ({times['theirs']:.2f} s)", "figure": times["same"] / times["theirs"]},
         "disk_bytes": {
-            "what": f"bytes on disk, of llama-cpp-python's disk cache ({sizes['theirs'] / 1e6:.0f} MB)",
-            "figure": sizes["ours"] / sizes["theirs"],
+            "what": f"bytes on disk, {theirs} ({sizes['theirs'] / 1e6:.0f} MB)", "figure": sizes["ours"] / sizes["theirs"],
         },
         "runs": {"evaluated": evaluated, **runs, "bytes": sizes},
-    }
+    }  # fmt: skip
 
 
 def conversations(ask: Asking, shared: int, count: int) -> dict[str, Any]:
@@ -158,20 +148,14 @@ def shared(ask: Asking, tokens: int, repeat: int) -> dict[str, Any]:
     try:
         address = f"redis://127.0.0.1:{port}/0"
         evaluated = first_s(ask(own=tokens, cache=ask.scratch / "pushed", shared_tier=address))
-        runs = []
-        for turn in range(repeat):
-            runs.append(first_s(ask(own=tokens, cache=ask.scratch / f"fetched-{turn}", shared_tier=address)))
+        caches = [ask.scratch / f"fetched-{turn}" for turn in range(repeat)]
+        runs = [first_s(ask(own=tokens, cache=cache, shared_tier=address)) for cache in caches]
     finally:
         server.kill()
         server.wait()
     what = f"first token of another process's prompt over loopback, of evaluating it: {tokens:,} tokens"
-    return {
-        "shared": {
-            "what": what,
-            "figure": statistics.median(runs) / evaluated,
-            "runs": {"evaluated": evaluated, "own": runs},
-        }
-    }
+    told = {"evaluated": evaluated, "own": runs}
+    return {"shared": {"what": what, "figure": statistics.median(runs) / evaluated, "runs": told}}
 
 
 def compression(directory: Path) -> list[dict[str, Any]]:
@@ -186,16 +170,13 @@ def compression(directory: Path) -> list[dict[str, Any]]:
         packed = codec.compress(data)
         between = time.perf_counter()
         codec.decompress(packed, len(data))
-        speeds = {
-            "packing_bytes_per_s": len(data) / (between - begin),
-            "unpacking_bytes_per_s": len(data) / (time.perf_counter() - between),
-        }
+        took = {"packing": between - begin, "unpacking": time.perf_counter() - between}
+        speeds = {f"{what}_bytes_per_s": len(data) / seconds for what, seconds in took.items()}
         rows.append({"codec": name, "level": level, "ratio": len(data) / len(packed), **speeds})
     return rows
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--model", type=Path, default=SMOLLM2, help="a GGUF file [SmolLM2, which tools/test fetches]")
     parser.add_argument("--tokens", type=int, default=4096, help="of the long prompt")
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where prompts are stored (a real disk)")
@@ -206,7 +187,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yield the figures of all parts."""
     if not args.model.exists():
         raise EnvironmentProblem(f"{args.model} is not there", "tools/test fetches it, or name another with --model")
     tokens, repeat = (1024, 1) if args.quick else (args.tokens, args.repeat)
@@ -226,12 +206,6 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         parts["compression"] = {"rows": compression(scratch / "ours")}
     about = {"quick": args.quick, "model": args.model.name, "tokens": tokens, "threads": args.threads}
     yield {**about, "rate_bps": args.rate, "repeat": repeat, "parts": parts}
-
-
-def bars(told: Document) -> list[Bar]:
-    """Return the bars of all parts that were measured."""
-    parts = told["parts"]
-    return [Bar(name, parts[name]["what"], parts[name]["figure"], *BARS[name]) for name in BARS if name in parts]
 
 
 def tables(told: Document) -> Iterator[str]:

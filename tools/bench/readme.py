@@ -8,7 +8,9 @@ What stands between these comments is made here; everything else is left as it i
     <!-- figure:NAME.BAR -->0.70<!-- /figure -->      the value of one of its bars, or one of `FIGURES`
     <!-- limit:NAME.BAR -->>= 0.6<!-- /limit -->     the limit of that bar, and whether it is missed
 
-docs/tokens.svg is drawn anew from the same results.
+docs/tokens.svg is drawn anew from the same results: tokens per second over the share of a model that fits in memory, of
+page cache and llmcachefs. The dense panel is of case (f) of `tools/bench mount`, and of case (a), whose storage is limited,
+in open markers; the panel of mixtures is of case (g), and there only if that is recorded.
 """
 
 from __future__ import annotations
@@ -17,17 +19,30 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import truediv
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
+
+from llmcache.report.theme import INK, MUTED, Look, figure_bytes, grid_of, legend_below, style
 
 from . import results
-from .mount import kernel, mean, mounts, seconds, storage_bytes
-from .readme_picture import caption, drawn
+from .mount import Result, kernel, mean, mounts, seconds, storage_bytes
 from .results import Bar, Document, bars_of, figure
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = "docs/tokens.svg"
+KERNEL = "page cache"
+LIMIT_BPS = 500_000_000  # of the rates that are measured, the one that is drawn
+LOOKS = {
+    KERNEL: Look(INK, "-", "s", 1.8),
+    "inplace": Look("#0072b2", "-", "o", 2.4, 5),
+    "steer": Look("#d55e00", "-", "^", 1.8),
+}
+NAMES = {KERNEL: KERNEL, "inplace": "llmcachefs, in place", "steer": "llmcachefs, steer"}
 _TABLE = re.compile(r"(<!-- results:(\w+) -->\n)(.*?)(<!-- /results -->)", re.DOTALL)
 _FIGURE = re.compile(r"(<!-- (?:figure|limit):(\w+)\.([^>]*?) -->)(.*?)(<!-- /(?:figure|limit) -->)")
 LABELS = {
@@ -43,6 +58,83 @@ LABELS = {
 def pages(root: Path = ROOT) -> list[Path]:
     """Returns README.md and the pages of docs/."""
     return [root / "README.md", *sorted((root / "docs").glob("**/*.md"))]
+
+
+# The picture
+
+
+class SpeedCurve(NamedTuple):
+    """What one side did, storage `limited` or not: shares of the model in memory, and tokens per second at each."""
+
+    side: str
+    limited: bool
+    shares: list[float]
+    tokens_per_s: list[float]
+
+
+def dense(document: Document) -> list[SpeedCurve]:
+    """Lines of the dense model, run by llama.cpp; medians."""
+    of_llama = [one for one in document["results"] if one["case"] in "af" and one["name"].startswith("llama.cpp")]
+    return list(_lines(of_llama, seconds))
+
+
+def mixture(document: Document) -> list[SpeedCurve]:
+    """Lines of the first mixture that is read by a generated routing; means, as tokens use different experts."""
+    routed = [one for one in document["results"] if one["case"] == "g" and not one["name"].startswith("llama.cpp")]
+    return list(_lines([one for one in routed if one["file"] == routed[0]["file"]], mean))
+
+
+def _lines(results: list[Result], time_of: Callable[[Result, str], float]) -> Iterator[SpeedCurve]:
+    for rate in (None, LIMIT_BPS):
+        each = sorted((one for one in results if one["read_bps"] == rate), key=_share)
+        for side in (KERNEL, *mounts(each[0])) if each else ():
+            times = [time_of(one, kernel(one, time_of) if side == KERNEL else side) for one in each]
+            yield SpeedCurve(side, rate is not None, [_share(one) for one in each], [1 / each_s for each_s in times])
+
+
+def _share(result: Result) -> float:
+    return float(result["cache_bytes"] / result["loop_bytes"])
+
+
+def caption(document: Document) -> str:
+    """What the picture shows, and what it cannot show yet."""
+    first = next(one for one in document["results"] if one["case"] == "f")
+    limited = f"storage at full speed, or limited to {LIMIT_BPS / 1e6:.0f} MB/s (open markers)"
+    model = f"llama.cpp with {first['loop_bytes'] / 1e6:.0f} MB of weights"
+    shown = f"{model}; {limited}; all sides have the same memory and storage"
+    missing = "No mixture of experts is recorded yet; its panel will stand beside this one"
+    return shown if mixture(document) else f"{shown}. {missing}"
+
+
+def drawn(document: Document) -> str:
+    """Returns the picture as SVG; the same results give the same text."""
+    panels = [("Dense model, llama.cpp", dense(document))]
+    if mixture(document):
+        panels.append(("Mixture of experts, generated routing", mixture(document)))
+    with style():
+        figure, axes = grid_of(len(panels))
+        for panel, (title, lines) in zip(axes, panels, strict=True):
+            _draw(panel, title, lines)
+        legend_below(figure, axes)
+    return figure_bytes(figure, "svg").decode()
+
+
+def _draw(panel: Axes, title: str, lines: list[SpeedCurve]) -> None:
+    for line in lines:
+        look = LOOKS[line.side].line()
+        if line.limited:
+            look |= {"linestyle": ":", "markerfacecolor": "none", "markeredgecolor": look["color"]}
+        panel.plot(line.shares, line.tokens_per_s, label=None if line.limited else NAMES[line.side], **look)
+        if line.limited and line.side == KERNEL:
+            place = (line.shares[-1], line.tokens_per_s[-1])
+            text = f"{LIMIT_BPS / 1e6:.0f} MB/s"
+            panel.annotate(text, place, (8, -3), textcoords="offset points", color=MUTED, fontsize=8)
+    panel.set(title=title, xlabel="share of the model's loop that fits in memory", ylabel="tokens per second", yscale="log")
+    panel.xaxis.set_major_formatter(PercentFormatter(1))
+    panel.yaxis.set_major_formatter("{x:g}")
+
+
+# Tables and figures
 
 
 def _largest_difference(mode: str) -> Callable[[Document], str]:
@@ -97,14 +189,8 @@ def mount_table(document: Document) -> str:
     results = [result for result in document["results"] if result["case"] != "g"]
     sides = list(dict.fromkeys(side for result in results for side in mounts(result)))
     named = ["page cache", *("llmcachefs" if side == "mount" else side for side in sides)]
-    head = [
-        "case",
-        "loop / cache MB",
-        *(f"{name} s" for name in named),
-        *(f"{name} MB" for name in named),
-        "bound s",
-        "times",
-    ]
+    columns = [f"{name} {unit}" for unit in ("s", "MB") for name in named]
+    head = ["case", "loop / cache MB", *columns, "bound s", "times"]
     rows = [mount_row(result, sides) for result in results]
     return "\n".join([about + markdown(head, rows), *mixtures_tables(document)])
 
@@ -167,17 +253,11 @@ def speed_table(document: Document) -> str:
 def size_table(document: Document) -> str:
     """Where stalls begin on a throttled mount, from `tools/bench size`."""
     head = ["mount", "storage MB/s", "T s", "S by formula (1) MB", "S on the mount MB", "difference"]
-    rows = [
-        [
-            one["sweep"]["mode"],
-            f"{one['sweep']['read_bps'] / 1e6:.0f}",
-            f"{one['measured']['period_s']:.3f}",
-            f"{one['modelled']['stalls_begin_bytes'] / 1e6:.1f}",
-            f"{one['measured']['stalls_begin_bytes'] / 1e6:.1f}",
-            f"{one['difference']:+.1%}",
-        ]
-        for one in document["mount"]
-    ]
+    rows = []
+    for one in document["mount"]:
+        first = [one["sweep"]["mode"], f"{one['sweep']['read_bps'] / 1e6:.0f}"]
+        sizes = [f"{one[kind]['stalls_begin_bytes'] / 1e6:.1f}" for kind in ("modelled", "measured")]
+        rows.append([*first, f"{one['measured']['period_s']:.3f}", *sizes, f"{one['difference']:+.1%}"])
     return markdown(head, rows)
 
 
@@ -211,19 +291,15 @@ def bars_table(document: Document, what: str = "what", without: Callable[[Bar], 
     return markdown([what, "figure", "bar", *more], rows)
 
 
-def _all_bars(document: Document) -> list[Bar]:
-    return bars_of(document)
-
-
 def reached(document: Document) -> tuple[int, int]:
     """How many bars of all benchmarks are reached, and how many there are, from `tools/bench all`."""
-    bars = _all_bars(document)
+    bars = bars_of(document)
     return sum(bar.passed for bar in bars), len(bars)
 
 
 def missed_table(document: Document) -> str:
     """How many bars of all benchmarks are reached, and those that are not, from `tools/bench all`."""
-    missed = [bar for bar in _all_bars(document) if not bar.passed]
+    missed = [bar for bar in bars_of(document) if not bar.passed]
     rows = [[bar.what, bar.kind, bar.shown, bar.wanted] for bar in missed]
     about = "Reached: {} of {} bars.".format(*reached(document))
     return about + ("\n\n" + markdown(["not reached", "kind", "figure", "bar"], rows, texts=(0, 1)) if missed else "\n")
@@ -252,23 +328,18 @@ def index_table(document: Document) -> str:
 
 TABLES: dict[str, Callable[[Document], str]] = {
     "all": missed_table,
-    "demotime": bars_table,
+    **dict.fromkeys(("demotime", "kv", "kvstore", "papers", "startup", "testtime"), bars_table),
     "edram": edram_table,
-    "kv": bars_table,
-    "kvmodels": lambda document: bars_table(document, "measured, real models"),
-    "kvanswers": lambda document: bars_table(document, "measured, recall model"),
+    "kvmodels": partial(bars_table, what="measured, real models"),
+    "kvanswers": partial(bars_table, what="measured, recall model"),
     "kvindex": index_table,
     "kvpipeline": pipeline_table,
-    "kvstore": bars_table,
-    "prefix": lambda document: bars_table(document, "measured, llama.cpp"),
-    "kvtransformers": lambda document: bars_table(document, "measured, in transformers"),
+    "prefix": partial(bars_table, what="measured, llama.cpp"),
+    "kvtransformers": partial(bars_table, what="measured, in transformers"),
     "mount": mount_table,
-    "papers": bars_table,
     "policies": policy_table,
     "simulate": speed_table,
     "size": size_table,
-    "startup": bars_table,
-    "testtime": bars_table,
     "trace": trace_table,
 }
 """By the name of the benchmark."""
@@ -291,8 +362,9 @@ def fill(text: str, read: Callable[[str], Document] | None = None) -> str:
         return found[1] + TABLES[found[2]](document(found[2])) + found[4]
 
     def single(found: re.Match[str]) -> str:
-        one = limit_of if found[1].startswith("<!-- limit:") else figure_of
-        return found[1] + one(found[2], found[3], document(found[2])) + found[5]
+        _, name, key, _, end = found.groups()
+        is_limit, told = found[1].startswith("<!-- limit:"), document(name)
+        return found[1] + (wanted(_bar(name, key, told)) if is_limit else figure_of(name, key, told)) + end
 
     # a marker of a table that is unknown must not pass for one of the tables
     for name in re.findall(r"<!-- results:(\w+) -->", text):
@@ -306,11 +378,6 @@ def figure_of(name: str, key: str, document: Document) -> str:
     return _bar(name, key, document).shown if special is None else special(document)
 
 
-def limit_of(name: str, key: str, document: Document) -> str:
-    """Returns the limit of the bar `key` of the benchmark `name`."""
-    return wanted(_bar(name, key, document))
-
-
 def _bar(name: str, key: str, document: Document) -> Bar:
     bars = {bar.name: bar for bar in bars_of(document)}
     if key not in bars:
@@ -318,7 +385,7 @@ def _bar(name: str, key: str, document: Document) -> Bar:
     return bars[key]
 
 
-def recorded(name: str) -> dict[str, Any]:
+def recorded(name: str) -> Document:
     """Returns the recorded JSON of a benchmark."""
     return results.read(results.DIRECTORY / f"{name}.json")
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from llmcache.cache.loops import RECENT
 from llmcache.errors import EnvironmentProblem
+from llmcache.fs.layout.modelfile import model_bytes
 
 from .cgroup import Cgroup
 from .clients.loop_reader import crcs
@@ -62,15 +63,8 @@ def crc_file(path: Path, scratch: Path) -> Path:
 
 
 def loop_bytes(model: Path) -> int:
-    """Return what one token reads of a GGUF model: all tensors but the embedding, of which it needs one row."""
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise EnvironmentProblem("the gguf package is missing", "pip install 'llmcache-toolkit[llama]'") from error
-    sizes = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(model).tensors}
-    # a model with tied embeddings has no output matrix: the embedding is then read whole
-    skipped = "token_embd.weight" if "output.weight" in sizes else None
-    return sum(size for name, size in sizes.items() if name != skipped)
+    """Return what one token reads of a model: all tensors but the embedding, of which it needs one row; experts whole."""
+    return model_bytes(str(model)).loop_bytes
 
 
 @dataclass
@@ -86,7 +80,6 @@ class ClientStep:
 class ClientRun:
     """Everything one client said."""
 
-    load_s: float = 0.0
     steps: list[ClientStep] = field(default_factory=list)
     anon_bytes: int = 0
     wrong: int = 0
@@ -102,11 +95,6 @@ class ClientRun:
     def measured(self, warmup: int) -> list[ClientStep]:
         """Return the steps after the warm-up; all of them if there are no more than that."""
         return self.steps[warmup:] or self.steps
-
-    def median_s(self, warmup: int) -> float:
-        """Return the median seconds of the measured steps; infinite where there is none."""
-        steps = self.measured(warmup)
-        return statistics.median(step.seconds for step in steps) if steps else float("inf")
 
     def undisturbed_s(self) -> float:
         """Return the median of the faster half of the steps after the first: the client's own time, without bursts."""
@@ -172,13 +160,11 @@ class _ClientProcess:
             last = now
 
     def _event(self, event: dict[str, Any], storage_bytes: int) -> None:
-        if event["event"] == "load":
-            self.run.load_s = event["seconds"]
-        elif event["event"] == "step":
+        if event["event"] == "step":
             self.run.steps.append(ClientStep(event["seconds"], storage_bytes, event.get("crc")))
             if self.stepped is not None:
                 self.stepped(len(self.run.steps))
-        else:
+        elif event["event"] == "end":
             self.run.anon_bytes, self.run.wrong = event["anon_bytes"], event["wrong"]
 
     def _errors(self) -> None:

@@ -20,9 +20,10 @@ from typing import Any
 from llmcache.errors import EnvironmentProblem, LlmcacheError
 from llmcache.fs.backends.files import SMALL_READ_AHEAD_KB
 from llmcache.fs.client.operation import fetch
+from llmcache.mountinfo import mounts
 
 from .cgroup import Cgroup
-from .machine import disk_of, mount_lines
+from .machine import disk_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # what a mount may use beside its budget: the promise of `--cache`
@@ -118,7 +119,7 @@ def wait_mounted(mountpoint: Path, daemon: subprocess.Popen[bytes], log: Path, t
 
 def is_mounted(path: Path) -> bool:
     """Return whether a file system is mounted on exactly this directory (asks the mount table, never the mount)."""
-    return any(mount.point == path for mount in mount_lines())
+    return any(mount.point == str(path) for mount in mounts().values())
 
 
 def end_mount(mountpoint: Path, daemon: subprocess.Popen[bytes], patience_s: float = 60.0) -> None:

@@ -95,7 +95,6 @@ def speeds() -> list[Throughput]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the traces go (1 GB at most)")
     parser.add_argument("--quick", action="store_true", help="short traces: for a look, not for the bars")
     parser.add_argument("--repeat", type=int, default=5, help="runs of each speed, in turns")
@@ -124,7 +123,6 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 
 
 def bars(told: Document) -> list[Bar]:
-    """Return the bars of speeds that have one, and of memory."""
     found = []
     for one in told["speeds"]:
         if one["bar"]:
@@ -138,7 +136,6 @@ def bars(told: Document) -> list[Bar]:
 
 
 def tables(told: Document) -> Iterator[Table]:
-    """Yield the speeds."""
     rows = []
     for one in told["speeds"]:
         rates = [one["blocks"] / seconds / 1e6 for seconds in one["seconds"]]

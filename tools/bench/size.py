@@ -51,7 +51,6 @@ Points = Sequence[tuple[float, float]]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where loop files and mount points go")
     parser.add_argument("--policies", default=",".join(POLICIES), help="policies of the simulator, or '' for none")
     parser.add_argument("--modes", default="steer,arena", help="modes of the mount, or '' for none")
@@ -71,14 +70,14 @@ def sweeps_of(args: argparse.Namespace) -> Iterator[Sweep]:
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     """Yield where stalls begin by the simulator, and on the mount, after each sweep."""
-    begins = [stalls_begin(policy, case).to_json() for case in CASES for policy in filter(None, args.policies.split(","))]
+    begins = [stalls_begin(policy, case) for case in CASES for policy in filter(None, args.policies.split(","))]
     swept: list[Document] = []
     with workplace(args.dir) as place:
         source, scratch = place / "source", place / "scratch"
         source.mkdir()
         scratch.mkdir()
         for sweep in sweeps_of(args):
-            swept.append(Sweeper(source, scratch, lambda line: console.print(line, soft_wrap=True)).run(sweep).to_json())
+            swept.append(Sweeper(source, scratch, lambda line: console.print(line, soft_wrap=True)).run(sweep))
             yield {"complete": False, "simulator": begins, "mount": swept}
     yield {"complete": True, "simulator": begins, "mount": swept}
 
@@ -86,14 +85,12 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 def bars(told: Document) -> list[Bar]:
     """Return the bars: how far simulator and mount are from formula (1), as a share of its S, whichever side."""
     what = "where stalls begin, off formula (1) by"
-    found = []
-    for one in told["simulator"]:
-        name = f"{one['case']['name']}, {one['policy']}"
-        found.append(Bar(name, f"{name}: {what}", abs(one["difference"]), "<=", AGREE, "modelled"))
-    for one in told["mount"]:
-        name = f"{one['sweep']['mode']}, {one['sweep']['name']}"
-        found.append(Bar(name, f"mount, {name}: {what}", abs(one["difference"]), "<=", AGREE))
-    return found
+    simulated = {f"{one['case']['name']}, {one['policy']}": abs(one["difference"]) for one in told["simulator"]}
+    mounted = {f"{one['sweep']['mode']}, {one['sweep']['name']}": abs(one["difference"]) for one in told["mount"]}
+    return [
+        *(Bar(name, f"{name}: {what}", value, "<=", AGREE, "modelled") for name, value in simulated.items()),
+        *(Bar(name, f"mount, {name}: {what}", value, "<=", AGREE) for name, value in mounted.items()),
+    ]
 
 
 def tables(told: Document) -> Iterator[Table]:
@@ -145,9 +142,14 @@ class LoopCase:
         staged = Fraction(self.bandwidth * self.period_ns, 10**9 * BLOCK_BYTES)
         return blocks_needed(self.loop_blocks, staged)
 
-    def setting(self) -> SizingParameters:
-        """Return it as the calculator takes it, without a hot set."""
-        return SizingParameters(self.bandwidth, self.period_ns, 0)
+    def expected_blocks(self, policy: str) -> int:
+        """Return where stalls should begin: at the formula's S; for llmcache, which pays a window from the same budget, at
+        what `llmcache size` advises for it.
+        """
+        if policy != "llmcache":
+            return self.formula_blocks
+        pinned_bytes = formula_bytes(self.loop_bytes, self.bandwidth, self.period_ns)
+        return mount_cache_bytes(self.loop_bytes, pinned_bytes, 0) // BLOCK_BYTES
 
 
 CASES = (
@@ -158,41 +160,9 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Begin:
-    """Where stalls begin with one policy, in blocks; all of it is modelled.
-
-    `expected_blocks` is the formula's S; for llmcache, which pays a window from the same budget, what `llmcache size`
-    advises for it.
-    """
-
-    case: LoopCase
-    policy: str
-    simulated_blocks: int
-
-    @property
-    def expected_blocks(self) -> int:
-        """Return where stalls should begin."""
-        if self.policy != "llmcache":
-            return self.case.formula_blocks
-        pinned_bytes = need(self.case.loop_bytes, self.case.setting()).loop_cache_bytes
-        return mount_cache_bytes(self.case.loop_bytes, pinned_bytes, 0) // BLOCK_BYTES
-
-    @property
-    def difference(self) -> float:
-        """Return how far the simulator is from what is expected, as a share of it."""
-        return self.simulated_blocks / self.expected_blocks - 1
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return {
-            "kind": "modelled",
-            **asdict(self),
-            "loop_blocks": self.case.loop_blocks,
-            "formula_blocks": self.case.formula_blocks,
-            "expected_blocks": self.expected_blocks,
-            "difference": self.difference,
-        }
+def formula_bytes(loop_bytes: int, bandwidth: int, period_ns: int) -> int:
+    """Return S of formula (1) (modelled); a loop that is of no model has no hot set."""
+    return need(loop_bytes, SizingParameters(bandwidth, period_ns, 0)).loop_cache_bytes
 
 
 def missed_blocks(policy: str, capacity: int, loop_blocks: int) -> float:
@@ -202,8 +172,11 @@ def missed_blocks(policy: str, capacity: int, loop_blocks: int) -> float:
     return float(loop_blocks - hits[WARMUP:].mean())
 
 
-def stalls_begin(policy: str, case: LoopCase) -> Begin:
-    """Return the smallest cache with which what a pass misses is read within T: more cache never misses more."""
+def stalls_begin(policy: str, case: LoopCase) -> Document:
+    """Return the smallest cache with which what a pass misses is read within T, beside what is expected (modelled).
+
+    More cache never misses more; `difference` is a share of what is expected.
+    """
     low, high = 1, case.loop_blocks
     while low < high:
         middle = (low + high) // 2
@@ -211,7 +184,10 @@ def stalls_begin(policy: str, case: LoopCase) -> Begin:
             high = middle
         else:
             low = middle + 1
-    return Begin(case, policy, low)
+    expected = case.expected_blocks(policy)
+    about = {"kind": "modelled", "case": asdict(case), "policy": policy, "simulated_blocks": low}
+    sizes = {"loop_blocks": case.loop_blocks, "formula_blocks": case.formula_blocks, "expected_blocks": expected}
+    return {**about, **sizes, "difference": low / expected - 1}
 
 
 # On the mount
@@ -245,92 +221,48 @@ class Point:
         """Return the median pass of the quietest repeat: other work on the machine only ever adds time."""
         return min(statistics.median(times) for times in self.seconds)
 
-    @property
-    def median_storage_bytes(self) -> float:
-        """Return the median of what a pass read from storage, over all repeats."""
-        return statistics.median(size for sizes in self.storage_bytes for size in sizes)
-
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
         return {**asdict(self), "median_s": self.median_s}
 
+    def __str__(self) -> str:
+        read = statistics.median(size for sizes in self.storage_bytes for size in sizes)
+        return f"--cache {self.cache_bytes / 1e6:6.1f} MB: {read / 1e6:6.1f} MB in {self.median_s:.4f} s per pass"
 
-@dataclass
-class Swept:
-    """A sweep's results: measured bandwidth and passes, throttled ones by budget; the formula's (modelled) S for them.
 
-    `kept` and `passing` are measured without a throttle: with all of the loop kept, and with about S kept.
+def compared(sweep: Sweep, bandwidth: int, kept: Point, passing: Point, points: Sequence[Point]) -> Document:
+    """Return what was measured in a sweep beside what is modelled: the formula's S is for the T that was measured.
+
+    `kept` and `passing` are measured without a throttle: with all of the loop kept, and with about S kept (T, see above).
     """
-
-    sweep: Sweep
-    bandwidth: int
-    kept: Point
-    passing: Point = field(default_factory=lambda: Point(0))
-    points: list[Point] = field(default_factory=list)
-
-    @property
-    def period_s(self) -> float:
-        """Return T as the formula takes it: see above."""
-        return self.passing.median_s
-
-    @property
-    def setting(self) -> SizingParameters:
-        """Return what the formula is given; a loop file that is no model has no hot set."""
-        return SizingParameters(self.bandwidth, round(self.period_s * 1e9), 0)
-
-    @property
-    def formula_bytes(self) -> int:
-        """Return S of formula (1) (modelled)."""
-        return need(self.sweep.loop_bytes, self.setting).loop_cache_bytes
-
-    @property
-    def kept_formula_bytes(self) -> int:
-        """Return S of formula (1) with the T of a loop that is kept whole (modelled)."""
-        setting = SizingParameters(self.bandwidth, round(self.kept.median_s * 1e9), 0)
-        return need(self.sweep.loop_bytes, setting).loop_cache_bytes
-
-    @property
-    def advised_bytes(self) -> int:
-        """Return the --cache that `llmcache size` advises for llmcachefs (modelled)."""
-        return mount_cache_bytes(self.sweep.loop_bytes, self.formula_bytes, 0)
-
-    @property
-    def knee(self) -> Knee:
-        """Return where stalls begin (measured): the budget below which passes get longer."""
-        return find_knee([(point.cache_bytes, point.median_s) for point in self.points])
-
-    @property
-    def difference(self) -> float:
-        """Return how far the mount is from the formula, as a share of the formula's S."""
-        return self.knee.cache_bytes / self.formula_bytes - 1
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data, measured and modelled values apart."""
-        rows = []
-        for point in self.points:
-            model = passes(self.sweep.loop_bytes, point.cache_bytes, self.setting)
-            modelled = {"pass_s": model.pass_ns / 1e9, "missing_bytes": model.missing_bytes}
-            rows.append({"measured": point.to_json(), "modelled": modelled})
-        return {
-            "sweep": asdict(self.sweep),
-            "measured": {
-                "bandwidth_bytes_per_s": self.bandwidth,
-                "period_s": self.period_s,
-                "period_all_kept_s": self.kept.median_s,
-                "passing": self.passing.to_json(),
-                "kept": self.kept.to_json(),
-                "stalls_begin_bytes": self.knee.cache_bytes,
-                "plateau_s": self.knee.plateau_s,
-                "stalled_bytes_per_s": -1 / self.knee.slope,
-            },
-            "modelled": {
-                "stalls_begin_bytes": self.formula_bytes,
-                "stalls_begin_all_kept_bytes": self.kept_formula_bytes,
-                "llmcachefs_cache_bytes": self.advised_bytes,
-            },
-            "difference": self.difference,
-            "points": rows,
-        }
+    period_ns, loop = round(passing.median_s * 1e9), sweep.loop_bytes
+    knee = find_knee([(point.cache_bytes, point.median_s) for point in points])
+    size_bytes = formula_bytes(loop, bandwidth, period_ns)
+    rows = []
+    for point in points:
+        model = passes(loop, point.cache_bytes, SizingParameters(bandwidth, period_ns, 0))
+        modelled = {"pass_s": model.pass_ns / 1e9, "missing_bytes": model.missing_bytes}
+        rows.append({"measured": point.to_json(), "modelled": modelled})
+    return {
+        "sweep": asdict(sweep),
+        "measured": {
+            "bandwidth_bytes_per_s": bandwidth,
+            "period_s": passing.median_s,
+            "period_all_kept_s": kept.median_s,
+            "passing": passing.to_json(),
+            "kept": kept.to_json(),
+            "stalls_begin_bytes": knee.cache_bytes,
+            "plateau_s": knee.plateau_s,
+            "stalled_bytes_per_s": -1 / knee.slope,
+        },
+        "modelled": {
+            "stalls_begin_bytes": size_bytes,
+            "stalls_begin_all_kept_bytes": formula_bytes(loop, bandwidth, round(kept.median_s * 1e9)),
+            "llmcachefs_cache_bytes": mount_cache_bytes(loop, size_bytes, 0),
+        },
+        "difference": knee.cache_bytes / size_bytes - 1,
+        "points": rows,
+    }
 
 
 @dataclass(frozen=True)
@@ -341,35 +273,29 @@ class Sweeper:
     scratch: Path
     say: Callable[[str], None]
 
-    def run(self, sweep: Sweep) -> Swept:
+    def run(self, sweep: Sweep) -> Document:
         """Measure bandwidth and T, then every budget in turns."""
         file = loop_file(self.source / f"loop-{sweep.loop_bytes}.bin", sweep.loop_bytes)
-        found = Swept(sweep, self._bandwidth(sweep), Point(round(1.3 * sweep.loop_bytes)))
-        self._measure(sweep, file, found.kept, None)
-        near = found.kept_formula_bytes
+        bandwidth, kept = self._bandwidth(sweep), Point(round(1.3 * sweep.loop_bytes))
+        self._measure(sweep, file, kept, None)
+        near = formula_bytes(sweep.loop_bytes, bandwidth, round(kept.median_s * 1e9))
         if not 0 < near < sweep.loop_bytes:
             raise EnvironmentProblem(
                 "the whole loop can be streamed: nothing to sweep", "take a longer loop, or compute less"
             )
-        found.passing.cache_bytes = near
-        found.points.extend(Point(round(factor * near)) for factor in sweep.factors)
+        passing, points = Point(near), [Point(round(factor * near)) for factor in sweep.factors]
         for repeat in range(sweep.repeat):
-            self._measure(sweep, file, found.passing, None)
-            for point in found.points if repeat % 2 == 0 else found.points[::-1]:
+            self._measure(sweep, file, passing, None)
+            for point in points if repeat % 2 == 0 else points[::-1]:
                 self._measure(sweep, file, point, sweep.read_bps)
-            self._measure(sweep, file, found.kept, None)
-            self._measure(sweep, file, found.passing, None)
-        self._tell(found)
+            self._measure(sweep, file, kept, None)
+            self._measure(sweep, file, passing, None)
+        self.say(f"{sweep.name}, {sweep.mode}: {bandwidth / 1e6:.1f} MB/s (measured)")
+        self.say(f"  T {passing.median_s:.4f} s, {kept.median_s:.4f} s with all kept (measured, no throttle)")
+        for point in points:
+            self.say(f"  {point}")
         file.unlink()
-        return found
-
-    def _tell(self, found: Swept) -> None:
-        sweep = found.sweep
-        self.say(f"{sweep.name}, {sweep.mode}: {found.bandwidth / 1e6:.1f} MB/s (measured)")
-        self.say(f"  T {found.period_s:.4f} s, {found.kept.median_s:.4f} s with all kept (measured, no throttle)")
-        for point in found.points:
-            passed = f"{point.median_storage_bytes / 1e6:6.1f} MB in {point.median_s:.4f} s per pass"
-            self.say(f"  --cache {point.cache_bytes / 1e6:6.1f} MB: {passed}")
+        return compared(sweep, bandwidth, kept, passing, points)
 
     def _bandwidth(self, sweep: Sweep) -> int:
         """Return what `llmcache size --measure` says in the throttled group."""

@@ -39,7 +39,6 @@ def run(words: tuple[str, ...]) -> float:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--repeat", type=int, default=5, help="runs of each command, in turns")
     parser.add_argument("--quick", action="store_true", help="one run of each: for a look, not for the bars")
 

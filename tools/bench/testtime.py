@@ -60,7 +60,6 @@ def of_log(path: Path) -> Run:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--runs", type=int, default=TEST_RUNS, help="how often to run it")
     parser.add_argument("--loaded", type=int, default=LOADED_RUNS, help="how many of them beside two busy processors")
     parser.add_argument("--log", type=Path, nargs="+", help="take the times of finished runs from their output")
@@ -83,8 +82,3 @@ def bars(told: Document) -> list[Bar]:
         Bar("suite", f"longest of {len(free)} runs without load", longest, "<", TEST_BAR_MIN, unit="min"),
         Bar("flakes", f"runs of tools/test without a failure, of {len(runs)}", good, ">=", wanted),
     ]
-
-
-def tables(_told: Document) -> tuple[()]:
-    """Return nothing beside the bars."""
-    return ()

@@ -266,7 +266,6 @@ def _clear(scratch: Path) -> None:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where the file and the traces go")
     parser.add_argument("--rounds", type=int, default=7, help="runs of each tracer, in turns")
     parser.add_argument("--pairs", type=int, default=21, help="short runs without and with llmcache, for the bars")

@@ -1,1 +1,49 @@
-"""Clients of the benchmarks: plain scripts, each its own process."""
+"""Clients of the benchmarks: plain scripts, each its own process, that print a line of JSON for each event.
+
+Events: load; step (a token, a pass), with `start` (seconds since the client began), `seconds` and what else is told of it;
+end, with the client's own memory (`anon_bytes`) and how much was `wrong`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+Told = dict[str, int]
+
+
+def say(**fields: object) -> None:
+    """Print one event at once; the reader samples the storage counters when it sees it."""
+    print(json.dumps(fields), flush=True)
+
+
+def anon_bytes() -> int:
+    """Return the private memory and page tables of this process."""
+    rows = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    table = {row[0]: row[1] for row in rows if len(row) > 1}
+    return 1024 * (int(table["RssAnon:"]) + int(table["VmPTE:"]))
+
+
+def steps(
+    begin: float, count: int, step: Callable[[int], Callable[[], Told]], seconds: float = float("inf"), pause: float = 0.0
+) -> None:
+    """Take steps, and end: `count` of them, or until one ends `seconds` after `begin`, with a pause between them.
+
+    `step(index)` is timed; what it returns is called then, and returns what is told of the step beside that.
+    """
+    wrong = 0
+    say(event="load", seconds=time.perf_counter() - begin)
+    for index in range(count):
+        start = time.perf_counter()
+        telling = step(index)
+        took = time.perf_counter() - start
+        told = telling()
+        wrong += told.get("wrong", 0)
+        say(event="step", index=index, start=start - begin, seconds=took, **told)
+        if time.perf_counter() - begin > seconds:
+            break
+        if pause:
+            time.sleep(pause)
+    say(event="end", anon_bytes=anon_bytes(), wrong=wrong)

@@ -1,8 +1,6 @@
-"""Client: llama.cpp, one token at a time over a mapped model (or one that it has read); prints one JSON line per token.
+"""Client: llama.cpp, one token at a time over a mapped model (or one that it has read).
 
-Lines: {"event": "load"|"step"|"end", ...}. A step has `start` (seconds since the client began), `seconds`, `read_bytes`
-(what this process itself caused the block layer to read, so 0 over a mount) and `crc` (of the logits: the same over
-plain storage and over a mount, or a byte was wrong).
+Of a token it tells the `crc` of the logits: the same over plain storage and over a mount, or a byte was wrong.
 
 `--compute SECONDS` stands for a slower processor, *emulated*: so much longer per token, slept between the operations of
 llama.cpp's graph in equal parts. A token then takes about as long on a busy machine as on a quiet one.
@@ -12,34 +10,19 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
+import sys
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# Run as a script, Python looks for modules beside it and not in the repository.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tools.bench.clients import Told, steps
+
 LEAST_SLEEP_S = 0.002
-
-
-def say(**fields: object) -> None:
-    """Print one event at once; the reader samples the storage counters when it sees it."""
-    print(json.dumps(fields), flush=True)
-
-
-def status_bytes(field: str) -> int:
-    """Return a kB field of /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
-
-
-def read_bytes() -> int:
-    """Return the bytes that this process has caused storage to read."""
-    for line in Path("/proc/self/io").read_text().splitlines():
-        if line.startswith("read_bytes"):
-            return int(line.split()[1])
-    raise KeyError("read_bytes")
 
 
 class SlowProcessor:
@@ -81,7 +64,6 @@ def main() -> None:
     parser.add_argument("--no-mmap", action="store_true", help="read the model into memory in place of mapping it")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between tokens")
     parser.add_argument("--compute", type=float, default=0.0, help="seconds of a slower processor per token (emulated)")
-    parser.add_argument("--json", action="store_true", help="accepted for symmetry: output is always JSON lines")
     args = parser.parse_args()
 
     import llama_cpp  # slow: not for --help
@@ -91,19 +73,14 @@ def main() -> None:
     vocabulary = model.n_vocab()
     slow = SlowProcessor(model.ctx, args.compute) if args.compute else None
     model.eval([1, 300, 301, 302])
-    say(event="load", seconds=time.perf_counter() - begin)
-    for index in range(args.tokens):
+
+    def token(index: int) -> Callable[[], Told]:
         if slow is not None:
             slow.begin()
-        before, start = read_bytes(), time.perf_counter()
         model.eval([300 + index % 1000])
-        took = time.perf_counter() - start
-        crc = zlib.crc32(ctypes.string_at(llama_cpp.llama_get_logits(model.ctx), 4 * vocabulary))
-        say(event="step", index=index, start=start - begin, seconds=took, read_bytes=read_bytes() - before, crc=crc)
-        if time.perf_counter() - begin > args.seconds:
-            break
-        time.sleep(args.pause)
-    say(event="end", anon_bytes=status_bytes("RssAnon") + status_bytes("VmPTE"), wrong=0)
+        return lambda: {"crc": zlib.crc32(ctypes.string_at(llama_cpp.llama_get_logits(model.ctx), 4 * vocabulary))}
+
+    steps(begin, args.tokens, token, args.seconds, args.pause)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,12 @@ Prompts are `shared` tokens that all have in common and `own` ones of their own;
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from typing import Any
 
 import numpy as np
 
-
-def say(**told: Any) -> None:
-    """Print one event."""
-    print(json.dumps(told), flush=True)
+from tools.bench.clients import say
 
 
 def prompts(shared: int, own: int, question: int, count: int, turn: int) -> list[list[int]]:
@@ -51,17 +47,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--cache", default="", help="a directory; disk:DIR for llama-cpp-python's own; none")
     parser.add_argument("--shared-tier", help="of our cache: redis://…")
-    for name, default in (
-        ("shared", 0),
-        ("own", 4096),
-        ("question", 0),
-        ("count", 1),
-        ("turn", 0),
-        ("tokens", 1),
-        ("threads", 2),
-    ):
+    numbers = {"shared": 0, "own": 4096, "question": 0, "count": 1, "turn": 0, "tokens": 1, "threads": 2}
+    for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", action="store_true", help="accepted for symmetry: output is always JSON lines")
     args = parser.parse_args()
     import llama_cpp  # slow: not for --help
 

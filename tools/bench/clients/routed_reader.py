@@ -18,7 +18,7 @@ from pathlib import Path
 # Run as a script, Python looks for modules beside it and not in the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tools.bench.clients.loop_reader import anon_bytes, say
+from tools.bench.clients import anon_bytes, say
 
 PAGE = 4096
 

@@ -1,4 +1,4 @@
-"""Client: reads a safetensors file as the safetensors library does for transformers; prints one JSON line per pass.
+"""Client: reads a safetensors file as the safetensors library does for transformers.
 
 The header is read with read(), then the file is mapped and every tensor is a slice of the mapping: weights of the right
 type are used where they lie. Loading looks at every tensor once, in the order of the header; a pass (what a token takes)
@@ -14,13 +14,14 @@ import struct
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+# Run as a script, Python looks for modules beside it and not in the repository.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from llmcache.fs.layout.tensors import compute_key, is_embedding  # noqa: E402
-from tools.bench.clients.loop_reader import anon_bytes, say  # noqa: E402
+from llmcache.fs.layout.tensors import compute_key, is_embedding
+from tools.bench.clients import Told, steps
 
 PAGE = 4096
 ROW_BYTES = 4096
@@ -73,14 +74,13 @@ def main() -> None:
     tensors = Tensors(args.file)
     for name in tensors.places:
         touch(tensors[name])
-    say(event="load", seconds=time.perf_counter() - begin)
     order = sorted(tensors.places, key=compute_key)
-    for index in range(args.passes):
-        start = time.perf_counter()
+
+    def one_pass(index: int) -> Callable[[], Told]:
         crc = token(tensors, order, index)
-        say(event="step", index=index, start=start - begin, seconds=time.perf_counter() - start, crc=crc)
-        time.sleep(args.pause)
-    say(event="end", anon_bytes=anon_bytes(), wrong=0)
+        return lambda: {"crc": crc}
+
+    steps(begin, args.passes, one_pass, pause=args.pause)
 
 
 if __name__ == "__main__":
