@@ -104,7 +104,7 @@ def scaling(axes: Axes, bench: TaskBench) -> None:
     for policy, rows in _lines(bench).items():
         times = [row.speed.tpot_ns / _MS for row in rows]
         axes.plot([row.context for row in rows], times, label=rows[0].name, **look_of(policy).line())
-    _contexts(axes, bench)
+    context_axis(axes, bench.contexts)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("time per token (ms)")
     axes.set_title("Time per token by context")
@@ -221,9 +221,10 @@ def _lines(bench: TaskBench) -> dict[str, list[TaskRow]]:
     return found
 
 
-def _contexts(axes: Axes, bench: TaskBench) -> None:
+def context_axis(axes: Axes, contexts: Sequence[int]) -> None:
+    """Makes the axis along one of contexts, in tokens."""
     axes.set_xscale("log", base=2)
-    axes.set_xticks(bench.contexts, [f"{context:,}" for context in bench.contexts])
+    axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
     axes.minorticks_off()
     axes.set_xlabel("context (tokens)")
 
