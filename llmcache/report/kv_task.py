@@ -5,7 +5,6 @@ Pictures are like icecache's figures 1, 6, 7 and 8; all of it is *measured* on t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,14 +13,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
-from rich.console import Console
 from rich.table import Table
 
 from llmcache import __version__
 from llmcache.kv.bench.results import DECODING, LOADING, PARTS, QUERY, UPDATE, TaskBench, TaskRow, mean_of
 from llmcache.kv.bench.task import TaskSetup, run
-from llmcache.report import theme
-from llmcache.report.html import Cell, Facts, HtmlBlock, Section, html_page
+from llmcache.report import output, theme
+from llmcache.report.html import Cell, Facts, Section, html_page
 from llmcache.report.html import Table as PageTable
 from llmcache.report.output import check_target, form_of, plain_table, write_target
 from llmcache.units import format_duration, format_size
@@ -230,7 +228,6 @@ def context_axis(axes: Axes, contexts: Sequence[int]) -> None:
 
 
 OPTION = "--plot"
-WIDE = 400
 LEAD = (
     "A real model answers questions about long contexts with transformers' own cache and with spilled ones. Everything is "
     "measured on the machine named below; the computational SSD is not used."
@@ -250,16 +247,16 @@ def answer(setup: TaskSetup, plot: str | None, force: bool, as_json: bool, tell:
 
 def show(bench: TaskBench, as_json: bool) -> None:
     """Prints `bench` on stdout."""
-    if as_json:
-        print(json.dumps({**bench.document(), "llmcache_version": __version__}, indent=1))
-        return
-    console = Console(highlight=False, markup=False, width=WIDE)
-    console.print(f"Task {bench.task} (measured on this machine)", soft_wrap=True)
-    console.print("; ".join(f"{name} {value}" for name, value in facts(bench)), soft_wrap=True)
+    output.show(as_json, lambda: {**bench.document(), "llmcache_version": __version__}, _parts(bench))
+
+
+def _parts(bench: TaskBench) -> Iterator[str | Table]:
+    yield f"Task {bench.task} (measured on this machine)"
+    yield "; ".join(f"{name} {value}" for name, value in facts(bench))
     for context in bench.contexts:
-        console.print(f"\n{context:,} tokens")
-        console.print(answers_table(bench, context))
-        console.print(speed_table(bench, context))
+        yield f"\n{context:,} tokens"
+        yield answers_table(bench, context)
+        yield speed_table(bench, context)
 
 
 def facts(bench: TaskBench) -> list[tuple[str, str]]:
@@ -322,26 +319,16 @@ def caption(bench: TaskBench) -> str:
 
 def page(bench: TaskBench) -> str:
     """Returns `bench` as an HTML page, a picture for each of the paper's figures that it has data for."""
-    sections = [Section("Answers, attention, memory", [page_table(bench)]), *sections_of(bench)]
+    told, under = alt_text(bench), caption(bench)
+    sections = [Section("Answers, attention, memory", [page_table(bench)])]
+    if (depths := depth_figure(bench)) is not None:
+        title = "Right answers by depth and context (like the paper's figure 6)"
+        sections.append(Section(title, [theme.embedded(depths, f"Right answers by depth. {told}", under)]))
+    for part in parts_of(bench):
+        title = f"{part.name.capitalize()} (like the paper's {part.like})"
+        sections.append(Section(title, [theme.embedded(part_figure(bench, part), told, under)]))
     sections.append(Section("Conditions", [Facts(facts(bench))]))
     return html_page(f"llmcache kv bench --task {bench.task}", LEAD, sections)
-
-
-def sections_of(bench: TaskBench) -> list[Section]:
-    """Returns a section for each picture."""
-    told = alt_text(bench)
-    found = [
-        Section(
-            f"{part.name.capitalize()} (like the paper's {part.like})",
-            [theme.embedded(part_figure(bench, part), told, caption(bench))],
-        )
-        for part in parts_of(bench)
-    ]
-    depths = depth_figure(bench)
-    if depths is not None:
-        picture: list[HtmlBlock] = [theme.embedded(depths, f"Right answers by depth. {told}", caption(bench))]
-        found.insert(0, Section("Right answers by depth and context (like the paper's figure 6)", picture))
-    return found
 
 
 def alt_text(bench: TaskBench) -> str:

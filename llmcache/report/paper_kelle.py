@@ -683,8 +683,8 @@ def _curves(paper: Paper, table: str, label: str, named: Mapping[str, Judged]) -
 
 def _example(paper: Paper) -> Iterator[HtmlBlock]:
     found = saved(json.loads(json.dumps(document(compare()))))
-    energies = "; ".join(f"{row.system}, {row.profile}: {joules(row['energy_j'])}" for row in found.rows)
-    shares = "; ".join(f"{row.system}, {row.profile}: {row['refresh_share']:.1%}" for row in found.rows)
+    energies = "; ".join(f"{row['system']}, {row['profile']}: {joules(row['energy_j'])}" for row in found.rows)
+    shares = "; ".join(f"{row['system']}, {row['profile']}: {row['refresh_share']:.1%}" for row in found.rows)
     rates = ((roof.system, name, rate) for roof in found.roofs for name, _, rate in roof.points)
     points = "; ".join(f"{system}: {name} {rate / 1e9:.0f} G/s" for system, name, rate in rates)
     yield picture(paper, "example", energy_figure(found.rows), told=energies)

@@ -156,14 +156,18 @@ def grid_of(count: int, columns: int = 2) -> tuple[Figure, list[Axes]]:
     return figure, axes
 
 
-def legend_below(figure: Figure, axes: Iterable[Axes]) -> None:
-    """Put one legend under all panels, each label once."""
+def legend_below(figure: Figure, axes: Iterable[Axes], long: bool = False) -> None:
+    """Put one legend under all panels, each label once, in as many columns as there is room for.
+
+    `long`: for the longest label; otherwise entries take `LEGEND_INCHES`.
+    """
     handles: dict[str, Any] = {}
     for panel in axes:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     if handles:
-        columns = min(len(handles), int(figure.get_figwidth() / LEGEND_INCHES))
+        inches = 0.6 + 0.075 * max(map(len, handles)) if long else LEGEND_INCHES
+        columns = min(len(handles), max(1, int(figure.get_figwidth() / inches)))
         figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns)
 
 
