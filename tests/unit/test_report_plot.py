@@ -81,20 +81,6 @@ def test_every_block_is_counted_in_its_cell(accesses: list[Row], by_time: bool, 
     assert np.array_equal(grid.counts(), expected)
 
 
-def test_cells_of_a_plain_loop_are_exact() -> None:
-    trace = trace_of([(0, first, 10, 0) for _ in range(4) for first in range(0, 40, 10)])
-    grid, _ = filled(trace, False, 16, 4, 5)
-    assert np.array_equal(grid.counts()[0], np.tile(np.eye(4, dtype=np.int64), 4))
-    assert not grid.counts()[1:].any()
-
-
-def test_batches_do_not_change_the_picture() -> None:
-    for by_time in (True, False):
-        whole, _ = filled(recorded(), by_time, 50, 60, 10**6)
-        parts, _ = filled(recorded(), by_time, 50, 60, 3)
-        assert np.array_equal(whole.counts(), parts.counts())
-
-
 def test_files_without_a_band_are_left_out() -> None:
     trace = recorded()
     found = survey(trace.batches())
@@ -249,9 +235,7 @@ def test_names_of_many_files_have_room() -> None:
     rows = [(0, 0, 5000, 2)] + [(number, 0, 2, 0) for number in range(1, 40)]
     known = [type(recorded().files[0])(number, f"/lib/{number}", 0, 0, 0, 0) for number in range(40)]
     trace = Trace.build(list(range(len(rows))), *zip(*rows, strict=True), files=known, provenance=Provenance("test"))
-    with style():
-        figure = access_figure(picture_of(trace, "t", only=chosen_files(known, "*")))
-    places = figure.axes[0].child_axes[0].get_yticks()
+    places = drawn(trace, only=chosen_files(known, "*")).axes[0].child_axes[0].get_yticks()
     assert len(places) == 16 and np.diff(places).min() >= 0.032
 
 
