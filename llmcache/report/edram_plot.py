@@ -193,8 +193,7 @@ def energy_figure(rows: Sequence[SavedResult]) -> Figure:
             )
             bottom += heights
         _systems(panel, of)
-        panel.set_title(f"profile {profile}")
-        panel.set_ylabel("energy, modelled (kJ)")
+        panel.set(title=f"profile {profile}", ylabel="energy, modelled (kJ)")
     legend_below(figure, axes)
     return figure
 
@@ -214,8 +213,7 @@ def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
         panel.bar_label(bars, [f"{value:.2f}×" for value in values], fontsize=8)
         panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
         _systems(panel, of)
-        panel.set_title(title)
-        panel.set_ylabel(f"times {baseline}, modelled")
+        panel.set(title=title, ylabel=f"times {baseline}, modelled")
         panel.margins(y=0.12)
     return figure
 
@@ -252,8 +250,7 @@ def roofline_figure(roofs: Sequence[Roof]) -> Figure:
         for (name, place, rate), look in zip(roof.points, _POINT_LOOKS, strict=False):
             panel.plot([place], [rate / 1e9], linestyle="", marker=look.marker, color=look.colour, markersize=8, label=name)
         _logarithmic(panel, "x", "y")
-        panel.set_title(roof.system)
-        panel.set_xlabel("8-bit operations of the model per byte over DRAM")
+        panel.set(title=roof.system, xlabel="8-bit operations of the model per byte over DRAM")
         panel.set_ylabel("10⁹ operations/s, modelled")
     legend_below(figure, axes)
     return figure
@@ -275,8 +272,7 @@ def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
         else:
             _curves(panel, rows, name, along)
         panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
-        panel.set_title(title)
-        panel.set_ylabel(f"times {baseline}, modelled")
+        panel.set(title=title, ylabel=f"times {baseline}, modelled")
     legend_below(figure, axes, long=True)
     return figure
 

@@ -154,12 +154,9 @@ def beta_figure(bench: Bench, source: str) -> Figure:
         panel.axvline(marks.rule, color=theme.INK, linestyle=(0, (4, 2)), linewidth=1.2, label=rule)
         if marks.m0 is not None:
             panel.axvline(marks.m0, color=theme.MUTED, linestyle=(0, (1, 1)), linewidth=1.4, label=f"M0 = {marks.m0:.3g}")
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(betas, [f"{beta:.3g}" for beta in betas])
-        panel.minorticks_off()
-        panel.set_ylim(bottom=0)
-        panel.set_xlabel("beta: keys and values in the processor's pool / in the device's")
-        panel.set_ylabel(f"ms per decode step ({kind_of(bench)})")
+        label = "beta: keys and values in the processor's pool / in the device's"
+        theme.powers_of_2(panel, betas, map("{:.3g}".format, betas), label)
+        panel.set(ylim=(0, None), ylabel=f"ms per decode step ({kind_of(bench)})")
         panel.set_title(f"{rows[0].title}: latency by the ratio of the pools")
         panel.legend()
     return figure

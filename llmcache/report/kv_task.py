@@ -57,9 +57,7 @@ def tradeoff(axes: Axes, bench: TaskBench) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.margins(x=0.2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("keys, values and index in memory (MiB)")
-    axes.set_ylabel("time per token (ms)")
+    axes.set(ylim=(0, None), xlabel="keys, values and index in memory (MiB)", ylabel="time per token (ms)")
     axes.set_title(f"Memory and time, {bench.contexts[-1]:,} tokens")
 
 
@@ -91,8 +89,7 @@ def breakdown(axes: Axes, bench: TaskBench) -> None:
         axes.barh(range(len(rows)), widths, left=left, color=PART_COLOURS[part], label=part, height=0.7)
         left += widths
     _names(axes, rows)
-    axes.set_xlabel("time per token (ms)")
-    axes.set_title("What it consists of")
+    axes.set(xlabel="time per token (ms)", title="What it consists of")
     axes.set_xlim(right=1.35 * float(left.max()))
     axes.legend(fontsize=7, loc="lower right")
 
@@ -102,10 +99,8 @@ def scaling(axes: Axes, bench: TaskBench) -> None:
     for policy, rows in _lines(bench).items():
         times = [row.speed.tpot_ns / _MS for row in rows]
         axes.plot([row.context for row in rows], times, label=rows[0].name, **look_of(policy).line())
-    context_axis(axes, bench.contexts)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("time per token (ms)")
-    axes.set_title("Time per token by context")
+    theme.powers_of_2(axes, bench.contexts, map("{:,}".format, bench.contexts), "context (tokens)")
+    axes.set(ylim=(0, None), ylabel="time per token (ms)", title="Time per token by context")
     axes.legend(fontsize=7)
 
 
@@ -126,13 +121,9 @@ def accuracy(axes: Axes, bench: TaskBench) -> None:
     axes.axhline(full.answers.share, color=look_of(full.policy).colour, linestyle=(0, (1, 1.2)), label=full.title)
     budgets = sorted({row.budget for row in rows if row.budget is not None})
     if budgets:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(budgets, [str(budget) for budget in budgets])
-        axes.minorticks_off()
-    axes.set_ylim(-0.02, 1.04)
+        theme.powers_of_2(axes, budgets, map(str, budgets), "token budget")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_xlabel("token budget")
-    axes.set_ylabel("right answers")
+    axes.set(ylim=(-0.02, 1.04), xlabel="token budget", ylabel="right answers")
     axes.set_title(f"Answers by budget ({bench.task}, {bench.contexts[-1]:,} tokens)")
     axes.legend(fontsize=7)
 
@@ -190,9 +181,7 @@ def _depths(axes: Axes, rows: Sequence[TaskRow]) -> AxesImage:
     image = axes.imshow(table, vmin=0, vmax=1, cmap="cividis", aspect="auto")
     axes.set_xticks(range(0, len(depths), 4), [f"{depth:.0%}" for depth in depths[::4]])
     axes.set_yticks(range(len(rows)), [f"{row.context:,}" for row in rows])
-    axes.set_xlabel("depth of the answer")
-    axes.set_ylabel("context (tokens)")
-    axes.set_title(rows[0].name)
+    axes.set(xlabel="depth of the answer", ylabel="context (tokens)", title=rows[0].name)
     return image
 
 
@@ -217,14 +206,6 @@ def _lines(bench: TaskBench) -> dict[str, list[TaskRow]]:
         if row.budget in (None, largest):
             found.setdefault(row.policy, []).append(row)
     return found
-
-
-def context_axis(axes: Axes, contexts: Sequence[int]) -> None:
-    """Makes the axis along one of contexts, in tokens."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
-    axes.minorticks_off()
-    axes.set_xlabel("context (tokens)")
 
 
 OPTION = "--plot"

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from llmcache.kv.bench.results import Bench, read_bench
@@ -43,7 +42,7 @@ from llmcache.kv.planning.placement import KEYS_AND_VALUES, by_beta, by_ssd_shar
 from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Table, Text
 from llmcache.report.judge import Measure, Measures, Paper, judge, read_paper
 from llmcache.report.reproduce import Reproduction, Tell, machine_words, measurements, picture
-from llmcache.report.theme import FAINT, KV_LOOKS, MUTED, Look, grid_of, legend_below
+from llmcache.report.theme import FAINT, KV_LOOKS, MUTED, Look, grid_of, legend_below, powers_of_2
 from llmcache.units import format_duration, format_rate, format_size
 
 GIB = 1 << 30
@@ -749,13 +748,6 @@ _TWO = (Look("#0072b2", "-", "o", 2.2), Look("#d55e00", (0, (5, 1)), "s", 2.0))
 SYSTEM_LOOKS = {name: KV_LOOKS[name] for name in ("full", "h2o", "prefetch", "leoam", "hillinfer")}
 
 
-def _powers_of_2(panel: Axes, values: Sequence[float], labels: Sequence[str], label: str) -> None:
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(list(values), list(labels))
-    panel.minorticks_off()
-    panel.set_xlabel(label)
-
-
 def _memory_figure(found: HillInferResults) -> Figure:
     """Returns figure 2: GiB over context and over batch, the paper's numbers as crosses."""
     figure, axes = grid_of(2)
@@ -772,10 +764,8 @@ def _memory_figure(found: HillInferResults) -> Figure:
             panel.axhline(limit, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
             place = {"xycoords": ("axes fraction", "data"), "xytext": (3, 3), "textcoords": "offset points"}
             panel.annotate(f"{name}: {limit} GB", (0, limit), fontsize=7.5, color=MUTED, **place)
-        _powers_of_2(panel, list(rows[QWEN]), [f"{value:,}" for value in rows[QWEN]], label)
-        panel.set_ylim(bottom=0)
-        panel.set_ylabel("memory, modelled (GiB)")
-        panel.set_title(title)
+        powers_of_2(panel, list(rows[QWEN]), [f"{value:,}" for value in rows[QWEN]], label)
+        panel.set(ylim=(0, None), ylabel="memory, modelled (GiB)", title=title)
     legend_below(figure, axes)
     return figure
 
@@ -788,9 +778,7 @@ def _transfer_figure(found: Sequence[Transfers]) -> Figure:
             panel.plot(list(row), list(row.values()), label=f"{share:.0%} of the KV cache", **look.line())
         contexts = list(data.seconds[SHARES[0]])
         panel.set_xticks(contexts, [f"{context // 1024} K" if context >= 1024 else str(context) for context in contexts])
-        panel.set_ylim(bottom=0)
-        panel.set_xlabel("context (tokens)")
-        panel.set_ylabel(f"seconds, {data.kind}")
+        panel.set(ylim=(0, None), xlabel="context (tokens)", ylabel=f"seconds, {data.kind}")
         panel.set_title(f"{data.kind}: {data.of_layers}")
     legend_below(figure, axes)
     return figure
@@ -812,8 +800,7 @@ def _speedup_figure(paper: Paper, speedups: Mapping[str, Cases]) -> Figure:
         panel.minorticks_off()
         labels = [f"{point.model} {point.context // 1024} K" for point in found]
         panel.set_xticks(range(len(found)), labels, rotation=60, ha="right", fontsize=7.5)
-        panel.set_ylabel("HillInfer's speed-up, modelled")
-        panel.set_title(paper.variants[name])
+        panel.set(ylabel="HillInfer's speed-up, modelled", title=paper.variants[name])
     legend_below(figure, axes)
     return figure
 
@@ -828,9 +815,8 @@ def _latency_figure(paper: Paper, speedups: Mapping[str, Cases], model: str) -> 
             values = [point.latencies[system].token_ns / 1e9 for point in own]
             panel.plot(contexts, values, label=SYSTEMS[system].title, **look.line())
         panel.set_yscale("log")
-        _powers_of_2(panel, contexts, [f"{context // 1024} K" for context in contexts], "context (tokens)")
-        panel.set_ylabel(f"s per decode step, {model}, modelled")
-        panel.set_title(paper.variants[name])
+        powers_of_2(panel, contexts, [f"{context // 1024} K" for context in contexts], "context (tokens)")
+        panel.set(ylabel=f"s per decode step, {model}, modelled", title=paper.variants[name])
         panel.yaxis.set_major_formatter("{x:g}")
     legend_below(figure, axes)
     return figure
@@ -842,9 +828,7 @@ def _sweep_figure(sweep: Sweep) -> Figure:
     for look, (name, times) in zip(_TWO, sweep.items(), strict=True):
         panel.plot(list(STEPS), [time / 1e6 for time in times], label=name, **look.line())
     panel.axvline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
-    _powers_of_2(panel, STEPS, [f"{step:g}" for step in STEPS], f"beta, in multiples of fc/fs ({BETA_RULE:.3g})")
-    panel.set_ylim(bottom=0)
-    panel.set_ylabel("ms per decode step, modelled")
-    panel.set_title("Qwen-7B, 8 K: latency by the ratio of the pools")
+    powers_of_2(panel, STEPS, [f"{step:g}" for step in STEPS], f"beta, in multiples of fc/fs ({BETA_RULE:.3g})")
+    panel.set(ylim=(0, None), ylabel="ms per decode step, modelled", title="Qwen-7B, 8 K: latency by the ratio of the pools")
     legend_below(figure, [panel])
     return figure

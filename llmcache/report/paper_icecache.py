@@ -258,9 +258,7 @@ def _growth_figure(rows: Sequence[Length]) -> Figure:
         axes[1].plot(tokens, [size / (1 << 20) for size in memory], label=title, **line)
     titles = {"Time of a token": "time per token (ms)", "Keys, values and index in memory": "MiB"}
     for panel, (title, label) in zip(axes, titles.items(), strict=True):
-        kv_task.context_axis(panel, contexts)
-        panel.set_ylim(bottom=0)
-        panel.set_ylabel(label)
-        panel.set_title(title)
+        theme.powers_of_2(panel, contexts, map("{:,}".format, contexts), "context (tokens)")
+        panel.set(ylim=(0, None), ylabel=label, title=title)
     theme.legend_below(figure, axes)
     return figure

@@ -673,10 +673,7 @@ def _curves(paper: Paper, table: str, label: str, named: Mapping[str, Judged]) -
         for profile in PROFILES:
             told, look = LOOKS[profile]
             panel.plot(along, [one.findings[profile].values["ours"] for one in judged], label=told, **look.line())
-        panel.set_title(title)
-        panel.set_xlabel(label)
-        panel.set_ylabel("efficiency, × Original+SRAM")
-        panel.set_ylim(bottom=0)
+        panel.set(title=title, xlabel=label, ylabel="efficiency, × Original+SRAM", ylim=(0, None))
     legend_below(figure, axes)
     return figure
 

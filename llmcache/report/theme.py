@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import textwrap
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -154,6 +154,14 @@ def grid_of(count: int, columns: int = 2) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes = [figure.add_subplot(rows, columns, place + 1) for place in range(count)]
     return figure, axes
+
+
+def powers_of_2(panel: Axes, values: Sequence[float], labels: Iterable[str], label: str) -> None:
+    """Makes the axis along one that doubles: a tick, called so, at each of `values`; `label` is of the whole axis."""
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(values, list(labels))
+    panel.minorticks_off()
+    panel.set_xlabel(label)
 
 
 def legend_below(figure: Figure, axes: Iterable[Axes], long: bool = False) -> None:

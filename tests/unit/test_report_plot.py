@@ -10,19 +10,25 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from llmcache.errors import DataError, UsageError
-from llmcache.report.grid import EDGE, LEAST_SHARE, AccessGrid, Band, FileSpan, bands, survey
 from llmcache.report.plot import (
     CLASSES,
+    EDGE,
+    LEAST_SHARE,
+    AccessGrid,
+    Band,
+    FileSpan,
     Landmark,
     Shade,
     access_figure,
     alt_text,
+    bands,
     caption,
     chosen_files,
     class_rows,
     conditions,
     picture_of,
     pixels,
+    survey,
 )
 from llmcache.report.theme import CLASS_COLOURS, OP_COLOURS, embedded, figure_bytes, style
 from llmcache.trace.record import Provenance, Trace

@@ -81,10 +81,8 @@ def test_every_claim_is_whole(name: str) -> None:
         ("equal", 4.0, 4.01, PARTLY),
         ("gain", 1.32, 1.34, YES),
         ("gain", 1.19, 1.0, NO),  # within 25 %, but no gain at all
-        ("gain", 1.29, 1.48, PARTLY),
         ("gain", 0.61, 0.75, PARTLY),
         ("gain", 0.61, 1.18, NO),
-        ("gain", 3.94, 2.08, NO),
         ("at most", 2.67, 2.67, YES),
         ("at most", 2.67, 23.8, NO),
         ("at least", 2.0, 2.28, YES),
