@@ -4,8 +4,7 @@ A paper is a file of `llmcache/papers`: its words, where they stand, and the rul
 a measure per claim and variant, which knows nothing of verdicts. The judge computes each verdict from the measured values
 by the rule of the row, so that a page, a table and a JSON document say the same.
 
-    [[claim]]
-    about = "figure 10"                  # what it is about: claims are judged, counted and shown by that
+    [[claim."figure 10"]]                # what it is about: claims are judged, counted and shown by that
     name = "up-to-8.56"
     section = "abstract"
     quote = "up to 8.56× speedup over baselines"
@@ -13,7 +12,7 @@ by the rule of the row, so that a page, a table and a JSON document say the same
     confirmed = "away <= 0.1"            # of the values of the measure; `and` binds closer than `or`
     partly = "most >= 4.21"
 
-A claim of a number has `paper`, its `unit`, `why` it differs, and names one of the paper's `[rule.NAME]` in place of the
+A claim of a number has `paper`, its `unit`, `why` it differs, and names one of the paper's `[rule]` in place of the
 conditions, which are then of `paper`, `ours`, `away` (the relative difference) and `gained` (how much of the gain over 1).
 """
 
@@ -155,17 +154,17 @@ def read_paper(name: str) -> Paper:
     """Returns the paper in `llmcache/papers/NAME.toml`."""
     data = tomllib.loads((PAPERS / f"{name}.toml").read_text())
     rules = {key: Rule(**rule) for key, rule in data.pop("rule", {}).items()}
-    claims = [_claim(row, rules) for row in data.pop("claim")]
+    claims = [_claim(about, row, rules) for about, rows in data.pop("claim").items() for row in rows]
     for about, like in data.pop("also", {}).items():
         claims += [replace(one, about=about) for one in claims if one.about == like]
     facts, lead, kinds, sections = (data.pop(key) for key in ("paper", "lead", "kinds", "section"))
     return Paper(facts, lead, kinds, data.pop("variants", {}), sections, claims, rules, data)
 
 
-def _claim(row: dict[str, Any], rules: Mapping[str, Rule]) -> Claim:
+def _claim(about: str, row: dict[str, Any], rules: Mapping[str, Rule]) -> Claim:
     conditions = {key: row.pop(key) for key in ("confirmed", "partly") if key in row}
     words = row.pop("rule")
-    return Claim(rule=Rule(words, **conditions) if conditions else rules[words], **row)
+    return Claim(rule=Rule(words, **conditions) if conditions else rules[words], about=about, **row)
 
 
 def holds(condition: str, values: Mapping[str, float]) -> bool:
