@@ -14,7 +14,6 @@ from llmcache.errors import DataError, EnvironmentProblem
 from llmcache.report import REPRODUCTIONS, judge, reproduce
 from llmcache.report.judge import Finding, Judged, Verdict, claims_table
 from llmcache.report.reproduce import Reproduction, Tell
-from tests.unit.accelerator_parts import mean_gain
 from tests.unit.report_parts import Page, check_alone
 from tests.unit.simulation_parts import loop, trace_of
 from tools.bench import papers as papers_bench
@@ -95,12 +94,8 @@ def test_what_is_modelled_is_what_it_was(name: str, written: Path) -> None:
             assert found[key][variant] == [value, verdict], (key, variant)
 
 
-def test_kelles_rows_are_the_models(written: Path) -> None:
-    claims = {claim["name"]: claim for claim in document(written, "kelle")["claims"]}
-    speed, efficiency = mean_gain("Original+SRAM", "Kelle+eDRAM")
-    assert claims["kelle-speedup"]["findings"]["first principles"]["value"] == speed
-    assert claims["kelle-efficiency"]["findings"]["paper"]["value"] == efficiency
-    for claim in claims.values():
+def test_kelles_rows_say_how_far_they_are_away_and_why(written: Path) -> None:
+    for claim in document(written, "kelle")["claims"]:
         for finding in claim["findings"].values():
             assert finding["delta"] == pytest.approx(finding["value"] / claim["paper"]["value"] - 1)
         if any(finding["verdict"] != "confirmed" for finding in claim["findings"].values()):
