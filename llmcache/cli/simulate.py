@@ -84,6 +84,8 @@ def command(
     models = partial(ModelHeaders, ())
     plan = plan_of(policy, cache, bw, t, mrc, setup, drawn=report is not None)
     if report is not None:
+        from llmcache.report.simulate_page import write_report
+
         check_target("--report", report, force)
     with progress() as shown, told_compiling(shown.compiling):
         if scheduler is not None:
@@ -96,6 +98,4 @@ def command(
             done = simulate_all(traces, plan, jobs=jobs, progress=shown, models=models)
     tables.show(done, as_json)
     if report is not None:
-        from llmcache.report.simulate_page import write_report
-
         write_report(report, done, force)

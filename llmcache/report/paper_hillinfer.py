@@ -307,11 +307,9 @@ def with_hits(bench: Bench, share: float) -> dict[str, list[ModelledCase]] | Non
     misses = {row.policy: 1 - row.observed.hit_ratio for row in bench.rows if row.observed is not None}
     if not {"prefetch", "hillinfer"} <= set(misses):
         return None
-    seen = {"important_on_ssd": misses["prefetch"], "important_on_ssd_bkp": misses["hillinfer"]}
+    seen = replace(_WHOLE, important_on_ssd=misses["prefetch"], important_on_ssd_bkp=misses["hillinfer"])
     return {
-        name: points(replace(reading, workload=replace(reading.workload, **seen)))
-        for name, reading in READINGS.items()
-        if reading.ssd_share == share
+        name: points(replace(reading, workload=seen)) for name, reading in READINGS.items() if reading.ssd_share == share
     }
 
 
@@ -762,8 +760,8 @@ def _memory_figure(found: HillInferResults) -> Figure:
             panel.plot([said_at], [SAID[model]], "x", color=look.colour, markersize=9, markeredgewidth=2, label=crossed)
         for limit, name in ((GPU_GB, "RTX 4090"), (PC_GB, "a typical PC, all memory")):
             panel.axhline(limit, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
-            place = {"xycoords": ("axes fraction", "data"), "xytext": (3, 3), "textcoords": "offset points"}
-            panel.annotate(f"{name}: {limit} GB", (0, limit), fontsize=7.5, color=MUTED, **place)
+            place, words = ("axes fraction", "data"), f"{name}: {limit} GB"
+            panel.annotate(words, (0, limit), (3, 3), place, "offset points", fontsize=7.5, color=MUTED)
         powers_of_2(panel, list(rows[QWEN]), [f"{value:,}" for value in rows[QWEN]], label)
         panel.set(ylim=(0, None), ylabel="memory, modelled (GiB)", title=title)
     legend_below(figure, axes)
