@@ -95,9 +95,10 @@ def saved(document: Any) -> Saved:
 
 
 def _row(result: Any, where: str) -> SavedResult:
-    found = _checked(result, where, dict.fromkeys(NAMES, str) | dict.fromkeys(NUMBERS, float))
-    dram = result.get("mean_interval_ns", 0) is None
-    found |= {"mean_interval_ns": None} if dram else _checked(result, where, {"mean_interval_ns": float})
+    kinds = dict.fromkeys(NAMES, str) | dict.fromkeys(NUMBERS, float)
+    if not isinstance(result, dict) or result.get("mean_interval_ns", 0) is not None:
+        kinds["mean_interval_ns"] = float
+    found = {"mean_interval_ns": None, **_checked(result, where, kinds)}
     energies = _checked({"energies_j": {}, **result}, where, {"energies_j": dict})["energies_j"]  # a sweep has none
     return found | {"energies_j": _checked(energies, f"{where}.energies_j", dict.fromkeys(energies, float))}
 
@@ -105,18 +106,20 @@ def _row(result: Any, where: str) -> SavedResult:
 def _roof(system: str, roof: Any, where: str) -> Roof:
     points = []
     for place, point in enumerate(_checked(roof, where, {"points": list})["points"]):
-        name = _checked(point, f"{where}.points[{place}]", {"name": str})["name"]
-        points.append((name, *_rates(point, f"{where}.points[{place}]", "intensity", "ops_per_s")))
-    peak, rate = _rates(roof, where, "peak_ops_per_s", "dram_bytes_per_s")
-    return Roof(system, peak, rate, points)
+        of = f"{where}.points[{place}]"
+        name = _checked(point, of, {"name": str})["name"]
+        intensity, rate = _rates(point, of, "intensity", "ops_per_s")
+        points.append((name, intensity, rate))
+    peak, dram = _rates(roof, where, "peak_ops_per_s", "dram_bytes_per_s")
+    return Roof(system, peak, dram, points)
 
 
-def _rates(holder: Any, where: str, *names: str) -> tuple[float, float]:
-    first, second = (value for value in _checked(holder, where, dict.fromkeys(names, float)).values())
-    for name, value in zip(names, (first, second), strict=True):
+def _rates(holder: Any, where: str, *names: str) -> list[float]:
+    found = _checked(holder, where, dict.fromkeys(names, float))
+    for name, value in found.items():
         if not 0 < value < 1e100:
             raise DataError(f"{where}.{name}: {value:g}, more than 0 is needed", HINT)
-    return first, second
+    return list(found.values())
 
 
 def _checked(holder: Any, where: str, kinds: Mapping[str, type]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ OUTPUT_TOKENS = 128  # 4.2: "We set the output length as 128"
 CONTEXTS = (2048, 4096, 8192, 16384, 32768)
 LEAST, MOST = 4.21, 8.56
 BASELINES = tuple(name for name in SYSTEMS if name != "hillinfer")
-Found = dict[str, Measure]
+ClaimMeasures = dict[str, Measure]
 """Measures by claim."""
 
 
@@ -142,7 +142,7 @@ def memory_tables() -> tuple[MemoryTable, MemoryTable]:
     return by_context, by_batch
 
 
-def memory_measures(by_context: MemoryTable) -> Found:
+def memory_measures(by_context: MemoryTable) -> ClaimMeasures:
     """Returns what is claimed of memory."""
     found = {}
     for model, takes, exceeds, limit in (
@@ -203,7 +203,7 @@ class Transfers:
         rows = [{"share": s, "context": c, "seconds": one} for s, row in self.seconds.items() for c, one in row.items()]
         return {"kind": self.kind, "layers": self.layers, "rows": rows}
 
-    def measures(self) -> Found:
+    def measures(self) -> ClaimMeasures:
         """Returns what is claimed of times by context and by share."""
         growth = min(after / before for row in self.seconds.values() for before, after in pairwise(row.values()))
         told = "; ".join(
@@ -231,7 +231,7 @@ def dominates(step: Latency) -> Measure:
 # Accuracy: figure 8 and section 4.3, measured with a small model that recalls
 
 
-def accuracy_measures(found: Mapping[str, Any], system: str) -> Found:
+def accuracy_measures(found: Mapping[str, Any], system: str) -> ClaimMeasures:
     """Returns what is claimed of answers: `full` with everything kept, `by_system[system][alpha]`, shares of `answers`."""
     rows = {float(alpha): share for alpha, share in found["by_system"][system].items()}
     full = found["full"]
@@ -254,7 +254,7 @@ def over(cases: Cases, baseline: str) -> list[float]:
     return [point.speedup(baseline) for point in cases]
 
 
-def speedup_measures(cases: Cases) -> Found:
+def speedup_measures(cases: Cases) -> ClaimMeasures:
     """Returns what is claimed of speed-ups, for the points of one reading."""
     rows = {name: over(cases, name) for name in BASELINES}
     every = [value for row in rows.values() for value in row]
@@ -365,7 +365,7 @@ def parts_of(reading: Reading) -> Parts:
     return {part: reading.latency(system, MODELS[QWEN], PART_CONTEXT) for part, system in PARTS.items()}
 
 
-def part_measures(found: Parts, reading: Reading) -> Found:
+def part_measures(found: Parts, reading: Reading) -> ClaimMeasures:
     """Returns what is claimed of the parts of HillInfer and of what they need besides, for one reading."""
     times = {part: one.token_ns / 1e9 for part, one in found.items()}
     faster = sum(after < before for before, after in pairwise(times.values()))
@@ -414,7 +414,7 @@ def sweep_measure(times: Sequence[float]) -> Measure:
 # What ran on a machine with no GPU, its device emulated: verdicts of this project's systems, not of the paper's
 
 
-def run_measures(bench: Bench) -> Found:
+def run_measures(bench: Bench) -> ClaimMeasures:
     """Returns what is claimed of speed-ups, parts and traffic, from a benchmark of all systems."""
     rows = {row.policy: row for row in bench.rows}
     speedups = {name: rows["hillinfer"].speedup_over(rows[name]) for name in BASELINES}
@@ -476,10 +476,10 @@ class HillInferResults:
     def measures(self) -> Measures:
         """Returns what is measured of every claim; what was not measured is left out."""
 
-        def alone(variant: str, found: Found) -> dict[str, dict[str, Measure]]:
+        def alone(variant: str, found: ClaimMeasures) -> dict[str, dict[str, Measure]]:
             return {name: {variant: measure} for name, measure in found.items()}
 
-        def by_variant(found: Mapping[str, Found]) -> dict[str, dict[str, Measure]]:
+        def by_variant(found: Mapping[str, ClaimMeasures]) -> dict[str, dict[str, Measure]]:
             return {name: {variant: own[name] for variant, own in found.items()} for name in next(iter(found.values()))}
 
         step = READINGS["share-20"].latency("prefetch", MODELS[QWEN], MODELS[QWEN].context_limit)
