@@ -197,9 +197,9 @@ def plot_command(source: str, output: str, what: str | None, force: bool, as_jso
       llmcache edram plot run.json -o run.html
       llmcache edram plot run.json -o roofline.png --what roofline
     """
-    from llmcache.report.edram_plot import PlotRequest, plot
+    from llmcache.report.edram_plot import plot
 
-    written = plot(PlotRequest(source, output, what, force))
+    written = plot(source, output, what, force)
     if as_json:
         written.show("llmcache.edram-plot/1")
 

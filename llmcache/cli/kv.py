@@ -216,10 +216,10 @@ def profile_command(directory: str, as_json: bool, force: bool) -> None:
       llmcache kv profile ~/spill --json | jq '.storage'
     """
     from llmcache.kv.planning.profile import profile_of
-    from llmcache.report import kv_profile
+    from llmcache.report import kv_plan
     from llmcache.report.output import tell
 
-    kv_profile.show(profile_of(directory, force=force, progress=tell), as_json)
+    kv_plan.show_profile(profile_of(directory, force=force, progress=tell), as_json)
 
 
 @base.command("plan")

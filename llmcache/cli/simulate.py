@@ -74,16 +74,16 @@ def command(
     from llmcache.cache.policies.base import told_compiling
     from llmcache.fs.layout.modelfile import ModelHeaders
     from llmcache.report import simulate as tables
-    from llmcache.report.output import progress
+    from llmcache.report.output import check_target, progress
 
     if scheduler is not None and jobs is not None:
         raise click.UsageError("--jobs and --scheduler contradict each other: workers have their own threads")
     models = partial(ModelHeaders, ())
     plan = plan_of(policy, cache, bw, t, mrc, setup, drawn=report is not None)
     if report is not None:
-        from llmcache.report import simulate_page
+        from llmcache.report.simulate_page import write_report
 
-        simulate_page.check_report(report, force)
+        check_target("--report", report, force)
     with progress() as shown, told_compiling(shown.compiling):
         if scheduler is not None:
             from llmcache.cache.cluster import simulate_on
@@ -95,4 +95,4 @@ def command(
             done = simulate_all(traces, plan, jobs=jobs, progress=shown, models=models)
     tables.show(done, as_json)
     if report is not None:
-        simulate_page.write_report(report, done, force)
+        write_report(report, done, force)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from statistics import median
 
 from rich.console import Console
@@ -16,41 +15,39 @@ from llmcache.cache.classify import Classification, TraceClasses
 from llmcache.cache.layers import Layer
 from llmcache.cache.routing import ExpertLayer, MixtureUses
 from llmcache.errors import printable
+from llmcache.report import output
 from llmcache.report.html import Cell, HtmlBlock, Text
 from llmcache.report.html import Table as PageTable
-from llmcache.report.output import fit, plain_table
+from llmcache.report.output import fit, fitted_table
 from llmcache.units import BLOCK_BYTES, format_duration, format_size, shortened
 
 SHOWN_NAMES = 3  # groups of tensors in a row of the table
 LEAST_FILE = 28  # letters of a file that other columns make room for
 FIRST_TO_GO = ("blocks", "times", "op", "period")  # from a table that is too wide
-_UNBOUND = 400
 _LAYER = re.compile(r"(.*?(?:blk|layers?|h|blocks?))\.([0-9]+)\..*")
 
 
 def show(found: TraceClasses, trace: str, min_bytes: int, as_json: bool) -> None:
     """Prints the classes of `trace` on stdout; rows below `min_bytes` are summed up in one line."""
-    if as_json:
-        print(json.dumps(found.document(trace, min_bytes), indent=1))
-        return
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _UNBOUND  # whatever reads it wants the names whole
+    console = Console()
+    # Whatever reads it instead of a terminal wants the names whole.
+    width = console.width if console.is_terminal or "COLUMNS" in os.environ else output.UNBOUND
+    output.show(as_json, lambda: found.document(trace, min_bytes), _parts(found, trace, min_bytes, width), width)
+
+
+def _parts(found: TraceClasses, trace: str, min_bytes: int, width: int) -> Iterator[str | Table]:
     lost = f", {found.lost_events} accesses lost" if found.lost_events else ""
     duration = format_duration(found.end_ns - found.begin_ns)
-    console.print(f"{trace}: {found.accesses} blocks accessed in {duration}; {printable(found.tier)}{lost}", soft_wrap=True)
-    rows = [row for row in found.rows if row.size_bytes >= min_bytes]
-    if rows:
-        console.print(table(rows, console.width))
-    smaller = [row for row in found.rows if row.size_bytes < min_bytes]
-    if smaller:
+    yield f"{trace}: {found.accesses} blocks accessed in {duration}; {printable(found.tier)}{lost}"
+    if rows := [row for row in found.rows if row.size_bytes >= min_bytes]:
+        yield table(rows, width)
+    if smaller := [row for row in found.rows if row.size_bytes < min_bytes]:
         size, share = sum(row.size_bytes for row in smaller), sum(row.share for row in smaller)
         less = f"and {len(smaller)} smaller than {format_size(min_bytes)}"
-        console.print(f"{less}: {format_size(size)}, {share:.1%} of the accesses (--min-bytes 0 shows them)", soft_wrap=True)
-    for part in chain(layer_tables(found.layers, console.width), expert_tables(found.mixtures, console.width)):
-        console.print(part, soft_wrap=isinstance(part, str))
-    for line in summary(found):
-        console.print(line, soft_wrap=True)
+        yield f"{less}: {format_size(size)}, {share:.1%} of the accesses (--min-bytes 0 shows them)"
+    yield from layer_tables(found.layers, width)
+    yield from expert_tables(found.mixtures, width)
+    yield from summary(found)
 
 
 def table(rows: Sequence[Classification], width: int) -> Table:
@@ -209,11 +206,7 @@ def layer_table(layers: Sequence[Layer], width: int) -> Table:
         "missed": [size for _, size, _ in missed],
         "misses": [ratio for _, _, ratio in missed],
     }
-    room = fit(columns, width, LEAST_LAYER, LAYERS_FIRST_TO_GO)
-    made = plain_table("layer", *columns)
-    for cells in zip([shortened(layer.name, room) for layer in layers], *columns.values(), strict=True):
-        made.add_row(*cells)
-    return made
+    return fitted_table("layer", [layer.name for layer in layers], columns, width, LEAST_LAYER, LAYERS_FIRST_TO_GO)
 
 
 def _missed(layer: Layer) -> tuple[str, str, str]:
@@ -268,11 +261,7 @@ def _layers(layers: Sequence[ExpertLayer], width: int) -> Table:
         heading: [f"{cell:.0f}" if heading in COUNTS else _share(cell) for cell in column]
         for heading, column in zip(EXPERT_COLUMNS, figures, strict=True)
     }
-    room = fit(columns, width, LEAST_NAME, EXPERTS_FIRST_TO_GO)
-    made = plain_table("layer", *columns)
-    for cells in zip([shortened(name, room) for name in names], *columns.values(), strict=True):
-        made.add_row(*cells)
-    return made
+    return fitted_table("layer", names, columns, width, LEAST_NAME, EXPERTS_FIRST_TO_GO)
 
 
 def _figures(layer: ExpertLayer) -> tuple[float | None, ...]:
@@ -291,11 +280,7 @@ def _caches(mixture: MixtureUses, width: int) -> Table:
         f"{cache.share:.0%}": [format_size(cache.size_bytes), _share(cache.lru), _share(cache.belady)]
         for cache in mixture.caches
     }
-    fit(columns, width, LEAST_NAME, CACHES_TO_GO)
-    made = plain_table("", *columns)
-    for cells in zip(("size", "LRU", "Belady"), *columns.values(), strict=True):
-        made.add_row(*cells)
-    return made
+    return fitted_table("", ("size", "LRU", "Belady"), columns, width, LEAST_NAME, CACHES_TO_GO)
 
 
 def _remarks(mixture: MixtureUses) -> Iterator[str]:

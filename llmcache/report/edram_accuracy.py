@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from llmcache import __version__
@@ -31,7 +28,7 @@ from llmcache.edram.flips import CellSettings, Format
 from llmcache.edram.retention import parse_curve
 from llmcache.errors import UsageError
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
-from llmcache.report.edram_model import WIDTH
+from llmcache.report import output
 from llmcache.report.output import check_target
 
 _TITLES = {
@@ -103,10 +100,7 @@ def _record(options: AccuracyOptions, target: str, decoder: Decoder, asked: Ques
 
 def show(found: Accuracies, as_json: bool) -> None:
     """Prints `found`, as a table or as JSON."""
-    if as_json:
-        print(json.dumps(document(found), indent=2))
-        return
-    Console(highlight=False, markup=False, width=WIDTH).print(_table(found))
+    output.show(as_json, lambda: {**found.to_json(), "llmcache_version": __version__}, [_table(found)])
 
 
 def _table(found: Accuracies) -> Table:
@@ -138,8 +132,3 @@ def _share(estimate: Estimate) -> str:
 
 def _signed(estimate: Estimate) -> str:
     return f"{estimate.mean:+.4f} ± {estimate.error:.4f}"
-
-
-def document(found: Accuracies) -> dict[str, Any]:
-    """`found` as JSON-ready values."""
-    return {**found.to_json(), "llmcache_version": __version__}

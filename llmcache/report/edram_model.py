@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from llmcache import __version__
@@ -20,6 +18,7 @@ from llmcache.edram.energy import KINDS
 from llmcache.edram.latency import RESOURCES
 from llmcache.edram.systems import RECOMPUTE_MODES, AcceleratorSystem, Configuration, GenerationWorkload, LlmShape
 from llmcache.errors import UsageError
+from llmcache.report import output
 from llmcache.report.output import titled_table
 from llmcache.units import format_duration, format_size
 
@@ -28,8 +27,6 @@ SWEEP_SCHEMA = "llmcache.edram-sweep/1"
 SHOWN = 40
 """Rows that the table of a sweep shows; JSON has all of them."""
 MODELLED = "modelled"
-WIDTH = 400
-"""Of a console: tables are as wide as they are, whatever the terminal."""
 _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"), (1e-12, "p"))
 
 
@@ -148,92 +145,90 @@ def _decode_s(row: Compared) -> float:
 
 def show(found: SystemComparison, as_json: bool) -> None:
     """Prints `found` on stdout."""
-    if as_json:
-        print(json.dumps(document(found), indent=1))
-        return
-    console = Console(highlight=False, markup=False, width=WIDTH)
+    output.show(as_json, lambda: document(found), _parts(found))
+
+
+def _parts(found: SystemComparison) -> Iterator[str | Table]:
+    """Yields what was asked, then costs by profile, the energy by component, what time is spent on, and areas."""
     work = found.workload
     lengths = f"context {work.context:,}, decode {work.decode:,} tokens, batch {work.batch}, budget N' {work.budget:,}"
-    console.print(f"{found.model.name}, {work.name}: {lengths} ({MODELLED})")
-    for table in tables(found):
-        console.print()
-        console.print(table)
+    yield f"{found.model.name}, {work.name}: {lengths} ({MODELLED})"
+    for table in _tables(found):
+        yield ""
+        yield table
 
 
-def tables(found: SystemComparison) -> Iterator[Table]:
-    """Yields the tables: costs by profile, then the energy by component, then what time is spent on, then areas."""
+def _tables(found: SystemComparison) -> Iterator[Table]:
     for profile in found.profiles:
         rows = [row for row in found.rows if row.configuration.profile is profile]
-        yield _costs(f"Profile {profile.name}: {profile.title} ({MODELLED})", rows)
-        yield _energies(f"Energy by component, profile {profile.name} ({MODELLED})", rows)
-    one_profile = found.rows[: len(found.systems)]
-    yield _waits(one_profile)
-    yield _areas(found.areas)
+        costs = titled_table(f"Profile {profile.name}: {profile.title} ({MODELLED})", "system", *COSTS)
+        for row in rows:
+            costs.add_row(*(CELLS[name](row) for name in ("system", *COSTS)))
+        yield costs
+        kinds = {row.configuration.system.name: row.outcome.by_kind() for row in rows}
+        title = f"Energy by component, profile {profile.name} ({MODELLED})"
+        shares = {kind: lambda of, k=kind: f"{joules(of[k])} {of[k] / sum(of.values()):6.1%}" for kind in KINDS}
+        yield _by_system(title, "component", kinds, shares)
+    waited = {row.configuration.system.name: row.outcome.latencies_s for row in found.rows[: len(found.systems)]}
+    waits = {
+        name.replace("_", " "): lambda of, n=name: format_duration(1e9 * of[n]) if of[n] else "-"
+        for name in LATENCIES
+        if any(of[name] for of in waited.values())
+    }
+    yield _by_system(f"What the time is spent waiting for ({MODELLED})", "resource", waited, waits)
+    parts = [*(field.name for field in fields(Area)), "chip_mm2"]
+    areas = {name.removesuffix("_mm2"): lambda area, n=name: f"{getattr(area, n):.2f}" for name in parts}
+    yield _by_system(f"Area, mm² ({MODELLED}; table 1: for comparing only)", "part", found.areas, areas)
     if found.lifetimes:
-        yield _lifetimes(found.lifetimes)
+        names = {name.upper(): f"{name}_ns" for name in "xqkv"} | {"sum": "total_ns"}
+        lasts = {title: lambda of, n=name: format_duration(getattr(of, n)) for title, name in names.items()}
+        yield _by_system(f"Lifetimes in eDRAM ({MODELLED})", "last step, equations 4-8", found.lifetimes, lasts)
     if found.evictors:
-        yield _evictors(found.evictors)
+        cells: Mapping[str, Callable[[EvictorCost], str]] = {
+            "stall": lambda one: format_duration(one.stall_ns),
+            "a scan of the scores instead": lambda one: format_duration(one.search_ns),
+            "scores of all heads and layers": lambda one: format_size(one.register_bytes),
+            "energy (28 mW, section 8.1.4)": lambda one: joules(one.joules),
+        }
+        yield _by_system(f"Systolic evictor, a step with a full cache ({MODELLED})", "", found.evictors, cells)
 
 
-def _costs(title: str, rows: Sequence[Compared]) -> Table:
-    columns = ["latency", "speed-up", "energy", "efficiency", "refresh", "power", "recomputed", "weights and KV", "fits"]
-    table = titled_table(title, "system", *columns)
-    for row in rows:
-        table.add_row(
-            row.configuration.system.name,
-            format_duration(1e9 * row.outcome.latency_s),
-            times(row.speedup),
-            joules(row.outcome.energy_j),
-            times(row.efficiency),
-            percent(row.refresh_share),
-            watts(row.power_w),
-            f"{row.outcome.recompute_share:.2%}",
-            format_size(row.outcome.peak_bytes),
-            "yes" if row.outcome.fits else "NO",
-        )
+def _by_system(title: str, first: str, systems: Mapping[str, Any], cells: Mapping[str, Callable[[Any], str]]) -> Table:
+    """Returns a table with a column for each of `systems` and a row for each of `cells`."""
+    table = titled_table(title, first, *systems)
+    for name, cell in cells.items():
+        table.add_row(name, *map(cell, systems.values()))
     return table
 
 
-def _energies(title: str, rows: Sequence[Compared]) -> Table:
-    table = titled_table(title, "component", *(row.configuration.system.name for row in rows))
-    kinds = [row.outcome.by_kind() for row in rows]
-    for kind in KINDS:
-        table.add_row(kind, *(f"{joules(of[kind])} {of[kind] / sum(of.values()):6.1%}" for of in kinds))
-    return table
-
-
-def _waits(rows: Sequence[Compared]) -> Table:
-    systems = [row.configuration.system.name for row in rows]
-    table = titled_table(f"What the time is spent waiting for ({MODELLED})", "resource", *systems)
-    for name in LATENCIES:
-        waited = [row.outcome.latencies_s[name] for row in rows]
-        if any(waited):
-            table.add_row(name.replace("_", " "), *(format_duration(1e9 * time_s) if time_s else "-" for time_s in waited))
-    return table
-
-
-def _areas(areas: dict[str, Area]) -> Table:
-    table = titled_table(f"Area, mm² ({MODELLED}; table 1: for comparing only)", "part", *areas)
-    for name in ("array_mm2", "sram_mm2", "edram_mm2", "sfu_mm2", "evictor_mm2", "chip_mm2"):
-        table.add_row(name.removesuffix("_mm2"), *(f"{getattr(area, name):.2f}" for area in areas.values()))
-    return table
-
-
-def _lifetimes(lifetimes: dict[str, Lifetimes]) -> Table:
-    table = titled_table(f"Lifetimes in eDRAM ({MODELLED})", "last step, equations 4-8", *lifetimes)
-    for name in ("x_ns", "q_ns", "k_ns", "v_ns", "total_ns"):
-        title = name.removesuffix("_ns").upper() if name != "total_ns" else "sum"
-        table.add_row(title, *(format_duration(getattr(one, name)) for one in lifetimes.values()))
-    return table
-
-
-def _evictors(evictors: dict[str, EvictorCost]) -> Table:
-    table = titled_table(f"Systolic evictor, a step with a full cache ({MODELLED})", "", *evictors)
-    table.add_row("stall", *(format_duration(one.stall_ns) for one in evictors.values()))
-    table.add_row("a scan of the scores instead", *(format_duration(one.search_ns) for one in evictors.values()))
-    table.add_row("scores of all heads and layers", *(format_size(one.register_bytes) for one in evictors.values()))
-    table.add_row("energy (28 mW, section 8.1.4)", *(joules(one.joules) for one in evictors.values()))
-    return table
+CELLS: dict[str, Callable[[Compared], str]] = {
+    "model": lambda row: row.configuration.model.name,
+    "workload": lambda row: row.configuration.workload.name,
+    "system": lambda row: row.configuration.system.name,
+    "profile": lambda row: row.configuration.profile.name,
+    "context": lambda row: f"{row.configuration.workload.context:,}",
+    "decode": lambda row: f"{row.configuration.workload.decode:,}",
+    "batch": lambda row: f"{row.configuration.workload.batch:,}",
+    "N'": lambda row: f"{row.configuration.workload.budget:,}" if row.configuration.policy.evict else "-",
+    "interval": lambda row: (
+        format_duration(row.configuration.policy.intervals.mean_ns) if row.configuration.hardware.edram else "-"
+    ),
+    "latency": lambda row: format_duration(1e9 * row.outcome.latency_s),
+    "speed-up": lambda row: times(row.speedup),
+    "energy": lambda row: joules(row.outcome.energy_j),
+    "efficiency": lambda row: times(row.efficiency),
+    "refresh": lambda row: percent(row.refresh_share),
+    "power": lambda row: watts(row.power_w),
+    "recomputed": lambda row: f"{row.outcome.recompute_share:.2%}",
+    "weights and KV": lambda row: format_size(row.outcome.peak_bytes),
+    "fits": lambda row: "yes" if row.outcome.fits else "NO",
+}
+"""Cells of tables, by heading."""
+COSTS = ("latency", "speed-up", "energy", "efficiency", "refresh", "power", "recomputed", "weights and KV", "fits")
+SWEPT = ("model", "workload", "system", "profile")
+SWEPT_NUMBERS = (
+    "context", "decode", "batch", "N'", "interval", "latency", "speed-up", "energy", "efficiency", "refresh", "fits"
+)  # fmt: skip
 
 
 def document(found: SystemComparison) -> dict[str, Any]:
@@ -328,56 +323,21 @@ def axes_of(
 
 def show_sweep(sweep: SweptSystems, as_json: bool) -> None:
     """Prints `sweep` on stdout."""
-    if as_json:
-        print(json.dumps(sweep_document(sweep), indent=1))
-        return
-    console = Console(highlight=False, markup=False, width=WIDTH)
-    most = sorted(sweep.rows, key=lambda row: -row.efficiency)[:SHOWN] if len(sweep.rows) > SHOWN else sweep.rows
-    console.print(sweep_table(most, sweep.baseline))
-    if len(sweep.rows) > SHOWN:
-        console.print(f"the {SHOWN} most efficient of {len(sweep.rows):,}; --json has all")
-    console.print(f"{len(sweep.rows):,} configurations in {sweep.seconds:.2f} s")
+    output.show(as_json, lambda: sweep_document(sweep), _sweep_parts(sweep))
 
 
-def sweep_table(rows: Sequence[Compared], baseline: str) -> Table:
-    """Returns `rows` as a table."""
-    numbers = [
-        "context",
-        "decode",
-        "batch",
-        "N'",
-        "interval",
-        "latency",
-        "speed-up",
-        "energy",
-        "efficiency",
-        "refresh",
-        "fits",
-    ]
-    made = Table(title=f"Latency and energy ({MODELLED}), against {baseline}", title_justify="left")
-    for name in ("model", "workload", "system", "profile"):
-        made.add_column(name)
-    for name in numbers:
-        made.add_column(name, justify="right")
-    for row in rows:
-        one, outcome = row.configuration, row.outcome
-        work = one.workload
-        made.add_row(
-            one.model.name,
-            work.name,
-            one.system.name,
-            one.profile.name,
-            *(f"{number:,}" for number in (work.context, work.decode, work.batch)),
-            f"{work.budget:,}" if one.policy.evict else "-",
-            format_duration(one.policy.intervals.mean_ns) if one.hardware.edram else "-",
-            format_duration(1e9 * outcome.latency_s),
-            times(row.speedup),
-            joules(outcome.energy_j),
-            times(row.efficiency),
-            percent(row.refresh_share) if one.hardware.edram else "-",
-            "yes" if outcome.fits else "NO",
-        )
-    return made
+def _sweep_parts(sweep: SweptSystems) -> Iterator[str | Table]:
+    many = len(sweep.rows)
+    table = Table(title=f"Latency and energy ({MODELLED}), against {sweep.baseline}", title_justify="left")
+    for name in (*SWEPT, *SWEPT_NUMBERS):
+        table.add_column(name, justify="left" if name in SWEPT else "right")
+    for row in sorted(sweep.rows, key=lambda row: -row.efficiency)[:SHOWN] if many > SHOWN else sweep.rows:
+        cells = {name: CELLS[name](row) for name in (*SWEPT, *SWEPT_NUMBERS)}
+        table.add_row(*(cells if row.configuration.hardware.edram else cells | {"refresh": "-"}).values())
+    yield table
+    if many > SHOWN:
+        yield f"the {SHOWN} most efficient of {many:,}; --json has all"
+    yield f"{many:,} configurations in {sweep.seconds:.2f} s"
 
 
 def sweep_document(sweep: SweptSystems) -> dict[str, Any]:

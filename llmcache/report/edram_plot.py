@@ -27,35 +27,14 @@ from llmcache.report.output import Written, check_target, form_of, write_target
 from llmcache.report.theme import INK, MUTED, PAPER, Look, embedded, figure_bytes, grid_of, legend_below, style
 
 HINT = "save one with: llmcache edram model --json > FILE"
+NAMES = ("model", "workload", "system", "profile")
 NUMBERS = (
-    "context",
-    "decode",
-    "batch",
-    "budget",
-    "dram_bytes_per_s",
-    "kv_capacity_bytes",
-    "latency_s",
-    "energy_j",
-    "speedup",
-    "efficiency",
-    "refresh_share",
-)
-
-
-@dataclass(frozen=True)
-class SavedResult:
-    """One result: names, and numbers in seconds, joules and bytes. `energies_j`: by component, empty in a sweep."""
-
-    model: str
-    workload: str
-    system: str
-    profile: str
-    mean_interval_ns: float | None
-    numbers: Mapping[str, float]
-    energies_j: Mapping[str, float]
-
-    def __getitem__(self, name: str) -> float:
-        return self.numbers[name]
+    "context", "decode", "batch", "budget", "dram_bytes_per_s", "kv_capacity_bytes", "latency_s", "energy_j", "speedup",
+    "efficiency", "refresh_share",
+)  # fmt: skip
+SavedResult = Mapping[str, Any]
+"""One result: `NAMES`, `NUMBERS` in seconds, joules and bytes, `mean_interval_ns` (None without eDRAM), and `energies_j` by
+component, empty in a sweep."""
 
 
 @dataclass(frozen=True)
@@ -103,76 +82,64 @@ def read(path: str | Path) -> Saved:
 
 def saved(document: Any) -> Saved:
     """Returns `document`, as `json.loads` gives it, checked."""
-    schema = _field(document, "", "schema", str)
+    schema = _checked(document, "", {"schema": str})["schema"]
     if schema not in (MODEL_SCHEMA, SWEEP_SCHEMA):
         raise DataError(f"schema: '{schema}' is not one that can be drawn", HINT)
-    results = _field(document, "", "results", list)
-    if not results:
+    kinds = {"results": list, "baseline": str} | ({"rooflines": dict} if schema == MODEL_SCHEMA else {})
+    found = _checked(document, "", kinds)
+    if not found["results"]:
         raise DataError("results: there are none", HINT)
-    rows = [_row(result, f"results[{place}]") for place, result in enumerate(results)]
-    roofs = _field(document, "", "rooflines", dict) if schema == MODEL_SCHEMA else {}
-    made = [_roof(name, roof, f"rooflines.{name}") for name, roof in roofs.items()]
-    return Saved(schema, rows, made, _field(document, "", "baseline", str))
+    rows = [_row(result, f"results[{place}]") for place, result in enumerate(found["results"])]
+    roofs = [_roof(name, roof, f"rooflines.{name}") for name, roof in found.get("rooflines", {}).items()]
+    return Saved(schema, rows, roofs, found["baseline"])
 
 
 def _row(result: Any, where: str) -> SavedResult:
-    interval_ns = _any(result, where, "mean_interval_ns")
-    energies = {}  # a sweep has none by component
-    if isinstance(result, dict) and "energies_j" in result:
-        energies = _field(result, where, "energies_j", dict)
-    model, workload, system, profile = (
-        _field(result, where, name, str) for name in ("model", "workload", "system", "profile")
-    )
-    return SavedResult(
-        model,
-        workload,
-        system,
-        profile,
-        mean_interval_ns=None if interval_ns is None else _number(interval_ns, f"{where}.mean_interval_ns"),
-        numbers={name: _number(_any(result, where, name), f"{where}.{name}") for name in NUMBERS},
-        energies_j={name: _number(value, f"{where}.energies_j.{name}") for name, value in energies.items()},
-    )
+    kinds = dict.fromkeys(NAMES, str) | dict.fromkeys(NUMBERS, float)
+    if not isinstance(result, dict) or result.get("mean_interval_ns", 0) is not None:
+        kinds["mean_interval_ns"] = float
+    found = {"mean_interval_ns": None, **_checked(result, where, kinds)}
+    energies = _checked({"energies_j": {}, **result}, where, {"energies_j": dict})["energies_j"]  # a sweep has none
+    return found | {"energies_j": _checked(energies, f"{where}.energies_j", dict.fromkeys(energies, float))}
 
 
 def _roof(system: str, roof: Any, where: str) -> Roof:
-    points = [
-        (
-            _field(point, f"{where}.points[{place}]", "name", str),
-            _rate(point, f"{where}.points[{place}]", "intensity"),
-            _rate(point, f"{where}.points[{place}]", "ops_per_s"),
-        )
-        for place, point in enumerate(_field(roof, where, "points", list))
-    ]
-    peak, rate = (_rate(roof, where, name) for name in ("peak_ops_per_s", "dram_bytes_per_s"))
-    return Roof(system, peak, rate, points)
+    points = []
+    for place, point in enumerate(_checked(roof, where, {"points": list})["points"]):
+        of = f"{where}.points[{place}]"
+        name = _checked(point, of, {"name": str})["name"]
+        intensity, rate = _rates(point, of, "intensity", "ops_per_s")
+        points.append((name, intensity, rate))
+    peak, dram = _rates(roof, where, "peak_ops_per_s", "dram_bytes_per_s")
+    return Roof(system, peak, dram, points)
 
 
-def _rate(holder: Any, where: str, name: str) -> float:
-    value = _number(_any(holder, where, name), f"{where}.{name}")
-    if not 0 < value < 1e100:
-        raise DataError(f"{where}.{name}: {value:g}, more than 0 is needed", HINT)
-    return value
+def _rates(holder: Any, where: str, *names: str) -> list[float]:
+    found = _checked(holder, where, dict.fromkeys(names, float))
+    for name, value in found.items():
+        if not 0 < value < 1e100:
+            raise DataError(f"{where}.{name}: {value:g}, more than 0 is needed", HINT)
+    return list(found.values())
 
 
-def _any(holder: Any, where: str, name: str) -> Any:
+def _checked(holder: Any, where: str, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """Returns the fields of `holder` that `kinds` names, float for numbers; DataError names what is not of its kind."""
     if not isinstance(holder, dict):
         raise DataError(f"{where or 'document'}: not an object", HINT)
-    if name not in holder:
-        raise DataError(f"{where}.{name}: missing".lstrip("."), HINT)
-    return holder[name]
-
-
-def _field(holder: Any, where: str, name: str, kind: type) -> Any:
-    value = _any(holder, where, name)
-    if not isinstance(value, kind):
-        raise DataError(f"{where}.{name}: not a {kind.__name__}".lstrip("."), HINT)
-    return value
-
-
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise DataError(f"{where}: '{value}' is not a number", HINT)
-    return float(value)
+    found = {}
+    for name, kind in kinds.items():
+        place = f"{where}.{name}".lstrip(".")
+        if name not in holder:
+            raise DataError(f"{place}: missing", HINT)
+        value = holder[name]
+        if kind is float:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+                raise DataError(f"{place}: '{value}' is not a number", HINT)
+            value = float(value)
+        elif not isinstance(value, kind):
+            raise DataError(f"{place}: not a {kind.__name__}", HINT)
+        found[name] = value
+    return found
 
 
 KIND_LOOKS: dict[str, tuple[str, str]] = {  # colour and hatch: neighbours in a stack differ in both grey and pattern
@@ -217,55 +184,53 @@ def look_of_system(system: str, place: int) -> Look:
 
 def energy_figure(rows: Sequence[SavedResult]) -> Figure:
     """Returns stacked bars of energy (kJ) by component, a panel per profile. Call it in `theme.style()`."""
-    profiles = list(dict.fromkeys(row.profile for row in rows))
+    profiles = list(dict.fromkeys(row["profile"] for row in rows))
     figure, axes = grid_of(len(profiles))
     for panel, profile in zip(axes, profiles, strict=True):
-        of = [row for row in rows if row.profile == profile]
+        of = [row for row in rows if row["profile"] == profile]
         bottom = np.zeros(len(of))
         for kind, (colour, hatch) in KIND_LOOKS.items():
-            heights = np.array([sum(row.energies_j.get(name, 0.0) for name in KINDS[kind]) for row in of]) / 1e3
+            heights = np.array([sum(row["energies_j"].get(name, 0.0) for name in KINDS[kind]) for row in of]) / 1e3
             panel.bar(
                 range(len(of)), heights, bottom=bottom, width=0.7, label=kind, color=colour, hatch=hatch, edgecolor=PAPER
             )
             bottom += heights
         _systems(panel, of)
-        panel.set_title(f"profile {profile}")
-        panel.set_ylabel("energy, modelled (kJ)")
+        panel.set(title=f"profile {profile}", ylabel="energy, modelled (kJ)")
     legend_below(figure, axes)
     return figure
 
 
 def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
     """Returns bars of speed-up and, by profile, of energy efficiency against `baseline`. Call it in `theme.style()`."""
-    profiles = list(dict.fromkeys(row.profile for row in rows))
+    profiles = list(dict.fromkeys(row["profile"] for row in rows))
     figure, axes = grid_of(1 + len(profiles))
     shown = [("speed-up", "speedup", profiles[0])] + [
         (f"energy efficiency, profile {profile}", "efficiency", profile) for profile in profiles
     ]
     for panel, (title, name, profile) in zip(axes, shown, strict=True):
-        of = [row for row in rows if row.profile == profile]
+        of = [row for row in rows if row["profile"] == profile]
         values = [row[name] for row in of]
-        colours = [look_of_system(row.system, place).colour for place, row in enumerate(of)]
+        colours = [look_of_system(row["system"], place).colour for place, row in enumerate(of)]
         bars = panel.bar(range(len(of)), values, width=0.7, color=colours)
         panel.bar_label(bars, [f"{value:.2f}×" for value in values], fontsize=8)
         panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
         _systems(panel, of)
-        panel.set_title(title)
-        panel.set_ylabel(f"times {baseline}, modelled")
+        panel.set(title=title, ylabel=f"times {baseline}, modelled")
         panel.margins(y=0.12)
     return figure
 
 
 def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
     """Returns bars of the share of refresh in the energy of systems with eDRAM, by profile. Call it in `theme.style()`."""
-    of = [row for row in rows if row.mean_interval_ns is not None]
-    profiles = list(dict.fromkeys(row.profile for row in of))
-    systems = list(dict.fromkeys(row.system for row in of))
+    of = [row for row in rows if row["mean_interval_ns"] is not None]
+    profiles = list(dict.fromkeys(row["profile"] for row in of))
+    systems = list(dict.fromkeys(row["system"] for row in of))
     figure, (panel,) = grid_of(1)
     width = 0.8 / max(1, len(systems))
     for place, system in enumerate(systems):
-        own, shift = [row for row in of if row.system == system], (place - (len(systems) - 1) / 2) * width
-        centres, shares = [profiles.index(row.profile) + shift for row in own], [row["refresh_share"] for row in own]
+        own, shift = [row for row in of if row["system"] == system], (place - (len(systems) - 1) / 2) * width
+        centres, shares = [profiles.index(row["profile"]) + shift for row in own], [row["refresh_share"] for row in own]
         bars = panel.bar(centres, shares, width=0.9 * width, label=system, color=look_of_system(system, place).colour)
         panel.bar_label(bars, [percent(share) for share in shares], fontsize=8)
     panel.set_xticks(range(len(profiles)), [f"profile {profile}" for profile in profiles])
@@ -288,8 +253,7 @@ def roofline_figure(roofs: Sequence[Roof]) -> Figure:
         for (name, place, rate), look in zip(roof.points, _POINT_LOOKS, strict=False):
             panel.plot([place], [rate / 1e9], linestyle="", marker=look.marker, color=look.colour, markersize=8, label=name)
         _logarithmic(panel, "x", "y")
-        panel.set_title(roof.system)
-        panel.set_xlabel("8-bit operations of the model per byte over DRAM")
+        panel.set(title=roof.system, xlabel="8-bit operations of the model per byte over DRAM")
         panel.set_ylabel("10⁹ operations/s, modelled")
     legend_below(figure, axes)
     return figure
@@ -311,17 +275,16 @@ def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
         else:
             _curves(panel, rows, name, along)
         panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
-        panel.set_title(title)
-        panel.set_ylabel(f"times {baseline}, modelled")
-    _legend(figure, axes)
+        panel.set(title=title, ylabel=f"times {baseline}, modelled")
+    legend_below(figure, axes, long=True)
     return figure
 
 
 def _curves(panel: Axes, rows: Sequence[SavedResult], name: str, along: str) -> None:
     lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
-    by_system = len({row.system for row in rows}) == len(lines)
+    by_system = len({row["system"] for row in rows}) == len(lines)
     for place, (label, of) in enumerate(lines.items()):
-        look = look_of_system(of[0].system, place) if by_system else _CYCLE[place % len(_CYCLE)]
+        look = look_of_system(of[0]["system"], place) if by_system else _CYCLE[place % len(_CYCLE)]
         panel.plot([_place(row, along) for row in of], [row[name] for row in of], label=label, **look.line())
     panel.set_xlabel(AXES[along])
     centres = [_place(row, along) for row in rows]
@@ -332,26 +295,15 @@ def _curves(panel: Axes, rows: Sequence[SavedResult], name: str, along: str) -> 
 def _bars(panel: Axes, rows: Sequence[SavedResult], name: str) -> None:
     """Draw a group of bars for each combination of model, workload and profile, a bar for each system."""
     groups = dict(list(_groups(rows).items())[:MOST_GROUPS])
-    systems = list(dict.fromkeys(row.system for row in rows))
+    systems = list(dict.fromkeys(row["system"] for row in rows))
     width = 0.8 / len(systems)
     for place, system in enumerate(systems):
-        found = [(at, row[name]) for at, of in enumerate(groups.values()) for row in of if row.system == system]
+        found = [(at, row[name]) for at, of in enumerate(groups.values()) for row in of if row["system"] == system]
         centres = [at + (place - (len(systems) - 1) / 2) * width for at, _ in found]
         colour = look_of_system(system, place).colour
         panel.bar(centres, [value for _, value in found], width=0.92 * width, label=system, color=colour)
     panel.set_xticks(range(len(groups)), list(groups), fontsize=7.5, rotation=20 if len(groups) > 4 else 0)
     panel.grid(axis="x", visible=False)
-
-
-def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Put one legend under all panels, in as many columns as its longest label leaves room for."""
-    handles: dict[str, Any] = {}
-    for panel in axes:
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    inches = 0.6 + 0.075 * max(map(len, handles), default=0)
-    columns = max(1, int(figure.get_figwidth() / inches))
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(columns, len(handles) or 1))
 
 
 _CYCLE = (*SYSTEM_LOOKS.values(), *OTHER_LOOKS)
@@ -367,16 +319,16 @@ def _values(rows: Sequence[SavedResult], name: str) -> int:
     """Returns how many values `name` has for one model, workload, system and profile: what those imply is no axis."""
     found: dict[tuple[str, ...], set[float]] = {}
     for row in rows:
-        found.setdefault((row.model, row.workload, row.system, row.profile), set()).add(_place(row, name))
+        found.setdefault((row["model"], row["workload"], row["system"], row["profile"]), set()).add(_place(row, name))
     return max(map(len, found.values()))
 
 
 def _groups(rows: Sequence[SavedResult]) -> dict[str, list[SavedResult]]:
     """Returns the rows by what varies of model, workload and profile."""
-    names = [name for name in ("model", "workload", "profile") if len({getattr(row, name) for row in rows}) > 1]
+    names = [name for name in ("model", "workload", "profile") if len({row[name] for row in rows}) > 1]
     found: dict[str, list[SavedResult]] = {}
     for row in rows:
-        found.setdefault(", ".join(getattr(row, name) for name in names) or row.model, []).append(row)
+        found.setdefault(", ".join(row[name] for name in names) or row["model"], []).append(row)
     return found
 
 
@@ -389,19 +341,19 @@ def lines_left_out(rows: Sequence[SavedResult]) -> int:
 
 
 def _place(row: SavedResult, name: str) -> float:
-    value = (row.mean_interval_ns or 0.0) if name == "mean_interval_ns" else row[name]
+    value = (row["mean_interval_ns"] or 0.0) if name == "mean_interval_ns" else row[name]
     return value * _SCALES.get(name, 1.0)
 
 
 def _lines(rows: Sequence[SavedResult], along: str) -> dict[str, list[SavedResult]]:
     """Returns the rows by all that varies but `along`, each in its order."""
-    names = [name for name in ("model", "workload", "system", "profile") if len({getattr(row, name) for row in rows}) > 1]
+    names = [name for name in ("model", "workload", "system", "profile") if len({row[name] for row in rows}) > 1]
     numbers = [name for name in AXES if name != along and _values(rows, name) > 1]
     found: dict[str, list[SavedResult]] = {}
     for row in rows:
-        parts = [str(getattr(row, name)) for name in names]
+        parts = [str(row[name]) for name in names]
         parts += [f"{AXES[name]} {_place(row, name):g}" for name in numbers if _place(row, name)]
-        found.setdefault(", ".join(parts) or row.system, []).append(row)
+        found.setdefault(", ".join(parts) or row["system"], []).append(row)
     return {label: sorted(of, key=lambda row: _place(row, along)) for label, of in found.items()}
 
 
@@ -421,7 +373,7 @@ def _plain(axis: Axis) -> None:
 
 
 def _systems(panel: Axes, rows: Sequence[SavedResult]) -> None:
-    panel.set_xticks(range(len(rows)), [row.system.replace("+", "\n+") for row in rows], fontsize=7.5)
+    panel.set_xticks(range(len(rows)), [row["system"].replace("+", "\n+") for row in rows], fontsize=7.5)
     panel.grid(axis="x", visible=False)
 
 
@@ -433,16 +385,6 @@ LEAD = (
 
 
 @dataclass(frozen=True)
-class PlotRequest:
-    """What is asked for. `what`: the picture, where the form is no page; None: the first that there is."""
-
-    source: str
-    output: str
-    what: str | None = None
-    force: bool = False
-
-
-@dataclass(frozen=True)
 class Drawing:
     """A picture that a document offers: how it is called, how it is drawn, and what can be read from it."""
 
@@ -451,31 +393,25 @@ class Drawing:
     alt: str
 
 
-def plot(wanted: PlotRequest) -> Written:
-    """Draw what is `wanted`, and return the file.
+def plot(source: str, output: str, what: str | None = None, force: bool = False) -> Written:
+    """Draw the document in the file `source` as `output`, and return the file.
 
-    UsageError for an ending that is no form, an unknown picture, a file that exists.
+    `what`: the picture, where the form is no page; None: the first that there is. UsageError for an ending that is no form,
+    an unknown picture, a file that exists.
     """
-    form = form_of(OPTION, wanted.output)
-    check_target(OPTION, wanted.output, wanted.force)
-    found = read(wanted.source)
+    form = form_of(OPTION, output)
+    check_target(OPTION, output, force)
+    found = read(source)
     offered = drawings(found)
-    chosen = wanted.what or next(iter(offered))
+    chosen = what or next(iter(offered))
     if chosen not in offered:
         raise UsageError(f"--what: there is no picture '{chosen}' of this document", f"one of: {', '.join(offered)}")
-    if form == "html":
-        data = page(found, offered).encode()
-    else:
-        _warn(found)
-        with style():
-            data = figure_bytes(offered[chosen].draw(), form)
-    return write_target(OPTION, wanted.output, data, wanted.force)
-
-
-def _warn(found: Saved) -> None:
-    """Says on stderr what a picture without a caption leaves out."""
-    if found.is_sweep and (left_out := lines_left_out(found.rows)):
+    with style():
+        data = page(found, offered).encode() if form == "html" else figure_bytes(offered[chosen].draw(), form)
+    if form != "html" and (left_out := lines_left_out(found.rows) if found.is_sweep else 0):
+        # What a picture without a caption cannot say.
         print(f"llmcache: {left_out:,} are not drawn: sweep less at a time", file=sys.stderr)
+    return write_target(OPTION, output, data, force)
 
 
 def drawings(found: Saved) -> dict[str, Drawing]:
@@ -489,8 +425,8 @@ def drawings(found: Saved) -> dict[str, Drawing]:
         "energy": Drawing("Energy by component", lambda: energy_figure(rows), _told(rows)),
         "speedup": Drawing("Speed-up and energy efficiency", lambda: ratio_bars(rows, baseline), _told(rows)),
     }
-    if refreshed := [row for row in rows if row.mean_interval_ns is not None]:
-        shares = "; ".join(f"{row.system}, {row.profile} {percent(row['refresh_share'])}" for row in refreshed)
+    if refreshed := [row for row in rows if row["mean_interval_ns"] is not None]:
+        shares = "; ".join(f"{row['system']}, {row['profile']} {percent(row['refresh_share'])}" for row in refreshed)
         offered["refresh"] = Drawing("Share of refresh", lambda: refresh_figure(rows), f"Refresh of all energy: {shares}.")
     if found.roofs:
         points = "; ".join(
@@ -503,26 +439,20 @@ def drawings(found: Saved) -> dict[str, Drawing]:
 
 
 def page(found: Saved, offered: dict[str, Drawing]) -> str:
-    """Returns all pictures as one HTML page."""
-    first = found.rows[0]
+    """Returns all pictures as one HTML page. Call it in `theme.style()`."""
+    first, many = found.rows[0], f"{len(found.rows):,} configurations"
     work = f"context {first['context']:,.0f}, decode {first['decode']:,.0f}, batch {first['batch']:g}"
-    caption = f"Modelled. {_conditions(found, f'{first.model}, {first.workload}: {work}')}"
-    sections = []
-    for drawing in offered.values():
-        with style():
-            sections.append(Section(drawing.title, [embedded(drawing.draw(), drawing.alt, caption)]))
+    which = many if found.is_sweep else f"{first['model']}, {first['workload']}: {work}"
+    profiles = ", ".join(dict.fromkeys(row["profile"] for row in found.rows))
+    caption = f"Modelled. {which}; profiles: {profiles}; against {found.baseline}."
+    if found.is_sweep and (left_out := lines_left_out(found.rows)):
+        caption += f" {left_out:,} more are not drawn: sweep less at a time."
+    sections = [Section(one.title, [embedded(one.draw(), one.alt, caption)]) for one in offered.values()]
     return html_page("llmcache edram: the accelerator model", LEAD, sections)
-
-
-def _conditions(found: Saved, told: str) -> str:
-    profiles = ", ".join(dict.fromkeys(row.profile for row in found.rows))
-    which = f"{len(found.rows):,} configurations" if found.is_sweep else told
-    left_out = lines_left_out(found.rows) if found.is_sweep else 0
-    more = f" {left_out:,} more are not drawn: sweep less at a time." if left_out else ""
-    return f"{which}; profiles: {profiles}; against {found.baseline}.{more}"
 
 
 def _told(rows: Sequence[SavedResult]) -> str:
     return "; ".join(
-        f"{row.system}, {row.profile}: speed-up {row['speedup']:.2f}, efficiency {row['efficiency']:.2f}" for row in rows
+        f"{row['system']}, {row['profile']}: speed-up {row['speedup']:.2f}, efficiency {row['efficiency']:.2f}"
+        for row in rows
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from llmcache import __version__
@@ -16,7 +14,8 @@ from llmcache.edram.catalogue import catalogue, listed
 from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, ORG_INTERVALS, UNI_INTERVALS, Profile, RefreshIntervals
 from llmcache.edram.refresh import RULES, EdramRun, RefreshAccount, account, read_run
 from llmcache.errors import UsageError
-from llmcache.report.edram_model import MODELLED, WIDTH, joules, watts
+from llmcache.report import output
+from llmcache.report.edram_model import MODELLED, joules, watts
 from llmcache.report.output import titled_table
 from llmcache.units import format_duration, format_size
 
@@ -85,23 +84,23 @@ def parse_intervals(text: str) -> RefreshIntervals:
 
 def show(found: RefreshReport, as_json: bool) -> None:
     """Prints `found` on stdout."""
-    if as_json:
-        print(json.dumps(document(found), indent=1))
-        return
-    run, console = found.run, Console(highlight=False, markup=False, width=WIDTH)
-    first = next(iter(found.by_profile.values()))
-    console.print(f"{run.title or 'a run'}: {run.steps:,} steps, {format_duration(1e9 * first.seconds)} ({run.clock})")
+    output.show(as_json, lambda: document(found), _parts(found))
+
+
+def _parts(found: RefreshReport) -> Iterator[str | Table]:
+    run, first = found.run, next(iter(found.by_profile.values()))
+    yield f"{run.title or 'a run'}: {run.steps:,} steps, {format_duration(1e9 * first.seconds)} ({run.clock})"
     pinned = "all rows pinned" if found.capacity_bytes is None else f"{format_size(found.capacity_bytes)} pinned"
     share = "" if found.capacity_bytes is None else f", {first.pinned_share:.1%} of the living bytes"
-    console.print(f"eDRAM: {pinned}{share}; rule: {first.rule}")
-    for name, one in found.by_profile.items():
-        console.print()
-        console.print(_groups(name, one))
-    console.print()
-    console.print(_totals("By strategy of refreshing", "intervals", found.by_strategy))
-    console.print()
+    yield f"eDRAM: {pinned}{share}; rule: {first.rule}"
     rules = {rule: {"": one} for rule, one in found.by_rule.items()}
-    console.print(_totals(f"By rule of counting, profile {next(iter(found.by_profile))}", "rule", rules))
+    for table in (
+        *(_groups(name, one) for name, one in found.by_profile.items()),
+        _totals("By strategy of refreshing", "intervals", found.by_strategy),
+        _totals(f"By rule of counting, profile {next(iter(found.by_profile))}", "rule", rules),
+    ):
+        yield ""
+        yield table
 
 
 def _groups(profile: str, found: RefreshAccount) -> Table:

@@ -4,8 +4,7 @@ A paper is a file of `llmcache/papers`: its words, where they stand, and the rul
 a measure per claim and variant, which knows nothing of verdicts. The judge computes each verdict from the measured values
 by the rule of the row, so that a page, a table and a JSON document say the same.
 
-    [[claim]]
-    about = "figure 10"                  # what it is about: claims are judged, counted and shown by that
+    [[claim."figure 10"]]                # what it is about: claims are judged, counted and shown by that
     name = "up-to-8.56"
     section = "abstract"
     quote = "up to 8.56× speedup over baselines"
@@ -13,17 +12,18 @@ by the rule of the row, so that a page, a table and a JSON document say the same
     confirmed = "away <= 0.1"            # of the values of the measure; `and` binds closer than `or`
     partly = "most >= 4.21"
 
-A claim of a number has `paper`, its `unit`, `why` it differs, and names one of the paper's `[rule.NAME]` in place of the
+A claim of a number has `paper`, its `unit`, `why` it differs, and names one of the paper's `[rule]` in place of the
 conditions, which are then of `paper`, `ours`, `away` (the relative difference) and `gained` (how much of the gain over 1).
 """
 
 from __future__ import annotations
 
+import operator
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,7 @@ PAPERS = Path(__file__).resolve().parents[1] / "papers"
 OURS = "ours"
 """The variant of a claim that has but one."""
 _TERM = re.compile(r"(\w+) (<=|>=|<|>) (\S+)")
-_HOLDS = {
-    "<=": lambda one, other: one <= other,
-    ">=": lambda one, other: one >= other,
-    "<": lambda one, other: one < other,
-    ">": lambda one, other: one > other,
-}
+_HOLDS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 
 
 class Verdict(Enum):
@@ -146,33 +141,30 @@ class Paper:
     variants: Mapping[str, str]
     sections: Sequence[Mapping[str, Any]]
     claims: Sequence[Claim]
-    rules: Mapping[str, Rule] = field(default_factory=dict)
-    data: Mapping[str, Any] = field(default_factory=dict)
-
-    def of(self, about: str) -> list[Claim]:
-        """Returns the claims about something."""
-        return [claim for claim in self.claims if claim.about == about]
+    rules: Mapping[str, Rule]
+    data: Mapping[str, Any]
 
 
-Measures = Mapping[str, Mapping[str, Mapping[str, "Measure | float"]]]
-"""Ours: by what it is about, claim and variant; a number where a number is printed."""
+Ours = Measure | float
+Measures = Mapping[str, Mapping[str, Ours | Mapping[str, Ours]]]
+"""Ours: by what it is about, claim and variant (if there are several); a number where a number is printed."""
 
 
 def read_paper(name: str) -> Paper:
     """Returns the paper in `llmcache/papers/NAME.toml`."""
     data = tomllib.loads((PAPERS / f"{name}.toml").read_text())
     rules = {key: Rule(**rule) for key, rule in data.pop("rule", {}).items()}
-    claims = [_claim(row, rules) for row in data.pop("claim")]
+    claims = [_claim(about, row, rules) for about, rows in data.pop("claim").items() for row in rows]
     for about, like in data.pop("also", {}).items():
         claims += [replace(one, about=about) for one in claims if one.about == like]
     facts, lead, kinds, sections = (data.pop(key) for key in ("paper", "lead", "kinds", "section"))
     return Paper(facts, lead, kinds, data.pop("variants", {}), sections, claims, rules, data)
 
 
-def _claim(row: dict[str, Any], rules: Mapping[str, Rule]) -> Claim:
+def _claim(about: str, row: dict[str, Any], rules: Mapping[str, Rule]) -> Claim:
     conditions = {key: row.pop(key) for key in ("confirmed", "partly") if key in row}
     words = row.pop("rule")
-    return Claim(rule=Rule(words, **conditions) if conditions else rules[words], **row)
+    return Claim(rule=Rule(words, **conditions) if conditions else rules[words], about=about, **row)
 
 
 def holds(condition: str, values: Mapping[str, float]) -> bool:
@@ -196,12 +188,14 @@ def judge(paper: Paper, measures: Measures, facts: Mapping[str, object] | None =
     found: dict[str, list[Judged]] = {}
     for about in paper.kinds:
         if about in measures:
-            found[about] = [_judged(claim, measures[about][claim.name], facts or {}) for claim in paper.of(about)]
+            claims = [claim for claim in paper.claims if claim.about == about]
+            found[about] = [_judged(claim, measures[about][claim.name], facts or {}) for claim in claims]
     return found
 
 
-def _judged(claim: Claim, ours: Mapping[str, Measure | float], facts: Mapping[str, object]) -> Judged:
+def _judged(claim: Claim, found: Ours | Mapping[str, Ours], facts: Mapping[str, object]) -> Judged:
     """Returns `claim` with a finding for each variant; the last of them says why."""
+    ours = found if isinstance(found, Mapping) else {OURS: found}
     why, last = claim.why.format(**facts), list(ours)[-1]
     findings = {}
     for variant, one in ours.items():
@@ -262,12 +256,8 @@ def claims_table(caption: str, judged: Sequence[Judged], titles: Mapping[str, st
 def _rows(judged: Judged, titles: Mapping[str, str]) -> Iterator[list[Cell]]:
     paper: list[Cell] = [f"“{judged.claim.quote}”", judged.claim.section]
     for variant, finding in judged.findings.items():
-        yield [*paper, _titled(variant, titles), finding.verdict.badge, finding.words]
+        yield [*paper, "" if variant == OURS else titles.get(variant, variant), finding.verdict.badge, finding.words]
         paper = ["", ""]
-
-
-def _titled(variant: str, titles: Mapping[str, str]) -> str:
-    return "" if variant == OURS else titles.get(variant, variant)
 
 
 def rules_table(judged: Sequence[Judged]) -> Table:

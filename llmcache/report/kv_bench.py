@@ -15,21 +15,19 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from rich.console import Console
 from rich.table import Table
 
 from llmcache.errors import DataError, UsageError
 from llmcache.kv.bench.question import BenchOptions, run
-from llmcache.kv.bench.results import MEASURED, TASK_SCHEMA, Bench, Marks, Observed, Row, read_bench, read_task
-from llmcache.kv.pipeline.timeline import COMPUTE, DEVICE, RESOURCES, STAGES, Span, Timeline
-from llmcache.report import kv_task, theme
+from llmcache.kv.bench.results import MEASURED, TASK_SCHEMA, Bench, Observed, Row, read_bench, read_task
+from llmcache.kv.pipeline.timeline import COMPUTE, DEVICE, RESOURCES, STAGES, Timeline
+from llmcache.report import kv_task, output, theme
 from llmcache.report.html import Cell, Facts, Section, html_page
 from llmcache.report.html import Table as PageTable
 from llmcache.report.output import Written, check_target, form_of, plain_table, write_target
 from llmcache.units import format_duration, format_size
 
 OURS = "hillinfer"
-_UNBOUND = 400
 _REASONS = {"scoring": {"score", "index", "query"}, "fetch": {"fetch"}, "moves, spill": {"move", "spill"}}
 """Columns of the table, and why what they add up has moved; every tier and reason by itself is in the JSON."""
 _TITLES = {COMPUTE: "accelerator", DEVICE: "computational SSD"}
@@ -41,20 +39,16 @@ _WHAT = {
 
 def show(bench: Bench, as_json: bool) -> None:
     """Prints `bench` on stdout."""
-    if as_json:
-        print(json.dumps(bench.document(), indent=1))
-        return
-    # A table is as wide as its columns: on a narrow terminal its lines wrap, but no figure is cut.
-    console = Console(highlight=False, markup=False, width=_UNBOUND)
-    for line in headlines(bench):
-        console.print(line, soft_wrap=True)
-    console.print(latency_table(bench))
-    for line in speedup_lines(bench):
-        console.print(line, soft_wrap=True)
+    output.show(as_json, bench.document, _parts(bench))
+
+
+def _parts(bench: Bench) -> Iterator[str | Table]:
+    yield from headlines(bench)
+    yield latency_table(bench)
+    yield from speedup_lines(bench)
     if bench.kind == MEASURED:
-        console.print(traffic_table(bench))
-        for line in device_lines(bench):
-            console.print(line, soft_wrap=True)
+        yield traffic_table(bench)
+        yield from device_lines(bench)
 
 
 def kind_of(bench: Bench) -> str:
@@ -156,29 +150,16 @@ def beta_figure(bench: Bench, source: str) -> Figure:
         panel.plot(
             betas, [row.stages_ns["evaluate"] / _NS_PER_MS for row in rows], label="its evaluation", **EVALUATE.line()
         )
-        _mark(panel, bench.marks)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(betas, [f"{beta:.3g}" for beta in betas])
-        panel.minorticks_off()
-        panel.set_ylim(bottom=0)
-        panel.set_xlabel("beta: keys and values in the processor's pool / in the device's")
-        panel.set_ylabel(f"ms per decode step ({kind_of(bench)})")
+        marks, rule = bench.marks, f"f_c / f_s = {bench.marks.rule:.3g}"
+        panel.axvline(marks.rule, color=theme.INK, linestyle=(0, (4, 2)), linewidth=1.2, label=rule)
+        if marks.m0 is not None:
+            panel.axvline(marks.m0, color=theme.MUTED, linestyle=(0, (1, 1)), linewidth=1.4, label=f"M0 = {marks.m0:.3g}")
+        label = "beta: keys and values in the processor's pool / in the device's"
+        theme.powers_of_2(panel, betas, map("{:.3g}".format, betas), label)
+        panel.set(ylim=(0, None), ylabel=f"ms per decode step ({kind_of(bench)})")
         panel.set_title(f"{rows[0].title}: latency by the ratio of the pools")
         panel.legend()
     return figure
-
-
-def _mark(panel: Axes, marks: Marks) -> None:
-    panel.axvline(marks.rule, color=theme.INK, linestyle=(0, (4, 2)), linewidth=1.2, label=f"f_c / f_s = {marks.rule:.3g}")
-    if marks.m0 is not None:
-        panel.axvline(marks.m0, color=theme.MUTED, linestyle=(0, (1, 1)), linewidth=1.4, label=f"M0 = {marks.m0:.3g}")
-
-
-def _beta_words(bench: Bench) -> str:
-    """Returns in words what the picture shows."""
-    points = ", ".join(f"{row.beta:.3g}: {row.token_ns / _NS_PER_MS:.3g} ms" for row in bench.rows if row.beta is not None)
-    expected = "" if bench.marks is None else f" The rule expects the least at {bench.marks.expected:.3g}."
-    return f"Latency of a decode step by beta: {points}.{expected}"
 
 
 STAGE_COLOURS: dict[str, str] = {"evaluate": "#e69f00", "fetch": "#56b4e9", "compute": "#0072b2", "update": "#cc79a7"}
@@ -194,7 +175,7 @@ def timeline_figure(bench: Bench, source: str) -> Figure:
         raise DataError(f"{source}: rows: {bench.kind} ones have no timeline", "draw a run of '--profile measured'")
     with theme.style():
         figure = Figure(figsize=(9.0, 0.9 + 1.75 * len(shown)), layout="constrained")
-        longest = max(_end(timeline) for _, timeline in shown)
+        longest = max(max((span.end_ns for span in timeline.spans), default=_NS_PER_MS) for _, timeline in shown)
         panels: list[Axes] = []
         for place, (row, timeline) in enumerate(shown):
             panel = figure.add_subplot(len(shown), 1, place + 1, sharex=panels[0] if panels else None)
@@ -202,37 +183,27 @@ def timeline_figure(bench: Bench, source: str) -> Figure:
             panels.append(panel)
         for panel in panels:
             panel.label_outer()
-        panels[-1].set_xlim(0, longest * 1.01)
+        panels[-1].set_xlim(0, longest / _NS_PER_MS * 1.01)
         panels[-1].set_xlabel(f"time of one decode step (ms, {kind_of(bench)})")
         handles = [Patch(color=STAGE_COLOURS[stage], label=stage) for stage in STAGES]
         figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
     return figure
 
 
-def _end(timeline: Timeline) -> float:
-    return max((span.end_ns for span in timeline.spans), default=1) / _NS_PER_MS
-
-
 def _draw(panel: Axes, row: Row, timeline: Timeline) -> None:
     for resource_place, resource in enumerate(RESOURCES):
         for stage in STAGES:
-            bars = [_bar(span) for span in timeline.spans if (span.resource, span.stage) == (resource, stage)]
+            bars = [
+                (span.begin_ns / _NS_PER_MS, (span.end_ns - span.begin_ns) / _NS_PER_MS)
+                for span in timeline.spans
+                if (span.resource, span.stage) == (resource, stage)
+            ]
             panel.broken_barh(bars, (resource_place - _HEIGHT / 2, _HEIGHT), color=STAGE_COLOURS[stage], linewidth=0)
     names = [f"{name} (emulated)" if name in timeline.emulated else name for name in RESOURCES]
     panel.set_yticks(range(len(RESOURCES)), names)
     panel.set_ylim(len(RESOURCES) - 0.4, -0.6)
     panel.grid(visible=False, axis="y")
     panel.set_title(f"{row.title}: {row.idle_share:.0%} of the time nothing computes")
-
-
-def _bar(span: Span) -> tuple[float, float]:
-    return span.begin_ns / _NS_PER_MS, (span.end_ns - span.begin_ns) / _NS_PER_MS
-
-
-def _timeline_words(bench: Bench) -> str:
-    """Returns in words what the chart shows."""
-    parts = [f"{row.title}: idle {row.idle_share:.0%}" for row in bench.rows if row.observed is not None]
-    return f"Gantt chart of one decode step by resource ({', '.join(RESOURCES)}). " + "; ".join(parts) + "."
 
 
 _LARGEST_BYTES = 1 << 28
@@ -288,7 +259,12 @@ def load(run: str) -> Any:
 
 
 def _alt(bench: Bench) -> str:
-    return _timeline_words(bench) if bench.marks is None else _beta_words(bench)
+    """Returns in words what the picture shows."""
+    if bench.marks is None:
+        parts = [f"{row.title}: idle {row.idle_share:.0%}" for row in bench.rows if row.observed is not None]
+        return f"Gantt chart of one decode step by resource ({', '.join(RESOURCES)}). " + "; ".join(parts) + "."
+    points = ", ".join(f"{row.beta:.3g}: {row.token_ns / _NS_PER_MS:.3g} ms" for row in bench.rows if row.beta is not None)
+    return f"Latency of a decode step by beta: {points}. The rule expects the least at {bench.marks.expected:.3g}."
 
 
 def _caption(bench: Bench) -> str:

@@ -1,18 +1,18 @@
-"""The answer of `llmcache kv plan`, as text for people and as JSON; both from the same dataclass."""
+"""The answers of `llmcache kv plan` and `llmcache kv profile`, as text for people and as JSON, from the same dataclasses."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from llmcache.kv.planning.plan import KvPlan, Limit
-from llmcache.report.kv_profile import age_text
+from llmcache.kv.planning.plan import KvPlan
+from llmcache.kv.planning.profile import SCHEMA as PROFILE_SCHEMA
+from llmcache.kv.planning.profile import KnownProfile
+from llmcache.report import output
 from llmcache.report.output import titled_table
 from llmcache.units import format_duration, format_rate, format_size
 
@@ -21,18 +21,16 @@ SCHEMA = "llmcache.kv-plan/1"
 
 def show(plan: KvPlan, as_json: bool) -> None:
     """Prints `plan` on stdout."""
-    if as_json:
-        print(json.dumps(document(plan), indent=1))
-        return
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    for line in lines(plan):
-        console.print(line)
-    console.print(tiers(plan))
-    for line in pools(plan):
-        console.print(line)
+    output.show(as_json, lambda: document(plan), _parts(plan), width=None)
+
+
+def _parts(plan: KvPlan) -> Iterator[str | Table]:
+    yield from lines(plan)
+    yield tiers(plan)
+    yield from pools(plan)
     if plan.latencies:
-        console.print(latencies(plan))
-    console.print(limits(plan))
+        yield latencies(plan)
+    yield limits(plan)
 
 
 def lines(plan: KvPlan) -> Iterator[str]:
@@ -159,9 +157,75 @@ def document(plan: KvPlan) -> dict[str, Any]:
         "ssd": {"directory": plan.ssd, "free_bytes": plan.ssd_bytes},
         "latencies": [one.to_json() for one in plan.latencies],
         "speedups": {one.system.name: plan.speedup(one.system.name) for one in plan.latencies},
-        "largest_context_tokens": [_limit(one) for one in plan.limits],
+        "largest_context_tokens": [asdict(one) for one in plan.limits],
     }
 
 
-def _limit(one: Limit) -> dict[str, int | None]:
-    return {"batch": one.batch, "gpu": one.gpu, "gpu_and_ram": one.gpu_and_ram, "with_ssd": one.with_ssd}
+# The profile of a machine
+
+
+def show_profile(found: KnownProfile, as_json: bool) -> None:
+    """Prints `found` on stdout."""
+    output.show(as_json, lambda: profile_document(found), (*_profile_lines(found), _speeds(found)), width=None)
+
+
+def _profile_lines(found: KnownProfile) -> Iterator[str]:
+    """What was measured, when, and where the profile is kept."""
+    profile = found.profile
+    yield f"machine     {profile.key.processor}, {profile.key.processors} processors, Linux {profile.key.kernel}"
+    yield f"storage     {profile.directory} (device {profile.key.device}, {profile.key.filesystem})"
+    yield f"measured    {age_text(found)}, in {profile.seconds:.1f} s"
+    yield f"kept in     {found.file}" if found.file else "kept in     nowhere: the cache directory cannot be written to"
+    if profile.key.in_memory:
+        yield f"note        {profile.key.filesystem} is memory: these are no speeds of storage"
+    if not profile.storage.direct:
+        yield "note        no O_DIRECT here: the page cache may have answered in place of the disk"
+
+
+def age_text(found: KnownProfile) -> str:
+    """Returns how old the measurement is, in words."""
+    if not found.cached:
+        return "now"
+    return f"{format_duration(round(found.age_s) * 10**9)} ago (cached; --force measures again)"
+
+
+def _speeds(found: KnownProfile) -> Table:
+    """The speeds, one row each, with how each came about."""
+    host, storage = found.profile.host, found.profile.storage
+    page = format_size(storage.page_bytes)
+    rows = (
+        ("f_c", "keys scored by the processors", format_rate(host.score_bytes_per_s), "measured"),
+        ("f_s", "keys scored by the device", format_rate(storage.device_bytes_per_s), "emulated"),
+        ("f_c / f_s", "beta by the rule", f"{beta(found):.3g}", "follows"),
+        ("link", "pages from device to host", format_rate(storage.link_bytes_per_s), "emulated"),
+        ("command", "fetching one page", format_duration(storage.command_ns), "emulated"),
+        ("disk, in sequence", "reads of 1 MiB", format_rate(storage.sequential_bytes_per_s), "measured"),
+        ("disk, pages", f"scattered reads of {page}", format_rate(storage.random_bytes_per_s), "measured"),
+        ("memory", "reading, all processors", format_rate(host.memory_bytes_per_s), "measured"),
+        ("computing", "products of float32", f"{host.flops / 1e9:.0f} GFLOP/s", "measured"),
+    )
+    made = Table()
+    for heading in ("", "what", "speed", "kind"):
+        made.add_column(heading, justify="right" if heading == "speed" else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def beta(found: KnownProfile) -> float:
+    """Returns f_c / f_s. Source: hillinfer.txt, section 3.3, equation (1)."""
+    return found.profile.host.score_bytes_per_s / found.profile.storage.device_bytes_per_s
+
+
+def profile_document(found: KnownProfile) -> dict[str, Any]:
+    """`found` as JSON-ready values: bytes, seconds, bytes per second; ns where the name says so."""
+    return {
+        "schema": PROFILE_SCHEMA,
+        "kind": "measured",
+        "emulated": ["device_bytes_per_s", "link_bytes_per_s", "command_ns"],
+        "cached": found.cached,
+        "age_s": found.age_s,
+        "file": str(found.file) if found.file else None,
+        "beta": beta(found),
+        **{name: value for name, value in found.profile.to_json().items() if name != "schema"},
+    }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
-from rich.console import Console
+from rich.table import Table
 
 from llmcache.errors import printable
 from llmcache.kv.prefix.store import Pruned, StoredModel
+from llmcache.report import output
 from llmcache.report.output import plain_table
 from llmcache.units import format_duration, format_size
 
@@ -22,11 +23,12 @@ _UNITS = [10**9 * seconds for seconds in (1, 60, 3600, 86400)]
 
 def show_list(directory: str, models: Sequence[StoredModel], as_json: bool) -> None:
     """Prints what is stored, a line for each model."""
-    if as_json:
-        rows = [{key: value for key, value in asdict(model).items() if key != "described"} for model in models]
-        _print({"schema": LIST, "directory": directory, "models": rows})
-        return
-    total = sum(model.size_bytes for model in models)
+    rows = [{key: value for key, value in asdict(model).items() if key != "described"} for model in models]
+    _show(as_json, {"schema": LIST, "directory": directory, "models": rows}, _list(directory, models))
+
+
+def _list(directory: str, models: Sequence[StoredModel]) -> Iterator[str | Table]:
+    yield f"{printable(directory)}: {format_size(sum(model.size_bytes for model in models))}"
     lines = plain_table("model", "fingerprint", "blocks", "size", "longest", "used", "restores", "tokens")
     for model in models:
         lines.add_row(
@@ -39,47 +41,40 @@ def show_list(directory: str, models: Sequence[StoredModel], as_json: bool) -> N
             f"{model.restores:,}",
             f"{model.restored_tokens:,}",
         )
-    console = _console()
-    console.print(f"{printable(directory)}: {format_size(total)}")
     if models:
-        console.print(lines)
+        yield lines
 
 
 def show_model(model: StoredModel, as_json: bool) -> None:
     """Prints what is stored of one model, and what its fingerprint stands for."""
-    if as_json:
-        _print({"schema": SHOW, **asdict(model)})
-        return
-    console = _console()
+    _show(as_json, {"schema": SHOW, **asdict(model)}, _model(model))
+
+
+def _model(model: StoredModel) -> Iterator[str]:
     kinds = {"kv": "whole", "part": "begun", "state": "whole states"}
     blocks = ", ".join(f"{count:,} {kinds[kind]}" for kind, count in model.blocks.items())
-    console.print(f"fingerprint  {model.fingerprint}")
-    console.print(f"stored       {format_size(model.size_bytes)}, blocks: {blocks or 'none'}")
-    console.print(f"longest      {model.longest_tokens:,} tokens in whole blocks")
-    console.print(f"used         {_ago(model.used_ns_ago)}, the oldest block {_ago(model.unused_ns)}")
+    yield f"fingerprint  {model.fingerprint}"
+    yield f"stored       {format_size(model.size_bytes)}, blocks: {blocks or 'none'}"
+    yield f"longest      {model.longest_tokens:,} tokens in whole blocks"
+    yield f"used         {_ago(model.used_ns_ago)}, the oldest block {_ago(model.unused_ns)}"
     size = format_size(model.restored_bytes)
-    console.print(f"restored     {model.restores:,} times, {model.restored_tokens:,} tokens, {size}")
+    yield f"restored     {model.restores:,} times, {model.restored_tokens:,} tokens, {size}"
     for key, value in model.described.items():
-        console.print(f"{printable(key):12} {printable(value if isinstance(value, str) else json.dumps(value))}")
+        yield f"{printable(key):12} {printable(value if isinstance(value, str) else json.dumps(value))}"
 
 
 def show_pruned(found: Pruned, as_json: bool) -> None:
     """Prints what was removed."""
-    if as_json:
-        _print({"schema": PRUNE, **asdict(found)})
-        return
     removed = f"{found.removed_blocks:,} blocks removed, {format_size(found.removed_bytes)}"
-    _console().print(f"{removed}; {found.left_blocks:,} left, {format_size(found.left_bytes)}")
+    left = f"{found.left_blocks:,} left, {format_size(found.left_bytes)}"
+    _show(as_json, {"schema": PRUNE, **asdict(found)}, [f"{removed}; {left}"])
+
+
+def _show(as_json: bool, document: dict[str, object], parts: Iterable[str | Table]) -> None:
+    # Fingerprints and names are whole where something reads them.
+    output.show(as_json, lambda: document, parts, None if sys.stdout.isatty() else output.UNBOUND)
 
 
 def _ago(age_ns: int) -> str:
     unit = max((unit for unit in _UNITS if unit <= age_ns), default=_UNITS[0])
     return f"{format_duration(age_ns // unit * unit)} ago"
-
-
-def _print(document: dict[str, object]) -> None:
-    print(json.dumps(document, indent=1))
-
-
-def _console() -> Console:
-    return Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)

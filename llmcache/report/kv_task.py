@@ -5,7 +5,6 @@ Pictures are like icecache's figures 1, 6, 7 and 8; all of it is *measured* on t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,14 +13,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
-from rich.console import Console
 from rich.table import Table
 
 from llmcache import __version__
 from llmcache.kv.bench.results import DECODING, LOADING, PARTS, QUERY, UPDATE, TaskBench, TaskRow, mean_of
 from llmcache.kv.bench.task import TaskSetup, run
-from llmcache.report import theme
-from llmcache.report.html import Cell, Facts, HtmlBlock, Section, html_page
+from llmcache.report import output, theme
+from llmcache.report.html import Cell, Facts, Section, html_page
 from llmcache.report.html import Table as PageTable
 from llmcache.report.output import check_target, form_of, plain_table, write_target
 from llmcache.units import format_duration, format_size
@@ -59,9 +57,7 @@ def tradeoff(axes: Axes, bench: TaskBench) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.margins(x=0.2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("keys, values and index in memory (MiB)")
-    axes.set_ylabel("time per token (ms)")
+    axes.set(ylim=(0, None), xlabel="keys, values and index in memory (MiB)", ylabel="time per token (ms)")
     axes.set_title(f"Memory and time, {bench.contexts[-1]:,} tokens")
 
 
@@ -93,8 +89,7 @@ def breakdown(axes: Axes, bench: TaskBench) -> None:
         axes.barh(range(len(rows)), widths, left=left, color=PART_COLOURS[part], label=part, height=0.7)
         left += widths
     _names(axes, rows)
-    axes.set_xlabel("time per token (ms)")
-    axes.set_title("What it consists of")
+    axes.set(xlabel="time per token (ms)", title="What it consists of")
     axes.set_xlim(right=1.35 * float(left.max()))
     axes.legend(fontsize=7, loc="lower right")
 
@@ -104,10 +99,8 @@ def scaling(axes: Axes, bench: TaskBench) -> None:
     for policy, rows in _lines(bench).items():
         times = [row.speed.tpot_ns / _MS for row in rows]
         axes.plot([row.context for row in rows], times, label=rows[0].name, **look_of(policy).line())
-    _contexts(axes, bench)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("time per token (ms)")
-    axes.set_title("Time per token by context")
+    theme.powers_of_2(axes, bench.contexts, map("{:,}".format, bench.contexts), "context (tokens)")
+    axes.set(ylim=(0, None), ylabel="time per token (ms)", title="Time per token by context")
     axes.legend(fontsize=7)
 
 
@@ -128,13 +121,9 @@ def accuracy(axes: Axes, bench: TaskBench) -> None:
     axes.axhline(full.answers.share, color=look_of(full.policy).colour, linestyle=(0, (1, 1.2)), label=full.title)
     budgets = sorted({row.budget for row in rows if row.budget is not None})
     if budgets:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(budgets, [str(budget) for budget in budgets])
-        axes.minorticks_off()
-    axes.set_ylim(-0.02, 1.04)
+        theme.powers_of_2(axes, budgets, map(str, budgets), "token budget")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_xlabel("token budget")
-    axes.set_ylabel("right answers")
+    axes.set(ylim=(-0.02, 1.04), xlabel="token budget", ylabel="right answers")
     axes.set_title(f"Answers by budget ({bench.task}, {bench.contexts[-1]:,} tokens)")
     axes.legend(fontsize=7)
 
@@ -192,9 +181,7 @@ def _depths(axes: Axes, rows: Sequence[TaskRow]) -> AxesImage:
     image = axes.imshow(table, vmin=0, vmax=1, cmap="cividis", aspect="auto")
     axes.set_xticks(range(0, len(depths), 4), [f"{depth:.0%}" for depth in depths[::4]])
     axes.set_yticks(range(len(rows)), [f"{row.context:,}" for row in rows])
-    axes.set_xlabel("depth of the answer")
-    axes.set_ylabel("context (tokens)")
-    axes.set_title(rows[0].name)
+    axes.set(xlabel="depth of the answer", ylabel="context (tokens)", title=rows[0].name)
     return image
 
 
@@ -221,15 +208,7 @@ def _lines(bench: TaskBench) -> dict[str, list[TaskRow]]:
     return found
 
 
-def _contexts(axes: Axes, bench: TaskBench) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(bench.contexts, [f"{context:,}" for context in bench.contexts])
-    axes.minorticks_off()
-    axes.set_xlabel("context (tokens)")
-
-
 OPTION = "--plot"
-WIDE = 400
 LEAD = (
     "A real model answers questions about long contexts with transformers' own cache and with spilled ones. Everything is "
     "measured on the machine named below; the computational SSD is not used."
@@ -249,16 +228,16 @@ def answer(setup: TaskSetup, plot: str | None, force: bool, as_json: bool, tell:
 
 def show(bench: TaskBench, as_json: bool) -> None:
     """Prints `bench` on stdout."""
-    if as_json:
-        print(json.dumps({**bench.document(), "llmcache_version": __version__}, indent=1))
-        return
-    console = Console(highlight=False, markup=False, width=WIDE)
-    console.print(f"Task {bench.task} (measured on this machine)", soft_wrap=True)
-    console.print("; ".join(f"{name} {value}" for name, value in facts(bench)), soft_wrap=True)
+    output.show(as_json, lambda: {**bench.document(), "llmcache_version": __version__}, _parts(bench))
+
+
+def _parts(bench: TaskBench) -> Iterator[str | Table]:
+    yield f"Task {bench.task} (measured on this machine)"
+    yield "; ".join(f"{name} {value}" for name, value in facts(bench))
     for context in bench.contexts:
-        console.print(f"\n{context:,} tokens")
-        console.print(answers_table(bench, context))
-        console.print(speed_table(bench, context))
+        yield f"\n{context:,} tokens"
+        yield answers_table(bench, context)
+        yield speed_table(bench, context)
 
 
 def facts(bench: TaskBench) -> list[tuple[str, str]]:
@@ -321,26 +300,16 @@ def caption(bench: TaskBench) -> str:
 
 def page(bench: TaskBench) -> str:
     """Returns `bench` as an HTML page, a picture for each of the paper's figures that it has data for."""
-    sections = [Section("Answers, attention, memory", [page_table(bench)]), *sections_of(bench)]
+    told, under = alt_text(bench), caption(bench)
+    sections = [Section("Answers, attention, memory", [page_table(bench)])]
+    if (depths := depth_figure(bench)) is not None:
+        title = "Right answers by depth and context (like the paper's figure 6)"
+        sections.append(Section(title, [theme.embedded(depths, f"Right answers by depth. {told}", under)]))
+    for part in parts_of(bench):
+        title = f"{part.name.capitalize()} (like the paper's {part.like})"
+        sections.append(Section(title, [theme.embedded(part_figure(bench, part), told, under)]))
     sections.append(Section("Conditions", [Facts(facts(bench))]))
     return html_page(f"llmcache kv bench --task {bench.task}", LEAD, sections)
-
-
-def sections_of(bench: TaskBench) -> list[Section]:
-    """Returns a section for each picture."""
-    told = alt_text(bench)
-    found = [
-        Section(
-            f"{part.name.capitalize()} (like the paper's {part.like})",
-            [theme.embedded(part_figure(bench, part), told, caption(bench))],
-        )
-        for part in parts_of(bench)
-    ]
-    depths = depth_figure(bench)
-    if depths is not None:
-        picture: list[HtmlBlock] = [theme.embedded(depths, f"Right answers by depth. {told}", caption(bench))]
-        found.insert(0, Section("Right answers by depth and context (like the paper's figure 6)", picture))
-    return found
 
 
 def alt_text(bench: TaskBench) -> str:

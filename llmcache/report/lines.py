@@ -129,5 +129,4 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.set_xscale("log")
     else:
         axes.set_xlim(left=0)
-    axes.set_title(panel.title)
-    axes.set_xlabel(f"cache size ({unit})")
+    axes.set(title=panel.title, xlabel=f"cache size ({unit})")

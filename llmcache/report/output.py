@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,29 @@ from rich.table import Table
 
 from llmcache.errors import UsageError
 from llmcache.files import Output, writing
+from llmcache.units import shortened
 
 FORMS = ("png", "svg", "html")
+UNBOUND = 400
+"""Of a console: a table is as wide as its columns, so that on a narrow terminal its lines wrap, but no figure is cut."""
+
+
+def show(
+    as_json: bool,
+    document: Callable[[], object],
+    parts: Iterable[str | Table],
+    width: int | None = UNBOUND,
+) -> None:
+    """Prints an answer on stdout: its `document` as JSON, or its `parts`, which are lines and tables.
+
+    `width`: letters that a table may have; None for what the terminal has.
+    """
+    if as_json:
+        print(json.dumps(document(), indent=1))
+        return
+    console = Console(highlight=False, markup=False, width=width)
+    for part in parts:
+        console.print(part, soft_wrap=width is None or isinstance(part, str))
 
 
 @dataclass(frozen=True)
@@ -114,6 +135,17 @@ def fit(columns: dict[str, list[str]], width: int, least: int, first_to_go: Iter
         if room() < least:
             del columns[heading]
     return room()
+
+
+def fitted_table(
+    first: str, names: Iterable[str], columns: dict[str, list[str]], width: int, least: int, first_to_go: Iterable[str]
+) -> Table:
+    """Returns `names` and `columns` as a plain table of `width`; columns go as by `fit`, and names lose their middle."""
+    room = fit(columns, width, least, first_to_go)
+    made = plain_table(first, *columns)
+    for cells in zip((shortened(name, room) for name in names), *columns.values(), strict=True):
+        made.add_row(*cells)
+    return made
 
 
 def titled_table(title: str, first: str, *figures: str) -> Table:

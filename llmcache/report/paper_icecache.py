@@ -16,7 +16,7 @@ from llmcache.kv.bench.results import PARTS, QUERY, STOCK, TaskBench, TaskRow, r
 from llmcache.report import kv_task, theme
 from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Table, Text
 from llmcache.report.judge import Measure, Measures, Paper, judge, read_paper
-from llmcache.report.reproduce import Reproduction, Tell, machine_words, measurements
+from llmcache.report.reproduce import Reproduction, Tell, machine_words, measurements, picture
 
 ICE, REUSE = "icecache", "icecache-reuse"
 OURS = (ICE, "icecache-dci", "icecache-pages")
@@ -159,11 +159,11 @@ def reuse_faster(rows: Sequence[Length]) -> Measure:
     return Measure(f"{own / 1e6:.1f} ms against {plain / 1e6:.1f} ms", {"ratio": own / plain})
 
 
-def length_measures(rows: Sequence[Length]) -> dict[str, dict[str, Measure | float]]:
+def length_measures(rows: Sequence[Length]) -> dict[str, dict[str, Measure]]:
     """Returns what is claimed of time and memory."""
-    found: dict[str, dict[str, Measure | float]] = {"memory-and-time": {ICE: memory_and_time(rows)}}
-    found |= {"breakdown": {ICE: breakdown(rows)}, "slower-growth": {ICE: growth(rows)}}
-    return found | {"reuse-is-faster": {REUSE: reuse_faster(rows)}}
+    found = {"memory-and-time": memory_and_time, "breakdown": breakdown, "slower-growth": growth}
+    measures = {name: {ICE: measure(rows)} for name, measure in found.items()}
+    return measures | {"reuse-is-faster": {REUSE: reuse_faster(rows)}}
 
 
 # The reproduction
@@ -186,7 +186,7 @@ def _benches(measured: Mapping[str, Any]) -> dict[str, TaskBench]:
 
 def measures(measured: Mapping[str, Any]) -> Measures:
     """Returns what is measured of every claim; what was not measured is left out."""
-    found: dict[str, Mapping[str, Mapping[str, Measure | float]]] = {}
+    found: dict[str, dict[str, dict[str, Measure]]] = {}
     for task, bench in _benches(measured).items():
         # An exact scan is not compared with itself.
         found[TASKS[task]] = {
@@ -211,7 +211,7 @@ def _blocks(paper: Paper, measured: Mapping[str, Any]) -> dict[str, list[HtmlBlo
         blocks[titles[TASKS[task]]] += [*_pictures(bench), Fold("The numbers", [kv_task.page_table(bench)])]
         facts.append((task, ", ".join(f"{what} {value}" for what, value in kv_task.facts(bench))))
     if rows := measured["lengths"]["rows"]:
-        blocks[titles[TIMES]] += _times(rows)
+        blocks[titles[TIMES]] += _times(paper, rows)
     for name, why in measured["missing"].items():
         blocks[titles[TASKS.get(name, TIMES)]].append(Text(f"Not measured: {name}. {why}"))
     blank = Table("Not measured", ["where", "what", "why"], paper.data["blank"])
@@ -228,9 +228,8 @@ def _pictures(bench: TaskBench) -> list[HtmlBlock]:
     return [theme.embedded(kv_task.part_figure(bench, kv_task.parts_of(bench)[0]), told, under)]
 
 
-def _times(rows: Sequence[Length]) -> list[HtmlBlock]:
+def _times(paper: Paper, rows: Sequence[Length]) -> list[HtmlBlock]:
     told = "; ".join(f"{row['title']} {row['speed']['tpot_ns'] / 1e6:.0f} ms at {row['tokens']:,}" for row in rows)
-    under = "Measured: random weights, a prompt of keys and values drawn by chance, budget 256."
     head = ["tokens", "cache", "a token (ms)", "times full", *(f"{part} (ms)" for part in PARTS)]
     cells: list[list[Cell]] = [
         [
@@ -240,30 +239,26 @@ def _times(rows: Sequence[Length]) -> list[HtmlBlock]:
         for row in rows
     ]  # fmt: skip
     columns = [*head, "KV in memory (%)", "with index (%)"]
-    picture = theme.embedded(_growth_figure(rows), f"Time of a token by context: {told}.", under)
-    return [picture, Table("By context (measured)", columns, cells, digits=2)]
+    return [
+        picture(paper, "growth", _growth_figure(rows), told=told),
+        Table("By context (measured)", columns, cells, digits=2),
+    ]
 
 
 def _growth_figure(rows: Sequence[Length]) -> Figure:
     """Returns time of a token and memory over the context, a line for each cache (figures 8 and 1)."""
     contexts = sorted({row["tokens"] for row in rows})
-    with theme.style():
-        figure, axes = theme.grid_of(2)
-        for policy in dict.fromkeys(row["policy"] for row in rows):
-            own = _of(rows, policy)
-            line = kv_task.look_of(policy).line() | ({"linestyle": ":"} if "-" in policy else {})
-            tokens, title = [row["tokens"] for row in own], own[0]["title"]
-            axes[0].plot(tokens, [row["speed"]["tpot_ns"] / 1e6 for row in own], label=title, **line)
-            memory = [row["memory"]["kv_bytes"] + row["memory"]["index_bytes"] for row in own]
-            axes[1].plot(tokens, [size / (1 << 20) for size in memory], label=title, **line)
-        titles = {"Time of a token": "time per token (ms)", "Keys, values and index in memory": "MiB"}
-        for panel, (title, label) in zip(axes, titles.items(), strict=True):
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(contexts, [f"{context:,}" for context in contexts])
-            panel.minorticks_off()
-            panel.set_ylim(bottom=0)
-            panel.set_xlabel("context (tokens)")
-            panel.set_ylabel(label)
-            panel.set_title(title)
-        theme.legend_below(figure, axes)
+    figure, axes = theme.grid_of(2)
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        own = _of(rows, policy)
+        line = kv_task.look_of(policy).line() | ({"linestyle": ":"} if "-" in policy else {})
+        tokens, title = [row["tokens"] for row in own], own[0]["title"]
+        axes[0].plot(tokens, [row["speed"]["tpot_ns"] / 1e6 for row in own], label=title, **line)
+        memory = [row["memory"]["kv_bytes"] + row["memory"]["index_bytes"] for row in own]
+        axes[1].plot(tokens, [size / (1 << 20) for size in memory], label=title, **line)
+    titles = {"Time of a token": "time per token (ms)", "Keys, values and index in memory": "MiB"}
+    for panel, (title, label) in zip(axes, titles.items(), strict=True):
+        theme.powers_of_2(panel, contexts, map("{:,}".format, contexts), "context (tokens)")
+        panel.set(ylim=(0, None), ylabel=label, title=title)
+    theme.legend_below(figure, axes)
     return figure

@@ -39,11 +39,11 @@ from llmcache.cache.sizing import (
     need,
 )
 from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Table
-from llmcache.report.judge import Measure, Measures, judge, read_paper
+from llmcache.report.judge import Measure, Measures, Paper, judge, read_paper
 from llmcache.report.lines import Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
 from llmcache.report.plot import access_figure, alt_text, caption, picture_of, shades_of
-from llmcache.report.reproduce import Reproduction, Tell, machine_words, measurements
-from llmcache.report.theme import embedded, style
+from llmcache.report.reproduce import Reproduction, Tell, machine_words, measurements, picture
+from llmcache.report.theme import embedded
 from llmcache.trace.record import Trace
 from llmcache.trace.shapes import GROUPS, SHAPES
 from llmcache.units import BLOCK_BYTES, format_size
@@ -527,7 +527,7 @@ def reproduce(quick: bool, tell: Tell) -> Reproduction:
         "classes": [{"trace": name, **dict(vars(found.totals))} for name, found in classes.items()],
         "overhead": {"kind": paper.kinds["overhead"], **measured["overhead"], "machine": measured["machine"]},
     }
-    return Reproduction("io-caching", paper, judged, told, lambda: _blocks(paper.facts, traces, apps, classes, measured))
+    return Reproduction("io-caching", paper, judged, told, lambda: _blocks(paper, traces, apps, classes, measured))
 
 
 def measures(
@@ -600,14 +600,13 @@ def _rows(app: App) -> Iterator[dict[str, Any]]:
 
 
 def _blocks(
-    facts: Mapping[str, str],
+    paper: Paper,
     traces: Mapping[str, Trace],
     apps: Apps,
     classes: Mapping[str, TraceClasses],
     measured: Mapping[str, Any],
 ) -> dict[str, list[HtmlBlock]]:
-    remote = [app for app in apps.values() if app.remote]
-    overhead = measured["overhead"]
+    facts, overhead = paper.facts, measured["overhead"]
     took: list[list[Cell]] = [[policy_class(name).title, ns] for name, ns in overhead["ns_per_block"].items()]
     head = f"Replay of {overhead['trace']}, half its footprint cached, one thread, median of {overhead['repeats']}"
     conditions = [
@@ -616,20 +615,12 @@ def _blocks(
         *machine_words(measured),
         ("replayed on", f"{platform.machine()}, Linux {platform.release()}, Python {platform.python_version()}"),
     ]
+    remote = [app for app in apps.values() if app.remote]
     return {
-        "Hit ratio against cache size (the paper's figure 4)": _ratios(
-            on_device(apps),
-            "Hit ratio (reads and writes, blocks of 4 KiB; a missed block is always inserted) against cache size. Modelled: "
-            "replay of synthetic traces shaped after figure 1. Belady sees the future and bounds every policy; Algorithm 1 "
-            "is the paper's pseudocode taken literally.",
-        ),
-        "Fetch latency against cache size (the paper's figure 5)": [_latencies(apps, policy) for policy in AWARE],
+        "Hit ratio against cache size (the paper's figure 4)": _ratios(paper, "on-device", on_device(apps)),
+        "Fetch latency against cache size (the paper's figure 5)": [_latencies(paper, apps, policy) for policy in AWARE],
         "Overhead of a policy": [Table(f"{head} (measured)", ["policy", "ns per block"], took, digits=1)],
-        "Remote inference: no figure of the paper's": _ratios(
-            remote,
-            "Hit ratio against cache size of the remote applications, which have no loops. Modelled: replay of synthetic "
-            "traces shaped after figure 2. The paper replays none of them.",
-        ),
+        "Remote inference: no figure of the paper's": _ratios(paper, "remote", remote),
         "Accesses (like the paper's figures 1 and 2)": [
             _accesses(apps[name], trace, classes[name]) for name, trace in traces.items()
         ],
@@ -637,18 +628,14 @@ def _blocks(
     }
 
 
-def _ratios(apps: Sequence[App], captioned: str) -> list[HtmlBlock]:
-    titles = [policy_class(policy).title for policy in POLICIES]
-    named = dict(zip(POLICIES, titles, strict=True))
+def _ratios(paper: Paper, name: str, apps: Sequence[App]) -> list[HtmlBlock]:
+    titles = {policy: policy_class(policy).title for policy in POLICIES}
     panels = [
-        Panel(app.title, [policy_line(p, title, app.sizes_bytes, app.hit_ratio[p]) for p, title in named.items()])
+        Panel(app.title, [policy_line(p, title, app.sizes_bytes, app.hit_ratio[p]) for p, title in titles.items()])
         for app in apps
     ]
-    with style():
-        figure = ratio_figure(panels, "hit ratio")
     means = {app.title: {policy: float(app.hit_ratio[policy].mean()) for policy in POLICIES} for app in apps}
     told = "; ".join(f"{title}: " + ", ".join(f"{p} {mean:.2f}" for p, mean in of.items()) for title, of in means.items())
-    alt = f"Hit ratio over cache size, one panel per application. Means over the sizes: {told}."
     rows: list[list[Cell]] = []
     numbers: list[HtmlBlock] = []
     for app in apps:
@@ -659,31 +646,25 @@ def _ratios(apps: Sequence[App], captioned: str) -> list[HtmlBlock]:
             [f"{size / 1e6:.2f}", *(float(app.hit_ratio[policy][place]) for policy in POLICIES)]
             for place, size in enumerate(app.sizes_bytes)
         ]
-        numbers.append(Table(f"{app.title}: hit ratio (modelled)", ["cache (MB)", *titles], cells))
+        numbers.append(Table(f"{app.title}: hit ratio (modelled)", ["cache (MB)", *titles.values()], cells))
     many = len(apps[0].sizes_bytes)
-    columns = ["application", "footprint", *titles, *(f"{policy_class(policy).title}, of Belady" for policy in AWARE)]
+    columns = ["application", "footprint", *titles.values(), *(f"{titles[policy]}, of Belady" for policy in AWARE)]
     head = f"Mean hit ratio over {many} sizes, {1 / many:.1%} to 100 % of the footprint (modelled)"
-    return [embedded(figure, alt, captioned), Table(head, columns, rows), Fold("The numbers behind the figure", numbers)]
+    shown = picture(paper, name, ratio_figure(panels, "hit ratio"), told=told)
+    return [shown, Table(head, columns, rows), Fold("The numbers behind the figure", numbers)]
 
 
-def _latencies(apps: Apps, policy: str) -> HtmlBlock:
+def _latencies(paper: Paper, apps: Apps, policy: str) -> HtmlBlock:
     model, shown = FetchModel(), on_device(apps)
     panels = [Panel(app.title, bandwidth_lines(BANDWIDTHS, app.sizes_bytes, list(app.latency_s[policy]))) for app in shown]
-    with style():
-        figure = latency_figure(panels)
     ends = ((app.title, app.latency_s[policy]) for app in shown)
     told = "; ".join(f"{title} {latency[0, 0]:.2f} to {latency[-1, -1]:.2f} s" for title, latency in ends)
-    return embedded(
-        figure,
-        f"Latency over cache size, a line per bandwidth. Slowest, smallest to fastest, largest: {told}.",
-        f"{policy_class(policy).title}. Time to fetch everything that the trace reads, against cache size, for storage of "
-        f"four bandwidths. Modelled as in section 4.1: {model.setup_ns / 1000:g} µs and {model.block_bytes} bytes at the "
-        f"storage's bandwidth for each missed block, {model.gpu_setup_ns / 1000:g} µs and {model.request_bytes} bytes at "
-        f"{model.gpu_bandwidth / 1e9:g} GB/s for each request to the GPU. Writes fetch nothing. Synthetic traces.",
-    )
+    missed = f"{model.setup_ns / 1000:g} µs and {model.block_bytes} bytes"
+    sent = f"{model.gpu_setup_ns / 1000:g} µs and {model.request_bytes} bytes at {model.gpu_bandwidth / 1e9:g} GB/s"
+    title = policy_class(policy).title
+    return picture(paper, "latency", latency_figure(panels), told=told, policy=title, missed=missed, sent=sent)
 
 
 def _accesses(app: App, trace: Trace, found: TraceClasses) -> HtmlBlock:
-    with style():
-        picture = picture_of(trace, f"{app.title} (synthetic)", by_time=False, shades=shades_of(found.rows))
-        return embedded(access_figure(picture, 9.5, 4.2), alt_text(picture), caption(picture, trace))
+    shown = picture_of(trace, f"{app.title} (synthetic)", by_time=False, shades=shades_of(found.rows))
+    return embedded(access_figure(shown, 9.5, 4.2), alt_text(shown), caption(shown, trace))

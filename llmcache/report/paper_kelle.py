@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from llmcache.edram.accelerator import Outcome, evaluate
 from llmcache.edram.chip import Access, access_of, area_of, baseline, kelle
@@ -59,9 +60,9 @@ from llmcache.edram.systems import (
 from llmcache.report.edram_model import compare, document, joules
 from llmcache.report.edram_plot import energy_figure, refresh_figure, roofline_figure, saved
 from llmcache.report.html import Cell, Facts, HtmlBlock, Table, Text
-from llmcache.report.judge import OURS, Claim, Judged, Measures, Paper, judge, number, read_paper
-from llmcache.report.reproduce import Reproduction, Tell
-from llmcache.report.theme import INK, MUTED, Look, embedded, grid_of, legend_below, style
+from llmcache.report.judge import OURS, Claim, Judged, Paper, judge, number, read_paper
+from llmcache.report.reproduce import Reproduction, Tell, picture
+from llmcache.report.theme import INK, MUTED, Look, grid_of, legend_below
 
 Numbers = Mapping[str, float]
 Change = Callable[[AcceleratorSystem], AcceleratorSystem]
@@ -76,16 +77,9 @@ MODES = {"first principles": "first-principles", "declared recomputation": "decl
 BOTH = "paper, declared recomputation"
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Latency (s) and energy (J) of something, or ratios of them."""
-
-    latency: float
-    energy: float
-
-    def over(self, other: Cost) -> Cost:
-        """Returns how many times less `other` needs."""
-        return Cost(self.latency / other.latency, self.energy / other.energy)
+LATENCY, ENERGY = 0, 1
+Cost = NDArray[np.float64]
+"""Latency (s) and energy (J) of something, or how many times less of both it needs than something else."""
 
 
 def same(system: AcceleratorSystem) -> AcceleratorSystem:
@@ -98,67 +92,71 @@ def with_hardware(system: AcceleratorSystem, **changes: Any) -> AcceleratorSyste
     return replace(system, hardware=replace(system.hardware, **changes))
 
 
-@dataclass
-class Experiments:
-    """Runs the model for the paper's experiments and remembers what it ran; deterministic, nothing is fitted."""
-
-    known: dict[Configuration, Outcome] = field(default_factory=dict)
-
-    def outcomes(self, configurations: Sequence[Configuration]) -> list[Outcome]:
-        """Returns the modelled costs of `configurations`, evaluating those that are new at once."""
-        new = list(dict.fromkeys(one for one in configurations if one not in self.known))
-        if new:
-            self.known.update(zip(new, evaluate(new), strict=True))
-        return [self.known[one] for one in configurations]
-
-    def costs(
-        self,
-        model: str,
-        workload: GenerationWorkload,
-        profile: Profile = PAPER,
-        recompute: str = "first-principles",
-        change: Change = same,
-    ) -> dict[str, Cost]:
-        """Returns the cost of each of the five systems; `change` is made to all but the baseline."""
-        systems = {name: system.with_recompute(recompute) for name, system in SYSTEMS.items()}
-        systems = {name: system if name == BASELINE else change(system) for name, system in systems.items()}
-        found = self.outcomes([Configuration(MODELS[model], workload, system, profile) for system in systems.values()])
-        return {name: Cost(one.latency_s, one.energy_j) for name, one in zip(systems, found, strict=True)}
-
-    def gains(
-        self,
-        model: str,
-        workload: GenerationWorkload,
-        profile: Profile = PAPER,
-        recompute: str = "first-principles",
-        change: Change = same,
-    ) -> dict[str, Cost]:
-        """Returns speed-up and efficiency of each system against Original+SRAM; arguments as of `costs`."""
-        found = self.costs(model, workload, profile, recompute, change)
-        return {name: found[BASELINE].over(cost) for name, cost in found.items()}
-
-    def averages(self, profile: Profile, recompute: str = "first-principles", change: Change = same) -> Mapping[str, Cost]:
-        """Returns the mean gains over `AVERAGED` and `TASKS`, and those of AERP over AEP and of Kelle over AERP."""
-        gathered: dict[str, list[Cost]] = {}
-        for model in AVERAGED:
-            for task in TASKS:
-                found = self.costs(model, WORKLOADS[task], profile, recompute, change)
-                for name in ("Original+eDRAM", "AEP+SRAM", "AERP+SRAM", "Kelle+eDRAM"):
-                    gathered.setdefault(name, []).append(found[BASELINE].over(found[name]))
-                gathered.setdefault("AERP/AEP", []).append(found["AEP+SRAM"].over(found["AERP+SRAM"]))
-                gathered.setdefault("Kelle/AERP", []).append(found["AERP+SRAM"].over(found["Kelle+eDRAM"]))
-        return {
-            name: Cost(mean(cost.latency for cost in costs), mean(cost.energy for cost in costs))
-            for name, costs in gathered.items()
-        }
-
-    def of_all(self, system: AcceleratorSystem, profile: Profile) -> list[Outcome]:
-        """Returns what `system` costs with each model and task of the averages."""
-        asked = [Configuration(MODELS[model], WORKLOADS[task], system, profile) for model in AVERAGED for task in TASKS]
-        return self.outcomes(asked)
+@cache
+def outcomes(*configurations: Configuration) -> tuple[Outcome, ...]:
+    """Returns the modelled costs of `configurations`, evaluated at once and remembered; nothing is fitted."""
+    return tuple(evaluate(configurations))
 
 
-def mean(values: Any) -> float:
+def costs(
+    model: str,
+    workload: GenerationWorkload,
+    profile: Profile = PAPER,
+    recompute: str = "first-principles",
+    change: Change = same,
+) -> dict[str, Cost]:
+    """Returns the cost of each of the five systems; `change` is made to all but the baseline."""
+    systems = {name: system.with_recompute(recompute) for name, system in SYSTEMS.items()}
+    systems = {name: system if name == BASELINE else change(system) for name, system in systems.items()}
+    found = outcomes(*(Configuration(MODELS[model], workload, system, profile) for system in systems.values()))
+    return {name: np.array([one.latency_s, one.energy_j]) for name, one in zip(systems, found, strict=True)}
+
+
+def gains(model: str, workload: GenerationWorkload, *more: Any, **options: Any) -> dict[str, Cost]:
+    """Returns speed-up and efficiency of each system against Original+SRAM; arguments as of `costs`."""
+    found = costs(model, workload, *more, **options)
+    return {name: found[BASELINE] / cost for name, cost in found.items()}
+
+
+@dataclass(frozen=True)
+class KellePart:
+    """What section 8.1 says of a part of Kelle: the gain of system `of` over `over`, and how a picture calls it.
+
+    `modes`: whether it is also told with recomputation as the paper declares it.
+    """
+
+    over: str
+    of: str
+    label: str
+    modes: bool = False
+
+
+PARTS = {
+    "kelle": KellePart(BASELINE, "Kelle+eDRAM", "Kelle+eDRAM", modes=True),
+    "edram": KellePart(BASELINE, "Original+eDRAM", "Original\n+eDRAM"),
+    "aep": KellePart(BASELINE, "AEP+SRAM", "AEP+SRAM"),
+    "aerp": KellePart("AEP+SRAM", "AERP+SRAM", "AERP\n/ AEP", modes=True),
+    "kelle-over-aerp": KellePart("AERP+SRAM", "Kelle+eDRAM", "Kelle\n/ AERP"),
+}
+
+
+def mean_gains(profile: Profile, recompute: str = "first-principles", change: Change = same) -> dict[str, list[float]]:
+    """Returns the gains of `PARTS` in latency and energy, means over `AVERAGED` and `TASKS`."""
+    found = [costs(model, WORKLOADS[task], profile, recompute, change) for model in AVERAGED for task in TASKS]
+    return {
+        name: [mean(column) for column in zip(*(of[part.over] / of[part.of] for of in found), strict=True)]
+        for name, part in PARTS.items()
+    }
+
+
+def of_all(system: AcceleratorSystem, profile: Profile) -> tuple[Outcome, ...]:
+    """Returns what `system` costs with each model and task of the averages."""
+    return outcomes(
+        *(Configuration(MODELS[model], WORKLOADS[task], system, profile) for model in AVERAGED for task in TASKS)
+    )
+
+
+def mean(values: Iterable[float]) -> float:
     """Returns the mean of some numbers."""
     return float(np.mean(list(values)))
 
@@ -255,52 +253,40 @@ def recompute_s() -> float:
 # What the accelerator model gives
 
 
-def averages(run: Experiments) -> dict[str, float | Numbers]:
+def averages() -> dict[str, float | Numbers]:
     """Returns what is claimed of the gains of each part, averaged over models and tasks, and of their bounds."""
-    energy = {name: run.averages(profile) for name, profile in PROFILES.items()}
-    energy[BOTH] = run.averages(PAPER, "declared")
-    latency = {name: run.averages(PAPER, mode) for name, mode in MODES.items()}
-
-    def speedup(name: str, modes: bool) -> float | Numbers:
-        found = {variant: gains[name].latency for variant, gains in latency.items()}
-        return found if modes else found["first principles"]
-
-    def efficiency(name: str, modes: bool) -> Numbers:
-        return {variant: gains[name].energy for variant, gains in energy.items() if modes or variant in PROFILES}
-
-    parts = {
-        "kelle": ("Kelle+eDRAM", True),
-        "edram": ("Original+eDRAM", False),
-        "aep": ("AEP+SRAM", False),
-        "aerp": ("AERP/AEP", True),
-        "kelle-over-aerp": ("Kelle/AERP", False),
-    }
+    energy = {name: mean_gains(profile) for name, profile in PROFILES.items()}
+    energy[BOTH] = mean_gains(PAPER, "declared")
+    latency = {name: mean_gains(PAPER, mode) for name, mode in MODES.items()}
     found: dict[str, float | Numbers] = {}
-    for part, (name, modes) in parts.items():
-        found |= {f"{part}-speedup": speedup(name, modes), f"{part}-efficiency": efficiency(name, modes)}
+    for name, part in PARTS.items():
+        speedups = {variant: of[name][LATENCY] for variant, of in latency.items()}
+        found[f"{name}-speedup"] = speedups if part.modes else speedups["first principles"]
+        efficiencies = {variant: of[name][ENERGY] for variant, of in energy.items()}
+        found[f"{name}-efficiency"] = {key: one for key, one in efficiencies.items() if part.modes or key in PROFILES}
     arrays = {"24 x 24 PEs in all": CHIP.baseline_rows, "32 x 32 in all but the baseline": CHIP.array_rows}
     found["edram-speedup-equal-arrays"] = {
-        title: run.averages(PAPER, change=partial(with_hardware, array_rows=rows))["Original+eDRAM"].latency
+        title: mean_gains(PAPER, change=partial(with_hardware, array_rows=rows))["edram"][LATENCY]
         for title, rows in arrays.items()
     }
     return found | {
         "aep-bound": mean(WORKLOADS[task].eviction_bound for task in TASKS),
         "aep-bound-pg19": PG19.eviction_bound,
-        "longer-is-better": _longer(run),
+        "longer-is-better": _longer(),
         **{f"fits-{name.partition('+')[0].lower()}": _peak_gib(SYSTEMS[name]) for name in (BASELINE, "Kelle+eDRAM")},
         "abstract-speedup": 3.94,
         "abstract-energy": 4.46,
     }
 
 
-def _longer(run: Experiments) -> Numbers:
+def _longer() -> Numbers:
     """Returns in which share of the cases the gain grows with the decoded length: from task to task, and of PG19 alone."""
     by_length = [WORKLOADS[task] for task in sorted(TASKS, key=lambda task: WORKLOADS[task].decode)]
     one_task = [replace(PG19, decode=workload.decode) for workload in by_length]
 
     def share(system: str, workloads: list[GenerationWorkload]) -> float:
-        gains = [run.gains("llama2-7b", workload)[system].latency for workload in workloads]
-        return sum(later >= earlier for earlier, later in pairwise(gains)) / (len(gains) - 1)
+        found = [gains("llama2-7b", workload)[system][LATENCY] for workload in workloads]
+        return sum(bool(later >= earlier) for earlier, later in pairwise(found)) / (len(found) - 1)
 
     return {
         "LA, TQ, QP, PG19": share("Kelle+eDRAM", by_length),
@@ -321,63 +307,63 @@ def _peak_gib(system: AcceleratorSystem) -> Numbers:
     return found
 
 
-def tables(run: Experiments, paper: Paper) -> tuple[list[Claim], dict[str, dict[str, float | Numbers]]]:
+def tables(paper: Paper) -> tuple[list[Claim], dict[str, dict[str, float | Numbers]]]:
     """Returns the claims of tables 7, 8 and 9 with what the model gives: every value, then each relative to the first."""
     claims: list[Claim] = []
     found: dict[str, dict[str, float | Numbers]] = {f"table {place}": {} for place in (7, 8, 9)}
-    rules, why = paper.rules, paper.data["why"]
+    why, shapes = paper.data["why"], paper.data["shape"]
 
-    def add(about: str, name: str, quote: str, printed: float, ours: float | Numbers, **more: Any) -> None:
-        section, rule = more.pop("section", about), more.pop("rule", rules["gain"])
-        claims.append(Claim(about, name, section, quote, rule, printed, **more))
+    def add(about: str, name: str, quote: str, printed: float, ours: Numbers, why: str, rule: str = "gain") -> None:
+        section = "table 8, 8.3.4" if rule == shapes["linear"] else about
+        unit = "×" if rule == "gain" else ""
+        claims.append(Claim(about, name, section, quote, paper.rules[rule], printed, unit, why))
         found[about][name] = ours
 
     def budget(model: str, tokens: int, profile: Profile) -> float:
-        return run.gains(model, replace(PG19, budget=tokens), profile)["Kelle+eDRAM"].energy
+        return float(gains(model, replace(PG19, budget=tokens), profile)["Kelle+eDRAM"][ENERGY])
 
     def interval(task: str, us: int, profile: Profile) -> float:
         change = partial(_scaled, factor=1000 * us / KELLE_INTERVALS.mean_ns)
-        return run.gains("llama3.2-3b", WORKLOADS[task], profile, change=change)["Kelle+eDRAM"].energy
+        return float(gains("llama3.2-3b", WORKLOADS[task], profile, change=change)["Kelle+eDRAM"][ENERGY])
 
-    for about, measure, first, unit, shape in (
-        ("table 7", budget, 2048, "N' in PG19 {}", "N' {}, relative to {}× at 2048"),
-        ("table 8", interval, 1050, "interval {} µs", "{} µs, relative to {}× at 1050"),
+    for about, measure, unit, shape in (
+        ("table 7", budget, "N' in PG19 {}", "N' {}, relative to {:.2f}× at 2048"),
+        ("table 8", interval, "interval {} µs", "{} µs, relative to {:.2f}× at 1050"),
     ):
-        short, told = about.replace("table ", "t"), why[f"{about}, relative"]
-        rule = paper.data["shape"][about]
+        short = about.replace("table ", "t")
         for key, row in paper.data[about.replace(" ", "")].items():
+            ours = {at: by_profile(partial(measure, key, int(at))) for at in row}
+            first, *rest = row
             for at, printed in row.items():
-                ours = by_profile(partial(measure, key, int(at)))
                 quote = f"{printed:.2f}× [{key}, {unit.format(at)}]"
-                add(about, f"{short}-{key}-{at}", quote, printed, ours, unit="×", why=why[about])
-            for at, printed in list(row.items())[1:]:
-                ours = by_profile(lambda p, k=key, a=at, m=measure, f=first: m(k, int(a), p) / m(k, f, p))  # type: ignore[misc]
-                quote = f"{printed:.2f}× [{key}, {shape.format(at, f'{row[str(first)]:.2f}')}]"
-                ratio = printed / row[str(first)]
-                add(about, f"{short}-relative-{key}-{at}", quote, ratio, ours, rule=rules[rule], why=told)
+                add(about, f"{short}-{key}-{at}", quote, printed, ours[at], why[about])
+            for at in rest:
+                quote = f"{row[at]:.2f}× [{key}, {shape.format(at, row[first])}]"
+                relative = {name: ours[at][name] / ours[first][name] for name in PROFILES}
+                told, rule = why[f"{about}, relative"], shapes[about]
+                add(about, f"{short}-relative-{key}-{at}", quote, row[at] / row[first], relative, told, rule)
             if about == "table 8":
                 # Of refresh energy that is linear in 1/interval, from the first two rows alone.
                 share = row["1050"] / row["525"] - 1
-                ours = {f"{us} µs": 1 + share * (1050 / us - 1) for us in (131, 262)}
+                linear = {f"{us} µs": 1 + share * (1050 / us - 1) for us in (131, 262)}
                 quote = f"{row['131']:.2f}× [{key}, 131 µs; as energy relative to 1050 µs]"
-                more = {"section": "table 8, 8.3.4", "rule": rules[paper.data["shape"]["linear"]], "why": why["linear"]}
-                add(about, f"t8-linear-{key}", quote, row["1050"] / row["131"], ours, **more)
+                add(about, f"t8-linear-{key}", quote, row["1050"] / row["131"], linear, why["linear"], shapes["linear"])
     for batch, row in paper.data["table9"].items():
-        workload = replace(PG19, batch=int(batch))
+        of = {name: gains("llama2-7b", replace(PG19, batch=int(batch)), profile) for name, profile in PROFILES.items()}
         for system, printed in row.items():
-            ours = by_profile(lambda p, w=workload, s=system: run.gains("llama2-7b", w, p)[s].energy)  # type: ignore[misc]
             quote = f"{printed:.2f}× [batch size {batch}, {system}]"
-            add("table 9", f"t9-{batch}-{system}", quote, printed, ours, unit="×", why=why["table 9"])
+            each = {name: one[system][ENERGY] for name, one in of.items()}
+            add("table 9", f"t9-{batch}-{system}", quote, printed, each, why["table 9"])
     found["table 7"]["no-eviction"] = {
         f"{model}, {name}": budget(model, 8750, profile)
         for model in paper.data["table7"]
         for name, profile in PROFILES.items()
     }
-    alone = run.costs("llama2-7b", replace(PG19, batch=1))
+    alone = costs("llama2-7b", replace(PG19, batch=1))
     for system in ("Original+SRAM", "AEP+SRAM", "AERP+SRAM"):
         found["table 9"][f"batch1-{system}"] = {
             "of table 9 (energy)": 1.71 / paper.data["table9"]["1"].get(system, 1.0),
-            "speed-up, modelled": alone[system].over(alone["Kelle+eDRAM"]).latency,
+            "speed-up, modelled": (alone[system] / alone["Kelle+eDRAM"])[LATENCY],
         }
     return claims, found
 
@@ -386,7 +372,7 @@ def _scaled(system: AcceleratorSystem, factor: float) -> AcceleratorSystem:
     return replace(system, policy=replace(system.policy, intervals=system.policy.intervals.scaled(factor)))
 
 
-PARTS: dict[str, tuple[str, ...]] = {
+POWERS: dict[str, tuple[str, ...]] = {
     "rsa": ("array_",),
     "edram": ("kv_memory", "activation_memory", "edram_leakage", "refresh_"),
     "sram": ("weight_memory", "sram_leakage"),
@@ -395,22 +381,22 @@ PARTS: dict[str, tuple[str, ...]] = {
 """Components of the chip's power by part, as section 8 has them."""
 
 
-def experiments(run: Experiments) -> dict[str, float | Numbers]:
+def experiments() -> dict[str, float | Numbers]:
     """Returns what is claimed in sections 3 and 8.3, of single experiments, and of the chip's powers at work."""
-    chains = {name: run.of_all(OURSELF, profile) for name, profile in PROFILES.items()}
+    chains = {name: of_all(OURSELF, profile) for name, profile in PROFILES.items()}
     return {
-        **_motivation(run),
+        **_motivation(),
         "chip-power": {name: mean(map(chip_w, of)) for name, of in chains.items()},
         "dram-mean-power": {name: mean(part_w(one, ("dram_",)) for one in of) for name, of in chains.items()},
         **{
             f"power-{part}": {name: mean(part_w(one, names) / chip_w(one) for one in of) for name, of in chains.items()}
-            for part, names in PARTS.items()
+            for part, names in POWERS.items()
         },
-        **_evictor(run),
-        "recompute-efficiency": _recomputation(run),
-        "refresh-strategies": _strategies_hold(run),
-        **_long_inputs(run),
-        **_half_bandwidth(run),
+        **_evictor(),
+        "recompute-efficiency": _recomputation(),
+        "refresh-strategies": _strategies_hold(),
+        **_long_inputs(),
+        **_half_bandwidth(),
     }
 
 
@@ -424,7 +410,7 @@ def chip_w(outcome: Outcome) -> float:
     return sum(value for name, value in outcome.energies_j.items() if not name.startswith("dram_")) / outcome.latency_s
 
 
-def _motivation(run: Experiments) -> dict[str, float | Numbers]:
+def _motivation() -> dict[str, float | Numbers]:
     """Section 3: twice the SRAM, and eDRAM that is refreshed as often as its cells need it."""
     lengths = (512, 2048, 8192)  # figure 3 names its decoding lengths in the image only
     works = [
@@ -434,9 +420,9 @@ def _motivation(run: Experiments) -> dict[str, float | Numbers]:
     large = replace(small, kv_capacity_bytes=4 * MIB, weight_capacity_bytes=4 * MIB)
     edram = replace(EDRAM_HARDWARE, kv_capacity_bytes=8 * MIB)
 
-    def asked(hardware: AcceleratorHardware, profile: Profile = PAPER) -> list[Outcome]:
+    def asked(hardware: AcceleratorHardware, profile: Profile = PAPER) -> tuple[Outcome, ...]:
         system = AcceleratorSystem("figure 3", hardware, ORIGINAL)
-        return run.outcomes([Configuration(LLAMA, work, system, profile) for work in works])
+        return outcomes(*(Configuration(LLAMA, work, system, profile) for work in works))
 
     def more_power(p: Profile) -> float:
         return mean(chip_w(two) / chip_w(one) - 1 for one, two in zip(asked(small, p), asked(large, p), strict=True))
@@ -451,14 +437,14 @@ def _motivation(run: Experiments) -> dict[str, float | Numbers]:
     }
 
 
-def _evictor(run: Experiments) -> dict[str, float | Numbers]:
+def _evictor() -> dict[str, float | Numbers]:
     """8.1.4, against one comparator that scans the scores after they are known."""
     without = with_hardware(OURSELF, systolic_evictor=False)
-    pairs = list(zip(run.of_all(OURSELF, PAPER), run.of_all(without, PAPER), strict=True))
+    pairs = list(zip(of_all(OURSELF, PAPER), of_all(without, PAPER), strict=True))
     saved_time = [1 - one.latency_s / two.latency_s for one, two in pairs]
 
     def saved_energy(p: Profile) -> float:
-        both = zip(run.of_all(OURSELF, p), run.of_all(without, p), strict=True)
+        both = zip(of_all(OURSELF, p), of_all(without, p), strict=True)
         return mean(two.energy_j / one.energy_j - 1 for one, two in both)
 
     return {
@@ -467,9 +453,9 @@ def _evictor(run: Experiments) -> dict[str, float | Numbers]:
     }
 
 
-def _recomputation(run: Experiments) -> Numbers:
+def _recomputation() -> Numbers:
     def gained(mode: str, profile: Profile) -> float:
-        without, with_it = (run.of_all(OURSELF.with_recompute(how), profile) for how in ("none", mode))
+        without, with_it = (of_all(OURSELF.with_recompute(how), profile) for how in ("none", mode))
         return mean(one.energy_j / two.energy_j - 1 for one, two in zip(without, with_it, strict=True))
 
     found = {f"{name}, first principles": gained("first-principles", profile) for name, profile in PROFILES.items()}
@@ -485,7 +471,7 @@ STRATEGIES: dict[str, tuple[RefreshIntervals, bool]] = {
 """8.3.3: refresh intervals, and whether the Kelle scheduler is used."""
 
 
-def strategy_j(run: Experiments, profile: Profile, recompute: str = "first-principles") -> Mapping[str, float]:
+def strategy_j(profile: Profile, recompute: str = "first-principles") -> Mapping[str, float]:
     """Returns the energy (J) of LLaMA2-7B on PG19 by refresh strategy (figure 15b)."""
     asked = []
     for name, (intervals, scheduler) in STRATEGIES.items():
@@ -493,20 +479,20 @@ def strategy_j(run: Experiments, profile: Profile, recompute: str = "first-princ
         policy = replace(OURSELF.policy, intervals=intervals, activation_interval_ns=interval_ns)
         system = AcceleratorSystem(name, replace(KELLE_HARDWARE, overlap=scheduler), policy).with_recompute(recompute)
         asked.append(Configuration(LLAMA, PG19, system, profile))
-    return {name: one.energy_j for name, one in zip(STRATEGIES, run.outcomes(asked), strict=True)}
+    return {name: one.energy_j for name, one in zip(STRATEGIES, outcomes(*asked), strict=True)}
 
 
-def _strategies_hold(run: Experiments) -> Numbers:
+def _strategies_hold() -> Numbers:
     """Returns in which share of the steps energy falls from Org to Uni, to 2D, to 2K."""
 
     def share(profile: Profile, recompute: str = "first-principles") -> float:
-        energies = strategy_j(run, profile, recompute).values()
+        energies = strategy_j(profile, recompute).values()
         return mean(later < earlier for earlier, later in pairwise(energies))
 
     return {**by_profile(share), "paper, nothing recomputed": share(PAPER, "none")}
 
 
-def _long_inputs(run: Experiments) -> dict[str, float | Numbers]:
+def _long_inputs() -> dict[str, float | Numbers]:
     short = replace(PG19, name="16K-128", context=16_384, decode=128)
     long = replace(short, name="16K-8K", decode=8_192)
     cases = {
@@ -516,12 +502,12 @@ def _long_inputs(run: Experiments) -> dict[str, float | Numbers]:
     }
     found: dict[str, float | Numbers] = {}
     for name, (work, against) in cases.items():
-        costs = {one: run.costs("llama2-7b", work, profile) for one, profile in PROFILES.items()}
-        found[name] = {f"{work.name}, {one}": of[against].over(of["Kelle+eDRAM"]).energy for one, of in costs.items()}
+        of = {one: costs("llama2-7b", work, profile) for one, profile in PROFILES.items()}
+        found[name] = {f"{work.name}, {one}": (each[against] / each["Kelle+eDRAM"])[ENERGY] for one, each in of.items()}
     return found
 
 
-def _half_bandwidth(run: Experiments) -> dict[str, float | Numbers]:
+def _half_bandwidth() -> dict[str, float | Numbers]:
     """8.3.7: eDRAM of half the bandwidth."""
 
     def halved(system: AcceleratorSystem) -> AcceleratorSystem:
@@ -529,11 +515,11 @@ def _half_bandwidth(run: Experiments) -> dict[str, float | Numbers]:
 
     found: dict[str, float | Numbers] = {}
     for task in ("PG19", "TQ"):
-        costs = {name: run.costs("llama2-7b", WORKLOADS[task], p, change=halved) for name, p in PROFILES.items()}
+        of = {name: costs("llama2-7b", WORKLOADS[task], p, change=halved) for name, p in PROFILES.items()}
         for against in ("AERP+SRAM", BASELINE):
-            ours = {name: of[against].over(of["Kelle+eDRAM"]).energy for name, of in costs.items()}
+            ours = {name: (each[against] / each["Kelle+eDRAM"])[ENERGY] for name, each in of.items()}
             found[f"half-{task}-{against}"] = ours
-    full, half = (run.gains("llama2-7b", PG19, change=change)["Kelle+eDRAM"].energy for change in (same, halved))
+    full, half = (gains("llama2-7b", PG19, change=change)["Kelle+eDRAM"][ENERGY] for change in (same, halved))
     return found | {"half-loss": half / full}
 
 
@@ -563,15 +549,11 @@ def facts() -> dict[str, Any]:
 def reproduce(quick: bool, tell: Tell) -> Reproduction:
     """Returns the paper recomputed. `quick` changes nothing: it takes a second."""
     tell("modelling the accelerator")
-    run, paper = Experiments(), read_paper("kelle")
-    claims, found = tables(run, paper)
+    paper = read_paper("kelle")
+    claims, found = tables(paper)
     paper = replace(paper, claims=[*claims, *paper.claims])
-    ours = {"chip": chip(), "algorithm": algorithm(), "averages": averages(run), **found, "experiments": experiments(run)}
-    measures: Measures = {
-        about: {name: one if isinstance(one, Mapping) else {OURS: one} for name, one in of.items()}
-        for about, of in ours.items()
-    }
-    judged = judge(paper, measures, facts())
+    ours = {"chip": chip(), "algorithm": algorithm(), "averages": averages(), **found, "experiments": experiments()}
+    judged = judge(paper, ours, facts())
     told = {
         "kind": "modelled",
         "averaged_over": {"models": list(AVERAGED), "tasks": list(TASKS)},
@@ -579,66 +561,54 @@ def reproduce(quick: bool, tell: Tell) -> Reproduction:
         "systems": {name: dataclasses.asdict(system) for name, system in SYSTEMS.items()},
         "not_recomputed": [{"where": a, "what": b, "why": c} for a, b, c in paper.data["not_recomputed"]],
     }
-    return Reproduction("kelle", paper, judged, told, lambda: _blocks(judged, paper, run))
+    return Reproduction("kelle", paper, judged, told, lambda: _blocks(judged, paper))
 
 
-def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper, run: Experiments) -> dict[str, list[HtmlBlock]]:
+def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper) -> dict[str, list[HtmlBlock]]:
     """Returns what the page shows beside the claims, by section."""
     titles = {about: section["title"] for section in paper.sections for about in section.get("about", ())}
     named = {one.claim.name: one for of in judged.values() for one in of}
-    averaged = f"{', '.join(AVERAGED)} x {', '.join(TASKS)}"
-    shown: dict[str, tuple[Callable[[Mapping[str, Judged]], Figure], str]] = {
-        "averages": (_averages_figure, f"mean over {averaged}, batch 16; the paper's models are in figure 13 only."),
-        "table 7": (partial(_curves, paper, "t7", "N' (tokens)"), "PG19, batch 16, Kelle+eDRAM."),
-        "table 8": (
-            partial(_curves, paper, "t8", "mean refresh interval (µs)"),
-            "llama3.2-3b, batch 16, Kelle+eDRAM, all four intervals scaled.",
-        ),
-        "table 9": (partial(_curves, paper, "t9", "batch (sequences)"), "llama2-7b, PG19."),
+    shown: dict[str, Figure] = {
+        "averages": _averages_figure(named),
+        "table 7": _curves(paper, "t7", "N' (tokens)", named),
+        "table 8": _curves(paper, "t8", "mean refresh interval (µs)", named),
+        "table 9": _curves(paper, "t9", "batch (sequences)", named),
     }
-    blocks: dict[str, list[HtmlBlock]] = {"Verdicts": [_summary(named)]}
-    for about, (draw, caption) in shown.items():
-        blocks[titles[about]] = [_drawn(partial(draw, named), _alt(judged[about]), f"Modelled: {caption}")]
+    blocks: dict[str, list[HtmlBlock]] = {"Verdicts": [_summary(paper, named)]}
+    for about, figure in shown.items():
+        blocks[titles[about]] = [picture(paper, about, figure, told=_alt(judged[about]))]
     example = "LLaMA2-7B on PG19, by component (like figures 13, 15b and 16a)"
-    blocks |= {example: list(_example(run))}
+    blocks |= {example: list(_example(paper))}
     columns = ["where", "what", "why not"]
     blocks["Not recomputed"] = [Table("What else the paper prints", columns, paper.data["not_recomputed"])]
     facts = paper.facts
-    conditions = [
-        ("paper", f"{facts['authors']}: {facts['title']}. {facts['published']}, doi:{facts['doi']}"),
-        ("kind", "modelled: a roofline of bytes and cycles; nothing is measured"),
-        ("assumed", "DRAM gives its whole bandwidth; loads overlap with computing"),
-        ("SRAM baseline", "2 MB for weights and 2 MB for KV: the paper does not say how its 4 MB are divided"),
-        ("refresh energy", "1.14 mJ is read as the energy of one pass over 4 MB"),
-        ("retention curve", "log-normal through 2e-3 (section 7.1) and 1e-6 at 45 µs, which the paper does not print"),
-    ]
+    whose = ("paper", f"{facts['authors']}: {facts['title']}. {facts['published']}, doi:{facts['doi']}")
+    conditions = [whose, *paper.data["conditions"].items()]
     return blocks | {"Conditions": [Facts(conditions), *_constants()]}
 
 
-def _summary(named: Mapping[str, Judged]) -> HtmlBlock:
+def _summary(paper: Paper, named: Mapping[str, Judged]) -> HtmlBlock:
     """Returns the averages of section 8.1 in words, with what they turn on."""
 
-    def ours(name: str, variant: str) -> float:
-        return named[name].findings[variant].values["ours"]
-
-    def told(name: str, variant: str) -> str:
+    def ours(name: str, variant: str = OURS) -> str:
         claim = named[name].claim
-        return f"{number(ours(name, variant))}{claim.unit} ({number(claim.paper or 0)}{claim.unit} is printed)"
+        return f"{number(named[name].findings[variant].values['ours'])}{claim.unit}"
 
-    ratio = PROFILES["paper"].refresh_pass_j / PROFILES["silicon"].refresh_pass_j
-    equal = ours("edram-speedup-equal-arrays", "24 x 24 PEs in all")
+    def told(name: str, variant: str = OURS) -> str:
+        claim = named[name].claim
+        return f"{ours(name, variant)} ({number(claim.paper or 0)}{claim.unit} is printed)"
+
     return Text(
-        f"On average Kelle+eDRAM is modelled as {told('kelle-speedup', 'first principles')} as fast as Original+SRAM, and "
-        f"{told('kelle-efficiency', 'paper')} as efficient with energies as printed, "
-        f"{told('kelle-efficiency', 'silicon')} with silicon's refresh. Eviction alone gives {told('aep-speedup', OURS)}, "
-        f"eDRAM alone {told('edram-speedup', OURS)}, of which {number(equal)}× remains with arrays of one size. "
-        f"Refreshing takes {ratio:,.0f} times the energy by table 1 that it takes on the chip that the paper cites."
+        paper.data["summary"].format(
+            speedup=told("kelle-speedup", "first principles"),
+            efficiency=told("kelle-efficiency", "paper"),
+            silicon=told("kelle-efficiency", "silicon"),
+            eviction=told("aep-speedup"),
+            edram=told("edram-speedup"),
+            equal=ours("edram-speedup-equal-arrays", "24 x 24 PEs in all"),
+            ratio=PROFILES["paper"].refresh_pass_j / PROFILES["silicon"].refresh_pass_j,
+        )
     )
-
-
-def _drawn(draw: Callable[[], Figure], alt: str, caption: str) -> HtmlBlock:
-    with style():
-        return embedded(draw(), alt, caption)
 
 
 def _alt(judged: Sequence[Judged]) -> str:
@@ -646,7 +616,7 @@ def _alt(judged: Sequence[Judged]) -> str:
     for one in judged:
         ours = ", ".join(f"{name} {number(found.values['ours'])}" for name, found in one.findings.items())
         parts.append(f"{one.claim.name} printed {number(one.claim.paper or 0)}, {ours}")
-    return "; ".join(parts) + "."
+    return "; ".join(parts)
 
 
 PRINTED = Look(INK, "-", "s", 1.8, 6)
@@ -659,20 +629,13 @@ LOOKS: dict[str, tuple[str, Look]] = {  # by variant: what the legend calls it
     "declared recomputation": ("recomputing as declared", Look("#56b4e9", (0, (3, 1)), "v")),
     BOTH: ("recomputing as declared", Look("#56b4e9", (0, (3, 1)), "v")),
 }
-BARS = {
-    "kelle": "Kelle+eDRAM",
-    "edram": "Original\n+eDRAM",
-    "aep": "AEP+SRAM",
-    "aerp": "AERP\n/ AEP",
-    "kelle-over-aerp": "Kelle\n/ AERP",
-}
 
 
 def _averages_figure(named: Mapping[str, Judged]) -> Figure:
     """Returns the averages of section 8.1, printed and modelled: speed-ups, then efficiencies."""
     figure, axes = grid_of(2)
     for panel, (title, what) in zip(axes, {"speed-up": "speedup", "energy efficiency": "efficiency"}.items(), strict=True):
-        _bars(panel, [named[f"{part}-{what}"] for part in BARS])
+        _bars(panel, [named[f"{part}-{what}"] for part in PARTS])
         panel.set_title(title)
     legend_below(figure, axes)
     return figure
@@ -690,7 +653,7 @@ def _bars(panel: Axes, judged: Sequence[Judged]) -> None:
             # A label only once: the legend takes the first of each, and this one is asked for its bars.
             panel.bar([at], [value], width=0.92 * width, color=colour, label=label if label not in labelled else None)
             labelled.add(label)
-    panel.set_xticks(range(len(judged)), list(BARS.values()), fontsize=7.5)
+    panel.set_xticks(range(len(judged)), [part.label for part in PARTS.values()], fontsize=7.5)
     panel.grid(axis="x", visible=False)
     panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
     panel.set_ylabel("times as good")
@@ -710,28 +673,22 @@ def _curves(paper: Paper, table: str, label: str, named: Mapping[str, Judged]) -
         for profile in PROFILES:
             told, look = LOOKS[profile]
             panel.plot(along, [one.findings[profile].values["ours"] for one in judged], label=told, **look.line())
-        panel.set_title(title)
-        panel.set_xlabel(label)
-        panel.set_ylabel("efficiency, × Original+SRAM")
-        panel.set_ylim(bottom=0)
+        panel.set(title=title, xlabel=label, ylabel="efficiency, × Original+SRAM", ylim=(0, None))
     legend_below(figure, axes)
     return figure
 
 
-def _example(run: Experiments) -> Iterator[HtmlBlock]:
+def _example(paper: Paper) -> Iterator[HtmlBlock]:
     found = saved(json.loads(json.dumps(document(compare()))))
-    caption = "Modelled: llama2-7b, PG19 (context 512, decode 8192), batch 16, N' = 2048."
-    told = "; ".join(f"{row.system}, {row.profile}: {joules(row['energy_j'])}" for row in found.rows)
-    shares = "; ".join(f"{row.system}, {row.profile}: {row['refresh_share']:.1%}" for row in found.rows)
+    energies = "; ".join(f"{row['system']}, {row['profile']}: {joules(row['energy_j'])}" for row in found.rows)
+    shares = "; ".join(f"{row['system']}, {row['profile']}: {row['refresh_share']:.1%}" for row in found.rows)
     rates = ((roof.system, name, rate) for roof in found.roofs for name, _, rate in roof.points)
     points = "; ".join(f"{system}: {name} {rate / 1e9:.0f} G/s" for system, name, rate in rates)
-    yield _drawn(lambda: energy_figure(found.rows), told, caption)
-    yield _drawn(lambda: refresh_figure(found.rows), shares, caption)
-    rows: list[list[Cell]] = [[name, *map(joules, strategy_j(run, p).values())] for name, p in PROFILES.items()]
+    yield picture(paper, "example", energy_figure(found.rows), told=energies)
+    yield picture(paper, "example", refresh_figure(found.rows), told=shares)
+    rows: list[list[Cell]] = [[name, *map(joules, strategy_j(p).values())] for name, p in PROFILES.items()]
     yield Table("Energy by refresh strategy (section 8.3.3), modelled", ["profile", *STRATEGIES], rows)
-    more = "The last step. Section 8.3.2 has recomputation raise the throughput until the array is the bound: from first "
-    more += "principles there is next to nothing to gain before it is."
-    yield _drawn(lambda: roofline_figure(found.roofs), points, f"{caption} {more}")
+    yield picture(paper, "roofline", roofline_figure(found.roofs), told=points)
 
 
 def _constants() -> Iterator[HtmlBlock]:

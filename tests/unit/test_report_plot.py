@@ -10,22 +10,28 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from llmcache.errors import DataError, UsageError
-from llmcache.report.grid import EDGE, LEAST_SHARE, AccessGrid, Band, FileSpan, bands, survey
 from llmcache.report.plot import (
     CLASSES,
+    EDGE,
+    LEAST_SHARE,
+    AccessGrid,
+    Band,
+    FileSpan,
     Landmark,
     Shade,
     access_figure,
     alt_text,
+    bands,
     caption,
     chosen_files,
     class_rows,
     conditions,
     picture_of,
     pixels,
+    survey,
 )
 from llmcache.report.theme import CLASS_COLOURS, OP_COLOURS, embedded, figure_bytes, style
-from llmcache.trace.record import Provenance, Trace
+from llmcache.trace.record import Provenance, Trace, TraceFile
 from tests.unit.report_parts import COPY, MODEL, TOKENIZER, recorded
 from tests.unit.simulation_parts import Row, loop, rows, trace_of
 
@@ -79,20 +85,6 @@ def test_every_block_is_counted_in_its_cell(accesses: list[Row], by_time: bool, 
         for cell in cells:
             expected[op, cell, min(int(passed * 16), 15)] += 1
     assert np.array_equal(grid.counts(), expected)
-
-
-def test_cells_of_a_plain_loop_are_exact() -> None:
-    trace = trace_of([(0, first, 10, 0) for _ in range(4) for first in range(0, 40, 10)])
-    grid, _ = filled(trace, False, 16, 4, 5)
-    assert np.array_equal(grid.counts()[0], np.tile(np.eye(4, dtype=np.int64), 4))
-    assert not grid.counts()[1:].any()
-
-
-def test_batches_do_not_change_the_picture() -> None:
-    for by_time in (True, False):
-        whole, _ = filled(recorded(), by_time, 50, 60, 10**6)
-        parts, _ = filled(recorded(), by_time, 50, 60, 3)
-        assert np.array_equal(whole.counts(), parts.counts())
 
 
 def test_files_without_a_band_are_left_out() -> None:
@@ -221,11 +213,14 @@ def test_files_are_chosen_by_path_or_name() -> None:
     assert MODEL in str(caught.value.hint)
 
 
+def of_files(rows: list[Row], name: str) -> Trace:
+    """A trace of `rows` over as many files as there are, each called `name` with its number."""
+    files = [TraceFile(number, name.format(number), 0, 0, 0, 0) for number in range(1 + max(row[0] for row in rows))]
+    return Trace.build(list(range(len(rows))), *zip(*rows, strict=True), files=files, provenance=Provenance("test"))
+
+
 def test_what_was_left_out_is_told() -> None:
-    rows = [(file % 20, 0, 10, 0) for file in range(200)]
-    file, first, count, op = zip(*rows, strict=True)
-    known = [type(recorded().files[0])(number, f"/f{number}\n", 0, 0, 0, 0) for number in range(20)]
-    trace = Trace.build(list(range(200)), file, first, count, op, files=known, provenance=Provenance("test"))
+    trace = of_files([(file % 20, 0, 10, 0) for file in range(200)], "/f{}\n")
     picture = picture_of(trace, "t")
     assert len(picture.bands) == 16 and picture.names[0] == "/f0?"
     assert "Not shown: 4 further files with 20.0% of the accesses; --files GLOB" in caption(picture, trace)
@@ -233,25 +228,20 @@ def test_what_was_left_out_is_told() -> None:
 
 def test_files_that_hardly_count_are_left_out_until_they_are_asked_for() -> None:
     rows = [(0, 0, 1000, 2)] * 9 + [(1, 0, 5, 0)] * 20 + [(2, 0, 12, 0)] + [(number, 0, 5, 0) for number in range(3, 9)]
-    known = [type(recorded().files[0])(number, f"/f{number}", 0, 0, 0, 0) for number in range(9)]
-    trace = Trace.build(list(range(len(rows))), *zip(*rows, strict=True), files=known, provenance=Provenance("test"))
+    trace = of_files(rows, "/f{}")
     shades = [Shade(number, 0, 5, "LOOP" if number == 0 else "SEQ") for number in range(9)]
     picture = picture_of(trace, "t", shades=shades)
     assert [band.file for band in picture.bands] == [0, 1, 2]  # most accesses; 1.1 % of them; 1.1 % of the blocks
     told = caption(picture, trace)
     assert "Not shown: 6 further files with 0.3% of the accesses, each below 1% of" in told and "--files '*'" in told
     assert {shade.file for shade in picture.shades} == {0, 1, 2}
-    everything = picture_of(trace, "t", only=chosen_files(known, "*"))
+    everything = picture_of(trace, "t", only=chosen_files(trace.files, "*"))
     assert len(everything.bands) == 9 and "not shown" not in dict(conditions(everything, trace))
 
 
 def test_names_of_many_files_have_room() -> None:
-    rows = [(0, 0, 5000, 2)] + [(number, 0, 2, 0) for number in range(1, 40)]
-    known = [type(recorded().files[0])(number, f"/lib/{number}", 0, 0, 0, 0) for number in range(40)]
-    trace = Trace.build(list(range(len(rows))), *zip(*rows, strict=True), files=known, provenance=Provenance("test"))
-    with style():
-        figure = access_figure(picture_of(trace, "t", only=chosen_files(known, "*")))
-    places = figure.axes[0].child_axes[0].get_yticks()
+    trace = of_files([(0, 0, 5000, 2)] + [(number, 0, 2, 0) for number in range(1, 40)], "/lib/{}")
+    places = drawn(trace, only=chosen_files(trace.files, "*")).axes[0].child_axes[0].get_yticks()
     assert len(places) == 16 and np.diff(places).min() >= 0.032
 
 

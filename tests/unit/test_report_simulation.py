@@ -15,10 +15,9 @@ from llmcache.cache.plan import plan_of
 from llmcache.cache.policies import POLICIES, policy_class
 from llmcache.cache.results import Simulation
 from llmcache.cache.simulate import simulate_all
-from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.report.html import Picture
 from llmcache.report.lines import Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
-from llmcache.report.simulate_page import check_report, report_page, write_report
+from llmcache.report.simulate_page import report_page
 from llmcache.report.theme import (
     BANDWIDTH_LOOKS,
     CLASS_COLOURS,
@@ -101,18 +100,6 @@ def test_the_smallest_simulation_has_a_page(tmp_path: Path) -> None:
     assert page.tags["img"] == 2 and "nothing is read" in page.text and page.tags["details"] == 1
     only_curve = simulate_all([path], plan_of("lru", "auto", None, None, True))
     assert Page(report_page(only_curve)).tags["img"] == 3
-
-
-def test_a_report_that_cannot_be_written_is_refused(simulation: Simulation, tmp_path: Path) -> None:
-    target = tmp_path / "out.html"
-    write_report(str(target), simulation, False)
-    for path in (target, tmp_path, tmp_path / "none" / "out.html"):
-        with pytest.raises(UsageError, match="--report: "):
-            check_report(str(path), False)
-    check_report(str(target), True)
-    with pytest.raises(EnvironmentProblem, match=r"/proc/out\.html"):
-        write_report("/proc/out.html", simulation, False)
-    assert [path.name for path in tmp_path.glob("*out*")] == ["out.html"]
 
 
 def test_lines_are_the_values_in_the_unit_of_the_axis() -> None:

@@ -14,10 +14,10 @@ import pytest
 from llmcache.cache.classify import classify
 from llmcache.cache.latency import FetchModel
 from llmcache.cache.sizing import PHONE, WATCH
-from llmcache.kv.bench.results import STOCK, Bench, Marks, Observed, Row, TaskBench
+from llmcache.kv.bench.results import STOCK, Answers, Bench, Marks, Observed, Row, TaskBench
 from llmcache.kv.planning import MODELS, SYSTEMS
 from llmcache.report import REPRODUCTIONS
-from llmcache.report import paper_hillinfer_measures as hill
+from llmcache.report import paper_hillinfer as hill
 from llmcache.report import paper_icecache as ice
 from llmcache.report import paper_io_caching as io
 from llmcache.report.judge import Measure, Rule, Verdict, holds, judge, number, read_paper
@@ -81,10 +81,8 @@ def test_every_claim_is_whole(name: str) -> None:
         ("equal", 4.0, 4.01, PARTLY),
         ("gain", 1.32, 1.34, YES),
         ("gain", 1.19, 1.0, NO),  # within 25 %, but no gain at all
-        ("gain", 1.29, 1.48, PARTLY),
         ("gain", 0.61, 0.75, PARTLY),
         ("gain", 0.61, 1.18, NO),
-        ("gain", 3.94, 2.08, NO),
         ("at most", 2.67, 2.67, YES),
         ("at most", 2.67, 23.8, NO),
         ("at least", 2.0, 2.28, YES),
@@ -149,14 +147,8 @@ def by_hits(name: str, hits: Mapping[str, Ratios], aware: str = "llmcache", **ot
     return verdict("io-caching", name, io.FIGURE4[name](apps, aware))
 
 
-def by_latency(name: str, rows: Sequence[Ratios], **other: Sequence[Ratios]) -> Verdict:
-    """The same for a claim of figure 5 and latencies."""
-    apps = {key: app(key, {}, other.get(key, rows)) for key in io.ON_DEVICE}
-    return verdict("io-caching", name, io.FIGURE5[name](apps, "llmcache"))
-
-
-def shifted(values: list[float], by: float) -> list[float]:
-    return [value + by for value in values]
+def shifted(by: float) -> list[float]:
+    return [value + by for value in LINE]
 
 
 def against(lecar: list[float]) -> dict[str, list[float]]:
@@ -181,16 +173,16 @@ def against(lecar: list[float]) -> dict[str, list[float]]:
         ("lru-near-baseline", {"llmcache": LINE, "lru": [0.1] * 5}, {}, YES),  # it never gains anything
         ("lecar-sometimes-ai_notes", EVEN, {"ai_notes": against([0.22, *LINE[1:]])}, YES),
         ("lecar-sometimes-ai_notes", EVEN, {"ai_notes": against([0.5, *LINE[1:]])}, PARTLY),  # by more than slightly
-        ("lecar-sometimes-ai_notes", EVEN, {"ai_notes": against(shifted(LINE, 0.02))}, PARTLY),  # everywhere
+        ("lecar-sometimes-ai_notes", EVEN, {"ai_notes": against(shifted(0.02))}, PARTLY),  # everywhere
         ("lecar-sometimes-ai_notes", EVEN, {}, NO),
         ("lecar-sometimes-text_classification", EVEN, {"text_classification": against([0.22, *LINE[1:]])}, YES),
-        ("outperforms-lecar", EVEN, {"ai_translate": against(shifted(LINE, -0.1))}, YES),
-        ("outperforms-lecar", EVEN, {"ai_translate": against(shifted(LINE, -0.02))}, PARTLY),
+        ("outperforms-lecar", EVEN, {"ai_translate": against(shifted(-0.1))}, YES),
+        ("outperforms-lecar", EVEN, {"ai_translate": against(shifted(-0.02))}, PARTLY),
         ("outperforms-lecar", EVEN, {"ai_translate": against([0.5, 0.0, 0.0, 0.9, 0.9])}, PARTLY),  # below at two sizes
-        ("outperforms-lecar", EVEN, {"ai_translate": against(shifted(LINE, 0.05))}, NO),
-        ("higher-overall", against(shifted(LINE, -0.1)), {"ai_notes": against(shifted(LINE, 0.1))}, YES),
-        ("higher-overall", against(shifted(LINE, -0.1)), {"text_embedder": against(shifted(LINE, 0.1))}, PARTLY),
-        ("higher-overall", against(shifted(LINE, 0.1)), {"ai_notes": against(shifted(LINE, -0.1))}, NO),
+        ("outperforms-lecar", EVEN, {"ai_translate": against(shifted(0.05))}, NO),
+        ("higher-overall", against(shifted(-0.1)), {"ai_notes": against(shifted(0.1))}, YES),
+        ("higher-overall", against(shifted(-0.1)), {"text_embedder": against(shifted(0.1))}, PARTLY),
+        ("higher-overall", against(shifted(0.1)), {"ai_notes": against(shifted(-0.1))}, NO),
         ("lecar-fluctuates", against(BENT), {}, YES),
         ("lecar-fluctuates", {"llmcache": [0.2, 0.4, 0.37, 0.8, 0.9], "lecar": BENT}, {}, PARTLY),
         ("lecar-fluctuates", EVEN, {}, NO),
@@ -229,7 +221,8 @@ def test_flat_regions_end_where_a_policy_has_all_it_can_get() -> None:
     ],
 )
 def test_latencies(name: str, rows: Any, other: Any, expected: Verdict) -> None:
-    assert by_latency(name, rows, **other) is expected
+    apps = {key: app(key, {}, other.get(key, rows)) for key in io.ON_DEVICE}
+    assert verdict("io-caching", name, io.FIGURE5[name](apps, "llmcache")) is expected
 
 
 def test_writes_that_fetch_count_every_access() -> None:
@@ -256,24 +249,28 @@ def test_patterns_are_judged_by_what_the_detector_finds() -> None:
     assert [one["remote-has-no-loops"] for one in (everything, some)] == [YES, NO]
 
 
-def test_loops_are_judged_by_the_hits_of_a_pass() -> None:
-    def judged(name: str, hits: dict[int, float]) -> Verdict:
-        return verdict("io-caching", name, io.loop_hits(hits))
-
-    assert [judged("pinned-loop", {100: hits}) for hits in (100, 99, 98)] == [YES, PARTLY, NO]
-    under_lru = ({1: 0.0, 2: 0.0}, {1: 0.0, 2: 7.0}, {1: 3.0, 2: 7.0})
-    assert [judged("lru-evicts-loops", hits) for hits in under_lru] == [YES, PARTLY, NO]
+@pytest.mark.parametrize(
+    ("name", "measure", "expected"),
+    [
+        ("pinned-loop", io.loop_hits({100: 100}), YES),
+        ("pinned-loop", io.loop_hits({100: 99}), PARTLY),
+        ("pinned-loop", io.loop_hits({100: 98}), NO),
+        ("lru-evicts-loops", io.loop_hits({1: 0.0, 2: 0.0}), YES),
+        ("lru-evicts-loops", io.loop_hits({1: 0.0, 2: 7.0}), PARTLY),
+        ("lru-evicts-loops", io.loop_hits({1: 3.0, 2: 7.0}), NO),
+        ("lecar-overhead", io.lecar_costs_more({"lecar": 250, "llmcache": 100}, "llmcache"), YES),
+        ("lecar-overhead", io.lecar_costs_more({"lecar": 150, "llmcache": 100}, "llmcache"), PARTLY),
+        ("lecar-overhead", io.lecar_costs_more({"lecar": 105, "llmcache": 100}, "llmcache"), NO),
+    ],
+)
+def test_loops_and_overhead(name: str, measure: Measure, expected: Verdict) -> None:
+    assert verdict("io-caching", name, measure) is expected
 
 
 def test_a_replayed_loop_hits_no_more_than_the_cache_holds() -> None:
     found = io.hits_of_loops()
     assert all(size - 1 < hits <= size for size, hits in found["belady"].items())
     assert all(0 <= hits <= size for held in found.values() for size, hits in held.items())
-
-
-def test_overhead_is_judged_by_the_ratio_of_times() -> None:
-    found = [io.lecar_costs_more({"lecar": lecar, "llmcache": 100.0}, "llmcache") for lecar in (250, 150, 105, 50)]
-    assert [verdict("io-caching", "lecar-overhead", one) for one in found] == [YES, PARTLY, NO, NO]
 
 
 MB = 10**6
@@ -301,11 +298,7 @@ MB = 10**6
         ("parameters", {"phone": replace(PHONE, cache_bytes=100 * MB)}, NO),
         ("insensitive-to-t", {"phone": replace(PHONE, bandwidth=100 * MB)}, YES),
         ("insensitive-to-t", {}, PARTLY),
-        (
-            "insensitive-to-t",
-            {"watch": replace(WATCH, bandwidth=10**9), "phone": replace(PHONE, bandwidth=4 * 10**9)},
-            NO,
-        ),
+        ("insensitive-to-t", {"watch": replace(WATCH, bandwidth=10**9), "phone": replace(PHONE, bandwidth=4 * 10**9)}, NO),
         # Were BW x T one block per loop, the product would be right.
         ("sign-of-formula", {"watch": replace(WATCH, bandwidth=40_960, cache_bytes=74 * MB)}, YES),
         ("sign-of-formula", {}, NO),
@@ -325,147 +318,65 @@ def test_the_printed_formula_contradicts_the_example_of_the_paper() -> None:
     assert found["floor-of-formula"].values == {"floor": 7, "needed": 8, "late": 0.5}
 
 
-# hillinfer: what the models give
+# hillinfer: what the models give, and what is measured
+
+SHARE = hill.READINGS["share-20"]
+FAST = {"full": 80.0, "h2o": 70.0, "prefetch": 60.0, "leoam": 50.0, "hillinfer-no-app": 20.0, "hillinfer": 10.0}
 
 
-def hillinfer(name: str, measure: Measure) -> Verdict:
-    return verdict("hillinfer", name, measure)
-
-
-@pytest.mark.parametrize(("factor", "expected"), [(1.0, YES), (1.05, PARTLY), (1.2, NO), (0.8, NO)])
-def test_memory_is_that_of_the_sizes(factor: float, expected: Verdict) -> None:
-    memory = hill.MemoryTable.computed()
-    if factor == 1.0:
-        assert {hillinfer(name, one) for name, one in hill.memory_measures(memory).items()} == {YES}
-    use = memory.at("Qwen-7B")
+def memory(factor: float) -> Measure:
+    """The measure of Qwen-7B's memory if it were `factor` times as large."""
+    by_context, _ = hill.memory_tables()
+    use = by_context["Qwen-7B"][4096]
     changed = replace(use, weights=use.weights + (factor - 1) * use.total)
-    rows = {**memory.by_context, "Qwen-7B": {**memory.by_context["Qwen-7B"], 4096: changed}}
-    found = hill.memory_measures(hill.MemoryTable(rows, memory.by_batch))
-    assert hillinfer("qwen-30-gb", found["qwen-30-gb"]) is expected
+    return hill.memory_measures({**by_context, "Qwen-7B": {4096: changed}})["qwen-30-gb"]
 
 
-def test_modelled_transfers_are_bytes_by_speed() -> None:
-    found = hill.Transfers.modelled(hill.READINGS["share-20"])
-    bytes_8k = 0.2 * MODELS["Qwen-7B"].kv_bytes(8192, 8)
-    assert found.seconds[0.2][8192] == pytest.approx(bytes_8k / hill.READINGS["share-20"].machine.ssd_bytes_per_s)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "growth", "share"),
-    [
-        ((1, 2, 4), (2, 3, 6), YES, YES),
-        ((1, 0.95, 4), (2, 3, 6), PARTLY, YES),
-        ((1, 0.5, 4), (2, 0.4, 6), NO, PARTLY),
-        ((2, 3, 4), (1, 2, 3), YES, NO),
-    ],
-)
-def test_transfers_are_judged_by_their_times(low: Ratios, high: Ratios, growth: Verdict, share: Verdict) -> None:
-    contexts = (1024, 2048, 4096)
+def transfers(low: Ratios, high: Ratios) -> hill.ClaimMeasures:
+    """The measures of seconds for 20 % and 30 % at three contexts."""
     rows = [
-        {"share": part, "context": context, "seconds": seconds}
-        for part, row in ((0.2, low), (0.3, high))
-        for context, seconds in zip(contexts, row, strict=True)
+        {"share": share, "context": 1024 << place, "seconds": seconds}
+        for share, row in ((0.2, low), (0.3, high))
+        for place, seconds in enumerate(row)
     ]
-    data = hill.Transfers.read({"layers": 1, "rows": rows})
-    assert data is not None and hill.Transfers.read(None) is None
-    found = data.measures()
-    assert hillinfer("grows-with-context", found["grows-with-context"]) is growth
-    assert hillinfer("grows-with-share", found["grows-with-share"]) is share
+    return hill.Transfers.read({"layers": 1, "rows": rows}).measures()
 
 
-@pytest.mark.parametrize(("transfer", "idle", "expected"), [(0.6, 0.5, YES), (0.6, 0.1, PARTLY), (0.4, 0.1, NO)])
-def test_what_dominates_a_step(transfer: float, idle: float, expected: Verdict) -> None:
-    assert hillinfer("dominates", Measure("", {"transfer_share": transfer, "idle_share": idle})) is expected
+def dominating(transfer: float, idle: float) -> Measure:
+    return Measure("", {"transfer_share": transfer, "idle_share": idle})
 
 
 class MadeUp(hill.ModelledCase):
     """A point whose speed-ups are given."""
 
-    def speedup(self, baseline: str, output_tokens: int = 0) -> float:
+    def speedup(self, baseline: str) -> float:
         given: Any = self.latencies
         return float(given[baseline])
 
 
-def made_up(rows: Sequence[Ratios]) -> list[hill.ModelledCase]:
-    """Points of one model whose speed-ups over the four baselines are `rows`; modelled times for their order."""
-    return [
-        MadeUp("Qwen-7B", 1024 << place, dict(zip(hill.BASELINES, row, strict=True)))  # type: ignore[arg-type]
-        for place, row in enumerate(rows)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("rows", "in_range", "up_to", "longer"),
-    [
-        (((8, 7, 6, 5), (8.5, 7.5, 6.5, 5.5)), YES, YES, YES),
-        (((8, 7, 6, 1), (8.5, 6, 6.5, 1.5)), PARTLY, YES, PARTLY),
-        (((20, 2, 2, 1), (10, 2, 2, 1)), NO, PARTLY, NO),
-        (((2, 2, 2, 1), (1, 1, 1, 1)), NO, NO, NO),
-    ],
-)
-def test_speed_ups_are_judged_by_the_papers_range(
-    rows: Sequence[Ratios], in_range: Verdict, up_to: Verdict, longer: Verdict
-) -> None:
-    found = hill.speedup_measures(made_up(rows))
-    names = ("speed-up-range", "up-to-8.56", "longer-gains-more")
-    assert [hillinfer(name, found[name]) for name in names] == [in_range, up_to, longer]
-
-
-def test_the_order_is_that_of_the_modelled_times() -> None:
-    point, names = hill.points(hill.READINGS["sizes"])[0], list(SYSTEMS)
-    slow = {
-        name: replace(point.latencies["full"], token_ns=1e9 * (len(names) - place), prefill_ns=0)
-        for place, name in enumerate(names)
-    }
-    swapped = {**slow, "full": slow["hillinfer"], "hillinfer": slow["full"]}
-    ordered, other = replace(point, latencies=slow), replace(point, latencies=swapped)
-    for of, expected in (([ordered], YES), ([ordered, other], PARTLY), ([other], NO)):
-        assert hillinfer("order", hill.systems_in_order(of)) is expected
-
-
-def test_readings_differ_in_machine_and_workload_which_all_systems_share() -> None:
-    for reading in hill.READINGS.values():
-        found = hill.points(reading)
-        assert len(found) == 11 and all(point.context <= MODELS[point.model].context_limit for point in found)
-        assert {one.machine for point in found for one in point.latencies.values()} == {reading.machine.name}
-        if reading.ssd_share is not None:
-            shares = {one.places.ssd_share for point in found for one in point.latencies.values()}
-            assert all(share == pytest.approx(reading.ssd_share) for share in shares)
-
-
-def test_needed_speeds_give_the_ends_of_the_range() -> None:
-    reading = hill.READINGS["share-20"]
-    base = reading.machine.ssd_bytes_per_s
-    for one in hill.needed(reading):
-        for rate, expected in ((one.slowest, hill.MOST), (one.fastest, hill.LEAST)):
-            machine = reading.machine.faster(ssd_bytes_per_s=rate / base, ssd_requests_per_s=rate / base)
-            changed, names = replace(reading, machine=machine), (one.baseline, "hillinfer")
-            point = hill.ModelledCase("", 4096, {name: changed.latency(name, MODELS["Qwen-7B"], 4096) for name in names})
-            assert point.speedup(one.baseline) == pytest.approx(expected, rel=1e-6)
-    assert all(math.isnan(one.slowest) for one in hill.needed(hill.READINGS["sizes"]))
-
-
-def test_parts_and_the_ratio_of_the_pools() -> None:
-    reading = hill.READINGS["share-20"]
-    one = hill.ablation()["share-20"]
-    for times, expected in (((3, 2, 1), YES), ((1, 2, 1), PARTLY), ((1, 2, 3), NO)):
-        pairs = zip(one.items(), times, strict=True)
-        timed = {name: replace(of, token_ns=time * 1e9) for (name, of), time in pairs}
-        assert hillinfer("each-part-counts", hill.part_measures(timed, reading)["each-part-counts"]) is expected
-    curves = (
-        ((6, 5, 1, 2, 3, 4), YES),
-        ((6, 5, 2, 1, 3, 4), YES),
-        ((6, 5, 1.01, 2, 3, 1), PARTLY),
-        ((1, 2, 3, 4, 5, 6), NO),
+def speedups(*rows: Ratios) -> hill.ClaimMeasures:
+    """The measures of one model whose speed-ups over the four baselines are `rows`, by context."""
+    return hill.speedup_measures(
+        [
+            MadeUp("Qwen-7B", 1024 << place, dict(zip(hill.BASELINES, row, strict=True)))  # type: ignore[arg-type]
+            for place, row in enumerate(rows)
+        ]
     )
-    for curve, expected in curves:
-        data = hill.BetaSweep(30.0, {hill.BEST: [value * 1e9 for value in curve]})
-        assert hillinfer("beta-rule", data.measure(hill.BEST)) is expected
 
 
-# hillinfer: what is measured
+def order(*cases: bool) -> Measure:
+    """The measure of points at which the systems come in their order, or with the ends exchanged."""
+    full = SHARE.latency("full", MODELS["Qwen-7B"], 4096)
+    names = list(SYSTEMS)
+    right = {name: replace(full, token_ns=1e9 * (len(names) - place), prefill_ns=0) for place, name in enumerate(names)}
+    wrong = {**right, "full": right["hillinfer"], "hillinfer": right["full"]}
+    return hill.systems_in_order([hill.ModelledCase("Qwen-7B", 4096, right if case else wrong) for case in cases])
 
-FAST = {"full": 80.0, "h2o": 70.0, "prefetch": 60.0, "leoam": 50.0, "hillinfer-no-app": 20.0, "hillinfer": 10.0}
+
+def parts(*seconds: float) -> Measure:
+    timed = zip(hill.parts_of(SHARE).items(), seconds, strict=True)
+    found = {name: replace(of, token_ns=one * 1e9) for (name, of), one in timed}
+    return hill.part_measures(found, SHARE)["each-part-counts"]
 
 
 def row(name: str, token_ms: float, scored: float = 0.0, beta: float | None = 4.0) -> Row:
@@ -474,61 +385,81 @@ def row(name: str, token_ms: float, scored: float = 0.0, beta: float | None = 4.
     return Row(name, name.title(), token_ms * 1e6, stages, 0.0, 0.5, moved, beta)
 
 
-def runs(times: Mapping[str, float], device: float = 1e4) -> Bench:
+def runs(device: float = 1e4, **times: float) -> Bench:
     scored = {"prefetch": 1e6, "hillinfer": device}
-    rows = tuple(row(name, time, scored.get(name, 0.0)) for name, time in times.items())
+    rows = tuple(row(name, time, scored.get(name, 0.0)) for name, time in (FAST | times).items())
     return Bench("measured", {"context": 2048}, rows)
 
 
+def sweep(*times: float) -> Measure:
+    rows = tuple(row("hillinfer", time, beta=2.0**place) for place, time in enumerate(times))
+    return hill.beta_measure(Bench("measured", {}, rows, Marks(4e9, 1e9, None)))
+
+
+def accuracy(at_02: float, at_005: float) -> hill.ClaimMeasures:
+    by_system = {"hillinfer": {"0.05": at_005, "0.2": at_02, "0.4": 0.95}}
+    return hill.accuracy_measures({"tokens": 4096, "answers": 256, "full": 0.95, "by_system": by_system}, "hillinfer")
+
+
 @pytest.mark.parametrize(
-    ("name", "found", "expected"),
+    ("found", "expected"),
     [
-        ("speed-up-here", runs(FAST), YES),
-        ("speed-up-here", runs({**FAST, "hillinfer": 14.0}), PARTLY),
-        ("speed-up-here", runs({**FAST, "hillinfer": 100.0}), NO),
-        ("parts-here", runs(FAST), YES),
-        ("parts-here", runs({**FAST, "hillinfer": 19.9}), PARTLY),
-        ("link-bytes-here", runs(FAST, 1e4), YES),
-        ("link-bytes-here", runs(FAST, 5e4), PARTLY),
-        ("link-bytes-here", runs(FAST, 5e5), NO),
+        *[({"qwen-30-gb": memory(f)}, [v]) for f, v in ((1.0, YES), (1.05, PARTLY), (1.2, NO), (0.8, NO))],
+        (transfers((1, 2, 4), (2, 3, 6)), [YES, YES]),
+        (transfers((1, 0.95, 4), (2, 3, 6)), [PARTLY, YES]),
+        (transfers((1, 0.5, 4), (2, 0.4, 6)), [NO, PARTLY]),
+        (transfers((2, 3, 4), (1, 2, 3)), [YES, NO]),
+        *[({"dominates": dominating(*v)}, [e]) for v, e in (((0.6, 0.5), YES), ((0.6, 0.1), PARTLY), ((0.4, 0.1), NO))],
+        # the range, the largest, longer contexts
+        (speedups((8, 7, 6, 5), (8.5, 7.5, 6.5, 5.5)), [YES, YES, YES]),
+        (speedups((8, 7, 6, 1), (8.5, 6, 6.5, 1.5)), [PARTLY, YES, PARTLY]),
+        (speedups((20, 2, 2, 1), (10, 2, 2, 1)), [NO, PARTLY, NO]),
+        (speedups((2, 2, 2, 1), (1, 1, 1, 1)), [NO, NO, NO]),
+        *[({"order": order(*cases)}, [v]) for cases, v in (((True,), YES), ((True, False), PARTLY), ((False,), NO))],
+        *[({"each-part-counts": parts(*s)}, [v]) for s, v in (((3, 2, 1), YES), ((1, 2, 1), PARTLY), ((1, 2, 3), NO))],
+        ({"beta-rule": hill.sweep_measure((6, 5, 1, 2, 3, 4))}, [YES]),
+        ({"beta-rule": hill.sweep_measure((6, 5, 2, 1, 3, 4))}, [YES]),
+        ({"beta-rule": hill.sweep_measure((6, 5, 1.01, 2, 3, 1))}, [PARTLY]),
+        ({"beta-rule": hill.sweep_measure((1, 2, 3, 4, 5, 6))}, [NO]),
+        # what ran here: speed-ups, parts, bytes over the link
+        (hill.run_measures(runs()), [YES, YES, YES]),
+        (hill.run_measures(runs(5e4, hillinfer=14.0)), [PARTLY, YES, PARTLY]),
+        (hill.run_measures(runs(5e5, hillinfer=19.9)), [NO, PARTLY, NO]),
+        (hill.run_measures(runs(hillinfer=100.0)), [NO, PARTLY, YES]),
+        ({"beta-here": sweep(9, 8, 1, 8, 9)}, [YES]),
+        ({"beta-here": sweep(9, 8, 2, 1, 9)}, [YES]),
+        ({"beta-here": sweep(9, 8, 1.01, 9, 1)}, [PARTLY]),
+        ({"beta-here": sweep(1, 2, 3, 4, 5)}, [NO]),
+        (accuracy(0.95, 0.5), [YES, YES]),
+        (accuracy(0.92, 0.5), [PARTLY, PARTLY]),
+        (accuracy(0.5, 0.5), [NO, PARTLY]),
+        (accuracy(0.95, 0.95), [YES, PARTLY]),
     ],
 )
-def test_runs_are_judged_by_the_same_numbers(name: str, found: Bench, expected: Verdict) -> None:
-    assert hillinfer(name, hill.run_measures(found)[name]) is expected
+def test_hillinfer_is_judged_by_its_numbers(found: hill.ClaimMeasures, expected: list[Verdict]) -> None:
+    assert [verdict("hillinfer", name, measure) for name, measure in found.items()] == expected
+
+
+def test_needed_speeds_give_the_ends_of_the_range() -> None:
+    for baseline, rates in hill.needed(SHARE).items():
+        for rate, expected in zip(rates, (hill.MOST, hill.LEAST), strict=True):
+            factor = rate / SHARE.machine.ssd_bytes_per_s
+            changed = replace(SHARE, machine=SHARE.machine.faster(ssd_bytes_per_s=factor, ssd_requests_per_s=factor))
+            both = {name: changed.latency(name, MODELS["Qwen-7B"], 4096) for name in (baseline, "hillinfer")}
+            assert hill.ModelledCase("", 4096, both).speedup(baseline) == pytest.approx(expected, rel=1e-6)
+    assert all(math.isnan(slowest) for slowest, _ in hill.needed(hill.READINGS["sizes"]).values())
 
 
 def test_hits_that_were_measured_change_what_is_modelled() -> None:
-    plain = runs(FAST)
+    plain = runs()
     assert hill.with_hits(plain, 0.2) is None
     seen = Observed((1,), 1, 100, 1.0, 0, 0, 0, 0.0, None, {})
     hits = {"prefetch": 0.7, "hillinfer": 1.0}
     rows = tuple(replace(one, observed=replace(seen, hit_ratio=hits.get(one.policy, 0.8))) for one in plain.rows)
     found = hill.with_hits(replace(plain, rows=rows), 0.2)
     assert found is not None and set(found) == {"share-20", "flexgen-20"}
-    worst = hill.over(hill.points(hill.READINGS["share-20"]), "prefetch")
+    worst = hill.over(hill.points(SHARE), "prefetch")
     assert all(better > plainly for better, plainly in zip(hill.over(found["share-20"], "prefetch"), worst, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("times", "expected"),
-    [((9, 8, 1, 8, 9), YES), ((9, 8, 2, 1, 9), YES), ((9, 8, 1.01, 9, 1), PARTLY), ((1, 2, 3, 4, 5), NO)],
-)
-def test_the_measured_sweep(times: Ratios, expected: Verdict) -> None:
-    rows = tuple(row("hillinfer", time, beta=2.0**place) for place, time in enumerate(times))
-    found = hill.beta_measure(Bench("measured", {}, rows, Marks(4e9, 1e9, None)))
-    assert hillinfer("beta-here", found) is expected
-
-
-@pytest.mark.parametrize(
-    ("at_02", "at_005", "comparable", "trade"),
-    [(0.95, 0.5, YES, YES), (0.92, 0.5, PARTLY, PARTLY), (0.5, 0.5, NO, PARTLY), (0.95, 0.95, YES, PARTLY)],
-)
-def test_accuracy_is_judged_against_the_full_cache(at_02: float, at_005: float, comparable: Verdict, trade: Verdict) -> None:
-    by_alpha = {"0.05": at_005, "0.2": at_02, "0.4": 0.95}
-    data = {"tokens": 4096, "answers": 256, "full": 0.95, "by_system": {"hillinfer": by_alpha}}
-    found = hill.accuracy_measures(data, "hillinfer")
-    assert hillinfer("comparable-accuracy", found["comparable-accuracy"]) is comparable
-    assert hillinfer("alpha-trade-off", found["alpha-trade-off"]) is trade
 
 
 # icecache
@@ -540,27 +471,32 @@ def asked(name: str, measure: Callable[[TaskBench, str], Measure], data: TaskBen
     return verdict("icecache", name, measure(data, policy))
 
 
-@pytest.mark.parametrize(("found", "expected"), [([10] * 20, YES), ([10] * 19 + [5], PARTLY), ([9] * 20, NO)])
-def test_every_passkey_means_every_one(found: Sequence[int], expected: Verdict) -> None:
-    data = bench({(STOCK, None): [10] * 20, (ICE, 64): found, (ICE, 256): [10] * 20})
-    if expected is NO:
-        data = bench({(STOCK, None): [10] * 20, (ICE, 64): found})
-    assert asked("every-passkey", ice.every_passkey, data) is expected
+def answered(own: Sequence[int], full: Sequence[int], contexts: Sequence[int] = (1024,)) -> TaskBench:
+    """Results in which the largest budget of IceCache answers `own`, and a small one nothing, where all answer `full`."""
+    return bench({(STOCK, None): full, (ICE, 64): [0] * len(own), (ICE, 256): own}, contexts)
 
 
-@pytest.mark.parametrize(("own", "expected"), [([100, 99], YES), ([98, 94], PARTLY), ([94, 94], NO)])
-def test_99_percent_are_of_what_the_full_cache_answers(own: Sequence[int], expected: Verdict) -> None:
-    data = bench({(STOCK, None): [100, 100], (ICE, 64): [0, 0], (ICE, 256): own})
-    assert asked("keeps-99", ice.kept, data) is expected
-    half = bench({(STOCK, None): [50, 50], (ICE, 256): [50, 50]})
-    assert asked("keeps-99", ice.kept, half) is YES, "it cannot know more than the model"
+FAR = bench({(STOCK, None): [10] * 4, (ICE, 256): [7] * 4}, (4096,))
 
 
-def test_the_worst_context_counts() -> None:
-    near = bench({(STOCK, None): [10] * 4, (ICE, 256): [10] * 4}, (1024,))
-    far = bench({(STOCK, None): [10] * 4, (ICE, 256): [7] * 4}, (4096,))
-    assert asked("needles", ice.kept, near) is YES
-    assert asked("needles", ice.kept, replace(near, rows=(*near.rows, *far.rows))) is NO
+@pytest.mark.parametrize(
+    ("name", "measure", "data", "expected"),
+    [
+        ("every-passkey", ice.every_passkey, bench({(STOCK, None): [10] * 20, (ICE, 64): [10] * 20}), YES),
+        ("every-passkey", ice.every_passkey, bench({(STOCK, None): [10] * 20, (ICE, 64): [10] * 19 + [5]}), PARTLY),
+        ("every-passkey", ice.every_passkey, bench({(STOCK, None): [10] * 20, (ICE, 64): [9] * 20}), NO),
+        ("keeps-99", ice.kept, answered([100, 99], [100, 100]), YES),
+        ("keeps-99", ice.kept, answered([98, 94], [100, 100]), PARTLY),
+        ("keeps-99", ice.kept, answered([94, 94], [100, 100]), NO),
+        ("keeps-99", ice.kept, answered([50, 50], [50, 50]), YES),  # it cannot know more than the model
+        ("needles", ice.kept, answered([10] * 4, [10] * 4), YES),
+        ("needles", ice.kept, replace(FAR, rows=(*answered([10] * 4, [10] * 4).rows, *FAR.rows)), NO),  # the worst context
+    ],
+)
+def test_answers_are_judged_against_the_full_cache(
+    name: str, measure: Callable[[TaskBench, str], Measure], data: TaskBench, expected: Verdict
+) -> None:
+    assert asked(name, measure, data) is expected
 
 
 @pytest.mark.parametrize(("own", "rival", "quarter", "outperforms"), [(9, 5, YES, YES), (5, 5, YES, NO), (4, 5, NO, NO)])
@@ -568,18 +504,17 @@ def test_rivals_are_beaten_or_not(own: int, rival: int, quarter: Verdict, outper
     data = of_policies(own, rival, ice.OURS)
     assert asked("quarter-of-the-budget", ice.quarter, data, TREE) is quarter
     assert asked("outperforms", ice.outperforms, data, TREE) is outperforms
-    # One rival that is as good makes it partly.
-    best = data.rows[1].answers
-    rows = tuple(replace(one, answers=best) if one.policy == "quest" else one for one in data.rows)
-    if outperforms is YES:
-        assert asked("outperforms", ice.outperforms, replace(data, rows=rows), TREE) is PARTLY
 
 
-def test_trees_are_compared_with_the_exact_scan() -> None:
-    data, fewer = of_policies(10, 5, ice.OURS), of_policies(5, 5, ice.OURS).rows[1].answers
+def test_one_rival_that_is_as_good_and_a_tree_that_finds_less() -> None:
+    data, fewer = of_policies(9, 5, ice.OURS), of_policies(5, 5, ice.OURS).rows[1].answers
+
+    def changed(policy: str, answers: Answers) -> TaskBench:
+        return replace(data, rows=tuple(replace(one, answers=answers) if one.policy == policy else one for one in data.rows))
+
+    assert asked("outperforms", ice.outperforms, changed("quest", data.rows[1].answers), TREE) is PARTLY
     assert asked("near-top-k", ice.near_exact, data, PAGES) is YES
-    rows = tuple(replace(one, answers=fewer) if one.policy == PAGES else one for one in data.rows)
-    assert asked("near-top-k", ice.near_exact, replace(data, rows=rows), PAGES) is NO
+    assert asked("near-top-k", ice.near_exact, changed(PAGES, fewer), PAGES) is NO
 
 
 def length(tokens: int, policy: str, ms: float, full_ms: float, loading: float = 0.1, query: float = 0.2) -> dict[str, Any]:
@@ -613,19 +548,22 @@ def test_memory_and_time_count_together(rows: list[dict[str, Any]], expected: Ve
     assert "with index" in found.words and ("faster from 2,048 tokens on" in found.words) == (found.values["times"] <= 1)
 
 
-@pytest.mark.parametrize(("own", "expected"), [((5, 10, 15), YES), ((5, 10, 30), PARTLY), ((5, 10, 60), NO)])
-def test_growth_is_compared_with_the_full_cache(own: tuple[float, ...], expected: Verdict) -> None:
-    assert verdict("icecache", "slower-growth", ice.growth(by_length(*own))) is expected
-
-
 @pytest.mark.parametrize(
-    ("loading", "query", "expected"), [(0.1, 0.2, YES), (0.2, 0.1, PARTLY), (0.5, 0.3, PARTLY), (0.6, 0.1, NO)]
+    ("name", "measure", "rows", "expected"),
+    [
+        ("slower-growth", ice.growth, by_length(5, 10, 15), YES),
+        ("slower-growth", ice.growth, by_length(5, 10, 30), PARTLY),
+        ("slower-growth", ice.growth, by_length(5, 10, 60), NO),
+        ("breakdown", ice.breakdown, by_length(9, 9, loading=0.1, query=0.2), YES),
+        ("breakdown", ice.breakdown, by_length(9, 9, loading=0.2, query=0.1), PARTLY),
+        ("breakdown", ice.breakdown, by_length(9, 9, loading=0.5, query=0.3), PARTLY),
+        ("breakdown", ice.breakdown, by_length(9, 9, loading=0.6, query=0.1), NO),
+        ("reuse-is-faster", ice.reuse_faster, [*by_length(10.0), length(1024, ice.REUSE, 8.0, 10)], YES),
+        ("reuse-is-faster", ice.reuse_faster, [*by_length(10.0), length(1024, ice.REUSE, 9.8, 10)], PARTLY),
+        ("reuse-is-faster", ice.reuse_faster, [*by_length(10.0), length(1024, ice.REUSE, 11.0, 10)], NO),
+    ],
 )
-def test_parts_are_ranked(loading: float, query: float, expected: Verdict) -> None:
-    assert verdict("icecache", "breakdown", ice.breakdown(by_length(9, 9, loading=loading, query=query))) is expected
-
-
-@pytest.mark.parametrize(("reuse", "expected"), [(8.0, YES), (9.8, PARTLY), (11.0, NO)])
-def test_reuse_is_compared_with_itself(reuse: float, expected: Verdict) -> None:
-    rows = [*by_length(10.0), length(1024, ice.REUSE, reuse, 10)]
-    assert verdict("icecache", "reuse-is-faster", ice.reuse_faster(rows)) is expected
+def test_times_are_judged_by_length(
+    name: str, measure: Callable[[list[dict[str, Any]]], Measure], rows: list[dict[str, Any]], expected: Verdict
+) -> None:
+    assert verdict("icecache", name, measure(rows)) is expected
