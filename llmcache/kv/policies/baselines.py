@@ -17,7 +17,7 @@ from llmcache.kv.importance.tables import TokenTable
 from llmcache.kv.kernels import top
 from llmcache.kv.pipeline import widened
 from llmcache.kv.pipeline.timeline import CPU, EVALUATE
-from llmcache.kv.policies.base import KvPolicy, PolicySettings, check
+from llmcache.kv.policies.base import KvPolicy, PolicySettings, at_least, one_of, setting
 from llmcache.kv.tiers import Selection
 
 RULES = ("mass", "product")
@@ -66,11 +66,7 @@ class Window(KvPolicy):
 class OracleSettings(PolicySettings):
     """`by`: "mass", the weights of softmax added up over the query heads of a key head; "product", the largest product."""
 
-    by: str = "mass"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self.by in RULES, "by", self.by, f"one of: {', '.join(RULES)}")
+    by: str = one_of("mass", RULES)
 
 
 class Oracle(KvPolicy):
@@ -154,11 +150,7 @@ class H2O(KvPolicy):
 class PrefetchSettings(PolicySettings):
     """`channels`: the share of the channels of a query that take part in the score, those with the largest numbers."""
 
-    channels: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(0 < self.channels <= 1, "channels", self.channels, "it is a share of the channels: above 0, at most 1")
+    channels: float = setting(1.0, lambda share: 0 < share <= 1, "it is a share of the channels: above 0, at most 1")
 
 
 class Prefetch(KvPolicy):
@@ -206,13 +198,8 @@ def largest_channels(queries: Floats, share: float) -> Floats:
 class LeoAMSettings(PolicySettings):
     """`chunk_pages`: pages of a chunk. `promising`: tokens that are scored exactly, as a multiple of those chosen."""
 
-    chunk_pages: int = 8
-    promising: float = 2.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self.chunk_pages >= 1, "chunk_pages", self.chunk_pages, "at least 1 page is needed")
-        check(self.promising >= 1, "promising", self.promising, "at least as many as are chosen: 1 or above")
+    chunk_pages: int = at_least(8, 1, "at least 1 page is needed")
+    promising: float = at_least(2.0, 1, "at least as many as are chosen: 1 or above")
 
 
 class LeoAM(KvPolicy):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llmcache.arrays import Floats
 from llmcache.kv.importance.bkp import BidirectionalPools, cpu_pages_for
 from llmcache.kv.importance.hie import HierarchicalEvaluation
-from llmcache.kv.policies.base import KvPolicy, PolicySettings, check
+from llmcache.kv.policies.base import KvPolicy, PolicySettings, setting
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import Selection
 
@@ -24,15 +24,8 @@ class HillInferSettings(PolicySettings):
     hie: bool = True
     bkp: bool = True
     app: bool = True
-    beta: float | None = None
-    memory_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.beta is not None:
-            check(self.beta > 0, "beta", self.beta, "it is the ratio M_c / M_s: above 0")
-        if self.memory_bytes is not None:
-            check(self.memory_bytes > 0, "memory_bytes", self.memory_bytes, "it is above 0")
+    beta: float | None = setting(None, lambda ratio: ratio > 0, "it is the ratio M_c / M_s: above 0")
+    memory_bytes: int | None = setting(None, lambda size: size > 0, "it is above 0")
 
     def cpu_pages(self, shape: KvShape, length: int, batch: int = 1) -> int | None:
         """Returns the capacity of the host's pool for contexts up to `length`: `StoreConfig.cpu_pages`; None: no bound."""
