@@ -302,7 +302,7 @@ def test_what_is_saved_comes_back_whole() -> None:
     [
         (["rows"], [], "rows: none"),
         (["rows", 0, "policy"], "quest", "none of 'stock'"),
-        (["rows", 1, "speed", "tpot_ns"], "soon", "speed: 'soon'"),
+        (["rows", 1, "speed", "tpot_ns"], "soon", "tpot_ns: 'soon'"),
         (["rows", 1, "answers", "right"], [1], "not of the same contexts"),
         (["rows", 1, "memory"], {}, "kv_bytes"),
         (["conditions"], 3, "int"),

@@ -25,6 +25,7 @@ from llmcache.kv.index.dci import DciIndex, DciSettings, Nearest
 from llmcache.kv.index.dci.tree import BASE, COUNT
 from llmcache.kv.kernels import score_pages, top
 from llmcache.kv.kernels.threads import run_all
+from llmcache.kv.pipeline import widened
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection
 
@@ -254,10 +255,13 @@ class QuestScorer(Scorer):
     def _crop(self, end: int) -> None:
         self._boxes.cut((end - self.first) // self.shape.page_tokens)
 
-    def bounds(self, queries: Floats) -> Floats:
-        """Returns the bounds [kv_heads, pages] of the scores of each page's keys, combined as scores are."""
+    def bounds(self, queries: Floats, boxes: Floats | None = None) -> Floats:
+        """Returns the bounds [kv_heads, n] of the scores of the keys in each of `boxes` (None: of all pages).
+
+        Combined as scores are. `boxes` [n, kv_heads, 2 * dim]: largest and smallest numbers.
+        """
         asked = np.concatenate([np.maximum(queries, 0), np.minimum(queries, 0)], axis=1)
-        rows = self._boxes.rows[:, :, None]  # to the kernels, pages of one token
+        rows = (self._boxes.rows if boxes is None else boxes)[:, :, None]  # to the kernels, pages of one token
         return score_pages(asked, rows, combine=self.settings.combine, threads=self.settings.threads)
 
     def _top(self, queries: Floats, k: int) -> Int64s:
@@ -274,6 +278,64 @@ class QuestScorer(Scorer):
                 kept[head, (page + 1) * size - rest : (page + 1) * size] = False
             tokens = tokens[kept].reshape(len(pages), k)
         return tokens + self.first
+
+
+class ChunkScorer(QuestScorer):
+    """Keeps boxes of chunks of `chunk_pages` pages as well, and looks only into chunks that matter.
+
+    Source: Sun et al., LeoAM, 2025 (KV abstracts of chunks).
+    """
+
+    name = "chunks"
+
+    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None, chunk_pages: int = 8) -> None:
+        super().__init__(shape, first, settings)
+        self.chunk_pages = chunk_pages
+        self._chunks = Grown((shape.kv_heads, 2 * shape.head_dim), np.dtype(np.float32))
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the summaries of both."""
+        return self._boxes.size_bytes + self._chunks.size_bytes
+
+    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
+        page = len(self._boxes.rows)
+        super()._add(keys, scales)
+        self._join(page)
+
+    def _crop(self, end: int) -> None:
+        super()._crop(end)
+        self._join(len(self._boxes.rows))
+
+    def _join(self, page: int) -> None:
+        """Makes the boxes of the chunk of `page` and of all behind it anew."""
+        chunk, dim = page // self.chunk_pages, self.shape.head_dim
+        self._chunks.cut(chunk)
+        rows = self._boxes.rows[chunk * self.chunk_pages :]
+        if len(rows):
+            starts = np.arange(0, len(rows), self.chunk_pages)
+            largest, smallest = np.maximum.reduceat(rows[..., :dim], starts), np.minimum.reduceat(rows[..., dim:], starts)
+            self._chunks.append(np.concatenate([largest, smallest], axis=-1))
+
+    def best_pages(self, queries: Floats, pages: range, count: int) -> Int64s:
+        """Returns for each head the `count` of `pages` with the largest bounds, [kv_heads, count], ascending.
+
+        Looks first into the chunks with the largest bounds of their own; then into all that could still have a better page
+        than the `count`-th so far. So it finds what the bounds of all pages would tell.
+        """
+        coarse = self.bounds(queries, self._chunks.rows)
+        inside = np.arange(pages.start, pages.stop)
+        chunks = inside // self.chunk_pages
+        sizes, matter = np.bincount(chunks, minlength=coarse.shape[1]), np.zeros(coarse.shape[1], bool)
+        for bounds in coarse:
+            order = np.argsort(-bounds, kind="stable")
+            matter[order[: int(np.searchsorted(np.cumsum(sizes[order]), count)) + 1]] = True
+        fine = self.bounds(queries, self._boxes.rows[inside[matter[chunks]]])
+        least = np.partition(fine, -count, axis=1)[:, -count]
+        matter |= (coarse > least[:, None]).any(axis=0)
+        found = inside[matter[chunks]]
+        best: Int64s = found[top(self.bounds(queries, self._boxes.rows[found]), count, self.settings.threads)]
+        return best
 
 
 class DciScorer(Scorer):
@@ -545,11 +607,7 @@ def _joined(pages: NDArray[Any]) -> NDArray[Any]:
 
 def single(keys: NDArray[Any], scales: Floats | None = None) -> Floats:
     """Returns keys [..., dim] of a type of the spill file (uint16: bits of bfloat16; int8 with `scales`) as float32."""
-    if keys.dtype == np.uint16:
-        wide: Floats = (keys.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return wide
-    plain: Floats = keys.astype(np.float32)
-    return plain if scales is None else plain * scales[..., None]
+    return widened(keys) if scales is None else widened(keys) * scales[..., None]
 
 
 def rounded(keys: NDArray[Any]) -> tuple[NDArray[np.int8], Floats]:

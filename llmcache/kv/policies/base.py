@@ -49,7 +49,7 @@ class PolicySettings:
     `alpha` (0, 1]: the share of the context that a step attends to; or `token_budget`: how many tokens. Both include sink,
     window and tail, which are always attended. Neither: alpha 0.2. `score_block_tokens` (n): tokens of a score block.
     `combine`: "max" or "sum" over the query heads of a key head. `scale` of the softmax: None for 1/sqrt(head_dim); only
-    policies that add up attention need it. `seed` of what is drawn by chance. UsageError names the field that is wrong.
+    policies that add up attention need it. UsageError names the field that is wrong.
     """
 
     alpha: float | None = setting(None, lambda share: 0 < share <= 1, "it is a share of the context: above 0, at most 1")
@@ -57,7 +57,6 @@ class PolicySettings:
     score_block_tokens: int = setting(256, lambda n: 1 <= n <= MOST_TOKENS, f"1 .. {MOST_TOKENS} tokens fit a score block")
     combine: str = one_of("max", COMBINE)
     scale: float | None = setting(None, lambda scale: 0 < scale < math.inf, "it is above 0")
-    seed: int = at_least(0, 0, "it is 0 or above")
 
     def __post_init__(self) -> None:
         if self.alpha is not None and self.token_budget is not None:
@@ -216,11 +215,6 @@ class KvPolicy(ABC):
         inside = len(self.store.middle) * self.page_tokens
         wanted = min(inside, self.settings.middle_tokens(self.store.length, self.store.length - inside))
         return wanted - wanted % self.page_tokens if self.whole_pages else wanted
-
-    def page_keys(self, layer: int, sequence: int, pages: Int64s) -> Floats:
-        """Returns the keys of whole pages [n, kv_heads, page_tokens, head_dim] float32, read from wherever they are."""
-        keys, scales = self.store.read_keys(layer, sequence, pages)
-        return widened(keys) if scales is None else widened(keys) * scales[..., None]
 
     def all_keys(self, layer: int) -> Floats:
         """Returns the keys of all that a layer has, [batch, kv_heads, tokens, head_dim] float32; for `prefilled`."""

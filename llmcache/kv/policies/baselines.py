@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.kv.importance.bounds import Abstracts, best_pages
 from llmcache.kv.importance.columns import column_sums
 from llmcache.kv.importance.hie import HierarchicalEvaluation
 from llmcache.kv.importance.tables import TokenTable
+from llmcache.kv.index.scorers import ChunkScorer, KeyIndexes, ScorerSettings
 from llmcache.kv.kernels import top
 from llmcache.kv.pipeline import widened
 from llmcache.kv.pipeline.timeline import CPU, EVALUATE
@@ -22,7 +22,6 @@ from llmcache.kv.tiers import Selection
 
 RULES = ("mass", "product")
 """How the oracle tells what is best."""
-_INDEX_PAGES = 256  # pages whose keys are read at a time to make their abstracts
 
 
 class Full(KvPolicy):
@@ -224,10 +223,10 @@ class LeoAM(KvPolicy):
 
     def begin(self) -> None:
         """Makes what it keeps; `KvPolicy.begin`."""
-        store, asked, shape = self.store, self.settings, self.store.shape
-        sizes = (shape.layers, store.batch, shape.kv_heads, shape.head_dim, shape.page_tokens)
-        self.abstracts = Abstracts(*sizes, asked.chunk_pages)
-        self.remembered.append(self.abstracts)
+        store, asked = self.store, self.settings
+        knobs = ScorerSettings(asked.combine, store.config.threads)
+        self.indexes = KeyIndexes(store, lambda first: ChunkScorer(store.shape, first, knobs, asked.chunk_pages))
+        self.remembered.append(self.indexes)
         self._evaluation = HierarchicalEvaluation(store, asked.score_block_tokens, asked.combine, parallel=False)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
@@ -243,17 +242,14 @@ class LeoAM(KvPolicy):
         self._index(layer)
 
     def _index(self, layer: int) -> None:
-        missing = self.abstracts.missing(layer, self.store.middle.stop)
-        for first in range(missing.start, missing.stop, _INDEX_PAGES):
-            pages = np.arange(first, min(missing.stop, first + _INDEX_PAGES))
-            keys = [self.page_keys(layer, sequence, pages) for sequence in range(self.store.batch)]
-            self.abstracts.add(layer, first, keys)
+        self.indexes.feed(layer, np.full(self.store.batch, self.store.config.sink_pages * self.page_tokens))
 
     def _pages(self, layer: int, sequence: int, queries: Floats, tokens: int) -> Int64s:
         """Pages of the middle, ascending, that are promising for one of the heads."""
         middle = self.store.middle
         wanted = min(len(middle), -(-int(self.settings.promising * tokens) // self.page_tokens))
         begin = min(int(self.first[sequence]) // self.page_tokens, middle.stop - wanted)  # what is before it is padding
-        pages = range(max(middle.start, begin), middle.stop)
-        found = best_pages(self.abstracts, layer, sequence, queries, pages, wanted, self.settings.combine)
-        return np.unique(np.concatenate(found))
+        scorer = self.indexes.scorers[layer][sequence]
+        assert isinstance(scorer, ChunkScorer)
+        found = scorer.best_pages(queries, range(max(0, begin - middle.start), len(middle)), wanted)
+        return np.unique(found) + middle.start
