@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from llmcache.arrays import Floats, Int64s
 from llmcache.errors import UsageError
@@ -46,6 +46,7 @@ class ScorerSettings:
     """`combine`: "max" or "sum" over the query heads of a key head (the tree: see `DciScorer`). `threads`: None for one a
     processor. `whole_pages`: the tree gives the pages of the best keys (algorithm 3), not the best keys alone. `recall`:
     what share of the best keys `auto` asks of the tree; `least`: from how many tokens on it considers it. `dci`: its knobs.
+    `chunk_pages`: of `ChunkScorer`.
 
     Differs from the paper: best keys alone by default. There, a page of the tree is what is loaded; here rows are, for each
     head apart, from a file in the order of tokens that all heads share, so that a page would only bring less wanted keys.
@@ -57,6 +58,7 @@ class ScorerSettings:
     recall: float = 0.9
     least: int = 8192
     dci: DciSettings = field(default_factory=DciSettings)
+    chunk_pages: int = 8
 
 
 class Scorer(ABC):
@@ -69,6 +71,7 @@ class Scorer(ABC):
         self.settings = settings or ScorerSettings()
         self.end = first
         self.touched = 0.0
+        self._begin()
 
     def __len__(self) -> int:
         """Tokens that can be found."""
@@ -125,6 +128,9 @@ class Scorer(ABC):
         return copy.deepcopy(self)
 
     @abstractmethod
+    def _begin(self) -> None: ...
+
+    @abstractmethod
     def _add(self, keys: NDArray[Any], scales: Floats | None) -> None: ...
 
     @abstractmethod
@@ -137,7 +143,7 @@ class Scorer(ABC):
 class Grown:
     """An array that grows along its first axis, by a quarter when it is full."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         self._array: NDArray[Any] = np.empty((0, *shape), dtype)
         self._used = 0
 
@@ -171,10 +177,12 @@ class ExactScorer(Scorer):
 
     name = "exact"
 
-    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
-        super().__init__(shape, first, settings)
-        self._keys = Grown((shape.kv_heads, shape.page_tokens, shape.head_dim), shape.numpy_dtype)
-        self._scales = Grown((shape.kv_heads, shape.page_tokens), np.dtype(np.float32)) if shape.dtype == "int8" else None
+    def _begin(self) -> None:
+        self._keep(self.shape.numpy_dtype, self.shape.dtype == "int8")
+
+    def _keep(self, dtype: DTypeLike, scaled: bool) -> None:
+        size = (self.shape.kv_heads, self.shape.page_tokens)
+        self._keys, self._scales = Grown((*size, self.shape.head_dim), dtype), Grown(size, np.float32) if scaled else None
 
     @property
     def size_bytes(self) -> int:
@@ -220,10 +228,8 @@ class RoundedScorer(ExactScorer):
 
     name = "rounded"
 
-    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
-        super().__init__(shape, first, settings)
-        self._keys = Grown((shape.kv_heads, shape.page_tokens, shape.head_dim), np.dtype(np.int8))
-        self._scales = Grown((shape.kv_heads, shape.page_tokens), np.dtype(np.float32))
+    def _begin(self) -> None:
+        self._keep(np.int8, True)
 
     def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
         super()._add(*((keys, scales) if scales is not None else rounded(keys)))
@@ -239,9 +245,8 @@ class QuestScorer(Scorer):
 
     name = "quest"
 
-    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
-        super().__init__(shape, first, settings)
-        self._boxes = Grown((shape.kv_heads, 2 * shape.head_dim), np.dtype(np.float32))
+    def _begin(self) -> None:
+        self._boxes = Grown((self.shape.kv_heads, 2 * self.shape.head_dim), np.float32)
 
     @property
     def size_bytes(self) -> int:
@@ -288,10 +293,9 @@ class ChunkScorer(QuestScorer):
 
     name = "chunks"
 
-    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None, chunk_pages: int = 8) -> None:
-        super().__init__(shape, first, settings)
-        self.chunk_pages = chunk_pages
-        self._chunks = Grown((shape.kv_heads, 2 * shape.head_dim), np.dtype(np.float32))
+    def _begin(self) -> None:
+        super()._begin()
+        self._chunks = Grown((self.shape.kv_heads, 2 * self.shape.head_dim), np.float32)
 
     @property
     def size_bytes(self) -> int:
@@ -309,11 +313,11 @@ class ChunkScorer(QuestScorer):
 
     def _join(self, page: int) -> None:
         """Makes the boxes of the chunk of `page` and of all behind it anew."""
-        chunk, dim = page // self.chunk_pages, self.shape.head_dim
-        self._chunks.cut(chunk)
-        rows = self._boxes.rows[chunk * self.chunk_pages :]
+        size, dim = self.settings.chunk_pages, self.shape.head_dim
+        self._chunks.cut(page // size)
+        rows = self._boxes.rows[page // size * size :]
         if len(rows):
-            starts = np.arange(0, len(rows), self.chunk_pages)
+            starts = np.arange(0, len(rows), size)
             largest, smallest = np.maximum.reduceat(rows[..., :dim], starts), np.minimum.reduceat(rows[..., dim:], starts)
             self._chunks.append(np.concatenate([largest, smallest], axis=-1))
 
@@ -325,7 +329,7 @@ class ChunkScorer(QuestScorer):
         """
         coarse = self.bounds(queries, self._chunks.rows)
         inside = np.arange(pages.start, pages.stop)
-        chunks = inside // self.chunk_pages
+        chunks = inside // self.settings.chunk_pages
         sizes, matter = np.bincount(chunks, minlength=coarse.shape[1]), np.zeros(coarse.shape[1], bool)
         for bounds in coarse:
             order = np.argsort(-bounds, kind="stable")
@@ -347,12 +351,11 @@ class DciScorer(Scorer):
 
     name = "dci"
 
-    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
-        super().__init__(shape, first, settings)
-        knobs, heads = self.settings.dci, range(shape.kv_heads)
+    def _begin(self) -> None:
+        knobs, heads = self.settings.dci, range(self.shape.kv_heads)
         # Heads draw their levels apart, or a token would be promoted in all of them or in none.
-        seeds = [knobs.seed * shape.kv_heads + head for head in heads]
-        self.indexes = [DciIndex(shape.head_dim, replace(knobs, seed=seed), first) for seed in seeds]
+        seeds = [knobs.seed * self.shape.kv_heads + head for head in heads]
+        self.indexes = [DciIndex(self.shape.head_dim, replace(knobs, seed=seed), self.first) for seed in seeds]
 
     @property
     def size_bytes(self) -> int:
@@ -430,9 +433,8 @@ class AutoScorer(Scorer):
 
     name = "auto"
 
-    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
-        super().__init__(shape, first, settings)
-        self.used: ExactScorer | DciScorer = ExactScorer(shape, first, self.settings)
+    def _begin(self) -> None:
+        self.used: ExactScorer | DciScorer = ExactScorer(self.shape, self.first, self.settings)
         self.trial: Trial | None = None
         self._asked: deque[tuple[Floats, int]] = deque(maxlen=QUERIES)
         self._next = self.settings.least

@@ -107,58 +107,15 @@ def single_of(typing_context: Any, value: Any) -> Any:
     return types.float32(value), lambda context, builder, signature, values: builder.bitcast(values[0], ir.FloatType())
 
 
-def _njit(function: Callable[..., None]) -> Callable[..., None]:
-    compiler: Any = numba.njit
-    compiled: Callable[..., None] = compiler(nogil=True, cache=True, fastmath=_MATH, error_model="numpy")(function)
-    return compiled
-
-
 @functools.cache
-def loop_for(dim: int, queries: int) -> Callable[..., None]:
-    """Returns the loop over keys of `dim` numbers and 1, 2 or 4 queries; `dim` is a constant in it, so it unrolls.
+def loop_for(dim: int, count: int) -> Callable[..., None]:
+    """Returns the loop over keys of `dim` numbers and 1, 2 or 4 queries: constants in it, so that it unrolls, without what
+    more queries would need.
 
     Its arguments: keys (flat, of one head from `start` on), start, numbers from one page to the next, pages, tokens a
-    page, queries [n, dim] float32, combine (MAX, SUM), whether to add to what is in `out`, out [pages * tokens] float32.
+    page, queries [count, dim] float32, combine (MAX, SUM), whether to add to what is in `out`, out [pages * tokens] float32.
     """
-    return {1: _one, 2: _two, 4: _four}[queries](dim)
 
-
-def _one(dim: int) -> Callable[..., None]:
-    def loop(keys, start, stride, pages, tokens, queries, combine, again, out):  # type: ignore[no-untyped-def]
-        for page in range(pages):
-            for token in range(tokens):
-                at = np.uint64(start + page * stride + token * dim)
-                a = np.float32(0)
-                for j in range(dim):
-                    a += widened(keys[at + np.uint64(j)]) * queries[0, j]
-                row = page * tokens + token
-                if again:
-                    a = max(a, out[row]) if combine == MAX else a + out[row]
-                out[row] = a
-
-    return _njit(loop)
-
-
-def _two(dim: int) -> Callable[..., None]:
-    def loop(keys, start, stride, pages, tokens, queries, combine, again, out):  # type: ignore[no-untyped-def]
-        for page in range(pages):
-            for token in range(tokens):
-                at = np.uint64(start + page * stride + token * dim)
-                a = b = np.float32(0)
-                for j in range(dim):
-                    key = widened(keys[at + np.uint64(j)])
-                    a += key * queries[0, j]
-                    b += key * queries[1, j]
-                row = page * tokens + token
-                a = max(a, b) if combine == MAX else a + b
-                if again:
-                    a = max(a, out[row]) if combine == MAX else a + out[row]
-                out[row] = a
-
-    return _njit(loop)
-
-
-def _four(dim: int) -> Callable[..., None]:
     def loop(keys, start, stride, pages, tokens, queries, combine, again, out):  # type: ignore[no-untyped-def]
         for page in range(pages):
             for token in range(tokens):
@@ -167,16 +124,23 @@ def _four(dim: int) -> Callable[..., None]:
                 for j in range(dim):
                     key = widened(keys[at + np.uint64(j)])
                     a += key * queries[0, j]
-                    b += key * queries[1, j]
-                    c += key * queries[2, j]
-                    d += key * queries[3, j]
+                    if count > 1:
+                        b += key * queries[1, j]
+                    if count > 2:
+                        c += key * queries[2, j]
+                        d += key * queries[3, j]
                 row = page * tokens + token
-                a = max(max(a, b), max(c, d)) if combine == MAX else (a + b) + (c + d)
+                if count > 1:
+                    a = max(a, b) if combine == MAX else a + b
+                if count > 2:
+                    a = max(a, max(c, d)) if combine == MAX else a + (c + d)
                 if again:
                     a = max(a, out[row]) if combine == MAX else a + out[row]
                 out[row] = a
 
-    return _njit(loop)
+    compiler: Any = numba.njit
+    compiled: Callable[..., None] = compiler(nogil=True, cache=True, fastmath=_MATH, error_model="numpy")(loop)
+    return compiled
 
 
 def score(

@@ -18,7 +18,7 @@ from llmcache.kv.kernels import top
 from llmcache.kv.pipeline import widened
 from llmcache.kv.pipeline.timeline import CPU, EVALUATE
 from llmcache.kv.policies.base import KvPolicy, PolicySettings, at_least, one_of, setting
-from llmcache.kv.tiers import Selection
+from llmcache.kv.tiers import KvStore, Selection
 
 RULES = ("mass", "product")
 """How the oracle tells what is best."""
@@ -85,18 +85,26 @@ class Oracle(KvPolicy):
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the best of the middle; see `OracleSettings`."""
-        everything = self.store.gather(layer, self.store.everything)
-        keys = widened(everything.keys)
-        grouped = queries.reshape(len(keys), self.kv_heads, -1, keys.shape[3]) * np.float32(self.scale)
-        logits: Floats = np.matmul(grouped, keys.swapaxes(2, 3))
-        everything.release()
+        logits = all_products(self.store, layer, queries, self.scale)
         np.copyto(logits, -np.inf, where=np.arange(logits.shape[3]) < self.first[:, None, None, None])
-        if self.settings.by == "mass":
-            weights = np.exp(logits - logits.max(axis=3, keepdims=True))
-            scores: Floats = (weights / weights.sum(axis=3, keepdims=True)).sum(axis=2)
-        else:
-            scores = logits.max(axis=2)
+        scores: Floats = softmax(logits).sum(axis=2) if self.settings.by == "mass" else logits.max(axis=2)
         return Selection(top(np.ascontiguousarray(scores[..., self.inside]), tokens) + self.inside.start)
+
+
+def all_products(store: KvStore, layer: int, queries: Floats, scale: float) -> Floats:
+    """Returns the products [batch, kv_heads, group, tokens] of `queries` [batch, heads, dim] and all keys, times `scale`."""
+    everything = store.gather(layer, store.everything)
+    keys = widened(everything.keys)
+    grouped = queries.reshape(*keys.shape[:2], -1, keys.shape[3]) * np.float32(scale)
+    products: Floats = np.matmul(grouped, keys.swapaxes(2, 3))
+    everything.release()
+    return products
+
+
+def softmax(logits: Floats) -> Floats:
+    """Returns the weights that sum to 1 along the last axis."""
+    weights: Floats = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
 
 
 class H2O(KvPolicy):
@@ -173,11 +181,10 @@ class Prefetch(KvPolicy):
     def begin(self) -> None:
         """Makes what it keeps; `KvPolicy.begin`."""
         n, combine = self.settings.score_block_tokens, self.settings.combine
-        self._evaluation = HierarchicalEvaluation(self.store, n, combine, parallel=False)
+        self._evaluation = HierarchicalEvaluation(self.store, n, combine, parallel=False, timeline=self.timeline)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the tokens whose keys fit the chosen channels of the queries best."""
-        self._evaluation.timeline = self.timeline
         partial = largest_channels(queries, self.settings.channels)
         return Selection(self._evaluation.important(layer, partial, tokens, self.first))
 
@@ -224,15 +231,15 @@ class LeoAM(KvPolicy):
     def begin(self) -> None:
         """Makes what it keeps; `KvPolicy.begin`."""
         store, asked = self.store, self.settings
-        knobs = ScorerSettings(asked.combine, store.config.threads)
-        self.indexes = KeyIndexes(store, lambda first: ChunkScorer(store.shape, first, knobs, asked.chunk_pages))
+        knobs = ScorerSettings(asked.combine, store.config.threads, chunk_pages=asked.chunk_pages)
+        self.indexes = KeyIndexes(store, lambda first: ChunkScorer(store.shape, first, knobs))
         self.remembered.append(self.indexes)
-        self._evaluation = HierarchicalEvaluation(store, asked.score_block_tokens, asked.combine, parallel=False)
+        n, timeline = asked.score_block_tokens, self.timeline
+        self._evaluation = HierarchicalEvaluation(store, n, asked.combine, parallel=False, timeline=timeline)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the best tokens of the pages that can have them."""
         self._index(layer)
-        self._evaluation.timeline = self.timeline
         with self.timeline.span(CPU, EVALUATE, layer, self.store.step):
             pages = [self._pages(layer, sequence, asked, tokens) for sequence, asked in enumerate(queries)]
         return Selection(self._evaluation.important(layer, queries, tokens, self.first, pages))

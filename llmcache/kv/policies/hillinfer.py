@@ -48,13 +48,12 @@ class HillInfer(KvPolicy):
         """Makes what it keeps; `KvPolicy.begin`."""
         asked = self.settings
         n, combine = asked.score_block_tokens, asked.combine
-        self._evaluation = HierarchicalEvaluation(self.store, n, combine, parallel=asked.hie)
+        self._evaluation = HierarchicalEvaluation(self.store, n, combine, parallel=asked.hie, timeline=self.timeline)
         self.pools = BidirectionalPools(self.store, asked.attended, enabled=asked.bkp)
         self.remembered.append(self.pools.hits)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the tokens with the largest products of key and query, as Algorithm 1 finds them."""
-        self._evaluation.timeline = self.timeline
         return Selection(self._evaluation.important(layer, queries, tokens, self.first))
 
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
