@@ -14,17 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from llmcache.kv.transformers import SpillCache, disable, enable
-from tests.hf.tiny_models import generate, prompt, single, tiny
-
-FAMILIES = ["llama", "qwen3", "gemma3"]
+from llmcache.kv.transformers import SpillCache
+from tests.hf.tiny_models import Enabled, generate, prompt, single
 
 
-@pytest.fixture(params=FAMILIES)
-def model(request: pytest.FixtureRequest) -> Iterator[Any]:
-    found = enable(tiny(request.param))
-    yield found
-    disable(found)
+@pytest.fixture(params=["llama", "qwen3", "gemma3"])
+def model(request: pytest.FixtureRequest, enabled: Enabled) -> Any:
+    return enabled(request.param)
 
 
 @pytest.fixture

@@ -6,27 +6,20 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 import transformers
 
 from llmcache.errors import UsageError
-from llmcache.kv.transformers import SpillCache, disable, enable
-from tests.hf.tiny_models import VOCABULARY, both, check_same, generate, prompt, single, stock, tiny, whole
+from llmcache.kv.transformers import SpillCache, enable
+from tests.hf.tiny_models import VOCABULARY, both, check_same, generate, prompt, single, stock, tiny, whole, words
 
 POLICIES = ["hillinfer", "h2o", "quest", "leoam", "icecache", "mass"]
-
-
-@pytest.fixture
-def llama() -> Iterator[Any]:
-    yield enable(tiny("llama"))
-    disable(tiny("llama"))
 
 
 def small(policy: str, path: Path | None = None) -> Callable[[Any], SpillCache]:
@@ -72,10 +65,7 @@ def test_a_model_with_eager_attention_keeps_it() -> None:
 
 
 def test_a_pipeline(tmp_path: Path) -> None:
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
-    text = " ".join(f"w{i * 7 % 90 + 2}" for i in range(200))
+    tokenizer, text = words()
 
     def run(model: Any, cache: Any) -> Any:
         pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)

@@ -142,7 +142,9 @@ def test_bounds_of_pages_are_bounds_and_the_best_are_taken() -> None:
 def test_the_best_pages_are_found_without_looking_into_every_chunk(combine: str) -> None:
     keys = np.random.default_rng(0).standard_normal((HEADS, 64 * PAGE, DIM), np.float32)
     keys[:, 40 * PAGE : 44 * PAGE] += 1  # one chunk stands out
-    made, plain = (ChunkScorer(KvShape("m", 1, HEADS, DIM, "float32", PAGE), 0, ScorerSettings(combine, 1), 5) for _ in "ab")
+    made, plain = (
+        ChunkScorer(KvShape("m", 1, HEADS, DIM, "float32", PAGE), 0, ScorerSettings(combine, 1, chunk_pages=5)) for _ in "ab"
+    )
     made.add(keys[:, : 32 * PAGE])
     made.add(np.ones((HEADS, 13 * PAGE, DIM), np.float32))
     made.crop(32 * PAGE + 3)  # chunks end anywhere
