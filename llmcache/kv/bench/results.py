@@ -294,7 +294,7 @@ def read_bench(told: object, source: str) -> Bench:
             if lacking := [stage for stage in STAGES if stage not in row.stages_ns]:
                 raise ValueError(f"stages_ns: {lacking[0]}: missing")
             if row.observed is not None:
-                Timeline.from_json(row.observed.timeline)
+                Timeline.from_json(dict(row.observed.timeline))
         return bench
 
 
@@ -324,7 +324,7 @@ def _read(kind: Any, told: Any, name: str) -> Any:
     inside = get_args(kind)
     if type(None) in inside:
         return None if told is None else _read(inside[0], told, name)
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         types = get_type_hints(kind)
         needed = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
         given = {field: told[field] for field in types if field in needed or field in told}

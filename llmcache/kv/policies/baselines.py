@@ -104,7 +104,8 @@ def all_products(store: KvStore, layer: int, queries: Floats, scale: float) -> F
 def softmax(logits: Floats) -> Floats:
     """Returns the weights that sum to 1 along the last axis."""
     weights: Floats = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights
 
 
 class H2O(KvPolicy):
