@@ -1,4 +1,8 @@
-"""With a budget that holds the context nothing changes, bit for bit: every family, every way to generate."""
+"""With a budget that holds the context nothing changes, bit for bit: every family, every way to generate.
+
+What transformers' own tests ask of a cache (tests/utils/test_cache_utils.py, GenerationTesterMixin) follows: batches, beams,
+padding, prompts that go on and several tokens behind a cache give what they give with transformers' own.
+"""
 
 import functools
 from collections.abc import Callable

@@ -16,7 +16,7 @@ from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.pipeline.timeline import CPU, DEVICE, EVALUATE, LINK, Timeline
 from llmcache.kv.policies import POLICIES, policy_class
 from llmcache.kv.policies.base import KvPolicy, PolicySettings
-from llmcache.kv.policies.baselines import RULES, LeoAMSettings, OracleSettings, largest_channels
+from llmcache.kv.policies.baselines import RULES, LeoAM, LeoAMSettings, OracleSettings, largest_channels
 from llmcache.kv.policies.hillinfer import HillInferSettings
 from llmcache.kv.policies.mass import MassSettings
 from llmcache.kv.tiers import KvStore, Selection
@@ -274,6 +274,9 @@ def test_leoam_finds_most_of_the_best_tokens(tmp_path: Path) -> None:
         found = run.policy.select(1, run.queries(1)).positions
         wanted = best(run.scores(1), run, found.shape[2])
         assert len(np.intersect1d(found[0, 0], wanted[0, 0])) > 0.7 * found.shape[2]
+        assert isinstance(run.policy, LeoAM)
+        boxes_bytes = KV_HEADS * (1000 // PAGE - 3) * 2 * 16 * 4  # of the pages of the middle, in one layer
+        assert boxes_bytes < run.policy.indexes.size_bytes < 2 * boxes_bytes
 
 
 def test_leoam_reads_only_promising_keys(tmp_path: Path) -> None:
