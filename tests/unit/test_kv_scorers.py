@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmcache.errors import UsageError
 from llmcache.kv.index.dci import DciIndex, DciSettings
 from llmcache.kv.index.scorers import (
     QUERIES,
@@ -24,7 +23,6 @@ from llmcache.kv.index.scorers import (
     Trial,
     recall_of,
     rounded,
-    scorer_class,
 )
 from llmcache.kv.spill.layout import KvShape
 
@@ -49,7 +47,7 @@ def carried(keys: Floats, dtype: str) -> NDArray[Any]:
 
 def made(name: str, keys: Floats, first: int = 0, dtype: str = "float32", **settings: Any) -> Scorer:
     shape = KvShape("m", 1, HEADS, DIM, dtype, PAGE)
-    scorer = scorer_class(name)(shape, first, ScorerSettings(threads=1, **settings))
+    scorer = SCORERS[name](shape, first, ScorerSettings(threads=1, **settings))
     scales = np.full(keys.shape[:2], 0.125, np.float32) if dtype == "int8" else None
     scorer.add(carried(keys, dtype), scales)
     return scorer
@@ -283,5 +281,3 @@ def test_what_does_not_fit_is_named() -> None:
         scorer.top(asked[0][:1], 3)
     with pytest.raises(ValueError, match="k: 0"):
         scorer.top(asked[0], 0)
-    with pytest.raises(UsageError, match="scorer: there is no scorer 'hnsw'"):
-        scorer_class("hnsw")

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.errors import UsageError
 from llmcache.kv.index.dci import DciIndex, DciSettings, Nearest
 from llmcache.kv.index.dci.tree import BASE, COUNT
 from llmcache.kv.kernels import score_pages, top
@@ -507,13 +506,6 @@ class AutoScorer(Scorer):
 SCORERS: dict[str, type[Scorer]] = {
     scorer.name: scorer for scorer in (ExactScorer, RoundedScorer, DciScorer, QuestScorer, AutoScorer)
 }
-
-
-def scorer_class(name: str) -> type[Scorer]:
-    """Returns the class of the scorer called `name`; UsageError for a name that is not in `SCORERS`."""
-    if name not in SCORERS:
-        raise UsageError(f"scorer: there is no scorer {name!r}", f"one of: {', '.join(SCORERS)}")
-    return SCORERS[name]
 
 
 class KeyIndexes:

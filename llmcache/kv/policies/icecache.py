@@ -12,7 +12,7 @@ import numpy as np
 from llmcache.errors import DataError
 from llmcache.kv.index.dci.file import load_indexes, path_of, save_indexes
 from llmcache.kv.index.dci.index import DciSettings
-from llmcache.kv.index.scorers import SCORERS, AutoScorer, DciScorer, ScorerSettings, scorer_class
+from llmcache.kv.index.scorers import SCORERS, AutoScorer, DciScorer, ScorerSettings
 from llmcache.kv.policies.base import one_of
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
 
@@ -54,7 +54,7 @@ class IceCache(IndexedPolicy):
 
     def begin(self) -> None:
         """Makes what it keeps; `KvPolicy.begin`."""
-        asked, made = self.settings, scorer_class(self.settings.scorer)
+        asked, made = self.settings, SCORERS[self.settings.scorer]
         self.knobs = ScorerSettings(asked.combine, self.store.config.threads, asked.whole_pages, dci=asked.dci)
         self._use(lambda first: made(self.store.shape, first, self.knobs))
 
