@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,29 @@ def _as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(1)
         monkeypatch.setattr(conversation, "SHORT", 0)
         monkeypatch.setattr(conversation, "break_even", lambda *arguments: 0)
+
+
+@pytest.fixture
+def enabled() -> Iterator[Callable[..., Any]]:
+    """What enables a tiny model, by family and dtype, until the test is over."""
+    from llmcache.kv.transformers import disable, enable
+    from tests.hf.tiny_models import tiny
+
+    models: list[Any] = []
+
+    def make(*kind: str) -> Any:
+        models.append(enable(tiny(*kind)))
+        return models[-1]
+
+    yield make
+    for model in models:
+        disable(model)
+
+
+@pytest.fixture
+def llama(enabled: Callable[..., Any]) -> Any:
+    """An enabled model."""
+    return enabled("llama")
 
 
 def pytest_report_header() -> str:

@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 
 from llmcache.kv.transformers import SpillCache, disable, enable
 from llmcache.kv.transformers.attention import estimated
-from tests.hf.tiny_models import generate, prompt, single, stock, tiny
+from tests.hf.tiny_models import Enabled, check_same, generate, prompt, single, stock, tiny
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3"])
@@ -44,49 +44,38 @@ def test_the_estimate_is_exact_for_what_really_enters_a_layer(family: str) -> No
 
 
 @pytest.mark.parametrize("ssd", ["file", "csd"])
-def test_what_is_chosen_by_true_queries_does_not_depend_on_looking_ahead(ssd: str, tmp_path: Path) -> None:
-    model = enable(tiny("qwen3"))
-    try:
-        results = []
-        for ahead in (False, True):
-            settings: dict[str, Any] = {"token_budget": 80, "path": tmp_path, "cpu_pages": 5, "ssd": ssd, "threads": 2}
-            with SpillCache(model.config, **settings, lookahead=ahead) as cache:
-                results.append(generate(model, cache, prompt(200)))
-    finally:
-        disable(model)
-    assert torch.equal(results[0].sequences, results[1].sequences)
-    assert all(torch.equal(one, other) for one, other in zip(results[0].logits, results[1].logits, strict=True))
+def test_what_is_chosen_by_true_queries_does_not_depend_on_looking_ahead(enabled: Enabled, ssd: str, tmp_path: Path) -> None:
+    model = enabled("qwen3")
+    results = []
+    for ahead in (False, True):
+        settings: dict[str, Any] = {"token_budget": 80, "path": tmp_path, "cpu_pages": 5, "ssd": ssd, "threads": 2}
+        with SpillCache(model.config, **settings, lookahead=ahead) as cache:
+            results.append(generate(model, cache, prompt(200)))
+    check_same(results[0], results[1])
 
 
-def test_every_layer_but_the_first_is_evaluated_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = enable(tiny("llama"))
-    try:
-        with SpillCache(model.config, token_budget=64, lookahead=True, exact=False, threads=2) as cache:
-            asked: list[int] = []
-            generate(model, cache, single(), max_new_tokens=1)
-            engine = cache.conversation.engine
-            assert engine is not None
-            ahead = engine.ahead
+def test_every_layer_but_the_first_is_evaluated_ahead(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SpillCache(llama.config, token_budget=64, lookahead=True, exact=False, threads=2) as cache:
+        asked: list[int] = []
+        generate(llama, cache, single(), max_new_tokens=1)
+        engine = cache.conversation.engine
+        assert engine is not None
+        ahead = engine.ahead
 
-            def asking(layer: int, queries: Any) -> None:
-                asked.append(layer)
-                ahead(layer, queries)
+        def asking(layer: int, queries: Any) -> None:
+            asked.append(layer)
+            ahead(layer, queries)
 
-            monkeypatch.setattr(engine, "ahead", asking)
-            model(input_ids=torch.tensor([[5]]), past_key_values=cache)
-    finally:
-        disable(model)
+        monkeypatch.setattr(engine, "ahead", asking)
+        llama(input_ids=torch.tensor([[5]]), past_key_values=cache)
     assert asked == [1, 2]
 
 
-def test_layers_with_another_rotation_are_not() -> None:
+def test_layers_with_another_rotation_are_not(enabled: Enabled) -> None:
     """In Gemma 3 a global layer follows a local one, whose rotary embedding is another."""
-    model = enable(tiny("gemma3"))
-    try:
-        with SpillCache(model.config, token_budget=64, lookahead=True, threads=2) as cache:
-            generate(model, cache, single(), max_new_tokens=3)
-            engine = cache.conversation.engine
-            assert engine is not None
-            assert not engine._ahead
-    finally:
-        disable(model)
+    model = enabled("gemma3")
+    with SpillCache(model.config, token_budget=64, lookahead=True, threads=2) as cache:
+        generate(model, cache, single(), max_new_tokens=3)
+        engine = cache.conversation.engine
+        assert engine is not None
+        assert not engine._ahead

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from llmcache.errors import EnvironmentProblem
-from llmcache.kv.spill import KvShape
-from llmcache.kv.tiers import KvStore, StoreConfig
-from llmcache.kv.transformers import SpillCache, disable, enable, sidecar
-from tests.hf.tiny_models import generate, prompt, tiny
+from llmcache.kv.transformers import SpillCache
+from tests.hf.tiny_models import Enabled, generate, longer, prompt
 from tests.unit.kv_parts import small_disk
 
 CASES = [("llama", "hillinfer", {"ssd": "csd"}), ("gemma3", "hillinfer", {}), ("llama", "icecache", {"scorer": "dci"})]
@@ -29,66 +25,43 @@ def fill(disk: Path) -> Path:
     return ballast
 
 
-def longer(said: Any, tokens: int = 5) -> dict[str, Any]:
-    """What was said, and more of it."""
-    ids = torch.cat([said.sequences, torch.full((2, tokens), 7)], 1)
-    more = ids.shape[1] - prompt()["attention_mask"].shape[1]
-    return {"input_ids": ids, "attention_mask": torch.cat([prompt()["attention_mask"], torch.ones(2, more).long()], 1)}
-
-
 @pytest.mark.parametrize(("family", "policy", "options"), CASES)
-def test_a_disk_that_is_full_when_it_is_saved(tmp_path: Path, family: str, policy: str, options: dict[str, Any]) -> None:
-    model, options = enable(tiny(family)), {"token_budget": 64, "threads": 2, **options}
-    try:
-        with small_disk(tmp_path, "30m") as disk:
-            with SpillCache(model.config, policy, path=disk / "talk.kv", **options) as cache:
-                inputs = longer(generate(model, cache, prompt()))
-                before = sorted(os.listdir(disk))
-                ballast = fill(disk)
-                for _ in range(2):
-                    with pytest.raises(EnvironmentProblem, match=r"talk\.kv") as caught:
-                        cache.save()
-                    assert caught.value.hint and caught.value.exit_code == 3
-                ballast.unlink()
-                assert sorted(os.listdir(disk)) == before, "nothing is left behind"
-                cache.save()
-                length, ids = cache.get_seq_length(), cache.ids.copy()
-            with SpillCache.restore(model, disk / "talk.kv", policy, **options) as cache:
-                assert cache.get_seq_length() == length and (cache.ids == ids).all()
-                generate(model, cache, inputs)
-    finally:
-        disable(model)
-
-
-def test_no_room_for_the_states_of_sliding_layers(tmp_path: Path) -> None:
-    layer = SimpleNamespace(keys=torch.zeros(1, 2, 5000, 16), values=torch.zeros(1, 2, 5000, 16))
-    with small_disk(tmp_path, "1m") as disk, KvStore(StoreConfig(KvShape("tiny", 1, 1, 8))) as store:
-        for _ in range(2):
-            with pytest.raises(EnvironmentProblem, match=r"talk\.kv: No space left"):
-                sidecar.write(disk / "talk.kv", store, [layer])
-            assert os.listdir(disk) == []
+def test_a_disk_that_is_full_when_it_is_saved(
+    enabled: Enabled, tmp_path: Path, family: str, policy: str, options: dict[str, Any]
+) -> None:
+    model, options = enabled(family), {"token_budget": 64, "threads": 2, **options}
+    with small_disk(tmp_path, "30m") as disk:
+        with SpillCache(model.config, policy, path=disk / "talk.kv", **options) as cache:
+            inputs = longer(generate(model, cache, prompt()))
+            before = sorted(os.listdir(disk))
+            ballast = fill(disk)
+            for _ in range(2):
+                with pytest.raises(EnvironmentProblem, match=r"talk\.kv") as caught:
+                    cache.save()
+                assert caught.value.hint and caught.value.exit_code == 3
+            ballast.unlink()
+            assert sorted(os.listdir(disk)) == before, "nothing is left behind"
+            cache.save()
+            length, ids = cache.get_seq_length(), cache.ids.copy()
+        with SpillCache.restore(model, disk / "talk.kv", policy, **options) as cache:
+            assert cache.get_seq_length() == length and (cache.ids == ids).all()
+            generate(model, cache, inputs)
 
 
 @pytest.mark.parametrize("full_tokens", [0, 165])
-def test_a_disk_that_is_full_while_it_talks(tmp_path: Path, full_tokens: int) -> None:
+def test_a_disk_that_is_full_while_it_talks(llama: Any, tmp_path: Path, full_tokens: int) -> None:
     """The step is taken back, and the conversation is as it would have been, once there is space.
 
     That it is full may come out while the store takes over what was attended to fully.
     """
-    model = enable(tiny("llama"))
-    try:
-        with small_disk(tmp_path, "30m") as disk:
-            with SpillCache(
-                model.config, path=disk / "talk.kv", token_budget=64, threads=2, full_tokens=full_tokens
-            ) as cache:
-                inputs = longer(generate(model, cache, prompt()), 1100)
-                ballast, ids = fill(disk), cache.ids.copy()
-                with pytest.raises(EnvironmentProblem, match="no space left"):
-                    generate(model, cache, inputs)
-                ballast.unlink()
-                cache.save()
-            with SpillCache.restore(model, disk / "talk.kv", token_budget=64, threads=2, full_tokens=full_tokens) as cache:
-                assert (cache.ids == ids).all()
-                generate(model, cache, inputs)
-    finally:
-        disable(model)
+    with small_disk(tmp_path, "30m") as disk:
+        with SpillCache(llama.config, path=disk / "talk.kv", token_budget=64, threads=2, full_tokens=full_tokens) as cache:
+            inputs = longer(generate(llama, cache, prompt()), 1100)
+            ballast, ids = fill(disk), cache.ids.copy()
+            with pytest.raises(EnvironmentProblem, match="no space left"):
+                generate(llama, cache, inputs)
+            ballast.unlink()
+            cache.save()
+        with SpillCache.restore(llama, disk / "talk.kv", token_budget=64, threads=2, full_tokens=full_tokens) as cache:
+            assert (cache.ids == ids).all()
+            generate(llama, cache, inputs)

@@ -1,15 +1,16 @@
 """Tensors as arrays, and pages in a device's memory: as on the host, bytes counted, the longest unused goes first."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from llmcache.errors import UsageError
-from llmcache.kv.transformers import SpillCache, disable, enable
+from llmcache.kv.transformers import SpillCache
 from llmcache.kv.transformers.tensors import TorchFastTier, as_array, as_tensor, dtype_name
-from tests.hf.tiny_models import generate, prompt, tiny
+from tests.hf.tiny_models import check_same, generate, prompt
 from tests.unit.store_parts import HostFastTier
 
 CPU = torch.device("cpu")
@@ -64,32 +65,23 @@ def test_what_does_not_fit_is_refused() -> None:
         TorchFastTier(0, torch.float32, CPU)
 
 
-def test_a_cache_with_pages_on_the_device(tmp_path: Path) -> None:
+def test_a_cache_with_pages_on_the_device(llama: Any, tmp_path: Path) -> None:
     """The device is the processor here: the same logits as without, and only pages that are not there are sent."""
-    model = enable(tiny("llama"))
-    try:
-        results, sent = [], 0
-        for pages in (None, 120):
-            with SpillCache(model.config, token_budget=96, path=tmp_path, gpu_pages=pages, threads=2) as cache:
-                results.append(generate(model, cache, prompt(200)))
-                sent = cache.traffic.bytes_between("cpu", "gpu", "attend")
-    finally:
-        disable(model)
-    assert torch.equal(results[0].sequences, results[1].sequences)
-    assert all(torch.equal(one, other) for one, other in zip(results[0].logits, results[1].logits, strict=True))
+    results, sent = [], 0
+    for pages in (None, 120):
+        with SpillCache(llama.config, token_budget=96, path=tmp_path, gpu_pages=pages, threads=2) as cache:
+            results.append(generate(llama, cache, prompt(200)))
+            sent = cache.traffic.bytes_between("cpu", "gpu", "attend")
+    check_same(results[0], results[1])
     layers, sequences, steps, token_bytes = 3, 2, 11, 2 * 2 * 16 * 4
     attended = layers * sequences * steps * 96 * token_bytes
     assert 0 < sent < attended
 
 
-def test_a_gpu_tier_that_is_too_small_says_so() -> None:
-    model = enable(tiny("llama"))
-    try:
-        small = SpillCache(model.config, token_budget=96, gpu_pages=6, threads=2)
-        with small as cache, pytest.raises(ValueError, match="pages: "):
-            generate(model, cache, prompt(200))
-    finally:
-        disable(model)
+def test_a_gpu_tier_that_is_too_small_says_so(llama: Any) -> None:
+    small = SpillCache(llama.config, token_budget=96, gpu_pages=6, threads=2)
+    with small as cache, pytest.raises(ValueError, match="pages: "):
+        generate(llama, cache, prompt(200))
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])

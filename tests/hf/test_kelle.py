@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from llmcache.edram.accuracy import CacheVariant, accuracy, evaluate
 from llmcache.edram.aerp import AerpSettings
@@ -16,15 +15,16 @@ from llmcache.edram.decoder import Decoder
 from llmcache.edram.flips import CellSettings
 from llmcache.edram.kelle import KelleRecorder
 from llmcache.edram.refresh import account
-from llmcache.kv.bench.subject import answer
+from llmcache.kv.bench.subject import accuracy as answered
+from llmcache.kv.bench.subject import answer, load_model
 from llmcache.kv.policies.kelle import Kelle
 from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
-from llmcache.kv.transformers import SpillCache, enable
+from llmcache.kv.transformers import SpillCache
 
 
 @functools.cache
 def model() -> Any:
-    return enable(transformers.Qwen2ForCausalLM.from_pretrained(RECALL_MODEL).eval())
+    return load_model(RECALL_MODEL)
 
 
 @functools.cache
@@ -34,8 +34,7 @@ def questions() -> Questions:
 
 @functools.cache
 def share(budget: int, **options: Any) -> float:
-    with SpillCache(model().config, "kelle", token_budget=budget, threads=2, **options) as cache:
-        return float(answer(model(), cache, questions()).mean())
+    return answered(model(), questions(), "kelle", token_budget=budget, threads=2, **options)
 
 
 def test_the_decoder_in_numpy_is_the_model() -> None:

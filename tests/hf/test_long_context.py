@@ -4,11 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import tokenizers
-import transformers
 
 from llmcache.errors import DataError, UsageError
-from tests.hf.tiny_models import VOCABULARY, tiny
+from tests.hf.tiny_models import tiny, words
 from tools import long_context
 
 
@@ -31,12 +29,11 @@ def test_the_recall_model_answers_alike(
 def test_a_model_from_a_directory_is_asked_about_a_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0").save_pretrained(tmp_path / "model")
+    tokenizer, said = words()
+    tokenizer.save_pretrained(tmp_path / "model")
     tiny("llama").save_pretrained(tmp_path / "model")
     text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"w{i * 7 % 90 + 2}" for i in range(200)))
+    text.write_text(said)
     arguments = [str(tmp_path / "model"), "--text", str(text), "--ask", "w3 w4", "--budget", "512", "--dir", str(tmp_path)]
     found = lines(monkeypatch, capsys, *arguments)
     assert found[0][1] == found[1][1] != ""

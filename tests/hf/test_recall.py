@@ -7,12 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
-from llmcache.errors import DataError
-from llmcache.kv.bench.subject import accuracy, answer, load_model
+from llmcache.kv.bench.subject import accuracy, load_model
 from llmcache.kv.tasks import RECALL_MODEL, Questions, chain, passkey, recall
-from llmcache.kv.transformers import SpillCache
 
 CONTEXTS = 4
 
@@ -28,13 +25,12 @@ def questions(tokens: int) -> Questions:
 
 
 def share(policy: str, tokens: int, **options: Any) -> float:
-    with SpillCache(model().config, policy, threads=2, **options) as cache:
-        return float(answer(model(), cache, questions(tokens)).mean())
+    return accuracy(model(), questions(tokens), policy, threads=2, **options)
 
 
 @functools.cache
 def full(tokens: int) -> float:
-    return float(answer(model(), transformers.DynamicCache(config=model().config), questions(tokens)).mean())
+    return accuracy(model(), questions(tokens))
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096])
@@ -58,30 +54,17 @@ def test_the_newest_tokens_alone_are_not() -> None:
 def test_a_passkey_is_found_at_every_depth() -> None:
     for depth in np.arange(0, 1, 0.19):
         task = passkey(np.random.default_rng(5), 4, 1024, depth=float(depth))
-        with SpillCache(model().config, token_budget=64, threads=2) as cache:
-            assert answer(model(), cache, task).all(), f"depth {depth}"
+        assert accuracy(model(), task, "mass", token_budget=64, threads=2) == 1, f"depth {depth}"
 
 
 def test_a_chain_is_followed_as_far_as_with_everything() -> None:
     task = chain(np.random.default_rng(5), CONTEXTS, 1024, steps=32)
-    expected = answer(model(), transformers.DynamicCache(config=model().config), task).mean()
-    with SpillCache(model().config, token_budget=128, threads=2) as cache:
-        found = answer(model(), cache, task).mean()
+    expected = accuracy(model(), task)
     assert expected >= 0.95
-    assert found >= expected - 0.05
+    assert accuracy(model(), task, "mass", token_budget=128, threads=2) >= expected - 0.05
 
 
-def test_accuracy_is_of_any_policy_and_leaves_torch_its_threads() -> None:
-    asked = recall(np.random.default_rng(4), 4, 1024, questions=8)
+def test_everything_kept_is_the_plain_cache_and_torch_keeps_its_threads() -> None:
     torch.set_num_threads(2)
-    plain = accuracy(model(), asked)
-    assert plain >= 0.9
-    assert accuracy(model(), asked, "full") == plain
-    assert accuracy(model(), asked, "hillinfer", alpha=0.2) >= plain - 0.05
-    assert accuracy(model(), asked, "window", alpha=0.1) < plain - 0.3
+    assert share("full", 1024) == full(1024)
     assert torch.get_num_threads() == 2
-
-
-def test_a_directory_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="not a model"):
-        load_model(tmp_path)

@@ -9,7 +9,7 @@ import transformers
 
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.transformers import SpillCache, disable, enable
-from tests.hf.tiny_models import FAMILIES, generate, prompt, single, tiny
+from tests.hf.tiny_models import FAMILIES, Enabled, check_same, generate, prompt, single, tiny
 
 
 def config(name: str, **options: Any) -> Any:
@@ -31,6 +31,7 @@ def linear() -> Any:
         ({"alpha": 0.5, "token_budget": 100}, "token_budget"),
         ({"policy": "hillinfer", "token_budget": 40}, "token_budget"),
         ({"colour": "blue"}, "colour"),
+        ({"policy": "hillinfer", "beta": 2.0}, "beta"),  # the pool's size is cpu_pages
         ({"ssd": "tape"}, "ssd"),
         ({"policy": "hillinfer", "cpu_pages": 2, "path": "x.kv"}, "cpu_pages"),
         ({"cpu_pages": 20}, "cpu_pages"),
@@ -67,19 +68,15 @@ def test_a_model_that_was_not_enabled() -> None:
     assert "enable(model)" in str(error.value.hint)
 
 
-def test_another_batch_without_reset() -> None:
-    model = enable(tiny("llama"))
-    try:
-        with SpillCache(model.config, "full") as cache:
-            generate(model, cache, single())
-            with pytest.raises(UsageError, match="batch: 2 sequences, the cache has 1"):
-                model(input_ids=prompt()["input_ids"], past_key_values=cache)
-            cache.reset()
-            assert cache.get_seq_length() == 0
-            model(input_ids=prompt()["input_ids"], past_key_values=cache)
-            assert cache.get_seq_length() == 150
-    finally:
-        disable(model)
+def test_another_batch_without_reset(llama: Any) -> None:
+    with SpillCache(llama.config, "full") as cache:
+        generate(llama, cache, single())
+        with pytest.raises(UsageError, match="batch: 2 sequences, the cache has 1"):
+            llama(input_ids=prompt()["input_ids"], past_key_values=cache)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        llama(input_ids=prompt()["input_ids"], past_key_values=cache)
+        assert cache.get_seq_length() == 150
 
 
 def stopped_step(model: Any, cache: Any) -> None:
@@ -94,34 +91,27 @@ def stopped_step(model: Any, cache: Any) -> None:
     hook.remove()
 
 
-def test_a_step_that_was_broken_off_is_taken_back() -> None:
-    model = enable(tiny("llama"))
-    try:
-        results = []
-        for broken in (False, True):
-            with SpillCache(model.config, token_budget=64, threads=2) as cache:
-                model(**single(), past_key_values=cache)
-                if broken:
-                    stopped_step(model, cache)
-                results += [model(input_ids=torch.tensor([[5]]), past_key_values=cache).logits for _ in range(3)]
-    finally:
-        disable(model)
+def test_a_step_that_was_broken_off_is_taken_back(llama: Any) -> None:
+    results = []
+    for broken in (False, True):
+        with SpillCache(llama.config, token_budget=64, threads=2) as cache:
+            llama(**single(), past_key_values=cache)
+            if broken:
+                stopped_step(llama, cache)
+            results += [llama(input_ids=torch.tensor([[5]]), past_key_values=cache).logits for _ in range(3)]
     assert all(torch.equal(one, other) for one, other in zip(results[:3], results[3:], strict=True))
 
 
-def test_a_step_that_was_broken_off_cannot_be_taken_back_in_sliding_layers() -> None:
-    model = enable(tiny("gemma3"))
-    try:
-        with SpillCache(model.config, "full") as cache:
-            model(**single(), past_key_values=cache)
-            stopped_step(model, cache)
-            with pytest.raises(DataError, match="middle of a step"):
-                model(input_ids=torch.tensor([[5]]), past_key_values=cache)
-            cache.reset()
-            model(**single(), past_key_values=cache)
-            assert cache.get_seq_length() == 150
-    finally:
-        disable(model)
+def test_a_step_that_was_broken_off_cannot_be_taken_back_in_sliding_layers(enabled: Enabled) -> None:
+    model = enabled("gemma3")
+    with SpillCache(model.config, "full") as cache:
+        model(**single(), past_key_values=cache)
+        stopped_step(model, cache)
+        with pytest.raises(DataError, match="middle of a step"):
+            model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+        cache.reset()
+        model(**single(), past_key_values=cache)
+        assert cache.get_seq_length() == 150
 
 
 def full_disk(append: Any) -> Any:
@@ -135,21 +125,17 @@ def full_disk(append: Any) -> Any:
     return failing
 
 
-def test_a_spill_that_fails_may_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spill_that_fails_may_be_tried_again(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full for a moment: the tokens are in memory, and the same step gives the same answer later."""
-    model = enable(tiny("llama"))
-    try:
-        results = []
-        for full in (False, True):
-            with SpillCache(model.config, token_budget=64, cpu_pages=4, path=tmp_path, threads=2) as cache:
-                model(**single(159), past_key_values=cache)
-                if full:
-                    with monkeypatch.context() as patch, pytest.raises(EnvironmentProblem):
-                        patch.setattr(cache.store, "append", full_disk(cache.store.append))
-                        model(input_ids=torch.tensor([[5]]), past_key_values=cache)
-                results += [model(input_ids=torch.tensor([[5]]), past_key_values=cache).logits for _ in range(3)]
-    finally:
-        disable(model)
+    results = []
+    for full in (False, True):
+        with SpillCache(llama.config, token_budget=64, cpu_pages=4, path=tmp_path, threads=2) as cache:
+            llama(**single(159), past_key_values=cache)
+            if full:
+                with monkeypatch.context() as patch, pytest.raises(EnvironmentProblem):
+                    patch.setattr(cache.store, "append", full_disk(cache.store.append))
+                    llama(input_ids=torch.tensor([[5]]), past_key_values=cache)
+            results += [llama(input_ids=torch.tensor([[5]]), past_key_values=cache).logits for _ in range(3)]
     assert all(torch.equal(one, other) for one, other in zip(results[:3], results[3:], strict=True))
 
 
@@ -169,28 +155,20 @@ def test_what_an_empty_cache_is_asked() -> None:
             cache.store  # noqa: B018
 
 
-def test_a_spill_file_is_kept_by_its_name_and_else_removed(tmp_path: Path) -> None:
-    model = enable(tiny("llama"))
-    try:
-        for path, left in ((tmp_path, 0), (tmp_path / "kept.kv", 1)):
-            with SpillCache(model.config, path=path) as cache:
-                model(**single(), past_key_values=cache)
-                assert len(list(tmp_path.iterdir())) == 1
-            assert len(list(tmp_path.iterdir())) == left
-    finally:
-        disable(model)
+def test_a_spill_file_is_kept_by_its_name_and_else_removed(llama: Any, tmp_path: Path) -> None:
+    for path, left in ((tmp_path, 0), (tmp_path / "kept.kv", 1)):
+        with SpillCache(llama.config, path=path) as cache:
+            llama(**single(), past_key_values=cache)
+            assert len(list(tmp_path.iterdir())) == 1
+        assert len(list(tmp_path.iterdir())) == left
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_enabled_model_goes_on_with_other_caches(family: str) -> None:
     model = tiny(family)
     expected = generate(model, None, prompt())
-    enable(model)
-    enable(model)
-    try:
-        got = generate(model, None, prompt())
-    finally:
-        disable(model)
-    assert torch.equal(expected.sequences, got.sequences)
-    assert all(torch.equal(one, other) for one, other in zip(expected.logits, got.logits, strict=True))
+    enable(enable(model))
+    got = generate(model, None, prompt())
+    disable(model)
+    check_same(expected, got)
     assert not [name for name in vars(model) if name.startswith("_llmcache")]

@@ -9,149 +9,95 @@ import torch
 
 from llmcache import files
 from llmcache.errors import DataError, UsageError
-from llmcache.kv.policies.icecache import IceCache
+from llmcache.kv.index.dci import DciIndex
 from llmcache.kv.spill.raw import RawFile
-from llmcache.kv.transformers import SpillCache, disable, enable
-from tests.hf.tiny_models import generate, prompt, tiny
+from llmcache.kv.transformers import SpillCache
+from tests.hf.tiny_models import Enabled, check_same, generate, longer, prompt, tiny
 from tests.unit.store_parts import crash
-
-
-def longer(said: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    ids = torch.cat([said.sequences, torch.full((2, 9), 7)], 1)
-    more = ids.shape[1] - inputs["attention_mask"].shape[1]
-    return {"input_ids": ids, "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, more).long()], 1)}
 
 
 @pytest.mark.parametrize(("ssd", "full_tokens"), [("file", 0), ("csd", 0), ("file", 165), ("csd", 4096)])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_saved_conversation_goes_on_as_if_nothing_had_happened(
-    family: str, ssd: str, full_tokens: int, tmp_path: Path
+    enabled: Enabled, family: str, ssd: str, full_tokens: int, tmp_path: Path
 ) -> None:
     """Whether it chooses, or attends to everything, and whether that ends afterwards."""
-    model, path, kept = enable(tiny(family)), tmp_path / "talk.kv", tmp_path / "kept"
+    model, path, kept = enabled(family), tmp_path / "talk.kv", tmp_path / "kept"
     options: dict[str, Any] = {"token_budget": 64, "cpu_pages": 4, "ssd": ssd, "threads": 2, "full_tokens": full_tokens}
-    try:
-        with SpillCache(model.config, path=path, **options) as cache:
-            inputs = longer(generate(model, cache, prompt()), prompt())
-            cache.save()
-            length, ids = cache.get_seq_length(), cache.ids.copy()
-            shutil.copytree(tmp_path, kept)
-            expected = generate(model, cache, inputs)
-        with SpillCache.restore(model, kept / "talk.kv", **options) as cache:
-            assert cache.get_seq_length() == length
-            assert (cache.ids == ids).all()
-            got = generate(model, cache, inputs)
-    finally:
-        disable(model)
-    assert torch.equal(expected.sequences, got.sequences)
-    assert all(torch.equal(one, other) for one, other in zip(expected.logits, got.logits, strict=True))
+    with SpillCache(model.config, path=path, **options) as cache:
+        inputs = longer(generate(model, cache, prompt()))
+        cache.save()
+        length, ids = cache.get_seq_length(), cache.ids.copy()
+        shutil.copytree(tmp_path, kept)
+        expected = generate(model, cache, inputs)
+    with SpillCache.restore(model, kept / "talk.kv", **options) as cache:
+        assert cache.get_seq_length() == length
+        assert (cache.ids == ids).all()
+        check_same(expected, generate(model, cache, inputs))
 
 
-def test_a_short_conversation_that_was_cut_and_turned_over_after_it_was_saved(tmp_path: Path) -> None:
+def test_a_short_conversation_that_was_cut_and_turned_over_after_it_was_saved(llama: Any, tmp_path: Path) -> None:
     """The file has another beginning then than the tensors: it follows."""
-    model, path = enable(tiny("llama")), tmp_path / "talk.kv"
-    try:
-        with SpillCache(model.config, path=path, full_tokens=4096, threads=2) as cache:
-            generate(model, cache, prompt())
-            cache.save()
-            cache.crop(100)
-            cache.reorder_cache(torch.tensor([1, 1]))
-            with torch.no_grad():
-                expected = model(input_ids=torch.full((2, 30), 7), past_key_values=cache).logits
-            ids = cache.ids.copy()
-            assert (ids[0] == ids[1]).all() and torch.equal(expected[0], expected[1])
-            cache.save()
-        with SpillCache.restore(model, path, full_tokens=4096, threads=2) as cache:
-            assert (cache.ids == ids).all()
-            cache.crop(100)
-            with torch.no_grad():
-                got = model(input_ids=torch.full((2, 30), 7), past_key_values=cache).logits
-    finally:
-        disable(model)
+    path = tmp_path / "talk.kv"
+    with SpillCache(llama.config, path=path, full_tokens=4096, threads=2) as cache:
+        generate(llama, cache, prompt())
+        cache.save()
+        cache.crop(100)
+        cache.reorder_cache(torch.tensor([1, 1]))
+        with torch.no_grad():
+            expected = llama(input_ids=torch.full((2, 30), 7), past_key_values=cache).logits
+        ids = cache.ids.copy()
+        assert (ids[0] == ids[1]).all() and torch.equal(expected[0], expected[1])
+        cache.save()
+    with SpillCache.restore(llama, path, full_tokens=4096, threads=2) as cache:
+        assert (cache.ids == ids).all()
+        cache.crop(100)
+        with torch.no_grad():
+            got = llama(input_ids=torch.full((2, 30), 7), past_key_values=cache).logits
     assert torch.equal(expected, got)
 
 
-def _trees(policy: Any) -> list[list[list[int]]]:
-    """Return the number of keys in each tree, by layer and sequence; of one without a tree nothing."""
-    rows = policy.indexes.scorers
-    return [[[] if one is None else [len(tree) for tree in one.indexes] for one in row] for row in rows]
+def test_trees_of_keys_are_saved_and_go_on(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"policy": "icecache", "token_budget": 64, "scorer": "dci", "threads": 2}
+    with SpillCache(llama.config, path=tmp_path / "talk.kv", **options) as cache:
+        inputs = longer(generate(llama, cache, prompt()))
+        cache.save()
+        shutil.copytree(tmp_path, tmp_path / "kept")
+        expected = generate(llama, cache, inputs)
+    monkeypatch.setattr(DciIndex, "_build", None)  # no tree is built anew
+    with SpillCache.restore(llama, tmp_path / "kept" / "talk.kv", **options) as cache:
+        check_same(expected, generate(llama, cache, inputs))
 
 
-def test_trees_of_keys_are_saved_and_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, path, kept = enable(tiny("llama")), tmp_path / "talk.kv", tmp_path / "kept"
-    spoiled = tmp_path / "spoiled"
-    options: dict[str, Any] = {"token_budget": 64, "scorer": "dci", "threads": 2}
-    found: list[Any] = []
-    restored = IceCache.restored
-
-    def seen(policy: IceCache) -> None:
-        restored(policy)
-        found.append(_trees(policy))
-
-    monkeypatch.setattr(IceCache, "restored", seen)
-    try:
-        with SpillCache(model.config, "icecache", path=path, **options) as cache:
-            inputs = longer(generate(model, cache, prompt()), prompt())
-            cache.save()
-            engine = cache.conversation.engine
-            assert engine is not None
-            saved = _trees(engine.policy)
-            for copy in (kept, spoiled):
-                shutil.copytree(tmp_path, copy, ignore=shutil.ignore_patterns("kept"))
-            expected = generate(model, cache, inputs)
-        with SpillCache.restore(model, kept / "talk.kv", "icecache", **options) as cache:
-            got = generate(model, cache, inputs)
-        damaged = bytearray((spoiled / "dci-talk.kv").read_bytes())
-        damaged[len(damaged) // 2] ^= 1
-        (spoiled / "dci-talk.kv").write_bytes(damaged)
-        with SpillCache.restore(model, spoiled / "talk.kv", "icecache", **options) as cache:
-            generate(model, cache, inputs)
-        assert "trees are built anew" in caplog.text
-        assert all(len(trees) == 2 and min(trees) > 16 for row in saved for trees in row)
-        assert found == [saved, [[[], []]] * 3]
-    finally:
-        disable(model)
-    assert torch.equal(expected.sequences, got.sequences)
-    assert all(torch.equal(one, other) for one, other in zip(expected.logits, got.logits, strict=True))
-
-
-def test_what_a_killed_process_has_left_is_cleared_away(tmp_path: Path) -> None:
+def test_what_a_killed_process_has_left_is_cleared_away(llama: Any, tmp_path: Path) -> None:
     """By the next one that has a file of its own in that directory; what is in use, or has a name of a user's, stays."""
-    model, named = enable(tiny("llama")), tmp_path / "llmcache-mine.kv"
-    try:
-        named.touch()
-        killed, alive, last = (SpillCache(model.config, path=tmp_path, threads=1) for _ in range(3))
-        for cache in (killed, alive):
-            generate(model, cache, prompt(40, 0), max_new_tokens=1)
-            cache.reorder_cache(torch.tensor([1, 0]))
-        assert len(list(tmp_path.glob("tables-llmcache-*.kv"))) == 2
-        assert alive.store.config.path is not None
-        left = {path for path in tmp_path.iterdir() if alive.store.config.path.name not in path.name}
-        crash(killed.store)
-        generate(model, last, prompt(40, 0), max_new_tokens=1)
-        there = set(tmp_path.iterdir())
-        assert there & left == {named} and {cache.store.config.path for cache in (alive, last)} < there
-        alive.reorder_cache(torch.tensor([1, 0]))
-        for cache in (alive, last):
-            cache.close()
-        assert set(tmp_path.iterdir()) == {named}
-        killed.conversation.close()
-    finally:
-        disable(model)
+    named = tmp_path / "llmcache-mine.kv"
+    named.touch()
+    killed, alive, last = (SpillCache(llama.config, path=tmp_path, threads=1) for _ in range(3))
+    for cache in (killed, alive):
+        generate(llama, cache, prompt(40, 0), max_new_tokens=1)
+        cache.reorder_cache(torch.tensor([1, 0]))
+    assert len(list(tmp_path.glob("tables-llmcache-*.kv"))) == 2
+    assert alive.store.config.path is not None
+    left = {path for path in tmp_path.iterdir() if alive.store.config.path.name not in path.name}
+    crash(killed.store)
+    generate(llama, last, prompt(40, 0), max_new_tokens=1)
+    there = set(tmp_path.iterdir())
+    assert there & left == {named} and {cache.store.config.path for cache in (alive, last)} < there
+    alive.reorder_cache(torch.tensor([1, 0]))
+    for cache in (alive, last):
+        cache.close()
+    assert set(tmp_path.iterdir()) == {named}
+    killed.conversation.close()
 
 
-def test_what_would_not_stay_cannot_be_saved(tmp_path: Path) -> None:
-    model = enable(tiny("gemma3"))
-    try:
-        for path in (tmp_path, None):
-            with SpillCache(model.config, path=path) as cache:
-                generate(model, cache, prompt())
-                with pytest.raises(UsageError, match="path: no spill file that stays"):
-                    cache.save()
-    finally:
-        disable(model)
+def test_what_would_not_stay_cannot_be_saved(enabled: Enabled, tmp_path: Path) -> None:
+    model = enabled("gemma3")
+    for path in (tmp_path, None):
+        with SpillCache(model.config, path=path) as cache:
+            generate(model, cache, prompt())
+            with pytest.raises(UsageError, match="path: no spill file that stays"):
+                cache.save()
     assert not list(tmp_path.iterdir())
 
 
@@ -166,9 +112,11 @@ def _state(cache: SpillCache) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("more", [2, 20])
-def test_a_save_that_is_broken_off_leaves_the_one_before(more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_is_broken_off_leaves_the_one_before(
+    enabled: Enabled, more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process may be killed anywhere between two saves, and before every change of a file in the second."""
-    model, kept, said = enable(tiny("gemma3")), tmp_path / "kept", tmp_path / "said"
+    model, kept, said = enabled("gemma3"), tmp_path / "kept", tmp_path / "said"
     said.mkdir()
     options: dict[str, Any] = {"token_budget": 64, "cpu_pages": 4, "threads": 1}
     copies: dict[int, Path] = {}
@@ -186,58 +134,48 @@ def test_a_save_that_is_broken_off_leaves_the_one_before(more: int, tmp_path: Pa
             copies[hash(content)] = target = kept / str(len(copies))
             shutil.copytree(said, target)
 
-    try:
-        with SpillCache(model.config, path=said / "talk.kv", **options) as cache:
-            ids = generate(model, cache, prompt(40, 5), max_new_tokens=2).sequences
+    with SpillCache(model.config, path=said / "talk.kv", **options) as cache:
+        ids = generate(model, cache, prompt(40, 5), max_new_tokens=2).sequences
+        cache.save()
+        states = [_state(cache)]
+        with monkeypatch.context() as patched:
+            patched.setattr(RawFile, "write", noted(RawFile.write))
+            for name in ("rename", "remove"):
+                for module in ("llmcache.files", *(["llmcache.kv.transformers.sidecar"] if name == "remove" else [])):
+                    patched.setattr(f"{module}.{name}", noted(getattr(files, name)))
+            generate(model, cache, {"input_ids": ids}, max_new_tokens=more)
             cache.save()
-            states = [_state(cache)]
-            with monkeypatch.context() as patched:
-                patched.setattr(RawFile, "write", noted(RawFile.write))
-                for name in ("rename", "remove"):
-                    for module in ("llmcache.files", *(["llmcache.kv.transformers.sidecar"] if name == "remove" else [])):
-                        patched.setattr(f"{module}.{name}", noted(getattr(files, name)))
-                generate(model, cache, {"input_ids": ids}, max_new_tokens=more)
-                cache.save()
-                states.append(_state(cache))
-                copy()
-        assert len(copies) > 12
-        found = []
-        for path in copies.values():
-            with SpillCache.restore(model, path / "talk.kv", **options) as cache:
-                found.append(states.index(_state(cache)))
-        assert found == sorted(found) and set(found) == {0, 1}
-        assert len(list(said.glob("sliding-*-talk.kv"))) == 1
-    finally:
-        disable(model)
+            states.append(_state(cache))
+            copy()
+    assert len(copies) > 12
+    found = []
+    for path in copies.values():
+        with SpillCache.restore(model, path / "talk.kv", **options) as cache:
+            found.append(states.index(_state(cache)))
+    assert found == sorted(found) and set(found) == {0, 1}
+    assert len(list(said.glob("sliding-*-talk.kv"))) == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_what_was_not_saved(family: str, tmp_path: Path) -> None:
-    model, path = enable(tiny(family)), tmp_path / "talk.kv"
-    try:
-        with SpillCache(model.config, path=path, threads=2) as cache:
-            said = generate(model, cache, prompt())
-        if family == "gemma3":
-            with pytest.raises(DataError, match="sliding layers are missing"):
-                SpillCache.restore(model, path)
-            return
-        with SpillCache.restore(model, path) as cache:
-            length = cache.get_seq_length()
-            assert length == (said.sequences.shape[1] - 1) // 16 * 16
-            assert (cache.ids == said.sequences[:, :length].numpy()).all()
-    finally:
-        disable(model)
+def test_what_was_not_saved(enabled: Enabled, family: str, tmp_path: Path) -> None:
+    model, path = enabled(family), tmp_path / "talk.kv"
+    with SpillCache(model.config, path=path, threads=2) as cache:
+        said = generate(model, cache, prompt())
+    if family == "gemma3":
+        with pytest.raises(DataError, match="sliding layers are missing"):
+            SpillCache.restore(model, path)
+        return
+    with SpillCache.restore(model, path) as cache:
+        length = cache.get_seq_length()
+        assert length == (said.sequences.shape[1] - 1) // 16 * 16
+        assert (cache.ids == said.sequences[:, :length].numpy()).all()
 
 
-def test_another_model_is_told_apart(tmp_path: Path) -> None:
+def test_another_model_is_told_apart(llama: Any, tmp_path: Path) -> None:
     path = tmp_path / "talk.kv"
-    model = enable(tiny("llama"))
-    try:
-        with SpillCache(model.config, path=path) as cache:
-            generate(model, cache, prompt())
-            cache.save()
-    finally:
-        disable(model)
+    with SpillCache(llama.config, path=path) as cache:
+        generate(llama, cache, prompt())
+        cache.save()
     with pytest.raises(DataError, match=r"talk\.kv"):
         SpillCache.restore(tiny("qwen2"), path)
     with pytest.raises(DataError, match=r"talk\.kv"):

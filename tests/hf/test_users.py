@@ -6,27 +6,20 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 import transformers
 
 from llmcache.errors import UsageError
-from llmcache.kv.transformers import SpillCache, disable, enable
-from tests.hf.tiny_models import VOCABULARY, both, check_same, generate, prompt, single, stock, tiny, whole
+from llmcache.kv.transformers import SpillCache, enable
+from tests.hf.tiny_models import VOCABULARY, Enabled, both, check_same, generate, prompt, single, stock, tiny, whole, words
 
 POLICIES = ["hillinfer", "h2o", "quest", "leoam", "icecache", "mass"]
-
-
-@pytest.fixture
-def llama() -> Iterator[Any]:
-    yield enable(tiny("llama"))
-    disable(tiny("llama"))
 
 
 def small(policy: str, path: Path | None = None) -> Callable[[Any], SpillCache]:
@@ -72,10 +65,7 @@ def test_a_model_with_eager_attention_keeps_it() -> None:
 
 
 def test_a_pipeline(tmp_path: Path) -> None:
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
-    text = " ".join(f"w{i * 7 % 90 + 2}" for i in range(200))
+    tokenizer, text = words()
 
     def run(model: Any, cache: Any) -> Any:
         pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
@@ -85,6 +75,24 @@ def test_a_pipeline(tmp_path: Path) -> None:
 
     expected, got = both(copy.deepcopy(tiny("qwen2")), whole(path=tmp_path, cpu_pages=4), run)
     assert expected == got
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_a_prompt_of_embeddings(enabled: Enabled, family: str, tmp_path: Path) -> None:
+    """Their ids are not known."""
+    model, ids = enabled(family), single(70)["input_ids"]
+    with whole(path=tmp_path, cpu_pages=4)(model) as cache:
+        from_ids = generate(model, cache, {"input_ids": ids})
+        cache.reset()
+        found = generate(model, cache, {"inputs_embeds": model.get_input_embeddings()(ids).detach()})
+        assert found.past_key_values is cache and torch.equal(found.sequences, from_ids.sequences[:, 70:])
+        assert all(torch.equal(one, other) for one, other in zip(found.logits, from_ids.logits, strict=True))
+        assert (cache.ids[:, :70] == -1).all() and (cache.ids[0, 70:] == found.sequences[0, :-1].numpy()).all()
+
+
+def test_it_is_said_that_it_cannot_be_copied(llama: Any) -> None:
+    with SpillCache(llama.config) as cache, pytest.raises(TypeError, match="save"):
+        copy.deepcopy(cache)
 
 
 def test_two_caches_in_two_threads(llama: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 import transformers
 
@@ -32,6 +33,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 Caches = Callable[[Any], Any]
 Run = Callable[[Any, Any], Any]
+Enabled = Callable[..., Any]
+"""The fixture `enabled`: makes an enabled model of a family."""
 
 
 @functools.cache
@@ -59,6 +62,21 @@ def prompt(tokens: int = 150, padding: int = 37) -> dict[str, Any]:
 def single(tokens: int = 150) -> dict[str, Any]:
     """Return one prompt."""
     return {"input_ids": prompt(tokens, 0)["input_ids"][1:]}
+
+
+def longer(said: Any, tokens: int = 9) -> dict[str, Any]:
+    """Return the next turn of a conversation that began with `prompt()`: what was said, and more of it."""
+    ids = torch.cat([said.sequences, torch.full((2, tokens), 7)], 1)
+    more = ids.shape[1] - prompt()["attention_mask"].shape[1]
+    return {"input_ids": ids, "attention_mask": torch.cat([prompt()["attention_mask"], torch.ones(2, more).long()], 1)}
+
+
+def words() -> tuple[Any, str]:
+    """Return a tokenizer that knows the words w0, w1 and so on, and a text of 200 of them."""
+    kind = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
+    kind.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    text = " ".join(f"w{i * 7 % 90 + 2}" for i in range(200))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=kind, pad_token="w0"), text
 
 
 def stock(model: Any) -> Any:

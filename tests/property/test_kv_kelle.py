@@ -14,7 +14,6 @@ from llmcache.edram.aerp import AerpSettings, Slots
 from llmcache.edram.constants import KELLE_INTERVALS, PAPER
 from llmcache.edram.kelle import KelleRecorder
 from llmcache.edram.refresh import account, read_run
-from llmcache.errors import UsageError
 from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.policies.kelle import Kelle, KelleSettings
 from llmcache.kv.spill import KvShape
@@ -151,8 +150,3 @@ def test_a_run_without_a_clock_asks_for_one(tmp_path: Path) -> None:
         run.step()
         found = recorder.run()
     assert found.durations_ns is None and found.clock == "not said" and found.lives is None and found.steps == 2
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(UsageError, match=r"^evicted: 'kept'"):
-        KelleSettings(evicted="kept")

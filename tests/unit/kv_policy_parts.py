@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.kv.kernels import top
-from llmcache.kv.pipeline import attention, widened
+from llmcache.kv.pipeline import NO_TIMELINE, Timeline, attention, widened
 from llmcache.kv.policies import policy_class
 from llmcache.kv.policies.base import KvPolicy, PolicySettings
 from llmcache.kv.spill import KvShape
@@ -96,7 +96,10 @@ class Run:
 
     def step(self) -> list[tuple[Selection, Array]]:
         """Decodes one token; what was chosen, and what attention gave, of each layer."""
-        return [self._layer(layer) for layer in range(LAYERS)] + self._end()
+        found = [self._layer(layer) for layer in range(LAYERS)]
+        self._commit(1)
+        self.steps += 1
+        return found
 
     def _layer(self, layer: int) -> tuple[Selection, Array]:
         position = self.store.length
@@ -112,11 +115,6 @@ class Run:
         out, weights = attention(queries, gathered.keys, gathered.values)
         self.policy.attended(layer, selection, weights if self.policy.needs_weights else None)
         return selection, out
-
-    def _end(self) -> list[tuple[Selection, Array]]:
-        self._commit(1)
-        self.steps += 1
-        return []
 
     def queries(self, layer: int) -> Array:
         """Queries of this step."""
@@ -148,12 +146,15 @@ class Run:
 
 
 @contextmanager
-def running(name: str, settings: PolicySettings, case: Case, path: Path, first: int = 0) -> Iterator[Run]:
-    """A policy over a store that has the prompt of `case`, whose tokens before `first` are padding."""
+def running(
+    name: str, settings: PolicySettings, case: Case, path: Path, first: int = 0, timeline: Timeline = NO_TIMELINE
+) -> Iterator[Run]:
+    """A policy over a store in `path` that has the prompt of `case`, whose tokens before `first` are padding."""
+    path.mkdir(exist_ok=True)
     with KvStore(case.config(path)) as store:
         made = policy_class(name)
         given = made.settings_class(**{field: getattr(settings, field) for field in ("alpha", "token_budget", "combine")})
-        run = Run(case, store, made(store, given if type(settings) is PolicySettings else settings))
+        run = Run(case, store, made(store, given if type(settings) is PolicySettings else settings, timeline))
         run.policy.pad(np.full(case.batch, first))
         run.prefill()
         yield run

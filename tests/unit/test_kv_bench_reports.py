@@ -73,7 +73,7 @@ def test_what_is_saved_comes_back_whole() -> None:
     [
         ({"schema": "llmcache.size/1"}, "schema"),
         ({"kind": "guessed"}, "kind"),
-        ({"rows": [{"policy": "full"}]}, "observed: missing"),
+        ({"rows": [{"policy": "full"}]}, "title: missing"),
         ({"marks": {"f_c": 1}}, "f_s: missing"),
         ({"rows": 3}, "int"),
         ({"rows": []}, "rows: none"),

@@ -1,4 +1,4 @@
-"""Hits, column sums of attention, boxes around keys, and which pages change places."""
+"""Hits, column sums of attention, and which pages change places."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from numpy.typing import NDArray
 
 from llmcache.kv.importance.bkp import cpu_pages_for, moves
-from llmcache.kv.importance.bounds import Abstracts, best_pages
 from llmcache.kv.importance.columns import column_sums
 from llmcache.kv.importance.tables import MOST, HitTable, TokenTable
 from llmcache.kv.spill import KvShape
@@ -38,13 +37,6 @@ def test_a_token_is_hit_once_for_each_head_that_chose_it() -> None:
     assert table.rows(1, 0, 48)[[0, 3, 4, 40]].tolist() == [1, 4, 2, 1]
     assert table.pages(1, 0, 3, 16).tolist() == [7, 0, 1]
     assert not table.pages(0, 0, 3, 16).any()
-
-
-def test_hits_are_two_bytes_a_token() -> None:
-    table = HitTable(layers=1, batch=2)
-    table.record(0, np.full((2, 1, 1), 100_000 - 1, np.int64))
-    assert table.rows(0, 0, 100_000).dtype == np.uint16
-    assert 2 * 2 * 100_000 <= table.size_bytes <= 1.2 * 2 * 2 * 100_000  # room for growth
 
 
 def test_hits_are_halved_before_one_overflows_and_keep_their_order() -> None:
@@ -84,9 +76,10 @@ def test_a_table_grows_and_keeps_what_it_has() -> None:
     table = TokenTable(1, 1, (2,), np.float32)
     table.rows(0, 0, 3)[:] = 7
     grown = table.rows(0, 0, 5000)
-    assert grown.shape == (5000, 2)
-    assert (grown[:3] == 7).all()
-    assert not grown[3:].any()
+    assert grown.shape == (5000, 2) and (grown[:3] == 7).all() and not grown[3:].any()
+    hits = HitTable(1, 2)
+    hits.record(0, np.full((2, 1, 1), 100_000 - 1, np.int64))
+    assert 2 * 2 * 100_000 <= hits.size_bytes <= 1.2 * 2 * 2 * 100_000, "two bytes a token, and room for growth"
 
 
 # Column sums
@@ -144,102 +137,30 @@ def test_column_sums_name_what_does_not_fit(
         column_sums(numbers(*queries), numbers(*keys), start, first)
 
 
-# Abstracts
-
-
-def test_no_key_scores_above_the_bounds_of_its_page_and_chunk() -> None:
-    pages, heads, dim = 11, 2, 8
-    keys = numbers(pages, heads, 16, dim)
-    for combine in ("max", "sum"):
-        abstracts = Abstracts(1, 1, heads, dim, 16, chunk_pages=4)
-        abstracts.add(0, 0, [keys[:5]])
-        abstracts.add(0, 5, [keys[5:]])
-        queries = numbers(4, dim, seed=2)
-        products = np.einsum("pktd,kgd->kgpt", keys, queries.reshape(heads, 2, dim)).max(axis=3)
-        best = products.max(axis=1) if combine == "max" else products.sum(axis=1)
-        fine = abstracts.pages(0, 0, queries, np.arange(pages), combine)
-        coarse = abstracts.chunks(0, 0, queries, pages, combine)
-        assert (fine >= best - 1e-4).all()
-        assert coarse.shape == (heads, 3)
-        assert (coarse.repeat(4, axis=1)[:, :pages] >= fine - 1e-4).all()
-
-
-def test_the_best_pages_are_found_without_looking_into_every_chunk() -> None:
-    keys = numbers(64, 2, 4, 8)
-    keys[40:44] += 1  # one chunk stands out
-    abstracts = Abstracts(1, 1, 2, 8, page_tokens=4, chunk_pages=4)
-    abstracts.add(0, 0, [keys])
-    for seed in range(50):
-        queries = numbers(4, 8, seed=seed)
-        for pages, count in ((range(64), 5), (range(3, 60), 1), (range(2, 9), 7), (range(1, 64), 40)):
-            bounds = abstracts.pages(0, 0, queries, np.arange(pages.start, pages.stop), "max")
-            wanted = np.sort(np.argsort(-bounds, axis=1, kind="stable")[:, :count]) + pages.start
-            found = best_pages(abstracts, 0, 0, queries, pages, count, "max")
-            np.testing.assert_array_equal(np.stack(found), wanted)
-
-
-def test_the_box_of_one_key_is_the_key() -> None:
-    abstracts = Abstracts(1, 1, 1, 4, page_tokens=1, chunk_pages=2)
-    keys, queries = numbers(3, 1, 1, 4), numbers(1, 4, seed=1)
-    abstracts.add(0, 0, [keys])
-    np.testing.assert_allclose(abstracts.pages(0, 0, queries, np.arange(3), "max"), queries @ keys[:, 0, 0].T, rtol=1e-5)
-
-
-def test_abstracts_follow_their_sequences() -> None:
-    first, second = numbers(6, 1, 4, 8), numbers(6, 1, 4, 8, seed=1)
-    queries = numbers(1, 8, seed=2)
-    made = Abstracts(1, 2, 1, 8, page_tokens=4, chunk_pages=4)
-    made.add(0, 0, [first, second])
-    made.reorder(np.array([1]))
-    made.crop(4 * 5 + 3)
-    assert made.missing(0, 6) == range(5, 6)
-    plain = Abstracts(1, 1, 1, 8, page_tokens=4, chunk_pages=4)
-    plain.add(0, 0, [second[:5]])
-    np.testing.assert_array_equal(made.chunks(0, 0, queries, 5, "max"), plain.chunks(0, 0, queries, 5, "max"))
-    five = np.arange(5)
-    np.testing.assert_array_equal(made.pages(0, 0, queries, five, "max"), plain.pages(0, 0, queries, five, "max"))
-
-
 # Moves
 
 
-def moved(
-    in_cpu: str, hits: list[int], important: int, room: int, recent: int = 0, clearly: int = 1
-) -> tuple[list[int], list[int]]:
-    found = moves(np.array([place == "c" for place in in_cpu]), np.array(hits), important, room, recent, clearly)
-    return found.up.tolist(), found.down.tolist()
-
-
-def test_the_most_hit_come_up_and_as_many_of_the_least_hit_go_down() -> None:
-    assert moved("ccccss", [5, 1, 7, 2, 9, 8], important=2, room=4) == ([4, 5], [1, 3])
-
-
-def test_what_has_not_clearly_more_hits_does_not_take_the_place_of_another() -> None:
-    assert moved("ccss", [4, 2, 8, 5], important=2, room=2, clearly=1) == ([2, 3], [0, 1])
-    assert moved("ccss", [4, 2, 8, 5], important=2, room=2, clearly=2) == ([2], [1])
-    assert moved("ccss", [4, 2, 4, 4], important=2, room=2, clearly=2) == ([], [])
-
-
-def test_a_page_too_many_goes_down_without_another_coming_up() -> None:
-    assert moved("cccs", [3, 1, 2, 0], important=1, room=2) == ([], [1])
-
-
-def test_what_is_recent_stays_up_whatever_its_hits() -> None:
-    assert moved("sscc", [9, 8, 0, 0], important=2, room=2, recent=1) == ([0], [2])
-
-
-def test_nothing_moves_that_is_not_hit_more() -> None:
-    assert moved("ccss", [3, 3, 3, 0], important=2, room=2) == ([], [])
-    assert moved("ccss", [0, 0, 0, 0], important=2, room=2) == ([], [])
-
-
-def test_free_room_is_taken_without_anything_going_down() -> None:
-    assert moved("cssss", [1, 4, 3, 2, 0], important=2, room=3) == ([1, 2], [])
-    assert moved("cssss", [1, 4, 3, 2, 0], important=4, room=3) == ([1, 2, 3], [0])
-
-
-def test_a_pool_without_room_for_the_middle_holds_none_of_it() -> None:
-    assert moved("sss", [1, 2, 3], important=3, room=0, recent=2) == ([], [])
+@pytest.mark.parametrize(
+    ("in_cpu", "hits", "important", "room", "recent", "clearly", "up", "down"),
+    [
+        ("ccccss", [5, 1, 7, 2, 9, 8], 2, 4, 0, 1, [4, 5], [1, 3]),  # the most hit come up, the least hit go down for them
+        ("ccss", [4, 2, 8, 5], 2, 2, 0, 1, [2, 3], [0, 1]),
+        ("ccss", [4, 2, 8, 5], 2, 2, 0, 2, [2], [1]),  # what has not clearly more hits does not take another's place
+        ("ccss", [4, 2, 4, 4], 2, 2, 0, 2, [], []),
+        ("cccs", [3, 1, 2, 0], 1, 2, 0, 1, [], [1]),  # a page too many goes down without another coming up
+        ("sscc", [9, 8, 0, 0], 2, 2, 1, 1, [0], [2]),  # what is recent stays up whatever its hits
+        ("ccss", [3, 3, 3, 0], 2, 2, 0, 1, [], []),  # nothing moves that is not hit more
+        ("ccss", [0, 0, 0, 0], 2, 2, 0, 1, [], []),
+        ("cssss", [1, 4, 3, 2, 0], 2, 3, 0, 1, [1, 2], []),  # free room is taken without anything going down
+        ("cssss", [1, 4, 3, 2, 0], 4, 3, 0, 1, [1, 2, 3], [0]),
+        ("sss", [1, 2, 3], 3, 0, 2, 1, [], []),  # a pool without room for the middle holds none of it
+    ],
+)
+def test_pages_change_places(
+    in_cpu: str, hits: list[int], important: int, room: int, recent: int, clearly: int, up: list[int], down: list[int]
+) -> None:
+    found = moves(np.array(list(in_cpu)) == "c", np.array(hits), important, room, recent, clearly)
+    assert (found.up.tolist(), found.down.tolist()) == (up, down)
 
 
 def test_moves_keep_to_the_room() -> None:
@@ -265,15 +186,20 @@ SHAPE = KvShape("m", layers=4, kv_heads=2, head_dim=8, dtype="float32")
 PAGE_BYTES = 16 * 2 * 8 * 2 * 4
 
 
-def test_the_pool_is_the_share_that_beta_says() -> None:
-    assert cpu_pages_for(SHAPE, 16_000, 1.0, None) == 500
-    assert cpu_pages_for(SHAPE, 16_000, 3.0, None) == 750
-    assert cpu_pages_for(SHAPE, 16_000, math.inf, None) == 1000
-
-
-def test_the_memory_binds_where_it_is_less() -> None:
-    assert cpu_pages_for(SHAPE, 16_000, 1.0, 10 * PAGE_BYTES * 4 * 2 + 1, batch=2) == 10
-    assert cpu_pages_for(SHAPE, 16_000, None, 1 << 40) == 1000
+@pytest.mark.parametrize(
+    ("beta", "memory_bytes", "batch", "pages"),
+    [
+        (1.0, None, 1, 500),
+        (3.0, None, 1, 750),
+        (math.inf, None, 1, 1000),
+        (1.0, 10 * PAGE_BYTES * 4 * 2 + 1, 2, 10),  # the memory binds where it is less
+        (None, 1 << 40, 1, 1000),
+    ],
+)
+def test_the_pool_is_the_share_that_beta_and_memory_say(
+    beta: float | None, memory_bytes: int | None, batch: int, pages: int
+) -> None:
+    assert cpu_pages_for(SHAPE, 16_000, beta, memory_bytes, batch) == pages
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmcache.errors import UsageError
 from llmcache.kv.index.dci import DciIndex, DciSettings
 from llmcache.kv.index.scorers import (
     QUERIES,
     SCORERS,
     AutoScorer,
+    ChunkScorer,
     DciScorer,
     ExactScorer,
     QuestScorer,
@@ -23,7 +23,6 @@ from llmcache.kv.index.scorers import (
     Trial,
     recall_of,
     rounded,
-    scorer_class,
 )
 from llmcache.kv.spill.layout import KvShape
 
@@ -48,7 +47,7 @@ def carried(keys: Floats, dtype: str) -> NDArray[Any]:
 
 def made(name: str, keys: Floats, first: int = 0, dtype: str = "float32", **settings: Any) -> Scorer:
     shape = KvShape("m", 1, HEADS, DIM, dtype, PAGE)
-    scorer = scorer_class(name)(shape, first, ScorerSettings(threads=1, **settings))
+    scorer = SCORERS[name](shape, first, ScorerSettings(threads=1, **settings))
     scales = np.full(keys.shape[:2], 0.125, np.float32) if dtype == "int8" else None
     scorer.add(carried(keys, dtype), scales)
     return scorer
@@ -135,6 +134,26 @@ def test_bounds_of_pages_are_bounds_and_the_best_are_taken() -> None:
         assert set(found[head] // PAGE) == set(order)
         counts = {page: int((found[head] // PAGE == page).sum()) for page in order}
         assert [counts[page] for page in order] == [PAGE, PAGE, 8]
+
+
+@pytest.mark.parametrize("combine", ["max", "sum"])
+def test_the_best_pages_are_found_without_looking_into_every_chunk(combine: str) -> None:
+    keys = np.random.default_rng(0).standard_normal((HEADS, 64 * PAGE, DIM), np.float32)
+    keys[:, 40 * PAGE : 44 * PAGE] += 1  # one chunk stands out
+    made, plain = (
+        ChunkScorer(KvShape("m", 1, HEADS, DIM, "float32", PAGE), 0, ScorerSettings(combine, 1, chunk_pages=5)) for _ in "ab"
+    )
+    made.add(keys[:, : 32 * PAGE])
+    made.add(np.ones((HEADS, 13 * PAGE, DIM), np.float32))
+    made.crop(32 * PAGE + 3)  # chunks end anywhere
+    made.add(keys[:, 32 * PAGE :])
+    plain.add(keys)
+    for seed in range(30):
+        queries = np.random.default_rng(seed).standard_normal((2 * HEADS, DIM), np.float32)
+        for pages, count in ((range(64), 5), (range(3, 60), 1), (range(2, 9), 7), (range(1, 64), 40)):
+            bounds = plain.bounds(queries)[:, pages.start : pages.stop]
+            wanted = np.sort(np.argsort(-bounds, axis=1, kind="stable")[:, :count]) + pages.start
+            np.testing.assert_array_equal(made.best_pages(queries, pages, count), wanted)
 
 
 @pytest.mark.parametrize("inserted", [False, True])
@@ -262,5 +281,3 @@ def test_what_does_not_fit_is_named() -> None:
         scorer.top(asked[0][:1], 3)
     with pytest.raises(ValueError, match="k: 0"):
         scorer.top(asked[0], 0)
-    with pytest.raises(UsageError, match="scorer: there is no scorer 'hnsw'"):
-        scorer_class("hnsw")

@@ -302,7 +302,7 @@ def test_what_is_saved_comes_back_whole() -> None:
     [
         (["rows"], [], "rows: none"),
         (["rows", 0, "policy"], "quest", "none of 'stock'"),
-        (["rows", 1, "speed", "tpot_ns"], "soon", "speed: 'soon'"),
+        (["rows", 1, "speed", "tpot_ns"], "soon", "tpot_ns: 'soon'"),
         (["rows", 1, "answers", "right"], [1], "not of the same contexts"),
         (["rows", 1, "memory"], {}, "kv_bytes"),
         (["conditions"], 3, "int"),
@@ -352,7 +352,7 @@ def test_plot_draws_a_saved_task(tmp_path: Path) -> None:
     page = (tmp_path / "run.html").read_text()
     assert "figure 6" in page and "figure 7c" in page and "Measured" in page
     run.write_text(json.dumps({"schema": "llmcache.kv-task/1"}))
-    with pytest.raises(DataError, match="rows: missing"):
+    with pytest.raises(DataError, match="task: missing"):
         invoke("plot", str(run), "-o", str(tmp_path / "other.png"))
 
 

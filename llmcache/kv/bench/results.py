@@ -10,8 +10,8 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
 
 from llmcache.errors import DataError
 from llmcache.kv.pipeline.timeline import STAGES, Timeline
@@ -285,84 +285,57 @@ def read_bench(told: object, source: str) -> Bench:
         if not isinstance(told, dict) or told.get("schema") != SCHEMA:
             found = told.get("schema") if isinstance(told, dict) else None
             raise ValueError(f"schema: {found!r}, {SCHEMA} is needed")
-        if told["kind"] not in KINDS:
-            raise ValueError(f"kind: {told['kind']!r}, one of {', '.join(KINDS)} is needed")
-        marks = told["marks"]
-        if not told["rows"]:
+        bench: Bench = _read(Bench, told, "benchmark")
+        if bench.kind not in KINDS:
+            raise ValueError(f"kind: {bench.kind!r}, one of {', '.join(KINDS)} is needed")
+        if not bench.rows:
             raise ValueError("rows: none")
-        return Bench(
-            told["kind"],
-            told["conditions"],
-            tuple(_policy_row(row) for row in told["rows"]),
-            None if marks is None else Marks(marks["f_c"], marks["f_s"], marks["m0"]),
-            tuple(told["notes"]),
-        )
-
-
-def _policy_row(told: dict[str, Any]) -> Row:
-    observed = told["observed"]
-    values = {one.name: told[one.name] for one in fields(Row)}
-    if observed is not None:
-        Timeline.from_json(observed["timeline"])
-        values["observed"] = Observed(
-            **{one.name: observed[one.name] for one in fields(Observed)} | {"steps_ns": tuple(observed["steps_ns"])}
-        )
-    row = Row(**values)
-    for stage in STAGES:
-        _numbers(f"stages_ns: {stage}", row.stages_ns.get(stage))
-    for name in ("token_ns", "exposed_ns", "idle_share"):
-        _numbers(name, values[name])
-    _numbers("beta", 0 if row.beta is None else row.beta)
-    for link, size in row.moved_bytes.items():
-        _numbers(f"moved_bytes: {link}", size)
-    return row
+        for row in bench.rows:
+            if lacking := [stage for stage in STAGES if stage not in row.stages_ns]:
+                raise ValueError(f"stages_ns: {lacking[0]}: missing")
+            if row.observed is not None:
+                Timeline.from_json(dict(row.observed.timeline))
+        return bench
 
 
 def read_task(told: Mapping[str, Any], source: str) -> TaskBench:
     """Returns the results in `told`, what `document` gave; DataError, naming `source` and the field, if it has none."""
     with _written_by("llmcache kv bench --task … --json", source):
-        rows = tuple(_task_row(row) for row in told["rows"])
-        found = TaskBench(told["task"], dict(told["conditions"]), rows)
-        if not rows:
+        bench: TaskBench = _read(TaskBench, told, "results")
+        if not bench.rows:
             raise ValueError("rows: none")
-        if lacking := [at for at in found.contexts if not any(row.policy == STOCK for row in found.at(at))]:
-            raise ValueError(f"rows: none of '{STOCK}' at {lacking[0]} tokens")
-    return found
+        for row in bench.rows:
+            found = row.answers
+            sides = (side for side in (found.asked, found.depths, found.kept) if side is not None)
+            if not sum(found.asked) or {len(found.right)} != {len(side) for side in sides}:
+                raise ValueError("answers: right, asked, depths and kept are not of the same contexts")
+            if lacking := [part for part in PARTS if part not in row.speed.parts_ns]:
+                raise ValueError(f"parts_ns: {lacking[0]}: missing")
+        if without := [at for at in bench.contexts if not any(row.policy == STOCK for row in bench.at(at))]:
+            raise ValueError(f"rows: none of '{STOCK}' at {without[0]} tokens")
+        return bench
 
 
-def _task_row(told: Mapping[str, Any]) -> TaskRow:
-    answers, speed, attention = told["answers"], dict(told["speed"]), told["attention"]
-    optional = {"depths": answers["depths"], "kept": answers.get("kept")}
-    optional |= {name: told.get(name) for name in ("losses", "divergences")}
-    given = {name: None if side is None else tuple(_numbers(name, *side)) for name, side in optional.items()}
-    right, asked = _numbers("right", *answers["right"]), _numbers("asked", *answers["asked"])
-    if not sum(asked) or {len(right)} != {len(side) for side in (asked, given["depths"], given["kept"]) if side is not None}:
-        raise ValueError("answers: right, asked, depths and kept are not of the same contexts")
-    _numbers("speed", *(speed[name] for name in ("tt2t_ns", "tpot_ns", "prefill_ns")))
-    _numbers("parts_ns", *(speed["parts_ns"][part] for part in PARTS))
-    _numbers("memory", *told["memory"].values())
-    return TaskRow(
-        policy=str(told["policy"]),
-        title=str(told["title"]),
-        context=int(told["context"]),
-        budget=None if told["budget"] is None else int(told["budget"]),
-        answers=Answers(right, asked, given["depths"], given["kept"]),
-        speed=Speed(**speed),
-        memory=KvMemory(**told["memory"]),
-        moved_bytes=dict(told["moved_bytes"]),
-        spilled_bytes=int(told["spilled_bytes"]),
-        hit_ratio=float(told["hit_ratio"]),
-        attention=None if attention is None else Attention(**attention),
-        losses=given["losses"],
-        divergences=given["divergences"],
-    )
+def _read(kind: Any, told: Any, name: str) -> Any:
+    """A value of type `kind` from what `asdict` and JSON have made of it; an error tells which field is not of its type.
 
-
-def _numbers(name: str, *values: Any) -> tuple[Any, ...]:
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name}: {value!r} is not a number")
-    return values
+    Fields that have a default may be missing, and there may be more than the dataclass has: what follows from them.
+    """
+    inside = get_args(kind)
+    if type(None) in inside:
+        return None if told is None else _read(inside[0], told, name)
+    if isinstance(kind, type) and is_dataclass(kind):
+        types = get_type_hints(kind)
+        needed = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
+        given = {field: told[field] for field in types if field in needed or field in told}
+        return kind(**{field: _read(types[field], value, field) for field, value in given.items()})
+    if get_origin(kind) is tuple:
+        return tuple(_read(inside[0], value, name) for value in told)
+    if get_origin(kind) is Mapping:
+        return {key: _read(inside[1], value, f"{name}: {key}") for key, value in told.items()}
+    if kind in (int, float) and (isinstance(told, bool) or not isinstance(told, int | float)):
+        raise ValueError(f"{name}: {told!r} is not a number")
+    return told
 
 
 @contextmanager

@@ -27,10 +27,11 @@ from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.kv.bench.results import DECODING, LOADING, QUERY, UPDATE, KvMemory, Speed
 from llmcache.kv.bench.synthetic import since
-from llmcache.kv.pipeline import Timeline, widened
+from llmcache.kv.pipeline import Timeline
 from llmcache.kv.pipeline.timeline import EVALUATE, FETCH
 from llmcache.kv.pipeline.timeline import UPDATE as UPDATING
 from llmcache.kv.policies.base import KvPolicy
+from llmcache.kv.policies.baselines import all_products, softmax
 from llmcache.kv.tasks import Chain, Questions
 from llmcache.kv.tasks.english import Document
 from llmcache.kv.tasks.recall import VOCABULARY, Probe, probe_of
@@ -99,9 +100,8 @@ class Subject:
         text = self.model.config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         shape = f"{text.num_hidden_layers} layers, {text.num_attention_heads} heads over {heads}"
-        return {"family": text.model_type, "shape": shape, "type": str(self.model.dtype).removeprefix("torch.")} | {
-            "runs on": str(self.model.device)
-        }
+        kind, device = str(self.model.dtype).removeprefix("torch."), str(self.model.device)
+        return {"family": text.model_type, "shape": shape, "type": kind, "runs on": device}
 
 
 def _tokenizer(path: str | Path) -> Any:
@@ -196,7 +196,7 @@ def ask(model: Any, cache: Any, task: Probe | Chain) -> Flags:
     return np.stack(found, 1)
 
 
-def accuracy(model: Any, questions: Questions, policy: str | None = None, **settings: Any) -> float:
+def accuracy(model: Any, questions: Questions | Chain, policy: str | None = None, **settings: Any) -> float:
     """Returns the share (0 .. 1) of `questions` that `model` answers right, one after the other, all contexts at once.
 
     `policy` None: transformers' own cache, which keeps everything; else a SpillCache with `settings`, whose errors it has.
@@ -372,26 +372,13 @@ class Watch:
         inside = slice(store.middle.start * size, store.middle.stop * size)
         if selection.count >= inside.stop - inside.start:
             return
-        everything = store.gather(layer, store.everything)
-        weights = _weights(queries, widened(everything.keys), self._policy.scale)
-        everything.release()
+        weights = softmax(all_products(store, layer, queries, self._policy.scale))
         chosen = np.zeros(weights.shape[:2] + weights.shape[3:], bool)
         np.put_along_axis(chosen, selection.positions, True, 2)
         if selection.count:
             self.recalls.append(_recalled(weights[..., inside], chosen[..., inside], selection.count))
         chosen[..., : inside.start] = chosen[..., inside.stop :] = True
         self.masses.append(float((weights * chosen[:, :, None]).sum(-1).mean()))
-
-
-def _weights(queries: Floats, keys: Floats, scale: float) -> Floats:
-    """Softmax weights [batch, kv_heads, heads of each, tokens]."""
-    batch, kv_heads, _, dim = keys.shape
-    scores = queries.reshape(batch, kv_heads, -1, dim) @ keys.swapaxes(2, 3) * np.float32(scale)
-    scores -= scores.max(-1, keepdims=True)
-    np.exp(scores, out=scores)
-    scores /= scores.sum(-1, keepdims=True)
-    found: Floats = scores
-    return found
 
 
 def _recalled(weights: Floats, chosen: Flags, count: int) -> float:

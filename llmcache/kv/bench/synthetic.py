@@ -221,7 +221,7 @@ class PolicySession:
             setup.spec.shape, setup.spec.batch, setup.sink_tokens, setup.window_tokens, setup.cpu_pages, path, ssd,
             setup.csd, threads=setup.threads,
         )  # fmt: skip
-        settings = kind.settings_class(setup.alpha, setup.token_budget, setup.block_tokens, seed=setup.spec.seed)
+        settings = kind.settings_class(setup.alpha, setup.token_budget, setup.block_tokens)
         if variant.without:
             settings = replace(settings, **{part: False for part in variant.without})  # type: ignore[arg-type]
         with contextlib.ExitStack() as stack:

@@ -33,7 +33,7 @@ class HierarchicalEvaluation:
     """Chooses the most important tokens of the middle, by head of every sequence, over both pools of a store.
 
     `block_tokens` (n): tokens of a score block. `combine`: as `kernels.score`. `parallel` False is the ablation without
-    HIE: first the device, then the host, then the merge (hillinfer.txt, figure 5 b).
+    HIE: first the device, then the host (hillinfer.txt, figure 5 b).
     """
 
     def __init__(
@@ -70,22 +70,15 @@ class HierarchicalEvaluation:
             finally:
                 device.result()
         else:
-            self._in_turn(layer, queries, pages, merged)
+            self._device(layer, queries, pages, merged)
+            self._host(layer, queries, pages, merged)
         with self._span(CPU, layer):
             return merged.result()  # lines 14 and 15; lines 16 and 17 are `KvStore.gather`
 
-    def _in_turn(self, layer: int, queries: Floats, pages: Candidates, merged: _Merged) -> None:
-        with self._far_span(layer):
-            blocks = [list(self._blocks(layer, sequence, asked, pages)) for sequence, asked in enumerate(queries)]
-        self._host(layer, queries, pages, merged)
-        with self._span(CPU, layer):
-            for sequence, found in enumerate(blocks):
-                for block in found:
-                    merged.add(sequence, block, self._near_data)
-
     def _device(self, layer: int, queries: Floats, pages: Candidates, merged: _Merged) -> None:
         """Lines 4 to 8 and 11: the device scores its tokens, block by block, and every block is merged when it comes."""
-        with self._far_span(layer):
+        # Where there is no device, the link is busy: the host reads the keys.
+        with self._span(DEVICE if self._near_data else LINK, layer):
             for sequence, asked in enumerate(queries):
                 for block in self._blocks(layer, sequence, asked, pages):
                     merged.add(sequence, block, self._near_data)
@@ -111,10 +104,6 @@ class HierarchicalEvaluation:
         here = wanted[self.store.in_cpu(layer, sequence)[wanted]]
         share = max(1, HOST_TOKENS // self.store.shape.page_tokens)
         return [here[at : at + share] for at in range(0, len(here), share)]
-
-    def _far_span(self, layer: int) -> AbstractContextManager[None]:
-        """Where there is no device, the link is busy: the host reads the keys."""
-        return self._span(DEVICE if self._near_data else LINK, layer)
 
     @property
     def _near_data(self) -> bool:

@@ -17,14 +17,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.errors import UsageError
 from llmcache.kv.index.dci import DciIndex, DciSettings, Nearest
 from llmcache.kv.index.dci.tree import BASE, COUNT
 from llmcache.kv.kernels import score_pages, top
 from llmcache.kv.kernels.threads import run_all
+from llmcache.kv.pipeline import widened
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection
 
@@ -45,6 +45,7 @@ class ScorerSettings:
     """`combine`: "max" or "sum" over the query heads of a key head (the tree: see `DciScorer`). `threads`: None for one a
     processor. `whole_pages`: the tree gives the pages of the best keys (algorithm 3), not the best keys alone. `recall`:
     what share of the best keys `auto` asks of the tree; `least`: from how many tokens on it considers it. `dci`: its knobs.
+    `chunk_pages`: of `ChunkScorer`.
 
     Differs from the paper: best keys alone by default. There, a page of the tree is what is loaded; here rows are, for each
     head apart, from a file in the order of tokens that all heads share, so that a page would only bring less wanted keys.
@@ -56,6 +57,7 @@ class ScorerSettings:
     recall: float = 0.9
     least: int = 8192
     dci: DciSettings = field(default_factory=DciSettings)
+    chunk_pages: int = 8
 
 
 class Scorer(ABC):
@@ -68,6 +70,7 @@ class Scorer(ABC):
         self.settings = settings or ScorerSettings()
         self.end = first
         self.touched = 0.0
+        self._begin()
 
     def __len__(self) -> int:
         """Tokens that can be found."""
@@ -124,6 +127,9 @@ class Scorer(ABC):
         return copy.deepcopy(self)
 
     @abstractmethod
+    def _begin(self) -> None: ...
+
+    @abstractmethod
     def _add(self, keys: NDArray[Any], scales: Floats | None) -> None: ...
 
     @abstractmethod
@@ -136,7 +142,7 @@ class Scorer(ABC):
 class Grown:
     """An array that grows along its first axis, by a quarter when it is full."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         self._array: NDArray[Any] = np.empty((0, *shape), dtype)
         self._used = 0
 
@@ -170,10 +176,12 @@ class ExactScorer(Scorer):
 
     name = "exact"
 
-    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
-        super().__init__(shape, first, settings)
-        self._keys = Grown((shape.kv_heads, shape.page_tokens, shape.head_dim), shape.numpy_dtype)
-        self._scales = Grown((shape.kv_heads, shape.page_tokens), np.dtype(np.float32)) if shape.dtype == "int8" else None
+    def _begin(self) -> None:
+        self._keep(self.shape.numpy_dtype, self.shape.dtype == "int8")
+
+    def _keep(self, dtype: DTypeLike, scaled: bool) -> None:
+        size = (self.shape.kv_heads, self.shape.page_tokens)
+        self._keys, self._scales = Grown((*size, self.shape.head_dim), dtype), Grown(size, np.float32) if scaled else None
 
     @property
     def size_bytes(self) -> int:
@@ -219,10 +227,8 @@ class RoundedScorer(ExactScorer):
 
     name = "rounded"
 
-    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
-        super().__init__(shape, first, settings)
-        self._keys = Grown((shape.kv_heads, shape.page_tokens, shape.head_dim), np.dtype(np.int8))
-        self._scales = Grown((shape.kv_heads, shape.page_tokens), np.dtype(np.float32))
+    def _begin(self) -> None:
+        self._keep(np.int8, True)
 
     def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
         super()._add(*((keys, scales) if scales is not None else rounded(keys)))
@@ -238,9 +244,8 @@ class QuestScorer(Scorer):
 
     name = "quest"
 
-    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
-        super().__init__(shape, first, settings)
-        self._boxes = Grown((shape.kv_heads, 2 * shape.head_dim), np.dtype(np.float32))
+    def _begin(self) -> None:
+        self._boxes = Grown((self.shape.kv_heads, 2 * self.shape.head_dim), np.float32)
 
     @property
     def size_bytes(self) -> int:
@@ -254,10 +259,13 @@ class QuestScorer(Scorer):
     def _crop(self, end: int) -> None:
         self._boxes.cut((end - self.first) // self.shape.page_tokens)
 
-    def bounds(self, queries: Floats) -> Floats:
-        """Returns the bounds [kv_heads, pages] of the scores of each page's keys, combined as scores are."""
+    def bounds(self, queries: Floats, boxes: Floats | None = None) -> Floats:
+        """Returns the bounds [kv_heads, n] of the scores of the keys in each of `boxes` (None: of all pages).
+
+        Combined as scores are. `boxes` [n, kv_heads, 2 * dim]: largest and smallest numbers.
+        """
         asked = np.concatenate([np.maximum(queries, 0), np.minimum(queries, 0)], axis=1)
-        rows = self._boxes.rows[:, :, None]  # to the kernels, pages of one token
+        rows = (self._boxes.rows if boxes is None else boxes)[:, :, None]  # to the kernels, pages of one token
         return score_pages(asked, rows, combine=self.settings.combine, threads=self.settings.threads)
 
     def _top(self, queries: Floats, k: int) -> Int64s:
@@ -276,6 +284,63 @@ class QuestScorer(Scorer):
         return tokens + self.first
 
 
+class ChunkScorer(QuestScorer):
+    """Keeps boxes of chunks of `chunk_pages` pages as well, and looks only into chunks that matter.
+
+    Source: Sun et al., LeoAM, 2025 (KV abstracts of chunks).
+    """
+
+    name = "chunks"
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._chunks = Grown((self.shape.kv_heads, 2 * self.shape.head_dim), np.float32)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the summaries of both."""
+        return self._boxes.size_bytes + self._chunks.size_bytes
+
+    def _add(self, keys: NDArray[Any], scales: Floats | None) -> None:
+        page = len(self._boxes.rows)
+        super()._add(keys, scales)
+        self._join(page)
+
+    def _crop(self, end: int) -> None:
+        super()._crop(end)
+        self._join(len(self._boxes.rows))
+
+    def _join(self, page: int) -> None:
+        """Makes the boxes of the chunk of `page` and of all behind it anew."""
+        size, dim = self.settings.chunk_pages, self.shape.head_dim
+        self._chunks.cut(page // size)
+        rows = self._boxes.rows[page // size * size :]
+        if len(rows):
+            starts = np.arange(0, len(rows), size)
+            largest, smallest = np.maximum.reduceat(rows[..., :dim], starts), np.minimum.reduceat(rows[..., dim:], starts)
+            self._chunks.append(np.concatenate([largest, smallest], axis=-1))
+
+    def best_pages(self, queries: Floats, pages: range, count: int) -> Int64s:
+        """Returns for each head the `count` of `pages` with the largest bounds, [kv_heads, count], ascending.
+
+        Looks first into the chunks with the largest bounds of their own; then into all that could still have a better page
+        than the `count`-th so far. So it finds what the bounds of all pages would tell.
+        """
+        coarse = self.bounds(queries, self._chunks.rows)
+        inside = np.arange(pages.start, pages.stop)
+        chunks = inside // self.settings.chunk_pages
+        sizes, matter = np.bincount(chunks, minlength=coarse.shape[1]), np.zeros(coarse.shape[1], bool)
+        for bounds in coarse:
+            order = np.argsort(-bounds, kind="stable")
+            matter[order[: int(np.searchsorted(np.cumsum(sizes[order]), count)) + 1]] = True
+        fine = self.bounds(queries, self._boxes.rows[inside[matter[chunks]]])
+        least = np.partition(fine, -count, axis=1)[:, -count]
+        matter |= (coarse > least[:, None]).any(axis=0)
+        found = inside[matter[chunks]]
+        best: Int64s = found[top(self.bounds(queries, self._boxes.rows[found]), count, self.settings.threads)]
+        return best
+
+
 class DciScorer(Scorer):
     """Keeps the keys as halves in a DCI-tree for each head (see `DciIndex` for their memory).
 
@@ -285,12 +350,11 @@ class DciScorer(Scorer):
 
     name = "dci"
 
-    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
-        super().__init__(shape, first, settings)
-        knobs, heads = self.settings.dci, range(shape.kv_heads)
+    def _begin(self) -> None:
+        knobs, heads = self.settings.dci, range(self.shape.kv_heads)
         # Heads draw their levels apart, or a token would be promoted in all of them or in none.
-        seeds = [knobs.seed * shape.kv_heads + head for head in heads]
-        self.indexes = [DciIndex(shape.head_dim, replace(knobs, seed=seed), first) for seed in seeds]
+        seeds = [knobs.seed * self.shape.kv_heads + head for head in heads]
+        self.indexes = [DciIndex(self.shape.head_dim, replace(knobs, seed=seed), self.first) for seed in seeds]
 
     @property
     def size_bytes(self) -> int:
@@ -368,9 +432,8 @@ class AutoScorer(Scorer):
 
     name = "auto"
 
-    def __init__(self, shape: KvShape, first: int = 0, settings: ScorerSettings | None = None) -> None:
-        super().__init__(shape, first, settings)
-        self.used: ExactScorer | DciScorer = ExactScorer(shape, first, self.settings)
+    def _begin(self) -> None:
+        self.used: ExactScorer | DciScorer = ExactScorer(self.shape, self.first, self.settings)
         self.trial: Trial | None = None
         self._asked: deque[tuple[Floats, int]] = deque(maxlen=QUERIES)
         self._next = self.settings.least
@@ -443,13 +506,6 @@ class AutoScorer(Scorer):
 SCORERS: dict[str, type[Scorer]] = {
     scorer.name: scorer for scorer in (ExactScorer, RoundedScorer, DciScorer, QuestScorer, AutoScorer)
 }
-
-
-def scorer_class(name: str) -> type[Scorer]:
-    """Returns the class of the scorer called `name`; UsageError for a name that is not in `SCORERS`."""
-    if name not in SCORERS:
-        raise UsageError(f"scorer: there is no scorer {name!r}", f"one of: {', '.join(SCORERS)}")
-    return SCORERS[name]
 
 
 class KeyIndexes:
@@ -545,11 +601,7 @@ def _joined(pages: NDArray[Any]) -> NDArray[Any]:
 
 def single(keys: NDArray[Any], scales: Floats | None = None) -> Floats:
     """Returns keys [..., dim] of a type of the spill file (uint16: bits of bfloat16; int8 with `scales`) as float32."""
-    if keys.dtype == np.uint16:
-        wide: Floats = (keys.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return wide
-    plain: Floats = keys.astype(np.float32)
-    return plain if scales is None else plain * scales[..., None]
+    return widened(keys) if scales is None else widened(keys) * scales[..., None]
 
 
 def rounded(keys: NDArray[Any]) -> tuple[NDArray[np.int8], Floats]:

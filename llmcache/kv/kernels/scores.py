@@ -107,58 +107,15 @@ def single_of(typing_context: Any, value: Any) -> Any:
     return types.float32(value), lambda context, builder, signature, values: builder.bitcast(values[0], ir.FloatType())
 
 
-def _njit(function: Callable[..., None]) -> Callable[..., None]:
-    compiler: Any = numba.njit
-    compiled: Callable[..., None] = compiler(nogil=True, cache=True, fastmath=_MATH, error_model="numpy")(function)
-    return compiled
-
-
 @functools.cache
-def loop_for(dim: int, queries: int) -> Callable[..., None]:
-    """Returns the loop over keys of `dim` numbers and 1, 2 or 4 queries; `dim` is a constant in it, so it unrolls.
+def loop_for(dim: int, count: int) -> Callable[..., None]:
+    """Returns the loop over keys of `dim` numbers and 1, 2 or 4 queries: constants in it, so that it unrolls, without what
+    more queries would need.
 
     Its arguments: keys (flat, of one head from `start` on), start, numbers from one page to the next, pages, tokens a
-    page, queries [n, dim] float32, combine (MAX, SUM), whether to add to what is in `out`, out [pages * tokens] float32.
+    page, queries [count, dim] float32, combine (MAX, SUM), whether to add to what is in `out`, out [pages * tokens] float32.
     """
-    return {1: _one, 2: _two, 4: _four}[queries](dim)
 
-
-def _one(dim: int) -> Callable[..., None]:
-    def loop(keys, start, stride, pages, tokens, queries, combine, again, out):  # type: ignore[no-untyped-def]
-        for page in range(pages):
-            for token in range(tokens):
-                at = np.uint64(start + page * stride + token * dim)
-                a = np.float32(0)
-                for j in range(dim):
-                    a += widened(keys[at + np.uint64(j)]) * queries[0, j]
-                row = page * tokens + token
-                if again:
-                    a = max(a, out[row]) if combine == MAX else a + out[row]
-                out[row] = a
-
-    return _njit(loop)
-
-
-def _two(dim: int) -> Callable[..., None]:
-    def loop(keys, start, stride, pages, tokens, queries, combine, again, out):  # type: ignore[no-untyped-def]
-        for page in range(pages):
-            for token in range(tokens):
-                at = np.uint64(start + page * stride + token * dim)
-                a = b = np.float32(0)
-                for j in range(dim):
-                    key = widened(keys[at + np.uint64(j)])
-                    a += key * queries[0, j]
-                    b += key * queries[1, j]
-                row = page * tokens + token
-                a = max(a, b) if combine == MAX else a + b
-                if again:
-                    a = max(a, out[row]) if combine == MAX else a + out[row]
-                out[row] = a
-
-    return _njit(loop)
-
-
-def _four(dim: int) -> Callable[..., None]:
     def loop(keys, start, stride, pages, tokens, queries, combine, again, out):  # type: ignore[no-untyped-def]
         for page in range(pages):
             for token in range(tokens):
@@ -167,16 +124,23 @@ def _four(dim: int) -> Callable[..., None]:
                 for j in range(dim):
                     key = widened(keys[at + np.uint64(j)])
                     a += key * queries[0, j]
-                    b += key * queries[1, j]
-                    c += key * queries[2, j]
-                    d += key * queries[3, j]
+                    if count > 1:
+                        b += key * queries[1, j]
+                    if count > 2:
+                        c += key * queries[2, j]
+                        d += key * queries[3, j]
                 row = page * tokens + token
-                a = max(max(a, b), max(c, d)) if combine == MAX else (a + b) + (c + d)
+                if count > 1:
+                    a = max(a, b) if combine == MAX else a + b
+                if count > 2:
+                    a = max(a, max(c, d)) if combine == MAX else a + (c + d)
                 if again:
                     a = max(a, out[row]) if combine == MAX else a + out[row]
                 out[row] = a
 
-    return _njit(loop)
+    compiler: Any = numba.njit
+    compiled: Callable[..., None] = compiler(nogil=True, cache=True, fastmath=_MATH, error_model="numpy")(loop)
+    return compiled
 
 
 def score(
@@ -189,28 +153,15 @@ def score(
     which are positive.
     `combine`: "max" or "sum" over the queries of a key head. ValueError names the argument that does not fit.
     """
-    if keys.ndim != 4:
-        raise ValueError(f"keys: shape {keys.shape}, [batch, kv_heads, tokens, dim] is needed")
-    grouped = _grouped(queries, keys)
-    # One page of all tokens: split where a thread's share ends.
-    batch, heads, tokens, dim = keys.shape
-    out = np.empty((batch, heads, tokens), np.float32)
-    _check_scales(scales, keys, out.shape)
-    rows = _walkable(keys)
-    flat = _flat(rows)
-    threads = 1 if keys.nbytes <= FEW_BYTES else threads
-    share = _share(tokens, dim * keys.itemsize, batch * heads, threads)
-    jobs: list[Job] = []
-    for b in range(batch):
-        for h in range(heads):
-            start = _start(rows, b, h)
-            for first in range(0, tokens, share):
-                part = slice(first, min(tokens, first + share))
-                place = (flat, start + first * dim, 0, 1, part.stop - first)
-                own = None if scales is None else scales[b, h, part]
-                jobs.append(partial(_score_rows, place, grouped[b, h], COMBINE[combine], out[b, h, part], own))
-    run_all(jobs, threads)
-    return out
+    if keys.ndim != 4 or len(queries) != len(keys):
+        raise ValueError(f"keys: shape {keys.shape}, [{len(queries)}, kv_heads, tokens, dim] is needed")
+    if scales is not None and scales.shape != keys.shape[:3]:
+        raise ValueError(f"scales: shape {scales.shape}, {keys.shape[:3]} is needed")
+    # Tokens are pages of one token to the loops.
+    by_token = keys.swapaxes(1, 2)[:, :, :, None]
+    of_token = [None] * len(keys) if scales is None else scales.swapaxes(1, 2)[..., None]
+    each = zip(queries, by_token, of_token, strict=True)
+    return np.stack([score_pages(asked, rows, own, combine=combine, threads=threads) for asked, rows, own in each])
 
 
 def score_pages(
@@ -224,9 +175,12 @@ def score_pages(
     if pages.ndim != 4:
         raise ValueError(f"pages: shape {pages.shape}, [pages, kv_heads, page_tokens, dim] is needed")
     count, heads, tokens, dim = pages.shape
-    grouped = _grouped(queries[None], pages)[0]
+    grouped = _grouped(queries, pages)
     out = np.empty((heads, count, tokens), np.float32)
-    _check_scales(scales, pages, (count, heads, tokens))
+    if (scales is None) == (pages.dtype == np.int8):
+        raise ValueError(f"scales: they belong to int8 keys and only to these, the type is {pages.dtype}")
+    if scales is not None and scales.shape != pages.shape[:3]:
+        raise ValueError(f"scales: shape {scales.shape}, {pages.shape[:3]} is needed")
     rows = _walkable(pages)
     flat, stride = _flat(rows), rows.strides[0] // rows.itemsize
     threads = 1 if pages.nbytes <= FEW_BYTES else threads
@@ -235,7 +189,8 @@ def score_pages(
     for h in range(heads):
         for first in range(0, count, share):
             part = slice(first, min(count, first + share))
-            place = (flat, _start(rows, first, h), stride, part.stop - first, tokens)
+            start = first * stride + h * rows.strides[1] // rows.itemsize
+            place = (flat, start, stride, part.stop - first, tokens)
             own = None if scales is None else scales[part, h]
             jobs.append(partial(_score_rows, place, grouped[h], COMBINE[combine], out[h, part], own))
     run_all(jobs, threads)
@@ -258,28 +213,21 @@ def _score_rows(
 
 
 def _grouped(queries: Floats, keys: NDArray[Any]) -> Floats:
-    """`queries` [batch, heads, dim] as [batch, kv_heads, queries a key head, dim]."""
+    """`queries` [heads, dim] as [kv_heads, queries a key head, dim]."""
     if keys.dtype not in _CARRIERS:
         raise ValueError(f"keys: type {keys.dtype}, one of {', '.join(map(str, _CARRIERS))} is needed")
     kv_heads, dim = keys.shape[1], keys.shape[3]
-    if queries.ndim != 3 or queries.shape[2] != dim or not queries.shape[1] or queries.shape[1] % kv_heads:
-        raise ValueError(f"queries: shape {queries.shape}, [batch, a multiple of {kv_heads}, {dim}] is needed")
+    if queries.ndim != 2 or queries.shape[1] != dim or not len(queries) or len(queries) % kv_heads:
+        raise ValueError(f"queries: shape {queries.shape}, [a multiple of {kv_heads}, {dim}] is needed")
     if queries.dtype != np.float32:
         raise ValueError(f"queries: type {queries.dtype}, float32 is needed")
-    return np.ascontiguousarray(queries).reshape(len(queries), kv_heads, -1, dim)
-
-
-def _check_scales(scales: Floats | None, keys: NDArray[Any], shape: tuple[int, ...]) -> None:
-    if (scales is None) == (keys.dtype == np.int8):
-        raise ValueError(f"scales: they belong to int8 keys and only to these, the type is {keys.dtype}")
-    if scales is not None and scales.shape != shape:
-        raise ValueError(f"scales: shape {scales.shape}, {shape} is needed")
+    return np.ascontiguousarray(queries).reshape(kv_heads, -1, dim)
 
 
 def _walkable(rows: NDArray[Any]) -> NDArray[Any]:
     """`rows`, copied only if the loops cannot walk over them: tokens of a head side by side, all else forward."""
     size = rows.itemsize
-    side_by_side = rows.strides[2:] == (rows.shape[3] * size, size)
+    side_by_side = rows.strides[3] == size and (rows.shape[2] == 1 or rows.strides[2] == rows.shape[3] * size)
     forward = all(stride >= 0 and stride % size == 0 for stride in rows.strides)
     return rows if side_by_side and forward else np.ascontiguousarray(rows)
 
@@ -290,10 +238,6 @@ def _flat(rows: NDArray[Any]) -> NDArray[Any]:
     flat = np.lib.stride_tricks.as_strided(rows, (span if rows.size else 0,), (rows.itemsize,))
     carried: NDArray[Any] = flat.view(_CARRIERS[rows.dtype])
     return carried
-
-
-def _start(rows: NDArray[Any], first: int, second: int) -> int:
-    return (first * rows.strides[0] + second * rows.strides[1]) // rows.itemsize
 
 
 def _share(count: int, size_bytes: int, heads: int, threads: int | None) -> int:

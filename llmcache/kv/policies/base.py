@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -26,6 +27,21 @@ PAPER_ALPHA = 0.2
 """hillinfer.txt, section 4.2: "we set the importance rate alpha as 0.2"."""
 
 
+def setting(default: Any, holds: Callable[[Any], bool], hint: str) -> Any:
+    """Returns a field of settings: UsageError, with `hint`, names it where a value other than None does not hold."""
+    return field(default=default, metadata={"holds": holds, "hint": hint})
+
+
+def one_of(default: str, names: Collection[str]) -> Any:
+    """Returns a field of settings that takes one of `names`."""
+    return setting(default, lambda value: value in names, f"one of: {', '.join(names)}")
+
+
+def at_least(default: float, least: float, hint: str) -> Any:
+    """Returns a field of settings that takes numbers of `least` or more."""
+    return setting(default, lambda value: value >= least, hint)
+
+
 @dataclass(frozen=True)
 class PolicySettings:
     """What all policies have in common.
@@ -33,29 +49,22 @@ class PolicySettings:
     `alpha` (0, 1]: the share of the context that a step attends to; or `token_budget`: how many tokens. Both include sink,
     window and tail, which are always attended. Neither: alpha 0.2. `score_block_tokens` (n): tokens of a score block.
     `combine`: "max" or "sum" over the query heads of a key head. `scale` of the softmax: None for 1/sqrt(head_dim); only
-    policies that add up attention need it. `seed` of what is drawn by chance. UsageError names the field that is wrong.
+    policies that add up attention need it. UsageError names the field that is wrong.
     """
 
-    alpha: float | None = None
-    token_budget: int | None = None
-    score_block_tokens: int = 256
-    combine: str = "max"
-    scale: float | None = None
-    seed: int = 0
+    alpha: float | None = setting(None, lambda share: 0 < share <= 1, "it is a share of the context: above 0, at most 1")
+    token_budget: int | None = setting(None, lambda tokens: tokens >= 1, "at least 1 token is needed")
+    score_block_tokens: int = setting(256, lambda n: 1 <= n <= MOST_TOKENS, f"1 .. {MOST_TOKENS} tokens fit a score block")
+    combine: str = one_of("max", COMBINE)
+    scale: float | None = setting(None, lambda scale: 0 < scale < math.inf, "it is above 0")
 
     def __post_init__(self) -> None:
         if self.alpha is not None and self.token_budget is not None:
             raise UsageError("token_budget: given together with alpha", "give one of the two")
-        if self.alpha is not None:
-            check(0 < self.alpha <= 1, "alpha", self.alpha, "it is a share of the context: above 0, at most 1")
-        if self.token_budget is not None:
-            check(self.token_budget >= 1, "token_budget", self.token_budget, "at least 1 token is needed")
-        hint = f"1 .. {MOST_TOKENS} tokens fit a score block"
-        check(1 <= self.score_block_tokens <= MOST_TOKENS, "score_block_tokens", self.score_block_tokens, hint)
-        check(self.combine in COMBINE, "combine", self.combine, f"one of: {', '.join(COMBINE)}")
-        if self.scale is not None:
-            check(0 < self.scale < math.inf, "scale", self.scale, "it is above 0")
-        check(self.seed >= 0, "seed", self.seed, "it is 0 or above")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value is not None and one.metadata and not one.metadata["holds"](value):
+                raise UsageError(f"{one.name}: {value!r} is out of range", one.metadata["hint"])
 
     def check_store(self, config: StoreConfig) -> None:
         """Raises UsageError if the budget does not even hold the sink and the window of a store."""
@@ -77,12 +86,6 @@ class PolicySettings:
         0 where these are more than the budget: a tail of less than a page may be, and alpha of a short context is.
         """
         return max(0, self.attended(length) - pinned)
-
-
-def check(holds: bool, field: str, value: Any, hint: str) -> None:
-    """Raises UsageError naming `field` unless `holds`."""
-    if not holds:
-        raise UsageError(f"{field}: {value!r} is out of range", hint)
 
 
 class Remembered(Protocol):
@@ -212,11 +215,6 @@ class KvPolicy(ABC):
         inside = len(self.store.middle) * self.page_tokens
         wanted = min(inside, self.settings.middle_tokens(self.store.length, self.store.length - inside))
         return wanted - wanted % self.page_tokens if self.whole_pages else wanted
-
-    def page_keys(self, layer: int, sequence: int, pages: Int64s) -> Floats:
-        """Returns the keys of whole pages [n, kv_heads, page_tokens, head_dim] float32, read from wherever they are."""
-        keys, scales = self.store.read_keys(layer, sequence, pages)
-        return widened(keys) if scales is None else widened(keys) * scales[..., None]
 
     def all_keys(self, layer: int) -> Floats:
         """Returns the keys of all that a layer has, [batch, kv_heads, tokens, head_dim] float32; for `prefilled`."""

@@ -10,19 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.kv.importance.bounds import Abstracts, best_pages
 from llmcache.kv.importance.columns import column_sums
 from llmcache.kv.importance.hie import HierarchicalEvaluation
 from llmcache.kv.importance.tables import TokenTable
+from llmcache.kv.index.scorers import ChunkScorer, KeyIndexes, ScorerSettings
 from llmcache.kv.kernels import top
 from llmcache.kv.pipeline import widened
 from llmcache.kv.pipeline.timeline import CPU, EVALUATE
-from llmcache.kv.policies.base import KvPolicy, PolicySettings, check
-from llmcache.kv.tiers import Selection
+from llmcache.kv.policies.base import KvPolicy, PolicySettings, at_least, one_of, setting
+from llmcache.kv.tiers import KvStore, Selection
 
 RULES = ("mass", "product")
 """How the oracle tells what is best."""
-_INDEX_PAGES = 256  # pages whose keys are read at a time to make their abstracts
 
 
 class Full(KvPolicy):
@@ -66,11 +65,7 @@ class Window(KvPolicy):
 class OracleSettings(PolicySettings):
     """`by`: "mass", the weights of softmax added up over the query heads of a key head; "product", the largest product."""
 
-    by: str = "mass"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self.by in RULES, "by", self.by, f"one of: {', '.join(RULES)}")
+    by: str = one_of("mass", RULES)
 
 
 class Oracle(KvPolicy):
@@ -90,18 +85,27 @@ class Oracle(KvPolicy):
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the best of the middle; see `OracleSettings`."""
-        everything = self.store.gather(layer, self.store.everything)
-        keys = widened(everything.keys)
-        grouped = queries.reshape(len(keys), self.kv_heads, -1, keys.shape[3]) * np.float32(self.scale)
-        logits: Floats = np.matmul(grouped, keys.swapaxes(2, 3))
-        everything.release()
+        logits = all_products(self.store, layer, queries, self.scale)
         np.copyto(logits, -np.inf, where=np.arange(logits.shape[3]) < self.first[:, None, None, None])
-        if self.settings.by == "mass":
-            weights = np.exp(logits - logits.max(axis=3, keepdims=True))
-            scores: Floats = (weights / weights.sum(axis=3, keepdims=True)).sum(axis=2)
-        else:
-            scores = logits.max(axis=2)
+        scores: Floats = softmax(logits).sum(axis=2) if self.settings.by == "mass" else logits.max(axis=2)
         return Selection(top(np.ascontiguousarray(scores[..., self.inside]), tokens) + self.inside.start)
+
+
+def all_products(store: KvStore, layer: int, queries: Floats, scale: float) -> Floats:
+    """Returns the products [batch, kv_heads, group, tokens] of `queries` [batch, heads, dim] and all keys, times `scale`."""
+    everything = store.gather(layer, store.everything)
+    keys = widened(everything.keys)
+    grouped = queries.reshape(*keys.shape[:2], -1, keys.shape[3]) * np.float32(scale)
+    products: Floats = np.matmul(grouped, keys.swapaxes(2, 3))
+    everything.release()
+    return products
+
+
+def softmax(logits: Floats) -> Floats:
+    """Returns the weights that sum to 1 along the last axis."""
+    weights: Floats = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights
 
 
 class H2O(KvPolicy):
@@ -154,11 +158,7 @@ class H2O(KvPolicy):
 class PrefetchSettings(PolicySettings):
     """`channels`: the share of the channels of a query that take part in the score, those with the largest numbers."""
 
-    channels: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(0 < self.channels <= 1, "channels", self.channels, "it is a share of the channels: above 0, at most 1")
+    channels: float = setting(1.0, lambda share: 0 < share <= 1, "it is a share of the channels: above 0, at most 1")
 
 
 class Prefetch(KvPolicy):
@@ -182,11 +182,10 @@ class Prefetch(KvPolicy):
     def begin(self) -> None:
         """Makes what it keeps; `KvPolicy.begin`."""
         n, combine = self.settings.score_block_tokens, self.settings.combine
-        self._evaluation = HierarchicalEvaluation(self.store, n, combine, parallel=False)
+        self._evaluation = HierarchicalEvaluation(self.store, n, combine, parallel=False, timeline=self.timeline)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the tokens whose keys fit the chosen channels of the queries best."""
-        self._evaluation.timeline = self.timeline
         partial = largest_channels(queries, self.settings.channels)
         return Selection(self._evaluation.important(layer, partial, tokens, self.first))
 
@@ -206,13 +205,8 @@ def largest_channels(queries: Floats, share: float) -> Floats:
 class LeoAMSettings(PolicySettings):
     """`chunk_pages`: pages of a chunk. `promising`: tokens that are scored exactly, as a multiple of those chosen."""
 
-    chunk_pages: int = 8
-    promising: float = 2.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self.chunk_pages >= 1, "chunk_pages", self.chunk_pages, "at least 1 page is needed")
-        check(self.promising >= 1, "promising", self.promising, "at least as many as are chosen: 1 or above")
+    chunk_pages: int = at_least(8, 1, "at least 1 page is needed")
+    promising: float = at_least(2.0, 1, "at least as many as are chosen: 1 or above")
 
 
 class LeoAM(KvPolicy):
@@ -237,16 +231,16 @@ class LeoAM(KvPolicy):
 
     def begin(self) -> None:
         """Makes what it keeps; `KvPolicy.begin`."""
-        store, asked, shape = self.store, self.settings, self.store.shape
-        sizes = (shape.layers, store.batch, shape.kv_heads, shape.head_dim, shape.page_tokens)
-        self.abstracts = Abstracts(*sizes, asked.chunk_pages)
-        self.remembered.append(self.abstracts)
-        self._evaluation = HierarchicalEvaluation(store, asked.score_block_tokens, asked.combine, parallel=False)
+        store, asked = self.store, self.settings
+        knobs = ScorerSettings(asked.combine, store.config.threads, chunk_pages=asked.chunk_pages)
+        self.indexes = KeyIndexes(store, lambda first: ChunkScorer(store.shape, first, knobs))
+        self.remembered.append(self.indexes)
+        n, timeline = asked.score_block_tokens, self.timeline
+        self._evaluation = HierarchicalEvaluation(store, n, asked.combine, parallel=False, timeline=timeline)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the best tokens of the pages that can have them."""
         self._index(layer)
-        self._evaluation.timeline = self.timeline
         with self.timeline.span(CPU, EVALUATE, layer, self.store.step):
             pages = [self._pages(layer, sequence, asked, tokens) for sequence, asked in enumerate(queries)]
         return Selection(self._evaluation.important(layer, queries, tokens, self.first, pages))
@@ -256,17 +250,14 @@ class LeoAM(KvPolicy):
         self._index(layer)
 
     def _index(self, layer: int) -> None:
-        missing = self.abstracts.missing(layer, self.store.middle.stop)
-        for first in range(missing.start, missing.stop, _INDEX_PAGES):
-            pages = np.arange(first, min(missing.stop, first + _INDEX_PAGES))
-            keys = [self.page_keys(layer, sequence, pages) for sequence in range(self.store.batch)]
-            self.abstracts.add(layer, first, keys)
+        self.indexes.feed(layer, np.full(self.store.batch, self.store.config.sink_pages * self.page_tokens))
 
     def _pages(self, layer: int, sequence: int, queries: Floats, tokens: int) -> Int64s:
         """Pages of the middle, ascending, that are promising for one of the heads."""
         middle = self.store.middle
         wanted = min(len(middle), -(-int(self.settings.promising * tokens) // self.page_tokens))
         begin = min(int(self.first[sequence]) // self.page_tokens, middle.stop - wanted)  # what is before it is padding
-        pages = range(max(middle.start, begin), middle.stop)
-        found = best_pages(self.abstracts, layer, sequence, queries, pages, wanted, self.settings.combine)
-        return np.unique(np.concatenate(found))
+        scorer = self.indexes.scorers[layer][sequence]
+        assert isinstance(scorer, ChunkScorer)
+        found = scorer.best_pages(queries, range(max(0, begin - middle.start), len(middle)), wanted)
+        return np.unique(found) + middle.start

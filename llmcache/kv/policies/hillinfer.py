@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmcache.arrays import Floats
-from llmcache.kv.importance.bkp import BidirectionalPools, cpu_pages_for
+from llmcache.kv.importance.bkp import BidirectionalPools
 from llmcache.kv.importance.hie import HierarchicalEvaluation
-from llmcache.kv.policies.base import KvPolicy, PolicySettings, check
-from llmcache.kv.spill import KvShape
+from llmcache.kv.policies.base import KvPolicy, PolicySettings
 from llmcache.kv.tiers import Selection
 
 
@@ -16,29 +15,13 @@ from llmcache.kv.tiers import Selection
 class HillInferSettings(PolicySettings):
     """Settings of HillInfer; n is `score_block_tokens`.
 
-    `hie`, `bkp`, `app`: each of the three designs can be left out, for ablation; `app` is what the engine is asked for.
-    `beta`: M_c / M_s, best f_c / f_s (`llmcache kv profile` measures both). `memory_bytes`: M_0, the most that the host's
-    pools may take, of all layers and sequences; None: as much as beta says.
+    `hie`, `bkp`, `app`: each of the three designs can be left out, for ablation; `app` is what the engine is asked for. How
+    large the host's pool is says the store (`StoreConfig.cpu_pages`, by `importance.bkp.cpu_pages_for`).
     """
 
     hie: bool = True
     bkp: bool = True
     app: bool = True
-    beta: float | None = None
-    memory_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.beta is not None:
-            check(self.beta > 0, "beta", self.beta, "it is the ratio M_c / M_s: above 0")
-        if self.memory_bytes is not None:
-            check(self.memory_bytes > 0, "memory_bytes", self.memory_bytes, "it is above 0")
-
-    def cpu_pages(self, shape: KvShape, length: int, batch: int = 1) -> int | None:
-        """Returns the capacity of the host's pool for contexts up to `length`: `StoreConfig.cpu_pages`; None: no bound."""
-        if self.beta is None and self.memory_bytes is None:
-            return None
-        return cpu_pages_for(shape, length, self.beta, self.memory_bytes, batch)
 
 
 class HillInfer(KvPolicy):
@@ -65,13 +48,12 @@ class HillInfer(KvPolicy):
         """Makes what it keeps; `KvPolicy.begin`."""
         asked = self.settings
         n, combine = asked.score_block_tokens, asked.combine
-        self._evaluation = HierarchicalEvaluation(self.store, n, combine, parallel=asked.hie)
+        self._evaluation = HierarchicalEvaluation(self.store, n, combine, parallel=asked.hie, timeline=self.timeline)
         self.pools = BidirectionalPools(self.store, asked.attended, enabled=asked.bkp)
         self.remembered.append(self.pools.hits)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Returns the tokens with the largest products of key and query, as Algorithm 1 finds them."""
-        self._evaluation.timeline = self.timeline
         return Selection(self._evaluation.important(layer, queries, tokens, self.first))
 
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 from llmcache.errors import DataError
 from llmcache.kv.index.dci.file import load_indexes, path_of, save_indexes
 from llmcache.kv.index.dci.index import DciSettings
-from llmcache.kv.index.scorers import SCORERS, AutoScorer, DciScorer, ScorerSettings, scorer_class
-from llmcache.kv.policies.base import check
+from llmcache.kv.index.scorers import SCORERS, AutoScorer, DciScorer, ScorerSettings
+from llmcache.kv.policies.base import one_of
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
 
 log = logging.getLogger("llmcache.kv")
@@ -28,13 +28,9 @@ class IceCacheSettings(IndexedSettings):
     `whole_pages`: whole pages of the tree, as in the paper, rather than the best keys alone. `dci`: the knobs of the tree.
     """
 
-    scorer: str = "auto"
+    scorer: str = one_of("auto", SCORERS)
     whole_pages: bool = False
     dci: DciSettings = field(default_factory=DciSettings)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self.scorer in SCORERS, "scorer", self.scorer, f"one of: {', '.join(SCORERS)}")
 
 
 class IceCache(IndexedPolicy):
@@ -58,7 +54,7 @@ class IceCache(IndexedPolicy):
 
     def begin(self) -> None:
         """Makes what it keeps; `KvPolicy.begin`."""
-        asked, made = self.settings, scorer_class(self.settings.scorer)
+        asked, made = self.settings, SCORERS[self.settings.scorer]
         self.knobs = ScorerSettings(asked.combine, self.store.config.threads, asked.whole_pages, dci=asked.dci)
         self._use(lambda first: made(self.store.shape, first, self.knobs))
 

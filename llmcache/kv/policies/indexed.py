@@ -9,7 +9,7 @@ import numpy as np
 
 from llmcache.arrays import Floats, Int64s
 from llmcache.kv.index.scorers import KeyIndexes, Scorer
-from llmcache.kv.policies.base import KvPolicy, PolicySettings, check
+from llmcache.kv.policies.base import KvPolicy, PolicySettings, at_least
 from llmcache.kv.tiers import Selection
 
 
@@ -21,15 +21,9 @@ class IndexedSettings(PolicySettings):
     `every_steps`: every so many steps a choice is made anew, else that of the last step serves again.
     """
 
-    full_layers: int = 0
-    anchor_every: int = 1
-    every_steps: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self.full_layers >= 0, "full_layers", self.full_layers, "it is a number of layers: 0 or above")
-        check(self.anchor_every >= 1, "anchor_every", self.anchor_every, "1: every layer chooses for itself")
-        check(self.every_steps >= 1, "every_steps", self.every_steps, "1: every step chooses anew")
+    full_layers: int = at_least(0, 0, "it is a number of layers: 0 or above")
+    anchor_every: int = at_least(1, 1, "1: every layer chooses for itself")
+    every_steps: int = at_least(1, 1, "1: every step chooses anew")
 
 
 class IndexedPolicy(KvPolicy):

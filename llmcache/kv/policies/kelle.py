@@ -12,11 +12,9 @@ from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.kv.importance.tables import TokenTable
 from llmcache.kv.kernels import top
 from llmcache.kv.pipeline.timeline import CPU, EVALUATE
-from llmcache.kv.policies.base import PolicySettings, check
+from llmcache.kv.policies.base import PolicySettings, one_of
 from llmcache.kv.policies.baselines import H2O
 from llmcache.kv.tiers import Selection
-
-EVICTED = ("lost", "spilled")
 
 
 @dataclass(frozen=True)
@@ -28,11 +26,7 @@ class KelleSettings(PolicySettings):
     dropped, so its sum stays as it is while others grow. Policies that ask the query call more back.
     """
 
-    evicted: str = "lost"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self.evicted in EVICTED, "evicted", self.evicted, f"one of: {', '.join(EVICTED)}")
+    evicted: str = one_of("lost", ("lost", "spilled"))
 
 
 class Recorder(Protocol):

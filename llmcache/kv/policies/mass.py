@@ -7,25 +7,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.kv.index.scorers import ExactScorer, Scorer, ScorerSettings, scorer_class
+from llmcache.kv.index.scorers import SCORERS, ExactScorer, Scorer, ScorerSettings
 from llmcache.kv.kernels import top
 from llmcache.kv.pipeline import widened
-from llmcache.kv.policies.base import check
+from llmcache.kv.policies.base import one_of
 from llmcache.kv.policies.indexed import IndexedPolicy, IndexedSettings
 from llmcache.kv.tiers import Selection
-
-SCORERS = ("rounded", "exact")
 
 
 @dataclass(frozen=True)
 class MassSettings(IndexedSettings):
     """`scorer`: which keys are looked at: "rounded" to a byte a number, or "exact"."""
 
-    scorer: str = "rounded"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self.scorer in SCORERS, "scorer", self.scorer, f"one of: {', '.join(SCORERS)}")
+    scorer: str = one_of("rounded", ("rounded", "exact"))
 
 
 class Mass(IndexedPolicy):
@@ -53,7 +47,7 @@ class Mass(IndexedPolicy):
 
     def begin(self) -> None:
         """Makes what it keeps; `KvPolicy.begin`."""
-        knobs, made = ScorerSettings(threads=self.store.config.threads), scorer_class(self.settings.scorer)
+        knobs, made = ScorerSettings(threads=self.store.config.threads), SCORERS[self.settings.scorer]
         self._use(lambda first: made(self.store.shape, first, knobs))
         self._pinned: Floats = np.empty((0, 0, 0, 0), np.float32)
 

@@ -169,7 +169,7 @@ class Conversation:
         self.settings, self.model, self.layers, self.alone = settings, model, layers, alone
         self.noted: tuple[Int64s, Int64s | None] | None = None
         self._store: KvStore | None = None
-        self._engine: KvEngine | None = None
+        self.engine: KvEngine | None = None  # None before the first step
         self._dense: DenseLayers | None = None  # while it is short; the store has a beginning of it then, or nothing
         self._most_full, self._is_measured = 0, False
         self._own_file: Path | None = None  # in a directory, until it is closed
@@ -198,14 +198,9 @@ class Conversation:
         return self.store.ids if self._dense is None else self._dense.ids
 
     @property
-    def engine(self) -> KvEngine | None:
-        """The engine; None before the first step, and before the first after a file was restored."""
-        return self._engine
-
-    @property
     def looks_ahead(self) -> bool:
         """True if layers are evaluated before their queries are there."""
-        return self.settings.lookahead and self.length > 0 and self._engine is not None and self._dense is None
+        return self.settings.lookahead and self.length > 0 and self.engine is not None and self._dense is None
 
     @property
     def memory_bytes(self) -> int:
@@ -236,7 +231,7 @@ class Conversation:
     def attend(self, layer: int, call: Call) -> Output:
         """Returns the output of attention in spilled layer `layer`, and stores its keys and values."""
         self._expected = None
-        engine = self._engine or self._begin(call)
+        engine = self.engine or self._begin(call)
         self._check(engine, layer, call)
         if not self._done:
             self._note_padding(engine.policy, call.mask)
@@ -360,12 +355,12 @@ class Conversation:
         pages = settings.gpu_pages
         fast = None if pages is None else TorchFastTier(pages, call.key.dtype, call.key.device)
         app, exact = settings.lookahead, settings.exact
-        self._engine = KvEngine(self._store, policy, app=app, exact=exact, fast=fast, timeline=settings.timeline)
+        self.engine = KvEngine(self._store, policy, app=app, exact=exact, fast=fast, timeline=settings.timeline)
         self._most_full = settings.most_full(self._store.shape, batch, call.key.device)
         self._is_measured = settings.full_tokens is not None
         if self._stays_full(call):
             self._dense = self._taken_out(call)
-        return self._engine
+        return self.engine
 
     def _taken_out(self, call: Call) -> DenseLayers:
         """What a file had that was restored, or nothing."""
@@ -404,22 +399,22 @@ class Conversation:
         store = self.store
         if self._own_file is not None or self.settings.path is None:
             raise UsageError("path: no spill file that stays when the cache is closed", "make the cache with a file's name")
-        if self._engine is not None:
-            self._engine.rest()
+        if self.engine is not None:
+            self.engine.rest()
         if any((self._dense or store).layer_length(layer) > self.length for layer in range(self.layers)):
-            self._take_back(self._engine)
-        if self._engine is not None:
-            self._hand_over(self._engine)
+            self._take_back(self.engine)
+        if self.engine is not None:
+            self._hand_over(self.engine)
         try:
             store.save(sidecar.write(self.settings.path, store, sliding))
         finally:
             sidecar.prune(self.settings.path, store)
-        if self._engine is not None:
-            self._engine.policy.saved()
+        if self.engine is not None:
+            self.engine.policy.saved()
 
     def close(self) -> None:
         """Ends it; a spill file that has a name of the user's stays. It may begin again."""
-        store, engine, self._store, self._engine, self._dense = self._store, self._engine, None, None, None
+        store, engine, self._store, self.engine, self._dense = self._store, self.engine, None, None, None
         self._done, self._expected, self.noted, self._padding_known = set(), None, None, False
         self._is_restored = False
         if engine is not None:
@@ -438,7 +433,7 @@ class Conversation:
     def crop(self, tokens: int) -> None:
         """Cuts every sequence to its first `tokens`."""
         if self._store is not None and tokens < self.length:
-            self._cut(self._engine, tokens)
+            self._cut(self.engine, tokens)
 
     def _cut(self, engine: KvEngine | None, tokens: int) -> None:
         if engine is not None:
@@ -454,14 +449,14 @@ class Conversation:
         """Makes sequence i what sequence `index[i]` was; there may be more or fewer than before."""
         if self._store is None:
             return
-        if self._engine is not None:
-            self._engine.rest()
+        if self.engine is not None:
+            self.engine.rest()
         if self._dense is not None:
             self._store.crop(self._store.length)  # of a hand-over that an error has broken off
             self._dense.choose(index)
         self._store.select(index)
-        if self._engine is not None:
-            self._engine.policy.reordered(index)
+        if self.engine is not None:
+            self.engine.policy.reordered(index)
 
 
 # The break-even

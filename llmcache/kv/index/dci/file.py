@@ -13,7 +13,7 @@ import math
 import reprlib
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from llmcache.kv.index.dci.tree import (
     ROOT,
     SIZE,
     SLOTS,
+    Ints,
     Tree,
     empty_tree,
     trimmed,
@@ -173,92 +174,86 @@ def fault_of(tree: Tree) -> str | None:
 
     All points are reached from the root, once; pages, nodes, levels and the places of tokens tell the same.
     """
-    checks = (_records, _pages, _tokens, _children, _levels)
-    return next((fault for fault in (check(tree) for check in checks) if fault), None)
+    return next((fault for check in (_records, _chains, _tokens, _levels) for fault in check(tree)), None)
 
 
-def _records(tree: Tree) -> str | None:
+def _records(tree: Tree) -> Iterator[str]:
+    """Faults of single pages and nodes; what is told of others counts only if there is none before."""
     slots, used_pages, used_nodes = (int(tree.state[at]) for at in (SLOTS, PAGES, NODES))
     if not (1 <= used_nodes <= len(tree.nodes) and 0 <= used_pages <= len(tree.pages) and slots >= 1):
-        return "more pages or nodes in use than there are"
+        yield "more pages or nodes in use than there are"
     pages, nodes = tree.pages[:used_pages], tree.nodes[:used_nodes]
     if not ((nodes[:, LEVEL] >= 0) & (nodes[:, LEVEL] < len(tree.population))).all():
-        return "a node of a level that there cannot be"
+        yield "a node of a level that there cannot be"
     live = nodes[:, LEVEL] > 0
     if not ((pages[:, COUNT] >= 0) & (pages[:, COUNT] <= slots)).all():
-        return "a page with more tokens than it has slots"
+        yield "a page with more tokens than it has slots"
     if not ((pages[:, FOLLOW] >= NONE) & (pages[:, FOLLOW] < used_pages)).all():
-        return "a page followed by one that is not there"
+        yield "a page followed by one that is not there"
     homes = pages[pages[:, COUNT] > 0, HOME]
     if not ((homes >= 0) & (homes < used_nodes)).all() or not live[homes].all():
-        return "a page of a node that is not there"
+        yield "a page of a node that is not there"
     if (nodes[:, HEAD] < NONE).any() or (nodes[live, HEAD] >= used_pages).any():
-        return "a node whose first page is not there"
-    return None
+        yield "a node whose first page is not there"
 
 
-def _pages(tree: Tree) -> str | None:
+def _chains(tree: Tree) -> Iterator[str]:
     """Every page in use is on the chain of its node, once."""
     pages, nodes = tree.pages[: tree.state[PAGES]], tree.nodes[: tree.state[NODES]]
-    used = np.flatnonzero(pages[:, COUNT] > 0)
-    seen = np.zeros(len(pages), np.int64)
-    live = np.flatnonzero(nodes[:, LEVEL] > 0)
-    held = np.zeros(len(nodes), np.int64)
-    owners, at = live[nodes[live, HEAD] != NONE], nodes[live, HEAD][nodes[live, HEAD] != NONE]
+    used, live = np.flatnonzero(pages[:, COUNT] > 0), np.flatnonzero(nodes[:, LEVEL] > 0)
+    seen, held = np.zeros(len(pages), np.int64), np.zeros(len(nodes), np.int64)
+    owners = live[nodes[live, HEAD] != NONE]
+    at = nodes[owners, HEAD]
     for _ in range(len(pages) + 1):  # all chains at a time
         if not len(at):
             break
         if (pages[at, HOME] != owners).any():
-            return "a chain of pages that leads into another node"
+            yield "a chain of pages that leads into another node"
         np.add.at(seen, at, 1)
         np.add.at(held, owners, pages[at, COUNT])
         goes_on = pages[at, FOLLOW] != NONE
         owners, at = owners[goes_on], pages[at, FOLLOW][goes_on]
     if len(at) or (seen[used] != 1).any() or seen.sum() != len(used) or len(used) != tree.state[LIVE_PAGES]:
-        return "pages that are on no chain, or on two"
-    return None if (held[live] == nodes[live, SIZE]).all() else "a node that counts its points wrong"
+        yield "pages that are on no chain, or on two"
+    if (held[live] != nodes[live, SIZE]).any():
+        yield "a node that counts its points wrong"
 
 
-def _filled(tree: Tree) -> Int64s:
-    inside = np.arange(int(tree.state[SLOTS])) < tree.pages[: tree.state[PAGES], COUNT, None]
-    return np.flatnonzero(inside)
+def _filled(tree: Tree) -> tuple[Int64s, Ints]:
+    """The slots in use, and the levels of the points in them."""
+    slots = int(tree.state[SLOTS])
+    filled = np.flatnonzero(np.arange(slots) < tree.pages[: tree.state[PAGES], COUNT, None])
+    return filled, tree.nodes[tree.pages[filled // slots, HOME], LEVEL]
 
 
-def _tokens(tree: Tree) -> str | None:
-    """The places of tokens and the tokens of places."""
-    filled, base = _filled(tree), int(tree.state[BASE])
-    places = tree.tokens[filled].astype(np.int64) - base
+def _tokens(tree: Tree) -> Iterator[str]:
+    """The places of tokens and the tokens of places; points above the lowest level own a node of the level below."""
+    filled, levels = _filled(tree)
+    tokens = tree.tokens[filled]
+    places = tokens.astype(np.int64) - int(tree.state[BASE])
     if (places < 0).any() or (places >= len(tree.where)).any() or (tree.where[places] != filled).any():
-        return "a token that is not where it is said to be"
+        yield "a token that is not where it is said to be"
     if not len(filled) == (tree.where >= 0).sum() == tree.state[KEYS]:
-        return "tokens that are nowhere"
-    return None if np.isfinite(tree.lifts[filled]).all() else "a lift that is not finite"
-
-
-def _children(tree: Tree) -> str | None:
-    """Points above the lowest level own a node of the level below, each its own."""
-    filled, slots = _filled(tree), int(tree.state[SLOTS])
-    levels = tree.nodes[tree.pages[filled // slots, HOME], LEVEL]
-    children, tokens = tree.children[filled], tree.tokens[filled]
+        yield "tokens that are nowhere"
+    if not np.isfinite(tree.lifts[filled]).all():
+        yield "a lift that is not finite"
+    above, children = levels > 1, tree.children[filled]
     if (children[levels == 1] != NONE).any():
-        return "a point of the lowest level with points below it"
-    above = levels > 1
+        yield "a point of the lowest level with points below it"
     own = children[above]
     if not ((own > ROOT) & (own < tree.state[NODES])).all() or len(np.unique(own)) < len(own):
-        return "a point without a node below it, or with that of another"
+        yield "a point without a node below it, or with that of another"
     if (tree.nodes[own, OWNER] != tokens[above]).any() or (tree.nodes[own, LEVEL] != levels[above] - 1).any():
-        return "a node below a point that is not its owner"
-    live = int((tree.nodes[: tree.state[NODES], LEVEL] > 0).sum())
-    return None if live == 1 + len(own) else "nodes that hang nowhere"
+        yield "a node below a point that is not its owner"
+    if (tree.nodes[: tree.state[NODES], LEVEL] > 0).sum() != 1 + len(own):
+        yield "nodes that hang nowhere"
 
 
-def _levels(tree: Tree) -> str | None:
+def _levels(tree: Tree) -> Iterator[str]:
     """No level is empty, and all are counted."""
-    top, filled = int(tree.state[LEVELS]), _filled(tree)
-    levels = tree.nodes[tree.pages[filled // int(tree.state[SLOTS]), HOME], LEVEL]
+    top, (filled, levels) = int(tree.state[LEVELS]), _filled(tree)
     found = np.bincount(levels, minlength=len(tree.population))
     if len(found) > len(tree.population) or (found != tree.population).any():
-        return "levels that are counted wrong"
+        yield "levels that are counted wrong"
     if tree.nodes[ROOT, LEVEL] != top or (len(filled) and not found[1 : top + 1].all()) or found[top + 1 :].any():
-        return "a level that is empty"
-    return None
+        yield "a level that is empty"

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.arrays import Doubles, Floats, Int64s
-from llmcache.kv.index.dci import loops
-from llmcache.kv.index.dci.loops import ALL, EVERY_LEVEL
 from llmcache.kv.index.dci.tree import (
+    ALL,
     BASE,
     DIM,
+    EVERY_LEVEL,
     KEYS,
     LEVEL,
     LEVELS,
@@ -32,7 +32,14 @@ from llmcache.kv.index.dci.tree import (
     ROOT,
     Ints,
     Tree,
+    ask,
+    attach,
     empty_tree,
+    lay,
+    rehang,
+    slots_of,
+    start_level,
+    take_away,
     with_room,
 )
 
@@ -251,20 +258,20 @@ class DciIndex:
             members = members[np.argsort(parents, kind="stable")]
             nodes, sizes = np.unique(parents, return_counts=True)
             self.tree = with_room(self.tree, int((-(-sizes // self.settings.page_slots)).sum()), 0, 0)
-            loops.lay(self.tree, level, members, np.cumsum(sizes), nodes, flat, lifts, tokens)
+            lay(self.tree, level, members, np.cumsum(sizes), nodes, flat, lifts, tokens)
 
     def _add(self, bits: NDArray[np.uint16], lifts: Floats, tokens: Ints, levels: Ints) -> None:
         """Adds to a tree that has keys: new levels first, then level by level from the top; algorithm 1, lines 27 to 37."""
         for index in np.flatnonzero(levels > self.tree.state[LEVELS]):
             levels[index] = min(int(levels[index]), int(self.tree.state[LEVELS]) + 1)
             if levels[index] > self.tree.state[LEVELS]:
-                loops.start_level(self.tree, bits[index], lifts[index], tokens[index])
+                start_level(self.tree, bits[index], lifts[index], tokens[index])
                 levels[index] = 0  # done
         for level in range(int(levels.max()), 0, -1):
             mine = np.flatnonzero(levels == level)
             if len(mine):
                 nodes = self._nodes_for(bits[mine], lifts[mine], level)
-                loops.attach(self.tree, bits[mine].reshape(-1), lifts[mine], tokens[mine], level, nodes)
+                attach(self.tree, bits[mine].reshape(-1), lifts[mine], tokens[mine], level, nodes)
 
     def _nodes_for(self, bits: NDArray[np.uint16], lifts: Floats, level: int) -> Ints:
         """The nodes that keys `bits` [n, dim] of a level belong to: those below their nearest points of the next."""
@@ -293,7 +300,7 @@ class DciIndex:
         scratch = _rooms.fit(len(self), k)
         view, visit, margin = limits
         bounds = (view, visit, self.settings.simple, margin)
-        loops.ask(self.tree, keys, lifts, target, bounds, share, scratch, found)
+        ask(self.tree, keys, lifts, target, bounds, share, scratch, found)
         return found
 
     def query(
@@ -338,17 +345,17 @@ class DciIndex:
         if not inside.all() or (self.tree.where[tokens - base] < 0).any() or len(np.unique(tokens)) < len(tokens):
             raise ValueError("tokens: some are not in the index, or twice among these")
         for token in tokens:
-            below = loops.take_away(self.tree, int(token))
+            below = take_away(self.tree, int(token))
             if below != NONE:
                 self._rehang(int(below))
 
     def _rehang(self, node: int) -> None:
-        slots = loops.slots_of(self.tree, node)
+        slots = slots_of(self.tree, node)
         bits = self.tree.rows.reshape(-1, self.dim)[slots]
         level = int(self.tree.nodes[node, LEVEL])
         parents = self._nodes_for(bits, self.tree.lifts[slots], level)
         self.tree = with_room(self.tree, len(slots), 0, 0)
-        loops.rehang(self.tree, node, bits.reshape(-1), parents)
+        rehang(self.tree, node, bits.reshape(-1), parents)
 
     def keys(self, tokens: Int64s) -> Floats:
         """Returns the keys [n, dim] of tokens that are in the index, as precise as it holds them."""
