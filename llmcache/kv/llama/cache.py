@@ -103,9 +103,12 @@ class PrefixCounters:
 
 @dataclass
 class _Model:
-    """What is known of a Llama: the fingerprint, what it stands for, and whether its states are stored whole."""
+    """What is known of a Llama: the fingerprint, what it stands for, and whether its states are stored whole.
 
-    fingerprint: bytes
+    `root`: the fingerprint, hexadecimal; the first block's name is made from it, in place of the block before it.
+    """
+
+    root: str
     told: dict[str, Any]
     whole: bool
     refused: str = ""
@@ -114,12 +117,7 @@ class _Model:
     @property
     def name(self) -> str:
         """The directory of its blocks."""
-        return self.fingerprint.hex()[:32]
-
-    @property
-    def root(self) -> str:
-        """What the first block's name is made from, in place of the block before it."""
-        return self.fingerprint.hex()[:40]
+        return self.root[:32]
 
 
 @dataclass
@@ -340,7 +338,7 @@ class PrefixCache(BaseLlamaCache):
             try:
                 model = fingerprint(llama)
             except OSError as error:
-                model = _Model(b"", {"file": llama.model_path}, False, f"its file cannot be read: {error.strerror}")
+                model = _Model("", {"file": llama.model_path}, False, f"its file cannot be read: {error.strerror}")
             if model.refused:
                 log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
             elif model.whole:
@@ -352,15 +350,11 @@ class PrefixCache(BaseLlamaCache):
         return self._models[llama]
 
     def _stored(self, keys: list[BlockKey], whole: bool) -> Iterator[BlockKey]:
-        """Yields the blocks that are stored, from the first one on; of whole states all to the last that is stored."""
-        if whole:
-            last = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self.store), 0)
-            yield from keys[:last]
-            return
-        for key in keys:
-            if key not in self.store:
-                return
-            yield key
+        """Returns the blocks that are stored, from the first one on; of whole states all to the last that is stored."""
+        if not whole:
+            return takewhile(self.store.__contains__, keys)
+        last = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self.store), 0)
+        return iter(keys[:last])
 
     def _fetched(
         self, model: _Model, keys: list[BlockKey], stored: list[BlockKey], tokens: Sequence[int], live: int
@@ -480,8 +474,8 @@ class PrefixCache(BaseLlamaCache):
                 size = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
                 data = np.empty(size, np.uint8)
                 if llama_cpp.llama_state_seq_get_data(llama.ctx, data.ctypes.data_as(_U8), size, 0) == size:
-                    block = Block(data, tuple(tokens[at - BLOCK_TOKENS : at]))
-                    self._writer.put(_Task(model, [keys[blocks - 1]], list(tokens[:at]), size, lambda _, block=block: block))
+                    made = {keys[blocks - 1]: Block(data, tuple(tokens[at - BLOCK_TOKENS : at]))}
+                    self._writer.put(_Task(model, list(made), list(tokens[:at]), size, made.__getitem__))
         return live
 
     def _account(self, model: _Model, keys: list[BlockKey], tokens: int, size_bytes: int, seconds: float) -> None:
@@ -623,7 +617,7 @@ def fingerprint(llama: Llama) -> _Model:
         refused = "it is for embeddings"
     elif any(f"{os.path.realpath(path)} (deleted)" in Path("/proc/self/maps").read_text() for path in paths):
         refused = "its file was replaced after it was loaded"
-    return _Model(hashlib.blake2b(identity.encode(), digest_size=32).digest(), told, whole, refused)
+    return _Model(hashlib.blake2b(identity.encode(), digest_size=32).hexdigest()[:40], told, whole, refused)
 
 
 def _shards(path: str) -> list[str]:
