@@ -103,12 +103,8 @@ class Plain:
     def __init__(self, shape: KvShape, batch: int) -> None:
         self.shape = shape
         self.ids = np.empty((batch, 0), np.int64)
-        dims = [(shape.head_dim,), (shape.value_dim,), *([(), ()] if shape.dtype == "int8" else [])]
-        dtypes = [shape.numpy_dtype] * 2 + [np.dtype(np.float32)] * 2
-        forms = list(zip(dims, dtypes, strict=False))
-        self.layers = [
-            [np.empty((batch, shape.kv_heads, 0, *dim), dtype) for dim, dtype in forms] for _ in range(shape.layers)
-        ]
+        forms = shape.forms(batch, shape.kv_heads, 0)
+        self.layers = [[np.empty(*form) for form in forms] for _ in range(shape.layers)]
 
     def rows(self, layer: int, tokens: int, seed: int) -> list[Rows]:
         """Return what to append to a layer."""
@@ -187,13 +183,12 @@ class Plain:
 
     def check_keys(self, layer: int, pages: Numbers, keys: Rows, key_scales: NDArray[np.float32] | None) -> None:
         """Compare whole pages of sequence 0."""
-        size = self.shape.page_tokens
-        arrays = self.layers[layer]
-        for page, got in zip(pages.tolist(), keys, strict=True):
-            assert (got == arrays[0][0, :, page * size : (page + 1) * size]).all()
-        assert (key_scales is None) == (self.shape.dtype != "int8")
-        for index, page in enumerate(pages.tolist() if key_scales is not None else []):
-            assert (key_scales[index] == arrays[2][0, :, page * size : (page + 1) * size]).all()  # type: ignore[index]
+        size, arrays = self.shape.page_tokens, self.layers[layer]
+        assert len(keys) == len(pages) and (key_scales is None) == (self.shape.dtype != "int8")
+        for index, page in enumerate(pages.tolist()):
+            part = slice(page * size, (page + 1) * size)
+            assert (keys[index] == arrays[0][0, :, part]).all()
+            assert key_scales is None or (key_scales[index] == arrays[2][0, :, part]).all()
 
 
 def crash(store: KvStore) -> None:

@@ -375,9 +375,9 @@ def test_checksums_are_the_same_on_every_machine() -> None:
             dealt[0] += b"".join(words[whole:])
             wanted.append(crc32c(b"".join(crc32c(part).to_bytes(8, "little") for part in dealt)))
         assert list(checksums(slots)) == wanted
-    words = np.random.default_rng(0).integers(0, 1 << 63, 9, dtype=np.uint64)
-    by_tables = functools.reduce(lambda crc, word: np.uint64(_by_tables(crc, word)), words, np.uint64(0xFFFFFFFF))
-    assert by_tables == crc32c(words.tobytes()), "where the processor has no instruction"
+    drawn = np.random.default_rng(0).integers(0, 1 << 63, 9, dtype=np.uint64)
+    by_tables = functools.reduce(lambda crc, word: np.uint64(_by_tables(crc, word)), drawn, np.uint64(0xFFFFFFFF))
+    assert by_tables == crc32c(drawn.tobytes()), "where the processor has no instruction"
 
 
 def test_a_close_that_fails_says_so_and_closes_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
