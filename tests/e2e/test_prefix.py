@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -33,6 +34,12 @@ CONTEXT = 1024
 pytestmark = pytest.mark.llama
 
 Open = Callable[..., Any]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def make_model(path: Path, *more: str) -> Path:
@@ -247,30 +254,22 @@ def test_blocks_of_another_layout_or_other_tokens_are_not_used_and_stored_anew(
     """Right checksums, as another build of the library or a hostile server writes them."""
     plain = reused(opened(tiny), prompt(600), prompt(600), 600)
 
-    def other(block: Block) -> Block:
-        assert block.layout
-        (part,) = block.layout.parts
-        return Block(block.payload, block.tokens, StateLayout((replace(part, values=tuple(reversed(part.keys))),)))
-
-    def fewer(block: Block) -> Block:
-        assert block.layout
-        return Block(block.payload[: -block.layout.token_bytes], block.tokens[:-1], block.layout)
-
-    def none(block: Block) -> Block:
-        return Block(block.payload, block.tokens)
-
     answer(opened(tiny, cache), prompt(600), 1)
-    for change in (other, fewer, none):
-        for index in range(3):
-            for entry in cache.store.entries():
-                if entry.key.index == index:
-                    block = cache.store.read(entry.key)
-                    assert block
-                    cache.store.write(entry.key, change(block))
-            answer(opened(tiny, cache), prompt(600), 1)
-            before = cache.counters.restored_tokens
-            assert answer(opened(tiny, cache), prompt(600)) == plain
-            assert cache.counters.restored_tokens - before == 600, (change.__name__, index)
+    for change, index in itertools.product(("layout", "tokens", "no layout"), range(3)):
+        for key in [entry.key for entry in cache.store.entries() if entry.key.index == index]:
+            block = cache.store.read(key)
+            assert block and block.layout
+            (part,) = block.layout.parts
+            changed = {
+                "layout": replace(block, layout=StateLayout((replace(part, values=tuple(reversed(part.keys))),))),
+                "tokens": replace(block, payload=block.payload[: -block.layout.token_bytes], tokens=block.tokens[:-1]),
+                "no layout": replace(block, layout=None),
+            }
+            cache.store.write(key, changed[change])
+        answer(opened(tiny, cache), prompt(600), 1)
+        before = cache.counters.restored_tokens
+        assert answer(opened(tiny, cache), prompt(600)) == plain
+        assert cache.counters.restored_tokens - before == 600, (change, index)
 
 
 def test_a_link_to_a_block_behind_other_tokens_is_not_followed(tiny: Path, opened: Open, cache: PrefixCache) -> None:
@@ -287,26 +286,19 @@ def test_a_link_to_a_block_behind_other_tokens_is_not_followed(tiny: Path, opene
     assert cache.counters.restored_tokens == 256
 
 
-def test_a_model_whose_file_was_replaced_answers_and_nothing_of_it_is_stored_as_the_other(
-    tiny: Path, tmp_path: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("gone", "told"), [(False, "replaced"), (True, "cannot be read")])
+def test_a_model_whose_file_was_replaced_or_is_gone_answers_and_nothing_of_it_is_stored(
+    tiny: Path, tmp_path: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture, gone: bool, told: str
 ) -> None:
-    path = tmp_path / "replaced.gguf"
+    path = tmp_path / "model.gguf"
     path.write_bytes(tiny.read_bytes())
     model = opened(path, cache)
-    make_model(tmp_path / "other.gguf", "--seed", "1").replace(path)
+    if gone:
+        path.unlink()
+    else:
+        make_model(tmp_path / "other.gguf", "--seed", "1").replace(path)
     assert answer(model, prompt(300)) == answer(opened(tiny), prompt(300))
-    assert len(caplog.messages) == 1 and "replaced" in caplog.text and not cache.store.entries()
-
-
-def test_a_model_whose_file_is_gone_answers(
-    tiny: Path, tmp_path: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "moved.gguf"
-    path.write_bytes(tiny.read_bytes())
-    model = opened(path, cache)
-    path.unlink()
-    assert answer(model, prompt(300)) == answer(opened(tiny), prompt(300))
-    assert len(caplog.messages) == 1 and "cannot be read" in caplog.text and not cache.store.entries()
+    assert len(caplog.messages) == 1 and told in caplog.text and not cache.store.entries()
 
 
 def test_states_that_cannot_be_cut_are_stored_whole(
@@ -334,22 +326,16 @@ def make_recurrent(path: Path, hybrid: bool) -> Path:
 
     width, inner, state, rank, vocabulary = 64, 128, 16, 4, 1024
     writer, drawn = gguf.GGUFWriter(path, "jamba" if hybrid else "mamba"), np.random.default_rng(0)
-    writer.add_context_length(4096)
-    writer.add_embedding_length(width)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(width * hybrid)
-    writer.add_head_count(4 * hybrid)
-    if hybrid:
-        writer.add_head_count_kv([0, 4])
-    writer.add_ssm_conv_kernel(4)
-    writer.add_ssm_inner_size(inner)
-    writer.add_ssm_state_size(state)
-    writer.add_ssm_time_step_rank(rank)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(3, vocabulary))])
-    writer.add_token_scores([0.0] * vocabulary)
-    writer.add_token_types([2, 3, 3, *[1] * (vocabulary - 3)])
+    told = {
+        "context_length": 4096, "embedding_length": width, "block_count": 2, "feed_forward_length": width * hybrid,
+        "head_count": 4 * hybrid, "ssm_conv_kernel": 4, "ssm_inner_size": inner, "ssm_state_size": state,
+        "ssm_time_step_rank": rank, "layer_norm_rms_eps": 1e-5, "tokenizer_model": "llama",
+        "token_list": ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(3, vocabulary))],
+        "token_scores": [0.0] * vocabulary, "token_types": [2, 3, 3, *[1] * (vocabulary - 3)],
+        **({"head_count_kv": [0, 4]} if hybrid else {}),
+    }  # fmt: skip
+    for name, value in told.items():
+        getattr(writer, f"add_{name}")(value)
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocabulary, width), "output_norm.weight": (width,)}
     mamba = {"in.weight": (2 * inner, width), "conv1d.weight": (inner, 4), "conv1d.bias": (inner,), "dt.bias": (inner,)}
     mamba |= {"x.weight": (rank + 2 * state, inner), "dt.weight": (inner, rank), "a": (inner, state), "d": (inner,)}
@@ -559,21 +545,9 @@ def served(tiny: Path, tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess
     running: list[subprocess.Popen[bytes]] = []
 
     def start() -> tuple[subprocess.Popen[bytes], str]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        words = ["--model", tiny, "--n_ctx", CONTEXT, "--n_threads", 1, "--host", "127.0.0.1", "--port", port]
-        command = [
-            sys.executable,
-            "-m",
-            "llmcache",
-            "serve-llama",
-            str(tmp_path / "kv"),
-            "--floor",
-            "0",
-            "--",
-            *map(str, words),
-        ]
+        port = free_port()
+        words = f"--floor 0 -- --model {tiny} --n_ctx {CONTEXT} --n_threads 1 --host 127.0.0.1 --port {port}".split()
+        command = [sys.executable, "-m", "llmcache", "serve-llama", str(tmp_path / "kv"), *words]
         with open(tmp_path / "log", "ab") as log:
             running.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
         deadline = time.monotonic() + 120

@@ -16,17 +16,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import redis_server
-from tests.e2e.test_prefix import ROOT, Open, answer, prompt, reused, stored
+from tests.e2e.test_prefix import ROOT, Open, answer, free_port, prompt, reused, stored
 from tests.e2e.test_prefix import opened as opened
 from tests.e2e.test_prefix import tiny as tiny
 
 pytestmark = [pytest.mark.llama, pytest.mark.redis]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class Server:

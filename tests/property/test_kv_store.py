@@ -31,7 +31,8 @@ SEEDS = st.integers(0, 1 << 30)
 def _no_real_sync() -> Iterator[None]:
     """Only processes crash here: nothing of this one waits for the disk, thousands of times."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fdatasync", lambda _fd: None)
+        for name in ("fdatasync", "fsync"):
+            patch.setattr(os, name, lambda _fd: None)
         yield
 
 
@@ -46,7 +47,7 @@ class Store(RuleBasedStateMachine):
         self.shape = shape_of(dtype, LAYERS, value_dim=6 if wide else 3)
         self.plain = Plain(self.shape, batch)
         path = self.directory / "a.kv"
-        self.config = StoreConfig(self.shape, batch, 4, 4, cpu_pages=BOUND, path=path, ssd=self.ssd, threads=1)
+        self.config = StoreConfig(self.shape, batch, 4, 4, cpu_pages=BOUND, path=path, ssd=self.ssd, threads=2)
         self.store = KvStore(self.config)
         self.fast = HostFastTier(1000)
         self.saved = False

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 
 from llmcache.arrays import Bytes
 from llmcache.errors import EnvironmentProblem, UsageError
-from llmcache.kv.prefix.state import Joined, StateLayout, Uncut, read_state
-from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey, BlockStore, Entry
+from llmcache.kv.prefix.state import Joined, State, StateLayout, Uncut, read_state
+from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey, BlockStore
 from llmcache.kv.spill.raw import RawFile
 from tests.fuzz.target import bounded
 
@@ -52,6 +52,12 @@ def state_bytes(parts: list[tuple[int, bool, int]], positions: list[int], seed: 
     return np.frombuffer(out, np.uint8)
 
 
+def rows_of(state: State, start: int, end: int) -> Bytes:
+    out = np.empty((end - start) * state.layout.token_bytes, np.uint8)
+    state.block(start, end, out)
+    return out
+
+
 SHAPES = [[(2, False, 8)], [(3, True, 4)], [(1, False, 2), (2, False, 6)], [(2, True, 2), (1, True, 4)]]
 
 
@@ -64,30 +70,22 @@ def test_a_state_cut_anywhere_is_joined_to_the_same_bytes(parts: list[tuple[int,
     joined = Joined(layout, 40)
     bounds = sorted({0, 40, *cuts})
     for start, end in itertools.pairwise(bounds):
-        block = np.empty((end - start) * layout.token_bytes, np.uint8)
-        state.block(start, end, block)
-        joined.put(start, block)
+        joined.put(start, rows_of(state, start, end))
     assert joined.data.tobytes() == data.tobytes()
 
 
 @pytest.mark.parametrize("parts", SHAPES)
 def test_the_beginning_of_a_block_serves(parts: list[tuple[int, bool, int]]) -> None:
     state = read_state(state_bytes(parts, list(range(40))))
-    block = np.empty(40 * state.layout.token_bytes, np.uint8)
-    state.block(0, 40, block)
-    first = np.empty(7 * state.layout.token_bytes, np.uint8)
-    state.block(0, 7, first)
     part, whole = Joined(state.layout, 7), Joined(state.layout, 7)
-    part.put(0, block, 7)
-    whole.put(0, first)
+    part.put(0, rows_of(state, 0, 40), 7)
+    whole.put(0, rows_of(state, 0, 7))
     assert (part.data == whole.data).all()
 
 
 def test_cells_in_another_order_are_put_in_order() -> None:
     order = [3, 0, 4, 1, 2]
-    state = read_state(state_bytes([(1, False, 2)], order))
-    rows = np.empty(5 * state.layout.token_bytes, np.uint8)
-    state.block(0, 5, rows)
+    rows = rows_of(read_state(state_bytes([(1, False, 2)], order)), 0, 5)
     at = 8 + 8 + 12 * 5 + 8 + 12
     keys = state_bytes([(1, False, 2)], order)[at : at + 20].reshape(5, 4)
     assert (rows[:20].reshape(5, 4) == keys[np.argsort(order)]).all()
@@ -117,17 +115,6 @@ def test_the_state_of_a_context_is_known_by_its_architecture() -> None:
 def test_what_cannot_be_cut_is_told(data: Bytes, reason: str) -> None:
     with pytest.raises(Uncut, match=reason):
         read_state(data)
-
-
-@given(at=st.integers(0, 10_000), byte=st.integers(0, 255))
-def test_damaged_states_are_refused_or_cut(at: int, byte: int) -> None:
-    data = state_bytes([(2, True, 4), (1, False, 2)], list(range(9))).copy()
-    data[at % len(data)] = byte
-    try:
-        state = read_state(data)
-    except Uncut:
-        return
-    state.block(0, 9, np.empty(9 * state.layout.token_bytes, np.uint8))
 
 
 # The store
@@ -226,7 +213,7 @@ def test_the_least_recently_used_goes_first_and_of_one_use_the_last(tmp_path: Pa
         clock.now += SECOND
         store.write(key(number, index=number), block(number))
     clock.now += SECOND
-    store.touch([key(number, index=number) for number in range(4)])
+    store.used([key(number, index=number) for number in range(4)])
     store.write(key(6), block(6))
     assert numbers(store) == {0, 1, 2, 3, 6}, "two, as it is evicted to 95 % of the limit"
     store.write(key(7), block(7))
@@ -244,7 +231,7 @@ def test_a_clock_set_back_changes_no_order_and_expires_nothing(tmp_path: Path) -
         store.write(key(number), block(number))
     clock.now -= 86400 * 365 * SECOND
     store.write(key(3), block(3))
-    store.touch([key(0)])
+    store.used([key(0)])
     assert all(key(number) in store for number in range(4))
     store.write(key(4), block(4))
     assert numbers(store) == {0, 3, 4}
@@ -261,7 +248,7 @@ def test_what_was_not_used_for_long_goes(tmp_path: Path) -> None:
     store.write(key(1), block(1))
     store.write(key(2), block(2))
     clock.now += 40 * SECOND
-    store.touch([key(2)])
+    store.used([key(2)])
     clock.now += 40 * SECOND
     assert key(1) not in store and key(2) in store
     store.used([key(2)], 4, 8192)
@@ -409,25 +396,6 @@ def test_what_is_just_begun_is_not_swept(store: BlockStore, monkeypatch: pytest.
     assert same(store.read(key(1)), block(1)) and not others
 
 
-def test_pruning_by_age_size_and_model(tmp_path: Path) -> None:
-    clock = Clock()
-    store = BlockStore(tmp_path, 10**9, clock=clock)
-    other = "f" * 32
-    for number in range(4):
-        clock.now += 10 * SECOND
-        store.write(key(number, model=other if number % 2 else MODEL), block(number))
-        store.describe(other if number % 2 else MODEL, {"file": str(number)})
-
-    def pruned(gone: list[Entry]) -> set[int]:
-        return {int(entry.key.name, 16) for entry in gone}
-
-    assert pruned(store.prune(unused_ns=25 * SECOND)) == {0}
-    assert pruned(store.prune(keep_bytes=2 * FILE_BYTES)) == {1}
-    assert pruned(store.prune(model=other)) == {3}
-    assert store.models() == [MODEL] and store.description(MODEL) == {"file": "0"}
-    assert pruned(store.prune(keep_bytes=FILE_BYTES)) == set()
-
-
 def test_uses_are_counted_and_what_is_damaged_of_that_is_forgotten(store: BlockStore) -> None:
     store.write(key(1), block(1))
     for _ in range(3):
@@ -466,7 +434,7 @@ def write_on(directory: Path, seed: int, ready: Event) -> None:
         number = turns.randrange(60)
         store.write(key(number, number % 5, CUT if number % 3 else PART), block(number), [f"{number % 7:040x}"])
         store.read(key(turns.randrange(60), number % 5))
-        store.touch([key(turns.randrange(60), number % 5)])
+        store.used([key(turns.randrange(60), number % 5)])
 
 
 @pytest.fixture

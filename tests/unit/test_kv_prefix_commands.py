@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from llmcache.cli import app
 from llmcache.errors import LlmcacheError, UsageError
 from llmcache.kv.prefix.store import PART, BlockStore
-from tests.unit.test_kv_prefix import FILE_BYTES, MODEL, SECOND, Clock, block, key
+from tests.unit.test_kv_prefix import FILE_BYTES, MODEL, SECOND, Clock, block, key, numbers
 
 OTHER = "f" * 32
 
@@ -70,21 +70,33 @@ def test_show_tells_what_a_fingerprint_stands_for(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "removed"),
+    ("words", "left"),
     [
-        (("--model", OTHER[:5]), 1),
-        (("--model", "a.gguf", "--keep", FILE_BYTES), 2),
-        (("--keep", 0), 4),
-        (("--unused", "1s", "--model", "b.gguf"), 1),
-        (("--keep", "1G", "--unused", "100000d"), 0),
+        (("--model", OTHER[:5]), {0, 1, 2}),
+        (("--model", "a.gguf", "--keep", FILE_BYTES), {2, 3}),
+        (("--keep", 0), set()),
+        (("--unused", "1s", "--model", "b.gguf"), {0, 1, 2}),
+        (("--keep", "1G", "--unused", "100000d"), {0, 1, 2, 3}),
     ],
 )
-def test_prune_removes_what_is_said_and_nothing_foreign(directory: Path, words: tuple[str, ...], removed: int) -> None:
-    told = said("prune", directory, *words)
+def test_prune_removes_what_is_said_and_nothing_foreign(directory: Path, words: tuple[str, ...], left: set[int]) -> None:
+    told, removed = said("prune", directory, *words), 4 - len(left)
     assert (told["removed_blocks"], told["removed_bytes"]) == (removed, removed * FILE_BYTES)
-    assert (told["left_blocks"], told["left_bytes"]) == (4 - removed, (4 - removed) * FILE_BYTES)
-    assert len(BlockStore(directory, None).entries()) == 4 - removed
+    assert (told["left_blocks"], told["left_bytes"]) == (len(left), len(left) * FILE_BYTES)
+    store = BlockStore(directory, None)
+    assert numbers(store) == left
+    assert store.models() == sorted({OTHER if number == 3 else MODEL for number in left}), "one without blocks is forgotten"
     assert (directory / "foreign").read_text() == "mine"
+
+
+def test_prune_removes_what_was_not_used_for_so_long(tmp_path: Path) -> None:
+    clock = Clock()
+    store = BlockStore(tmp_path, 10**9, clock=clock)
+    for number in range(4):
+        clock.now += 10 * SECOND
+        store.write(key(number), block(number))
+    store.prune(unused_ns=25 * SECOND)
+    assert numbers(store) == {1, 2, 3}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmcache.arrays import Bytes
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.kv.csd import CsdProfile
 from llmcache.kv.csd.wire import HostEnd
@@ -26,31 +25,12 @@ from llmcache.kv.spill.raw import RawFile, problem
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from llmcache.kv.tiers.ssd import CsdTier
 from tests.unit.kv_parts import devices, flip, small_disk
-from tests.unit.store_parts import Plain, crash, shape_of
+from tests.unit.store_parts import Make, Plain, crash, shape_of
+from tests.unit.store_parts import make as make
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = shape_of()
 KINDS = pytest.mark.parametrize("ssd", ["file", "csd"])
-Make = Callable[..., tuple[KvStore, Plain]]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Make a store over tmp/a.kv with `tokens` in it; whatever a test does, its process is gone afterwards."""
-    made: list[KvStore] = []
-
-    def build(tokens: int = 0, batch: int = 1, path: Path | None = None, **options: Any) -> tuple[KvStore, Plain]:
-        ends: dict[str, Any] = {"sink_tokens": 4, "window_tokens": 8, "cpu_pages": 5, "threads": 1}
-        store = KvStore(StoreConfig(SHAPE, batch, path=path or tmp_path / "a.kv", **{**ends, **options}))
-        made.append(store)
-        plain = Plain(SHAPE, batch)
-        if tokens:
-            plain.step(store, tokens)
-        return store, plain
-
-    yield build
-    for store in made:
-        crash(store)
 
 
 def again(store: KvStore) -> KvStore:
@@ -95,14 +75,13 @@ def test_a_disk_that_is_full(tmp_path: Path, make: Make, ssd: str) -> None:
 
 def test_errors_at_any_write_lose_nothing(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The n-th write fails once: each call is done in memory, and the file follows."""
-    write = RawFile.write
-    left = [0]
+    write, left = RawFile.write, [0]
 
-    def failing(self: RawFile, data: Any, offset: int, direct: bool = False) -> None:
+    def failing(self: RawFile, *arguments: Any) -> None:
         left[0] -= 1
         if left[0] == 0:
             raise problem(self.path, "spilling", OSError(errno.ENOSPC, "full"))
-        write(self, data, offset, direct)
+        write(self, *arguments)
 
     monkeypatch.setattr(RawFile, "write", failing)
     for after in (*range(1, 25), *range(25, 400, 5)):
@@ -271,21 +250,26 @@ def test_the_spill_file_of_another_model(make: Make, ssd: str, tmp_path: Path) -
     assert devices() == before
 
 
-@pytest.mark.parametrize("writes", range(8))
-def test_sequences_that_go_and_a_crash_take_none_along(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch, writes: int
-) -> None:
-    """One of three stays; the process ends after so many writes of those that take the others away."""
-    store, plain = make(18, batch=3)
+@contextlib.contextmanager
+def killed_after(writes: int) -> Iterator[None]:
+    """A with block that ends after so many writes, as if its process were killed."""
     real, left = RawFile.write, iter(range(writes))
 
-    def until_killed(self: RawFile, data: bytes | Bytes, offset: int, direct: bool = False) -> None:
+    def until_killed(self: RawFile, *arguments: Any) -> None:
         if next(left, None) is None:
             raise KeyboardInterrupt
-        real(self, data, offset, direct)
+        real(self, *arguments)
 
-    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
         patched.setattr(RawFile, "write", until_killed)
+        yield
+
+
+@pytest.mark.parametrize("writes", range(8))
+def test_sequences_that_go_and_a_crash_take_none_along(tmp_path: Path, make: Make, writes: int) -> None:
+    """One of three stays; the process ends after so many writes of those that take the others away."""
+    store, plain = make(18, batch=3)
+    with killed_after(writes):
         store.select(np.array([0]))
     crash(store)
     with KvStore.restore(tmp_path / "a.kv", store.config) as restored:
@@ -297,18 +281,10 @@ def test_sequences_that_go_and_a_crash_take_none_along(
 
 def test_a_crash_while_short_contexts_are_saved_loses_no_sequence(tmp_path: Path, make: Make) -> None:
     """Three sequences of less than a page: after every write there are three, or none at all, and saved they are whole."""
-    real, found = RawFile.write, []
+    found = []
     for writes in range(100):
         store, plain = make(3, batch=3)
-        left = iter(range(writes))
-
-        def until_killed(self: RawFile, *arguments: Any, left: Iterator[int] = left) -> None:
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-            real(self, *arguments)
-
-        with pytest.MonkeyPatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
-            patched.setattr(RawFile, "write", until_killed)
+        with killed_after(writes):
             store.save()
         crash(store)
         with KvStore.restore(tmp_path / "a.kv", store.config) as restored:
@@ -348,7 +324,7 @@ def test_nothing_is_taken_away_before_the_tables_are_written(make: Make, monkeyp
         assert found.length == 8, "what could not be taken away has gone, once there is space"
 
 
-@pytest.mark.parametrize("ssd", ["file", "csd"])
+@KINDS
 @pytest.mark.parametrize("where", ["nowhere", "a.txt"])
 def test_a_directory_that_is_none(tmp_path: Path, make: Make, ssd: str, where: str) -> None:
     (tmp_path / "a.txt").write_text("a file")

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from llmcache.errors import UsageError
 from llmcache.kv.csd import CsdProfile
@@ -22,32 +17,11 @@ from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.spill import SpillReader
 from llmcache.kv.spill.reader import HUGE_PAGE_BYTES, thread_memory
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
-from llmcache.kv.tiers.pool import Destination, runs
 from tests.unit.kv_parts import counted_reads
-from tests.unit.store_parts import HostFastTier, Plain, shape_of
+from tests.unit.store_parts import HostFastTier, Make, shape_of
+from tests.unit.store_parts import make as make
 
-Make = Callable[..., tuple[KvStore, Plain]]
 SLOT = 4096  # of keys, and of values: a small page fills a block
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Make a store over tmp/a.kv with `tokens` in it, and the arrays that it must equal."""
-    made: list[KvStore] = []
-
-    def build(tokens: int = 0, batch: int = 1, spilled: bool = True, **options: Any) -> tuple[KvStore, Plain]:
-        ends = {"sink_tokens": 4, "window_tokens": 8, "threads": 1}
-        bound = {"cpu_pages": 5, "path": tmp_path / "a.kv"} if spilled else {}
-        store = KvStore(StoreConfig(shape_of(), batch, **{**ends, **bound, **options}))
-        made.append(store)
-        plain = Plain(store.shape, batch)
-        if tokens:
-            plain.step(store, tokens)
-        return store, plain
-
-    yield build
-    for store in made:
-        store.discard()
 
 
 def chosen(store: KvStore, *tokens: int) -> Selection:
@@ -74,7 +48,7 @@ def test_sink_window_and_the_latest_pages_stay_in_memory(make: Make) -> None:
 
 
 def test_without_an_ssd_everything_is_in_memory(make: Make) -> None:
-    store, plain = make(40, spilled=False)
+    store, plain = make(40, cpu_pages=None, path=None)
     assert pages(store) == list(range(10)) and store.restored is None
     assert not list(store.score_ssd(0, 0, np.ones((2, 8), np.float32)))
     with pytest.raises(ValueError, match="no ssd tier"):
@@ -167,7 +141,7 @@ def test_a_device_sends_rows_and_scores_only(make: Make) -> None:
 
 def test_a_device_is_asked_for_what_its_desk_holds(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store, plain = make(200, ssd="csd")
-    monkeypatch.setattr("llmcache.kv.tiers.gather.ASKED_ROWS", 100)
+    monkeypatch.setattr("llmcache.kv.tiers.store.ASKED_ROWS", 100)
     report = store.device_report
     assert report is not None
     before = replace(report)
@@ -270,8 +244,6 @@ def test_the_fast_tier_is_sent_what_it_has_not(make: Make) -> None:
     plain.check(0, store.gather_fast(0, selection, fast))
     assert store.traffic.bytes_between("cpu", "gpu") == 7 * page, "the tail is another each time"
     assert store.traffic.hits_gpu == 6 and store.traffic.hits_ssd == 6
-    with pytest.raises(ValueError, match="room for 3"):
-        store.gather_fast(0, selection, HostFastTier(3))
 
 
 def test_one_thread_looks_ahead_while_another_appends(make: Make) -> None:
@@ -349,12 +321,6 @@ def test_pages_of_another_layer_may_come_at_any_moment_of_a_fetch(
         plain.check(1, store.gather(1, staged=found))
 
 
-def test_runs_of_slots() -> None:
-    assert list(runs(np.array([1, 2, 3, 7, 9, 11, 20, 21, 30]))) == [(0, 3, 1), (3, 3, 2), (6, 2, 1), (8, 1, 1)]
-    assert list(runs(np.array([1, 5, 6, 7]))) == [(0, 2, 4), (2, 2, 1)]
-    assert list(runs(np.array([4]))) == [(0, 1, 1)] and not list(runs(np.array([], np.int64)))
-
-
 @pytest.mark.parametrize(
     ("error", "field", "options"),
     [
@@ -373,28 +339,23 @@ def test_stores_that_cannot_be(error: type[Exception], field: str, options: dict
 def test_arguments_that_do_not_fit(make: Make) -> None:
     store, plain = make(41)
     keys, values = plain.rows(0, 2, 0)
-    for name, arguments in {
-        "keys": (keys[:, :1], values),
-        "values": (keys, values[:, :, :1]),
-        "key_scales": (keys, values, np.ones((1, 2, 2), np.float32)),
-    }.items():
-        with pytest.raises(ValueError, match=f"{name}: "):
-            store.append(0, *arguments)
-    with pytest.raises(ValueError, match="layer: 2, the model has 2"):
-        store.append(2, keys, values)
-    with pytest.raises(ValueError, match="sequence: 1"):
-        store.in_cpu(0, 1)
-    with pytest.raises(ValueError, match="only tokens 4 to 31"):
-        store.gather(0, chosen(store, 3, 5))
-    with pytest.raises(ValueError, match="positions: shape"):
-        store.gather(0, Selection.none(2, 2))
-    with pytest.raises(ValueError, match="positions: int32"):
-        Selection(np.zeros((1, 2, 3), np.int32))
-    with pytest.raises(ValueError, match="tokens: 42"):
-        store.crop(42)
-    for index in ([1], [], [[0]]):
-        with pytest.raises(ValueError, match="index: "):
-            store.select(np.array(index, np.int64))
+    calls: dict[str, Callable[[], object]] = {
+        "keys: ": lambda: store.append(0, keys[:, :1], values),
+        "values: ": lambda: store.append(0, keys, values[:, :, :1]),
+        "key_scales: ": lambda: store.append(0, keys, values, np.ones((1, 2, 2), np.float32)),
+        "layer: 2, the model has 2": lambda: store.append(2, keys, values),
+        "sequence: 1": lambda: store.in_cpu(0, 1),
+        "only tokens 4 to 31": lambda: store.gather(0, chosen(store, 3, 5)),
+        "positions: shape": lambda: store.gather(0, Selection.none(2, 2)),
+        "positions: int32": lambda: Selection(np.zeros((1, 2, 3), np.int32)),
+        "tokens: 42": lambda: store.crop(42),
+        r"index: \[1\]": lambda: store.select(np.array([1])),
+        r"index: \[\]": lambda: store.select(np.array([], np.int64)),
+        r"index: \[\[0\]\]": lambda: store.select(np.array([[0]])),
+    }
+    for told, call in calls.items():
+        with pytest.raises(ValueError, match=told):
+            call()
     with pytest.raises(UsageError, match="no device"):
         store.restart_device()
     plain.check_all(store)
@@ -404,67 +365,6 @@ def test_selections_of_pages() -> None:
     found = Selection.of_pages(np.array([[[4, 2]]]), 3)
     assert found.positions.tolist() == [[[6, 7, 8, 12, 13, 14]]] and found.count == 6
     assert Selection.of_all(range(2, 4), 1, 2, 3).positions.tolist() == [[[6, 7, 8, 9, 10, 11]] * 2]
-
-
-# Rows that come a few pages at a time
-
-HEADS, SIZE, PAGES, UNTOUCHED = 2, 4, 12, 7
-
-
-def rows_of(dtype: str, dim: int, pages: int) -> NDArray[Any]:
-    """Return rows [pages, heads, tokens, dim], all different where the type has so many numbers."""
-    count = pages * HEADS * SIZE * dim
-    return (np.arange(count) % 251 - 125).astype(dtype).reshape(pages, HEADS, SIZE, dim)
-
-
-@settings(max_examples=60)
-@given(
-    data=st.data(),
-    dtype=st.sampled_from(["float16", "float32", "int8"]),
-    dim=st.sampled_from([3, 8]),
-    spread=st.booleans(),
-)
-def test_rows_land_where_they_belong(data: st.DataObject, dtype: str, dim: int, spread: bool) -> None:
-    batch, k = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 20))
-    choice = st.lists(st.integers(0, PAGES * SIZE - 1), min_size=k, max_size=k, unique=True).map(sorted)
-    positions = np.array([[data.draw(choice) for _ in range(HEADS)] for _ in range(batch)], np.int64)
-    index = np.full((batch, PAGES), -1, np.int64)
-    came = 0
-    for b in range(batch):  # the first pages may be those of another sequence too
-        shared = data.draw(st.integers(0, 3)) if b else 0
-        own = [page for page in range(shared, PAGES) if data.draw(st.booleans())]
-        index[b, :shared], index[b, own] = index[0, :shared], came + np.arange(len(own))
-        came += len(own)
-    rows = [rows_of(dtype, dim, came), rows_of(dtype, dim + 1, came)]
-    scales = np.linspace(0.5, 2, came * HEADS * SIZE, dtype=np.float32).reshape(came, HEADS, SIZE)
-    of_type = np.float32 if dtype == "int8" else np.dtype(dtype)
-    # Rows that do not touch must be copied one by one.
-    outs = [np.full((batch, HEADS, k, 2 * d if spread else d), UNTOUCHED, of_type)[..., :d] for d in (dim, dim + 1)]
-    wanted = [out.copy() for out in outs]
-    for b, head, i in np.ndindex(positions.shape):
-        page, token = divmod(int(positions[b, head, i]), SIZE)
-        if index[b, page] >= 0:
-            place = (index[b, page], head, token)
-            for side in (0, 1):
-                wanted[side][b, head, i] = rows[side][place] * (scales[place] if dtype == "int8" else 1)
-    taken = Destination(index, positions, outs, SIZE)
-    cuts = sorted({0, came, *data.draw(st.lists(st.integers(0, came), max_size=4))})
-    parts = [slice(*pair) for pair in pairwise(cuts)]
-    jobs = [
-        partial(taken.take, side, part.start, rows[side][part], scales[part] if dtype == "int8" else None)
-        for side in (0, 1)
-        for part in data.draw(st.permutations(parts))
-    ]
-    run_all(jobs, 2)
-    for found, expected in zip(outs, wanted, strict=True):
-        assert found.tobytes() == expected.tobytes()
-
-
-def test_nothing_that_comes_is_wanted() -> None:
-    out = np.zeros((1, HEADS, 1, 8), np.float32)
-    taken = Destination(np.array([[-1, 0]]), np.zeros((1, HEADS, 1), np.int64), [out, out], SIZE)
-    taken.take(0, 0, rows_of("float32", 8, 1) + 200, None)
-    assert not out.any()
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import mode
@@ -100,20 +101,6 @@ def test_a_wrong_answer_leads_astray() -> None:
     assert (found.next_keys(np.full(2, BEGINNING)) == found.first).all()
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    rng = random()
-    with pytest.raises(UsageError, match="tokens: 128"):
-        recall(rng, 1, 128)
-    with pytest.raises(UsageError, match="pairs: 513"):
-        recall(rng, 1, 5000, pairs=513)
-    with pytest.raises(UsageError, match="depth: "):
-        passkey(rng, 1, 100, depth=1.5)
-    with pytest.raises(UsageError, match="tokens: 10"):
-        passkey(rng, 1, 10, depth=0, symbols=5)
-    with pytest.raises(UsageError, match="pairs: 65"):
-        chain(rng, 1, 300, steps=3, pairs=65)
-
-
 def test_the_weights_are_those_of_their_provenance() -> None:
     written = re.search(r"SHA-256 of model.safetensors: ([0-9a-f]{64})", (RECALL_MODEL / "PROVENANCE.md").read_text())
     assert written
@@ -171,15 +158,23 @@ def test_a_passkey_in_words_lies_where_it_should() -> None:
     assert places[0] < 0.1 and 0.85 < places[1] < 0.97
 
 
-def test_contexts_that_are_too_short_say_so() -> None:
-    with pytest.raises(UsageError, match="--context: 100 tokens"):
-        list(texts("recall", random(), 100, 1, letters, []))
-    with pytest.raises(UsageError, match="not a task in English"):
-        list(texts("chain", random(), 100, 1, letters, []))
-    with pytest.raises(UsageError, match="--context: 50 tokens"):
-        list(texts("common", random(), 50, 1, letters, []))
-    with pytest.raises(UsageError, match="the recall model has no 'sorting'"):
-        symbols("sorting", random(), 100, 1)
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (lambda: recall(random(), 1, 128), "tokens: 128"),
+        (lambda: recall(random(), 1, 5000, pairs=513), "pairs: 513"),
+        (lambda: passkey(random(), 1, 100, depth=1.5), "depth: "),
+        (lambda: passkey(random(), 1, 10, depth=0, symbols=5), "tokens: 10"),
+        (lambda: chain(random(), 1, 300, steps=3, pairs=65), "pairs: 65"),
+        (lambda: symbols("sorting", random(), 100, 1), "the recall model has no 'sorting'"),
+        (lambda: [*texts("recall", random(), 100, 1, letters, [])], "--context: 100 tokens"),
+        (lambda: [*texts("chain", random(), 100, 1, letters, [])], "not a task in English"),
+        (lambda: [*texts("common", random(), 50, 1, letters, [])], "--context: 50 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused(made: Callable[[], object], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        made()
 
 
 def test_variables_are_asked_for_along_their_chain() -> None:

@@ -45,9 +45,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
@@ -102,9 +103,12 @@ class PrefixCounters:
 
 @dataclass
 class _Model:
-    """What is known of a Llama: the fingerprint, what it stands for, and whether its states are stored whole."""
+    """What is known of a Llama: the fingerprint, what it stands for, and whether its states are stored whole.
 
-    fingerprint: bytes
+    `root`: the fingerprint, hexadecimal; the first block's name is made from it, in place of the block before it.
+    """
+
+    root: str
     told: dict[str, Any]
     whole: bool
     refused: str = ""
@@ -113,25 +117,22 @@ class _Model:
     @property
     def name(self) -> str:
         """The directory of its blocks."""
-        return self.fingerprint.hex()[:32]
-
-    @property
-    def root(self) -> str:
-        """What the first block's name is made from, in place of the block before it."""
-        return self.fingerprint.hex()[:40]
+        return self.root[:32]
 
 
 @dataclass
 class _Task:
-    """Blocks to be written, with the tokens before the end of each: of a state that can be cut; one that is the state; or
-    blocks that were fetched from the shared tier.
+    """Blocks to be written, with the tokens before the end of each: `block` makes one when its turn has come.
+
+    `pushed`: they are given to the shared tier as well; not those that are from there.
     """
 
     model: _Model
     keys: list[BlockKey]
     tokens: list[int]
     size_bytes: int
-    state: State | Bytes | dict[BlockKey, Block] = field(repr=False)
+    block: Callable[[BlockKey], Block]
+    pushed: bool = True
 
 
 class PrefixCache(BaseLlamaCache):
@@ -246,7 +247,7 @@ class PrefixCache(BaseLlamaCache):
             live = min(live, llama.n_tokens)
         if fetched := {key: block for key, block in fetched.items() if key in stored}:
             size = sum(len(block.payload) for block in fetched.values())
-            self._writer.put(_Task(model, list(fetched), list(tokens), size, fetched))
+            self._writer.put(_Task(model, list(fetched), list(tokens), size, fetched.__getitem__, pushed=False))
         if model.whole:
             return self._evaluated(llama, model, keys, tokens) or found
         return found
@@ -268,7 +269,7 @@ class PrefixCache(BaseLlamaCache):
         if cut.tokens < len(tokens):
             log.warning("%s: a state of %d tokens, not %d: not stored", model.told["file"], cut.tokens, len(tokens))
             return
-        self._writer.put(_Task(model, missing, tokens, len(data), cut))
+        self._writer.put(_Task(model, missing, tokens, len(data), partial(_block_of, cut, tokens)))
 
     def _missing(self, llama: Llama, tokens: Sequence[int]) -> list[BlockKey]:
         """The blocks of what `llama` has evaluated, `tokens`, that are not stored and do not wait to be."""
@@ -337,7 +338,7 @@ class PrefixCache(BaseLlamaCache):
             try:
                 model = fingerprint(llama)
             except OSError as error:
-                model = _Model(b"", {"file": llama.model_path}, False, f"its file cannot be read: {error.strerror}")
+                model = _Model("", {"file": llama.model_path}, False, f"its file cannot be read: {error.strerror}")
             if model.refused:
                 log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
             elif model.whole:
@@ -349,15 +350,11 @@ class PrefixCache(BaseLlamaCache):
         return self._models[llama]
 
     def _stored(self, keys: list[BlockKey], whole: bool) -> Iterator[BlockKey]:
-        """Yields the blocks that are stored, from the first one on; of whole states all to the last that is stored."""
-        if whole:
-            last = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self.store), 0)
-            yield from keys[:last]
-            return
-        for key in keys:
-            if key not in self.store:
-                return
-            yield key
+        """Returns the blocks that are stored, from the first one on; of whole states all to the last that is stored."""
+        if not whole:
+            return takewhile(self.store.__contains__, keys)
+        last = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self.store), 0)
+        return iter(keys[:last])
 
     def _fetched(
         self, model: _Model, keys: list[BlockKey], stored: list[BlockKey], tokens: Sequence[int], live: int
@@ -427,17 +424,19 @@ class PrefixCache(BaseLlamaCache):
         behind = behind or self.store.newest(model.name, links, len(keys))
         part = self._read(model, keys, behind, fetched) if behind else None
         common = _common(np.asarray(part.tokens, np.intc), tokens[at:]) if part else 0
-        if at + (common if common >= LEAST_TOKENS else 0) <= live:
+        if common < LEAST_TOKENS:
+            part, common = None, 0
+        if at + common <= live:
             return None, 0, keys
         first = self._read(model, keys, keys[0], fetched) if keys else part
         layout = first.layout if first else None
         if layout is None:
             return None, 0, []
-        has_part = part is not None and common >= LEAST_TOKENS and part.layout == layout
         if behind and part and part.layout != layout:
             self.store.drop([behind])
-        joined = Joined(layout, at + common * has_part)
-        if part and has_part:
+            part, common = None, 0
+        joined = Joined(layout, at + common)
+        if part:
             joined.put(at, part.payload, common)
 
         def place(key: BlockKey) -> bool:
@@ -452,7 +451,7 @@ class PrefixCache(BaseLlamaCache):
             placed = list(readers.map(place, keys))
         if not all(placed):
             return None, 0, keys[: placed.index(False)]
-        return joined.data, joined.tokens, [*keys, behind] if behind and has_part else keys
+        return joined.data, joined.tokens, [*keys, behind] if behind and part else keys
 
     def _evaluated(self, llama: Llama, model: _Model, keys: list[BlockKey], tokens: Sequence[int]) -> int:
         """Evaluates `tokens` to their last block boundary, and stores states on the way; returns the tokens it has then."""
@@ -475,7 +474,8 @@ class PrefixCache(BaseLlamaCache):
                 size = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
                 data = np.empty(size, np.uint8)
                 if llama_cpp.llama_state_seq_get_data(llama.ctx, data.ctypes.data_as(_U8), size, 0) == size:
-                    self._writer.put(_Task(model, [keys[blocks - 1]], list(tokens[:at]), size, data))
+                    made = {keys[blocks - 1]: Block(data, tuple(tokens[at - BLOCK_TOKENS : at]))}
+                    self._writer.put(_Task(model, list(made), list(tokens[:at]), size, made.__getitem__))
         return live
 
     def _account(self, model: _Model, keys: list[BlockKey], tokens: int, size_bytes: int, seconds: float) -> None:
@@ -549,7 +549,7 @@ class _Writer:
                 for key in task.keys:
                     self._counters.stored_bytes += self._write(task, key)
                     written += 1
-                self._store.touch(_keys(task.model, task.tokens, part=True))
+                self._store.used(_keys(task.model, task.tokens, part=True))
             except (LlmcacheError, OSError) as error:
                 log.warning("%d blocks are not stored: %s", len(task.keys) - written, error)
             except Exception:  # a bug here must not end storing, nor generation
@@ -563,28 +563,23 @@ class _Writer:
                 self._changed.notify_all()
 
     def _write(self, task: _Task, key: BlockKey) -> int:
-        start = key.index * BLOCK_TOKENS
-        if isinstance(task.state, dict):
-            return self._store.write(key, task.state[key], self._links(task, key, task.state[key].tokens))
-        end = min(start + BLOCK_TOKENS, len(task.tokens))
-        tokens = tuple(task.tokens[start:end])
-        links = self._links(task, key, tokens)
-        if isinstance(task.state, State):
-            payload = aligned((end - start) * task.state.layout.token_bytes)
-            task.state.block(start, end, payload)
-            block = Block(payload, tokens, task.state.layout)
-        else:
-            block = Block(task.state, tokens)
+        block, links = task.block(key), list[str]()
+        if key.kind != WHOLE:
+            before = _keys(task.model, task.tokens[: key.index * BLOCK_TOKENS])
+            links = _links(before[-1].name if before else task.model.root, block.tokens)
         written = self._store.write(key, block, links)
-        if self._shared is not None:
+        if self._shared is not None and task.pushed:
             self._shared.push(key, block, links)
         return written
 
-    def _links(self, task: _Task, key: BlockKey, tokens: Sequence[int]) -> list[str]:
-        if key.kind == WHOLE:
-            return []
-        before = _keys(task.model, task.tokens[: key.index * BLOCK_TOKENS])
-        return _links(before[-1].name if before else task.model.root, tokens)
+
+def _block_of(state: State, tokens: list[int], key: BlockKey) -> Block:
+    """The block `key` of `state`, whose tokens are `tokens`."""
+    start = key.index * BLOCK_TOKENS
+    end = min(start + BLOCK_TOKENS, len(tokens))
+    payload = aligned((end - start) * state.layout.token_bytes)
+    state.block(start, end, payload)
+    return Block(payload, tuple(tokens[start:end]), state.layout)
 
 
 def fingerprint(llama: Llama) -> _Model:
@@ -622,7 +617,7 @@ def fingerprint(llama: Llama) -> _Model:
         refused = "it is for embeddings"
     elif any(f"{os.path.realpath(path)} (deleted)" in Path("/proc/self/maps").read_text() for path in paths):
         refused = "its file was replaced after it was loaded"
-    return _Model(hashlib.blake2b(identity.encode(), digest_size=32).digest(), told, whole, refused)
+    return _Model(hashlib.blake2b(identity.encode(), digest_size=32).hexdigest()[:40], told, whole, refused)
 
 
 def _shards(path: str) -> list[str]:

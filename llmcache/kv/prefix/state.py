@@ -31,8 +31,8 @@ _MOST_PARTS = 2
 _LARGEST = 1 << 28  # bytes of a row, elements of a line: damaged numbers end here
 _KEYS = struct.Struct("<iQ")
 _COLUMNS = struct.Struct("<iII")
-Places = list[tuple[int, NDArray[np.intp] | None]]
-"""Where each strip lies in a state, and the order of its tokens; None: ascending."""
+Places = list[tuple[NDArray[np.uint8], NDArray[np.intp] | None]]
+"""The lines of each strip in a state, [lines, tokens, bytes of a cell], and the order of its tokens; None: ascending."""
 
 
 class Strip(NamedTuple):
@@ -46,6 +46,10 @@ class Strip(NamedTuple):
     def token_bytes(self) -> int:
         """Bytes of one token."""
         return self.cell_bytes * self.lines
+
+    def lines_in(self, data: Bytes, at: int, tokens: int) -> NDArray[np.uint8]:
+        """Returns its lines [lines, tokens, cell_bytes] of so many tokens, from `at` of `data` on; not copied."""
+        return data[at : at + tokens * self.token_bytes].reshape(self.lines, tokens, self.cell_bytes)
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class StateLayout:
                 yield head + _KEYS.pack(strip.kind, strip.cell_bytes), strip
                 head = b""
             for strip in part.values:
-                yield (_COLUMNS if part.transposed else _KEYS).pack(*_fields(part, strip)), strip
+                yield _COLUMNS.pack(*strip) if part.transposed else _KEYS.pack(strip.kind, strip.cell_bytes), strip
 
 
 def _strip(told: object) -> Strip:
@@ -114,32 +118,25 @@ def _strip(told: object) -> Strip:
     return strip
 
 
-def _fields(part: AttentionCache, strip: Strip) -> tuple[int, ...]:
-    return tuple(strip) if part.transposed else (strip.kind, strip.cell_bytes)
-
-
 class Uncut(Exception):
     """Why a state cannot be cut at token boundaries."""
 
 
 class State:
-    """A state of `tokens` tokens, as llama.cpp wrote it into `data`, that has been checked; made by `read_state`."""
+    """A state of `tokens` tokens, as llama.cpp wrote it, that has been checked; made by `read_state`."""
 
-    def __init__(self, data: Bytes, layout: StateLayout, tokens: int, places: Places) -> None:
+    def __init__(self, layout: StateLayout, tokens: int, places: Places) -> None:
         self.layout, self.tokens = layout, tokens
-        self._data, self._places = data, places
+        self._places = places
 
     def block(self, start: int, end: int, out: Bytes) -> None:
         """Fills `out` [(end - start) * layout.token_bytes] with the tokens from `start` to `end`, strip after strip."""
         at = 0
         strips = (strip for part in self.layout.parts for strip in (*part.keys, *part.values))
-        for strip, (offset, order) in zip(strips, self._places, strict=True):
-            size = self.tokens * strip.token_bytes
-            lines = self._data[offset : offset + size].reshape(strip.lines, self.tokens, strip.cell_bytes)
-            size = (end - start) * strip.token_bytes
-            target = out[at : at + size].reshape(strip.lines, end - start, strip.cell_bytes)
+        for strip, (lines, order) in zip(strips, self._places, strict=True):
+            target = strip.lines_in(out, at, end - start)
             target[...] = lines[:, start:end] if order is None else lines[:, order[start:end]]
-            at += size
+            at += target.size
 
 
 def read_state(data: Bytes, architecture: str | None = None) -> State:
@@ -165,7 +162,7 @@ def read_state(data: Bytes, architecture: str | None = None) -> State:
         raise Uncut("it ends where more is expected") from None
     if not tokens:
         raise Uncut("it holds no tokens")
-    return State(data, StateLayout(tuple(parts)), tokens, places)
+    return State(StateLayout(tuple(parts)), tokens, places)
 
 
 def _read_part(data: Bytes, at: int) -> tuple[AttentionCache, int, Places, int]:
@@ -197,11 +194,11 @@ def _read_part(data: Bytes, at: int) -> tuple[AttentionCache, int, Places, int]:
             at += form.size
             if not (0 < strip.cell_bytes < _LARGEST and 0 < strip.lines < _LARGEST) or kind < 0:
                 raise Uncut(f"a row of {strip.cell_bytes} bytes, {strip.lines} lines")
-            places.append((at, order))
+            if at + tokens * strip.token_bytes > len(data):
+                raise Uncut("it ends within a layer")
+            places.append((strip.lines_in(data, at, tokens), order))
             strips.append(strip)
             at += tokens * strip.token_bytes
-            if at > len(data):
-                raise Uncut("it ends within a layer")
     return AttentionCache(bool(transposed), tuple(keys), tuple(values)), tokens, places, at
 
 
@@ -219,10 +216,8 @@ class Joined:
         at = 0
         for head, strip in heads:
             self.data[at : at + len(head)] = np.frombuffer(head, np.uint8)
-            at += len(head)
-            size = tokens * strip.token_bytes
-            self._lines.append(self.data[at : at + size].reshape(strip.lines, tokens, strip.cell_bytes))
-            at += size
+            self._lines.append(strip.lines_in(self.data, at + len(head), tokens))
+            at += len(head) + tokens * strip.token_bytes
 
     def put(self, start: int, block: Bytes, tokens: int | None = None) -> None:
         """Puts a block, as `State.block` fills it, at the tokens from `start` on: its first `tokens`, or all.

@@ -40,11 +40,11 @@ import stat
 import struct
 import time
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -111,8 +111,7 @@ class Entry:
     used_ns: int
 
 
-@dataclass(frozen=True)
-class Uses:
+class Uses(NamedTuple):
     """What was restored of a model: how often, tokens and bytes of it."""
 
     restores: int = 0
@@ -238,25 +237,20 @@ class BlockStore:
         finally:
             raw.close()
 
-    def touch(self, keys: Iterable[BlockKey]) -> None:
-        """Notes that `keys`, the blocks of a prompt, are in use now: all of them alike. OSError."""
-        with self._locked() as account:
-            self._touch(account, keys)
+    def used(self, keys: list[BlockKey], tokens: int = 0, size_bytes: int = 0) -> None:
+        """Notes that `keys`, the blocks of a prompt, are in use now: all of them alike. OSError.
 
-    def _touch(self, account: _Account, keys: Iterable[BlockKey]) -> None:
-        stamp = account.stamp()
-        for key in keys:
-            with contextlib.suppress(FileNotFoundError):
-                os.utime(self.directory / key.file, ns=(stamp, stamp))
-
-    def used(self, keys: list[BlockKey], tokens: int, size_bytes: int) -> None:
-        """Notes that `keys`, the blocks of a prompt, were restored. OSError."""
+        `tokens`, `size_bytes`: that so much of them was restored.
+        """
         with self._locked() as account:
-            self._touch(account, keys)
-            path = self.directory / keys[0].model / "uses"
-            before = self.uses(keys[0].model)
-            now = (before.restores + 1, before.tokens + tokens, before.restored_bytes + size_bytes)
-            told = _USES.pack(*(min(count, _MOST_USES) for count in now))
+            stamp = account.stamp()
+            for key in keys:
+                with contextlib.suppress(FileNotFoundError):
+                    os.utime(self.directory / key.file, ns=(stamp, stamp))
+            if not tokens:
+                return
+            path, more = self.directory / keys[0].model / "uses", (1, tokens, size_bytes)
+            told = _USES.pack(*(min(sum(pair), _MOST_USES) for pair in zip(self.uses(keys[0].model), more, strict=True)))
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, files.PRIVATE)
             try:
                 os.pwrite(fd, told, 0)
@@ -360,7 +354,6 @@ class BlockStore:
                     gone.append(entry)
                     left -= entry.size_bytes
             self._remove(gone)
-            self._unlink()
             rest = self._aged()
             account.used_bytes = sum(entry.size_bytes for entry in rest)
             if gone:
@@ -458,17 +451,13 @@ class BlockStore:
             used -= entry.size_bytes
             least -= entry.size_bytes
         self._remove(gone)
-        self._unlink()
         self.evicted += len(gone)
         account.used_bytes = used
 
     def _remove(self, entries: Iterable[Entry]) -> None:
+        """Removes blocks, and links that lead nowhere."""
         for entry in entries:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.directory / entry.key.file)
-
-    def _unlink(self) -> None:
-        """Removes links that lead nowhere."""
+            (self.directory / entry.key.file).unlink(missing_ok=True)
         for model in self.models():
             for item in self._files(model):
                 if _NEXT.fullmatch(item.name) and item.is_symlink() and not os.path.exists(item.path):
@@ -551,9 +540,7 @@ def listed(directory: str | Path) -> list[StoredModel]:
 
 def _stored(store: BlockStore, model: str, entries: list[Entry], now: int) -> StoredModel:
     described, uses = store.description(model), store.uses(model)
-    kinds: dict[str, int] = defaultdict(int)
-    for entry in entries:
-        kinds[entry.key.kind] += 1
+    kinds = Counter(entry.key.kind for entry in entries)
     tokens = described.get("block_tokens")
     return StoredModel(
         fingerprint=model,

@@ -86,24 +86,9 @@ def _sum_pages(words, out):  # type: ignore[no-untyped-def]
         out[page] = _step(_step(_step(_step(np.uint64(_START), a), b), c), d)
 
 
-@numba.njit(nogil=True, cache=True)
-def _sum_pages_by_tables(words, out):  # type: ignore[no-untyped-def]
-    whole = words.shape[1] // 4 * 4
-    sums = np.empty(4, np.uint64)
-    for page in range(words.shape[0]):
-        sums[:] = np.uint64(_START)
-        for i in range(words.shape[1]):
-            lane = i % 4 if i < whole else 0
-            sums[lane] = _by_tables(sums[lane], words[page, i])
-        last = np.uint64(_START)
-        for lane in range(4):
-            last = _by_tables(last, sums[lane])
-        out[page] = last
-
-
-def checksums(slots: NDArray[np.uint8], tables: bool = False) -> NDArray[np.uint32]:
-    """Returns the checksum of each of `slots` [pages, slot bytes], a multiple of 8; `tables`: not by the instruction."""
+def checksums(slots: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Returns the checksum of each of `slots` [pages, slot bytes], a multiple of 8."""
     words = slots.view(np.uint64)
     out = np.empty(len(words), np.uint32)
-    (_sum_pages_by_tables if tables else _sum_pages)(words, out)
+    _sum_pages(words, out)
     return out

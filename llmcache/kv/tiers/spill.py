@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import DataError, LlmcacheError
@@ -113,8 +111,8 @@ class Spill:
         tokens, size = self._state.tokens, self._state.shape.page_tokens
 
         def write_run(b: int, stream: int, pages: range) -> None:
-            part = slice(pages.start * size, pages.stop * size)
-            self.ssd.append_tokens(stream, tokens.ids[b, part], tokens.positions[b, part])
+            ids, positions = tokens.sides[:, b, pages.start * size : pages.stop * size]
+            self.ssd.append_tokens(stream, ids, positions)
 
         self._write_out(self._state.shape.layers, tokens.length // size, write_run)
 
@@ -258,8 +256,8 @@ class Spill:
             with pool.lock:
                 arrays = [array[:, :rest] for array in pool.rows(int(state.table.table[b, -1]))]
             self.ssd.append(stream, layer, arrays)
-        part = slice(start, start + rest)
-        self.ssd.append_tokens(stream, state.tokens.ids[b, part], state.tokens.positions[b, part])
+        ids, positions = state.tokens.sides[:, b, start : start + rest]
+        self.ssd.append_tokens(stream, ids, positions)
 
     # Reading and moving
 
@@ -273,12 +271,6 @@ class Spill:
             with self.ssd.read(stream, layer, table.places(found), why) as pages:
                 sides = (pages.keys, pages.values, pages.key_scales, pages.value_scales)
                 yield found, [side for side in sides if side is not None]
-
-    def read_keys(self, layer: int, numbers: Int64s) -> Iterator[tuple[Int64s, NDArray[Any], Floats | None]]:
-        """Yields the keys of pages and for int8 their scales, with their numbers, stream by stream."""
-        table = self._state.table
-        for stream, found in table.by_stream(numbers):
-            yield found, *self.ssd.read_keys(stream, layer, table.places(found), "index")
 
     def score(
         self, layer: int, sequence: int, pages: Int64s, queries: Floats, combine: str, block_tokens: int

@@ -20,7 +20,6 @@ from llmcache.errors import LlmcacheError
 from llmcache.kv.csd import EmulatedCsd, KvRows, ScoreBlock
 from llmcache.kv.kernels import score_pages
 from llmcache.kv.spill import KvPages, PageBuffer, Recovery, SpillFile
-from llmcache.kv.spill.layout import KEYS, view_slots
 from llmcache.kv.spill.reader import TakeRows
 from llmcache.kv.tiers.config import Arrays, StoreConfig, Traffic
 
@@ -95,10 +94,9 @@ class FileTier:
 
     def read_keys(self, stream: int, layer: int, places: Int64s, why: str) -> KeyRows:
         """Returns the keys of pages and for int8 their scales."""
-        shape = self._file.shape
-        slots = self._file.read_slots(stream, layer, places, KEYS)
-        self._traffic.add("ssd", "cpu", why, slots.size)
-        return view_slots(shape, slots, shape.head_dim)
+        found = self._file.read_keys(stream, layer, places)
+        self._traffic.add("ssd", "cpu", why, len(places) * self._file.shape.key_slot_bytes)
+        return found
 
     def score(
         self, stream: int, layer: int, places: Int64s, queries: Floats, combine: str, block_tokens: int

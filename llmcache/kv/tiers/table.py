@@ -187,37 +187,29 @@ class PageTable:
 
 
 class Tokens:
-    """Ids and positions of all tokens of all sequences, [batch, tokens]; room doubles."""
+    """Ids and positions of all tokens of all sequences; room doubles."""
 
     def __init__(self, batch: int) -> None:
         self.length = 0
-        self._sides = np.empty((2, batch, 64), np.int64)
+        self._room = np.empty((2, batch, 64), np.int64)
 
     @property
-    def ids(self) -> Int64s:
-        """Ids as they were given."""
-        found: Int64s = self._sides[0, :, : self.length]
-        return found
-
-    @property
-    def positions(self) -> Int64s:
-        """Positions as they were given."""
-        found: Int64s = self._sides[1, :, : self.length]
+    def sides(self) -> Int64s:
+        """Ids and positions as they were given, [2, batch, tokens]."""
+        found: Int64s = self._room[:, :, : self.length]
         return found
 
     def add(self, ids: Int64s, positions: Int64s) -> None:
         """Takes tokens [batch, n] at the end."""
-        end = self.length + ids.shape[1]
-        if end > self._sides.shape[2]:
-            wider = np.empty((*self._sides.shape[:2], max(end, 2 * self._sides.shape[2])), np.int64)
-            wider[:, :, : self.length] = self._sides[:, :, : self.length]
-            self._sides = wider
-        self._sides[0, :, self.length : end], self._sides[1, :, self.length : end] = ids, positions
-        self.length = end
+        before, self.length = self.sides, self.length + ids.shape[1]
+        if self.length > self._room.shape[2]:
+            self._room = np.empty((*before.shape[:2], max(self.length, 2 * self._room.shape[2])), np.int64)
+            self._room[:, :, : before.shape[2]] = before
+        self._room[:, :, before.shape[2] : self.length] = ids, positions
 
     def choose(self, index: Int64s) -> None:
         """Makes sequence i what sequence `index[i]` was."""
-        self._sides = self._sides[:, index]
+        self._room = self._room[:, index]
 
 
 class Sequences:
@@ -386,11 +378,6 @@ class Snapshot:
     streams: dict[int, int]
     told: Tables | None
 
-    @property
-    def saved(self) -> bool:
-        """True if nothing is missing at the end."""
-        return self.told is not None and self.told.saved
-
 
 def look(path: Path, shape: KvShape) -> Snapshot:
     """Returns what a spill file of `shape` holds; DataError if it is another model's, damaged, or has no sequence."""
@@ -406,8 +393,8 @@ def look(path: Path, shape: KvShape) -> Snapshot:
         if length < max(tokens) or (told is not None and not told.saved):
             length -= length % shape.page_tokens
         sequences = [_cut(runs, shape.pages_of(length)) for runs in sequences]
-        pairs = [_tokens(file, runs, shape.page_tokens) for runs in sequences]
-    ids, positions = (np.stack([pair[side][:length] for pair in pairs]) for side in (0, 1))
+        sides = np.stack([_tokens(file, runs, shape.page_tokens)[:, :length] for runs in sequences], axis=1)
+    ids, positions = sides
     return Snapshot(sequences, ids, positions, streams, told)
 
 
@@ -443,10 +430,7 @@ def _cut(runs: Runs, pages: int) -> Runs:
     return [run for run in found if run[1]]
 
 
-def _tokens(file: SpillReader, runs: Runs, size: int) -> tuple[Int64s, Int64s]:
-    sides: list[list[Int64s]] = [[np.empty(0, np.int64)], [np.empty(0, np.int64)]]
-    for stream, pages in runs:
-        for into, found in zip(sides, file.tokens(stream), strict=True):
-            into.append(found[: pages * size])
-    ids, positions = (np.concatenate(side) for side in sides)
-    return ids, positions
+def _tokens(file: SpillReader, runs: Runs, size: int) -> Int64s:
+    """Ids and positions in `runs`, [2, tokens]."""
+    parts = [np.stack(file.tokens(stream))[:, : pages * size] for stream, pages in runs]
+    return np.concatenate([np.empty((2, 0), np.int64), *parts], axis=1)
