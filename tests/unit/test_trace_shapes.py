@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from llmcache.trace.record import HIT, MAP, READ, UNKNOWN, WRITE, Trace
-from llmcache.trace.shapes import GROUPS, SHAPES
-from llmcache.trace.shapes.application import REQUEST_BLOCKS, Application, FileRange
+from llmcache.trace.shapes import GROUPS, REQUEST_BLOCKS, SHAPES, Application
 from tools import make_traces
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,7 +144,7 @@ def digest(made: Trace) -> str:
 
 
 def test_a_block_outside_of_all_files_is_an_error() -> None:
-    app = Application("test", 0, [FileRange("/a", 0, 10), FileRange("/b", 20, 30)])
+    app = Application("test", 0, {"/a": (0, 10), "/b": (20, 30)})
     app.touch([5, 15])
     with pytest.raises(ValueError, match="block 15 of test is in none"):
         app.trace("")
