@@ -13,8 +13,7 @@ from rich.table import Table
 
 from llmcache.errors import printable
 from llmcache.trace.formats import open_trace
-from llmcache.trace.record import BlockSpace, Provenance, Trace, TraceFile, TraceReader
-from llmcache.trace.record.columns import MISS_NAMES, OP_NAMES
+from llmcache.trace.record import MISS_NAMES, OP_NAMES, BlockSpace, Provenance, Trace, TraceFile, TraceReader
 from llmcache.units import BLOCK_BYTES, format_duration, format_size
 
 SCHEMA = "llmcache.info/1"

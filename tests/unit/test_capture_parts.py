@@ -16,14 +16,12 @@ from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.mountinfo import Mount, mounts
 from llmcache.trace.capture import files
 from llmcache.trace.capture.files import FileTable
-from llmcache.trace.capture.session import CaptureSettings, default_output
-from llmcache.trace.capture.tally import HEADING, Tally, line
+from llmcache.trace.capture.session import HEADING, CaptureSettings, Tally, default_output, line
 from llmcache.trace.capture.target import target_of
 from llmcache.trace.formats import open_trace
 from llmcache.trace.formats.recording import RecordingWriter, recording_of
 from llmcache.trace.processes import FileMapping
-from llmcache.trace.record import Columns, Provenance, TraceFile
-from llmcache.trace.record.columns import columns_from
+from llmcache.trace.record import Columns, Provenance, TraceFile, columns_from
 from llmcache.trace.sources.faults import FORK, MMAP, AddressSpace, AddressSpaces
 
 PROVENANCE = Provenance("filemap", note="Sees all.")

@@ -14,8 +14,7 @@ import pytest
 from llmcache import cli
 from llmcache.errors import DataError
 from llmcache.trace.formats import open_trace
-from llmcache.trace.record import Trace, TraceReader
-from llmcache.trace.record.meta import encode
+from llmcache.trace.record import Trace, TraceReader, encode
 from tests.unit.trace_parts import FILES, PROVENANCE, trace, write_parquet
 
 

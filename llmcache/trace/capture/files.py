@@ -19,13 +19,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmcache.arrays import Uint32s, Uint64s
 from llmcache.errors import LlmcacheError
 from llmcache.mountinfo import mounts
 from llmcache.trace.processes import Key, OpenFile, open_files
 from llmcache.trace.record import TraceFile
+from llmcache.trace.sources.base import distinct_files
 from llmcache.units import format_size
 
 AskLocked = Callable[[TraceFile], int]
@@ -54,16 +54,17 @@ class FileTable:
         """Returns the id of each row's file; files without a name are looked up, new ones added to `files`."""
         if not len(dev):
             return np.zeros(0, np.uint32)
-        first, index = _distinct(dev, inode)
-        keys = [(int(dev[row]), int(inode[row])) for row in first]
-        new = [(key, row) for key, row in zip(keys, first, strict=True) if key not in self._ids or key in self._nameless]
+        rows, index = distinct_files(dev, inode)
+        keys = list(zip(dev[rows].tolist(), inode[rows].tolist(), strict=True))
+        seen = dict(zip(keys, pid[rows].tolist(), strict=True))
+        new = [key for key in keys if key not in self._ids or key in self._nameless]
         if new:
-            strange = {key for key, _ in new if key not in self._known}
+            strange = {key for key in new if key not in self._known}
             self._pids.update(np.unique(pid).tolist())
             if strange:
                 # Another process may have passed the file on: all are looked at, those that touched it first.
-                self._look(_first({int(pid[row]) for _, row in new}, self._pids), strange)
-            for key, _ in new:
+                self._look(_first({seen[key] for key in new}, self._pids), strange)
+            for key in new:
                 if key in self._ids:
                     self._name(key)
                 else:
@@ -144,19 +145,6 @@ def _size(path: str, key: Key) -> int:
 
 def _first(some: set[int], everything: set[int]) -> Sequence[int]:
     return [*sorted(some), *sorted(everything - some)]
-
-
-def _distinct(dev: Uint64s, inode: Uint64s) -> tuple[list[int], NDArray[np.intp]]:
-    """Returns a row of each distinct (dev, inode), and for all rows which of those it is."""
-    if (inode == inode[0]).all() and (dev == dev[0]).all():
-        return [0], np.zeros(len(dev), np.intp)
-    order = np.lexsort((inode, dev))
-    changes = (dev[order][1:] != dev[order][:-1]) | (inode[order][1:] != inode[order][:-1])
-    group = np.concatenate(([0], np.cumsum(changes)))
-    index = np.empty(len(dev), np.intp)
-    index[order] = group
-    first = order[np.concatenate(([0], np.flatnonzero(changes) + 1))]
-    return first.tolist(), index
 
 
 def nothing_locked(_file: TraceFile) -> int:

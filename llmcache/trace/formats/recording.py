@@ -19,10 +19,20 @@ import pyarrow as pa
 
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.files import PRIVATE, writing
-from llmcache.trace.record import COLUMNS, Columns, Provenance, TraceFile, TraceWriter
-from llmcache.trace.record.columns import SCHEMA
-from llmcache.trace.record.meta import KEY, decode, encode, files_of
-from llmcache.trace.record.trace import columns_of, readable
+from llmcache.trace.record import (
+    COLUMNS,
+    KEY,
+    SCHEMA,
+    Columns,
+    Provenance,
+    TraceFile,
+    TraceWriter,
+    columns_of,
+    decode,
+    encode,
+    files_of,
+    readable,
+)
 
 ENDING = ".recording"
 FILES = b"files"

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from llmcache.errors import DataError
 from llmcache.trace.formats.strace_log import LONGEST_LINE, StraceLog, SystemCall, TaskExit, UnfinishedCall, split, unquoted
-from llmcache.trace.record import COLUMNS, MAP, READ, UNKNOWN, WRITE, Provenance, TraceFile, TraceWriter
-from llmcache.trace.record.trace import readable
+from llmcache.trace.record import COLUMNS, MAP, READ, UNKNOWN, WRITE, Provenance, TraceFile, TraceWriter, readable
 from llmcache.units import BLOCK_BYTES
 
 _BATCH_ROWS = 1 << 15
@@ -160,19 +159,8 @@ class Description:
     is_guessed: bool = False
 
 
-class DescriptorTable:
-    """Descriptors of a process: number to (description, close on exec)."""
-
-    def __init__(self, entries: dict[int, tuple[Description, bool]] | None = None) -> None:
-        self.entries = entries or {}
-
-    def copied(self) -> DescriptorTable:
-        """Returns the table of a forked child: the same descriptions, closed on their own."""
-        return DescriptorTable(dict(self.entries))
-
-    def after_exec(self) -> DescriptorTable:
-        """Returns the table that is left when a program is executed."""
-        return DescriptorTable({fd: entry for fd, entry in self.entries.items() if not entry[1]})
+DescriptorTable = dict[int, tuple[Description, bool]]
+"""Of a process: what each of its descriptors stands for, and whether it is closed on exec."""
 
 
 @dataclass(eq=False)
@@ -191,14 +179,14 @@ class Task:
     """A process or thread."""
 
     pid: int
-    table: DescriptorTable = field(default_factory=DescriptorTable)
+    table: DescriptorTable = field(default_factory=dict)
     directory: Directory = field(default_factory=Directory)
 
     def child(self, tid: int, flags: str) -> Task:
         """Returns the process or thread `tid`, made by clone with `flags` (empty for fork and vfork)."""
         return Task(
             self.pid if "CLONE_THREAD" in flags else tid,
-            self.table if "CLONE_FILES" in flags else self.table.copied(),
+            self.table if "CLONE_FILES" in flags else dict(self.table),
             self.directory if "CLONE_FS" in flags else Directory(self.directory.path),
         )
 
@@ -288,7 +276,7 @@ class Calls:
         found = _FD.match(text)
         if found is None:
             return None
-        entry = task.table.entries.get(int(found[1]))
+        entry = task.table.get(int(found[1]))
         described = entry[0] if entry else None
         if found[2] is None:
             return described
@@ -297,7 +285,7 @@ class Calls:
             return described
         file = self.files.named(path) if path.startswith("/") else None
         described = Description(file, is_guessed=True)
-        task.table.entries[int(found[1])] = described, False
+        task.table[int(found[1])] = described, False
         return described
 
     def _access(self, call: SystemCall, task: Task, fd: str, op: int, length: int, offset: int | None = None) -> None:
@@ -339,7 +327,7 @@ class Calls:
         file = self.files.named(unquoted(call.result_path) if call.result_path else path)
         if file and "O_TRUNC" in flags:
             file.resize(0)
-        task.table.entries[call.result] = Description(file, append="O_APPEND" in flags), "O_CLOEXEC" in flags
+        task.table[call.result] = Description(file, append="O_APPEND" in flags), "O_CLOEXEC" in flags
 
     # Handlers, one for each kind of call.
 
@@ -351,16 +339,16 @@ class Calls:
         self._opened(call, task, self._path(args, task), flags)
 
     def _close(self, call: SystemCall, task: Task) -> None:
-        task.table.entries.pop(_number(call.args), None)
+        task.table.pop(_number(call.args), None)
 
     def _close_range(self, call: SystemCall, task: Task) -> None:
         args = split(call.args)
         last = int(args[1]) if args[1].isdigit() else _LAST_FD
-        for fd in [fd for fd in task.table.entries if _number(args[0]) <= fd <= last]:
+        for fd in [fd for fd in task.table if _number(args[0]) <= fd <= last]:
             if "CLOEXEC" in args[2]:
-                task.table.entries[fd] = task.table.entries[fd][0], True
+                task.table[fd] = task.table[fd][0], True
             else:
-                del task.table.entries[fd]
+                del task.table[fd]
 
     def _dup(self, call: SystemCall, task: Task) -> None:
         args = split(call.args)
@@ -370,9 +358,9 @@ class Calls:
         described = self._description(fd, task)
         if new == _number(fd):
             return
-        task.table.entries.pop(new, None)
+        task.table.pop(new, None)
         if described:
-            task.table.entries[new] = described, cloexec
+            task.table[new] = described, cloexec
 
     def _fcntl(self, call: SystemCall, task: Task) -> None:
         args = split(call.args)
@@ -390,17 +378,17 @@ class Calls:
 
     def _set_cloexec(self, fd: str, task: Task, cloexec: bool) -> None:
         if described := self._description(fd, task):
-            task.table.entries[_number(fd)] = described, cloexec
+            task.table[_number(fd)] = described, cloexec
 
     def _no_file(self, call: SystemCall, task: Task) -> None:
-        task.table.entries[call.result] = Description(None), False
+        task.table[call.result] = Description(None), False
 
     def _pair(self, call: SystemCall, task: Task) -> None:
         """A pipe or a pair of sockets: two descriptors in brackets."""
         bracket = next((arg for arg in split(call.args) if arg.startswith("[")), "[]")
         for fd in split(bracket.strip("[]")):
             if found := _FD.match(fd):
-                task.table.entries[int(found[1])] = Description(None), False
+                task.table[int(found[1])] = Description(None), False
 
     def _stream(self, call: SystemCall, task: Task) -> None:
         """A read or write where the description is (read, write, readv, writev)."""
@@ -497,7 +485,7 @@ class Calls:
         self.tasks.cloned(call.tid, call.result, call.args)
 
     def _exec(self, call: SystemCall, task: Task) -> None:
-        task.table = task.table.after_exec()
+        task.table = {fd: entry for fd, entry in task.table.items() if not entry[1]}
         if not self.command:
             path, arguments = split(call.args)[:2]
             # The path is shown whole; arguments may be cut off (-s).

@@ -10,7 +10,6 @@ import os
 import platform
 import sys
 import time
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,7 +222,9 @@ _BLOCK = Feature([["submitted", "completed", "request_completed"]], "block reque
 class BpfSource(Source):
     """What the three have in common: loading, draining, losses."""
 
-    offers: ClassVar[frozenset[str]] = frozenset({"follow", "writes", "block", "coalesce"})
+    offers: ClassVar[frozenset[str]] = frozenset({"follow", "writes", "block", "coalesce", "rerefs_s"})
+    programs: ClassVar[Sequence[str]]
+    """What sees its accesses, without which there is no recording."""
     fills: ClassVar[bool] = True
 
     def __init__(self) -> None:
@@ -237,9 +238,10 @@ class BpfSource(Source):
         self._stopped = False
 
     @classmethod
-    @abstractmethod
     def features(cls, scope: Scope) -> Sequence[Feature]:
         """What is to be loaded for `scope`."""
+        seen = [_FILLS, _DIRECT, _HUGE, *([_STORES] if scope.writes else [_MADE])] if cls.fills else []
+        return [Feature([cls.programs]), *seen, *(_WRITES if scope.writes else ()), *([_BLOCK] if scope.block else ())]
 
     @classmethod
     def probe(cls) -> str | None:
@@ -331,7 +333,7 @@ class FilemapSource(BpfSource):
     """Page-cache tracepoints of Linux 6.12 and later: every access to cached files, and what the cache did."""
 
     name = "filemap"
-    offers = BpfSource.offers | {"rerefs_s"}
+    programs = ("read_pages", "fault_page", "mapped", "map_around")
     sees = (
         "reads by any call, io_uring, sendfile, splice and page faults, block by block; O_DIRECT; writes by call, io_uring "
         "and mapping; cache fills and evictions"
@@ -341,12 +343,6 @@ class FilemapSource(BpfSource):
         "io_uring read, sendfile or splice that goes beyond what was read ahead; reads of tmpfs; "
         "O_DIRECT past iomap (raw devices, btrfs before 5.16, FUSE, NFS); copy_file_range and splice into a file"
     )
-
-    @classmethod
-    def features(cls, scope: Scope) -> Sequence[Feature]:
-        """See BpfSource."""
-        needed = Feature([["read_pages", "fault_page", "mapped", "map_around"]])
-        return (needed, *_common(scope))
 
     @classmethod
     def probe(cls) -> str | None:
@@ -361,37 +357,23 @@ class FexitSource(BpfSource):
     """The functions behind the page cache, for kernels without its tracepoints."""
 
     name = "fexit"
-    offers = BpfSource.offers | {"rerefs_s"}
+    programs = ("read_returned", "fault_returned", "mapped", "map_returned")
     sees = "reads by call, io_uring and page faults, block by block; writes; cache fills and evictions"
     cannot_see = (
         "sendfile and splice; accesses to pages that are mapped already; which blocks around a page fault were touched; "
         "reads of tmpfs; O_DIRECT before Linux 6.6"
     )
 
-    @classmethod
-    def features(cls, scope: Scope) -> Sequence[Feature]:
-        """See BpfSource."""
-        needed = Feature([["read_returned", "fault_returned", "mapped", "map_returned"]])
-        return (needed, *_common(scope))
-
 
 class SyscallSource(BpfSource):
     """The results of read and write calls: no page faults, no hits and misses."""
 
     name = "syscalls"
+    offers = BpfSource.offers - {"rerefs_s"}
+    programs = ("read_call_returned",)
     sees = "what read, pread, readv, preadv and preadv2 returned, whatever the file system; writes by call and io_uring"
     cannot_see = "page faults (mmap), io_uring reads, sendfile, splice; whether the page cache had the blocks"
     fills = False
-
-    @classmethod
-    def features(cls, scope: Scope) -> Sequence[Feature]:
-        """See BpfSource."""
-        return (Feature([["read_call_returned"]]), *(_WRITES if scope.writes else ()), *((_BLOCK,) if scope.block else ()))
-
-
-def _common(scope: Scope) -> Sequence[Feature]:
-    writes = (_STORES, *_WRITES) if scope.writes else (_MADE,)
-    return (_FILLS, _DIRECT, _HUGE, *writes, *((_BLOCK,) if scope.block else ()))
 
 
 def _described() -> bool:
