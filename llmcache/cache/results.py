@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.curves import Curve
-from llmcache.cache.grid import PolicyCell
 from llmcache.cache.latency import FetchModel, Stalls
 from llmcache.units import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from llmcache.cache.simulate import PolicyCell
 
 SCHEMA = "llmcache.simulate/1"
 CURVE_POINTS = 513  # of a curve in JSON and pictures; each is exact

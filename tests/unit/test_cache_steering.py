@@ -143,12 +143,6 @@ def wanted(core: Steering, key: str) -> list[int]:
     return [extent for extent in range(core.spaces[key].count) if core.wants(key, extent)]
 
 
-def test_a_loop_that_is_wanted_first_is_served_before_shorter_periods_and_active_ones() -> None:
-    loops = [Loop("quick", 80, 1, True), Loop("first", 80, None, False, first=True)]
-    shares = share_budget(120, loops)
-    assert shares["first"].pinned_bytes == 80 > shares["quick"].pinned_bytes
-
-
 def test_without_a_reference_a_plan_can_be_asked_for() -> None:
     core = core_with(20, a=40)
     assert not wanted(core, "a")

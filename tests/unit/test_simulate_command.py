@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from llmcache import cli
-from llmcache.cache import grid, simulate
+from llmcache.cache import simulate
 from llmcache.cache.plan import Plan
 from llmcache.trace.record import Provenance
 from tests.unit.simulation_parts import loop, saved, trace_of
@@ -189,9 +189,9 @@ def test_other_formats_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFi
 def test_ctrl_c_while_the_work_is_handed_out_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = 0
     begun = threading.Event()
-    feed = grid.PolicyCell.feed
+    feed = simulate.PolicyCell.feed
 
-    def count(cell: grid.PolicyCell, part: grid.PlacedRuns) -> None:
+    def count(cell: simulate.PolicyCell, part: simulate.PlacedRuns) -> None:
         nonlocal batches
         batches += 1
         begun.set()
@@ -207,7 +207,7 @@ def test_ctrl_c_while_the_work_is_handed_out_ends_it(monkeypatch: pytest.MonkeyP
             return future
 
     monkeypatch.setattr(simulate, "BATCH_ROWS", 100)
-    monkeypatch.setattr(grid.PolicyCell, "feed", count)
+    monkeypatch.setattr(simulate.PolicyCell, "feed", count)
     monkeypatch.setattr(simulate, "ThreadPoolExecutor", Interrupting)
     trace = trace_of([(0, block, 1, 0) for block in range(200_000)])
     with pytest.raises(KeyboardInterrupt):
@@ -218,9 +218,9 @@ def test_ctrl_c_while_the_work_is_handed_out_ends_it(monkeypatch: pytest.MonkeyP
 def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
     path = saved(trace_of([(0, block % 50_000, 1, 0) for block in range(0, 7 * 400_000, 7)]), tmp_path)
     code = "import sys; from llmcache.cache import simulate; simulate.BATCH_ROWS = 1000\n"
-    code += "import time; from llmcache.cache import grid\nold = grid.PolicyCell.feed\n"
+    code += "import time\nold = simulate.PolicyCell.feed\n"
     code += "def feed(self, part):\n    print('fed', flush=True); time.sleep(0.1); old(self, part)\n"  # half a minute in all
-    code += "grid.PolicyCell.feed = feed\nfrom llmcache import cli; cli.main()"
+    code += "simulate.PolicyCell.feed = feed\nfrom llmcache import cli; cli.main()"
     command = [sys.executable, "-c", code, "simulate", path, "--policy", "lru,sieve,lfu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
