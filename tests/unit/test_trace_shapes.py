@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmcache.trace.record import HIT, MAP, READ, UNKNOWN, WRITE, Trace
+from llmcache.trace.record import HIT, MAP, UNKNOWN, WRITE, Trace
 from llmcache.trace.shapes import GROUPS, REQUEST_BLOCKS, SHAPES, Application
 from tools import make_traces
 
@@ -23,11 +23,6 @@ def touched(trace: Trace, path: str, op: int | None = None) -> np.ndarray[tuple[
     rows = (trace.file == number) & (True if op is None else trace.op == op)
     first, count = trace.first[rows].astype(np.int64), trace.count[rows].astype(np.int64)
     return np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum())
-
-
-def passes(trace: Trace, path: str, op: int) -> list[int]:
-    """How often each block of a file is touched: the same for all blocks of a loop."""
-    return sorted(set(np.bincount(touched(trace, path, op)).tolist()))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -52,33 +47,6 @@ def test_the_seed_decides_everything(name: str) -> None:
 def test_groups_have_every_shape_once() -> None:
     assert [name for names in GROUPS.values() for name in names] == list(SHAPES)
     assert [len(GROUPS[group]) for group in ("on_device", "remote")] == [4, 4]
-
-
-def test_ai_notes_is_as_the_paper_tells() -> None:
-    notes = SHAPES["ai_notes"]()
-    # "Block numbers 10,000-15,000: a periodic write loop"; "15,000-25,000: a periodic read loop".
-    assert passes(notes, "handwriting.db", WRITE) == [6] and len(set(touched(notes, "handwriting.db"))) == 5000
-    assert passes(notes, "translation-weights.bin", READ) == [12]
-    assert len(set(touched(notes, "translation-weights.bin"))) == 10_000
-    # "A sequential read spanning 0-7500", once; hot blocks near 7500 "throughout the entire workload".
-    assert touched(notes, "setup.bin").tolist() == list(range(7400))
-    hot = notes.t_ns[notes.file == 1]
-    assert np.diff(hot.astype(np.int64)).max() < 0.15 * int(notes.t_ns[-1])
-
-
-def test_ai_translate_has_two_loops_and_copies() -> None:
-    translate = SHAPES["ai_translate"]()
-    assert len(set(touched(translate, "dictation-source.bin"))) == 250
-    assert len(set(touched(translate, "dictation-target.bin"))) == 262
-    assert passes(translate, "copy.db", WRITE) == [6] and len(set(touched(translate, "copy.db"))) == 100
-
-
-@pytest.mark.parametrize(("name", "blocks", "times"), [("text_embedder", 6500, 15), ("text_classification", 6200, 20)])
-def test_mediapipe_apps_copy_their_model_in_a_loop(name: str, blocks: int, times: int) -> None:
-    made = SHAPES[name]()
-    assert passes(made, "model.tflite", WRITE) == [times] and len(set(touched(made, "model.tflite"))) == blocks
-    assert not len(touched(made, "model.tflite", READ))
-    assert made.count[made.op == WRITE].sum() > 0.8 * made.accesses, "write operations dominate"
 
 
 @pytest.mark.parametrize("name", GROUPS["remote"])

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from llmcache.errors import DataError
@@ -123,6 +124,11 @@ class SystemCall:
     args: str
     result: int
     result_path: str | None
+
+    @cached_property
+    def words(self) -> list[str]:
+        """The arguments, each as it stands in the log."""
+        return split(self.args)
 
 
 @dataclass(frozen=True)
@@ -505,9 +511,7 @@ class Calls:
     # Handlers, one for each kind of call.
 
     def _open(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
-        if not call.name.startswith("openat"):
-            args = ["AT_FDCWD", *args]
+        args = call.words if call.name.startswith("openat") else ["AT_FDCWD", *call.words]
         flags = "O_WRONLY|O_CREAT|O_TRUNC" if call.name == "creat" else args[2]
         self._opened(call, task, self._path(args, task), flags)
 
@@ -515,7 +519,7 @@ class Calls:
         task.table.pop(_number(call.args), None)
 
     def _close_range(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
+        args = call.words
         last = int(args[1]) if args[1].isdigit() else _LAST_FD
         for fd in [fd for fd in task.table if _number(args[0]) <= fd <= last]:
             if "CLOEXEC" in args[2]:
@@ -524,8 +528,7 @@ class Calls:
                 del task.table[fd]
 
     def _dup(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
-        self._duplicated(args[0], call.result, task, len(args) > 2 and "O_CLOEXEC" in args[2])
+        self._duplicated(call.words[0], call.result, task, any("O_CLOEXEC" in flags for flags in call.words[2:]))
 
     def _duplicated(self, fd: str, new: int, task: Task, cloexec: bool) -> None:
         described = self._description(fd, task)
@@ -536,7 +539,7 @@ class Calls:
             task.table[new] = described, cloexec
 
     def _fcntl(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
+        args = call.words
         if args[1].startswith("F_DUPFD"):
             self._duplicated(args[0], call.result, task, args[1] == "F_DUPFD_CLOEXEC")
         elif args[1] == "F_SETFD":
@@ -545,9 +548,8 @@ class Calls:
             described.append = "O_APPEND" in args[2]
 
     def _ioctl(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
-        if args[1] in ("FIOCLEX", "FIONCLEX"):
-            self._set_cloexec(args[0], task, args[1] == "FIOCLEX")
+        if call.words[1] in ("FIOCLEX", "FIONCLEX"):
+            self._set_cloexec(call.words[0], task, call.words[1] == "FIOCLEX")
 
     def _set_cloexec(self, fd: str, task: Task, cloexec: bool) -> None:
         if described := self._description(fd, task):
@@ -558,7 +560,7 @@ class Calls:
 
     def _pair(self, call: SystemCall, task: Task) -> None:
         """A pipe or a pair of sockets: two descriptors in brackets."""
-        bracket = next((arg for arg in split(call.args) if arg.startswith("[")), "[]")
+        bracket = next((arg for arg in call.words if arg.startswith("[")), "[]")
         for fd in split(bracket.strip("[]")):
             if found := _FD.match(fd):
                 task.table[int(found[1])] = Description(None), False
@@ -579,7 +581,7 @@ class Calls:
         self._access(call, task, call.args, _op(call.name), call.result, at)
 
     def _seek(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
+        args = call.words
         described = self._description(args[0], task)
         if described is None:
             return
@@ -590,19 +592,19 @@ class Calls:
             described.file.resize(described.offset - int(args[1], 0))
 
     def _sendfile(self, call: SystemCall, task: Task) -> None:
-        target, source, place = split(call.args)[:3]
+        target, source, place = call.words[:3]
         self._access(call, task, source, READ, call.result, _told(place))
         self._access(call, task, target, WRITE, call.result)
 
     def _copy(self, call: SystemCall, task: Task) -> None:
         """A copy between descriptors (copy_file_range, splice)."""
-        source, at, target, to = split(call.args)[:4]
+        source, at, target, to = call.words[:4]
         self._access(call, task, source, READ, call.result, _told(at))
         self._access(call, task, target, WRITE, call.result, _told(to))
 
     def _mmap(self, call: SystemCall, task: Task) -> None:
         """A mapping of a file: its range, up to the end of the file if that is known."""
-        args = split(call.args)
+        args = call.words
         described = self._description(args[4], task)
         if "MAP_ANON" in args[3] or described is None or described.file is None:
             return
@@ -616,15 +618,14 @@ class Calls:
     def _stat(self, call: SystemCall, task: Task) -> None:
         """A size that stat tells of an open file (fstat, newfstatat and statx of a descriptor)."""
         size = _SIZE.search(call.args)
-        args = split(call.args)
-        if not size or not (call.name.startswith("fstat") or args[1] == '""'):
+        if not size or not (call.name.startswith("fstat") or call.words[1] == '""'):
             return
-        described = self._description(args[0], task)
+        described = self._description(call.words[0], task)
         if described and described.file:
             described.file.resize(int(size[1]))
 
     def _truncate(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
+        args = call.words
         if call.name.startswith("ftruncate"):
             described = self._description(args[0], task)
             file = described.file if described else None
@@ -634,20 +635,20 @@ class Calls:
             file.resize(int(args[1], 0))
 
     def _unlink(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
-        self.files.remove(self._path(args if call.name == "unlinkat" else ["AT_FDCWD", *args], task))
+        args = call.words if call.name == "unlinkat" else ["AT_FDCWD", *call.words]
+        self.files.remove(self._path(args, task))
 
     def _rename(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
+        args = call.words
         if call.name == "rename":
             args = ["AT_FDCWD", args[0], "AT_FDCWD", args[1]]
         self.files.rename(self._path(args[:2], task), self._path(args[2:4], task))
 
     def _chdir(self, call: SystemCall, task: Task) -> None:
-        task.directory.path = task.directory.joined(unquoted(split(call.args)[0]))
+        task.directory.path = task.directory.joined(unquoted(call.words[0]))
 
     def _getcwd(self, call: SystemCall, task: Task) -> None:
-        task.directory.path = unquoted(split(call.args)[0])
+        task.directory.path = unquoted(call.words[0])
 
     def _fchdir(self, call: SystemCall, task: Task) -> None:
         described = self._description(call.args, task)
@@ -660,7 +661,7 @@ class Calls:
     def _exec(self, call: SystemCall, task: Task) -> None:
         task.table = {fd: entry for fd, entry in task.table.items() if not entry[1]}
         if not self.command:
-            path, arguments = split(call.args)[:2]
+            path, arguments = call.words[:2]
             # The path is shown whole; arguments may be cut off (-s).
             self.command = " ".join(unquoted(word) for word in [path, *split(arguments.strip("[]"))[1:]])
 

@@ -174,13 +174,11 @@ class KernelPrograms:
 
     def losses(self) -> dict[str, int]:
         """Events lost so far, by reason; only reasons that occurred."""
-        counts = {reason: self._loss(number) for number, reason in enumerate(LOSSES)}
+        raw = (self._object.read("losses", number.to_bytes(4, sys.byteorder), 8) for number in range(len(LOSSES)))
+        counts = {reason: int.from_bytes(count, sys.byteorder) for reason, count in zip(LOSSES, raw, strict=True)}
         attached = [name for name in self._programs if name not in _RUN_BY_US]
         counts["program busy"] = sum(self._object.misses(name) for name in attached)
         return {reason: count for reason, count in counts.items() if count}
-
-    def _loss(self, number: int) -> int:
-        return int.from_bytes(self._object.read("losses", number.to_bytes(4, sys.byteorder), 8), sys.byteorder)
 
     def detach(self) -> None:
         """Ends the recording; what is in the maps can still be flushed and read."""
@@ -271,13 +269,10 @@ class BpfSource(Source):
             self.stop()
             raise not_there(scope.targets)
         if scope.rerefs_s > 0 and "rerefs_s" in self.offers:
-            self._start_sampler(scope)
-
-    def _start_sampler(self, scope: Scope) -> None:
-        try:
-            self._sampler = Sampler(scope.targets, scope.rerefs_s, scope.follow)
-        except Unreadable as reason:
-            self._remarks.append(f"not recorded: touches of mapped pages ({reason})")
+            try:
+                self._sampler = Sampler(scope.targets, scope.rerefs_s, scope.follow)
+            except Unreadable as reason:
+                self._remarks.append(f"not recorded: touches of mapped pages ({reason})")
 
     def drain(self) -> Records:
         """See Source."""
