@@ -1,4 +1,4 @@
-"""The contract, on every policy of the table; LRU against reuse distances; Belady against all that could be kept."""
+"""The contract, on every policy of the table; Belady against all that could be kept; how good our own policy is."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
+from llmcache.cache.plan import AUTO
 from llmcache.cache.policies import POLICIES, policy_class
 from llmcache.cache.policies.base import Policy
 from llmcache.errors import UsageError
 from tests.conftest import examples
 from tests.property.contract import ALWAYS, DIFFERENT, ONLINE, Case, Clause, cases, clauses, long_case
+from tools.bench.policies import OURS, Ratios, bars, groups, ratios_of
 
 NAMES = [clause.__name__ for clause in ALWAYS + ONLINE]
 # Compiling may take seconds in the first example.
@@ -102,3 +104,18 @@ def test_belady_takes_the_whole_trace_in_one_call() -> None:
     policy.replay(np.array([0]), np.array([8]))
     with pytest.raises(ValueError, match="replay: Belady takes the whole trace in one call"):
         policy.replay(np.array([0]), np.array([8]))
+
+
+RIVALS = ("lru", "belady")
+
+
+@pytest.fixture(scope="module")
+def ratios() -> Ratios:
+    """Over every other size of those that the benchmark has: the largest, the whole footprint, is everybody's."""
+    return ratios_of((*RIVALS, OURS), sizes=AUTO[::2])
+
+
+@pytest.mark.long
+def test_every_bar_is_reached(ratios: Ratios) -> None:
+    missed = [bar for bar in bars({"ratios": ratios, "groups": groups(ratios)}) if not bar.passed]
+    assert not missed

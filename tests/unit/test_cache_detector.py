@@ -190,14 +190,6 @@ def test_writes_are_apart_from_reads() -> None:
     assert [place.passes for place in detector.places(0, write=False)] == [6]
 
 
-def test_files_of_other_generations_are_apart() -> None:
-    detector = Detector()
-    for turn in range(6):
-        detector.note(turn, (1, 7, turn), 0, 500)
-    detector.finish()
-    assert all(detector.places((1, 7, turn))[0].kind == SEQ for turn in range(6))
-
-
 def test_loops_need_two_equal_distances() -> None:
     for passes in range(1, 6):
         assert len(loops(detect([(0, 500)] * passes))) == (1 if passes >= LOOP_PASSES else 0)
