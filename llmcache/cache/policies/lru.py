@@ -95,8 +95,7 @@ def _bring_in(links: Links, head: int, capacity: int, used: int, block: int, end
     return block
 
 
-FREE = -1
-"""The slot of a block that is not in the cache."""
+FREE = -1  # the slot of a block that is not in the cache
 USED, HAND = 0, 1  # places in the numbers: blocks in the cache, where the hand is
 
 

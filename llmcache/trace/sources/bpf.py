@@ -221,8 +221,7 @@ class BpfSource(Source):
     """What the three have in common: loading, draining, losses."""
 
     offers: ClassVar[frozenset[str]] = frozenset({"follow", "writes", "block", "coalesce", "rerefs_s"})
-    programs: ClassVar[Sequence[str]]
-    """What sees its accesses, without which there is no recording."""
+    programs: ClassVar[Sequence[str]]  # what sees its accesses, without which there is no recording
     fills: ClassVar[bool] = True
 
     def __init__(self) -> None:
