@@ -180,13 +180,6 @@ def test_bad_traces_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert run([lost, timeless, "--policy", "lru", "--cache", "4Ki"], capsys)[0] == 0
 
 
-def test_other_formats_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "some.csv"
-    path.write_text("file,offset,length,op\na,0,8192,read\na,0,8192,read\nb,100,1,write\n")
-    (row,) = document([str(path), "--policy", "lru", "--cache", "1M"], capsys)["results"]
-    assert (row["trace"], row["accesses"], row["hits"], row["writes"]) == (str(path), 5, 2, 1)
-
-
 def test_ctrl_c_while_the_work_is_handed_out_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = 0
     begun = threading.Event()
