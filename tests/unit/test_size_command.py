@@ -57,6 +57,12 @@ def test_inverse(args: tuple[str, ...], loop: str) -> None:
     assert f"largest loop without stalls  {loop}" in size(*args).stdout
 
 
+def test_a_device_class_has_a_range() -> None:
+    found = answered("--device", "phone")
+    assert [item["largest_loop_bytes"] for item in found["caches"]] == [356 * MB, 612 * MB]
+    assert (found["device"], found["bandwidth_source"], found["loop_cache_bytes"]) == ("phone", "device", None)
+
+
 def test_a_cache_is_judged() -> None:
     free = size("--bw", "100", "--loop", "70M", "--cache", "64M").stdout
     assert "stall-free" in free
