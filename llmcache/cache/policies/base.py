@@ -99,8 +99,6 @@ class Policy(ABC):
 
     name: ClassVar[str]  # what the command line calls it
     title: ClassVar[str]  # what tables and legends call it
-    stack: ClassVar[bool] = False
-    """True when a larger cache always holds what a smaller one does: one pass gives the hits of all sizes."""
     offline: ClassVar[bool] = False  # true when it must see the future: the whole trace in one call of `replay`
 
     def __init__(self, capacity: int, blocks: int) -> None:

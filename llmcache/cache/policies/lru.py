@@ -32,7 +32,6 @@ class LRU(Policy):
 
     name = "lru"
     title = "LRU"
-    stack = True
 
     def __init__(self, capacity: int, blocks: int) -> None:
         super().__init__(capacity, blocks)

@@ -172,13 +172,12 @@ class KernelPrograms:
         """What is in the ring."""
         return self._ring.read()
 
-    def losses(self) -> dict[str, int]:
-        """Events lost so far, by reason; only reasons that occurred."""
-        raw = (self._object.read("losses", number.to_bytes(4, sys.byteorder), 8) for number in range(len(LOSSES)))
-        counts = {reason: int.from_bytes(count, sys.byteorder) for reason, count in zip(LOSSES, raw, strict=True)}
+    def lost(self) -> int:
+        """Events lost so far, for one of `LOSSES` or because a program was busy."""
+        counts = (self._object.read("losses", number.to_bytes(4, sys.byteorder), 8) for number in range(len(LOSSES)))
         attached = [name for name in self._programs if name not in _RUN_BY_US]
-        counts["program busy"] = sum(self._object.misses(name) for name in attached)
-        return {reason: count for reason, count in counts.items() if count}
+        busy = sum(self._object.misses(name) for name in attached)
+        return busy + sum(int.from_bytes(count, sys.byteorder) for count in counts)
 
     def detach(self) -> None:
         """Ends the recording; what is in the maps can still be flushed and read."""
@@ -229,7 +228,7 @@ class BpfSource(Source):
         self._order = TimeOrder()
         self._residency = Residency()
         self._live = 0
-        self._losses: dict[str, int] = {}
+        self._lost = 0
         self._remarks: list[str] = []
         self._sampler: Sampler | None = None
         self._stopped = False
@@ -289,7 +288,7 @@ class BpfSource(Source):
 
     def _close(self) -> None:
         if self._kernel is not None:
-            self._losses = self._kernel.losses()
+            self._lost = self._kernel.lost()
             self._kernel.close()
         if self._sampler is not None:
             self._sampler.close()
@@ -300,16 +299,11 @@ class BpfSource(Source):
         return self._live > 0
 
     @property
-    def losses(self) -> dict[str, int]:
-        """Events lost so far by reason."""
-        if self._kernel is not None:
-            self._losses = self._kernel.losses()
-        return dict(self._losses)
-
-    @property
     def lost(self) -> int:
         """See Source."""
-        return sum(self.losses.values())
+        if self._kernel is not None:
+            self._lost = self._kernel.lost()
+        return self._lost
 
     @property
     def remarks(self) -> Sequence[str]:
