@@ -45,15 +45,10 @@ def policy_for(trace: Trace, capacity: int) -> tuple[Policy, BlockSpace]:
     return policy, space
 
 
-def hits_of(trace: Trace, capacity: int, parts: int = 1) -> tuple[list[int], Policy]:
-    """Hit blocks of each row, replayed in `parts` calls."""
+def hits_of(trace: Trace, capacity: int) -> tuple[list[int], Policy]:
+    """Hit blocks of each row, and the policy after the last."""
     policy, space = policy_for(trace, capacity)
-    first, count = space.place(trace), trace.count.astype(np.int64)
-    found = [
-        policy.replay(one, other)
-        for one, other in zip(np.array_split(first, parts), np.array_split(count, parts), strict=True)
-    ]
-    return np.concatenate(found).tolist(), policy
+    return policy.replay(space.place(trace), trace.count.astype(np.int64)).tolist(), policy
 
 
 def passes(file: int, mib: int, number: int, step: int = BLOCKS) -> list[Run]:
