@@ -86,13 +86,16 @@ def test_times(options: dict[str, str], period_ns: int) -> None:
 
 
 GOOD = {"bw": "100", "loop": "70M"}
+WRONG_TEXTS: dict[str, tuple[str | None, ...]] = {
+    "bw": ("0", "-100", "0MB/s", "-1GB/s", "fast", "", "nan", "1e400", "99999999999999", None),
+    "loop": ("70", "-70M", "0M", "0", "70X", "1e99"),
+    "cache": ("64", "-64M", "100B"),
+    "hot": ("4", "-4M"),
+    "t": ("0", "-1", "soon"),
+    "tokens_per_second": ("0", "-3", "many", "inf"),
+}
 WRONG: list[tuple[dict[str, str | None], str]] = [
-    *(({"bw": bw}, "--bw") for bw in ("0", "-100", "0MB/s", "-1GB/s", "fast", "", "nan", "1e400", "99999999999999", None)),
-    *(({"loop": loop}, "--loop") for loop in ("70", "-70M", "0M", "0", "70X", "1e99")),
-    *(({"cache": cache}, "--cache") for cache in ("64", "-64M", "100B")),
-    *(({"hot": hot}, "--hot") for hot in ("4", "-4M")),
-    *(({"t": t}, "--t") for t in ("0", "-1", "soon")),
-    *(({"tokens_per_second": rate}, "--tokens-per-second") for rate in ("0", "-3", "many", "inf")),
+    *(({name: text}, f"--{name.replace('_', '-')}") for name, texts in WRONG_TEXTS.items() for text in texts),
     ({"loop": None}, "--loop, --model and --cache"),
     ({"device": "fridge"}, "--device"),
     ({"model": "m.gguf"}, "--loop and --model"),
