@@ -26,8 +26,7 @@ from llmcache.cache.routing import Mixtures, MixtureUses, Slice
 from llmcache.cache.streams import WINDOW, Moment
 from llmcache.errors import DataError
 from llmcache.trace.formats import open_trace
-from llmcache.trace.record import WRITE, Provenance, Trace, TraceFile
-from llmcache.trace.record.meta import locked_bytes
+from llmcache.trace.record import WRITE, Provenance, Trace, TraceFile, locked_bytes
 from llmcache.units import BLOCK_BYTES
 
 SCHEMA = "llmcache.classify/1"

@@ -50,11 +50,6 @@ class Remote:
         except OSError as error:
             raise EnvironmentProblem(f"cannot read '{name}': {error.strerror}", "check its permissions") from error
 
-    @property
-    def is_sent(self) -> bool:
-        """Whether its bytes travel with the tasks."""
-        return self.size_bytes <= SENT_BYTES
-
 
 def _digest(path: str) -> str:
     """Checksum of both ends of a file, where formats keep what a change alters."""
@@ -75,7 +70,8 @@ def simulate_on(
         threads = _checked_threads(client)
         remotes = [Remote.of(name) for name in dict.fromkeys(traces)]
         tasks = [(remote, part) for remote in remotes for part in parts_of(plan, threads // len(remotes))]
-        contents = {remote: client.scatter(Path(remote.path).read_bytes()) for remote in remotes if remote.is_sent}
+        sent = [remote for remote in remotes if remote.size_bytes <= SENT_BYTES]
+        contents = {remote: client.scatter(Path(remote.path).read_bytes()) for remote in sent}
         futures = [client.submit(_task, remote, part, contents.get(remote), models, pure=False) for remote, part in tasks]
         try:
             done = _gathered(client, futures, [remote.name for remote, _ in tasks], progress)

@@ -46,8 +46,7 @@ class Curve:
 
     policy: str
     sizes: Int64s
-    hits: Int64s
-    """Blocks found in the cache, reads and writes."""
+    hits: Int64s  # blocks found in the cache, reads and writes
     read_hits: Int64s
     accesses: int
     reads: int

@@ -83,8 +83,7 @@ def common(one: Place | SweepRegion, other: Place | SweepRegion) -> int:
 MAX_REGIONS = 256  # of one file; beyond that neighbours become one
 ONE_SWEEP = 16  # neighbours belong to one sweep if the time between them is so small a part of what it takes
 
-IsRunning = Callable[[int, Moment], bool]
-"""Whether the stream with this number was still coming on after that moment."""
+IsRunning = Callable[[int, Moment], bool]  # whether the stream with this number was still coming on after that moment
 
 
 @dataclass(slots=True)

@@ -29,8 +29,7 @@ NS = 1e-9
 class FetchModel:
     """Time to bring blocks from storage and memory to the GPU. Defaults and source: io_caching section 4.1."""
 
-    storage_bandwidths: tuple[int, ...] = PAPER.storage_bandwidths
-    """Bytes/s, each above 0; a latency is given for each."""
+    storage_bandwidths: tuple[int, ...] = PAPER.storage_bandwidths  # bytes/s, each above 0; a latency is given for each
     setup_ns: int = PAPER.setup_ns
     gpu_bandwidth: int = PAPER.gpu_bandwidth
     gpu_setup_ns: int = PAPER.gpu_setup_ns
@@ -65,14 +64,10 @@ class Stalls:
     """How far storage of `bw` bytes/s falls behind in slices of T of the trace's own time (modelled)."""
 
     bw: int
-    slices: int
-    """Slices with at least one reference."""
-    stalled_slices: int
-    """Slices in which more was missed than storage delivers in one: their inference waits."""
-    stall_s: float
-    """Sum over the stalled slices of the time that fetching takes beyond the slice."""
-    worst_bytes: int
-    """Most that was missed in one slice; BW x T has to cover it."""
+    slices: int  # slices with at least one reference
+    stalled_slices: int  # slices in which more was missed than storage delivers in one: their inference waits
+    stall_s: float  # sum over the stalled slices of the time that fetching takes beyond the slice
+    worst_bytes: int  # most that was missed in one slice; BW x T has to cover it
 
 
 class StallMeter:

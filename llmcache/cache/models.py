@@ -92,8 +92,7 @@ class _NoModels:
         return None
 
 
-UNKNOWN: Models = _NoModels()
-"""Knows nothing."""
+UNKNOWN: Models = _NoModels()  # knows nothing
 
 
 class Guess(NamedTuple):

@@ -35,8 +35,7 @@ class FootprintShare:
         return max(1, blocks) * BLOCK_BYTES
 
 
-CacheSize = int | FootprintShare
-"""Bytes, or a share of the footprint."""
+CacheSize = int | FootprintShare  # bytes, or a share of the footprint
 
 AUTO: tuple[CacheSize, ...] = tuple(
     FootprintShare(Decimal(percent), at_least_one=True) for percent in (2, 5, 10, 20, 30, 40, 50, 60, 80, 100)
@@ -99,10 +98,8 @@ class Plan:
     policies: tuple[str, ...]
     sizes: tuple[CacheSize, ...]
     model: FetchModel = field(default_factory=FetchModel)
-    period_ns: int | None = None
-    """T: if given, stalls are metered in slices of it."""
-    curves: bool = False
-    """Whether the LRU curve of all sizes is wanted too."""
+    period_ns: int | None = None  # T: if given, stalls are metered in slices of it
+    curves: bool = False  # whether the LRU curve of all sizes is wanted too
 
     def meter(self) -> StallMeter | None:
         """Returns a fresh meter, or None without T."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.curves import Curve
-from llmcache.cache.grid import PolicyCell
 from llmcache.cache.latency import FetchModel, Stalls
 from llmcache.units import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from llmcache.cache.simulate import PolicyCell
 
 SCHEMA = "llmcache.simulate/1"
 CURVE_POINTS = 513  # of a curve in JSON and pictures; each is exact
@@ -33,8 +35,7 @@ class Summary:
     accesses: int
     reads: int
     writes: int
-    footprint_blocks: int
-    """Distinct blocks."""
+    footprint_blocks: int  # distinct blocks
     footprint_bytes: int
     tier: str
     lost_events: int
@@ -52,33 +53,25 @@ class Result:
     trace: str
     policy: str
     title: str
-    cache_bytes: int
-    """As asked for; the cache holds `cache_blocks`, the whole blocks in it."""
+    cache_bytes: int  # as asked for; the cache holds `cache_blocks`, the whole blocks in it
     cache_blocks: int
-    accesses: int
-    """Blocks referenced, reads and writes."""
+    accesses: int  # blocks referenced, reads and writes
     hits: int
-    hit_ratio: float
-    """hits / accesses (0..1)."""
-    byte_hit_ratio: float | None
-    """Share (0..1) of the bytes read that storage did not deliver; None where nothing is read."""
+    hit_ratio: float  # hits / accesses (0..1)
+    byte_hit_ratio: float | None  # share (0..1) of the bytes read that storage did not deliver; None where nothing is read
     reads: int
     writes: int
     read_hits: int
     write_hits: int
-    read_bytes: int
-    """Bytes of the blocks referenced by reads."""
-    write_bytes: int
-    """Bytes of the blocks referenced by writes."""
+    read_bytes: int  # bytes of the blocks referenced by reads
+    write_bytes: int  # bytes of the blocks referenced by writes
     storage_read_bytes: int
     """Bytes of the reads that missed. A written block is replaced whole: its miss reads nothing, its hit saves no read."""
     evictions: int
-    bw: int
-    """Bandwidth of storage (bytes/s) that `latency_s` is for: the first of `latencies`."""
+    bw: int  # bandwidth of storage (bytes/s) that `latency_s` is for: the first of `latencies`
     latency_s: float
     latencies: tuple[FetchLatency, ...]
-    stalls: tuple[Stalls, ...] = ()
-    """One for each bandwidth, if T was given."""
+    stalls: tuple[Stalls, ...] = ()  # one for each bandwidth, if T was given
 
     @classmethod
     def of(cls, summary: Summary, model: FetchModel, cell: PolicyCell, cache_bytes: int) -> Result:

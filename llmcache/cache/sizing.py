@@ -49,8 +49,7 @@ class DeviceClass:
 WATCH = DeviceClass("watch", "smartwatch", 64 * _MB, 64 * _MB, 100 * _MB, 4 * _MB, "eMMC 5.x under thermal limits")
 # Section 4.2 calls 256-512 MB the "loop-dedicated cache size S": the hot set stands beside it, hence 0 here.
 PHONE = DeviceClass("phone", "smartphone", 256 * _MB, 512 * _MB, _GB, 0, "UFS 4.0")
-DEVICES: dict[str, DeviceClass] = {device.name: device for device in (WATCH, PHONE)}
-"""Device classes by name (section 4.2)."""
+DEVICES: dict[str, DeviceClass] = {device.name: device for device in (WATCH, PHONE)}  # device classes by name (section 4.2)
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,7 @@ class PaperConstants:
     request_bytes: int = 1024  # 4.1: "request granularity is 1 KB"; accounting and storage go by blocks
 
 
-PAPER = PaperConstants()
-"""The paper's values, as used wherever nothing else is asked for."""
+PAPER = PaperConstants()  # the paper's values, as used wherever nothing else is asked for
 
 
 SECOND_NS = 10**9
@@ -114,8 +112,7 @@ class Need:
     cache_bytes: int
 
 
-Weights = int | MixtureBytes
-"""What tokens read: bytes of a loop, or a mixture's."""
+Weights = int | MixtureBytes  # what tokens read: bytes of a loop, or a mixture's
 
 
 def size_of(loop: Weights) -> int:
@@ -291,11 +288,9 @@ class Answer:
     sensitivity: tuple[Sensitivity, ...]
     device: DeviceClass | None = None
     model: ModelBytes | None = None
-    modes: tuple[ModeNeed, ...] = ()
-    """Empty without a loop."""
+    modes: tuple[ModeNeed, ...] = ()  # empty without a loop
     ram: Ram | None = None
-    period_source: str = "given"
-    """given, or assumed: nobody said what T is."""
+    period_source: str = "given"  # given, or assumed: nobody said what T is
 
 
 def capacity(cache_bytes: int, loop: Weights | None, setting: SizingParameters) -> Capacity:

@@ -13,8 +13,7 @@ from rich.table import Table
 
 from llmcache.errors import printable
 from llmcache.trace.formats import open_trace
-from llmcache.trace.record import BlockSpace, Provenance, Trace, TraceFile, TraceReader
-from llmcache.trace.record.columns import MISS_NAMES, OP_NAMES
+from llmcache.trace.record import MISS_NAMES, OP_NAMES, BlockSpace, Provenance, Trace
 from llmcache.units import BLOCK_BYTES, format_duration, format_size
 
 SCHEMA = "llmcache.info/1"
@@ -88,19 +87,19 @@ class _Counts:
 
 def describe(path: str | os.PathLike[str]) -> TraceInfo:
     """Returns what the trace in `path` (any format) holds; DataError if it is none, or has no rows."""
-    with open_trace(path) as reader:
-        return _described(os.fspath(path), reader)
-
-
-def _described(path: str, reader: TraceReader) -> TraceInfo:
     counts = _Counts()
-    space = BlockSpace.of(counts.note(batch) for batch in reader.batches() if len(batch))
+    with open_trace(path) as reader:
+        space = BlockSpace.of(counts.note(batch) for batch in reader.batches() if len(batch))
     touched = space.footprint_by_file()
-    files = [_file(file, counts, touched[file.id]) for file in reader.files if file.id in touched]
+    files = [
+        FileInfo(file.path, file.size_bytes, counts.rows[file.id], counts.accesses[file.id], touched[file.id] * BLOCK_BYTES)
+        for file in reader.files
+        if file.id in touched
+    ]
     start_ns, end_ns = counts.span_ns or (0, 0)
     accesses = int(counts.ops.sum())
     return TraceInfo(
-        trace=path,
+        trace=os.fspath(path),
         rows=reader.rows,
         accesses=accesses,
         accessed_bytes=accesses * BLOCK_BYTES,
@@ -114,11 +113,6 @@ def _described(path: str, reader: TraceReader) -> TraceInfo:
         untouched_files=len(reader.files) - len(files),
         provenance=reader.provenance,
     )
-
-
-def _file(file: TraceFile, counts: _Counts, touched_blocks: int) -> FileInfo:
-    touched_bytes = touched_blocks * BLOCK_BYTES
-    return FileInfo(file.path, file.size_bytes, counts.rows[file.id], counts.accesses[file.id], touched_bytes)
 
 
 def show(path: str | os.PathLike[str], as_json: bool = False) -> None:
@@ -163,13 +157,10 @@ def _facts(info: TraceInfo) -> list[tuple[str, str]]:
         ("kernel", origin.kernel),
         ("command", origin.command),
         ("note", origin.note),
-        *((name, _short(value)) for name, value in sorted(origin.extra.items())),
     ]
+    for name, value in sorted(origin.extra.items()):
+        facts.append((name, value if len(value) <= _LONGEST_EXTRA else f"{len(value)} characters, which --json shows"))
     return [(name, value) for name, value in facts if value]
-
-
-def _short(value: str) -> str:
-    return value if len(value) <= _LONGEST_EXTRA else f"{len(value)} characters, which --json shows"
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -21,9 +21,7 @@ from llmcache.trace.formats import open_trace
 from llmcache.trace.formats.recording import FILES as NEW_FILES
 from llmcache.trace.formats.recording import LOST, RecordingWriter
 from llmcache.trace.info import describe, show
-from llmcache.trace.record import Trace, TraceReader
-from llmcache.trace.record.columns import COLUMNS, SCHEMA
-from llmcache.trace.record.meta import KEY, encode
+from llmcache.trace.record import COLUMNS, KEY, SCHEMA, Trace, TraceReader, encode
 from llmcache.units import BLOCK_BYTES
 from tests.fuzz.mutations import documents, mutated, nested, written
 from tests.fuzz.target import Target, bounded, is_printable, refusal, scratch

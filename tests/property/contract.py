@@ -146,8 +146,8 @@ def is_not_better_than_belady(name: str, case: Case) -> None:
 
 
 def keeps_what_a_smaller_one_keeps(name: str, case: Case) -> None:
-    """A cache of one block more holds the same and hits at least where the smaller one does, if `stack` is True."""
-    if not policy_class(name).stack:
+    """A cache of one block more holds the same and hits at least where the smaller one does, if all sizes are one stack."""
+    if name != "lru":
         return
     larger = Case(case.capacity + 1, case.blocks, case.runs)
     small, large = case.policy(name), larger.policy(name)

@@ -1,4 +1,4 @@
-"""The contract, on every policy of the table; LRU against reuse distances; Belady against all that could be kept."""
+"""The contract, on every policy of the table; Belady against all that could be kept; how good our own policy is."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
+from llmcache.cache.plan import AUTO
 from llmcache.cache.policies import POLICIES, policy_class
 from llmcache.cache.policies.base import Policy
 from llmcache.errors import UsageError
 from tests.conftest import examples
 from tests.property.contract import ALWAYS, DIFFERENT, ONLINE, Case, Clause, cases, clauses, long_case
+from tools.bench.policies import OURS, Ratios, bars, groups, ratios_of
 
 NAMES = [clause.__name__ for clause in ALWAYS + ONLINE]
 # Compiling may take seconds in the first example.
@@ -80,19 +82,6 @@ def test_unknown_policy_is_a_usage_error() -> None:
 
 
 @SETTINGS
-@given(case=cases())
-def test_lru_hits_are_what_reuse_distances_say(case: Case) -> None:
-    references = case.references()
-    distances = []
-    for now, block in enumerate(references):
-        earlier = [time for time in range(now) if references[time] == block]
-        distances.append(len(set(references[earlier[-1] : now])) if earlier else None)
-    for capacity in range(1, case.blocks + 1):
-        expected = sum(1 for distance in distances if distance is not None and distance <= capacity)
-        assert sum(Case(capacity, case.blocks, case.runs).hits("lru")) == expected
-
-
-@SETTINGS
 @given(references=st.lists(st.integers(0, 5), min_size=1, max_size=14), capacity=st.integers(1, 4))
 def test_belady_has_the_most_hits_of_all_choices(references: list[int], capacity: int) -> None:
     @cache
@@ -110,14 +99,23 @@ def test_belady_has_the_most_hits_of_all_choices(references: list[int], capacity
     assert sum(case.hits("belady")) == most_hits(0, frozenset())
 
 
-def test_belady_on_a_loop_is_bound_by_having_no_bypass() -> None:
-    loop = Case(900, 1000, ((0, 1000),) * 1001)
-    hits = sum(loop.hits("belady")[1:])
-    assert hits / 1_000_000 == pytest.approx(899 / 999, abs=1e-4)
-
-
 def test_belady_takes_the_whole_trace_in_one_call() -> None:
     policy = policy_class("belady")(4, 8)
     policy.replay(np.array([0]), np.array([8]))
     with pytest.raises(ValueError, match="replay: Belady takes the whole trace in one call"):
         policy.replay(np.array([0]), np.array([8]))
+
+
+RIVALS = ("lru", "belady")
+
+
+@pytest.fixture(scope="module")
+def ratios() -> Ratios:
+    """Over every other size of those that the benchmark has: the largest, the whole footprint, is everybody's."""
+    return ratios_of((*RIVALS, OURS), sizes=AUTO[::2])
+
+
+@pytest.mark.long
+def test_every_bar_is_reached(ratios: Ratios) -> None:
+    missed = [bar for bar in bars({"ratios": ratios, "groups": groups(ratios)}) if not bar.passed]
+    assert not missed

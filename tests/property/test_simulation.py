@@ -72,13 +72,6 @@ def test_traces_together_are_traces_apart(tmp_path: Path) -> None:
     assert both.traces == apart[0].traces + apart[1].traces
 
 
-def test_rows_come_by_trace_policy_and_size_as_asked(tmp_path: Path) -> None:
-    paths = [saved(trace_of(loop(50, 2, 7)), tmp_path, name) for name in ("b.parquet", "a.parquet")]
-    done = simulate_all(paths, Plan(("sieve", "lru"), (20 * BLOCK, 10 * BLOCK)))
-    order = [(row.trace, row.policy, row.cache_blocks) for row in done.results]
-    assert order == [(path, policy, size) for path in paths for policy in ("sieve", "lru") for size in (20, 10)]
-
-
 @settings(deadline=None, max_examples=examples(40))
 @given(rows(), st.integers(1, 100))
 def test_belady_sees_the_whole_trace(made: list[Row], capacity: int) -> None:

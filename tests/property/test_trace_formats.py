@@ -1,29 +1,26 @@
-"""Any trace survives every format, whole or in parts, as far as the format can hold it."""
+"""Any trace survives every format, whole or in parts, as far as it can hold it; damaged logs are refused or read around."""
 
 from __future__ import annotations
 
+import random
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmcache.errors import DataError
+from llmcache.trace import record as record_trace
 from llmcache.trace.formats import convert, open_trace
 from llmcache.trace.formats.oracle_general import RECORD
 from llmcache.trace.info import describe
-from llmcache.trace.record import Trace, TraceReader, TraceWriter, concatenate
-from llmcache.trace.record import trace as record_trace
+from llmcache.trace.record import Trace, TraceReader, TraceWriter, concatenated
+from tests.conftest import examples
+from tests.unit.test_trace_strace import CASES
 from tests.unit.trace_parts import blocks, traces
-
-
-@given(traces())
-def test_parquet_keeps_everything(made: Trace) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "t.parquet"
-        made.save(path)
-        assert Trace.load(path).equals(made)
 
 
 @given(traces(), st.integers(1, 70), st.integers(1, 70))
@@ -42,23 +39,10 @@ def test_streamed_is_whole(made: Trace, written_rows: int, read_rows: int) -> No
             metadata = pq.ParquetFile(path).metadata
             assert max(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)) <= 8
             assert Trace.load(path).equals(made)
-            joined = concatenate(parts)
-            assert all(np.array_equal(a, b) for a, b in zip(joined.columns, made.columns, strict=True))
+            joined = concatenated([part.columns for part in parts])
+            assert all(np.array_equal(a, b) for a, b in zip(joined, made.columns, strict=True))
     finally:
         record_trace.GROUP_ROWS = group_rows
-
-
-@given(traces(), st.integers(0, 60), st.integers(0, 60))
-def test_slices_concatenate_to_the_whole(made: Trace, one: int, other: int) -> None:
-    start, end = sorted((one, other))
-    parts = [made.slice(0, start), made.slice(start, end), made.slice(end, len(made))]
-    assert blocks(concatenate(parts)) == blocks(made)
-    assert concatenate(parts).t_ns.tolist() == made.t_ns.tolist()
-
-
-@given(traces(), st.integers(0, 10**12), st.integers(0, 10**12))
-def test_between_is_a_filter(made: Trace, t0: int, t1: int) -> None:
-    assert made.between(t0, t1).t_ns.tolist() == [t for t in made.t_ns.tolist() if t0 <= t < t1]
 
 
 @settings(deadline=None)
@@ -116,3 +100,35 @@ def test_info_counts_what_is_there(made: Trace) -> None:
         of_file = [block for path, block, _ in touched if path == file.path]
         assert (file.accesses, file.touched_bytes) == (len(of_file), 4096 * len(set(of_file)))
     assert len(info.files) + info.untouched_files == len(made.files)
+
+
+LOG = "".join(f"{at}.5 {line}\n" for at, line in enumerate("".join(log for log, _ in CASES.values()).splitlines(), 10**9))
+CSV = "file,offset,length,op,time\n" + "".join(f"/m{at},{at * 4096},{at + 1},read,{at}.25\n" for at in range(40))
+FORMATS = {".strace": LOG, ".csv": CSV}
+
+
+def damaged(text: str, source: random.Random) -> str:
+    """`text` with some characters, words or lines lost, repeated, exchanged or replaced."""
+    for _ in range(source.randint(1, 12)):
+        start = source.randrange(len(text))
+        end = min(len(text), start + source.choice([1, 2, 5, 30, 200]))
+        other = source.randrange(len(text))
+        piece = source.choice(
+            ["", text[start:end] * 2, text[other : other + end - start], '"', ", ", "[", "-1", "9" * 30, "\0"]
+        )
+        text = text[:start] + piece + text[end:] or " "
+    return text
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+@settings(max_examples=examples(150), deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_damage_is_refused_or_read_around(ending: str, seed: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / f"t{ending}"
+        path.write_text(damaged(FORMATS[ending], random.Random(seed)))
+        try:
+            with open_trace(path) as reader:
+                assert reader.read().accesses > 0
+        except DataError as refusal:
+            assert refusal.hint and ":" in refusal.message

@@ -1,8 +1,9 @@
-"""Small traces for the simulator's tests, and LRU said as plainly as possible."""
+"""Small traces for the simulator's tests, and LRU and Belady's rule said as plainly as possible."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,3 +63,18 @@ def plain_lru(rows: list[Row], capacity: int) -> list[tuple[int, int]]:
             held[file, block] = None
         told.append((hits, evictions))
     return told
+
+
+def plain_belady(ids: Sequence[int], capacity: int) -> int:
+    """Hits where the one goes that is needed last, or never; every missed one comes in."""
+    again, later = [0] * len(ids), dict[int, int]()
+    for now in reversed(range(len(ids))):
+        again[now] = later.get(ids[now], len(ids))
+        later[ids[now]] = now
+    kept, hits = dict[int, int](), 0
+    for now, block in enumerate(ids):
+        hits += block in kept
+        if block not in kept and len(kept) == capacity:
+            del kept[max(kept, key=kept.__getitem__)]
+        kept[block] = again[now]
+    return hits

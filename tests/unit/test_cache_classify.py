@@ -9,7 +9,6 @@ import pytest
 
 from llmcache.cache.classify import READ_OP, WRITE_OP, Classification, TraceClasses, classify
 from llmcache.cache.detector import HOT, LOOP, SEQ
-from llmcache.errors import DataError
 from llmcache.fs.layout.tensors import Experts, ModelLayout, Tensor
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
 from llmcache.trace.shapes import GROUPS, SHAPES
@@ -215,12 +214,6 @@ def test_loops_after_each_other_need_no_room_together() -> None:
     assert found.totals.loop_at_once_bytes == 800 * BLOCK_BYTES
     both = classify(one_file([(0, 500), (10_000, 800)] * 6).batches())
     assert both.totals.loop_at_once_bytes == 1300 * BLOCK_BYTES
-
-
-def test_an_empty_trace_is_refused() -> None:
-    empty = Trace.build([], [], [], [], files=[], provenance=Provenance("test"))
-    with pytest.raises(DataError, match="rows: the trace has none"):
-        classify([empty])
 
 
 @dataclass(frozen=True)

@@ -5,25 +5,63 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import pytest
 
-from llmcache.cache.detector import LOOP_PASSES, SEQ, Detector
+from llmcache.cache.detector import HOT, LOOP, LOOP_PASSES, SEQ, Detector, Place
 from llmcache.cache.streams import WINDOW
-from tests.unit.access_lists import STEP_NS, detect, hot_blocks, live_loops, loops, runs_of, spans
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
 
+STEP_NS = 1_000_000
+
+Access = tuple[int, int]
+"""First block and number of blocks."""
+
+
+def runs_of(blocks: Iterable[int]) -> list[Access]:
+    """Returns `blocks` as runs of adjacent ones."""
+    listed = list(blocks)
+    starts = [0, *(at + 1 for at, (one, two) in enumerate(pairwise(listed)) if two != one + 1), len(listed)]
+    return [(listed[start], end - start) for start, end in pairwise(starts)]
+
+
+def detect(accesses: Iterable[Access], file: int = 0, write: bool = False, detector: Detector | None = None) -> Detector:
+    """Returns the detector after `accesses`, a millisecond apart, with its streams ended."""
+    found = detector or Detector()
+    begin = found.now.ns
+    for number, (first, count) in enumerate(accesses):
+        found.note(begin + number * STEP_NS, file, first, count, write)
+    found.finish()
+    return found
+
+
+def loops(detector: Detector, file: int = 0, write: bool = False) -> list[Place]:
+    """Returns all loops, expired ones too."""
+    return [place for place in detector.places(file, write) if place.kind == LOOP]
+
+
+def live_loops(detector: Detector, file: int) -> list[Place]:
+    """Returns the loops that have not expired."""
+    return [place for place in loops(detector, file) if not place.expired(detector.now)]
+
+
+def spans(detector: Detector, file: int = 0) -> list[tuple[int, int]]:
+    """Returns first and last block + 1 of all loops."""
+    return [(place.first, place.end) for place in loops(detector, file)]
+
+
+def hot_blocks(detector: Detector, file: int = 0) -> int:
+    """Returns how many blocks are hot."""
+    return sum(place.blocks for place in detector.places(file) if place.kind == HOT)
+
+
 SCAN = [(block, 1) for block in range(1000)]
-
-
-def test_a_scan_is_sequential() -> None:
-    (place,) = detect(SCAN).places(0)
-    assert (place.kind, place.first, place.end, place.blocks, place.passes) == (SEQ, 0, 1000, 1000, 1)
 
 
 def test_a_retried_prompt_is_no_loop() -> None:
@@ -62,51 +100,10 @@ def test_columns_of_a_matrix_are_read_once() -> None:
     assert loops(detector) == []
 
 
-def test_two_loops_in_lock_step() -> None:
-    blocks = [block for step in range(1000) for block in (step, 5000 + step)] * 20
-    assert spans(detect(runs_of(blocks))) == [(0, 1000), (5000, 6000)]
-
-
-def test_requests_of_a_kilobyte_make_no_loop_of_a_scan() -> None:
-    scan = [(block, 1) for block in range(10_000, 12_000) for _ in range(4)]
-    loop = [(block, 1) for block in range(1000) for _ in range(4)] * 20
-    detector = detect(scan + loop)
-    (place,) = loops(detector)
-    assert (place.first, place.end, place.passes, place.accesses) == (0, 1000, 20, 80_000)
-    assert detector.now.blocks == 2000 + 20_000
-
-
 def test_one_block_read_byte_by_byte_is_no_hot_set() -> None:
     detector = detect([(5, 1)] * 4096)
     assert [place.kind for place in detector.places(0)] == [SEQ]
     assert detector.now.blocks == 1
-
-
-def test_hot_blocks_do_not_break_a_loop() -> None:
-    source = random.Random(1)
-    blocks: list[int] = []
-    for _ in range(20):
-        for block in range(1000):
-            blocks.append(block)
-            if source.random() < 0.1:
-                blocks.append(source.randrange(9000, 9050))
-    detector = detect(runs_of(blocks))
-    assert spans(detector) == [(0, 1000)]
-    assert loops(detector)[0].passes == 20
-    assert hot_blocks(detector) == 50
-
-
-def test_noise_does_not_break_a_loop_and_is_forgotten() -> None:
-    source = random.Random(2)
-    blocks: list[int] = []
-    for _ in range(10):
-        for block in range(3000):
-            blocks.append(block)
-            if source.random() < 0.5:
-                blocks.append(source.randrange(10**6, 10**9))
-    detector = detect(runs_of(blocks))
-    assert spans(detector) == [(0, 3000)]
-    assert hot_blocks(detector) <= 2
 
 
 def test_a_hot_set_read_in_short_runs_is_no_loop() -> None:
@@ -136,13 +133,6 @@ def test_a_short_loop_inside_a_long_one() -> None:
     assert short.period is not None and short.period.blocks == 100
     assert rest.period is not None and rest.period.blocks == 1400
     assert (short.passes, rest.passes) == (150, 30)
-
-
-def test_layers_read_twice_are_one_loop_with_two_rhythms() -> None:
-    blocks = [block for layer in range(20) for _ in range(2) for block in range(layer * 200, layer * 200 + 200)] * 12
-    found = loops(detect(runs_of(blocks)))
-    assert {place.passes for place in found} == {24}
-    assert {tuple(rhythm.blocks for rhythm in place.rhythms) for place in found} == {(200, 7800)}
 
 
 def test_an_old_loop_expires_and_comes_back() -> None:
@@ -190,24 +180,6 @@ def test_two_readers_of_a_loop_do_not_halve_its_period() -> None:
     assert sum(place.blocks for place in loops(detector)) >= 990
 
 
-def test_threads_that_share_layers_make_one_loop() -> None:
-    """Four threads on quarters of each layer, out of step by some blocks."""
-    source = random.Random(4)
-    blocks: list[int] = []
-    for _ in range(8):
-        for layer in range(0, 3200, 320):
-            turns = [(step + source.uniform(0, 2), layer + 80 * thread + step) for step in range(80) for thread in range(4)]
-            blocks += [block for _, block in sorted(turns)]
-    found = loops(detect([(block, 1) for block in blocks]))
-    assert sum(place.blocks for place in found) >= 0.98 * 3200
-    assert sum(place.blocks for place in found if place.passes in (7, 8)) >= 0.95 * 3200
-
-
-def test_files_written_and_read_once_each_are_sequential() -> None:
-    accesses = [(start, 300) for start in range(0, 30_000, 300) for _ in range(2)]
-    assert loops(detect(accesses)) == []
-
-
 def test_writes_are_apart_from_reads() -> None:
     detector = Detector()
     for turn in range(6):
@@ -216,14 +188,6 @@ def test_writes_are_apart_from_reads() -> None:
     detector.finish()
     assert [place.passes for place in detector.places(0, write=True)] == [6]
     assert [place.passes for place in detector.places(0, write=False)] == [6]
-
-
-def test_files_of_other_generations_are_apart() -> None:
-    detector = Detector()
-    for turn in range(6):
-        detector.note(turn, (1, 7, turn), 0, 500)
-    detector.finish()
-    assert all(detector.places((1, 7, turn))[0].kind == SEQ for turn in range(6))
 
 
 def test_loops_need_two_equal_distances() -> None:

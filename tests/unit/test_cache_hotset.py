@@ -58,13 +58,6 @@ def test_with_a_short_half_life_it_is_the_least_recently_used(uses: list[int], r
     assert {key for key in range(13) if key in hot} == set(recent)
 
 
-def test_what_is_used_often_outlives_what_is_used_once() -> None:
-    uses = [use for turn in range(100) for use in (0, 1, 2 + turn % 11)]
-    hot = Lrfu(4.0)
-    run(hot, uses, 4)
-    assert 0 in hot and 1 in hot
-
-
 @pytest.mark.parametrize(
     ("habits", "share", "most"),
     [

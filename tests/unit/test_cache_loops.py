@@ -51,16 +51,6 @@ def test_an_accident_is_no_rhythm() -> None:
     assert [rhythm.blocks for rhythm in of(*[100] * 20, 5000).rhythms()] == [100]
 
 
-def test_copies_are_apart() -> None:
-    intervals = of(10)
-    twin = intervals.copy()
-    twin.add(5, 4000)
-    twin.add(5, 4000)
-    assert len(intervals) == 1
-    assert intervals.period() == Period(10_000, 10)
-    assert twin.period() == Period(5, 4000)
-
-
 @given(st.lists(st.tuples(st.integers(-5, 1 << 63), st.integers(-5, 1 << 63)), max_size=300))
 def test_bounded_and_within_what_was_added(added: list[tuple[int, int]]) -> None:
     intervals = Intervals()
@@ -123,26 +113,10 @@ def test_adopt_follows_the_pass_and_keeps_the_unseen_behind_their_predecessor(ca
             assert order.rank_of[after] == order.rank_of[before] + 1
 
 
-@given(orders_and_passes())
-def test_adopting_twice_changes_nothing_more(case: tuple[list[int], list[int]]) -> None:
-    first, seen = case
-    order = LoopOrder(len(first), first)
-    order.adopt(seen)
-    once = list(order.extent_at)
-    order.adopt(seen)
-    assert list(order.extent_at) == once
-    assert order.disorder(seen) == 0.0
-
-
 @given(st.integers(2, 60), st.integers(0, 59))
 def test_a_loop_entered_anywhere_is_in_order(size: int, start: int) -> None:
     order = LoopOrder(size)
     assert order.disorder([(start + step) % size for step in range(size)]) == 0.0
-
-
-@given(st.integers(8, 60))
-def test_a_loop_walked_backwards_is_out_of_order(size: int) -> None:
-    assert LoopOrder(size).disorder(range(size - 1, -1, -1)) > 0.8
 
 
 def test_a_guess_that_is_no_permutation_is_refused() -> None:
@@ -255,15 +229,6 @@ def test_small_files_work_too(size: int, touches: list[int], loops: bool) -> Non
         cursor = table.note(touch % size, now)
         assert cursor in table.live
         assert cursor.last_ns == now
-
-
-@given(st.lists(st.integers(0, 99_999), max_size=400))
-def test_heads_are_ranks_and_few(touches: list[int]) -> None:
-    table = CursorTable(100_000, REACH, loops=True)
-    for now, touch in enumerate(touches):
-        table.note(touch, now)
-    assert len(table.live) <= MAX_CURSORS
-    assert {cursor.head for cursor in table.live} <= set(touches)
 
 
 def test_the_least_recent_cursor_makes_room() -> None:

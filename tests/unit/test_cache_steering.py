@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.arbitration import MIN_WINDOW_BYTES, Loop, Share, repin, share_budget, spread, window_for
+from llmcache.cache.arbitration import Loop, Share, repin, share_budget, spread, window_for
 from llmcache.cache.steering import HIT, LARGE_EXTENT, MISS, Steering
 from llmcache.units import BLOCK_BYTES
 
@@ -61,20 +61,6 @@ def test_more_budget_never_pins_less(budget: int, more: int, loops: list[Loop]) 
     less, greater = share_budget(budget, loops), share_budget(budget + more, loops)
     pinned = sum(share.pinned_bytes for share in less.values())
     assert sum(share.pinned_bytes for share in greater.values()) >= pinned
-
-
-@given(budgets, st.integers(0, 512 * MIB), sizes, periods)
-def test_more_budget_never_takes_from_a_single_loop(budget: int, more: int, size: int, period: int | None) -> None:
-    loop = Loop("only", size, period, True)
-    assert share_budget(budget + more, [loop])["only"].pinned_bytes >= share_budget(budget, [loop])["only"].pinned_bytes
-
-
-def test_a_short_loop_is_pinned_whole_before_a_long_one_gets_pins() -> None:
-    short, long = Loop("short", 50 * MIB, 10**9, True), Loop("long", 500 * MIB, 10**10, True)
-    shares = share_budget(100 * MIB, [long, short])
-    assert shares["short"] == Share(50 * MIB, 0)
-    assert shares["long"].window_bytes >= MIN_WINDOW_BYTES
-    assert 0 < shares["long"].pinned_bytes < 50 * MIB
 
 
 def test_idle_loops_get_what_is_left() -> None:
@@ -141,12 +127,6 @@ def core_with(limit_mib: int, **sizes_mib: int) -> Steering:
 
 def wanted(core: Steering, key: str) -> list[int]:
     return [extent for extent in range(core.spaces[key].count) if core.wants(key, extent)]
-
-
-def test_a_loop_that_is_wanted_first_is_served_before_shorter_periods_and_active_ones() -> None:
-    loops = [Loop("quick", 80, 1, True), Loop("first", 80, None, False, first=True)]
-    shares = share_budget(120, loops)
-    assert shares["first"].pinned_bytes == 80 > shares["quick"].pinned_bytes
 
 
 def test_without_a_reference_a_plan_can_be_asked_for() -> None:

@@ -13,17 +13,15 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
-from llmcache.mountinfo import Mount, mounts
+from llmcache.mountinfo import Mount
 from llmcache.trace.capture import files
 from llmcache.trace.capture.files import FileTable
-from llmcache.trace.capture.session import CaptureSettings, default_output
-from llmcache.trace.capture.tally import HEADING, Tally, line
+from llmcache.trace.capture.session import HEADING, CaptureSettings, Tally, default_output, line
 from llmcache.trace.capture.target import target_of
 from llmcache.trace.formats import open_trace
 from llmcache.trace.formats.recording import RecordingWriter, recording_of
 from llmcache.trace.processes import FileMapping
-from llmcache.trace.record import Columns, Provenance, TraceFile
-from llmcache.trace.record.columns import columns_from
+from llmcache.trace.record import Columns, Provenance, TraceFile, columns_from
 from llmcache.trace.sources.faults import FORK, MMAP, AddressSpace, AddressSpaces
 
 PROVENANCE = Provenance("filemap", note="Sees all.")
@@ -84,12 +82,6 @@ def test_layers_of_an_overlay() -> None:
     mount = Mount(1, 0, "/", "/merged", "overlay", options)
     assert list(mount.layers("/merged/x/y")) == ["/up/x/y", "/a:b/x/y", "/c/x/y"]
     assert not list(Mount(1, 0, "/", "/merged", "ext4", options).layers("/merged/x"))
-
-
-def test_mounts_of_this_process_name_their_devices() -> None:
-    found = mounts("self")
-    root = [mount for mount in found.values() if mount.point == "/"]
-    assert root and root[-1].fstype
 
 
 def test_names_of_open_deleted_and_unknown_files(tmp_path: Path) -> None:

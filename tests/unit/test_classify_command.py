@@ -24,6 +24,7 @@ from llmcache.fs.layout.tensors import Experts
 from llmcache.report.classify import MOST_EXPERT_LAYERS, expert_tables, layer_tables, names_line, table
 from llmcache.trace.record import Provenance, Trace, TraceFile
 from tests.unit.gguf_bytes import Gguf
+from tests.unit.simulation_parts import plain_belady, plain_lru
 from tests.unit.test_make_model import made
 from tools.bench import routing
 
@@ -253,29 +254,6 @@ def planned(path: Path) -> list[tuple[int, int, int]]:
     return found
 
 
-def lru_hits(uses: Sequence[int], room: int) -> int:
-    """Hits of a list of the `room` used last."""
-    kept: list[int] = []
-    hits = 0
-    for use in uses:
-        hits += use in kept
-        kept = [use, *(other for other in kept if other != use)][:room]
-    return hits
-
-
-def best_hits(uses: Sequence[int], room: int) -> int:
-    """Hits where the one goes that is needed last."""
-    kept: set[int] = set()
-    hits = 0
-    for now, use in enumerate(uses):
-        hits += use in kept
-        if use not in kept and len(kept) == room:
-            rest = uses[now + 1 :]
-            kept.remove(max(kept, key=lambda other: rest.index(other) if other in rest else len(rest)))
-        kept.add(use)
-    return hits
-
-
 def check_routing(found: dict[str, Any], names: Sequence[str], expert_bytes: int) -> None:
     """Asserts that `found` is what the routing says, counted anew."""
     assert [layer["layer"] for layer in found["layers"]] == list(names)
@@ -297,8 +275,9 @@ def check_routing(found: dict[str, Any], names: Sequence[str], expert_bytes: int
     assert [cache["experts"] for cache in found["caches"]] == [1, 3, 4, 7, 10, 18, 28]
     for cache in found["caches"]:
         assert cache["bytes"] == cache["experts"] * expert_bytes
-        assert cache["lru_hit_ratio"] == pytest.approx(lru_hits(uses, cache["experts"]) / len(uses))
-        assert cache["belady_hit_ratio"] == pytest.approx(best_hits(uses, cache["experts"]) / len(uses))
+        lru = sum(hits for hits, _ in plain_lru([(0, use, 1, 0) for use in uses], cache["experts"]))
+        assert cache["lru_hit_ratio"] == pytest.approx(lru / len(uses))
+        assert cache["belady_hit_ratio"] == pytest.approx(plain_belady(uses, cache["experts"]) / len(uses))
 
 
 @pytest.mark.parametrize("args", [(), ("--format", "safetensors", "--fused")])

@@ -45,15 +45,10 @@ def policy_for(trace: Trace, capacity: int) -> tuple[Policy, BlockSpace]:
     return policy, space
 
 
-def hits_of(trace: Trace, capacity: int, parts: int = 1) -> tuple[list[int], Policy]:
-    """Hit blocks of each row, replayed in `parts` calls."""
+def hits_of(trace: Trace, capacity: int) -> tuple[list[int], Policy]:
+    """Hit blocks of each row, and the policy after the last."""
     policy, space = policy_for(trace, capacity)
-    first, count = space.place(trace), trace.count.astype(np.int64)
-    found = [
-        policy.replay(one, other)
-        for one, other in zip(np.array_split(first, parts), np.array_split(count, parts), strict=True)
-    ]
-    return np.concatenate(found).tolist(), policy
+    return policy.replay(space.place(trace), trace.count.astype(np.int64)).tolist(), policy
 
 
 def passes(file: int, mib: int, number: int, step: int = BLOCKS) -> list[Run]:
@@ -69,17 +64,6 @@ def test_a_loop_hits_its_share_whatever_the_runs(step: int) -> None:
     assert in_passes[0] == 0 and in_passes[1] <= 50 * BLOCKS, "the end of the first pass, until it is known to loop"
     assert in_passes[2] >= 7 / 8 * in_passes[3], "all but what came before the second pass had proved it"
     assert 0.9 * 50 * BLOCKS < in_passes[3] <= len(policy.resident()) <= 50 * BLOCKS
-
-
-def test_the_number_of_calls_does_not_matter() -> None:
-    runs = [run for _ in range(3) for run in [*passes(0, 40, 1, 100), *passes(1, 60, 1, 100), *passes(2, 2, 1, 7)]]
-    trace = trace_of(runs, {"/a": 41 * MIB, "/b": 61 * MIB, "/c": 3 * MIB})
-    whole, policy = hits_of(trace, 32 * BLOCKS)
-    split, twin = hits_of(trace, 32 * BLOCKS, 9)
-    assert whole == split and sum(whole) > 0
-    assert policy.evictions == twin.evictions
-    assert np.array_equal(policy.resident(), twin.resident())
-    assert len(policy.resident()) <= 32 * BLOCKS
 
 
 def test_a_model_is_believed_to_loop_from_the_start() -> None:
@@ -109,13 +93,6 @@ def test_resident_blocks_are_those_that_hit() -> None:
     last = slice(len(trace) - 80, None)
     held = [start in resident for start in first[last].tolist()]
     assert (policy.replay(first[last], count[last]) > 0).tolist() == held and any(held)
-
-
-def test_without_facts_all_ids_are_one_file() -> None:
-    policy = policy_class("llmcache")(20, 100)
-    ids, one = np.arange(100), np.ones(100, np.int64)
-    assert [int(policy.replay(ids, one).sum()) for _ in range(4)][:2] == [0, 0]
-    assert len(policy.resident()) <= 20
 
 
 # Mixtures of experts

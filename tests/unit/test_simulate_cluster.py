@@ -90,13 +90,6 @@ def test_the_command_gives_the_same_json(address: str, traces: list[str], capsys
     assert len(told[0]["results"]) == 19  # 2 % and 5 % of 30 blocks are both one block
 
 
-def test_other_formats_are_read_by_the_workers(address: str, tmp_path: Path) -> None:
-    path = tmp_path / "some.csv"
-    path.write_text("file,offset,length,op\na,0,8192,read\na,0,8192,read\n")
-    plan = Plan(("lru",), (1 << 20,))
-    assert cluster.simulate_on(address, [str(path)], plan).results == simulate_all([str(path)], plan).results
-
-
 def test_a_worker_that_does_not_see_the_trace_is_named(
     address: str, traces: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,12 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llmcache import cli
-from llmcache.cache import grid, simulate
+from llmcache.cache import simulate
 from llmcache.cache.plan import Plan
-from llmcache.trace.record import Provenance
+from llmcache.trace.record import Provenance, TraceFile, TraceWriter
 from tests.unit.simulation_parts import loop, saved, trace_of
 
 ISSUE_KEYS = {"trace", "policy", "cache_bytes", "accesses", "hits", "hit_ratio", "read_bytes", "write_bytes"}
@@ -179,19 +180,12 @@ def test_bad_traces_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert run([lost, timeless, "--policy", "lru", "--cache", "4Ki"], capsys)[0] == 0
 
 
-def test_other_formats_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "some.csv"
-    path.write_text("file,offset,length,op\na,0,8192,read\na,0,8192,read\nb,100,1,write\n")
-    (row,) = document([str(path), "--policy", "lru", "--cache", "1M"], capsys)["results"]
-    assert (row["trace"], row["accesses"], row["hits"], row["writes"]) == (str(path), 5, 2, 1)
-
-
 def test_ctrl_c_while_the_work_is_handed_out_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = 0
     begun = threading.Event()
-    feed = grid.PolicyCell.feed
+    feed = simulate.PolicyCell.feed
 
-    def count(cell: grid.PolicyCell, part: grid.PlacedRuns) -> None:
+    def count(cell: simulate.PolicyCell, part: simulate.PlacedRuns) -> None:
         nonlocal batches
         batches += 1
         begun.set()
@@ -207,7 +201,7 @@ def test_ctrl_c_while_the_work_is_handed_out_ends_it(monkeypatch: pytest.MonkeyP
             return future
 
     monkeypatch.setattr(simulate, "BATCH_ROWS", 100)
-    monkeypatch.setattr(grid.PolicyCell, "feed", count)
+    monkeypatch.setattr(simulate.PolicyCell, "feed", count)
     monkeypatch.setattr(simulate, "ThreadPoolExecutor", Interrupting)
     trace = trace_of([(0, block, 1, 0) for block in range(200_000)])
     with pytest.raises(KeyboardInterrupt):
@@ -218,9 +212,9 @@ def test_ctrl_c_while_the_work_is_handed_out_ends_it(monkeypatch: pytest.MonkeyP
 def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
     path = saved(trace_of([(0, block % 50_000, 1, 0) for block in range(0, 7 * 400_000, 7)]), tmp_path)
     code = "import sys; from llmcache.cache import simulate; simulate.BATCH_ROWS = 1000\n"
-    code += "import time; from llmcache.cache import grid\nold = grid.PolicyCell.feed\n"
+    code += "import time\nold = simulate.PolicyCell.feed\n"
     code += "def feed(self, part):\n    print('fed', flush=True); time.sleep(0.1); old(self, part)\n"  # half a minute in all
-    code += "grid.PolicyCell.feed = feed\nfrom llmcache import cli; cli.main()"
+    code += "simulate.PolicyCell.feed = feed\nfrom llmcache import cli; cli.main()"
     command = [sys.executable, "-c", code, "simulate", path, "--policy", "lru,sieve,lfu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -230,3 +224,39 @@ def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
         assert process.returncode == 0
         assert "Traceback" not in err and err == ""
         assert "hit ratio" not in out
+
+
+MIB = 1 << 20
+ROWS = 1 << 17
+
+
+def write(path: Path, batches: int) -> None:
+    """Single-block rows all over 100,000 blocks."""
+    random = np.random.default_rng(1)
+    with TraceWriter(path, [TraceFile(0, "/m", 1, 1, 0, 0)], Provenance("synthetic")) as writer:
+        for batch in range(batches):
+            t_ns = np.arange(batch * ROWS, (batch + 1) * ROWS, dtype=np.uint64)
+            writer.append({"t_ns": t_ns, "file": 0, "first": random.integers(0, 100_000, ROWS), "count": 1})
+
+
+def peak_bytes(path: Path) -> int:
+    """Most memory of a process that simulates the trace (its own peak, not that of the test it is forked from)."""
+    code = """
+import sys
+from llmcache.cache.plan import Plan
+from llmcache.cache.simulate import simulate_all
+simulate_all([sys.argv[1]], Plan(("lru", "llmcache"), (4096 * 50000,), period_ns=10**6, curves=True), jobs=2)
+print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, timeout=240)
+    return 1024 * int(done.stdout)
+
+
+@pytest.mark.long
+def test_four_times_the_trace_takes_no_more_memory(tmp_path: Path) -> None:
+    short, long = tmp_path / "short.parquet", tmp_path / "long.parquet"
+    write(short, 4)
+    write(long, 16)
+    peak_bytes(short)  # compiles what is not in numba's cache yet, which takes as much memory again
+    # The rows alone are 31 bytes each, 12 times ROWS: 46 MiB more if they were kept.
+    assert peak_bytes(long) - peak_bytes(short) < 20 * MIB

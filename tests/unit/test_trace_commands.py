@@ -131,6 +131,7 @@ def test_nothing_is_replaced_unasked(name: str, source: Path, capsys: pytest.Cap
         ("x" * 240, "in.oracleGeneral", 5, ""),
         ("PAR1", "in.parquet", 5, "Parquet"),
         ("", "in.txt", 2, "the ending '.txt'"),
+        (None, "in.parquet", 2, "does not exist"),
         (None, "in.csv", 2, "does not exist"),
         (None, "in.strace", 2, "does not exist"),
         (None, "in.oracleGeneral", 2, "does not exist"),

@@ -13,8 +13,7 @@ from llmcache.fs.client import control, mountpoint
 from llmcache.mountinfo import Mount
 from llmcache.report.classify import summary
 from llmcache.trace.capture.files import LockedBytes
-from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
-from llmcache.trace.record.meta import LOCKED, locked_bytes, locked_extra
+from llmcache.trace.record import LOCKED, MAP, Provenance, Trace, TraceFile, locked_bytes, locked_extra
 
 BLOCK = 4096
 FILE = TraceFile(0, "/mnt/models/m.gguf", 0x2B, 7, 0, 1000 * BLOCK)

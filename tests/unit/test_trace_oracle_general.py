@@ -12,6 +12,7 @@ from llmcache.trace.formats import convert, open_trace
 from llmcache.trace.formats.oracle_general import GAP, RECORD
 from llmcache.trace.record import Trace, TraceFile
 from llmcache.trace.shapes import SHAPES
+from tests.unit.simulation_parts import plain_belady
 from tests.unit.trace_parts import trace
 
 
@@ -100,27 +101,4 @@ def test_libcachesim_reads_what_is_written(tmp_path: Path) -> None:
     capacity = 300
     ratio = libcachesim.Belady(cache_size=capacity * 4096).process_trace(reader)[0]
     ids = np.fromfile(tmp_path / "t.oracleGeneral", RECORD)["object"].tolist()
-    assert round(ratio * len(ids)) == belady_misses(ids, coming_at(ids), capacity)
-
-
-def coming_at(ids: list[int]) -> list[int]:
-    """When each request's id comes again; after the end if never."""
-    last: dict[int, int] = {}
-    result = [len(ids)] * len(ids)
-    for now in range(len(ids) - 1, -1, -1):
-        result[now] = last.get(ids[now], len(ids))
-        last[ids[now]] = now
-    return result
-
-
-def belady_misses(ids: list[int], coming: list[int], capacity: int) -> int:
-    """Misses when the block is evicted that is needed last, or never; every missed block is inserted."""
-    kept: dict[int, int] = {}
-    misses = 0
-    for block, again in zip(ids, coming, strict=True):
-        if block not in kept:
-            misses += 1
-            if len(kept) >= capacity:
-                del kept[max(kept, key=kept.__getitem__)]
-        kept[block] = again
-    return misses
+    assert round(ratio * len(ids)) == len(ids) - plain_belady(ids, capacity)

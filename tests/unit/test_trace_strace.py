@@ -12,7 +12,7 @@ import pytest
 from llmcache.cache.policies.belady import why_not_exact
 from llmcache.errors import DataError
 from llmcache.trace.formats import open_trace
-from llmcache.trace.formats.strace_log import LONGEST_LINE
+from llmcache.trace.formats.strace import LONGEST_LINE
 from llmcache.trace.record import MAP, READ, WRITE, Trace
 
 Rows = list[tuple[str, int, int, int]]

@@ -13,9 +13,7 @@ import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
 from llmcache.cache.models import ExpertSlices, ModelHeader, Named
-from llmcache.trace.record import Provenance, Trace, TraceFile
-from llmcache.trace.record.columns import SCHEMA
-from llmcache.trace.record.meta import KEY, encode
+from llmcache.trace.record import KEY, SCHEMA, Provenance, Trace, TraceFile, encode
 
 FILES = (TraceFile(0, "/models/a.gguf", 1, 11, 0, 400 * 4096), TraceFile(1, '/models/b,"c\n.bin', 1, 12, 3, 0))
 PROVENANCE = Provenance("test", clock="monotonic", kernel="6.18", lost_events=2, command="x y", extra={"k": "ü"})

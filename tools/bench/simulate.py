@@ -12,10 +12,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from llmcache.cache.grid import parts_of
 from llmcache.cache.plan import Plan
 from llmcache.cache.policies import policy_class
-from llmcache.cache.simulate import simulate_all
+from llmcache.cache.simulate import parts_of, simulate_all
 from llmcache.trace.record import BlockSpace, TraceReader
 from llmcache.units import BLOCK_BYTES
 

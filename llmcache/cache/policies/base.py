@@ -97,14 +97,9 @@ def told_compiling(tell: Callable[[bool], None]) -> Iterator[None]:
 class Policy(ABC):
     """A cache of `capacity` blocks over ids 0 .. `blocks` - 1. `replay` goes on where the last call ended."""
 
-    name: ClassVar[str]
-    """What the command line calls it."""
-    title: ClassVar[str]
-    """What tables and legends call it."""
-    stack: ClassVar[bool] = False
-    """True when a larger cache always holds what a smaller one does: one pass gives the hits of all sizes."""
-    offline: ClassVar[bool] = False
-    """True when it must see the future: the whole trace in one call of `replay`."""
+    name: ClassVar[str]  # what the command line calls it
+    title: ClassVar[str]  # what tables and legends call it
+    offline: ClassVar[bool] = False  # true when it must see the future: the whole trace in one call of `replay`
 
     def __init__(self, capacity: int, blocks: int) -> None:
         if capacity < 1:

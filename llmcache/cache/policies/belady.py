@@ -14,8 +14,7 @@ from llmcache.cache.policies.base import Policy, kernel, lean_kernel, subroutine
 from llmcache.cache.policies.structures import TimeSet, add, contains, discard, latest, new_timeset
 from llmcache.trace.record import Provenance
 
-NEVER = -1
-"""The next use of a block that is not used again."""
+NEVER = -1  # the next use of a block that is not used again
 
 UNSEEN = "unseen"
 """Key of `Provenance.extra`: what the source of the trace could not see, in words. Whoever writes such a trace sets it."""

@@ -25,8 +25,7 @@ from llmcache.cache.policies.structures import (
     shift,
 )
 
-IN, MAIN, OUT = 1, 2, 3
-"""2Q's queues A1in, Am and A1out."""
+IN, MAIN, OUT = 1, 2, 3  # 2Q's queues A1in, Am and A1out
 IN_SHARE = 0.25
 OUT_SHARE = 0.5
 
@@ -177,14 +176,11 @@ def _replace(queues: Queues, target: Doubles, from_b2: bool) -> None:
 
 # MAIN, the queue of blocks that were used again, has 2Q's number.
 SMALL, GHOST = 1, 3
-SMALL_PERCENT = 10
-"""The small queue's share of the capacity. Source: S3-FIFO, section 4.1."""
-GHOST_PERCENT = 90
-"""Remembered blocks, of the capacity: as many as the main queue holds. Source: S3-FIFO, section 4.1."""
+SMALL_PERCENT = 10  # the small queue's share of the capacity. Source: S3-FIFO, section 4.1.
+GHOST_PERCENT = 90  # remembered blocks, of the capacity: as many as the main queue holds. Source: S3-FIFO, section 4.1.
 PROMOTED_AT = 2
 """Hits in the small queue after which a block moves to the main one. Source: S3-FIFO, algorithm 1 (`freq > 1`)."""
-MOST_HITS = 3
-"""Hits are counted in two bits. Source: S3-FIFO, section 4.1."""
+MOST_HITS = 3  # hits are counted in two bits. Source: S3-FIFO, section 4.1.
 
 
 class S3FIFO(Policy):

@@ -32,7 +32,6 @@ class LRU(Policy):
 
     name = "lru"
     title = "LRU"
-    stack = True
 
     def __init__(self, capacity: int, blocks: int) -> None:
         super().__init__(capacity, blocks)
@@ -95,8 +94,7 @@ def _bring_in(links: Links, head: int, capacity: int, used: int, block: int, end
     return block
 
 
-FREE = -1
-"""The slot of a block that is not in the cache."""
+FREE = -1  # the slot of a block that is not in the cache
 USED, HAND = 0, 1  # places in the numbers: blocks in the cache, where the hand is
 
 

@@ -24,8 +24,7 @@ Links = NDArray[Any]
 """int32[n, 2], or int64[n, 2] where ids do not fit: columns PREV (nearer to the front) and NEXT (nearer to the back)."""
 
 PREV, NEXT = 0, 1
-NONE = -1
-"""The link of a block that is in no list."""
+NONE = -1  # the link of a block that is in no list
 
 
 def new_links(blocks: int, lists: int) -> Links:
@@ -101,8 +100,7 @@ def move_to_front(links: Links, head: int, block: int) -> None:
 
 # Queues.
 
-ABSENT = 0
-"""The queue of a block that is in none."""
+ABSENT = 0  # the queue of a block that is in none
 
 
 class Queues(NamedTuple):
@@ -253,8 +251,7 @@ def _write(heap: Heap, place: int, major: int, minor: int, item: int) -> None:
 # has one bit per time; a bit of a higher level says whether a word of the level below has any bit set. The last level is a
 # single word. n/8 bytes and 1/31 of it more.
 
-EMPTY = -1
-"""What `latest` answers for an empty set."""
+EMPTY = -1  # what `latest` answers for an empty set
 _SHIFT, _LOW = 5, 31  # a word has 32 bits; signed 64-bit arithmetic, Numba's default, holds it without surprises
 
 

@@ -16,16 +16,16 @@ import contextlib
 import ctypes
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmcache.arrays import Uint32s, Uint64s
 from llmcache.errors import LlmcacheError
 from llmcache.mountinfo import mounts
 from llmcache.trace.processes import Key, OpenFile, open_files
 from llmcache.trace.record import TraceFile
+from llmcache.trace.sources.base import distinct_files
 from llmcache.units import format_size
 
 AskLocked = Callable[[TraceFile], int]
@@ -54,16 +54,18 @@ class FileTable:
         """Returns the id of each row's file; files without a name are looked up, new ones added to `files`."""
         if not len(dev):
             return np.zeros(0, np.uint32)
-        first, index = _distinct(dev, inode)
-        keys = [(int(dev[row]), int(inode[row])) for row in first]
-        new = [(key, row) for key, row in zip(keys, first, strict=True) if key not in self._ids or key in self._nameless]
+        rows, index = distinct_files(dev, inode)
+        keys = list(zip(dev[rows].tolist(), inode[rows].tolist(), strict=True))
+        seen = dict(zip(keys, pid[rows].tolist(), strict=True))
+        new = [key for key in keys if key not in self._ids or key in self._nameless]
         if new:
-            strange = {key for key, _ in new if key not in self._known}
+            strange = {key for key in new if key not in self._known}
             self._pids.update(np.unique(pid).tolist())
             if strange:
                 # Another process may have passed the file on: all are looked at, those that touched it first.
-                self._look(_first({int(pid[row]) for _, row in new}, self._pids), strange)
-            for key, _ in new:
+                first = {seen[key] for key in new}
+                self._look([*sorted(first), *sorted(self._pids - first)], strange)
+            for key in new:
                 if key in self._ids:
                     self._name(key)
                 else:
@@ -85,7 +87,9 @@ class FileTable:
         self.unnamed = sum(map(_is_unnamed, self.files))
 
     def _add(self, key: Key) -> None:
-        named = self._known.get(key) or _by_path(self._told().get(key), key) or _by_inode(key)
+        named = self._known.get(key)
+        if named is None and (found := self._told().get(key) or path_of(*key)):
+            named = OpenFile(found, _size(found, key))
         path = named.path if named else unnamed(key)
         if named is None:
             self._nameless.add(key)
@@ -121,15 +125,6 @@ def _is_unnamed(file: TraceFile) -> bool:
     return file.path == unnamed((file.dev, file.inode))
 
 
-def _by_path(path: str | None, key: Key) -> OpenFile | None:
-    return OpenFile(path, _size(path, key)) if path else None
-
-
-def _by_inode(key: Key) -> OpenFile | None:
-    path = path_of(*key)
-    return OpenFile(path, _size(path, key)) if path else None
-
-
 def _is(path: str, key: Key) -> bool:
     try:
         stat = os.stat(path)
@@ -140,23 +135,6 @@ def _is(path: str, key: Key) -> bool:
 
 def _size(path: str, key: Key) -> int:
     return os.stat(path).st_size if _is(path, key) else 0
-
-
-def _first(some: set[int], everything: set[int]) -> Sequence[int]:
-    return [*sorted(some), *sorted(everything - some)]
-
-
-def _distinct(dev: Uint64s, inode: Uint64s) -> tuple[list[int], NDArray[np.intp]]:
-    """Returns a row of each distinct (dev, inode), and for all rows which of those it is."""
-    if (inode == inode[0]).all() and (dev == dev[0]).all():
-        return [0], np.zeros(len(dev), np.intp)
-    order = np.lexsort((inode, dev))
-    changes = (dev[order][1:] != dev[order][:-1]) | (inode[order][1:] != inode[order][:-1])
-    group = np.concatenate(([0], np.cumsum(changes)))
-    index = np.empty(len(dev), np.intp)
-    index[order] = group
-    first = order[np.concatenate(([0], np.flatnonzero(changes) + 1))]
-    return first.tolist(), index
 
 
 def nothing_locked(_file: TraceFile) -> int:
@@ -182,16 +160,13 @@ class LockedBytes:
     def finish(self, files: Iterable[TraceFile]) -> None:
         """Ask again about those of which something was locked, and make the remarks for people."""
         for file in files:
-            if before := self._before.get(file.id, 0):
-                self._note(file, min(before, self._bytes(file)))
-
-    def _note(self, file: TraceFile, size_bytes: int) -> None:
-        if size_bytes:
-            self.by_file[file.id] = size_bytes
-            self.remarks.append(
-                f"{file.path}: its mount (llmcachefs, mode steer) keeps {format_size(size_bytes)} of the loop locked, read "
-                "without faults: mapped, they are not in the trace; llmcache classify adds them to the loop"
-            )
+            before = self._before.get(file.id, 0)
+            if before and (size_bytes := min(before, self._bytes(file))):
+                self.by_file[file.id] = size_bytes
+                self.remarks.append(
+                    f"{file.path}: its mount (llmcachefs, mode steer) keeps {format_size(size_bytes)} of the loop locked, "
+                    "read without faults: mapped, they are not in the trace; llmcache classify adds them to the loop"
+                )
 
     def _bytes(self, file: TraceFile) -> int:
         try:

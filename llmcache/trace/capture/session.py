@@ -18,9 +18,10 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 
@@ -29,18 +30,30 @@ from llmcache.errors import EnvironmentProblem, UsageError, printable
 from llmcache.files import Output
 from llmcache.trace.capture.files import AskLocked, FileTable, LockedBytes, nothing_locked
 from llmcache.trace.capture.sidecars import BlockRequests, SampledTouches, sidecar
-from llmcache.trace.capture.tally import HEADING, Captured, Tally, line, ranking
 from llmcache.trace.capture.target import Target
 from llmcache.trace.formats import PARQUET
 from llmcache.trace.formats.recording import RecordingFull, RecordingWriter, kept_hint, no_rows, recording_of
 from llmcache.trace.formats.recording import read as read_recording
-from llmcache.trace.record import Columns, Provenance, TraceWriter
-from llmcache.trace.record.columns import concatenated
-from llmcache.trace.record.meta import LOCKED, locked_extra
+from llmcache.trace.record import (
+    LOCKED,
+    MISS,
+    UNKNOWN,
+    WRITE,
+    Columns,
+    Provenance,
+    TraceFile,
+    TraceWriter,
+    concatenated,
+    locked_extra,
+)
 from llmcache.trace.sources import AUTO
-from llmcache.trace.sources.base import ACCESS, BLOCK, POLL_S, SAMPLED, Scope
+from llmcache.trace.sources.base import ACCESS, BLOCK, EVICT, FILL, POLL_S, SAMPLED, Scope
 from llmcache.trace.sources.selection import ChosenSource, start_source
+from llmcache.units import BLOCK_BYTES, format_duration, format_size
 
+SCHEMA = "llmcache.capture/1"
+HEADING = "    time     rows/s   blocks/s      MB/s    miss   files      lost"
+_MOST_FILES = 8
 FLUSH_S = 1.0
 _LINES_PER_HEADING = 20
 _WIDTH = 79
@@ -106,6 +119,108 @@ def record(target: Target, settings: CaptureSettings, locked: AskLocked = nothin
             stack.callback(choice.source.stop)
             with _Capture(target, settings, choice, LockedBytes(locked)) as session:
                 return session.run(stop)
+
+
+@dataclass
+class Tally:
+    """Counts in rows and blocks. `known`: blocks read or mapped of which hit or miss is known, of them `missed`."""
+
+    rows: int = 0
+    blocks: int = 0
+    written: int = 0
+    known: int = 0
+    missed: int = 0
+    filled: int = 0
+    evicted: int = 0
+    left_out: int = 0
+    by_file: dict[int, int] = field(default_factory=dict)
+
+    def note(self, accesses: Records, file: Uint32s) -> None:
+        """Count rows that go into the trace; `file`: the id of each row's file."""
+        if not len(accesses):
+            return
+        count = accesses["count"].astype(np.int64)
+        is_write = accesses["op"] == WRITE
+        is_known = ~is_write & (accesses["miss"] != UNKNOWN)
+        self.rows += len(accesses)
+        self.blocks += int(count.sum())
+        self.written += int(count[is_write].sum())
+        self.known += int(count[is_known].sum())
+        self.missed += int(count[is_known & (accesses["miss"] == MISS)].sum())
+        totals = np.bincount(file, weights=count)
+        for number in np.flatnonzero(totals).tolist():
+            self.by_file[number] = self.by_file.get(number, 0) + int(totals[number])
+
+    def note_cache(self, records: Records) -> None:
+        """Count what the page cache did."""
+        self.filled += int(records["count"][records["kind"] == FILL].sum(dtype=np.int64))
+        self.evicted += int(records["count"][records["kind"] == EVICT].sum(dtype=np.int64))
+
+    @property
+    def miss_ratio(self) -> float | None:
+        """Share (0..1) of the blocks read or mapped that came from storage; None if it is not known of any."""
+        return self.missed / self.known if self.known else None
+
+
+def line(before: Tally, now: Tally, seconds: float, span_s: float, files: int, lost: int) -> str:
+    """Returns what happened in the last `span_s` seconds, in less than 80 columns; `seconds` since the start."""
+    rows, blocks = (now.rows - before.rows) / span_s, (now.blocks - before.blocks) / span_s
+    known, missed = now.known - before.known, now.missed - before.missed
+    miss = f"{missed / known:7.1%}" if known else "      -"
+    return f"{seconds:7.1f}s {rows:10.0f} {blocks:10.0f} {blocks * BLOCK_BYTES / 1e6:9.1f} {miss} {files:7d} {lost:9d}"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What a recording wrote. `blocks` with repeats; `files` by their accessed blocks, most first."""
+
+    trace: str
+    tier: str
+    rows: int
+    blocks: int
+    written_blocks: int
+    miss_ratio: float | None
+    filled_blocks: int
+    evicted_blocks: int
+    left_out_rows: int
+    unnamed_files: int
+    lost_events: int
+    duration_s: float
+    files: list[tuple[str, int]]
+    ending: str
+    beside: list[str]
+    remarks: list[str]
+    schema: str = SCHEMA
+
+    def document(self) -> dict[str, Any]:
+        """Returns the summary for programs, in base units."""
+        return asdict(self) | {"files": [{"path": path, "blocks": blocks} for path, blocks in self.files]}
+
+    def lines(self) -> list[str]:
+        """Returns the summary for people."""
+        size = format_size(self.blocks * BLOCK_BYTES)
+        span = format_duration(self.duration_s * 1e9)
+        ratio = "" if self.miss_ratio is None else f", {self.miss_ratio:.1%} from storage"
+        made = [
+            f"{self.trace}: {self.rows} rows in {span}; {self.ending}",
+            f"accessed: {size} in {len(self.files)} files{ratio}",
+            f"events lost: {self.lost_events}" + (": the trace is not complete" if self.lost_events else ""),
+        ]
+        width = max((len(str(blocks)) for _, blocks in self.files), default=0)
+        made += [f"  {blocks:{width}d} blocks  {path}" for path, blocks in self.files[:_MOST_FILES]]
+        if len(self.files) > _MOST_FILES:
+            made.append(f"  and {len(self.files) - _MOST_FILES} more files, which llmcache info lists")
+        if self.left_out_rows:
+            made.append(f"left out by --path: {self.left_out_rows} rows")
+        if self.unnamed_files:
+            made.append(f"files without a name, closed before it could be looked up: {self.unnamed_files}")
+        made += [f"also written: {path}" for path in self.beside]
+        return made + [f"note: {remark}" for remark in self.remarks]
+
+
+def ranking(tally: Tally, files: list[TraceFile]) -> list[tuple[str, int]]:
+    """Returns the paths with the blocks accessed in them, most first."""
+    return sorted(((files[number].path, blocks) for number, blocks in tally.by_file.items()), key=lambda pair: -pair[1])
 
 
 class _StopSignal:
@@ -347,30 +462,18 @@ def say(text: str) -> None:
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-class _Sleep:
-    """Sleeps, but not beyond the end of a process."""
-
-    def __init__(self, fd: int | None) -> None:
-        self._poll = select.poll()
-        if fd is not None:
-            self._poll.register(fd, select.POLLIN)
-        self._fd = fd
-
-    def __call__(self, seconds: float) -> None:
-        # Once it has ended, its descriptor is always ready; children may go on.
-        if self._poll.poll(max(0.0, seconds * 1000)) and self._fd is not None:
-            self._poll.unregister(self._fd)
-            self._fd = None
-
-
 @contextmanager
-def _woken_by(pid: int) -> Iterator[_Sleep]:
-    try:
-        fd = os.pidfd_open(pid)
-    except OSError:
-        yield _Sleep(None)  # it is gone, or the kernel is older than 5.3
-        return
-    try:
-        yield _Sleep(fd)
-    finally:
-        os.close(fd)
+def _woken_by(pid: int) -> Iterator[Callable[[float], None]]:
+    """Yields a function that sleeps some seconds, but not beyond the end of process `pid`."""
+    poll = select.poll()
+
+    def sleep(seconds: float) -> None:
+        for ended, _ in poll.poll(max(0.0, seconds * 1000)):
+            poll.unregister(ended)  # always ready from now on, and children may go on
+
+    with ExitStack() as stack:
+        with suppress(OSError):  # it is gone, or the kernel is older than 5.3
+            fd = os.pidfd_open(pid)
+            stack.callback(os.close, fd)
+            poll.register(fd, select.POLLIN)
+        yield sleep

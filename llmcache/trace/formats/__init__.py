@@ -1,7 +1,7 @@
 """Traces in other formats: opened by the ending of the name, and converted to one another in constant memory.
 
 A format is a module of this package with `read(path, writer)`, which appends rows and files to a TraceWriter, and, where
-it can be written, `write(reader, path)`, which fills a file that is there and empty.
+it can be written, `write(reader, path)`, which fills a file that is there and empty. DataError names what is wrong in it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from llmcache.errors import DataError, UsageError
 from llmcache.files import Output, writing
@@ -21,18 +21,6 @@ SCHEMA = "llmcache.convert/1"
 PARQUET = ".parquet"
 # Ending (in lower case): module, loaded when such a file is met: some load parts of pyarrow that take a while.
 FORMATS = {".strace": "strace", ".csv": "csv", ".oraclegeneral": "oracle_general", ".recording": "recording"}
-
-
-class _Reads(Protocol):
-    """Appends the rows and files in `path` to `writer`; DataError names what is wrong in it."""
-
-    def __call__(self, path: Path, writer: TraceWriter) -> None: ...
-
-
-class _Writes(Protocol):
-    """Writes what `reader` holds to `path`, a new file."""
-
-    def __call__(self, reader: TraceReader, path: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -71,11 +59,13 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], forc
     if _ending(target) == PARQUET:
         rows = _to_parquet(source, target, force)
     else:
-        write = _writes(target)
+        module = _module(target)
+        if not hasattr(module, "write"):
+            raise UsageError(f"OUT: {_ending(target)} cannot be written", "write .parquet, .csv or .oracleGeneral")
         output = Output(target, force)
         with open_trace(source) as reader, output as temporary:
             with writing(target):
-                write(reader, temporary)
+                module.write(reader, temporary)
             rows = reader.rows
     return Converted(target, rows, target.stat().st_size)
 
@@ -84,7 +74,7 @@ def _imported(path: Path) -> TraceReader:
     with tempfile.TemporaryDirectory(prefix="llmcache-") as directory:
         converted = Path(directory) / "trace.parquet"
         with TraceWriter(converted) as writer:
-            _reads(path)(path, writer)
+            _module(path).read(path, writer)
         # The open file outlives its name.
         return TraceReader(converted)
 
@@ -102,21 +92,9 @@ def _module(path: Path) -> Any:
     return importlib.import_module(f"{__name__}.{FORMATS[_ending(path)]}")
 
 
-def _reads(path: Path) -> _Reads:
-    found: _Reads = _module(path).read
-    return found
-
-
-def _writes(path: Path) -> _Writes:
-    found: _Writes | None = getattr(_module(path), "write", None)
-    if found is None:
-        raise UsageError(f"OUT: {_ending(path)} cannot be written", "write .parquet, .csv or .oracleGeneral")
-    return found
-
-
 def _to_parquet(source: Path, target: Path, force: bool) -> int:
     """Returns the rows written; other formats are read straight into the target, without a temporary Parquet file."""
-    read = _copy if _ending(source) == PARQUET else _reads(source)
+    read = _copy if _ending(source) == PARQUET else _module(source).read
     with TraceWriter(target, force=force) as writer:
         read(source, writer)
         if not writer.rows:

@@ -21,9 +21,7 @@ import pyarrow.csv
 
 from llmcache.arrays import Flags, Int64s, Uint32s, Uint64s
 from llmcache.errors import DataError
-from llmcache.trace.record import Provenance, Trace, TraceFile, TraceReader, TraceWriter
-from llmcache.trace.record.columns import OP_NAMES
-from llmcache.trace.record.trace import readable
+from llmcache.trace.record import OP_NAMES, Provenance, Trace, TraceFile, TraceReader, TraceWriter, readable
 from llmcache.units import BLOCK_BYTES
 
 FIELDS = ("file", "offset", "length", "op", "time")

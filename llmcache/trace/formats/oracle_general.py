@@ -16,9 +16,7 @@ import numpy as np
 
 from llmcache.arrays import Int64s, Records, Uint32s, Uint64s
 from llmcache.errors import DataError
-from llmcache.trace.record import BlockSpace, Provenance, Trace, TraceFile, TraceReader, TraceWriter
-from llmcache.trace.record.columns import LAST_BLOCK
-from llmcache.trace.record.trace import readable
+from llmcache.trace.record import LAST_BLOCK, BlockSpace, Provenance, Trace, TraceFile, TraceReader, TraceWriter, readable
 from llmcache.units import BLOCK_BYTES
 
 RECORD = np.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])

@@ -19,10 +19,20 @@ import pyarrow as pa
 
 from llmcache.errors import DataError, EnvironmentProblem, UsageError
 from llmcache.files import PRIVATE, writing
-from llmcache.trace.record import COLUMNS, Columns, Provenance, TraceFile, TraceWriter
-from llmcache.trace.record.columns import SCHEMA
-from llmcache.trace.record.meta import KEY, decode, encode, files_of
-from llmcache.trace.record.trace import columns_of, readable
+from llmcache.trace.record import (
+    COLUMNS,
+    KEY,
+    SCHEMA,
+    Columns,
+    Provenance,
+    TraceFile,
+    TraceWriter,
+    columns_of,
+    decode,
+    encode,
+    files_of,
+    readable,
+)
 
 ENDING = ".recording"
 FILES = b"files"
@@ -51,7 +61,7 @@ class RecordingWriter:
                 hint = f"it is being written, or was left by a recorder that was killed: llmcache convert {path} OUT.parquet"
                 raise UsageError(f"-o: '{path}' exists", f"{hint}; --force replaces it") from error
         self._file = open(fd, "wb", buffering=0)  # noqa: SIM115 - open until close()
-        self._good = 0
+        self.size_bytes = 0  # up to the last whole batch
         schema = SCHEMA.with_metadata({KEY: encode((), provenance)})
         try:
             with writing(path):
@@ -69,7 +79,7 @@ class RecordingWriter:
             with writing(self.path):
                 self._write(rows, new_files, lost_events)
         except EnvironmentProblem as error:
-            os.ftruncate(self._file.fileno(), self._good)
+            os.ftruncate(self._file.fileno(), self.size_bytes)
             self._file.close()
             raise RecordingFull(error.message, kept_hint(self.path)) from error
 
@@ -77,12 +87,7 @@ class RecordingWriter:
         entries = [dataclasses.asdict(file) for file in new_files]
         facts = {FILES: json.dumps(entries).encode(), LOST: str(lost_events).encode()}
         self._stream.write_batch(pa.record_batch(list(rows), schema=SCHEMA), custom_metadata=facts)
-        self._good = self._file.tell()
-
-    @property
-    def size_bytes(self) -> int:
-        """How large the file is."""
-        return self._good
+        self.size_bytes = self._file.tell()
 
     def close(self) -> None:
         """End the stream. The file stays."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from llmcache.errors import DataError
-from llmcache.trace.formats.strace_log import LONGEST_LINE, StraceLog, SystemCall, TaskExit, UnfinishedCall, split, unquoted
-from llmcache.trace.record import COLUMNS, MAP, READ, UNKNOWN, WRITE, Provenance, TraceFile, TraceWriter
-from llmcache.trace.record.trace import readable
+from llmcache.trace.record import COLUMNS, MAP, READ, UNKNOWN, WRITE, Provenance, TraceFile, TraceWriter, readable
 from llmcache.units import BLOCK_BYTES
 
 _BATCH_ROWS = 1 << 15
@@ -91,6 +90,185 @@ class _RowBatch:
             self._rows = []
 
 
+# The lines: processes, times, calls that were interrupted by those of others, arguments and results.
+
+LONGEST_LINE = 1 << 24  # -s shows data, by default 32 bytes of it
+CALL_NS = 1_000  # between two calls of a log without times
+_SECOND_NS = 10**9
+_DAY_NS = 86_400 * _SECOND_NS
+_EPOCH_NS = 10**8 * _SECOND_NS  # numbers below (the year 1973) are differences: -r and not -ttt
+_STEP_NS = _SECOND_NS  # how far a clock that is being adjusted may go back
+
+# "1234 " (-f -o FILE) or "[pid 1234] " (-f on the terminal), then "12:34:56.789012 ", "1700000000.123456 " or none;
+# with both -r and -t, the difference follows in brackets.
+_PREFIX = re.compile(
+    r"\s*(?:\[pid\s+(\d+)\]\s*|(\d+)\s+)?(?:(\d\d):(\d\d):(\d\d)(?:\.(\d+))?\s+|(\d+)\.(\d+)\s+)?(?:\(\+\s*[\d.]+\)\s*)?"
+)
+_CALL = re.compile(r"(\w+)\((.*)\)\s+= (-?\d+|0x[\da-f]+)(?:<((?:[^<>\\]|\\.)*)>)?")
+_UNKNOWN_RESULT = re.compile(r"\w+\(.*\)\s+= \?")
+_UNFINISHED = re.compile(r"(\w+\(.*) <unfinished \.\.\.>$")
+_RESUMED = re.compile(r"<\.\.\. (\w+) resumed>\s?")
+_ENDED = re.compile(r"\+\+\+ (?:exited with|killed by) ")
+_SEPARATOR = re.compile(r'"(?:[^"\\]|\\.)*"|(?<=\w)<(?:[^<>\\]|\\.)*>|[\[{(]|[\]})]|, ')
+_ESCAPE = re.compile(rb"\\([0-7]{1,3}|x[\da-fA-F]{2}|.)")
+_ESCAPED = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"v": b"\v", b"f": b"\f", b"a": b"\a", b"b": b"\b"}
+
+
+@dataclass(frozen=True)
+class SystemCall:
+    """A call that returned. `result_path` is what -y tells about a descriptor that was returned."""
+
+    tid: int
+    t_ns: int
+    name: str
+    args: str
+    result: int
+    result_path: str | None
+
+    @cached_property
+    def words(self) -> list[str]:
+        """The arguments, each as it stands in the log."""
+        return split(self.args)
+
+
+@dataclass(frozen=True)
+class UnfinishedCall:
+    """A call that has not returned yet, while others went on: a child may run before the clone of its parent returns."""
+
+    tid: int
+    name: str
+    args: str
+
+
+@dataclass(frozen=True)
+class TaskExit:
+    """The end of a process or thread."""
+
+    tid: int
+
+
+class StraceLog:
+    """Takes lines and yields what happened in them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.other_lines = 0
+        self.clock = LogClock()
+        self._begun: dict[int, str] = {}
+
+    def events(self, lines: Iterable[str]) -> Iterator[SystemCall | UnfinishedCall | TaskExit]:
+        """Yields calls, and the ends of processes, in the order of the log; DataError if its times go back."""
+        for number, line in enumerate(lines, 1):
+            if len(line) > LONGEST_LINE:
+                raise DataError(
+                    f"rows: line {number} has more than {LONGEST_LINE} characters", "not a log of strace, or damaged"
+                )
+            try:
+                event = self._event(line.rstrip("\n"), number)
+            except ValueError as error:  # Python makes no number of thousands of digits
+                raise DataError(f"rows: line {number} has a number of too many digits", "the log is damaged") from error
+            if isinstance(event, SystemCall):
+                self.calls += 1
+            if event is not None:
+                yield event
+
+    def _event(self, line: str, number: int) -> SystemCall | UnfinishedCall | TaskExit | None:
+        prefix = _PREFIX.match(line)
+        assert prefix is not None  # every part of it is optional
+        tid, text = int(prefix[1] or prefix[2] or 0), line[prefix.end() :]
+        if text.endswith("<unfinished ...>") and (begun := _UNFINISHED.match(text)):
+            self._begun[tid] = begun[1]
+            self.clock.at(prefix, number)
+            name, _, args = begun[1].partition("(")
+            return UnfinishedCall(tid, name, args)
+        if resumed := _RESUMED.match(text):
+            text = self._begun.pop(tid, "") + text[resumed.end() :]
+        if call := _CALL.match(text):
+            result = int(call[3], 16 if "x" in call[3] else 10)  # a damaged line may begin it with zeros
+            return SystemCall(tid, self.clock.at(prefix, number), call[1], call[2], result, call[4])
+        if _ENDED.match(text):
+            return TaskExit(tid)
+        if not text.startswith(("---", "+++")) and not _UNKNOWN_RESULT.match(text):
+            self.other_lines += 1
+        return None
+
+
+class LogClock:
+    """Times of lines, whichever option of strace wrote them, as nanoseconds that do not go back."""
+
+    def __init__(self) -> None:
+        self.kind = "none: calls are 1 us apart"
+        self.steps_back = 0
+        self._now_ns = 0
+        self._days = 0
+        self._has_begun = False
+
+    def at(self, prefix: re.Match[str], number: int) -> int:
+        """Returns the time of line `number`; DataError if it is before that of the line above by more than a second."""
+        t_ns = self._told(prefix)
+        if self._has_begun and t_ns < self._now_ns:
+            if self._now_ns - t_ns > _STEP_NS:
+                hint = "a log of one run of strace is needed, not several put together"
+                raise DataError(f"time: line {number} is {(self._now_ns - t_ns) / 1e9:.6f} s before the one above", hint)
+            self.steps_back += 1
+            t_ns = self._now_ns
+        self._has_begun, self._now_ns = True, t_ns
+        return t_ns
+
+    def _told(self, prefix: re.Match[str]) -> int:
+        if prefix[7]:
+            t_ns = int(prefix[7]) * _SECOND_NS + _fraction_ns(prefix[8])
+            self.kind = "seconds since 1970 (-ttt)" if t_ns >= _EPOCH_NS else "seconds from the first call (-r)"
+            return t_ns if t_ns >= _EPOCH_NS else self._now_ns + t_ns
+        if prefix[3]:
+            self.kind = "time of day (-t)"
+            hours, minutes, seconds = int(prefix[3]), int(prefix[4]), int(prefix[5])
+            t_ns = (hours * 3600 + minutes * 60 + seconds) * _SECOND_NS + _fraction_ns(prefix[6]) + self._days * _DAY_NS
+            if self._has_begun and self._now_ns - t_ns > _DAY_NS // 2:
+                self._days += 1
+                t_ns += _DAY_NS
+            return t_ns
+        return self._now_ns + CALL_NS if self._has_begun else 0
+
+
+def _fraction_ns(digits: str | None) -> int:
+    return int((digits or "0").ljust(9, "0")[:9])
+
+
+def split(args: str) -> list[str]:
+    """Returns the arguments of a call, each as it stands in the log."""
+    parts, start, depth = [], 0, 0
+    for found in _SEPARATOR.finditer(args):
+        token = found[0]
+        if token in "[{(":
+            depth += 1
+        elif token in "]})":
+            depth -= 1
+        elif token == ", " and depth == 0:
+            parts.append(args[start : found.start()])
+            start = found.end()
+    parts.append(args[start:])
+    return parts
+
+
+def unquoted(text: str) -> str:
+    """Returns the string that strace shows as `text`, with or without quotes; bytes that are not UTF-8 are kept."""
+    quoted = os.fsencode(text.removesuffix("...").removeprefix('"').removesuffix('"'))
+    return os.fsdecode(_ESCAPE.sub(_unescaped, quoted))
+
+
+def _unescaped(found: re.Match[bytes]) -> bytes:
+    code = found[1]
+    if code[:1] in b"01234567":
+        return bytes([int(code, 8) & 255])
+    if code[:1] == b"x" and len(code) == 3:
+        return bytes([int(code[1:], 16)])
+    return _ESCAPED.get(code, code)
+
+
+# What the calls mean: which files are open where, and where they are read and written.
+
+
 @dataclass(eq=False)
 class LoggedFile:
     """A file. `size` is the size now, as far as known (`is_size_known`: told by stat or lseek); `largest` its maximum."""
@@ -160,19 +338,8 @@ class Description:
     is_guessed: bool = False
 
 
-class DescriptorTable:
-    """Descriptors of a process: number to (description, close on exec)."""
-
-    def __init__(self, entries: dict[int, tuple[Description, bool]] | None = None) -> None:
-        self.entries = entries or {}
-
-    def copied(self) -> DescriptorTable:
-        """Returns the table of a forked child: the same descriptions, closed on their own."""
-        return DescriptorTable(dict(self.entries))
-
-    def after_exec(self) -> DescriptorTable:
-        """Returns the table that is left when a program is executed."""
-        return DescriptorTable({fd: entry for fd, entry in self.entries.items() if not entry[1]})
+DescriptorTable = dict[int, tuple[Description, bool]]
+"""Of a process: what each of its descriptors stands for, and whether it is closed on exec."""
 
 
 @dataclass(eq=False)
@@ -191,14 +358,14 @@ class Task:
     """A process or thread."""
 
     pid: int
-    table: DescriptorTable = field(default_factory=DescriptorTable)
+    table: DescriptorTable = field(default_factory=dict)
     directory: Directory = field(default_factory=Directory)
 
     def child(self, tid: int, flags: str) -> Task:
         """Returns the process or thread `tid`, made by clone with `flags` (empty for fork and vfork)."""
         return Task(
             self.pid if "CLONE_THREAD" in flags else tid,
-            self.table if "CLONE_FILES" in flags else self.table.copied(),
+            self.table if "CLONE_FILES" in flags else dict(self.table),
             self.directory if "CLONE_FS" in flags else Directory(self.directory.path),
         )
 
@@ -288,7 +455,7 @@ class Calls:
         found = _FD.match(text)
         if found is None:
             return None
-        entry = task.table.entries.get(int(found[1]))
+        entry = task.table.get(int(found[1]))
         described = entry[0] if entry else None
         if found[2] is None:
             return described
@@ -297,7 +464,7 @@ class Calls:
             return described
         file = self.files.named(path) if path.startswith("/") else None
         described = Description(file, is_guessed=True)
-        task.table.entries[int(found[1])] = described, False
+        task.table[int(found[1])] = described, False
         return described
 
     def _access(self, call: SystemCall, task: Task, fd: str, op: int, length: int, offset: int | None = None) -> None:
@@ -339,43 +506,40 @@ class Calls:
         file = self.files.named(unquoted(call.result_path) if call.result_path else path)
         if file and "O_TRUNC" in flags:
             file.resize(0)
-        task.table.entries[call.result] = Description(file, append="O_APPEND" in flags), "O_CLOEXEC" in flags
+        task.table[call.result] = Description(file, append="O_APPEND" in flags), "O_CLOEXEC" in flags
 
     # Handlers, one for each kind of call.
 
     def _open(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
-        if not call.name.startswith("openat"):
-            args = ["AT_FDCWD", *args]
+        args = call.words if call.name.startswith("openat") else ["AT_FDCWD", *call.words]
         flags = "O_WRONLY|O_CREAT|O_TRUNC" if call.name == "creat" else args[2]
         self._opened(call, task, self._path(args, task), flags)
 
     def _close(self, call: SystemCall, task: Task) -> None:
-        task.table.entries.pop(_number(call.args), None)
+        task.table.pop(_number(call.args), None)
 
     def _close_range(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
+        args = call.words
         last = int(args[1]) if args[1].isdigit() else _LAST_FD
-        for fd in [fd for fd in task.table.entries if _number(args[0]) <= fd <= last]:
+        for fd in [fd for fd in task.table if _number(args[0]) <= fd <= last]:
             if "CLOEXEC" in args[2]:
-                task.table.entries[fd] = task.table.entries[fd][0], True
+                task.table[fd] = task.table[fd][0], True
             else:
-                del task.table.entries[fd]
+                del task.table[fd]
 
     def _dup(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
-        self._duplicated(args[0], call.result, task, len(args) > 2 and "O_CLOEXEC" in args[2])
+        self._duplicated(call.words[0], call.result, task, any("O_CLOEXEC" in flags for flags in call.words[2:]))
 
     def _duplicated(self, fd: str, new: int, task: Task, cloexec: bool) -> None:
         described = self._description(fd, task)
         if new == _number(fd):
             return
-        task.table.entries.pop(new, None)
+        task.table.pop(new, None)
         if described:
-            task.table.entries[new] = described, cloexec
+            task.table[new] = described, cloexec
 
     def _fcntl(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
+        args = call.words
         if args[1].startswith("F_DUPFD"):
             self._duplicated(args[0], call.result, task, args[1] == "F_DUPFD_CLOEXEC")
         elif args[1] == "F_SETFD":
@@ -384,23 +548,22 @@ class Calls:
             described.append = "O_APPEND" in args[2]
 
     def _ioctl(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
-        if args[1] in ("FIOCLEX", "FIONCLEX"):
-            self._set_cloexec(args[0], task, args[1] == "FIOCLEX")
+        if call.words[1] in ("FIOCLEX", "FIONCLEX"):
+            self._set_cloexec(call.words[0], task, call.words[1] == "FIOCLEX")
 
     def _set_cloexec(self, fd: str, task: Task, cloexec: bool) -> None:
         if described := self._description(fd, task):
-            task.table.entries[_number(fd)] = described, cloexec
+            task.table[_number(fd)] = described, cloexec
 
     def _no_file(self, call: SystemCall, task: Task) -> None:
-        task.table.entries[call.result] = Description(None), False
+        task.table[call.result] = Description(None), False
 
     def _pair(self, call: SystemCall, task: Task) -> None:
         """A pipe or a pair of sockets: two descriptors in brackets."""
-        bracket = next((arg for arg in split(call.args) if arg.startswith("[")), "[]")
+        bracket = next((arg for arg in call.words if arg.startswith("[")), "[]")
         for fd in split(bracket.strip("[]")):
             if found := _FD.match(fd):
-                task.table.entries[int(found[1])] = Description(None), False
+                task.table[int(found[1])] = Description(None), False
 
     def _stream(self, call: SystemCall, task: Task) -> None:
         """A read or write where the description is (read, write, readv, writev)."""
@@ -418,7 +581,7 @@ class Calls:
         self._access(call, task, call.args, _op(call.name), call.result, at)
 
     def _seek(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
+        args = call.words
         described = self._description(args[0], task)
         if described is None:
             return
@@ -429,19 +592,19 @@ class Calls:
             described.file.resize(described.offset - int(args[1], 0))
 
     def _sendfile(self, call: SystemCall, task: Task) -> None:
-        target, source, place = split(call.args)[:3]
+        target, source, place = call.words[:3]
         self._access(call, task, source, READ, call.result, _told(place))
         self._access(call, task, target, WRITE, call.result)
 
     def _copy(self, call: SystemCall, task: Task) -> None:
         """A copy between descriptors (copy_file_range, splice)."""
-        source, at, target, to = split(call.args)[:4]
+        source, at, target, to = call.words[:4]
         self._access(call, task, source, READ, call.result, _told(at))
         self._access(call, task, target, WRITE, call.result, _told(to))
 
     def _mmap(self, call: SystemCall, task: Task) -> None:
         """A mapping of a file: its range, up to the end of the file if that is known."""
-        args = split(call.args)
+        args = call.words
         described = self._description(args[4], task)
         if "MAP_ANON" in args[3] or described is None or described.file is None:
             return
@@ -455,15 +618,14 @@ class Calls:
     def _stat(self, call: SystemCall, task: Task) -> None:
         """A size that stat tells of an open file (fstat, newfstatat and statx of a descriptor)."""
         size = _SIZE.search(call.args)
-        args = split(call.args)
-        if not size or not (call.name.startswith("fstat") or args[1] == '""'):
+        if not size or not (call.name.startswith("fstat") or call.words[1] == '""'):
             return
-        described = self._description(args[0], task)
+        described = self._description(call.words[0], task)
         if described and described.file:
             described.file.resize(int(size[1]))
 
     def _truncate(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
+        args = call.words
         if call.name.startswith("ftruncate"):
             described = self._description(args[0], task)
             file = described.file if described else None
@@ -473,20 +635,20 @@ class Calls:
             file.resize(int(args[1], 0))
 
     def _unlink(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
-        self.files.remove(self._path(args if call.name == "unlinkat" else ["AT_FDCWD", *args], task))
+        args = call.words if call.name == "unlinkat" else ["AT_FDCWD", *call.words]
+        self.files.remove(self._path(args, task))
 
     def _rename(self, call: SystemCall, task: Task) -> None:
-        args = split(call.args)
+        args = call.words
         if call.name == "rename":
             args = ["AT_FDCWD", args[0], "AT_FDCWD", args[1]]
         self.files.rename(self._path(args[:2], task), self._path(args[2:4], task))
 
     def _chdir(self, call: SystemCall, task: Task) -> None:
-        task.directory.path = task.directory.joined(unquoted(split(call.args)[0]))
+        task.directory.path = task.directory.joined(unquoted(call.words[0]))
 
     def _getcwd(self, call: SystemCall, task: Task) -> None:
-        task.directory.path = unquoted(split(call.args)[0])
+        task.directory.path = unquoted(call.words[0])
 
     def _fchdir(self, call: SystemCall, task: Task) -> None:
         described = self._description(call.args, task)
@@ -497,9 +659,9 @@ class Calls:
         self.tasks.cloned(call.tid, call.result, call.args)
 
     def _exec(self, call: SystemCall, task: Task) -> None:
-        task.table = task.table.after_exec()
+        task.table = {fd: entry for fd, entry in task.table.items() if not entry[1]}
         if not self.command:
-            path, arguments = split(call.args)[:2]
+            path, arguments = call.words[:2]
             # The path is shown whole; arguments may be cut off (-s).
             self.command = " ".join(unquoted(word) for word in [path, *split(arguments.strip("[]"))[1:]])
 

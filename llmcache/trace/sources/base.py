@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from llmcache.arrays import Records
+from llmcache.arrays import Int64s, Records, Uint64s
 from llmcache.errors import EnvironmentProblem
 
 POLL_S = 0.02  # how often drain() is called: often enough for the buffers, seldom enough to cost nothing
@@ -119,6 +119,17 @@ class Source(ABC):
 def no_records(rows: int = 0) -> Records:
     """Zeroed records, by default none."""
     return np.zeros(rows, RECORD)
+
+
+def distinct_files(dev: Uint64s, inode: Uint64s) -> tuple[Int64s, Int64s]:
+    """Returns a row of each distinct (dev, inode), and for all rows, at least one, which of those it is."""
+    if (inode == inode[0]).all() and (dev == dev[0]).all():
+        return np.zeros(1, np.int64), np.zeros(len(dev), np.int64)
+    order = np.lexsort((inode, dev))
+    begins = np.append(True, (dev[order][1:] != dev[order][:-1]) | (inode[order][1:] != inode[order][:-1]))
+    index = np.empty(len(dev), np.int64)
+    index[order] = np.cumsum(begins) - 1
+    return order[begins], index
 
 
 class TimeOrder:

@@ -10,7 +10,6 @@ import os
 import platform
 import sys
 import time
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,15 +172,12 @@ class KernelPrograms:
         """What is in the ring."""
         return self._ring.read()
 
-    def losses(self) -> dict[str, int]:
-        """Events lost so far, by reason; only reasons that occurred."""
-        counts = {reason: self._loss(number) for number, reason in enumerate(LOSSES)}
+    def lost(self) -> int:
+        """Events lost so far, for one of `LOSSES` or because a program was busy."""
+        counts = (self._object.read("losses", number.to_bytes(4, sys.byteorder), 8) for number in range(len(LOSSES)))
         attached = [name for name in self._programs if name not in _RUN_BY_US]
-        counts["program busy"] = sum(self._object.misses(name) for name in attached)
-        return {reason: count for reason, count in counts.items() if count}
-
-    def _loss(self, number: int) -> int:
-        return int.from_bytes(self._object.read("losses", number.to_bytes(4, sys.byteorder), 8), sys.byteorder)
+        busy = sum(self._object.misses(name) for name in attached)
+        return busy + sum(int.from_bytes(count, sys.byteorder) for count in counts)
 
     def detach(self) -> None:
         """Ends the recording; what is in the maps can still be flushed and read."""
@@ -223,7 +219,8 @@ _BLOCK = Feature([["submitted", "completed", "request_completed"]], "block reque
 class BpfSource(Source):
     """What the three have in common: loading, draining, losses."""
 
-    offers: ClassVar[frozenset[str]] = frozenset({"follow", "writes", "block", "coalesce"})
+    offers: ClassVar[frozenset[str]] = frozenset({"follow", "writes", "block", "coalesce", "rerefs_s"})
+    programs: ClassVar[Sequence[str]]  # what sees its accesses, without which there is no recording
     fills: ClassVar[bool] = True
 
     def __init__(self) -> None:
@@ -231,15 +228,16 @@ class BpfSource(Source):
         self._order = TimeOrder()
         self._residency = Residency()
         self._live = 0
-        self._losses: dict[str, int] = {}
+        self._lost = 0
         self._remarks: list[str] = []
         self._sampler: Sampler | None = None
         self._stopped = False
 
     @classmethod
-    @abstractmethod
     def features(cls, scope: Scope) -> Sequence[Feature]:
         """What is to be loaded for `scope`."""
+        seen = [_FILLS, _DIRECT, _HUGE, *([_STORES] if scope.writes else [_MADE])] if cls.fills else []
+        return [Feature([cls.programs]), *seen, *(_WRITES if scope.writes else ()), *([_BLOCK] if scope.block else ())]
 
     @classmethod
     def probe(cls) -> str | None:
@@ -269,13 +267,10 @@ class BpfSource(Source):
             self.stop()
             raise not_there(scope.targets)
         if scope.rerefs_s > 0 and "rerefs_s" in self.offers:
-            self._start_sampler(scope)
-
-    def _start_sampler(self, scope: Scope) -> None:
-        try:
-            self._sampler = Sampler(scope.targets, scope.rerefs_s, scope.follow)
-        except Unreadable as reason:
-            self._remarks.append(f"not recorded: touches of mapped pages ({reason})")
+            try:
+                self._sampler = Sampler(scope.targets, scope.rerefs_s, scope.follow)
+            except Unreadable as reason:
+                self._remarks.append(f"not recorded: touches of mapped pages ({reason})")
 
     def drain(self) -> Records:
         """See Source."""
@@ -293,7 +288,7 @@ class BpfSource(Source):
 
     def _close(self) -> None:
         if self._kernel is not None:
-            self._losses = self._kernel.losses()
+            self._lost = self._kernel.lost()
             self._kernel.close()
         if self._sampler is not None:
             self._sampler.close()
@@ -304,16 +299,11 @@ class BpfSource(Source):
         return self._live > 0
 
     @property
-    def losses(self) -> dict[str, int]:
-        """Events lost so far by reason."""
-        if self._kernel is not None:
-            self._losses = self._kernel.losses()
-        return dict(self._losses)
-
-    @property
     def lost(self) -> int:
         """See Source."""
-        return sum(self.losses.values())
+        if self._kernel is not None:
+            self._lost = self._kernel.lost()
+        return self._lost
 
     @property
     def remarks(self) -> Sequence[str]:
@@ -331,7 +321,7 @@ class FilemapSource(BpfSource):
     """Page-cache tracepoints of Linux 6.12 and later: every access to cached files, and what the cache did."""
 
     name = "filemap"
-    offers = BpfSource.offers | {"rerefs_s"}
+    programs = ("read_pages", "fault_page", "mapped", "map_around")
     sees = (
         "reads by any call, io_uring, sendfile, splice and page faults, block by block; O_DIRECT; writes by call, io_uring "
         "and mapping; cache fills and evictions"
@@ -341,12 +331,6 @@ class FilemapSource(BpfSource):
         "io_uring read, sendfile or splice that goes beyond what was read ahead; reads of tmpfs; "
         "O_DIRECT past iomap (raw devices, btrfs before 5.16, FUSE, NFS); copy_file_range and splice into a file"
     )
-
-    @classmethod
-    def features(cls, scope: Scope) -> Sequence[Feature]:
-        """See BpfSource."""
-        needed = Feature([["read_pages", "fault_page", "mapped", "map_around"]])
-        return (needed, *_common(scope))
 
     @classmethod
     def probe(cls) -> str | None:
@@ -361,37 +345,23 @@ class FexitSource(BpfSource):
     """The functions behind the page cache, for kernels without its tracepoints."""
 
     name = "fexit"
-    offers = BpfSource.offers | {"rerefs_s"}
+    programs = ("read_returned", "fault_returned", "mapped", "map_returned")
     sees = "reads by call, io_uring and page faults, block by block; writes; cache fills and evictions"
     cannot_see = (
         "sendfile and splice; accesses to pages that are mapped already; which blocks around a page fault were touched; "
         "reads of tmpfs; O_DIRECT before Linux 6.6"
     )
 
-    @classmethod
-    def features(cls, scope: Scope) -> Sequence[Feature]:
-        """See BpfSource."""
-        needed = Feature([["read_returned", "fault_returned", "mapped", "map_returned"]])
-        return (needed, *_common(scope))
-
 
 class SyscallSource(BpfSource):
     """The results of read and write calls: no page faults, no hits and misses."""
 
     name = "syscalls"
+    offers = BpfSource.offers - {"rerefs_s"}
+    programs = ("read_call_returned",)
     sees = "what read, pread, readv, preadv and preadv2 returned, whatever the file system; writes by call and io_uring"
     cannot_see = "page faults (mmap), io_uring reads, sendfile, splice; whether the page cache had the blocks"
     fills = False
-
-    @classmethod
-    def features(cls, scope: Scope) -> Sequence[Feature]:
-        """See BpfSource."""
-        return (Feature([["read_call_returned"]]), *(_WRITES if scope.writes else ()), *((_BLOCK,) if scope.block else ()))
-
-
-def _common(scope: Scope) -> Sequence[Feature]:
-    writes = (_STORES, *_WRITES) if scope.writes else (_MADE,)
-    return (_FILLS, _DIRECT, _HUGE, *writes, *((_BLOCK,) if scope.block else ()))
 
 
 def _described() -> bool:

@@ -85,7 +85,8 @@ class FaultSource(Source):
 
     def _attach(self, scope: Scope) -> None:
         cpus = _processors()
-        size = _ROOT_RING_BYTES if os.geteuid() == 0 else _largest_power(max(4096, _LOCKED_BYTES // len(cpus) - 4096))
+        most = _ROOT_RING_BYTES if os.geteuid() == 0 else max(4096, _LOCKED_BYTES // len(cpus) - 4096)
+        size = 1 << most.bit_length() - 1  # a power of two
         for pid in scope.targets:
             for tid in threads(pid):
                 with suppress(ProcessLookupError):
@@ -165,10 +166,6 @@ class FaultSource(Source):
         self._rings = {}
         if self._strace is not None:
             self._strace.close()
-
-
-def _largest_power(limit: int) -> int:
-    return 1 << (limit.bit_length() - 1)
 
 
 def _processors() -> list[int]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from llmcache.arrays import Int64s, Records
 from llmcache.trace.record import HIT, MISS, UNKNOWN, WRITE
-from llmcache.trace.sources.base import ACCESS, DIRECT, EVICT, FILL
+from llmcache.trace.sources.base import ACCESS, DIRECT, EVICT, FILL, distinct_files
 
 
 class Residency:
@@ -22,14 +22,18 @@ class Residency:
 
     def mark(self, records: Records) -> Records:
         """Sets `miss` of the accesses among `records`, which are in order; splits those that are partly a miss."""
-        if not len(records):
-            return records
         relevant = (records["kind"] <= EVICT) & (records["flags"] & DIRECT == 0)
         access = records["kind"] == ACCESS
         records["miss"][access] = HIT
         records["miss"][access & (records["flags"] & DIRECT != 0) & (records["op"] != WRITE)] = MISS
         rows = np.flatnonzero(relevant)
-        pieces = [self._mark_file(key, records, mine) for key, mine in _by_file(records, rows)]
+        if not len(rows):
+            return records
+        dev, inode = records["dev"][rows], records["inode"][rows]
+        first, index = distinct_files(dev, inode)
+        keys = zip(dev[first].tolist(), inode[first].tolist(), strict=True)
+        of_files = np.split(rows[np.argsort(index, kind="stable")], np.cumsum(np.bincount(index))[:-1])
+        pieces = [self._mark_file(key, records, mine) for key, mine in zip(keys, of_files, strict=True)]
         split = [piece for piece in pieces if piece is not None]
         return _spliced(records, split) if split else records
 
@@ -91,18 +95,6 @@ class _Events:
         parts["miss"] = np.where(missed[at], MISS, HIT)
         parts["aux"][np.concatenate(([False], row[at][1:] == row[at][:-1]))] = 0
         return self._rows[row[at]], parts
-
-
-def _by_file(records: Records, rows: Int64s) -> list[tuple[tuple[int, int], Int64s]]:
-    if not len(rows):
-        return []
-    dev, inode = records["dev"][rows], records["inode"][rows]
-    if (dev == dev[0]).all() and (inode == inode[0]).all():
-        return [((int(dev[0]), int(inode[0])), rows)]
-    order = np.lexsort((inode, dev))
-    changes = (dev[order][1:] != dev[order][:-1]) | (inode[order][1:] != inode[order][:-1])
-    groups = np.split(rows[order], np.flatnonzero(changes) + 1)
-    return [((int(records["dev"][group[0]]), int(records["inode"][group[0]])), np.sort(group)) for group in groups]
 
 
 def _spliced(records: Records, split: list[tuple[Int64s, Records]]) -> Records:

@@ -35,23 +35,16 @@ def start_source(tier: str, scope: Scope) -> ChosenSource:
     UsageError for an unknown name; EnvironmentProblem, saying why and what would work, if it cannot record here, or if
     the processes cannot be recorded by any.
     """
-    if tier == AUTO:
-        return _best(scope)
-    if tier not in SOURCES:
+    if tier not in (AUTO, *SOURCES):
         raise UsageError(f"--tier: '{tier}' is unknown", f"known are: {', '.join([AUTO, *SOURCES])}")
-    source = _started(source_class(tier), scope)
-    if isinstance(source, Source):
-        return ChosenSource(source, {})
-    raise EnvironmentProblem(f"--tier: {tier} cannot record here: {source}", _alternative(tier, scope))
-
-
-def _best(scope: Scope) -> ChosenSource:
     passed_over: dict[str, str] = {}
-    for name in SOURCES:
+    for name in SOURCES if tier == AUTO else [tier]:
         source = _started(source_class(name), scope)
         if isinstance(source, Source):
             return ChosenSource(source, passed_over)
         passed_over[name] = source
+    if tier != AUTO:
+        raise EnvironmentProblem(f"--tier: {tier} cannot record here: {passed_over[tier]}", _alternative(tier, scope))
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in passed_over.items())
     raise EnvironmentProblem(
         f"nothing on this machine can record this:{reasons}", "most tiers need root: sudo llmcache trace …"

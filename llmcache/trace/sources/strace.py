@@ -14,8 +14,7 @@ import numpy as np
 
 from llmcache.arrays import Records
 from llmcache.errors import EnvironmentProblem
-from llmcache.trace.formats.strace import Calls, LoggedFile
-from llmcache.trace.formats.strace_log import StraceLog
+from llmcache.trace.formats.strace import Calls, LoggedFile, StraceLog
 from llmcache.trace.record import MAP, UNKNOWN, WRITE
 from llmcache.trace.sources.base import ACCESS, RECORD
 from llmcache.units import BLOCK_BYTES
@@ -81,8 +80,7 @@ class Strace:
 
     def drain(self) -> Records:
         """What was logged since the last call, in the order of the log."""
-        for event in self._log.events(self._lines()):
-            self._calls.take(event)
+        self._read_log()
         rows, self._rows = self._rows, []
         records = np.zeros(len(rows), RECORD)
         for name, column in zip(
@@ -132,12 +130,12 @@ class Strace:
             self._process.terminate()
             # It may wait for room in the pipe.
             while self._process.poll() is None:
-                self._log_ahead()
+                self._read_log()
                 time.sleep(0.002)
         if self._process.stderr is not None:
             self._process.stderr.close()
 
-    def _log_ahead(self) -> None:
+    def _read_log(self) -> None:
         for event in self._log.events(self._lines()):
             self._calls.take(event)
 
