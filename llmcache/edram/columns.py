@@ -9,100 +9,40 @@ the slowest, or an activation lives one interval longer: there a group is as goo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Doubles
 from llmcache.edram.systems import Configuration
 
-Array = NDArray[np.float64]
-Flags = NDArray[np.bool_]
+Array = Doubles
 
 
-@dataclass(frozen=True)
 class ConfigurationColumns:
-    """Numbers of many configurations, float64 or bool [n, 1]; their names and units are those of the parts they are from.
+    """Numbers of many configurations as columns, [n, 1]; ValueError if there are none.
 
-    `refresh_hz` is [n, 4], in the order of `constants.GROUPS`.
+    An attribute of a model, workload, hardware, policy or profile is a column under its name, in its unit: float64, or bool
+    where it is one. `refresh_hz` is [n, 4], in the order of `constants.GROUPS`.
     """
 
-    # the language model
-    layers: Array
-    channels: Array
-    heads: Array
-    kv_heads: Array
-    head_dim: Array
-    hidden: Array
-    vocabulary: Array
-    gated: Flags
-    layer_weights: Array
-    read_weights: Array
-    stored_weights: Array
-    kv_layer_bytes: Array
-    x_layer_bytes: Array
-    # the workload
-    context: Array
-    decode: Array
-    batch: Array
-    budget: Array
-    window: Array
-    sinks: Array
-    # the hardware
-    array_rows: Array
-    edram: Flags
-    kv_capacity_bytes: Array
-    kv_bytes_per_s: Array
-    overlap: Flags
-    weight_capacity_bytes: Array
-    activation_bytes: Array
-    sram_bytes_per_s: Array
-    dram_bytes_per_s: Array
-    dram_capacity_bytes: Array
-    clock_hz: Array
-    macs_per_pe: Array
-    systolic_evictor: Flags
-    exposed_fill: Flags
-    # the policy
-    evict: Flags
-    recomputes: Flags
-    declared: Flags
-    recompute_share: Array
-    activation_interval_ns: Array
-    refresh_hz: Array
-    # the profile
-    dram_j_per_byte: Array
-    sram_j_per_byte: Array
-    edram_j_per_byte: Array
-    refresh_j_per_byte: Array
-    pe_cycle_j: Array
-    sram_leak_w: Array
-    edram_leak_w: Array
-    sfu_w: Array
-    evictor_w: Array
-    dram_static_w: Array
-    array_bytes: Array
+    def __init__(self, configurations: Sequence[Configuration]) -> None:
+        if not configurations:
+            raise ValueError("configurations: none are given")
+        parts = ("model", "workload", "hardware", "policy", "profile")
+        self._parts = [[getattr(one, part) for one in configurations] for part in parts]
 
-
-PARTS = ("model", "workload", "hardware", "policy", "profile")
-
-
-def columns_of(configurations: Sequence[Configuration]) -> ConfigurationColumns:
-    """Returns `configurations` as columns; ValueError if there are none."""
-    if not configurations:
-        raise ValueError("configurations: none are given")
-    parts = {part: [getattr(one, part) for one in configurations] for part in PARTS}
-    return ConfigurationColumns(**{field.name: _column(parts, field.name) for field in fields(ConfigurationColumns)})
-
-
-def _column(parts: dict[str, list[Any]], name: str) -> NDArray[Any]:
-    """Returns the column of the one part that has the attribute `name`: [n, 1], or [n, k] where it is a tuple."""
-    (values,) = (values for values in parts.values() if hasattr(values[0], name))
-    known: dict[int, Any] = {id(value): value for value in values}  # a sweep has few different parts
-    read = {key: getattr(value, name) for key, value in known.items()}
-    found = np.array([read[id(value)] for value in values])
-    return (found if found.dtype == bool else found.astype(np.float64)).reshape(len(values), -1)
+    def __getattr__(self, name: str) -> Array:
+        values = next((of_part for of_part in self._parts if hasattr(of_part[0], name)), None)
+        if values is None:
+            raise AttributeError(name)
+        known: dict[int, Any] = {id(value): value for value in values}  # a sweep has few different parts
+        read = {key: getattr(value, name) for key, value in known.items()}
+        found = np.array([read[id(value)] for value in values])
+        column: Array = (found if found.dtype == bool else found.astype(np.float64)).reshape(len(values), -1)
+        setattr(self, name, column)
+        return column
 
 
 STEP_GROUPS = 64

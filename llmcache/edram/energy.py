@@ -67,7 +67,7 @@ def _timely(c: ConfigurationColumns, latency_s: Array) -> dict[str, Array]:
         "sram_leakage": c.sram_leak_w * sram / c.array_bytes,
         "edram_leakage": c.edram_leak_w * edram / c.array_bytes,
         "sfu": c.sfu_w,
-        "evictor": np.where(c.evict & c.systolic_evictor, c.evictor_w, 0),
+        "evictor": np.where(np.logical_and(c.evict, c.systolic_evictor), c.evictor_w, 0),
     }
     watts |= {f"refresh_{group}": refresh_w[:, [place]] for place, group in enumerate(GROUPS)}
     return {name: (power * latency_s)[:, 0] for name, power in watts.items()}

@@ -130,7 +130,7 @@ def _eviction_s(c: ConfigurationColumns, steps: Steps) -> Array:
     """Returns how long (s) finding the tokens to evict stalls a step whose cache is full; see `evictor.EvictorCost`."""
     cycles = np.where(c.systolic_evictor, CHAIN_CYCLES, steps.cached)
     searches = c.kv_heads * c.layers * c.batch
-    return np.where(c.evict & (steps.cached >= c.budget), searches * cycles / c.clock_hz, 0)
+    return np.where(np.logical_and(c.evict, steps.cached >= c.budget), searches * cycles / c.clock_hz, 0)
 
 
 RESOURCES = ("dram_weights", "dram_kv", "array", "sram", "kv_memory", "eviction")
