@@ -24,7 +24,7 @@ class ConfigurationColumns:
     """Numbers of many configurations as columns, [n, 1]; ValueError if there are none.
 
     An attribute of a model, workload, hardware, policy or profile is a column under its name, in its unit: float64, or bool
-    where it is one. `refresh_hz` is [n, 4], in the order of `constants.GROUPS`.
+    where it is one. `refresh_hz` is [n, 4], in the order of `constants.GROUPS`; `matrices` is [n, 3 * kinds].
     """
 
     def __init__(self, configurations: Sequence[Configuration]) -> None:

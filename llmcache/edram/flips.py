@@ -22,11 +22,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, TABLE4_INTERVALS, RefreshIntervals
 from llmcache.edram.retention import RetentionCurve, paper_curve, parse_intervals
 from llmcache.errors import UsageError
 
-Floats = NDArray[np.float32]
 Bits = NDArray[np.uint16]
 Format = Literal["int16", "fp16", "exact"]
 FORMATS: tuple[Format, ...] = ("int16", "fp16", "exact")
@@ -160,45 +160,32 @@ def parse_flips(text: str, curve: RetentionCurve | None = None) -> FlipRates:
     if kind == "none" and not value:
         return NO_FLIPS
     if kind in _ONE_SIDED:
-        return one_sided(kind, _rate(value, text))
-    if kind == "interval" and value:
-        return FlipRates.of_intervals(_intervals(value, text), curve)
-    if kind == "2drp":
-        return FlipRates.of_intervals(_column(value, text) if value else KELLE_INTERVALS, curve)
-    raise UsageError(f"flips: '{text}' is not understood", _HINT)
-
-
-def _rate(value: str, text: str) -> float:
+        try:
+            return one_sided(kind, float(value))
+        except ValueError:
+            raise UsageError(f"flips: '{text}' gives no rate from 0 to 1", _HINT) from None
+    if kind == "2drp" and not value:
+        return FlipRates.of_intervals(KELLE_INTERVALS, curve)
+    if kind not in ("interval", "2drp") or not value:
+        raise UsageError(f"flips: '{text}' is not understood", _HINT)
     try:
-        rate = float(value)
-    except ValueError:
-        rate = -1
-    if not 0 <= rate <= 1:
-        raise UsageError(f"flips: '{text}' gives no rate from 0 to 1", _HINT)
-    return rate
-
-
-def _intervals(value: str, text: str) -> RefreshIntervals:
-    try:
-        return parse_intervals(value)
+        intervals = parse_intervals(value)
     except UsageError as error:
         raise UsageError(f"flips: '{text}': {error.message}", _HINT) from error
-
-
-def _column(value: str, text: str) -> RefreshIntervals:
-    wanted = _intervals(value, text).mean_ns
-    for printed, intervals in TABLE4_INTERVALS.items():
-        if abs(wanted - printed) < 1:
-            return intervals
-    known = ", ".join(f"{printed // 1000}us" for printed in TABLE4_INTERVALS)
-    raise UsageError(f"flips: table 4 has no column '{value}'", f"its columns are {known}")
+    if kind == "2drp":
+        columns = {printed: column for printed, column in TABLE4_INTERVALS.items() if abs(intervals.mean_ns - printed) < 1}
+        if not columns:
+            known = ", ".join(f"{printed // 1000}us" for printed in TABLE4_INTERVALS)
+            raise UsageError(f"flips: table 4 has no column '{value}'", f"its columns are {known}")
+        (intervals,) = columns.values()
+    return FlipRates.of_intervals(intervals, curve)
 
 
 Names = NDArray[np.uint64]
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
-def name_rows(*parts: int | NDArray[np.int64]) -> Names:
+def name_rows(*parts: int | Int64s) -> Names:
     """Returns one 64-bit name per row from numbers that tell it apart (seed, layer, head, position...), broadcast."""
     with np.errstate(over="ignore"):
         name = np.zeros((), np.uint64)
@@ -289,8 +276,8 @@ class Cells:
     def __post_init__(self) -> None:
         shape = (*self.places, self.dim)
         self.readings = np.zeros(shape, np.float32)
-        self._groups = np.zeros(self.places, np.uint8)  # HST, LST or both since the write; 0: not settled yet
         if self.settings.rates.any:
+            self._groups = np.zeros(self.places, np.uint8)  # HST, LST or both since the write; 0: not settled yet
             self._bits, self._hst, self._lst = (np.zeros(shape, np.uint16) for _ in range(3))
             self._scales = np.zeros((*self.places, 1), np.float32)
 
@@ -298,16 +285,12 @@ class Cells:
         """Stores `rows` [n, dim] at the places `at` (one index array per axis); `names` [n] seeds what they will lose."""
         how = self.settings.format
         stored = encode(rows, how)
-        self._groups[at] = 0
         self.readings[at] = decode(stored, how)
-        if not self.settings.rates.any:
-            return
-        self._bits[at] = stored.bits
-        if stored.scales is not None:
-            self._scales[at] = stored.scales
-        lost = draw(names, self.dim, self.settings.rates)
-        for mask, into in zip(lost, (self._hst, self._lst), strict=True):
-            into[at] = mask
+        if self.settings.rates.any:
+            self._groups[at], self._bits[at] = 0, stored.bits
+            if stored.scales is not None:
+                self._scales[at] = stored.scales
+            self._hst[at], self._lst[at] = draw(names, self.dim, self.settings.rates)
 
     def grow(self, more: int) -> None:
         """Adds `more` places along the first axis."""
@@ -316,7 +299,7 @@ class Cells:
                 setattr(self, name, np.concatenate([array, np.zeros((more, *array.shape[1:]), array.dtype)]))
         self.places = (self.places[0] + more, *self.places[1:])
 
-    def settle(self, hst: NDArray[np.bool_], used: NDArray[np.bool_]) -> Where:
+    def settle(self, hst: Flags, used: Flags) -> Where:
         """Puts the `used` rows in their groups for a step (`hst`) and returns which readings may differ.
 
         Both [*places], or fewer from the first place of each axis on: the rest is not in use.
@@ -328,17 +311,16 @@ class Cells:
         groups = before | now if self.settings.sticky else now
         changed = np.nonzero(used & (groups != before))
         self._groups[changed] = groups[changed]
-        both = self._groups[changed][:, None]
-        lost = np.where(both & HST, self._hst[changed], 0) | np.where(both & LST, self._lst[changed], 0)
         stored = Stored(self._bits[changed], self._scales[changed])
-        self.readings[changed] = decode(stored, self.settings.format, lost.astype(np.uint16), self.settings.nonfinite)
+        self.readings[changed] = decode(stored, self.settings.format, self._lost(changed), self.settings.nonfinite)
         return changed
 
-    def lost_bits(self, used: NDArray[np.bool_]) -> int:
-        """Returns how many bits of the `used` rows read wrongly, in the groups they have been in."""
-        if not self.settings.rates.any:
-            return 0
-        at = np.nonzero(used)
+    def _lost(self, at: Where) -> Bits:
+        """Returns the bits that the rows at `at` have lost in the groups they have been in."""
         groups = self._groups[at][:, None]
         lost = np.where(groups & HST, self._hst[at], 0) | np.where(groups & LST, self._lst[at], 0)
-        return int(np.unpackbits(lost.astype(np.uint16).view(np.uint8)).sum())
+        return lost.astype(np.uint16)
+
+    def lost_bits(self, used: Flags) -> int:
+        """Returns how many bits of the `used` rows read wrongly."""
+        return int(np.unpackbits(self._lost(np.nonzero(used)).view(np.uint8)).sum()) if self.settings.rates.any else 0

@@ -208,24 +208,10 @@ def prefill_of(c: ConfigurationColumns) -> Prefill:
     )
 
 
-def matrices(c: ConfigurationColumns) -> list[tuple[Array, Array, Array]]:
-    """Returns the kinds of matrices of a layer: (inputs, outputs, how many), [n, 1] each."""
-    query, key, one = c.heads * c.head_dim, c.kv_heads * c.head_dim, np.ones_like(c.layers)
-    return [
-        (c.channels, query, one),
-        (c.channels, key, 2 * one),
-        (query, c.channels, one),
-        (c.channels, c.hidden, np.where(c.gated, 2.0, 1.0)),
-        (c.hidden, c.channels, one),
-    ]
-
-
 def _values_per_row(c: ConfigurationColumns) -> Array:
-    total = np.zeros_like(c.layers)
-    for inputs, outputs, many in matrices(c):
-        pieces = np.ceil(inputs * outputs * CHIP.weight_bytes / c.weight_capacity_bytes)
-        total = total + many * (inputs * pieces + outputs)
-    return total
+    inputs, outputs, many = _matrices(c)
+    pieces = np.ceil(inputs * outputs * CHIP.weight_bytes / c.weight_capacity_bytes)
+    return np.asarray((many * (inputs * pieces + outputs)).sum(axis=1, keepdims=True))
 
 
 def activation_accesses(c: ConfigurationColumns, rows: Array) -> Array:
@@ -233,10 +219,14 @@ def activation_accesses(c: ConfigurationColumns, rows: Array) -> Array:
 
     Inputs are read once for each column of tiles.
     """
-    total = np.zeros_like(c.layers)
-    for inputs, outputs, many in matrices(c):
-        total = total + many * (inputs * np.ceil(outputs / c.array_rows) + outputs)
-    return c.layers * rows * CHIP.value_bytes * total
+    inputs, outputs, many = _matrices(c)
+    values = (many * (inputs * np.ceil(outputs / c.array_rows) + outputs)).sum(axis=1, keepdims=True)
+    return np.asarray(c.layers * rows * CHIP.value_bytes * values)
+
+
+def _matrices(c: ConfigurationColumns) -> Array:
+    """Returns inputs, outputs and number of each kind of matrix of a layer, [3, n, kinds]."""
+    return np.moveaxis(c.matrices.reshape(len(c.layers), -1, 3), 2, 0)
 
 
 DECLARED_SHARE = CHIP.load_vector_ns / (CHIP.load_vector_ns + CHIP.recompute_vector_ns)

@@ -18,7 +18,6 @@ from llmcache.arrays import Floats
 from llmcache.errors import EnvironmentProblem
 from llmcache.kv.pipeline import NO_TIMELINE, KvEngine, Span, Timeline, attention, widened
 from llmcache.kv.pipeline.engine import merged, missing
-from llmcache.kv.pipeline.timeline import covered
 from llmcache.kv.policies.base import PolicySettings
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.workload import StreamSpec, SyntheticStream
@@ -354,12 +353,6 @@ def test_what_is_busy_at_a_time_counts_once() -> None:
     assert timeline.busy_ns(4, stage="evaluate") == 50, "what two resources do at a time counts once"
     assert timeline.busy_ns(4, "cpu", "update") == 0 and timeline.busy_ns(5, "cpu") == 60
     assert timeline.busy_ns(6) == 0
-
-
-def test_cover_of_nested_and_touching_spans() -> None:
-    spans = [Span("cpu", "evaluate", 0, 0, *times) for times in ((0, 10), (2, 3), (10, 12), (20, 25), (24, 30))]
-    assert covered(spans) == 22
-    assert covered([]) == 0
 
 
 def test_what_is_saved_comes_back() -> None:
