@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.edram.columns import STEP_GROUPS, Array, ConfigurationColumns, Steps, steps_of
 from llmcache.edram.constants import PAPER, Profile
 from llmcache.edram.energy import KINDS, REFRESH, energy_of
 from llmcache.edram.latency import (
@@ -27,10 +26,15 @@ from llmcache.edram.latency import (
     PASSES_16_BY_8,
     PASSES_16_BY_16,
     RESOURCES,
+    STEP_GROUPS,
+    Array,
+    ConfigurationColumns,
     Prefill,
+    Steps,
     prefill_of,
     recompute_share,
     step_of,
+    steps_of,
     waits,
 )
 from llmcache.edram.systems import AcceleratorSystem, Configuration, GenerationWorkload, LlmShape
@@ -190,28 +194,22 @@ def compared(configurations: Sequence[Configuration], baseline: AcceleratorSyste
 
     All are evaluated at once, and a baseline that several share only once. ValueError if there are none.
     """
-    same: dict[tuple[object, ...], int] = {}
-    places: list[int] = []
-    baselines: list[Configuration] = []
-    for one in configurations:
+
+    def shared(one: Configuration) -> tuple[object, ...]:
         workload = one.workload
         budget = workload.budget if baseline.policy.evict else None
-        key = (one.model, one.profile, workload.context, workload.decode, workload.batch, budget)
-        if key not in same:
-            same[key] = len(baselines)
-            baselines.append(one.on(baseline))
-        places.append(same[key])
-    outcomes = evaluate([*configurations, *baselines])
-    latency_s, energy_j, many = outcomes.latency_s, outcomes.energy_j, len(configurations)
-    return [
-        Compared(
-            one,
-            outcomes[row],
-            float(latency_s[many + place] / latency_s[row]),
-            float(energy_j[many + place] / energy_j[row]),
-        )
-        for row, (one, place) in enumerate(zip(configurations, places, strict=True))
-    ]
+        return one.model, one.profile, workload.context, workload.decode, workload.batch, budget
+
+    baselines = {shared(one): one.on(baseline) for one in configurations}
+    places = {key: len(configurations) + place for place, key in enumerate(baselines)}
+    outcomes = evaluate([*configurations, *baselines.values()])
+    latency_s, energy_j = outcomes.latency_s, outcomes.energy_j
+    found = []
+    for row, one in enumerate(configurations):
+        base = places[shared(one)]
+        speedup, efficiency = float(latency_s[base] / latency_s[row]), float(energy_j[base] / energy_j[row])
+        found.append(Compared(one, outcomes[row], speedup, efficiency))
+    return found
 
 
 MOST = 1_000_000

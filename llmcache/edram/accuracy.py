@@ -122,18 +122,16 @@ SINKS, WINDOW = 4, 32
 
 @dataclass(frozen=True)
 class AccuracySetup:
-    """What all variants of a run share: the longest text, sinks and window, the format of vectors, the retention curve."""
+    """What all variants of a run share: the longest text, the format of vectors, the retention curve."""
 
     tokens: int
-    sinks: int = SINKS
-    window: int = WINDOW
     format: Format = "int16"
     curve: RetentionCurve | None = None
 
     @property
     def everything(self) -> AerpSettings:
         """A budget that evicts nothing."""
-        return AerpSettings(self.tokens, self.sinks, self.window)
+        return AerpSettings(self.tokens, SINKS, WINDOW)
 
     def baseline(self) -> CacheVariant:
         """Returns what everything else is compared with: nothing evicted, nothing lost."""
@@ -149,8 +147,8 @@ def budgets(setup: AccuracySetup) -> list[CacheVariant]:
     cells = CellSettings(setup.format)
     found = []
     for size in BUDGETS:
-        found.append(CacheVariant(f"N'={size}", AerpSettings(size, setup.sinks, setup.window), cells))
-        found.append(CacheVariant(f"N'={size}, recent only", AerpSettings(size, setup.sinks, size), cells))
+        found.append(CacheVariant(f"N'={size}", AerpSettings(size, SINKS, WINDOW), cells))
+        found.append(CacheVariant(f"N'={size}, recent only", AerpSettings(size, SINKS, size), cells))
     return found
 
 

@@ -5,9 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from llmcache.edram.chip import at_the_same_time, one_after_the_other
-from llmcache.edram.columns import Array, ConfigurationColumns, Steps
 from llmcache.edram.constants import CHIP, GROUPS
-from llmcache.edram.latency import PASSES_16_BY_8, PASSES_16_BY_16, Prefill, Step, activation_accesses
+from llmcache.edram.latency import (
+    PASSES_16_BY_8,
+    PASSES_16_BY_16,
+    Array,
+    ConfigurationColumns,
+    Prefill,
+    Step,
+    Steps,
+    activation_accesses,
+)
 
 REFRESH = (*(f"refresh_{group}" for group in GROUPS), "refresh_activations")
 COMPONENTS = (

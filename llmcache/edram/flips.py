@@ -33,42 +33,27 @@ FORMATS: tuple[Format, ...] = ("int16", "fp16", "exact")
 LARGEST_HALF = 65504.0
 
 
-@dataclass
-class Stored:
-    """Vectors as stored: `bits` [..., dim] and, for int16, `scales` [..., 1], which lie where nothing is lost.
+def encode(rows: Floats, how: Format) -> tuple[Bits, Floats]:
+    """Returns `rows` [..., dim] as stored: bits [..., dim], and scales [..., 1], which lie where nothing is lost.
 
-    `exact` holds float32 [..., dim] instead of bits: nothing is rounded, and nothing can be lost.
+    int16: the largest number of a vector becomes 32767; halves have no scales (1).
     """
-
-    bits: Bits
-    scales: Floats | None = None
-    exact: Floats | None = None
-
-
-def encode(rows: Floats, how: Format) -> Stored:
-    """Returns `rows` [..., dim] as stored. int16: the largest number of a vector becomes 32767."""
-    if how == "exact":
-        return Stored(np.empty((*rows.shape[:-1], 0), np.uint16), exact=rows.astype(np.float32))
     if how == "fp16":
         limited = np.clip(rows, -LARGEST_HALF, LARGEST_HALF)
-        return Stored(limited.astype(np.float16).view(np.uint16))
+        return limited.astype(np.float16).view(np.uint16), np.ones((*rows.shape[:-1], 1), np.float32)
     largest = np.abs(rows).max(axis=-1, keepdims=True)
     scales = np.where(largest > 0, largest / np.float32(32767), np.float32(1)).astype(np.float32)
-    return Stored(np.rint(rows / scales).astype(np.int16).view(np.uint16), scales)
+    return np.rint(rows / scales).astype(np.int16).view(np.uint16), scales
 
 
-def decode(stored: Stored, how: Format, lost: Bits | None = None, nonfinite: str = "clamp") -> Floats:
-    """Returns what is read, float32 [..., dim], if the bits `lost` [..., dim] are flipped.
+def decode(bits: Bits, scales: Floats, how: Format, nonfinite: str = "clamp") -> Floats:
+    """Returns what is read of `bits`, float32 [..., dim].
 
     `nonfinite`, for halves whose flipped bits are no number: "clamp" reads NaN as 0 and infinities as the largest half,
     "keep" hands them on.
     """
-    if stored.exact is not None:
-        return stored.exact
-    bits = stored.bits if lost is None else stored.bits ^ lost
     if how == "int16":
-        assert stored.scales is not None
-        return bits.view(np.int16).astype(np.float32) * stored.scales
+        return bits.view(np.int16).astype(np.float32) * scales
     numbers = bits.view(np.float16).astype(np.float32)
     if nonfinite == "clamp":
         np.nan_to_num(numbers, copy=False, nan=0.0, posinf=LARGEST_HALF, neginf=-LARGEST_HALF)
@@ -241,11 +226,11 @@ HST, LST = 1, 2
 
 @dataclass(frozen=True)
 class CellSettings:
-    """How vectors are stored and lost.
+    """How vectors are stored and lost. Of "exact" ones nothing is rounded, and nothing can be lost.
 
-    `sticky`: see the module.
-    `nonfinite`: what a half reads as that is no number any more ("clamp", "keep"). `protect`: sinks and the recent window
-    count as high-score tokens whatever their score; by score alone every new token would be a low one.
+    `sticky`: see the module. `nonfinite`: what a half reads as that is no number any more ("clamp", "keep"). `protect`:
+    sinks and the recent window count as high-score tokens whatever their score; by score alone every new token would be a
+    low one.
     """
 
     format: Format = "int16"
@@ -284,12 +269,13 @@ class Cells:
     def write(self, at: Where, rows: Floats, names: Names) -> None:
         """Stores `rows` [n, dim] at the places `at` (one index array per axis); `names` [n] seeds what they will lose."""
         how = self.settings.format
-        stored = encode(rows, how)
-        self.readings[at] = decode(stored, how)
+        if how == "exact":
+            self.readings[at] = rows
+            return
+        bits, scales = encode(rows, how)
+        self.readings[at] = decode(bits, scales, how)
         if self.settings.rates.any:
-            self._groups[at], self._bits[at] = 0, stored.bits
-            if stored.scales is not None:
-                self._scales[at] = stored.scales
+            self._groups[at], self._bits[at], self._scales[at] = 0, bits, scales
             self._hst[at], self._lst[at] = draw(names, self.dim, self.settings.rates)
 
     def grow(self, more: int) -> None:
@@ -311,8 +297,8 @@ class Cells:
         groups = before | now if self.settings.sticky else now
         changed = np.nonzero(used & (groups != before))
         self._groups[changed] = groups[changed]
-        stored = Stored(self._bits[changed], self._scales[changed])
-        self.readings[changed] = decode(stored, self.settings.format, self._lost(changed), self.settings.nonfinite)
+        bits, how = self._bits[changed] ^ self._lost(changed), self.settings.format
+        self.readings[changed] = decode(bits, self._scales[changed], how, self.settings.nonfinite)
         return changed
 
     def _lost(self, at: Where) -> Bits:

@@ -77,7 +77,7 @@ class Tracker:
     """Follows the rows of one array of places (a layer's slots, or its x rows) from step to step."""
 
     kind: str
-    lives: Counter[Life] | None = None
+    lives: Counter[Life]
     _ids: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
     _high: Flags = field(default_factory=lambda: np.empty(0, np.bool_))
     _begins: dict[int, tuple[int, list[tuple[bool, int]]]] = field(default_factory=dict)
@@ -92,31 +92,25 @@ class Tracker:
         was_high = np.pad(self._high, (0, grown))
         new, gone = (ids != before) & (ids != NONE), (ids != before) & (before != NONE)
         moved = (ids == before) & (ids != NONE) & (high != was_high)
-        if self.lives is not None:
-            self._note(step, gone, new, moved, was_high)
-        self._ids, self._high = ids, high
-        living = ids != NONE
-        counts = (living & high, living & ~high, new, gone, moved & high)
-        return Flow(*(int(flags.sum()) for flags in counts))
-
-    def _note(self, step: int, gone: Flags, new: Flags, moved: Flags, was_high: Flags) -> None:
         for place in np.nonzero(gone)[0].tolist():
             self._end(place, step, bool(was_high[place]))
         for place in np.nonzero(new)[0].tolist():
             self._begins[place] = (step, [])
         for place in np.nonzero(moved)[0].tolist():
             self._begins[place][1].append((bool(was_high[place]), step))
+        self._ids, self._high = ids, high
+        living = ids != NONE
+        counts = (living & high, living & ~high, new, gone, moved & high)
+        return Flow(*(int(flags.sum()) for flags in counts))
 
     def _end(self, place: int, step: int, high: bool) -> None:
-        assert self.lives is not None
         begin, path = self._begins.pop(place)
         self.lives[Life(self.kind, begin, (*path, (high, step)))] += 1
 
     def close(self, step: int) -> None:
         """Ends all lives: the run ends before `step`."""
-        if self.lives is not None:
-            for place in list(self._begins):
-                self._end(place, step, bool(self._high[place]))
+        for place in list(self._begins):
+            self._end(place, step, bool(self._high[place]))
 
 
 SCHEMA = "llmcache.edram-run/1"
@@ -300,14 +294,14 @@ def _life(entry: Any, steps: int) -> Life:
 class RunRecorder:
     """Collects an `EdramRun`. `pair_bytes`, `x_bytes`: one half (MSB or LSB) of a key and value of a head, of an x row.
 
-    `lives`: follow rows one by one, which per-row accounting needs; about 100 bytes for each row that is ever written.
+    Rows are followed one by one: about 100 bytes for each that is ever written.
     """
 
-    def __init__(self, pair_bytes: int, x_bytes: int = 0, *, lives: bool = True) -> None:
+    def __init__(self, pair_bytes: int, x_bytes: int = 0) -> None:
         if pair_bytes < 1 or x_bytes < 0:
             raise ValueError(f"pair_bytes: {pair_bytes} and {x_bytes}, at least 1 and 0 are needed")
         self.pair_bytes, self.x_bytes = pair_bytes, x_bytes
-        self._lives: Counter[Life] | None = Counter() if lives else None
+        self._lives: Counter[Life] = Counter()
         self._trackers: dict[tuple[Hashable, str], Tracker] = {}
         self._now = dict.fromkeys(KINDS, Flow())
         self._flows: dict[str, list[Flow]] = {kind: [] for kind in KINDS}
@@ -340,19 +334,10 @@ class RunRecorder:
         """Returns the run. Nothing can be observed afterwards."""
         for tracker in self._trackers.values():
             tracker.close(len(self._flows["kv"]))
-        lives = None
-        if self._lives is not None:
-            lives = tuple(Life(life.kind, life.begin, life.path, count) for life, count in self._lives.items())
-        return EdramRun(
-            self.pair_bytes,
-            self.x_bytes,
-            {kind: tuple(flows) for kind, flows in self._flows.items()},
-            tuple(self._durations) or None,
-            lives,
-            title,
-            clock,
-            settings or {},
-        )
+        flows = {kind: tuple(of_kind) for kind, of_kind in self._flows.items()}
+        lives = tuple(replace(life, count=count) for life, count in self._lives.items())
+        durations = tuple(self._durations) or None
+        return EdramRun(self.pair_bytes, self.x_bytes, flows, durations, lives, title, clock, settings or {})
 
 
 RULES = ("ticks", "expected", "floor", "ceil")

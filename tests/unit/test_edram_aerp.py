@@ -202,11 +202,11 @@ def test_a_seed_decides_all_and_order_nothing() -> None:
 
 def test_integers_round_by_half_a_step_of_the_largest_number() -> None:
     rows = normal()
-    read = decode(encode(rows, "int16"), "int16")
+    read = decode(*encode(rows, "int16"), "int16")
     assert (np.abs(read - rows) <= np.abs(rows).max(1, keepdims=True) / 32767 * 0.51).all()
-    assert (decode(encode(np.zeros((1, 4), np.float32), "int16"), "int16") == 0).all()
-    assert (decode(encode(rows, "fp16"), "fp16") == rows.astype(np.float16).astype(np.float32)).all()
-    assert (decode(encode(rows, "exact"), "exact").view(np.uint32) == rows.view(np.uint32)).all()
+    assert (decode(*encode(np.zeros((1, 4), np.float32), "int16"), "int16") == 0).all()
+    assert (decode(*encode(rows, "fp16"), "fp16") == rows.astype(np.float16).astype(np.float32)).all()
+    assert (cells(NO_FLIPS, rows, format="exact").readings.view(np.uint32) == rows.view(np.uint32)).all()
 
 
 def test_a_lost_low_byte_of_an_integer_is_small_and_a_lost_exponent_of_a_half_is_not() -> None:
@@ -227,7 +227,7 @@ def test_halves_that_are_no_number_read_as_said() -> None:
     assert np.isnan(kept).any()
     assert (clamped[np.isnan(kept)] == 0).all() and (clamped[np.isfinite(kept)] == kept[np.isfinite(kept)]).all()
     huge = np.array([[1e6, -1e6]], np.float32)
-    assert decode(encode(huge, "fp16"), "fp16").tolist() == [[LARGEST_HALF, -LARGEST_HALF]]
+    assert decode(*encode(huge, "fp16"), "fp16").tolist() == [[LARGEST_HALF, -LARGEST_HALF]]
 
 
 def test_a_bit_lost_as_a_low_score_token_stays_lost_unless_told_otherwise() -> None:

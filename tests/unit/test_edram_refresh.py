@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,10 @@ def test_a_full_array_takes_the_power_of_table_1() -> None:
         assert found.watts == pytest.approx(PAPER.refresh_w(4 * MIB, intervals.mean_ns), rel=1e-3)
 
 
-def changing(steps: int = 60, seed: int = 0, lives: bool = True, x: bool = True) -> EdramRun:
+def changing(steps: int = 60, seed: int = 0) -> EdramRun:
     """A run whose rows come, go and change groups."""
     random = np.random.default_rng(seed)
-    recorder = RunRecorder(HALF, 256, lives=lives)
+    recorder = RunRecorder(HALF, 256)
     ids, at = np.full(20, -1), 0
     for _ in range(steps):
         for place in random.integers(0, 20, 3):
@@ -55,8 +56,7 @@ def changing(steps: int = 60, seed: int = 0, lives: bool = True, x: bool = True)
         if random.random() < 0.3:
             ids[random.integers(0, 20)] = -1
         recorder.observe("a", "kv", ids.reshape(2, 10), random.random((2, 10)) < 0.5)
-        if x:
-            recorder.observe("a", "x", np.where(np.arange(5) <= at % 5, ids[:5], -1), random.random(5) < 0.5)
+        recorder.observe("a", "x", np.where(np.arange(5) <= at % 5, ids[:5], -1), random.random(5) < 0.5)
         recorder.end_step(float(random.integers(1, 4_000_000)))
     return recorder.finish("changing", "modelled: random")
 
@@ -102,8 +102,8 @@ def test_flows_are_counted() -> None:
 
 
 def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
-    for lives in (True, False):
-        run, path = changing(lives=lives), tmp_path / f"run{lives}.json"
+    for run in (changing(), replace(changing(), lives=None)):
+        path = tmp_path / f"run{run.lives is not None}.json"
         run.save(path)
         assert read_run(path) == run
         with pytest.raises(UsageError, match=r"^run: .* exists"):
@@ -126,7 +126,7 @@ def test_a_run_without_durations_gets_them_from_the_reader() -> None:
 
 
 def test_rules_that_cannot_be_followed() -> None:
-    run = changing(lives=False)
+    run = replace(changing(), lives=None)
     with pytest.raises(DataError, match=r"^lives: "):
         account(run, KELLE_INTERVALS, 1e-12, rule="floor")
     with pytest.raises(UsageError, match=r"^rule: "):
