@@ -101,7 +101,7 @@ def read_constants(path: str | Path) -> Catalogue:
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return dict(tomllib.loads(path.read_text()))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}", "name a TOML file with --constants") from error
     except (ValueError, RecursionError) as error:

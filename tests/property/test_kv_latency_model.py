@@ -49,15 +49,11 @@ shares = st.floats(0.0, 1.0)
 policies = st.sampled_from(POLICIES)
 
 
-def sped_up(machine: Hardware, **factors: float) -> Hardware:
-    return replace(machine, **{name: getattr(machine, name) * factor for name, factor in factors.items()})
-
-
 @st.composite
 def machines(draw: st.DrawFn) -> Hardware:
     faster = {name: draw(st.floats(0.01, 20.0)) for name in SPEEDS}
     sized = PAPER_PC.with_sizes(draw(st.integers(0, 96 << 30)), draw(st.integers(8 << 30, 512 << 30)))
-    return sped_up(sized, **faster)
+    return sized.faster(**faster)
 
 
 def at(share: float, system: System, machine: Hardware, model: ModelShape, workload: Workload) -> Latency:
@@ -72,7 +68,7 @@ def test_more_bandwidth_is_never_slower(
     system: System, machine: Hardware, model: ModelShape, workload: Workload, share: float, name: str, factor: float
 ) -> None:
     before = at(share, system, machine, model, workload)
-    after = at(share, system, sped_up(machine, **{name: factor}), model, workload)
+    after = at(share, system, machine.faster(**{name: factor}), model, workload)
     assert after.token_ns <= before.token_ns * SLACK
     assert after.prefill_ns <= before.prefill_ns * SLACK
     assert after.moved == before.moved

@@ -119,6 +119,10 @@ class Hardware:
         origins = dict(self.origins) | {name: Origin(kind, text) for name, (_, kind, text) in numbers.items()}
         return replace(self, origins=origins, **values)
 
+    def faster(self, **factors: float) -> Hardware:
+        """Returns it with speeds multiplied, for what-if questions: faster(ssd_bytes_per_s=2)."""
+        return replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
+
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data: each number with its origin."""
         plain = asdict(self)
