@@ -333,8 +333,6 @@ def _recomputing(configuration: Configuration) -> Configuration:
 
 def _last(configuration: Configuration) -> Steps:
     """Returns the last decode step alone."""
-    cached = configuration.workload.context + configuration.workload.decode
-    if configuration.policy.evict:
-        cached = min(cached, configuration.workload.budget)
+    cached = configuration.last_cached
     tiles = -(-cached // configuration.hardware.array_rows)
     return Steps(np.array([[float(cached)]]), np.array([[float(tiles)]]), np.ones((1, 1)))

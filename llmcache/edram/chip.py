@@ -151,12 +151,9 @@ def kelle(access: Access) -> Lifetimes:
 def access_of(configuration: Configuration) -> Access:
     """Returns what an attention block of the last decode step reads: W_Q as a weight matrix, the keys of the whole batch."""
     shape, workload, hardware = configuration.model, configuration.workload, configuration.hardware
-    cached = workload.context + workload.decode
-    if configuration.policy.evict:
-        cached = min(cached, workload.budget)
     return Access(
         weight_bytes=shape.channels * shape.heads * shape.head_dim * CHIP.weight_bytes,
-        kv_bytes=workload.batch * cached * shape.kv_layer_bytes / 2,
+        kv_bytes=workload.batch * configuration.last_cached * shape.kv_layer_bytes / 2,
         sram_bytes_per_s=hardware.sram_bytes_per_s,
         edram_bytes_per_s=hardware.kv_bytes_per_s,
         dram_bytes_per_s=hardware.dram_bytes_per_s,

@@ -18,25 +18,6 @@ from llmcache.edram.latency import (
 )
 
 REFRESH = (*(f"refresh_{group}" for group in GROUPS), "refresh_activations")
-COMPONENTS = (
-    "dram_weights",
-    "dram_kv",
-    "dram_activations",
-    "dram_static",
-    "weight_memory",
-    "kv_memory",
-    "activation_memory",
-    "sram_leakage",
-    "edram_leakage",
-    *REFRESH,
-    "array_linear",
-    "array_attention",
-    "array_recompute",
-    "sfu",
-    "evictor",
-)
-"""All there is: the energy of a configuration is the sum of these."""
-
 KINDS: dict[str, tuple[str, ...]] = {
     "DRAM, weights": ("dram_weights",),
     "DRAM, KV": ("dram_kv",),
@@ -51,6 +32,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "evictor": ("evictor",),
 }
 """Components that pictures and tables show together; every component is in one of them."""
+COMPONENTS = tuple(name for names in KINDS.values() for name in names)
+"""All there is: the energy of a configuration is the sum of these."""
 
 
 def energy_of(c: ConfigurationColumns, steps: Steps, step: Step, step_s: Array, prefill: Prefill) -> dict[str, Array]:

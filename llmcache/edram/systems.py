@@ -306,6 +306,12 @@ class Configuration:
         """What is done with the KV cache."""
         return self.system.policy
 
+    @property
+    def last_cached(self) -> int:
+        """Tokens that the last decode step attends to, its own included."""
+        end = self.workload.context + self.workload.decode
+        return min(end, self.workload.budget) if self.policy.evict else end
+
     def on(self, system: AcceleratorSystem) -> Configuration:
         """Returns the same on another system."""
         return replace(self, system=system)
